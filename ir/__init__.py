@@ -1,0 +1,1 @@
+"""The workload graph: types, builder, verifier, text form, files and passes."""

@@ -1,0 +1,426 @@
+"""`GraphBuilder`: the one way to make a graph. It collects columns, verifies, and freezes.
+
+    builder = GraphBuilder(name="tiny")
+    x = builder.tensor("x", (8, 4), DType.BF16, TensorRole.INPUT)
+    w = builder.tensor("w", (4, 4), DType.BF16, TensorRole.PARAMETER)
+    y = builder.tensor("y", (8, 4), DType.BF16, TensorRole.ACTIVATION)
+    builder.compute("aten.mm", inputs=(x, w), outputs=(y,), flops=256, bytes_read=96, bytes_written=64)
+    graph = builder.build(StepGraph)
+
+Tensors and operations go to the block that was begun last; the main block is open from the start.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypedDict, TypeVar, Unpack
+
+import numpy as np
+
+from echograph.ir import types as t
+from echograph.ir.columns import NONE, OpTable, Ragged, TensorTable
+from echograph.ir.graph import Axis, Block, Graph, Group, Instance, Program, Workload
+from echograph.ir.verify import verify
+
+G = TypeVar("G", bound=Graph)
+
+_CODES = {"u1": "B", "i4": "i", "i8": "q", "f4": "f"}
+
+
+class Common(TypedDict, total=False):
+    """What every operation may have; the fields of `types.Op`."""
+
+    phase: t.Phase
+    module: str
+    inputs: Iterable[int]
+    outputs: Iterable[int]
+    stream: int
+    deps: Iterable[int]
+    durations: Iterable[t.Duration]
+
+
+class _Column:
+    """A growing column that becomes a numpy array without a copy."""
+
+    __slots__ = ("dtype", "items")
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.items = array(_CODES[dtype])
+
+    def freeze(self, dtype: str | None = None) -> np.ndarray:
+        return (
+            np.frombuffer(self.items, dtype=dtype or self.dtype)
+            if self.items
+            else np.zeros(0, dtype or self.dtype)
+        )
+
+
+class _RaggedColumn:
+    __slots__ = ("offsets", "values")
+
+    def __init__(self, dtype: str) -> None:
+        self.offsets = _Column("i8")
+        self.offsets.items.append(0)
+        self.values = _Column(dtype)
+
+    def append(self, row: Iterable[int]) -> None:
+        self.values.items.extend(row)
+        self.offsets.items.append(len(self.values.items))
+
+    def freeze(self) -> Ragged:
+        return Ragged(self.offsets.freeze(), self.values.freeze())
+
+
+class GraphBuilder:
+    """Collects tensors, operations, blocks and programs; `build` verifies and freezes them.
+
+    Args:
+        name: the graph's name.
+        workload: what the step trains.
+        producer: which program made the graph.
+        streams: names of the streams that operations are issued on.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "",
+        workload: Workload | None = None,
+        producer: str = "echograph",
+        streams: Sequence[str] = ("compute",),
+    ) -> None:
+        self.name = name
+        self.producer = producer
+        self.workload = workload or Workload()
+        self.unknown = b""
+        self.streams = list(streams)
+        self.mesh: tuple[Axis, ...] = ()
+        self._strings: dict[str, int] = {"": 0}
+        self._attributes: dict[t.Attributes, int] = {}
+        self._groups: dict[Group, int] = {}
+        self._blocks: list[tuple[str, int, int]] = [("main", 0, 0)]
+        self._instances: list[list[Instance]] = [[Instance()]]
+        self._programs: list[Program] = []
+        self._t = {n: _Column(d) for n, d in _TENSOR_COLUMNS.items()}
+        self._o = {n: _Column(d) for n, d in _OP_COLUMNS.items()}
+        self._shape = _RaggedColumn("i8")
+        self._inputs, self._outputs, self._deps = (
+            _RaggedColumn("i4"),
+            _RaggedColumn("i4"),
+            _RaggedColumn("i4"),
+        )
+        self._duration = _RaggedColumn("i8")
+        self._d = {n: _Column(d) for n, d in _DURATION_COLUMNS.items()}
+        self._ends: list[tuple[int, int]] = []
+        self._duration_appends: list[Callable[[Any], None]] = [c.items.append for c in self._d.values()]
+        self._op_appends = [self._o[n].items.append for n in ("kind", "name", "phase", "module", "stream")]
+        self._value_appends = [(n, self._o[n].items.append, default) for n, default in _DEFAULTS.items()]
+
+    # -- tables ------------------------------------------------------------------------------------------
+
+    def string(self, text: str) -> int:
+        """Index of a string in the graph's table; added when it is new."""
+        return self._strings.setdefault(text, len(self._strings))
+
+    def stream(self, name: str) -> int:
+        """Index of a stream; added when it is new."""
+        if name not in self.streams:
+            self.streams.append(name)
+        return self.streams.index(name)
+
+    def group(self, name: str, *, axes: Iterable[str] = (), ranks: Iterable[int] = ()) -> int:
+        """Index of a process group; added when it is new."""
+        group = Group(name=name, axes=tuple(axes), ranks=tuple(ranks))
+        return self._groups.setdefault(group, len(self._groups))
+
+    def tensor(
+        self,
+        name: str,
+        shape: Iterable[int],
+        dtype: t.DType,
+        role: t.TensorRole,
+        *,
+        alias_of: int | None = None,
+        port: bool = False,
+    ) -> int:
+        """Adds a tensor to the open block; returns its index."""
+        c = self._t
+        c["name"].items.append(self.string(name))
+        self._shape.append(shape)
+        c["dtype"].items.append(dtype)
+        c["role"].items.append(role)
+        c["alias_of"].items.append(NONE if alias_of is None else alias_of)
+        c["port"].items.append(port)
+        return len(c["name"].items) - 1
+
+    # -- operations --------------------------------------------------------------------------------------
+
+    def compute(
+        self,
+        operator: str,
+        *,
+        forward_op: int | None = None,
+        flops: int = 0,
+        bytes_read: int = 0,
+        bytes_written: int = 0,
+        attributes: t.Attributes | None = None,
+        **common: Unpack[Common],
+    ) -> int:
+        """Adds a device kernel or a view; the fields are those of `types.Compute`."""
+        return self._add(
+            t.OpKind.COMPUTE, operator, common, forward_op=NONE if forward_op is None else forward_op, flops=flops,
+            bytes_read=bytes_read, bytes_written=bytes_written,
+            attributes=NONE if attributes is None else self.attribute(attributes),
+        )  # fmt: skip
+
+    def collective(
+        self,
+        name: str,
+        collective: t.CollectiveKind,
+        *,
+        group: int,
+        bytes_per_rank: int,
+        dtype: t.DType,
+        payload: t.Payload = t.Payload.OTHER,
+        asynchronous: bool = False,
+        **common: Unpack[Common],
+    ) -> int:
+        """Adds a collective; the fields are those of `types.Collective`."""
+        return self._add(
+            t.OpKind.COLLECTIVE, name, common, variant=collective, group=group, nbytes=bytes_per_rank, dtype=dtype,
+            payload=payload, asynchronous=asynchronous,
+        )  # fmt: skip
+
+    def send(
+        self,
+        name: str,
+        *,
+        group: int,
+        peer: int,
+        tag: int,
+        nbytes: int,
+        payload: t.Payload = t.Payload.ACTIVATION,
+        **common: Unpack[Common],
+    ) -> int:
+        """Adds a send; the fields are those of `types.Send`."""
+        return self._add(
+            t.OpKind.SEND, name, common, group=group, peer=peer, tag=tag, nbytes=nbytes, payload=payload
+        )
+
+    def recv(
+        self,
+        name: str,
+        *,
+        group: int,
+        peer: int,
+        tag: int,
+        nbytes: int,
+        payload: t.Payload = t.Payload.ACTIVATION,
+        **common: Unpack[Common],
+    ) -> int:
+        """Adds a receive; the fields are those of `types.Recv`."""
+        return self._add(
+            t.OpKind.RECV, name, common, group=group, peer=peer, tag=tag, nbytes=nbytes, payload=payload
+        )
+
+    def copy(self, name: str, direction: t.CopyDirection, *, nbytes: int, **common: Unpack[Common]) -> int:
+        """Adds a copy between memories."""
+        return self._add(t.OpKind.COPY, name, common, variant=direction, nbytes=nbytes)
+
+    def host(self, name: str, **common: Unpack[Common]) -> int:
+        """Adds work of the host."""
+        return self._add(t.OpKind.HOST, name, common)
+
+    def add(self, op: t.Op, **changes: object) -> int:
+        """Adds an operation given as its frozen type, with fields of `changes` replaced."""
+        values = {f: getattr(op, f) for f in op.__dataclass_fields__ if f not in ("id", "name")} | changes
+        match op:
+            case t.Compute():
+                return self.compute(op.name, **values)
+            case t.Collective():
+                return self.collective(op.name, values.pop("collective"), **values)
+            case t.Send():
+                return self.send(op.name, **values)
+            case t.Recv():
+                return self.recv(op.name, **values)
+            case t.Copy():
+                return self.copy(op.name, values.pop("direction"), **values)
+            case t.Host():
+                return self.host(op.name, **values)
+
+    # -- blocks and programs -----------------------------------------------------------------------------
+
+    def begin_block(self, name: str) -> int:
+        """Closes the open block and opens a new one; returns its number."""
+        self._blocks.append((name, len(self._t["name"].items), len(self._o["kind"].items)))
+        self._instances.append([])
+        return len(self._blocks) - 1
+
+    def instance(
+        self, block: int, label: str = "", *, bindings: Iterable[int] = (), op_bindings: Iterable[int] = ()
+    ) -> int:
+        """Adds an instance to a block (for the main block: sets its bindings); returns its number."""
+        made = Instance(label=label, bindings=tuple(bindings), op_bindings=tuple(op_bindings))
+        if block == 0:
+            self._instances[0] = [made]
+            return 0
+        self._instances[block].append(made)
+        return len(self._instances[block]) - 1
+
+    def program(
+        self,
+        calls: Iterable[Sequence[int]],
+        *,
+        role: str = "",
+        coordinates: Mapping[str, int] | None = None,
+        ranks: Iterable[int] = (),
+    ) -> int:
+        """Adds a program: calls (block, begin, end, instance, micro_batch); returns its number."""
+        rows = np.array(list(calls), np.int64).reshape(-1, 5)
+        rows.setflags(write=False)
+        made = Program(calls=rows, role=role, coordinates=dict(coordinates or {}), ranks=tuple(ranks))
+        self._programs.append(made)
+        return len(self._programs) - 1
+
+    def op_count(self) -> int:
+        """Operations added so far: the index that the next one will get."""
+        return len(self._o["kind"].items)
+
+    def build(self, graph_type: type[G]) -> G:
+        """Freezes and verifies the graph. Without a program, one that runs the main block is added.
+
+        Raises:
+            GraphError: an invariant does not hold; names the operation or tensor.
+        """
+        strings = tuple(self._strings)
+        blocks = self._freeze_blocks()
+        if not self._programs:
+            self.program([(0, 0, blocks[0].ops.stop, 0, 0)] if blocks[0].ops else [])
+        tensors = TensorTable(
+            strings=strings,
+            shape=self._shape.freeze(),
+            **{n: c.freeze("?" if n == "port" else None) for n, c in self._t.items()},
+        )
+        ops = OpTable(
+            strings=strings,
+            attribute_values=tuple(self._attributes),
+            inputs=self._inputs.freeze(),
+            outputs=self._outputs.freeze(),
+            deps=self._deps.freeze(),
+            duration=self._duration.freeze(),
+            **{n: c.freeze("?" if n == "asynchronous" else None) for n, c in self._o.items()},
+            **{n: c.freeze() for n, c in self._d.items()},
+        )
+        graph = graph_type(
+            name=self.name, producer=self.producer, workload=self.workload, streams=tuple(self.streams),
+            tensors=tensors, ops=ops, blocks=blocks, programs=tuple(self._programs), mesh=self.mesh,
+            groups=tuple(self._groups), unknown=self.unknown,
+        )  # fmt: skip
+        verify(graph)
+        return graph
+
+    # -- rows, for readers that hold indices already -------------------------------------------------------
+
+    def tensor_rows(self) -> Callable[[int, Iterable[int], int, int, int, bool], None]:
+        """A function that appends a tensor given as indices: name, shape, dtype, role, alias_of, port."""
+        c = self._t
+        appends = [c[n].items.append for n in ("name", "dtype", "role", "alias_of", "port")]
+        shape = self._shape.append
+
+        def append(name: int, extents: Iterable[int], dtype: int, role: int, alias_of: int, port: bool) -> None:
+            shape(extents)
+            for push, value in zip(appends, (name, dtype, role, alias_of, port), strict=True):
+                push(value)
+
+        return append
+
+    def attribute(self, attributes: t.Attributes) -> int:
+        """Index of attributes in the graph's table; added when they are new."""
+        return self._attributes.setdefault(attributes, len(self._attributes))
+
+    def op_row(
+        self,
+        kind: int,
+        name: int,
+        phase: int,
+        module: int,
+        stream: int,
+        inputs: Iterable[int],
+        outputs: Iterable[int],
+        deps: Iterable[int],
+        durations: Iterable[tuple[int, int, int, int, float]],
+        **values: int,
+    ) -> None:
+        """Appends an operation given as indices and column values; columns not named take their default."""
+        self._inputs.append(inputs)
+        self._outputs.append(outputs)
+        self._deps.append(deps)
+        for device, picoseconds, source, samples, spread in durations:
+            self._duration.values.items.append(picoseconds)
+            for push, value in zip(self._duration_appends, (device, source, samples, spread), strict=True):
+                push(value)
+        self._duration.offsets.items.append(len(self._duration.values.items))
+        for push, value in zip(self._op_appends, (kind, name, phase, module, stream), strict=True):
+            push(value)
+        if values:
+            for column, push, default in self._value_appends:
+                push(values.get(column, default))
+        else:
+            for _, push, default in self._value_appends:
+                push(default)
+
+    def set_blocks(self, begins: Sequence[tuple[str, int, int]], ends: Sequence[tuple[int, int]]) -> None:
+        """Declares all blocks at once: (name, first tensor, first operation), and where each ends."""
+        self._blocks = list(begins)
+        self._ends = list(ends)
+        self._instances = [[] for _ in begins]
+
+    # -- private -----------------------------------------------------------------------------------------
+
+    def _freeze_blocks(self) -> tuple[Block, ...]:
+        ends = self._ends or [
+            *((t0, o0) for _, t0, o0 in self._blocks[1:]),
+            (len(self._t["name"].items), len(self._o["kind"].items)),
+        ]
+        return tuple(
+            Block(name=name, tensors=range(t0, t1), ops=range(o0, o1), instances=tuple(instances))
+            for (name, t0, o0), (t1, o1), instances in zip(self._blocks, ends, self._instances, strict=True)
+        )
+
+    def _add(self, kind: t.OpKind, name: str, common: Common, **values: int) -> int:
+        if unknown := common.keys() - Common.__annotations__.keys():
+            raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
+        self.op_row(
+            kind,
+            self.string(name),
+            common.get("phase", t.Phase.OTHER),
+            self.string(common.get("module", "")),
+            common.get("stream", 0),
+            common.get("inputs", ()),
+            common.get("outputs", ()),
+            common.get("deps", ()),
+            [
+                (self.string(d.device), d.picoseconds, d.source, d.samples, d.spread)
+                for d in common.get("durations", ())
+            ],
+            **values,
+        )
+        return len(self._o["kind"].items) - 1
+
+
+_TENSOR_COLUMNS = {"name": "i4", "dtype": "u1", "role": "u1", "alias_of": "i8", "port": "u1"}
+_OP_COLUMNS = {
+    "kind": "u1", "name": "i4", "phase": "u1", "module": "i4", "stream": "i4",
+    "forward_op": "i8", "flops": "i8", "bytes_read": "i8", "bytes_written": "i8", "attributes": "i4",
+    "variant": "u1", "dtype": "u1", "payload": "u1", "asynchronous": "u1",
+    "group": "i4", "peer": "i4", "tag": "i8", "nbytes": "i8",
+}  # fmt: skip
+_DURATION_COLUMNS = {
+    "duration_device": "i4", "duration_source": "u1", "duration_samples": "i8", "duration_spread": "f4",
+}  # fmt: skip
+_DEFAULTS = {
+    "forward_op": NONE, "flops": 0, "bytes_read": 0, "bytes_written": 0, "attributes": NONE, "variant": 0,
+    "dtype": 0, "payload": 0, "asynchronous": 0, "group": NONE, "peer": 0, "tag": 0, "nbytes": 0,
+}  # fmt: skip

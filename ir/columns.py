@@ -1,0 +1,281 @@
+"""Columns behind a graph: one numpy array a field, and sequences that show a row as its frozen type.
+
+Engines and analyses read the columns; people read rows. Ragged fields (shapes, inputs, ...) are an array of
+offsets and an array of values, as in a compressed sparse row matrix. All arrays are read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from echograph.ir import types as t
+
+Int8 = npt.NDArray[np.uint8]
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+
+NONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Rows of differing length: row i is `values[offsets[i]:offsets[i + 1]]`."""
+
+    offsets: Int64
+    values: Any
+
+    def __getitem__(self, row: int) -> Any:
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+    def row(self, row: int) -> tuple[int, ...]:
+        """Row as a tuple of Python integers."""
+        return tuple(self.values[self.offsets[row] : self.offsets[row + 1]].tolist())
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Int64:
+        """Length of every row."""
+        return np.diff(self.offsets)
+
+    @property
+    def rows(self) -> Int64:
+        """For every value, the row that it stands in."""
+        return np.repeat(np.arange(len(self), dtype=np.int64), self.lengths)
+
+
+def _freeze(table: object) -> None:
+    for field in fields(table):  # type: ignore[arg-type]
+        value = getattr(table, field.name)
+        arrays = (value.offsets, value.values) if isinstance(value, Ragged) else (value,)
+        for array in arrays:
+            if isinstance(array, np.ndarray):
+                array.setflags(write=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorTable(Sequence[t.Tensor]):
+    """All tensors of a graph, block after block."""
+
+    strings: tuple[str, ...]
+    name: Int32
+    shape: Ragged
+    dtype: Int8
+    role: Int8
+    alias_of: Int64
+    port: npt.NDArray[np.bool_]
+
+    def __post_init__(self) -> None:
+        _freeze(self)
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    @overload
+    def __getitem__(self, index: int) -> t.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[t.Tensor]: ...
+    def __getitem__(self, index: int | slice) -> t.Tensor | Sequence[t.Tensor]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = range(len(self))[index]
+        alias = int(self.alias_of[row])
+        return t.Tensor(
+            id=row,
+            name=self.strings[self.name[row]],
+            shape=self.shape.row(row),
+            dtype=t.DType(int(self.dtype[row])),
+            role=t.TensorRole(int(self.role[row])),
+            alias_of=None if alias == NONE else alias,
+            port=bool(self.port[row]),
+        )
+
+    def __iter__(self) -> Iterator[t.Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def nbytes(self) -> Int64:
+        """Bytes that each tensor's elements span (aliases included)."""
+        itemsize = np.zeros(256, np.int64)
+        for dtype in t.DType:
+            itemsize[dtype] = dtype.itemsize
+        return self.numel * itemsize[self.dtype]
+
+    @property
+    def numel(self) -> Int64:
+        """Elements of each tensor."""
+        if len(self) == 0:
+            return np.zeros(0, np.int64)
+        padded = np.append(np.asarray(self.shape.values, np.int64), 1)
+        numel = np.multiply.reduceat(padded, np.minimum(self.shape.offsets[:-1], len(padded) - 1))
+        return np.where(self.shape.lengths == 0, 1, numel)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpTable(Sequence[t.Op]):
+    """All operations of a graph, block after block.
+
+    `variant` is the collective's kind or the copy's direction; `nbytes` is what a communication or copy moves;
+    `attributes` indexes `attribute_values`; `group`, `peer`, `tag` belong to communications.
+    """
+
+    strings: tuple[str, ...]
+    attribute_values: tuple[t.Attributes, ...]
+    kind: Int8
+    name: Int32
+    phase: Int8
+    module: Int32
+    stream: Int32
+    inputs: Ragged
+    outputs: Ragged
+    deps: Ragged
+    forward_op: Int64
+    flops: Int64
+    bytes_read: Int64
+    bytes_written: Int64
+    attributes: Int32
+    variant: Int8
+    dtype: Int8
+    payload: Int8
+    asynchronous: npt.NDArray[np.bool_]
+    group: Int32
+    peer: Int32
+    tag: Int64
+    nbytes: Int64
+    duration: Ragged
+    duration_device: Int32
+    duration_source: Int8
+    duration_samples: Int64
+    duration_spread: Float32
+
+    def __post_init__(self) -> None:
+        _freeze(self)
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @overload
+    def __getitem__(self, index: int) -> t.Op: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[t.Op]: ...
+    def __getitem__(self, index: int | slice) -> t.Op | Sequence[t.Op]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = range(len(self))[index]
+        return _MAKERS[t.OpKind(int(self.kind[row]))](self, row)
+
+    def __iter__(self) -> Iterator[t.Op]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def is_view(self) -> npt.NDArray[np.bool_]:
+        """Which operations cost the device nothing."""
+        still = (self.flops == 0) & (self.bytes_read == 0) & (self.bytes_written == 0)
+        view: npt.NDArray[np.bool_] = (self.kind == t.OpKind.COMPUTE) & still
+        return view
+
+    def durations_of(self, row: int) -> tuple[t.Duration, ...]:
+        """What is known of the time of one operation."""
+        span = range(int(self.duration.offsets[row]), int(self.duration.offsets[row + 1]))
+        return tuple(
+            t.Duration(
+                device=self.strings[self.duration_device[i]],
+                picoseconds=int(self.duration.values[i]),
+                source=t.Source(int(self.duration_source[i])),
+                samples=int(self.duration_samples[i]),
+                spread=float(self.duration_spread[i]),
+            )
+            for i in span
+        )
+
+    def duration_on(self, device: str) -> tuple[Int64, Int8, Float32]:
+        """Picoseconds, source and spread of every operation on one device; -1, 0 and 0 where unknown."""
+        picoseconds = np.full(len(self), NONE, np.int64)
+        source = np.zeros(len(self), np.uint8)
+        spread = np.zeros(len(self), np.float32)
+        if device in self.strings:
+            hit = np.flatnonzero(self.duration_device == self.strings.index(device))
+            rows = self.duration.rows[hit]
+            picoseconds[rows] = self.duration.values[hit]
+            source[rows] = self.duration_source[hit]
+            spread[rows] = self.duration_spread[hit]
+        return picoseconds, source, spread
+
+
+def _common(ops: OpTable, row: int) -> dict[str, Any]:
+    return {
+        "id": row,
+        "name": ops.strings[ops.name[row]],
+        "phase": t.Phase(int(ops.phase[row])),
+        "module": ops.strings[ops.module[row]],
+        "inputs": ops.inputs.row(row),
+        "outputs": ops.outputs.row(row),
+        "stream": int(ops.stream[row]),
+        "deps": ops.deps.row(row),
+        "durations": ops.durations_of(row),
+    }
+
+
+def _compute(ops: OpTable, row: int) -> t.Op:
+    forward, attributes = int(ops.forward_op[row]), int(ops.attributes[row])
+    return t.Compute(
+        **_common(ops, row),
+        forward_op=None if forward == NONE else forward,
+        flops=int(ops.flops[row]),
+        bytes_read=int(ops.bytes_read[row]),
+        bytes_written=int(ops.bytes_written[row]),
+        attributes=None if attributes == NONE else ops.attribute_values[attributes],
+    )
+
+
+def _collective(ops: OpTable, row: int) -> t.Op:
+    return t.Collective(
+        **_common(ops, row),
+        collective=t.CollectiveKind(int(ops.variant[row])),
+        group=int(ops.group[row]),
+        bytes_per_rank=int(ops.nbytes[row]),
+        dtype=t.DType(int(ops.dtype[row])),
+        payload=t.Payload(int(ops.payload[row])),
+        asynchronous=bool(ops.asynchronous[row]),
+    )
+
+
+def _point_to_point(ops: OpTable, row: int) -> t.Op:
+    maker = t.Send if ops.kind[row] == t.OpKind.SEND else t.Recv
+    return maker(
+        **_common(ops, row),
+        group=int(ops.group[row]),
+        peer=int(ops.peer[row]),
+        tag=int(ops.tag[row]),
+        nbytes=int(ops.nbytes[row]),
+        payload=t.Payload(int(ops.payload[row])),
+    )
+
+
+def _copy(ops: OpTable, row: int) -> t.Op:
+    return t.Copy(
+        **_common(ops, row),
+        direction=t.CopyDirection(int(ops.variant[row])),
+        nbytes=int(ops.nbytes[row]),
+    )
+
+
+def _host(ops: OpTable, row: int) -> t.Op:
+    return t.Host(**_common(ops, row))
+
+
+_MAKERS = {
+    t.OpKind.COMPUTE: _compute,
+    t.OpKind.COLLECTIVE: _collective,
+    t.OpKind.SEND: _point_to_point,
+    t.OpKind.RECV: _point_to_point,
+    t.OpKind.COPY: _copy,
+    t.OpKind.HOST: _host,
+}

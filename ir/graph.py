@@ -1,0 +1,276 @@
+"""The workload graph: blocks of operations, and the programs that call them.
+
+A *block* is a sub-graph that stands once and has *instances* (layer 0, layer 1, ...). Its operations name
+tensors by position in the graph's tensor table. Tensors that come from elsewhere are *ports*: formal
+parameters that each instance binds to the tensor it means. Block 0, the main block, has one instance.
+
+A *program* is a list of *calls*: run operations [begin, end) of a block, for one instance and one micro-batch.
+A step graph has one program; a job graph has one for each role, with a mesh of ranks and process groups.
+
+Every (block, instance, non-port tensor) has a *tensor id*, the number that bindings use: the ids of block 0
+come first (and equal the table positions where it has no port), then those of block 1 instance 0, block 1
+instance 1, and so on. Operations have ids made the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from echograph.ir.columns import NONE, Int64, OpTable, TensorTable
+from echograph.ir.types import DType
+
+FORMAT_MAJOR = 1
+FORMAT_MINOR = 0
+
+CALL_FIELDS = ("block", "begin", "end", "instance", "micro_batch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What the step trains, for tokens per second and utilisation.
+
+    Attributes:
+        model: the model's name.
+        parameters: trainable elements, tied ones once.
+        batch_size: samples of one micro-batch.
+        sequence_length: tokens of one sample; 0 where samples have no tokens (images).
+        dtype: of the forward pass.
+        optimizer: its name ("adamw"); "" when the step has none.
+        master_weights: whether the optimizer keeps fp32 copies of 16-bit parameters.
+    """
+
+    model: str = ""
+    parameters: int = 0
+    batch_size: int = 1
+    sequence_length: int = 0
+    dtype: DType = DType.FP32
+    optimizer: str = ""
+    master_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """One occurrence of a block.
+
+    Attributes:
+        label: replaces `{}` in the names of the block's tensors and modules ("layer 3" has the label "3").
+        bindings: tensor id for each port of the block, in table order.
+        op_bindings: operation ids that the block's `forward_op` values below -1 refer to.
+    """
+
+    label: str = ""
+    bindings: tuple[int, ...] = ()
+    op_bindings: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A repeated sub-graph: rows of the tensor and operation tables, and its instances."""
+
+    name: str
+    tensors: range
+    ops: range
+    instances: tuple[Instance, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """An axis of the device mesh."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Ranks that communicate: those that differ only along `axes`, or an explicit list."""
+
+    name: str
+    axes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Program:
+    """What one role executes.
+
+    Attributes:
+        calls: int64 array [calls, 5] with the columns `CALL_FIELDS`; begin and end are operation indices.
+        role: the role's name.
+        coordinates: its place in the mesh; axes not named are free (the role has one rank for each value).
+        ranks: or the ranks themselves, where the job has no mesh.
+    """
+
+    calls: Int64
+    role: str = ""
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Graph:
+    """What step and job graphs have in common. Made by `GraphBuilder`, never changed."""
+
+    name: str
+    producer: str
+    workload: Workload
+    streams: tuple[str, ...]
+    tensors: TensorTable
+    ops: OpTable
+    blocks: tuple[Block, ...]
+    programs: tuple[Program, ...]
+    mesh: tuple[Axis, ...] = ()
+    groups: tuple[Group, ...] = ()
+    unknown: bytes = b""
+
+    @property
+    def strings(self) -> tuple[str, ...]:
+        """The table that the name columns index."""
+        return self.ops.strings
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: the product of the mesh, or the ranks that programs list."""
+        if self.mesh:
+            size = 1
+            for axis in self.mesh:
+                size *= axis.size
+            return size
+        return max(1, sum(len(p.ranks) for p in self.programs))
+
+    @property
+    def unfolded_ops(self) -> int:
+        """Operations that all programs run together."""
+        return sum(int((p.calls[:, 2] - p.calls[:, 1]).sum()) for p in self.programs)
+
+    @cached_property
+    def local_position(self) -> Int64:
+        """For every tensor, its position among the non-port tensors of its block; -1 for a port."""
+        position = np.full(len(self.tensors), NONE, np.int64)
+        for block in self.blocks:
+            own = ~self.tensors.port[block.tensors.start : block.tensors.stop]
+            position[block.tensors.start : block.tensors.stop][own] = np.arange(int(own.sum()))
+        return position
+
+    @cached_property
+    def port_position(self) -> Int64:
+        """For every tensor, its position among the ports of its block; -1 for any other."""
+        position = np.full(len(self.tensors), NONE, np.int64)
+        for block in self.blocks:
+            ports = self.tensors.port[block.tensors.start : block.tensors.stop]
+            position[block.tensors.start : block.tensors.stop][ports] = np.arange(int(ports.sum()))
+        return position
+
+    @cached_property
+    def tensor_bases(self) -> tuple[tuple[int, int], ...]:
+        """For every block, the first tensor id and how many ids an instance takes."""
+        bases, start = [], 0
+        for block in self.blocks:
+            own = int((~self.tensors.port[block.tensors.start : block.tensors.stop]).sum())
+            bases.append((start, own))
+            start += own * len(block.instances)
+        return tuple(bases)
+
+    @cached_property
+    def op_bases(self) -> tuple[tuple[int, int], ...]:
+        """For every block, the first operation id and how many ids an instance takes."""
+        bases, start = [], 0
+        for block in self.blocks:
+            bases.append((start, len(block.ops)))
+            start += len(block.ops) * len(block.instances)
+        return tuple(bases)
+
+    @cached_property
+    def maker(self) -> Int64:
+        """For every tensor, the operation that makes it; -1 for inputs of the graph, ports and views."""
+        maker = np.full(len(self.tensors), NONE, np.int64)
+        maker[self.ops.outputs.values] = self.ops.outputs.rows
+        return maker
+
+    @cached_property
+    def root(self) -> Int64:
+        """For every tensor, the tensor that owns its memory: itself, or the end of its alias chain."""
+        root = np.where(self.tensors.alias_of == NONE, np.arange(len(self.tensors)), self.tensors.alias_of)
+        while True:
+            further = root[root]
+            if np.array_equal(further, root):
+                return root
+            root = further
+
+    @cached_property
+    def origin(self) -> Int64:
+        """For every tensor, where its value comes from: the first of its alias chain that an operation makes.
+
+        It is a port or an input of the graph where no operation makes any of them.
+        """
+        step = np.where((self.maker == NONE) & (self.tensors.alias_of != NONE), self.tensors.alias_of, -1)
+        origin = np.where(step == NONE, np.arange(len(step)), step)
+        while True:
+            further = origin[origin]
+            if np.array_equal(further, origin):
+                return origin
+            origin = further
+
+    @cached_property
+    def block_of_op(self) -> Int64:
+        """For every operation, the number of its block."""
+        return np.repeat(np.arange(len(self.blocks)), [len(b.ops) for b in self.blocks])
+
+    def source(self, block: int, instance: int, index: int) -> tuple[int, int, int] | None:
+        """(block, instance, operation) that makes the value of a tensor; None for an input of the graph."""
+        while True:
+            index = int(self.origin[index])
+            if self.maker[index] != NONE:
+                return block, instance, int(self.maker[index])
+            if not self.tensors.port[index]:
+                return None
+            block, instance, index = self.locate_tensor(self.tensor_id(block, instance, index))
+
+    def tensor_id(self, block: int, instance: int, index: int) -> int:
+        """The id that a tensor of the table has in one instance of its block, ports resolved."""
+        position = int(self.local_position[index])
+        if position == NONE:
+            return self.blocks[block].instances[instance].bindings[int(self.port_position[index])]
+        base, count = self.tensor_bases[block]
+        return base + instance * count + position
+
+    def locate_tensor(self, tensor_id: int) -> tuple[int, int, int]:
+        """(block, instance, table index) of a tensor id: the inverse of `tensor_id`."""
+        for number, (base, count) in enumerate(self.tensor_bases):
+            if base <= tensor_id < base + count * len(self.blocks[number].instances):
+                instance, position = divmod(tensor_id - base, count)
+                return number, instance, int(self._own_tensors[number][position])
+        raise IndexError(f"no tensor has the id {tensor_id}")
+
+    @cached_property
+    def _own_tensors(self) -> tuple[Int64, ...]:
+        return tuple(
+            b.tensors.start + np.flatnonzero(~self.tensors.port[b.tensors.start : b.tensors.stop])
+            for b in self.blocks
+        )
+
+    def op_id(self, block: int, instance: int, index: int) -> int:
+        """The id of an operation of the table in one instance of its block."""
+        base, count = self.op_bases[block]
+        return base + instance * count + index - self.blocks[block].ops.start
+
+    def locate_op(self, op_id: int) -> tuple[int, int, int]:
+        """(block, instance, table index) of an operation id."""
+        for number, (base, count) in enumerate(self.op_bases):
+            block = self.blocks[number]
+            if base <= op_id < base + count * len(block.instances):
+                instance, position = divmod(op_id - base, count)
+                return number, instance, block.ops.start + position
+        raise IndexError(f"no operation has the id {op_id}")
+
+
+class StepGraph(Graph):
+    """What one micro-batch and one optimizer step compute, on one device."""
+
+
+class JobGraph(Graph):
+    """What every rank of a job executes: one program per role, a mesh, process groups and streams."""

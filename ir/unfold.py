@@ -1,0 +1,104 @@
+"""The folded graph written out, and equality of two graphs whatever the numbering of their tensors."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from echograph.ir.builder import GraphBuilder
+from echograph.ir.graph import StepGraph
+from echograph.ir.types import Op, Tensor
+
+
+def unfold(graph: StepGraph) -> StepGraph:
+    """The same step with every call written out in the main block, in the order in which they run.
+
+    Tensors are numbered in order of appearance, graph inputs that no operation reads last.
+    """
+    if len(graph.blocks) == 1:
+        return graph
+    builder = GraphBuilder(
+        name=graph.name, workload=graph.workload, producer=graph.producer, streams=graph.streams
+    )
+    builder.unknown = graph.unknown
+    writer = _Unfolder(graph, builder)
+    for block, begin, end, instance, _ in graph.programs[0].calls.tolist():
+        for index in range(begin, end):
+            writer.op(block, instance, index)
+    for index in graph.blocks[0].tensors:
+        if not graph.tensors.port[index]:
+            writer.tensor(0, 0, index)
+    return builder.build(StepGraph)
+
+
+class _Unfolder:
+    def __init__(self, graph: StepGraph, builder: GraphBuilder) -> None:
+        self.graph, self.builder = graph, builder
+        self.tensors: dict[int, int] = {}
+        self.ops: dict[int, int] = {}
+
+    def tensor(self, block: int, instance: int, index: int) -> int:
+        identity = self.graph.tensor_id(block, instance, index)
+        if identity not in self.tensors:
+            block, instance, index = self.graph.locate_tensor(identity)
+            tensor = self.graph.tensors[index]
+            alias = None if tensor.alias_of is None else self.tensor(block, instance, tensor.alias_of)
+            name = self._name(tensor.name, block, instance)
+            self.tensors[identity] = self.builder.tensor(
+                name, tensor.shape, tensor.dtype, tensor.role, alias_of=alias
+            )
+        return self.tensors[identity]
+
+    def op(self, block: int, instance: int, index: int) -> None:
+        op = self.graph.ops[index]
+        changes: dict[str, object] = {
+            "inputs": [self.tensor(block, instance, i) for i in op.inputs],
+            "outputs": [self.tensor(block, instance, i) for i in op.outputs],
+            "deps": [self.ops[self.graph.op_id(block, instance, d)] for d in op.deps],
+            "module": self._name(op.module, block, instance),
+        }
+        forward = getattr(op, "forward_op", None)
+        if forward is not None:
+            identity = (
+                self.graph.op_id(block, instance, forward)
+                if forward >= 0
+                else self.graph.blocks[block].instances[instance].op_bindings[-2 - forward]
+            )
+            changes["forward_op"] = self.ops[identity]
+        self.ops[self.graph.op_id(block, instance, index)] = self.builder.add(op, **changes)
+
+    def _name(self, text: str, block: int, instance: int) -> str:
+        return text.replace("{}", self.graph.blocks[block].instances[instance].label) if block else text
+
+
+def difference(left: StepGraph, right: StepGraph) -> str | None:
+    """The first difference of two unfolded graphs, or None: equal op by op, with tensors matched one to one."""
+    if left.workload != right.workload or left.streams != right.streams:
+        return "the workloads or streams differ"
+    if len(left.ops) != len(right.ops) or len(left.tensors) != len(right.tensors):
+        return f"{len(left.ops)} and {len(right.ops)} operations, {len(left.tensors)} and {len(right.tensors)} tensors"
+    match: dict[int, int] = {}
+    for a, b in zip(left.ops, right.ops, strict=True):
+        if type(a) is not type(b) or _own_fields(a) != _own_fields(b):
+            return f"operation {a.id}: {a} differs from {b}"
+        if len(a.inputs) != len(b.inputs) or len(a.outputs) != len(b.outputs):
+            return f"operation {a.id}: reads or makes another number of tensors"
+        for i, j in zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True):
+            if match.setdefault(i, j) != j:
+                return f"operation {a.id}: tensor {i} stands for {match[i]} and {j}"
+    if len(set(match.values())) != len(match):
+        return "two tensors of one graph stand for one of the other"
+    for i, j in match.items():
+        if _type(left.tensors[i], match) != _type(right.tensors[j], None):
+            return f"tensor {i}: {left.tensors[i]} differs from {right.tensors[j]}"
+    return None
+
+
+def _own_fields(op: Op) -> list[object]:
+    return [getattr(op, f.name) for f in fields(op) if f.name not in ("inputs", "outputs")]
+
+
+def _type(tensor: Tensor, match: dict[int, int] | None) -> tuple[object, ...]:
+    alias = tensor.alias_of
+    if alias is not None and match is not None:
+        alias = match.get(alias, alias)
+    return tensor.name, tensor.shape, tensor.dtype, tensor.role, alias

@@ -1,0 +1,356 @@
+"""What every graph keeps: one function an invariant, each with its own error.
+
+The checks run in order, and a later one relies on the earlier ones: after the ranges hold, the columns may be
+used to index each other. They are written on columns, so millions of operations take a second or two, and they
+accept any numbers at all: a corrupted file ends here in one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+from echograph.errors import GraphError
+from echograph.ir import types as t
+from echograph.ir.columns import NONE
+from echograph.ir.graph import Block, Graph, JobGraph, StepGraph
+from echograph.ir.schedule import Schedule
+
+MAX_TENSOR_BYTES = 2**60
+MAX_RANKS = 2**40
+COMMUNICATIONS = (t.OpKind.COLLECTIVE, t.OpKind.SEND, t.OpKind.RECV)
+
+
+def verify(graph: Graph) -> None:
+    """Checks every invariant.
+
+    Raises:
+        GraphError: names the invariant, and the operation, tensor, block or program that breaks it.
+    """
+    for check in CHECKS:
+        check(graph)
+
+
+def _fail(invariant: str, where: str, what: str) -> None:
+    raise GraphError(f"{where} {what} [{invariant}]")
+
+
+def _first(broken: Any) -> int | None:
+    hits = np.flatnonzero(broken)
+    return int(hits[0]) if len(hits) else None
+
+
+def _known(invariant: str, what: str, column: Any, kinds: type[IntEnum], where: Any = None) -> None:
+    bad = ~np.isin(column, [int(k) for k in kinds])
+    if where is not None:
+        bad &= where
+    if (row := _first(bad)) is not None:
+        _fail(invariant, f"{what} {row}", f"has the unknown {kinds.__name__} {int(column[row])}")
+
+
+def strings_in_range(graph: Graph) -> None:
+    """Every name is an index into the string table."""
+    columns = (
+        ("tensor", graph.tensors.name), ("operation", graph.ops.name), ("operation", graph.ops.module),
+        ("duration", graph.ops.duration_device),
+    )  # fmt: skip
+    for what, column in columns:
+        if (row := _first((column < 0) | (column >= len(graph.strings)))) is not None:
+            _fail(
+                "strings_in_range",
+                f"{what} {row}",
+                f"names string {int(column[row])} of {len(graph.strings)}",
+            )
+
+
+def enumerations_known(graph: Graph) -> None:
+    """Every enumeration has a value of this format version."""
+    ops, invariant = graph.ops, "enumerations_known"
+    _known(invariant, "tensor", graph.tensors.dtype, t.DType)
+    _known(invariant, "tensor", graph.tensors.role, t.TensorRole)
+    _known(invariant, "operation", ops.kind, t.OpKind)
+    _known(invariant, "operation", ops.phase, t.Phase)
+    _known(invariant, "operation", ops.variant, t.CollectiveKind, ops.kind == t.OpKind.COLLECTIVE)
+    _known(invariant, "operation", ops.dtype, t.DType, ops.kind == t.OpKind.COLLECTIVE)
+    _known(invariant, "operation", ops.payload, t.Payload, np.isin(ops.kind, COMMUNICATIONS))
+    _known(invariant, "operation", ops.variant, t.CopyDirection, ops.kind == t.OpKind.COPY)
+    _known(invariant, "duration", ops.duration_source, t.Source)
+
+
+def blocks_cover_tables(graph: Graph) -> None:
+    """The blocks' rows follow each other and cover both tables; the main block has one instance."""
+    tensors = ops = 0
+    if not graph.blocks or len(graph.blocks[0].instances) != 1:
+        _fail("blocks_cover_tables", "the graph", "has no main block with one instance")
+    for number, block in enumerate(graph.blocks):
+        if (
+            block.tensors.start != tensors
+            or block.ops.start != ops
+            or block.tensors.stop < tensors
+            or block.ops.stop < ops
+        ):
+            _fail("blocks_cover_tables", f"block {number}", "does not begin where the one before it ends")
+        tensors, ops = block.tensors.stop, block.ops.stop
+    if tensors != len(graph.tensors) or ops != len(graph.ops):
+        _fail("blocks_cover_tables", "the last block", "does not end where the tables end")
+
+
+def sizes_sane(graph: Graph) -> None:
+    """Extents, work and times are not negative, and no tensor is beyond 2^60 bytes."""
+    shape = graph.tensors.shape
+    if (at := _first(shape.values < 0)) is not None:
+        _fail("sizes_sane", f"tensor {int(shape.rows[at])}", f"has the extent {int(shape.values[at])}")
+    logs = np.zeros(len(graph.tensors) + 1)
+    np.add.at(logs, shape.rows, np.log2(np.maximum(shape.values, 1).astype(np.float64)))
+    if (row := _first(logs[:-1] > np.log2(MAX_TENSOR_BYTES) - 3)) is not None:
+        _fail("sizes_sane", f"tensor {row}", f"has the shape {shape.row(row)}, beyond 2^60 bytes")
+    for name in ("flops", "bytes_read", "bytes_written", "nbytes", "tag"):
+        if (row := _first(getattr(graph.ops, name) < 0)) is not None:
+            _fail("sizes_sane", f"operation {row}", f"has negative {name}")
+    ops = graph.ops
+    spread_bad = ~np.isfinite(ops.duration_spread) | (ops.duration_spread < 0)
+    if (row := _first((ops.duration.values < 0) | spread_bad | (ops.duration_samples < 0))) is not None:
+        _fail("sizes_sane", f"duration {row}", "is negative or not finite")
+
+
+def tensors_in_block(graph: Graph) -> None:
+    """An operation reads and makes tensors of its own block."""
+    for ragged, verb in ((graph.ops.inputs, "reads"), (graph.ops.outputs, "makes")):
+        rows = ragged.rows
+        low, high = _block_bounds(graph, rows)
+        if (at := _first((ragged.values < low) | (ragged.values >= high))) is not None:
+            _fail(
+                "tensors_in_block",
+                _op(graph, rows[at]),
+                f"{verb} tensor {int(ragged.values[at])} of another block",
+            )
+
+
+def aliases_point_back(graph: Graph) -> None:
+    """A tensor shares memory only with an earlier tensor of its block, so alias chains end."""
+    alias = graph.tensors.alias_of
+    low = np.repeat([b.tensors.start for b in graph.blocks], [len(b.tensors) for b in graph.blocks])
+    bad = (alias != NONE) & ((alias < low) | (alias >= np.arange(len(alias))))
+    if (row := _first(bad)) is not None:
+        _fail("aliases_point_back", f"tensor {row}", f"is an alias of {int(alias[row])}, not of an earlier one")
+
+
+def one_maker(graph: Graph) -> None:
+    """Each tensor is made by one operation at most, and no operation makes a port."""
+    made = graph.ops.outputs.values
+    counts = np.bincount(made, minlength=len(graph.tensors))
+    if (row := _first(counts > 1)) is not None:
+        _fail("one_maker", f"tensor {row}", f"is made by {int(counts[row])} operations")
+    if (row := _first(graph.tensors.port & ((counts > 0) | (graph.tensors.alias_of != NONE)))) is not None:
+        _fail("one_maker", f"tensor {row}", "is a port, yet made or an alias inside its block")
+
+
+def made_before_read(graph: Graph) -> None:
+    """Inside a block an operation reads only what earlier ones made; it depends on earlier ones only."""
+    ops = graph.ops
+    makers, rows = graph.maker[graph.origin[ops.inputs.values]], ops.inputs.rows
+    if (at := _first(makers >= rows)) is not None:
+        reads = int(ops.inputs.values[at])
+        _fail(
+            "made_before_read",
+            _op(graph, rows[at]),
+            f"reads tensor {reads}, made later by operation {int(makers[at])}",
+        )
+    rows = ops.deps.rows
+    begins = np.array([b.ops.start for b in graph.blocks])[graph.block_of_op[rows]]
+    if (at := _first((ops.deps.values < begins) | (ops.deps.values >= rows))) is not None:
+        _fail(
+            "made_before_read",
+            _op(graph, rows[at]),
+            f"depends on operation {int(ops.deps.values[at])}, not an earlier one of its block",
+        )
+
+
+def forward_ops_earlier(graph: Graph) -> None:
+    """A forward operation is an earlier one of the block, or one of the instance's `op_bindings`."""
+    forward, rows = graph.ops.forward_op, np.arange(len(graph.ops))
+    begins = np.array([b.ops.start for b in graph.blocks])[graph.block_of_op]
+    if (row := _first((forward >= 0) & ((forward < begins) | (forward >= rows)))) is not None:
+        _fail(
+            "forward_ops_earlier",
+            _op(graph, row),
+            f"names operation {int(forward[row])} as its forward operation",
+        )
+    for number, block in enumerate(graph.blocks):
+        lowest = int(forward[block.ops.start : block.ops.stop].min(initial=NONE))
+        for instance in block.instances:
+            if -2 - lowest >= len(instance.op_bindings) and lowest < NONE:
+                _fail(
+                    "forward_ops_earlier",
+                    f"block {number}",
+                    f"has {len(instance.op_bindings)} op_bindings, too few",
+                )
+
+
+def streams_and_groups(graph: Graph) -> None:
+    """Streams and groups are in their tables, and the groups in the mesh."""
+    ops = graph.ops
+    if (row := _first((ops.stream < 0) | (ops.stream >= len(graph.streams)))) is not None:
+        _fail(
+            "streams_and_groups",
+            _op(graph, row),
+            f"runs on stream {int(ops.stream[row])} of {len(graph.streams)}",
+        )
+    communicates = np.isin(ops.kind, COMMUNICATIONS)
+    if (row := _first(communicates & ((ops.group < 0) | (ops.group >= len(graph.groups))))) is not None:
+        _fail("streams_and_groups", _op(graph, row), f"uses group {int(ops.group[row])} of {len(graph.groups)}")
+    names = [axis.name for axis in graph.mesh]
+    if len(set(names)) != len(names) or any(axis.size < 1 for axis in graph.mesh):
+        _fail("streams_and_groups", "the mesh", "has an axis twice, or one of size 0")
+    if graph.world_size > MAX_RANKS:
+        _fail("streams_and_groups", "the mesh", "has more than 2^40 ranks")
+    for group in graph.groups:
+        if not set(group.axes) <= set(names) or len(set(group.ranks)) != len(group.ranks):
+            _fail(
+                "streams_and_groups",
+                f"group '{group.name}'",
+                "names an axis that the mesh lacks, or a rank twice",
+            )
+
+
+def instances_bound(graph: Graph) -> None:
+    """Every instance binds each port to a tensor of the same shape and type."""
+    total = sum(count * len(b.instances) for (_, count), b in zip(graph.tensor_bases, graph.blocks, strict=True))
+    total_ops = sum(count * len(b.instances) for (_, count), b in zip(graph.op_bases, graph.blocks, strict=True))
+    for number, block in enumerate(graph.blocks):
+        ports = block.tensors.start + np.flatnonzero(graph.tensors.port[block.tensors.start : block.tensors.stop])
+        for index, instance in enumerate(block.instances):
+            where = f"instance {index} of block {number}"
+            if len(instance.bindings) != len(ports):
+                _fail("instances_bound", where, f"binds {len(instance.bindings)} of {len(ports)} ports")
+            if any(not 0 <= i < total for i in instance.bindings) or any(
+                not 0 <= i < total_ops for i in instance.op_bindings
+            ):
+                _fail("instances_bound", where, "binds an id that the graph does not have")
+            for port, bound in zip(ports.tolist(), instance.bindings, strict=True):
+                _same_type(graph, where, port, graph.locate_tensor(bound)[2])
+    _bindings_end(graph)
+
+
+def _same_type(graph: Graph, where: str, port: int, bound: int) -> None:
+    tensors = graph.tensors
+    if tensors.dtype[port] != tensors.dtype[bound] or not np.array_equal(
+        tensors.shape[port], tensors.shape[bound]
+    ):
+        _fail("instances_bound", where, f"binds port {port} to tensor {bound} of another shape or type")
+
+
+def _bindings_end(graph: Graph) -> None:
+    """A port bound to a view of a port of ... itself would never end."""
+    for number, block in enumerate(graph.blocks):
+        for index, instance in enumerate(block.instances):
+            for bound in instance.bindings:
+                at, seen = graph.locate_tensor(bound), 0
+                while graph.tensors.port[origin := int(graph.origin[at[2]])]:
+                    at = graph.locate_tensor(graph.tensor_id(at[0], at[1], origin))
+                    seen += 1
+                    if seen > len(graph.blocks) * 4096:
+                        _fail("instances_bound", f"instance {index} of block {number}", "binds a port to itself")
+
+
+def calls_in_range(graph: Graph) -> None:
+    """Calls name operations and instances that exist; no operation of an instance runs twice in a micro-batch."""
+    if isinstance(graph, StepGraph) and len(graph.programs) != 1:
+        _fail("calls_in_range", "a step graph", f"has {len(graph.programs)} programs")
+    sizes = {axis.name: axis.size for axis in graph.mesh}
+    for number, program in enumerate(graph.programs):
+        where = f"program {number}"
+        if any(not 0 <= value < sizes.get(axis, 0) for axis, value in program.coordinates.items()):
+            _fail("calls_in_range", where, "has a coordinate outside the mesh")
+        block, begin, end, instance, micro_batch = (program.calls[:, i] for i in range(5))
+        if (row := _first((block < 0) | (block >= len(graph.blocks)))) is not None:
+            _fail("calls_in_range", f"call {row} of {where}", f"names block {int(block[row])}")
+        low, high, count = (np.array(v)[block] for v in zip(*map(_extent, graph.blocks), strict=True))
+        bad = (begin < low) | (end > high) | (end < begin) | (instance < 0) | (instance >= count)
+        if (row := _first(bad | (micro_batch < 0) | (micro_batch >= 2**24))) is not None:
+            _fail("calls_in_range", f"call {row} of {where}", "is outside its block, or names no instance of it")
+        order = np.lexsort((begin, micro_batch, instance, block))
+        follows = np.all(program.calls[order[1:]][:, [0, 3, 4]] == program.calls[order[:-1]][:, [0, 3, 4]], axis=1)
+        bad = follows & ((begin[order[1:]] < end[order[:-1]]) | (order[1:] < order[:-1]))
+        if (row := _first(bad)) is not None:
+            _fail(
+                "calls_in_range",
+                f"call {int(order[row + 1])} of {where}",
+                "runs operations again or out of order",
+            )
+
+
+def _extent(block: Block) -> tuple[int, int, int]:
+    return block.ops.start, block.ops.stop, len(block.instances)
+
+
+def calls_in_order(graph: Graph) -> None:
+    """A call runs after the calls that make what it reads."""
+    if isinstance(graph, JobGraph) and len(graph.programs) > 1 and len(graph.blocks) == 1:
+        return  # an imported job: each rank runs its own slice of the main block, checked by made_before_read
+    outside: dict[tuple[int, int, int], list[int]] = {}
+    for number, program in enumerate(graph.programs):
+        schedule = Schedule(graph, program)
+        for at, (block, begin, end, instance, micro_batch) in enumerate(program.calls.tolist()):
+            key = (block, begin, end)
+            if key not in outside:
+                outside[key] = _reads_from_outside(graph, begin, end)
+            for tensor in outside[key]:
+                source = graph.source(block, instance, tensor)
+                if source is not None and not _runs_before(graph, schedule, source, tensor, micro_batch, at):
+                    name = graph.tensors[tensor].name
+                    _fail(
+                        "calls_in_order",
+                        f"call {at} of program {number}",
+                        f"reads tensor {tensor} ({name}) before it is made",
+                    )
+
+
+def _reads_from_outside(graph: Graph, begin: int, end: int) -> list[int]:
+    inputs = graph.ops.inputs
+    read = np.unique(graph.origin[inputs.values[inputs.offsets[begin] : inputs.offsets[end]]])
+    makers = graph.maker[read]
+    return [int(x) for x in read[(makers < begin) & ((makers != NONE) | graph.tensors.port[read])]]
+
+
+def _runs_before(
+    graph: Graph, schedule: Schedule, source: tuple[int, int, int], tensor: int, micro_batch: int, call: int
+) -> bool:
+    _, instance, op = source
+    start = int(schedule.starts[call])
+    same = int(schedule.position(np.int64(instance), np.int64(micro_batch), np.int64(op)))  # type: ignore[arg-type]
+    if 0 <= same < start:
+        return True
+    made = graph.tensors[int(graph.ops.outputs[op][0])] if len(graph.ops.outputs[op]) else None
+    persistent = made is not None and made.role.persistent
+    return persistent and schedule.last_position(instance, op, start) >= 0
+
+
+def _op(graph: Graph, row: int) -> str:
+    return f"operation {int(row)} ({graph.strings[graph.ops.name[int(row)]]})"
+
+
+def _block_bounds(graph: Graph, rows: Any) -> tuple[Any, Any]:
+    starts = np.array([b.tensors.start for b in graph.blocks])[graph.block_of_op[rows]]
+    stops = np.array([b.tensors.stop for b in graph.blocks])[graph.block_of_op[rows]]
+    return starts, stops
+
+
+CHECKS: tuple[Callable[[Graph], None], ...] = (
+    strings_in_range,
+    enumerations_known,
+    blocks_cover_tables,
+    sizes_sane,
+    tensors_in_block,
+    aliases_point_back,
+    one_maker,
+    made_before_read,
+    forward_ops_earlier,
+    streams_and_groups,
+    instances_bound,
+    calls_in_range,
+    calls_in_order,
+)

@@ -1,0 +1,1 @@
+"""The wire formats and the modules generated from them."""

@@ -1,0 +1,1 @@
+"""The commands; the one place where rooms meet."""

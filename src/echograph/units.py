@@ -1,0 +1,56 @@
+"""Units: integer picoseconds inside, SI seconds in cost formulas, human text at the edge."""
+
+from __future__ import annotations
+
+PS_PER_S = 10**12
+PS_PER_MS = 10**9
+PS_PER_US = 10**6
+PS_PER_NS = 10**3
+GB = 10**9
+GIB = 2**30
+
+_TIME_STEPS = ((PS_PER_S, "s"), (PS_PER_MS, "ms"), (PS_PER_US, "us"), (PS_PER_NS, "ns"), (1, "ps"))
+
+
+def to_ps(seconds: float) -> int:
+    """Rounds a duration in seconds to whole picoseconds (half to even).
+
+    Raises:
+        ValueError: the duration is negative or not finite.
+    """
+    if not 0.0 <= seconds < float("inf"):
+        raise ValueError(f"a duration is a finite number >= 0, not {seconds!r}")
+    return round(seconds * PS_PER_S)
+
+
+def to_s(picoseconds: int | float) -> float:
+    """Seconds of a duration in picoseconds."""
+    return picoseconds / PS_PER_S
+
+
+def format_time(picoseconds: int | float) -> str:
+    """A duration in the largest unit that keeps it at or above one, four significant digits."""
+    for step, unit in _TIME_STEPS:
+        if abs(picoseconds) >= step:
+            return f"{picoseconds / step:.4g} {unit}"
+    return "0 s"
+
+
+def format_bytes(count: int | float) -> str:
+    """A size in binary units, four significant digits."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_count(count: int | float, unit: str = "") -> str:
+    """A count in decimal units (K, M, G, T, P, E), four significant digits."""
+    value = float(count)
+    for prefix in ("", "K", "M", "G", "T", "P", "E"):
+        if abs(value) < 1000 or prefix == "E":
+            return f"{value:.4g} {prefix}{unit}".rstrip()
+        value /= 1000
+    raise AssertionError("unreachable")
