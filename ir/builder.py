@@ -288,6 +288,10 @@ class GraphBuilder:
         """Operations added so far: the index that the next one will get."""
         return len(self._o["kind"].items)
 
+    def tensor_count(self) -> int:
+        """Tensors added so far."""
+        return len(self._t["name"].items)
+
     def build(self, graph_type: type[G]) -> G:
         """Freezes and verifies the graph. Without a program, one that runs the main block is added.
 

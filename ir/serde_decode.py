@@ -38,14 +38,17 @@ class Decoder:
         )  # fmt: skip
         self.builder.unknown = unknown
         self.builder.mesh = tuple(Axis(name=a.name, size=a.size) for a in head.mesh)
-        for group in head.groups:
-            self.builder.group(group.name, axes=group.axes, ranks=group.ranks)
+        for number, group in enumerate(head.groups):
+            if self.builder.group(group.name, axes=group.axes, ranks=group.ranks) != number:
+                raise FormatError(f"corrupted: group {number} repeats an earlier one")
         self.strings = list(head.strings)
         if self.strings[:1] != [""] or len(set(self.strings)) != len(self.strings):
             raise FormatError("corrupted: its string table does not begin with the empty one, or repeats one")
         for text in self.strings:
             self.builder.string(text)
-        self.attributes = [_attributes(a) for a in head.attributes]
+        self.attributes = [decode_attributes(a) for a in head.attributes]
+        for attributes in self.attributes:
+            self.builder.attribute(attributes)
         self.blocks = list(head.blocks)
         self.tensor_count = self.op_count = 0
 
@@ -71,8 +74,8 @@ class Decoder:
         """Verifies and returns the graph."""
         head, builder = self.head, self.builder
         if self.tensor_count != head.tensor_count or self.op_count != head.op_count:
-            held = f"{self.tensor_count} of {head.tensor_count} tensors, {self.op_count} of {head.op_count} operations"
-            raise FormatError(f"truncated: it holds {held}")
+            tensors = f"{self.tensor_count} of {head.tensor_count} tensors"
+            raise FormatError(f"truncated: it holds {tensors}, {self.op_count} of {head.op_count} operations")
         builder.set_blocks([(b.name, b.tensor_begin, b.op_begin) for b in head.blocks], _ends(head))
         for number, block in enumerate(head.blocks):
             for instance in block.instances:
@@ -158,7 +161,12 @@ _OPS: dict[str, Callable[[Decoder, pb.Op, Callable[..., None]], None]] = {
 }
 
 
-def _attributes(message: pb.Attributes) -> t.Attributes:
+def decode_attributes(message: pb.Attributes) -> t.Attributes:
+    """A compute operation's attributes.
+
+    Raises:
+        FormatError: of no kind that this version knows.
+    """
     match message.WhichOneof("value"):
         case "gemm":
             return t.Gemm(transpose_a=message.gemm.transpose_a, transpose_b=message.gemm.transpose_b)

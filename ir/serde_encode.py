@@ -30,7 +30,7 @@ def header(graph: Graph, magic: str, level: pb.Level.ValueType) -> pb.Graph:
         tensor_count=len(graph.tensors),
         op_count=len(graph.ops),
         strings=graph.strings,
-        attributes=[_attributes(a) for a in graph.ops.attribute_values],
+        attributes=[encode_attributes(a) for a in graph.ops.attribute_values],
         streams=graph.streams,
         mesh=[pb.Axis(name=a.name, size=a.size) for a in graph.mesh],
         groups=[pb.Group(name=g.name, axes=g.axes, ranks=g.ranks) for g in graph.groups],
@@ -178,7 +178,8 @@ _KINDS = {
 }
 
 
-def _attributes(value: t.Attributes) -> pb.Attributes:
+def encode_attributes(value: t.Attributes) -> pb.Attributes:
+    """The message of a compute operation's attributes."""
     match value:
         case t.Gemm():
             return pb.Attributes(gemm=pb.Gemm(transpose_a=value.transpose_a, transpose_b=value.transpose_b))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields
 
+from echograph.errors import GraphError
 from echograph.ir.builder import GraphBuilder
+from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
 from echograph.ir.types import Op, Tensor
 
@@ -53,7 +56,7 @@ class _Unfolder:
         changes: dict[str, object] = {
             "inputs": [self.tensor(block, instance, i) for i in op.inputs],
             "outputs": [self.tensor(block, instance, i) for i in op.outputs],
-            "deps": [self.ops[self.graph.op_id(block, instance, d)] for d in op.deps],
+            "deps": [self._row(op, self.graph.op_id(block, instance, d)) for d in op.deps],
             "module": self._name(op.module, block, instance),
         }
         forward = getattr(op, "forward_op", None)
@@ -63,8 +66,17 @@ class _Unfolder:
                 if forward >= 0
                 else self.graph.blocks[block].instances[instance].op_bindings[-2 - forward]
             )
-            changes["forward_op"] = self.ops[identity]
+            changes["forward_op"] = self._row(op, identity)
         self.ops[self.graph.op_id(block, instance, index)] = self.builder.add(op, **changes)
+
+    def _row(self, op: Op, identity: int) -> int:
+        if identity not in self.ops:
+            block, instance, index = self.graph.locate_op(identity)
+            where = f"operation {index} of instance {instance} of block {block}"
+            raise GraphError(
+                f"operation {op.id} ({op.name}) refers to {where}, which the program does not run before it"
+            )
+        return self.ops[identity]
 
     def _name(self, text: str, block: int, instance: int) -> str:
         return text.replace("{}", self.graph.blocks[block].instances[instance].label) if block else text
@@ -75,7 +87,8 @@ def difference(left: StepGraph, right: StepGraph) -> str | None:
     if left.workload != right.workload or left.streams != right.streams:
         return "the workloads or streams differ"
     if len(left.ops) != len(right.ops) or len(left.tensors) != len(right.tensors):
-        return f"{len(left.ops)} and {len(right.ops)} operations, {len(left.tensors)} and {len(right.tensors)} tensors"
+        tensors = f"{len(left.tensors)} and {len(right.tensors)} tensors"
+        return f"{len(left.ops)} and {len(right.ops)} operations, {tensors}"
     match: dict[int, int] = {}
     for a, b in zip(left.ops, right.ops, strict=True):
         if type(a) is not type(b) or _own_fields(a) != _own_fields(b):
@@ -83,22 +96,35 @@ def difference(left: StepGraph, right: StepGraph) -> str | None:
         if len(a.inputs) != len(b.inputs) or len(a.outputs) != len(b.outputs):
             return f"operation {a.id}: reads or makes another number of tensors"
         for i, j in zip((*a.inputs, *a.outputs), (*b.inputs, *b.outputs), strict=True):
-            if match.setdefault(i, j) != j:
-                return f"operation {a.id}: tensor {i} stands for {match[i]} and {j}"
+            if not _matched(left, right, i, j, match):
+                return f"operation {a.id}: tensor {i} stands for {match.get(i)} and {j}"
     if len(set(match.values())) != len(match):
         return "two tensors of one graph stand for one of the other"
     for i, j in match.items():
-        if _type(left.tensors[i], match) != _type(right.tensors[j], None):
+        if _type(left.tensors[i]) != _type(right.tensors[j]):
             return f"tensor {i}: {left.tensors[i]} differs from {right.tensors[j]}"
+    if _rest(left, set(match)) != _rest(right, set(match.values())):
+        return "the tensors that no operation touches differ"
     return None
+
+
+def _matched(left: StepGraph, right: StepGraph, i: int, j: int, match: dict[int, int]) -> bool:
+    """Matches two tensors and what they are aliases of; False if one is matched to another already."""
+    while i not in match:
+        match[i] = j
+        i, j = int(left.tensors.alias_of[i]), int(right.tensors.alias_of[j])
+        if NONE in (i, j):
+            return i == j
+    return match[i] == j
+
+
+def _rest(graph: StepGraph, matched: set[int]) -> Counter[tuple[object, ...]]:
+    return Counter(_type(tensor) for tensor in graph.tensors if tensor.id not in matched)
 
 
 def _own_fields(op: Op) -> list[object]:
     return [getattr(op, f.name) for f in fields(op) if f.name not in ("inputs", "outputs")]
 
 
-def _type(tensor: Tensor, match: dict[int, int] | None) -> tuple[object, ...]:
-    alias = tensor.alias_of
-    if alias is not None and match is not None:
-        alias = match.get(alias, alias)
-    return tensor.name, tensor.shape, tensor.dtype, tensor.role, alias
+def _type(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.name, tensor.shape, tensor.dtype, tensor.role, tensor.port

@@ -15,11 +15,15 @@ HERE = Path(__file__).resolve().parent
 
 def generate(target: Path) -> list[Path]:
     """Runs protoc on every source; returns the generated files under `target`."""
-    from grpc_tools import protoc
+    from grpc_tools import protoc  # type: ignore[import-untyped]
 
     root = HERE.parent / "src"
     names = [f"echograph/proto/{name}.proto" for name in SOURCES]
-    status = protoc.main(["protoc", f"-I{root}", f"--python_out={target}", f"--mypy_out=quiet:{target}", *names])
+    plugin = Path(sys.executable).with_name("protoc-gen-mypy")  # need not be on the PATH
+    stubs = [f"--plugin={plugin}"] if plugin.exists() else []
+    status = protoc.main(
+        ["protoc", f"-I{root}", *stubs, f"--python_out={target}", f"--mypy_out=quiet:{target}", *names]
+    )
     if status != 0:
         raise SystemExit(status)
     folder = target / "echograph" / "proto"

@@ -34,7 +34,7 @@ class Profile(_message.Message):
     format_major: _builtins.int
     format_minor: _builtins.int
     crc32: _builtins.int
-    """of all bytes before this field, which is the last; optional"""
+    """of all bytes before this field, which ends the file"""
     @_builtins.property
     def environment(self) -> Global___Environment: ...
     @_builtins.property

@@ -260,7 +260,7 @@ class Graph(_message.Message):
     op_count: _builtins.int
     """operations in all op_chunks together"""
     crc32: _builtins.int
-    """of all bytes before this field, which is the last; optional"""
+    """of all bytes before this field, which ends the file"""
     @_builtins.property
     def workload(self) -> Global___Workload: ...
     @_builtins.property
@@ -283,7 +283,7 @@ class Graph(_message.Message):
     def op_chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpChunk]: ...
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Block]:
-        """block 0 is the main block: one instance, no ports"""
+        """block 0 is the main block: one instance"""
 
     @_builtins.property
     def programs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Program]:

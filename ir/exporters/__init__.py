@@ -1,1 +1,1 @@
-"""TODO"""
+"""Graphs and timelines in the formats of other tools."""

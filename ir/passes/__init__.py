@@ -1,1 +1,17 @@
-"""TODO"""
+"""Passes: graph in, graph out, one file each.
+
+A pass is a frozen dataclass whose fields are its options; calling it transforms a graph. Step passes keep the
+level; `data_parallel` lowers a step graph to a job graph.
+"""
+
+from __future__ import annotations
+
+from echograph.registry import Table
+
+PASSES = Table(
+    "pass",
+    {
+        "fold": "echograph.ir.passes.fold:fold",
+        "data_parallel": "echograph.ir.passes.data_parallel:DataParallel",
+    },
+)

@@ -47,9 +47,10 @@ def fold(graph: StepGraph) -> StepGraph:
         graph: an unfolded step graph (one block, run once).
 
     Returns:
-        A graph for which `unfold` gives an equal of the input; the input itself if nothing repeats.
+        A graph for which `unfold` gives an equal of the input; the input itself if nothing repeats or a name has
+        a `{}` of its own.
     """
-    if len(graph.blocks) > 1:
+    if len(graph.blocks) > 1 or any(LABEL in text for text in graph.strings):
         return graph
     writer = _Writer(graph)
     owner = np.full(len(graph.ops), NONE, np.int64)
@@ -76,17 +77,10 @@ class _Writer:
         self.modules = [graph.strings[i] for i in ops.module]
         self.numbered = {m: _numbered(m) for m in set(self.modules)}
         self.depth = max((len(n) for n in self.numbered.values()), default=0)
-        self.columns = list(
-            zip(*(c.tolist() for c in (
-                ops.kind, ops.name, ops.phase, ops.stream, ops.flops, ops.bytes_read, ops.bytes_written,
-                ops.attributes, ops.variant, ops.dtype, ops.payload, ops.asynchronous, ops.group, ops.peer, ops.tag,
-                ops.nbytes,
-            )), strict=True)
-        )  # fmt: skip
-        self.readers: dict[int, list[int]] = defaultdict(list)
-        for tensor, row in zip(ops.inputs.values.tolist(), ops.inputs.rows.tolist(), strict=True):
-            if graph.maker[tensor] == NONE:
-                self.readers[tensor].append(row)
+        self.columns = list(zip(*(getattr(ops, name).tolist() for name in _COMPARED), strict=True))
+        self.readers = _readers(graph)
+        self.taken: set[int] = set()
+        self.linked = _linked(graph)
 
     def alike(self, owner: Int64, depth: int) -> Iterator[list[_Candidate]]:
         """Candidates at one depth of numbering that read the same, two or more at a time, in program order."""
@@ -98,8 +92,17 @@ class _Writer:
                 found.setdefault(key, _Candidate(prefix=key[0], label=key[1])).ops.append(row)
         same: dict[Hashable, list[_Candidate]] = defaultdict(list)
         for candidate in found.values():
-            same[(candidate.prefix, self.write(candidate))].append(candidate)
-        return (group for group in same.values() if len(group) > 1)
+            if self.closed(candidate):
+                same[(candidate.prefix, self.write(candidate))].append(candidate)
+        for group in same.values():
+            if len(group) > 1:
+                self.taken.update(i for c in group for i in c.tensors if i not in c.ports)
+                yield group
+
+    def closed(self, candidate: _Candidate) -> bool:
+        """Whether no explicit dependency crosses its border: a block cannot say such a one."""
+        own = set(candidate.ops)
+        return all(own.issuperset(self.linked.get(row, ())) for row in candidate.ops)
 
     def write(self, candidate: _Candidate, *, main: bool = False) -> Hashable:
         """Numbers the candidate's tensors and returns its writing."""
@@ -125,7 +128,10 @@ class _Writer:
         self, candidate: _Candidate, numbers: dict[int, int], tensor: int, own: set[int], main: bool
     ) -> None:
         maker = int(self.graph.maker[tensor])
-        mine = maker in own if maker != NONE else main or own.issuperset(self.readers[tensor])
+        if maker != NONE:
+            mine = maker in own
+        else:
+            mine = tensor not in self.taken if main else own.issuperset(self.readers[tensor])
         alias = int(self.graph.tensors.alias_of[tensor])
         if mine and alias != NONE and alias not in numbers:
             self._admit(candidate, numbers, alias, own, main)
@@ -161,6 +167,34 @@ class _Writer:
             alias,
             "" if port else _relabel(tensor.name, candidate),
         )
+
+
+_COMPARED = (
+    "kind", "name", "phase", "stream", "flops", "bytes_read", "bytes_written", "attributes", "variant", "dtype",
+    "payload", "asynchronous", "group", "peer", "tag", "nbytes",
+)  # fmt: skip
+
+
+def _readers(graph: StepGraph) -> dict[int, list[int]]:
+    """For each tensor that no operation makes, the operations that touch it or an alias of it."""
+    readers: dict[int, list[int]] = defaultdict(list)
+    alias = graph.tensors.alias_of.tolist()
+    for ragged in (graph.ops.inputs, graph.ops.outputs):
+        for tensor, row in zip(ragged.values.tolist(), ragged.rows.tolist(), strict=True):
+            while tensor != NONE:
+                if graph.maker[tensor] == NONE:
+                    readers[tensor].append(row)
+                tensor = alias[tensor]
+    return readers
+
+
+def _linked(graph: StepGraph) -> dict[int, list[int]]:
+    """For each operation with explicit dependencies, those at the other end."""
+    linked: dict[int, list[int]] = defaultdict(list)
+    for before, after in zip(graph.ops.deps.values.tolist(), graph.ops.deps.rows.tolist(), strict=True):
+        linked[before].append(after)
+        linked[after].append(before)
+    return linked
 
 
 def _numbered(module: str) -> tuple[tuple[str, str], ...]:

@@ -1,0 +1,48 @@
+# make demo: set up, compile BERT, simulate it on 1,024 GPUs.   make test: set up, then the whole suite.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+OUT := out
+
+.PHONY: demo test test-all bench lint setup setup-dev proto clean
+
+demo: $(VENV)/.ready
+	mkdir -p $(OUT)
+	$(BIN)/echoc compile --model bert-base-uncased -o $(OUT)/graph.pb
+	$(BIN)/echosim run $(OUT)/graph.pb --gpus 1024 -o $(OUT)/result.json --trace $(OUT)/trace.json
+
+test: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
+
+test-all: $(VENV)/.ready-dev
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered
+
+bench: $(VENV)/.ready-dev
+	$(BIN)/python -m benchmarks
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+proto: $(VENV)/.ready-dev
+	$(BIN)/python -m echograph.proto.generate
+
+setup: $(VENV)/.ready
+setup-dev: $(VENV)/.ready-dev
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) "torch==2.13.0"
+	$(PIP) --editable ".[torch]"
+	touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(PIP) --editable ".[torch,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OUT) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Frontends: each turns what it reads into a `StepGraph`, or a trace into a timeline."""

@@ -1,0 +1,182 @@
+"""Captures one training step of a PyTorch model as an annotated graph, without a GPU and without weights.
+
+with capture_mode():
+    module, inputs, loss = build()
+graph = capture(module, inputs, loss, StepSpec(dtype="bf16"))
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.fx import Graph
+from torch.nn import Module
+from torch.utils._pytree import tree_map_only
+
+from echograph.errors import CaptureError, EchoError
+from echograph.frontend.pytorch.annotate import check_annotations
+from echograph.frontend.pytorch.blame import reason, user_line
+from echograph.frontend.pytorch.device_ops import cuda_operators
+from echograph.frontend.pytorch.recorder import Recorder
+from echograph.frontend.pytorch.step import Inputs, Loss, StepSpec, TrainingStep
+from echograph.registry import Table
+
+PRODUCERS = Table(
+    "capture producer",
+    {
+        "recorder": "echograph.frontend.pytorch.recorder:record_step",
+        "aot": "echograph.frontend.pytorch.aot:trace_step",
+    },
+)
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@contextmanager
+def capture_mode() -> Iterator[FakeTensorMode]:
+    """Builds modules and inputs without memory: tensors made in the context have a shape and no data."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.device("cpu"), _converting_modules():
+        yield mode
+
+
+def capture(
+    module: Module, inputs: Inputs, loss: Loss | None, spec: StepSpec, *, producer: str = "recorder"
+) -> Graph:
+    """Captures one training step: forward, loss, backward, optimizer.
+
+    Args:
+        module: built under `capture_mode`; converted to the step's dtype in place.
+        inputs: its arguments, a tuple (positional) or a mapping (keyword).
+        loss: model output -> scalar tensor; None where the module returns the loss, or an object with `.loss`.
+        spec: dtype, optimizer, clipping, recomputation.
+        producer: "recorder" (dispatch mode; the default) or "aot" (torch.export and AOTAutograd).
+
+    Returns:
+        A graph that fulfils the contract of `annotate`.
+
+    Raises:
+        CaptureError: the model cannot be captured; names the module, and the file and line.
+        UnknownNameError: there is no such producer.
+    """
+    produce = PRODUCERS[producer]
+    mode = _mode_of(module)
+    recorder = Recorder(mode)
+    with _one_line_errors(module, recorder), cuda_operators(), _plain_attention_masks():
+        with mode:
+            fake_inputs = tree_map_only(torch.Tensor, lambda t: _fake(t, mode), inputs)
+            step = TrainingStep(module, fake_inputs, loss, spec)
+        graph: Graph = produce(step, recorder)
+    check_annotations(graph)
+    return graph
+
+
+def _mode_of(module: Module) -> FakeTensorMode:
+    name = type(module).__name__
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if not tensors:
+        raise CaptureError(f"{name} has no trainable parameter: capture a module that has some")
+    for path, tensor in tensors:
+        if not isinstance(tensor, FakeTensor):
+            raise CaptureError(f"{name}: '{path}' holds real memory: build the module within capture_mode()")
+        if tensor.device.type != "cpu":
+            raise CaptureError(
+                f"{name}: '{path}' is on '{tensor.device}': leave the module on the CPU, "
+                "the captured operators stand for the GPU's"
+            )
+    mode: FakeTensorMode = tensors[0][1].fake_mode  # type: ignore[attr-defined]
+    return mode
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    fake = tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+    if fake.device.type != "cpu":
+        raise CaptureError(f"an input is on '{fake.device}': leave inputs on the CPU")
+    return fake
+
+
+@contextmanager
+def _one_line_errors(module: Module, recorder: Recorder) -> Iterator[None]:
+    """Turns whatever user code raises into one line that says where."""
+    try:
+        yield
+    except EchoError:
+        raise
+    except Exception as error:
+        where = _where(module, recorder, error)
+        if isinstance(error, _DATA_DEPENDENT):
+            raise CaptureError(
+                f"{where}: '{error.args[0]}' makes the control flow or a shape depend on the values of a tensor, "
+                "which a capture without data does not have: decide on shapes or configuration instead"
+            ) from error
+        if isinstance(error, UnsupportedFakeTensorException):
+            raise CaptureError(
+                f"{where}: {reason(error)}: PyTorch has no shape rule for it, so register a fake implementation "
+                "(torch.library.register_fake)"
+            ) from error
+        raise CaptureError(
+            f"{where}: {reason(error)}: check that the model runs on these inputs, and sees no tensor's values"
+        ) from error
+
+
+def _where(module: Module, recorder: Recorder, error: Exception) -> str:
+    path = recorder.failed_path(error)
+    if path is None:
+        where = f"{type(module).__name__}, outside of its forward pass (loss, backward or optimizer)"
+    else:
+        where = f"module '{path or '(root)'}' ({type(module.get_submodule(path)).__name__})"
+    line = user_line(error)
+    return f"{where} at {line}" if line else where
+
+
+@contextmanager
+def _plain_attention_masks() -> Iterator[None]:
+    """Lets Hugging Face models drop attention masks that say nothing, as they do in training.
+
+    Where they see fake tensors or an export, they assume packed sequences and masks that vary, because they
+    cannot look at the values; the mask they build then keeps causal attention off the flash kernel.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    replaced = {"find_packed_sequence_indices": lambda *_: None, "is_torchdynamo_exporting": lambda: False}
+    originals = {name: getattr(masking, name) for name in replaced if hasattr(masking, name)}
+    for name in originals:
+        setattr(masking, name, replaced[name])
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(masking, name, original)
+
+
+@contextmanager
+def _converting_modules() -> Iterator[None]:
+    """Lets `module.to(dtype)` and the like work on fake parameters, which PyTorch refuses to swap in place."""
+    original = Module._apply
+
+    def apply(self: Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Module:
+        converted: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
+        for owner in self.modules() if recurse else [self]:
+            for name, parameter in owner._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in converted:
+                    data = fn(parameter.detach())
+                    converted[id(parameter)] = parameter, torch.nn.Parameter(data, parameter.requires_grad)
+                owner._parameters[name] = converted[id(parameter)][1]
+            for name, buffer in owner._buffers.items():
+                owner._buffers[name] = None if buffer is None else fn(buffer)
+        return self
+
+    Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Module._apply = original  # type: ignore[method-assign]

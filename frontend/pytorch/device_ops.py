@@ -1,0 +1,150 @@
+"""Makes fake CPU tensors run the operators that CUDA would run.
+
+Captures use fake tensors on the CPU: it is the one device whose fake backward works without a GPU. A few
+composite operators look at the device before they choose what to call, so on the CPU they would decompose
+differently:
+
+    aten.dropout                        CUDA: one native_dropout; CPU: empty_like, bernoulli_, div_, mul
+    aten.scaled_dot_product_attention   CUDA: flash or memory-efficient kernel; CPU: its own, or math
+    aten.rms_norm                       CUDA: one _fused_rms_norm; CPU: pow, mean, add, rsqrt, mul
+    aten.softmax, aten.log_softmax      of fp16 to fp32, CUDA: one kernel; CPU: a copy, then the kernel
+
+`cuda_operators` registers, for as long as the context lasts, kernels at the dispatcher's AutogradCPU key
+that take CUDA's choice. The dispatcher is the place where the devices part, so C++ callers
+(`nn.MultiheadAttention`) and all Python spellings of an operator are served alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ATEN = torch.ops.aten
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+_FLASH_MAX_HEAD_DIM = 256
+_FLASH_ALIGNMENT = 8
+
+
+@contextmanager
+def cuda_operators() -> Iterator[None]:
+    """Within the context, composite operators on CPU tensors call what they would call on CUDA."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        library.impl("dropout", _dropout, "AutogradCPU")
+        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        library.impl("rms_norm", _rms_norm, "AutogradCPU")
+        library.impl("softmax.int", partial(_softmax, _ATEN._softmax), "AutogradCPU")
+        library.impl("log_softmax.int", partial(_softmax, _ATEN._log_softmax), "AutogradCPU")
+        yield
+    finally:
+        library._destroy()
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    if p == 0 or not train or x.numel() == 0:
+        return x
+    if p == 1:
+        return x * torch.zeros((), dtype=x.dtype)
+    out: Tensor = _ATEN.native_dropout(x, p, train)[0]
+    return out
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """CUDA's order of preference with default flags: flash, memory-efficient, math (sdp_utils.cpp)."""
+    if query.dim() == key.dim() == value.dim() == 4:
+        if _flash_takes(query, key, value, attn_mask, is_causal, enable_gqa):
+            return _flash(query, key, value, dropout_p, is_causal, scale)
+        if query.shape[1] == key.shape[1] == value.shape[1]:
+            mask = _additive_mask(attn_mask, query, key)
+            grad = query.requires_grad or key.requires_grad or value.requires_grad
+            efficient = _ATEN._scaled_dot_product_efficient_attention
+            out: Tensor = efficient(query, key, value, mask, grad, dropout_p, is_causal, scale=scale)[0]
+            return out
+    math = _ATEN._scaled_dot_product_attention_math
+    result: Tensor = math(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return result
+
+
+def _flash_takes(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool
+) -> bool:
+    return (
+        mask is None
+        and query.dtype in _FLASH_DTYPES
+        and query.shape[-1] == key.shape[-1] == value.shape[-1] <= _FLASH_MAX_HEAD_DIM
+        and (not is_causal or query.shape[-2] == key.shape[-2])
+        and (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1])
+    )
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor:
+    head_dim = query.shape[-1]
+    pad = -head_dim % _FLASH_ALIGNMENT
+    if pad:
+        scale = head_dim**-0.5 if scale is None else scale
+        query, key, value = (torch.nn.functional.pad(t, (0, pad)) for t in (query, key, value))
+    flash = _ATEN._scaled_dot_product_flash_attention
+    out: Tensor = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    return out[..., :head_dim] if pad else out
+
+
+def _additive_mask(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """A mask as the memory-efficient kernel takes it: added to the scores, one per head (expanded, not copied)."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        zero = torch.zeros((), dtype=query.dtype)
+        mask = torch.where(mask, zero, torch.full((), float("-inf"), dtype=query.dtype))
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _softmax(kernel: Any, x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    if x.dtype == torch.float16 and dtype == torch.float32:
+        return kernel(x, dim, True)  # type: ignore[no-any-return]
+    return kernel(x if dtype is None else x.to(dtype), dim, False)  # type: ignore[no-any-return]
+
+
+def _rms_norm(
+    x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    out: Tensor = _FusedRMSNorm.apply(x, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """`aten._fused_rms_norm` with its gradient: on the CPU the operator itself is a composite that decomposes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, rstd = _ATEN._fused_rms_norm(x, shape, weight, eps)
+        ctx.save_for_backward(x, rstd, weight)
+        ctx.shape = shape
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        x, rstd, weight = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        with torch._C._AutoDispatchBelowAutograd():
+            dx, dweight = _ATEN._fused_rms_norm_backward(grads[0], x, ctx.shape, rstd, weight, wanted)
+        return dx, None, dweight, None

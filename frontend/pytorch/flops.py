@@ -1,0 +1,59 @@
+"""Floating-point operations of a recorded operator, as `torch.utils.flop_counter` counts them.
+
+Matrix products, convolutions and attention count, a multiply-add as two; everything else is bound by memory
+and counts zero. The formulas are PyTorch's own registry; `_grouped_mm`, which it lacks, is added here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from echograph.frontend.pytorch.annotate import VAL, call_nodes
+
+Formula = Callable[..., int]
+
+
+def grouped_mm_flops(
+    a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, out_val: Any = None, **__: Any
+) -> int:
+    """FLOPs of `aten._grouped_mm`: every row of the ragged operand meets one expert's matrix.
+
+    Args:
+        a: [m, k] (rows grouped by `offsets`) or [experts, m, k].
+        b: [experts, k, n]; or [k, n], where `offsets` groups the contraction or the columns.
+        offsets: [experts], end of each group; None when both operands have an expert dimension.
+        out_val: unused; the registry passes it.
+    """
+    if a.dim() == 3 and b.dim() == 3:
+        return 2 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[2]
+    m, k = a.shape[-2:]
+    return 2 * m * k * b.shape[-1]
+
+
+@cache
+def formulas() -> Mapping[Any, Formula]:
+    """Operator packet -> formula that takes the operator's arguments and `out_val`."""
+    from torch.utils.flop_counter import flop_registry
+
+    return {**flop_registry, torch.ops.aten._grouped_mm: grouped_mm_flops}
+
+
+def node_flops(node: Node) -> int:
+    """FLOPs of one call node of an annotated graph."""
+    formula = formulas().get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta[VAL])
+    return int(formula(*args, **kwargs, out_val=node.meta[VAL]))
+
+
+def graph_flops(graph: Graph) -> int:
+    """FLOPs of all operations of an annotated graph."""
+    return sum(node_flops(node) for node in call_nodes(graph))

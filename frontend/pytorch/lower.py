@@ -1,0 +1,298 @@
+"""Lowers an annotated graph to a `StepGraph`: tensors with roles and aliases, operations with work and traffic.
+
+- A view is an operation without cost whose result aliases its argument.
+- An operation in place makes the next version of the tensor that it writes: a new tensor, alias of the one
+  before.
+- An allocation is no operation; the first write to it makes the tensor.
+- An operator over lists of tensors (fused optimizer, foreach) becomes one operation per element, all sharing
+  one launch (`MultiTensor`), so that passes can shard and move the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from echograph.errors import CaptureError
+from echograph.frontend.pytorch import annotate
+from echograph.frontend.pytorch.annotate import FORWARD_NODE, FQN, GRADIENT_OF, MODULE, PHASE, ROLE, VAL
+from echograph.frontend.pytorch.attributes import attributes_of
+from echograph.frontend.pytorch.flops import node_flops
+from echograph.frontend.pytorch.schema import (
+    arguments,
+    is_allocation,
+    is_getitem,
+    is_multi_tensor,
+    is_view,
+    qualified_name,
+    written_arguments,
+)
+from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.traffic import bytes_moved, read_arguments, tensor_bytes
+from echograph.ir.builder import GraphBuilder
+from echograph.ir.graph import StepGraph, Workload
+from echograph.ir.types import DType, MultiTensor, Phase, TensorRole
+
+_DTYPES = {
+    torch.float32: DType.FP32, torch.float16: DType.FP16, torch.bfloat16: DType.BF16, torch.float64: DType.FP64,
+    torch.float8_e4m3fn: DType.FP8_E4M3, torch.float8_e5m2: DType.FP8_E5M2,
+    torch.int64: DType.INT64, torch.int32: DType.INT32, torch.int16: DType.INT16, torch.int8: DType.INT8,
+    torch.uint64: DType.INT64, torch.uint32: DType.INT32, torch.uint16: DType.INT16, torch.uint8: DType.UINT8,
+    torch.bool: DType.BOOL, torch.complex64: DType.COMPLEX64,
+}  # fmt: skip
+_STEP_DTYPES = {"bf16": DType.BF16, "fp16": DType.FP16, "fp32": DType.FP32}
+_ROLES = {
+    annotate.PARAMETER: TensorRole.PARAMETER,
+    annotate.BUFFER: TensorRole.BUFFER,
+    annotate.INPUT: TensorRole.INPUT,
+    annotate.OPTIMIZER_STATE: TensorRole.OPTIMIZER_STATE,
+}
+_PHASES = {
+    annotate.FORWARD: Phase.FORWARD,
+    annotate.BACKWARD: Phase.BACKWARD,
+    annotate.RECOMPUTE: Phase.RECOMPUTE,
+    annotate.OPTIMIZER: Phase.OPTIMIZER,
+}
+
+
+def lower(
+    graph: Graph, spec: StepSpec, *, name: str, batch_size: int | None = None, sequence_length: int | None = None
+) -> StepGraph:
+    """Lowers an annotated graph.
+
+    Args:
+        graph: fulfils the contract of `annotate`.
+        spec: what the step was captured with.
+        name: of the model.
+        batch_size: samples of one micro-batch; None: the first extent of the first input.
+        sequence_length: tokens of one sample; None: the second extent of the first input if that is a
+            matrix of integers, else 0 (no tokens).
+
+    Raises:
+        CaptureError: a tensor has a type that a workload graph does not know.
+        GraphError: the graph breaks an invariant of the IR.
+    """
+    workload = _workload(graph, spec, name, batch_size, sequence_length)
+    lowering = _Lowering(GraphBuilder(name=name, workload=workload), graph)
+    for node in graph.nodes:
+        lowering.add(node)
+    return lowering.builder.build(StepGraph)
+
+
+def _workload(
+    graph: Graph, spec: StepSpec, name: str, batch_size: int | None, sequence_length: int | None
+) -> Workload:
+    trained = {n.meta[GRADIENT_OF] for n in graph.nodes if GRADIENT_OF in n.meta}
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    inputs = [n.meta[VAL] for n in placeholders if n.meta[ROLE] == annotate.INPUT and n.meta[VAL].dim()]
+    extents = tuple(inputs[0].shape) if inputs else (1,)
+    has_tokens = len(extents) == 2 and not inputs[0].is_floating_point()
+    return Workload(
+        model=name,
+        parameters=sum(n.meta[VAL].numel() for n in placeholders if n.meta[FQN] in trained),
+        batch_size=extents[0] if batch_size is None else batch_size,
+        sequence_length=(extents[1] if has_tokens else 0) if sequence_length is None else sequence_length,
+        dtype=_STEP_DTYPES[spec.dtype],
+        optimizer=spec.optimizer,
+        master_weights=spec.has_master_weights,
+    )
+
+
+class _Lowering:
+    """State of one lowering: which tensor a node's value is now, and which operation a node became."""
+
+    def __init__(self, builder: GraphBuilder, graph: Graph) -> None:
+        self.builder = builder
+        self._tensors: dict[Node, int | None] = {}
+        self._results: dict[Node, list[int | None]] = {}
+        self._ops: dict[str, int] = {}
+        self._owner: dict[int, str] = {}
+        self._root: dict[int, int] = {}
+        self._roles: dict[int, TensorRole] = {}
+        self._names: dict[int, str] = {}
+        self._writes: dict[int, tuple[int, int]] = {}
+        self._gradients = _gradient_nodes(graph)
+
+    def add(self, node: Node) -> None:
+        """Adds a node; nodes come in program order."""
+        if node.op == "placeholder":
+            self._placeholder(node)
+        elif node.op != "call_function":
+            return
+        elif is_getitem(node):
+            source, index = node.args
+            self._tensors[node] = self._results[source][index]  # type: ignore[index]
+        elif is_allocation(node):
+            self._tensors[node] = None
+        elif is_multi_tensor(node):
+            self._multi_tensor(node)
+        else:
+            self._call(node)
+
+    def _placeholder(self, node: Node) -> None:
+        role, name = _ROLES[node.meta[ROLE]], node.meta[FQN]
+        tensor = self._tensor(name, node.meta[VAL], role)
+        self._tensors[node] = tensor
+        if role is TensorRole.PARAMETER:
+            self._owner[tensor] = name
+        elif role is TensorRole.OPTIMIZER_STATE:
+            self._owner[tensor] = name.rpartition(".")[0]
+
+    # -- one operation per node ----------------------------------------------------------------------------
+
+    def _call(self, node: Node) -> None:
+        named = arguments(node)
+        written = [named[name] for name in written_arguments(node)]
+        inputs = self._present(list(_nodes(list(read_arguments(node).values()))))
+        deps = self._earlier_writes(inputs)
+        view_of = inputs[0] if is_view(node) and inputs else None
+        results = [self._result(node, i, value, view_of) for i, value in enumerate(_values(node))]
+        if written:
+            results = [self._next_version(n, node) for n in _nodes(written)]
+        bytes_read, bytes_written = bytes_moved(node)
+        op = self.builder.compute(
+            qualified_name(node),
+            phase=_PHASES[node.meta[PHASE]],
+            module=node.meta[MODULE],
+            inputs=inputs,
+            outputs=[r for r in results if r is not None],
+            deps=deps,
+            forward_op=self._ops.get(node.meta.get(FORWARD_NODE, "")),
+            flops=node_flops(node),
+            bytes_read=bytes_read,
+            bytes_written=bytes_written,
+            attributes=attributes_of(node),
+        )
+        self._note_writes([r for r in results if r is not None] if written else [], op)
+        self._ops[node.name] = op
+        self._results[node] = results
+        self._tensors[node] = results[0] if results else None
+
+    def _result(self, node: Node, index: int, value: Any, view_of: int | None) -> int | None:
+        """The tensor of one result of a call that writes nothing in place; None for a result that is none."""
+        if not isinstance(value, Tensor) or any(True for _ in written_arguments(node)):
+            return None
+        gradient = self._gradients.get((node, index))
+        if gradient is not None:
+            tensor = self._tensor(f"{gradient}.grad", value, TensorRole.GRADIENT, view_of)
+            self._owner[tensor] = gradient
+            return tensor
+        suffix = f".{index}" if isinstance(node.meta[VAL], tuple) else ""
+        role = TensorRole.ACTIVATION if view_of is None else self._roles[view_of]
+        return self._tensor(node.name + suffix, value, role, view_of)
+
+    # -- one operation per element of a list -----------------------------------------------------------------
+
+    def _multi_tensor(self, node: Node) -> None:
+        named = arguments(node)
+        lists = {n: v for n, v in named.items() if isinstance(v, tuple | list) and v and isinstance(v[0], Node)}
+        parts = max(len(v) for v in lists.values())
+        single = [v for v in named.values() if isinstance(v, Node)]
+        written = set(written_arguments(node))
+        read = set(read_arguments(node))
+        results: list[int | None] = []
+        values = _values(node)
+        for part in range(parts):
+            reads = [v[part] for name, v in lists.items() if name in read] + single
+            writes = [v[part] for name, v in lists.items() if name in written]
+            writes += [named[name] for name in written if isinstance(named[name], Node)]
+            value = values[part] if values else None
+            results.append(self._part(node, reads, writes, value, MultiTensor(part=part, parts=parts)))
+        self._results[node] = results
+
+    def _part(
+        self, node: Node, reads: list[Node], writes: list[Node], value: Any, share: MultiTensor
+    ) -> int | None:
+        inputs = self._present(reads)
+        owner = next((self._owner[i] for i in inputs if i in self._owner), "")
+        made = [self._next_version(n, node, owner) for n in writes]
+        result = None
+        if isinstance(value, Tensor):
+            result = self._tensor(f"{node.name}.{share.part}", value, TensorRole.ACTIVATION)
+            made.append(result)
+            self._owner[result] = owner
+        self.builder.compute(
+            qualified_name(node),
+            phase=_PHASES[node.meta[PHASE]],
+            module=owner.rpartition(".")[0],
+            inputs=inputs,
+            outputs=made,
+            bytes_read=sum(tensor_bytes(n.meta[VAL]) for n in dict.fromkeys(reads)),
+            bytes_written=sum(tensor_bytes(n.meta[VAL]) for n in writes)
+            + (tensor_bytes(value) if isinstance(value, Tensor) else 0),
+            attributes=share,
+        )
+        return result
+
+    # -- tensors -------------------------------------------------------------------------------------------
+
+    def _tensor(self, name: str, value: Tensor, role: TensorRole, alias_of: int | None = None) -> int:
+        dtype = _DTYPES.get(value.dtype)
+        if dtype is None:
+            raise CaptureError(f"tensor '{name}' has the type {value.dtype}, which a workload graph does not know")
+        tensor = self.builder.tensor(name, value.shape, dtype, role, alias_of=alias_of)
+        self._root[tensor] = tensor if alias_of is None else self._root[alias_of]
+        self._roles[tensor], self._names[tensor] = role, name
+        return tensor
+
+    def _next_version(self, node: Node, writer: Node, owner: str = "") -> int:
+        """The tensor that a write in place makes; further reads of the node mean this one."""
+        before = self._tensors[node]
+        if before is not None:
+            tensor = self._tensor(self._names[before], node.meta[VAL], self._roles[before], before)
+            self._owner[tensor] = self._owner.get(before, owner)
+        elif owner:
+            tensor = self._tensor(f"{owner}.main_grad", node.meta[VAL], TensorRole.GRADIENT)
+            self._owner[tensor] = owner
+        else:
+            tensor = self._tensor(writer.name, node.meta[VAL], TensorRole.ACTIVATION)
+        self._tensors[node] = tensor
+        return tensor
+
+    def _present(self, nodes: list[Node]) -> list[int]:
+        """Tensors that nodes stand for, each once; memory that nothing wrote yet is none."""
+        return list(dict.fromkeys(t for n in nodes if (t := self._tensors[n]) is not None))
+
+    def _note_writes(self, versions: list[int], op: int) -> None:
+        for tensor in versions:
+            self._writes[self._root[tensor]] = tensor, op
+
+    def _earlier_writes(self, inputs: list[int]) -> list[int]:
+        """Operations that wrote, through another view, memory that these tensors name."""
+        writes = ((t, self._writes.get(self._root[t])) for t in inputs)
+        return sorted({write[1] for t, write in writes if write is not None and t < write[0]})
+
+
+def _gradient_nodes(graph: Graph) -> dict[tuple[Node, int], str]:
+    """(call node, result) -> parameter, for final gradients and for what they are views of."""
+    gradients: dict[tuple[Node, int], str] = {}
+    for node in graph.nodes:
+        name = node.meta.get(GRADIENT_OF)
+        while name is not None and node.op == "call_function":
+            index = 0
+            if is_getitem(node):
+                node, index = node.args
+            gradients[node, index] = name
+            if not is_view(node):
+                break
+            node = node.all_input_nodes[0]
+    return gradients
+
+
+def _values(node: Node) -> tuple[Any, ...]:
+    value = node.meta[VAL]
+    if isinstance(value, tuple | list):
+        return tuple(value)
+    return () if value is None else (value,)
+
+
+def _nodes(value: Any) -> Iterator[Node]:
+    if isinstance(value, Node):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _nodes(item)

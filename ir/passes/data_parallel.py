@@ -1,0 +1,221 @@
+"""Data parallelism as PyTorch's DistributedDataParallel does it.
+
+Gradients are put into buckets in the order in which they become ready (the order that DDP settles on after the
+first iteration): a bucket closes when it holds at least its limit, 1 MiB for the first and 25 MiB for the others,
+and holds one data type. When the last gradient of a bucket is ready, each is scaled and copied into the bucket and
+the bucket is all-reduced on the group's own stream, buckets in order, while backward goes on. After backward the
+compute stream waits for all of them and the results are copied back. Buffers are broadcast before forward.
+(Li et al., "PyTorch Distributed", VLDB 2020, sections 3 and 4; torch.nn.parallel documentation.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from echograph.errors import PlanError
+from echograph.ir import types as t
+from echograph.ir.builder import GraphBuilder
+from echograph.ir.columns import NONE
+from echograph.ir.graph import Axis, JobGraph, StepGraph
+from echograph.ir.passes.rewrite import Call, copy_blocks
+
+MIB = 2**20
+AXIS = "dp"
+MAX_REPLICAS = 10_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gradient:
+    """A gradient that is ready: where it is, and at which call and operation."""
+
+    tensor_id: int
+    tensor: int
+    ready: tuple[int, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Bucket:
+    gradients: list[_Gradient] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallel:
+    """Lowers a step graph to a job of `replicas` equal ranks, in the way of DistributedDataParallel.
+
+    Attributes:
+        replicas: number of ranks, each with the whole model and its own micro-batch.
+        bucket_bytes: size at which a bucket closes (`bucket_cap_mb`).
+        first_bucket_bytes: the same for the first bucket.
+        gradient_as_bucket_view: gradients live in the buckets, so nothing is copied in and out.
+        broadcast_buffers: rank 0's buffers are broadcast before each forward pass.
+    """
+
+    replicas: int
+    bucket_bytes: int = 25 * MIB
+    first_bucket_bytes: int = 1 * MIB
+    gradient_as_bucket_view: bool = False
+    broadcast_buffers: bool = True
+
+    def __call__(self, graph: StepGraph) -> JobGraph:
+        """The job graph.
+
+        Raises:
+            PlanError: the number of replicas is not between 1 and 10 million.
+        """
+        if not 1 <= self.replicas <= MAX_REPLICAS:
+            raise PlanError(f"{self.replicas} data-parallel replicas: choose between 1 and {MAX_REPLICAS:,}")
+        builder = copy_blocks(graph)
+        builder.mesh = (Axis(name=AXIS, size=self.replicas),)
+        builder.group(AXIS, axes=(AXIS,))
+        calls: list[Call] = [(b, x, y, i, m) for b, x, y, i, m in graph.programs[0].calls.tolist() if y > x]
+        gradients = _ready_gradients(graph, calls)
+        if self.replicas > 1 and gradients:
+            calls = self._add(graph, builder, calls, gradients)
+        builder.program(calls, role="replica")
+        return builder.build(JobGraph)
+
+    def _add(
+        self, graph: StepGraph, builder: GraphBuilder, calls: list[Call], gradients: list[_Gradient]
+    ) -> list[Call]:
+        """Adds a block with everything that DDP does; returns the calls with its operations among them."""
+        block = builder.begin_block("ddp")
+        start = self._broadcast(graph, builder) if self.broadcast_buffers else []
+        after: dict[tuple[int, int], list[int]] = {}
+        bindings: list[int] = []
+        reduced = []
+        trigger = (0, 0)
+        for number, bucket in enumerate(self._buckets(graph, gradients)):
+            ops = self._reduce(graph, builder, bucket, number, bindings)
+            # DDP launches bucket n only after bucket n - 1, also when its gradients are ready sooner.
+            trigger = max(trigger, bucket.gradients[-1].ready)
+            after.setdefault(trigger, []).extend(ops)
+            reduced.append((ops[-1], bucket))
+        after.setdefault(gradients[-1].ready, []).extend(self._finish(graph, builder, reduced))
+        builder.instance(block, bindings=bindings)
+        first = [(block, start[0], start[-1] + 1, 0, 0)] if start else []
+        return first + _insert(calls, after, block)
+
+    def _buckets(self, graph: StepGraph, gradients: list[_Gradient]) -> list[_Bucket]:
+        """Assigns gradients to buckets, one open bucket for each data type."""
+        open_buckets: dict[int, _Bucket] = {}
+        closed: list[_Bucket] = []
+        limit: dict[int, int] = {}
+        sizes = graph.tensors.nbytes
+        for gradient in gradients:
+            dtype = int(graph.tensors.dtype[gradient.tensor])
+            bucket = open_buckets.setdefault(dtype, _Bucket())
+            bucket.gradients.append(gradient)
+            bucket.nbytes += int(sizes[gradient.tensor])
+            if bucket.nbytes >= limit.get(dtype, self.first_bucket_bytes):
+                closed.append(open_buckets.pop(dtype))
+                limit[dtype] = self.bucket_bytes
+        return [*closed, *open_buckets.values()]
+
+    def _reduce(
+        self, graph: StepGraph, builder: GraphBuilder, bucket: _Bucket, number: int, bindings: list[int]
+    ) -> list[int]:
+        ports, ops = [], []
+        for gradient in bucket.gradients:
+            tensor = graph.tensors[gradient.tensor]
+            ports.append(builder.tensor(tensor.name, tensor.shape, tensor.dtype, tensor.role, port=True))
+            bindings.append(gradient.tensor_id)
+            if not self.gradient_as_bucket_view:
+                ops.append(_copy(builder, "ddp.copy_to_bucket", t.Phase.BACKWARD, (ports[-1],), tensor.nbytes))
+        reduce = builder.collective(
+            f"ddp.bucket_{number}",
+            t.CollectiveKind.ALL_REDUCE,
+            group=0,
+            bytes_per_rank=bucket.nbytes,
+            dtype=t.DType(int(graph.tensors.dtype[bucket.gradients[0].tensor])),
+            payload=t.Payload.GRADIENT,
+            asynchronous=True,
+            phase=t.Phase.BACKWARD,
+            inputs=ports,
+            deps=ops,
+            stream=builder.stream(f"comm.{AXIS}"),
+        )
+        return [*ops, reduce]
+
+    def _finish(self, graph: StepGraph, builder: GraphBuilder, reduced: list[tuple[int, _Bucket]]) -> list[int]:
+        """The compute stream waits for every bucket; then the gradients are copied out of the buckets."""
+        wait = builder.compute("ddp.wait", phase=t.Phase.BACKWARD, deps=[op for op, _ in reduced])
+        if self.gradient_as_bucket_view:
+            return [wait]
+        sizes = graph.tensors.nbytes
+        return [wait] + [
+            _copy(builder, "ddp.copy_from_bucket", t.Phase.BACKWARD, (), int(sizes[gradient.tensor]))
+            for _, bucket in reduced
+            for gradient in bucket.gradients
+        ]
+
+    def _broadcast(self, graph: StepGraph, builder: GraphBuilder) -> list[int]:
+        nbytes = sum(
+            int(size) * len(block.instances)
+            for block in graph.blocks
+            for size in graph.tensors.nbytes[block.tensors.start : block.tensors.stop][
+                _own_buffers(graph, block.tensors)
+            ]
+        )
+        if nbytes == 0:
+            return []
+        sync = builder.collective(
+            "ddp.broadcast_buffers",
+            t.CollectiveKind.BROADCAST,
+            group=0,
+            bytes_per_rank=nbytes,
+            dtype=t.DType.UINT8,
+            payload=t.Payload.OTHER,
+            phase=t.Phase.FORWARD,
+            stream=builder.stream(f"comm.{AXIS}"),
+        )
+        return [sync, builder.compute("ddp.wait", phase=t.Phase.FORWARD, deps=[sync])]
+
+
+def _own_buffers(graph: StepGraph, tensors: range) -> np.ndarray:
+    rows = slice(tensors.start, tensors.stop)
+    made = (graph.maker[rows] != NONE) | (graph.tensors.alias_of[rows] != NONE)
+    return np.asarray((graph.tensors.role[rows] == t.TensorRole.BUFFER) & ~graph.tensors.port[rows] & ~made)
+
+
+def _copy(builder: GraphBuilder, name: str, phase: t.Phase, inputs: tuple[int, ...], nbytes: int) -> int:
+    return builder.compute(name, phase=phase, inputs=inputs, bytes_read=nbytes, bytes_written=nbytes)
+
+
+def _ready_gradients(graph: StepGraph, calls: list[Call]) -> list[_Gradient]:
+    """The final gradients of all parameters, in the order in which backward makes them."""
+    tensors = graph.tensors
+    final = (tensors.role == t.TensorRole.GRADIENT) & ~tensors.port & (graph.maker != NONE)
+    final &= graph.ops.phase[graph.maker] != t.Phase.OPTIMIZER
+    made_by: dict[int, list[int]] = {}
+    for tensor in np.flatnonzero(final).tolist():
+        made_by.setdefault(int(graph.maker[tensor]), []).append(tensor)
+    makers = np.array(sorted(made_by), np.int64)
+    found = []
+    for number, (block, begin, end, instance, _) in enumerate(calls):
+        low, high = np.searchsorted(makers, (begin, end))
+        for op in makers[low:high].tolist():
+            found += [
+                _Gradient(tensor_id=graph.tensor_id(block, instance, i), tensor=i, ready=(number, op))
+                for i in made_by[op]
+            ]
+    return found
+
+
+def _insert(calls: list[Call], after: dict[tuple[int, int], list[int]], added_block: int) -> list[Call]:
+    """Cuts calls after given operations and calls the added operations there."""
+    cuts: dict[int, list[int]] = {}
+    for call, op in after:
+        cuts.setdefault(call, []).append(op)
+    out: list[Call] = []
+    for number, (block, begin, end, instance, micro_batch) in enumerate(calls):
+        for op in sorted(cuts.get(number, ())):
+            out.append((block, begin, op + 1, instance, micro_batch))
+            added = after[number, op]
+            out.append((added_block, added[0], added[-1] + 1, 0, micro_batch))
+            begin = op + 1
+        if begin < end:
+            out.append((block, begin, end, instance, micro_batch))
+    return out

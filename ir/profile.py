@@ -1,0 +1,114 @@
+"""A measured profile: how long operations and collectives took on one device. Mirrors `proto/profile.proto`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from echograph.ir.types import Attributes, DType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """Where and when a profile was measured.
+
+    Attributes:
+        device: the name under which graphs find the durations ("h100").
+        hardware: the product's own name, as its driver reports it.
+        driver: driver version.
+        torch: PyTorch version.
+        cuda: CUDA version.
+        date: day of the measurement, ISO 8601.
+        sm_clock_mhz: clock of the compute units during the measurement, MHz; 0 when unknown.
+        memory_clock_mhz: clock of the memory, MHz; 0 when unknown.
+    """
+
+    device: str
+    hardware: str = ""
+    driver: str = ""
+    torch: str = ""
+    cuda: str = ""
+    date: str = ""
+    sm_clock_mhz: int = 0
+    memory_clock_mhz: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorType:
+    """Element type and extents of an operand."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One signature, and how long it took.
+
+    Attributes:
+        operator: the operator ("aten.mm") or the collective's kind.
+        inputs: types of the tensors read.
+        outputs: types of the tensors made.
+        attributes: what else decides its time.
+        mean_picoseconds: mean over the samples.
+        median_picoseconds: median over the samples.
+        samples: number of timed runs.
+        spread: relative standard error (one sigma) of the mean; kept in single precision.
+        kernels: names of the device kernels that it launched, in order.
+    """
+
+    operator: str
+    inputs: tuple[TensorType, ...] = ()
+    outputs: tuple[TensorType, ...] = ()
+    attributes: Attributes | None = None
+    mean_picoseconds: int = 0
+    median_picoseconds: int = 0
+    samples: int = 0
+    spread: float = 0.0
+    kernels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Measurements of one device.
+
+    Attributes:
+        environment: where and when they were made.
+        measurements: one for each signature.
+        unknown: encoded fields of a newer minor version, kept as they are.
+    """
+
+    environment: Environment
+    measurements: tuple[Measurement, ...] = ()
+    unknown: bytes = b""
+
+
+def save_profile(profile: Profile, path: Path | str) -> int:
+    """Writes a profile whole or not at all; returns the bytes written.
+
+    Raises:
+        OutputError: the path cannot be written.
+    """
+    from echograph.ir.files import write_whole
+    from echograph.ir.serde_profile import encode_profile
+
+    return write_whole(Path(path), encode_profile(profile))
+
+
+def load_profile(path: Path | str) -> Profile:
+    """Reads a profile.
+
+    Raises:
+        InputError: the file does not exist or cannot be read.
+        FormatError: it is not a profile, is truncated or corrupted, or of a newer format.
+    """
+    from echograph.errors import FormatError
+    from echograph.ir.files import read_whole
+    from echograph.ir.serde_profile import decode_profile
+
+    path = Path(path)
+    data = read_whole(path, f"measure one with: echoprof ops -o {path.name}")
+    try:
+        return decode_profile(data)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None

@@ -1,0 +1,123 @@
+"""From an entry to the training module, its inputs and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from echograph.errors import MissingExtraError, UsageError
+from echograph.models.entry import ModelEntry
+from echograph.registry import Table
+
+if TYPE_CHECKING:
+    import torch
+
+OWN = Table("model architecture", {"Vgg": "echograph.models.vgg:vgg"})
+"""Architectures that transformers does not have: name -> a function of the configuration's keys returning
+the module."""
+
+
+class Built(NamedTuple):
+    """A training step's parts: `loss(module(**inputs))` is the scalar to call `backward` on.
+
+    Attributes:
+        module: the model in train mode, parameters in the caller's default dtype on the caller's default
+            device.
+        inputs: keyword tensors of one micro-batch, labels among them.
+        loss: the scalar loss in the module's output.
+    """
+
+    module: torch.nn.Module
+    inputs: dict[str, torch.Tensor]
+    loss: Callable[[Any], torch.Tensor]
+
+
+def build(
+    entry: ModelEntry,
+    *,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    attention: str | None = None,
+) -> Built:
+    """Builds the module, one micro-batch of inputs and the loss, without weights, network or remote code.
+
+    Everything is made by plain torch factory calls, so it lands in whatever FakeTensorMode, default device
+    and default dtype the caller has entered. Set the dtype there: torch 2.13 cannot convert a module whose
+    parameters are fake, and its grouped product of experts accepts fake operands in bfloat16 alone. Weights
+    are initialised only where they are real (neither fake nor meta).
+
+    Inputs hold no attention mask: training packs every sequence full. Token ids count up and wrap around;
+    every position is labelled, which costs what a masked-out label costs. Images are in the default dtype,
+    as the weights.
+
+    Args:
+        entry: the model.
+        batch_size: samples of the micro-batch; the entry's default if None.
+        seq_len: tokens a sample, or the image side in pixels; the entry's default if None. A
+            sequence-to-sequence model gets that many encoder tokens, and the decoder tokens that span
+            corruption leaves of them.
+        attention: `sdpa` (one fused operation) or `eager` (matrix products and softmax); None takes `sdpa`
+            where the architecture has it and `eager` where not (BLOOM, MPT, Gemma 2, gpt-oss).
+
+    Raises:
+        UsageError: a size is not positive, the sequence is longer than the model's positions, or the
+            attention is not one the architecture has.
+        InputError: the architecture rejects the configuration.
+        MissingExtraError: torch or transformers is not installed.
+    """
+    batch = entry.default_batch_size if batch_size is None else batch_size
+    length = entry.default_seq_len if seq_len is None else seq_len
+    if batch < 1 or length < 1:
+        raise UsageError(f"model {entry.name}: batch size {batch} and length {length} must be at least 1")
+    require_torch()
+    from echograph.models.inputs import training_inputs
+
+    module = _module(entry, length, attention)
+    module.train()
+    return Built(module, training_inputs(entry, module, batch, length), _loss)
+
+
+def parameter_count(entry: ModelEntry) -> int:
+    """Exact number of parameters of the training module, shared ones counted once.
+
+    Counted on the meta device, all layers built: seconds for the largest.
+
+    Raises:
+        InputError: the architecture rejects the configuration.
+        MissingExtraError: torch or transformers is not installed.
+    """
+    require_torch()
+    import torch
+
+    with torch.device("meta"):
+        module = _module(entry, entry.default_seq_len, None)
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def require_torch() -> None:
+    """Checks that what modules are built from is there.
+
+    Raises:
+        MissingExtraError: torch or transformers is not installed.
+    """
+    from importlib.util import find_spec
+
+    for package in ("torch", "transformers"):
+        if find_spec(package) is None:
+            raise MissingExtraError(package, "torch", "building a model")
+
+
+def _module(entry: ModelEntry, seq_len: int, attention: str | None) -> torch.nn.Module:
+    if attention not in (None, "sdpa", "eager"):
+        raise UsageError(f"model {entry.name}: attention '{attention}' is neither 'sdpa' nor 'eager'")
+    if entry.architecture in OWN:
+        module: torch.nn.Module = OWN[entry.architecture](entry.config)
+        return module
+    from echograph.models.transformers_model import transformers_model
+
+    return transformers_model(entry, seq_len, attention)
+
+
+def _loss(output: Any) -> torch.Tensor:
+    loss: torch.Tensor = output.loss
+    return loss

@@ -1,0 +1,81 @@
+"""One micro-batch of training inputs for each kind of model."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any, assert_never
+
+import torch
+from torch import nn
+
+from echograph.models.entry import ModelEntry
+
+NOISE_DENSITY = 0.15
+MEAN_SPAN_TOKENS = 3
+"""T5's span corruption (Raffel et al. 2020, section 3.3.4): 15 % of the tokens, in spans of 3 on average."""
+
+
+def training_inputs(
+    entry: ModelEntry, module: nn.Module, batch_size: int, seq_len: int
+) -> dict[str, torch.Tensor]:
+    """Keyword tensors of one micro-batch, labels included, on the default device.
+
+    Args:
+        entry: the model.
+        module: built from it.
+        batch_size: samples.
+        seq_len: tokens of a sample (of the encoder's, for sequence to sequence), or the image side in pixels.
+    """
+    config: Any = module.config
+    match entry.kind:
+        case "causal-lm":
+            tokens = _token_ids(config, batch_size, seq_len)
+            return {"input_ids": tokens, "labels": tokens.clone()}
+        case "masked-lm":
+            tokens = _token_ids(config, batch_size, seq_len)
+            inputs = {"input_ids": tokens, "labels": tokens.clone()}
+            if "next_sentence_label" in inspect.signature(module.forward).parameters:
+                inputs["next_sentence_label"] = torch.zeros(batch_size, dtype=torch.long)
+            return inputs
+        case "seq2seq":
+            return {
+                "input_ids": _token_ids(config, batch_size, seq_len),
+                "labels": _token_ids(config, batch_size, span_corruption_targets(seq_len)),
+            }
+        case "image-classification":
+            channels, labels = int(config.num_channels), int(config.num_labels)
+            shape = (batch_size, channels, seq_len, seq_len)
+            return {
+                "pixel_values": torch.linspace(-1.0, 1.0, math.prod(shape)).reshape(shape),
+                "labels": torch.arange(batch_size).remainder(labels),
+            }
+        case _:
+            assert_never(entry.kind)
+
+
+def span_corruption_targets(seq_len: int) -> int:
+    """Decoder tokens that span corruption makes beside `seq_len` encoder tokens (512 -> 114).
+
+    A text of n tokens loses `noise` of them in `spans` spans. The encoder sees what is left, one sentinel a
+    span and an end token; the decoder produces the noise, the same sentinels and an end token. n is the
+    longest that fits.
+
+    Args:
+        seq_len: encoder tokens.
+    """
+
+    def lengths(n: int) -> tuple[int, int]:
+        noise = min(max(round(n * NOISE_DENSITY), 1), n)
+        spans = max(round(noise / MEAN_SPAN_TOKENS), 1)
+        return n - noise + spans + 1, noise + spans + 1
+
+    n = 1
+    while lengths(n + 1)[0] <= seq_len:
+        n += 1
+    return lengths(n)[1]
+
+
+def _token_ids(config: Any, batch_size: int, seq_len: int) -> torch.Tensor:
+    vocabulary = int(config.vocab_size)
+    return torch.arange(batch_size * seq_len).remainder(vocabulary).reshape(batch_size, seq_len)

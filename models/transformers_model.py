@@ -1,0 +1,132 @@
+"""Modules of the transformers library; the traps of building and capturing them are dealt with here alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import constants
+from torch import nn
+from transformers import initialization, masking_utils
+
+from echograph.errors import InputError, UsageError
+from echograph.models.entry import ModelEntry
+
+_LOSS_TYPES = {
+    "causal-lm": "ForCausalLM",
+    "masked-lm": "ForMaskedLM",
+    "image-classification": "ForImageClassification",
+}
+
+_POSITION_TABLES = {"wpe", "position_embeddings", "embed_positions"}
+
+
+def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -> nn.Module:
+    """Builds the entry's transformers class from its configuration, without weights or network.
+
+    Args:
+        entry: its architecture names a class of the installed transformers.
+        seq_len: tokens, or image side in pixels, that the module will see.
+        attention: `sdpa`, `eager`, or None for the best that the class has.
+
+    Raises:
+        InputError: no such class, or it rejects the configuration.
+        UsageError: the class has no such attention, or too few positions.
+    """
+    model_class = getattr(transformers, entry.architecture, None)
+    if model_class is None:
+        raise InputError(
+            f"model {entry.name}: transformers {transformers.__version__} has no {entry.architecture}"
+        )
+    if attention == "sdpa" and not model_class._supports_sdpa:
+        raise UsageError(f"model {entry.name}: {entry.architecture} has no sdpa attention: use 'eager'")
+    real = _tensors_are_real()
+    try:
+        with offline(), nullcontext() if real else initialization.no_init_weights():
+            model: Any = model_class(_config(entry, model_class, seq_len, attention))
+        if not real:
+            model.tie_weights()  # skipped along with the initialisation
+    except Exception as error:  # whatever a user's configuration provokes inside the library
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(
+            f"model {entry.name}: {entry.architecture} rejects its configuration: {reason}"
+        ) from error
+    if entry.kind in _LOSS_TYPES:
+        # Left alone, the library guesses it from the class name, in vain for `GPT2LMHeadModel`.
+        model.loss_type = _LOSS_TYPES[entry.kind]
+    module: nn.Module = model
+    _check_positions(entry, module, seq_len)
+    _take_batches_as_whole_sequences(module)
+    return module
+
+
+@contextmanager
+def offline() -> Iterator[None]:
+    """Forbids the hub client every request while it is entered."""
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _config(entry: ModelEntry, model_class: Any, seq_len: int, attention: str | None) -> Any:
+    config = model_class.config_class(**copy.deepcopy(dict(entry.config)))  # the library edits nested tables
+    config.use_cache = False  # an output that training has no use for
+    config._attn_implementation = attention
+    window = getattr(config, "sliding_window", None)
+    if window is not None and seq_len <= window and getattr(config, "layer_types", None) is None:
+        # The window then masks nothing; without it attention stays causal and fused, with no explicit mask.
+        config.sliding_window = None
+    if getattr(config, "max_seq_len", seq_len) < seq_len:
+        config.max_seq_len = seq_len  # MPT: its linear position biases extend to any length
+    if hasattr(config, "image_size"):
+        config.image_size = seq_len
+    return config
+
+
+def _tensors_are_real() -> bool:
+    probe = torch.empty(0)
+    return type(probe) is torch.Tensor and not probe.is_meta
+
+
+def _check_positions(entry: ModelEntry, module: nn.Module, seq_len: int) -> None:
+    """An embedding looked up beyond its end goes unnoticed on fake tensors, so lengths are checked here."""
+    for name, child in module.named_modules():
+        last = name.rpartition(".")[2]
+        if not isinstance(child, nn.Embedding) or last not in _POSITION_TABLES:
+            continue
+        first = 0 if child.padding_idx is None else child.padding_idx + 1
+        limit = child.num_embeddings - int(getattr(child, "offset", first))
+        if seq_len > limit:
+            raise UsageError(f"model {entry.name}: {seq_len} tokens exceed its {limit} learned positions")
+
+
+def _take_batches_as_whole_sequences(module: nn.Module) -> None:
+    """Makes the module's forward see one sequence a sample.
+
+    Given no attention mask, transformers looks for several sequences packed into a sample by comparing
+    position ids. On fake tensors it cannot look, takes them for packed and builds an explicit mask, which
+    costs memory and forbids fused causal attention. The search is off for the length of this module's
+    forward and no longer.
+    """
+    originals: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        originals.append(masking_utils.find_packed_sequence_indices)
+        masking_utils.find_packed_sequence_indices = _not_packed
+
+    def leave(*_: Any) -> None:
+        masking_utils.find_packed_sequence_indices = originals.pop()
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def _not_packed(position_ids: torch.Tensor) -> None:
+    return None

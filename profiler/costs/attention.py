@@ -1,0 +1,218 @@
+r"""Seconds of fused (flash) attention, forward and backward, on one device.
+
+The kernel deals tiles of 128 queries (forward) or 128 keys (backward) of every batch entry and head to the SMs:
+
+    pair_s  = 4 d / (efficiency * peak / SMs)       one query against one key, d: head dim that the kernel pads to
+    tile_s  = 128 (mean keys per query + overhead_kv) pair_s
+    seconds = launch + max(longest tile, tiles tile_s / SMs + tail * longest tile) + traffic
+
+Causal tiles see, on average, half of the keys plus half a tile. The backward pass does 2.5 times the forward's
+FLOPs (five products for two), and its efficiency is relative to that count. Traffic is what some kernels do
+beside: an inference kernel rotates the queries and writes the key-value cache.
+
+Source of the scheme: Dao, FlashAttention-2, 2023 (parallel over batch, heads and query blocks).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from echograph.errors import UnknownNameError
+from echograph.profiler.costs.cost import Cost, FloatArray, as_floats, make_cost
+from echograph.profiler.costs.device import AttentionModel, AttentionPass, Datasheet, DeviceProfile
+
+TILE = 128.0
+BACKWARD_FLOPS = 2.5
+"""FLOPs of the backward pass over those of the forward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """Arrays of one shape: batch, query heads, queries, head dim, key heads, keys, value head dim."""
+
+    b: FloatArray
+    h: FloatArray
+    q: FloatArray
+    d: FloatArray
+    kv_h: FloatArray
+    kv: FloatArray
+    v_d: FloatArray
+
+
+def attention_shape(
+    batch: npt.ArrayLike,
+    heads: npt.ArrayLike,
+    seq: npt.ArrayLike,
+    head_dim: npt.ArrayLike,
+    kv_heads: npt.ArrayLike | None = None,
+    kv_seq: npt.ArrayLike | None = None,
+    v_head_dim: npt.ArrayLike | None = None,
+) -> AttentionShape:
+    """Broadcasts the sizes against each other; None means as many keys or values as queries."""
+    b, h, q, d, kv_h, kv, v_d = as_floats(
+        batch,
+        heads,
+        seq,
+        head_dim,
+        heads if kv_heads is None else kv_heads,
+        seq if kv_seq is None else kv_seq,
+        head_dim if v_head_dim is None else v_head_dim,
+    )
+    return AttentionShape(b=b, h=h, q=q, d=d, kv_h=kv_h, kv=kv, v_d=v_d)
+
+
+def attention_forward(
+    device: DeviceProfile,
+    *,
+    batch: npt.ArrayLike,
+    heads: npt.ArrayLike,
+    seq: npt.ArrayLike,
+    head_dim: npt.ArrayLike,
+    kv_heads: npt.ArrayLike | None = None,
+    kv_seq: npt.ArrayLike | None = None,
+    v_head_dim: npt.ArrayLike | None = None,
+    causal: bool = True,
+    kernel: str | None = None,
+) -> Cost:
+    """Cost of softmax(Q K^T) V in bf16 or fp16, one kernel.
+
+    Args:
+        device: the profile to ask.
+        batch: sequences.
+        heads: query heads.
+        seq: queries per sequence.
+        head_dim: elements of a query or key.
+        kv_heads: key and value heads (default: `heads`).
+        kv_seq: keys per sequence (default: `seq`).
+        v_head_dim: elements of a value (default: `head_dim`).
+        causal: queries see only the keys up to their own position, counted from the end.
+        kernel: "flash2", "flash3", "cudnn", "trtllm", ...: default, the device's training kernel.
+
+    Raises:
+        UnknownNameError: the device has no model of this kernel.
+    """
+    model = _model(device, kernel)
+    shape = attention_shape(batch, heads, seq, head_dim, kv_heads, kv_seq, v_head_dim)
+    return _cost(model.forward, pass_seconds(model, model.forward, device.datasheet, shape, causal=causal))
+
+
+def attention_backward(
+    device: DeviceProfile,
+    *,
+    batch: npt.ArrayLike,
+    heads: npt.ArrayLike,
+    seq: npt.ArrayLike,
+    head_dim: npt.ArrayLike,
+    kv_heads: npt.ArrayLike | None = None,
+    kv_seq: npt.ArrayLike | None = None,
+    v_head_dim: npt.ArrayLike | None = None,
+    causal: bool = True,
+    kernel: str | None = None,
+) -> Cost:
+    """Cost of the gradients of Q, K and V, recomputing the scores; arguments as in `attention_forward`.
+
+    Raises:
+        UnknownNameError: the device has no model of this kernel, or the kernel has no backward pass.
+    """
+    model = _model(device, kernel)
+    if model.backward is None:
+        known = [name for name, other in device.attention.items() if other.backward is not None]
+        raise UnknownNameError("attention kernel", kernel or "", known, hint="kernels with a backward pass")
+    shape = attention_shape(batch, heads, seq, head_dim, kv_heads, kv_seq, v_head_dim)
+    seconds = pass_seconds(model, model.backward, device.datasheet, shape, causal=causal, backward=True)
+    return _cost(model.backward, seconds)
+
+
+def pass_seconds(
+    model: AttentionModel,
+    kernel: AttentionPass,
+    sheet: Datasheet,
+    shape: AttentionShape,
+    *,
+    causal: bool | npt.NDArray[np.bool_],
+    backward: bool = False,
+) -> FloatArray:
+    """Seconds of one pass for every shape."""
+    peak = sheet.peak_flops_per_s[model.peak]
+    flops_per_pair = 4.0 * (BACKWARD_FLOPS if backward else 1.0)
+    width = (_padded(model, shape.d) + _padded(model, shape.v_d)) / 2.0
+    units, overhead = _per_pair(kernel, width)
+    pair_s = flops_per_pair * units / (peak / sheet.sm_count)
+    tiled, swept = (shape.kv, shape.q) if backward else (shape.q, shape.kv)
+    tiles = shape.b * shape.h * np.ceil(tiled / TILE)
+    seen = _keys_visited(shape, causal) * shape.q / tiled
+    mean_s = TILE * (seen + overhead) * pair_s
+    longest_s = TILE * (swept + overhead) * pair_s
+    waves = tiles / sheet.sm_count
+    busy = np.maximum(longest_s, waves * mean_s + kernel.tail * longest_s * np.minimum(1.0, waves))
+    seconds = kernel.launch_s + kernel.time_scale * (busy + _traffic_seconds(kernel, sheet, shape))
+    return np.maximum(seconds, _floor_seconds(sheet, shape, peak, flops_per_pair, causal))
+
+
+def _floor_seconds(
+    sheet: Datasheet,
+    shape: AttentionShape,
+    peak: float,
+    flops_per_pair: float,
+    causal: bool | npt.NDArray[np.bool_],
+) -> FloatArray:
+    """What no kernel can beat: the exact FLOPs at peak, and compulsory traffic beyond L2."""
+    dims = (shape.d + shape.v_d) / 2.0
+    flops = flops_per_pair * shape.b * shape.h * shape.q * _keys_attended(shape, causal) * dims
+    moved = 4.0 * shape.b * dims * (shape.q * shape.h + shape.kv * shape.kv_h)
+    compulsory = np.maximum(0.0, moved - sheet.l2_bytes) / sheet.memory_bandwidth_bytes_per_s
+    return np.maximum(flops / peak, compulsory)
+
+
+def _keys_visited(shape: AttentionShape, causal: bool | npt.NDArray[np.bool_]) -> FloatArray:
+    """Keys that a query's tile visits on average: the diagonal tile is visited whole."""
+    return np.minimum(shape.kv, _keys_attended(shape, causal) + np.minimum(shape.q, TILE) / 2.0)
+
+
+def _keys_attended(shape: AttentionShape, causal: bool | npt.NDArray[np.bool_]) -> FloatArray:
+    """Keys that a query attends to on average, the diagonal counted half."""
+    below = np.where(shape.q <= shape.kv, shape.kv - shape.q / 2.0, shape.kv * shape.kv / (2.0 * shape.q))
+    return np.where(causal, below, shape.kv)
+
+
+def _per_pair(kernel: AttentionPass, width: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Padded elements over efficiency, and overhead in keys, between (and beyond) the fitted head dims."""
+    dims = np.asarray(kernel.head_dims, dtype=np.float64)
+    work = dims / np.asarray(kernel.efficiency)
+    below = work[0] * np.maximum(width / dims[0], 0.5)
+    above = work[-1] * width / dims[-1]
+    inside = np.interp(width, dims, work)
+    units = np.where(width < dims[0], below, np.where(width > dims[-1], above, inside))
+    return units, np.interp(width, dims, np.asarray(kernel.overhead_kv))
+
+
+def _padded(model: AttentionModel, dim: FloatArray) -> FloatArray:
+    """The head dim that a compiled kernel exists for; beyond the largest, multiples of 64."""
+    known = np.asarray(sorted(model.padded_head_dims), dtype=np.float64)
+    index = np.minimum(np.searchsorted(known, dim), len(known) - 1)
+    return np.where(dim <= known[-1], known[index], np.ceil(dim / 64.0) * 64.0)
+
+
+def _traffic_seconds(kernel: AttentionPass, sheet: Datasheet, shape: AttentionShape) -> FloatArray:
+    per_query, per_key = shape.h * kernel.query_traffic, shape.kv_h * kernel.kv_traffic
+    moved = 2.0 * shape.b * shape.d * (shape.q * per_query + shape.kv * per_key)
+    safe = np.maximum(moved, 1.0)
+    octave = np.clip(kernel.traffic_sharpness * np.log(safe / kernel.traffic_knee_bytes), -60.0, 60.0)
+    streamed = 1.0 / (1.0 + np.exp(-octave))
+    price = streamed + (1.0 - streamed) * kernel.traffic_cached
+    return np.asarray(moved * price / sheet.memory_bandwidth_bytes_per_s)
+
+
+def _model(device: DeviceProfile, kernel: str | None) -> AttentionModel:
+    name = device.default_attention if kernel is None else kernel
+    model = device.attention.get(name)
+    if model is None:
+        raise UnknownNameError("attention kernel", name, device.attention, hint=f"on {device.name}")
+    return model
+
+
+def _cost(kernel: AttentionPass, seconds: FloatArray) -> Cost:
+    return make_cost(seconds, kernel.label.spread, kernel.label.spread_short, kernel.label.source)

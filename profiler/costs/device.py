@@ -1,0 +1,258 @@
+"""Device profiles: datasheet facts, fitted kernel models, host rates, and where each comes from.
+
+A profile is one JSON file. Models hold ratios (of peak, of bandwidth), never absolute rates, so a device
+without measurements of its own borrows a relative's models and brings its own datasheet.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from echograph.errors import DataError, FormatError, InputError, UnknownNameError
+from echograph.profiler.costs.cost import Source
+
+FORMAT = 1
+MAX_PROFILE_BYTES = 4 * 2**20
+
+
+class Datasheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the maker states: dense peaks without sparsity, in FLOP/s; sizes in bytes."""
+
+    title: str
+    architecture: str
+    peak_flops_per_s: dict[str, float]
+    memory_bandwidth_bytes_per_s: float
+    memory_bytes: int
+    sm_count: int
+    l2_bytes: int
+    clock_hz: float
+    source: str
+
+
+class FitError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Relative error of a fit over rows that it had not seen.
+
+    `bias` is the mean signed error (positive: predicted too long), `rms` the root mean square.
+    """
+
+    rows: int
+    median_abs: float
+    mean_abs: float
+    bias: float
+    rms: float
+
+
+class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Held-out error of kernels of at least 20 us, and of the shorter ones apart."""
+
+    long: FitError | None = None
+    short: FitError | None = None
+
+
+class Label(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a model comes from and how far it may be off (relative one sigma)."""
+
+    source: Source
+    basis: str
+    spread: float
+    spread_short: float
+    held_out: HeldOut = HeldOut()
+
+
+class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A correction of log time over log2 of three sizes: per mille at the knots, last axis fastest."""
+
+    knots: tuple[list[float], list[float], list[float]]
+    permille: list[int]
+
+
+class Quantize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Casting the activation operand to fp8, with its scale, before the product: launches, and seconds per element.
+
+    The price rises from `cached` to `cached + streamed` around `knee_elements`, where the operand leaves L2.
+    """
+
+    launch_s: float
+    cached_s_per_element: float
+    streamed_s_per_element: float
+    knee_elements: float
+    sharpness: float
+
+
+class Alignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Slowdown where a contiguous dimension is no multiple of 16 bytes, by the power of two that it has.
+
+    `operand` applies to what is read (a narrower load pipeline), `output` to what is written.
+    """
+
+    operand: dict[int, float]
+    output: dict[int, float]
+    source: str
+
+
+class GemmModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Tiles and waves over SMs; see `gemm.py` for the equations and the meaning of each field."""
+
+    label: Label
+    peak: str
+    element_bytes: float
+    tiles: list[tuple[int, int]]
+    efficiency: list[float]
+    overhead_k: list[float]
+    splits: list[int]
+    split_traffic: float
+    split_s: float
+    wave_rounding: float
+    launch_s: float
+    bandwidth_fraction: float
+    overlap_power: float
+    throttle: float
+    throttle_flops: float
+    time_scale: float = 1.0
+    transposed_scale: dict[str, float] = {}
+    accumulate_scale: float = 1.0
+    alignment: Alignment | None = None
+    quantize: Quantize | None = None
+    residual: Grid | None = None
+
+
+class GroupedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Expert products run as one GEMM after another: time over the sum of single products, by pass."""
+
+    label: Label
+    scale: dict[str, float]
+
+
+class AttentionPass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One pass (forward or backward) of one fused attention kernel; see `attention.py`."""
+
+    label: Label
+    head_dims: list[int]
+    efficiency: list[float]
+    overhead_kv: list[float]
+    tail: float
+    launch_s: float
+    query_traffic: float = 0.0
+    kv_traffic: float = 0.0
+    traffic_knee_bytes: float = 1.0
+    traffic_sharpness: float = 1.0
+    traffic_cached: float = 1.0
+    time_scale: float = 1.0
+
+
+class AttentionModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A fused attention kernel: an inference kernel has no backward pass."""
+
+    peak: str
+    padded_head_dims: list[int]
+    forward: AttentionPass
+    backward: AttentionPass | None = None
+
+
+class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A memory-bound kind: fraction of the datasheet bandwidth at the knots of the row length."""
+
+    label: Label
+    row_bytes: list[float]
+    bandwidth_fraction: list[float]
+
+
+class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """CPU time of the thread that feeds the device: one launch call, and one eager framework op."""
+
+    launch_s: float
+    op_s: float
+    source: Literal["measured", "assumed"]
+    basis: str
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which tables the fits stand on, how many rows of each, and when they were fitted."""
+
+    date: str
+    method: str
+    tables: dict[str, int]
+    holdout: str
+
+
+class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All that the cost functions know of a device."""
+
+    format: int
+    name: str
+    datasheet: Datasheet
+    gemm: dict[str, GemmModel]
+    grouped: GroupedModel
+    attention: dict[str, AttentionModel]
+    default_attention: str
+    memory: dict[str, MemoryModel]
+    memory_launch_s: float
+    host: HostModel
+    provenance: Provenance
+    sustained_gemm_slowdown: float = 1.0
+    sustained_basis: str = ""
+
+
+def device_names() -> tuple[str, ...]:
+    """Names of the shipped profiles, sorted."""
+    return tuple(sorted(p.stem for p in _folder().glob("*.json")))
+
+
+def load_device(name: str | Path) -> DeviceProfile:
+    """Reads a shipped profile by name, or a user's own by path (something that ends in .json).
+
+    Raises:
+        UnknownNameError: no shipped profile has this name.
+        InputError: the file cannot be read.
+        FormatError: the file is no device profile, or one of a newer format.
+    """
+    text = str(name)
+    if text.endswith(".json"):
+        return read_profile(Path(text))
+    if text not in device_names():
+        raise UnknownNameError("device", text, device_names(), hint="or the path of a profile.json")
+    return _load_shipped(text)
+
+
+def read_profile(path: Path) -> DeviceProfile:
+    """Reads one profile file.
+
+    Raises:
+        InputError: the file cannot be read.
+        FormatError: the file is no device profile, or one of a newer format.
+    """
+    try:
+        if path.stat().st_size > MAX_PROFILE_BYTES:
+            raise FormatError(f"{path}: larger than {MAX_PROFILE_BYTES} bytes: no device profile is")
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}: give the path of a device profile") from error
+    try:
+        profile = msgspec.json.decode(data, type=DeviceProfile)
+    except msgspec.DecodeError as error:
+        raise FormatError(f"{path}: not a device profile: {error}: make one with 'echoprof fit'") from error
+    if profile.format > FORMAT:
+        raise FormatError(f"{path}: profile format {profile.format} is newer than {FORMAT}: upgrade echograph")
+    _check(profile, path)
+    return profile
+
+
+def _check(profile: DeviceProfile, path: Path) -> None:
+    for key, model in profile.gemm.items():
+        if model.peak not in profile.datasheet.peak_flops_per_s:
+            raise DataError(f"{path}: gemm '{key}' needs peak '{model.peak}': add it to the datasheet")
+    if profile.default_attention not in profile.attention:
+        raise DataError(f"{path}: default_attention '{profile.default_attention}' is not in 'attention'")
+
+
+def _folder() -> Path:
+    return Path(__file__).resolve().parent.parent / "devices"
+
+
+@lru_cache(maxsize=32)
+def _load_shipped(name: str) -> DeviceProfile:
+    return read_profile(_folder() / f"{name}.json")

@@ -1,0 +1,237 @@
+"""Durations for a graph: each operation to the cost function of its kind.
+
+An operation that nothing here knows is memory-bound: its bytes over the bandwidth of an elementwise kernel. That
+is what almost all of them are; matrix products, attention and convolutions are told by their attributes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+
+from echograph.errors import UnknownNameError
+from echograph.ir.columns import NONE
+from echograph.ir.graph import Graph
+from echograph.ir.passes.annotate import Annotate
+from echograph.ir.types import (
+    Attention,
+    Compute,
+    Convolution,
+    Copy,
+    DType,
+    Gemm,
+    MultiTensor,
+    OpKind,
+    Source,
+    Tensor,
+)
+from echograph.profiler.costs.attention import attention_backward, attention_forward
+from echograph.profiler.costs.convolution import convolution
+from echograph.profiler.costs.cost import Cost
+from echograph.profiler.costs.device import DeviceProfile
+from echograph.profiler.costs.gemm import gemm
+from echograph.profiler.costs.grouped import grouped_gemm
+from echograph.profiler.costs.memory import memory_bound
+from echograph.units import to_ps
+
+DTYPE_NAMES = {
+    DType.BF16: "bf16",
+    DType.FP16: "fp16",
+    DType.FP32: "fp32",
+    DType.FP8_E4M3: "fp8",
+    DType.FP8_E5M2: "fp8",
+}
+ASSUMED_SPREAD = 0.5
+"""For a kernel of a type that no model covers (fp32 or fp64 attention): assumed, not measured."""
+
+_KINDS = (
+    ("norm", re.compile(r"norm(?!al)")),
+    ("softmax", re.compile(r"softmax")),
+    ("gather", re.compile(r"embedding|gather|index|scatter|take|nll_loss")),
+    ("optimizer", re.compile(r"_fused_adam|_fused_sgd|_foreach_|optimizer")),
+    ("copy", re.compile(r"copy|clone|cat|contiguous|repeat|ddp\.|fill|zero|ones|stack")),
+    ("reduction", re.compile(r"\.sum|\.mean|\.max|\.amax|\.var|argmax|cumsum|\.any|\.all")),
+)
+_REDUCING_NORMS = ("linalg_vector_norm", "_foreach_norm")
+_ROWS = ("norm", "softmax")
+
+Operands = tuple[list[Tensor], list[Tensor]]
+
+
+def estimate(graph: Graph, device: DeviceProfile) -> Annotate:
+    """Durations of the device operations of a graph, to be put on it; views and host work get none.
+
+    An operation that already has a duration on this device keeps it, since a measured one is better.
+    """
+    count = len(graph.ops)
+    picoseconds, samples = np.full(count, NONE, np.int64), np.zeros(count, np.int64)
+    source, spread = np.zeros(count, np.uint8), np.zeros(count, np.float32)
+    known, _, _ = graph.ops.duration_on(device.name)
+    known[graph.ops.duration.rows] = 0
+    works = np.isin(graph.ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~graph.ops.is_view & (known == NONE)
+    memo: dict[Hashable, Cost] = {}
+    for row in np.flatnonzero(works).tolist():
+        op = graph.ops[row]
+        assert isinstance(op, Compute | Copy)
+        operands = [graph.tensors[i] for i in op.inputs], [graph.tensors[i] for i in op.outputs]
+        key = _signature(op, operands)
+        if key not in memo:
+            memo[key] = cost_of(op, operands, device)
+        cost = memo[key]
+        picoseconds[row] = to_ps(float(cost.seconds))
+        source[row] = Source.FITTED if cost.source == "fitted" else Source.ANALYTICAL
+        spread[row] = cost.spread
+    return Annotate(device=device.name, picoseconds=picoseconds, source=source, spread=spread, samples=samples)
+
+
+def _signature(op: Compute | Copy, operands: Operands) -> Hashable:
+    shapes = tuple(tuple((t.shape, t.dtype) for t in side) for side in operands)
+    rest = (op.attributes, op.bytes_read, op.bytes_written) if isinstance(op, Compute) else op.nbytes
+    return op.name, shapes, rest
+
+
+def cost_of(op: Compute | Copy, operands: Operands, device: DeviceProfile) -> Cost:
+    """Cost of one operation.
+
+    Args:
+        op: the operation.
+        operands: its input and its output tensors.
+        device: the profile to ask.
+    """
+    if isinstance(op, Copy):
+        return memory_bound(device, "copy", bytes_read=op.nbytes, bytes_written=op.nbytes)
+    for kind, cost in _BY_ATTRIBUTE:
+        if isinstance(op.attributes, kind):
+            return cost(op, operands, device)
+    return _memory(op, operands, device)
+
+
+def _gemm(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
+    attributes = op.attributes
+    assert isinstance(attributes, Gemm)
+    inputs, outputs = operands
+    if "_grouped_mm" in op.name:
+        return _grouped(op, operands, device)
+    a, b = [t for t in inputs if len(t.shape) >= 2][-2:]
+    if len(a.shape) < 2 or len(b.shape) < 2:
+        return _memory(op, operands, device)
+    batch, m, k, n = prod(a.shape[:-2]), a.shape[-2], a.shape[-1], b.shape[-1]
+    if min(batch, m, k, n) == 0:
+        return _memory(op, operands, device)
+    layout = "NT" if attributes.transpose_a else "TN" if attributes.transpose_b else "NN"
+    wide = any(t.dtype == DType.FP32 for t in outputs) and a.dtype != DType.FP32
+    return _or_slower(
+        lambda dtype: gemm(device, m, n, k, batch=batch, dtype=dtype, layout=layout, accumulate=wide),
+        a.dtype, device,
+    )  # fmt: skip
+
+
+def _grouped(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
+    """`_grouped_mm(a, b, offsets)`: tokens [T, k] x experts [E, k, n], or both 2-D for the weight gradients."""
+    a, b = operands[0][:2]
+    if len(b.shape) == 3:
+        experts, k, n = b.shape
+        rows = np.full(experts, max(1.0, a.shape[0] / experts))
+        name = "forward" if op.phase.name != "BACKWARD" else "input_gradient"
+        sizes = (n, k) if name == "forward" else (k, n)
+    else:
+        experts, m, n = operands[1][0].shape
+        rows, sizes, name = np.full(experts, max(1.0, a.shape[1] / experts)), (m, n), "weight_gradient"
+    return _or_slower(
+        lambda dtype: grouped_gemm(device, rows, sizes[0], sizes[1], pass_=name, dtype=dtype), a.dtype, device
+    )
+
+
+def _attention(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
+    attributes = op.attributes
+    assert isinstance(attributes, Attention)
+    backward = "backward" in op.name
+    query, key, value = operands[0][1:4] if backward else operands[0][:3]
+    cost = (attention_backward if backward else attention_forward)(
+        device,
+        batch=prod(query.shape[:-3]),
+        heads=attributes.heads,
+        seq=query.shape[-2],
+        head_dim=attributes.head_dim,
+        kv_heads=attributes.kv_heads,
+        kv_seq=key.shape[-2],
+        v_head_dim=value.shape[-1],
+        causal=attributes.causal,
+    )
+    if query.dtype in (DType.BF16, DType.FP16):
+        return cost
+    peaks = device.datasheet.peak_flops_per_s
+    slower = peaks["bf16"] / peaks.get("tf32", peaks["fp32"]) if "bf16" in peaks else 1.0
+    return Cost(cost.seconds * slower, ASSUMED_SPREAD, "analytical")
+
+
+def _convolution(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
+    attributes = op.attributes
+    assert isinstance(attributes, Convolution)
+    backward = "backward" in op.name
+    inputs = [t for t in operands[0] if len(t.shape) >= 3]
+    image, weight = inputs[1:3] if backward else inputs[:2]
+    result = inputs[0] if backward else operands[1][0]
+    passes = ["forward"]
+    if backward:
+        passes = [p for p, like in (("input_gradient", image), ("weight_gradient", weight))
+                  if any(t.shape == like.shape for t in operands[1])]  # fmt: skip
+    costs = [
+        _or_slower(
+            lambda dtype, which=which: convolution(  # type: ignore[misc]
+                device, batch=image.shape[0], in_channels=image.shape[1], out_channels=result.shape[1],
+                kernel=prod(weight.shape[2:]), in_positions=prod(image.shape[2:]),
+                out_positions=prod(result.shape[2:]), groups=attributes.groups, pass_=which, dtype=dtype,
+            ),
+            image.dtype, device,
+        )
+        for which in passes
+    ]  # fmt: skip
+    return Cost(sum(float(c.seconds) for c in costs), max(float(c.spread) for c in costs), "analytical")
+
+
+def _multi_tensor(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
+    """A part of a shared launch: only the first part bears it."""
+    attributes = op.attributes
+    assert isinstance(attributes, MultiTensor)
+    whole = _memory(replace(op, attributes=None), operands, device)
+    if attributes.part == 0:
+        return whole
+    return Cost(max(0.0, float(whole.seconds) - device.memory_launch_s), whole.spread, whole.source)
+
+
+def _memory(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
+    kind = "elementwise"
+    if any(name in op.name for name in _REDUCING_NORMS):
+        kind = "reduction"
+    else:
+        kind = next((name for name, pattern in _KINDS if pattern.search(op.name)), kind)
+    widest = max((t for side in operands for t in side), key=lambda t: t.nbytes, default=None)
+    row = widest.shape[-1] * widest.dtype.itemsize if kind in _ROWS and widest and widest.shape else 0
+    sizes = {"bytes_read": op.bytes_read, "bytes_written": op.bytes_written}
+    return memory_bound(device, kind, **sizes, row_bytes=row) if row else memory_bound(device, kind, **sizes)
+
+
+def _or_slower(cost: Callable[[str], Cost], dtype: DType, device: DeviceProfile) -> Cost:
+    """The cost in a type, or where the device has no model of the type that of fp32, labelled analytical."""
+    name = DTYPE_NAMES.get(dtype)
+    if name is not None:
+        try:
+            return cost(name)
+        except UnknownNameError:
+            if name == "fp32":
+                raise
+    single = cost("fp32")
+    return Cost(single.seconds * max(1.0, dtype.itemsize / 4), ASSUMED_SPREAD, "analytical")
+
+
+_BY_ATTRIBUTE: tuple[tuple[type, Callable[[Compute, Operands, DeviceProfile], Cost]], ...] = (
+    (Gemm, _gemm),
+    (Attention, _attention),
+    (Convolution, _convolution),
+    (MultiTensor, _multi_tensor),
+)

@@ -1,0 +1,205 @@
+r"""Seconds of a matrix product C[b, m, n] = A[m, k] B[k, n] on one device.
+
+A kernel cuts C into tiles of tm x tn, optionally cuts k into s slices, and deals the pieces to the SMs in waves:
+
+    pieces    = b * ceil(m / tm) * ceil(n / tn) * s
+    waves     = r * ceil(pieces / SMs) + (1 - r) * max(pieces / SMs, 1)         r: wave_rounding
+    tile_s    = 2 tm tn (max(k / s, 128) + overhead_k) / (efficiency * peak / SMs)
+    compute   = min over tiles and slices of (waves * tile_s + cost of adding slices up)
+    compute  *= 1 + throttle * F / (F + throttle_flops)                          F: FLOPs of the product
+    memory    = bytes / (bandwidth * bandwidth_fraction)
+    seconds   = launch + (compute^p + memory^p)^(1/p)                            p: overlap_power
+
+then times what the measurements say beyond that: a correction on a coarse grid of log shapes, the layout,
+accumulation into fp32, and alignment. The library is assumed to choose the best tile, as cuBLAS nearly does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from echograph.errors import UnknownNameError
+from echograph.profiler.costs.cost import Cost, FloatArray, as_floats, make_cost
+from echograph.profiler.costs.device import Datasheet, DeviceProfile, GemmModel, Quantize
+from echograph.profiler.costs.grid import correction
+
+DTYPES = {
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "fp8": "fp8",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+    "fp32": "fp32",
+    "float32": "fp32",
+    "tf32": "tf32",
+}
+"""Spellings of a dtype, and the model that answers for it."""
+
+STAND_IN = {"fp16": "bf16"}
+"""Where a device has no model of its own for a dtype: fp16 runs on the same units as bf16, at the same rate."""
+
+LAYOUTS = ("TN", "NN", "NT")
+"""As cuBLAS names them: TN is a forward linear, NN its input gradient, NT its weight gradient."""
+
+MIN_SLICE_K = 128.0
+"""A slice of k shorter than this costs as much as this."""
+
+
+def gemm(
+    device: DeviceProfile,
+    m: npt.ArrayLike,
+    n: npt.ArrayLike,
+    k: npt.ArrayLike,
+    *,
+    batch: npt.ArrayLike = 1,
+    dtype: str = "bf16",
+    layout: str = "TN",
+    accumulate: bool = False,
+    quantize: bool = True,
+) -> Cost:
+    """Cost of a (batched) matrix product.
+
+    Args:
+        device: the profile to ask.
+        m: rows of C, per product (a linear layer's tokens).
+        n: columns of C (a linear layer's outputs).
+        k: the dimension summed over.
+        batch: independent products of this shape in one launch.
+        dtype: of the operands; the result is written in bf16 (fp32 for fp32 and tf32).
+        layout: "TN", "NN" or "NT": which operands are read transposed.
+        accumulate: the result is added into an fp32 buffer (a main gradient).
+        quantize: fp8 only: include the cast of A from bf16 with its scale, as the measured rows do.
+
+    Raises:
+        UnknownNameError: the device has no model of this dtype, or the layout is unknown.
+    """
+    model = gemm_model(device, dtype)
+    if layout not in LAYOUTS:
+        raise UnknownNameError("layout", layout, LAYOUTS)
+    b, rows, cols, depth = as_floats(batch, m, n, k)
+    seconds = gemm_seconds(model, device.datasheet, b, rows, cols, depth, quantize=quantize)
+    scale = model.transposed_scale.get(layout, 1.0) * (model.accumulate_scale if accumulate else 1.0)
+    seconds = seconds * scale * misalignment(model, layout, rows, cols, depth)
+    label = model.label
+    return make_cost(seconds, label.spread, label.spread_short, label.source)
+
+
+def gemm_model(device: DeviceProfile, dtype: str) -> GemmModel:
+    """The model that answers for a dtype.
+
+    Raises:
+        UnknownNameError: the device has none.
+    """
+    name = DTYPES.get(dtype, dtype)
+    model = device.gemm.get(name) or device.gemm.get(STAND_IN.get(name, name))
+    if model is None:
+        raise UnknownNameError("dtype", dtype, device.gemm, hint=f"matrix products on {device.name}")
+    return model
+
+
+def gemm_seconds(
+    model: GemmModel,
+    sheet: Datasheet,
+    b: FloatArray,
+    m: FloatArray,
+    n: FloatArray,
+    k: FloatArray,
+    *,
+    quantize: bool = True,
+) -> FloatArray:
+    """Seconds of aligned TN products; arrays of one shape."""
+    out_bytes = max(2.0, model.element_bytes)
+    moved = b * ((m * k + k * n) * model.element_bytes + m * n * out_bytes)
+    seconds = physical_seconds(model, sheet, b, m, n, k, moved, quantize=quantize)
+    if model.residual is not None:
+        log_factor, _ = correction(model.residual, [b * m, n, k])
+        seconds = seconds * np.exp(log_factor)
+    peak = sheet.peak_flops_per_s[model.peak]
+    compulsory = np.maximum(0.0, moved - sheet.l2_bytes) / sheet.memory_bandwidth_bytes_per_s
+    return np.maximum(seconds, np.maximum(2.0 * b * m * n * k / peak, compulsory))
+
+
+def physical_seconds(
+    model: GemmModel,
+    sheet: Datasheet,
+    b: FloatArray,
+    m: FloatArray,
+    n: FloatArray,
+    k: FloatArray,
+    moved: FloatArray,
+    *,
+    quantize: bool = True,
+) -> FloatArray:
+    """The module's equations, before any correction; `moved` is bytes read and written."""
+    compute = compute_seconds(model, sheet, b, m, n, k)
+    memory = moved / (sheet.memory_bandwidth_bytes_per_s * model.bandwidth_fraction)
+    longer, shorter = np.maximum(compute, memory), np.minimum(compute, memory)
+    power = model.overlap_power
+    body = longer * (1.0 + (shorter / longer) ** power) ** (1.0 / power)
+    seconds = model.launch_s + body * model.time_scale
+    if quantize and model.quantize is not None:
+        seconds = seconds + quantize_seconds(model.quantize, b * m * k)
+    return np.asarray(seconds)
+
+
+def compute_seconds(
+    model: GemmModel, sheet: Datasheet, b: FloatArray, m: FloatArray, n: FloatArray, k: FloatArray
+) -> FloatArray:
+    """Seconds on the tensor cores with the best tile and split."""
+    peak_per_sm = sheet.peak_flops_per_s[model.peak] / sheet.sm_count
+    pieces, rate, depth = _candidates(model, b, m, n, k)
+    waves = pieces / sheet.sm_count
+    waves = model.wave_rounding * np.ceil(waves) + (1.0 - model.wave_rounding) * np.maximum(waves, 1.0)
+    slices = np.asarray(model.splits, dtype=np.float64).reshape(1, -1, *(1,) * m.ndim)
+    partial_bytes = model.split_traffic * (slices + 1.0) * 4.0 * b * m * n
+    joining = model.split_s + partial_bytes / sheet.memory_bandwidth_bytes_per_s
+    every = waves * depth / (rate * peak_per_sm) + np.where(slices > 1, joining, 0.0)
+    best = every.min(axis=(0, 1))
+    flops = 2.0 * b * m * n * k
+    return np.asarray(best * (1.0 + model.throttle * flops / (flops + model.throttle_flops)))
+
+
+def _candidates(
+    model: GemmModel, b: FloatArray, m: FloatArray, n: FloatArray, k: FloatArray
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Pieces, efficiency per FLOP of a tile row, and depth, each [tiles, splits, *shape]."""
+    ones = (1,) * m.ndim
+    tile = np.asarray(model.tiles, dtype=np.float64)
+    tile_m, tile_n = tile[:, 0].reshape(-1, 1, *ones), tile[:, 1].reshape(-1, 1, *ones)
+    slices = np.asarray(model.splits, dtype=np.float64).reshape(1, -1, *ones)
+    efficiency = np.asarray(model.efficiency).reshape(-1, 1, *ones)
+    overhead = np.asarray(model.overhead_k).reshape(-1, 1, *ones)
+    pieces = b * np.ceil(m / tile_m) * np.ceil(n / tile_n) * slices
+    depth = np.maximum(k / slices, MIN_SLICE_K) + overhead
+    return pieces, efficiency / (2.0 * tile_m * tile_n), depth
+
+
+def quantize_seconds(model: Quantize, elements: FloatArray) -> FloatArray:
+    """Seconds of casting `elements` activations to fp8; dearer per element once they leave L2."""
+    octave = np.clip(model.sharpness * np.log(elements / model.knee_elements), -60.0, 60.0)
+    streamed = model.streamed_s_per_element / (1.0 + np.exp(-octave))
+    return np.asarray(model.launch_s + elements * (model.cached_s_per_element + streamed))
+
+
+def misalignment(model: GemmModel, layout: str, m: FloatArray, n: FloatArray, k: FloatArray) -> FloatArray:
+    """Slowdown of a product whose contiguous dimensions are no multiples of 16 bytes."""
+    if model.alignment is None:
+        return np.ones(m.shape)
+    first, second = {"TN": (k, k), "NN": (k, n), "NT": (m, n)}[layout]
+    worst = np.minimum(_aligned_bytes(first, model), _aligned_bytes(second, model))
+    return np.maximum(
+        _lookup(model.alignment.operand, worst), _lookup(model.alignment.output, _aligned_bytes(n, model))
+    )
+
+
+def _aligned_bytes(dim: FloatArray, model: GemmModel) -> npt.NDArray[np.int64]:
+    return np.gcd(np.rint(dim * model.element_bytes).astype(np.int64), 16)
+
+
+def _lookup(table: dict[int, float], aligned: npt.NDArray[np.int64]) -> FloatArray:
+    keys = sorted(table)
+    values = np.asarray([table[key] for key in keys])
+    return np.asarray(values[np.searchsorted(np.asarray(keys), aligned)])

@@ -1,0 +1,1 @@
+"""Fits of devices and fabrics to measurements."""

@@ -1,0 +1,207 @@
+"""Readers of measured collectives: raw nccl-tests logs, and tables gathered from them."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from echograph.errors import DataError
+
+Kind: TypeAlias = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv", "barrier"
+]
+KINDS: tuple[str, ...] = get_args(Kind)
+MAX_BYTES = 256 << 20
+_SPELLINGS = {
+    "alltoall": "all_to_all",
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "sendrecv": "send_recv",
+}
+# mpirun puts its tag wherever a line came in two pieces, so not only in front.
+_MPI_TAG = re.compile(r"\[\d+,\d+\]<\w+>:")
+_RANK = re.compile(r"#\s+Rank\s+(\d+)\b.*?\bon\s+(\S+)\s+device\s+\d+\s+\[\S+\]\s+(.+?)\s*$")
+_TEST = re.compile(r"#\s*Collective test starting:\s*(\w+?)_perf\b")
+_VERSION = re.compile(r"NCCL version\s+([\d.]+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRow:
+    """One measured collective.
+
+    Args:
+        kind: the collective.
+        ranks: size of the group.
+        nodes: hosts it ran on.
+        size_bytes: nccl-tests' `size`.
+        seconds: out-of-place time.
+        dtype: element type as the source spells it, or "".
+        gpu: GPU as the source spells it, or "".
+        interconnect: links as the source spells them, or "".
+        nccl: NCCL version, or "".
+        source: where the row is from.
+        note: what else the source says of the run, or "".
+    """
+
+    kind: Kind
+    ranks: int
+    nodes: int
+    size_bytes: int
+    seconds: float
+    dtype: str = ""
+    gpu: str = ""
+    interconnect: str = ""
+    nccl: str = ""
+    source: str = ""
+    note: str = ""
+
+
+def read_nccl_tests(path: str | Path, kind: Kind | None = None) -> list[CollectiveRow]:
+    """Reads the output of one nccl-tests program, plain or as `mpirun --tag-output` prints it.
+
+    Rows of zero bytes or zero time are left out. Out-of-place times are taken.
+
+    Args:
+        path: the log; `.gz` is unpacked.
+        kind: the collective, where the log does not tell: logs before 2.18 name no program, and all_gather and
+            all_to_all look alike.
+
+    Raises:
+        DataError: the file cannot be read, names no ranks, has no row, or its collective is not known.
+    """
+    lines = [_MPI_TAG.sub("", line) for line in _text(Path(path)).splitlines()]
+    ranks = {m[1]: (m[2], m[3]) for line in lines if (m := _RANK.search(line))}
+    if not ranks:
+        raise DataError(f"nccl-tests log {path}: no '# Rank' lines; give the whole output of the program")
+    table = [row for line in lines if (row := _table_row(line))]
+    if not table:
+        raise DataError(f"nccl-tests log {path}: no row of the table (size, count, type, ..., time, algbw, busbw)")
+    known = kind or _kind_named(lines) or _kind_guessed(table, len(ranks))
+    if known is None:
+        raise DataError(
+            f"nccl-tests log {path}: cannot tell the collective; name it with kind (one of {', '.join(KINDS)})"
+        )
+    version = next((m[1] for line in lines if (m := _VERSION.search(line))), "")
+    return [
+        CollectiveRow(
+            kind=known,
+            ranks=len(ranks),
+            nodes=len({host for host, _ in ranks.values()}),
+            size_bytes=row.size_bytes,
+            seconds=row.microseconds * 1e-6,
+            dtype=row.dtype,
+            gpu=next(iter(ranks.values()))[1],
+            nccl=version,
+            source=Path(path).name,
+        )
+        for row in table
+        if row.size_bytes > 0 and row.microseconds > 0
+    ]
+
+
+def read_collectives_csv(path: str | Path) -> list[CollectiveRow]:
+    """Reads a table of measured collectives, CSV or CSV in gzip.
+
+    Columns collective, n_gpus, n_nodes, size_bytes and time_us are needed; dtype, gpu, interconnect, nccl,
+    source and notes are read where they stand.
+
+    Raises:
+        DataError: the file cannot be read, lacks a column, or a value is not what it should be (names the line).
+    """
+    reader = csv.DictReader(io.StringIO(_text(Path(path))))
+    missing = {"collective", "n_gpus", "n_nodes", "size_bytes", "time_us"} - set(reader.fieldnames or ())
+    if missing:
+        raise DataError(f"collectives table {path}: lacks column {', '.join(sorted(missing))}")
+    return list(_csv_rows(reader, path))
+
+
+def _csv_rows(reader: Iterable[dict[str, str]], path: str | Path) -> Iterator[CollectiveRow]:
+    for number, line in enumerate(reader, start=2):
+        try:
+            row = CollectiveRow(
+                kind=_kind(line["collective"]),
+                ranks=int(line["n_gpus"]),
+                nodes=int(line["n_nodes"]),
+                size_bytes=int(float(line["size_bytes"])),
+                seconds=float(line["time_us"]) * 1e-6,
+                dtype=line.get("dtype") or "",
+                gpu=line.get("gpu") or "",
+                interconnect=line.get("interconnect") or "",
+                nccl=line.get("nccl") or "",
+                source=line.get("source") or "",
+                note=line.get("notes") or "",
+            )
+        except (ValueError, TypeError) as error:
+            raise DataError(f"collectives table {path}: line {number}: {error}") from error
+        if not (row.ranks >= row.nodes >= 1 and row.size_bytes >= 0 and 0 <= row.seconds < float("inf")):
+            raise DataError(
+                f"collectives table {path}: line {number}: needs n_gpus >= n_nodes >= 1, size and time >= 0"
+            )
+        yield row
+
+
+@dataclass(frozen=True, slots=True)
+class _TableRow:
+    size_bytes: int
+    dtype: str
+    redop: str
+    rooted: bool
+    microseconds: float
+    bus_over_alg: float
+
+
+def _table_row(line: str) -> _TableRow | None:
+    """One line of the table: size count type redop [root] then twice time algbw busbw errors."""
+    words = line.split()
+    if len(words) not in (11, 12, 13) or not (words[0].isdigit() and words[1].isdigit()):
+        return None
+    try:
+        time, alg, bus = (float(word) for word in words[-8:-5])
+    except ValueError:
+        return None
+    rooted = len(words) == 13 and words[4] != "-1"
+    return _TableRow(int(words[0]), words[2], words[3], rooted, time, bus / alg if alg > 0 else 0.0)
+
+
+def _kind(name: str) -> Kind:
+    kind = _SPELLINGS.get(name, name)
+    if kind not in KINDS:
+        raise ValueError(f"unknown collective '{name[:40]}'")
+    return kind  # type: ignore[return-value]
+
+
+def _kind_named(lines: Iterable[str]) -> Kind | None:
+    name = next((m[1] for line in lines if (m := _TEST.search(line))), None)
+    try:
+        return _kind(name) if name else None
+    except ValueError:
+        return None
+
+
+def _kind_guessed(table: list[_TableRow], ranks: int) -> Kind | None:
+    """The collective that has a reduction and this ratio of busbw to algbw; two decimals are printed."""
+    largest = max(table, key=lambda row: row.size_bytes)
+    if largest.rooted:
+        return "broadcast" if largest.redop == "none" else "reduce"
+    if largest.redop == "none" or ranks < 2:
+        return None
+    factors: dict[Kind, float] = {"all_reduce": 2 * (ranks - 1) / ranks, "reduce_scatter": (ranks - 1) / ranks}
+    near: list[Kind] = [kind for kind, factor in factors.items() if abs(largest.bus_over_alg / factor - 1) < 0.02]
+    return near[0] if len(near) == 1 else None
+
+
+def _text(path: Path) -> str:
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+    if len(content) > MAX_BYTES:
+        raise DataError(f"{path}: holds more than {MAX_BYTES} bytes")
+    return content.decode("utf-8", errors="replace")

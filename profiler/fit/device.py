@@ -1,0 +1,275 @@
+"""Fits a device profile: what the table measures of a device is fitted, the rest is borrowed, all of it labelled."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from echograph.errors import DataError, OutputError
+from echograph.profiler.costs.device import (
+    FORMAT,
+    Datasheet,
+    DeviceProfile,
+    GemmModel,
+    GroupedModel,
+    HostModel,
+    MemoryModel,
+    Provenance,
+)
+from echograph.profiler.costs.gemm import DTYPES
+from echograph.profiler.fit import second
+from echograph.profiler.fit.families import fit_attention
+from echograph.profiler.fit.facts import DATASHEETS, DeviceFacts
+from echograph.profiler.fit.gemm import Products, fit_gemm
+from echograph.profiler.fit.holdout import DESCRIPTION
+from echograph.profiler.fit.memory import OPERANDS, fit_memory
+from echograph.profiler.fit.scale import (
+    ELEMENT_BYTES,
+    borrow_attention,
+    borrow_gemm,
+    borrow_grouped,
+    borrow_memory,
+    scaled_label,
+)
+from echograph.profiler.fit.table import KernelTable
+
+METHOD = "tiles and waves with a coarse residual grid (products), tiles (attention), bandwidth fractions (memory-bound)"
+MIN_ROWS = 200
+"""Fewer rows than this do not carry a fit of some thirty parameters."""
+
+UNTIMED_LAUNCH_S = 4e-6
+"""Assumed launch and drain where a source's own is hidden by its timer."""
+
+DENSE_ROWS = 1500
+"""From this many rows on, a residual grid is fitted too."""
+
+
+def fit_device(
+    table: KernelTable, name: str, facts: DeviceFacts, *, relative: DeviceProfile | None, date: str
+) -> DeviceProfile:
+    """A profile of one device.
+
+    Args:
+        table: measured kernels of any devices; `facts.rows` says which speak for this one.
+        name: of the profile.
+        facts: datasheet and choice of rows.
+        relative: the profile to borrow from where the table says nothing.
+        date: of the fit, as it shall stand in the profile.
+
+    Raises:
+        DataError: neither the table nor a relative says anything about products on this device.
+        MissingExtraError: scipy is not installed.
+    """
+    sheet = facts.datasheet()
+    used: dict[str, int] = {}
+    own = _fit_gemm(table, facts, sheet, used)
+    own = _with_second_source(_launches(own), table, facts, sheet, relative)
+    gemm = _calibrate(borrow_gemm(own, relative, facts), table, facts, relative, used)
+    if not gemm:
+        raise DataError(f"no rows for {', '.join(facts.rows.tensor) or name}: check the 'gpu' column of the table")
+    memory = borrow_memory(relative, facts) | _fit_memory(table, facts, used)
+    if not memory:
+        raise DataError(f"no memory-bound rows for {name} and no relative to borrow from: add 'relative'")
+    attention = borrow_attention(relative, facts) | fit_attention(table, facts.rows.tensor, sheet, used)
+    sustained, why = _sustained(gemm, table, facts, relative)
+    leading = gemm.get("bf16") or gemm.get("fp16") or next(iter(gemm.values()))
+    return DeviceProfile(
+        format=FORMAT,
+        name=name,
+        datasheet=sheet,
+        gemm=gemm,
+        grouped=_grouped(gemm, table, facts, sheet, relative, used),
+        attention=attention,
+        default_attention=facts.default_attention,
+        memory=memory,
+        memory_launch_s=leading.launch_s,
+        host=read_hosts()[facts.host],
+        provenance=Provenance(date=date, method=METHOD, tables=dict(sorted(used.items())), holdout=DESCRIPTION),
+        sustained_gemm_slowdown=sustained,
+        sustained_basis=why,
+    )
+
+
+def write_profile(profile: DeviceProfile, path: Path) -> None:
+    """Writes a profile as JSON, whole or not at all: one line a field, lists of numbers on one line.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    text = msgspec.json.format(msgspec.json.encode(profile), indent=1).decode()
+    text = re.sub(r"\[\s+([^\[\]{}\"]*?)\s+\]", lambda m: "[" + re.sub(r"\s+", " ", m[1]) + "]", text)
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise OutputError(f"{path}: {error.strerror}: give a path that can be written") from error
+
+
+def read_hosts(path: Path = DATASHEETS.with_name("hosts.toml")) -> dict[str, HostModel]:
+    """The measured and assumed hosts, by name."""
+    return msgspec.toml.decode(path.read_bytes(), type=dict[str, HostModel])
+
+
+def products(table: KernelTable) -> Products:
+    """Rows with m, n and k as products; no batch means one."""
+    number = table.number
+    batch = np.where(np.isnan(number["batch"]), 1.0, number["batch"])
+    return Products(batch=batch, m=number["m"], n=number["n"], k=number["k"], seconds=table.seconds())
+
+
+def _fit_gemm(
+    table: KernelTable, facts: DeviceFacts, sheet: Datasheet, used: dict[str, int]
+) -> dict[str, GemmModel]:
+    models: dict[str, GemmModel] = {}
+    for dtype in ("bf16", "fp8", "fp32"):
+        gpus = facts.rows.fp32 if dtype == "fp32" else facts.rows.tensor
+        spellings = [name for name, model in DTYPES.items() if model == dtype]
+        rows = table.select(gpus=gpus, ops=("gemm", "linear", "bmm"), dtypes=spellings)
+        if not gpus or len(rows) < MIN_ROWS:
+            continue
+        models[dtype] = fit_gemm(
+            products(rows),
+            _measured_sheet(sheet, facts, dtype),
+            peak=dtype,
+            element_bytes=ELEMENT_BYTES[dtype],
+            basis=_basis(rows, used),
+            with_grid=len(rows) >= DENSE_ROWS and dtype != "fp32",
+        )
+    return models
+
+
+def _launches(own: dict[str, GemmModel]) -> dict[str, GemmModel]:
+    """Takes out of a launch what is not the product's: the cast to fp8, and the timer of the fp32 source."""
+    if "bf16" not in own:
+        return {
+            dtype: msgspec.structs.replace(model, launch_s=min(model.launch_s, UNTIMED_LAUNCH_S))
+            for dtype, model in own.items()
+        }
+    plain = own["bf16"].launch_s
+    found = dict(own)
+    for dtype, model in own.items():
+        quantize = model.quantize
+        if quantize is not None:
+            quantize = msgspec.structs.replace(quantize, launch_s=max(0.0, model.launch_s - plain))
+        found[dtype] = msgspec.structs.replace(model, launch_s=min(plain, model.launch_s), quantize=quantize)
+    return found
+
+
+def _measured_sheet(sheet: Datasheet, facts: DeviceFacts, dtype: str) -> Datasheet:
+    """The datasheet of the board that was measured, where it differs from this one."""
+    if dtype != "fp32" or not facts.rows.fp32_TFLOPs:
+        return sheet
+    peaks = sheet.peak_flops_per_s | {"fp32": facts.rows.fp32_TFLOPs * 1e12}
+    return msgspec.structs.replace(sheet, peak_flops_per_s=peaks)
+
+
+def _with_second_source(
+    own: dict[str, GemmModel],
+    table: KernelTable,
+    facts: DeviceFacts,
+    sheet: Datasheet,
+    relative: DeviceProfile | None,
+) -> dict[str, GemmModel]:
+    """Layout and accumulation: from a second source, else a relative's."""
+    if "bf16" not in own:
+        return own
+    apart = table.select(gpus=facts.rows.second_source) if facts.rows.second_source else None
+    if apart is not None and len(apart):
+        found = second.layouts(apart, own["bf16"], sheet)
+        transposed, accumulate = found.transposed, found.accumulate
+    elif relative is not None and "bf16" in relative.gemm:
+        transposed = relative.gemm["bf16"].transposed_scale
+        accumulate = relative.gemm["bf16"].accumulate_scale
+    else:
+        return own
+    return {
+        dtype: msgspec.structs.replace(model, transposed_scale=transposed, accumulate_scale=accumulate)
+        if dtype != "fp32"
+        else model
+        for dtype, model in own.items()
+    }
+
+
+def _calibrate(
+    gemm: dict[str, GemmModel],
+    table: KernelTable,
+    facts: DeviceFacts,
+    relative: DeviceProfile | None,
+    used: dict[str, int],
+) -> dict[str, GemmModel]:
+    sheet = facts.datasheet()
+    if facts.rows.calibration:
+        rows = table.select(gpus=facts.rows.calibration, ops=["matmul"])
+        basis = f"scaled from {facts.relative}, one factor fitted: {_basis(rows, used)}"
+        return gemm | {"bf16": second.calibrate(gemm["bf16"], sheet, second.dense(rows, "TN"), basis)}
+    found = dict(gemm)
+    for dtype in ("bf16", "fp8") if facts.rows.best and relative is not None else ():
+        rows = table.select(gpus=facts.rows.best, ops=["gemm_best"], dtypes=[dtype])
+        there = table.select(gpus=facts.rows.best_of_relative, ops=["gemm_best"], dtypes=[dtype])
+        if len(rows) and len(there) and dtype in gemm:
+            # A search keeps its luckiest product: only the ratio of two searches says something of the device.
+            scale = _best(rows, gemm[dtype], sheet) / _best(there, relative.gemm[dtype], relative.datasheet)
+            basis = f"scaled from {facts.relative}, one factor from the best products of a search: {_basis(rows, used)}"
+            found[dtype] = msgspec.structs.replace(
+                gemm[dtype], time_scale=round(scale, 4), label=scaled_label(basis)
+            )
+    return found
+
+
+def _best(rows: KernelTable, model: GemmModel, sheet: Datasheet) -> float:
+    m, n, k = (rows.number[size] for size in "mnk")
+    seconds = 2.0 * m * n * k / (rows.number["tflops"] * 1e12)
+    best = Products(batch=np.ones(len(rows)), m=m, n=n, k=k, seconds=seconds)
+    return float(np.exp(np.median(second.log_ratio(model, sheet, best))))
+
+
+def _fit_memory(table: KernelTable, facts: DeviceFacts, used: dict[str, int]) -> dict[str, MemoryModel]:
+    if not facts.rows.memory:
+        return {}
+    rows = table.select(gpus=facts.rows.memory, ops=(*OPERANDS, "ln", "softmax"))
+    if len(rows) < MIN_ROWS:
+        return {}
+    return fit_memory(rows, facts.rows.memory_bandwidth_GBps * 1e9 or facts.bandwidth_GBps * 1e9, _basis(rows, used))
+
+
+def _sustained(
+    gemm: dict[str, GemmModel], table: KernelTable, facts: DeviceFacts, relative: DeviceProfile | None
+) -> tuple[float, str]:
+    """Only where the second source timed this very device does its level mean anything."""
+    if not set(facts.rows.second_source) & set(facts.rows.tensor):
+        if relative is None or relative.datasheet.architecture != facts.architecture:
+            return 1.0, ""
+        return relative.sustained_gemm_slowdown, relative.sustained_basis and f"as on {facts.relative}"
+    apart = table.select(gpus=facts.rows.second_source, ops=["matmul"])
+    factor = second.sustained_slowdown(apart, gemm["bf16"], facts.datasheet())
+    return factor, f"median over large bf16 products of {_source(apart)}, against the fit; not applied"
+
+
+def _grouped(
+    gemm: dict[str, GemmModel],
+    table: KernelTable,
+    facts: DeviceFacts,
+    sheet: Datasheet,
+    relative: DeviceProfile | None,
+    used: dict[str, int],
+) -> GroupedModel:
+    rows = table.select(gpus=facts.rows.second_source) if facts.rows.second_source else None
+    if rows is None or not np.any(rows.text["op"] == "group_matmul"):
+        return borrow_grouped(relative, facts)
+    basis = _basis(rows.select(ops=["group_matmul"]), used)
+    return second.fit_grouped(rows, gemm["bf16"], sheet, basis)
+
+
+def _basis(rows: KernelTable, used: dict[str, int]) -> str:
+    for name, count in rows.sources().items():
+        used[name] = used.get(name, 0) + count
+    gpus = sorted(set(rows.text["gpu"].tolist()))
+    return f"{len(rows)} rows of {_source(rows)} on {', '.join(gpus)}"
+
+
+def _source(rows: KernelTable) -> str:
+    return ", ".join(sorted({name.split(":")[0] for name in rows.sources()}))

@@ -1,0 +1,101 @@
+"""Datasheet facts and the rows that speak for a device, read from `profiler/devices/datasheets.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from echograph.errors import DataError, UnknownNameError
+from echograph.profiler.costs.device import Datasheet
+
+DATASHEETS = Path(__file__).resolve().parent.parent / "devices" / "datasheets.toml"
+
+
+class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which `gpu` cells of a table speak for a device, by what they measure.
+
+    Attributes:
+        tensor: bf16 and fp8 products and fused attention.
+        fp32: products without tensor cores.
+        fp32_TFLOPs: peak of the device measured for `fp32`, where it is not this one (0: it is).
+        memory: memory-bound kernels.
+        memory_bandwidth_GBps: bandwidth of the device measured for `memory` (0: this one's).
+        second_source: products timed apart, which tell layouts, accumulation and expert groups.
+        calibration: products that set one scale on a relative's model.
+        best: the one best product of a search, which sets one scale on a relative's model.
+        best_of_relative: the relative's best product of the same search, to compare with.
+    """
+
+    tensor: list[str] = []
+    fp32: list[str] = []
+    fp32_TFLOPs: float = 0.0
+    memory: list[str] = []
+    memory_bandwidth_GBps: float = 0.0
+    second_source: list[str] = []
+    calibration: list[str] = []
+    best: list[str] = []
+    best_of_relative: list[str] = []
+
+
+class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One device of the file; units are in the names."""
+
+    title: str
+    architecture: Literal["volta", "ampere", "ada", "hopper", "blackwell", "cdna3"]
+    peak_TFLOPs: dict[str, float]
+    bandwidth_GBps: float
+    memory_GiB: float
+    sm_count: int
+    l2_MiB: float
+    clock_MHz: float
+    source: str
+    relative: str
+    default_attention: str
+    host: Literal["assumed", "v100", "mi300x"]
+    rows: RowChoice = RowChoice()
+
+    def datasheet(self) -> Datasheet:
+        """The facts in SI units."""
+        return Datasheet(
+            title=self.title,
+            architecture=self.architecture,
+            peak_flops_per_s={name: value * 1e12 for name, value in self.peak_TFLOPs.items()},
+            memory_bandwidth_bytes_per_s=self.bandwidth_GBps * 1e9,
+            memory_bytes=int(self.memory_GiB * 2**30),
+            sm_count=self.sm_count,
+            l2_bytes=int(self.l2_MiB * 2**20),
+            clock_hz=self.clock_MHz * 1e6,
+            source=self.source,
+        )
+
+
+def read_facts(path: Path = DATASHEETS) -> dict[str, DeviceFacts]:
+    """All devices of a datasheet file, in its order.
+
+    Raises:
+        DataError: the file breaks a rule.
+    """
+    try:
+        raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        facts = msgspec.convert(raw, type=dict[str, DeviceFacts])
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise DataError(f"{path}: {error}") from error
+    for name, device in facts.items():
+        if device.relative and device.relative not in facts:
+            raise DataError(f"{path}: [{name}] relative '{device.relative}': no such device in the file")
+    return facts
+
+
+def device_facts(name: str) -> DeviceFacts:
+    """The facts of one device.
+
+    Raises:
+        UnknownNameError: the file has no such device.
+    """
+    facts = read_facts()
+    if name not in facts:
+        raise UnknownNameError("device", name, facts, hint="in profiler/devices/datasheets.toml")
+    return facts[name]

@@ -1,0 +1,178 @@
+"""Fits a `GemmModel` to measured matrix products.
+
+First the physical parameters (some thirty numbers for thousands of rows) by robust least squares on log time, from
+one fixed start; then a correction on a coarse grid of log shapes, by ridge regression with a smoothness penalty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from echograph.profiler.costs.cost import FloatArray
+from echograph.profiler.costs.device import Alignment, Datasheet, GemmModel, Grid, Label, Quantize
+from echograph.profiler.costs.gemm import gemm_seconds, physical_seconds
+from echograph.profiler.fit.grid import fit_grid
+from echograph.profiler.fit.holdout import held_out, score, spreads
+from echograph.profiler.fit.robust import logit, minimize, sigmoid, subsample, weights
+
+TILES = {
+    "ampere": ((128, 256), (256, 128), (128, 128), (128, 64), (64, 128), (64, 64), (256, 64), (64, 256)),
+    "hopper": (
+        *((128, 256), (256, 128), (128, 128), (128, 192), (192, 128)),
+        *((64, 256), (256, 64), (128, 64), (64, 128), (64, 64)),
+    ),
+    "blackwell": (
+        *((256, 256), (128, 256), (256, 128), (128, 128), (256, 192), (192, 256)),
+        *((128, 64), (64, 128), (64, 64)),
+    ),
+}
+"""Output tiles that the vendor's library is known to choose from, by architecture."""
+
+SPLITS = (1, 2, 3, 4, 6, 8, 16)
+
+M_KNOTS = (256, 512, 1024, 2048, 4096, 8192, 32768)
+NK_KNOTS = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 65536)
+SMOOTHNESS = 1.0
+RIDGE = 0.3
+
+ALIGNMENT = Alignment(
+    operand={2: 1.45, 4: 1.25, 8: 1.1, 16: 1.0},
+    output={2: 1.1, 4: 1.05, 8: 1.0, 16: 1.0},
+    source="assumed: one H100 row of pytorch float8_experimental#145 (8193 x 2501 x 5008 bf16: 509 TFLOP/s, "
+    "some 1.45 times slower than aligned neighbours) for odd operands; the rest is interpolated by guess",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """Measured products: sizes and seconds, each [rows]."""
+
+    batch: FloatArray
+    m: FloatArray
+    n: FloatArray
+    k: FloatArray
+    seconds: FloatArray
+
+    def shape(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """Sizes in the order of the cost functions."""
+        return self.batch, self.m, self.n, self.k
+
+    def take(self, index: FloatArray) -> Products:
+        """The rows of an index or mask."""
+        return Products(
+            batch=self.batch[index],
+            m=self.m[index],
+            n=self.n[index],
+            k=self.k[index],
+            seconds=self.seconds[index],
+        )
+
+
+def fit_gemm(
+    rows: Products, sheet: Datasheet, *, peak: str, element_bytes: float, basis: str, with_grid: bool = True
+) -> GemmModel:
+    """Fits one dtype of one device; the shipped model has seen only the rows that are not held out.
+
+    Args:
+        rows: measured products.
+        sheet: the device's datasheet.
+        peak: which datasheet peak the efficiencies refer to.
+        element_bytes: bytes of one operand element.
+        basis: what the label says of the rows.
+        with_grid: also fit the residual grid (needs a dense table).
+    """
+    hidden = held_out(*rows.shape())
+    seen = rows.take(~hidden)
+    fp8 = element_bytes < 2
+    tiles = TILES.get(sheet.architecture, TILES["ampere"])
+    few = seen.take(subsample(len(seen.m)))
+    moved = _moved(few, element_bytes)
+    weight, log_time = weights(few.seconds), np.log(few.seconds)
+
+    def residuals(p: FloatArray) -> FloatArray:
+        model = _unpack(p, tiles, peak, element_bytes, fp8)
+        return weight * (np.log(physical_seconds(model, sheet, *few.shape(), moved)) - log_time)
+
+    model = _unpack(minimize(residuals, _start(tiles, fp8)), tiles, peak, element_bytes, fp8)
+    if with_grid:
+        model = msgspec.structs.replace(model, residual=_fit_residual(model, sheet, seen))
+    error = score(gemm_seconds(model, sheet, *rows.take(hidden).shape()), rows.seconds[hidden])
+    spread, spread_short = spreads(error)
+    label = Label(source="fitted", basis=basis, spread=spread, spread_short=spread_short, held_out=error)
+    return msgspec.structs.replace(model, label=label, alignment=ALIGNMENT)
+
+
+def _moved(rows: Products, element_bytes: float) -> FloatArray:
+    b, m, n, k = rows.shape()
+    return np.asarray(b * ((m * k + k * n) * element_bytes + m * n * max(2.0, element_bytes)))
+
+
+def _fit_residual(model: GemmModel, sheet: Datasheet, rows: Products) -> Grid:
+    moved = _moved(rows, model.element_bytes)
+    error = np.log(rows.seconds / physical_seconds(model, sheet, *rows.shape(), moved))
+    return fit_grid(
+        (M_KNOTS, NK_KNOTS, NK_KNOTS),
+        [rows.batch * rows.m, rows.n, rows.k],
+        error,
+        weights(rows.seconds),
+        smoothness=SMOOTHNESS,
+        ridge=RIDGE,
+    )
+
+
+def _start(tiles: tuple[tuple[int, int], ...], fp8: bool) -> FloatArray:
+    """Where the search starts: large tiles 90 % efficient and small ones less, for they load more per FLOP."""
+    launch = 12e-6 if fp8 else 4e-6
+    reuse = np.asarray([2.0 * a * b / (a + b) for a, b in tiles])
+    efficiency = 0.95 * reuse / (reuse + 25.0)
+    shared = [np.log(launch), np.log(0.8), 2.0, np.log(0.5), np.log(1e-6), 1.5, -3.0, np.log(1e12)]
+    cast = [np.log(1.7e-12), np.log(1.2e-12), np.log(1.2e7), 1.0] if fp8 else []
+    return np.concatenate([logit(efficiency), np.full(len(tiles), np.log(150.0)), shared, cast])
+
+
+def _unpack(
+    p: FloatArray, tiles: tuple[tuple[int, int], ...], peak: str, element_bytes: float, fp8: bool
+) -> GemmModel:
+    """The model of a parameter vector; positive numbers are searched as logs, fractions as logits."""
+    count = len(tiles)
+    launch, band, rounding, traffic, split, power, throttle, at_flops = p[2 * count : 2 * count + 8].tolist()
+    return GemmModel(
+        label=Label(source="fitted", basis="", spread=0.0, spread_short=0.0),
+        peak=peak,
+        element_bytes=element_bytes,
+        tiles=list(tiles),
+        efficiency=_significant(sigmoid(p[:count])),
+        overhead_k=_significant(np.exp(p[count : 2 * count])),
+        splits=list(SPLITS),
+        split_traffic=_round(np.exp(traffic)),
+        split_s=_round(np.exp(split)),
+        wave_rounding=_round(sigmoid(rounding)),
+        launch_s=_round(np.exp(launch)),
+        bandwidth_fraction=_round(min(1.0, np.exp(band))),
+        overlap_power=_round(1.0 + np.exp(power)),
+        throttle=_round(np.exp(throttle)),
+        throttle_flops=_round(np.exp(at_flops)),
+        quantize=_quantize(p[-4:]) if fp8 else None,
+    )
+
+
+def _quantize(p: FloatArray) -> Quantize:
+    cached, streamed, knee, sharp = np.exp(np.minimum(p, 60.0)).tolist()
+    return Quantize(
+        launch_s=0.0,
+        cached_s_per_element=_round(cached),
+        streamed_s_per_element=_round(streamed),
+        knee_elements=_round(knee),
+        sharpness=_round(sharp),
+    )
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.10g}")
+
+
+def _significant(values: FloatArray) -> list[float]:
+    return [_round(v) for v in values.tolist()]

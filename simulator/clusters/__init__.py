@@ -1,0 +1,29 @@
+"""Clusters as data: presets, the fitted fabrics they name, and where a group of ranks sits on them."""
+
+from __future__ import annotations
+
+from echograph.simulator.clusters.fabric import (
+    NetworkFabric,
+    NodeFabric,
+    fabric_names,
+    load_network_fabric,
+    load_node_fabric,
+)
+from echograph.simulator.clusters.load import DEFAULT_CLUSTER, cluster_names, load_cluster
+from echograph.simulator.clusters.placement import Placement
+from echograph.simulator.clusters.types import Cluster, FabricLevel, Network
+
+__all__ = [
+    "DEFAULT_CLUSTER",
+    "Cluster",
+    "FabricLevel",
+    "Network",
+    "NetworkFabric",
+    "NodeFabric",
+    "Placement",
+    "cluster_names",
+    "fabric_names",
+    "load_cluster",
+    "load_network_fabric",
+    "load_node_fabric",
+]

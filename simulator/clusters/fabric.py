@@ -1,0 +1,377 @@
+"""Fabric profiles: the few numbers that turn a collective's steps and bytes into seconds.
+
+A node fabric describes the links inside one NVLink domain (or one PCIe host), a network fabric what joins
+the domains. Each is a JSON file in `fabrics/` with its source, what of it was fitted, and the error on rows
+that the fit did not see. Files hold microseconds and GB/s (1e9 bytes a second); the types hold SI units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from echograph.errors import DataError, UnknownNameError
+from echograph.units import GB
+
+FABRICS = Path(__file__).parent / "fabrics"
+MAX_FILE_BYTES = 1 << 20
+US = 1e-6
+
+ProtocolName = Literal["LL", "LL128", "Simple"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProtocolCost:
+    """What one NCCL protocol costs on one kind of link.
+
+    Args:
+        base_s: paid once a collective (launch, first synchronisation), seconds.
+        hop_s: paid once a step from a rank to its neighbour, seconds.
+        efficiency: share of the link's bandwidth that carries the payload, in (0, 1.05]: data sheets round.
+    """
+
+    base_s: float
+    hop_s: float
+    efficiency: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protocols:
+    """One cost a protocol: LL (8-byte flagged stores), LL128 (128-byte lines), Simple (whole slices)."""
+
+    ll: ProtocolCost
+    ll128: ProtocolCost
+    simple: ProtocolCost
+
+    def __getitem__(self, name: ProtocolName) -> ProtocolCost:
+        return {"LL": self.ll, "LL128": self.ll128, "Simple": self.simple}[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerCost:
+    """Point-to-point traffic (send, recv, all-to-all), which NCCL runs as LL or Simple, never LL128.
+
+    Args:
+        ll: cost of small messages; `hop_s` is paid once a peer.
+        simple: cost of large messages.
+        bytes_per_s: what one rank sends at most.
+        local_share: time of copying the rank's own part, relative to sending it.
+    """
+
+    ll: ProtocolCost
+    simple: ProtocolCost
+    bytes_per_s: float
+    local_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvlsCost:
+    """Reduction inside the NVLink switch: seconds once, and bytes a second in and out of one rank."""
+
+    base_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a profile's numbers come from.
+
+    Args:
+        origin: fitted (from the named rows), partly assumed, or assumed.
+        source: who measured, on what, with which NCCL; or what an assumption rests on.
+        date: when the fit was made, year-month.
+        rows: number of rows fitted.
+        held_out_rows: number of rows predicted by a fit that had not seen their size (four folds by size).
+        held_out_error: mean absolute relative error on those rows by collective.
+        assumed_error: relative error expected of what no rows tested; a guess.
+        note: weak spots, in a sentence.
+    """
+
+    origin: Literal["fitted", "partly assumed", "assumed"]
+    source: str
+    date: str
+    rows: int
+    held_out_rows: int
+    held_out_error: Mapping[str, float]
+    assumed_error: float
+    note: str
+
+    def error(self, kind: str) -> float:
+        """Relative error to expect of a collective: measured if rows of its kind were held out, else assumed."""
+        return self.held_out_error.get(kind, self.assumed_error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFabric:
+    """The links inside one NVLink domain or PCIe host.
+
+    Args:
+        name: the profile's name.
+        levels: (largest group, bytes a second through one rank), by growing group: on PCIe hosts a larger
+            group crosses a slower link (switch, socket, socket to socket); NVLink has one level.
+        fill: steps' worth of traffic that a ring pays on top of its closed form, for copying the rank's own part
+            and for filling the pipeline.
+        protocols: cost of each protocol.
+        nvls: in-switch reduction, or None where the switch cannot or NCCL does not choose it.
+        peer: point-to-point traffic.
+        about: where the numbers come from.
+    """
+
+    name: str
+    levels: tuple[tuple[int, float], ...]
+    fill: float
+    protocols: Protocols
+    nvls: NvlsCost | None
+    peer: PeerCost
+    about: Origin
+
+    def bytes_per_s(self, ranks: int) -> float:
+        """Bandwidth through one rank of a group of `ranks` inside the domain, bytes a second."""
+        for largest, rate in self.levels:
+            if ranks <= largest:
+                return rate
+        return self.levels[-1][1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkFabric:
+    """What joins the domains. Efficiencies are relative to the NICs' data-sheet bandwidth.
+
+    Args:
+        name: the profile's name.
+        protocols: cost of each protocol; `base_s` comes on top of the node fabric's.
+        tree_efficiency: bandwidth of tree relative to ring on the same NICs.
+        ring_hop_share: a hop of ring relative to one of tree, which also reduces or fans out; NCCL's own
+            tuning table has 2.7 and 5.0 microseconds for LL, 4.0 and 8.5 for LL128 (tuning.cc, hwLat).
+        two_domain_volume: multiples of S that a domain sends in a tree of two domains: 1 where NCCL's two
+            trees send one half each way, 2 where they do not. With more domains it is 2.
+        nvls_tree: in-switch reduction joined by a tree across domains: `base_s` on top of the node's, and
+            efficiency of the NICs; None where the nodes have no NVLS.
+        pat: whether this NCCL has PAT for all-gather and reduce-scatter with one rank a node (2.23 and later).
+        peer: point-to-point traffic between domains; `hop_s` is paid once a peer.
+        about: where the numbers come from.
+    """
+
+    name: str
+    protocols: Protocols
+    tree_efficiency: float
+    ring_hop_share: float
+    two_domain_volume: float
+    nvls_tree: ProtocolCost | None
+    pat: bool
+    peer: ProtocolCost
+    about: Origin
+
+
+class _Cost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    base_us: float
+    hop_us: float
+    efficiency: float
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.base_us < 1e6, "base_us is a time from 0 to 1e6 microseconds")
+        _require(0 <= self.hop_us < 1e6, "hop_us is a time from 0 to 1e6 microseconds")
+        _require(0 < self.efficiency <= 1.05, "efficiency is above 0 and at most 1.05")
+
+    def value(self) -> ProtocolCost:
+        return ProtocolCost(base_s=self.base_us * US, hop_s=self.hop_us * US, efficiency=self.efficiency)
+
+
+class _Protocols(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    LL: _Cost
+    LL128: _Cost
+    Simple: _Cost
+
+    def value(self) -> Protocols:
+        return Protocols(ll=self.LL.value(), ll128=self.LL128.value(), simple=self.Simple.value())
+
+
+class _Level(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    ranks: int
+    bandwidth_GBps: float
+
+    def __post_init__(self) -> None:
+        _require(self.ranks >= 2, "ranks is at least 2")
+        _require(self.bandwidth_GBps > 0, "bandwidth_GBps is above 0")
+
+
+class _Nvls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    base_us: float
+    bandwidth_GBps: float
+
+    def __post_init__(self) -> None:
+        _require(self.base_us >= 0, "base_us is at least 0")
+        _require(self.bandwidth_GBps > 0, "bandwidth_GBps is above 0")
+
+    def value(self) -> NvlsCost:
+        return NvlsCost(base_s=self.base_us * US, bytes_per_s=self.bandwidth_GBps * GB)
+
+
+class _Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    LL: _Cost
+    Simple: _Cost
+    bandwidth_GBps: float
+    local_share: float
+
+    def __post_init__(self) -> None:
+        _require(self.bandwidth_GBps > 0, "bandwidth_GBps is above 0")
+        _require(0 <= self.local_share <= 1, "local_share is from 0 to 1")
+
+    def value(self) -> PeerCost:
+        return PeerCost(
+            ll=self.LL.value(),
+            simple=self.Simple.value(),
+            bytes_per_s=self.bandwidth_GBps * GB,
+            local_share=self.local_share,
+        )
+
+
+class _About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    origin: Literal["fitted", "partly assumed", "assumed"]
+    source: str
+    date: str
+    rows: int = 0
+    held_out_rows: int = 0
+    assumed_error: float
+    held_out_error: dict[str, float] = msgspec.field(default_factory=dict)
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.source), "source is not empty")
+        _require(0 < self.assumed_error < 1, "assumed_error is above 0 and below 1")
+
+    def value(self) -> Origin:
+        return Origin(**{name: getattr(self, name) for name in self.__struct_fields__})
+
+
+class _NodeFile(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="node", tag_field="kind"
+):
+    about: _About
+    levels: list[_Level]
+    fill: float
+    protocols: _Protocols
+    peer: _Peer
+    nvls: _Nvls | None = None
+
+    def __post_init__(self) -> None:
+        sizes = [level.ranks for level in self.levels]
+        _require(bool(sizes) and sizes == sorted(set(sizes)), "levels is not empty and its ranks grow")
+        rates = [level.bandwidth_GBps for level in self.levels]
+        _require(rates == sorted(rates, reverse=True), "levels' bandwidth_GBps does not grow with ranks")
+        _require(0 <= self.fill <= 1, "fill is from 0 to 1")
+
+    def value(self, name: str) -> NodeFabric:
+        nvls = self.nvls
+        return NodeFabric(
+            name=name,
+            levels=tuple((level.ranks, level.bandwidth_GBps * GB) for level in self.levels),
+            fill=self.fill,
+            protocols=self.protocols.value(),
+            nvls=nvls.value() if nvls else None,
+            peer=self.peer.value(),
+            about=self.about.value(),
+        )
+
+
+class _NetworkFile(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="network", tag_field="kind"
+):
+    about: _About
+    protocols: _Protocols
+    tree_efficiency: float
+    ring_hop_share: float
+    two_domain_volume: float
+    peer: _Cost
+    pat: bool
+    nvls_tree: _Cost | None = None
+
+    def __post_init__(self) -> None:
+        _require(0 < self.tree_efficiency <= 2, "tree_efficiency is above 0 and at most 2")
+        _require(0 < self.ring_hop_share <= 1, "ring_hop_share is above 0 and at most 1")
+        _require(1 <= self.two_domain_volume <= 2, "two_domain_volume is from 1 to 2")
+
+    def value(self, name: str) -> NetworkFabric:
+        return NetworkFabric(
+            name=name,
+            protocols=self.protocols.value(),
+            tree_efficiency=self.tree_efficiency,
+            ring_hop_share=self.ring_hop_share,
+            two_domain_volume=self.two_domain_volume,
+            nvls_tree=self.nvls_tree.value() if self.nvls_tree else None,
+            pat=self.pat,
+            peer=self.peer.value(),
+            about=self.about.value(),
+        )
+
+
+def _require(holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(rule)
+
+
+def parse_fabric(document: Mapping[str, Any], name: str) -> NodeFabric | NetworkFabric:
+    """Builds a fabric from the content of its file.
+
+    Args:
+        document: the JSON object.
+        name: the profile's name; stands in errors too.
+
+    Raises:
+        DataError: a key is missing, unknown or breaks its rule.
+    """
+    try:
+        return msgspec.convert(document, _NodeFile | _NetworkFile).value(name)
+    except msgspec.ValidationError as error:
+        raise DataError(f"fabric {name}: {error}") from error
+
+
+def read_fabric_document(name: str) -> dict[str, Any]:
+    """The JSON object of a shipped fabric profile.
+
+    Raises:
+        UnknownNameError: no such profile.
+        DataError: the file is not JSON.
+    """
+    path = FABRICS / f"{name}.json"
+    if name not in fabric_names():
+        raise UnknownNameError("fabric", name, fabric_names())
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise DataError(f"fabric {path.name}: {error}") from error
+
+
+def load_node_fabric(name: str) -> NodeFabric:
+    """Loads a shipped node fabric by name.
+
+    Raises:
+        UnknownNameError: no such profile.
+        DataError: the file breaks a rule, or is a network fabric.
+    """
+    fabric = parse_fabric(read_fabric_document(name), name)
+    if not isinstance(fabric, NodeFabric):
+        raise DataError(f"fabric {name}: is a network fabric; name a node fabric under node_fabric")
+    return fabric
+
+
+def load_network_fabric(name: str) -> NetworkFabric:
+    """Loads a shipped network fabric by name.
+
+    Raises:
+        UnknownNameError: no such profile.
+        DataError: the file breaks a rule, or is a node fabric.
+    """
+    fabric = parse_fabric(read_fabric_document(name), name)
+    if not isinstance(fabric, NetworkFabric):
+        raise DataError(f"fabric {name}: is a node fabric; name a network fabric under network.fabric")
+    return fabric
+
+
+def fabric_names() -> tuple[str, ...]:
+    """Names of the shipped fabric profiles, sorted."""
+    return tuple(sorted(path.stem for path in FABRICS.glob("*.json")))

@@ -1,0 +1,109 @@
+"""A cluster: its GPUs, its NVLink domains, its NICs, and the levels of its network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from echograph.errors import PlanError
+from echograph.simulator.clusters.fabric import NetworkFabric, NodeFabric
+from echograph.simulator.clusters.placement import Placement, place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FabricLevel:
+    """One level of the network, from the leaf up.
+
+    Args:
+        name: what the level is ("leaf", "spine").
+        gpus: GPUs below one switch group of this level.
+        hop_s: latency that traffic pays which has to climb to this level, on top of the fabric's, seconds.
+        oversubscription: bandwidth below over bandwidth above for traffic that climbs to this level; 1 is full.
+    """
+
+    name: str
+    gpus: int
+    hop_s: float
+    oversubscription: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The NICs of a node and what joins them.
+
+    Args:
+        nics_per_node: NICs that carry collectives.
+        nic_bytes_per_s: data-sheet bandwidth of one NIC in one direction.
+        rails: separate leaf planes, one for each GPU position; 1 where all NICs share a leaf.
+        levels: from the leaf up; a group that spans more than the last level is refused.
+        fabric: fitted latencies and efficiencies.
+    """
+
+    nics_per_node: int
+    nic_bytes_per_s: float
+    rails: int
+    levels: tuple[FabricLevel, ...]
+    fabric: NetworkFabric
+
+    def crossed(self, span: int) -> tuple[FabricLevel, ...]:
+        """Levels that a group has to climb whose first and last rank lie `span` GPUs apart."""
+        count = next((i for i, level in enumerate(self.levels) if span <= level.gpus), len(self.levels) - 1)
+        return self.levels[: count + 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A homogeneous cluster.
+
+    Args:
+        name: preset or file name.
+        device: GPU, a name of the device profiles.
+        memory_bytes: memory of one GPU.
+        gpus_per_node: GPUs of one host.
+        domain_gpus: GPUs of one NVLink domain; on a PCIe machine, those of the host.
+        nvlink_bytes_per_s: data-sheet NVLink bandwidth of one GPU in one direction, 0 without NVLink.
+        pcie_bytes_per_s: data-sheet PCIe bandwidth of one GPU in one direction.
+        nvls: whether the NVLink switch reduces (NVLink SHARP).
+        max_gpus: largest size that the network's levels can join.
+        node_fabric: fitted links inside a domain.
+        network: what joins the domains.
+    """
+
+    name: str
+    device: str
+    memory_bytes: int
+    gpus_per_node: int
+    domain_gpus: int
+    nvlink_bytes_per_s: float
+    pcie_bytes_per_s: float
+    nvls: bool
+    max_gpus: int
+    node_fabric: NodeFabric
+    network: Network
+
+    def place(self, ranks: Sequence[int]) -> Placement:
+        """How a group spreads over the cluster.
+
+        Args:
+            ranks: global ranks, each once. A `range` takes constant time: `place(range(0, 4096, 8))`.
+
+        Raises:
+            PlanError: an empty group, a rank twice, or a rank beyond the cluster.
+        """
+        placement = place(ranks, self.gpus_per_node, self.domain_gpus)
+        largest = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else int(max(ranks))
+        if largest >= self.max_gpus:
+            raise PlanError(
+                f"cluster {self.name}: rank {largest} is beyond its {self.max_gpus} GPUs; see max_gpus"
+            )
+        return placement
+
+    def place_strided(self, size: int, stride: int = 1) -> Placement:
+        """How the group 0, stride, 2 stride, ... of `size` ranks spreads over the cluster.
+
+        Raises:
+            PlanError: size or stride below 1, or the group does not fit the cluster.
+        """
+        if size < 1 or stride < 1:
+            raise PlanError(f"group of size {size} and stride {stride}: both are at least 1")
+        return self.place(range(0, size * stride, stride))

@@ -1,0 +1,23 @@
+"""How long collectives take: one file an algorithm, and the choice among them."""
+
+from __future__ import annotations
+
+from echograph.simulator.collectives.model import KINDS, Algorithm, Cost, Kind, bus_factor
+from echograph.simulator.collectives.select import (
+    ALGORITHMS,
+    CollectiveEstimate,
+    collective_curve,
+    collective_time,
+)
+
+__all__ = [
+    "ALGORITHMS",
+    "KINDS",
+    "Algorithm",
+    "CollectiveEstimate",
+    "Cost",
+    "Kind",
+    "bus_factor",
+    "collective_curve",
+    "collective_time",
+]

@@ -1,0 +1,57 @@
+"""Point-to-point traffic: pairwise all-to-all, and send with its receive.
+
+All-to-all: each rank sends S/n to every other and copies its own S/n. NCCL runs peers a few at a time on separate
+channels, so bytes meet at the slower of NVLink and NICs, and each peer adds a small cost:
+
+    T = base + (m-1) a + (n-m) a_net + max((m-1 + local)/n S / b, m (n-m)/n S / B)
+
+with m ranks a domain. Send/recv moves S over one link: T = base + a + S/b. NCCL uses LL for small messages
+and Simple for large ones.
+"""
+
+from __future__ import annotations
+
+from echograph.simulator.clusters.fabric import ProtocolName
+from echograph.simulator.collectives.model import Algorithm, Bytes, Cost, Kind
+from echograph.simulator.network.links import Links
+
+
+def _pairwise(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
+    peer, n, m = links.node.peer, links.ranks, links.ranks_per_domain
+    node = peer.ll if protocol == "LL" else peer.simple
+    latency = node.base_s + (m - 1) * node.hop_s
+    # A PCIe host slows as more of its GPUs talk: the level of a ring holds for peers too.
+    rate = peer.bytes_per_s * links.node_bytes_per_s / links.node.bytes_per_s(2)
+    per_byte = (m - 1 + peer.local_share) / n / (rate * node.efficiency)
+    if links.domains > 1:
+        net = links.network.peer
+        latency += net.base_s + (n - m) * net.hop_s + links.climb_s
+        scale = net.efficiency * node.efficiency
+        per_byte = max(per_byte, m * (n - m) / n / (links.network_bytes_per_s * scale))
+    return Cost(latency + size * per_byte, n - 1)
+
+
+def _send(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
+    peer = links.node.peer
+    node = peer.ll if protocol == "LL" else peer.simple
+    if links.domains == 1:
+        return Cost(node.base_s + node.hop_s + size / (peer.bytes_per_s * node.efficiency), 1)
+    net = links.network.peer
+    rate = links.network_bytes_per_s / links.ranks_per_domain * net.efficiency * node.efficiency
+    return Cost(node.base_s + net.base_s + net.hop_s + links.climb_s + size / rate, 1)
+
+
+PAIRWISE = Algorithm(
+    name="pairwise",
+    kinds=frozenset({"all_to_all"}),
+    protocols=("LL", "Simple"),
+    applies=lambda kind, links: True,
+    cost=_pairwise,
+)
+SEND = Algorithm(
+    name="send",
+    kinds=frozenset({"send_recv"}),
+    protocols=("LL", "Simple"),
+    applies=lambda kind, links: True,
+    cost=_send,
+)

@@ -1,0 +1,160 @@
+"""Chooses algorithm and protocol, and answers how long a collective takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echograph.errors import UnknownNameError
+from echograph.registry import Table
+from echograph.simulator.clusters.fabric import ProtocolName
+from echograph.simulator.clusters.placement import Placement
+from echograph.simulator.clusters.types import Cluster
+from echograph.simulator.collectives.model import ALL_PROTOCOLS, KINDS, Algorithm, Bytes, Cost, Kind, bus_factor
+from echograph.simulator.network.links import Links, group_links
+
+_HERE = "echograph.simulator.collectives"
+ALGORITHMS = Table(
+    "collective algorithm",
+    {
+        "ring": f"{_HERE}.ring:RING",
+        "tree": f"{_HERE}.tree:TREE",
+        "nvls": f"{_HERE}.nvls:NVLS",
+        "nvls_tree": f"{_HERE}.nvls_tree:NVLS_TREE",
+        "pat": f"{_HERE}.pat:PAT",
+        "pairwise": f"{_HERE}.peer:PAIRWISE",
+        "send": f"{_HERE}.peer:SEND",
+    },
+)
+BARRIER_BYTES = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveEstimate:
+    """How long a collective takes once its last rank has arrived.
+
+    Args:
+        seconds: execution time.
+        spread: relative error to expect, from rows that the fabrics' fits did not see, or assumed.
+        algorithm: chosen or given; "none" for a group of one rank.
+        protocol: chosen or given; "none" for a group of one rank.
+        source: fabrics that the time rests on, and whether they are fitted or assumed.
+        bus_bandwidth: bytes a second as nccl-tests' busbw counts them; 0 where nothing moves.
+        steps: sequential steps from rank to rank.
+    """
+
+    seconds: float
+    spread: float
+    algorithm: str
+    protocol: str
+    source: str
+    bus_bandwidth: float
+    steps: int
+
+
+def collective_time(
+    kind: Kind,
+    bytes_per_rank: float,
+    placement: Placement,
+    cluster: Cluster,
+    *,
+    algorithm: str | None = None,
+    protocol: ProtocolName | None = None,
+) -> CollectiveEstimate:
+    """Time of one collective, with the algorithm and protocol that are fastest by the model, as NCCL chooses.
+
+    Args:
+        kind: one of `KINDS`.
+        bytes_per_rank: nccl-tests' `size`, the whole buffer of one rank: for all_gather the gathered output,
+            for reduce_scatter the full input, for all_to_all what a rank sends in all (its own part included),
+            for send_recv the message. A barrier ignores it.
+        placement: where the group sits, from `cluster.place`.
+        cluster: the cluster.
+        algorithm: a name of `ALGORITHMS` instead of the choice.
+        protocol: LL, LL128 or Simple instead of the choice.
+
+    Returns:
+        The estimate; a group of one rank takes 0 seconds.
+
+    Raises:
+        UnknownNameError: an unknown kind, algorithm or protocol, or one that does not run this collective here.
+        ValueError: a negative size.
+    """
+    if not 0 <= bytes_per_rank < float("inf"):
+        raise ValueError(f"bytes_per_rank is a finite number >= 0, not {bytes_per_rank!r}")
+    size = BARRIER_BYTES if kind == "barrier" else float(bytes_per_rank)
+    links = group_links(placement, cluster)
+    candidates = list(_candidates(kind, size, links, algorithm, protocol))
+    if links.ranks == 1:
+        return CollectiveEstimate(
+            seconds=0.0, spread=0.0, algorithm="none", protocol="none", source="exact", bus_bandwidth=0.0, steps=0
+        )
+    chosen, name, cost = min(candidates, key=lambda c: float(c[2].seconds))
+    seconds = float(cost.seconds)
+    return CollectiveEstimate(
+        seconds=seconds,
+        spread=_spread(kind, links),
+        algorithm=chosen.name,
+        protocol=name,
+        source=_source(links),
+        bus_bandwidth=bus_factor(kind, links.ranks) * size / seconds if seconds and kind != "barrier" else 0.0,
+        steps=cost.steps,
+    )
+
+
+def collective_curve(
+    kind: Kind, sizes: NDArray[np.float64], placement: Placement, cluster: Cluster
+) -> NDArray[np.float64]:
+    """Seconds for each of an array of sizes; what `collective_time` says of each.
+
+    Args:
+        kind: one of `KINDS`.
+        sizes: bytes, float64, shape (sizes,).
+        placement: where the group sits.
+        cluster: the cluster.
+
+    Raises:
+        UnknownNameError: an unknown kind.
+    """
+    links = group_links(placement, cluster)
+    asked = np.full_like(sizes, BARRIER_BYTES) if kind == "barrier" else sizes
+    candidates = _candidates(kind, asked, links, None, None)
+    if links.ranks == 1:
+        return np.zeros_like(sizes)
+    least: NDArray[np.float64] = np.minimum.reduce([np.asarray(cost.seconds) for _, _, cost in candidates])
+    return least
+
+
+def _candidates(
+    kind: Kind, size: Bytes, links: Links, algorithm: str | None, protocol: ProtocolName | None
+) -> Iterator[tuple[Algorithm, ProtocolName, Cost]]:
+    if kind not in KINDS:
+        raise UnknownNameError("collective", kind, KINDS)
+    if protocol is not None and protocol not in ALL_PROTOCOLS:
+        raise UnknownNameError("protocol", protocol, ALL_PROTOCOLS)
+    runs: Kind = "all_reduce" if kind == "barrier" else kind
+    table: list[Algorithm] = [ALGORITHMS[name] for name in ([algorithm] if algorithm else ALGORITHMS)]
+    offered = [a for a in table if runs in a.kinds and (links.ranks == 1 or a.applies(runs, links))]
+    pairs = [(a, p) for a in offered for p in a.protocols if protocol in (None, p)]
+    if not pairs:
+        possible = {f"{name}" for name in ALGORITHMS if runs in ALGORITHMS[name].kinds}
+        asked = "+".join(word for word in (algorithm, protocol) if word)
+        raise UnknownNameError(f"algorithm for {kind} on {links.domains} domains", asked, possible)
+    if links.ranks > 1:
+        yield from ((a, p, a.cost(runs, size, links, p)) for a, p in pairs)
+
+
+def _spread(kind: Kind, links: Links) -> float:
+    tested = "all_reduce" if kind == "barrier" else kind
+    if links.domains == 1:
+        return links.node.about.error(tested)
+    return max(links.network.about.error(tested), links.node.about.error(tested))
+
+
+def _source(links: Links) -> str:
+    node, network = links.node, links.network
+    text = f"{node.name} ({node.about.origin})"
+    return text if links.domains == 1 else f"{text} + {network.name} ({network.about.origin})"

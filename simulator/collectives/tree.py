@@ -1,0 +1,39 @@
+"""Double binary tree across domains, a chain inside each.
+
+Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009; in NCCL
+since 2.4. Each tree reduces half the data to its root and broadcasts it back; a domain is a leaf of one tree and
+inside the other, so it sends 2S over its NICs, but only S when there are two domains:
+
+    T = base + 2 ((m-1) a + ceil(log2 D) a_net) + S max(2/b, v/(e B)),  v = 1 for D = 2, else 2
+
+with m ranks a domain, D domains and the tree's efficiency e. Not every machine shows v = 1 for two domains,
+so v is the fabric's `two_domain_volume`.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2
+
+from echograph.simulator.clusters.fabric import ProtocolName
+from echograph.simulator.collectives.model import ALL_PROTOCOLS, Algorithm, Bytes, Cost, Kind
+from echograph.simulator.network.links import Links
+
+
+def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
+    node, net = links.node.protocols[protocol], links.network.protocols[protocol]
+    chain, depth = links.ranks_per_domain - 1, ceil(log2(links.domains))
+    latency = 2 * (chain * node.hop_s + depth * (net.hop_s + links.climb_s))
+    rate = links.network_bytes_per_s * net.efficiency * links.network.tree_efficiency
+    per_byte = links.tree_volume / rate
+    if chain:
+        per_byte = max(per_byte, 2 / (links.node_bytes_per_s * node.efficiency))
+    return Cost(node.base_s + net.base_s + latency + size * per_byte, 2 * (chain + depth))
+
+
+TREE = Algorithm(
+    name="tree",
+    kinds=frozenset({"all_reduce"}),
+    protocols=ALL_PROTOCOLS,
+    applies=lambda kind, links: links.domains > 1,
+    cost=_cost,
+)

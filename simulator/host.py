@@ -1,0 +1,47 @@
+"""The host that feeds a device: how long it takes to issue each operation.
+
+An eager framework spends some microseconds on every operation, a view as much as a kernel but for the launch. A
+step of many small kernels is bound by this, whatever the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from echograph.ir.columns import Int64
+from echograph.ir.graph import Graph
+from echograph.ir.types import MultiTensor, OpKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Time of the issuing thread.
+
+    Attributes:
+        op_ps: one framework operation that launches one kernel, the launch included.
+        launch_ps: the launch alone; a view costs the rest.
+        spread: relative standard error of both.
+    """
+
+    op_ps: int
+    launch_ps: int
+    spread: float = 0.0
+
+    def issue(self, graph: Graph) -> Int64:
+        """Picoseconds to issue every row of the operation table; for `Host` work its own duration, 0 if unknown.
+
+        The operations that share a multi-tensor launch cost nothing beyond the first.
+        """
+        ops = graph.ops
+        issue = np.full(len(ops), self.op_ps, np.int64)
+        issue[ops.is_view] = self.op_ps - self.launch_ps
+        follows = [i for i, a in enumerate(ops.attribute_values) if isinstance(a, MultiTensor) and a.part > 0]
+        issue[np.isin(ops.attributes, follows)] = 0
+        own = ops.kind == OpKind.HOST
+        issue[own] = 0
+        rows = ops.duration.rows
+        imported = np.isin(rows, np.flatnonzero(own))
+        issue[rows[imported]] = ops.duration.values[imported]
+        return issue

@@ -1,0 +1,108 @@
+"""What a simulation answers: the record that tables, JSON and reports are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from echograph.ir.timeline import Timeline
+from echograph.simulator.breakdown import Breakdown
+from echograph.simulator.memory import Memory
+from echograph.units import to_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The prediction of one training step.
+
+    Attributes:
+        model: name of the model.
+        cluster: name of the cluster.
+        device: name of its device.
+        gpus: number of ranks.
+        plan: the parallel plan, option -> value.
+        step_ps: step time, picoseconds.
+        interval_ps: 90 % interval of the step time from the errors of its durations.
+        samples: samples of one step over all ranks.
+        tokens: tokens of one step over all ranks; 0 where samples have none.
+        model_flops: forward and backward FLOPs of one rank, recomputation not counted.
+        peak_flops_per_s: the device's dense peak for the model's type; 0 where unknown.
+        breakdown: where the time goes, for the program that ends last.
+        memory: of that program; None where the graph has no tensors.
+        sources: share of the busy time by source of the duration.
+        collectives: for each group axis, calls and bytes per rank and the algorithms chosen.
+        engine: name of the engine.
+        simulated_ranks: programs simulated; equal ranks are simulated once.
+        tasks: number of tasks.
+        wall_s: seconds that the simulation took.
+        timeline: what ran when.
+    """
+
+    model: str
+    cluster: str
+    device: str
+    gpus: int
+    plan: dict[str, Any]
+    step_ps: int
+    interval_ps: tuple[int, int]
+    samples: int
+    tokens: int
+    model_flops: int
+    peak_flops_per_s: float
+    breakdown: Breakdown
+    memory: Memory | None
+    sources: dict[str, float]
+    collectives: dict[str, dict[str, Any]]
+    engine: str
+    simulated_ranks: int
+    tasks: int
+    wall_s: float
+    timeline: Timeline = field(repr=False, compare=False)
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: model FLOPs over what the devices could do in the step."""
+        if not self.peak_flops_per_s or not self.step_ps:
+            return None
+        return self.model_flops / (to_s(self.step_ps) * self.peak_flops_per_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """The stable schema of `echosim run --json`."""
+        step = to_s(self.step_ps)
+        parts = self.breakdown
+        memory = self.memory
+        return {
+            "model": self.model,
+            "cluster": self.cluster,
+            "device": self.device,
+            "step_time_s": step,
+            "step_time_interval_s": [to_s(v) for v in self.interval_ps],
+            "tokens_per_s": self.tokens / step if step else 0.0,
+            "samples_per_s": self.samples / step if step else 0.0,
+            "mfu": self.mfu,
+            "gpus": self.gpus,
+            "plan": self.plan,
+            "breakdown_s": {
+                "compute": to_s(parts.compute),
+                "exposed_communication": {k: to_s(v) for k, v in parts.exposed_communication.items()},
+                "bubble": to_s(parts.bubble),
+                "wait": to_s(parts.wait),
+                "host": to_s(parts.host),
+            },
+            "memory": None
+            if memory is None
+            else {
+                "peak_bytes": memory.peak_bytes,
+                "capacity_bytes": memory.capacity_bytes,
+                "fits": memory.fits,
+                "at_peak_bytes": memory.by_role,
+            },
+            "durations": self.sources,
+            "collectives": self.collectives,
+            "simulation": {
+                "engine": self.engine,
+                "ranks": self.simulated_ranks,
+                "tasks": self.tasks,
+                "wall_s": self.wall_s,
+            },
+        }

@@ -1,0 +1,175 @@
+"""A job on a cluster, from the graph to the result: the path of every prediction, in order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from math import sqrt
+from typing import Any
+
+import numpy as np
+
+from echograph.ir.columns import Int64
+from echograph.ir.graph import JobGraph
+from echograph.ir.timeline import Timeline
+from echograph.ir.types import Attention, Convolution, Gemm, OpKind, Phase, Source
+from echograph.simulator import engine as engines
+from echograph.simulator.breakdown import breakdown
+from echograph.simulator.clusters import Cluster
+from echograph.simulator.durations import COMMUNICATIONS, Durations, durations, meeting
+from echograph.simulator.host import Host
+from echograph.simulator.memory import memory
+from echograph.simulator.result import Result
+from echograph.simulator.tasks import TaskGraph, expand
+
+NINETY_PERCENT = 1.645
+"""Half-width of the central 90 % of a normal distribution, in standard deviations."""
+
+
+def simulate(
+    job: JobGraph,
+    cluster: Cluster,
+    host: Host,
+    *,
+    peak_flops_per_s: float = 0.0,
+    engine: str = "auto",
+    plan: dict[str, Any] | None = None,
+) -> Result:
+    """Predicts one step of a job.
+
+    Args:
+        job: an annotated job graph.
+        cluster: where it runs.
+        host: what issuing costs.
+        peak_flops_per_s: dense peak of the device for the model's type, for the utilisation.
+        engine: "auto" or a name of `engine.ENGINES`.
+        plan: the plan as the user gave it, for the result.
+
+    Raises:
+        SimulationError: an operation has no duration, the job deadlocks or is too large.
+        PlanError: a group does not fit the cluster.
+    """
+    began = time.perf_counter()
+    times = durations(job, cluster)
+    issue = host.issue(job)
+    tasks = expand(job, times.picoseconds, issue, lambda number, row: meeting(job, number, row))
+    starts, chosen = engines.run(tasks, engine)
+    timeline = _timeline(job, tasks, starts.start, starts.cause)
+    last = int(timeline.program[np.argmax(timeline.end)]) if len(timeline) else 0
+    step = timeline.makespan
+    half = round(NINETY_PERCENT * _deviation(job, tasks, times, host, chosen, step))
+    replicas = next((a.size for a in job.mesh if a.name == "dp"), 1)
+    samples = job.workload.batch_size * replicas * _micro_batches(job, last)
+    return Result(
+        model=job.workload.model or job.name,
+        cluster=cluster.name,
+        device=cluster.device,
+        gpus=job.world_size,
+        plan=plan or {},
+        step_ps=step,
+        interval_ps=(max(0, step - half), step + half),
+        samples=samples,
+        tokens=samples * job.workload.sequence_length,
+        model_flops=_model_flops(job, last),
+        peak_flops_per_s=peak_flops_per_s,
+        breakdown=breakdown(job, timeline, last),
+        memory=memory(job, last, cluster.memory_bytes),
+        sources=_shares(job, tasks, times),
+        collectives=_collectives(job, times, last),
+        engine=chosen,
+        simulated_ranks=len(job.programs),
+        tasks=len(tasks),
+        wall_s=time.perf_counter() - began,
+        timeline=timeline,
+    )
+
+
+def _timeline(job: JobGraph, tasks: TaskGraph, start: Int64, cause: Int64) -> Timeline:
+    return Timeline(
+        program=tasks.program,
+        lane=tasks.lane,
+        stream=job.ops.stream[tasks.op],
+        op=tasks.op,
+        instance=tasks.instance,
+        micro_batch=tasks.micro_batch,
+        start=start,
+        duration=tasks.duration,
+        cause=cause,
+        programs=tuple(p.role or f"rank {i}" for i, p in enumerate(job.programs)),
+        streams=job.streams,
+    )
+
+
+def _deviation(job: JobGraph, tasks: TaskGraph, times: Durations, host: Host, engine: str, step: int) -> float:
+    """Standard deviation of the step: each family's error moves all its durations together, families apart.
+
+    The step is simulated again with each family longer by its own standard error (first-order propagation).
+    """
+    family = _families(job)
+    variance = 0.0
+    longer: list[Callable[[], Int64]] = [
+        lambda which=which: _stretched(tasks, times, family == which)  # type: ignore[misc]
+        for which in np.unique(family[(times.spread > 0) & (times.picoseconds > 0)]).tolist()
+    ]
+    if host.spread and host.op_ps:
+        longer.append(
+            lambda: np.where(tasks.lane == 0, np.rint(tasks.duration * (1 + host.spread)), tasks.duration)
+        )
+    for durations_of in longer:
+        changed = replace(tasks, duration=durations_of().astype(np.int64))
+        starts, _ = engines.run(changed, engine)
+        variance += float((starts.start + changed.duration).max(initial=0) - step) ** 2
+    return sqrt(variance)
+
+
+def _stretched(tasks: TaskGraph, times: Durations, rows: np.ndarray) -> Int64:
+    factor = np.where(rows, 1.0 + times.spread, 1.0)[tasks.op]
+    return np.where(tasks.lane == 1, np.rint(tasks.duration * factor), tasks.duration).astype(np.int64)
+
+
+def _families(job: JobGraph) -> Int64:
+    """Operations whose durations come from one fit: matrix products, attention, convolutions, others, groups."""
+    ops = job.ops
+    kinds = [Gemm, Attention, Convolution]
+    of_attribute = np.array(
+        [next((i for i, k in enumerate(kinds) if isinstance(a, k)), 3) for a in ops.attribute_values] + [3]
+    )
+    family = of_attribute[ops.attributes].astype(np.int64)
+    communicates = np.isin(ops.kind, COMMUNICATIONS)
+    family[communicates] = 4 + ops.group[communicates]
+    return family
+
+
+def _model_flops(job: JobGraph, program: int) -> int:
+    counted = np.isin(job.ops.phase, (Phase.FORWARD, Phase.BACKWARD)) & (job.ops.kind == OpKind.COMPUTE)
+    before = np.concatenate([[0], np.cumsum(np.where(counted, job.ops.flops, 0))])
+    calls = job.programs[program].calls
+    return int((before[calls[:, 2]] - before[calls[:, 1]]).sum())
+
+
+def _micro_batches(job: JobGraph, program: int) -> int:
+    return max(1, len(np.unique(job.programs[program].calls[:, 4])))
+
+
+def _shares(job: JobGraph, tasks: TaskGraph, times: Durations) -> dict[str, float]:
+    busy = np.bincount(times.source[tasks.op], weights=np.where(tasks.lane == 1, tasks.duration, 0), minlength=5)
+    total = float(busy.sum()) or 1.0
+    return {source.name.lower(): float(busy[source]) / total for source in Source}
+
+
+def _collectives(job: JobGraph, times: Durations, program: int) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    ops = job.ops
+    for _, begin, end, _, _ in job.programs[program].calls.tolist():
+        for row in (begin + np.flatnonzero(np.isin(ops.kind[begin:end], COMMUNICATIONS))).tolist():
+            group = job.groups[int(ops.group[row])]
+            label = "+".join(group.axes) or group.name
+            entry = found.setdefault(label, {"calls": 0, "bytes_per_rank": 0, "busy_s": 0.0, "algorithms": []})
+            entry["calls"] += 1
+            entry["bytes_per_rank"] += int(ops.nbytes[row])
+            entry["busy_s"] += float(times.picoseconds[row]) / 1e12
+            choice = times.algorithm.get(row)
+            if choice and choice not in entry["algorithms"]:
+                entry["algorithms"].append(choice)
+    return found

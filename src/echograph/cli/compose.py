@@ -1,0 +1,132 @@
+"""Where rooms meet: a model to a step graph, a step graph to an annotated job, a job to a prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echograph.errors import EchoError, UsageError
+from echograph.ir.graph import Graph, JobGraph, StepGraph
+from echograph.ir.passes.data_parallel import DataParallel
+from echograph.simulator.clusters import Cluster, load_cluster
+from echograph.simulator.host import Host
+from echograph.units import to_ps
+
+if TYPE_CHECKING:
+    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.simulator.result import Result
+
+Say = Callable[[str], None]
+
+
+def compile_model(
+    model: str,
+    spec: StepSpec,
+    *,
+    batch_size: int | None,
+    seq_len: int | None,
+    attention: str | None,
+    producer: str,
+    say: Say = lambda _: None,
+) -> StepGraph:
+    """Captures and folds one training step of a zoo model, a Hugging Face configuration or `file.py:function`."""
+    from echograph.frontend.pytorch.capture import capture, capture_mode
+    from echograph.frontend.pytorch.lower import lower
+    from echograph.ir.passes.fold import fold
+
+    say(f"building {model}")
+    with capture_mode():
+        name, module, inputs, loss = _build(model, spec, batch_size, seq_len, attention)
+    say(f"capturing one training step of {name}")
+    captured = capture(module, inputs, loss, spec, producer=producer)
+    say("lowering")
+    graph = lower(captured, spec, name=name)
+    say("folding repeated blocks")
+    return fold(graph)
+
+
+def _build(
+    model: str, spec: StepSpec, batch_size: int | None, seq_len: int | None, attention: str | None
+) -> tuple[str, Any, Any, Any]:
+    import torch
+
+    path, _, function = model.rpartition(":")
+    if path.endswith(".py"):
+        from echograph.frontend.pytorch.userfile import load_user_model
+
+        if (batch_size, seq_len, attention) != (None, None, None):
+            raise UsageError(
+                "--batch-size, --seq-len and --attention belong to zoo models: set them in your function"
+            )
+        return function, *load_user_model(model)
+    from echograph.models import build, from_config, get_model
+
+    looks_like_path = Path(model).exists() and (Path(model).is_dir() or model.endswith(".json"))
+    entry = from_config(Path(model)) if looks_like_path else get_model(model)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(spec.torch_dtype)
+    try:
+        built = build(entry, batch_size=batch_size, seq_len=seq_len, attention=attention)
+    finally:
+        torch.set_default_dtype(before)
+    return entry.name, built.module, built.inputs, built.loss
+
+
+def predict(
+    graph: StepGraph | JobGraph, *, cluster: str, gpus: int | None, engine: str = "auto"
+) -> tuple[Result, JobGraph]:
+    """Lowers a graph to a job on a cluster, annotates it and simulates it.
+
+    Args:
+        graph: a step graph, replicated over the GPUs, or a job graph, run as it is.
+        cluster: a preset's name or a TOML file.
+        gpus: number of ranks; None takes one node, or what a job graph has.
+        engine: "auto" or an engine's name.
+    """
+    from echograph.profiler.costs import load_device
+    from echograph.profiler.costs.estimate import estimate
+    from echograph.simulator.simulate import simulate
+
+    where = load_cluster(cluster)
+    device = load_device(where.device)
+    job = lower_to_job(graph, where, gpus)
+    job = estimate(job, device)(job)
+    host = Host(op_ps=to_ps(device.host.op_s), launch_ps=to_ps(device.host.launch_s), spread=host_spread())
+    peak = device.datasheet.peak_flops_per_s.get(_peak_name(job), 0.0)
+    plan: dict[str, Any] = {"gpus": job.world_size, "cluster": where.name}
+    plan |= {axis.name: axis.size for axis in job.mesh}
+    return simulate(job, where, host, peak_flops_per_s=peak, engine=engine, plan=plan), job
+
+
+def lower_to_job(graph: Graph, cluster: Cluster, gpus: int | None) -> JobGraph:
+    """The job that a graph is on a cluster.
+
+    Raises:
+        UsageError: a number of GPUs that the cluster does not have, or that a job graph was not made for.
+    """
+    if gpus is not None and not 1 <= gpus <= cluster.max_gpus:
+        raise UsageError(f"--gpus {gpus}: cluster {cluster.name} has 1 to {cluster.max_gpus} GPUs")
+    if isinstance(graph, JobGraph):
+        if gpus not in (None, graph.world_size):
+            raise UsageError(
+                f"--gpus {gpus}: the job graph is for {graph.world_size}; give its step graph instead"
+            )
+        return graph
+    if not isinstance(graph, StepGraph):
+        raise EchoError("neither a step graph nor a job graph")
+    return DataParallel(replicas=gpus or cluster.gpus_per_node)(graph)
+
+
+def host_spread() -> float:
+    """Relative standard error of the host's times."""
+    from echograph.profiler.costs.host import SPREAD
+
+    return SPREAD
+
+
+def _peak_name(job: JobGraph) -> str:
+    from echograph.profiler.costs.estimate import DTYPE_NAMES
+
+    name = DTYPE_NAMES.get(job.workload.dtype, "fp32")
+    return "bf16" if name == "fp16" else name

@@ -1,0 +1,167 @@
+"""`echoc`: compile models to workload graphs, and look at graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from echograph.cli.app import make_app, print_error, print_json, print_line, print_table, progress, run
+from echograph.units import format_bytes, format_count
+
+app = make_app("echoc", "Compile a training step into a workload graph, without a GPU; look at graphs.")
+
+GraphFile = Annotated[Path, typer.Argument(help="A graph file written by echoc.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("compile")
+def compile_command(
+    model: Annotated[
+        str,
+        typer.Option("--model", "-m", help="Zoo name, Hugging Face config folder or JSON, or file.py:function."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the graph goes.")] = Path("graph.pb"),
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples of one micro-batch.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sample, or pixels of an image's side.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    optimizer: Annotated[str, typer.Option(help="adamw, adam or sgd.")] = "adamw",
+    clip_grad_norm: Annotated[float | None, typer.Option(help="Clip the gradients' norm to this.")] = None,
+    master_weights: Annotated[
+        bool | None, typer.Option(help="Keep fp32 copies of 16-bit parameters (default: yes).")
+    ] = None,
+    recompute: Annotated[bool, typer.Option(help="The model's own activation checkpointing.")] = False,
+    attention: Annotated[str | None, typer.Option(help="sdpa (fused) or eager.")] = None,
+    capture: Annotated[str, typer.Option(help="recorder, or aot (export and AOTAutograd).")] = "recorder",
+    as_json: Json = False,
+) -> None:
+    """Capture one training step of a model and write it as a workload graph."""
+    from echograph.cli.compose import compile_model
+    from echograph.ir import files, serde
+
+    files.check_writable(output)
+    _require_torch()
+    from echograph.frontend.pytorch.step import StepSpec
+
+    spec = StepSpec(
+        dtype=dtype,  # type: ignore[arg-type]
+        optimizer=optimizer,  # type: ignore[arg-type]
+        clip_grad_norm=clip_grad_norm,
+        master_weights=master_weights,
+        recompute=recompute,
+    )
+    with progress("starting") as say:
+        graph = compile_model(
+            model, spec, batch_size=batch_size, seq_len=seq_len, attention=attention, producer=capture, say=say
+        )
+        say(f"writing {output}")
+        size = serde.save(graph, output)
+    from echograph.cli.show import summarize
+
+    summary = summarize(graph)
+    if as_json:
+        print_json({"output": str(output), "bytes": size, **summary})
+        return
+    for line in _headline(summary):
+        print_line(line)
+    print_error(f"wrote {output} ({format_bytes(size)})")
+
+
+def _headline(summary: dict[str, Any]) -> list[str]:
+    flops = sum(summary["flops"].values())
+    blocks = "".join(f", {b['instances']} x {b['name']}" for b in summary["blocks"][1:])
+    return [
+        f"{summary['model']}: {format_count(summary['parameters'])} parameters, {summary['dtype']}, "
+        f"{summary['batch_size']} x {summary['sequence_length'] or 1} a micro-batch, {summary['optimizer']}",
+        f"{summary['unfolded_ops']} operations ({summary['ops']} stored{blocks}), "
+        f"{format_count(flops, 'FLOP')} a step",
+    ]
+
+
+def _require_torch() -> None:
+    import importlib.util
+
+    from echograph.errors import MissingExtraError
+
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError("PyTorch", "torch", "compiling a model")
+
+
+@app.command()
+def models(
+    name: Annotated[str | None, typer.Argument(help="One model: everything known of it.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the model zoo with parameters and FLOPs."""
+    from echograph.cli.show import model_row
+    from echograph.models import get_model, model_entries
+
+    entries = [get_model(name)] if name else list(model_entries())
+    rows = [model_row(entry) for entry in entries]
+    if as_json:
+        print_json(rows)
+        return
+    print_table(
+        ("model", "family", "parameters", "sample", "FLOPs/sample forward", "backward", "also called"),
+        (
+            (
+                row["name"],
+                row["family"],
+                format_count(row["parameters"] or 0),
+                row["sample"],
+                *(format_count((row["flops_per_sample"] or {}).get(k, 0)) for k in ("forward", "backward")),
+                ", ".join(row["aliases"]),
+            )
+            for row in rows
+        ),
+    )
+
+
+@app.command()
+def show(graph: GraphFile, as_json: Json = False) -> None:
+    """Say what a graph holds: blocks, operations, FLOPs, bytes, memory, what is measured."""
+    from echograph.cli.show import print_summary, summarize
+    from echograph.ir import serde
+
+    summary = summarize(serde.load(graph))
+    print_json(summary) if as_json else print_summary(summary)
+
+
+@app.command()
+def check(graph: GraphFile, as_json: Json = False) -> None:
+    """Read a graph and check every invariant; exit 1 if one does not hold."""
+    from echograph.ir import serde
+    from echograph.ir.verify import CHECKS
+
+    loaded = serde.load(graph)
+    names = [c.__name__ for c in CHECKS]
+    if as_json:
+        print_json({"graph": str(graph), "valid": True, "checks": names})
+    else:
+        print_line(f"{graph}: valid ({len(loaded.ops)} operations, {len(names)} invariants)")
+
+
+@app.command()
+def text(
+    graph: GraphFile,
+    unfold: Annotated[bool, typer.Option("--unfold", help="Write every block instance out.")] = False,
+) -> None:
+    """Print a graph as text."""
+    from echograph.ir import serde
+    from echograph.ir.graph import StepGraph
+    from echograph.ir.text import to_text
+    from echograph.ir.unfold import unfold as unfolded
+
+    loaded = serde.load(graph)
+    if unfold and isinstance(loaded, StepGraph):
+        loaded = unfolded(loaded)
+    for piece in to_text(loaded):
+        print_line(piece.rstrip("\n"))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    run(app, "echoc")

@@ -1,0 +1,118 @@
+"""`echosim`: simulate workload graphs on clusters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from echograph.cli.app import make_app, print_error, print_json, print_line, print_table, progress, run
+from echograph.units import format_bytes
+
+app = make_app("echosim", "Simulate a workload graph on a cluster: step time, where it goes, how sure it is.")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("run")
+def run_command(
+    graph: Annotated[Path, typer.Argument(help="A graph file written by echoc.")],
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs (default: one node).")] = None,
+    cluster: Annotated[str, typer.Option(help="A preset (see echosim clusters) or a TOML file.")] = "dgx-h100",
+    engine: Annotated[str, typer.Option(help="auto, static or reference.")] = "auto",
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, for Perfetto.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict the time of one training step, data-parallel over the GPUs."""
+    from echograph.cli.compose import predict
+    from echograph.cli.report import print_result
+    from echograph.ir import files, serde
+
+    for path in (output, trace):
+        if path is not None:
+            files.check_writable(path)
+    with progress(f"reading {graph}") as say:
+        loaded = serde.load(graph)
+        say("simulating")
+        result, job = predict(loaded, cluster=cluster, gpus=gpus, engine=engine)
+    record = result.to_json()
+    if as_json:
+        print_json(record)
+    else:
+        print_result(result)
+    if output is not None:
+        files.write_whole(output, [json.dumps(record, indent=2) + "\n"])
+        print_error(f"wrote {output} (result)")
+    if trace is not None:
+        from echograph.ir.exporters.chrome import chrome_trace
+
+        files.write_whole(trace, chrome_trace(job, result.timeline))
+        print_error(f"wrote {trace} (Chrome trace: open in ui.perfetto.dev)")
+
+
+@app.command()
+def clusters(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
+    """List the cluster presets, or describe one."""
+    from echograph.simulator.clusters import cluster_names, load_cluster
+
+    rows = []
+    for preset in [name] if name else cluster_names():
+        c = load_cluster(preset)
+        rows.append(
+            {
+                "name": c.name,
+                "device": c.device,
+                "gpus_per_node": c.gpus_per_node,
+                "nvlink_domain_gpus": c.domain_gpus,
+                "nvlink_GBps": c.nvlink_bytes_per_s / 1e9,
+                "nvls": c.nvls,
+                "nics_per_node": c.network.nics_per_node,
+                "nic_GBps": c.network.nic_bytes_per_s / 1e9,
+                "max_gpus": c.max_gpus,
+                "node_fabric": f"{c.node_fabric.name} ({c.node_fabric.about.origin})",
+                "network_fabric": f"{c.network.fabric.name} ({c.network.fabric.about.origin})",
+            }
+        )
+    _print_rows(rows, as_json)
+
+
+@app.command()
+def devices(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
+    """List the devices, what their costs rest on, and how far the fits were off."""
+    from echograph.profiler.costs import device_names, load_device
+
+    rows = []
+    for device in [name] if name else device_names():
+        d = load_device(device)
+        held_out = d.gemm["bf16"].label.held_out.long if "bf16" in d.gemm else None
+        rows.append(
+            {
+                "name": d.name,
+                "title": d.datasheet.title,
+                "bf16_TFLOPs": round(d.datasheet.peak_flops_per_s.get("bf16", 0.0) / 1e12, 1),
+                "memory": format_bytes(d.datasheet.memory_bytes),
+                "bandwidth_GBps": round(d.datasheet.memory_bandwidth_bytes_per_s / 1e9),
+                "matrix_products": d.gemm["bf16"].label.basis if "bf16" in d.gemm else d.gemm["fp32"].label.basis,
+                "held_out_median_error": None if held_out is None else round(held_out.median_abs, 4),
+            }
+        )
+    _print_rows(rows, as_json)
+
+
+def _print_rows(rows: list[dict[str, object]], as_json: bool) -> None:
+    if as_json:
+        print_json(rows)
+        return
+    if len(rows) == 1:
+        for key, value in rows[0].items():
+            print_line(f"{key:<24} {value}")
+        return
+    print_table([key.replace("_", " ") for key in rows[0]], [list(row.values()) for row in rows])
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    run(app, "echosim")

@@ -1,0 +1,54 @@
+"""A prediction for people."""
+
+from __future__ import annotations
+
+from echograph.cli.app import print_line
+from echograph.simulator.result import Result
+from echograph.units import format_bytes, format_count, format_time
+
+BAR = 30
+
+
+def print_result(result: Result) -> None:
+    """Step time, where it goes, and how sure it is."""
+    low, high = result.interval_ps
+    record = result.to_json()
+    print_line(f"{result.model} on {result.gpus} GPUs of {result.cluster} ({result.device})")
+    print_line(
+        f"  step time     {format_time(result.step_ps)}   "
+        f"(90 % interval {format_time(low)} to {format_time(high)})"
+    )
+    tokens = f", {format_count(record['tokens_per_s'])} tokens/s" if result.tokens else ""
+    print_line(f"  throughput    {format_count(record['samples_per_s'])} samples/s{tokens}")
+    if result.mfu is not None:
+        print_line(f"  utilisation   {result.mfu:.1%} of the device's peak (model FLOPs)")
+    _print_breakdown(result)
+    for axis, entry in result.collectives.items():
+        print_line(
+            f"  collectives   {axis}: {entry['calls']} calls, {format_bytes(entry['bytes_per_rank'])} per rank, "
+            f"{entry['busy_s'] * 1e3:.4g} ms busy ({', '.join(entry['algorithms'])})"
+        )
+    if result.memory is not None:
+        verdict = "fits" if result.memory.fits else "DOES NOT FIT"
+        print_line(
+            f"  memory        {format_bytes(result.memory.peak_bytes)} at the peak, of "
+            f"{format_bytes(result.memory.capacity_bytes)}: {verdict} (tensors alone)"
+        )
+    shares = ", ".join(f"{share:.0%} {name}" for name, share in result.sources.items() if share > 0)
+    print_line(f"  durations     {shares} (shares of the busy time)")
+    print_line(
+        f"  simulation    {result.tasks} tasks of {result.simulated_ranks} distinct rank(s), "
+        f"engine {result.engine}, {result.wall_s:.2g} s"
+    )
+
+
+def _print_breakdown(result: Result) -> None:
+    parts = result.breakdown
+    rows = [("compute", parts.compute)]
+    rows += [(f"exposed {axis}", value) for axis, value in parts.exposed_communication.items()]
+    rows += [("host", parts.host), ("bubble", parts.bubble), ("wait", parts.wait)]
+    print_line("  where the step goes")
+    for name, value in rows:
+        share = value / result.step_ps if result.step_ps else 0.0
+        if value or name == "compute":
+            print_line(f"    {name:<16} {format_time(value):>10} {share:>7.1%}  {'#' * round(BAR * share)}")

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echograph.errors import DataError, PlanError, UnknownNameError
+from echograph.simulator.clusters import (
+    Cluster,
+    cluster_names,
+    fabric_names,
+    load_cluster,
+    load_network_fabric,
+    load_node_fabric,
+)
+from echograph.simulator.clusters.fabric import parse_fabric, read_fabric_document
+from echograph.simulator.clusters.load import PRESETS
+
+# GPU, GPUs a node, NVLink domain, NVLink GB/s a GPU, NIC GB/s a node: from the vendors' data sheets.
+DATA_SHEETS = {
+    "dgx-a100": ("a100-sxm-80", 8, 8, 300, 200),
+    "dgx-h100": ("h100-sxm", 8, 8, 450, 400),
+    "dgx-h200": ("h200", 8, 8, 450, 400),
+    "dgx-b200": ("b200", 8, 8, 900, 400),
+    "azure-nd-a100-v4": ("a100-sxm-40", 8, 8, 300, 200),
+    "aws-p4de": ("a100-sxm-80", 8, 8, 300, 50),
+    "aws-p5": ("h100-sxm", 8, 8, 450, 400),
+    "ethernet-100g": ("l40s", 8, 8, 0, 12.5),
+    "gb200-nvl72": ("gb200", 4, 72, 900, 200),
+}
+
+
+def test_every_preset_has_its_data_sheet() -> None:
+    assert set(cluster_names()) == set(DATA_SHEETS)
+    for name, expected in DATA_SHEETS.items():
+        cluster = load_cluster(name)
+        network = cluster.network
+        found = (
+            cluster.device,
+            cluster.gpus_per_node,
+            cluster.domain_gpus,
+            cluster.nvlink_bytes_per_s / 1e9,
+            network.nics_per_node * network.nic_bytes_per_s / 1e9,
+        )
+        assert found == expected, name
+
+
+def test_default_is_dgx_h100() -> None:
+    assert load_cluster().name == "dgx-h100"
+
+
+def test_no_fabric_is_faster_than_its_nvlink() -> None:
+    for name in cluster_names():
+        cluster = load_cluster(name)
+        if cluster.nvlink_bytes_per_s:
+            assert cluster.node_fabric.bytes_per_s(2) < cluster.nvlink_bytes_per_s
+
+
+@pytest.mark.parametrize("name", fabric_names())
+def test_every_fabric_names_its_source(name: str) -> None:
+    fabric = parse_fabric(read_fabric_document(name), name)
+    about = fabric.about
+    assert about.source and about.date
+    assert about.origin != "fitted" or (about.rows and about.held_out_error["all_reduce"] < 0.12)
+
+
+def test_unknown_names_list_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'dgx-h100'"):
+        load_cluster("dgx-h10")
+    with pytest.raises(UnknownNameError, match="unknown fabric 'nvlink9'"):
+        load_node_fabric("nvlink9")
+
+
+def test_fabric_of_the_wrong_kind() -> None:
+    with pytest.raises(DataError, match="ndr400: is a network fabric"):
+        load_node_fabric("ndr400")
+    with pytest.raises(DataError, match="nvlink4: is a node fabric"):
+        load_network_fabric("nvlink4")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("nvls = true", "nvls = 1", r"Expected `bool`, got `int` - at `\$.node.nvls`"),
+        ("gpus = 8", "gpus = 0", r"gpus is from 1 to 1024 - at `\$.node`"),
+        ("memory_GiB = 79.6", "memory_GB = 80", r"memory_GB"),
+        ("nvlink_domain = 8", "nvlink_domain = 12", r"nvlink_domain is a multiple of gpus"),
+        ("nic_GBps = 50", "nic_GBps = -1", r"nic_GBps is above 0 - at `\$.network`"),
+        ("max_gpus = 131072", "max_gpus = 131073", r"max_gpus is at most the last level's gpus"),
+        ("nic_GBps = 50", "", r"missing required field `nic_GBps`"),
+        ("[node]", "[node", r"is not TOML"),
+    ],
+)
+def test_broken_file_gives_one_line_with_file_key_and_rule(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    text = (PRESETS / "dgx-h100.toml").read_text()
+    assert old in text
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace(old, new))
+    with pytest.raises(DataError, match=message) as caught:
+        load_cluster(path)
+    assert "mine.toml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone\.toml: cannot be read"):
+        load_cluster(tmp_path / "gone.toml")
+
+
+def test_own_file_loads_as_the_preset_does(tmp_path: Path) -> None:
+    path = tmp_path / "dgx-h100.toml"
+    path.write_text((PRESETS / "dgx-h100.toml").read_text())
+    assert load_cluster(path) == load_cluster("dgx-h100")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"fill": 3}, "fill is from 0 to 1"),
+        ({"levels": []}, "levels is not empty"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+def test_broken_fabric(edit: dict[str, object], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        parse_fabric(read_fabric_document("nvlink4") | edit, "mine")
+
+
+def test_rank_beyond_the_cluster(cluster: Cluster) -> None:
+    with pytest.raises(PlanError, match="rank 131072 is beyond its 131072 GPUs"):
+        cluster.place(range(131073))
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    return load_cluster("dgx-h100")
