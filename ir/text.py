@@ -10,14 +10,14 @@
       @0 %2: bf16[8,4] activation y = aten.mm(%0, %1) forward flops=256 read=96 written=64
     }
     program {
-      call 0 @0..@1 instance=0 micro_batch=0
+      call 0 @0:@1 instance=0 micro_batch=0
     }
 
 Sigils: `%` a row of the tensor table, `@` a row of the operation table, `$` a tensor id, `&` an operation id, `#`
 a stream or group by number (only where its name is not unique), `^` a position in an instance's `op_bindings`. A
 word is letters, digits and `_ . { }`; any other string stands as a JSON string. A field with its default value is
 left out. A tensor that an operation makes is declared where it is made, any other at the head of its block.
-`4..9` includes both ends in lists and calls; `@4..@9` stops before operation 9.
+`4..9` includes both ends; `@4:@9` stops before operation 9.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _attributes(value: t.Attributes) -> str:
 
 def _duration(d: t.Duration) -> str:
     samples = f"samples={d.samples}" if d.samples else ""
-    spread = f"spread={np.float32(d.spread)}" if d.spread else ""
+    spread = f"spread={np.float32(d.spread)!s}" if d.spread else ""
     return f"time({_join(_word(d.device), f'{d.picoseconds}ps', d.source.name.lower(), samples, spread)})"
 
 
@@ -215,7 +215,7 @@ def _calls(program: Program) -> Iterator[str]:
         end = _end_of_run(calls, at)
         block, low, high, *first = calls[at]
         instance, micro_batch = map(_span, first, calls[end - 1][3:])
-        yield f"call {block} @{low}..@{high} instance={instance} micro_batch={micro_batch}"
+        yield f"call {block} @{low}:@{high} instance={instance} micro_batch={micro_batch}"
         at = end
 
 

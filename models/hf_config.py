@@ -109,7 +109,10 @@ def _heads(model_type: str) -> tuple[dict[str, Kind], tuple[str, ...]]:
         ("causal-lm", auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
         ("image-classification", auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
     )
-    heads = {name: kind for kind, table in tables for name in names(table)}
+    heads: dict[str, Kind] = {}
+    for kind, table in tables:
+        for name in names(table):
+            heads.setdefault(name, kind)  # BART's one class stands in two tables
     if model_type == "bert":
         heads["BertForPreTraining"] = "masked-lm"  # in none of these tables
     return heads, names(auto.MODEL_MAPPING_NAMES)

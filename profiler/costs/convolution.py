@@ -53,7 +53,11 @@ def convolution(
     channels_out = max(out_channels / groups, 1.0)
     m, n, k = {
         "forward": (batch * out_positions, channels_out, channels_in * kernel),
-        "input_gradient": (batch * in_positions, channels_in, channels_out * kernel * out_positions / in_positions),
+        "input_gradient": (
+            batch * in_positions,
+            channels_in,
+            channels_out * kernel * out_positions / in_positions,
+        ),
         "weight_gradient": (channels_out, channels_in * kernel, batch * out_positions),
     }[pass_]
     images = batch * (in_channels * in_positions + out_channels * out_positions)

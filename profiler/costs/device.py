@@ -114,7 +114,7 @@ class GemmModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     throttle_flops: float
     time_scale: float = 1.0
     transposed_scale: dict[str, float] = {}
-    accumulate_scale: float = 1.0
+    accumulate_exposure: float = 1.0
     alignment: Alignment | None = None
     quantize: Quantize | None = None
     residual: Grid | None = None

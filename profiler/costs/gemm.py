@@ -10,8 +10,8 @@ A kernel cuts C into tiles of tm x tn, optionally cuts k into s slices, and deal
     memory    = bytes / (bandwidth * bandwidth_fraction)
     seconds   = launch + (compute^p + memory^p)^(1/p)                            p: overlap_power
 
-then times what the measurements say beyond that: a correction on a coarse grid of log shapes, the layout,
-accumulation into fp32, and alignment. The library is assumed to choose the best tile, as cuBLAS nearly does.
+then times what the measurements say beyond that: a correction on a coarse grid of log shapes, the layout, and
+alignment. Accumulation into fp32 adds the share of its traffic that nothing hides. The library is assumed to choose the best tile, as cuBLAS nearly does.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ STAND_IN = {"fp16": "bf16"}
 
 LAYOUTS = ("TN", "NN", "NT")
 """As cuBLAS names them: TN is a forward linear, NN its input gradient, NT its weight gradient."""
+
+ACCUMULATOR_BYTES = 6.0
+"""Bytes per element that an fp32 accumulator moves beyond a bf16 result: 4 read and 4 written, less 2."""
 
 MIN_SLICE_K = 128.0
 """A slice of k shorter than this costs as much as this."""
@@ -81,8 +84,9 @@ def gemm(
         raise UnknownNameError("layout", layout, LAYOUTS)
     b, rows, cols, depth = as_floats(batch, m, n, k)
     seconds = gemm_seconds(model, device.datasheet, b, rows, cols, depth, quantize=quantize)
-    scale = model.transposed_scale.get(layout, 1.0) * (model.accumulate_scale if accumulate else 1.0)
-    seconds = seconds * scale * misalignment(model, layout, rows, cols, depth)
+    seconds = seconds * model.transposed_scale.get(layout, 1.0) * misalignment(model, layout, rows, cols, depth)
+    if accumulate:
+        seconds = seconds + accumulate_seconds(model, device.datasheet, b * rows * cols)
     label = model.label
     return make_cost(seconds, label.spread, label.spread_short, label.source)
 
@@ -175,6 +179,12 @@ def _candidates(
     pieces = b * np.ceil(m / tile_m) * np.ceil(n / tile_n) * slices
     depth = np.maximum(k / slices, MIN_SLICE_K) + overhead
     return pieces, efficiency / (2.0 * tile_m * tile_n), depth
+
+
+def accumulate_seconds(model: GemmModel, sheet: Datasheet, outputs: FloatArray) -> FloatArray:
+    """Seconds, beyond a bf16 result's, of reading and writing an fp32 accumulator of so many elements."""
+    traffic = ACCUMULATOR_BYTES * outputs / sheet.memory_bandwidth_bytes_per_s
+    return np.asarray(model.accumulate_exposure * traffic)
 
 
 def quantize_seconds(model: Quantize, elements: FloatArray) -> FloatArray:

@@ -45,11 +45,11 @@ def grouped_gemm(
     source = label.source if gemm_model(device, dtype).label.source == "fitted" else "analytical"
     if not len(busy):
         return make_cost(np.asarray(0.0), label.spread, label.spread_short, source)
-    sizes = {
+    sizes: dict[str, tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]] = {
         "forward": (busy, n, k),
         "input_gradient": (busy, k, n),
         "weight_gradient": (n, k, busy),
-    }[pass_]
-    single = gemm(device, *sizes, dtype=dtype, layout=PASSES[pass_], accumulate=accumulate)
+    }
+    single = gemm(device, *sizes[pass_], dtype=dtype, layout=PASSES[pass_], accumulate=accumulate)
     seconds = np.asarray(np.sum(single.seconds) * device.grouped.scale[pass_])
     return make_cost(seconds, label.spread, label.spread_short, source)

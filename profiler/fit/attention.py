@@ -7,13 +7,13 @@ forward's share of it is taken from the device whose forward is known, at the sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from echograph.profiler.costs.attention import BACKWARD_FLOPS, AttentionShape, attention_shape, pass_seconds
+from echograph.profiler.costs.attention import AttentionShape, attention_shape, pass_seconds
 from echograph.profiler.costs.cost import FloatArray, Source
 from echograph.profiler.costs.device import AttentionModel, AttentionPass, Datasheet, Label
 from echograph.profiler.fit.holdout import held_out, score, spreads
@@ -46,8 +46,8 @@ class Attentions:
 
     def take(self, index: npt.NDArray[np.bool_]) -> Attentions:
         """The rows of a mask."""
-        picked = (getattr(self.shape, name)[index] for name in ("b", "h", "q", "d", "kv_h", "kv", "v_d"))
-        shape = attention_shape(*(lambda b, h, q, d, kv_h, kv, v_d: (b, h, q, d, kv_h, kv, v_d))(*picked))
+        names = (field.name for field in fields(AttentionShape))
+        shape = AttentionShape(**{name: getattr(self.shape, name)[index] for name in names})
         return Attentions(shape=shape, causal=self.causal[index], seconds=self.seconds[index])
 
     def hidden(self) -> npt.NDArray[np.bool_]:
@@ -110,7 +110,7 @@ def fit_pass(
         return pass_seconds(empty, kernel, sheet, on.shape, causal=on.causal, backward=backward)
 
     def residuals(p: FloatArray) -> FloatArray:
-        return weight * (np.log(predict(p, seen)) - log_time)
+        return np.asarray(weight * (np.log(predict(p, seen)) - log_time))
 
     best = minimize(residuals, _start(len(dims), traffic))
     error = score(predict(best, rows.take(hidden)), rows.seconds[hidden])

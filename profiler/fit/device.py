@@ -21,8 +21,8 @@ from echograph.profiler.costs.device import (
 )
 from echograph.profiler.costs.gemm import DTYPES
 from echograph.profiler.fit import second
-from echograph.profiler.fit.families import fit_attention
 from echograph.profiler.fit.facts import DATASHEETS, DeviceFacts
+from echograph.profiler.fit.families import fit_attention
 from echograph.profiler.fit.gemm import Products, fit_gemm
 from echograph.profiler.fit.holdout import DESCRIPTION
 from echograph.profiler.fit.memory import OPERANDS, fit_memory
@@ -36,7 +36,9 @@ from echograph.profiler.fit.scale import (
 )
 from echograph.profiler.fit.table import KernelTable
 
-METHOD = "tiles and waves with a coarse residual grid (products), tiles (attention), bandwidth fractions (memory-bound)"
+METHOD = (
+    "tiles and waves with a coarse residual grid (products), tiles (attention), bandwidth fractions (memory-bound)"
+)
 MIN_ROWS = 200
 """Fewer rows than this do not carry a fit of some thirty parameters."""
 
@@ -180,14 +182,14 @@ def _with_second_source(
     apart = table.select(gpus=facts.rows.second_source) if facts.rows.second_source else None
     if apart is not None and len(apart):
         found = second.layouts(apart, own["bf16"], sheet)
-        transposed, accumulate = found.transposed, found.accumulate
+        transposed, exposure = found.transposed, found.exposure
     elif relative is not None and "bf16" in relative.gemm:
         transposed = relative.gemm["bf16"].transposed_scale
-        accumulate = relative.gemm["bf16"].accumulate_scale
+        exposure = relative.gemm["bf16"].accumulate_exposure
     else:
         return own
     return {
-        dtype: msgspec.structs.replace(model, transposed_scale=transposed, accumulate_scale=accumulate)
+        dtype: msgspec.structs.replace(model, transposed_scale=transposed, accumulate_exposure=exposure)
         if dtype != "fp32"
         else model
         for dtype, model in own.items()
@@ -207,7 +209,9 @@ def _calibrate(
         basis = f"scaled from {facts.relative}, one factor fitted: {_basis(rows, used)}"
         return gemm | {"bf16": second.calibrate(gemm["bf16"], sheet, second.dense(rows, "TN"), basis)}
     found = dict(gemm)
-    for dtype in ("bf16", "fp8") if facts.rows.best and relative is not None else ():
+    if relative is None or not facts.rows.best:
+        return found
+    for dtype in ("bf16", "fp8"):
         rows = table.select(gpus=facts.rows.best, ops=["gemm_best"], dtypes=[dtype])
         there = table.select(gpus=facts.rows.best_of_relative, ops=["gemm_best"], dtypes=[dtype])
         if len(rows) and len(there) and dtype in gemm:
@@ -233,7 +237,9 @@ def _fit_memory(table: KernelTable, facts: DeviceFacts, used: dict[str, int]) ->
     rows = table.select(gpus=facts.rows.memory, ops=(*OPERANDS, "ln", "softmax"))
     if len(rows) < MIN_ROWS:
         return {}
-    return fit_memory(rows, facts.rows.memory_bandwidth_GBps * 1e9 or facts.bandwidth_GBps * 1e9, _basis(rows, used))
+    return fit_memory(
+        rows, facts.rows.memory_bandwidth_GBps * 1e9 or facts.bandwidth_GBps * 1e9, _basis(rows, used)
+    )
 
 
 def _sustained(

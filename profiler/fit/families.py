@@ -49,7 +49,9 @@ def fit_attention(
     dense = own.select(ops=["attn_fwd"], dtypes=["bf16"])
     if len(dense) >= DENSE_ROWS:
         basis = _note(dense, used, "inference kernel, with its rotation and cache write")
-        models["trtllm"] = _model("trtllm", fit_pass(attention_rows(dense), sheet, "trtllm", basis=basis, traffic=True))
+        models["trtllm"] = _model(
+            "trtllm", fit_pass(attention_rows(dense), sheet, "trtllm", basis=basis, traffic=True)
+        )
     for name in ("flash2", "flash3", "cudnn"):
         forward = chart_rows(own, name, "attn_fwd")
         if len(forward):
@@ -87,9 +89,7 @@ def _from_sum(
     """Forward and backward from a chart of their sum, split as flash2 splits it on the device charted in full."""
     facts = device_facts(SHARE_DEVICE)
     there = table.select(gpus=facts.rows.tensor)
-    whole = _from_forward(
-        table, there, "flash2", chart_rows(there, "flash2", "attn_fwd"), facts.datasheet(), {}
-    )
+    whole = _from_forward(table, there, "flash2", chart_rows(there, "flash2", "attn_fwd"), facts.datasheet(), {})
     share = forward_share(whole, facts.datasheet())
     ahead, back = split_by_share(attention_rows(both, BOTH_FLOPS), share)
     basis = _note(both, used, f"chart of forward and backward, split as flash2 splits it on {SHARE_DEVICE}")
@@ -122,21 +122,20 @@ def backward_ratio(table: KernelTable) -> tuple[float, str]:
     """The backward pass's rate over the forward's, of kernels timed in both (a median), and its source."""
     pairs = table.select(ops=["sdp_fwd", "sdp_bwd"])
     pairs = pairs.where(pairs.number["heads"] >= RATIO_MIN_HEADS)
-    keys = ("gpu", "notes")
-    rates = [
-        {tuple(re_key): rate for *re_key, rate in zip(*columns, strict=True)}
-        for op in ("sdp_fwd", "sdp_bwd")
-        for part in [pairs.select(ops=[op])]
-        for columns in [[*(_shape_text(part.text[k].tolist()) for k in keys), part.number["tflops"].tolist()]]
-    ]
-    found = [rates[1][key] / rates[0][key] for key in rates[0] if key in rates[1]]
+    forward, backward = (_rates(pairs.select(ops=[op])) for op in ("sdp_fwd", "sdp_bwd"))
+    found = [backward[shape] / rate for shape, rate in forward.items() if shape in backward]
     if not found:
         return 0.8, "assumed: backward at 0.8 of the forward's rate"
-    return float(np.median(found)), f"backward at {np.median(found):.2f} of the forward's rate, as MooreThreads/SimuMax times it"
+    ratio = float(np.median(found))
+    return ratio, f"backward at {ratio:.2f} of the forward's rate, a median over MooreThreads/SimuMax rows"
 
 
-def _shape_text(notes: list[str]) -> list[str]:
-    return [note.split(" eff=")[0] for note in notes]
+def _rates(rows: KernelTable) -> dict[tuple[str, str], float]:
+    """Rates by device and shape (the notes name it, up to the efficiency)."""
+    shapes = [note.split(" eff=")[0] for note in rows.text["notes"].tolist()]
+    return dict(
+        zip(zip(rows.text["gpu"].tolist(), shapes, strict=True), rows.number["tflops"].tolist(), strict=True)
+    )
 
 
 def _slower(ahead: AttentionPass, ratio: float, basis: str) -> AttentionPass:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from echograph.profiler.costs.cost import FloatArray
 from echograph.profiler.costs.device import Alignment, Datasheet, GemmModel, Grid, Label, Quantize
@@ -60,7 +61,7 @@ class Products:
         """Sizes in the order of the cost functions."""
         return self.batch, self.m, self.n, self.k
 
-    def take(self, index: FloatArray) -> Products:
+    def take(self, index: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> Products:
         """The rows of an index or mask."""
         return Products(
             batch=self.batch[index],
@@ -94,7 +95,7 @@ def fit_gemm(
 
     def residuals(p: FloatArray) -> FloatArray:
         model = _unpack(p, tiles, peak, element_bytes, fp8)
-        return weight * (np.log(physical_seconds(model, sheet, *few.shape(), moved)) - log_time)
+        return np.asarray(weight * (np.log(physical_seconds(model, sheet, *few.shape(), moved)) - log_time))
 
     model = _unpack(minimize(residuals, _start(tiles, fp8)), tiles, peak, element_bytes, fp8)
     if with_grid:
@@ -170,8 +171,8 @@ def _quantize(p: FloatArray) -> Quantize:
     )
 
 
-def _round(value: float) -> float:
-    return float(f"{value:.10g}")
+def _round(value: float | FloatArray) -> float:
+    return float(f"{float(value):.10g}")
 
 
 def _significant(values: FloatArray) -> list[float]:

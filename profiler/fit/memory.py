@@ -44,7 +44,10 @@ def borrowed(elementwise: MemoryModel) -> dict[str, MemoryModel]:
         "copy": (reach, "assumed: as elementwise"),
         "reduction": (reach, "assumed: as elementwise"),
         "optimizer": (reach, "assumed: as elementwise, over all operands of the multi-tensor update"),
-        "gather": (GATHER_FRACTION * reach, f"assumed: {GATHER_FRACTION} of elementwise (rows at random addresses)"),
+        "gather": (
+            GATHER_FRACTION * reach,
+            f"assumed: {GATHER_FRACTION} of elementwise, rows being scattered",
+        ),
     }
     return {
         kind: MemoryModel(
@@ -56,9 +59,7 @@ def borrowed(elementwise: MemoryModel) -> dict[str, MemoryModel]:
     }
 
 
-def _fit(
-    rows: KernelTable, operands: FloatArray, bandwidth: float, basis: str, *, by_row: bool
-) -> MemoryModel:
+def _fit(rows: KernelTable, operands: FloatArray, bandwidth: float, basis: str, *, by_row: bool) -> MemoryModel:
     m, n, seconds = rows.number["m"], rows.number["n"], rows.seconds()
     moved = operands * m * n * ELEMENT_BYTES
     row = n * ELEMENT_BYTES
@@ -81,4 +82,3 @@ def _fit(
         row_bytes=[float(k) for k in knots],
         bandwidth_fraction=[round(float(f), 4) for f in np.minimum(1.0, np.exp(best[1:]))],
     )
-

@@ -47,7 +47,9 @@ def derive(model: GemmModel, dtype: str, basis: str) -> GemmModel:
     )
 
 
-def borrow_gemm(own: dict[str, GemmModel], relative: DeviceProfile | None, facts: DeviceFacts) -> dict[str, GemmModel]:
+def borrow_gemm(
+    own: dict[str, GemmModel], relative: DeviceProfile | None, facts: DeviceFacts
+) -> dict[str, GemmModel]:
     """A model for every peak of the datasheet: its own, else a relative's, else another dtype's."""
     lent = relative.gemm if relative is not None else {}
     name = facts.relative

@@ -13,7 +13,7 @@ import numpy as np
 
 from echograph.profiler.costs.cost import FloatArray
 from echograph.profiler.costs.device import Datasheet, GemmModel, GroupedModel, HeldOut, Label
-from echograph.profiler.costs.gemm import gemm_seconds
+from echograph.profiler.costs.gemm import ACCUMULATOR_BYTES, accumulate_seconds, gemm_seconds
 from echograph.profiler.fit.gemm import Products
 from echograph.profiler.fit.holdout import held_out, score, spreads
 from echograph.profiler.fit.table import KernelTable
@@ -21,16 +21,19 @@ from echograph.profiler.fit.table import KernelTable
 SUSTAINED_FLOPS = 1.5e11
 """Products larger than this run long enough, back to back, for the clock to fall."""
 
+MIN_TRAFFIC_SHARE = 0.03
+"""A product whose accumulator moves less than this share of its time cannot tell what the traffic costs."""
+
 STAGES = {"fwd": "forward", "bwd_grad_act": "input_gradient", "bwd_grad_w": "weight_gradient"}
 GROUP = re.compile(r"ng=(\d+), M=(\d+), N=(\d+), K=(\d+),.*main_grad_dtype=(\w+), stage=(\w+),")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layouts:
-    """Ratios to a forward product of the same FLOPs."""
+    """Time over a forward product's, by layout, and the share of an accumulator's traffic that adds to it."""
 
     transposed: dict[str, float]
-    accumulate: float
+    exposure: float
 
 
 def dense(table: KernelTable, layout: str, out_dtype: str = "bf16") -> Products:
@@ -38,9 +41,7 @@ def dense(table: KernelTable, layout: str, out_dtype: str = "bf16") -> Products:
     part = table.select(ops=["matmul"], dtypes=[out_dtype])
     part = part.where(part.text["layout"] == layout)
     number = part.number
-    return Products(
-        batch=number["batch"], m=number["m"], n=number["n"], k=number["k"], seconds=part.seconds()
-    )
+    return Products(batch=number["batch"], m=number["m"], n=number["n"], k=number["k"], seconds=part.seconds())
 
 
 def log_ratio(model: GemmModel, sheet: Datasheet, rows: Products) -> FloatArray:
@@ -56,15 +57,24 @@ def layouts(table: KernelTable, model: GemmModel, sheet: Datasheet) -> Layouts:
     into_fp32 = _by_shape(model, sheet, dense(table, "NT", "fp32"))
     # The input gradient of (m, n, k) is a product (m, k, n); the weight gradient is (n, k, m).
     read = [value - forward[m, k, n] for (m, n, k), value in inputs.items() if (m, k, n) in forward]
-    both = [value - forward[k, m, n] for (m, n, k), value in into_fp32.items() if (k, m, n) in forward]
     plain = [value - forward[k, m, n] for (m, n, k), value in weight.items() if (k, m, n) in forward]
-    total = float(np.exp(np.median(both)))
-    # Where no weight gradient was timed without accumulation, each of the two takes half of the price.
-    transposed = float(np.exp(np.median(plain))) if plain else total**0.5
+    # Where no weight gradient was timed without an fp32 accumulator, the layout itself is taken to be free.
+    transposed = float(np.exp(np.median(plain))) if plain else 1.0
+    exposed = []
+    for (m, n, k), value in into_fp32.items():
+        traffic = ACCUMULATOR_BYTES * m * n / sheet.memory_bandwidth_bytes_per_s
+        modelled = _seconds(model, sheet, m, n, k)
+        if (k, m, n) in forward and traffic > MIN_TRAFFIC_SHARE * modelled:
+            exposed.append(modelled * (np.exp(value) - np.exp(forward[k, m, n]) * transposed) / traffic)
     return Layouts(
         transposed={"NN": round(float(np.exp(np.median(read))), 3), "NT": round(transposed, 3)},
-        accumulate=round(total / transposed, 3),
+        exposure=round(max(0.0, float(np.median(exposed))), 3) if exposed else 1.0,
     )
+
+
+def _seconds(model: GemmModel, sheet: Datasheet, m: float, n: float, k: float) -> float:
+    sizes = (np.asarray([v]) for v in (1.0, m, n, k))
+    return float(gemm_seconds(model, sheet, *sizes)[0])
 
 
 def _by_shape(model: GemmModel, sheet: Datasheet, rows: Products) -> dict[tuple[float, float, float], float]:
@@ -102,7 +112,8 @@ def fit_grouped(table: KernelTable, model: GemmModel, sheet: Datasheet, basis: s
         groups, m, n, k = (float(match[i]) for i in range(1, 5))
         seconds = 2.0 * groups * m * n * k / (rate * 1e12) / level
         name, fp32 = STAGES[match[6]], match[5] == "fp32" and match[6] == "bwd_grad_w"
-        single = _single(model, sheet, name, m, n, k) * (model.accumulate_scale if fp32 else 1.0)
+        single = _single(model, sheet, name, m, n, k)
+        single += float(accumulate_seconds(model, sheet, np.asarray(n * k))) if fp32 else 0.0
         hidden = bool(held_out(*(np.asarray([v]) for v in (groups, m, n, k)))[0])
         found[name].append((groups * single, seconds, hidden))
     scale = {
@@ -119,8 +130,7 @@ def fit_grouped(table: KernelTable, model: GemmModel, sheet: Datasheet, basis: s
 def _single(model: GemmModel, sheet: Datasheet, name: str, m: float, n: float, k: float) -> float:
     sizes = {"forward": (m, n, k), "input_gradient": (m, k, n), "weight_gradient": (n, k, m)}[name]
     layout = {"forward": "TN", "input_gradient": "NN", "weight_gradient": "NT"}[name]
-    seconds = gemm_seconds(model, sheet, *(np.asarray([v]) for v in (1.0, *sizes)))
-    return float(seconds[0]) * model.transposed_scale.get(layout, 1.0)
+    return _seconds(model, sheet, *sizes) * model.transposed_scale.get(layout, 1.0)
 
 
 def _score(pairs: list[tuple[float, float]]) -> HeldOut:

@@ -330,46 +330,61 @@ def parse_fabric(document: Mapping[str, Any], name: str) -> NodeFabric | Network
         raise DataError(f"fabric {name}: {error}") from error
 
 
-def read_fabric_document(name: str) -> dict[str, Any]:
-    """The JSON object of a shipped fabric profile.
+def read_fabric_document(name_or_path: str | Path) -> dict[str, Any]:
+    """The JSON object of a fabric profile.
+
+    Args:
+        name_or_path: a shipped profile's name, or the path of a file (anything that ends in `.json`).
 
     Raises:
-        UnknownNameError: no such profile.
-        DataError: the file is not JSON.
+        UnknownNameError: no shipped profile of that name.
+        DataError: the file cannot be read, is too large, or is not a JSON object.
     """
-    path = FABRICS / f"{name}.json"
-    if name not in fabric_names():
-        raise UnknownNameError("fabric", name, fabric_names())
+    name = str(name_or_path)
+    if name.endswith(".json"):
+        path = Path(name)
+    elif name in fabric_names():
+        path = FABRICS / f"{name}.json"
+    else:
+        raise UnknownNameError("fabric", name, fabric_names(), hint="or give the path of a .json file")
     try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise DataError(f"fabric {path}: larger than {MAX_FILE_BYTES} bytes")
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise DataError(f"fabric {path}: cannot be read ({error.strerror})") from error
     except msgspec.DecodeError as error:
-        raise DataError(f"fabric {path.name}: {error}") from error
+        raise DataError(f"fabric {path}: {error}") from error
 
 
-def load_node_fabric(name: str) -> NodeFabric:
-    """Loads a shipped node fabric by name.
+def load_node_fabric(name_or_path: str | Path) -> NodeFabric:
+    """Loads a node fabric: a shipped one by name, or a file by path.
 
     Raises:
-        UnknownNameError: no such profile.
-        DataError: the file breaks a rule, or is a network fabric.
+        UnknownNameError: no shipped profile of that name.
+        DataError: the file cannot be read, breaks a rule, or is a network fabric.
     """
-    fabric = parse_fabric(read_fabric_document(name), name)
+    fabric = _load(name_or_path)
     if not isinstance(fabric, NodeFabric):
-        raise DataError(f"fabric {name}: is a network fabric; name a node fabric under node_fabric")
+        raise DataError(f"fabric {name_or_path}: is a network fabric; name it under [network]")
     return fabric
 
 
-def load_network_fabric(name: str) -> NetworkFabric:
-    """Loads a shipped network fabric by name.
+def load_network_fabric(name_or_path: str | Path) -> NetworkFabric:
+    """Loads a network fabric: a shipped one by name, or a file by path.
 
     Raises:
-        UnknownNameError: no such profile.
-        DataError: the file breaks a rule, or is a node fabric.
+        UnknownNameError: no shipped profile of that name.
+        DataError: the file cannot be read, breaks a rule, or is a node fabric.
     """
-    fabric = parse_fabric(read_fabric_document(name), name)
+    fabric = _load(name_or_path)
     if not isinstance(fabric, NetworkFabric):
-        raise DataError(f"fabric {name}: is a node fabric; name a network fabric under network.fabric")
+        raise DataError(f"fabric {name_or_path}: is a node fabric; name it under [node]")
     return fabric
+
+
+def _load(name_or_path: str | Path) -> NodeFabric | NetworkFabric:
+    return parse_fabric(read_fabric_document(name_or_path), Path(name_or_path).stem)
 
 
 def fabric_names() -> tuple[str, ...]:

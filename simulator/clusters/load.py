@@ -72,7 +72,7 @@ class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _require(self.max_gpus >= self.node.gpus, "max_gpus is at least node.gpus")
         _require(self.max_gpus <= self.network.level[-1].gpus, "max_gpus is at most the last level's gpus")
 
-    def value(self, name: str) -> Cluster:
+    def value(self, name: str, folder: Path) -> Cluster:
         node, network = self.node, self.network
         return Cluster(
             name=name,
@@ -84,7 +84,7 @@ class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             pcie_bytes_per_s=node.pcie_GBps * GB,
             nvls=node.nvls,
             max_gpus=self.max_gpus,
-            node_fabric=load_node_fabric(node.fabric),
+            node_fabric=load_node_fabric(_beside(folder, node.fabric)),
             network=Network(
                 nics_per_node=network.nics_per_node,
                 nic_bytes_per_s=network.nic_GBps * GB,
@@ -98,7 +98,7 @@ class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     )
                     for level in network.level
                 ),
-                fabric=load_network_fabric(network.fabric),
+                fabric=load_network_fabric(_beside(folder, network.fabric)),
             ),
         )
 
@@ -106,6 +106,11 @@ class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def _require(holds: bool, rule: str) -> None:
     if not holds:
         raise ValueError(rule)
+
+
+def _beside(folder: Path, fabric: str) -> str | Path:
+    """A fabric's path is relative to the cluster file that names it; a shipped name stays as it is."""
+    return folder / fabric if fabric.endswith(".json") else fabric
 
 
 def cluster_names() -> tuple[str, ...]:
@@ -120,7 +125,7 @@ def load_cluster(name_or_path: str | Path = DEFAULT_CLUSTER) -> Cluster:
         name_or_path: a preset's name, or the path of a TOML file (anything that ends in `.toml`).
 
     Raises:
-        UnknownNameError: no preset, device fabric or network fabric of that name.
+        UnknownNameError: no preset of that name, or the file names a fabric that is not shipped.
         DataError: the file cannot be read or breaks a rule; names file, key and rule.
     """
     text = str(name_or_path)
@@ -136,7 +141,7 @@ def _read(path: Path) -> Cluster:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise DataError(f"cluster file {path}: larger than {MAX_FILE_BYTES} bytes")
         document = tomllib.loads(path.read_text(encoding="utf-8"))
-        return msgspec.convert(document, _ClusterFile).value(path.stem)
+        return msgspec.convert(document, _ClusterFile).value(path.stem, path.parent)
     except OSError as error:
         raise DataError(f"cluster file {path}: cannot be read ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -21,6 +21,15 @@ from echograph.simulator.collectives.model import Kind
 from echograph.simulator.collectives.select import collective_curve
 
 
+# Not to be fitted: only products with a bandwidth show in a time, or a ratio that no usual set of rows separates.
+HELD = {
+    "node": ("protocols.Simple.efficiency", "peer.Simple.efficiency"),
+    "network": ("tree_efficiency", "ring_hop_share", "two_domain_volume"),
+}
+# Largest value by the last part of a parameter's name, as the files' own rules have it.
+LIMITS = {"efficiency": 1.05, "tree_efficiency": 1.0, "local_share": 1.0, "fill": 1.0}
+
+
 class MeasuredCollective(Protocol):
     """What a calibration reads of a measured row."""
 
@@ -57,7 +66,7 @@ class Calibration:
         name: name of the fabric that the fit makes.
         document: content of a fabric file to start from; its positive numbers outside `about` are parameters.
         rows: measured collectives.
-        fixed: dotted names of parameters to leave alone ("protocols.Simple.efficiency").
+        fixed: dotted names, or their beginnings, of parameters to leave alone besides those `HELD`.
 
     Raises:
         DataError: the document is no fabric, or a row does not fit the cluster.
@@ -76,7 +85,7 @@ class Calibration:
         self._document = copy.deepcopy(dict(document))
         self._rows = len(rows)
         self._curves = _curves(rows, cluster)
-        skip = ("about", *fixed)
+        skip = ("about", *HELD.get(str(self._document.get("kind")), ()), *fixed)
         self._paths = [
             path for path in _numbers(self._document) if not path.startswith(skip) and not path.endswith(".ranks")
         ]

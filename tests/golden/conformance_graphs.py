@@ -41,8 +41,8 @@ def kinds() -> Graph:
     for number, value in enumerate(attributes):
         y = b.tensor(f"y.{number}", (4, 8), D.FP32, R.ACTIVATION)
         phase = P(number % len(P) + 1)
-        b.compute(f"op.{number}", inputs=(x,), outputs=(y,), phase=phase, flops=64, bytes_read=128, bytes_written=128,
-                  attributes=value, durations=durations if number < 2 else (), module="m")  # fmt: skip
+        b.compute(f"op.{number}", inputs=(x,), outputs=(y,), phase=phase, flops=64, bytes_read=128,
+                  bytes_written=128, attributes=value, durations=durations if number < 2 else (), module="m")  # fmt: skip
     for kind in t.CollectiveKind:
         b.collective(f"{kind.name.lower()} it", kind, group=dp, bytes_per_rank=128, dtype=D(kind.value),
                      payload=t.Payload((kind - 1) % 5 + 1), asynchronous=kind % 2 == 0, stream=1, deps=(kind - 1,),
@@ -186,7 +186,8 @@ def _stage(b: GraphBuilder, stage: int, pp: int, dp: int, tp: int) -> None:
     b.compute("aten.mm", inputs=(x, dy), outputs=(dw,), forward_op=at, flops=128, bytes_read=128, bytes_written=64,
               **BACKWARD)  # fmt: skip
     reduce = b.collective("bucket", t.CollectiveKind.ALL_REDUCE, group=dp, bytes_per_rank=64, dtype=D.FP32,
-                          payload=t.Payload.GRADIENT, asynchronous=True, stream=1, inputs=(dw,), **BACKWARD)  # fmt: skip
+                          payload=t.Payload.GRADIENT, asynchronous=True, stream=1, inputs=(dw,),
+                          **BACKWARD)  # fmt: skip
     b.compute("sgd_", inputs=(w, dw), outputs=(new,), deps=(reduce,), flops=32, bytes_read=128, bytes_written=64,
               phase=P.OPTIMIZER)  # fmt: skip
 
@@ -202,12 +203,12 @@ def ranks() -> Graph:
     b = GraphBuilder(name="imported", producer="a trace", streams=("7", "20"))
     pair, names = b.group("pair", ranks=(0, 1)), ("sgemm", "nccl all reduce", "sgemm")
     spans = []
-    for rank, times in enumerate([(10, 20, 30), (11, 25, 31)]):
+    for times in ((10, 20, 30), (11, 25, 31)):
         low = b.op_count()
         known = [[t.Duration(device="trace", picoseconds=x * 10**6, source=t.Source.IMPORTED)] for x in times]
         b.compute(names[0], durations=known[0], flops=100, **FORWARD)
-        b.collective(names[1], t.CollectiveKind.ALL_REDUCE, group=pair, bytes_per_rank=1024, dtype=D.FP16, stream=1,
-                     durations=known[1], deps=(low,), **BACKWARD)  # fmt: skip
+        b.collective(names[1], t.CollectiveKind.ALL_REDUCE, group=pair, bytes_per_rank=1024, dtype=D.FP16,
+                     stream=1, durations=known[1], deps=(low,), **BACKWARD)  # fmt: skip
         b.compute(names[2], durations=known[2], flops=100, deps=(low + 1,), **BACKWARD)
         spans.append((0, low, low + 3, 0, 0))
     for rank, span in enumerate(spans):

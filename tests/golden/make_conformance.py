@@ -146,9 +146,19 @@ def files() -> Iterator[tuple[str, bytes]]:
         yield f"{name}.json", _json({"error": name})
 
 
-def _json(value: object) -> bytes:
-    """Two levels indented, deeper ones on a line each."""
-    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
+def _json(value: dict[str, Any]) -> bytes:
+    """An entry on each line, and an item on each line of lists of objects and of text."""
+    return ("{\n" + ",\n".join(f" {_line(key)}: {_entry(item)}" for key, item in value.items()) + "\n}\n").encode()
+
+
+def _entry(value: Any) -> str:
+    if not isinstance(value, list) or len(value) < 2:
+        return _line(value)
+    return "[\n" + ",\n".join(f"  {_line(item)}" for item in value) + "\n ]"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,23 @@ def test_own_file_loads_as_the_preset_does(tmp_path: Path) -> None:
     path = tmp_path / "dgx-h100.toml"
     path.write_text((PRESETS / "dgx-h100.toml").read_text())
     assert load_cluster(path) == load_cluster("dgx-h100")
+
+
+def test_own_fabric_lies_beside_its_cluster(tmp_path: Path) -> None:
+    document = read_fabric_document("nvlink4") | {"fill": 0.25}
+    (tmp_path / "measured.json").write_text(json.dumps(document))
+    text = (PRESETS / "dgx-h100.toml").read_text()
+    (tmp_path / "mine.toml").write_text(text.replace('"nvlink4"', '"measured.json"'))
+    fabric = load_cluster(tmp_path / "mine.toml").node_fabric
+    assert (fabric.name, fabric.fill) == ("measured", 0.25)
+
+
+def test_own_fabric_that_is_broken_or_gone(tmp_path: Path) -> None:
+    (tmp_path / "half.json").write_text("{")
+    with pytest.raises(DataError, match=r"half\.json"):
+        load_node_fabric(tmp_path / "half.json")
+    with pytest.raises(DataError, match=r"gone\.json: cannot be read"):
+        load_node_fabric(tmp_path / "gone.json")
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,13 @@ from echograph.profiler.fit.collectives import CollectiveRow, read_collectives_c
 from echograph.profiler.fit.fabric import FabricFit, error_by_kind, fit_fabric, size_fold
 from echograph.simulator.clusters import Cluster, load_cluster, load_network_fabric, load_node_fabric
 from echograph.simulator.clusters.fabric import FABRICS
-from echograph.simulator.collectives.calibrate import Calibration
+from echograph.simulator.collectives.calibrate import LIMITS, Calibration
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = Path(os.environ.get("ECHOGRAPH_DATA", ROOT.parent / "shared" / "data"))
-LIMITS = {"efficiency": 1.05, "tree_efficiency": 1.0, "local_share": 1.0, "fill": 1.0}
-NODE_REFERENCE = ("protocols.Simple.efficiency", "peer.Simple.efficiency")
 ASSUMED_ERROR = 0.3
 DATE = "2026-11"
 FOLDS = 4
-NETWORK_ASSUMED = ("peer", "tree_efficiency", "ring_hop_share", "two_domain_volume")
 NETWORK_ONLY_BANDWIDTH = (
     "protocols.LL",
     "protocols.Simple.base_us",
@@ -135,7 +132,6 @@ RECIPES = (
         start=lambda: node_start({8: 230}),
         source=f"{_AIC}, 2-8 A100-SXM4-80GB, NCCL 2.27.3",
         note="NCCL of 2022 takes up to twice as long from 64 KiB to 16 MiB; larger sizes agree.",
-        fixed=NODE_REFERENCE,
     ),
     Recipe(
         fabric="nvlink3-one-process",
@@ -146,7 +142,7 @@ RECIPES = (
         note="One process launches on all GPUs in turn: small sizes are host-bound; training runs otherwise. "
         "Point-to-point traffic is that of nvlink3's start, unfitted.",
         origin="partly assumed",
-        fixed=(*NODE_REFERENCE, "peer"),
+        fixed=("peer",),
     ),
     Recipe(
         fabric="nvlink4",
@@ -155,7 +151,6 @@ RECIPES = (
         start=lambda: node_start({8: 380}, (70, 300)),
         source=f"{_AIC}, 2-8 H100-SXM5-80GB, NCCL 2.29.2",
         note="NVLS is seen on 8 GPUs only; on fewer, its (1 + 1/n) law is taken from H200.",
-        fixed=NODE_REFERENCE,
     ),
     Recipe(
         fabric="nvlink4-h200",
@@ -173,7 +168,6 @@ RECIPES = (
         source=f"{_AIC}, 2-8 H200-SXM, NCCL 2.29.2; "
         "4-8 H200 at 8 and 16 GiB of stas00/ml-engineering, NCCL 2.27.7",
         note="",
-        fixed=NODE_REFERENCE,
     ),
     Recipe(
         fabric="nvlink5",
@@ -182,7 +176,6 @@ RECIPES = (
         start=lambda: node_start({8: 780}),
         source=f"{_AIC}, 2-8 B200-SXM, NCCL 2.29.2",
         note="No NVLS: NCCL chose ring up to 4 GiB, above which NVLS is a tenth faster.",
-        fixed=NODE_REFERENCE,
     ),
     Recipe(
         fabric="nvlink5-nvl72",
@@ -192,7 +185,6 @@ RECIPES = (
         source=f"{_AIC}, 2-4 GB200, NCCL 2.29.2; "
         "72 GB200 of one rack, 512 MiB to 8 GiB, coreweave/nccl-tests, NCCL 2.26.2",
         note="Between 4 and 72 GPUs nothing is measured; NVLS rests on five sizes of one run on 72.",
-        fixed=NODE_REFERENCE,
     ),
     Recipe(
         fabric="pcie4",
@@ -201,7 +193,6 @@ RECIPES = (
         start=lambda: node_start({2: 20, 4: 5.5, 8: 1.5}),
         source=f"{_AIC}, 2-8 L40S on PCIe 4.0, NCCL 2.27.3",
         note="The eight-GPU rows of this host scatter by a factor of three between neighbouring sizes.",
-        fixed=NODE_REFERENCE,
     ),
     Recipe(
         fabric="pcie5",
@@ -210,7 +201,6 @@ RECIPES = (
         start=lambda: node_start({2: 38, 4: 26, 8: 24}),
         source=f"{_AIC}, 2-8 RTX PRO 6000 on PCIe 5.0, NCCL 2.29.2",
         note="No preset names it: for clusters of PCIe 5.0 GPUs.",
-        fixed=NODE_REFERENCE,
     ),
     Recipe(
         fabric="hdr200",
@@ -221,7 +211,7 @@ RECIPES = (
         "eight HDR 200 Gb/s a node, fp32",
         note="Only all_reduce is measured across nodes; other collectives follow from its links. tree_efficiency, "
         "ring_hop_share and peer are assumed. Rows at 2 KiB (32), 1 KiB (128) and 128 KiB (64, 128) are outliers.",
-        fixed=NETWORK_ASSUMED,
+        fixed=("peer",),
         judged=_from_64_kib,
     ),
     Recipe(
@@ -232,7 +222,7 @@ RECIPES = (
         source="nccl-tests of aws-samples/awsome-distributed-training, all_reduce, 16 H100 (p5), "
         "EFA 3,200 Gb/s, fp32",
         note="Two nodes only: what hop and base each cost is divided by their start values.",
-        fixed=NETWORK_ASSUMED,
+        fixed=("peer",),
         judged=_from_64_kib,
     ),
     Recipe(
@@ -243,7 +233,7 @@ RECIPES = (
         source="nccl-tests of aws-samples/awsome-distributed-training, all_reduce, 16 A100 (p4de), "
         "EFA 400 Gb/s, fp32",
         note="Two nodes only: what hop and base each cost is divided by their start values.",
-        fixed=NETWORK_ASSUMED,
+        fixed=("peer",),
         judged=_from_64_kib,
     ),
     Recipe(
@@ -267,7 +257,7 @@ RECIPES = (
         "512 MiB to 16 GiB; latencies: hdr200",
         note=f"{_SHORT} The rows reach 400 GB/s of a rack's 3,600: as if 8 of its NICs worked.",
         origin="partly assumed",
-        fixed=("protocols", *NETWORK_ASSUMED),
+        fixed=("protocols", "peer"),
         hold_out=False,
     ),
 )

@@ -1,0 +1,72 @@
+"""FLOPs of a graph equal what PyTorch's own counter counts while the step runs, and closed forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, PHASE, call_nodes  # noqa: E402
+from echograph.frontend.pytorch.flops import graph_flops, grouped_mm_flops, node_flops  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+MODELS = ["bert-base-uncased", "gpt2", "llama-3-8b", "t5-small", "mixtral-8x7b", "deepseek-v3", "resnet-50"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_to_flop_counter(capture_step: Any, zoo: Any, name: str, dtype: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    if name == "mixtral-8x7b" and dtype == "fp32":
+        pytest.skip("torch._grouped_mm takes 16-bit operands only")
+    build = zoo(name, batch_size=2) if name == "resnet-50" else zoo(name, batch_size=2, seq_len=64)
+    mapping = {torch.ops.aten._grouped_mm: grouped_mm_flops}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        graph = capture_step(build, dtype=dtype)
+    assert graph_flops(graph) == counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("name", ["bert-base-uncased", "gpt2", "llama-3-8b"])
+def test_equal_to_closed_form(capture_step: Any, zoo: Any, name: str) -> None:
+    """The product of the whole model, all layers, against arithmetic on its configuration."""
+    from echograph.models import dense_flops, get_model
+
+    graph = capture_step(zoo(name, layers=None, batch_size=2, seq_len=256))
+    expected = dense_flops(get_model(name), 2, 256)
+    for phase, flops in ((FORWARD, expected.forward), (BACKWARD, expected.backward)):
+        counted = sum(node_flops(n) for n in call_nodes(graph) if n.meta[PHASE] == phase)
+        assert counted == pytest.approx(flops, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "offsets", "flops"),
+    [
+        ((4, 6, 8), (4, 8, 3), None, 2 * 4 * 6 * 8 * 3),
+        ((24, 8), (4, 8, 3), (4,), 2 * 24 * 8 * 3),
+        ((8, 24), (24, 3), (4,), 2 * 8 * 24 * 3),
+        ((4, 6, 8), (8, 12), (4,), 2 * 6 * 8 * 12),
+    ],
+)
+def test_grouped_matrix_product(
+    a: tuple[int, ...], b: tuple[int, ...], offsets: tuple[int, ...] | None, flops: int
+) -> None:
+    ends = None if offsets is None else torch.empty(offsets)
+    assert grouped_mm_flops(torch.empty(a), torch.empty(b), ends) == flops
+
+
+def test_mixture_of_experts_counts_each_token_once_per_chosen_expert(capture_step: Any, zoo: Any) -> None:
+    from echograph.models import get_model
+
+    config = get_model("mixtral-8x7b").config
+    graph = capture_step(zoo("mixtral-8x7b", layers=1, batch_size=1, seq_len=128))
+    counted = sum(
+        node_flops(n)
+        for n in call_nodes(graph)
+        if n.meta[PHASE] == FORWARD and n.target is torch.ops.aten._grouped_mm.default
+    )
+    rows = 128 * config["num_experts_per_tok"]
+    assert counted == 2 * rows * 3 * config["hidden_size"] * config["intermediate_size"]

@@ -1,0 +1,57 @@
+"""Columns and the rows that they show are the same thing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conformance_graphs import GRAPHS
+
+from echograph.ir import types as t
+from echograph.ir.columns import Ragged
+
+
+def test_ragged_rows() -> None:
+    ragged = Ragged(np.array([0, 2, 2, 3]), np.array([7, 8, 9]))
+    assert [ragged.row(i) for i in range(3)] == [(7, 8), (), (9,)]
+    assert ragged.lengths.tolist() == [2, 0, 1]
+    assert ragged.rows.tolist() == [0, 0, 2]
+    assert (len(ragged), ragged[0].tolist()) == (3, [7, 8])
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_sizes_in_columns_are_those_of_the_rows(name: str) -> None:
+    tensors = GRAPHS[name]().tensors
+    assert tensors.nbytes.tolist() == [tensor.nbytes for tensor in tensors]
+    assert tensors.numel.tolist() == [tensor.numel for tensor in tensors]
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_views_in_columns_are_those_of_the_rows(name: str) -> None:
+    ops = GRAPHS[name]().ops
+    assert ops.is_view.tolist() == [isinstance(op, t.Compute) and op.is_view for op in ops]
+
+
+def test_tables_are_sequences() -> None:
+    graph = GRAPHS["two_layers"]()
+    assert graph.ops[-1] == graph.ops[len(graph.ops) - 1]
+    assert graph.ops[1:3] == [graph.ops[1], graph.ops[2]]
+    assert list(graph.tensors) == graph.tensors[:]
+    with pytest.raises(IndexError):
+        graph.ops[len(graph.ops)]
+
+
+def test_columns_cannot_be_changed() -> None:
+    graph = GRAPHS["two_layers"]()
+    for array in (graph.ops.flops, graph.ops.inputs.values, graph.tensors.shape.offsets, graph.programs[0].calls):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_durations_by_device() -> None:
+    ops = GRAPHS["kinds"]().ops
+    picoseconds, source, spread = ops.duration_on("h100")
+    assert picoseconds[:3].tolist() == [1_500_000, 1_500_000, -1]
+    assert source[:3].tolist() == [t.Source.MEASURED, t.Source.MEASURED, 0]
+    assert spread[0] == np.float32(0.0125)
+    assert set(ops.duration_on("no such device")[0].tolist()) == {-1}
+    assert [d.device for d in ops[0].durations] == ["h100", "a100", "b200", "mi300x"]

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from layered import PARAMETER_BYTES, layered_step
+
+from echograph.errors import PlanError
+from echograph.ir.graph import JobGraph
+from echograph.ir.passes.data_parallel import MIB, DataParallel
+from echograph.ir.passes.fold import fold
+from echograph.ir.types import CollectiveKind, OpKind, Payload
+
+
+def buckets(job: JobGraph) -> list[int]:
+    ops = job.ops
+    reduce = (ops.kind == OpKind.COLLECTIVE) & (ops.variant == CollectiveKind.ALL_REDUCE)
+    return ops.nbytes[reduce].tolist()
+
+
+def executed(job: JobGraph) -> list[str]:
+    return [
+        job.strings[job.ops.name[op]]
+        for _, begin, end, _, _ in job.programs[0].calls.tolist()
+        for op in range(begin, end)
+    ]
+
+
+@pytest.mark.parametrize("layers", [1, 7, 40])
+@pytest.mark.parametrize("cap", [1 * MIB, 3 * MIB, 25 * MIB])
+def test_buckets_are_those_of_torch(layers: int, cap: int) -> None:
+    torch = pytest.importorskip("torch")
+    import torch.distributed as dist
+
+    step = layered_step(layers)
+    ready = 2 * layers + 1
+    tensors = [torch.empty(512, 512) for _ in range(ready)]
+    groups, _ = dist._compute_bucket_assignment_by_size(tensors, [MIB, cap])
+    expected = [len(group) * PARAMETER_BYTES for group in groups]
+    assert buckets(DataParallel(replicas=4, bucket_bytes=cap)(step)) == expected
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_every_gradient_is_reduced_once_and_nothing_else_changes(folded: bool) -> None:
+    step = layered_step(9)
+    job = DataParallel(replicas=16)(fold(step) if folded else step)
+    assert sum(buckets(job)) == 19 * PARAMETER_BYTES
+    assert set(job.ops.payload[job.ops.kind == OpKind.COLLECTIVE].tolist()) == {Payload.GRADIENT}
+    names = executed(job)
+    assert [n for n in names if not n.startswith("ddp.")] == executed(DataParallel(replicas=1)(step))
+    assert names.count("ddp.copy_to_bucket") == names.count("ddp.copy_from_bucket") == 19
+
+
+def test_folding_changes_neither_buckets_nor_order() -> None:
+    step = layered_step(12)
+    pass_ = DataParallel(replicas=8, bucket_bytes=5 * MIB)
+    assert executed(pass_(step)) == executed(pass_(fold(step)))
+
+
+def test_buckets_in_place_copy_nothing() -> None:
+    names = executed(DataParallel(replicas=8, gradient_as_bucket_view=True)(layered_step(3)))
+    assert not any("copy" in name for name in names)
+    assert names.count("ddp.wait") == 1
+
+
+def test_the_mesh_has_one_axis_of_all_ranks() -> None:
+    job = DataParallel(replicas=1024)(layered_step(2))
+    assert job.world_size == 1024
+    assert [(a.name, a.size) for a in job.mesh] == [("dp", 1024)]
+    assert len(job.programs) == 1
+
+
+def test_one_replica_communicates_nothing() -> None:
+    job = DataParallel(replicas=1)(layered_step(2))
+    assert not np.any(job.ops.kind == OpKind.COLLECTIVE)
+
+
+@pytest.mark.parametrize("replicas", [0, -8, 10**12])
+def test_absurd_numbers_of_replicas_are_refused(replicas: int) -> None:
+    with pytest.raises(PlanError, match="replicas"):
+        DataParallel(replicas=replicas)(layered_step(1))

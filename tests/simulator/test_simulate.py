@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from layered import PARAMETER_BYTES, layered_step, timed
+
+from echograph.errors import SimulationError
+from echograph.ir.exporters.chrome import chrome_trace
+from echograph.ir.graph import JobGraph
+from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.fold import fold
+from echograph.ir.timeline import Lane
+from echograph.ir.types import OpKind
+from echograph.simulator.clusters import load_cluster
+from echograph.simulator.host import Host
+from echograph.simulator.result import Result
+from echograph.simulator.simulate import simulate
+
+CLUSTER = load_cluster("dgx-h100")
+HOST = Host(op_ps=4_000_000, launch_ps=3_000_000)
+US = 1_000_000
+
+
+def job(gpus: int, layers: int = 6, kernel_ps: int = 200 * US, **options: object) -> JobGraph:
+    step = fold(layered_step(layers))
+    return timed(DataParallel(replicas=gpus, **options)(step), CLUSTER.device, kernel_ps)
+
+
+def run(gpus: int, **options: object) -> Result:
+    return simulate(job(gpus, **options), CLUSTER, HOST)
+
+
+@pytest.mark.parametrize("gpus", [1, 8, 1024])
+@pytest.mark.parametrize("kernel_ps", [US // 10, 50 * US])
+def test_the_breakdown_adds_up_to_the_step_exactly(gpus: int, kernel_ps: int) -> None:
+    result = run(gpus, kernel_ps=kernel_ps)
+    assert result.breakdown.total == result.step_ps > 0
+
+
+def test_one_gpu_has_no_communication() -> None:
+    result = run(1)
+    assert result.collectives == {}
+    assert result.breakdown.exposed_communication == {"dp": 0}
+
+
+def test_weak_scaling_is_monotone_and_only_communication_grows() -> None:
+    results = [run(gpus, kernel_ps=20 * US) for gpus in (8, 16, 64, 256, 1024)]
+    steps = [r.step_ps for r in results]
+    assert steps == sorted(steps)
+    assert len({r.breakdown.compute for r in results}) == 1
+    exposed = [r.breakdown.exposed_communication["dp"] for r in results]
+    assert exposed == sorted(exposed)
+
+
+def test_folded_and_unfolded_graphs_take_the_same_time() -> None:
+    step = layered_step(5)
+    both = [
+        simulate(timed(DataParallel(replicas=64)(graph), CLUSTER.device, 30 * US), CLUSTER, HOST)
+        for graph in (step, fold(step))
+    ]
+    assert both[0].step_ps == both[1].step_ps
+    assert both[0].breakdown == both[1].breakdown
+    assert both[0].memory == both[1].memory
+
+
+def test_engines_give_the_same_prediction() -> None:
+    graph = job(64)
+    static, reference = (simulate(graph, CLUSTER, HOST, engine=name) for name in ("static", "reference"))
+    assert np.array_equal(static.timeline.start, reference.timeline.start)
+    assert static.breakdown == reference.breakdown
+
+
+def test_a_launch_bound_step_takes_what_the_host_takes() -> None:
+    result = run(1, kernel_ps=US // 10)
+    issued = result.timeline.lane == Lane.HOST
+    assert result.step_ps == int(result.timeline.duration[issued].sum()) + US // 10
+    assert result.breakdown.host > 0.9 * result.step_ps
+
+
+def test_all_reduces_overlap_backward_and_end_before_the_optimizer() -> None:
+    graph = job(64, bucket_bytes=2 * PARAMETER_BYTES)
+    result = simulate(graph, CLUSTER, HOST)
+    timeline = result.timeline
+    device = timeline.lane == Lane.DEVICE
+    kind, phase = graph.ops.kind[timeline.op], graph.ops.phase[timeline.op]
+    reduces = np.flatnonzero(device & (kind == OpKind.COLLECTIVE))
+    backward_end = timeline.end[device & (phase == 2) & (kind == OpKind.COMPUTE)].max()
+    optimizer_start = timeline.start[device & (phase == 4)].min()
+    assert timeline.start[reduces].min() < backward_end
+    assert timeline.end[reduces].max() <= optimizer_start
+    assert np.all(np.diff(timeline.start[reduces]) >= timeline.duration[reduces][:-1])
+
+
+def test_the_interval_holds_the_step_and_grows_with_the_spread() -> None:
+    narrow, wide = (
+        simulate(timed(DataParallel(replicas=8)(layered_step(3)), CLUSTER.device, 90 * US, spread), CLUSTER, HOST)
+        for spread in (0.02, 0.2)
+    )
+    for result in (narrow, wide):
+        assert result.interval_ps[0] <= result.step_ps <= result.interval_ps[1]
+    assert wide.interval_ps[1] - wide.step_ps > 3 * (narrow.interval_ps[1] - narrow.step_ps)
+
+
+def test_memory_counts_every_persistent_tensor_once() -> None:
+    memory = run(8, layers=4).memory
+    assert memory is not None
+    parameters = 1 + 4 * 2
+    assert memory.by_role["parameter"] == parameters * PARAMETER_BYTES
+    assert memory.by_role["optimizer_state"] == parameters * PARAMETER_BYTES
+    assert memory.fits
+    assert not replace(memory, capacity_bytes=memory.peak_bytes - 1).fits
+
+
+def test_an_operation_without_a_duration_is_named() -> None:
+    graph = DataParallel(replicas=2)(layered_step(2))
+    with pytest.raises(SimulationError, match=r"aten.embedding.*no duration on device 'h100-sxm'"):
+        simulate(graph, CLUSTER, HOST)
+
+
+def test_two_runs_give_the_same_bytes() -> None:
+    first, second = (run(256).to_json() for _ in range(2))
+    for record in (first, second):
+        record["simulation"].pop("wall_s")
+    assert json.dumps(first) == json.dumps(second)
+
+
+def test_the_chrome_trace_holds_every_interval_that_takes_time() -> None:
+    graph = job(16)
+    result = simulate(graph, CLUSTER, HOST)
+    trace = json.loads("".join(chrome_trace(graph, result.timeline)))
+    events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert len(events) == int((result.timeline.duration > 0).sum())
+    ends = max(e["ts"] + e["dur"] for e in events)
+    assert ends == pytest.approx(result.step_ps / 1e6)
+    modules = {e["args"]["module"] for e in events}
+    assert "layers.3.linear1" in modules
+    assert not any("{}" in m for m in modules)
