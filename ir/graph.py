@@ -14,9 +14,11 @@ instance 1, and so on. Operations have ids made the same way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 
 import numpy as np
 
@@ -240,11 +242,8 @@ class Graph:
 
     def locate_tensor(self, tensor_id: int) -> tuple[int, int, int]:
         """(block, instance, table index) of a tensor id: the inverse of `tensor_id`."""
-        for number, (base, count) in enumerate(self.tensor_bases):
-            if base <= tensor_id < base + count * len(self.blocks[number].instances):
-                instance, position = divmod(tensor_id - base, count)
-                return number, instance, int(self._own_tensors[number][position])
-        raise IndexError(f"no tensor has the id {tensor_id}")
+        number, instance, position = _locate(self.tensor_bases, self.blocks, tensor_id, "tensor")
+        return number, instance, int(self._own_tensors[number][position])
 
     @cached_property
     def _own_tensors(self) -> tuple[Int64, ...]:
@@ -260,12 +259,19 @@ class Graph:
 
     def locate_op(self, op_id: int) -> tuple[int, int, int]:
         """(block, instance, table index) of an operation id."""
-        for number, (base, count) in enumerate(self.op_bases):
-            block = self.blocks[number]
-            if base <= op_id < base + count * len(block.instances):
-                instance, position = divmod(op_id - base, count)
-                return number, instance, block.ops.start + position
-        raise IndexError(f"no operation has the id {op_id}")
+        number, instance, position = _locate(self.op_bases, self.blocks, op_id, "operation")
+        return number, instance, self.blocks[number].ops.start + position
+
+
+def _locate(
+    bases: Sequence[tuple[int, int]], blocks: Sequence[Block], identity: int, what: str
+) -> tuple[int, int, int]:
+    """(block, instance, position among the block's own) of an id."""
+    number = bisect_right(bases, identity, key=itemgetter(0)) - 1
+    base, count = bases[number] if number >= 0 else (0, 0)
+    if not 0 <= identity - base < count * len(blocks[number].instances):
+        raise IndexError(f"no {what} has the id {identity}")
+    return number, *divmod(identity - base, count)
 
 
 class StepGraph(Graph):

@@ -244,16 +244,22 @@ def _same_type(graph: Graph, where: str, port: int, bound: int) -> None:
 
 
 def _bindings_end(graph: Graph) -> None:
-    """A port bound to a view of a port of ... itself would never end."""
+    """A port bound to an alias of a port of ... itself would never end."""
+    owned: set[int] = set()
     for number, block in enumerate(graph.blocks):
         for index, instance in enumerate(block.instances):
             for bound in instance.bindings:
-                at, seen = graph.locate_tensor(bound), 0
-                while graph.tensors.port[origin := int(graph.origin[at[2]])]:
-                    at = graph.locate_tensor(graph.tensor_id(at[0], at[1], origin))
-                    seen += 1
-                    if seen > len(graph.blocks) * 4096:
+                path: list[int] = []
+                while bound not in owned:
+                    if bound in path:
                         _fail("instances_bound", f"instance {index} of block {number}", "binds a port to itself")
+                    path.append(bound)
+                    its_block, its_instance, row = graph.locate_tensor(bound)
+                    root = int(graph.root[row])
+                    if not graph.tensors.port[root]:
+                        break
+                    bound = graph.tensor_id(its_block, its_instance, root)
+                owned.update(path)
 
 
 def calls_in_range(graph: Graph) -> None:

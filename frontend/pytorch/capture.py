@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 from torch.fx import Graph
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
@@ -38,7 +39,7 @@ PRODUCERS = Table(
         "aot": "echograph.frontend.pytorch.aot:trace_step",
     },
 )
-_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
 @contextmanager
@@ -113,8 +114,9 @@ def _one_line_errors(module: Module, recorder: Recorder) -> Iterator[None]:
     except Exception as error:
         where = _where(module, recorder, error)
         if isinstance(error, _DATA_DEPENDENT):
+            cause = str(error.args[0]).strip().splitlines()[0]
             raise CaptureError(
-                f"{where}: '{error.args[0]}' makes the control flow or a shape depend on the values of a tensor, "
+                f"{where}: '{cause}' makes the control flow or a shape depend on the values of a tensor, "
                 "which a capture without data does not have: decide on shapes or configuration instead"
             ) from error
         if isinstance(error, UnsupportedFakeTensorException):

@@ -6,12 +6,11 @@ and counts zero. The formulas are PyTorch's own registry; `_grouped_mm`, which i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -21,28 +20,25 @@ Formula = Callable[..., int]
 
 
 def grouped_mm_flops(
-    a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any, out_val: Any = None, **__: Any
+    a: Sequence[int], b: Sequence[int], offsets: Sequence[int] | None = None, *_: Any, **__: Any
 ) -> int:
     """FLOPs of `aten._grouped_mm`: every row of the ragged operand meets one expert's matrix.
 
     Args:
-        a: [m, k] (rows grouped by `offsets`) or [experts, m, k].
-        b: [experts, k, n]; or [k, n], where `offsets` groups the contraction or the columns.
-        offsets: [experts], end of each group; None when both operands have an expert dimension.
-        out_val: unused; the registry passes it.
+        a: shape [m, k] (rows grouped by `offsets`) or [experts, m, k].
+        b: shape [experts, k, n]; or [k, n], where `offsets` groups the contraction or the columns.
+        offsets: shape of the ends of the groups; None when both operands have an expert dimension.
     """
-    if a.dim() == 3 and b.dim() == 3:
-        return 2 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[2]
-    m, k = a.shape[-2:]
-    return 2 * m * k * b.shape[-1]
+    experts = a[0] if len(a) == len(b) == 3 else 1
+    return 2 * experts * a[-2] * a[-1] * b[-1]
 
 
 @cache
 def formulas() -> Mapping[Any, Formula]:
     """Operator packet -> formula that takes the operator's arguments and `out_val`."""
-    from torch.utils.flop_counter import flop_registry
+    from torch.utils.flop_counter import flop_registry, shape_wrapper
 
-    return {**flop_registry, torch.ops.aten._grouped_mm: grouped_mm_flops}
+    return {**flop_registry, torch.ops.aten._grouped_mm: shape_wrapper(grouped_mm_flops)}
 
 
 def node_flops(node: Node) -> int:

@@ -68,17 +68,22 @@ def link_sums(graph: Graph) -> None:
     """Links sums of gradients, and what runs between autograd nodes (the gradient of the loss itself).
 
     Autograd adds up the gradients of a tensor that several operations read as they arrive, so the sum runs
-    under the number of whichever came last. It belongs to the operation that made the tensor: the one whose
-    backward reads the sum.
+    under the number of whichever came last. It differentiates the operation that made the tensor: the one whose
+    backward reads the sum. It runs in the module of the gradient that came last, so that a layer sums the
+    gradients of its own input and all layers are alike.
     """
     forward = {n.name: n for n in graph.nodes if n.meta.get(PHASE) == FORWARD}
     backward = [n for n in call_nodes(graph) if n.meta[PHASE] == BACKWARD]
     for node in reversed(backward):
         if FORWARD_NODE not in node.meta or _is_sum(node):
             _link(node, _first_link(list(node.users)), forward)
+    position = {node: i for i, node in enumerate(backward)}
     for node in backward:
         if FORWARD_NODE not in node.meta:
             _link(node, _first_link(node.all_input_nodes), forward)
+        elif _is_sum(node):
+            last = max(node.all_input_nodes, key=lambda n: position.get(n, -1))
+            node.meta[MODULE] = last.meta[MODULE]
     for node in graph.nodes:
         if node.target is operator.getitem:
             node.meta = {**node.all_input_nodes[0].meta, **{k: node.meta[k] for k in _OWN if k in node.meta}}

@@ -183,7 +183,7 @@ class _Lowering:
             return tensor
         suffix = f".{index}" if isinstance(node.meta[VAL], tuple) else ""
         role = TensorRole.ACTIVATION if view_of is None else self._roles[view_of]
-        return self._tensor(node.name + suffix, value, role, view_of)
+        return self._tensor(_result_name(node) + suffix, value, role, view_of)
 
     # -- one operation per element of a list -----------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class _Lowering:
             writes = [v[part] for name, v in lists.items() if name in written]
             writes += [named[name] for name in written if isinstance(named[name], Node)]
             value = values[part] if values else None
-            results.append(self._part(node, reads, writes, value, MultiTensor(part=part, parts=parts)))
+            results.append(self._part(node, reads, writes, value, MultiTensor(part=int(part > 0), parts=parts)))
         self._results[node] = results
 
     def _part(
@@ -212,7 +212,7 @@ class _Lowering:
         made = [self._next_version(n, node, owner) for n in writes]
         result = None
         if isinstance(value, Tensor):
-            result = self._tensor(f"{node.name}.{share.part}", value, TensorRole.ACTIVATION)
+            result = self._tensor(_result_name(node), value, TensorRole.ACTIVATION)
             made.append(result)
             self._owner[result] = owner
         self.builder.compute(
@@ -249,7 +249,7 @@ class _Lowering:
             tensor = self._tensor(f"{owner}.main_grad", node.meta[VAL], TensorRole.GRADIENT)
             self._owner[tensor] = owner
         else:
-            tensor = self._tensor(writer.name, node.meta[VAL], TensorRole.ACTIVATION)
+            tensor = self._tensor(_result_name(writer), node.meta[VAL], TensorRole.ACTIVATION)
         self._tensors[node] = tensor
         return tensor
 
@@ -281,6 +281,11 @@ def _gradient_nodes(graph: Graph) -> dict[tuple[Node, int], str]:
                 break
             node = node.all_input_nodes[0]
     return gradients
+
+
+def _result_name(node: Node) -> str:
+    """The operator's name alone: a number would make the tensors of equal layers differ."""
+    return qualified_name(node).rpartition(".")[2]
 
 
 def _values(node: Node) -> tuple[Any, ...]:

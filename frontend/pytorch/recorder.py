@@ -93,7 +93,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def failed_path(self, error: BaseException) -> str | None:
         """Path of the innermost module whose forward raised this exception; None if none did."""
-        return self._failure[1] if self._failure is not None and self._failure[0] is error else None
+        if self._failure is not None and self._failure[0] is error:
+            return self._failure[1]
+        # An export does not tell the hooks that a module raised, so its path still stands here.
+        return self._stack[-1] if self._stack else None
 
     def add_placeholder(self, tensor: Tensor, role: str, name: str) -> Node:
         """Declares a tensor that exists before the step; a tensor already known keeps its first name."""

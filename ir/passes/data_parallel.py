@@ -189,8 +189,10 @@ def _ready_gradients(graph: StepGraph, calls: list[Call]) -> list[_Gradient]:
     tensors = graph.tensors
     final = (tensors.role == t.TensorRole.GRADIENT) & ~tensors.port & (graph.maker != NONE)
     final &= graph.ops.phase[graph.maker] != t.Phase.OPTIMIZER
+    # A gradient may be a view of what a kernel made; both are gradients, and the later one is the parameter's.
+    last_of_memory = {int(graph.root[tensor]): tensor for tensor in np.flatnonzero(final).tolist()}
     made_by: dict[int, list[int]] = {}
-    for tensor in np.flatnonzero(final).tolist():
+    for tensor in last_of_memory.values():
         made_by.setdefault(int(graph.maker[tensor]), []).append(tensor)
     makers = np.array(sorted(made_by), np.int64)
     found = []

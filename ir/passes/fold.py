@@ -16,6 +16,7 @@ import numpy as np
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import StepGraph
+from echograph.ir.types import Tensor, TensorRole
 
 LABEL = "{}"
 
@@ -121,7 +122,7 @@ class _Writer:
             module = _relabel(self.modules[row], candidate)
             lines.append((self.columns[row], names, deps, forward, module, self.graph.ops.durations_of(row)))
         if main:
-            self._admit_unused(candidate, numbers)
+            self._admit_rest(candidate, numbers)
         return tuple(lines), tuple(self._tensor(candidate, i, numbers) for i in candidate.tensors)
 
     def _admit(
@@ -130,8 +131,10 @@ class _Writer:
         maker = int(self.graph.maker[tensor])
         if maker != NONE:
             mine = maker in own
-        else:
-            mine = tensor not in self.taken if main else own.issuperset(self.readers[tensor])
+        elif main:
+            mine = tensor not in self.taken
+        else:  # an input is the step's own, so that the first layer reads like the others
+            mine = self.graph.tensors.role[tensor] != TensorRole.INPUT and own.issuperset(self.readers[tensor])
         alias = int(self.graph.tensors.alias_of[tensor])
         if mine and alias != NONE and alias not in numbers:
             self._admit(candidate, numbers, alias, own, main)
@@ -140,11 +143,10 @@ class _Writer:
         numbers[tensor] = len(candidate.tensors)
         candidate.tensors.append(tensor)
 
-    def _admit_unused(self, candidate: _Candidate, numbers: dict[int, int]) -> None:
-        """The main block also holds the graph's inputs that no operation reads."""
-        touched = set(self.graph.ops.inputs.values.tolist()) | set(self.graph.ops.outputs.values.tolist())
-        for tensor in range(len(self.graph.tensors)):
-            if tensor not in touched and tensor not in numbers:
+    def _admit_rest(self, candidate: _Candidate, numbers: dict[int, int]) -> None:
+        """The main block also holds what no operation makes and no other block holds."""
+        for tensor in np.flatnonzero(self.graph.maker == NONE).tolist():
+            if tensor not in numbers and tensor not in self.taken:
                 self._admit(candidate, numbers, tensor, set(), True)
 
     def _forward(self, candidate: _Candidate, row: int, local: dict[int, int]) -> int:
@@ -162,7 +164,7 @@ class _Writer:
         return (
             tensor.shape,
             tensor.dtype,
-            tensor.role,
+            _role(tensor, port),
             port,
             alias,
             "" if port else _relabel(tensor.name, candidate),
@@ -173,6 +175,11 @@ _COMPARED = (
     "kind", "name", "phase", "stream", "flops", "bytes_read", "bytes_written", "attributes", "variant", "dtype",
     "payload", "asynchronous", "group", "peer", "tag", "nbytes",
 )  # fmt: skip
+
+
+def _role(tensor: Tensor, port: bool) -> TensorRole:
+    """A layer does not know whether what it reads is the step's input or another layer's output."""
+    return TensorRole.ACTIVATION if port and not tensor.role.persistent else tensor.role
 
 
 def _readers(graph: StepGraph) -> dict[int, list[int]]:
@@ -256,7 +263,7 @@ def _emit_block(graph: StepGraph, builder: GraphBuilder, c: _Candidate) -> None:
             _relabel(tensor.name, c),
             tensor.shape,
             tensor.dtype,
-            tensor.role,
+            _role(tensor, port),
             alias_of=None if port or tensor.alias_of is None else numbers[tensor.alias_of],
             port=port,
         )

@@ -2,8 +2,9 @@ r"""Seconds of fused (flash) attention, forward and backward, on one device.
 
 The kernel deals tiles of 128 queries (forward) or 128 keys (backward) of every batch entry and head to the SMs:
 
-    pair_s  = 4 d / (efficiency * peak / SMs)       one query against one key, d: head dim that the kernel pads to
-    tile_s  = 128 (mean keys per query + overhead_kv) pair_s
+    pair_s  = 4 d / (efficiency * peak / SMs)      one query against one key, d: head dim that the kernel pads to
+    overhead_s = 4 (overhead + d overhead_per_element) / (peak / SMs)      filling and draining a tile, per query
+    tile_s  = 128 (mean keys per query * pair_s + overhead_s)
     seconds = launch + max(longest tile, tiles tile_s / SMs + tail * longest tile) + traffic
 
 Causal tiles see, on average, half of the keys plus half a tile. The backward pass does 2.5 times the forward's
@@ -139,13 +140,13 @@ def pass_seconds(
     peak = sheet.peak_flops_per_s[model.peak]
     flops_per_pair = 4.0 * (BACKWARD_FLOPS if backward else 1.0)
     width = (_padded(model, shape.d) + _padded(model, shape.v_d)) / 2.0
-    units, overhead = _per_pair(kernel, width)
-    pair_s = flops_per_pair * units / (peak / sheet.sm_count)
+    unit_s = flops_per_pair / (peak / sheet.sm_count)
+    pair_s, overhead_s = unit_s * _work_per_pair(kernel, width), unit_s * (kernel.overhead + kernel.overhead_per_element * width)
     tiled, swept = (shape.kv, shape.q) if backward else (shape.q, shape.kv)
     tiles = shape.b * shape.h * np.ceil(tiled / TILE)
     seen = _keys_visited(shape, causal) * shape.q / tiled
-    mean_s = TILE * (seen + overhead) * pair_s
-    longest_s = TILE * (swept + overhead) * pair_s
+    mean_s = TILE * (seen * pair_s + overhead_s)
+    longest_s = TILE * (swept * pair_s + overhead_s)
     waves = tiles / sheet.sm_count
     busy = np.maximum(longest_s, waves * mean_s + kernel.tail * longest_s * np.minimum(1.0, waves))
     seconds = kernel.launch_s + kernel.time_scale * (busy + _traffic_seconds(kernel, sheet, shape))
@@ -178,15 +179,14 @@ def _keys_attended(shape: AttentionShape, causal: bool | npt.NDArray[np.bool_]) 
     return np.where(causal, below, shape.kv)
 
 
-def _per_pair(kernel: AttentionPass, width: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Padded elements over efficiency, and overhead in keys, between (and beyond) the fitted head dims."""
+def _work_per_pair(kernel: AttentionPass, width: FloatArray) -> FloatArray:
+    """Padded elements over efficiency, between (and beyond) the fitted head dims."""
     dims = np.asarray(kernel.head_dims, dtype=np.float64)
     work = dims / np.asarray(kernel.efficiency)
     below = work[0] * np.maximum(width / dims[0], 0.5)
     above = work[-1] * width / dims[-1]
     inside = np.interp(width, dims, work)
-    units = np.where(width < dims[0], below, np.where(width > dims[-1], above, inside))
-    return units, np.interp(width, dims, np.asarray(kernel.overhead_kv))
+    return np.where(width < dims[0], below, np.where(width > dims[-1], above, inside))
 
 
 def _padded(model: AttentionModel, dim: FloatArray) -> FloatArray:

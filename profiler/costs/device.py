@@ -71,7 +71,7 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Quantize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Casting the activation operand to fp8, with its scale, before the product: launches, and seconds per element.
+    """Casting the activation operand to fp8, with its scale, before the product: launches, seconds per element.
 
     The price rises from `cached` to `cached + streamed` around `knee_elements`, where the operand leaves L2.
     """
@@ -133,7 +133,8 @@ class AttentionPass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     label: Label
     head_dims: list[int]
     efficiency: list[float]
-    overhead_kv: list[float]
+    overhead: float
+    overhead_per_element: float
     tail: float
     launch_s: float
     query_traffic: float = 0.0

@@ -11,7 +11,8 @@ A kernel cuts C into tiles of tm x tn, optionally cuts k into s slices, and deal
     seconds   = launch + (compute^p + memory^p)^(1/p)                            p: overlap_power
 
 then times what the measurements say beyond that: a correction on a coarse grid of log shapes, the layout, and
-alignment. Accumulation into fp32 adds the share of its traffic that nothing hides. The library is assumed to choose the best tile, as cuBLAS nearly does.
+alignment. Accumulation into fp32 adds the share of its traffic that nothing hides. The library is assumed
+to choose the best tile, as cuBLAS nearly does.
 """
 
 from __future__ import annotations

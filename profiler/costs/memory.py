@@ -1,4 +1,4 @@
-"""Seconds of memory-bound kernels: bytes over the bandwidth that kernels of their kind reach, and a launch floor."""
+"""Seconds of memory-bound kernels: bytes over the bandwidth that their kind reaches, and a launch floor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echograph.profiler.costs.cost import Cost, make_cost
 from echograph.profiler.costs.device import DeviceProfile
 
 KINDS = ("elementwise", "copy", "norm", "softmax", "reduction", "gather", "optimizer")
-"""norm and softmax work on rows; gather is an embedding and its gradient; optimizer updates many tensors at once."""
+"""norm and softmax work on rows; gather is an embedding or its gradient; optimizer updates many tensors."""
 
 DEFAULT_ROW_BYTES = 8192.0
 

@@ -101,7 +101,7 @@ def fit_pass(
     """
     hidden = rows.hidden()
     seen = rows.take(~hidden)
-    empty = AttentionModel(peak="bf16", padded_head_dims=PADDED_HEAD_DIMS[name], forward=_unpack(np.zeros(6), [1]))
+    empty = AttentionModel(peak="bf16", padded_head_dims=PADDED_HEAD_DIMS[name], forward=_unpack(np.zeros(4), [1]))
     dims = sorted({float(w) for w in ((rows.shape.d + rows.shape.v_d) / 2.0).tolist()})
     weight, log_time = weights(seen.seconds), np.log(seen.seconds)
 
@@ -150,7 +150,7 @@ def forward_share(model: AttentionModel, sheet: Datasheet) -> Callable[[Attentio
 
 def _start(dims: int, traffic: bool) -> FloatArray:
     side = [np.log(3.0), np.log(6.0), np.log(5e7), 0.0, np.log(0.5), np.log(5e-6)] if traffic else []
-    return np.concatenate([np.full(dims, logit(0.5)), np.full(dims, np.log(100.0)), [np.log(0.5)], side])
+    return np.concatenate([np.full(dims, logit(0.5)), [np.log(1e4), np.log(1e2), np.log(0.5)], side])
 
 
 def _unpack(p: FloatArray, dims: list[int]) -> AttentionPass:
@@ -159,11 +159,12 @@ def _unpack(p: FloatArray, dims: list[int]) -> AttentionPass:
         label=Label(source="fitted", basis="", spread=0.0, spread_short=0.0),
         head_dims=dims,
         efficiency=sigmoid(p[:count]).tolist(),
-        overhead_kv=np.exp(p[count : 2 * count]).tolist(),
-        tail=float(np.exp(p[2 * count])),
+        overhead=float(np.exp(p[count])),
+        overhead_per_element=float(np.exp(p[count + 1])),
+        tail=float(np.exp(p[count + 2])),
         launch_s=CHART_LAUNCH_S,
     )
-    side = np.exp(p[2 * count + 1 :]).tolist()
+    side = np.exp(p[count + 3 :]).tolist()
     if len(side) != 6:
         return kernel
     return msgspec.structs.replace(

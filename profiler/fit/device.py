@@ -1,4 +1,4 @@
-"""Fits a device profile: what the table measures of a device is fitted, the rest is borrowed, all of it labelled."""
+"""Fits a device profile: what the table measures of a device is fitted, the rest borrowed, all of it labelled."""
 
 from __future__ import annotations
 
@@ -111,8 +111,9 @@ def write_profile(profile: DeviceProfile, path: Path) -> None:
         raise OutputError(f"{path}: {error.strerror}: give a path that can be written") from error
 
 
-def read_hosts(path: Path = DATASHEETS.with_name("hosts.toml")) -> dict[str, HostModel]:
+def read_hosts() -> dict[str, HostModel]:
     """The measured and assumed hosts, by name."""
+    path = DATASHEETS.with_name("hosts.toml")
     return msgspec.toml.decode(path.read_bytes(), type=dict[str, HostModel])
 
 
@@ -217,7 +218,7 @@ def _calibrate(
         if len(rows) and len(there) and dtype in gemm:
             # A search keeps its luckiest product: only the ratio of two searches says something of the device.
             scale = _best(rows, gemm[dtype], sheet) / _best(there, relative.gemm[dtype], relative.datasheet)
-            basis = f"scaled from {facts.relative}, one factor from the best products of a search: {_basis(rows, used)}"
+            basis = f"scaled from {facts.relative}, one factor from two searches' best: {_basis(rows, used)}"
             found[dtype] = msgspec.structs.replace(
                 gemm[dtype], time_scale=round(scale, 4), label=scaled_label(basis)
             )

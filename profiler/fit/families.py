@@ -153,7 +153,6 @@ def _with_small(kernel: AttentionPass, ratio: float) -> AttentionPass:
         kernel,
         head_dims=[64, *kernel.head_dims],
         efficiency=[kernel.efficiency[0] * ratio, *kernel.efficiency],
-        overhead_kv=[kernel.overhead_kv[0], *kernel.overhead_kv],
     )
 
 

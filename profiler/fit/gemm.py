@@ -32,7 +32,7 @@ TILES = {
 }
 """Output tiles that the vendor's library is known to choose from, by architecture."""
 
-SPLITS = (1, 2, 3, 4, 6, 8, 16)
+SPLITS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256)
 
 M_KNOTS = (256, 512, 1024, 2048, 4096, 8192, 32768)
 NK_KNOTS = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 65536)

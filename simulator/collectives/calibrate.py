@@ -20,8 +20,7 @@ from echograph.simulator.clusters.types import Cluster
 from echograph.simulator.collectives.model import Kind
 from echograph.simulator.collectives.select import collective_curve
 
-
-# Not to be fitted: only products with a bandwidth show in a time, or a ratio that no usual set of rows separates.
+# Not to be fitted: a factor of a bandwidth that is itself fitted, or a ratio that usual rows do not separate.
 HELD = {
     "node": ("protocols.Simple.efficiency", "peer.Simple.efficiency"),
     "network": ("tree_efficiency", "ring_hop_share", "two_domain_volume"),

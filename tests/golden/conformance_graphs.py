@@ -42,7 +42,8 @@ def kinds() -> Graph:
         y = b.tensor(f"y.{number}", (4, 8), D.FP32, R.ACTIVATION)
         phase = P(number % len(P) + 1)
         b.compute(f"op.{number}", inputs=(x,), outputs=(y,), phase=phase, flops=64, bytes_read=128,
-                  bytes_written=128, attributes=value, durations=durations if number < 2 else (), module="m")  # fmt: skip
+                  bytes_written=128, attributes=value, durations=durations if number < 2 else (),
+                  module="m")  # fmt: skip
     for kind in t.CollectiveKind:
         b.collective(f"{kind.name.lower()} it", kind, group=dp, bytes_per_rank=128, dtype=D(kind.value),
                      payload=t.Payload((kind - 1) % 5 + 1), asynchronous=kind % 2 == 0, stream=1, deps=(kind - 1,),
@@ -72,7 +73,7 @@ def two_layers() -> Graph:
     )
 
     layer = b.begin_block("layers")
-    x_in = b.tensor("", (8, 4), D.BF16, R.INPUT, port=True)
+    x_in = b.tensor("", (8, 4), D.BF16, R.ACTIVATION, port=True)
     w = b.tensor("layers.{}.weight", (4, 4), D.BF16, R.PARAMETER)
     y = b.tensor("layers.{}.y", (8, 4), D.BF16, R.ACTIVATION)
     d_out = b.tensor("", (8, 4), D.BF16, R.ACTIVATION, port=True)

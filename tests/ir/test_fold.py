@@ -50,6 +50,14 @@ def test_views_of_a_tensor_that_nothing_reads() -> None:
     assert len(folds(b).blocks) == 2
 
 
+def test_a_parameter_that_only_layers_share() -> None:
+    b = GraphBuilder()
+    shared = tensor(b, "shared", role=P)
+    for k in range(2):
+        b.compute("use", inputs=(shared,), module=f"layers.{k}")
+    assert len(folds(b).blocks) == 2
+
+
 def test_an_alias_that_nothing_touches_of_a_tensor_that_a_layer_owns() -> None:
     b = GraphBuilder()
     for k in range(2):
@@ -61,7 +69,7 @@ def test_an_alias_that_nothing_touches_of_a_tensor_that_a_layer_owns() -> None:
 
 def test_dependencies_across_layers_keep_them_apart() -> None:
     b = GraphBuilder()
-    x = layers(b, tensor(b, "x"))
+    x = layers(b, tensor(b, "x", role=t.TensorRole.INPUT))
     b.compute("end", inputs=(x,), deps=(1,))
     (block,) = folds(b).blocks[1:]
     assert [i.label for i in block.instances] == ["0", "2"]
@@ -75,7 +83,7 @@ def test_a_name_with_braces_is_not_folded() -> None:
 
 def test_layers_under_layers() -> None:
     b = GraphBuilder()
-    x = tensor(b, "x")
+    x = tensor(b, "x", role=t.TensorRole.INPUT)
     for k, operator in enumerate("aab"):
         for j in range(2):
             y = tensor(b, f"stage.{k}.block.{j}.y")

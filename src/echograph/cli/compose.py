@@ -53,13 +53,13 @@ def _build(
 
     path, _, function = model.rpartition(":")
     if path.endswith(".py"):
-        from echograph.frontend.pytorch.userfile import load_user_model
+        from echograph.frontend.pytorch.userfile import build_from_file
 
         if (batch_size, seq_len, attention) != (None, None, None):
             raise UsageError(
                 "--batch-size, --seq-len and --attention belong to zoo models: set them in your function"
             )
-        return function, *load_user_model(model)
+        return function, *build_from_file(model)
     from echograph.models import build, from_config, get_model
 
     looks_like_path = Path(model).exists() and (Path(model).is_dir() or model.endswith(".json"))

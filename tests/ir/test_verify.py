@@ -1,0 +1,176 @@
+"""Every invariant broken once: the error names the invariant, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conformance_graphs import GRAPHS
+
+from echograph.errors import GraphError
+from echograph.ir import types as t
+from echograph.ir.builder import GraphBuilder
+from echograph.ir.columns import Ragged
+from echograph.ir.graph import Axis, Graph, Group, Instance, StepGraph
+from echograph.ir.verify import CHECKS, verify
+
+Break = Callable[[Graph], Graph]
+
+
+def at(values: np.ndarray, row: int, value: object) -> np.ndarray:
+    """A copy of a column with one value changed."""
+    changed = values.copy()
+    changed[row] = value
+    return changed
+
+
+def op_column(name: str, row: int, value: object) -> Break:
+    return lambda g: replace(g, ops=replace(g.ops, **{name: at(getattr(g.ops, name), row, value)}))
+
+
+def op_ragged(name: str, index: int, value: object) -> Break:
+    def change(graph: Graph) -> Graph:
+        old = getattr(graph.ops, name)
+        return replace(graph, ops=replace(graph.ops, **{name: Ragged(old.offsets, at(old.values, index, value))}))
+
+    return change
+
+
+def tensor_column(name: str, row: int, value: object) -> Break:
+    return lambda g: replace(g, tensors=replace(g.tensors, **{name: at(getattr(g.tensors, name), row, value)}))
+
+
+def extent(index: int, value: int) -> Break:
+    def change(graph: Graph) -> Graph:
+        old = graph.tensors.shape
+        return replace(
+            graph, tensors=replace(graph.tensors, shape=Ragged(old.offsets, at(old.values, index, value)))
+        )
+
+    return change
+
+
+def block(number: int, **changes: object) -> Break:
+    def change(graph: Graph) -> Graph:
+        blocks = list(graph.blocks)
+        blocks[number] = replace(blocks[number], **changes)
+        return replace(graph, blocks=tuple(blocks))
+
+    return change
+
+
+def axis(name: str, size: int) -> Break:
+    return lambda g: replace(g, mesh=(*g.mesh, Axis(name=name, size=size)))
+
+
+def group(**members: tuple[object, ...]) -> Break:
+    return lambda g: replace(g, groups=(*g.groups, Group(name="new", **members)))
+
+
+def coordinates(**place: int) -> Break:
+    return lambda g: replace(g, programs=(replace(g.programs[0], coordinates=place),))
+
+
+def calls(*rows: tuple[int, int, int, int, int]) -> Break:
+    program = np.array(rows, np.int64).reshape(-1, 5)
+    return lambda g: replace(g, programs=(replace(g.programs[0], calls=program), *g.programs[1:]))
+
+
+# (invariant, graph, what is broken, what the error says)
+CASES: list[tuple[str, str, Break, str]] = [
+    ("strings_in_range", "two_layers", op_column("name", 1, 99), "operation 1"),
+    ("strings_in_range", "two_layers", op_column("module", 2, -1), "operation 2"),
+    ("strings_in_range", "two_layers", tensor_column("name", 3, 99), "tensor 3"),
+    ("strings_in_range", "kinds", op_column("duration_device", 0, 500), "duration 0"),
+    ("enumerations_known", "two_layers", tensor_column("dtype", 0, 77), "unknown DType 77"),
+    ("enumerations_known", "two_layers", tensor_column("role", 2, 0), "tensor 2 has the unknown TensorRole"),
+    ("enumerations_known", "two_layers", op_column("kind", 0, 9), "unknown OpKind 9"),
+    ("enumerations_known", "two_layers", op_column("phase", 0, 0), "unknown Phase 0"),
+    ("enumerations_known", "kinds", op_column("variant", 11, 12), "operation 11 has the unknown CollectiveKind"),
+    ("enumerations_known", "kinds", op_column("variant", 22, 9), "operation 22 has the unknown CopyDirection"),
+    ("enumerations_known", "kinds", op_column("payload", 20, 0), "operation 20 has the unknown Payload"),
+    ("enumerations_known", "kinds", op_column("dtype", 11, 0), "operation 11 has the unknown DType"),
+    ("enumerations_known", "kinds", op_column("duration_source", 3, 8), "unknown Source 8"),
+    ("blocks_cover_tables", "two_layers", lambda g: replace(g, blocks=()), "no main block"),
+    ("blocks_cover_tables", "two_layers", block(0, instances=()), "no main block"),
+    ("blocks_cover_tables", "two_layers", block(1, ops=range(3, 6)), "block 1"),
+    ("blocks_cover_tables", "two_layers", block(1, tensors=range(4, 10)), "last block"),
+    ("sizes_sane", "two_layers", extent(0, -8), "tensor 0 has the extent -8"),
+    ("sizes_sane", "two_layers", extent(1, 2**61), "beyond 2^60 bytes"),
+    ("sizes_sane", "two_layers", op_column("flops", 3, -1), "operation 3 has negative flops"),
+    ("sizes_sane", "kinds", op_column("nbytes", 20, -1), "operation 20 has negative nbytes"),
+    ("sizes_sane", "kinds", op_column("duration_spread", 1, np.nan), "duration 1"),
+    ("sizes_sane", "kinds", op_column("duration_samples", 0, -1), "duration 0"),
+    ("tensors_in_block", "two_layers", op_ragged("inputs", 0, 5), "operation 0 (loss) reads tensor 5"),
+    ("tensors_in_block", "two_layers", op_ragged("outputs", 5, 1), "makes tensor 1 of another block"),
+    ("tensors_in_block", "two_layers", op_ragged("inputs", 0, 2**31 - 1), "reads tensor"),
+    ("aliases_point_back", "aliases", tensor_column("alias_of", 2, 2), "tensor 2 is an alias of 2"),
+    ("aliases_point_back", "two_layers", tensor_column("alias_of", 10, 0), "tensor 10 is an alias of 0"),
+    ("one_maker", "two_layers", op_ragged("outputs", 3, 6), "tensor 6 is made by 2"),
+    ("one_maker", "two_layers", op_ragged("outputs", 2, 4), "tensor 4 is a port"),
+    ("one_maker", "two_layers", tensor_column("alias_of", 7, 4), "tensor 7 is a port"),
+    ("made_before_read", "two_layers", op_ragged("inputs", 0, 3), "reads tensor 3, made later by operation 1"),
+    ("made_before_read", "ranks", op_ragged("deps", 0, 1), "operation 1 (nccl all reduce) depends on operation 1"),
+    ("forward_ops_earlier", "two_layers", op_column("forward_op", 3, 5), "operation 3"),
+    ("forward_ops_earlier", "two_layers", op_column("forward_op", 3, 0), "operation 3"),
+    ("forward_ops_earlier", "aliases", op_column("forward_op", 7, -3), "block 1 has 1 op_bindings"),
+    ("streams_and_groups", "two_layers", op_column("stream", 4, 1), "runs on stream 1 of 1"),
+    ("streams_and_groups", "kinds", op_column("group", 13, -1), "operation 13"),
+    ("streams_and_groups", "job", axis("dp", 2), "axis twice"),
+    ("streams_and_groups", "job", axis("x", 0), "size 0"),
+    ("streams_and_groups", "job", axis("x", 2**40), "2^40 ranks"),
+    ("streams_and_groups", "job", group(axes=("z",)), "group 'new'"),
+    ("streams_and_groups", "job", group(ranks=(1, 1)), "a rank twice"),
+    ("instances_bound", "two_layers", block(0, instances=(Instance(),)), "binds 0 of 1 ports"),
+    ("instances_bound", "two_layers", block(0, instances=(Instance(bindings=(99,)),)), "does not have"),
+    ("instances_bound", "two_layers", block(0, instances=(Instance(bindings=(1,)),)), "another shape or type"),
+    ("calls_in_range", "two_layers", lambda g: replace(g, programs=g.programs * 2), "has 2 programs"),
+    ("calls_in_range", "two_layers", calls((7, 0, 1, 0, 0)), "names block 7"),
+    ("calls_in_range", "two_layers", calls((0, 0, 3, 0, 0)), "call 0 of program 0"),
+    ("calls_in_range", "two_layers", calls((1, 2, 3, 2, 0)), "names no instance"),
+    ("calls_in_range", "two_layers", calls((1, 2, 3, 0, 2**24)), "call 0"),
+    ("calls_in_range", "two_layers", calls((1, 2, 3, 0, 0), (1, 2, 3, 0, 0)), "runs operations again"),
+    ("calls_in_range", "job", coordinates(pp=2), "coordinate outside the mesh"),
+    ("calls_in_range", "job", coordinates(xp=0), "coordinate outside the mesh"),
+    ("calls_in_order", "two_layers", calls((1, 2, 3, 1, 0), (1, 2, 3, 0, 0)), "call 0 of program 0 reads tensor 4"),
+    ("calls_in_order", "job", calls((1, 0, 3, 0, 0), (1, 3, 6, 0, 1)), "call 1 of program 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("invariant", "name", "spoil", "says"), CASES)
+def test_a_broken_invariant_is_named(invariant: str, name: str, spoil: Break, says: str) -> None:
+    graph = GRAPHS[name]()
+    verify(graph)
+    with pytest.raises(GraphError) as caught:
+        verify(spoil(graph))
+    assert str(caught.value).endswith(f"[{invariant}]")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_invariant_is_broken_above() -> None:
+    assert {check.__name__ for check in CHECKS} == {invariant for invariant, *_ in CASES}
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_port_that_is_bound_to_an_alias_of_itself(made: bool) -> None:
+    b = GraphBuilder()
+    block = b.begin_block("loop")
+    port = b.tensor("", (4,), t.DType.FP32, t.TensorRole.ACTIVATION, port=True)
+    view = b.tensor("view", (4,), t.DType.FP32, t.TensorRole.ACTIVATION, alias_of=port)
+    if made:
+        b.compute("view", outputs=(view,))
+    b.instance(block, bindings=(1,))
+    b.instance(block, bindings=(0,))
+    with pytest.raises(GraphError, match=r"binds a port to itself \[instances_bound\]"):
+        b.build(StepGraph)
+
+
+def test_persistent_values_may_come_from_an_earlier_micro_batch() -> None:
+    graph = GRAPHS["job"]()
+    gradient = next(tensor for tensor in graph.tensors if tensor.role == t.TensorRole.GRADIENT)
+    reader = int(graph.ops.inputs.rows[np.flatnonzero(graph.ops.inputs.values == gradient.id)[0]])
+    assert reader == 6
+    verify(calls((1, 0, 6, 0, 0), (1, 6, 8, 0, 3))(graph))
