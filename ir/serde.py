@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from google.protobuf.message import DecodeError, Message
 
@@ -19,6 +20,7 @@ from echograph.ir.serde_encode import header, op_chunks, tensor_chunks, trailer
 from echograph.proto import workload_pb2 as pb
 
 MAGIC = "echograph"
+HEADER_FIELDS = range(1, 4)
 _KNOWN_FIELDS = {field.number for field in pb.Graph.DESCRIPTOR.fields}
 
 
@@ -79,7 +81,7 @@ def decode(data: bytes) -> StepGraph | JobGraph:
 
 
 def _decode(data: bytes) -> StepGraph | JobGraph:
-    small, unknown = bytearray(), bytearray()
+    identity, small, unknown = bytearray(), bytearray(), bytearray()
     tensor_chunks: list[tuple[int, int]] = []
     op_chunks: list[tuple[int, int]] = []
     for number, start, body, end in fields(data):
@@ -87,12 +89,14 @@ def _decode(data: bytes) -> StepGraph | JobGraph:
             tensor_chunks.append((body, end))
         elif number == pb.Graph.OP_CHUNKS_FIELD_NUMBER:
             op_chunks.append((body, end))
+        elif number in HEADER_FIELDS:
+            identity += data[start:end]
         elif number in _KNOWN_FIELDS:
             small += data[start:end]
         else:
             unknown += data[start:end]
+    check_header(pb.Graph.FromString(bytes(identity)), MAGIC)
     head = pb.Graph.FromString(bytes(small))
-    check_header(head.magic, MAGIC, head.format_major, head.format_minor)
     if head.level == pb.LEVEL_UNSPECIFIED:
         raise FormatError("corrupted: it has no level")
     decoder = Decoder(head, bytes(unknown))
@@ -103,16 +107,26 @@ def _decode(data: bytes) -> StepGraph | JobGraph:
     return decoder.finish()
 
 
-def check_header(magic: str, expected: str, major: int, minor: int) -> None:
-    """Refuses another kind of file, and a newer major format.
+class Header(Protocol):
+    """What every file begins with; the fields `HEADER_FIELDS` of its message."""
+
+    magic: str
+    format_major: int
+    format_minor: int
+
+
+def check_header(header: Header, magic: str) -> None:
+    """Refuses another kind of file and a newer major format, before anything else is looked at.
 
     Raises:
         FormatError: the file is not one that this version reads.
     """
-    if magic != expected:
-        raise FormatError(f"not an {expected} file")
-    if major > FORMAT_MAJOR:
-        readable = f"({FORMAT_MAJOR}.x): upgrade echograph"
-        raise FormatError(f"format {major}.{minor} is newer than this echograph reads {readable}")
-    if major != FORMAT_MAJOR:
+    if header.magic != magic:
+        raise FormatError(f"not an {magic} file")
+    if header.format_major > FORMAT_MAJOR:
+        version = f"{header.format_major}.{header.format_minor}"
+        raise FormatError(
+            f"format {version} is newer than this echograph reads ({FORMAT_MAJOR}.x): upgrade echograph"
+        )
+    if header.format_major != FORMAT_MAJOR:
         raise FormatError("corrupted: it has no format version")

@@ -82,6 +82,8 @@ class Decoder:
                 builder.instance(
                     number, instance.label, bindings=instance.bindings, op_bindings=instance.op_bindings
                 )
+        if not head.programs:
+            raise FormatError("corrupted: it has no program")
         for program in head.programs:
             columns = (program.block, program.begin, program.end, program.instance, program.micro_batch)
             if len({len(c) for c in columns}) != 1 or len(program.block) > MAX_CALLS:

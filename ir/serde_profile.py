@@ -13,7 +13,7 @@ from echograph.ir import types as t
 from echograph.ir.files import fields, with_checksum
 from echograph.ir.graph import FORMAT_MAJOR, FORMAT_MINOR
 from echograph.ir.profile import Environment, Measurement, Profile, TensorType
-from echograph.ir.serde import check_header
+from echograph.ir.serde import HEADER_FIELDS, check_header
 from echograph.ir.serde_decode import decode_attributes
 from echograph.ir.serde_encode import encode_attributes
 from echograph.proto import profile_pb2 as pb
@@ -52,12 +52,12 @@ def decode_profile(data: bytes) -> Profile:
 
 
 def _decode(data: bytes) -> Profile:
-    known, unknown = bytearray(), bytearray()
+    identity, known, unknown = bytearray(), bytearray(), bytearray()
     for number, start, _, end in fields(data):
-        target = known if number in _KNOWN_FIELDS else unknown
+        target = identity if number in HEADER_FIELDS else known if number in _KNOWN_FIELDS else unknown
         target += data[start:end]
+    check_header(pb.Profile.FromString(bytes(identity)), MAGIC)
     head = pb.Profile.FromString(bytes(known))
-    check_header(head.magic, MAGIC, head.format_major, head.format_minor)
     return Profile(
         environment=Environment(**{name: getattr(head.environment, name) for name in _ENVIRONMENT}),
         measurements=tuple(_read(m, at) for at, m in enumerate(head.measurements)),

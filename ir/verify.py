@@ -249,11 +249,11 @@ def _bindings_end(graph: Graph) -> None:
     for number, block in enumerate(graph.blocks):
         for index, instance in enumerate(block.instances):
             for bound in instance.bindings:
-                path: list[int] = []
+                path: set[int] = set()
                 while bound not in owned:
                     if bound in path:
                         _fail("instances_bound", f"instance {index} of block {number}", "binds a port to itself")
-                    path.append(bound)
+                    path.add(bound)
                     its_block, its_instance, row = graph.locate_tensor(bound)
                     root = int(graph.root[row])
                     if not graph.tensors.port[root]:

@@ -38,7 +38,8 @@ def formulas() -> Mapping[Any, Formula]:
     """Operator packet -> formula that takes the operator's arguments and `out_val`."""
     from torch.utils.flop_counter import flop_registry, shape_wrapper
 
-    return {**flop_registry, torch.ops.aten._grouped_mm: shape_wrapper(grouped_mm_flops)}
+    wrapped: Formula = shape_wrapper(grouped_mm_flops)  # type: ignore[no-untyped-call]
+    return {**flop_registry, torch.ops.aten._grouped_mm: wrapped}
 
 
 def node_flops(node: Node) -> int:

@@ -77,12 +77,12 @@ def link_sums(graph: Graph) -> None:
     for node in reversed(backward):
         if FORWARD_NODE not in node.meta or _is_sum(node):
             _link(node, _first_link(list(node.users)), forward)
-    position = {node: i for i, node in enumerate(backward)}
+    position = {node: i for i, node in enumerate(graph.nodes)}
     for node in backward:
         if FORWARD_NODE not in node.meta:
             _link(node, _first_link(node.all_input_nodes), forward)
         elif _is_sum(node):
-            last = max(node.all_input_nodes, key=lambda n: position.get(n, -1))
+            last = max(node.all_input_nodes, key=position.__getitem__)
             node.meta[MODULE] = last.meta[MODULE]
     for node in graph.nodes:
         if node.target is operator.getitem:

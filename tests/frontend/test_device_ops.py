@@ -36,7 +36,11 @@ def attend(x: Any, *mask: Any, **options: Any) -> Any:
 
 
 def test_dropout_is_one_operator(capture_step: Any) -> None:
-    for drop in (lambda x: torch.nn.functional.dropout(x, 0.1), torch.nn.Dropout(0.1), lambda x: torch.dropout(x, 0.1, True)):
+    for drop in (
+        lambda x: torch.nn.functional.dropout(x, 0.1),
+        torch.nn.Dropout(0.1),
+        lambda x: torch.dropout(x, 0.1, True),
+    ):
         found = operators(capture_step(lambda: (Run(drop, 4, 4), ())))  # noqa: B023
         assert found["native_dropout"] == found["native_dropout_backward"] == 1
         assert found["bernoulli_"] == found["div_"] == 0
@@ -91,7 +95,9 @@ def test_grouped_query_attention(capture_step: Any) -> None:
     found = operators(capture_step(lambda: (Run(grouped(None), 2, 4, 8, 16), ())))
     assert found[FLASH] == 1
     # No fused kernel takes groups and a mask together.
-    found = operators(capture_step(lambda: (Run(grouped(torch.zeros(8, 8, dtype=torch.bfloat16)), 2, 4, 8, 16), ())))
+    found = operators(
+        capture_step(lambda: (Run(grouped(torch.zeros(8, 8, dtype=torch.bfloat16)), 2, 4, 8, 16), ()))
+    )
     assert found[FLASH] == found[EFFICIENT] == 0 and found["_softmax"] + found["_safe_softmax"] == 1
 
 

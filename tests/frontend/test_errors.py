@@ -111,7 +111,10 @@ def raising_loss(output: Any) -> Any:
         (lambda: (torch.nn.Linear(4, 4), INPUT, lambda o: o), ["the loss function", "shape [2, 4]"]),
         (lambda: (torch.nn.Linear(4, 4), INPUT, lambda o: 3.0), ["the loss function returned a float"]),
         (lambda: (torch.nn.Linear(4, 4), INPUT, lambda o: o.detach().sum()), ["does not depend on", "detach"]),
-        (lambda: (torch.nn.Linear(4, 4), INPUT, raising_loss), ["outside of its forward", "KeyError", "test_errors.py:"]),
+        (
+            lambda: (torch.nn.Linear(4, 4), INPUT, raising_loss),
+            ["outside of its forward", "KeyError", "test_errors.py:"],
+        ),
         (lambda: (torch.nn.Linear(4, 4), INPUT, lambda o: Wrapped.apply(o).sum()), ["no gradient today"]),
         (lambda: (torch.nn.ReLU(), INPUT, torch.sum), ["ReLU has no trainable parameter"]),
         (lambda: (torch.nn.Linear(4, 4).requires_grad_(False), INPUT, torch.sum), ["no trainable parameter"]),
@@ -191,7 +194,12 @@ def test_user_file_that_is_wrong(tmp_path: Path, text: str, function: str, parts
 
 @pytest.mark.parametrize(
     ("reference", "kind"),
-    [("model.py", UsageError), ("model.py:", UsageError), ("model:build", UsageError), ("gone.py:build", InputError)],
+    [
+        ("model.py", UsageError),
+        ("model.py:", UsageError),
+        ("model:build", UsageError),
+        ("gone.py:build", InputError),
+    ],
 )
 def test_reference_that_names_no_function(reference: str, kind: type[EchoError]) -> None:
     with pytest.raises(kind, match=r"FILE\.py:FUNCTION"):

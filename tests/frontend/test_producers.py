@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from echograph.errors import UnknownNameError, UsageError  # noqa: E402
-from echograph.frontend.pytorch.normalise import compute_operations  # noqa: E402
+from echograph.errors import UnknownNameError, UsageError
+from echograph.frontend.pytorch.normalise import compute_operations
 
 pytestmark = pytest.mark.torch
 

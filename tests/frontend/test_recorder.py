@@ -278,7 +278,9 @@ def test_check_annotations_names_the_node_and_the_breach(capture_step: Any, buil
         graph = capture_step(build_mlp)
         node = next(iter(call_nodes(graph)))
         del node.meta[key]
-        with pytest.raises(CaptureError, match=f"'{node.name}'.*{message}".replace("[", r"\[").replace("]", r"\]")):
+        with pytest.raises(
+            CaptureError, match=f"'{node.name}'.*{message}".replace("[", r"\[").replace("]", r"\]")
+        ):
             annotate.check_annotations(graph)
     graph = capture_step(build_mlp)
     for node in call_nodes(graph):

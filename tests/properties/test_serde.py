@@ -1,0 +1,20 @@
+"""A file says all that a graph is."""
+
+from __future__ import annotations
+
+from graphs import Model, build, models
+from hypothesis import given, settings
+
+from echograph.ir.passes.fold import fold
+from echograph.ir.serde import decode, encode
+from echograph.ir.text import to_text
+
+
+@settings(max_examples=100, deadline=None)
+@given(models())
+def test_a_graph_comes_back_from_its_file(model: Model) -> None:
+    for graph in (build(model), fold(build(model))):
+        data = b"".join(encode(graph))
+        again = decode(data)
+        assert list(to_text(again)) == list(to_text(graph))
+        assert b"".join(encode(again)) == data
