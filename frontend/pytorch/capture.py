@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
 )
 from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -40,12 +41,15 @@ PRODUCERS = Table(
     },
 )
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+_UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 
 
 @contextmanager
 def capture_mode() -> Iterator[FakeTensorMode]:
     """Builds modules and inputs without memory: tensors made in the context have a shape and no data."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.device("cpu"), _converting_modules():
+    # A fallback kernel would run an operator without a shape rule on real memory, terabytes perhaps.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    with mode, torch.device("cpu"), _converting_modules():
         yield mode
 
 
@@ -119,7 +123,7 @@ def _one_line_errors(module: Module, recorder: Recorder) -> Iterator[None]:
                 f"{where}: '{cause}' makes the control flow or a shape depend on the values of a tensor, "
                 "which a capture without data does not have: decide on shapes or configuration instead"
             ) from error
-        if isinstance(error, UnsupportedFakeTensorException):
+        if isinstance(error, _UNSUPPORTED):
             raise CaptureError(
                 f"{where}: {reason(error)}: PyTorch has no shape rule for it, so register a fake implementation "
                 "(torch.library.register_fake)"

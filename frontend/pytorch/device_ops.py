@@ -9,6 +9,8 @@ differently:
     aten.rms_norm                       CUDA: one _fused_rms_norm; CPU: pow, mean, add, rsqrt, mul
     aten.softmax, aten.log_softmax      of fp16 to fp32, CUDA: one kernel; CPU: a copy, then the kernel
 
+Besides, `aten._fused_sgd_` gets the shape rule that PyTorch does not give it: it writes in place and returns nothing.
+
 `cuda_operators` registers, for as long as the context lasts, kernels at the dispatcher's AutogradCPU key
 that take CUDA's choice. The dispatcher is the place where the devices part, so C++ callers
 (`nn.MultiheadAttention`) and all Python spellings of an operator are served alike.
@@ -40,6 +42,7 @@ def cuda_operators() -> Iterator[None]:
         library.impl("rms_norm", _rms_norm, "AutogradCPU")
         library.impl("softmax.int", partial(_softmax, _ATEN._softmax), "AutogradCPU")
         library.impl("log_softmax.int", partial(_softmax, _ATEN._log_softmax), "AutogradCPU")
+        library.impl("_fused_sgd_", lambda *_, **__: None, "Meta")
         yield
     finally:
         library._destroy()

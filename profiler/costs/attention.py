@@ -141,7 +141,10 @@ def pass_seconds(
     flops_per_pair = 4.0 * (BACKWARD_FLOPS if backward else 1.0)
     width = (_padded(model, shape.d) + _padded(model, shape.v_d)) / 2.0
     unit_s = flops_per_pair / (peak / sheet.sm_count)
-    pair_s, overhead_s = unit_s * _work_per_pair(kernel, width), unit_s * (kernel.overhead + kernel.overhead_per_element * width)
+    pair_s, overhead_s = (
+        unit_s * _work_per_pair(kernel, width),
+        unit_s * (kernel.overhead + kernel.overhead_per_element * width),
+    )
     tiled, swept = (shape.kv, shape.q) if backward else (shape.q, shape.kv)
     tiles = shape.b * shape.h * np.ceil(tiled / TILE)
     seen = _keys_visited(shape, causal) * shape.q / tiled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from echograph.profiler.costs.device import (
 )
 from echograph.profiler.costs.gemm import DTYPES
 from echograph.profiler.fit import second
-from echograph.profiler.fit.facts import DATASHEETS, DeviceFacts
+from echograph.profiler.fit.facts import DATASHEETS, DeviceFacts, RowChoice, device_facts
 from echograph.profiler.fit.families import fit_attention
 from echograph.profiler.fit.gemm import Products, fit_gemm
 from echograph.profiler.fit.holdout import DESCRIPTION
@@ -92,6 +93,41 @@ def fit_device(
         provenance=Provenance(date=date, method=METHOD, tables=dict(sorted(used.items())), holdout=DESCRIPTION),
         sustained_gemm_slowdown=sustained,
         sustained_basis=why,
+    )
+
+
+def refit(table: KernelTable, base: DeviceProfile, gpus: Sequence[str], *, date: str) -> DeviceProfile:
+    """A shipped profile with everything fitted anew that a user's own table measures.
+
+    Args:
+        table: measured kernels.
+        base: the profile to start from; what the table does not measure stays as it is.
+        gpus: the `gpu` cells of the table that mean this device; empty means every row.
+        date: of the fit.
+
+    Raises:
+        DataError: the table holds too few rows of any kind.
+        UnknownNameError: the base is no device of the datasheet file.
+        MissingExtraError: scipy is not installed.
+    """
+    cells = list(gpus) or sorted(set(table.text["gpu"].tolist()))
+    rows = RowChoice(tensor=cells, fp32=cells, memory=cells)
+    facts = msgspec.structs.replace(device_facts(base.name), rows=rows)
+    used: dict[str, int] = {}
+    own = _launches(_fit_gemm(table, facts, base.datasheet, used))
+    own = _with_second_source(own, table, facts, base.datasheet, base)
+    memory = _fit_memory(table, facts, used)
+    attention = fit_attention(table, cells, base.datasheet, used)
+    if not (own or memory or attention):
+        raise DataError(
+            f"no kind of kernel has {MIN_ROWS} rows on {', '.join(cells)}: measure more, or name another device"
+        )
+    return msgspec.structs.replace(
+        base,
+        gemm=base.gemm | own,
+        memory=base.memory | memory,
+        attention=base.attention | attention,
+        provenance=Provenance(date=date, method=METHOD, tables=dict(sorted(used.items())), holdout=DESCRIPTION),
     )
 
 

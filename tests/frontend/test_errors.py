@@ -204,3 +204,15 @@ def test_user_file_that_is_wrong(tmp_path: Path, text: str, function: str, parts
 def test_reference_that_names_no_function(reference: str, kind: type[EchoError]) -> None:
     with pytest.raises(kind, match=r"FILE\.py:FUNCTION"):
         build_from_file(reference)
+
+
+def test_operator_without_a_shape_rule(capture_step: Any) -> None:
+    """It must not run on real memory instead."""
+    with torch.library._scoped_library("echograph_test", "FRAGMENT") as library:
+        library.define("mystery(Tensor x) -> Tensor")
+        library.impl("mystery", lambda x: x.clone(), "CPU")
+        with pytest.raises(CaptureError) as error:
+            capture_step(
+                lambda: (torch.nn.Linear(4, 4), INPUT, lambda o: torch.ops.echograph_test.mystery(o).sum())
+            )
+    assert "echograph_test.mystery" in line(error) and "no shape rule" in line(error)

@@ -137,13 +137,13 @@ def files() -> Iterator[tuple[str, bytes]]:
     major = known + pb.Graph(format_major=FORMAT_MAJOR + 1).SerializeToString()
     spoiled = bytearray(whole)
     spoiled[len(whole) // 2] ^= 1
-    broken = {
-        "newer_major": b"".join(with_checksum([major])), "bad_checksum": bytes(spoiled),
-        "no_checksum": known, "truncated": whole[: len(whole) // 2],
+    refused = {
+        "newer_major": (b"".join(with_checksum([major])), "newer"), "bad_checksum": (bytes(spoiled), "corrupted"),
+        "no_checksum": (known, "truncated"), "half": (whole[: len(whole) // 2], "truncated"),
     }  # fmt: skip
-    for name, data in broken.items():
+    for name, (data, reason) in refused.items():
         yield f"{name}.pb", data
-        yield f"{name}.json", _json({"error": name})
+        yield f"{name}.json", _json({"error": reason})
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -2,9 +2,133 @@
 
 from __future__ import annotations
 
-from echograph.cli.app import make_app, run
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from echograph.cli.app import make_app, print_error, print_json, print_table, progress, run
+from echograph.errors import OutputError, UnknownNameError, UsageError
+
+if TYPE_CHECKING:
+    from echograph.profiler.costs.device import DeviceProfile
 
 app = make_app("echoprof", "Measure and analyse; fit device and fabric profiles from measurements.")
+
+Names = Annotated[list[str] | None, typer.Option(help="Only this one (may be given again).")]
+
+
+@app.command()
+def fit(
+    kernels: Annotated[Path | None, typer.Option(help="Table of measured kernels (CSV, may be gzipped).")] = None,
+    collectives: Annotated[Path | None, typer.Option(help="Table of measured collectives (CSV).")] = None,
+    device: Names = None,
+    fabric: Names = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the profiles.")] = Path("profiles"),
+    date: Annotated[str, typer.Option(help="Date of the fit, as it stands in the profiles.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Turn measurement tables into device and fabric profiles; say how far they are off on rows held out."""
+    if kernels is None and collectives is None:
+        raise UsageError("nothing to fit: give --kernels TABLE, --collectives TABLE, or both")
+    make_folder(output)
+    rows: list[dict[str, object]] = []
+    if kernels is not None:
+        rows += fit_devices(kernels, device or [], output, date)
+    if collectives is not None:
+        rows += fit_the_fabrics(collectives, fabric or [], output, date)
+    if as_json:
+        print_json(rows)
+    else:
+        titles = ("profile", "what", "rows held out", "median error", "mean error", "bias")
+        print_table(titles, [[row[title] for title in titles] for row in rows])
+
+
+def fit_devices(table: Path, names: list[str], output: Path, date: str) -> list[dict[str, object]]:
+    """Fits the named devices, or all of the datasheets; one record for each kind that was held out."""
+    from echograph.profiler.costs import load_device
+    from echograph.profiler.fit.device import fit_device, write_profile
+    from echograph.profiler.fit.facts import read_facts
+    from echograph.profiler.fit.table import read_table
+
+    facts = read_facts()
+    for name in names:
+        if name not in facts:
+            raise UnknownNameError("device", name, facts)
+    done: dict[str, DeviceProfile] = {}
+    with progress(f"reading {table}") as say:
+        measured = read_table(table)
+        # The file names a device after the relative that it borrows from, so relatives are fitted first.
+        for name, device in facts.items():
+            if not names or name in names:
+                say(f"fitting {name}")
+                relative = done.get(device.relative) or (load_device(device.relative) if device.relative else None)
+                done[name] = fit_device(measured, name, device, relative=relative, date=date)
+                write_profile(done[name], output / f"{name}.json")
+    return [record for profile in done.values() for record in _held_out(profile)]
+
+
+def _held_out(profile: DeviceProfile) -> Iterator[dict[str, object]]:
+    labels = {f"gemm {n}": m.label for n, m in profile.gemm.items()}
+    labels |= {f"attention {n}": m.forward.label for n, m in profile.attention.items()}
+    labels |= {f"attention {n} backward": m.backward.label for n, m in profile.attention.items() if m.backward}
+    labels |= {f"memory {n}": m.label for n, m in profile.memory.items()}
+    for what, label in labels.items():
+        error = label.held_out.long
+        if error is not None and label.source == "fitted":
+            yield {
+                "profile": profile.name,
+                "what": what,
+                "rows held out": error.rows,
+                "median error": round(error.median_abs, 4),
+                "mean error": round(error.mean_abs, 4),
+                "bias": round(error.bias, 4),
+            }
+
+
+def fit_the_fabrics(table: Path, names: list[str], output: Path, date: str) -> list[dict[str, object]]:
+    """Fits the named fabrics, or all that have measured rows; one record for each kind of collective held out."""
+    from echograph.cli import fit_fabrics
+    from echograph.cli.fabric_recipes import RECIPES
+    from echograph.ir.files import write_whole
+    from echograph.profiler.fit.collectives import read_collectives_csv
+
+    known = {recipe.fabric: recipe for recipe in RECIPES}
+    for name in names:
+        if name not in known:
+            raise UnknownNameError("fabric", name, known)
+    records: list[dict[str, object]] = []
+    with progress(f"reading {table}") as say:
+        measured = read_collectives_csv(table)
+        for name in names or known:
+            recipe = known[name]
+            rows = fit_fabrics.rows_of(recipe, measured)
+            if not rows:
+                print_error(f"{name}: the table has no rows for it, skipped")
+                continue
+            say(f"fitting {name} to {len(rows)} rows")
+            content, error = fit_fabrics.document(recipe, fit_fabrics.fit(recipe, rows), rows, date)
+            write_whole(output / f"{name}.json", [json.dumps(content, indent=2) + "\n"])
+            held = {"rows held out": content["about"]["held_out_rows"], "median error": None, "bias": None}
+            records += [
+                {"profile": name, "what": kind, **held, "mean error": round(value, 4)}
+                for kind, value in error.items()
+            ]
+    return records
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder for results, if there is none.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from None
 
 
 def main() -> None:

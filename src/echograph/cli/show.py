@@ -104,7 +104,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     print_line(f"{summary['model']} ({summary['level']} graph{', ' + mesh if mesh else ''})")
     print_line(
         f"  {format_count(summary['parameters'])} parameters, {summary['dtype']}, "
-        f"{summary['optimizer'] or 'no optimizer'}{' with fp32 master weights' if summary['master_weights'] else ''}, "
+        f"{summary['optimizer'] or 'no optimizer'}"
+        f"{' with fp32 master weights' if summary['master_weights'] else ''}, "
         f"{summary['batch_size']} samples x {summary['sequence_length'] or 1} tokens"
     )
     print_line(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 
 import numpy as np
 import pytest
 
+from echograph.cli import fit_fabrics
+from echograph.cli.fabric_recipes import RECIPES
 from echograph.profiler.fit.collectives import CollectiveRow
 from echograph.profiler.fit.fabric import error_by_kind
 from echograph.simulator.clusters import load_cluster
@@ -26,20 +27,13 @@ WIDER = {"pcie4": 0.12}
 
 
 @pytest.fixture(scope="session")
-def rows(refit: ModuleType) -> list[CollectiveRow]:
-    if not (refit.DATA / "collectives.csv.gz").exists():
-        pytest.skip(f"no measured tables at {refit.DATA}: set ECHOGRAPH_DATA")
-    return refit.table()
-
-
-@pytest.fixture(scope="session")
-def unseen(refit: ModuleType, rows: list[CollectiveRow]) -> Unseen:
+def unseen(rows: list[CollectiveRow]) -> Unseen:
     """Rows that judge a fabric and their seconds by fits that have not seen their sizes; made once a fabric."""
 
     @functools.cache
     def judge(fabric: str) -> tuple[list[CollectiveRow], np.ndarray]:
-        recipe = next(recipe for recipe in refit.RECIPES if recipe.fabric == fabric)
-        return refit.cross_validate(recipe, refit.rows_of(recipe, rows))
+        recipe = next(recipe for recipe in RECIPES if recipe.fabric == fabric)
+        return fit_fabrics.cross_validate(recipe, fit_fabrics.rows_of(recipe, rows))
 
     return judge
 
@@ -70,15 +64,15 @@ def test_other_collectives_on_unseen_sizes(unseen: Unseen, fabric: str, kind: st
     assert error_by_kind(judged, seconds)[kind] <= 0.12
 
 
-def test_64_and_128_gpus_from_16_and_32(refit: ModuleType, rows: list[CollectiveRow]) -> None:
-    recipe = next(recipe for recipe in refit.RECIPES if recipe.fabric == "hdr200")
-    mine = refit.rows_of(recipe, rows)
-    made = refit.fit(recipe, [row for row in mine if row.ranks <= 32])
+def test_64_and_128_gpus_from_16_and_32(rows: list[CollectiveRow]) -> None:
+    recipe = next(recipe for recipe in RECIPES if recipe.fabric == "hdr200")
+    mine = fit_fabrics.rows_of(recipe, rows)
+    made = fit_fabrics.fit(recipe, [row for row in mine if row.ranks <= 32])
     far = [row for row in mine if row.ranks > 32 and row.size_bytes >= 65536]
-    assert error_by_kind(far, refit.predict(recipe, made, far))["all_reduce"] <= NETWORK_BAR
+    assert error_by_kind(far, fit_fabrics.predict(recipe, made, far))["all_reduce"] <= NETWORK_BAR
 
 
-def test_curves_of_another_source_and_nccl(refit: ModuleType, rows: list[CollectiveRow]) -> None:
+def test_curves_of_another_source_and_nccl(rows: list[CollectiveRow]) -> None:
     """7,168 rows of vTrain on 2 to 8 A100, of which no fit has seen one."""
     cluster = load_cluster("dgx-a100")
     theirs = [row for row in rows if "vTrain:trace/a100/" in row.source][::16]
@@ -90,13 +84,13 @@ def test_curves_of_another_source_and_nccl(refit: ModuleType, rows: list[Collect
     assert np.abs(off).mean() <= 0.04
 
 
-def test_shipped_files_are_what_the_program_writes(refit: ModuleType, rows: list[CollectiveRow]) -> None:
-    for recipe in refit.RECIPES:
-        mine = refit.rows_of(recipe, rows)
-        made = refit.fit(recipe, mine)
+def test_shipped_files_are_what_the_program_writes(rows: list[CollectiveRow]) -> None:
+    for recipe in RECIPES:
+        mine = fit_fabrics.rows_of(recipe, rows)
+        made = fit_fabrics.fit(recipe, mine)
         shipped = read_fabric_document(recipe.fabric)
         assert shipped["about"]["rows"] == len(mine), recipe.fabric
         assert shipped["about"]["source"] == recipe.source, recipe.fabric
-        expected = refit.predict(recipe, made, mine)
-        calibration = refit.Calibration(load_cluster(recipe.cluster), recipe.fabric, shipped, mine)
+        expected = fit_fabrics.predict(recipe, made, mine)
+        calibration = fit_fabrics.Calibration(load_cluster(recipe.cluster), recipe.fabric, shipped, mine)
         assert np.allclose(calibration.predict(calibration.start()), expected, rtol=0.02), recipe.fabric

@@ -1,34 +1,15 @@
-"""Which measured rows make which shipped fabric, and the program that fits them again.
-
-    python tests/simulator/collectives/refit.py [--write]
-
-reads the table that ECHOGRAPH_DATA names (default ../shared/data beside the repository) and prints the errors;
-with --write it also replaces the fabric files. The accuracy tests use the same recipes.
-"""
+"""Which measured rows make which shipped fabric: data, with where each comes from and what is assumed."""
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from echograph.profiler.fit.collectives import CollectiveRow, read_collectives_csv
-from echograph.profiler.fit.fabric import FabricFit, error_by_kind, fit_fabric, size_fold
-from echograph.simulator.clusters import Cluster, load_cluster, load_network_fabric, load_node_fabric
+from echograph.profiler.fit.collectives import CollectiveRow
 from echograph.simulator.clusters.fabric import FABRICS
-from echograph.simulator.collectives.calibrate import LIMITS, Calibration
 
-ROOT = Path(__file__).resolve().parents[3]
-DATA = Path(os.environ.get("ECHOGRAPH_DATA", ROOT.parent / "shared" / "data"))
-ASSUMED_ERROR = 0.3
-DATE = "2026-11"
-FOLDS = 4
 NETWORK_ONLY_BANDWIDTH = (
     "protocols.LL",
     "protocols.Simple.base_us",
@@ -262,90 +243,3 @@ RECIPES = (
         hold_out=False,
     ),
 )
-
-
-def table() -> list[CollectiveRow]:
-    """Every measured row."""
-    return read_collectives_csv(DATA / "collectives.csv.gz")
-
-
-def with_fabric(cluster: Cluster, fabric: str) -> Cluster:
-    """The cluster with another shipped fabric in its place."""
-    document = json.loads((FABRICS / f"{fabric}.json").read_text())
-    if document["kind"] == "node":
-        return replace(cluster, node_fabric=load_node_fabric(fabric))
-    return replace(cluster, network=replace(cluster.network, fabric=load_network_fabric(fabric)))
-
-
-def rows_of(recipe: Recipe, rows: list[CollectiveRow]) -> list[CollectiveRow]:
-    """The rows that make a fabric."""
-    return [row for row in rows if recipe.rows(row)]
-
-
-def fit(recipe: Recipe, rows: list[CollectiveRow]) -> FabricFit:
-    """Fits a recipe's fabric on given rows."""
-    calibration = _calibration(recipe, rows)
-    return fit_fabric(rows, calibration.predict, calibration.start(), upper=LIMITS)
-
-
-def cross_validate(recipe: Recipe, rows: list[CollectiveRow]) -> tuple[list[CollectiveRow], np.ndarray]:
-    """Predicts every row that is judged by a fit that has not seen its size; rows and seconds."""
-    judged: list[CollectiveRow] = []
-    seconds: list[np.ndarray] = []
-    for fold in range(FOLDS):
-        test = [row for row in rows if size_fold(row, FOLDS) == fold and recipe.judged(row)]
-        made = fit(recipe, [row for row in rows if size_fold(row, FOLDS) != fold])
-        judged += test
-        seconds.append(predict(recipe, made, test))
-    return judged, np.concatenate(seconds)
-
-
-def predict(recipe: Recipe, made: FabricFit, rows: list[CollectiveRow]) -> np.ndarray:
-    """Seconds of rows by a fit."""
-    return _calibration(recipe, rows).predict(made.parameters)
-
-
-def _calibration(recipe: Recipe, rows: list[CollectiveRow]) -> Calibration:
-    return Calibration(load_cluster(recipe.cluster), recipe.fabric, _start(recipe), rows, recipe.fixed)
-
-
-def _start(recipe: Recipe) -> dict[str, Any]:
-    about = {"origin": recipe.origin, "source": recipe.source, "date": DATE, "assumed_error": ASSUMED_ERROR}
-    return {"about": about, **recipe.start()}
-
-
-def document(
-    recipe: Recipe, made: FabricFit, rows: list[CollectiveRow]
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """The fabric's file, and the errors by collective on rows unseen by their fit."""
-    judged, seconds = cross_validate(recipe, rows) if recipe.hold_out else ([], np.empty(0))
-    error = error_by_kind(judged, seconds) if judged else {}
-    about = {
-        "rows": len(rows),
-        "held_out_rows": len(judged),
-        "held_out_error": {kind: round(value, 4) for kind, value in error.items()},
-        "note": recipe.note,
-    }
-    rounded = {name: float(f"{value:.4g}") for name, value in made.parameters.items()}
-    content = _calibration(recipe, rows).document(rounded)
-    return content | {"about": content["about"] | about}, error
-
-
-def main() -> None:
-    """Fits every recipe in order, prints errors, and writes the files if asked."""
-    measured = table()
-    for recipe in RECIPES:
-        rows = rows_of(recipe, measured)
-        made = fit(recipe, rows)
-        content, error = document(recipe, made, rows)
-        held = " ".join(f"{kind} {value:.1%}" for kind, value in error.items())
-        seen = " ".join(f"{kind} {value:.1%}" for kind, value in made.error.items())
-        print(f"{recipe.fabric}: {len(rows)} rows: seen {seen}; unseen {held}")
-        print(f"    {made.parameters}\n    undetermined: {', '.join(made.undetermined)}")
-        if "--write" in sys.argv:
-            text = json.dumps(content, indent=2) + "\n"
-            (FABRICS / f"{recipe.fabric}.json").write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,87 @@
+"""Attention: bounds, monotony, the causal half, head dims that a kernel pads."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echograph.errors import UnknownNameError
+from echograph.profiler.costs import attention_backward, attention_forward, device_names, load_device
+
+PAIRS = [(name, kernel) for name in device_names() for kernel in load_device(name).attention]
+
+
+@given(
+    st.sampled_from(PAIRS),
+    st.integers(1, 512),
+    st.integers(1, 128),
+    st.integers(1, 200_000),
+    st.integers(1, 200_000),
+    st.integers(1, 320),
+    st.booleans(),
+)
+def test_bounds_and_growth(
+    pair: tuple[str, str], batch: int, heads: int, seq: int, kv_seq: int, head_dim: int, causal: bool
+) -> None:
+    device = load_device(pair[0])
+    model = device.attention[pair[1]]
+    shape = {"batch": batch, "heads": heads, "head_dim": head_dim, "causal": causal, "kernel": pair[1]}
+    peak = device.datasheet.peak_flops_per_s[model.peak]
+    for cost, factor, exists in (
+        (attention_forward, 1.0, True),
+        (attention_backward, 2.5, model.backward is not None),
+    ):
+        if not exists:
+            continue
+        seconds = cost(device, seq=seq, kv_seq=kv_seq, **shape).seconds
+        attended = kv_seq if not causal else kv_seq - seq / 2 if seq <= kv_seq else kv_seq**2 / (2 * seq)
+        flops = factor * 4.0 * batch * heads * seq * attended * head_dim
+        padded = factor * 4.0 * batch * heads * (seq + 128) * (kv_seq + 128) * (head_dim + 128)
+        assert flops / peak <= seconds < 100e-6 + 40.0 * padded / peak
+        assert cost(device, seq=2 * seq, kv_seq=2 * kv_seq, **shape).seconds > seconds
+        assert cost(device, seq=seq, kv_seq=kv_seq, **{**shape, "head_dim": head_dim + 64}).seconds >= seconds
+
+
+def test_causal_attention_nears_half_of_full_attention_as_sequences_grow() -> None:
+    device = load_device("h100-sxm")
+    shape = {"batch": 1, "heads": 32, "head_dim": 128}
+    ratios = [
+        attention_forward(device, seq=seq, causal=True, **shape).seconds
+        / attention_forward(device, seq=seq, causal=False, **shape).seconds
+        for seq in (512, 4096, 65536)
+    ]
+    assert ratios[0] > ratios[1] > ratios[2]
+    assert ratios[2] == pytest.approx(0.5, abs=0.02)
+
+
+def test_backward_takes_two_to_four_times_the_forward() -> None:
+    for name in device_names():
+        device = load_device(name)
+        shape = {"batch": 4, "heads": 32, "seq": 4096, "head_dim": 128}
+        ratio = attention_backward(device, **shape).seconds / attention_forward(device, **shape).seconds
+        assert 2.0 < ratio < 4.0, name
+
+
+def test_head_dims_run_as_the_next_one_that_is_compiled() -> None:
+    device = load_device("a100-sxm-80")
+    shape = {"batch": 2, "heads": 16, "seq": 8192, "kernel": "flash2"}
+    at = {d: attention_forward(device, head_dim=d, **shape).seconds for d in (64, 80, 96, 128, 160, 192)}
+    assert at[64] < at[80] == at[96] < at[128] < at[160] == at[192]
+
+
+def test_newer_kernels_are_faster_on_the_device_they_are_for() -> None:
+    device = load_device("h100-sxm")
+    shape = {"batch": 4, "heads": 16, "seq": 4096, "head_dim": 128}
+    flash1, flash2, flash3 = (
+        attention_forward(device, kernel=k, **shape).seconds for k in ("flash1", "flash2", "flash3")
+    )
+    assert flash3 < flash2 < flash1
+
+
+def test_unknown_kernels_list_the_choices() -> None:
+    shape = {"batch": 1, "heads": 1, "seq": 1, "head_dim": 64}
+    with pytest.raises(UnknownNameError, match="did you mean 'flash2'"):
+        attention_forward(load_device("a100-sxm-80"), kernel="flash4", **shape)
+    with pytest.raises(UnknownNameError, match="backward"):
+        attention_backward(load_device("h100-sxm"), kernel="trtllm", **shape)

@@ -1,0 +1,115 @@
+"""Products: never above peak, never faster than memory, no wild value, monotone in every dimension."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echograph.errors import UnknownNameError
+from echograph.profiler.costs import device_names, gemm, grouped_gemm, load_device
+from echograph.profiler.costs.gemm import DTYPES, LAYOUTS, gemm_model
+
+SIZE = st.integers(1, 10**6)
+ALIGNED = st.integers(1, 2**16).map(lambda x: 16 * x)
+DEVICE = st.sampled_from(device_names())
+
+# Rounding to whole waves and the residual grid both bend the curve a little; more than this is a defect.
+DIP = 0.97
+
+
+@given(DEVICE, SIZE, SIZE, SIZE, st.sampled_from(sorted(DTYPES)), st.sampled_from(LAYOUTS))
+def test_never_beats_the_datasheet_and_never_runs_wild(
+    name: str, m: int, n: int, k: int, dtype: str, layout: str
+) -> None:
+    device = load_device(name)
+    try:
+        model = gemm_model(device, dtype)
+    except UnknownNameError:
+        return
+    seconds, spread, source = gemm(device, m, n, k, dtype=dtype, layout=layout)
+    sheet = device.datasheet
+    compute = 2.0 * m * n * k / sheet.peak_flops_per_s[model.peak]
+    moved = (m * k + k * n + m * n) * model.element_bytes
+    assert seconds >= compute
+    assert seconds >= (moved - sheet.l2_bytes) / sheet.memory_bandwidth_bytes_per_s
+    # Tiles hold 64 rows and columns at least: a product that fills none of them pays for a whole one.
+    padded = 2.0 * max(m, 64) * max(n, 64) * max(k, 128) / sheet.peak_flops_per_s[model.peak]
+    cast = 8.0 * m * k / sheet.memory_bandwidth_bytes_per_s
+    assert seconds < 200e-6 + 8.0 * (padded + cast + 2.0 * moved / sheet.memory_bandwidth_bytes_per_s)
+    assert 0.0 < spread < 1.0
+    assert source in ("fitted", "analytical")
+
+
+@given(DEVICE, ALIGNED, ALIGNED, ALIGNED, st.sampled_from("mnk"))
+def test_twice_the_work_is_not_less_time(name: str, m: int, n: int, k: int, dim: str) -> None:
+    device = load_device(name)
+    dtype = "bf16" if "bf16" in device.gemm else "fp16"
+    twice = {size: value * (2 if size == dim else 1) for size, value in {"m": m, "n": n, "k": k}.items()}
+    assert gemm(device, **twice, dtype=dtype).seconds >= DIP * gemm(device, m, n, k, dtype=dtype).seconds
+
+
+def test_arrays_and_scalars_agree() -> None:
+    device = load_device("a100-sxm-80")
+    m, n, k = np.array([256.0, 4096.0]), np.array([12288.0, 50257.0]), np.array([4096.0, 1600.0])
+    cost = gemm(device, m, n, k)
+    assert isinstance(cost.seconds, np.ndarray)
+    for i in range(2):
+        alone = gemm(device, m[i], n[i], k[i])
+        assert isinstance(alone.seconds, float)
+        assert cost.seconds[i] == pytest.approx(alone.seconds, rel=1e-12)
+
+
+def test_waves_quantise() -> None:
+    """216 tiles fill 108 SMs twice; one more row of tiles costs nearly a third wave."""
+    device = load_device("a100-sxm-80")
+    full, over = gemm(device, 12 * 256, 18 * 128, 4096), gemm(device, 13 * 256, 18 * 128, 4096)
+    assert over.seconds / full.seconds > 1.15
+
+
+def test_a_batch_of_products_costs_less_than_its_products_alone() -> None:
+    device = load_device("h100-sxm")
+    alone, together = gemm(device, 512, 512, 64), gemm(device, 512, 512, 64, batch=64)
+    assert alone.seconds < together.seconds < 64 * alone.seconds
+
+
+def test_fp8_quantisation_can_be_left_out() -> None:
+    device = load_device("h100-sxm")
+    whole = gemm(device, 8192, 8192, 8192, dtype="fp8").seconds
+    bare = gemm(device, 8192, 8192, 8192, dtype="fp8", quantize=False).seconds
+    assert bare < whole < gemm(device, 8192, 8192, 8192).seconds
+
+
+def test_odd_operands_are_slower_in_the_layouts_that_read_them() -> None:
+    device = load_device("a100-sxm-80")
+    even = gemm(device, 8192, 50256, 1600, layout="NN").seconds
+    assert gemm(device, 8192, 50257, 1600, layout="NN").seconds > 1.3 * even
+    assert even < gemm(device, 8192, 50257, 1600, layout="TN").seconds < 1.2 * even
+
+
+def test_accumulating_into_fp32_costs_traffic() -> None:
+    device = load_device("b200")
+    plain = gemm(device, 4096, 7168, 1024, layout="NT").seconds
+    assert gemm(device, 4096, 7168, 1024, layout="NT", accumulate=True).seconds > 1.2 * plain
+
+
+def test_unknown_names_list_the_choices() -> None:
+    with pytest.raises(UnknownNameError, match="known: bf16, fp32, tf32"):
+        gemm(load_device("a100-sxm-80"), 1, 1, 1, dtype="fp8")
+    with pytest.raises(UnknownNameError, match="layout"):
+        gemm(load_device("a100-sxm-80"), 1, 1, 1, layout="TT")
+    with pytest.raises(ValueError, match="positive"):
+        gemm(load_device("a100-sxm-80"), 0, 1, 1)
+
+
+def test_grouped_products_add_up_and_skip_idle_experts() -> None:
+    device = load_device("b200")
+    one = grouped_gemm(device, [512], 4096, 7168).seconds
+    eight = grouped_gemm(device, [512] * 8 + [0] * 8, 4096, 7168).seconds
+    assert math.isclose(eight, 8 * one, rel_tol=1e-9)
+    assert grouped_gemm(device, [0, 0], 4096, 7168).seconds == 0.0
+    with pytest.raises(UnknownNameError, match="pass"):
+        grouped_gemm(device, [1], 1, 1, pass_="sideways")

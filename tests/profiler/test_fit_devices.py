@@ -1,0 +1,236 @@
+"""Fits: the shipped profiles against rows that they have not seen, and the fitting itself on rows it can explain."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from echograph.errors import DataError, FormatError, InputError, OutputError
+from echograph.profiler.costs import DeviceProfile, gemm, load_device
+from echograph.profiler.costs.attention import pass_seconds
+from echograph.profiler.costs.cost import FloatArray
+from echograph.profiler.costs.gemm import gemm_seconds
+from echograph.profiler.fit.attention import attention_rows
+from echograph.profiler.fit.device import fit_device, products, refit, write_profile
+from echograph.profiler.fit.facts import RowChoice, device_facts, read_facts
+from echograph.profiler.fit.gemm import Products, fit_gemm
+from echograph.profiler.fit.grid import fit_grid
+from echograph.profiler.fit.holdout import held_out, score
+from echograph.profiler.fit.table import KernelTable, read_table
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = Path(os.environ.get("ECHOGRAPH_DATA", ROOT / "../shared/data")) / "kernels.csv.gz"
+BAR = 0.04
+
+needs_table = pytest.mark.skipif(not TABLE.exists(), reason=f"no measured kernels at {TABLE}: set ECHOGRAPH_DATA")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The cells that name a device in the table, and what of it the table measures."""
+
+    name: str
+    gpu: str
+    dtypes: tuple[str, ...]
+
+
+DEVICES = (
+    Measured(name="a100-sxm-80", gpu="A100-SXM4-80GB", dtypes=("bf16",)),
+    Measured(name="h100-sxm", gpu="H100-SXM5-80GB", dtypes=("bf16", "fp8")),
+    Measured(name="h200", gpu="H200-SXM", dtypes=("bf16", "fp8")),
+    Measured(name="b200", gpu="B200-SXM", dtypes=("bf16", "fp8")),
+)
+
+
+@lru_cache(maxsize=1)
+def table() -> KernelTable:
+    return read_table(TABLE)
+
+
+def table_products(gpu: str, dtype: str) -> Products:
+    return products(table().select(gpus=[gpu], ops=["gemm"], dtypes=["bfloat16" if dtype == "bf16" else dtype]))
+
+
+@needs_table
+@pytest.mark.parametrize(
+    ("device", "dtype"), [(d, dtype) for d in DEVICES for dtype in d.dtypes], ids=lambda v: getattr(v, "name", v)
+)
+def test_products_meet_the_bar_on_unseen_shapes(device: Measured, dtype: str) -> None:
+    rows = table_products(device.gpu, dtype)
+    rows = rows.take(held_out(*rows.shape()))
+    profile = load_device(device.name)
+    error = score(np.asarray(gemm(profile, rows.m, rows.n, rows.k, dtype=dtype).seconds), rows.seconds)
+    assert error.long is not None
+    assert error.long.rows > 400
+    assert error.long.median_abs <= BAR
+    assert abs(error.long.bias) <= 0.02
+    assert error == profile.gemm[dtype].label.held_out, "the profile states another error than it has"
+
+
+@needs_table
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.name)
+def test_attention_meets_the_bar_on_unseen_shapes(device: Measured) -> None:
+    rows = attention_rows(table().select(gpus=[device.gpu], ops=["attn_fwd"], dtypes=["bf16"]))
+    rows = rows.take(rows.hidden())
+    profile = load_device(device.name)
+    model = profile.attention["trtllm"]
+    predicted = pass_seconds(model, model.forward, profile.datasheet, rows.shape, causal=rows.causal)
+    error = score(predicted, rows.seconds)
+    assert error.long is not None
+    assert error.long.rows > 400
+    assert error.long.median_abs <= BAR
+    assert error == model.forward.label.held_out
+
+
+@needs_table
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["n", "k"])
+def test_products_meet_the_bar_between_the_columns_of_the_grid(size: str) -> None:
+    """Whole values of n or k are hidden, so that every tested shape lies between the shapes of the fit."""
+    rows = table_products("H100-SXM5-80GB", "bf16")
+    hidden = np.isin(getattr(rows, size), [1536, 5120, 12288])
+    sheet = load_device("h100-sxm").datasheet
+    model = fit_gemm(rows.take(~hidden), sheet, peak="bf16", element_bytes=2.0, basis="")
+    unseen = rows.take(hidden)
+    error = score(gemm_seconds(model, sheet, *unseen.shape()), unseen.seconds)
+    assert error.long is not None
+    assert error.long.median_abs <= BAR
+
+
+def synthetic(count: int, noise: float) -> Products:
+    """Products of a model that the fit can express, with log-normal noise."""
+    rng = np.random.default_rng(7)
+    sizes = [np.rint(2.0 ** rng.uniform(8, 14, count) / 64) * 64 for _ in range(3)]
+    profile = load_device("a100-sxm-80")
+    model = msgspec.structs.replace(profile.gemm["bf16"], residual=None)
+    ones = np.ones(count)
+    seconds = gemm_seconds(model, profile.datasheet, ones, *sizes) * np.exp(noise * rng.standard_normal(count))
+    return Products(batch=ones, m=sizes[0], n=sizes[1], k=sizes[2], seconds=seconds)
+
+
+def test_the_fit_recovers_a_device_that_it_can_express() -> None:
+    sheet = load_device("a100-sxm-80").datasheet
+    model = fit_gemm(
+        synthetic(1500, 0.02), sheet, peak="bf16", element_bytes=2.0, basis="synthetic", with_grid=False
+    )
+    assert model.label.held_out.long is not None
+    assert model.label.held_out.long.median_abs < 0.03
+
+
+def test_the_fit_is_deterministic() -> None:
+    sheet = load_device("a100-sxm-80").datasheet
+    rows = synthetic(300, 0.05)
+    once, again = (fit_gemm(rows, sheet, peak="bf16", element_bytes=2.0, basis="") for _ in range(2))
+    assert once == again
+
+
+def test_a_held_out_shape_is_held_out_as_a_whole() -> None:
+    m = np.repeat(np.arange(1.0, 500.0), 3)
+    hidden = held_out(m, 2 * m, 3 * m).reshape(-1, 3)
+    assert np.all(hidden.min(axis=1) == hidden.max(axis=1))
+    assert 0.15 < hidden.mean() < 0.25
+
+
+def test_the_residual_grid_follows_a_trend_and_ignores_outliers() -> None:
+    knots = ((256.0, 4096.0), (256.0, 4096.0), (256.0, 1024.0, 4096.0))
+    rng = np.random.default_rng(3)
+    sizes = [2.0 ** rng.uniform(8, 12, 400) for _ in range(3)]
+    error = 0.05 * (np.log2(sizes[2]) - 10.0)
+    error[::20] += 5.0
+    grid = fit_grid(knots, sizes, error, np.ones(400), smoothness=0.01, ridge=0.01)
+    values = np.asarray(grid.permille).reshape(2, 2, 3)
+    assert np.allclose(values, np.asarray([-100, 0, 100]), atol=15)
+
+
+def csv_table(path: Path, rows: Products, gpu: str) -> KernelTable:
+    lines = ["source,gpu,op,dtype,m,n,k,latency_ms"]
+    for m, n, k, seconds in zip(rows.m, rows.n, rows.k, rows.seconds, strict=True):
+        lines.append(f"mine,{gpu},gemm,bf16,{m},{n},{k},{seconds * 1e3!r}")
+    path.write_text("\n".join(lines).replace("np.float64(", "").replace(")", ""))
+    return read_table(path)
+
+
+def test_a_users_own_table_refits_what_it_measures(tmp_path: Path) -> None:
+    base = load_device("h100-sxm")
+    mine = refit(csv_table(tmp_path / "mine.csv", synthetic(400, 0.01), "my card"), base, [], date="2026-01-01")
+    assert mine.gemm["bf16"].label.basis == "400 rows of mine on my card"
+    assert mine.gemm["fp8"] == base.gemm["fp8"]
+    assert mine.attention == base.attention
+    assert mine.provenance.tables == {"mine": 400}
+    path = tmp_path / "mine.json"
+    write_profile(mine, path)
+    assert load_device(path) == mine
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_too_few_rows_are_refused(tmp_path: Path) -> None:
+    few = csv_table(tmp_path / "few.csv", synthetic(20, 0.0), "my card")
+    with pytest.raises(DataError, match="200 rows on my card"):
+        refit(few, load_device("h100-sxm"), [], date="2026-01-01")
+    facts = msgspec.structs.replace(device_facts("a100-sxm-80"), rows=RowChoice(tensor=["other"]))
+    with pytest.raises(DataError, match="no rows for other"):
+        fit_device(few, "new", facts, relative=None, date="2026-01-01")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no rows"),
+        ("op,dtype\ngemm,bf16\n", "'latency_ms' is missing"),
+        ("op,dtype,latency_ms\ngemm,bf16\n", "line 2: 2 cells, expected 3"),
+        ("op,dtype,latency_ms\ngemm,bf16,soon\n", "'latency_ms'"),
+    ],
+)
+def test_broken_tables_are_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "kernels.csv"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_table(path)
+
+
+def test_unreadable_and_unwritable_paths(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        read_table(tmp_path / "absent.csv")
+    (tmp_path / "broken.csv.gz").write_bytes(b"\x1f\x8b broken")
+    with pytest.raises((DataError, InputError)):
+        read_table(tmp_path / "broken.csv.gz")
+    with pytest.raises(OutputError):
+        write_profile(load_device("h100-sxm"), tmp_path / "absent" / "x.json")
+    with pytest.raises(FormatError):
+        load_device(_text(tmp_path / "x.json", "[]"))
+
+
+def _text(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_every_relative_of_the_datasheet_file_stands_before_its_borrowers() -> None:
+    facts = read_facts()
+    names = list(facts)
+    for name, device in facts.items():
+        assert not device.relative or names.index(device.relative) < names.index(name)
+
+
+def test_every_device_of_the_datasheet_file_ships() -> None:
+    for name, device in read_facts().items():
+        shipped: DeviceProfile = load_device(name)
+        assert shipped.datasheet == device.datasheet()
+        assert set(shipped.gemm) == set(device.peak_TFLOPs)
+
+
+def seconds_of(profile: DeviceProfile, m: FloatArray) -> FloatArray:
+    return np.asarray(gemm(profile, m, m, m).seconds)
+
+
+def test_a_scaled_device_differs_from_its_relative_by_its_datasheet() -> None:
+    m = np.array([2048.0, 8192.0])
+    ratio = seconds_of(load_device("h20"), m) / seconds_of(load_device("h100-sxm"), m)
+    assert np.all(ratio > 5.0)
+    assert np.all(seconds_of(load_device("h800"), m) == seconds_of(load_device("h100-sxm"), m))
