@@ -2,7 +2,8 @@
 
 It sees the model as a compiler does: functional operators, dead code gone. The optimizer is recorded as in
 `recorder`. Its graph has the same annotated form and, after `normalise`, the same compute operations, so each
-producer checks the other.
+producer checks the other. One difference remains: a `torch.autograd.Function` of the model's own is traced
+through, so its backward is derived from its forward instead of taken from the model.
 """
 
 from __future__ import annotations

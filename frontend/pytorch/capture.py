@@ -7,6 +7,7 @@ graph = capture(module, inputs, loss, StepSpec(dtype="bf16"))
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,7 +76,7 @@ def capture(
     produce = PRODUCERS[producer]
     mode = _mode_of(module)
     recorder = Recorder(mode)
-    with _one_line_errors(module, recorder), cuda_operators(), _plain_attention_masks():
+    with _one_line_errors(module, recorder), _quiet_fakes(), cuda_operators(), _plain_attention_masks():
         with mode:
             fake_inputs = tree_map_only(torch.Tensor, lambda t: _fake(t, mode), inputs)
             step = TrainingStep(module, fake_inputs, loss, spec)
@@ -131,6 +132,18 @@ def _one_line_errors(module: Module, recorder: Recorder) -> Iterator[None]:
         raise CaptureError(
             f"{where}: {reason(error)}: check that the model runs on these inputs, and sees no tensor's values"
         ) from error
+
+
+@contextmanager
+def _quiet_fakes() -> Iterator[None]:
+    """Keeps PyTorch from logging the traceback of a shape rule that refuses; the error itself is raised."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _where(module: Module, recorder: Recorder, error: Exception) -> str:

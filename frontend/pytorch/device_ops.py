@@ -9,11 +9,17 @@ differently:
     aten.rms_norm                       CUDA: one _fused_rms_norm; CPU: pow, mean, add, rsqrt, mul
     aten.softmax, aten.log_softmax      of fp16 to fp32, CUDA: one kernel; CPU: a copy, then the kernel
 
-Besides, `aten._fused_sgd_` gets the shape rule that PyTorch does not give it: it writes in place and returns nothing.
+Besides, `aten._fused_sgd_` gets the shape rule that PyTorch does not give it: it writes in place and returns
+nothing.
 
 `cuda_operators` registers, for as long as the context lasts, kernels at the dispatcher's AutogradCPU key
 that take CUDA's choice. The dispatcher is the place where the devices part, so C++ callers
 (`nn.MultiheadAttention`) and all Python spellings of an operator are served alike.
+
+What still differs from CUDA: attention takes the flash kernel where recent GPUs may prefer cuDNN's; batch
+normalisation is `native_batch_norm`, not `cudnn_batch_norm`; the saved statistics of layer and batch norm have the
+type of the input instead of fp32; recurrent layers run cell by cell instead of `_cudnn_rnn`; sums of gradients
+make a new tensor instead of adding in place.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ rows of a large table, that read only the shape of an argument, or that overwrit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,15 @@ _LOOKED_UP = {
     "take": "self",
     "nll_loss_forward": "self",
     "nll_loss2d_forward": "self",
+}
+# Operators that write a part of `self`: the argument that says how much, and whether they always add to it.
+_WRITTEN_IN_PART = {
+    "index_put_": ("values", False),
+    "_index_put_impl_": ("values", False),
+    "scatter_": ("src", False),
+    "scatter_add_": ("src", True),
+    "index_add_": ("source", True),
+    "index_copy_": ("source", False),
 }
 # Arguments of which an operator needs no value: they give a shape, or are overwritten.
 _NOT_READ = {
@@ -60,20 +69,25 @@ def bytes_moved(node: Node) -> tuple[int, int]:
     """(bytes read, bytes written) by a call node that handles its arguments as a whole."""
     if is_view(node):
         return 0, 0
+    if plain_name(node) in _WRITTEN_IN_PART:
+        return _partial_write(node)
     named = arguments(node)
-    written = [named[name] for name in written_arguments(node)]
-    written_bytes = sum(tensor_bytes(t) for t in distinct_tensors(written))
-    if not written:
-        written_bytes = sum(tensor_bytes(t) for t in distinct_tensors(node.meta[VAL]))
-    return _bytes_read(node, read_arguments(node), written_bytes), written_bytes
+    written = _total([named[name] for name in written_arguments(node)]) or _total(node.meta[VAL])
+    read = read_arguments(node)
+    looked_up = read.pop(_LOOKED_UP.get(plain_name(node), ""), None)
+    return _total(list(read.values())) + min(written, _total(looked_up)), written
 
 
-def _bytes_read(node: Node, read: Mapping[str, Any], result_bytes: int) -> int:
-    looked_up = _LOOKED_UP.get(plain_name(node))
-    total = sum(tensor_bytes(t) for t in distinct_tensors([v for n, v in read.items() if n != looked_up]))
-    if looked_up is not None:
-        total += min(result_bytes, sum(tensor_bytes(t) for t in distinct_tensors(read[looked_up])))
-    return total
+def _partial_write(node: Node) -> tuple[int, int]:
+    amount, adds = _WRITTEN_IN_PART[plain_name(node)]
+    named = arguments(node)
+    written = _total(named.get(amount))
+    others = _total([value for name, value in named.items() if name != "self"])
+    return others + (written if adds or named.get("accumulate") else 0), written
+
+
+def _total(value: Any) -> int:
+    return sum(tensor_bytes(t) for t in distinct_tensors(value))
 
 
 def distinct_tensors(value: Any) -> Iterator[Tensor]:

@@ -24,6 +24,7 @@ from echograph.ir.passes.rewrite import Call, copy_blocks
 MIB = 2**20
 AXIS = "dp"
 MAX_REPLICAS = 10_000_000
+MAX_MICRO_BATCHES = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,9 @@ class DataParallel:
     """Lowers a step graph to a job of `replicas` equal ranks, in the way of DistributedDataParallel.
 
     Attributes:
-        replicas: number of ranks, each with the whole model and its own micro-batch.
+        replicas: number of ranks, each with the whole model and its own micro-batches.
+        micro_batches: forward and backward passes of each rank before the optimizer; gradients add up, and only
+            the last pass reduces them (`no_sync`).
         bucket_bytes: size at which a bucket closes (`bucket_cap_mb`).
         first_bucket_bytes: the same for the first bucket.
         gradient_as_bucket_view: gradients live in the buckets, so nothing is copied in and out.
@@ -54,6 +57,7 @@ class DataParallel:
     """
 
     replicas: int
+    micro_batches: int = 1
     bucket_bytes: int = 25 * MIB
     first_bucket_bytes: int = 1 * MIB
     gradient_as_bucket_view: bool = False
@@ -63,18 +67,31 @@ class DataParallel:
         """The job graph.
 
         Raises:
-            PlanError: the number of replicas is not between 1 and 10 million.
+            PlanError: the number of replicas is not between 1 and 10 million, or that of micro-batches not
+                between 1 and 65,536.
         """
+        if not 1 <= self.micro_batches <= MAX_MICRO_BATCHES:
+            raise PlanError(f"{self.micro_batches} micro-batches: choose between 1 and {MAX_MICRO_BATCHES:,}")
         if not 1 <= self.replicas <= MAX_REPLICAS:
             raise PlanError(f"{self.replicas} data-parallel replicas: choose between 1 and {MAX_REPLICAS:,}")
         builder = copy_blocks(graph)
         builder.mesh = (Axis(name=AXIS, size=self.replicas),)
         builder.group(AXIS, axes=(AXIS,))
         calls: list[Call] = [(b, x, y, i, m) for b, x, y, i, m in graph.programs[0].calls.tolist() if y > x]
-        gradients = _ready_gradients(graph, calls)
+        passes, update = _split(graph, calls)
+        gradients = _ready_gradients(graph, passes)
+        last = passes
         if self.replicas > 1 and gradients:
-            calls = self._add(graph, builder, calls, gradients)
-        builder.program(calls, role="replica")
+            last = self._add(graph, builder, passes, gradients)
+        accumulate = _accumulate(graph, builder, gradients) if self.micro_batches > 1 else []
+        program = _in_micro_batch(passes if self.micro_batches > 1 else last, 0)
+        for micro_batch in range(1, self.micro_batches):
+            done = [*passes, *accumulate]
+            if micro_batch == self.micro_batches - 1 and last is not passes:
+                done = last
+            program += _in_micro_batch(done, micro_batch)
+        program += _in_micro_batch(update, self.micro_batches - 1)
+        builder.program(program, role="replica")
         return builder.build(JobGraph)
 
     def _add(
@@ -122,6 +139,8 @@ class DataParallel:
             tensor = graph.tensors[gradient.tensor]
             ports.append(builder.tensor(tensor.name, tensor.shape, tensor.dtype, tensor.role, port=True))
             bindings.append(gradient.tensor_id)
+            if self.micro_batches > 1:
+                ops.append(_add_to_gradient(builder, ports[-1], tensor.nbytes))
             if not self.gradient_as_bucket_view:
                 ops.append(_copy(builder, "ddp.copy_to_bucket", t.Phase.BACKWARD, (ports[-1],), tensor.nbytes))
         reduce = builder.collective(
@@ -172,6 +191,40 @@ class DataParallel:
             stream=builder.stream(f"comm.{AXIS}"),
         )
         return [sync, builder.compute("ddp.wait", phase=t.Phase.FORWARD, deps=[sync])]
+
+
+def _split(graph: StepGraph, calls: list[Call]) -> tuple[list[Call], list[Call]]:
+    """The calls of forward and backward, and those from the first operation of the optimizer on."""
+    optimizer = np.flatnonzero(graph.ops.phase == t.Phase.OPTIMIZER)
+    for number, (block, begin, end, instance, micro_batch) in enumerate(calls):
+        at = int(np.searchsorted(optimizer, begin))
+        if at < len(optimizer) and optimizer[at] < end:
+            cut = int(optimizer[at])
+            before = [(block, begin, cut, instance, micro_batch)] if cut > begin else []
+            return [*calls[:number], *before], [(block, cut, end, instance, micro_batch), *calls[number + 1 :]]
+    return calls, []
+
+
+def _accumulate(graph: StepGraph, builder: GraphBuilder, gradients: list[_Gradient]) -> list[Call]:
+    """A block that adds a micro-batch's gradients to those of the ones before it."""
+    block = builder.begin_block("accumulate")
+    begin = builder.op_count()
+    for gradient in gradients:
+        tensor = graph.tensors[gradient.tensor]
+        port = builder.tensor(tensor.name, tensor.shape, tensor.dtype, tensor.role, port=True)
+        _add_to_gradient(builder, port, tensor.nbytes)
+    builder.instance(block, bindings=[g.tensor_id for g in gradients])
+    return [(block, begin, builder.op_count(), 0, 0)]
+
+
+def _add_to_gradient(builder: GraphBuilder, gradient: int, nbytes: int) -> int:
+    return builder.compute(
+        "aten.add_", phase=t.Phase.BACKWARD, inputs=(gradient,), bytes_read=2 * nbytes, bytes_written=nbytes
+    )
+
+
+def _in_micro_batch(calls: list[Call], micro_batch: int) -> list[Call]:
+    return [(block, begin, end, instance, micro_batch) for block, begin, end, instance, _ in calls]
 
 
 def _own_buffers(graph: StepGraph, tensors: range) -> np.ndarray:

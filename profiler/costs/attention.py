@@ -189,7 +189,7 @@ def _work_per_pair(kernel: AttentionPass, width: FloatArray) -> FloatArray:
     below = work[0] * np.maximum(width / dims[0], 0.5)
     above = work[-1] * width / dims[-1]
     inside = np.interp(width, dims, work)
-    return np.where(width < dims[0], below, np.where(width > dims[-1], above, inside))
+    return np.asarray(np.where(width < dims[0], below, np.where(width > dims[-1], above, inside)))
 
 
 def _padded(model: AttentionModel, dim: FloatArray) -> FloatArray:

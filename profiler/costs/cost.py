@@ -46,3 +46,9 @@ def make_cost(seconds: FloatArray, spread: float, spread_short: float, source: S
     if seconds.ndim == 0:
         return Cost(float(seconds), float(wide), source)
     return Cost(seconds, wide, source)
+
+
+def widen(cost: Cost, doubt: FloatArray) -> Cost:
+    """The cost with one more independent relative error."""
+    spread = np.hypot(cost.spread, doubt)
+    return cost._replace(spread=float(spread) if spread.ndim == 0 else spread)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import UnknownNameError
-from echograph.profiler.costs.cost import Cost, FloatArray, as_floats, make_cost
+from echograph.profiler.costs.cost import Cost, FloatArray, as_floats, make_cost, widen
 from echograph.profiler.costs.device import Datasheet, DeviceProfile, GemmModel, Quantize
 from echograph.profiler.costs.grid import correction
 
@@ -47,6 +47,9 @@ LAYOUTS = ("TN", "NN", "NT")
 
 ACCUMULATOR_BYTES = 6.0
 """Bytes per element that an fp32 accumulator moves beyond a bf16 result: 4 read and 4 written, less 2."""
+
+MISALIGNMENT_DOUBT = 0.5
+"""Assumed: the price of a misaligned dimension, itself a guess, may be half of what it is, or half as much again."""
 
 MIN_SLICE_K = 128.0
 """A slice of k shorter than this costs as much as this."""
@@ -85,11 +88,12 @@ def gemm(
         raise UnknownNameError("layout", layout, LAYOUTS)
     b, rows, cols, depth = as_floats(batch, m, n, k)
     seconds = gemm_seconds(model, device.datasheet, b, rows, cols, depth, quantize=quantize)
-    seconds = seconds * model.transposed_scale.get(layout, 1.0) * misalignment(model, layout, rows, cols, depth)
+    slower = misalignment(model, layout, rows, cols, depth)
+    seconds = seconds * model.transposed_scale.get(layout, 1.0) * slower
     if accumulate:
         seconds = seconds + accumulate_seconds(model, device.datasheet, b * rows * cols)
-    label = model.label
-    return make_cost(seconds, label.spread, label.spread_short, label.source)
+    cost = make_cost(seconds, model.label.spread, model.label.spread_short, model.label.source)
+    return cost if np.all(slower == 1.0) else widen(cost, MISALIGNMENT_DOUBT * (slower - 1.0))
 
 
 def gemm_model(device: DeviceProfile, dtype: str) -> GemmModel:

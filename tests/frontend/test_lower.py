@@ -150,6 +150,19 @@ def test_lookup_reads_rows_not_the_table(lowered: Any) -> None:
     assert gradient.bytes_written == 50000 * 8 * 2
 
 
+def test_write_to_a_part_moves_that_part(lowered: Any) -> None:
+    class Scatter(torch.nn.Linear):
+        def forward(self, x: Any, index: Any) -> Any:
+            out = torch.zeros(1000, 4, dtype=x.dtype)
+            return out.index_add_(0, index, super().forward(x)).sum()
+
+    graph = lowered(lambda: (Scatter(4, 4), (torch.zeros(3, 4), torch.zeros(3, dtype=torch.long))))
+    (add,) = find(graph, "aten.index_add_")
+    assert (add.bytes_read, add.bytes_written) == (2 * 3 * 4 * 2 + 3 * 8, 3 * 4 * 2)
+    (zeros,) = find(graph, "aten.zeros")
+    assert zeros.outputs[0] in add.inputs and zeros.bytes_written == 1000 * 4 * 2
+
+
 def test_write_in_place_makes_the_next_version(lowered: Any) -> None:
     class InPlace(torch.nn.Linear):
         def forward(self, x: Any) -> Any:

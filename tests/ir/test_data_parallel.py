@@ -78,3 +78,24 @@ def test_one_replica_communicates_nothing() -> None:
 def test_absurd_numbers_of_replicas_are_refused(replicas: int) -> None:
     with pytest.raises(PlanError, match="replicas"):
         DataParallel(replicas=replicas)(layered_step(1))
+
+
+@pytest.mark.parametrize("replicas", [1, 8])
+@pytest.mark.parametrize("folded", [False, True])
+def test_gradients_accumulate_and_are_reduced_once(replicas: int, folded: bool) -> None:
+    step = layered_step(5)
+    job = DataParallel(replicas=replicas, micro_batches=3)(fold(step) if folded else step)
+    names = executed(job)
+    parameters = 11
+    assert names.count("aten.loss") == 3
+    assert names.count("aten.add_") == 2 * parameters
+    assert names.count("aten._fused_adam_") == parameters
+    assert names.count("ddp.copy_to_bucket") == (parameters if replicas > 1 else 0)
+    assert max(i for i, n in enumerate(names) if n == "aten.loss_backward") < names.index("aten._fused_adam_")
+    assert sorted(set(job.programs[0].calls[:, 4].tolist())) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("micro_batches", [0, -1, 10**9])
+def test_absurd_numbers_of_micro_batches_are_refused(micro_batches: int) -> None:
+    with pytest.raises(PlanError, match="micro-batches"):
+        DataParallel(replicas=2, micro_batches=micro_batches)(layered_step(1))

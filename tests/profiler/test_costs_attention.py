@@ -38,7 +38,9 @@ def test_bounds_and_growth(
         attended = kv_seq if not causal else kv_seq - seq / 2 if seq <= kv_seq else kv_seq**2 / (2 * seq)
         flops = factor * 4.0 * batch * heads * seq * attended * head_dim
         padded = factor * 4.0 * batch * heads * (seq + 128) * (kv_seq + 128) * (head_dim + 128)
-        assert flops / peak <= seconds < 100e-6 + 40.0 * padded / peak
+        # Fewer sequences and heads than SMs leave the others idle.
+        idle = max(1.0, device.datasheet.sm_count / (batch * heads))
+        assert flops / peak <= seconds < 100e-6 + 40.0 * padded * idle / peak
         assert cost(device, seq=2 * seq, kv_seq=2 * kv_seq, **shape).seconds > seconds
         assert cost(device, seq=seq, kv_seq=kv_seq, **{**shape, "head_dim": head_dim + 64}).seconds >= seconds
 

@@ -1,10 +1,8 @@
-"""Fits: the shipped profiles against rows that they have not seen, and the fitting itself on rows it can explain."""
+"""Fits: the shipped profiles against rows that they have not seen, and the fit itself on rows it can explain."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -24,11 +22,7 @@ from echograph.profiler.fit.grid import fit_grid
 from echograph.profiler.fit.holdout import held_out, score
 from echograph.profiler.fit.table import KernelTable, read_table
 
-ROOT = Path(__file__).resolve().parents[2]
-TABLE = Path(os.environ.get("ECHOGRAPH_DATA", ROOT / "../shared/data")) / "kernels.csv.gz"
 BAR = 0.04
-
-needs_table = pytest.mark.skipif(not TABLE.exists(), reason=f"no measured kernels at {TABLE}: set ECHOGRAPH_DATA")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,21 +42,20 @@ DEVICES = (
 )
 
 
-@lru_cache(maxsize=1)
-def table() -> KernelTable:
-    return read_table(TABLE)
+@pytest.fixture(scope="session")
+def table(measured_data: Path) -> KernelTable:
+    return read_table(measured_data / "kernels.csv.gz")
 
 
-def table_products(gpu: str, dtype: str) -> Products:
-    return products(table().select(gpus=[gpu], ops=["gemm"], dtypes=["bfloat16" if dtype == "bf16" else dtype]))
+def table_products(table: KernelTable, gpu: str, dtype: str) -> Products:
+    return products(table.select(gpus=[gpu], ops=["gemm"], dtypes=["bfloat16" if dtype == "bf16" else dtype]))
 
 
-@needs_table
 @pytest.mark.parametrize(
     ("device", "dtype"), [(d, dtype) for d in DEVICES for dtype in d.dtypes], ids=lambda v: getattr(v, "name", v)
 )
-def test_products_meet_the_bar_on_unseen_shapes(device: Measured, dtype: str) -> None:
-    rows = table_products(device.gpu, dtype)
+def test_products_meet_the_bar_on_unseen_shapes(table: KernelTable, device: Measured, dtype: str) -> None:
+    rows = table_products(table, device.gpu, dtype)
     rows = rows.take(held_out(*rows.shape()))
     profile = load_device(device.name)
     error = score(np.asarray(gemm(profile, rows.m, rows.n, rows.k, dtype=dtype).seconds), rows.seconds)
@@ -73,10 +66,9 @@ def test_products_meet_the_bar_on_unseen_shapes(device: Measured, dtype: str) ->
     assert error == profile.gemm[dtype].label.held_out, "the profile states another error than it has"
 
 
-@needs_table
 @pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.name)
-def test_attention_meets_the_bar_on_unseen_shapes(device: Measured) -> None:
-    rows = attention_rows(table().select(gpus=[device.gpu], ops=["attn_fwd"], dtypes=["bf16"]))
+def test_attention_meets_the_bar_on_unseen_shapes(table: KernelTable, device: Measured) -> None:
+    rows = attention_rows(table.select(gpus=[device.gpu], ops=["attn_fwd"], dtypes=["bf16"]))
     rows = rows.take(rows.hidden())
     profile = load_device(device.name)
     model = profile.attention["trtllm"]
@@ -88,12 +80,11 @@ def test_attention_meets_the_bar_on_unseen_shapes(device: Measured) -> None:
     assert error == model.forward.label.held_out
 
 
-@needs_table
 @pytest.mark.slow
 @pytest.mark.parametrize("size", ["n", "k"])
-def test_products_meet_the_bar_between_the_columns_of_the_grid(size: str) -> None:
+def test_products_meet_the_bar_between_the_columns_of_the_grid(table: KernelTable, size: str) -> None:
     """Whole values of n or k are hidden, so that every tested shape lies between the shapes of the fit."""
-    rows = table_products("H100-SXM5-80GB", "bf16")
+    rows = table_products(table, "H100-SXM5-80GB", "bf16")
     hidden = np.isin(getattr(rows, size), [1536, 5120, 12288])
     sheet = load_device("h100-sxm").datasheet
     model = fit_gemm(rows.take(~hidden), sheet, peak="bf16", element_bytes=2.0, basis="")

@@ -60,4 +60,4 @@ def test_the_check_can_fail(reader: Path) -> None:
 
 
 def test_the_lock_file_names_no_registry() -> None:
-    assert "://" not in re.sub(r'"url": "https://[^"]*"', "", (ROOT / READER / "package-lock.json").read_text())
+    assert "://" not in (ROOT / READER / "package-lock.json").read_text(encoding="utf-8")

@@ -74,7 +74,12 @@ def _build(
 
 
 def predict(
-    graph: StepGraph | JobGraph, *, cluster: str, gpus: int | None, engine: str = "auto"
+    graph: StepGraph | JobGraph,
+    *,
+    cluster: str,
+    gpus: int | None,
+    global_batch: int | None = None,
+    engine: str = "auto",
 ) -> tuple[Result, JobGraph]:
     """Lowers a graph to a job on a cluster, annotates it and simulates it.
 
@@ -82,6 +87,7 @@ def predict(
         graph: a step graph, replicated over the GPUs, or a job graph, run as it is.
         cluster: a preset's name or a TOML file.
         gpus: number of ranks; None takes one node, or what a job graph has.
+        global_batch: samples of one step over all ranks; None: one micro-batch a rank.
         engine: "auto" or an engine's name.
     """
     from echograph.profiler.costs import load_device
@@ -90,24 +96,31 @@ def predict(
 
     where = load_cluster(cluster)
     device = load_device(where.device)
-    job = lower_to_job(graph, where, gpus)
+    job = lower_to_job(graph, where, gpus, global_batch)
     job = estimate(job, device)(job)
     host = Host(op_ps=to_ps(device.host.op_s), launch_ps=to_ps(device.host.launch_s), spread=host_spread())
     peak = device.datasheet.peak_flops_per_s.get(_peak_name(job), 0.0)
     plan: dict[str, Any] = {"gpus": job.world_size, "cluster": where.name}
     plan |= {axis.name: axis.size for axis in job.mesh}
+    plan |= {
+        "micro_batch": job.workload.batch_size,
+        "global_batch": global_batch or job.workload.batch_size * job.world_size,
+    }
     return simulate(job, where, host, peak_flops_per_s=peak, engine=engine, plan=plan), job
 
 
-def lower_to_job(graph: Graph, cluster: Cluster, gpus: int | None) -> JobGraph:
+def lower_to_job(graph: Graph, cluster: Cluster, gpus: int | None, global_batch: int | None = None) -> JobGraph:
     """The job that a graph is on a cluster.
 
     Raises:
-        UsageError: a number of GPUs that the cluster does not have, or that a job graph was not made for.
+        UsageError: a number of GPUs that the cluster does not have, or that a job graph was not made for; a
+            global batch that does not divide.
     """
     if gpus is not None and not 1 <= gpus <= cluster.max_gpus:
         raise UsageError(f"--gpus {gpus}: cluster {cluster.name} has 1 to {cluster.max_gpus} GPUs")
     if isinstance(graph, JobGraph):
+        if global_batch is not None:
+            raise UsageError("--global-batch: a job graph has its batch already; give its step graph instead")
         if gpus not in (None, graph.world_size):
             raise UsageError(
                 f"--gpus {gpus}: the job graph is for {graph.world_size}; give its step graph instead"
@@ -115,7 +128,26 @@ def lower_to_job(graph: Graph, cluster: Cluster, gpus: int | None) -> JobGraph:
         return graph
     if not isinstance(graph, StepGraph):
         raise EchoError("neither a step graph nor a job graph")
-    return DataParallel(replicas=gpus or cluster.gpus_per_node)(graph)
+    replicas = gpus or cluster.gpus_per_node
+    return DataParallel(replicas=replicas, micro_batches=_micro_batches(graph, replicas, global_batch))(graph)
+
+
+def _micro_batches(graph: StepGraph, replicas: int, global_batch: int | None) -> int:
+    """Micro-batches of each rank.
+
+    Raises:
+        UsageError: the global batch is no multiple of what all ranks take at once; names the nearest that are.
+    """
+    if global_batch is None:
+        return 1
+    at_once = replicas * graph.workload.batch_size
+    if global_batch < 1 or global_batch % at_once:
+        below = max(1, global_batch // at_once) * at_once
+        raise UsageError(
+            f"--global-batch {global_batch}: {replicas} GPUs with micro-batches of {graph.workload.batch_size} "
+            f"take multiples of {at_once}, such as {below} or {below + at_once}"
+        )
+    return global_batch // at_once
 
 
 def host_spread() -> float:

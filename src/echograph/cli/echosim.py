@@ -21,6 +21,9 @@ def run_command(
     graph: Annotated[Path, typer.Argument(help="A graph file written by echoc.")],
     gpus: Annotated[int | None, typer.Option(help="Number of GPUs (default: one node).")] = None,
     cluster: Annotated[str, typer.Option(help="A preset (see echosim clusters) or a TOML file.")] = "dgx-h100",
+    global_batch: Annotated[
+        int | None, typer.Option(help="Samples of one step over all GPUs (default: one micro-batch each).")
+    ] = None,
     engine: Annotated[str, typer.Option(help="auto, static or reference.")] = "auto",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, for Perfetto.")] = None,
@@ -37,7 +40,7 @@ def run_command(
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph)
         say("simulating")
-        result, job = predict(loaded, cluster=cluster, gpus=gpus, engine=engine)
+        result, job = predict(loaded, cluster=cluster, gpus=gpus, global_batch=global_batch, engine=engine)
     record = result.to_json()
     if as_json:
         print_json(record)
