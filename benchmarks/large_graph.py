@@ -1,6 +1,6 @@
 """A graph of two million operations, as a real trace becomes: build, verify, save, load and simulate it.
 
-    python -m benchmarks.large_graph [--ops 2000000]
+python -m benchmarks.large_graph [--ops 2000000]
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from echograph.units import to_ps
 
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.step import StepSpec
+    from echograph.models import ModelEntry
     from echograph.simulator.result import Result
 
 Say = Callable[[str], None]
@@ -27,50 +28,74 @@ def compile_model(
     batch_size: int | None,
     seq_len: int | None,
     attention: str | None,
-    producer: str,
+    producer: str = "recorder",
     say: Say = lambda _: None,
 ) -> StepGraph:
     """Captures and folds one training step of a zoo model, a Hugging Face configuration or `file.py:function`."""
-    from echograph.frontend.pytorch.capture import capture, capture_mode
+    if model.rpartition(":")[0].endswith(".py"):
+        return _compile_user_model(model, spec, (batch_size, seq_len, attention), producer, say)
+    from echograph.models import from_config, get_model
+
+    is_config = Path(model).is_dir() or (model.endswith(".json") and Path(model).exists())
+    entry = from_config(Path(model)) if is_config else get_model(model)
+    return compile_entry(
+        entry, spec, batch_size=batch_size, seq_len=seq_len, attention=attention, producer=producer, say=say
+    )
+
+
+def compile_entry(
+    entry: ModelEntry,
+    spec: StepSpec,
+    *,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    attention: str | None = None,
+    producer: str = "recorder",
+    say: Say = lambda _: None,
+) -> StepGraph:
+    """Captures and folds one training step of a model of the zoo."""
+    import torch
+
+    from echograph.frontend.pytorch.capture import capture_mode
+    from echograph.models import build
+
+    say(f"building {entry.name}")
+    before = torch.get_default_dtype()
+    with capture_mode():
+        # A module of fake tensors cannot be converted afterwards, so it is made in the step's type.
+        torch.set_default_dtype(spec.torch_dtype)
+        try:
+            built = build(entry, batch_size=batch_size, seq_len=seq_len, attention=attention)
+        finally:
+            torch.set_default_dtype(before)
+    return _compile(entry.name, built, spec, producer, say)
+
+
+def _compile_user_model(
+    model: str, spec: StepSpec, zoo_options: tuple[object, ...], producer: str, say: Say
+) -> StepGraph:
+    from echograph.frontend.pytorch.capture import capture_mode
+    from echograph.frontend.pytorch.userfile import build_from_file
+
+    if any(option is not None for option in zoo_options):
+        raise UsageError("--batch-size, --seq-len and --attention belong to zoo models: set them in your function")
+    say(f"building {model}")
+    with capture_mode():
+        built = build_from_file(model)
+    return _compile(model.rpartition(":")[2], built, spec, producer, say)
+
+
+def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: str, say: Say) -> StepGraph:
+    from echograph.frontend.pytorch.capture import capture
     from echograph.frontend.pytorch.lower import lower
     from echograph.ir.passes.fold import fold
 
-    say(f"building {model}")
-    with capture_mode():
-        name, module, inputs, loss = _build(model, spec, batch_size, seq_len, attention)
     say(f"capturing one training step of {name}")
-    captured = capture(module, inputs, loss, spec, producer=producer)
+    captured = capture(*built, spec, producer=producer)
     say("lowering")
     graph = lower(captured, spec, name=name)
     say("folding repeated blocks")
     return fold(graph)
-
-
-def _build(
-    model: str, spec: StepSpec, batch_size: int | None, seq_len: int | None, attention: str | None
-) -> tuple[str, Any, Any, Any]:
-    import torch
-
-    path, _, function = model.rpartition(":")
-    if path.endswith(".py"):
-        from echograph.frontend.pytorch.userfile import build_from_file
-
-        if (batch_size, seq_len, attention) != (None, None, None):
-            raise UsageError(
-                "--batch-size, --seq-len and --attention belong to zoo models: set them in your function"
-            )
-        return function, *build_from_file(model)
-    from echograph.models import build, from_config, get_model
-
-    looks_like_path = Path(model).exists() and (Path(model).is_dir() or model.endswith(".json"))
-    entry = from_config(Path(model)) if looks_like_path else get_model(model)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(spec.torch_dtype)
-    try:
-        built = build(entry, batch_size=batch_size, seq_len=seq_len, attention=attention)
-    finally:
-        torch.set_default_dtype(before)
-    return entry.name, built.module, built.inputs, built.loss
 
 
 def predict(
