@@ -222,15 +222,20 @@ class Graph:
         """For every operation, the number of its block."""
         return np.repeat(np.arange(len(self.blocks)), [len(b.ops) for b in self.blocks])
 
+    def value(self, block: int, instance: int, index: int) -> tuple[int, int, int]:
+        """(block, instance, tensor) where a tensor has its value from, through aliases and ports.
+
+        An operation makes that tensor, or it is an input of the graph.
+        """
+        while self.tensors.port[index := int(self.origin[index])]:
+            block, instance, index = self.locate_tensor(self.tensor_id(block, instance, index))
+        return block, instance, index
+
     def source(self, block: int, instance: int, index: int) -> tuple[int, int, int] | None:
         """(block, instance, operation) that makes the value of a tensor; None for an input of the graph."""
-        while True:
-            index = int(self.origin[index])
-            if self.maker[index] != NONE:
-                return block, instance, int(self.maker[index])
-            if not self.tensors.port[index]:
-                return None
-            block, instance, index = self.locate_tensor(self.tensor_id(block, instance, index))
+        block, instance, index = self.value(block, instance, index)
+        maker = int(self.maker[index])
+        return None if maker == NONE else (block, instance, maker)
 
     def tensor_id(self, block: int, instance: int, index: int) -> int:
         """The id that a tensor of the table has in one instance of its block, ports resolved."""

@@ -7,7 +7,7 @@ accept any numbers at all: a corrupted file ends here in one line.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from echograph.errors import GraphError
 from echograph.ir import types as t
-from echograph.ir.columns import NONE
-from echograph.ir.graph import Block, Graph, JobGraph, StepGraph
+from echograph.ir.columns import NONE, Int64
+from echograph.ir.graph import Block, Graph, JobGraph, Program, StepGraph
 from echograph.ir.schedule import Schedule
 
 MAX_TENSOR_BYTES = 2**60
@@ -209,11 +209,8 @@ def streams_and_groups(graph: Graph) -> None:
         _fail("streams_and_groups", "the mesh", "has more than 2^40 ranks")
     for group in graph.groups:
         if not set(group.axes) <= set(names) or len(set(group.ranks)) != len(group.ranks):
-            _fail(
-                "streams_and_groups",
-                f"group '{group.name}'",
-                "names an axis that the mesh lacks, or a rank twice",
-            )
+            where = f"group '{group.name}'"
+            _fail("streams_and_groups", where, "names an axis that the mesh lacks, or a rank twice")
 
 
 def instances_bound(graph: Graph) -> None:
@@ -297,22 +294,26 @@ def calls_in_order(graph: Graph) -> None:
     """A call runs after the calls that make what it reads."""
     if isinstance(graph, JobGraph) and len(graph.programs) > 1 and len(graph.blocks) == 1:
         return  # an imported job: each rank runs its own slice of the main block, checked by made_before_read
-    outside: dict[tuple[int, int, int], list[int]] = {}
+    outside: dict[tuple[int, int], list[int]] = {}
     for number, program in enumerate(graph.programs):
         schedule = Schedule(graph, program)
-        for at, (block, begin, end, instance, micro_batch) in enumerate(program.calls.tolist()):
-            key = (block, begin, end)
-            if key not in outside:
-                outside[key] = _reads_from_outside(graph, begin, end)
-            for tensor in outside[key]:
-                source = graph.source(block, instance, tensor)
-                if source is not None and not _runs_before(graph, schedule, source, tensor, micro_batch, at):
-                    name = graph.tensors[tensor].name
-                    _fail(
-                        "calls_in_order",
-                        f"call {at} of program {number}",
-                        f"reads tensor {tensor} ({name}) before it is made",
-                    )
+        for (block, begin, end, instance), alike in _alike(program):
+            if (begin, end) not in outside:
+                outside[begin, end] = _reads_from_outside(graph, begin, end)
+            for tensor in outside[begin, end]:
+                early = _runs_too_early(graph, schedule, alike, graph.value(block, instance, tensor))
+                if (row := _first(early)) is not None:
+                    reads = f"reads tensor {tensor} ({graph.tensors[tensor].name}) before it is made"
+                    _fail("calls_in_order", f"call {int(alike[row])} of program {number}", reads)
+
+
+def _alike(program: Program) -> Iterator[tuple[list[int], Int64]]:
+    """Calls that differ in micro-batch only: what they have in common, and their numbers."""
+    if len(program.calls):
+        common, which = np.unique(program.calls[:, :4], axis=0, return_inverse=True)
+        order = np.argsort(which.ravel(), kind="stable")
+        ends = np.cumsum(np.bincount(which.ravel()))[:-1]
+        yield from zip(common.tolist(), np.split(order, ends), strict=True)
 
 
 def _reads_from_outside(graph: Graph, begin: int, end: int) -> list[int]:
@@ -322,17 +323,18 @@ def _reads_from_outside(graph: Graph, begin: int, end: int) -> list[int]:
     return [int(x) for x in read[(makers < begin) & ((makers != NONE) | graph.tensors.port[read])]]
 
 
-def _runs_before(
-    graph: Graph, schedule: Schedule, source: tuple[int, int, int], tensor: int, micro_batch: int, call: int
-) -> bool:
-    _, instance, op = source
-    start = int(schedule.starts[call])
-    same = int(schedule.position(np.int64(instance), np.int64(micro_batch), np.int64(op)))  # type: ignore[arg-type]
-    if 0 <= same < start:
-        return True
-    made = graph.tensors[int(graph.ops.outputs[op][0])] if len(graph.ops.outputs[op]) else None
-    persistent = made is not None and made.role.persistent
-    return persistent and schedule.last_position(instance, op, start) >= 0
+def _runs_too_early(graph: Graph, schedule: Schedule, calls: Int64, value: tuple[int, int, int]) -> Any:
+    """Which calls begin before a value that they read is made, in their micro-batch or, if it persists, in any."""
+    _, instance, tensor = value
+    op = np.int64(graph.maker[tensor])
+    if op == NONE:
+        return np.zeros(len(calls), np.bool_)
+    made = schedule.position(np.int64(instance), schedule.calls[calls, 4], op)  # type: ignore[arg-type]
+    early = (made == NONE) | (made >= schedule.starts[calls])
+    if early.any() and graph.tensors[tensor].role.persistent:
+        runs = schedule.position(np.int64(instance), schedule.micro_batches, op)  # type: ignore[arg-type]
+        early &= schedule.starts[calls] <= runs[runs != NONE].min(initial=np.iinfo(np.int64).max)
+    return early
 
 
 def _op(graph: Graph, row: int) -> str:

@@ -49,7 +49,7 @@ ACCUMULATOR_BYTES = 6.0
 """Bytes per element that an fp32 accumulator moves beyond a bf16 result: 4 read and 4 written, less 2."""
 
 MISALIGNMENT_DOUBT = 0.5
-"""Assumed: the price of a misaligned dimension, itself a guess, may be half of what it is, or half as much again."""
+"""Assumed: the price of a misaligned dimension, itself a guess, may be off by half of itself."""
 
 MIN_SLICE_K = 128.0
 """A slice of k shorter than this costs as much as this."""

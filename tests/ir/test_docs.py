@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from echograph.ir import verify
 from echograph.ir.files import MAX_FILE_BYTES
 from echograph.ir.serde_decode import MAX_CALLS

@@ -38,6 +38,8 @@ def test_the_source_of_a_value_is_found_through_ports_and_views() -> None:
     assert graph.source(1, 2, 7) == (1, 1, 6)
     assert graph.source(0, 0, 6) == (0, 0, 4)
     assert graph.source(0, 0, 5) == (1, 2, 6)
+    assert graph.value(0, 0, 5) == (1, 2, 8)
+    assert graph.value(0, 0, 0) == (0, 0, 0)
 
 
 def test_roots_own_the_memory_and_origins_the_value() -> None:

@@ -168,6 +168,28 @@ def test_a_port_that_is_bound_to_an_alias_of_itself(made: bool) -> None:
         b.build(StepGraph)
 
 
+@pytest.mark.parametrize(("made_in", "read_in", "tensor", "good"), [
+    (0, 0, "activation", True), (0, 1, "activation", False), (0, 1, "gradient", True), (1, 0, "gradient", True),
+])  # fmt: skip
+def test_what_persists_may_be_made_in_another_micro_batch(
+    made_in: int, read_in: int, tensor: str, good: bool
+) -> None:
+    b = GraphBuilder()
+    b.tensor("", (4,), t.DType.FP32, t.TensorRole.ACTIVATION, port=True)
+    b.compute("read", inputs=(0,))
+    block = b.begin_block("make")
+    roles = (t.TensorRole.ACTIVATION, t.TensorRole.GRADIENT)
+    b.compute("make", outputs=[b.tensor(role.name, (4,), t.DType.FP32, role) for role in roles])
+    b.instance(0, bindings=(["activation", "gradient"].index(tensor),))
+    b.instance(block)
+    b.program([(1, 1, 2, 0, made_in), (0, 0, 1, 0, read_in)])
+    if good:
+        b.build(StepGraph)
+        return
+    with pytest.raises(GraphError, match=r"call 1 of program 0 reads tensor 0 .* \[calls_in_order\]"):
+        b.build(StepGraph)
+
+
 def test_persistent_values_may_come_from_an_earlier_micro_batch() -> None:
     graph = GRAPHS["job"]()
     gradient = next(tensor for tensor in graph.tensors if tensor.role == t.TensorRole.GRADIENT)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from echograph.cli.app import make_app, print_error, print_json, print_line, print_table, progress, run
+from echograph.cli.show import micro_batch, print_summary, summarize
 from echograph.units import format_bytes, format_count
 
 app = make_app("echoc", "Compile a training step into a workload graph, without a GPU; look at graphs.")
@@ -59,8 +60,6 @@ def compile_command(
         )
         say(f"writing {output}")
         size = serde.save(graph, output)
-    from echograph.cli.show import summarize
-
     summary = summarize(graph)
     if as_json:
         print_json({"output": str(output), "bytes": size, **summary})
@@ -75,7 +74,7 @@ def _headline(summary: dict[str, Any]) -> list[str]:
     blocks = "".join(f", {b['instances']} x {b['name']}" for b in summary["blocks"][1:])
     return [
         f"{summary['model']}: {format_count(summary['parameters'])} parameters, {summary['dtype']}, "
-        f"{summary['batch_size']} x {summary['sequence_length'] or 1} a micro-batch, {summary['optimizer']}",
+        f"{micro_batch(summary)} a micro-batch, {summary['optimizer']}",
         f"{summary['unfolded_ops']} operations ({summary['ops']} stored{blocks}), "
         f"{format_count(flops, 'FLOP')} a step",
     ]
@@ -123,7 +122,6 @@ def models(
 @app.command()
 def show(graph: GraphFile, as_json: Json = False) -> None:
     """Say what a graph holds: blocks, operations, FLOPs, bytes, memory, what is measured."""
-    from echograph.cli.show import print_summary, summarize
     from echograph.ir import serde
 
     summary = summarize(serde.load(graph))

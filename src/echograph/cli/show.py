@@ -52,6 +52,12 @@ def summarize(graph: StepGraph | JobGraph) -> dict[str, Any]:
     }
 
 
+def micro_batch(summary: dict[str, Any]) -> str:
+    """What one micro-batch holds."""
+    tokens = f" x {summary['sequence_length']} tokens" if summary["sequence_length"] else ""
+    return f"{summary['batch_size']} samples{tokens}"
+
+
 def _runs(graph: StepGraph | JobGraph) -> np.ndarray:
     """How often the first program runs each operation of the table."""
     change = np.zeros(len(graph.ops) + 1, np.int64)
@@ -106,7 +112,7 @@ def print_summary(summary: dict[str, Any]) -> None:
         f"  {format_count(summary['parameters'])} parameters, {summary['dtype']}, "
         f"{summary['optimizer'] or 'no optimizer'}"
         f"{' with fp32 master weights' if summary['master_weights'] else ''}, "
-        f"{summary['batch_size']} samples x {summary['sequence_length'] or 1} tokens"
+        f"{micro_batch(summary)} a micro-batch"
     )
     print_line(
         f"  {summary['unfolded_ops']} operations run, {summary['views']} of them views; {summary['ops']} stored"

@@ -1,0 +1,93 @@
+"""Every example of the documentation runs, and prints what its page shows, numbers aside."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from examples import Example, ExampleError, Session, examples, expected, words
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+LINK = r"\]\((?!https?:|#|mailto:)([^)#\s]+)"
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="session")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The graph that all pages begin with, compiled once."""
+    pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("docs")
+    compile_bert = ["$ echoc compile --model bert-base-uncased -o graph.pb"]
+    Session(folder).run(Example(page=ROOT, line=0, language="console", file="", lines=compile_bert))
+    return folder / "graph.pb"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page(page: Path, graph: Path, tmp_path: Path) -> None:
+    shutil.copy(graph, tmp_path)
+    session = Session(tmp_path)
+    for example in examples(page):
+        printed, shown = session.run(example), expected(example)
+        if shown is not None:
+            assert words(printed) == words(shown), (
+                f"{page.name}:{example.line}: refresh with tests/docs/examples.py"
+            )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_script(script: Path, graph: Path, tmp_path: Path) -> None:
+    shutil.copy(graph, tmp_path)
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    import re
+
+    for target in re.findall(LINK, page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def page_of(folder: Path, text: str) -> Path:
+    page = folder / "page.md"
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def test_a_changed_word_is_seen_and_a_changed_number_is_not(tmp_path: Path) -> None:
+    page = page_of(tmp_path, "```console\n$ echo step 12.5 ms\nstep 11 ms\n```\n")
+    (example,) = examples(page)
+    assert words(Session(tmp_path).run(example)) == words(example.lines)
+    page = page_of(tmp_path, "```console\n$ echo step 12.5 ms\nwait 12.5 ms\n```\n")
+    (example,) = examples(page)
+    assert words(Session(tmp_path).run(example)) != words(example.lines)
+
+
+def test_a_failing_command_is_an_error(tmp_path: Path) -> None:
+    (example,) = examples(page_of(tmp_path, "```console\n$ false\n```\n"))
+    with pytest.raises(ExampleError, match="exits with 1"):
+        Session(tmp_path).run(example)
+
+
+def test_python_blocks_share_a_namespace_and_show_what_they_print(tmp_path: Path) -> None:
+    text = "```python\nx = 2\n```\n```python\nprint('x is', x)\n```\n\n```text\nx is 3\n```\n"
+    first, second = examples(page_of(tmp_path, text))
+    session = Session(tmp_path)
+    session.run(first)
+    assert session.run(second) == ["x is 2"]
+    assert expected(second) == ["x is 3"]
+
+
+def test_a_block_with_a_reason_is_left_out_and_a_file_is_written(tmp_path: Path) -> None:
+    text = "<!-- not run: takes an hour -->\n```console\n$ false\n```\n\n```toml file=a.toml\nx = 1\n```\n"
+    (example,) = examples(page_of(tmp_path, text))
+    Session(tmp_path).run(example)
+    assert (tmp_path / "a.toml").read_text() == "x = 1\n"
