@@ -25,6 +25,9 @@ class ModelEntry:
         default_seq_len: tokens of a sample, or the side of a square image in pixels.
         parameters: exact count of the training module's parameters, shared ones counted once; None where the
             entry was read from a user's configuration.
+        forward_flops: of one sample at the default length, as captured; None where `dense_flops` has a closed
+            form.
+        backward_flops: the same of the backward pass.
         published_parameters: the count its publication or model card states, rounded as it is there.
     """
 
@@ -39,6 +42,8 @@ class ModelEntry:
     aliases: tuple[str, ...] = ()
     parameters: int | None = None
     published_parameters: int | None = None
+    forward_flops: int | None = None
+    backward_flops: int | None = None
 
     def with_config(self, **changes: Any) -> ModelEntry:
         """The same architecture with other configuration values (fewer layers, say); its counts are unknown.
@@ -47,5 +52,11 @@ class ModelEntry:
             changes: configuration keys and their new values.
         """
         return replace(
-            self, config={**self.config, **changes}, aliases=(), parameters=None, published_parameters=None
+            self,
+            config={**self.config, **changes},
+            aliases=(),
+            parameters=None,
+            published_parameters=None,
+            forward_flops=None,
+            backward_flops=None,
         )

@@ -123,6 +123,8 @@ CASES: list[tuple[str, str, Break, str]] = [
     ("streams_and_groups", "job", axis("x", 2**40), "2^40 ranks"),
     ("streams_and_groups", "job", group(axes=("z",)), "group 'new'"),
     ("streams_and_groups", "job", group(ranks=(1, 1)), "a rank twice"),
+    ("streams_and_groups", "job", group(ranks=(1, 8)), "rank 8 is listed"),
+    ("streams_and_groups", "ranks", group(ranks=(-1, 1)), "rank -1 is listed"),
     ("instances_bound", "two_layers", block(0, instances=(Instance(),)), "binds 0 of 1 ports"),
     ("instances_bound", "two_layers", block(0, instances=(Instance(bindings=(99,)),)), "does not have"),
     ("instances_bound", "two_layers", block(0, instances=(Instance(bindings=(1,)),)), "another shape or type"),

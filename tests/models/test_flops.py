@@ -73,3 +73,31 @@ def test_a_long_known_step_agrees() -> None:
 def test_an_architecture_without_a_closed_form_says_so() -> None:
     with pytest.raises(UsageError, match="MixtralForCausalLM has no closed form"):
         dense_flops(get_model("mixtral-8x7b"), 1, 2048)
+
+
+def test_every_entry_knows_its_flops() -> None:
+    for entry in model_entries():
+        if entry.forward_flops is None:
+            assert dense_flops(entry, 1, entry.default_seq_len).forward > 0
+        else:
+            assert entry.backward_flops is not None
+            with pytest.raises(UsageError):
+                dense_flops(entry, 1, entry.default_seq_len)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["resnet-50", "vgg-19", "vit-b-16", "t5-base", "mixtral-8x7b"]
+    + [
+        pytest.param(n, marks=pytest.mark.slow)
+        for n in ("deepseek-v3", "gpt-oss-20b", "qwen3-30b-a3b", "resnet-152")
+    ],
+)
+def test_stored_flops_are_those_of_the_capture(name: str) -> None:
+    from echograph.cli.compose import compile_entry
+    from echograph.cli.show import summarize
+    from echograph.frontend.pytorch.step import StepSpec
+
+    entry = get_model(name)
+    flops = summarize(compile_entry(entry, StepSpec(), batch_size=1))["flops"]
+    assert (flops["forward"], flops["backward"]) == (entry.forward_flops, entry.backward_flops)

@@ -111,7 +111,7 @@ def models(
                 row["family"],
                 format_count(row["parameters"] or 0),
                 row["sample"],
-                *(format_count((row["flops_per_sample"] or {}).get(k, 0)) for k in ("forward", "backward")),
+                *(format_count(row["flops_per_sample"][k] or 0) for k in ("forward", "backward")),
                 ", ".join(row["aliases"]),
             )
             for row in rows
