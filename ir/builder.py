@@ -121,8 +121,12 @@ class GraphBuilder:
     # -- tables ------------------------------------------------------------------------------------------
 
     def string(self, text: str) -> int:
-        """Index of a string in the graph's table; added when it is new."""
-        return self._strings.setdefault(text, len(self._strings))
+        """Index of a string in the graph's table; added when it is new. What UTF-8 cannot say becomes `?`."""
+        known = self._strings.get(text)
+        if known is None:  # a trace's JSON may hold half a surrogate pair, which no file can
+            text = text.encode("utf-8", "replace").decode()
+            known = self._strings.setdefault(text, len(self._strings))
+        return known
 
     def stream(self, name: str) -> int:
         """Index of a stream; added when it is new."""

@@ -155,9 +155,9 @@ def check_writable(path: Path) -> None:
     Raises:
         OutputError: the folder does not exist or cannot be written to, or the path is a folder.
     """
-    if path.is_dir():
-        raise OutputError(f"cannot write {path}: it is a folder")
     try:
+        if path.is_dir():
+            raise OutputError(f"cannot write {path}: it is a folder")
         handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.")
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from None

@@ -207,7 +207,7 @@ def streams_and_groups(graph: Graph) -> None:
         _fail("streams_and_groups", "the mesh", "has an axis twice, or one of size 0")
     if graph.world_size > MAX_RANKS:
         _fail("streams_and_groups", "the mesh", "has more than 2^40 ranks")
-    listed = [rank for holder in (*graph.groups, *graph.programs) for rank in holder.ranks]
+    listed = [r for group in graph.groups for r in group.ranks] + [r for p in graph.programs for r in p.ranks]
     if min(listed, default=0) < 0 or (graph.mesh and max(listed, default=0) >= graph.world_size):
         where = f"rank {min(listed) if min(listed) < 0 else max(listed)}"
         _fail("streams_and_groups", where, "is listed by a group or program, but is outside the mesh")

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from torch import nn
 from transformers import initialization, masking_utils
 
-from echograph.errors import InputError, UsageError
+from echograph.errors import EchoError, InputError, UsageError
 from echograph.models.entry import ModelEntry
 
 _LOSS_TYPES = {
@@ -23,6 +23,9 @@ _LOSS_TYPES = {
 }
 
 _POSITION_TABLES = {"wpe", "position_embeddings", "embed_positions"}
+
+MAX_LAYERS = 2048
+"""The most layers of one kind that are built: each is Python objects, and published models have some hundred."""
 
 
 def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -> nn.Module:
@@ -50,6 +53,8 @@ def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -
             model: Any = model_class(_config(entry, model_class, seq_len, attention))
         if not real:
             model.tie_weights()  # skipped along with the initialisation
+    except EchoError:
+        raise
     except Exception as error:  # whatever a user's configuration provokes inside the library
         reason = str(error).strip().split("\n")[0]
         raise InputError(
@@ -76,6 +81,7 @@ def offline() -> Iterator[None]:
 
 
 def _config(entry: ModelEntry, model_class: Any, seq_len: int, attention: str | None) -> Any:
+    _check_layers(entry)
     config = model_class.config_class(**copy.deepcopy(dict(entry.config)))  # the library edits nested tables
     config.use_cache = False  # an output that training has no use for
     config._attn_implementation = attention
@@ -88,6 +94,15 @@ def _config(entry: ModelEntry, model_class: Any, seq_len: int, attention: str | 
     if hasattr(config, "image_size"):
         config.image_size = seq_len
     return config
+
+
+def _check_layers(entry: ModelEntry) -> None:
+    for key, value in entry.config.items():
+        counts = value if key == "depths" and isinstance(value, list) else [value]
+        if key.endswith(("layer", "layers", "depths")) and any(
+            isinstance(count, int) and not 0 <= count <= MAX_LAYERS for count in counts
+        ):
+            raise InputError(f"model {entry.name}: {key} {value}: at most {MAX_LAYERS:,} layers are built")
 
 
 def _tensors_are_real() -> bool:

@@ -146,6 +146,8 @@ class _Lowering:
 
     def _call(self, node: Node) -> None:
         named = arguments(node)
+        if is_view(node):
+            self._declare_allocation(node.all_input_nodes[0])
         written = [named[name] for name in written_arguments(node)]
         inputs = self._present(list(_nodes(list(read_arguments(node).values()))))
         deps = self._earlier_writes(inputs)
@@ -253,9 +255,14 @@ class _Lowering:
         self._tensors[node] = tensor
         return tensor
 
+    def _declare_allocation(self, node: Node) -> None:
+        """Memory that is written part by part: the parts need a tensor to be views of."""
+        if self._tensors[node] is None:
+            self._tensors[node] = self._tensor(_result_name(node), node.meta[VAL], TensorRole.ACTIVATION)
+
     def _present(self, nodes: list[Node]) -> list[int]:
-        """Tensors that nodes stand for, each once; memory that nothing wrote yet is none."""
-        return list(dict.fromkeys(t for n in nodes if (t := self._tensors[n]) is not None))
+        """Tensors that nodes stand for, operand by operand; memory that nothing wrote yet is none."""
+        return [t for n in nodes if (t := self._tensors[n]) is not None]
 
     def _note_writes(self, versions: list[int], op: int) -> None:
         for tensor in versions:

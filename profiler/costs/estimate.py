@@ -101,12 +101,19 @@ def cost_of(op: Compute | Copy, operands: Operands, device: DeviceProfile) -> Co
         op: the operation.
         operands: its input and its output tensors.
         device: the profile to ask.
+
+    Raises:
+        GraphError: the operation's attributes and operands contradict each other.
     """
     if isinstance(op, Copy):
         return memory_bound(device, "copy", bytes_read=op.nbytes, bytes_written=op.nbytes)
     for kind, cost in _BY_ATTRIBUTE:
         if isinstance(op.attributes, kind):
-            return cost(op, operands, device)
+            try:
+                return cost(op, operands, device)
+            except (ValueError, IndexError, ZeroDivisionError) as error:
+                shapes = ", ".join(str(list(t.shape)) for t in operands[0]) or "none"
+                raise GraphError(f"operation {op.name}: {op.attributes} does not fit its inputs {shapes}") from error
     return _memory(op, operands, device)
 
 

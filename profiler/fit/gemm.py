@@ -35,6 +35,12 @@ TILES = {
 BEST_BANDWIDTH = 0.92
 """No measured kernel of any device streams faster than this share of the datasheet's bandwidth."""
 
+MOST_THROTTLE = 0.5
+"""No clock is taken to fall further than to two thirds, however long the product."""
+
+MOST_SPLIT_S = 1e-5
+"""Splitting k costs at most one more short kernel, the one that adds the slices up."""
+
 SPLITS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256)
 
 M_KNOTS = (256, 512, 1024, 2048, 4096, 8192, 32768)
@@ -132,7 +138,7 @@ def _start(tiles: tuple[tuple[int, int], ...], fp8: bool) -> FloatArray:
     launch = 12e-6 if fp8 else 4e-6
     reuse = np.asarray([2.0 * a * b / (a + b) for a, b in tiles])
     efficiency = 0.95 * reuse / (reuse + 25.0)
-    shared = [np.log(launch), logit(0.9), 2.0, np.log(0.5), np.log(1e-6), 1.5, -3.0, np.log(1e12)]
+    shared = [np.log(launch), logit(0.9), 2.0, np.log(0.5), logit(0.2), 1.5, logit(0.1), np.log(1e12)]
     cast = [np.log(1.7e-12), np.log(1.2e-12), np.log(1.2e7), 1.0] if fp8 else []
     return np.concatenate([logit(efficiency), np.full(len(tiles), np.log(150.0)), shared, cast])
 
@@ -152,12 +158,12 @@ def _unpack(
         overhead_k=_significant(np.exp(p[count : 2 * count])),
         splits=list(SPLITS),
         split_traffic=_round(np.exp(traffic)),
-        split_s=_round(np.exp(split)),
+        split_s=_round(MOST_SPLIT_S * sigmoid(split)),
         wave_rounding=_round(sigmoid(rounding)),
         launch_s=_round(np.exp(launch)),
         bandwidth_fraction=_round(BEST_BANDWIDTH * sigmoid(band)),
         overlap_power=_round(1.0 + np.exp(power)),
-        throttle=_round(np.exp(throttle)),
+        throttle=_round(MOST_THROTTLE * sigmoid(throttle)),
         throttle_flops=_round(np.exp(at_flops)),
         quantize=_quantize(p[-4:]) if fp8 else None,
     )

@@ -13,6 +13,7 @@ A page is one session: its blocks run in their order, in one folder, its Python 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import re
@@ -70,7 +71,9 @@ class Session:
             ExampleError: a command fails.
         """
         if example.file:
-            (self.folder / example.file).write_text("\n".join(example.lines) + "\n", encoding="utf-8")
+            path = self.folder / example.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(example.lines) + "\n", encoding="utf-8")
             return example.lines
         if example.language == "python":
             return self._python(example)
@@ -81,8 +84,13 @@ class Session:
         code = compile("\n" * example.line + "\n".join(example.lines), str(example.page), "exec")
         sys.modules[self.module.__name__] = self.module
         printed = io.StringIO()
-        with contextlib.chdir(self.folder), contextlib.redirect_stdout(printed):
-            exec(code, self.module.__dict__)  # noqa: S102  (our own pages are what is run)
+        importlib.invalidate_caches()
+        sys.path.insert(0, str(self.folder))
+        try:
+            with contextlib.chdir(self.folder), contextlib.redirect_stdout(printed):
+                exec(code, self.module.__dict__)  # noqa: S102 - the pages are our own
+        finally:
+            sys.path.remove(str(self.folder))
         return printed.getvalue().splitlines()
 
     def _shell(self, example: Example, command: list[str]) -> list[str]:

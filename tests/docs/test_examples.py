@@ -11,10 +11,21 @@ from pathlib import Path
 import pytest
 from examples import Example, ExampleError, Session, examples, expected, words
 
+pytest.importorskip("torch")
+
+from echograph.frontend.pytorch.capture import PRODUCERS
+from echograph.ir.passes import PASSES
+from echograph.models.build import OWN
+from echograph.registry import Table
+from echograph.simulator.collectives import ALGORITHMS
+from echograph.simulator.engine import ENGINES
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 LINK = r"\]\((?!https?:|#|mailto:)([^)#\s]+)"
+
+TABLES = (PASSES, ENGINES, ALGORITHMS, PRODUCERS, OWN)
 
 pytestmark = pytest.mark.torch
 
@@ -22,7 +33,6 @@ pytestmark = pytest.mark.torch
 @pytest.fixture(scope="session")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The graph that all pages begin with, compiled once."""
-    pytest.importorskip("torch")
     folder = tmp_path_factory.mktemp("docs")
     compile_bert = ["$ echoc compile --model bert-base-uncased -o graph.pb"]
     Session(folder).run(Example(page=ROOT, line=0, language="console", file="", lines=compile_bert))
@@ -53,6 +63,11 @@ def test_script(script: Path, graph: Path, tmp_path: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(LINK, page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.kind)
+def test_every_line_of_a_table_names_something(table: Table) -> None:
+    assert len([table[name] for name in table]) == len(table) > 0
 
 
 def page_of(folder: Path, text: str) -> Path:

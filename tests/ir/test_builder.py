@@ -9,6 +9,7 @@ from echograph.errors import GraphError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import StepGraph, Workload
+from echograph.ir.serde import decode, encode
 from echograph.ir.text import to_text
 
 
@@ -74,6 +75,14 @@ def test_add_copies_an_operation_of_any_kind_with_changes() -> None:
 def test_an_argument_that_no_operation_has_is_refused() -> None:
     with pytest.raises(TypeError, match="flavour"):
         GraphBuilder().host("x", flavour=1)  # type: ignore[call-arg]
+
+
+def test_half_a_surrogate_pair_does_not_reach_a_file() -> None:
+    b = GraphBuilder()
+    b.host("a\ud83db")
+    b.host("a\ud83db")
+    graph = decode(b"".join(encode(b.build(StepGraph))))
+    assert [op.name for op in graph.ops] == ["a?b", "a?b"]
 
 
 def test_build_verifies() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from echograph.ir import verify
 from echograph.ir.files import MAX_FILE_BYTES
+from echograph.ir.serde import load
 from echograph.ir.serde_decode import MAX_CALLS
 from echograph.proto import profile_pb2, workload_pb2
 
@@ -16,14 +17,16 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "ir.md").read_text(encoding="utf-8")
 
 
-def test_its_python_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_its_python_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     snippets = list(re.finditer(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE))
     assert len(snippets) >= 6
     names: dict[str, object] = {"__name__": "docs"}
     for snippet in snippets:
         line = TEXT[: snippet.start()].count("\n") + 1
         exec(compile("\n" * line + snippet[1], "docs/ir.md", "exec"), names)  # noqa: S102
+    names["write"](names["graph"], tmp_path / "copy.pb")
+    assert load(tmp_path / "copy.pb").name == "two layers"
 
 
 @pytest.mark.parametrize("module", [workload_pb2, profile_pb2])

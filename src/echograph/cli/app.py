@@ -59,14 +59,18 @@ def run(app: typer.Typer, name: str) -> None:
 def _report(name: str, error: BaseException) -> int:
     if isinstance(error, EchoError):
         return _say(name, str(error), error.exit_code)
+    # Typer makes a SystemExit of a pipe that breaks while the command runs.
+    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+        # The reader has gone: nothing more to say, and nothing to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if isinstance(error, KeyboardInterrupt | click.Abort) or type(error).__name__ == "Abort":
         return _say(name, "interrupted", EXIT_INTERRUPTED)
-    if isinstance(error, BrokenPipeError):
-        # The reader has gone: nothing more to say, and nothing to flush at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print_error(error.ctx.get_help())  # type: ignore[attr-defined]
+        return 2
     message = getattr(error, "format_message", None)
     if callable(message):
         return _say(name, f"{message()} (see {name} --help)", 2)

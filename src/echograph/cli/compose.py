@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +35,12 @@ def compile_model(
     say: Say = lambda _: None,
 ) -> StepGraph:
     """Captures and folds one training step of a zoo model, a Hugging Face configuration or `file.py:function`."""
+    _quiet_libraries()
     if model.rpartition(":")[0].endswith(".py"):
         return _compile_user_model(model, spec, (batch_size, seq_len, attention), producer, say)
     from echograph.models import from_config, get_model
 
-    is_config = Path(model).is_dir() or (model.endswith(".json") and Path(model).exists())
+    is_config = model.endswith(".json") or os.path.isdir(model)  # noqa: PTH112 - a name may be no possible path
     entry = from_config(Path(model)) if is_config else get_model(model)
     return compile_entry(
         entry, spec, batch_size=batch_size, seq_len=seq_len, attention=attention, producer=producer, say=say
@@ -61,7 +65,7 @@ def compile_entry(
 
     say(f"building {entry.name}")
     before = torch.get_default_dtype()
-    with capture_mode():
+    with _one_line_errors(entry.name), capture_mode():
         # A module of fake tensors cannot be converted afterwards, so it is made in the step's type.
         torch.set_default_dtype(spec.torch_dtype)
         try:
@@ -90,12 +94,30 @@ def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: s
     from echograph.frontend.pytorch.lower import lower
     from echograph.ir.passes.fold import fold
 
-    say(f"capturing one training step of {name}")
-    captured = capture(*built, spec, producer=producer)
-    say("lowering")
-    graph = lower(captured, spec, name=name)
+    with _one_line_errors(name):
+        say(f"capturing one training step of {name}")
+        captured = capture(*built, spec, producer=producer)
+        say("lowering")
+        graph = lower(captured, spec, name=name)
     say("folding repeated blocks")
     return fold(graph)
+
+
+def _quiet_libraries() -> None:
+    # What goes wrong is said once: these libraries log it before they raise it, one as set when it is imported.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+
+
+@contextmanager
+def _one_line_errors(name: str) -> Iterator[None]:
+    """What no operator can hold is said in our words, whichever library notices it."""
+    try:
+        yield
+    except OverflowError:
+        raise UsageError(
+            f"model {name}: sizes or FLOPs are beyond 64-bit integers: make the batch or the samples smaller"
+        ) from None
 
 
 def predict(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,12 +34,12 @@ def fit(
     """Turn measurement tables into device and fabric profiles; say how far they are off on rows held out."""
     if kernels is None and collectives is None:
         raise UsageError("nothing to fit: give --kernels TABLE, --collectives TABLE, or both")
-    make_folder(output)
     rows: list[dict[str, object]] = []
-    if kernels is not None:
-        rows += fit_devices(kernels, device or [], output, date)
-    if collectives is not None:
-        rows += fit_the_fabrics(collectives, fabric or [], output, date)
+    with folder_for_results(output):
+        if kernels is not None:
+            rows += fit_devices(kernels, device or [], output, date)
+        if collectives is not None:
+            rows += fit_the_fabrics(collectives, fabric or [], output, date)
     if as_json:
         print_json(rows)
     else:
@@ -119,16 +120,23 @@ def fit_the_fabrics(table: Path, names: list[str], output: Path, date: str) -> l
     return records
 
 
-def make_folder(folder: Path) -> None:
-    """Makes a folder for results, if there is none.
+@contextmanager
+def folder_for_results(folder: Path) -> Iterator[None]:
+    """Makes a folder, if there is none; takes it away again where nothing came of it.
 
     Raises:
         OutputError: it cannot be made.
     """
+    new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot write {folder}: {error.strerror or error}") from None
+    try:
+        yield
+    finally:
+        if new and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from echograph.cli.app import make_app, print_error, print_json, print_line, print_table, progress, run
+from echograph.errors import UsageError
 from echograph.units import format_bytes
 
 app = make_app("echosim", "Simulate a workload graph on a cluster: step time, where it goes, how sure it is.")
@@ -34,9 +35,11 @@ def run_command(
     from echograph.cli.report import print_result
     from echograph.ir import files, serde
 
-    for path in (output, trace):
-        if path is not None:
-            files.check_writable(path)
+    results = [path for path in (output, trace) if path is not None]
+    if len({path.resolve() for path in (graph, *results)}) <= len(results):
+        raise UsageError("the graph, --output and --trace are one file: give each its own")
+    for path in results:
+        files.check_writable(path)
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph)
         say("simulating")
