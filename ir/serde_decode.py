@@ -184,6 +184,6 @@ def decode_attributes(message: pb.Attributes) -> t.Attributes:
                 transposed=c.transposed,
             )  # fmt: skip
         case "multi_tensor":
-            return t.MultiTensor(part=message.multi_tensor.part, parts=message.multi_tensor.parts)
+            return t.MultiTensor(parts=message.multi_tensor.parts, leads=message.multi_tensor.leads)
         case _:
             raise FormatError("corrupted: operation attributes of an unknown kind")

@@ -198,4 +198,4 @@ def encode_attributes(value: t.Attributes) -> pb.Attributes:
                 )
             )  # fmt: skip
         case t.MultiTensor():
-            return pb.Attributes(multi_tensor=pb.MultiTensor(part=value.part, parts=value.parts))
+            return pb.Attributes(multi_tensor=pb.MultiTensor(parts=value.parts, leads=value.leads))

@@ -173,7 +173,7 @@ def _attributes(value: t.Attributes) -> str:
                 f"convolution({_join(sizes, f'groups={value.groups}', 'transposed' if value.transposed else '')})"
             )
         case t.MultiTensor():
-            return f"multi_tensor(part={value.part} parts={value.parts})"
+            return f"multi_tensor(parts={value.parts}{' leads' if value.leads else ''})"
 
 
 def _duration(d: t.Duration) -> str:

@@ -193,11 +193,12 @@ class MultiTensor:
 
     Attributes:
         parts: how many operations share the launch.
-        part: this one's position among them; the first bears the launch.
+        leads: whether this one bears the launch; one of them does. No more is said of the order, so that the
+            shares of equal layers are equal.
     """
 
-    part: int
     parts: int
+    leads: bool = False
 
 
 Attributes = Gemm | Attention | Convolution | MultiTensor

@@ -487,21 +487,23 @@ Global___Convolution: _TypeAlias = Convolution  # noqa: Y015
 
 @_typing.final
 class MultiTensor(_message.Message):
+    """One tensor's share of a kernel that handles `parts` of them; one of the operations leads and bears the launch."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
-    PART_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
-    part: _builtins.int
+    LEADS_FIELD_NUMBER: _builtins.int
     parts: _builtins.int
+    leads: _builtins.bool
     def __init__(
         self,
         *,
-        part: _builtins.int = ...,
         parts: _builtins.int = ...,
+        leads: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "parts", b"parts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leads", b"leads", "parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

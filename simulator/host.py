@@ -37,7 +37,7 @@ class Host:
         ops = graph.ops
         issue = np.full(len(ops), self.op_ps, np.int64)
         issue[ops.is_view] = self.op_ps - self.launch_ps
-        follows = [i for i, a in enumerate(ops.attribute_values) if isinstance(a, MultiTensor) and a.part > 0]
+        follows = [i for i, a in enumerate(ops.attribute_values) if isinstance(a, MultiTensor) and not a.leads]
         issue[np.isin(ops.attributes, follows)] = 0
         own = ops.kind == OpKind.HOST
         issue[own] = 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from echograph.errors import SimulationError
 from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Timeline
@@ -22,6 +23,7 @@ from echograph.simulator.host import Host
 from echograph.simulator.memory import memory
 from echograph.simulator.result import Result
 from echograph.simulator.tasks import TaskGraph, expand
+from echograph.units import to_s
 
 NINETY_PERCENT = 1.645
 """Half-width of the central 90 % of a normal distribution, in standard deviations."""
@@ -47,13 +49,14 @@ def simulate(
         plan: the plan as the user gave it, for the result.
 
     Raises:
-        SimulationError: an operation has no duration, the job deadlocks or is too large.
+        SimulationError: an operation has no duration, the job deadlocks, or is too large or too long.
         PlanError: a group does not fit the cluster.
     """
     began = time.perf_counter()
     times = durations(job, cluster)
     issue = host.issue(job)
     tasks = expand(job, times.picoseconds, issue, lambda number, row: meeting(job, number, row))
+    _check_range(tasks, times, host)
     starts, chosen = engines.run(tasks, engine)
     timeline = _timeline(job, tasks, starts.start, starts.cause)
     last = int(timeline.program[np.argmax(timeline.end)]) if len(timeline) else 0
@@ -83,6 +86,13 @@ def simulate(
         wall_s=time.perf_counter() - began,
         timeline=timeline,
     )
+
+
+def _check_range(tasks: TaskGraph, times: Durations, host: Host) -> None:
+    """Refuses what the clock, 64-bit picoseconds, cannot hold, the longest step of the interval included."""
+    longest = float(np.dot(tasks.duration.astype(np.float64), 1.0 + times.spread[tasks.op] + host.spread))
+    if not longest < 2**63:
+        raise SimulationError(f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations")
 
 
 def _timeline(job: JobGraph, tasks: TaskGraph, start: Int64, cause: Int64) -> Timeline:

@@ -203,7 +203,7 @@ class _Lowering:
             writes = [v[part] for name, v in lists.items() if name in written]
             writes += [named[name] for name in written if isinstance(named[name], Node)]
             value = values[part] if values else None
-            results.append(self._part(node, reads, writes, value, MultiTensor(part=int(part > 0), parts=parts)))
+            results.append(self._part(node, reads, writes, value, MultiTensor(parts=parts, leads=part == 0)))
         self._results[node] = results
 
     def _part(

@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from echograph.errors import UnknownNameError
+from echograph.errors import GraphError, UnknownNameError
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph
 from echograph.ir.passes.annotate import Annotate
@@ -113,7 +113,9 @@ def cost_of(op: Compute | Copy, operands: Operands, device: DeviceProfile) -> Co
                 return cost(op, operands, device)
             except (ValueError, IndexError, ZeroDivisionError) as error:
                 shapes = ", ".join(str(list(t.shape)) for t in operands[0]) or "none"
-                raise GraphError(f"operation {op.name}: {op.attributes} does not fit its inputs {shapes}") from error
+                raise GraphError(
+                    f"operation {op.name}: {op.attributes} does not fit its inputs {shapes}"
+                ) from error
     return _memory(op, operands, device)
 
 
@@ -202,11 +204,11 @@ def _convolution(op: Compute, operands: Operands, device: DeviceProfile) -> Cost
 
 
 def _multi_tensor(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
-    """A part of a shared launch: only the first part bears it."""
+    """A part of a shared launch: only the leading part bears it."""
     attributes = op.attributes
     assert isinstance(attributes, MultiTensor)
     whole = _memory(replace(op, attributes=None), operands, device)
-    if attributes.part == 0:
+    if attributes.leads:
         return whole
     return Cost(max(0.0, float(whole.seconds) - device.memory_launch_s), whole.spread, whole.source)
 

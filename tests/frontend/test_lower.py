@@ -48,7 +48,7 @@ def test_every_operation_and_tensor_is_lowered(capture_step: Any, zoo: Any, name
     assert int(graph.ops.flops.sum()) == graph_flops(captured)
     launches = [n for n in call_nodes(captured) if not n.target._schema.name.startswith("aten::empty")]
     shares = [op for op in graph.ops if isinstance(op.attributes, MultiTensor)]
-    assert len(graph.ops) - len(shares) + sum(op.attributes.part == 0 for op in shares) == len(launches)
+    assert len(graph.ops) - len(shares) + sum(op.attributes.leads for op in shares) == len(launches)
     backward = [op for op in graph.ops if op.phase is Phase.BACKWARD]
     assert sum(op.forward_op is not None for op in backward) >= 0.99 * len(backward)
     for op in backward:

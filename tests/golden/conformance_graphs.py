@@ -30,7 +30,7 @@ def kinds() -> Graph:
         t.Attention(heads=1, kv_heads=1, head_dim=16),
         t.Convolution(stride=(2, 1), padding=(1, 0), dilation=(1, 3), groups=4, transposed=True),
         t.Convolution(stride=(1,), padding=(0,), dilation=(1,)),
-        t.MultiTensor(part=0, parts=2), t.MultiTensor(part=1, parts=2), None,
+        t.MultiTensor(parts=2, leads=True), t.MultiTensor(parts=2), None,
     )  # fmt: skip
     durations = (
         t.Duration(device="h100", picoseconds=1_500_000, source=t.Source.MEASURED, samples=20, spread=0.0125),

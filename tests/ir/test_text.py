@@ -104,7 +104,7 @@ OPS: list[t.Op] = [
                 replace(ATTENTION, dropout=0.1 + 2**-56), CONVOLUTION, replace(CONVOLUTION, stride=(2, 1)),
                 replace(CONVOLUTION, padding=(1, 1)), replace(CONVOLUTION, dilation=(2, 1)),
                 replace(CONVOLUTION, groups=2), replace(CONVOLUTION, transposed=True),
-                t.MultiTensor(part=0, parts=3), t.MultiTensor(part=1, parts=3), t.MultiTensor(part=0, parts=4),
+                t.MultiTensor(parts=3, leads=True), t.MultiTensor(parts=3), t.MultiTensor(parts=4, leads=True),
             )),
             *({"durations": d} for d in (
                 (DURATION,), (DURATION, DURATION), (replace(DURATION, device="e"),),

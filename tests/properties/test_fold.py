@@ -53,7 +53,7 @@ MUTATIONS = {
     "flops": lambda op: {"flops": op.flops + 1},
     "bytes_read": lambda op: {"bytes_read": op.bytes_read + 1},
     "bytes_written": lambda op: {"bytes_written": op.bytes_written + 1},
-    "attributes": lambda op: {"attributes": t.MultiTensor(part=1, parts=9)},
+    "attributes": lambda op: {"attributes": t.MultiTensor(parts=9)},
     "inputs": lambda op: {"inputs": (*op.inputs, op.inputs[0])},
     "durations": lambda op: {
         "durations": (*op.durations, t.Duration(device="b200", picoseconds=1, source=t.Source.MEASURED))

@@ -188,6 +188,8 @@ def _micro_batches(graph: StepGraph, replicas: int, global_batch: int | None) ->
     if global_batch is None:
         return 1
     at_once = replicas * graph.workload.batch_size
+    if not at_once:
+        raise UsageError("--global-batch: the graph does not say how many samples its micro-batch has")
     if global_batch < 1 or global_batch % at_once:
         below = max(1, global_batch // at_once) * at_once
         raise UsageError(
