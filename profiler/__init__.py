@@ -1,1 +1,1 @@
-"""TODO"""
+"""Durations: measured, fitted and estimated."""

@@ -92,7 +92,9 @@ def _check_range(tasks: TaskGraph, times: Durations, host: Host) -> None:
     """Refuses what the clock, 64-bit picoseconds, cannot hold, the longest step of the interval included."""
     longest = float(np.dot(tasks.duration.astype(np.float64), 1.0 + times.spread[tasks.op] + host.spread))
     if not longest < 2**63:
-        raise SimulationError(f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations")
+        raise SimulationError(
+            f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations"
+        )
 
 
 def _timeline(job: JobGraph, tasks: TaskGraph, start: Int64, cause: Int64) -> Timeline:

@@ -105,11 +105,11 @@ class DataParallel:
         reduced = []
         trigger = (0, 0)
         for number, bucket in enumerate(self._buckets(graph, gradients)):
-            ops = self._reduce(graph, builder, bucket, number, bindings)
+            ops, copies = self._reduce(graph, builder, bucket, number, bindings)
             # DDP launches bucket n only after bucket n - 1, also when its gradients are ready sooner.
             trigger = max(trigger, bucket.gradients[-1].ready)
             after.setdefault(trigger, []).extend(ops)
-            reduced.append((ops[-1], bucket))
+            reduced.append((ops[-1], bucket, copies))
         after.setdefault(gradients[-1].ready, []).extend(self._finish(graph, builder, reduced))
         builder.instance(block, bindings=bindings)
         first = [(block, start[0], start[-1] + 1, 0, 0)] if start else []
@@ -133,7 +133,8 @@ class DataParallel:
 
     def _reduce(
         self, graph: StepGraph, builder: GraphBuilder, bucket: _Bucket, number: int, bindings: list[int]
-    ) -> list[int]:
+    ) -> tuple[list[int], list[int]]:
+        """Operations that fill and reduce a bucket, and the tensors that hold the bucket's gradients."""
         ports, ops = [], []
         for gradient in bucket.gradients:
             tensor = graph.tensors[gradient.tensor]
@@ -142,7 +143,9 @@ class DataParallel:
             if self.micro_batches > 1:
                 ops.append(_add_to_gradient(builder, ports[-1], tensor.nbytes))
             if not self.gradient_as_bucket_view:
-                ops.append(_copy(builder, "ddp.copy_to_bucket", t.Phase.BACKWARD, (ports[-1],), tensor.nbytes))
+                copy = builder.tensor(f"{tensor.name}.bucket", tensor.shape, tensor.dtype, t.TensorRole.BUFFER)
+                ops.append(_copy(builder, "ddp.copy_to_bucket", ports[-1], tensor.nbytes, (copy,)))
+                ports[-1] = copy
         reduce = builder.collective(
             f"ddp.bucket_{number}",
             t.CollectiveKind.ALL_REDUCE,
@@ -156,18 +159,20 @@ class DataParallel:
             deps=ops,
             stream=builder.stream(f"comm.{AXIS}"),
         )
-        return [*ops, reduce]
+        return [*ops, reduce], ports
 
-    def _finish(self, graph: StepGraph, builder: GraphBuilder, reduced: list[tuple[int, _Bucket]]) -> list[int]:
+    def _finish(
+        self, graph: StepGraph, builder: GraphBuilder, reduced: list[tuple[int, _Bucket, list[int]]]
+    ) -> list[int]:
         """The compute stream waits for every bucket; then the gradients are copied out of the buckets."""
-        wait = builder.compute("ddp.wait", phase=t.Phase.BACKWARD, deps=[op for op, _ in reduced])
+        wait = builder.compute("ddp.wait", phase=t.Phase.BACKWARD, deps=[op for op, _, _ in reduced])
         if self.gradient_as_bucket_view:
             return [wait]
         sizes = graph.tensors.nbytes
         return [wait] + [
-            _copy(builder, "ddp.copy_from_bucket", t.Phase.BACKWARD, (), int(sizes[gradient.tensor]))
-            for _, bucket in reduced
-            for gradient in bucket.gradients
+            _copy(builder, "ddp.copy_from_bucket", copy, int(sizes[gradient.tensor]))
+            for _, bucket, copies in reduced
+            for gradient, copy in zip(bucket.gradients, copies, strict=True)
         ]
 
     def _broadcast(self, graph: StepGraph, builder: GraphBuilder) -> list[int]:
@@ -233,8 +238,10 @@ def _own_buffers(graph: StepGraph, tensors: range) -> np.ndarray:
     return np.asarray((graph.tensors.role[rows] == t.TensorRole.BUFFER) & ~graph.tensors.port[rows] & ~made)
 
 
-def _copy(builder: GraphBuilder, name: str, phase: t.Phase, inputs: tuple[int, ...], nbytes: int) -> int:
-    return builder.compute(name, phase=phase, inputs=inputs, bytes_read=nbytes, bytes_written=nbytes)
+def _copy(builder: GraphBuilder, name: str, source: int, nbytes: int, made: tuple[int, ...] = ()) -> int:
+    return builder.compute(
+        name, phase=t.Phase.BACKWARD, inputs=(source,), outputs=made, bytes_read=nbytes, bytes_written=nbytes
+    )
 
 
 def _ready_gradients(graph: StepGraph, calls: list[Call]) -> list[_Gradient]:

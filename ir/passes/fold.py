@@ -61,7 +61,7 @@ def fold(graph: StepGraph) -> StepGraph:
             owner_id = sum(len(p.instances) for p in parts)
             for offset, candidate in enumerate(alike):
                 owner[candidate.ops] = owner_id + offset
-            parts.append(_Part(name=alike[0].prefix, instances=alike))
+            parts.append(_Part(name=alike[0].prefix or "layers", instances=alike))
     if not parts:
         return graph
     rest = _Candidate(prefix="", label="", ops=np.flatnonzero(owner == NONE).tolist())

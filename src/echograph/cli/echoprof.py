@@ -26,6 +26,9 @@ def fit(
     kernels: Annotated[Path | None, typer.Option(help="Table of measured kernels (CSV, may be gzipped).")] = None,
     collectives: Annotated[Path | None, typer.Option(help="Table of measured collectives (CSV).")] = None,
     device: Names = None,
+    base: Annotated[
+        str | None, typer.Option(help="Fit your own table of one device anew on top of this shipped profile.")
+    ] = None,
     fabric: Names = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the profiles.")] = Path("profiles"),
     date: Annotated[str, typer.Option(help="Date of the fit, as it stands in the profiles.")] = "",
@@ -36,7 +39,9 @@ def fit(
         raise UsageError("nothing to fit: give --kernels TABLE, --collectives TABLE, or both")
     rows: list[dict[str, object]] = []
     with folder_for_results(output):
-        if kernels is not None:
+        if kernels is not None and base is not None:
+            rows += refit_device(kernels, base, output, date)
+        elif kernels is not None:
             rows += fit_devices(kernels, device or [], output, date)
         if collectives is not None:
             rows += fit_the_fabrics(collectives, fabric or [], output, date)
@@ -69,6 +74,18 @@ def fit_devices(table: Path, names: list[str], output: Path, date: str) -> list[
                 done[name] = fit_device(measured, name, device, relative=relative, date=date)
                 write_profile(done[name], output / f"{name}.json")
     return [record for profile in done.values() for record in _held_out(profile)]
+
+
+def refit_device(table: Path, base: str, output: Path, date: str) -> list[dict[str, object]]:
+    """Fits what a table of one device measures; the rest stays as the shipped profile has it."""
+    from echograph.profiler.costs import load_device
+    from echograph.profiler.fit.device import refit, write_profile
+    from echograph.profiler.fit.table import read_table
+
+    with progress(f"fitting {table}"):
+        profile = refit(read_table(table), load_device(base), [], date=date)
+        write_profile(profile, output / f"{profile.name}.json")
+    return list(_held_out(profile))
 
 
 def _held_out(profile: DeviceProfile) -> Iterator[dict[str, object]]:

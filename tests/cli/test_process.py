@@ -1,0 +1,61 @@
+"""The installed commands as processes: pipes, and what only a real exit shows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent
+pytestmark = pytest.mark.skipif(not (BIN / "echosim").exists(), reason="the commands are not installed")
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    script = f"set -o pipefail; {command}"
+    return subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, check=False, env={**os.environ, "PATH": path}
+    )
+
+
+@pytest.mark.parametrize("command", ["echoc models", "echosim clusters --json"])
+def test_a_reader_that_leaves_early_is_no_error(command: str) -> None:
+    done = shell(f"{command} | head -1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_a_reader_that_leaves_a_long_text_early_is_no_error(graph: Path) -> None:
+    done = shell(f"echoc text --unfold {graph} | head -1")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = shell(f"echosim run {graph} | true")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_full_disk_is_one_line(graph: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    done = shell(f"echosim run {graph} --json -o /dev/full")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["echosim: cannot write /dev/full: No space left on device"]
+    done = shell(f"echosim run {graph} > /dev/full")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["echosim: cannot write the result: no space left"]
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    plain, debug = shell(f"echosim run {tmp_path}/no.pb"), shell(f"echosim --debug run {tmp_path}/no.pb")
+    assert plain.returncode == debug.returncode == 1
+    assert "Traceback" not in plain.stderr
+    assert "Traceback" in debug.stderr
+
+
+def test_an_interrupt_ends_with_130(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("def build():\n    raise KeyboardInterrupt\n")
+    done = shell(f"echoc compile -m {tmp_path}/slow.py:build -o {tmp_path}/graph.pb")
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "graph.pb").exists()
