@@ -144,6 +144,8 @@ def predict(
 
     where = load_cluster(cluster)
     device = load_device(where.device)
+    # A cluster may name the file of a device; durations carry the name that stands in it.
+    where = replace(where, device=device.name)
     job = lower_to_job(graph, where, gpus, global_batch)
     job = estimate(job, device)(job)
     host = Host(op_ps=to_ps(device.host.op_s), launch_ps=to_ps(device.host.launch_s), spread=host_spread())
