@@ -44,7 +44,10 @@ def main() -> None:
             *(row[k] for k in ("hidden", "layers", "heads", "vocab", "seq_len", "micro_batch", "recompute"))
         )
         result, _ = predict(
-            graph, cluster="dgx-a100", gpus=int(row["n_gpus"]), global_batch=int(row["global_batch"])
+            graph,
+            cluster="dgx-a100",
+            gpus=int(row["n_gpus"]),
+            global_batch=int(row["global_batch"]),
         )
         measured, predicted = float(row["step_time_s"]), result.step_ps / 1e12
         family = row["id"].split("-")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from math import sqrt
+from math import prod, sqrt
 from typing import Any
 
 import numpy as np
@@ -62,14 +62,14 @@ def simulate(
     last = int(timeline.program[np.argmax(timeline.end)]) if len(timeline) else 0
     step = timeline.makespan
     half = round(NINETY_PERCENT * _deviation(job, tasks, times, host, chosen, step))
-    replicas = next((a.size for a in job.mesh if a.name == "dp"), 1)
+    replicas = prod(axis.size for axis in job.mesh if axis.name.startswith("dp"))
     samples = job.workload.batch_size * replicas * _micro_batches(job, last)
     return Result(
         model=job.workload.model or job.name,
         cluster=cluster.name,
         device=cluster.device,
         gpus=job.world_size,
-        plan=plan or {},
+        plan={**(plan or {}), "global_batch": samples},
         step_ps=step,
         interval_ps=(max(0, step - half), step + half),
         samples=samples,

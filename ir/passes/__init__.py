@@ -13,5 +13,6 @@ PASSES = Table(
     {
         "fold": "echograph.ir.passes.fold:fold",
         "data_parallel": "echograph.ir.passes.data_parallel:DataParallel",
+        "fully_shard": "echograph.ir.passes.fully_shard:FullyShard",
     },
 )

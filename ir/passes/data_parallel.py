@@ -244,15 +244,20 @@ def _copy(builder: GraphBuilder, name: str, source: int, nbytes: int, made: tupl
     )
 
 
-def _ready_gradients(graph: StepGraph, calls: list[Call]) -> list[_Gradient]:
-    """The final gradients of all parameters, in the order in which backward makes them."""
+def final_gradients(graph: StepGraph) -> list[int]:
+    """The tensors that hold the parameters' gradients when backward is done, as rows of the tensor table."""
     tensors = graph.tensors
     final = (tensors.role == t.TensorRole.GRADIENT) & ~tensors.port & (graph.maker != NONE)
     final &= graph.ops.phase[graph.maker] != t.Phase.OPTIMIZER
     # A gradient may be a view of what a kernel made; both are gradients, and the later one is the parameter's.
     last_of_memory = {int(graph.root[tensor]): tensor for tensor in np.flatnonzero(final).tolist()}
+    return list(last_of_memory.values())
+
+
+def _ready_gradients(graph: StepGraph, calls: list[Call]) -> list[_Gradient]:
+    """The final gradients of all parameters, in the order in which backward makes them."""
     made_by: dict[int, list[int]] = {}
-    for tensor in last_of_memory.values():
+    for tensor in final_gradients(graph):
         made_by.setdefault(int(graph.maker[tensor]), []).append(tensor)
     makers = np.array(sorted(made_by), np.int64)
     found = []

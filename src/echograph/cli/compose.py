@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from echograph.errors import EchoError, UsageError
-from echograph.ir.graph import Graph, JobGraph, StepGraph
-from echograph.ir.passes.data_parallel import DataParallel
-from echograph.simulator.clusters import Cluster, load_cluster
+from echograph.cli.plan import Plan, PlanOptions
+from echograph.errors import UsageError
+from echograph.ir.graph import JobGraph, StepGraph
+from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import Host
 from echograph.units import to_ps
 
@@ -122,84 +122,30 @@ def _one_line_errors(name: str) -> Iterator[None]:
 
 
 def predict(
-    graph: StepGraph | JobGraph,
-    *,
-    cluster: str,
-    gpus: int | None,
-    global_batch: int | None = None,
-    engine: str = "auto",
+    graph: StepGraph | JobGraph, *, cluster: str, engine: str = "auto", **options: Unpack[PlanOptions]
 ) -> tuple[Result, JobGraph]:
     """Lowers a graph to a job on a cluster, annotates it and simulates it.
 
     Args:
-        graph: a step graph, replicated over the GPUs, or a job graph, run as it is.
+        graph: a step graph, spread by the plan, or a job graph, run as it is.
         cluster: a preset's name or a TOML file.
-        gpus: number of ranks; None takes one node, or what a job graph has.
-        global_batch: samples of one step over all ranks; None: one micro-batch a rank.
         engine: "auto" or an engine's name.
+        options: the fields of `plan.Plan`; none: one node, data-parallel.
     """
     from echograph.profiler.costs import load_device
     from echograph.profiler.costs.estimate import estimate
     from echograph.simulator.simulate import simulate
 
+    plan = Plan(**options)
     where = load_cluster(cluster)
     device = load_device(where.device)
     # A cluster may name the file of a device; durations carry the name that stands in it.
     where = replace(where, device=device.name)
-    job = lower_to_job(graph, where, gpus, global_batch)
+    job = plan.lower(graph, where)
     job = estimate(job, device)(job)
     host = Host(op_ps=to_ps(device.host.op_s), launch_ps=to_ps(device.host.launch_s), spread=host_spread())
     peak = device.datasheet.peak_flops_per_s.get(_peak_name(job), 0.0)
-    plan: dict[str, Any] = {"gpus": job.world_size, "cluster": where.name}
-    plan |= {axis.name: axis.size for axis in job.mesh}
-    plan |= {
-        "micro_batch": job.workload.batch_size,
-        "global_batch": global_batch or job.workload.batch_size * job.world_size,
-    }
-    return simulate(job, where, host, peak_flops_per_s=peak, engine=engine, plan=plan), job
-
-
-def lower_to_job(graph: Graph, cluster: Cluster, gpus: int | None, global_batch: int | None = None) -> JobGraph:
-    """The job that a graph is on a cluster.
-
-    Raises:
-        UsageError: a number of GPUs that the cluster does not have, or that a job graph was not made for; a
-            global batch that does not divide.
-    """
-    if gpus is not None and not 1 <= gpus <= cluster.max_gpus:
-        raise UsageError(f"--gpus {gpus}: cluster {cluster.name} has 1 to {cluster.max_gpus} GPUs")
-    if isinstance(graph, JobGraph):
-        if global_batch is not None:
-            raise UsageError("--global-batch: a job graph has its batch already; give its step graph instead")
-        if gpus not in (None, graph.world_size):
-            raise UsageError(
-                f"--gpus {gpus}: the job graph is for {graph.world_size}; give its step graph instead"
-            )
-        return graph
-    if not isinstance(graph, StepGraph):
-        raise EchoError("neither a step graph nor a job graph")
-    replicas = gpus or cluster.gpus_per_node
-    return DataParallel(replicas=replicas, micro_batches=_micro_batches(graph, replicas, global_batch))(graph)
-
-
-def _micro_batches(graph: StepGraph, replicas: int, global_batch: int | None) -> int:
-    """Micro-batches of each rank.
-
-    Raises:
-        UsageError: the global batch is no multiple of what all ranks take at once; names the nearest that are.
-    """
-    if global_batch is None:
-        return 1
-    at_once = replicas * graph.workload.batch_size
-    if not at_once:
-        raise UsageError("--global-batch: the graph does not say how many samples its micro-batch has")
-    if global_batch < 1 or global_batch % at_once:
-        below = max(1, global_batch // at_once) * at_once
-        raise UsageError(
-            f"--global-batch {global_batch}: {replicas} GPUs with micro-batches of {graph.workload.batch_size} "
-            f"take multiples of {at_once}, such as {below} or {below + at_once}"
-        )
-    return global_batch // at_once
+    return simulate(job, where, host, peak_flops_per_s=peak, engine=engine, plan=plan.record(job, where)), job
 
 
 def host_spread() -> float:

@@ -25,6 +25,8 @@ def run_command(
     global_batch: Annotated[
         int | None, typer.Option(help="Samples of one step over all GPUs (default: one micro-batch each).")
     ] = None,
+    zero: Annotated[int, typer.Option(help="0: DDP; 3: parameters, gradients and optimizer sharded (FSDP).")] = 0,
+    hsdp_replicas: Annotated[int, typer.Option(help="Copies of the sharded model (HSDP).")] = 1,
     engine: Annotated[str, typer.Option(help="auto, static or reference.")] = "auto",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, for Perfetto.")] = None,
@@ -32,6 +34,7 @@ def run_command(
 ) -> None:
     """Predict the time of one training step, data-parallel over the GPUs."""
     from echograph.cli.compose import predict
+    from echograph.cli.plan import Plan, PlanOptions
     from echograph.cli.report import print_result
     from echograph.ir import files, serde
 
@@ -40,10 +43,17 @@ def run_command(
         raise UsageError("the graph, --output and --trace are one file: give each its own")
     for path in results:
         files.check_writable(path)
+    options: PlanOptions = {
+        "gpus": gpus,
+        "global_batch": global_batch,
+        "zero": zero,
+        "hsdp_replicas": hsdp_replicas,
+    }
+    Plan(**options)  # refused before the graph is read
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph)
         say("simulating")
-        result, job = predict(loaded, cluster=cluster, gpus=gpus, global_batch=global_batch, engine=engine)
+        result, job = predict(loaded, cluster=cluster, engine=engine, **options)
     record = result.to_json()
     if as_json:
         print_json(record)

@@ -1,0 +1,106 @@
+"""The parallel plan that a user asks for, and the job that a graph becomes under it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from echograph.errors import UsageError
+from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.fully_shard import FullyShard
+from echograph.simulator.clusters import Cluster
+
+ZERO_STAGES = (0, 3)
+
+
+class PlanOptions(TypedDict, total=False):
+    """The fields of a plan, for functions that take them as keywords."""
+
+    gpus: int | None
+    global_batch: int | None
+    zero: int
+    hsdp_replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a step is spread over a cluster; the words of the command line.
+
+    Attributes:
+        gpus: number of ranks; None: one node, or what a job graph has.
+        global_batch: samples of one step over all ranks; None: one micro-batch a rank.
+        zero: 0 replicates the model (DDP); 3 shards parameters, gradients and optimizer state (FSDP2).
+        hsdp_replicas: copies of the sharded model (HSDP); with zero 3 only.
+    """
+
+    gpus: int | None = None
+    global_batch: int | None = None
+    zero: int = 0
+    hsdp_replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if self.zero not in ZERO_STAGES:
+            raise UsageError(f"--zero {self.zero}: choose 0 (DDP) or 3 (fully sharded)")
+        if self.hsdp_replicas != 1 and self.zero != 3:
+            raise UsageError("--hsdp-replicas: copies of a sharded model need --zero 3")
+
+    def lower(self, graph: StepGraph | JobGraph, cluster: Cluster) -> JobGraph:
+        """The job that a graph is on a cluster; a job graph is taken as it is.
+
+        Raises:
+            UsageError: a number of GPUs that the cluster does not have, a batch or a number of copies that does
+                not divide, or options for a job graph that has its plan already.
+        """
+        if self.gpus is not None and not 1 <= self.gpus <= cluster.max_gpus:
+            raise UsageError(f"--gpus {self.gpus}: cluster {cluster.name} has 1 to {cluster.max_gpus} GPUs")
+        if isinstance(graph, JobGraph):
+            if self.gpus not in (None, graph.world_size):
+                asked = f"--gpus {self.gpus}: the job graph is for {graph.world_size}"
+                raise UsageError(f"{asked}; give its step graph instead")
+            if (self.global_batch, self.zero) != (None, 0):
+                raise UsageError(
+                    "a job graph has its plan already: give --global-batch and --zero with its step graph"
+                )
+            return graph
+        ranks = self.gpus or cluster.gpus_per_node
+        micro_batches = _micro_batches(graph, ranks, self.global_batch)
+        if self.zero == 0:
+            return DataParallel(replicas=ranks, micro_batches=micro_batches)(graph)
+        if self.hsdp_replicas < 1 or ranks % self.hsdp_replicas:
+            raise UsageError(
+                f"--hsdp-replicas {self.hsdp_replicas}: {ranks} GPUs do not divide into so many copies"
+            )
+        shard = ranks // self.hsdp_replicas
+        return FullyShard(replicas=ranks, shard=shard, micro_batches=micro_batches)(graph)
+
+    def record(self, job: JobGraph, cluster: Cluster) -> dict[str, Any]:
+        """The plan with its defaults filled in, for results."""
+        return {
+            "gpus": job.world_size,
+            "cluster": cluster.name,
+            "zero": self.zero,
+            "hsdp_replicas": self.hsdp_replicas,
+            "micro_batch": job.workload.batch_size,
+            **{axis.name: axis.size for axis in job.mesh},
+        }
+
+
+def _micro_batches(graph: StepGraph, ranks: int, global_batch: int | None) -> int:
+    """Micro-batches of each rank.
+
+    Raises:
+        UsageError: the global batch is no multiple of what all ranks take at once; names the nearest that are.
+    """
+    if global_batch is None:
+        return 1
+    at_once = ranks * graph.workload.batch_size
+    if not at_once:
+        raise UsageError("--global-batch: the graph does not say how many samples its micro-batch has")
+    if global_batch < 1 or global_batch % at_once:
+        below = max(1, global_batch // at_once) * at_once
+        raise UsageError(
+            f"--global-batch {global_batch}: {ranks} GPUs with micro-batches of {graph.workload.batch_size} "
+            f"take multiples of {at_once}, such as {below} or {below + at_once}"
+        )
+    return global_batch // at_once

@@ -1,0 +1,118 @@
+"""What a compiled graph holds, on ten families: exact FLOPs, complete facts, and folding that loses nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import TEN, shallow, sizes
+
+from echograph.cli.show import summarize
+from echograph.frontend.pytorch.capture import capture, capture_mode
+from echograph.frontend.pytorch.lower import lower
+from echograph.frontend.pytorch.step import StepSpec
+from echograph.ir.passes.fold import fold
+from echograph.ir.types import DType, OpKind, Phase, TensorRole
+from echograph.ir.unfold import difference, unfold
+from echograph.models import build, dense_flops, get_model
+
+pytestmark = pytest.mark.torch
+families = pytest.mark.parametrize("name", TEN)
+LAYERS = 4  # T5's first and last layers differ from those between
+
+
+def counted_by_torch(name: str) -> dict[str, int]:
+    """FLOPs of the plain module by torch's own counter, with nothing of the capture in between."""
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+    aten = torch.ops.aten
+    # torch's table has the GPU kernels of attention, not the CPU's, and no product of groups.
+    mapping = {
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+            lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+        ),
+        aten._grouped_mm: lambda a, b, *_, **__: 2 * a[0] * a[1] * b[-1],
+    }
+    before = torch.get_default_dtype()
+    with capture_mode():
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            module, inputs, loss = build(shallow(get_model(name), LAYERS), attention=TEN[name], **sizes(name))
+            with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+                value = loss(module(**inputs))
+                forward = counter.get_total_flops()
+                value.backward()
+        finally:
+            torch.set_default_dtype(before)
+    return {"forward": forward, "backward": counter.get_total_flops() - forward}
+
+
+@families
+def test_flops_are_exactly_those_that_torch_counts(compiled, name: str) -> None:
+    shown = summarize(compiled(name, LAYERS, attention=TEN[name], **sizes(name)))
+    expected = counted_by_torch(name)
+    assert {phase: shown["flops"][phase] for phase in expected} == expected
+    assert shown["flops"].get("optimizer", 0) == 0
+
+
+@pytest.mark.parametrize("name", ["bert-large-uncased", "gpt3-1.3b", "llama-3-8b", "opt-1.3b", "qwen2.5-0.5b"])
+def test_flops_are_within_a_hundredth_of_the_closed_form(compiled, name: str) -> None:
+    entry = shallow(get_model(name), LAYERS)
+    shown = summarize(compiled(name, LAYERS, batch_size=1, seq_len=512))["flops"]
+    assert (shown["forward"], shown["backward"]) == pytest.approx(dense_flops(entry, 1, 512), rel=0.01)
+
+
+@families
+def test_every_operation_and_tensor_is_described(compiled, name: str) -> None:
+    graph = unfold(compiled(name, LAYERS, attention=TEN[name], **sizes(name)))
+    ops, tensors = graph.ops, graph.tensors
+    assert np.isin(tensors.role, [int(role) for role in TensorRole]).all()
+    assert np.isin(tensors.dtype, [int(dtype) for dtype in DType]).all()
+    assert (ops.phase != 0).all()
+    compute = (ops.kind == OpKind.COMPUTE) & ~ops.is_view
+    named = np.array([bool(graph.strings[m]) for m in ops.module])
+    forward = compute & (ops.phase == Phase.FORWARD)
+    assert named[forward & (ops.flops > 0)].all(), "every product belongs to a module"
+    at_root = forward & ~named
+    assert at_root.sum() <= 16, "the loss, and little else, runs in the model itself"
+    backward = compute & (ops.phase == Phase.BACKWARD)
+    assert (ops.forward_op[backward] != -1).mean() >= 0.99
+    assert (ops.phase[ops.forward_op[backward & (ops.forward_op >= 0)]] == Phase.FORWARD).all()
+
+
+@families
+def test_the_modules_named_are_the_models_own(compiled, name: str) -> None:
+    graph = unfold(compiled(name, LAYERS, attention=TEN[name], **sizes(name)))
+    with capture_mode():
+        module = build(shallow(get_model(name), LAYERS), **sizes(name)).module
+    own = {path for path, _ in module.named_modules()}
+    assert {graph.strings[i] for i in np.unique(graph.ops.module)} <= own
+
+
+@families
+def test_unfolding_gives_back_what_was_captured(name: str) -> None:
+    spec = StepSpec(clip_grad_norm=1.0)
+    with capture_mode():
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            built: tuple[Any, Any, Any] = build(shallow(get_model(name), LAYERS), **sizes(name))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    captured = lower(capture(*built, spec), spec, name=name)
+    folded = fold(captured)
+    assert len(folded.blocks) > 1, "every one of these models repeats something"
+    assert len(folded.ops) < len(captured.ops)
+    assert difference(unfold(folded), captured) is None
+
+
+@families
+def test_every_layer_is_in_a_block(compiled, name: str) -> None:
+    """More layers make more instances, not more stored operations."""
+    few, more = (compiled(name, layers, attention=TEN[name], **sizes(name)) for layers in (LAYERS + 1, LAYERS + 3))
+    if name == "resnet-50":
+        pytest.skip("its depth is fixed")
+    assert len(few.ops) == len(more.ops)
+    assert few.unfolded_ops < more.unfolded_ops

@@ -1,0 +1,113 @@
+"""BERT and others from one GPU to 1,024: what must hold of any prediction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from echograph.ir.unfold import unfold
+
+pytestmark = pytest.mark.torch
+WEAK_SCALING = (8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+def exposed(record: dict[str, Any]) -> float:
+    return sum(record["breakdown_s"]["exposed_communication"].values())
+
+
+def test_one_gpu_does_not_communicate(compiled, simulated) -> None:
+    record = simulated(compiled("bert-base-uncased"), 1)
+    assert exposed(record) == 0
+    assert record["collectives"] == {}
+    assert record["breakdown_s"]["bubble"] == record["breakdown_s"]["wait"] == 0
+    assert record["step_time_s"] > 0
+
+
+@pytest.mark.parametrize("name", ["bert-large-uncased", "bert-base-uncased"])
+def test_weak_scaling_costs_communication_and_nothing_else(compiled, simulated, name: str) -> None:
+    records = [simulated(compiled(name, batch_size=8), gpus) for gpus in WEAK_SCALING]
+    steps = [r["step_time_s"] for r in records]
+    assert steps == sorted(steps)
+    assert [exposed(r) for r in records] == sorted(exposed(r) for r in records)
+    assert len({r["breakdown_s"]["compute"] for r in records}) == 1
+    host = max(r["breakdown_s"]["host"] for r in records)
+    growth = steps[-1] - steps[0]
+    assert 0 < growth == pytest.approx(exposed(records[-1]) - exposed(records[0]), abs=host)
+    throughput = [r["samples_per_s"] / r["gpus"] for r in records]
+    assert throughput == sorted(throughput, reverse=True)
+
+
+def test_a_node_that_is_not_full(compiled, simulated) -> None:
+    graph = compiled("bert-base-uncased")
+    records = {gpus: simulated(graph, gpus) for gpus in (1, 2, 5, 8, 12, 16)}
+    busy = {gpus: record["collectives"]["dp"]["busy_s"] for gpus, record in records.items() if gpus > 1}
+    assert records[1]["step_time_s"] < records[2]["step_time_s"]
+    assert busy[12] > busy[8], "two nodes are slower than one"
+    assert all(record["gpus"] == gpus for gpus, record in records.items())
+
+
+@pytest.mark.parametrize(
+    ("slower", "faster"),
+    [
+        ("dgx-a100", "dgx-h100"),
+        ("dgx-h100", "dgx-h200"),
+        ("dgx-h200", "dgx-b200"),
+        ("azure-nd-a100-v4", "dgx-a100"),
+    ],
+)
+@pytest.mark.parametrize(("name", "layers"), [("bert-large-uncased", None), ("llama-3-8b", 4)])
+@pytest.mark.parametrize("gpus", [1, 8, 256])
+def test_a_faster_machine_is_faster(
+    compiled, simulated, slower: str, faster: str, name: str, layers: int | None, gpus: int
+) -> None:
+    graph = compiled(name, layers, batch_size=8, seq_len=512)
+    assert simulated(graph, gpus, faster)["step_time_s"] <= 1.001 * simulated(graph, gpus, slower)["step_time_s"]
+
+
+def test_ethernet_is_slower_than_infiniband(compiled, simulated) -> None:
+    graph = compiled("bert-large-uncased", batch_size=8)
+    times = [
+        simulated(graph, 64, cluster)["collectives"]["dp"]["busy_s"] for cluster in ("ethernet-100g", "dgx-a100")
+    ]
+    assert times[0] > 2 * times[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"), [("bert-base-uncased", None), ("t5-small", None), ("resnet-50", None), ("mixtral-8x7b", 4)]
+)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_folding_changes_no_prediction(
+    compiled, simulated, name: str, layers: int | None, micro_batches: int
+) -> None:
+    graph = compiled(name, layers, batch_size=2)
+    records = [simulated(g, 16, global_batch=32 * micro_batches) for g in (graph, unfold(graph))]
+    for record in records:
+        record["simulation"].pop("wall_s")
+    assert records[0] == records[1]
+
+
+def test_a_larger_micro_batch_uses_the_device_better(compiled, simulated) -> None:
+    records = [simulated(compiled("bert-base-uncased", batch_size=size), 8) for size in (1, 4, 16)]
+    assert [r["mfu"] for r in records] == sorted(r["mfu"] for r in records)
+    assert all(0 < r["mfu"] < 0.7 for r in records)
+
+
+def test_a_small_batch_is_bound_by_the_host(compiled, simulated) -> None:
+    record = simulated(compiled("bert-base-uncased", batch_size=1, seq_len=32), 1)
+    parts = record["breakdown_s"]
+    assert parts["host"] > parts["compute"]
+
+
+def test_memory_grows_with_the_batch_alone(compiled, simulated) -> None:
+    small, large = (simulated(compiled("bert-base-uncased", batch_size=b), 8)["memory"] for b in (4, 16))
+    kept = ("parameter", "optimizer_state", "buffer")
+    assert [small["at_peak_bytes"][k] for k in kept] == [large["at_peak_bytes"][k] for k in kept]
+    assert small["at_peak_bytes"]["activation"] < large["at_peak_bytes"]["activation"]
+    assert large["fits"]
+
+
+def test_a_model_beyond_the_memory_is_said_not_to_fit(compiled, simulated) -> None:
+    record = simulated(compiled("llama-3-8b", 32, batch_size=1, seq_len=2048), 8)
+    assert record["memory"]["peak_bytes"] > record["memory"]["capacity_bytes"]
+    assert not record["memory"]["fits"]

@@ -1,0 +1,32 @@
+"""Every model of the zoo, as it is, compiles, folds and simulates."""
+
+from __future__ import annotations
+
+import pytest
+
+from echograph.cli.compose import compile_entry, predict
+from echograph.cli.show import model_row, summarize
+from echograph.frontend.pytorch.step import StepSpec
+from echograph.models import get_model, model_names
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_compiles_and_simulates(name: str, record_property) -> None:
+    entry = get_model(name)
+    graph = compile_entry(entry, StepSpec(), batch_size=1)
+    shown = summarize(graph)
+    assert shown["parameters"] == entry.parameters
+    listed = model_row(entry)["flops_per_sample"]
+    assert {k: shown["flops"][k] for k in listed} == pytest.approx(listed, rel=0.01)
+    assert len(graph.blocks) > 1
+    assert len(graph.ops) < 2_000
+    record = predict(graph, cluster="dgx-h100", gpus=8)[0].to_json()
+    assert 0 < record["step_time_s"] < 100
+    assert 0 < record["mfu"] < 0.8
+    assert sum(record["collectives"]["dp"]["bytes_per_rank"] for _ in "1") == 2 * entry.parameters
+    record_property("step_time_s", record["step_time_s"])
+    print(
+        f"{name:<26} {len(graph.ops):>5} of {graph.unfolded_ops:>6} ops, {record['step_time_s'] * 1e3:>10.3f} ms"
+    )

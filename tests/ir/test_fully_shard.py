@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from math import ceil
+from pathlib import Path
+
+import pytest
+from layered import PARAMETER_BYTES, WIDTH, layered_step, timed
+
+from echograph.errors import PlanError
+from echograph.ir.graph import JobGraph
+from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.types import CollectiveKind, DType, OpKind, Phase
+from echograph.simulator.clusters import load_cluster
+from echograph.simulator.host import Host
+from echograph.simulator.simulate import simulate
+
+LAYERS = 5
+CLUSTER = load_cluster("dgx-h100")
+
+
+def lower(**options: object) -> JobGraph:
+    return FullyShard(**{"replicas": 16, **options})(fold(layered_step(LAYERS)))
+
+
+def executed(job: JobGraph) -> list[str]:
+    return [
+        f"{job.strings[job.ops.name[op]]} {instance if block else 'root'}"
+        for block, begin, end, instance, _ in job.programs[0].calls.tolist()
+        for op in range(begin, end)
+    ]
+
+
+def collectives(job: JobGraph) -> Counter[tuple[str, int, str]]:
+    found: Counter[tuple[str, int, str]] = Counter()
+    ops = job.ops
+    for _, begin, end, _, _ in job.programs[0].calls.tolist():
+        for op in range(begin, end):
+            if ops.kind[op] == OpKind.COLLECTIVE:
+                kind, dtype = CollectiveKind(int(ops.variant[op])).name, DType(int(ops.dtype[op])).text
+                found[kind, int(ops.nbytes[op]), dtype] += 1
+    return found
+
+
+def test_layers_are_gathered_twice_and_the_root_once() -> None:
+    layer, root = 2 * PARAMETER_BYTES, PARAMETER_BYTES
+    assert collectives(lower()) == {
+        ("ALL_GATHER", layer, "fp32"): 2 * LAYERS,
+        ("ALL_GATHER", root, "fp32"): 1,
+        ("REDUCE_SCATTER", layer, "fp32"): LAYERS,
+        ("REDUCE_SCATTER", root, "fp32"): 1,
+    }
+
+
+def test_keeping_the_parameters_gathers_once() -> None:
+    found = collectives(lower(reshard_after_forward=False))
+    assert found["ALL_GATHER", 2 * PARAMETER_BYTES, "fp32"] == LAYERS
+
+
+def test_backward_gathers_run_one_layer_ahead() -> None:
+    names = [n for n in executed(lower()) if n.startswith(("fsdp.all_gather ", "fsdp.reduce_scatter"))]
+    assert names[LAYERS + 1 :] == [
+        "fsdp.all_gather 4", "fsdp.all_gather 3", "fsdp.reduce_scatter 4", "fsdp.all_gather 2",
+        "fsdp.reduce_scatter 3", "fsdp.all_gather 1", "fsdp.reduce_scatter 2", "fsdp.all_gather 0",
+        "fsdp.reduce_scatter 1", "fsdp.reduce_scatter 0", "fsdp.reduce_scatter root",
+    ]  # fmt: skip
+
+
+def test_copies_of_the_sharded_model_reduce_their_shards() -> None:
+    found = collectives(lower(shard=4))
+    assert found["ALL_REDUCE", 2 * PARAMETER_BYTES // 4, "fp32"] == LAYERS
+    assert [(a.name, a.size) for a in lower(shard=4).mesh] == [("dp_replicate", 4), ("dp_shard", 4)]
+
+
+def test_gradients_may_be_reduced_in_another_type() -> None:
+    found = collectives(lower(reduce_dtype=DType.BF16))
+    assert found["REDUCE_SCATTER", PARAMETER_BYTES, "bf16"] == LAYERS
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 16, 1000])
+def test_persistent_memory_is_that_of_the_largest_shard(ranks: int) -> None:
+    job = timed(lower(replicas=ranks), CLUSTER.device, 10**7)
+    result = simulate(job, CLUSTER, Host(op_ps=10**6, launch_ps=10**6))
+    shard = ceil(WIDTH / ranks) * WIDTH * 4
+    parameters = 2 * LAYERS + 1
+    assert result.memory is not None
+    assert result.memory.by_role["parameter"] == parameters * shard
+    assert result.memory.by_role["optimizer_state"] == parameters * shard
+    replicated = simulate(
+        timed(DataParallel(replicas=ranks)(layered_step(LAYERS)), CLUSTER.device, 10**7), CLUSTER,
+        Host(op_ps=10**6, launch_ps=10**6),
+    )  # fmt: skip
+    assert replicated.memory is not None
+    if ranks > 1:
+        assert result.memory.peak_bytes < replicated.memory.peak_bytes
+
+
+def test_forward_and_backward_work_is_what_it_was() -> None:
+    step, job = layered_step(LAYERS), lower()
+
+    def flops(graph: object, phase: Phase) -> int:
+        ops = graph.ops  # type: ignore[attr-defined]
+        calls = graph.programs[0].calls.tolist()  # type: ignore[attr-defined]
+        return sum(int(ops.flops[op]) for _, b, e, _, _ in calls for op in range(b, e) if ops.phase[op] == phase)
+
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        assert flops(job, phase) == flops(step, phase)
+    assert flops(job, Phase.OPTIMIZER) < flops(step, Phase.OPTIMIZER)
+
+
+def test_every_micro_batch_gathers_and_reduces() -> None:
+    once, thrice = collectives(lower()), collectives(lower(micro_batches=3))
+    assert thrice == {key: 3 * count for key, count in once.items()}
+    names = executed(lower(micro_batches=3))
+    assert names.count("aten._fused_adam_ root") == 1
+
+
+@pytest.mark.parametrize("options", [{"shard": 3}, {"shard": 0}, {"replicas": 0}, {"micro_batches": 0}])
+def test_wrong_plans_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(PlanError):
+        lower(**options)
+
+
+def fsdp2(model: str, changes: dict[str, int], ranks: int) -> Counter[tuple[str, int, str]]:
+    """What torch's FSDP2 does with the model, in a process of its own since it makes a default process group."""
+    program = Path(__file__).with_name("torch_fsdp2.py")
+    command = [sys.executable, str(program), model, json.dumps(changes), str(ranks)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    return Counter({(kind, size, dtype): count for kind, size, dtype, count in rows})
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    [
+        ("llama-3.2-1b", 64),
+        ("gpt2", 64),
+        pytest.param("bert-base-uncased", 64, marks=pytest.mark.slow),
+        pytest.param("llama-3.2-1b", 1024, marks=pytest.mark.slow),
+        pytest.param("gpt2", 1024, marks=pytest.mark.slow),
+        pytest.param("bert-base-uncased", 1024, marks=pytest.mark.slow),
+    ],
+)
+def test_collectives_are_those_of_fsdp2(model: str, ranks: int) -> None:
+    pytest.importorskip("torch")
+    from echograph.cli.compose import compile_entry
+    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.models import get_model
+
+    changes = {"n_layer" if model == "gpt2" else "num_hidden_layers": 3}
+    step = compile_entry(get_model(model).with_config(**changes), StepSpec(dtype="bf16"), batch_size=1, seq_len=64)
+    job = FullyShard(replicas=ranks, reduce_dtype=DType.FP32)(step)
+    assert collectives(job) == fsdp2(model, changes, ranks)
