@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from echograph.errors import SimulationError
+from echograph.errors import DeadlockError, SimulationError
 from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Timeline
@@ -57,7 +57,10 @@ def simulate(
     issue = host.issue(job)
     tasks = expand(job, times.picoseconds, issue, lambda number, row: meeting(job, number, row))
     _check_range(tasks, times, host)
-    starts, chosen = engines.run(tasks, engine)
+    try:
+        starts, chosen = engines.run(tasks, engine)
+    except DeadlockError as error:
+        raise DeadlockError(_who_waits(job, tasks, error.tasks), error.tasks) from None
     timeline = _timeline(job, tasks, starts.start, starts.cause)
     last = int(timeline.program[np.argmax(timeline.end)]) if len(timeline) else 0
     step = timeline.makespan
@@ -95,6 +98,17 @@ def _check_range(tasks: TaskGraph, times: Durations, host: Host) -> None:
         raise SimulationError(
             f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations"
         )
+
+
+def _who_waits(job: JobGraph, tasks: TaskGraph, stuck: tuple[int, ...]) -> str:
+    """Which programs stand still, and at which communication each of them waits for others."""
+    waits = []
+    for task in stuck:
+        if tasks.join[task] >= 0:
+            program, op = int(tasks.program[task]), int(tasks.op[task])
+            name = job.programs[program].role or f"program {program}"
+            waits.append(f"{name} at operation {op} ({job.strings[job.ops.name[op]]})")
+    return f"deadlock: {', '.join(waits[:4]) or 'tasks'} wait for each other; {len(stuck)} streams stand still"
 
 
 def _timeline(job: JobGraph, tasks: TaskGraph, start: Int64, cause: Int64) -> Timeline:

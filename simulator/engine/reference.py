@@ -12,7 +12,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from echograph.errors import SimulationError
+from echograph.errors import DeadlockError
 from echograph.simulator.engine.schedule import Starts
 from echograph.simulator.tasks import TaskGraph
 
@@ -21,7 +21,7 @@ def run(tasks: TaskGraph) -> Starts:
     """Start times of all tasks.
 
     Raises:
-        SimulationError: tasks wait for each other for ever; names two of them.
+        DeadlockError: tasks wait for each other for ever; names two of them.
     """
     simulation = _Simulation(tasks)
     simulation.run()
@@ -83,7 +83,9 @@ class _Simulation:
         stuck = [line[-1] for line in self.line if line]
         if stuck:
             few = ", ".join(f"task {task}" for task in stuck[:2])
-            raise SimulationError(f"deadlock: {few} and {max(0, len(stuck) - 2)} more wait for each other")
+            raise DeadlockError(
+                f"deadlock: {few} and {max(0, len(stuck) - 2)} more wait for each other", tuple(stuck)
+            )
 
 
 def _causes(tasks: TaskGraph, start: list[int]) -> np.ndarray:

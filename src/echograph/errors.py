@@ -11,7 +11,8 @@ EchoError                  exit 1: one line saying what, where, and what to do
 ├── GraphError             a graph breaks an invariant (`ir.verify`); names the op or tensor
 ├── PlanError              a parallel plan does not fit the model or the cluster
 ├── CaptureError           a model cannot be captured; names the module or the op
-└── SimulationError        a graph that verifies cannot run (a deadlock names who waits for whom)
+└── SimulationError        a graph that verifies cannot run
+    └── DeadlockError      programs wait for each other for ever; names who waits at which operation
 """
 
 from __future__ import annotations
@@ -83,3 +84,15 @@ class CaptureError(EchoError):
 
 class SimulationError(EchoError):
     """A graph that verifies cannot run."""
+
+
+class DeadlockError(SimulationError):
+    """Tasks wait for each other for ever.
+
+    Attributes:
+        tasks: the tasks first in line on the resources that stand still.
+    """
+
+    def __init__(self, message: str, tasks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.tasks = tasks

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("name", model_names())
-def test_compiles_and_simulates(name: str, record_property) -> None:
+def test_compiles_and_simulates(name: str) -> None:
     entry = get_model(name)
     graph = compile_entry(entry, StepSpec(), batch_size=1)
     shown = summarize(graph)
@@ -25,8 +25,6 @@ def test_compiles_and_simulates(name: str, record_property) -> None:
     record = predict(graph, cluster="dgx-h100", gpus=8)[0].to_json()
     assert 0 < record["step_time_s"] < 100
     assert 0 < record["mfu"] < 0.8
-    assert sum(record["collectives"]["dp"]["bytes_per_rank"] for _ in "1") == 2 * entry.parameters
-    record_property("step_time_s", record["step_time_s"])
-    print(
-        f"{name:<26} {len(graph.ops):>5} of {graph.unfolded_ops:>6} ops, {record['step_time_s'] * 1e3:>10.3f} ms"
-    )
+    assert record["collectives"]["dp"]["bytes_per_rank"] == pytest.approx(2 * entry.parameters, rel=0.001)
+    stored = f"{len(graph.ops):>5} of {graph.unfolded_ops:>6} operations stored"
+    print(f"{name:<26} {stored}, {record['step_time_s'] * 1e3:>10.3f} ms")

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from layered import PARAMETER_BYTES, layered_step, timed
 
-from echograph.errors import SimulationError
+from echograph.errors import DeadlockError, SimulationError
+from echograph.ir.builder import GraphBuilder
 from echograph.ir.exporters.chrome import chrome_trace
-from echograph.ir.graph import JobGraph
+from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import fold
 from echograph.ir.timeline import Lane
-from echograph.ir.types import OpKind
+from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import Host
 from echograph.simulator.result import Result
@@ -138,3 +139,25 @@ def test_the_chrome_trace_holds_every_interval_that_takes_time() -> None:
     modules = {e["args"]["module"] for e in events}
     assert "layers.3.linear1" in modules
     assert not any("{}" in m for m in modules)
+
+
+def test_a_deadlock_names_the_programs_and_operations_that_wait() -> None:
+    builder = GraphBuilder(streams=("compute", "comm"))
+    builder.mesh = (Axis(name="pp", size=2),)
+    groups = [builder.group(name, axes=("pp",)) for name in ("first", "second")]
+    took = (Duration(device="trace", picoseconds=5, source=Source.IMPORTED),)
+    ops = [
+        builder.collective(
+            f"reduce {group}", CollectiveKind.ALL_REDUCE, group=groups[group], bytes_per_rank=8, dtype=DType.FP32,
+            stream=1, durations=took,
+        )
+        for group in (0, 1, 1, 0)
+    ]  # fmt: skip
+    for stage in (0, 1):
+        calls = [(0, ops[2 * stage], ops[2 * stage] + 2, 0, 0)]
+        builder.program(calls, role=f"stage {stage}", coordinates={"pp": stage})
+    crossed = builder.build(JobGraph)
+    with pytest.raises(
+        DeadlockError, match=r"stage 0 at operation 0 \(reduce 0\), stage 1 at operation 2 \(reduce 1\)"
+    ):
+        simulate(crossed, CLUSTER, HOST)
