@@ -21,7 +21,7 @@ def main() -> None:
     runs = parser.parse_args().runs
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        print(f"{'command':<58} {'wall s':>7} {'cpu s':>7} {'MiB':>6} {'KiB written':>11}")
+        print(f"{'command':<64} {'wall s':>7} {'cpu s':>7} {'MiB':>6} {'KiB written':>11}")
         for model in MODELS:
             command = echo("echoc", "compile", "--model", model, "-o", f"{model}.pb")
             _print(command, runs, folder, folder / f"{model}.pb")
@@ -34,7 +34,7 @@ def _print(command: list[str], runs: int, folder: Path, written: Path | None) ->
     result = measure(command, runs=runs, cwd=folder)
     size = f"{written.stat().st_size / 1024:.0f}" if written else ""
     words = " ".join([Path(command[0]).name, *command[1:]])
-    print(f"{words:<58} {result.wall_s:7.2f} {result.cpu_s:7.2f} {result.peak_MiB:6.0f} {size:>11}", flush=True)
+    print(f"{words:<64} {result.wall_s:7.2f} {result.cpu_s:7.2f} {result.peak_MiB:6.0f} {size:>11}", flush=True)
 
 
 if __name__ == "__main__":
