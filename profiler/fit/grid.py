@@ -41,7 +41,7 @@ def fit_grid(
         import scipy.sparse as sparse
         from scipy.sparse.linalg import spsolve
     except ImportError as reason:
-        raise MissingExtraError("scipy", "dev", "fitting a device profile") from reason
+        raise MissingExtraError("scipy", "fit", "fitting a device profile") from reason
     flat, part, _ = corners(knots, sizes)
     shape = tuple(len(axis) for axis in knots)
     count, rows = int(np.prod(shape)), len(error)

@@ -29,7 +29,7 @@ def minimize(residuals: Callable[[FloatArray], FloatArray], start: FloatArray) -
     try:
         from scipy.optimize import least_squares
     except ImportError as error:
-        raise MissingExtraError("scipy", "dev", "fitting a device profile") from error
+        raise MissingExtraError("scipy", "fit", "fitting a device profile") from error
     result = least_squares(
         residuals, start, loss="soft_l1", f_scale=OUTLIER, diff_step=STEP, max_nfev=MAX_EVALUATIONS
     )

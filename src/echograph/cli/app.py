@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import click
 import typer
 
 from echograph import __version__
@@ -67,7 +66,7 @@ def _report(name: str, error: BaseException) -> int:
         return 0
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
-    if isinstance(error, KeyboardInterrupt | click.Abort) or type(error).__name__ == "Abort":
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
         return _say(name, "interrupted", EXIT_INTERRUPTED)
     if type(error).__name__ == "NoArgsIsHelpError":
         print_error(error.ctx.get_help())  # type: ignore[attr-defined]
