@@ -21,7 +21,7 @@ from echograph.ir.schedule import Schedule
 
 MAX_TENSOR_BYTES = 2**60
 MAX_RANKS = 2**40
-MAX_TOTAL = 2.0**62
+MAX_TOTAL = 2.0**63
 COMMUNICATIONS = (t.OpKind.COLLECTIVE, t.OpKind.SEND, t.OpKind.RECV)
 
 
@@ -296,13 +296,13 @@ def _extent(block: Block) -> tuple[int, int, int]:
 
 
 def totals_fit(graph: Graph) -> None:
-    """What all programs do together is within 2^62 FLOPs and bytes, so sums over a step do not overflow."""
+    """What all programs do together is within 2^63 FLOPs and bytes, so sums over a step do not overflow."""
     for name in ("flops", "bytes_read", "bytes_written", "nbytes"):
         column: Any = getattr(graph.ops, name)
         before = np.concatenate([[0.0], np.cumsum(column, dtype=np.float64)])
         total = sum(float((before[p.calls[:, 2]] - before[p.calls[:, 1]]).sum()) for p in graph.programs)
         if max(total, before[-1]) > MAX_TOTAL:
-            _fail("totals_fit", "the graph", f"has {total:.3g} {name} in all, beyond 2^62")
+            _fail("totals_fit", "the graph", f"has {total:.3g} {name} in all, beyond 2^63")
 
 
 def calls_in_order(graph: Graph) -> None:

@@ -19,6 +19,7 @@ _GATED = {
 }
 _PLAIN = {"GPT2LMHeadModel", "OPTForCausalLM", "BloomForCausalLM", "MptForCausalLM", "PhiForCausalLM"}
 _ENCODERS = {"BertForPreTraining", "BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM"}
+_NEVER_FUSED = {"BloomForCausalLM", "MptForCausalLM", "Gemma2ForCausalLM"}
 _FUSED_BACKWARD_PRODUCTS = 5
 _EAGER_BACKWARD_PRODUCTS = 4
 
@@ -30,7 +31,9 @@ class StepFlops(NamedTuple):
     backward: int
 
 
-def dense_flops(entry: ModelEntry, batch_size: int, seq_len: int, *, fused_attention: bool = True) -> StepFlops:
+def dense_flops(
+    entry: ModelEntry, batch_size: int, seq_len: int, *, fused_attention: bool | None = None
+) -> StepFlops:
     """FLOPs of the matrix products of one micro-batch, by closed form and without torch.
 
     With T = batch x sequence tokens and W the weights of all linear layers, the language model head among
@@ -43,7 +46,8 @@ def dense_flops(entry: ModelEntry, batch_size: int, seq_len: int, *, fused_atten
         entry: a dense decoder or an encoder with a masked language model head.
         batch_size: samples.
         seq_len: tokens of a sample.
-        fused_attention: whether attention is one fused operation (`sdpa`) or separate products (`eager`).
+        fused_attention: whether attention is one fused operation (`sdpa`) or separate products (`eager`); None:
+            as `build` makes it, fused where the architecture has it.
 
     Raises:
         UsageError: the architecture has no closed form here, or its configuration lacks a size.
@@ -58,6 +62,8 @@ def dense_flops(entry: ModelEntry, batch_size: int, seq_len: int, *, fused_atten
     if entry.architecture == "BertForPreTraining":
         linear += 2 * batch_size * (_hidden(entry) ** 2 + 2 * _hidden(entry))  # pooler and next-sentence head
     product = 2 * tokens * seq_len * heads * head_dim * layers
+    if fused_attention is None:
+        fused_attention = entry.architecture not in _NEVER_FUSED
     backward_products = _FUSED_BACKWARD_PRODUCTS if fused_attention else _EAGER_BACKWARD_PRODUCTS
     return StepFlops(linear + 2 * product, 2 * linear + backward_products * product)
 

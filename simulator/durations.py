@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -84,10 +85,12 @@ def _use_imported(job: JobGraph, picoseconds: Int64, source: Int8, spread: Float
 def _communication(job: JobGraph, cluster: Cluster, row: int) -> tuple[float, float, str]:
     ops = job.ops
     group = job.groups[int(ops.group[row])]
-    placement = place_group(job, cluster, group)
     kind: Kind = "send_recv"
     if ops.kind[row] == OpKind.COLLECTIVE:
         kind = _KINDS.get(int(ops.variant[row]), "broadcast")
+        placement = place_group(job, cluster, group)
+    else:
+        placement = cluster.place(_pair(job, group, row))
     estimate = collective_time(kind, int(ops.nbytes[row]), placement, cluster)
     return estimate.seconds, estimate.spread, f"{estimate.algorithm}/{estimate.protocol}"
 
@@ -97,11 +100,26 @@ def place_group(job: JobGraph, cluster: Cluster, group: Group) -> Placement:
     return cluster.place(group_ranks(job, group))
 
 
+def _pair(job: JobGraph, group: Group, row: int) -> Sequence[int]:
+    """The ranks that a send or receive links, in the first program that runs it and says its place."""
+    for program in job.programs:
+        runs = (program.calls[:, 1] <= row) & (row < program.calls[:, 2])
+        if runs.any() and set(group.axes) <= program.coordinates.keys():
+            ranks = group_ranks(job, group, dict(program.coordinates))
+            here = _place_in_group(job, group, program)
+            there = here + int(job.ops.peer[row])
+            if not 0 <= there < len(ranks):
+                name = job.strings[job.ops.name[row]]
+                raise SimulationError(f"operation {row} ({name}) names peer {there} in a group of {len(ranks)}")
+            return [ranks[here], ranks[there]]
+    return group_ranks(job, group)
+
+
 def group_ranks(job: JobGraph, group: Group, fixed: dict[str, int] | None = None) -> range | list[int]:
     """Ranks of a group whose coordinates along other axes are `fixed` (0 where not named)."""
     if not group.axes:
         return list(group.ranks)
-    strides = {a.name: prod(b.size for b in job.mesh[i + 1 :]) for i, a in enumerate(job.mesh)}
+    strides = _strides(job)
     start = sum(strides[axis] * value for axis, value in (fixed or {}).items() if axis not in group.axes)
     sizes = {a.name: a.size for a in job.mesh}
     if len(group.axes) == 1:
@@ -121,28 +139,47 @@ def meeting(job: JobGraph, number: int, row: int) -> object:
     ops = job.ops
     program, group_index = job.programs[number], int(ops.group[row])
     group = job.groups[group_index]
-    others = [p for n, p in enumerate(job.programs) if n != number and _meet(group, program, p)]
+    others = [p for n, p in enumerate(job.programs) if n != number and _meet(job, group, program, p)]
     if not others:
         return None
-    fixed = tuple(sorted((a, v) for a, v in program.coordinates.items() if a not in group.axes))
+    # An explicit group is one set of ranks, whatever the places of its members.
+    fixed = tuple(sorted((a, v) for a, v in program.coordinates.items() if group.axes and a not in group.axes))
     key: tuple[object, ...] = (group_index, fixed)
     if ops.kind[row] == OpKind.COLLECTIVE:
         return key
-    here = _place_in_group(group, program)
+    here = _place_in_group(job, group, program)
     there = here + int(ops.peer[row])
     sender, receiver = (here, there) if ops.kind[row] == OpKind.SEND else (there, here)
     return (*key, sender, receiver, int(ops.tag[row]))
 
 
-def _meet(group: Group, one: Program, other: Program) -> bool:
+def _meet(job: JobGraph, group: Group, one: Program, other: Program) -> bool:
     if not group.axes:
-        return bool(set(group.ranks) & set(one.ranks)) and bool(set(group.ranks) & set(other.ranks))
+        return bool(set(group.ranks) & _ranks(job, one)) and bool(set(group.ranks) & _ranks(job, other))
     pinned = [axis for axis in group.axes if axis in one.coordinates]
     same = all(other.coordinates.get(a) == v for a, v in one.coordinates.items() if a not in group.axes)
     return bool(pinned) and same
 
 
-def _place_in_group(group: Group, program: Program) -> int:
-    if group.axes:
-        return sum(program.coordinates.get(axis, 0) for axis in group.axes)
-    return next(i for i, rank in enumerate(group.ranks) if rank in program.ranks)
+def _ranks(job: JobGraph, program: Program) -> set[int]:
+    """The ranks that a program lists, or the one that its coordinates say."""
+    if program.ranks or len(program.coordinates) < len(job.mesh) or not job.mesh:
+        return set(program.ranks)
+    strides = _strides(job)
+    return {sum(strides[axis] * value for axis, value in program.coordinates.items())}
+
+
+def _strides(job: JobGraph) -> dict[str, int]:
+    """How far apart in rank two neighbours along an axis are."""
+    return {a.name: prod(b.size for b in job.mesh[i + 1 :]) for i, a in enumerate(job.mesh)}
+
+
+def _place_in_group(job: JobGraph, group: Group, program: Program) -> int:
+    if not group.axes:
+        mine = _ranks(job, program)
+        return next(i for i, rank in enumerate(group.ranks) if rank in mine)
+    place = 0
+    for axis in job.mesh:
+        if axis.name in group.axes:
+            place = place * axis.size + program.coordinates.get(axis.name, 0)
+    return place

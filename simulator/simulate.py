@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from math import prod, sqrt
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,19 +12,17 @@ from echograph.errors import DeadlockError, SimulationError
 from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Timeline
-from echograph.ir.types import Attention, Convolution, Gemm, OpKind, Phase, Source
+from echograph.ir.types import OpKind, Phase, Source
 from echograph.simulator import engine as engines
 from echograph.simulator.breakdown import breakdown
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.durations import COMMUNICATIONS, Durations, durations, meeting
 from echograph.simulator.host import Host
+from echograph.simulator.interval import interval
 from echograph.simulator.memory import memory
 from echograph.simulator.result import Result
 from echograph.simulator.tasks import TaskGraph, expand
 from echograph.units import to_s
-
-NINETY_PERCENT = 1.645
-"""Half-width of the central 90 % of a normal distribution, in standard deviations."""
 
 
 def simulate(
@@ -64,7 +60,6 @@ def simulate(
     timeline = _timeline(job, tasks, starts.start, starts.cause)
     last = int(timeline.program[np.argmax(timeline.end)]) if len(timeline) else 0
     step = timeline.makespan
-    half = round(NINETY_PERCENT * _deviation(job, tasks, times, host, chosen, step))
     replicas = prod(axis.size for axis in job.mesh if axis.name.startswith("dp"))
     samples = job.workload.batch_size * replicas * _micro_batches(job, last)
     return Result(
@@ -74,7 +69,7 @@ def simulate(
         gpus=job.world_size,
         plan={**(plan or {}), "global_batch": samples},
         step_ps=step,
-        interval_ps=(max(0, step - half), step + half),
+        interval_ps=interval(job, tasks, times, host, chosen, starts),
         samples=samples,
         tokens=samples * job.workload.sequence_length,
         model_flops=_model_flops(job, last),
@@ -125,46 +120,6 @@ def _timeline(job: JobGraph, tasks: TaskGraph, start: Int64, cause: Int64) -> Ti
         programs=tuple(p.role or f"rank {i}" for i, p in enumerate(job.programs)),
         streams=job.streams,
     )
-
-
-def _deviation(job: JobGraph, tasks: TaskGraph, times: Durations, host: Host, engine: str, step: int) -> float:
-    """Standard deviation of the step: each family's error moves all its durations together, families apart.
-
-    The step is simulated again with each family longer by its own standard error (first-order propagation).
-    """
-    family = _families(job)
-    variance = 0.0
-    longer: list[Callable[[], Int64]] = [
-        lambda which=which: _stretched(tasks, times, family == which)  # type: ignore[misc]
-        for which in np.unique(family[(times.spread > 0) & (times.picoseconds > 0)]).tolist()
-    ]
-    if host.spread and host.op_ps:
-        longer.append(
-            lambda: np.where(tasks.lane == 0, np.rint(tasks.duration * (1 + host.spread)), tasks.duration)
-        )
-    for durations_of in longer:
-        changed = replace(tasks, duration=durations_of().astype(np.int64))
-        starts, _ = engines.run(changed, engine)
-        variance += float((starts.start + changed.duration).max(initial=0) - step) ** 2
-    return sqrt(variance)
-
-
-def _stretched(tasks: TaskGraph, times: Durations, rows: np.ndarray) -> Int64:
-    factor = np.where(rows, 1.0 + times.spread, 1.0)[tasks.op]
-    return np.where(tasks.lane == 1, np.rint(tasks.duration * factor), tasks.duration).astype(np.int64)
-
-
-def _families(job: JobGraph) -> Int64:
-    """Operations whose durations come from one fit: matrix products, attention, convolutions, others, groups."""
-    ops = job.ops
-    kinds = [Gemm, Attention, Convolution]
-    of_attribute = np.array(
-        [next((i for i, k in enumerate(kinds) if isinstance(a, k)), 3) for a in ops.attribute_values] + [3]
-    )
-    family = of_attribute[ops.attributes].astype(np.int64)
-    communicates = np.isin(ops.kind, COMMUNICATIONS)
-    family[communicates] = 4 + ops.group[communicates]
-    return family
 
 
 def _model_flops(job: JobGraph, program: int) -> int:

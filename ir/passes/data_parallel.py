@@ -19,7 +19,7 @@ from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, JobGraph, StepGraph
-from echograph.ir.passes.rewrite import Call, copy_blocks
+from echograph.ir.passes.rewrite import Call, accumulate, add_to_gradient, copy_blocks, in_micro_batch
 
 MIB = 2**20
 AXIS = "dp"
@@ -75,7 +75,8 @@ class DataParallel:
         if not 1 <= self.replicas <= MAX_REPLICAS:
             raise PlanError(f"{self.replicas} data-parallel replicas: choose between 1 and {MAX_REPLICAS:,}")
         builder = copy_blocks(graph)
-        builder.mesh = (Axis(name=AXIS, size=self.replicas),)
+        # What shares a replica (tensor parallelism) is inside: its ranks are neighbours.
+        builder.mesh = (Axis(name=AXIS, size=self.replicas), *graph.mesh)
         builder.group(AXIS, axes=(AXIS,))
         calls: list[Call] = [(b, x, y, i, m) for b, x, y, i, m in graph.programs[0].calls.tolist() if y > x]
         passes, update = _split(graph, calls)
@@ -83,14 +84,16 @@ class DataParallel:
         last = passes
         if self.replicas > 1 and gradients:
             last = self._add(graph, builder, passes, gradients)
-        accumulate = _accumulate(graph, builder, gradients) if self.micro_batches > 1 else []
-        program = _in_micro_batch(passes if self.micro_batches > 1 else last, 0)
+        added = []
+        if self.micro_batches > 1:
+            added = [accumulate(builder, ((graph.tensors[g.tensor], g.tensor_id) for g in gradients))]
+        program = in_micro_batch(passes if self.micro_batches > 1 else last, 0)
         for micro_batch in range(1, self.micro_batches):
-            done = [*passes, *accumulate]
+            done = [*passes, *added]
             if micro_batch == self.micro_batches - 1 and last is not passes:
                 done = last
-            program += _in_micro_batch(done, micro_batch)
-        program += _in_micro_batch(update, self.micro_batches - 1)
+            program += in_micro_batch(done, micro_batch)
+        program += in_micro_batch(update, self.micro_batches - 1)
         builder.program(program, role="replica")
         return builder.build(JobGraph)
 
@@ -141,7 +144,7 @@ class DataParallel:
             ports.append(builder.tensor(tensor.name, tensor.shape, tensor.dtype, tensor.role, port=True))
             bindings.append(gradient.tensor_id)
             if self.micro_batches > 1:
-                ops.append(_add_to_gradient(builder, ports[-1], tensor.nbytes))
+                ops.append(add_to_gradient(builder, ports[-1], tensor.nbytes))
             if not self.gradient_as_bucket_view:
                 copy = builder.tensor(f"{tensor.name}.bucket", tensor.shape, tensor.dtype, t.TensorRole.BUFFER)
                 ops.append(_copy(builder, "ddp.copy_to_bucket", ports[-1], tensor.nbytes, (copy,)))
@@ -149,7 +152,7 @@ class DataParallel:
         reduce = builder.collective(
             f"ddp.bucket_{number}",
             t.CollectiveKind.ALL_REDUCE,
-            group=0,
+            group=builder.group(AXIS, axes=(AXIS,)),
             bytes_per_rank=bucket.nbytes,
             dtype=t.DType(int(graph.tensors.dtype[bucket.gradients[0].tensor])),
             payload=t.Payload.GRADIENT,
@@ -188,7 +191,7 @@ class DataParallel:
         sync = builder.collective(
             "ddp.broadcast_buffers",
             t.CollectiveKind.BROADCAST,
-            group=0,
+            group=builder.group(AXIS, axes=(AXIS,)),
             bytes_per_rank=nbytes,
             dtype=t.DType.UINT8,
             payload=t.Payload.OTHER,
@@ -210,28 +213,6 @@ def _split(graph: StepGraph, calls: list[Call]) -> tuple[list[Call], list[Call]]
     return calls, []
 
 
-def _accumulate(graph: StepGraph, builder: GraphBuilder, gradients: list[_Gradient]) -> list[Call]:
-    """A block that adds a micro-batch's gradients to those of the ones before it."""
-    block = builder.begin_block("accumulate")
-    begin = builder.op_count()
-    for gradient in gradients:
-        tensor = graph.tensors[gradient.tensor]
-        port = builder.tensor(tensor.name, tensor.shape, tensor.dtype, tensor.role, port=True)
-        _add_to_gradient(builder, port, tensor.nbytes)
-    builder.instance(block, bindings=[g.tensor_id for g in gradients])
-    return [(block, begin, builder.op_count(), 0, 0)]
-
-
-def _add_to_gradient(builder: GraphBuilder, gradient: int, nbytes: int) -> int:
-    return builder.compute(
-        "aten.add_", phase=t.Phase.BACKWARD, inputs=(gradient,), bytes_read=2 * nbytes, bytes_written=nbytes
-    )
-
-
-def _in_micro_batch(calls: list[Call], micro_batch: int) -> list[Call]:
-    return [(block, begin, end, instance, micro_batch) for block, begin, end, instance, _ in calls]
-
-
 def _own_buffers(graph: StepGraph, tensors: range) -> np.ndarray:
     rows = slice(tensors.start, tensors.stop)
     made = (graph.maker[rows] != NONE) | (graph.tensors.alias_of[rows] != NONE)
@@ -245,13 +226,32 @@ def _copy(builder: GraphBuilder, name: str, source: int, nbytes: int, made: tupl
 
 
 def final_gradients(graph: StepGraph) -> list[int]:
-    """The tensors that hold the parameters' gradients when backward is done, as rows of the tensor table."""
-    tensors = graph.tensors
-    final = (tensors.role == t.TensorRole.GRADIENT) & ~tensors.port & (graph.maker != NONE)
-    final &= graph.ops.phase[graph.maker] != t.Phase.OPTIMIZER
-    # A gradient may be a view of what a kernel made; both are gradients, and the later one is the parameter's.
-    last_of_memory = {int(graph.root[tensor]): tensor for tensor in np.flatnonzero(final).tolist()}
-    return list(last_of_memory.values())
+    """The tensors that hold the parameters' gradients when backward is done, as rows of the tensor table.
+
+    Those are what backward makes and the optimizer reads. Roles say less: the gradients of activations may share
+    their memory (a sum that flows on, unchanged), and one parameter's gradient may be a part of another's.
+    """
+    made = ~graph.tensors.port & (graph.maker != NONE)
+    final = _read_by_optimizer(graph) & made & (graph.ops.phase[graph.maker] == t.Phase.BACKWARD)
+    if final.any():
+        return [int(row) for row in np.flatnonzero(final)]
+    # No optimizer: a gradient may be a view of what a kernel made, and the later one is the parameter's.
+    gradients = np.flatnonzero(made & (graph.tensors.role == t.TensorRole.GRADIENT))
+    return list({int(graph.root[row]): int(row) for row in gradients}.values())
+
+
+def _read_by_optimizer(graph: StepGraph) -> np.ndarray:
+    """For every tensor, whether an operation of the optimizer reads it, in its own block or through a port."""
+    inputs, tensors = graph.ops.inputs, graph.tensors
+    read = np.zeros(len(tensors), np.bool_)
+    read[inputs.values[graph.ops.phase[inputs.rows] == t.Phase.OPTIMIZER]] = True
+    for block in graph.blocks:
+        ports = block.tensors.start + np.flatnonzero(tensors.port[block.tensors.start : block.tensors.stop])
+        for instance in block.instances:
+            for port, bound in zip(ports.tolist(), instance.bindings, strict=True):
+                if read[port]:
+                    read[graph.locate_tensor(bound)[2]] = True
+    return read
 
 
 def _ready_gradients(graph: StepGraph, calls: list[Call]) -> list[_Gradient]:

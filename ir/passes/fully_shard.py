@@ -21,7 +21,7 @@ from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph, StepGraph
 from echograph.ir.passes.data_parallel import MAX_MICRO_BATCHES, MAX_REPLICAS
 from echograph.ir.passes.fully_shard_block import GATHERED, REDUCED, REGATHERED, Shard, Unit, phase_of, write_block
-from echograph.ir.passes.rewrite import Call
+from echograph.ir.passes.rewrite import Call, empty_copy
 
 SHARD, REPLICATE = "dp_shard", "dp_replicate"
 Place = tuple[int, int]
@@ -60,15 +60,11 @@ class FullyShard:
             )
         if shard < 1 or self.replicas % shard:
             raise PlanError(f"sharding over {shard} ranks does not divide {self.replicas}: choose a divisor")
-        builder = GraphBuilder(
-            name=graph.name, workload=graph.workload, producer=graph.producer, streams=graph.streams
-        )
-        builder.unknown = graph.unknown
+        builder = empty_copy(graph)
         copies = self.replicas // shard
-        builder.mesh = (
-            *((Axis(name=REPLICATE, size=copies),) if copies > 1 else ()),
-            Axis(name=SHARD, size=shard),
-        )
+        replicate = (Axis(name=REPLICATE, size=copies),) if copies > 1 else ()
+        # What shares a replica (tensor parallelism) is inside: its ranks are neighbours.
+        builder.mesh = (*replicate, Axis(name=SHARD, size=shard), *graph.mesh)
         how = Shard(
             ranks=shard,
             copies=copies,

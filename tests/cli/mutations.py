@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from echograph.cli.compose import predict
+from echograph.cli.show import summarize
 from echograph.errors import EchoError
 from echograph.ir.files import fields, with_checksum
 from echograph.ir.serde import decode
@@ -94,11 +95,12 @@ def _other(descriptor: Any, value: Any, chance: random.Random) -> Any:
 
 
 def simulate(data: bytes) -> str:
-    """What `echosim run` does with the bytes of a file; the outcome's name."""
+    """What `echoc show` and `echosim run` do with the bytes of a file; the outcome's name."""
     try:
         graph = decode(data)
     except EchoError:
         return "refused"
+    json.dumps(summarize(graph), allow_nan=False)
     try:
         result, _ = predict(graph, cluster="dgx-h100", gpus=None)
     except EchoError:

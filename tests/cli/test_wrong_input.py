@@ -152,6 +152,28 @@ def test_a_global_batch_that_does_not_divide(refused, graph: Path, batch: str) -
     refused("echosim", "run", graph, "--gpus", 8, "--global-batch", batch)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--zero", "4"),
+        ("--zero", "-1"),
+        ("--zero", "all"),
+        ("--hsdp-replicas", "2"),
+        ("--zero", "3", "--hsdp-replicas", "3"),
+        ("--zero", "3", "--hsdp-replicas", "0"),
+        ("--zero", "3", "--hsdp-replicas", "-2"),
+        ("--zero", "3", "--hsdp-replicas", str(HUGE)),
+    ],
+    ids=" ".join,
+)
+def test_a_sharding_that_does_not_fit(refused, graph: Path, options: tuple[str, ...]) -> None:
+    assert options[-2] in refused("echosim", "run", graph, "--gpus", 8, *options, status=2)
+
+
+def test_sharding_of_a_job_graph(refused, job_graph: Path) -> None:
+    assert "step graph" in refused("echosim", "run", job_graph, "--zero", 3, status=2)
+
+
 def test_an_unknown_cluster_or_engine(refused, graph: Path) -> None:
     assert "'dgx-h100'" in refused("echosim", "run", graph, "--cluster", "dgx-h1000", status=2)
     assert "'static'" in refused("echosim", "run", graph, "--engine", "statics", status=2)

@@ -111,3 +111,25 @@ def test_a_model_beyond_the_memory_is_said_not_to_fit(compiled, simulated) -> No
     record = simulated(compiled("llama-3-8b", 32, batch_size=1, seq_len=2048), 8)
     assert record["memory"]["peak_bytes"] > record["memory"]["capacity_bytes"]
     assert not record["memory"]["fits"]
+
+
+def test_sharding_trades_memory_for_communication(compiled, simulated) -> None:
+    graph = compiled("llama-3-8b", 4, batch_size=1, seq_len=2048)
+    whole, sharded = (simulated(graph, 64, zero=stage) for stage in (0, 3))
+    assert sharded["memory"]["at_peak_bytes"]["optimizer_state"] == pytest.approx(
+        whole["memory"]["at_peak_bytes"]["optimizer_state"] / 64, rel=0.01
+    )
+    assert sharded["memory"]["peak_bytes"] < whole["memory"]["peak_bytes"] / 4
+    assert sum(c["busy_s"] for c in sharded["collectives"].values()) > whole["collectives"]["dp"]["busy_s"]
+    hybrid = simulated(graph, 64, zero=3, hsdp_replicas=8)
+    peaks = [r["memory"]["peak_bytes"] for r in (sharded, hybrid, whole)]
+    assert peaks == sorted(peaks), "a hybrid lies between"
+
+
+@pytest.mark.parametrize("gpus", [1, 5, 16, 1024])
+def test_the_breakdown_of_a_sharded_step_adds_up(compiled, simulated, gpus: int) -> None:
+    record = simulated(compiled("bert-base-uncased", batch_size=2), gpus, zero=3, global_batch=4 * gpus)
+    parts = dict(record["breakdown_s"])
+    parts |= parts.pop("exposed_communication")
+    assert min(parts.values()) >= 0
+    assert sum(parts.values()) == pytest.approx(record["step_time_s"], rel=1e-9)

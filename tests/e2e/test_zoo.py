@@ -25,6 +25,8 @@ def test_compiles_and_simulates(name: str) -> None:
     record = predict(graph, cluster="dgx-h100", gpus=8)[0].to_json()
     assert 0 < record["step_time_s"] < 100
     assert 0 < record["mfu"] < 0.8
-    assert record["collectives"]["dp"]["bytes_per_rank"] == pytest.approx(2 * entry.parameters, rel=0.001)
+    buffers = record["memory"]["at_peak_bytes"]["buffer"]
+    sent = record["collectives"]["dp"]["bytes_per_rank"]
+    assert 0 <= sent - 2 * entry.parameters <= buffers, "every gradient once, and buffers at most"
     stored = f"{len(graph.ops):>5} of {graph.unfolded_ops:>6} operations stored"
     print(f"{name:<26} {stored}, {record['step_time_s'] * 1e3:>10.3f} ms")

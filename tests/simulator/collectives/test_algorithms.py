@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from echograph.errors import UnknownNameError
@@ -226,6 +226,8 @@ def test_more_whole_domains_never_take_less(
 ) -> None:
     largest = cluster.max_gpus // cluster.domain_gpus
     few, many = (min(count, largest) for count in (domains, domains + more))
+    # Leaving the first domain halves what an all-to-all moves inside it, and PCIe can be slower than the network.
+    assume(kind != "all_to_all" or few > 1)
     times = [
         collective_time(kind, size, cluster.place(range(count * cluster.domain_gpus)), cluster).seconds
         for count in (few, many)
