@@ -23,6 +23,9 @@ def unfold(graph: StepGraph) -> StepGraph:
         name=graph.name, workload=graph.workload, producer=graph.producer, streams=graph.streams
     )
     builder.unknown = graph.unknown
+    builder.mesh = graph.mesh
+    for group in graph.groups:
+        builder.group(group.name, axes=group.axes, ranks=group.ranks)
     writer = _Unfolder(graph, builder)
     for block, begin, end, instance, _ in graph.programs[0].calls.tolist():
         for index in range(begin, end):

@@ -101,3 +101,35 @@ def test_a_cluster_of_ones_own(cli, graph: Path, tmp_path: Path) -> None:
     mine = cli("echosim", "run", graph, "--gpus", 64, "--cluster", own, "--json").json()
     named = cli("echosim", "run", graph, "--gpus", 64, "--json").json()
     assert mine["breakdown_s"] == named["breakdown_s"]
+
+
+def test_tensor_parallel_plans_run_and_say_what_they_are(cli, tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 2,
+        "hidden_size": 256,
+    }
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 512, "vocab_size": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "graph.pb"
+    assert (
+        cli(
+            "echoc", "compile", "-m", str(tmp_path), "--batch-size", "2", "--seq-len", "128", "-o", str(path)
+        ).status
+        == 0
+    )
+    for extra in ([], ["--sequence-parallel"], ["--zero", "3"], ["--zero", "3", "--sequence-parallel"]):
+        record = cli("echosim", "run", str(path), "--gpus", "16", "--tp", "4", *extra, "--json").json()
+        parts = record["breakdown_s"]
+        total = sum(v for k, v in parts.items() if k != "exposed_communication")
+        assert total + sum(parts["exposed_communication"].values()) == pytest.approx(
+            record["step_time_s"], rel=1e-9
+        )
+        assert record["plan"]["tp"] == 4
+        assert record["plan"]["global_batch"] == 2 * 4
+        assert record["collectives"]["tp"]["calls"] > 0
+    for wrong in (["--tp", "3"], ["--tp", "0"], ["--sequence-parallel"], ["--gpus", "18", "--tp", "4"]):
+        refused = cli("echosim", "run", str(path), "--gpus", "16", *wrong)
+        assert refused.status in (1, 2)
+        assert len(refused.err.strip().splitlines()) == 1

@@ -25,6 +25,10 @@ def run_command(
     global_batch: Annotated[
         int | None, typer.Option(help="Samples of one step over all GPUs (default: one micro-batch each).")
     ] = None,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks, which share each layer.")] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="They share the sequence as well.")
+    ] = False,
     zero: Annotated[int, typer.Option(help="0: DDP; 3: parameters, gradients and optimizer sharded (FSDP).")] = 0,
     hsdp_replicas: Annotated[int, typer.Option(help="Copies of the sharded model (HSDP).")] = 1,
     engine: Annotated[str, typer.Option(help="auto, static or reference.")] = "auto",
@@ -32,7 +36,7 @@ def run_command(
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, for Perfetto.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Predict the time of one training step, data-parallel over the GPUs."""
+    """Predict the time of one training step, spread over the GPUs by a parallel plan."""
     from echograph.cli.compose import predict
     from echograph.cli.plan import Plan, PlanOptions
     from echograph.cli.report import print_result
@@ -48,12 +52,16 @@ def run_command(
         "global_batch": global_batch,
         "zero": zero,
         "hsdp_replicas": hsdp_replicas,
+        "tp": tp,
+        "sequence_parallel": sequence_parallel,
     }
     Plan(**options)  # refused before the graph is read
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph)
         say("simulating")
         result, job = predict(loaded, cluster=cluster, engine=engine, **options)
+    for note in Plan(**options).notes(loaded):
+        print_error(f"note: {note}")
     record = result.to_json()
     if as_json:
         print_json(record)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from echograph.errors import UsageError
@@ -21,6 +21,8 @@ class PlanOptions(TypedDict, total=False):
     global_batch: int | None
     zero: int
     hsdp_replicas: int
+    tp: int
+    sequence_parallel: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +34,24 @@ class Plan:
         global_batch: samples of one step over all ranks; None: one micro-batch a rank.
         zero: 0 replicates the model (DDP); 3 shards parameters, gradients and optimizer state (FSDP2).
         hsdp_replicas: copies of the sharded model (HSDP); with zero 3 only.
+        tp: ranks that share each layer (tensor parallelism).
+        sequence_parallel: they share the sequence between the products, too.
     """
 
     gpus: int | None = None
     global_batch: int | None = None
     zero: int = 0
     hsdp_replicas: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
+        if self.tp < 1:
+            raise UsageError(f"--tp {self.tp}: at least one rank holds each layer")
+        if self.sequence_parallel and self.tp == 1:
+            raise UsageError(
+                "--sequence-parallel: shares the sequence among tensor-parallel ranks, give --tp as well"
+            )
         if self.zero not in ZERO_STAGES:
             raise UsageError(f"--zero {self.zero}: choose 0 (DDP) or 3 (fully sharded)")
         if self.hsdp_replicas != 1 and self.zero != 3:
@@ -58,21 +70,39 @@ class Plan:
             if self.gpus not in (None, graph.world_size):
                 asked = f"--gpus {self.gpus}: the job graph is for {graph.world_size}"
                 raise UsageError(f"{asked}; give its step graph instead")
-            if (self.global_batch, self.zero) != (None, 0):
-                raise UsageError(
-                    "a job graph has its plan already: give --global-batch and --zero with its step graph"
-                )
+            if replace(self, gpus=None) != Plan():
+                raise UsageError("a job graph has its plan already: give other options with its step graph")
             return graph
-        ranks = self.gpus or cluster.gpus_per_node
-        micro_batches = _micro_batches(graph, ranks, self.global_batch)
+        gpus = self.gpus or max(cluster.gpus_per_node, self.tp)
+        if gpus % self.tp:
+            below = max(1, gpus // self.tp) * self.tp
+            raise UsageError(f"--tp {self.tp}: {gpus} GPUs do not divide; {below} or {below + self.tp} would")
+        if self.tp > 1:
+            graph = self._tensor_parallel(graph)
+        replicas = gpus // self.tp
+        micro_batches = _micro_batches(graph, replicas, self.global_batch)
         if self.zero == 0:
-            return DataParallel(replicas=ranks, micro_batches=micro_batches)(graph)
-        if self.hsdp_replicas < 1 or ranks % self.hsdp_replicas:
-            raise UsageError(
-                f"--hsdp-replicas {self.hsdp_replicas}: {ranks} GPUs do not divide into so many copies"
-            )
-        shard = ranks // self.hsdp_replicas
-        return FullyShard(replicas=ranks, shard=shard, micro_batches=micro_batches)(graph)
+            return DataParallel(replicas=replicas, micro_batches=micro_batches)(graph)
+        if self.hsdp_replicas < 1 or replicas % self.hsdp_replicas:
+            copies = f"--hsdp-replicas {self.hsdp_replicas}"
+            raise UsageError(f"{copies}: {replicas} data-parallel ranks do not divide into so many copies")
+        shard = replicas // self.hsdp_replicas
+        return FullyShard(replicas=replicas, shard=shard, micro_batches=micro_batches)(graph)
+
+    def _tensor_parallel(self, graph: StepGraph) -> StepGraph:
+        from echograph.ir.passes.tensor_parallel import TensorParallel
+
+        return TensorParallel(size=self.tp, sequence_parallel=self.sequence_parallel)(graph)
+
+    def notes(self, graph: StepGraph | JobGraph) -> tuple[str, ...]:
+        """What the plan could not spread, and is computed by every rank."""
+        if self.tp == 1 or isinstance(graph, JobGraph):
+            return ()
+        from echograph.ir.passes.tensor_parallel import TensorParallel
+
+        lines = TensorParallel(size=self.tp, sequence_parallel=self.sequence_parallel).report(graph)
+        # Gathering the sequence before a product is what sequence parallelism does, not something it failed to.
+        return tuple(line for line in lines if not (self.sequence_parallel and ": gathers " in line))
 
     def record(self, job: JobGraph, cluster: Cluster) -> dict[str, Any]:
         """The plan with its defaults filled in, for results."""
@@ -81,6 +111,7 @@ class Plan:
             "cluster": cluster.name,
             "zero": self.zero,
             "hsdp_replicas": self.hsdp_replicas,
+            "sequence_parallel": self.sequence_parallel,
             "micro_batch": job.workload.batch_size,
             **{axis.name: axis.size for axis in job.mesh},
         }

@@ -1,0 +1,345 @@
+"""Writes the step of one tensor-parallel rank: local shapes and work, and the collectives between placements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import prod
+
+from echograph.ir import types as t
+from echograph.ir.builder import GraphBuilder
+from echograph.ir.columns import NONE
+from echograph.ir.graph import Axis, StepGraph
+from echograph.ir.passes.tensor_parallel_rules import (
+    PARTIAL,
+    VIEWS,
+    WHOLE,
+    Decision,
+    Placement,
+    Shape,
+    Shard,
+)
+from echograph.ir.passes.tensor_parallel_sharding import Sharding, operator
+
+AXIS = "tp"
+_KINDS = t.CollectiveKind
+
+
+def write(graph: StepGraph, sharding: Sharding) -> StepGraph:
+    """The step of one rank.
+
+    Args:
+        graph: the whole step.
+        sharding: the placements of its tensors.
+    """
+    return _Writer(graph, sharding).write()
+
+
+class _Writer:
+    """Copies a graph block by block, in the order of its tables.
+
+    `raw` has the tensor that the copied operation makes, `final` what its readers read after a reduction, and
+    `copies` what was converted to another placement for some of them.
+    """
+
+    def __init__(self, graph: StepGraph, sharding: Sharding) -> None:
+        self.graph, self.sharding = graph, sharding
+        self.builder = builder = GraphBuilder(
+            name=graph.name, workload=graph.workload, producer=graph.producer, streams=graph.streams
+        )
+        builder.unknown = graph.unknown
+        builder.mesh = (*graph.mesh, Axis(name=AXIS, size=sharding.size))
+        for group in graph.groups:
+            builder.group(group.name, axes=group.axes, ranks=group.ranks)
+        self.group = builder.group(AXIS, axes=(AXIS,))
+        self.stream = builder.stream(f"comm.{AXIS}")
+        self.raw: dict[int, int] = {}
+        self.final: dict[int, int] = {}
+        self.copies: dict[tuple[int, Placement, t.Phase | None], int] = {}
+        self.starts: dict[int, int] = {}
+        self.main: dict[int, int] = {}
+
+    def write(self) -> StepGraph:
+        """The new graph."""
+        graph, builder = self.graph, self.builder
+        spans: list[tuple[range, range]] = []
+        for number, block in enumerate(graph.blocks):
+            if number:
+                builder.begin_block(block.name)
+            tensors, ops = builder.tensor_count(), builder.op_count()
+            for index in block.tensors:
+                if graph.maker[index] == NONE:
+                    self._tensor(index)
+            for row in block.ops:
+                self.starts[row] = builder.op_count()
+                self._op(row)
+            spans.append((range(tensors, builder.tensor_count()), range(ops, builder.op_count())))
+        self._instances(spans)
+        calls = []
+        for number, begin, end, instance, micro_batch in graph.programs[0].calls.tolist():
+            stop = spans[number][1].stop
+            calls.append(
+                (number, self.starts.get(begin, stop), self.starts.get(end, stop), instance, micro_batch)
+                if end < graph.blocks[number].ops.stop
+                else (number, self.starts.get(begin, stop), stop, instance, micro_batch)
+            )
+        program = graph.programs[0]
+        builder.program(calls, role=program.role, coordinates=program.coordinates, ranks=program.ranks)
+        return builder.build(StepGraph)
+
+    def _instances(self, spans: list[tuple[range, range]]) -> None:
+        """Binds ports by the new ids."""
+        graph = self.graph
+        ports = {self.raw[i] for i in self.raw if graph.tensors.port[i]}
+        position: dict[int, int] = {}
+        bases, op_bases, start, op_start = [], [], 0, 0
+        for block, (tensors, ops) in zip(graph.blocks, spans, strict=True):
+            own = [i for i in tensors if i not in ports]
+            position |= {index: at for at, index in enumerate(own)}
+            bases.append((start, len(own)))
+            op_bases.append((op_start, ops))
+            start += len(own) * len(block.instances)
+            op_start += len(ops) * len(block.instances)
+        for number, block in enumerate(graph.blocks):
+            for made in block.instances:
+                bindings, op_bindings = [], []
+                for identity in made.bindings:
+                    its_block, instance, index = graph.locate_tensor(identity)
+                    base, count = bases[its_block]
+                    bindings.append(base + instance * count + position[self._bound(index)])
+                for identity in made.op_bindings:
+                    its_block, instance, row = graph.locate_op(identity)
+                    base, span = op_bases[its_block]
+                    op_bindings.append(base + instance * len(span) + self.main[row] - span.start)
+                self.builder.instance(number, made.label, bindings=bindings, op_bindings=op_bindings)
+
+    # -- tensors -----------------------------------------------------------------------------------------
+
+    def _bound(self, index: int) -> int:
+        return self.final.get(index, self.raw[index])
+
+    def _tensor(self, index: int, alias: int | None = None) -> int:
+        """Adds a tensor as its maker leaves it: a summand has its whole shape."""
+        tensor, sharding = self.graph.tensors[index], self.sharding
+        if alias is None and tensor.alias_of is not None:
+            alias = self._bound(tensor.alias_of)
+        shape = sharding.shapes.get(index, tensor.shape)
+        if sharding.is_partial(index):
+            shape = tensor.shape
+        self.raw[index] = self.builder.tensor(
+            tensor.name, shape, tensor.dtype, tensor.role, alias_of=alias, port=tensor.port
+        )
+        return self.raw[index]
+
+    def _read(self, index: int, wanted: Placement, op: t.Op) -> int:
+        """The tensor with the placement that an operation wants, converted before it if need be."""
+        has = self.sharding.placement.get(index, WHOLE)
+        if has in (wanted, PARTIAL):
+            return self._bound(index)
+        # With sequence parallelism the backward pass gathers again, instead of keeping what forward gathered.
+        key = (index, wanted, op.phase if self.sharding.sequence_parallel else None)
+        if key not in self.copies:
+            self.copies[key] = self._convert(index, has, wanted, op)
+        return self.copies[key]
+
+    def _convert(self, index: int, has: Placement, wanted: Placement, op: t.Op) -> int:
+        if wanted == WHOLE:
+            return self._gather(index, op)
+        whole = self._read(index, WHOLE, op) if isinstance(has, Shard) else self._bound(index)
+        tensor = self.graph.tensors[index]
+        local = self.builder.tensor(
+            tensor.name, self.sharding.local_shape(index, wanted), tensor.dtype, tensor.role, alias_of=whole
+        )
+        self.builder.compute("aten.slice", phase=op.phase, module=op.module, inputs=(whole,), outputs=(local,))
+        return local
+
+    def _gather(self, index: int, op: t.Op) -> int:
+        """Gathers a tensor; of a view, what it is a view of, so that several views share the gathering."""
+        tensor, maker = self.graph.tensors[index], int(self.graph.maker[index])
+        if maker != NONE and operator(self.graph, maker) in VIEWS:
+            view = self.graph.ops[maker]
+            if len(view.outputs) == 1 and isinstance(self.sharding.placement.get(view.inputs[0]), Shard):
+                whole = self._read(view.inputs[0], WHOLE, op)
+                made = self.builder.tensor(tensor.name, tensor.shape, tensor.dtype, tensor.role, alias_of=whole)
+                self.builder.compute(view.name, phase=op.phase, module=op.module, inputs=(whole,), outputs=(made,))
+                return made
+        made = self.builder.tensor(tensor.name, tensor.shape, tensor.dtype, tensor.role)
+        self._collective(_KINDS.ALL_GATHER, tensor, op, (self._bound(index),), (made,))
+        return made
+
+    def _reduce(self, index: int, op: t.Op, summand: int) -> int:
+        """Adds up summands over the ranks, in place, or into shares."""
+        tensor, target = self.graph.tensors[index], self.sharding.placement[index]
+        shape = self.sharding.local_shape(index, target)
+        alias = summand if target == WHOLE else None
+        kind = _KINDS.ALL_REDUCE if target == WHOLE else _KINDS.REDUCE_SCATTER
+        made = self.builder.tensor(tensor.name, shape, tensor.dtype, tensor.role, alias_of=alias)
+        self._collective(kind, tensor, op, (summand,), (made,))
+        return made
+
+    def _collective(
+        self, kind: t.CollectiveKind, tensor: t.Tensor, op: t.Op, inputs: Sequence[int], outputs: Sequence[int]
+    ) -> None:
+        payloads = {t.TensorRole.GRADIENT: t.Payload.GRADIENT, t.TensorRole.PARAMETER: t.Payload.PARAMETER}
+        self.builder.collective(
+            f"{AXIS}.{kind.name.lower()}",
+            kind,
+            group=self.group,
+            bytes_per_rank=tensor.nbytes,
+            dtype=tensor.dtype,
+            payload=payloads.get(tensor.role, t.Payload.ACTIVATION),
+            asynchronous=True,
+            phase=op.phase,
+            module=op.module,
+            inputs=inputs,
+            outputs=outputs,
+            stream=self.stream,
+        )
+
+    # -- operations --------------------------------------------------------------------------------------
+
+    def _op(self, row: int) -> None:
+        op, decision = self.graph.ops[row], self.sharding.decisions.get(row)
+        if decision is None or not isinstance(op, t.Compute):
+            decision = Decision((WHOLE,) * len(op.inputs), (WHOLE,) * len(op.outputs))
+        reads = [self._read(i, wanted, op) for i, wanted in zip(op.inputs, decision.inputs, strict=True)]
+        if isinstance(op, t.Compute) and self._in_parts(op, decision, reads):
+            return
+        outputs = [self._tensor(i, self._alias(op, i, reads)) for i in op.outputs]
+        self.main[row] = self._add(op, decision, reads, outputs)
+        for index, made in zip(op.outputs, decision.outputs, strict=True):
+            if made == PARTIAL and index in self.sharding.reduced:
+                self.final[index] = self._reduce(index, op, self.raw[index])
+
+    def _in_parts(self, op: t.Compute, decision: Decision, reads: Sequence[int]) -> bool:
+        """Writes an operation that communicates in its midst; whether it is one."""
+        first = decision.inputs[0] if decision.inputs else WHOLE
+        shares_classes = isinstance(first, Shard) and first.dim == 1
+        match op.name:
+            case "aten.addmm" | "aten.baddbmm" if decision.outputs[0] == PARTIAL:
+                self._product_then_bias(op, decision, reads)
+            case "aten._log_softmax" if shares_classes:
+                self._log_softmax(op, reads[0])
+            case "aten.nll_loss_forward" if shares_classes:
+                self._nll_loss(op, reads)
+            case _:
+                return False
+        return True
+
+    def _alias(self, op: t.Op, index: int, reads: Sequence[int]) -> int | None:
+        """A view is one of what the operation reads now, which may be a converted copy."""
+        alias = self.graph.tensors[index].alias_of
+        return reads[op.inputs.index(alias)] if alias in op.inputs else None
+
+    def _add(self, op: t.Op, decision: Decision, reads: Sequence[int], outputs: Sequence[int]) -> int:
+        changes: dict[str, object] = {"inputs": reads, "outputs": outputs, "deps": [self.main[d] for d in op.deps]}
+        if isinstance(op, t.Compute):
+            if op.forward_op is not None and op.forward_op >= 0:
+                changes["forward_op"] = self.main[op.forward_op]
+            if any(isinstance(p, Shard) for p in (*decision.inputs, *decision.outputs)):
+                changes |= self._local_work(op, decision)
+        return self.builder.add(op, **changes)
+
+    def _local_work(self, op: t.Compute, decision: Decision) -> dict[str, object]:
+        """A rank's share of an operation's work; durations of the whole one no longer hold."""
+        placed = [*zip(op.inputs, decision.inputs, strict=True), *zip(op.outputs, decision.outputs, strict=True)]
+        share = next(self._share(i, p) for i, p in placed if isinstance(p, Shard))
+        read = self._local_bytes(op.inputs, decision.inputs, op.bytes_read)
+        if op.name == "aten.embedding" and decision.outputs[0] == PARTIAL:
+            read = op.bytes_read  # a row a token, whichever rank has it
+        written = op.bytes_written
+        if op.outputs:
+            written = self._local_bytes(op.outputs, decision.outputs, written)
+        attributes = op.attributes
+        if isinstance(attributes, t.Attention):
+            size = self.sharding.size
+            attributes = replace(attributes, heads=attributes.heads // size, kv_heads=attributes.kv_heads // size)
+        return {
+            "flops": int(op.flops * share), "bytes_read": read, "bytes_written": written,
+            "attributes": attributes, "durations": (),
+        }  # fmt: skip
+
+    def _share(self, index: int, placement: Placement) -> Fraction:
+        whole = self.graph.tensors.shape.row(index)
+        return Fraction(prod(self.sharding.local_shape(index, placement)), max(1, prod(whole)))
+
+    def _local_bytes(self, tensors: Sequence[int], placements: Sequence[Placement], nbytes: int) -> int:
+        """Bytes of the shares: exact where the whole is the sum of the tensors, else in proportion."""
+        whole, local = 0, 0
+        for index, placement in dict(zip(tensors, placements, strict=True)).items():
+            size = self.graph.tensors[index].nbytes
+            whole += size
+            local += int(size * self._share(index, placement))
+        if whole == nbytes:
+            return local
+        return nbytes * local // whole if whole else nbytes
+
+    # -- operations that become several ------------------------------------------------------------------
+
+    def _product_then_bias(self, op: t.Compute, decision: Decision, reads: Sequence[int]) -> None:
+        """A row-parallel product: its summands are added up over the ranks, and then the bias, once."""
+        (index,) = op.outputs
+        tensor, bias = self.graph.tensors[index], self.graph.tensors[op.inputs[0]]
+        target = self.sharding.placement[index]
+        local = self.sharding.local_shape(index, target)
+        summand = self.builder.tensor(tensor.name, tensor.shape, tensor.dtype, tensor.role)
+        product = replace(
+            op,
+            name=op.name.replace("addmm", "mm").replace("baddbmm", "bmm"),
+            inputs=op.inputs[1:],
+            bytes_read=op.bytes_read - bias.nbytes,
+        )
+        self.main[op.id] = self._add(product, Decision(decision.inputs[1:], (PARTIAL,)), reads[1:], (summand,))
+        total = self._reduce(index, op, summand)
+        self.raw[index] = self.builder.tensor(tensor.name, local, tensor.dtype, tensor.role)
+        nbytes = prod(local) * tensor.dtype.itemsize
+        self._local(op, "aten.add", (total, reads[0]), (self.raw[index],), nbytes + bias.nbytes, nbytes)
+
+    def _log_softmax(self, op: t.Compute, logits: int) -> None:
+        """Greatest logit and sum of exponentials of each row over all ranks; everything else is local."""
+        (index,) = op.outputs
+        tensor = self.graph.tensors[index]
+        local = self.sharding.shapes[index]
+        rows, size = local[0] * tensor.dtype.itemsize, prod(local) * tensor.dtype.itemsize
+        column = (local[0], 1)
+        largest = self._temporary("max", column, tensor)
+        self._local(op, "aten.amax", (logits,), (largest,), size, rows)
+        largest = self._sum_over_ranks(op, largest, column, tensor)
+        shifted, exponential = self._temporary("sub", local, tensor), self._temporary("exp", local, tensor)
+        self._local(op, "aten.sub", (logits, largest), (shifted,), size + rows, size)
+        self._local(op, "aten.exp", (shifted,), (exponential,), size, size)
+        total = self._temporary("sum", column, tensor)
+        self._local(op, "aten.sum", (exponential,), (total,), size, rows)
+        total = self._sum_over_ranks(op, total, column, tensor)
+        made = self._tensor(index)
+        self.main[op.id] = self._local(op, "aten.sub", (shifted, total), (made,), size + rows, size)
+
+    def _nll_loss(self, op: t.Compute, reads: Sequence[int]) -> None:
+        """The rank that has a token's target picks its log-probability; the others add zero."""
+        tensor, target = self.graph.tensors[op.inputs[0]], self.graph.tensors[op.inputs[1]]
+        column = (tensor.shape[0], 1)
+        rows = tensor.shape[0] * tensor.dtype.itemsize
+        picked = self._temporary("gather", column, tensor)
+        self._local(op, "aten.gather", reads[:2], (picked,), target.nbytes + rows, rows)
+        picked = self._sum_over_ranks(op, picked, column, tensor)
+        outputs = [self._tensor(i) for i in op.outputs]
+        self.main[op.id] = self.builder.add(
+            op, inputs=(picked, *reads[1:]), outputs=outputs, deps=[self.main[d] for d in op.deps]
+        )
+
+    def _temporary(self, name: str, shape: Shape, like: t.Tensor) -> int:
+        return self.builder.tensor(name, shape, like.dtype, t.TensorRole.ACTIVATION)
+
+    def _sum_over_ranks(self, op: t.Op, column: int, shape: Shape, like: t.Tensor) -> int:
+        made = self.builder.tensor("all_reduce", shape, like.dtype, t.TensorRole.ACTIVATION, alias_of=column)
+        self._collective(_KINDS.ALL_REDUCE, replace(like, shape=shape), op, (column,), (made,))
+        return made
+
+    def _local(
+        self, op: t.Op, name: str, inputs: Sequence[int], outputs: Sequence[int], read: int, written: int
+    ) -> int:
+        return self.builder.compute(
+            name, phase=op.phase, module=op.module, inputs=inputs, outputs=outputs, bytes_read=read,
+            bytes_written=written,
+        )  # fmt: skip
