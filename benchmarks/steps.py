@@ -3,9 +3,9 @@
 python -m benchmarks.steps [--every 6]
 
 Reads ground_truth.csv and peer_predictions.csv of the measured tables (ECHOGRAPH_DATA, default ../shared/data).
-Only rows that data parallelism covers are taken: one GPU a replica. Every row runs the same way: the GPT of its
-shape, fp16, Adam with fp32 master weights, unfused attention where the row says so, full recomputation where it
-does, on dgx-a100. Nothing is fitted to a step time.
+Every row runs the same way: the GPT of its shape, fp16, Adam with fp32 master weights, unfused attention, full
+recomputation where the row says so, its tensor, pipeline and data parallelism with DDP's buckets, on dgx-a100.
+Nothing is fitted to a step time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Row = dict[str, str]
 def main() -> None:
     """Prints every row, then the errors by family."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--every", type=int, default=6, help="of the single-node rows, take each n-th")
+    parser.add_argument("--every", type=int, default=6, help="of vTrain's rows, take each n-th")
     every = parser.parse_args().every
     if not (DATA / "ground_truth.csv").exists():
         print(f"no measured tables at {DATA}: set ECHOGRAPH_DATA")
@@ -48,6 +48,9 @@ def main() -> None:
             cluster="dgx-a100",
             gpus=int(row["n_gpus"]),
             global_batch=int(row["global_batch"]),
+            tp=int(row["tp"]),
+            pp=int(row["pp"]),
+            vpp=int(row["vpp"] or 1),
         )
         measured, predicted = float(row["step_time_s"]), result.step_ps / 1e12
         family = row["id"].split("-")[0]
@@ -74,11 +77,11 @@ def _rows(every: int) -> list[Row]:
             row
             for row in csv.DictReader(file)
             if row["id"].split("-")[0] in FAMILIES
-            and (row["tp"], row["pp"], row["cp"] or "1", row["zero_stage"] or "0") == ("1", "1", "1", "0")
+            and (row["cp"] or "1", row["zero_stage"] or "0") == ("1", "0")
             and "A100" in row["gpu_type"]
         ]
-    single = [row for row in rows if row["id"].startswith("vtrainS")]
-    return [row for row in rows if not row["id"].startswith("vtrainS")] + single[::every]
+    few = [row for row in rows if row["id"].startswith("sc21")]
+    return few + [row for row in rows if not row["id"].startswith("sc21")][::every]
 
 
 def _peers() -> dict[tuple[str, str], float]:

@@ -25,10 +25,10 @@ class Result:
         interval_ps: 90 % interval of the step time from the errors of its durations.
         samples: samples of one step over all ranks.
         tokens: tokens of one step over all ranks; 0 where samples have none.
-        model_flops: forward and backward FLOPs of one rank, recomputation not counted.
+        model_flops: forward and backward FLOPs of a rank on average, recomputation not counted.
         peak_flops_per_s: the device's dense peak for the model's type; 0 where unknown.
         breakdown: where the time goes, for the program that ends last.
-        memory: of that program; None where the graph has no tensors.
+        memory: of the program that needs most; None where the graph has no tensors.
         sources: share of the busy time by source of the duration.
         collectives: for each group axis, calls and bytes per rank and the algorithms chosen.
         engine: name of the engine.

@@ -19,7 +19,7 @@ from echograph.simulator.clusters import Cluster
 from echograph.simulator.durations import COMMUNICATIONS, Durations, durations, meeting
 from echograph.simulator.host import Host
 from echograph.simulator.interval import interval
-from echograph.simulator.memory import memory
+from echograph.simulator.memory import Memory, memory
 from echograph.simulator.result import Result
 from echograph.simulator.tasks import TaskGraph, expand
 from echograph.units import to_s
@@ -72,10 +72,10 @@ def simulate(
         interval_ps=interval(job, tasks, times, host, chosen, starts),
         samples=samples,
         tokens=samples * job.workload.sequence_length,
-        model_flops=_model_flops(job, last),
+        model_flops=sum(_model_flops(job, n) for n in range(len(job.programs))) // max(1, len(job.programs)),
         peak_flops_per_s=peak_flops_per_s,
         breakdown=breakdown(job, timeline, last),
-        memory=memory(job, last, cluster.memory_bytes),
+        memory=_largest_memory(job, cluster),
         sources=_shares(job, tasks, times),
         collectives=_collectives(job, times, last),
         engine=chosen,
@@ -127,6 +127,12 @@ def _model_flops(job: JobGraph, program: int) -> int:
     before = np.concatenate([[0], np.cumsum(np.where(counted, job.ops.flops, 0))])
     calls = job.programs[program].calls
     return int((before[calls[:, 2]] - before[calls[:, 1]]).sum())
+
+
+def _largest_memory(job: JobGraph, cluster: Cluster) -> Memory | None:
+    """Of the program that needs most; the programs of a job differ by their stage."""
+    every = [memory(job, number, cluster.memory_bytes) for number in range(len(job.programs))]
+    return max((m for m in every if m is not None), key=lambda m: m.peak_bytes, default=None)
 
 
 def _micro_batches(job: JobGraph, program: int) -> int:

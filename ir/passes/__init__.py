@@ -12,7 +12,9 @@ PASSES = Table(
     "pass",
     {
         "fold": "echograph.ir.passes.fold:fold",
+        "tensor_parallel": "echograph.ir.passes.tensor_parallel:TensorParallel",
         "data_parallel": "echograph.ir.passes.data_parallel:DataParallel",
         "fully_shard": "echograph.ir.passes.fully_shard:FullyShard",
+        "pipeline": "echograph.ir.passes.pipeline:Pipeline",
     },
 )

@@ -10,6 +10,7 @@ compute stream waits for all of them and the results are copied back. Buffers ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,11 +19,12 @@ from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
-from echograph.ir.graph import Axis, JobGraph, StepGraph
+from echograph.ir.graph import Axis, Graph, JobGraph, StepGraph
 from echograph.ir.passes.rewrite import Call, accumulate, add_to_gradient, copy_blocks, in_micro_batch
 
 MIB = 2**20
 AXIS = "dp"
+STAGES = "pp"
 MAX_REPLICAS = 10_000_000
 MAX_MICRO_BATCHES = 65_536
 
@@ -63,8 +65,8 @@ class DataParallel:
     gradient_as_bucket_view: bool = False
     broadcast_buffers: bool = True
 
-    def __call__(self, graph: StepGraph) -> JobGraph:
-        """The job graph.
+    def __call__(self, graph: StepGraph | JobGraph) -> JobGraph:
+        """The job graph; a pipeline's job graph is replicated stage by stage, and keeps its micro-batches.
 
         Raises:
             PlanError: the number of replicas is not between 1 and 10 million, or that of micro-batches not
@@ -74,6 +76,8 @@ class DataParallel:
             raise PlanError(f"{self.micro_batches} micro-batches: choose between 1 and {MAX_MICRO_BATCHES:,}")
         if not 1 <= self.replicas <= MAX_REPLICAS:
             raise PlanError(f"{self.replicas} data-parallel replicas: choose between 1 and {MAX_REPLICAS:,}")
+        if isinstance(graph, JobGraph):
+            return self._replicate_stages(graph)
         builder = copy_blocks(graph)
         # What shares a replica (tensor parallelism) is inside: its ranks are neighbours.
         builder.mesh = (Axis(name=AXIS, size=self.replicas), *graph.mesh)
@@ -83,7 +87,7 @@ class DataParallel:
         gradients = _ready_gradients(graph, passes)
         last = passes
         if self.replicas > 1 and gradients:
-            last = self._add(graph, builder, passes, gradients)
+            last = self._add(graph, builder, passes, gradients, self._broadcast)
         added = []
         if self.micro_batches > 1:
             added = [accumulate(builder, ((graph.tensors[g.tensor], g.tensor_id) for g in gradients))]
@@ -97,12 +101,34 @@ class DataParallel:
         builder.program(program, role="replica")
         return builder.build(JobGraph)
 
+    def _replicate_stages(self, graph: JobGraph) -> JobGraph:
+        """Each stage reduces its own gradients, in the last of its micro-batches; its ranks stay together."""
+        if self.micro_batches != 1:
+            raise PlanError("the pipeline has its micro-batches already: give them to it alone")
+        outer = [axis for axis in graph.mesh if axis.name == STAGES]
+        builder = copy_blocks(graph, inside=1 if len(graph.mesh) > len(outer) else self.replicas)
+        builder.mesh = (*outer, Axis(name=AXIS, size=self.replicas), *(a for a in graph.mesh if a not in outer))
+        for program in graph.programs:
+            calls: list[Call] = [(b, x, y, i, m) for b, x, y, i, m in program.calls.tolist() if y > x]
+            # Every micro-batch makes the gradients; they are ready when the last one has.
+            ready = {g.tensor_id: g for g in _ready_gradients(graph, calls)}
+            gradients = sorted(ready.values(), key=lambda g: g.ready)
+            if self.replicas > 1 and gradients:
+                calls = self._add(graph, builder, calls, gradients, None)
+            builder.program(calls, role=program.role, coordinates=program.coordinates, ranks=program.ranks)
+        return builder.build(JobGraph)
+
     def _add(
-        self, graph: StepGraph, builder: GraphBuilder, calls: list[Call], gradients: list[_Gradient]
+        self,
+        graph: Graph,
+        builder: GraphBuilder,
+        calls: list[Call],
+        gradients: list[_Gradient],
+        broadcast: Callable[[Graph, GraphBuilder], list[int]] | None,
     ) -> list[Call]:
         """Adds a block with everything that DDP does; returns the calls with its operations among them."""
         block = builder.begin_block("ddp")
-        start = self._broadcast(graph, builder) if self.broadcast_buffers else []
+        start = broadcast(graph, builder) if broadcast is not None and self.broadcast_buffers else []
         after: dict[tuple[int, int], list[int]] = {}
         bindings: list[int] = []
         reduced = []
@@ -118,7 +144,7 @@ class DataParallel:
         first = [(block, start[0], start[-1] + 1, 0, 0)] if start else []
         return first + _insert(calls, after, block)
 
-    def _buckets(self, graph: StepGraph, gradients: list[_Gradient]) -> list[_Bucket]:
+    def _buckets(self, graph: Graph, gradients: list[_Gradient]) -> list[_Bucket]:
         """Assigns gradients to buckets, one open bucket for each data type."""
         open_buckets: dict[int, _Bucket] = {}
         closed: list[_Bucket] = []
@@ -135,7 +161,7 @@ class DataParallel:
         return [*closed, *open_buckets.values()]
 
     def _reduce(
-        self, graph: StepGraph, builder: GraphBuilder, bucket: _Bucket, number: int, bindings: list[int]
+        self, graph: Graph, builder: GraphBuilder, bucket: _Bucket, number: int, bindings: list[int]
     ) -> tuple[list[int], list[int]]:
         """Operations that fill and reduce a bucket, and the tensors that hold the bucket's gradients."""
         ports, ops = [], []
@@ -165,7 +191,7 @@ class DataParallel:
         return [*ops, reduce], ports
 
     def _finish(
-        self, graph: StepGraph, builder: GraphBuilder, reduced: list[tuple[int, _Bucket, list[int]]]
+        self, graph: Graph, builder: GraphBuilder, reduced: list[tuple[int, _Bucket, list[int]]]
     ) -> list[int]:
         """The compute stream waits for every bucket; then the gradients are copied out of the buckets."""
         wait = builder.compute("ddp.wait", phase=t.Phase.BACKWARD, deps=[op for op, _, _ in reduced])
@@ -178,7 +204,7 @@ class DataParallel:
             for gradient, copy in zip(bucket.gradients, copies, strict=True)
         ]
 
-    def _broadcast(self, graph: StepGraph, builder: GraphBuilder) -> list[int]:
+    def _broadcast(self, graph: Graph, builder: GraphBuilder) -> list[int]:
         nbytes = sum(
             int(size) * len(block.instances)
             for block in graph.blocks
@@ -213,7 +239,7 @@ def _split(graph: StepGraph, calls: list[Call]) -> tuple[list[Call], list[Call]]
     return calls, []
 
 
-def _own_buffers(graph: StepGraph, tensors: range) -> np.ndarray:
+def _own_buffers(graph: Graph, tensors: range) -> np.ndarray:
     rows = slice(tensors.start, tensors.stop)
     made = (graph.maker[rows] != NONE) | (graph.tensors.alias_of[rows] != NONE)
     return np.asarray((graph.tensors.role[rows] == t.TensorRole.BUFFER) & ~graph.tensors.port[rows] & ~made)
@@ -225,7 +251,7 @@ def _copy(builder: GraphBuilder, name: str, source: int, nbytes: int, made: tupl
     )
 
 
-def final_gradients(graph: StepGraph) -> list[int]:
+def final_gradients(graph: Graph) -> list[int]:
     """The tensors that hold the parameters' gradients when backward is done, as rows of the tensor table.
 
     Those are what backward makes and the optimizer reads. Roles say less: the gradients of activations may share
@@ -240,7 +266,7 @@ def final_gradients(graph: StepGraph) -> list[int]:
     return list({int(graph.root[row]): int(row) for row in gradients}.values())
 
 
-def _read_by_optimizer(graph: StepGraph) -> np.ndarray:
+def _read_by_optimizer(graph: Graph) -> np.ndarray:
     """For every tensor, whether an operation of the optimizer reads it, in its own block or through a port."""
     inputs, tensors = graph.ops.inputs, graph.tensors
     read = np.zeros(len(tensors), np.bool_)
@@ -254,7 +280,7 @@ def _read_by_optimizer(graph: StepGraph) -> np.ndarray:
     return read
 
 
-def _ready_gradients(graph: StepGraph, calls: list[Call]) -> list[_Gradient]:
+def _ready_gradients(graph: Graph, calls: list[Call]) -> list[_Gradient]:
     """The final gradients of all parameters, in the order in which backward makes them."""
     made_by: dict[int, list[int]] = {}
     for tensor in final_gradients(graph):

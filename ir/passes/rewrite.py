@@ -11,15 +11,21 @@ from echograph.ir.types import Compute, Phase, Tensor
 Call = tuple[int, int, int, int, int]
 
 
-def empty_copy(graph: Graph) -> GraphBuilder:
-    """A builder with what a graph says of itself, its streams and groups, but nothing in its tables."""
+def empty_copy(graph: Graph, inside: int = 1) -> GraphBuilder:
+    """A builder with what a graph says of itself, its streams and groups, but nothing in its tables.
+
+    Args:
+        graph: the graph.
+        inside: ranks that each of its ranks becomes, counted by a new innermost axis; groups of listed ranks are
+            then those of the axis' first position.
+    """
     builder = GraphBuilder(
         name=graph.name, workload=graph.workload, producer=graph.producer, streams=graph.streams
     )
     builder.unknown = graph.unknown
     builder.mesh = graph.mesh
     for group in graph.groups:
-        builder.group(group.name, axes=group.axes, ranks=group.ranks)
+        builder.group(group.name, axes=group.axes, ranks=[rank * inside for rank in group.ranks])
     return builder
 
 
@@ -46,12 +52,13 @@ def copy_rows(builder: GraphBuilder, graph: Graph, block: Block) -> None:
         builder.add(op, **changes)
 
 
-def copy_blocks(graph: Graph) -> GraphBuilder:
+def copy_blocks(graph: Graph, inside: int = 1) -> GraphBuilder:
     """A builder that holds all blocks and instances of a graph, but no program.
 
     Table positions and ids stay what they were; what a pass adds goes into blocks of its own, begun after.
+    For `inside` see `empty_copy`.
     """
-    builder = empty_copy(graph)
+    builder = empty_copy(graph, inside)
     for number, block in enumerate(graph.blocks):
         if number:
             builder.begin_block(block.name)

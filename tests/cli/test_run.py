@@ -133,3 +133,21 @@ def test_tensor_parallel_plans_run_and_say_what_they_are(cli, tmp_path: Path) ->
         refused = cli("echosim", "run", str(path), "--gpus", "16", *wrong)
         assert refused.status in (1, 2)
         assert len(refused.err.strip().splitlines()) == 1
+
+
+def test_pipelines_run_with_tensor_and_data_parallelism(cli, graph: Path) -> None:
+    layers = 2
+    for extra, mesh in (([], {"pp": 2, "dp": 8}), (["--tp", "2"], {"pp": 2, "dp": 4, "tp": 2})):
+        run = ["echosim", "run", graph, "--gpus", "16", "--pp", str(layers), *extra, "--json"]
+        record = cli(*run).json()
+        assert {axis: record["plan"][axis] for axis in mesh} == mesh
+        parts = record["breakdown_s"]
+        total = sum(v for k, v in parts.items() if k != "exposed_communication")
+        assert total + sum(parts["exposed_communication"].values()) == pytest.approx(
+            record["step_time_s"], rel=1e-9
+        )
+        assert record["simulation"] | {"engine": "reference", "ranks": layers} == record["simulation"]
+    for wrong in (["--pp", "3"], ["--pp", "0"], ["--vpp", "2"], ["--pp", "2", "--zero", "3"], ["--pp", "8"]):
+        refused = cli("echosim", "run", graph, "--gpus", "16", *wrong)
+        assert refused.status in (1, 2)
+        assert len(refused.err.strip().splitlines()) == 1

@@ -8,6 +8,7 @@ from echograph.errors import PlanError
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import MIB, DataParallel
 from echograph.ir.passes.fold import fold
+from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, OpKind, Payload
 
 
@@ -99,3 +100,22 @@ def test_gradients_accumulate_and_are_reduced_once(replicas: int, folded: bool) 
 def test_absurd_numbers_of_micro_batches_are_refused(micro_batches: int) -> None:
     with pytest.raises(PlanError, match="micro-batches"):
         DataParallel(replicas=2, micro_batches=micro_batches)(layered_step(1))
+
+
+def test_each_stage_of_a_pipeline_reduces_its_own_gradients() -> None:
+    step = fold(layered_step(6))
+    pipeline = Pipeline(stages=3, micro_batches=4)(step)
+    job = DataParallel(replicas=8)(pipeline)
+    assert [(a.name, a.size) for a in job.mesh] == [("pp", 3), ("dp", 8)]
+    reduced = 0
+    for program in job.programs:
+        ops = [op for _, begin, end, _, _ in program.calls.tolist() for op in range(begin, end)]
+        names = [job.strings[job.ops.name[op]] for op in ops]
+        first_update = names.index("aten._fused_adam_")
+        assert max(i for i, n in enumerate(names) if n.startswith("ddp.bucket_")) < first_update
+        reduced += sum(
+            int(job.ops.nbytes[op]) for op, n in zip(ops, names, strict=True) if n.startswith("ddp.bucket_")
+        )
+    assert reduced == 13 * PARAMETER_BYTES
+    with pytest.raises(PlanError, match="micro-batches already"):
+        DataParallel(replicas=2, micro_batches=2)(pipeline)

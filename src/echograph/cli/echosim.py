@@ -29,6 +29,9 @@ def run_command(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="They share the sequence as well.")
     ] = False,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    vpp: Annotated[int, typer.Option(help="Chunks of layers on each stage (interleaving).")] = 1,
+    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b or interleaved (default: by --vpp).")] = "",
     zero: Annotated[int, typer.Option(help="0: DDP; 3: parameters, gradients and optimizer sharded (FSDP).")] = 0,
     hsdp_replicas: Annotated[int, typer.Option(help="Copies of the sharded model (HSDP).")] = 1,
     engine: Annotated[str, typer.Option(help="auto, static or reference.")] = "auto",
@@ -54,6 +57,9 @@ def run_command(
         "hsdp_replicas": hsdp_replicas,
         "tp": tp,
         "sequence_parallel": sequence_parallel,
+        "pp": pp,
+        "vpp": vpp,
+        "schedule": schedule,
     }
     Plan(**options)  # refused before the graph is read
     with progress(f"reading {graph}") as say:

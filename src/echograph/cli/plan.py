@@ -23,6 +23,9 @@ class PlanOptions(TypedDict, total=False):
     hsdp_replicas: int
     tp: int
     sequence_parallel: bool
+    pp: int
+    vpp: int
+    schedule: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +34,15 @@ class Plan:
 
     Attributes:
         gpus: number of ranks; None: one node, or what a job graph has.
-        global_batch: samples of one step over all ranks; None: one micro-batch a rank.
+        global_batch: samples of one step over all ranks; None: one micro-batch a data-parallel rank, or as many as
+            the pipeline has stages.
         zero: 0 replicates the model (DDP); 3 shards parameters, gradients and optimizer state (FSDP2).
         hsdp_replicas: copies of the sharded model (HSDP); with zero 3 only.
         tp: ranks that share each layer (tensor parallelism).
         sequence_parallel: they share the sequence between the products, too.
+        pp: pipeline stages.
+        vpp: chunks of layers on each stage (interleaving).
+        schedule: a name of `pipeline_schedules.SCHEDULES`; "": interleaved with several chunks, else 1f1b.
     """
 
     gpus: int | None = None
@@ -44,10 +51,21 @@ class Plan:
     hsdp_replicas: int = 1
     tp: int = 1
     sequence_parallel: bool = False
+    pp: int = 1
+    vpp: int = 1
+    schedule: str = ""
 
     def __post_init__(self) -> None:
         if self.tp < 1:
             raise UsageError(f"--tp {self.tp}: at least one rank holds each layer")
+        if self.pp < 1 or self.vpp < 1:
+            raise UsageError(f"--pp {self.pp} --vpp {self.vpp}: at least one stage, with one chunk")
+        if (self.vpp > 1 or self.schedule) and self.pp == 1:
+            raise UsageError("--vpp and --schedule: belong to a pipeline, give --pp as well")
+        if self.zero and self.pp > 1:
+            raise UsageError(
+                f"--zero {self.zero} with --pp {self.pp}: a pipeline's stages are replicated, not sharded"
+            )
         if self.sequence_parallel and self.tp == 1:
             raise UsageError(
                 "--sequence-parallel: shares the sequence among tensor-parallel ranks, give --tp as well"
@@ -73,14 +91,19 @@ class Plan:
             if replace(self, gpus=None) != Plan():
                 raise UsageError("a job graph has its plan already: give other options with its step graph")
             return graph
-        gpus = self.gpus or max(cluster.gpus_per_node, self.tp)
-        if gpus % self.tp:
-            below = max(1, gpus // self.tp) * self.tp
-            raise UsageError(f"--tp {self.tp}: {gpus} GPUs do not divide; {below} or {below + self.tp} would")
+        model = self.tp * self.pp
+        gpus = self.gpus or max(cluster.gpus_per_node, model)
+        if gpus % model:
+            below = max(1, gpus // model) * model
+            raise UsageError(
+                f"--tp {self.tp} --pp {self.pp}: {gpus} GPUs do not divide; {below} or {below + model} would"
+            )
         if self.tp > 1:
             graph = self._tensor_parallel(graph)
-        replicas = gpus // self.tp
-        micro_batches = _micro_batches(graph, replicas, self.global_batch)
+        replicas = gpus // model
+        micro_batches = _micro_batches(graph, replicas, self.global_batch) or self.pp
+        if self.pp > 1:
+            return DataParallel(replicas=replicas)(self._pipeline(graph, micro_batches))
         if self.zero == 0:
             return DataParallel(replicas=replicas, micro_batches=micro_batches)(graph)
         if self.hsdp_replicas < 1 or replicas % self.hsdp_replicas:
@@ -88,6 +111,12 @@ class Plan:
             raise UsageError(f"{copies}: {replicas} data-parallel ranks do not divide into so many copies")
         shard = replicas // self.hsdp_replicas
         return FullyShard(replicas=replicas, shard=shard, micro_batches=micro_batches)(graph)
+
+    def _pipeline(self, graph: StepGraph, micro_batches: int) -> JobGraph:
+        from echograph.ir.passes.pipeline import Pipeline
+
+        schedule = self.schedule or ("interleaved" if self.vpp > 1 else "1f1b")
+        return Pipeline(stages=self.pp, micro_batches=micro_batches, schedule=schedule, chunks=self.vpp)(graph)
 
     def _tensor_parallel(self, graph: StepGraph) -> StepGraph:
         from echograph.ir.passes.tensor_parallel import TensorParallel
@@ -112,26 +141,27 @@ class Plan:
             "zero": self.zero,
             "hsdp_replicas": self.hsdp_replicas,
             "sequence_parallel": self.sequence_parallel,
+            "vpp": self.vpp,
             "micro_batch": job.workload.batch_size,
             **{axis.name: axis.size for axis in job.mesh},
         }
 
 
-def _micro_batches(graph: StepGraph, ranks: int, global_batch: int | None) -> int:
-    """Micro-batches of each rank.
+def _micro_batches(graph: StepGraph, ranks: int, global_batch: int | None) -> int | None:
+    """Micro-batches of each data-parallel rank; None where no batch is given.
 
     Raises:
         UsageError: the global batch is no multiple of what all ranks take at once; names the nearest that are.
     """
     if global_batch is None:
-        return 1
+        return None
     at_once = ranks * graph.workload.batch_size
     if not at_once:
         raise UsageError("--global-batch: the graph does not say how many samples its micro-batch has")
     if global_batch < 1 or global_batch % at_once:
         below = max(1, global_batch // at_once) * at_once
         raise UsageError(
-            f"--global-batch {global_batch}: {ranks} GPUs with micro-batches of {graph.workload.batch_size} "
-            f"take multiples of {at_once}, such as {below} or {below + at_once}"
+            f"--global-batch {global_batch}: {ranks} data-parallel ranks with micro-batches of "
+            f"{graph.workload.batch_size} take multiples of {at_once}, such as {below} or {below + at_once}"
         )
     return global_batch // at_once

@@ -1,0 +1,119 @@
+"""Pipeline schedules as data: what a stage does, one pass after the other.
+
+A pass is the forward or backward of one chunk of layers for one micro-batch. Every schedule runs the micro-batches
+of a chunk in ascending order, forward and backward, so the sends of a stage meet the receives of its neighbour in
+the order in which both issue them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from echograph.errors import PlanError, UnknownNameError
+
+Kind = Literal["forward", "backward"]
+Pass = tuple[Kind, int, int]
+"""What to run, for which micro-batch, and which of the stage's chunks."""
+
+MAX_MICRO_BATCHES = 65_536
+MAX_PASSES = 4_000_000
+
+
+def gpipe(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Pass]:
+    """All forwards, then all backwards (Huang et al., "GPipe", NeurIPS 2019, section 2.2)."""
+    forward: list[Pass] = [("forward", m, 0) for m in range(micro_batches)]
+    return forward + [("backward", m, 0) for m in range(micro_batches)]
+
+
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Pass]:
+    """1F1B, the schedule "PipeDream-Flush" of Narayanan et al., SC 2021, section 2.2.1.
+
+    A stage runs as many forwards ahead as there are stages after it, then alternates; so stage s keeps the
+    activations of `stages - s` micro-batches at most.
+    """
+    forward: list[Pass] = [("forward", m, 0) for m in range(micro_batches)]
+    backward: list[Pass] = [("backward", m, 0) for m in range(micro_batches)]
+    return _alternate(forward, backward, warm_up=stages - stage - 1)
+
+
+def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Pass]:
+    """1F1B with several chunks a stage (Narayanan et al., SC 2021, section 2.2.2).
+
+    Chunks take turns after `stages` micro-batches; the warm-up of Megatron-LM is `2 (stages - stage - 1) +
+    (chunks - 1) stages` passes.
+    """
+    turns = [
+        (start + micro_batch, chunk)
+        for start in range(0, micro_batches, stages)
+        for chunk in range(chunks)
+        for micro_batch in range(stages)
+    ]
+    forward: list[Pass] = [("forward", micro_batch, chunk) for micro_batch, chunk in turns]
+    backward: list[Pass] = [("backward", micro_batch, chunks - 1 - chunk) for micro_batch, chunk in turns]
+    return _alternate(forward, backward, warm_up=2 * (stages - stage - 1) + (chunks - 1) * stages)
+
+
+def _alternate(forward: list[Pass], backward: list[Pass], warm_up: int) -> list[Pass]:
+    ahead = min(warm_up, len(forward))
+    steady = [each for pair in zip(forward[ahead:], backward, strict=False) for each in pair]
+    return forward[:ahead] + steady + backward[len(forward) - ahead :]
+
+
+SCHEDULES: dict[str, Callable[[int, int, int, int], list[Pass]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+}
+
+
+def check_schedule(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
+    """Refuses what a schedule cannot do.
+
+    Raises:
+        PlanError: names the nearest choice that works.
+        UnknownNameError: no such schedule.
+    """
+    if schedule == "zb-h1":
+        raise PlanError("schedule zb-h1 splits backward passes in two, which is not supported: use 1f1b")
+    if schedule not in SCHEDULES:
+        raise UnknownNameError("schedule", schedule, SCHEDULES)
+    if not 1 <= micro_batches <= MAX_MICRO_BATCHES:
+        raise PlanError(f"{micro_batches} micro-batches: choose between 1 and {MAX_MICRO_BATCHES:,}")
+    if schedule != "interleaved":
+        if chunks != 1:
+            raise PlanError(f"schedule {schedule} with {chunks} chunks a stage: use interleaved, or one chunk")
+        return
+    if stages < 2 or chunks < 2:
+        raise PlanError(
+            f"schedule interleaved with {stages} stages of {chunks} chunks: give 2 or more of both, or use 1f1b"
+        )
+    if micro_batches % stages:
+        near = max(1, round(micro_batches / stages)) * stages
+        raise PlanError(
+            f"schedule interleaved with {micro_batches} micro-batches on {stages} stages: "
+            f"use a multiple of {stages}, such as {near}"
+        )
+    if micro_batches * chunks > MAX_PASSES:
+        raise PlanError(f"{micro_batches} micro-batches of {chunks} chunks are too many: at most {MAX_PASSES:,}")
+
+
+def order(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[Pass]:
+    """The passes of one stage in the order in which it runs them.
+
+    Args:
+        schedule: a name of `SCHEDULES`.
+        stage: which stage, from 0.
+        stages: number of stages.
+        micro_batches: number of micro-batches of a step.
+        chunks: chunks of layers on each stage.
+
+    Returns:
+        (kind, micro-batch, chunk of the stage), every one once, a forward before its backward.
+
+    Raises:
+        PlanError: the schedule cannot do this.
+        UnknownNameError: no such schedule.
+    """
+    check_schedule(schedule, stages, micro_batches, chunks)
+    return SCHEDULES[schedule](stage, stages, micro_batches, chunks)

@@ -1,0 +1,104 @@
+"""Real graphs on a pipeline: they lower, and what a stage holds, runs, sends and takes adds up."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from echograph.cli.compose import compile_entry, predict
+from echograph.errors import PlanError
+from echograph.frontend.pytorch.step import StepSpec
+from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.passes.pipeline import Pipeline
+from echograph.ir.types import OpKind, Phase
+from echograph.models import get_model
+from echograph.simulator.memory import memory
+
+pytestmark = pytest.mark.torch
+
+CASES = [
+    ("gpt2", Pipeline(stages=3, micro_batches=4), 50257 * 768),
+    ("gpt2", Pipeline(stages=2, micro_batches=4, schedule="interleaved", chunks=3), 50257 * 768),
+    ("bert-base-uncased", Pipeline(stages=3, micro_batches=6, schedule="gpipe"), 30522 * 768),
+    ("llama-3-8b", Pipeline(stages=2, micro_batches=4), 0),
+    ("llama-3-8b", Pipeline(stages=3, micro_batches=3), 0),
+    ("t5-small", Pipeline(stages=2, micro_batches=2), 32128 * 512),
+]
+
+
+@cache
+def step(name: str) -> StepGraph:
+    return compile_entry(get_model(name), StepSpec(), batch_size=2)
+
+
+def flops(graph: StepGraph | JobGraph, phases: tuple[Phase, ...]) -> int:
+    counted = np.where(np.isin(graph.ops.phase, phases), graph.ops.flops, 0)
+    return sum(int(counted[x:y].sum()) for p in graph.programs for _, x, y, _, _ in p.calls.tolist())
+
+
+@pytest.mark.parametrize(("name", "plan", "shared"), CASES)
+def test_stages_add_up_to_the_model(name: str, plan: Pipeline, shared: int) -> None:
+    graph = step(name)
+    job = plan(graph)
+    passes = (Phase.FORWARD, Phase.BACKWARD)
+    assert flops(job, passes) == plan.micro_batches * flops(graph, passes)
+    of_stage = [memory(job, stage, 0) for stage in range(plan.stages)]
+    # A bf16 parameter has 2 bytes; what stages share is on two of them.
+    parameters = sum(m.by_role["parameter"] for m in of_stage if m is not None)
+    assert parameters == 2 * (graph.workload.parameters + shared)
+
+
+@pytest.mark.parametrize(("name", "plan", "shared"), CASES)
+def test_the_step_is_simulated_and_its_parts_add_up(name: str, plan: Pipeline, shared: int) -> None:
+    result, job = predict(plan(step(name)), cluster="dgx-h100", gpus=None)
+    assert result.gpus == plan.stages
+    assert result.breakdown.total == result.step_ps > 0
+    assert result.breakdown.bubble > 0
+    assert result.samples == 2 * plan.micro_batches
+    assert bool(shared) == bool(np.any(job.ops.kind == OpKind.COLLECTIVE))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-base-uncased", "llama-3-8b"])
+def test_one_activation_goes_up_a_boundary_and_one_gradient_down(name: str) -> None:
+    graph = step(name)
+    job = Pipeline(stages=4)(graph)
+    sends = np.flatnonzero(job.ops.kind == OpKind.SEND)
+    assert len(sends) == 2 * 3
+    width = {"gpt2": 768, "bert-base-uncased": 768, "llama-3-8b": 4096}[name]
+    assert set(job.ops.nbytes[sends].tolist()) == {2 * graph.workload.sequence_length * width * 2}
+
+
+def test_more_micro_batches_shrink_the_bubble() -> None:
+    def share(micro_batches: int) -> float:
+        result, _ = predict(
+            Pipeline(stages=4, micro_batches=micro_batches)(step("gpt2")), cluster="dgx-h100", gpus=None
+        )
+        return result.step_ps / micro_batches
+
+    assert share(4) > share(8) > share(32)
+
+
+def test_recomputation_stays_with_the_backward_pass() -> None:
+    graph = compile_entry(get_model("gpt2"), StepSpec(recompute=True), batch_size=2)
+    job = Pipeline(stages=3, micro_batches=4)(graph)
+    again = (Phase.RECOMPUTE,)
+    assert flops(job, again) == 4 * flops(graph, again) > 0
+
+
+@pytest.mark.parametrize("spec", [StepSpec(clip_grad_norm=1.0), StepSpec(dtype="fp16")])
+def test_what_looks_at_all_gradients_is_refused(spec: StepSpec) -> None:
+    graph = compile_entry(get_model("gpt2"), spec, batch_size=2)
+    with pytest.raises(PlanError, match="leave clipping out"):
+        Pipeline(stages=2)(graph)
+
+
+@pytest.mark.slow
+def test_a_large_model_stays_small() -> None:
+    graph = compile_entry(get_model("llama-3.1-405b"), StepSpec(), batch_size=1)
+    job = Pipeline(stages=16, micro_batches=64)(graph)
+    assert len(job.ops) < 10 * len(graph.ops)
+    assert sum(len(b.instances) for b in job.blocks if len(b.ops) > 200) == 126

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+
+from echograph.errors import PlanError, UnknownNameError
+from echograph.ir.passes.pipeline_schedules import Pass, order
+
+SHAPES = [
+    ("gpipe", 4, 8, 1),
+    ("gpipe", 1, 3, 1),
+    ("1f1b", 4, 8, 1),
+    ("1f1b", 8, 3, 1),
+    ("1f1b", 1, 1, 1),
+    ("interleaved", 2, 2, 2),
+    ("interleaved", 4, 8, 2),
+    ("interleaved", 3, 12, 5),
+]
+
+
+def warm_up(passes: list[Pass]) -> int:
+    """Forwards before the first backward, the one that the steady state begins with among them."""
+    return next(i for i, (kind, _, _) in enumerate(passes) if kind == "backward")
+
+
+def in_flight(passes: list[Pass]) -> int:
+    """The most micro-batches of a chunk whose forward is done and whose backward is not, over all chunks."""
+    alive, most = 0, 0
+    for kind, _, _ in passes:
+        alive += 1 if kind == "forward" else -1
+        most = max(most, alive)
+    return most
+
+
+@pytest.mark.parametrize(("schedule", "stages", "micro_batches", "chunks"), SHAPES)
+def test_every_pass_runs_once_and_forward_comes_first(
+    schedule: str, stages: int, micro_batches: int, chunks: int
+) -> None:
+    for stage in range(stages):
+        passes = order(schedule, stage, stages, micro_batches, chunks)
+        assert len(passes) == len(set(passes)) == 2 * micro_batches * chunks
+        done = set()
+        for kind, micro_batch, chunk in passes:
+            assert kind == "forward" or (micro_batch, chunk) in done
+            done.add((micro_batch, chunk))
+
+
+@pytest.mark.parametrize(("schedule", "stages", "micro_batches", "chunks"), SHAPES)
+def test_micro_batches_of_a_chunk_ascend(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
+    passes = order(schedule, stages - 1, stages, micro_batches, chunks)
+    for kind in ("forward", "backward"):
+        for chunk in range(chunks):
+            mine = [m for k, m, c in passes if (k, c) == (kind, chunk)]
+            assert mine == list(range(micro_batches))
+
+
+def test_1f1b_holds_no_more_micro_batches_than_stages_follow() -> None:
+    for stage in range(4):
+        passes = order("1f1b", stage, 4, 16)
+        assert in_flight(passes) == 4 - stage
+        assert warm_up(passes) == 4 - stage
+    assert in_flight(order("gpipe", 0, 4, 16)) == 16
+
+
+def test_interleaved_warms_up_as_megatron_does() -> None:
+    for stage in range(4):
+        assert warm_up(order("interleaved", stage, 4, 16, 3)) == 2 * (3 - stage) + 2 * 4 + 1
+
+
+def test_interleaved_takes_turns_after_as_many_micro_batches_as_stages() -> None:
+    forwards = [(m, c) for kind, m, c in order("interleaved", 0, 2, 4, 2) if kind == "forward"]
+    assert forwards == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
+    backwards = [(m, c) for kind, m, c in order("interleaved", 0, 2, 4, 2) if kind == "backward"]
+    assert backwards == [(0, 1), (1, 1), (0, 0), (1, 0), (2, 1), (3, 1), (2, 0), (3, 0)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "micro_batches", "chunks", "message"),
+    [
+        ("1f1b", 4, 0, 1, "0 micro-batches"),
+        ("gpipe", 4, 10**9, 1, "micro-batches"),
+        ("1f1b", 4, 8, 2, "use interleaved"),
+        ("interleaved", 4, 8, 1, "2 or more"),
+        ("interleaved", 1, 8, 2, "2 or more"),
+        ("interleaved", 4, 10, 2, "such as 8"),
+        ("interleaved", 4, 1, 2, "such as 4"),
+        ("interleaved", 2, 65_536, 4096, "too many"),
+        ("zb-h1", 4, 8, 1, "use 1f1b"),
+    ],
+)
+def test_what_a_schedule_cannot_do_is_refused(
+    schedule: str, stages: int, micro_batches: int, chunks: int, message: str
+) -> None:
+    with pytest.raises(PlanError, match=message) as error:
+        order(schedule, 0, stages, micro_batches, chunks)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_schedule_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError, match="1f1b"):
+        order("1f1b1", 0, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "micro_batches", "chunks"), [s for s in SHAPES if s[0] != "1f1b" or s[2] >= s[1] > 1]
+)
+def test_the_order_is_that_of_torch(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
+    torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    names = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B"}
+    theirs = object.__new__(getattr(torch_schedules, names[schedule]))  # its constructor wants running processes
+    theirs._n_microbatches, theirs._num_stages = micro_batches, stages
+    theirs.pp_group_size, theirs.n_local_stages, theirs.microbatches_per_round = stages, chunks, stages
+    letters = {"FORWARD": "forward", "FULL_BACKWARD": "backward"}
+    # Torch lists 1F1B for display only: forwards of the last stage count from 1, as do all with few micro-batches.
+    for stage in range(stages - (schedule == "1f1b")):
+        if schedule == "interleaved":
+            actions = theirs._calculate_single_rank_operations(stage)
+        else:
+            actions = theirs._get_pipeline_order()[stage]
+        expected = [
+            (letters[action.computation_type.name], action.microbatch_index, action.stage_index // stages)
+            for action in actions
+            if action is not None and action.computation_type.name in letters
+        ]
+        assert order(schedule, stage, stages, micro_batches, chunks) == expected
