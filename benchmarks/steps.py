@@ -3,9 +3,9 @@
 python -m benchmarks.steps [--every 25]
 
 Reads ground_truth.csv and peer_predictions.csv of the measured tables (ECHOGRAPH_DATA, default ../shared/data).
-Every row runs the same way: the GPT of its shape, fp16 (bf16 with a pipeline), Adam with fp32 master weights, unfused
-attention, full recomputation where the row says so, its tensor, pipeline and data parallelism with DDP's buckets, on
-dgx-a100. Nothing is fitted to a step time.
+Every row runs the same way: the GPT of its shape, fp16 (bf16 with a pipeline), Adam with fp32 master weights,
+unfused attention, full recomputation where the row says so, its tensor, pipeline and data parallelism with DDP's
+buckets, on dgx-a100. Nothing is fitted to a step time.
 """
 
 from __future__ import annotations
