@@ -89,7 +89,9 @@ class Plan:
                 asked = f"--gpus {self.gpus}: the job graph is for {graph.world_size}"
                 raise UsageError(f"{asked}; give its step graph instead")
             if replace(self, gpus=None) != Plan():
-                raise UsageError("a job graph has its plan and its batch already: give such options with its step graph")
+                raise UsageError(
+                    "a job graph has its plan and batch already: give such options with its step graph"
+                )
             return graph
         model = self.tp * self.pp
         gpus = self.gpus or max(cluster.gpus_per_node, model)
