@@ -27,6 +27,8 @@ def main() -> None:
             _print(command, runs, folder, folder / f"{model}.pb")
         for model in MODELS:
             _print(echo("echosim", "run", f"{model}.pb", "--gpus", "1024"), runs, folder, None)
+        plan = ("--gpus", "1024", "--tp", "8", "--pp", "8", "--global-batch", "512")
+        _print(echo("echosim", "run", "gpt3-175b.pb", *plan), runs, folder, None)
         _print(echo("echosim", "--help"), runs, folder, None)
 
 
