@@ -23,7 +23,9 @@ def files() -> Iterator[Path]:
         for path in top.rglob("*") if top.is_dir() else [top]:
             linked = any(parent.is_symlink() for parent in path.parents if parent != ROOT)
             hidden = {"__pycache__", "node_modules"} & set(path.parts)
-            if path.is_file() and not linked and not hidden and path.suffix in TEXT_ENDINGS:
+            # What a run leaves behind (.coverage, a database) is not the project's text.
+            left_behind = path.name.startswith(".coverage")
+            if path.is_file() and not linked and not hidden and not left_behind and path.suffix in TEXT_ENDINGS:
                 yield path
 
 
