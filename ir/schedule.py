@@ -21,7 +21,7 @@ class Schedule:
     def __init__(self, graph: Graph, program: Program) -> None:
         self.graph = graph
         self.calls = program.calls
-        block, begin, end, instance, micro_batch = (self.calls[:, i] for i in range(5))
+        _, begin, end, instance, micro_batch = (self.calls[:, i] for i in range(5))
         lengths = end - begin
         self.starts: Int64 = np.concatenate([[0], np.cumsum(lengths)])
         self._ops = max(1, len(graph.ops))
@@ -29,7 +29,6 @@ class Schedule:
         keys = self._key(instance, micro_batch, begin)
         order = np.argsort(keys, kind="stable")
         self._order, self._keys = order, keys[order]
-        del block
 
     def _key(self, instance: Int64, micro_batch: Int64, op: Int64) -> Int64:
         return (instance * self._micro_batches + micro_batch) * self._ops + op

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
-import numpy.typing as npt
 
 from echograph.ir.columns import Int8, Int32, Int64
 
@@ -71,7 +70,3 @@ class Timeline:
             rows.append(row)
             row = int(self.cause[row])
         return np.array(rows[::-1], np.int64)
-
-    def where(self, mask: npt.NDArray[np.bool_]) -> Int64:
-        """Rows of a mask."""
-        return np.flatnonzero(mask)

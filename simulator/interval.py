@@ -16,10 +16,10 @@ import numpy as np
 
 from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph
+from echograph.ir.timeline import Timeline
 from echograph.ir.types import Attention, Convolution, Gemm
 from echograph.simulator import engine as engines
 from echograph.simulator.durations import COMMUNICATIONS, Durations
-from echograph.simulator.engine.schedule import Starts
 from echograph.simulator.engine.static import COMPILE_FROM
 from echograph.simulator.host import Host
 from echograph.simulator.tasks import DEVICE, HOST, TaskGraph
@@ -33,7 +33,7 @@ MAX_TASKS_OF_OTHERS = 300_000
 
 
 def interval(
-    job: JobGraph, tasks: TaskGraph, times: Durations, host: Host, engine: str, starts: Starts
+    job: JobGraph, tasks: TaskGraph, times: Durations, host: Host, engine: str, timeline: Timeline
 ) -> tuple[int, int]:
     """The central 90 % of the step time, picoseconds.
 
@@ -43,15 +43,14 @@ def interval(
         times: durations of its operations with their relative standard errors.
         host: the host, with its error.
         engine: the engine to run again.
-        starts: its answer for the durations as they are.
+        timeline: what ran when, for the durations as they are.
     """
-    end = starts.start + tasks.duration
-    step = int(end.max(initial=0))
+    step = timeline.makespan
     families = list(_families(job, tasks, times, host))
     compiled = engine == "static" and len(tasks) >= COMPILE_FROM
     affordable = MAX_TASKS.get("compiled" if compiled else engine, MAX_TASKS_OF_OTHERS)
     if 2 * len(families) * len(tasks) > affordable:
-        path = _critical_path(starts, end)
+        path = timeline.critical_path()
         moves = [float((tasks.duration[path] * error[path]).sum()) for error in families]
         longer = shorter = sum(move**2 for move in moves)
     else:
@@ -85,12 +84,3 @@ def _family_of(job: JobGraph) -> Int64:
     communicates = np.isin(ops.kind, COMMUNICATIONS)
     family[communicates] = 4 + ops.group[communicates]
     return family
-
-
-def _critical_path(starts: Starts, end: Int64) -> list[int]:
-    """Tasks of the chain of causes that ends last."""
-    task, path = int(np.argmax(end)), []
-    while task >= 0:
-        path.append(task)
-        task = int(starts.cause[task])
-    return path

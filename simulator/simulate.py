@@ -69,7 +69,7 @@ def simulate(
         gpus=job.world_size,
         plan={**(plan or {}), "global_batch": samples},
         step_ps=step,
-        interval_ps=interval(job, tasks, times, host, chosen, starts),
+        interval_ps=interval(job, tasks, times, host, chosen, timeline),
         samples=samples,
         tokens=samples * job.workload.sequence_length,
         model_flops=sum(_model_flops(job, n) for n in range(len(job.programs))) // max(1, len(job.programs)),

@@ -1,8 +1,7 @@
-"""What the cluster's links offer to groups of ranks, and how flows share them."""
+"""What the cluster's links offer to groups of ranks."""
 
 from __future__ import annotations
 
 from echograph.simulator.network.links import Links, group_links
-from echograph.simulator.network.sharing import fair_rates
 
-__all__ = ["Links", "fair_rates", "group_links"]
+__all__ = ["Links", "group_links"]
