@@ -106,6 +106,7 @@ class GraphBuilder:
         self._t = {n: _Column(d) for n, d in _TENSOR_COLUMNS.items()}
         self._o = {n: _Column(d) for n, d in _OP_COLUMNS.items()}
         self._shape = _RaggedColumn("i8")
+        self._sharded = _RaggedColumn("i8")
         self._inputs, self._outputs, self._deps = (
             _RaggedColumn("i4"),
             _RaggedColumn("i4"),
@@ -148,6 +149,7 @@ class GraphBuilder:
         *,
         alias_of: int | None = None,
         port: bool = False,
+        sharded: Iterable[str] = (),
     ) -> int:
         """Adds a tensor to the open block; returns its index."""
         c = self._t
@@ -157,6 +159,7 @@ class GraphBuilder:
         c["role"].items.append(role)
         c["alias_of"].items.append(NONE if alias_of is None else alias_of)
         c["port"].items.append(port)
+        self._sharded.append([self.string(axis) for axis in sharded])
         return len(c["name"].items) - 1
 
     # -- operations --------------------------------------------------------------------------------------
@@ -309,6 +312,7 @@ class GraphBuilder:
         tensors = TensorTable(
             strings=strings,
             shape=self._shape.freeze(),
+            sharded=self._sharded.freeze(),
             **{n: c.freeze("?" if n == "port" else None) for n, c in self._t.items()},
         )
         ops = OpTable(
@@ -331,14 +335,23 @@ class GraphBuilder:
 
     # -- rows, for readers that hold indices already -------------------------------------------------------
 
-    def tensor_rows(self) -> Callable[[int, Iterable[int], int, int, int, bool], None]:
-        """A function that appends a tensor given as indices: name, shape, dtype, role, alias_of, port."""
+    def tensor_rows(self) -> Callable[[int, Iterable[int], int, int, int, bool, Iterable[int]], None]:
+        """A function that appends a tensor given as indices: name, shape, dtype, role, alias_of, port, sharded."""
         c = self._t
         appends = [c[n].items.append for n in ("name", "dtype", "role", "alias_of", "port")]
-        shape = self._shape.append
+        shape, split = self._shape.append, self._sharded.append
 
-        def append(name: int, extents: Iterable[int], dtype: int, role: int, alias_of: int, port: bool) -> None:
+        def append(
+            name: int,
+            extents: Iterable[int],
+            dtype: int,
+            role: int,
+            alias_of: int,
+            port: bool,
+            sharded: Iterable[int],
+        ) -> None:
             shape(extents)
+            split(sharded)
             for push, value in zip(appends, (name, dtype, role, alias_of, port), strict=True):
                 push(value)
 

@@ -71,6 +71,7 @@ class TensorTable(Sequence[t.Tensor]):
     role: Int8
     alias_of: Int64
     port: npt.NDArray[np.bool_]
+    sharded: Ragged
 
     def __post_init__(self) -> None:
         _freeze(self)
@@ -95,6 +96,7 @@ class TensorTable(Sequence[t.Tensor]):
             role=t.TensorRole(int(self.role[row])),
             alias_of=None if alias == NONE else alias,
             port=bool(self.port[row]),
+            sharded=tuple(self.strings[i] for i in self.sharded.row(row)),
         )
 
     def __iter__(self) -> Iterator[t.Tensor]:

@@ -57,7 +57,7 @@ class Decoder:
         columns = self.builder.tensor_rows()
         for tensor in chunk.tensors:
             alias = tensor.alias_of if tensor.HasField("alias_of") else NONE
-            columns(tensor.name, tensor.shape, tensor.dtype, tensor.role, alias, tensor.port)
+            columns(tensor.name, tensor.shape, tensor.dtype, tensor.role, alias, tensor.port, tensor.sharded)
         self.tensor_count += len(chunk.tensors)
 
     def ops(self, chunk: pb.OpChunk) -> None:

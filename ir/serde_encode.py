@@ -71,10 +71,12 @@ def tensor_chunks(tensors: TensorTable) -> Iterator[pb.TensorChunk]:
         high = min(low + CHUNK, len(tensors))
         chunk = pb.TensorChunk()
         columns = (tensors.name, tensors.dtype, tensors.role, tensors.alias_of, tensors.port)
-        rows = zip(*(c[low:high].tolist() for c in columns), _rows(tensors.shape, low, high), strict=True)
-        for name, dtype, role, alias_of, port, shape in rows:
+        ragged = (_rows(tensors.shape, low, high), _rows(tensors.sharded, low, high))
+        rows = zip(*(c[low:high].tolist() for c in columns), *ragged, strict=True)
+        for name, dtype, role, alias_of, port, shape, sharded in rows:
             tensor = chunk.tensors.add(name=name, dtype=dtype, role=role, port=port)
             tensor.shape.extend(shape)
+            tensor.sharded.extend(sharded)
             if alias_of != NONE:
                 tensor.alias_of = alias_of
         yield chunk

@@ -106,6 +106,7 @@ class _Printer:
             f"{tensor.dtype.text}[{extents}] {tensor.role.name.lower()}",
             _word(tensor.name) if tensor.name else "",
             f"alias=%{tensor.alias_of}" if tensor.alias_of is not None else "",
+            f"sharded={','.join(map(_word, tensor.sharded))}" if tensor.sharded else "",
         )
 
     def _op(self, op: t.Op) -> str:

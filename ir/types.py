@@ -216,6 +216,8 @@ class Tensor:
         role: what it is to the step.
         alias_of: tensor whose memory it shares (a view, or the next version after an in-place update).
         port: a formal parameter of its block, bound per instance to a tensor elsewhere.
+        sharded: mesh axes whose ranks hold different parts of it; the shape is that of one part. Said of what
+            lives through the step (parameters, gradients, optimizer state), which other axes have copies of.
     """
 
     id: int
@@ -225,6 +227,7 @@ class Tensor:
     role: TensorRole
     alias_of: int | None = None
     port: bool = False
+    sharded: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:

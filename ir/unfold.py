@@ -50,7 +50,7 @@ class _Unfolder:
             alias = None if tensor.alias_of is None else self.tensor(block, instance, tensor.alias_of)
             name = self._name(tensor.name, block, instance)
             self.tensors[identity] = self.builder.tensor(
-                name, tensor.shape, tensor.dtype, tensor.role, alias_of=alias
+                name, tensor.shape, tensor.dtype, tensor.role, alias_of=alias, sharded=tensor.sharded
             )
         return self.tensors[identity]
 
@@ -130,4 +130,4 @@ def _own_fields(op: Op) -> list[object]:
 
 
 def _type(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.name, tensor.shape, tensor.dtype, tensor.role, tensor.port
+    return tensor.name, tensor.shape, tensor.dtype, tensor.role, tensor.port, tensor.sharded

@@ -117,6 +117,15 @@ def sizes_sane(graph: Graph) -> None:
         _fail("sizes_sane", f"duration {row}", "is negative or not finite")
 
 
+def shards_in_mesh(graph: Graph) -> None:
+    """A tensor is divided over axes that the mesh has."""
+    sharded = graph.tensors.sharded
+    axes = {axis.name for axis in graph.mesh}
+    known = np.array([*(name in axes for name in graph.strings), False])
+    if (at := _first(~known[np.clip(sharded.values, -1, len(graph.strings))])) is not None:
+        _fail("shards_in_mesh", f"tensor {int(sharded.rows[at])}", "is divided over an axis that the mesh lacks")
+
+
 def tensors_in_block(graph: Graph) -> None:
     """An operation reads and makes tensors of its own block."""
     for ragged, verb in ((graph.ops.inputs, "reads"), (graph.ops.outputs, "makes")):
@@ -367,6 +376,7 @@ CHECKS: tuple[Callable[[Graph], None], ...] = (
     enumerations_known,
     blocks_cover_tables,
     sizes_sane,
+    shards_in_mesh,
     tensors_in_block,
     aliases_point_back,
     one_maker,

@@ -592,6 +592,7 @@ class Tensor(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     ALIAS_OF_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
+    SHARDED_FIELD_NUMBER: _builtins.int
     name: _builtins.int
     dtype: Global___DType.ValueType
     role: Global___TensorRole.ValueType
@@ -600,6 +601,10 @@ class Tensor(_message.Message):
     port: _builtins.bool
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def sharded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """string indices: mesh axes whose ranks hold different parts of it"""
+
     def __init__(
         self,
         *,
@@ -609,10 +614,11 @@ class Tensor(_message.Message):
         role: Global___TensorRole.ValueType = ...,
         alias_of: _builtins.int | None = ...,
         port: _builtins.bool = ...,
+        sharded: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_alias_of", b"_alias_of", "alias_of", b"alias_of"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alias_of", b"_alias_of", "alias_of", b"alias_of", "dtype", b"dtype", "name", b"name", "port", b"port", "role", b"role", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_alias_of", b"_alias_of", "alias_of", b"alias_of", "dtype", b"dtype", "name", b"name", "port", b"port", "role", b"role", "shape", b"shape", "sharded", b"sharded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__alias_of: _TypeAlias = _typing.Literal["alias_of"]  # noqa: Y015
     _WhichOneofArgType__alias_of: _TypeAlias = _typing.Literal["_alias_of", b"_alias_of"]  # noqa: Y015

@@ -168,6 +168,7 @@ class _Writer:
             port,
             alias,
             "" if port else _relabel(tensor.name, candidate),
+            tensor.sharded,
         )
 
 
@@ -266,6 +267,7 @@ def _emit_block(graph: StepGraph, builder: GraphBuilder, c: _Candidate) -> None:
             _role(tensor, port),
             alias_of=None if port or tensor.alias_of is None else numbers[tensor.alias_of],
             port=port,
+            sharded=tensor.sharded,
         )
     first = builder.op_count()
     local = {row: first + at for at, row in enumerate(c.ops)}

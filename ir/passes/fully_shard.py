@@ -67,6 +67,7 @@ class FullyShard:
         builder.mesh = (*replicate, Axis(name=SHARD, size=shard), *graph.mesh)
         how = Shard(
             ranks=shard,
+            axis=SHARD,
             copies=copies,
             group=builder.group(SHARD, axes=(SHARD,)),
             replicate_group=builder.group(REPLICATE, axes=(REPLICATE,)) if copies > 1 else 0,

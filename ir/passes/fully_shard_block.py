@@ -26,6 +26,7 @@ class Shard:
     """How blocks are sharded: group sizes, where to communicate, and FSDP's options."""
 
     ranks: int
+    axis: str
     copies: int
     group: int
     replicate_group: int
@@ -158,15 +159,17 @@ class _Writer:
         return self.unit.tensors[row, variant]
 
     def _tensor(self, tensor: t.Tensor, variant: t.Phase, alias: int | None) -> int:
-        shape, dtype, role = tensor.shape, tensor.dtype, tensor.role
+        shape, dtype, role, sharded = tensor.shape, tensor.dtype, tensor.role, tensor.sharded
         if variant == t.Phase.OPTIMIZER:
             if role in _SHARDED or shape in self.parameter_shapes:
-                shape = shard_shape(shape, self.how.ranks)
+                shape, sharded = shard_shape(shape, self.how.ranks), (*sharded, self.how.axis)
             if role == t.TensorRole.GRADIENT and self._is_reduced(tensor.id):
                 dtype = self.how.reduce_dtype or dtype
         elif role in (t.TensorRole.PARAMETER, t.TensorRole.GRADIENT):
             role = t.TensorRole.ACTIVATION
-        return self.builder.tensor(tensor.name, shape, dtype, role, alias_of=alias, port=tensor.port)
+        return self.builder.tensor(
+            tensor.name, shape, dtype, role, alias_of=alias, port=tensor.port, sharded=sharded
+        )
 
     def _is_reduced(self, row: int) -> bool:
         """Whether a gradient is what backward makes, not a copy that the optimizer makes."""

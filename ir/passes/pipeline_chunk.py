@@ -303,7 +303,13 @@ class Chunk:
 
     def _add(self, tensor: int, value: t.Tensor) -> int:
         row = self.builder.tensor(
-            value.name, value.shape, value.dtype, value.role, alias_of=value.alias_of, port=value.port
+            value.name,
+            value.shape,
+            value.dtype,
+            value.role,
+            alias_of=value.alias_of,
+            port=value.port,
+            sharded=value.sharded,
         )
         self.rows[tensor] = row
         if not value.port:

@@ -40,6 +40,7 @@ def copy_rows(builder: GraphBuilder, graph: Graph, block: Block) -> None:
             tensor.role,
             alias_of=None if tensor.alias_of is None else tensor.alias_of + tensors,
             port=tensor.port,
+            sharded=tensor.sharded,
         )
     for op in graph.ops[block.ops.start : block.ops.stop]:
         changes: dict[str, object] = {
@@ -79,7 +80,9 @@ def accumulate(builder: GraphBuilder, gradients: Iterable[tuple[Tensor, int]]) -
     begin = builder.op_count()
     bindings = []
     for tensor, tensor_id in gradients:
-        port = builder.tensor(tensor.name, tensor.shape, tensor.dtype, tensor.role, port=True)
+        port = builder.tensor(
+            tensor.name, tensor.shape, tensor.dtype, tensor.role, port=True, sharded=tensor.sharded
+        )
         add_to_gradient(builder, port, tensor.nbytes)
         bindings.append(tensor_id)
     builder.instance(block, bindings=bindings)

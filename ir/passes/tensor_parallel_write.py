@@ -127,8 +127,15 @@ class _Writer:
         shape = sharding.shapes.get(index, tensor.shape)
         if sharding.is_partial(index):
             shape = tensor.shape
+        cut = tensor.role.persistent and isinstance(sharding.placement.get(index), Shard)
         self.raw[index] = self.builder.tensor(
-            tensor.name, shape, tensor.dtype, tensor.role, alias_of=alias, port=tensor.port
+            tensor.name,
+            shape,
+            tensor.dtype,
+            tensor.role,
+            alias_of=alias,
+            port=tensor.port,
+            sharded=(*tensor.sharded, AXIS) if cut else tensor.sharded,
         )
         return self.raw[index]
 
