@@ -16,7 +16,12 @@ def test_a_fitted_device_is_the_one_that_ships(cli, measured_data: Path, tmp_pat
     assert {"gemm bf16", "memory elementwise"} <= {row["what"] for row in rows}
     assert all(row["rows held out"] > 0 for row in rows)
     fitted, shipped = load_device(str(tmp_path / "a100-sxm-80.json")), load_device("a100-sxm-80")
-    assert fitted.gemm["bf16"].label.held_out == shipped.gemm["bf16"].label.held_out
+    mine, theirs = (d.gemm["bf16"].label.held_out.long for d in (fitted, shipped))
+    assert mine.rows == theirs.rows
+    # The search ends in the same valley on every machine, though not on the same point: its arithmetic is the
+    # processor's.
+    assert mine.median_abs == pytest.approx(theirs.median_abs, rel=0.1)
+    assert mine.mean_abs == pytest.approx(theirs.mean_abs, rel=0.1)
     assert fitted.datasheet == shipped.datasheet
 
 

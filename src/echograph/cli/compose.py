@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from echograph.cli.lowering import lower, record
 from echograph.cli.plan import Plan, PlanOptions
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph
@@ -121,31 +122,39 @@ def _one_line_errors(name: str) -> Iterator[None]:
         ) from None
 
 
+def lower_graph(graph: StepGraph | JobGraph, plan: Plan) -> JobGraph:
+    """The job that a graph becomes under a plan; a job graph is taken as it is."""
+    return lower(graph, plan, load_cluster(plan.cluster))
+
+
 def predict(
-    graph: StepGraph | JobGraph, *, cluster: str, engine: str = "auto", **options: Unpack[PlanOptions]
+    graph: StepGraph | JobGraph, *, engine: str = "auto", **options: Unpack[PlanOptions]
 ) -> tuple[Result, JobGraph]:
     """Lowers a graph to a job on a cluster, annotates it and simulates it.
 
     Args:
         graph: a step graph, spread by the plan, or a job graph, run as it is.
-        cluster: a preset's name or a TOML file.
         engine: "auto" or an engine's name.
         options: the fields of `plan.Plan`; none: one node, data-parallel.
     """
+    return predict_plan(graph, Plan(**options), engine=engine)
+
+
+def predict_plan(graph: StepGraph | JobGraph, plan: Plan, *, engine: str = "auto") -> tuple[Result, JobGraph]:
+    """`predict` for a plan that is made already."""
     from echograph.profiler.costs import load_device
     from echograph.profiler.costs.estimate import estimate
     from echograph.simulator.simulate import simulate
 
-    plan = Plan(**options)
-    where = load_cluster(cluster)
+    where = load_cluster(plan.cluster)
     device = load_device(where.device)
     # A cluster may name the file of a device; durations carry the name that stands in it.
     where = replace(where, device=device.name)
-    job = plan.lower(graph, where)
+    job = lower(graph, plan, where)
     job = estimate(job, device)(job)
     host = Host(op_ps=to_ps(device.host.op_s), launch_ps=to_ps(device.host.launch_s), spread=host_spread())
     peak = device.datasheet.peak_flops_per_s.get(_peak_name(job), 0.0)
-    return simulate(job, where, host, peak_flops_per_s=peak, engine=engine, plan=plan.record(job, where)), job
+    return simulate(job, where, host, peak_flops_per_s=peak, engine=engine, plan=record(job, plan, where)), job
 
 
 def host_spread() -> float:

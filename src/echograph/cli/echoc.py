@@ -8,7 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from echograph.cli.app import make_app, print_error, print_json, print_line, print_table, progress, run
+from echograph.cli.plan import Plan
+from echograph.cli.plan_options import with_plan
 from echograph.cli.show import micro_batch, print_summary, summarize
+from echograph.cli.show_job import print_job, summarize_job
+from echograph.errors import UsageError
 from echograph.units import format_bytes, format_count
 
 app = make_app("echoc", "Compile a training step into a workload graph, without a GPU; look at graphs.")
@@ -121,11 +125,52 @@ def models(
 
 @app.command()
 def show(graph: GraphFile, as_json: Json = False) -> None:
-    """Say what a graph holds: blocks, operations, FLOPs, bytes, memory, what is measured."""
+    """Say what a graph holds: blocks, operations, FLOPs, bytes, memory, what is measured; of a job, its roles."""
     from echograph.ir import serde
+    from echograph.ir.graph import JobGraph
 
-    summary = summarize(serde.load(graph))
-    print_json(summary) if as_json else print_summary(summary)
+    loaded = serde.load(graph)
+    summary = summarize(loaded)
+    if isinstance(loaded, JobGraph):
+        summary |= summarize_job(loaded)
+    if as_json:
+        print_json(summary)
+        return
+    print_summary(summary)
+    if isinstance(loaded, JobGraph):
+        print_job(summary, headline=False)
+
+
+@app.command("lower")
+@with_plan
+def lower_command(
+    graph: GraphFile,
+    plan: Plan,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the job goes.")] = Path("job.pb"),
+    as_json: Json = False,
+) -> None:
+    """Spread a step over GPUs by a parallel plan and write what every rank executes as a job graph."""
+    from echograph.cli.compose import lower_graph
+    from echograph.cli.lowering import notes
+    from echograph.ir import files, serde
+
+    if graph.resolve() == output.resolve():
+        raise UsageError(f"--output {output}: is the graph itself: give the job a file of its own")
+    files.check_writable(output)
+    with progress(f"reading {graph}") as say:
+        loaded = serde.load(graph)
+        say("lowering")
+        job = lower_graph(loaded, plan)
+        say(f"writing {output}")
+        size = serde.save(job, output)
+    for note in notes(loaded, plan):
+        print_error(f"note: {note}")
+    summary = summarize_job(job)
+    if as_json:
+        print_json({"output": str(output), "bytes": size, **summary})
+    else:
+        print_job(summary)
+    print_error(f"wrote {output} ({format_bytes(size)})")
 
 
 @app.command()

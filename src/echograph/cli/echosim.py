@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from echograph.cli.app import make_app, print_error, print_json, print_line, print_table, progress, run
+from echograph.cli.plan import Plan
+from echograph.cli.plan_options import with_plan
 from echograph.errors import UsageError
 from echograph.units import format_bytes
 
@@ -18,31 +20,22 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("run")
+@with_plan
 def run_command(
     graph: Annotated[Path, typer.Argument(help="A graph file written by echoc.")],
-    gpus: Annotated[int | None, typer.Option(help="Number of GPUs (default: one node).")] = None,
-    cluster: Annotated[str, typer.Option(help="A preset (see echosim clusters) or a TOML file.")] = "dgx-h100",
-    global_batch: Annotated[
-        int | None, typer.Option(help="Samples of one step over all GPUs (default: one micro-batch each).")
-    ] = None,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks, which share each layer.")] = 1,
-    sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="They share the sequence as well.")
+    plan: Plan,
+    strict_memory: Annotated[
+        bool, typer.Option("--strict-memory", help="A plan that does not fit in memory is an error.")
     ] = False,
-    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
-    vpp: Annotated[int, typer.Option(help="Chunks of layers on each stage (interleaving).")] = 1,
-    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b or interleaved (default: by --vpp).")] = "",
-    zero: Annotated[int, typer.Option(help="0: DDP; 3: parameters, gradients and optimizer sharded (FSDP).")] = 0,
-    hsdp_replicas: Annotated[int, typer.Option(help="Copies of the sharded model (HSDP).")] = 1,
     engine: Annotated[str, typer.Option(help="auto, static or reference.")] = "auto",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, for Perfetto.")] = None,
     as_json: Json = False,
 ) -> None:
     """Predict the time of one training step, spread over the GPUs by a parallel plan."""
-    from echograph.cli.compose import predict
-    from echograph.cli.plan import Plan, PlanOptions
-    from echograph.cli.report import print_result
+    from echograph.cli.compose import predict_plan
+    from echograph.cli.lowering import notes
+    from echograph.cli.report import print_result, refuse_if_it_does_not_fit
     from echograph.ir import files, serde
 
     results = [path for path in (output, trace) if path is not None]
@@ -50,24 +43,14 @@ def run_command(
         raise UsageError("the graph, --output and --trace are one file: give each its own")
     for path in results:
         files.check_writable(path)
-    options: PlanOptions = {
-        "gpus": gpus,
-        "global_batch": global_batch,
-        "zero": zero,
-        "hsdp_replicas": hsdp_replicas,
-        "tp": tp,
-        "sequence_parallel": sequence_parallel,
-        "pp": pp,
-        "vpp": vpp,
-        "schedule": schedule,
-    }
-    Plan(**options)  # refused before the graph is read
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph)
         say("simulating")
-        result, job = predict(loaded, cluster=cluster, engine=engine, **options)
-    for note in Plan(**options).notes(loaded):
+        result, job = predict_plan(loaded, plan, engine=engine)
+    for note in notes(loaded, plan):
         print_error(f"note: {note}")
+    if strict_memory:
+        refuse_if_it_does_not_fit(result)
     record = result.to_json()
     if as_json:
         print_json(record)

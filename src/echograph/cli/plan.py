@@ -1,169 +1,278 @@
-"""The parallel plan that a user asks for, and the job that a graph becomes under it."""
+"""The parallel plan that a user asks for: the same words on the command line, in plan files and in results."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from dataclasses import MISSING, dataclass, field, fields
+from math import prod
+from typing import Any, Literal, TypedDict, get_args
 
 from echograph.errors import UsageError
-from echograph.ir.graph import JobGraph, StepGraph
-from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fully_shard import FullyShard
-from echograph.simulator.clusters import Cluster
 
-ZERO_STAGES = (0, 3)
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+Recompute = Literal["none", "selective", "selective-op", "full"]
+Precision = Literal["bf16", "fp16", "fp32", "fp8", "fp8-rowwise", "mxfp8"]
+GradDType = Literal["bf16", "fp16", "fp32"]
+CpMethod = Literal["ring", "all-to-all"]
+AXES = ("tp", "cp", "ep", "dp", "pp")
+"""Mesh axes in Megatron's order: neighbours first."""
+ZERO_STAGES = (0, 1, 2, 3)
 
 
 class PlanOptions(TypedDict, total=False):
     """The fields of a plan, for functions that take them as keywords."""
 
     gpus: int | None
-    global_batch: int | None
-    zero: int
-    hsdp_replicas: int
+    cluster: str
     tp: int
     sequence_parallel: bool
+    tp_plan: str
+    cp: int
+    cp_method: str
+    ep: int
+    capacity_factor: float | None
+    expert_imbalance: float
     pp: int
     vpp: int
     schedule: str
+    stage_layers: str
+    dp: int | None
+    zero: int
+    hsdp_replicas: int
+    reshard_after_forward: bool | None
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    micro_batch: int | None
+    global_batch: int | None
+    recompute: str
+    precision: str
+    grad_dtype: str
+    mesh_order: str
+
+
+def _option(default: Any, text: str, shown: str = "") -> Any:
+    return field(default=default, metadata={"help": text, "shown": shown})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a step is spread over a cluster; the words of the command line.
+    """How a step is spread over a cluster. The text of each field is its help on the command line.
 
-    Attributes:
-        gpus: number of ranks; None: one node, or what a job graph has.
-        global_batch: samples of one step over all ranks; None: one micro-batch a data-parallel rank, or as many as
-            the pipeline has stages.
-        zero: 0 replicates the model (DDP); 3 shards parameters, gradients and optimizer state (FSDP2).
-        hsdp_replicas: copies of the sharded model (HSDP); with zero 3 only.
-        tp: ranks that share each layer (tensor parallelism).
-        sequence_parallel: they share the sequence between the products, too.
-        pp: pipeline stages.
-        vpp: chunks of layers on each stage (interleaving).
-        schedule: a name of `pipeline_schedules.SCHEDULES`; "": interleaved with several chunks, else 1f1b.
+    Raises:
+        UsageError: a value that no plan can have, or two that exclude each other.
     """
 
-    gpus: int | None = None
-    global_batch: int | None = None
-    zero: int = 0
-    hsdp_replicas: int = 1
-    tp: int = 1
-    sequence_parallel: bool = False
-    pp: int = 1
-    vpp: int = 1
-    schedule: str = ""
+    gpus: int | None = _option(None, "Number of GPUs.", "one node, or as many as the plan needs")
+    cluster: str = _option("dgx-h100", "A preset (see echosim clusters) or a TOML file.")
+    tp: int = _option(1, "Tensor-parallel ranks, which share each layer.")
+    sequence_parallel: bool = _option(False, "They share the sequence between the products as well.")
+    tp_plan: str = _option(
+        "", "TOML file of module patterns and how they are shared.", "the model's own, or by structure"
+    )
+    cp: int = _option(1, "Context-parallel ranks, which share the sequence.")
+    cp_method: str = _option("ring", f"Attention over shared sequences: {', '.join(get_args(CpMethod))}.")
+    ep: int = _option(1, "Expert-parallel ranks, which share the experts of a layer.")
+    capacity_factor: float | None = _option(
+        None, "Rows that an expert takes, in units of its even share; the rest is dropped.", "no limit"
+    )
+    expert_imbalance: float = _option(1.0, "Rows of the busiest rank's experts in units of the mean (assumed).")
+    pp: int = _option(1, "Pipeline stages.")
+    vpp: int = _option(1, "Chunks of layers on each stage (interleaving).")
+    schedule: str = _option("", f"{', '.join(get_args(Schedule))}.", "interleaved with --vpp, else 1f1b")
+    stage_layers: str = _option("", "Layers of each chunk in the model's order, as 10,12,12,10.", "even")
+    dp: int | None = _option(None, "Data-parallel ranks, experts' included.", "what the GPUs leave")
+    zero: int = _option(0, "0: DDP; 1: optimizer states sharded; 2: gradients, too; 3: parameters, too (FSDP).")
+    hsdp_replicas: int = _option(1, "Copies of the sharded model (HSDP), with --zero 3.")
+    reshard_after_forward: bool | None = _option(
+        None, "Drop gathered parameters after forward, with --zero 3.", "yes; no in a pipeline"
+    )
+    overlap_grad_reduce: bool = _option(True, "Reduce gradients while backward goes on.")
+    overlap_param_gather: bool = _option(
+        False, "Gather parameters while the next forward goes on, with --zero 1 and 2."
+    )
+    micro_batch: int | None = _option(None, "Samples of a micro-batch.", "as the graph was compiled")
+    global_batch: int | None = _option(
+        None, "Samples of one step over all GPUs.", "one micro-batch a data-parallel rank and stage"
+    )
+    recompute: str = _option(
+        "none",
+        f"Activations computed again in backward: {', '.join(get_args(Recompute))}, or N: all of every Nth layer.",
+    )
+    precision: str = _option("", f"{', '.join(get_args(Precision))}.", "as the graph was compiled")
+    grad_dtype: str = _option(
+        "", f"Type in which gradients add up: {', '.join(get_args(GradDType))}.", "their own"
+    )
+    mesh_order: str = _option("-".join(AXES), "Axes of the mesh, neighbours first.")
 
     def __post_init__(self) -> None:
-        if self.tp < 1:
-            raise UsageError(f"--tp {self.tp}: at least one rank holds each layer")
-        if self.pp < 1 or self.vpp < 1:
-            raise UsageError(f"--pp {self.pp} --vpp {self.vpp}: at least one stage, with one chunk")
-        if (self.vpp > 1 or self.schedule) and self.pp == 1:
-            raise UsageError("--vpp and --schedule: belong to a pipeline, give --pp as well")
-        if self.zero and self.pp > 1:
+        for check in (_check_sizes, _check_words, _check_pairs):
+            check(self)
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model and work on one micro-batch."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What differs from the defaults."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+
+
+def option_name(field_name: str) -> str:
+    """A field as the command line spells it."""
+    return "--" + field_name.replace("_", "-")
+
+
+def default(field_name: str) -> Any:
+    """A field's default."""
+    (found,) = (f.default for f in fields(Plan) if f.name == field_name)
+    return None if found is MISSING else found
+
+
+def _check_sizes(plan: Plan) -> None:
+    for name in ("tp", "cp", "ep", "pp", "vpp", "hsdp_replicas", "dp", "micro_batch", "gpus", "global_batch"):
+        value = getattr(plan, name)
+        if value is not None and value < 1:
+            raise UsageError(f"{option_name(name)} {value}: give 1 or more")
+    if plan.expert_imbalance < 1:
+        raise UsageError(
+            f"--expert-imbalance {plan.expert_imbalance:g}: the busiest rank has at least the mean, 1"
+        )
+    if plan.capacity_factor is not None and not plan.capacity_factor > 0:
+        raise UsageError(f"--capacity-factor {plan.capacity_factor:g}: give more than 0")
+    if plan.zero not in ZERO_STAGES:
+        raise UsageError(f"--zero {plan.zero}: choose {', '.join(map(str, ZERO_STAGES))}")
+    if plan.recompute.isdigit() and int(plan.recompute) < 1:
+        raise UsageError("--recompute 0: give none, or 1 for every layer")
+
+
+def _check_words(plan: Plan) -> None:
+    words = {
+        "schedule": ("", *get_args(Schedule)),
+        "cp_method": get_args(CpMethod),
+        "precision": ("", *get_args(Precision)),
+        "grad_dtype": ("", *get_args(GradDType)),
+        "recompute": (*get_args(Recompute), plan.recompute if plan.recompute.isdigit() else "none"),
+    }
+    for name, choices in words.items():
+        value = getattr(plan, name)
+        if value not in choices:
+            known = ", ".join(c for c in dict.fromkeys(choices) if c)
+            raise UsageError(f"{option_name(name)} {value[:40]}: choose {known}")
+    if sorted(plan.mesh_order.split("-")) != sorted(AXES):
+        raise UsageError(
+            f"--mesh-order {plan.mesh_order[:40]}: give each of {', '.join(AXES)} once, as {'-'.join(AXES)}"
+        )
+
+
+def _check_pairs(plan: Plan) -> None:
+    """Options that need another one, each with what to give."""
+    vpp, pp = f"--vpp {plan.vpp}", f"--pp {plan.pp}"
+    rules = (
+        (
+            plan.pp == 1 and plan.vpp > 1,
+            f"{vpp}: chunks are of pipeline stages: give --pp 2 or more, or leave it out",
+        ),
+        (plan.pp == 1 and plan.schedule, "--schedule: orders a pipeline: give --pp 2 or more, or leave it out"),
+        (
+            plan.pp == 1 and plan.stage_layers,
+            "--stage-layers: splits a pipeline: give --pp 2 or more, or leave it out",
+        ),
+        (
+            plan.vpp > 1 and plan.schedule not in ("", "interleaved"),
+            f"{vpp} with --schedule {plan.schedule}: use interleaved for chunks, or --vpp 1",
+        ),
+        (
+            plan.schedule == "interleaved" and plan.vpp == 1 and plan.pp > 1,
+            f"--schedule interleaved with {pp}: give --vpp 2 or more, or --schedule 1f1b",
+        ),
+        (
+            plan.sequence_parallel and plan.tp == 1,
+            "--sequence-parallel: shares the sequence among tensor-parallel ranks, give --tp 2 or more",
+        ),
+        (plan.tp_plan and plan.tp == 1, "--tp-plan: says what tensor-parallel ranks share, give --tp 2 or more"),
+        (
+            plan.hsdp_replicas != 1 and plan.zero != 3,
+            "--hsdp-replicas: copies of a sharded model need --zero 3",
+        ),
+        (
+            plan.reshard_after_forward is not None and plan.zero != 3,
+            "--reshard-after-forward: is of gathered parameters, give --zero 3",
+        ),
+        (
+            plan.overlap_param_gather and plan.zero not in (1, 2),
+            "--overlap-param-gather: is of --zero 1 or 2; --zero 3 gathers ahead always",
+        ),
+    )
+    for broken, line in rules:
+        if broken:
+            raise UsageError(line)
+
+
+def spread(plan: Plan, node: int, most: int, where: str) -> tuple[int, int]:
+    """Ranks in all, and those that work on micro-batches of their own (data-parallel, experts' included).
+
+    Args:
+        plan: the plan.
+        node: GPUs of a node.
+        most: GPUs of the cluster.
+        where: its name.
+
+    Raises:
+        UsageError: the sizes do not multiply to the number of GPUs; names the nearest that would.
+    """
+    model, at_once = plan.model_ranks, plan.model_ranks * plan.ep * plan.hsdp_replicas
+    gpus = plan.gpus or (model * plan.dp if plan.dp else max(node, at_once) // at_once * at_once)
+    if gpus > most:
+        raise UsageError(f"--gpus {gpus}: cluster {where} has 1 to {most} GPUs")
+    sizes = " ".join(f"{option_name(n)} {getattr(plan, n)}" for n in ("tp", "cp", "pp") if getattr(plan, n) > 1)
+    if gpus % model:
+        raise UsageError(
+            f"{sizes}: {gpus} GPUs are no multiple of {model}: {_nearest(gpus, model, most)} would be"
+        )
+    replicas = gpus // model
+    if plan.dp not in (None, replicas):
+        raise UsageError(
+            f"--dp {plan.dp}: {gpus} GPUs{f' with {sizes}' if sizes else ''} leave {replicas} data-parallel "
+            f"ranks: give --dp {replicas}, or --gpus {model * plan.dp}"
+        )
+    for name in ("ep", "hsdp_replicas"):
+        size = getattr(plan, name)
+        if replicas % size:
+            fitting = [n for n in range(1, replicas + 1) if replicas % n == 0]
+            near = sorted(fitting, key=lambda n: abs(n - size))[:2]
             raise UsageError(
-                f"--zero {self.zero} with --pp {self.pp}: a pipeline's stages are replicated, not sharded"
+                f"{option_name(name)} {size}: does not divide the {replicas} data-parallel ranks: "
+                f"choose {' or '.join(map(str, sorted(near)))}"
             )
-        if self.sequence_parallel and self.tp == 1:
-            raise UsageError(
-                "--sequence-parallel: shares the sequence among tensor-parallel ranks, give --tp as well"
-            )
-        if self.zero not in ZERO_STAGES:
-            raise UsageError(f"--zero {self.zero}: choose 0 (DDP) or 3 (fully sharded)")
-        if self.hsdp_replicas != 1 and self.zero != 3:
-            raise UsageError("--hsdp-replicas: copies of a sharded model need --zero 3")
-
-    def lower(self, graph: StepGraph | JobGraph, cluster: Cluster) -> JobGraph:
-        """The job that a graph is on a cluster; a job graph is taken as it is.
-
-        Raises:
-            UsageError: a number of GPUs that the cluster does not have, a batch or a number of copies that does
-                not divide, or options for a job graph that has its plan already.
-        """
-        if self.gpus is not None and not 1 <= self.gpus <= cluster.max_gpus:
-            raise UsageError(f"--gpus {self.gpus}: cluster {cluster.name} has 1 to {cluster.max_gpus} GPUs")
-        if isinstance(graph, JobGraph):
-            if self.gpus not in (None, graph.world_size):
-                asked = f"--gpus {self.gpus}: the job graph is for {graph.world_size}"
-                raise UsageError(f"{asked}; give its step graph instead")
-            if replace(self, gpus=None) != Plan():
-                raise UsageError(
-                    "a job graph has its plan and batch already: give such options with its step graph"
-                )
-            return graph
-        model = self.tp * self.pp
-        gpus = self.gpus or max(cluster.gpus_per_node, model)
-        if gpus % model:
-            below = max(1, gpus // model) * model
-            raise UsageError(
-                f"--tp {self.tp} --pp {self.pp}: {gpus} GPUs do not divide; {below} or {below + model} would"
-            )
-        if self.tp > 1:
-            graph = self._tensor_parallel(graph)
-        replicas = gpus // model
-        micro_batches = _micro_batches(graph, replicas, self.global_batch) or self.pp
-        if self.pp > 1:
-            return DataParallel(replicas=replicas)(self._pipeline(graph, micro_batches))
-        if self.zero == 0:
-            return DataParallel(replicas=replicas, micro_batches=micro_batches)(graph)
-        if self.hsdp_replicas < 1 or replicas % self.hsdp_replicas:
-            copies = f"--hsdp-replicas {self.hsdp_replicas}"
-            raise UsageError(f"{copies}: {replicas} data-parallel ranks do not divide into so many copies")
-        shard = replicas // self.hsdp_replicas
-        return FullyShard(replicas=replicas, shard=shard, micro_batches=micro_batches)(graph)
-
-    def _pipeline(self, graph: StepGraph, micro_batches: int) -> JobGraph:
-        from echograph.ir.passes.pipeline import Pipeline
-
-        schedule = self.schedule or ("interleaved" if self.vpp > 1 else "1f1b")
-        return Pipeline(stages=self.pp, micro_batches=micro_batches, schedule=schedule, chunks=self.vpp)(graph)
-
-    def _tensor_parallel(self, graph: StepGraph) -> StepGraph:
-        from echograph.ir.passes.tensor_parallel import TensorParallel
-
-        return TensorParallel(size=self.tp, sequence_parallel=self.sequence_parallel)(graph)
-
-    def notes(self, graph: StepGraph | JobGraph) -> tuple[str, ...]:
-        """What the plan could not spread, and is computed by every rank."""
-        if self.tp == 1 or isinstance(graph, JobGraph):
-            return ()
-        from echograph.ir.passes.tensor_parallel import TensorParallel
-
-        lines = TensorParallel(size=self.tp, sequence_parallel=self.sequence_parallel).report(graph)
-        # Gathering the sequence before a product is what sequence parallelism does, not something it failed to.
-        return tuple(line for line in lines if not (self.sequence_parallel and ": gathers " in line))
-
-    def record(self, job: JobGraph, cluster: Cluster) -> dict[str, Any]:
-        """The plan with its defaults filled in, for results."""
-        return {
-            "gpus": job.world_size,
-            "cluster": cluster.name,
-            "zero": self.zero,
-            "hsdp_replicas": self.hsdp_replicas,
-            "sequence_parallel": self.sequence_parallel,
-            "vpp": self.vpp,
-            "micro_batch": job.workload.batch_size,
-            **{axis.name: axis.size for axis in job.mesh},
-        }
+    return gpus, replicas
 
 
-def _micro_batches(graph: StepGraph, ranks: int, global_batch: int | None) -> int | None:
-    """Micro-batches of each data-parallel rank; None where no batch is given.
+def _nearest(value: int, unit: int, most: int) -> str:
+    below, above = value // unit * unit, -(-value // unit) * unit
+    return " or ".join(str(n) for n in (below, above) if 0 < n <= most) or "none on this cluster"
+
+
+def micro_batches(plan: Plan, ranks: int, samples: int) -> int:
+    """Micro-batches of each data-parallel rank.
+
+    Args:
+        plan: the plan.
+        ranks: data-parallel ranks.
+        samples: of a micro-batch.
 
     Raises:
         UsageError: the global batch is no multiple of what all ranks take at once; names the nearest that are.
     """
-    if global_batch is None:
-        return None
-    at_once = ranks * graph.workload.batch_size
+    if plan.global_batch is None:
+        return plan.pp
+    at_once = prod((ranks, samples))
     if not at_once:
         raise UsageError("--global-batch: the graph does not say how many samples its micro-batch has")
-    if global_batch < 1 or global_batch % at_once:
-        below = max(1, global_batch // at_once) * at_once
+    if plan.global_batch % at_once:
+        below = max(1, plan.global_batch // at_once) * at_once
         raise UsageError(
-            f"--global-batch {global_batch}: {ranks} data-parallel ranks with micro-batches of "
-            f"{graph.workload.batch_size} take multiples of {at_once}, such as {below} or {below + at_once}"
+            f"--global-batch {plan.global_batch}: {ranks} data-parallel ranks with micro-batches of "
+            f"{samples} take multiples of {at_once}, such as {below} or {below + at_once}"
         )
-    return global_batch // at_once
+    return plan.global_batch // at_once

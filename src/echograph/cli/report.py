@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from echograph.cli.app import print_line
+from echograph.errors import PlanError
 from echograph.simulator.result import Result
 from echograph.units import format_bytes, format_count, format_time
 
@@ -40,6 +41,23 @@ def print_result(result: Result) -> None:
         f"  simulation    {result.tasks} tasks of {result.simulated_ranks} distinct rank(s), "
         f"engine {result.engine}, {result.wall_s:.2g} s"
     )
+
+
+def refuse_if_it_does_not_fit(result: Result) -> None:
+    """For those who want a plan beyond the device's memory to fail.
+
+    Raises:
+        PlanError: the peak is above the capacity.
+    """
+    memory = result.memory
+    if memory is not None and not memory.fits:
+        roles = sorted(memory.by_role.items(), key=lambda item: -item[1])[:3]
+        parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in roles)
+        raise PlanError(
+            f"the plan needs {format_bytes(memory.peak_bytes)} of the {format_bytes(memory.capacity_bytes)} of "
+            f"{result.device} ({parts}): share or recompute "
+            "more, such as with --recompute full, --zero 1, --zero 3, --tp or --pp"
+        )
 
 
 def _print_breakdown(result: Result) -> None:

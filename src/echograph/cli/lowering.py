@@ -1,0 +1,164 @@
+"""A plan as passes: what `echoc lower` and `echosim run` make of a step graph, in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from echograph.cli.plan import Plan, micro_batches, spread
+from echograph.errors import UsageError
+from echograph.ir.graph import JobGraph, StepGraph
+from echograph.simulator.clusters import Cluster
+
+
+def lower(graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster) -> JobGraph:
+    """The job that a graph is on a cluster; a job graph is taken as it is.
+
+    Raises:
+        UsageError: the plan's sizes do not multiply to the GPUs, a batch or a number of copies does not divide, or
+            options for a job graph that has its plan already.
+        PlanError: the plan does not fit the model.
+    """
+    if isinstance(graph, JobGraph):
+        return _as_it_is(graph, plan)
+    _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
+    graph = share(prepare(graph, plan), plan)
+    count = micro_batches(plan, ranks, graph.workload.batch_size)
+    job = _replicate(graph, plan, ranks // plan.ep, count)
+    if plan.mesh_order != Plan().mesh_order:
+        from echograph.ir.passes.mesh_order import MeshOrder
+
+        job = MeshOrder(order=tuple(plan.mesh_order.split("-")))(job)
+    return job
+
+
+def _as_it_is(graph: JobGraph, plan: Plan) -> JobGraph:
+    if plan.gpus not in (None, graph.world_size):
+        raise UsageError(
+            f"--gpus {plan.gpus}: the job graph is for {graph.world_size}; give its step graph instead"
+        )
+    asked = [name for name in plan.given if name not in ("gpus", "cluster")]
+    if asked:
+        raise UsageError(f"a job graph has its plan already: give {', '.join(asked)} with its step graph")
+    return graph
+
+
+def prepare(graph: StepGraph, plan: Plan) -> StepGraph:
+    """The step that one rank would run alone: its batch, its types, and what it computes again."""
+    if plan.micro_batch not in (None, graph.workload.batch_size):
+        from echograph.ir.passes.micro_batch import MicroBatch
+
+        graph = MicroBatch(size=plan.micro_batch)(graph)
+    if plan.recompute != "none":
+        from echograph.ir.passes.recompute import Recompute
+
+        every = int(plan.recompute) if plan.recompute.isdigit() else 1
+        policy = "full" if plan.recompute.isdigit() else plan.recompute.replace("-", "_")
+        graph = Recompute(policy=policy, every=every)(graph)
+    if plan.precision or plan.grad_dtype:
+        from echograph.ir.passes.precision import Precision
+
+        graph = Precision(dtype=plan.precision or None, grad_dtype=plan.grad_dtype or None)(graph)
+    return graph
+
+
+def share(graph: StepGraph, plan: Plan) -> StepGraph:
+    """The step of one of the ranks that share it."""
+    if plan.tp > 1:
+        graph = tensor_parallel(plan)(graph)
+    if plan.cp > 1:
+        from echograph.ir.passes.context_parallel import ContextParallel
+
+        graph = ContextParallel(size=plan.cp, method=plan.cp_method.replace("-", "_"))(graph)
+    if plan.ep > 1 or plan.capacity_factor is not None:
+        from echograph.ir.passes.expert_parallel import ExpertParallel
+
+        graph = ExpertParallel(
+            size=plan.ep, capacity_factor=plan.capacity_factor, imbalance=plan.expert_imbalance
+        )(graph)
+    return graph
+
+
+def tensor_parallel(plan: Plan) -> Any:
+    """The tensor-parallel pass of a plan."""
+    from echograph.ir.passes.tensor_parallel import TensorParallel
+
+    patterns = None
+    if plan.tp_plan:
+        from echograph.ir.passes.tensor_parallel_plan import read_plan
+
+        patterns = read_plan(Path(plan.tp_plan))
+    return TensorParallel(size=plan.tp, plan=patterns, sequence_parallel=plan.sequence_parallel)
+
+
+def notes(graph: StepGraph | JobGraph, plan: Plan) -> tuple[str, ...]:
+    """What the plan could not spread, and is computed by every rank."""
+    if plan.tp == 1 or isinstance(graph, JobGraph):
+        return ()
+    lines = tensor_parallel(plan).report(graph)
+    # Gathering the sequence before a product is what sequence parallelism does, not something it failed to.
+    return tuple(line for line in lines if not (plan.sequence_parallel and ": gathers " in line))
+
+
+def _replicate(graph: StepGraph, plan: Plan, replicas: int, count: int) -> JobGraph:
+    from echograph.ir.passes.data_parallel import DataParallel
+    from echograph.ir.passes.fully_shard import FullyShard
+
+    staged: StepGraph | JobGraph = graph
+    if plan.pp > 1:
+        staged, count = _pipeline(graph, plan, count), 1
+    if plan.zero < 3:
+        options = {
+            name: getattr(plan, name)
+            for name in ("zero", "overlap_grad_reduce", "overlap_param_gather")
+            if name in plan.given
+        }
+        return DataParallel(replicas=replicas, micro_batches=count, **options)(staged)
+    keep = plan.pp > 1 if plan.reshard_after_forward is None else not plan.reshard_after_forward
+    return FullyShard(
+        replicas=replicas,
+        shard=replicas // plan.hsdp_replicas,
+        micro_batches=count,
+        reshard_after_forward=not keep,
+    )(staged)
+
+
+def _pipeline(graph: StepGraph, plan: Plan, count: int) -> JobGraph:
+    from echograph.ir.passes.pipeline import Pipeline
+
+    schedule = plan.schedule or ("interleaved" if plan.vpp > 1 else "1f1b")
+    return Pipeline(
+        stages=plan.pp, micro_batches=count, schedule=schedule, chunks=plan.vpp, layers=_layers(plan.stage_layers)
+    )(graph)
+
+
+def _layers(text: str) -> tuple[int, ...] | None:
+    if not text:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"--stage-layers {text[:40]}: give whole numbers with commas, as 10,12,12,10") from None
+
+
+def record(job: JobGraph, plan: Plan, cluster: Cluster) -> dict[str, Any]:
+    """The plan with its defaults filled in, for results."""
+    mesh = {axis.name: axis.size for axis in job.mesh}
+    data = 1
+    for name, size in mesh.items():
+        data *= size if name.startswith("dp") or name == "ep" else 1
+    return {
+        "gpus": job.world_size,
+        "cluster": cluster.name,
+        **{axis: mesh.get(axis, 1) for axis in ("tp", "cp", "ep", "pp")},
+        "dp": data,
+        "vpp": plan.vpp,
+        "zero": plan.zero,
+        "hsdp_replicas": plan.hsdp_replicas,
+        "sequence_parallel": plan.sequence_parallel,
+        "schedule": plan.schedule or (("interleaved" if plan.vpp > 1 else "1f1b") if plan.pp > 1 else ""),
+        "recompute": plan.recompute,
+        "precision": plan.precision or job.workload.dtype.text,
+        "micro_batch": job.workload.batch_size,
+        "mesh": mesh,
+    }
