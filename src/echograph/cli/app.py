@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import typer
 
 from echograph import __version__
-from echograph.errors import EchoError
+from echograph.errors import EchoError, MissingExtraError
 
 EXIT_INTERRUPTED = 130
 
@@ -86,6 +87,16 @@ def _say(name: str, message: str, status: int) -> int:
     # One line, whatever an error's text holds.
     print_error(f"{name}: {' '.join(message.split())}")
     return status
+
+
+def require_torch(purpose: str = "compiling models") -> None:
+    """Says which extra is missing before anything else is done.
+
+    Raises:
+        MissingExtraError: PyTorch is not installed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError("PyTorch", "torch", purpose)
 
 
 def print_line(text: str = "") -> None:

@@ -7,7 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from echograph.cli.app import make_app, print_error, print_json, print_line, print_table, progress, run
+from echograph.cli.app import (
+    make_app,
+    print_error,
+    print_json,
+    print_line,
+    print_table,
+    progress,
+    require_torch,
+    run,
+)
 from echograph.cli.plan import Plan
 from echograph.cli.plan_options import with_plan
 from echograph.cli.show import micro_batch, print_summary, summarize
@@ -48,7 +57,7 @@ def compile_command(
     from echograph.ir import files, serde
 
     files.check_writable(output)
-    _require_torch()
+    require_torch("compiling a model")
     from echograph.frontend.pytorch.step import StepSpec
 
     spec = StepSpec(
@@ -82,15 +91,6 @@ def _headline(summary: dict[str, Any]) -> list[str]:
         f"{summary['unfolded_ops']} operations ({summary['ops']} stored{blocks}), "
         f"{format_count(flops, 'FLOP')} a step",
     ]
-
-
-def _require_torch() -> None:
-    import importlib.util
-
-    from echograph.errors import MissingExtraError
-
-    if importlib.util.find_spec("torch") is None:
-        raise MissingExtraError("PyTorch", "torch", "compiling a model")
 
 
 @app.command()

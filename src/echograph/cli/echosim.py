@@ -66,6 +66,43 @@ def run_command(
         print_error(f"wrote {trace} (Chrome trace: open in ui.perfetto.dev)")
 
 
+@app.command("validate")
+def validate_command(
+    table: Annotated[
+        Path, typer.Argument(help="CSV table of measured steps (docs/accuracy.md names its columns).")
+    ],
+    family: Annotated[list[str] | None, typer.Option(help="Only rows of this family; may be repeated.")] = None,
+    grade: Annotated[str, typer.Option(help="Only rows of these grades.")] = "A,B",
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    peers: Annotated[Path | None, typer.Option(help="CSV table of other tools' errors: tool, id, err.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the record as JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict measured training steps and say how far the predictions are off, family by family."""
+    from echograph.cli.app import require_torch
+    from echograph.cli.validate import score
+    from echograph.cli.validate.run import validate
+    from echograph.cli.validate.show import print_outcomes
+    from echograph.cli.validate.table import read
+    from echograph.ir import files
+
+    if output is not None:
+        files.check_writable(output)
+    rows = read(table, tuple(family or ()), tuple(grade.split(",")) if grade else ())
+    said = score.read_peers(peers) if peers else {}
+    require_torch()
+    with progress("compiling") as say:
+        outcomes = validate(rows, jobs, say)
+    record = {"families": score.by_family(outcomes, said), "rows": [o.to_json() for o in outcomes]}
+    if as_json:
+        print_json(record)
+    else:
+        print_outcomes(record)
+    if output is not None:
+        files.write_whole(output, [json.dumps(record, indent=2) + "\n"])
+        print_error(f"wrote {output} (validation)")
+
+
 @app.command()
 def clusters(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
     """List the cluster presets, or describe one."""

@@ -1,0 +1,1 @@
+"""`echosim validate`: predictions held against a table of measured training steps."""

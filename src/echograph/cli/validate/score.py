@@ -1,0 +1,121 @@
+"""How far predictions are off, by family, and beside them what others say of the same rows."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from echograph.errors import DataError, InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One row's prediction, or why there is none.
+
+    Attributes:
+        id: the row.
+        family: of the row.
+        measured_s: measured step time.
+        predicted_s: predicted step time; None where the row was skipped.
+        tokens_per_s: predicted.
+        peak_bytes: predicted peak memory.
+        measured_peak_bytes: measured peak memory, where the row has it.
+        skipped: why; "" otherwise.
+        assumed: what was assumed.
+    """
+
+    id: str
+    family: str
+    measured_s: float | None = None
+    predicted_s: float | None = None
+    tokens_per_s: float | None = None
+    peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    skipped: str = ""
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the step time; above 0: predicted too long."""
+        if self.predicted_s is None or not self.measured_s:
+            return None
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """Relative error of the peak memory."""
+        if self.peak_bytes is None or not self.measured_peak_bytes:
+            return None
+        return self.peak_bytes / self.measured_peak_bytes - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The record of `echosim validate --json`."""
+        record = asdict(self) | {"error": self.error, "memory_error": self.memory_error}
+        return {**record, "assumed": list(self.assumed), "skipped": self.skipped or None}
+
+
+def summary(errors: Sequence[float]) -> dict[str, Any]:
+    """Mean and median absolute error, and bias; None where there is no error to take them of."""
+    size = [abs(e) for e in errors]
+    return {
+        "mean_abs_error": statistics.mean(size) if size else None,
+        "median_abs_error": statistics.median(size) if size else None,
+        "bias": statistics.mean(errors) if size else None,
+    }
+
+
+def by_family(
+    outcomes: Sequence[Outcome], peers: dict[str, dict[str, float]], worst: int = 3
+) -> dict[str, dict[str, Any]]:
+    """Figures of each family.
+
+    Args:
+        outcomes: of all rows.
+        peers: tool -> row -> its relative error.
+        worst: how many of the worst rows to name.
+    """
+    families: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        families[outcome.family].append(outcome)
+    found = {}
+    for name, rows in families.items():
+        errors = {row.id: row.error for row in rows if row.error is not None}
+        ranked = sorted(errors.items(), key=lambda item: -abs(item[1]))[:worst]
+        theirs = {tool: [e for row, e in said.items() if row in errors] for tool, said in peers.items()}
+        memory = [row.memory_error for row in rows if row.memory_error is not None]
+        found[name] = {
+            "rows": len(rows),
+            "simulated": len(errors),
+            "skipped": sum(bool(row.skipped) for row in rows),
+            "assumptions": sum(len(row.assumed) for row in rows),
+            **summary(list(errors.values())),
+            "worst": [{"id": row, "error": error} for row, error in ranked],
+            "memory": {"rows": len(memory), **summary(memory)},
+            "peers": {tool: {"rows": len(e), **summary(e)} for tool, e in theirs.items() if e},
+        }
+    return found
+
+
+def read_peers(path: Path) -> dict[str, dict[str, float]]:
+    """Tool -> row -> relative error, of a CSV table with the columns tool, id and err.
+
+    Raises:
+        InputError: the table cannot be read.
+        DataError: it lacks a column or holds no number.
+    """
+    found: dict[str, dict[str, float]] = defaultdict(dict)
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                if row["err"]:
+                    found[row["tool"]][row["id"]] = float(row["err"])
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from None
+    except (KeyError, ValueError, csv.Error) as error:
+        raise DataError(f"{path}: is no table of tool, id, err: {error}") from None
+    return dict(found)

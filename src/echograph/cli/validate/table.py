@@ -1,0 +1,104 @@
+"""Rows of a table of measured steps, parsed and checked."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from echograph.errors import DataError, InputError
+
+MAX_ROWS = 100_000
+REQUIRED = ("id", "model", "gpu_type", "n_gpus", "step_time_s")
+
+
+class Skip(Exception):
+    """A row that cannot be simulated, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measured step: what the table says of it, by column."""
+
+    columns: dict[str, str]
+
+    @property
+    def id(self) -> str:
+        """Its name."""
+        return self.columns["id"]
+
+    @property
+    def family(self) -> str:
+        """What its name begins with."""
+        return self.id.rsplit("-", 1)[0]
+
+    @property
+    def grade(self) -> str:
+        """How far its source is trusted: A, B or C."""
+        return self.columns.get("grade") or "A"
+
+    def text(self, column: str) -> str:
+        """A column; "" where it is empty or absent."""
+        return (self.columns.get(column) or "").strip()
+
+    def number(self, column: str, default: int | None = None) -> int:
+        """A whole number.
+
+        Raises:
+            Skip: the column is empty and has no default, or holds no number.
+        """
+        text = self.text(column)
+        if not text and default is not None:
+            return default
+        try:
+            return int(text)
+        except ValueError:
+            what = f"is '{text[:20]}'" if text else "is empty"
+            raise Skip(f"{column} {what}") from None
+
+    @property
+    def measured_s(self) -> float:
+        """The measured step time.
+
+        Raises:
+            Skip: there is none.
+        """
+        try:
+            seconds = float(self.text("step_time_s"))
+        except ValueError:
+            raise Skip("it has no step time") from None
+        if not 0 < seconds < 1e9:
+            raise Skip(f"a step time of {seconds} s")
+        return seconds
+
+
+def read(path: Path, families: Sequence[str] = (), grades: Sequence[str] = ()) -> list[Row]:
+    """The rows of a CSV table, of the families and grades asked for.
+
+    Raises:
+        InputError: the table cannot be read.
+        DataError: it lacks a column, or no row is left.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
+            if missing:
+                raise DataError(f"{path}: has no column {missing[0]}: it is no table of measured steps")
+            rows = [row for row in _rows(path, reader) if not grades or row.grade in grades]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    kept = [row for row in rows if not families or row.family in families]
+    if not kept:
+        known = ", ".join(sorted({row.family for row in rows})) or "none"
+        raise DataError(f"{path}: no row of the families and grades asked for; it has {known}")
+    return kept
+
+
+def _rows(path: Path, reader: Iterable[dict[str, str]]) -> Iterable[Row]:
+    for number, columns in enumerate(reader):
+        if number >= MAX_ROWS:
+            raise DataError(f"{path}: has over {MAX_ROWS} rows")
+        if columns["id"]:
+            yield Row(columns)

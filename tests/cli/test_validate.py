@@ -1,0 +1,107 @@
+"""`echosim validate`: rows become plans, gaps are counted, what cannot be modelled is skipped with its reason."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echograph.cli.validate.score import Outcome, by_family
+from echograph.cli.validate.setup import setup
+from echograph.cli.validate.table import Row, Skip
+
+ROW: dict[str, Any] = {
+    "id": "toy-001", "model": "GPT toy", "layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn_hidden": 512,
+    "vocab": 1024, "seq_len": 64, "gpu_type": "A100-SXM-80GB", "n_gpus": 8, "tp": 2, "pp": 1, "vpp": 1, "dp": 4,
+    "cp": 1, "ep": 1, "sequence_parallel": "no", "zero_stage": 0, "recompute": "none", "precision": "bf16",
+    "micro_batch": 2, "global_batch": 16, "step_time_s": 0.02, "grade": "A", "attention": "unfused",
+}  # fmt: skip
+
+
+def write(path: Path, *rows: dict[str, Any]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(ROW))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.mark.torch
+def test_every_row_has_a_prediction_or_a_reason(cli, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the [torch] extra")
+    rows = (
+        ROW,
+        ROW | {"id": "toy-002", "micro_batch": 1, "vpp": ""},
+        ROW | {"id": "toy-003", "hidden": ""},
+        ROW | {"id": "toy-004", "step_time_s": ""},
+        ROW | {"id": "toy-005", "global_batch": 17},
+        ROW | {"id": "toy-006", "grade": "C"},
+        ROW | {"id": "other-001", "gpu_type": "abacus"},
+    )
+    peers = tmp_path / "peers.csv"
+    peers.write_text("tool,id,err\nabacus,toy-001,0.5\nabacus,toy-003,9\n")
+    record = cli("echosim", "validate", write(tmp_path / "t.csv", *rows), "--peers", peers, "--json").json()
+    toy = record["families"]["toy"]
+    assert (toy["rows"], toy["simulated"], toy["skipped"]) == (5, 2, 3)
+    assert toy["peers"]["abacus"] == {"rows": 1, "mean_abs_error": 0.5, "median_abs_error": 0.5, "bias": 0.5}
+    by_id = {row["id"]: row for row in record["rows"]}
+    assert by_id["toy-001"]["error"] == pytest.approx(by_id["toy-001"]["predicted_s"] / 0.02 - 1)
+    assert "vpp 1" in by_id["toy-002"]["assumed"]
+    assert by_id["toy-003"]["skipped"] == "hidden is empty"
+    assert "no step time" in by_id["toy-004"]["skipped"]
+    assert "--global-batch 17" in by_id["toy-005"]["skipped"]
+    assert "toy-006" not in by_id
+    assert "abacus" in by_id["other-001"]["skipped"]
+
+
+@pytest.mark.torch
+def test_processes_change_nothing(cli, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the [torch] extra")
+    table = write(tmp_path / "t.csv", ROW, ROW | {"id": "toy-002", "micro_batch": 1})
+    one, two = (cli("echosim", "validate", table, "--json", "--jobs", n).json() for n in (1, 2))
+    assert one == two
+    assert "echograph" in cli("echosim", "validate", table).out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"precision": "NVFP4"}, "precision 'NVFP4'"),
+        ({"n_gpus": 9}, "not tp x pp"),
+        ({"dp": 3}, "not tp x pp"),
+        ({"recompute": "sometimes"}, "recompute 'sometimes'"),
+        ({"model": "DeepSeekV3"}, "layers are not in the table"),
+        ({"micro_batch": "many"}, "micro_batch is 'many'"),
+    ],
+)
+def test_what_is_not_modelled_is_skipped(change: dict[str, Any], words: str) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    with pytest.raises(Skip, match=words):
+        setup(Row({k: str(v) for k, v in (ROW | change).items()}))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("a,b\n1,2\n", "has no column id"), ("id,model,gpu_type,n_gpus,step_time_s\n", "no row"), ("\x00\xff", "")],
+)
+def test_a_wrong_table_is_one_line(cli, tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(text.encode("latin-1"))
+    outcome = cli("echosim", "validate", path)
+    assert outcome.status == 1
+    assert words in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_errors_are_relative_and_signed() -> None:
+    rows = [
+        Outcome(id="f-1", family="f", measured_s=2.0, predicted_s=1.0, peak_bytes=3, measured_peak_bytes=2),
+        Outcome(id="f-2", family="f", measured_s=2.0, predicted_s=3.0),
+        Outcome(id="f-3", family="f", skipped="why"),
+    ]
+    found = by_family(rows, {})["f"]
+    assert (found["mean_abs_error"], found["bias"]) == (0.5, 0.0)
+    assert found["memory"] == {"rows": 1, "mean_abs_error": 0.5, "median_abs_error": 0.5, "bias": 0.5}
+    assert [row["id"] for row in found["worst"]] == ["f-1", "f-2"]
