@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
@@ -118,29 +121,51 @@ def cluster_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in PRESETS.glob("*.toml")))
 
 
-def load_cluster(name_or_path: str | Path = DEFAULT_CLUSTER) -> Cluster:
+def load_cluster(
+    name_or_path: str | Path = DEFAULT_CLUSTER, settings: Mapping[str, str] = MappingProxyType({})
+) -> Cluster:
     """Loads a cluster.
 
     Args:
         name_or_path: a preset's name, or the path of a TOML file (anything that ends in `.toml`).
+        settings: keys of the file with other values, as text: {"network.nic_GBps": "100"}.
 
     Raises:
-        UnknownNameError: no preset of that name, or the file names a fabric that is not shipped.
+        UnknownNameError: no preset of that name, the file names a fabric that is not shipped, or has no such key.
         DataError: the file cannot be read or breaks a rule; names file, key and rule.
     """
     text = str(name_or_path)
     if text.endswith(".toml"):
-        return _read(Path(text))
+        return _read(Path(text), settings)
     if text not in cluster_names():
         raise UnknownNameError("cluster", text, cluster_names(), hint="or give the path of a .toml file")
-    return _read(PRESETS / f"{text}.toml")
+    return _read(PRESETS / f"{text}.toml", settings)
 
 
-def _read(path: Path) -> Cluster:
+def _set(document: dict[str, Any], settings: Mapping[str, str]) -> None:
+    """Changes values of the file; levels of the network are named: network.level.spine.oversubscription."""
+    places: dict[str, tuple[dict[str, Any], str]] = {"max_gpus": (document, "max_gpus")}
+    for table in ("node", "network"):
+        places |= {f"{table}.{key}": (document[table], key) for key in document[table] if key != "level"}
+    for level in document["network"]["level"]:
+        places |= {f"network.level.{level['name']}.{key}": (level, key) for key in level if key != "name"}
+    for key, text in settings.items():
+        if key not in places:
+            raise UnknownNameError("cluster key", key, places)
+        where, name = places[key]
+        try:
+            where[name] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            where[name] = text
+
+
+def _read(path: Path, settings: Mapping[str, str]) -> Cluster:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise DataError(f"cluster file {path}: larger than {MAX_FILE_BYTES} bytes")
         document = tomllib.loads(path.read_text(encoding="utf-8"))
+        msgspec.convert(document, _ClusterFile)
+        _set(document, settings)
         return msgspec.convert(document, _ClusterFile).value(path.stem, path.parent)
     except OSError as error:
         raise DataError(f"cluster file {path}: cannot be read ({error.strerror})") from error

@@ -66,6 +66,19 @@ def run_command(
         print_error(f"wrote {trace} (Chrome trace: open in ui.perfetto.dev)")
 
 
+@app.command("compare")
+def compare_command(
+    before: Annotated[Path, typer.Argument(help="A result written by echosim run --output.")],
+    after: Annotated[Path, typer.Argument(help="Another one.")],
+    as_json: Json = False,
+) -> None:
+    """Compare two predictions figure by figure, and say which options of their plans differ."""
+    from echograph.cli.compare import compare, print_comparison, read_result
+
+    record = compare(read_result(before), read_result(after))
+    print_json(record) if as_json else print_comparison(record)
+
+
 @app.command("validate")
 def validate_command(
     table: Annotated[

@@ -1,0 +1,209 @@
+"""Whatever plan a graph is lowered to: it verifies, work is conserved, and ranks agree on what they exchange."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from echograph.cli.lowering import lower
+from echograph.cli.plan import Plan
+from echograph.cli.show_job import summarize_job
+from echograph.ir.graph import JobGraph, Program, StepGraph
+from echograph.ir.types import OpKind, Phase, TensorRole
+from echograph.simulator.clusters import load_cluster
+
+pytest.importorskip("transformers", reason="needs the [torch] extra")
+pytestmark = pytest.mark.torch
+
+HEADS, LAYERS, EXPERTS, SEQUENCE, VOCABULARY = 8, 4, 4, 64, 4096
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+    "num_key_value_heads": 4, "vocab_size": VOCABULARY, "max_position_embeddings": SEQUENCE,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SHAPE},
+    "mixtral": {
+        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": EXPERTS,
+        "num_experts_per_tok": 2, **SHAPE,
+    },
+    "bert": {"model_type": "bert", "architectures": ["BertForMaskedLM"], **SHAPE},
+}  # fmt: skip
+CLUSTER = load_cluster("dgx-h100")
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], StepGraph]:
+    """`step("llama")`: the folded step of a small model, two samples a micro-batch."""
+    from echograph.cli.compose import compile_model
+    from echograph.frontend.pytorch.step import StepSpec
+
+    @cache
+    def make(name: str) -> StepGraph:
+        path: Path = tmp_path_factory.mktemp("config") / f"{name}.json"
+        path.write_text(json.dumps(CONFIGS[name]))
+        return compile_model(str(path), StepSpec(), batch_size=2, seq_len=SEQUENCE, attention=None)
+
+    return make
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[str, Plan]:
+    """A model and a plan that it can take."""
+    model = draw(st.sampled_from(sorted(CONFIGS)))
+    size = st.sampled_from([1, 2, 4])
+    tp, pp = draw(size), draw(size)
+    cp = 1 if model == "bert" else draw(st.sampled_from([1, 1, 2, 4]))
+    ep = draw(size) if model == "mixtral" else 1
+    zero = draw(st.sampled_from([0, 1, 2, 3]))
+    dp = ep * draw(size)
+    assume(not (zero == 3 and ep > 1))
+    vpp = draw(st.sampled_from([1, 2])) if 1 < pp <= LAYERS // 2 else 1
+    counts = st.sampled_from([pp, 2 * pp, 3 * pp]) if pp > 1 else st.sampled_from([1, 2, 3])
+    schedule = "" if pp == 1 or vpp > 1 else draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))
+    return model, Plan(
+        gpus=tp * pp * cp * dp,
+        tp=tp,
+        sequence_parallel=tp > 1 and draw(st.booleans()),
+        pp=pp,
+        vpp=vpp,
+        cp=cp,
+        cp_method=draw(st.sampled_from(["ring", "all-to-all"])),
+        ep=ep,
+        zero=zero,
+        hsdp_replicas=draw(st.sampled_from([1, dp])) if zero == 3 else 1,
+        schedule=schedule,
+        global_batch=2 * dp * draw(counts),
+        recompute=draw(st.sampled_from(["none", "none", "selective", "full", "2"])),
+        overlap_param_gather=zero in (1, 2) and draw(st.booleans()),
+        mesh_order=draw(st.sampled_from(["tp-cp-ep-dp-pp", "tp-pp-dp-cp-ep"])),
+    )
+
+
+few = settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+many = settings(few, max_examples=400)
+
+
+@few
+@given(plans())
+def test_any_plan(step: Callable[[str], StepGraph], drawn: tuple[str, Plan]) -> None:
+    check(step(drawn[0]), drawn[1])
+
+
+@pytest.mark.slow
+@many
+@given(plans())
+def test_many_plans(step: Callable[[str], StepGraph], drawn: tuple[str, Plan]) -> None:
+    check(step(drawn[0]), drawn[1])
+
+
+def check(graph: StepGraph, plan: Plan) -> None:
+    """Lowering verifies the graph; the rest is what only the plan and the step know."""
+    job = lower(graph, plan, CLUSTER)
+    assert job.world_size == plan.gpus
+    assert plan.global_batch is not None
+    samples = plan.global_batch / graph.workload.batch_size
+    assert work(job) == pytest.approx(samples * float(graph.ops.flops[model_ops(graph, graph.programs[0])].sum()))
+    assert parameters(job) == own_bytes(graph, TensorRole.PARAMETER)
+    assert sent(job) == received(job)
+    agree(job)
+
+
+def model_ops(graph: StepGraph | JobGraph, program: Program) -> np.ndarray:
+    """Rows of forward and backward that a program runs, as often as it does."""
+    rows = np.concatenate([np.arange(begin, end) for _, begin, end, _, _ in program.calls.tolist()])
+    return np.asarray(rows[np.isin(graph.ops.phase[rows], (Phase.FORWARD, Phase.BACKWARD))])
+
+
+def ranks(job: JobGraph, program: Program) -> int:
+    return prod(axis.size for axis in job.mesh if axis.name not in program.coordinates)
+
+
+def work(job: JobGraph) -> float:
+    """Forward and backward FLOPs of all ranks, recomputation left out."""
+    return sum(ranks(job, p) * float(job.ops.flops[model_ops(job, p)].sum()) for p in job.programs)
+
+
+def own_bytes(graph: StepGraph, role: TensorRole) -> int:
+    tensors = graph.tensors
+    own = (tensors.role == role) & ~tensors.port & (tensors.alias_of == -1)
+    return sum(
+        int(tensors.nbytes[b.tensors.start : b.tensors.stop][own[b.tensors.start : b.tensors.stop]].sum())
+        * len(b.instances)
+        for b in graph.blocks
+    )
+
+
+def parameters(job: JobGraph) -> int:
+    """Bytes of all parameters, each part once: what a tensor's axes divide, and what its stage alone holds."""
+    size = {axis.name: axis.size for axis in job.mesh}
+    found: dict[tuple[str, int], int] = {}
+    for number, block in enumerate(job.blocks):
+        for tensor in job.tensors[block.tensors.start : block.tensors.stop]:
+            if tensor.role == TensorRole.PARAMETER and not tensor.port and tensor.alias_of is None:
+                found[tensor.name, number] = found.get((tensor.name, number), 0) + tensor.nbytes * prod(
+                    size[axis] for axis in tensor.sharded
+                ) * len(block.instances)
+    return sum(found.values())
+
+
+def links(job: JobGraph, kind: OpKind) -> Iterator[tuple[Any, ...]]:
+    for program in job.programs:
+        here = program.coordinates.get("pp", 0)
+        for _, begin, end, _, _ in program.calls.tolist():
+            for row in (begin + np.flatnonzero(job.ops.kind[begin:end] == kind)).tolist():
+                group = job.groups[int(job.ops.group[row])]
+                ends = (here, _peer(job, group, here, int(job.ops.peer[row])))
+                route = ends if kind == OpKind.SEND else ends[::-1]
+                yield group.name, route, int(job.ops.tag[row]), int(job.ops.nbytes[row]), ranks(job, program)
+
+
+def _peer(job: JobGraph, group: Any, here: int, step: int) -> int:
+    """The stage at the other end; within a stage (a ring over the sequence) all ranks do alike."""
+    size = {axis.name: axis.size for axis in job.mesh}
+    return (here + step) % size["pp"] if "pp" in group.axes else here
+
+
+def sent(job: JobGraph) -> Counter[tuple[Any, ...]]:
+    return Counter(links(job, OpKind.SEND))
+
+
+def received(job: JobGraph) -> Counter[tuple[Any, ...]]:
+    return Counter(links(job, OpKind.RECV))
+
+
+def agree(job: JobGraph) -> None:
+    """Programs whose ranks meet in a group issue its collectives in one order."""
+    orders: dict[str, set[tuple[Any, ...]]] = defaultdict(set)
+    for program in job.programs:
+        mine: dict[str, list[Any]] = defaultdict(list)
+        for _, begin, end, _, _ in program.calls.tolist():
+            for row in (begin + np.flatnonzero(job.ops.kind[begin:end] == OpKind.COLLECTIVE)).tolist():
+                group = job.groups[int(job.ops.group[row])]
+                if "pp" in group.axes:
+                    mine[group.name].append((int(job.ops.variant[row]), int(job.ops.nbytes[row])))
+        for name, order in mine.items():
+            orders[name].add(tuple(order))
+    for name, different in orders.items():
+        assert len(different) == 1, f"group {name}: members disagree"
+
+
+def test_the_summary_of_a_job_counts_the_same_work(step: Callable[[str], StepGraph]) -> None:
+    plan = Plan(gpus=16, tp=2, pp=2, global_batch=16)
+    job = lower(step("llama"), plan, CLUSTER)
+    roles = summarize_job(job)["roles"]
+    assert sum(r["ranks"] * (r["flops"]["forward"] + r["flops"]["backward"]) for r in roles) == work(job)
