@@ -25,8 +25,9 @@ from dataclasses import dataclass, replace
 
 from echograph.errors import PlanError
 from echograph.ir.graph import StepGraph
+from echograph.ir.passes.tensor_parallel_infer import infer_plan
+from echograph.ir.passes.tensor_parallel_placement import WHOLE, Shard
 from echograph.ir.passes.tensor_parallel_plan import PLAN, Style, check_plan
-from echograph.ir.passes.tensor_parallel_rules import WHOLE
 from echograph.ir.passes.tensor_parallel_sharding import Indivisible, Sharding, operator
 from echograph.ir.passes.tensor_parallel_write import AXIS, write
 from echograph.ir.types import Phase
@@ -40,8 +41,8 @@ class TensorParallel:
 
     Attributes:
         size: ranks that share each layer.
-        plan: module pattern (as of `fnmatch`) -> "colwise", "rowwise" or "vocab", the first that fits; None takes
-            the one for the zoo's families.
+        plan: what is shared, see `tensor_parallel_plan`; None takes the plan for the zoo's families, and infers
+            that for matrices which it does not know (`tensor_parallel_infer`).
         sequence_parallel: share activations along the sequence where they would be whole.
         vocab_multiple: rows of the vocabulary that each rank's share is a multiple of.
     """
@@ -59,14 +60,18 @@ class TensorParallel:
                 fits no parameter, or the step holds what cannot be shared.
             UnknownNameError: the plan has an unknown style.
         """
-        sharding = self._sharding(graph)
+        sharding, _ = self._sharding(graph)
         return graph if self.size == 1 else write(graph, sharding)
 
     def report(self, graph: StepGraph) -> list[str]:
-        """What every rank computes whole, and where shared tensors are gathered: one line each."""
-        return [] if self.size == 1 else _report(graph, self._sharding(graph))
+        """What every rank computes whole, where shared tensors are gathered, and why: one line each."""
+        if self.size == 1:
+            return []
+        sharding, lines = self._sharding(graph)
+        return [*lines, *_report(graph, sharding)]
 
-    def _sharding(self, graph: StepGraph) -> Sharding:
+    def _sharding(self, graph: StepGraph) -> tuple[Sharding, list[str]]:
+        """The placements, and why some are whole."""
         if not 1 <= self.size <= MAX_SIZE or self.vocab_multiple < 1:
             raise PlanError(
                 f"tensor parallelism over {self.size} ranks, with vocabulary rows in multiples of "
@@ -80,13 +85,30 @@ class TensorParallel:
                 f"sequence parallelism over {self.size} ranks: the sequence of {positions} does not divide: "
                 "choose a length that does, or leave it out"
             )
-        plan = PLAN if self.plan is None else self.plan
-        check_plan(plan)
+        plan, lines = self._plan(graph)
         try:
-            return self._propagate(graph, plan)
+            return self._propagate(graph, plan), lines
         except Indivisible as error:
             nearest = self._nearest(graph, plan, error.extent)
             raise PlanError(f"tensor parallelism: {error}: choose a size of {nearest}") from None
+
+    def _plan(self, graph: StepGraph) -> tuple[Mapping[str, Style], list[str]]:
+        """The user's plan, or the one for the zoo's families with what else can be inferred."""
+        if self.plan is not None:
+            check_plan(self.plan)
+            return self.plan, []
+        inferred, lines = infer_plan(
+            graph, PLAN, self.size * self.vocab_multiple, lambda plan: self._fault(graph, plan)
+        )
+        return {**inferred, **PLAN}, lines
+
+    def _fault(self, graph: StepGraph, plan: Mapping[str, Style]) -> str:
+        """Why a plan is not worth it: an extent does not divide, or ranks have to gather what they share."""
+        try:
+            sharding = replace(self, sequence_parallel=False)._propagate(graph, plan)
+        except PlanError as error:
+            return str(error)
+        return next((line for line in _report(graph, sharding) if ": gathers " in line), "")
 
     def _propagate(self, graph: StepGraph, plan: Mapping[str, Style]) -> Sharding:
         return Sharding(
@@ -121,6 +143,10 @@ def _report(graph: StepGraph, sharding: Sharding) -> list[str]:
             lines[f"{where}: whole on every rank"] = None
         for index, wanted in zip(graph.ops.inputs.row(row), decision.inputs, strict=True):
             has = sharding.placement[index]
-            if has != wanted and has != WHOLE:
+            if not isinstance(has, Shard):
+                continue
+            if isinstance(wanted, Shard) and wanted.shares > has.shares:
+                lines[f"{where}: fewer heads than ranks, which exchange {graph.tensors[index].name}"] = None
+            elif wanted == WHOLE:
                 lines[f"{where}: gathers {graph.tensors[index].name} {graph.tensors[index].shape}"] = None
     return list(lines)

@@ -1,115 +1,67 @@
 """How each operator carries a sharding from its inputs to its outputs, over one axis of ranks.
 
-A tensor is *whole* on every rank, *sharded* along one dim, or *partial*: every rank holds a full-sized summand. A
-rule says which placement an operator wants of each input and which each output then has; the pass makes the wanted
-ones. An operator without a rule wants everything whole, which is always right. (The algebra is that of Xu et al.,
-"GSPMD", 2021, and of torch.distributed.tensor; the places where Megatron-LM communicates follow: Shoeybi et al.,
-"Megatron-LM", 2019, section 3.)
+A rule says which placement an operator wants of each input and which each output then has; the pass makes the
+wanted ones. An operator without a rule wants everything whole, which is always right. (The places where
+Megatron-LM communicates follow: Shoeybi et al., "Megatron-LM", 2019, section 3.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import combinations, permutations
-from math import prod
 
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """Every rank holds all of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Partial:
-    """Every rank holds a summand."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Each rank holds a share of one dim.
-
-    Attributes:
-        dim: the dim.
-        before: the dim is a merge of (before, shared, after) and the shared part is cut: a merge of batch and
-            heads with sharded heads has the batch before it.
-        vocab: the dim is the vocabulary, which is padded to divide.
-    """
-
-    dim: int
-    before: int = 1
-    vocab: bool = False
-
-    def at(self, dim: int, before: int | None = None) -> Shard:
-        """The same sharding at another dim of another tensor."""
-        return Shard(dim, self.before if before is None else before, self.vocab)
-
-
-Placement = Whole | Partial | Shard
-WHOLE, PARTIAL = Whole(), Partial()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """What a rule knows of an operation.
-
-    Attributes:
-        name: operator without namespace and in-place mark.
-        inputs: global shapes of the inputs.
-        placements: what the inputs have.
-        outputs: global shapes of the outputs.
-        in_place: placement of the memory that an in-place operator writes; None for any other.
-        forward: placements that the forward operation wanted of its inputs; empty where there is none.
-        backward: whether it is part of the backward pass.
-    """
-
-    name: str
-    inputs: tuple[Shape, ...]
-    placements: tuple[Placement, ...]
-    outputs: tuple[Shape, ...]
-    in_place: Placement | None = None
-    forward: tuple[Placement, ...] = ()
-    backward: bool = False
-
-    @property
-    def sharded(self) -> list[int]:
-        """Inputs that are sharded, the largest first."""
-        found = [i for i, p in enumerate(self.placements) if isinstance(p, Shard)]
-        return sorted(found, key=lambda i: -prod(self.inputs[i]))
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Placements that an operation wants of its inputs, and that its outputs then have."""
-
-    inputs: tuple[Placement, ...]
-    outputs: tuple[Placement, ...]
-
-
-class Ambiguous(Exception):
-    """Two dims of equal extent, of which one is sharded, cannot be told apart."""
+from echograph.ir.passes.tensor_parallel_placement import (
+    EXPERTS,
+    PARTIAL,
+    WHOLE,
+    Ambiguous,
+    Decision,
+    Partial,
+    Placement,
+    Shape,
+    Shard,
+    Site,
+    view_dim,
+)
+from echograph.ir.types import Phase
 
 
 def decide(site: Site) -> Decision:
     """The decision of the operator's rule, or all whole where none applies."""
+    placements = tuple(map(_at_its_finest, site.placements, site.inputs, (site.size,) * len(site.inputs)))
+    if site.phase == Phase.BACKWARD and EXPERTS in site.forward:
+        # The gradient of a summand is that of the sum.
+        placements = tuple(WHOLE if isinstance(p, Shard) else p for p in placements)
+    site = replace(site, placements=placements)
     rule = RULES.get(site.name) or (elementwise if site.name.startswith(_FOREACH) else None)
-    made = rule(site) if rule and (site.placements or site.forward) else None
+    if EXPERTS in placements:
+        made = _linear(site)
+    else:
+        made = rule(site) if rule and (site.placements or site.forward) else None
     return made or _all_whole(site)
 
 
-def view_dim(shard: Shard, source: Shape, target: Shape) -> Shard | None:
-    """Where a sharding is after a view of row-major memory, or None where the view cuts across it."""
-    outer = prod(source[: shard.dim]) * shard.before
-    above = 1
-    for dim, extent in enumerate(target):
-        if above <= outer < above * extent:
-            if outer % above or extent % (outer // above):
-                return None
-            return shard.at(dim, outer // above)
-        above *= extent
-    return None
+def _at_its_finest(placement: Placement, shape: Shape, size: int) -> Placement:
+    return placement.finest(shape, size) if isinstance(placement, Shard) else placement
+
+
+def _linear(site: Site) -> Decision | None:
+    """Operators that are linear in the summands of experts pass them on; what else they read is whole.
+
+    Gradients of a token's ways, through experts, a shared expert and the router, add up to summands of the token.
+    """
+    theirs = [p == EXPERTS for p in site.placements]
+    if site.name == "add" and site.phase == Phase.BACKWARD and not site.sharded:
+        return Decision(site.placements, (EXPERTS if all(theirs) else PARTIAL,))
+    if site.name in ("add", "mul", "index_put", "scatter"):
+        passes = all(theirs) if site.name == "add" else sum(theirs) == 1
+    else:
+        passes = theirs[0] and not any(theirs[1:]) and (site.name in VIEWS or site.name in _LINEAR)
+    if passes:
+        return Decision(tuple(EXPERTS if t else WHOLE for t in theirs), (EXPERTS,) * len(site.outputs))
+    rule = RULES.get(site.name)
+    return rule(site) if rule and site.sharded else None
 
 
 def _all_whole(site: Site) -> Decision:
@@ -123,7 +75,18 @@ def _view(site: Site) -> Decision | None:
     if not isinstance(source, Shard):
         return None
     moved = [view_dim(source, site.inputs[0], shape) for shape in site.outputs]
+    if len(moved) == 1 and moved[0] is not None and not source.shares:
+        # Channels cut finer than heads: whole heads are wanted, which some ranks then share.
+        made = _of_one_head(site, source, moved[0]).fitting(site.outputs[0], site.size)
+        return Decision((replace(source, shares=made.shares),), (made,))
     return None if None in moved else Decision((source,), tuple(m for m in moved if m is not None))
+
+
+def _of_one_head(site: Site, source: Shard, moved: Shard) -> Shard:
+    """Channels that a view makes those of a single head: the head is what ranks hold."""
+    target, last = site.outputs[0], len(site.inputs[0]) - 1
+    splits = site.name == "view" and site.phase != Phase.BACKWARD and site.inputs[0] == (*target[:-2], target[-1])
+    return moved.at(last) if splits and target[-2] == 1 and source.dim == last else moved
 
 
 def _swap(site: Site) -> Decision | None:
@@ -160,7 +123,7 @@ def elementwise(site: Site) -> Decision | None:
     """
     kinds = set(site.placements)
     sums = site.name == "add" and len(site.inputs) > 1 and site.in_place is None and len(set(site.inputs)) == 1
-    if sums and (kinds == {PARTIAL} or (kinds == {PARTIAL, WHOLE} and site.backward)):
+    if sums and (kinds == {PARTIAL} or (kinds == {PARTIAL, WHOLE} and site.phase == Phase.BACKWARD)):
         return Decision(site.placements, (PARTIAL,) * len(site.outputs))
     rank = max(len(s) for s in (*site.inputs, *site.outputs))
     if site.in_place is not None:
@@ -242,14 +205,16 @@ def _reduction(site: Site) -> Decision | None:
         raise Ambiguous
     (place,) = places
     if place is not None:
-        return Decision((source,), (source.at(place),))
+        return Decision((source,), (source.at(place),) * len(site.outputs))
     return Decision((source,), (PARTIAL,)) if site.name == "sum" else None
 
 
 def _matmul(site: Site) -> Decision | None:
     """Matrix products; a contraction of sharded dims gives summands. For `addmm` the pass adds the bias after."""
     first = 1 if site.name in ("addmm", "baddbmm") else 0
-    (a, b), rank = site.placements[first : first + 2], len(site.inputs[first])
+    # Shares that ranks have in common are for what no product reads: the heads of queries have to divide.
+    a, b = (replace(p, shares=0) if isinstance(p, Shard) else p for p in site.placements[first : first + 2])
+    rank = len(site.inputs[first])
     left, right = _label(a, rank, "mk"), _label(b, rank, "kn")
     alike = left == right and isinstance(a, Shard) and isinstance(b, Shard) and a.before == b.before
     if left and right and not alike:
@@ -266,6 +231,41 @@ def _matmul(site: Site) -> Decision | None:
         case "b":
             inputs = (kept, kept)
     return Decision((*_bias(site, first, made), *inputs), (made,))
+
+
+def _grouped_matmul(site: Site) -> Decision | None:
+    """Products of each expert's rows: [rows, k] with [experts, k, n]; of weights, [m, rows] with [rows, n]."""
+    a, b, *offsets = site.placements
+    rank = len(site.inputs[1])
+    inner = rank == 3
+    if inner and isinstance(b, Shard) and b.dim == 1:
+        inputs: tuple[Placement, ...] = (b.at(1), b)
+        made: Placement = EXPERTS
+    elif isinstance(b, Shard) and b.dim == rank - 1:
+        inputs, made = (WHOLE, b), b.at(len(site.outputs[0]) - 1)
+    elif not inner and isinstance(a, Shard) and a.dim == 0:
+        inputs, made = (a, WHOLE), a.at(1)
+    else:
+        return None
+    return Decision((*inputs, *(WHOLE for _ in offsets)), (made,))
+
+
+def _index(site: Site) -> Decision | None:
+    """Rows picked by one vector of positions, or put there; other dims stay as they are."""
+    table, picked = site.inputs[0], (*site.inputs, *site.outputs)[2]
+    lead = site.placements[0] if site.name == "index" else site.placements[-1]
+    if not isinstance(lead, Shard) or len(site.inputs[1]) != 1 or picked != (*site.inputs[1], *table[1:]):
+        return None
+    wanted = (lead, WHOLE) if site.name == "index" else (lead, WHOLE, lead)
+    return Decision(wanted, (lead,)) if lead.dim else None
+
+
+def _scatter(site: Site) -> Decision | None:
+    """Element by element but along the one dim whose extent differs."""
+    target, positions = site.inputs[:2]
+    along = [dim for dim, extent in enumerate(target) if extent != positions[dim]]
+    made = elementwise(site)
+    return made if made and [p.dim for p in made.outputs if isinstance(p, Shard)] != along and along else None
 
 
 def _label(placement: Placement, rank: int, dims: str) -> str:
@@ -287,12 +287,14 @@ def _attention(site: Site) -> Decision | None:
     backward = site.name.endswith("backward")
     query, key, value = range(1, 4) if backward else range(3)
     cut = [site.placements[i] for i in (query, key, value)]
-    if Shard(1) not in cut:
+    if not any(isinstance(p, Shard) and p.at(1) == p for p in cut):
         return None
-    heads = {site.inputs[i][1] for i in (query, key, value)}
+    heads, kv_heads = site.inputs[query][1], site.inputs[key][1]
 
     def by_head(shape: Shape) -> Placement:
-        return Shard(1) if len(shape) >= 3 and shape[1] in heads else WHOLE
+        if len(shape) < 3 or shape[1] not in (heads, kv_heads):
+            return WHOLE
+        return Shard(1) if shape[1] == heads else Shard(1).fitting(shape, site.size)
 
     return Decision(tuple(map(by_head, site.inputs)), tuple(map(by_head, site.outputs)))
 
@@ -360,15 +362,19 @@ def _embedding_backward(site: Site) -> Decision | None:
     return Decision((gradient, WHOLE), (table,))
 
 
-_FOREACH = ("_foreach_", "_fused_")
+_FOREACH = ("_foreach_", "_fused_", "_amp_foreach_")
+_LINEAR = ("neg", "div", "sum", "_to_copy", "expand", "clone", "index", "slice_backward", "select_backward")
 _RULES: Sequence[tuple[Callable[[Site], Decision | None], str]] = (
     (_view, "view _unsafe_view reshape unsqueeze squeeze alias detach"),
     (_swap, "t transpose permute numpy_T"),
     (_same_rank, "split chunk split_with_sizes slice narrow slice_backward cat"),
     (_removal, "select unbind"),
     (_insertion, "select_backward"),
-    (_reduction, "sum mean amax amin"),
+    (_reduction, "sum mean amax amin max"),
     (_matmul, "mm addmm bmm baddbmm"),
+    (_grouped_matmul, "_grouped_mm"),
+    (_index, "index index_put"),
+    (_scatter, "scatter"),
     (
         _attention,
         "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward"

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import ceil
 
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.tensor_parallel_plan import Style, given_placements
-from echograph.ir.passes.tensor_parallel_rules import (
+from echograph.ir.passes.gradient_norm import NORMS, overflow_flags, total_norms
+from echograph.ir.passes.tensor_parallel_placement import (
     PARTIAL,
-    VIEWS,
     WHOLE,
     Ambiguous,
     Decision,
+    Partial,
     Placement,
     Shape,
     Shard,
     Site,
-    decide,
 )
-
-_NORMS_OF_GRADIENTS = ("linalg_vector_norm", "_foreach_norm", "norm")
+from echograph.ir.passes.tensor_parallel_plan import Style, given_placements
+from echograph.ir.passes.tensor_parallel_rules import VIEWS, decide
 
 
 class Indivisible(PlanError):
@@ -71,7 +71,9 @@ class Sharding:
         self.graph, self.size, self.vocab_multiple = graph, size, vocab_multiple
         self.sequence_parallel = sequence_parallel
         self.given = given_placements(graph, plan)
-        self.reduced: set[int] = set()
+        self.norms, flags = total_norms(graph), overflow_flags(graph)
+        self._of_all_gradients = {graph.ops.outputs.row(row)[-1] for row in (*self.norms, *flags)}
+        self.reduced: set[int] = set(self._of_all_gradients)
         self.placement: dict[int, Placement] = {}
         self.decisions: dict[int, Decision] = {}
         self._demanded: set[int] = set()
@@ -92,15 +94,14 @@ class Sharding:
         shape: Shape = self.graph.tensors.shape.row(index)
         if not isinstance(placement, Shard):
             return shape
-        extent, before = shape[placement.dim], placement.before
-        part = extent // before
+        part, shares = placement.extent(shape), placement.shares or self.size
         if placement.vocab:
-            rows = self.vocab_multiple * ceil(part / self.size / self.vocab_multiple)
-        elif part % self.size:
+            rows = self.vocab_multiple * ceil(part / shares / self.vocab_multiple)
+        elif part % shares:
             raise Indivisible(self._where(index), part, self.size)
         else:
-            rows = part // self.size
-        return (*shape[: placement.dim], before * rows, *shape[placement.dim + 1 :])
+            rows = part // shares
+        return (*shape[: placement.dim], placement.before * rows, *shape[placement.dim + 1 :])
 
     def is_partial(self, index: int) -> bool:
         """Whether the operation that makes the tensor leaves summands, which are then reduced."""
@@ -108,7 +109,7 @@ class Sharding:
         if maker == NONE or maker not in self.decisions:
             return False
         at = self.graph.ops.outputs.row(maker).index(index)
-        return self.decisions[maker].outputs[at] == PARTIAL
+        return isinstance(self.decisions[maker].outputs[at], Partial)
 
     def reduction_target(self, index: int) -> Placement:
         """What summands are reduced to: whole, or with sequence parallelism a share of the positions."""
@@ -143,12 +144,11 @@ class Sharding:
             outputs=tuple(graph.tensors.shape.row(i) for i in outputs),
             in_place=self._in_place(name, outputs, block, instance),
             forward=self._forward(block, instance, row),
-            backward=bool(graph.ops.phase[row] == t.Phase.BACKWARD),
+            phase=t.Phase(int(graph.ops.phase[row])),
+            size=self.size,
         )
-        if site.sharded and site.name in _NORMS_OF_GRADIENTS:
-            raise PlanError("clipping gradients by norm is not supported with tensor parallelism: leave it out")
         try:
-            decision = decide(site)
+            decision = self._at_gradients(site, row)
         except Ambiguous:
             raise PlanError(
                 f"{graph.strings[graph.ops.module[row]]} (aten.{name}) {site.inputs[0]} -> {site.outputs[0]}: "
@@ -156,14 +156,27 @@ class Sharding:
             ) from None
         self.decisions[row] = decision
         for index, has, wanted in zip(inputs, site.placements, decision.inputs, strict=True):
-            if has == PARTIAL and wanted != PARTIAL:
+            if isinstance(has, Partial) and not isinstance(wanted, Partial):
                 self._demanded.add(self._first_summand(index))
         for index, made in zip(outputs, decision.outputs, strict=True):
             at_once = site.name in ("addmm", "baddbmm") or graph.tensors.role[index] == t.TensorRole.GRADIENT
-            if made == PARTIAL and (at_once or index in self.reduced):
+            if isinstance(made, Partial) and (at_once or index in self.reduced):
                 self.reduced.add(index)
                 made = self.reduction_target(index)
             self.placement[index] = made
+
+    def _at_gradients(self, site: Site, row: int) -> Decision:
+        """The decision; norms for clipping and overflow flags are first those of a rank, then of all."""
+        outputs = self.graph.ops.outputs.row(row)
+        local = decide(site)
+        if (
+            self.norms
+            and site.phase == t.Phase.OPTIMIZER
+            and self.graph.strings[self.graph.ops.name[row]] in NORMS
+        ):
+            local = Decision(site.placements, (WHOLE,) * len(outputs))
+        made = (PARTIAL if i in self._of_all_gradients else p for i, p in zip(outputs, local.outputs, strict=True))
+        return replace(local, outputs=tuple(made))
 
     def _placement(self, block: int, instance: int, index: int) -> Placement:
         graph = self.graph
@@ -172,7 +185,7 @@ class Sharding:
             if graph.tensors.port[index]:
                 bound = graph.locate_tensor(graph.tensor_id(block, instance, index))
                 placement = self._placement(*bound)
-                if placement == PARTIAL:  # what crosses a block's border is never a summand
+                if isinstance(placement, Partial):  # what crosses a block's border is never a summand
                     self._demanded.add(self._first_summand(bound[2]))
                     placement = WHOLE
             elif (alias := int(graph.tensors.alias_of[index])) != NONE:
@@ -185,7 +198,7 @@ class Sharding:
         while True:
             maker = int(self.graph.maker[index])
             reads = self.graph.ops.inputs.row(maker)
-            if operator(self.graph, maker) not in VIEWS or self.placement.get(reads[0]) != PARTIAL:
+            if operator(self.graph, maker) not in VIEWS or not isinstance(self.placement.get(reads[0]), Partial):
                 return index
             index = reads[0]
 
@@ -194,7 +207,7 @@ class Sharding:
             return None
         alias = int(self.graph.tensors.alias_of[outputs[0]])
         placement = self._placement(block, instance, alias) if alias != NONE else None
-        return WHOLE if placement == PARTIAL else placement
+        return WHOLE if isinstance(placement, Partial) else placement
 
     def _forward(self, block: int, instance: int, row: int) -> tuple[Placement, ...]:
         forward = int(self.graph.ops.forward_op[row])

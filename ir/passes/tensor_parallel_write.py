@@ -8,18 +8,19 @@ from fractions import Fraction
 from math import prod
 
 from echograph.ir import types as t
-from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, StepGraph
-from echograph.ir.passes.tensor_parallel_rules import (
+from echograph.ir.passes.rewrite_step import StepWriter
+from echograph.ir.passes.tensor_parallel_placement import (
     PARTIAL,
-    VIEWS,
     WHOLE,
     Decision,
+    Partial,
     Placement,
     Shape,
     Shard,
 )
+from echograph.ir.passes.tensor_parallel_rules import VIEWS
 from echograph.ir.passes.tensor_parallel_sharding import Sharding, operator
 
 AXIS = "tp"
@@ -36,114 +37,57 @@ def write(graph: StepGraph, sharding: Sharding) -> StepGraph:
     return _Writer(graph, sharding).write()
 
 
-class _Writer:
-    """Copies a graph block by block, in the order of its tables.
+class _Writer(StepWriter):
+    """Copies a graph with local shapes; of summands that are reduced, readers get what they are reduced to.
 
-    `raw` has the tensor that the copied operation makes, `final` what its readers read after a reduction, and
-    `copies` what was converted to another placement for some of them.
+    `copies` has what was converted to another placement for some of a tensor's readers.
     """
 
     def __init__(self, graph: StepGraph, sharding: Sharding) -> None:
-        self.graph, self.sharding = graph, sharding
-        self.builder = builder = GraphBuilder(
-            name=graph.name, workload=graph.workload, producer=graph.producer, streams=graph.streams
-        )
-        builder.unknown = graph.unknown
-        builder.mesh = (*graph.mesh, Axis(name=AXIS, size=sharding.size))
-        for group in graph.groups:
-            builder.group(group.name, axes=group.axes, ranks=group.ranks)
-        self.group = builder.group(AXIS, axes=(AXIS,))
-        self.stream = builder.stream(f"comm.{AXIS}")
-        self.raw: dict[int, int] = {}
-        self.final: dict[int, int] = {}
+        super().__init__(graph)
+        self.sharding = sharding
+        self.builder.mesh = (*graph.mesh, Axis(name=AXIS, size=sharding.size))
+        self.group = self.builder.group(AXIS, axes=(AXIS,))
+        self.stream = self.builder.stream(f"comm.{AXIS}")
         self.copies: dict[tuple[int, Placement, t.Phase | None], int] = {}
-        self.starts: dict[int, int] = {}
-        self.main: dict[int, int] = {}
 
-    def write(self) -> StepGraph:
-        """The new graph."""
-        graph, builder = self.graph, self.builder
-        spans: list[tuple[range, range]] = []
-        for number, block in enumerate(graph.blocks):
-            if number:
-                builder.begin_block(block.name)
-            tensors, ops = builder.tensor_count(), builder.op_count()
-            for index in block.tensors:
-                if graph.maker[index] == NONE:
-                    self._tensor(index)
-            for row in block.ops:
-                self.starts[row] = builder.op_count()
-                self._op(row)
-            spans.append((range(tensors, builder.tensor_count()), range(ops, builder.op_count())))
-        self._instances(spans)
-        calls = []
-        for number, begin, end, instance, micro_batch in graph.programs[0].calls.tolist():
-            stop = spans[number][1].stop
-            calls.append(
-                (number, self.starts.get(begin, stop), self.starts.get(end, stop), instance, micro_batch)
-                if end < graph.blocks[number].ops.stop
-                else (number, self.starts.get(begin, stop), stop, instance, micro_batch)
-            )
-        program = graph.programs[0]
-        builder.program(calls, role=program.role, coordinates=program.coordinates, ranks=program.ranks)
-        return builder.build(StepGraph)
-
-    def _instances(self, spans: list[tuple[range, range]]) -> None:
-        """Binds ports by the new ids."""
-        graph = self.graph
-        ports = {self.raw[i] for i in self.raw if graph.tensors.port[i]}
-        position: dict[int, int] = {}
-        bases, op_bases, start, op_start = [], [], 0, 0
-        for block, (tensors, ops) in zip(graph.blocks, spans, strict=True):
-            own = [i for i in tensors if i not in ports]
-            position |= {index: at for at, index in enumerate(own)}
-            bases.append((start, len(own)))
-            op_bases.append((op_start, ops))
-            start += len(own) * len(block.instances)
-            op_start += len(ops) * len(block.instances)
-        for number, block in enumerate(graph.blocks):
-            for made in block.instances:
-                bindings, op_bindings = [], []
-                for identity in made.bindings:
-                    its_block, instance, index = graph.locate_tensor(identity)
-                    base, count = bases[its_block]
-                    bindings.append(base + instance * count + position[self._bound(index)])
-                for identity in made.op_bindings:
-                    its_block, instance, row = graph.locate_op(identity)
-                    base, span = op_bases[its_block]
-                    op_bindings.append(base + instance * len(span) + self.main[row] - span.start)
-                self.builder.instance(number, made.label, bindings=bindings, op_bindings=op_bindings)
+    def operation(self, op: t.Op) -> None:
+        """Writes an operation on its local tensors, and what has to be communicated before and after it."""
+        decision = self.sharding.decisions.get(op.id)
+        if decision is None or not isinstance(op, t.Compute):
+            decision = Decision((WHOLE,) * len(op.inputs), (WHOLE,) * len(op.outputs))
+        reads = [self._read(i, wanted, op) for i, wanted in zip(op.inputs, decision.inputs, strict=True)]
+        if isinstance(op, t.Compute) and self._in_parts(op, decision, reads):
+            return
+        outputs = [self._made(i, self._alias(op, i, reads)) for i in op.outputs]
+        self.part.ops[op.id] = self._add(op, decision, reads, outputs)
+        for index, made in zip(op.outputs, decision.outputs, strict=True):
+            if isinstance(made, Partial) and index in self.sharding.reduced:
+                self.part.tensors[index] = self._reduce(index, op, self.part.tensors[index])
 
     # -- tensors -----------------------------------------------------------------------------------------
 
-    def _bound(self, index: int) -> int:
-        return self.final.get(index, self.raw[index])
+    def tensor(self, index: int, **changes: object) -> int:
+        """New row of what readers of an old tensor read."""
+        known = self.part.tensors.get(index)
+        return self._made(index) if known is None else known
 
-    def _tensor(self, index: int, alias: int | None = None) -> int:
+    def _made(self, index: int, alias: int | None = None) -> int:
         """Adds a tensor as its maker leaves it: a summand has its whole shape."""
         tensor, sharding = self.graph.tensors[index], self.sharding
         if alias is None and tensor.alias_of is not None:
-            alias = self._bound(tensor.alias_of)
-        shape = sharding.shapes.get(index, tensor.shape)
-        if sharding.is_partial(index):
-            shape = tensor.shape
+            alias = self.tensor(tensor.alias_of)
+        shape = tensor.shape if sharding.is_partial(index) else sharding.shapes.get(index, tensor.shape)
         cut = tensor.role.persistent and isinstance(sharding.placement.get(index), Shard)
-        self.raw[index] = self.builder.tensor(
-            tensor.name,
-            shape,
-            tensor.dtype,
-            tensor.role,
-            alias_of=alias,
-            port=tensor.port,
-            sharded=(*tensor.sharded, AXIS) if cut else tensor.sharded,
-        )
-        return self.raw[index]
+        over = (*tensor.sharded, AXIS) if cut else tensor.sharded
+        self.part.tensors[index] = self.add_tensor(replace(tensor, shape=shape, sharded=over), alias)
+        return self.part.tensors[index]
 
     def _read(self, index: int, wanted: Placement, op: t.Op) -> int:
         """The tensor with the placement that an operation wants, converted before it if need be."""
         has = self.sharding.placement.get(index, WHOLE)
-        if has in (wanted, PARTIAL):
-            return self._bound(index)
+        if has == wanted or isinstance(has, Partial):
+            return self.tensor(index)
         # With sequence parallelism the backward pass gathers again, instead of keeping what forward gathered.
         key = (index, wanted, op.phase if self.sharding.sequence_parallel else None)
         if key not in self.copies:
@@ -151,15 +95,57 @@ class _Writer:
         return self.copies[key]
 
     def _convert(self, index: int, has: Placement, wanted: Placement, op: t.Op) -> int:
+        if isinstance(has, Shard) and isinstance(wanted, Shard) and has == replace(wanted, shares=has.shares):
+            return self._share_otherwise(index, has, wanted, op)
+        if isinstance(has, Shard) and has.shares and op.phase == t.Phase.BACKWARD:
+            return self._sum_of_shares(index, wanted, op)
         if wanted == WHOLE:
             return self._gather(index, op)
-        whole = self._read(index, WHOLE, op) if isinstance(has, Shard) else self._bound(index)
-        tensor = self.graph.tensors[index]
-        local = self.builder.tensor(
-            tensor.name, self.sharding.local_shape(index, wanted), tensor.dtype, tensor.role, alias_of=whole
-        )
-        self.builder.compute("aten.slice", phase=op.phase, module=op.module, inputs=(whole,), outputs=(local,))
+        whole = self._read(index, WHOLE, op) if isinstance(has, Shard) else self.tensor(index)
+        return self._slice(index, wanted, op, whole)
+
+    def _slice(self, index: int, wanted: Placement, op: t.Op, source: int) -> int:
+        tensor, shape = self.graph.tensors[index], self.sharding.local_shape(index, wanted)
+        if shape == tensor.shape:  # all ranks have the one share
+            return source
+        local = self.builder.tensor(tensor.name, shape, tensor.dtype, tensor.role, alias_of=source)
+        self.builder.compute("aten.slice", phase=op.phase, module=op.module, inputs=(source,), outputs=(local,))
         return local
+
+    def _share_otherwise(self, index: int, has: Shard, wanted: Shard, op: t.Op) -> int:
+        """The shares that neighbouring ranks have in common, of each rank's own, or the other way round.
+
+        Of a gradient, ranks with a share in common have summands.
+        """
+        common = bool(wanted.shares)
+        if op.phase != t.Phase.BACKWARD:
+            return self._slice(index, wanted, op, self._read(index, WHOLE, op) if common else self.tensor(index))
+        if common:
+            return self._among_zeros(index, wanted, op)
+        tensor, shape = self.graph.tensors[index], self.sharding.local_shape(index, wanted)
+        made = self.builder.tensor(tensor.name, shape, tensor.dtype, tensor.role)
+        self._collective(_KINDS.REDUCE_SCATTER, tensor, op, (self._among_zeros(index, WHOLE, op),), (made,))
+        return made
+
+    def _sum_of_shares(self, index: int, wanted: Placement, op: t.Op) -> int:
+        """A whole gradient of shares that ranks have in common, or another part of it."""
+        tensor, summand = self.graph.tensors[index], self._among_zeros(index, WHOLE, op)
+        made = self.builder.tensor(tensor.name, tensor.shape, tensor.dtype, tensor.role, alias_of=summand)
+        self._collective(_KINDS.ALL_REDUCE, tensor, op, (summand,), (made,))
+        return made if wanted == WHOLE else self._slice(index, wanted, op, made)
+
+    def _among_zeros(self, index: int, wanted: Placement, op: t.Op) -> int:
+        """A larger part of a gradient, zero where a rank has no summand, as autograd undoes a slice."""
+        tensor, source, shape = (
+            self.graph.tensors[index],
+            self.tensor(index),
+            self.sharding.local_shape(index, wanted),
+        )
+        made = self.builder.tensor(tensor.name, shape, tensor.dtype, tensor.role)
+        held, written = self.sharding.shapes[index], prod(shape) * tensor.dtype.itemsize
+        read = prod(held) * tensor.dtype.itemsize
+        self._local(op, "aten.slice_backward", (source,), (made,), read, written)
+        return made
 
     def _gather(self, index: int, op: t.Op) -> int:
         """Gathers a tensor; of a view, what it is a view of, so that several views share the gathering."""
@@ -172,7 +158,7 @@ class _Writer:
                 self.builder.compute(view.name, phase=op.phase, module=op.module, inputs=(whole,), outputs=(made,))
                 return made
         made = self.builder.tensor(tensor.name, tensor.shape, tensor.dtype, tensor.role)
-        self._collective(_KINDS.ALL_GATHER, tensor, op, (self._bound(index),), (made,))
+        self._collective(_KINDS.ALL_GATHER, tensor, op, (self.tensor(index),), (made,))
         return made
 
     def _reduce(self, index: int, op: t.Op, summand: int) -> int:
@@ -195,7 +181,7 @@ class _Writer:
             group=self.group,
             bytes_per_rank=tensor.nbytes,
             dtype=tensor.dtype,
-            payload=payloads.get(tensor.role, t.Payload.ACTIVATION),
+            payload=payloads.get(tensor.role, t.Payload.ACTIVATION) if tensor.shape else t.Payload.OTHER,
             asynchronous=True,
             phase=op.phase,
             module=op.module,
@@ -206,25 +192,12 @@ class _Writer:
 
     # -- operations --------------------------------------------------------------------------------------
 
-    def _op(self, row: int) -> None:
-        op, decision = self.graph.ops[row], self.sharding.decisions.get(row)
-        if decision is None or not isinstance(op, t.Compute):
-            decision = Decision((WHOLE,) * len(op.inputs), (WHOLE,) * len(op.outputs))
-        reads = [self._read(i, wanted, op) for i, wanted in zip(op.inputs, decision.inputs, strict=True)]
-        if isinstance(op, t.Compute) and self._in_parts(op, decision, reads):
-            return
-        outputs = [self._tensor(i, self._alias(op, i, reads)) for i in op.outputs]
-        self.main[row] = self._add(op, decision, reads, outputs)
-        for index, made in zip(op.outputs, decision.outputs, strict=True):
-            if made == PARTIAL and index in self.sharding.reduced:
-                self.final[index] = self._reduce(index, op, self.raw[index])
-
     def _in_parts(self, op: t.Compute, decision: Decision, reads: Sequence[int]) -> bool:
         """Writes an operation that communicates in its midst; whether it is one."""
         first = decision.inputs[0] if decision.inputs else WHOLE
         shares_classes = isinstance(first, Shard) and first.dim == 1
         match op.name:
-            case "aten.addmm" | "aten.baddbmm" if decision.outputs[0] == PARTIAL:
+            case "aten.addmm" | "aten.baddbmm" if isinstance(decision.outputs[0], Partial):
                 self._product_then_bias(op, decision, reads)
             case "aten._log_softmax" if shares_classes:
                 self._log_softmax(op, reads[0])
@@ -240,10 +213,14 @@ class _Writer:
         return reads[op.inputs.index(alias)] if alias in op.inputs else None
 
     def _add(self, op: t.Op, decision: Decision, reads: Sequence[int], outputs: Sequence[int]) -> int:
-        changes: dict[str, object] = {"inputs": reads, "outputs": outputs, "deps": [self.main[d] for d in op.deps]}
+        changes: dict[str, object] = {
+            "inputs": reads,
+            "outputs": outputs,
+            "deps": [self.part.ops[d] for d in op.deps],
+        }
         if isinstance(op, t.Compute):
             if op.forward_op is not None and op.forward_op >= 0:
-                changes["forward_op"] = self.main[op.forward_op]
+                changes["forward_op"] = self.part.ops[op.forward_op]
             if any(isinstance(p, Shard) for p in (*decision.inputs, *decision.outputs)):
                 changes |= self._local_work(op, decision)
         return self.builder.add(op, **changes)
@@ -253,15 +230,16 @@ class _Writer:
         placed = [*zip(op.inputs, decision.inputs, strict=True), *zip(op.outputs, decision.outputs, strict=True)]
         share = next(self._share(i, p) for i, p in placed if isinstance(p, Shard))
         read = self._local_bytes(op.inputs, decision.inputs, op.bytes_read)
-        if op.name == "aten.embedding" and decision.outputs[0] == PARTIAL:
+        if op.name == "aten.embedding" and isinstance(decision.outputs[0], Partial):
             read = op.bytes_read  # a row a token, whichever rank has it
         written = op.bytes_written
         if op.outputs:
             written = self._local_bytes(op.outputs, decision.outputs, written)
         attributes = op.attributes
         if isinstance(attributes, t.Attention):
-            size = self.sharding.size
-            attributes = replace(attributes, heads=attributes.heads // size, kv_heads=attributes.kv_heads // size)
+            size, heads = self.sharding.size, attributes.kv_heads
+            kv_heads = heads // min(size, heads)
+            attributes = replace(attributes, heads=attributes.heads // size, kv_heads=kv_heads)
         return {
             "flops": int(op.flops * share), "bytes_read": read, "bytes_written": written,
             "attributes": attributes, "durations": (),
@@ -297,11 +275,11 @@ class _Writer:
             inputs=op.inputs[1:],
             bytes_read=op.bytes_read - bias.nbytes,
         )
-        self.main[op.id] = self._add(product, Decision(decision.inputs[1:], (PARTIAL,)), reads[1:], (summand,))
+        self.part.ops[op.id] = self._add(product, Decision(decision.inputs[1:], (PARTIAL,)), reads[1:], (summand,))
         total = self._reduce(index, op, summand)
-        self.raw[index] = self.builder.tensor(tensor.name, local, tensor.dtype, tensor.role)
+        self.part.tensors[index] = self.builder.tensor(tensor.name, local, tensor.dtype, tensor.role)
         nbytes = prod(local) * tensor.dtype.itemsize
-        self._local(op, "aten.add", (total, reads[0]), (self.raw[index],), nbytes + bias.nbytes, nbytes)
+        self._local(op, "aten.add", (total, reads[0]), (self.part.tensors[index],), nbytes + bias.nbytes, nbytes)
 
     def _log_softmax(self, op: t.Compute, logits: int) -> None:
         """Greatest logit and sum of exponentials of each row over all ranks; everything else is local."""
@@ -319,8 +297,8 @@ class _Writer:
         total = self._temporary("sum", column, tensor)
         self._local(op, "aten.sum", (exponential,), (total,), size, rows)
         total = self._sum_over_ranks(op, total, column, tensor)
-        made = self._tensor(index)
-        self.main[op.id] = self._local(op, "aten.sub", (shifted, total), (made,), size + rows, size)
+        made = self._made(index)
+        self.part.ops[op.id] = self._local(op, "aten.sub", (shifted, total), (made,), size + rows, size)
 
     def _nll_loss(self, op: t.Compute, reads: Sequence[int]) -> None:
         """The rank that has a token's target picks its log-probability; the others add zero."""
@@ -330,9 +308,9 @@ class _Writer:
         picked = self._temporary("gather", column, tensor)
         self._local(op, "aten.gather", reads[:2], (picked,), target.nbytes + rows, rows)
         picked = self._sum_over_ranks(op, picked, column, tensor)
-        outputs = [self._tensor(i) for i in op.outputs]
-        self.main[op.id] = self.builder.add(
-            op, inputs=(picked, *reads[1:]), outputs=outputs, deps=[self.main[d] for d in op.deps]
+        outputs = [self._made(i) for i in op.outputs]
+        self.part.ops[op.id] = self.builder.add(
+            op, inputs=(picked, *reads[1:]), outputs=outputs, deps=[self.part.ops[d] for d in op.deps]
         )
 
     def _temporary(self, name: str, shape: Shape, like: t.Tensor) -> int:

@@ -16,8 +16,7 @@ from echograph.ir import types as t
 from echograph.ir.graph import Axis, Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.tensor_parallel import TensorParallel
-from echograph.ir.passes.tensor_parallel_plan import PLAN
-from echograph.ir.passes.tensor_parallel_rules import (
+from echograph.ir.passes.tensor_parallel_placement import (
     PARTIAL,
     WHOLE,
     Ambiguous,
@@ -26,9 +25,10 @@ from echograph.ir.passes.tensor_parallel_rules import (
     Shape,
     Shard,
     Site,
-    decide,
     view_dim,
 )
+from echograph.ir.passes.tensor_parallel_plan import PLAN
+from echograph.ir.passes.tensor_parallel_rules import decide
 from echograph.models import get_model
 
 LAYERS, POSITIONS, BATCH = 3, 128, 2
@@ -310,7 +310,7 @@ def test_nonlinear_operators_want_sums_and_gradients_add_up_as_summands() -> Non
     assert decide(site) == Decision((WHOLE,), (WHOLE,))
     both = Site(name="add", inputs=((8, 4),) * 2, placements=(PARTIAL, WHOLE), outputs=((8, 4),))
     assert decide(both).outputs == (WHOLE,)
-    assert decide(replace(both, backward=True)).outputs == (PARTIAL,)
+    assert decide(replace(both, phase=t.Phase.BACKWARD)).outputs == (PARTIAL,)
 
 
 def test_a_swap_of_equal_extents_is_refused_when_it_matters() -> None:
