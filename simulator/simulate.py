@@ -11,6 +11,7 @@ import numpy as np
 from echograph.errors import DeadlockError, SimulationError
 from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph
+from echograph.ir.passes.data_parallel_axes import MICRO_BATCH_AXES
 from echograph.ir.timeline import Timeline
 from echograph.ir.types import OpKind, Phase, Source
 from echograph.simulator import engine as engines
@@ -20,6 +21,7 @@ from echograph.simulator.durations import COMMUNICATIONS, Durations, durations, 
 from echograph.simulator.host import Host
 from echograph.simulator.interval import interval
 from echograph.simulator.memory import Memory, memory
+from echograph.simulator.ranks import EveryRank, run_every_rank
 from echograph.simulator.result import Result
 from echograph.simulator.tasks import TaskGraph, expand
 from echograph.units import to_s
@@ -32,6 +34,7 @@ def simulate(
     *,
     peak_flops_per_s: float = 0.0,
     engine: str = "auto",
+    ranks: EveryRank | None = None,
     plan: dict[str, Any] | None = None,
 ) -> Result:
     """Predicts one step of a job.
@@ -42,6 +45,8 @@ def simulate(
         host: what issuing costs.
         peak_flops_per_s: dense peak of the device for the model's type, for the utilisation.
         engine: "auto" or a name of `engine.ENGINES`.
+        ranks: how ranks differ, to simulate every one; None simulates each role once. What is said of a rank is then
+            said of the one that ends last, and the interval is that of the roles, moved to its step.
         plan: the plan as the user gave it, for the result.
 
     Raises:
@@ -58,9 +63,16 @@ def simulate(
     except DeadlockError as error:
         raise DeadlockError(_who_waits(job, tasks, error.tasks), error.tasks) from None
     timeline = _timeline(job, tasks, starts.start, starts.cause)
+    low, high = interval(job, tasks, times, host, timeline)
+    of_ranks, columns = None, 1
+    if ranks is not None:
+        roles, columns = timeline.makespan, job.world_size // len(job.programs)
+        tasks, starts, of_ranks = run_every_rank(job, tasks, ranks)
+        timeline, chosen = _timeline(job, tasks, starts.start, starts.cause), "columns"
+        low, high = (max(0, bound + timeline.makespan - roles) for bound in (low, high))
     last = int(timeline.program[np.argmax(timeline.end)]) if len(timeline) else 0
     step = timeline.makespan
-    replicas = prod(axis.size for axis in job.mesh if axis.name.startswith("dp"))
+    replicas = prod(axis.size for axis in job.mesh if axis.name in MICRO_BATCH_AXES)
     samples = job.workload.batch_size * replicas * _micro_batches(job, last)
     return Result(
         model=job.workload.model or job.name,
@@ -69,7 +81,7 @@ def simulate(
         gpus=job.world_size,
         plan={**(plan or {}), "global_batch": samples},
         step_ps=step,
-        interval_ps=interval(job, tasks, times, host, chosen, timeline),
+        interval_ps=(low, high),
         samples=samples,
         tokens=samples * job.workload.sequence_length,
         model_flops=sum(_model_flops(job, n) for n in range(len(job.programs))) // max(1, len(job.programs)),
@@ -79,8 +91,9 @@ def simulate(
         sources=_shares(job, tasks, times),
         collectives=_collectives(job, times, last),
         engine=chosen,
-        simulated_ranks=len(job.programs),
-        tasks=len(tasks),
+        ranks=of_ranks,
+        simulated_ranks=len(job.programs) * columns,
+        tasks=len(tasks) * columns,
         wall_s=time.perf_counter() - began,
         timeline=timeline,
     )
@@ -148,15 +161,18 @@ def _shares(job: JobGraph, tasks: TaskGraph, times: Durations) -> dict[str, floa
 def _collectives(job: JobGraph, times: Durations, program: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     ops = job.ops
-    for _, begin, end, _, _ in job.programs[program].calls.tolist():
-        for row in (begin + np.flatnonzero(np.isin(ops.kind[begin:end], COMMUNICATIONS))).tolist():
-            group = job.groups[int(ops.group[row])]
-            label = "+".join(group.axes) or group.name
-            entry = found.setdefault(label, {"calls": 0, "bytes_per_rank": 0, "busy_s": 0.0, "algorithms": []})
-            entry["calls"] += 1
-            entry["bytes_per_rank"] += int(ops.nbytes[row])
-            entry["busy_s"] += float(times.picoseconds[row]) / 1e12
-            choice = times.algorithm.get(row)
-            if choice and choice not in entry["algorithms"]:
-                entry["algorithms"].append(choice)
+    runs = np.zeros(len(ops) + 1, np.int64)
+    np.add.at(runs, job.programs[program].calls[:, 1], 1)
+    np.add.at(runs, job.programs[program].calls[:, 2], -1)
+    runs = np.cumsum(runs)[:-1]
+    for row in np.flatnonzero(np.isin(ops.kind, COMMUNICATIONS) & (runs > 0)).tolist():
+        group, count = job.groups[int(ops.group[row])], int(runs[row])
+        label = "+".join(group.axes) or group.name
+        entry = found.setdefault(label, {"calls": 0, "bytes_per_rank": 0, "busy_s": 0.0, "algorithms": []})
+        entry["calls"] += count
+        entry["bytes_per_rank"] += count * int(ops.nbytes[row])
+        entry["busy_s"] += count * float(times.picoseconds[row]) / 1e12
+        choice = times.algorithm.get(row)
+        if choice and choice not in entry["algorithms"]:
+            entry["algorithms"].append(choice)
     return found

@@ -1,266 +1,297 @@
-"""One block of a fully sharded job: its operations on gathered parameters, and the gathers and reductions around.
+"""One block of a fully sharded job: its operations on gathered parameters, with gathers and reductions among them.
 
-A tensor of the block can stand for several: a parameter is its shard to the optimizer, the gathered parameter to
-the forward pass, and what is gathered again to the backward pass; a gradient is whole to the backward pass and a
-shard to the optimizer. So tensors are named by their old row and the phase that uses them.
+A parameter is its shard to the optimizer, the gathered parameter to the forward pass, and what is gathered again
+to the backward pass; a gradient is whole to the backward pass and a shard to the optimizer.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import ceil, prod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.columns import NONE
-from echograph.ir.graph import StepGraph
-from echograph.ir.passes.data_parallel import final_gradients
+from echograph.ir.graph import Graph
+from echograph.ir.passes.data_parallel_axes import REPLICATE, axes_group
+from echograph.ir.passes.distributed_optimizer import Division
+from echograph.ir.passes.distributed_optimizer_block import SHARD, WHOLE, ShardedBlock, Written
+from echograph.ir.passes.fully_shard_units import Unit, Units, phase_of
 
 GATHERED, REGATHERED, REDUCED = "gathered", "regathered", "reduced"
-_SHARDED = (t.TensorRole.PARAMETER, t.TensorRole.GRADIENT, t.TensorRole.OPTIMIZER_STATE)
+TOKEN_OF = {"gather": GATHERED, "regather": REGATHERED, "reduce": REDUCED}
+"""What says that a unit has done something that others wait for."""
+Action = tuple[int, str]
+"""Number of a unit in its block, and what is done: a name of `actions`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """How blocks are sharded: group sizes, where to communicate, and FSDP's options."""
+class How:
+    """FSDP's options.
 
-    ranks: int
-    axis: str
-    copies: int
-    group: int
-    replicate_group: int
-    stream: int
-    replicate_stream: int
+    Attributes:
+        reshard: drop a layer's parameters after forward and gather them again for backward.
+        once: gather parameters once for all micro-batches.
+        whole: whole gradients add up over micro-batches, and are reduced in the last one.
+        adds: gradients add up here, over several micro-batches; else they do elsewhere, or there is one.
+        reduce_dtype: type in which gradients are reduced; None: their own.
+    """
+
     reshard: bool
+    once: bool
+    whole: bool
+    adds: bool
     reduce_dtype: t.DType | None
 
 
-@dataclass(slots=True, kw_only=True)
-class Unit:
-    """What a block became.
+def actions(unit: Unit, main: bool, how: How, division: Division) -> tuple[str, ...]:
+    """What is done for a unit.
+
+    "gather" issues the gathering of its parameters and "unshard" waits for it, "regather" and "reunshard" do so
+    again for backward; "sum" adds whole gradients to those of the micro-batches before, "reduce" reduces them, and
+    "add" adds the shards.
+
+    Args:
+        unit: the unit.
+        main: whether its block is a main block.
+        how: FSDP's options.
+        division: how tensors are divided.
+    """
+    tensors = division.graph.tensors
+    gathers = any(map(division.cut, unit.parameters))
+    divided = [bool(division.axes(tensors[row])) for row in unit.gradients]
+    reduces = any(divided) or (bool(divided) and bool(replicas(division)))
+    asked = {
+        "gather": gathers or (unit.root and main),
+        "unshard": gathers,
+        # The root stays gathered from its forward pass to the end of backward.
+        "regather": gathers and how.reshard and not unit.root,
+        "reunshard": gathers and how.reshard and not unit.root,
+        "sum": how.adds and (how.whole or not all(divided)),
+        "reduce": reduces,
+        "add": how.adds and not how.whole and any(divided),
+    }
+    return tuple(name for name, needed in asked.items() if needed)
+
+
+def replicas(division: Division) -> list[str]:
+    """The axis of the copies of the sharded model, if there is one."""
+    return [axis.name for axis in division.mesh if axis.name == REPLICATE and axis.size > 1]
+
+
+class UnitBlock(ShardedBlock):
+    """Writes a block with what is done for its units.
+
+    Args:
+        graph: the step, or a pipeline's job.
+        builder: with the block open.
+        number: of the block.
+        division: how tensors are divided.
+        ops: gets the new rows of each operation.
+        units: of all blocks.
+        how: FSDP's options.
+        before: what is done before an operation, by its row; by None at the end of the block.
+        scalars: operations whose last output is a scalar of all gradients together.
 
     Attributes:
-        ranges: operations of "gather", "unshard", "regather", "reunshard" and "reduce", where it has them.
-        tokens: tensors that say that its parameters are gathered or its gradients reduced.
-        ports: for each port in table order, the tensor and what it means: (old row, phase), or a token's name.
-        tensors: new row of each (old row, phase).
-        tensor_range: its rows of the tensor table.
-        op_range: its rows of the operation table.
+        ranges: the rows of everything that is done.
+        tokens: tensors that say that a unit's parameters are gathered or its gradients reduced.
     """
 
-    ranges: dict[str, tuple[int, int]] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-    ports: list[tuple[int, tuple[int, t.Phase] | str]] = field(default_factory=list)
-    tensors: dict[tuple[int, t.Phase], int] = field(default_factory=dict)
-    tensor_range: tuple[int, int] = (0, 0)
-    op_range: tuple[int, int] = (0, 0)
-
-    def tensor(self, old: int, phase: t.Phase) -> int:
-        """The tensor that another block's port means."""
-        for variant in (phase, t.Phase.FORWARD, t.Phase.BACKWARD, t.Phase.OPTIMIZER):
-            if (old, variant) in self.tensors:
-                return self.tensors[old, variant]
-        raise PlanError(f"tensor {old} is read by another block, but this one does not hold it")
-
-
-def phase_of(phase: int) -> t.Phase:
-    """Recomputation belongs to the backward pass, and what is not named to the forward pass."""
-    named = {t.Phase.RECOMPUTE: t.Phase.BACKWARD, t.Phase.OTHER: t.Phase.FORWARD}
-    return named.get(t.Phase(phase), t.Phase(phase))
-
-
-def padded(shape: tuple[int, ...], ranks: int) -> int:
-    """Elements of a tensor whose first dimension is filled up to a multiple of the ranks."""
-    return ceil((shape[0] if shape else 1) / ranks) * ranks * prod(shape[1:])
-
-
-def shard_shape(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """The largest shard of a tensor cut along its first dimension; a scalar is not cut."""
-    return (ceil(shape[0] / ranks), *shape[1:]) if shape else shape
-
-
-def write_block(graph: StepGraph, builder: GraphBuilder, number: int, how: Shard, ops: dict[int, int]) -> Unit:
-    """Writes a block into the builder; `ops` gets the new row of each of its operations.
-
-    Raises:
-        PlanError: the block's phases do not follow each other.
-    """
-    return _Writer(graph, builder, number, how, ops).write()
-
-
-class _Writer:
     def __init__(
-        self, graph: StepGraph, builder: GraphBuilder, number: int, how: Shard, ops: dict[int, int]
+        self,
+        graph: Graph,
+        builder: GraphBuilder,
+        number: int,
+        division: Division,
+        ops: dict[int, range],
+        *,
+        units: Units,
+        how: How,
+        before: Mapping[int | None, Sequence[Action]],
+        scalars: Collection[int],
     ) -> None:
-        self.graph, self.builder, self.number, self.how, self.ops = graph, builder, number, how, ops
-        self.block, self.unit = graph.blocks[number], Unit()
-        self.phases = [phase_of(int(graph.ops.phase[op])) for op in self.block.ops]
-        if self.phases != sorted(self.phases):
-            raise PlanError(f"block {self.block.name} mixes forward, backward and optimizer operations")
-        rows = range(self.block.tensors.start, self.block.tensors.stop)
-        self.parameters = [row for row in rows if self._is_parameter(row)]
-        self.gradients = [row for row in final_gradients(graph) if row in rows]
-        self.parameter_shapes = {graph.tensors[row].shape for row in self.parameters if graph.tensors[row].shape}
-        # The root stays gathered from its forward pass to the end of backward.
-        self.regathers = how.reshard and number > 0 and bool(self.parameters)
+        super().__init__(graph, builder, number, division, ops, scalars=scalars)
+        self.units, self.how, self.before = units.of_block[number], how, before
+        self.ranges: dict[Action, tuple[int, int]] = {}
+        self.tokens: dict[tuple[int, str], int] = {}
+        self.gathers: dict[tuple[int, str], list[int]] = {}
+        again = {number for actions in before.values() for number, name in actions if name == "regather"}
+        self.regathered = {row for unit in again for row in self._divided(self.units[unit])}
 
-    def _is_parameter(self, row: int) -> bool:
-        tensors = self.graph.tensors
-        made = self.graph.maker[row] != NONE or tensors.alias_of[row] != NONE or tensors.port[row]
-        return not made and tensors.role[row] == t.TensorRole.PARAMETER
+    def write(self) -> Written:
+        """Writes all rows."""
+        first_tensor, first_op = self.builder.tensor_count(), self.builder.op_count()
+        for row in (*self.block.ops, None):
+            for number, name in self.before.get(row, ()):
+                begin = self.builder.op_count()
+                self._act(number, name)
+                self.ranges[number, name] = (begin, self.builder.op_count())
+            if row is not None:
+                self.op(row, self.phase(row))
+        for index in self.block.tensors:
+            if not any((index, phase) in self.written.tensors for phase in t.Phase):
+                self.use(index, self.variant(index, SHARD))
+        return self.finish(first_tensor, first_op)
 
-    def write(self) -> Unit:
-        unit, builder = self.unit, self.builder
-        first_tensor, first_op = builder.tensor_count(), builder.op_count()
-        if self.number == 0 and not self.parameters:
-            unit.tokens[GATHERED] = self._token(GATHERED)
-            begin = builder.compute("fsdp.begin", phase=t.Phase.FORWARD, outputs=(unit.tokens[GATHERED],))
-            unit.ranges["gather"] = (begin, begin + 1)
-        elif self.parameters:
-            self._gather(t.Phase.FORWARD, GATHERED, ("gather", "unshard"))
-        for phase in (t.Phase.FORWARD, t.Phase.BACKWARD, t.Phase.OPTIMIZER):
-            if phase == t.Phase.BACKWARD and self.regathers:
-                self._gather(t.Phase.BACKWARD, REGATHERED, ("regather", "reunshard"))
-            for op, its in zip(self.block.ops, self.phases, strict=True):
-                if its == phase:
-                    self._op(op, phase)
-            if phase == t.Phase.BACKWARD and self.gradients:
-                self._reduce()
-        for row in self.block.tensors:
-            role = self.graph.tensors.role[row]
-            if not any((row, phase) in unit.tensors for phase in t.Phase):
-                self._use(row, t.Phase.OPTIMIZER if role in _SHARDED else t.Phase.FORWARD)
-        unit.tensor_range = (first_tensor, builder.tensor_count())
-        unit.op_range = (first_op, builder.op_count())
-        return unit
+    def _act(self, number: int, name: str) -> None:
+        unit = self.units[number]
+        match name:
+            case "gather":
+                self._gather(number, t.Phase.FORWARD, GATHERED)
+            case "unshard":
+                self._unshard(number, t.Phase.FORWARD, GATHERED)
+            case "regather":
+                self._gather(number, t.Phase.BACKWARD, REGATHERED)
+            case "reunshard":
+                self._unshard(number, t.Phase.BACKWARD, REGATHERED)
+            case "reduce":
+                self._reduce(number)
+            case "sum":
+                parts = self._by_axes(unit.gradients).items()
+                self._add([x for axes, tensors in parts for x in tensors if self.how.whole or not axes], WHOLE, 0)
+            case "add":
+                for axes, tensors in self._by_axes(unit.gradients).items():
+                    if axes:
+                        self._add(tensors, SHARD, axes_group(self.builder, axes)[1])
+
+    def _divided(self, unit: Unit) -> list[int]:
+        return [row for row in unit.parameters if self.division.cut(row)]
+
+    def _by_axes(self, rows: Collection[int]) -> dict[tuple[str, ...], list[t.Tensor]]:
+        """Tensors by the axes over which they are divided; each set of ranks communicates its own."""
+        found: dict[tuple[str, ...], list[t.Tensor]] = {}
+        for tensor in (self.graph.tensors[row] for row in rows):
+            found.setdefault(self.division.axes(tensor), []).append(tensor)
+        return found
 
     # -- tensors -------------------------------------------------------------------------------------------
 
-    def _variant(self, row: int, phase: t.Phase) -> t.Phase:
-        role = t.TensorRole(int(self.graph.tensors.role[row]))
-        made = int(self.graph.maker[row])
-        if phase == t.Phase.OPTIMIZER:
-            updated = made != NONE and self.graph.ops.phase[made] == t.Phase.OPTIMIZER
-            return phase if role in _SHARDED or updated else t.Phase.FORWARD
-        if phase == t.Phase.BACKWARD and self.regathers and int(self.graph.root[row]) in self.parameters:
+    def phase(self, row: int) -> t.Phase:
+        """The phase of an operation."""
+        return phase_of(int(self.graph.ops.phase[row]))
+
+    def variant(self, row: int, phase: t.Phase) -> t.Phase:
+        """Which of its tensors an old one is in a phase."""
+        if phase == t.Phase.BACKWARD and int(self.graph.root[row]) in self.regathered:
             return phase
-        return t.Phase.FORWARD
+        return super().variant(row, phase)
 
-    def _use(self, row: int, phase: t.Phase) -> int:
-        """The tensor that an old one is in a phase; made when it is first used."""
-        variant = self._variant(row, phase)
-        if (row, variant) not in self.unit.tensors:
-            tensor = self.graph.tensors[row]
-            alias = None if tensor.alias_of is None else self._use(tensor.alias_of, variant)
-            self.unit.tensors[row, variant] = self._tensor(tensor, variant, alias)
-            if tensor.port:
-                self.unit.ports.append((self.unit.tensors[row, variant], (row, variant)))
-        return self.unit.tensors[row, variant]
+    def whole_role(self, tensor: t.Tensor) -> t.TensorRole:
+        """What is gathered lives in a micro-batch, or through the step; so do gradients that add up whole."""
+        if not self.division.axes(tensor):
+            return tensor.role
+        role = self.division.role(tensor.id)
+        if role == t.TensorRole.PARAMETER:
+            return t.TensorRole.BUFFER if self.how.once else t.TensorRole.ACTIVATION
+        return t.TensorRole.ACTIVATION if role == t.TensorRole.GRADIENT and not self.how.whole else role
 
-    def _tensor(self, tensor: t.Tensor, variant: t.Phase, alias: int | None) -> int:
-        shape, dtype, role, sharded = tensor.shape, tensor.dtype, tensor.role, tensor.sharded
-        if variant == t.Phase.OPTIMIZER:
-            if role in _SHARDED or shape in self.parameter_shapes:
-                shape, sharded = shard_shape(shape, self.how.ranks), (*sharded, self.how.axis)
-            if role == t.TensorRole.GRADIENT and self._is_reduced(tensor.id):
-                dtype = self.how.reduce_dtype or dtype
-        elif role in (t.TensorRole.PARAMETER, t.TensorRole.GRADIENT):
-            role = t.TensorRole.ACTIVATION
-        return self.builder.tensor(
-            tensor.name, shape, dtype, role, alias_of=alias, port=tensor.port, sharded=sharded
-        )
+    def dtype(self, tensor: t.Tensor, variant: t.Phase) -> t.DType:
+        """Reduced gradients have the type in which they are reduced."""
+        gradient = variant == SHARD and self.division.role(tensor.id) == t.TensorRole.GRADIENT
+        reduced = gradient and not self.division.of_optimizer(tensor.id)
+        return (self.how.reduce_dtype if reduced else None) or tensor.dtype
 
-    def _is_reduced(self, row: int) -> bool:
-        """Whether a gradient is what backward makes, not a copy that the optimizer makes."""
-        maker = self.graph.source(self.number, 0, row)
-        return maker is not None and self.graph.ops.phase[maker[2]] != t.Phase.OPTIMIZER
+    def _token(self, what: str, *, port: bool = False) -> int:
+        lasting = self.how.once and what == GATHERED
+        role = t.TensorRole.BUFFER if lasting else t.TensorRole.ACTIVATION
+        return self.builder.tensor(what, (1,), t.DType.BOOL, role, port=port)
 
-    def _token(self, name: str, *, port: bool = False) -> int:
-        return self.builder.tensor(name, (1,), t.DType.BOOL, t.TensorRole.ACTIVATION, port=port)
-
-    def _wait_for(self, what: str) -> tuple[int, ...]:
+    def _wait_for(self, number: int, unit: Unit, what: str) -> tuple[int, ...]:
         """A port for the token that the unit before leaves; the root waits for none."""
-        if self.number == 0:
+        if unit.root:
             return ()
         port = self._token(what, port=True)
-        self.unit.ports.append((port, what))
+        self.written.ports.append((port, (what, number)))
         return (port,)
 
-    # -- operations ----------------------------------------------------------------------------------------
+    # -- communication -------------------------------------------------------------------------------------
 
-    def _op(self, row: int, phase: t.Phase) -> None:
-        op = self.graph.ops[row]
-        changes: dict[str, object] = {
-            "inputs": [self._use(i, phase) for i in op.inputs],
-            "outputs": [self._use(i, phase) for i in op.outputs],
-            "deps": [self.ops[i] for i in op.deps],
-        }
-        forward = getattr(op, "forward_op", None)
-        if forward is not None and forward >= 0:
-            changes["forward_op"] = self.ops[forward]
-        if isinstance(op, t.Compute) and phase == t.Phase.OPTIMIZER:
-            share = self._share(op)
-            changes |= {k: ceil(getattr(op, k) * share) for k in ("flops", "bytes_read", "bytes_written")}
-        self.ops[row] = self.builder.add(op, **changes)
+    def _gather(self, number: int, phase: t.Phase, what: str) -> None:
+        unit = self.units[number]
+        parts = self._by_axes(self._divided(unit))
+        if not parts:
+            self.tokens[number, what] = self._token(what)
+            self.builder.compute("fsdp.begin", phase=phase, outputs=(self.tokens[number, what],))
+            return
+        wait = self._wait_for(number, unit, what)
+        self.gathers[number, what] = [self._gather_part(axes, x, phase, wait) for axes, x in parts.items()]
 
-    def _share(self, op: t.Compute) -> float:
-        """How much of an optimizer operation's work a rank has left: its tensors' elements, new over old."""
-        old = new = 0
-        for row in (*op.inputs, *op.outputs):
-            tensor = self.graph.tensors[row]
-            cut = tensor.role in _SHARDED or tensor.shape in self.parameter_shapes
-            old += tensor.numel
-            new += prod(shard_shape(tensor.shape, self.how.ranks)) if cut else tensor.numel
-        return new / old if old else 1.0
+    def _unshard(self, number: int, phase: t.Phase, what: str) -> None:
+        gathers, parts = self.gathers[number, what], self._by_axes(self._divided(self.units[number])).values()
+        self.tokens[number, what] = self._token(what)
+        for gather, tensors in zip(gathers, parts, strict=True):
+            whole = [self.use(tensor.id, phase) for tensor in tensors]
+            done = (self.tokens[number, what],) if gather == gathers[-1] else ()
+            self.builder.compute(
+                "fsdp.split_with_sizes_copy", phase=phase, deps=(gather,), outputs=(*whole, *done),
+                bytes_read=self._nbytes(tensors), bytes_written=sum(x.nbytes for x in tensors),
+            )  # fmt: skip
 
-    def _gather(self, phase: t.Phase, token: str, names: tuple[str, str]) -> None:
-        how, builder, tensors = self.how, self.builder, [self.graph.tensors[row] for row in self.parameters]
-        shards = [self._use(row, t.Phase.OPTIMIZER) for row in self.parameters]
-        total = sum(padded(x.shape, how.ranks) * x.dtype.itemsize for x in tensors)
-        copy_in = builder.compute(
-            "fsdp.all_gather_copy_in", phase=phase, stream=how.stream, inputs=(*shards, *self._wait_for(token)),
-            bytes_read=total // how.ranks, bytes_written=total // how.ranks,
+    def _gather_part(
+        self, axes: tuple[str, ...], tensors: list[t.Tensor], phase: t.Phase, wait: tuple[int, ...]
+    ) -> int:
+        group, stream = axes_group(self.builder, axes)
+        total, ranks = self._nbytes(tensors), self.division.ranks(axes)
+        copy_in = self.builder.compute(
+            "fsdp.all_gather_copy_in", phase=phase, stream=stream, bytes_read=total // ranks,
+            inputs=(*(self.use(x.id, SHARD) for x in tensors), *wait), bytes_written=total // ranks,
         )  # fmt: skip
-        gather = builder.collective(
-            "fsdp.all_gather", t.CollectiveKind.ALL_GATHER, group=how.group, bytes_per_rank=total,
-            dtype=tensors[0].dtype, payload=t.Payload.PARAMETER, asynchronous=True, phase=phase, stream=how.stream,
+        return self.builder.collective(
+            "fsdp.all_gather", t.CollectiveKind.ALL_GATHER, group=group, bytes_per_rank=total,
+            dtype=tensors[0].dtype, payload=t.Payload.PARAMETER, asynchronous=True, phase=phase, stream=stream,
             deps=(copy_in,),
         )  # fmt: skip
-        self.unit.ranges[names[0]] = (copy_in, gather + 1)
-        whole = [self._use(row, phase) for row in self.parameters]
-        self.unit.tokens[token] = self._token(token)
-        copy_out = builder.compute(
-            "fsdp.split_with_sizes_copy", phase=phase, outputs=(*whole, self.unit.tokens[token]), deps=(gather,),
-            bytes_read=total, bytes_written=sum(x.nbytes for x in tensors),
-        )  # fmt: skip
-        self.unit.ranges[names[1]] = (copy_out, copy_out + 1)
 
-    def _reduce(self) -> None:
-        how, builder, tensors = self.how, self.builder, [self.graph.tensors[row] for row in self.gradients]
-        dtype = how.reduce_dtype or tensors[0].dtype
-        total = sum(padded(x.shape, how.ranks) * (how.reduce_dtype or x.dtype).itemsize for x in tensors)
-        whole = [self._use(row, t.Phase.BACKWARD) for row in self.gradients]
-        first = builder.op_count()
-        if wait := self._wait_for(REDUCED):
+    def _nbytes(self, tensors: list[t.Tensor], dtype: t.DType | None = None) -> int:
+        return sum(self.division.padded(x) * (dtype or x.dtype).itemsize for x in tensors)
+
+    def _reduce(self, number: int) -> None:
+        unit, builder = self.units[number], self.builder
+        parts = {a: x for a, x in self._by_axes(unit.gradients).items() if a or replicas(self.division)}
+        if wait := self._wait_for(number, unit, REDUCED):
             builder.compute("fsdp.wait", phase=t.Phase.BACKWARD, inputs=wait)
-        cat = builder.compute(
-            "fsdp.chunk_cat", phase=t.Phase.BACKWARD, stream=how.stream, inputs=whole,
-            bytes_read=sum(x.nbytes for x in tensors), bytes_written=total,
-        )  # fmt: skip
-        self.unit.tokens[REDUCED] = self._token(REDUCED)
-        made = (*(self._use(row, t.Phase.OPTIMIZER) for row in self.gradients), self.unit.tokens[REDUCED])
-        last = builder.collective(
-            "fsdp.reduce_scatter", t.CollectiveKind.REDUCE_SCATTER, group=how.group, bytes_per_rank=total,
-            dtype=dtype, payload=t.Payload.GRADIENT, asynchronous=True, phase=t.Phase.BACKWARD, stream=how.stream,
-            deps=(cat,), outputs=made if how.copies == 1 else (),
-        )  # fmt: skip
-        if how.copies > 1:
-            last = builder.collective(
-                "hsdp.all_reduce", t.CollectiveKind.ALL_REDUCE, group=how.replicate_group,
-                bytes_per_rank=total // how.ranks, dtype=dtype, payload=t.Payload.GRADIENT, asynchronous=True,
-                phase=t.Phase.BACKWARD, stream=how.replicate_stream, deps=(last,), outputs=made,
+        self.tokens[number, REDUCED] = self._token(REDUCED)
+        ends: list[int] = []
+        for axes, tensors in parts.items():
+            done = () if len(ends) + 1 < len(parts) else (self.tokens[number, REDUCED],)
+            ends.append(self._reduce_part(axes, tensors, done))
+        if unit.root:
+            builder.compute("fsdp.wait", phase=t.Phase.BACKWARD, deps=ends)
+
+    def _reduce_part(self, axes: tuple[str, ...], tensors: list[t.Tensor], done: tuple[int, ...]) -> int:
+        """Reduces and scatters gradients, then adds up the shards of the copies; returns the last operation."""
+        builder, dtype, copies = self.builder, self.how.reduce_dtype or tensors[0].dtype, replicas(self.division)
+        total = self._nbytes(tensors, self.how.reduce_dtype)
+        made = (*(self.use(x.id, SHARD) for x in tensors if axes), *done)
+        whole = [self.use(x.id, t.Phase.BACKWARD) for x in tensors]
+        last: tuple[int, ...] = ()
+        if axes:
+            group, stream = axes_group(builder, axes)
+            cat = builder.compute(
+                "fsdp.chunk_cat", phase=t.Phase.BACKWARD, stream=stream, inputs=whole,
+                bytes_read=sum(x.nbytes for x in tensors), bytes_written=total,
             )  # fmt: skip
-        if self.number == 0:
-            last = builder.compute("fsdp.wait", phase=t.Phase.BACKWARD, deps=(last,))
-        self.unit.ranges["reduce"] = (first, last + 1)
+            reduce = builder.collective(
+                "fsdp.reduce_scatter", t.CollectiveKind.REDUCE_SCATTER, group=group, bytes_per_rank=total,
+                dtype=dtype, payload=t.Payload.GRADIENT, asynchronous=True, phase=t.Phase.BACKWARD, stream=stream,
+                deps=(cat,), outputs=() if copies else made,
+            )  # fmt: skip
+            if not copies:
+                return reduce
+            last = (reduce,)
+        group, stream = axes_group(builder, copies)
+        return builder.collective(
+            "hsdp.all_reduce", t.CollectiveKind.ALL_REDUCE, group=group, dtype=dtype, outputs=made, deps=last,
+            inputs=() if axes else whole, bytes_per_rank=total // self.division.ranks(axes),
+            payload=t.Payload.GRADIENT, asynchronous=True, phase=t.Phase.BACKWARD, stream=stream,
+        )  # fmt: skip
+
+    def _add(self, tensors: list[t.Tensor], phase: t.Phase, stream: int) -> int:
+        """Adds gradients, whole or shards, to those of the micro-batches before."""
+        nbytes = self._nbytes(tensors, self.how.reduce_dtype) if phase == SHARD else sum(x.nbytes for x in tensors)
+        if phase == SHARD:
+            nbytes //= self.division.ranks(self.division.axes(tensors[0]))
+        return self.builder.compute(
+            "aten.add_", phase=t.Phase.BACKWARD, stream=stream, inputs=[self.use(x.id, phase) for x in tensors],
+            bytes_read=2 * nbytes, bytes_written=nbytes,
+        )  # fmt: skip

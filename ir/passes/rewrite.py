@@ -9,6 +9,8 @@ from echograph.ir.graph import Block, Graph
 from echograph.ir.types import Compute, Phase, Tensor
 
 Call = tuple[int, int, int, int, int]
+ACCUMULATE = "accumulate"
+"""Name of the blocks that add a micro-batch's gradients to those of the ones before it."""
 
 
 def empty_copy(graph: Graph, inside: int = 1) -> GraphBuilder:
@@ -76,7 +78,7 @@ def accumulate(builder: GraphBuilder, gradients: Iterable[tuple[Tensor, int]]) -
         builder: gets the block.
         gradients: each with its tensor id.
     """
-    block = builder.begin_block("accumulate")
+    block = builder.begin_block(ACCUMULATE)
     begin = builder.op_count()
     bindings = []
     for tensor, tensor_id in gradients:

@@ -21,6 +21,7 @@ from echograph.simulator.host import Host
 from echograph.simulator.simulate import simulate
 
 LAYERS = 5
+LAYERS_OF = {"gpt2": {"n_layer": 3}, "t5-small": {"num_layers": 4, "num_decoder_layers": 4}}
 CLUSTER = load_cluster("dgx-h100")
 
 
@@ -126,10 +127,10 @@ def test_wrong_plans_are_refused(options: dict[str, int]) -> None:
         lower(**options)
 
 
-def fsdp2(model: str, changes: dict[str, int], ranks: int) -> Counter[tuple[str, int, str]]:
+def fsdp2(model: str, changes: dict[str, int], ranks: int, seq_len: int | None) -> Counter[tuple[str, int, str]]:
     """What torch's FSDP2 does with the model, in a process of its own since it makes a default process group."""
     program = Path(__file__).with_name("torch_fsdp2.py")
-    command = [sys.executable, str(program), model, json.dumps(changes), str(ranks)]
+    command = [sys.executable, str(program), model, json.dumps(changes), str(ranks), str(seq_len or 0)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
@@ -141,6 +142,8 @@ def fsdp2(model: str, changes: dict[str, int], ranks: int) -> Counter[tuple[str,
     [
         ("llama-3.2-1b", 64),
         ("gpt2", 64),
+        pytest.param("t5-small", 64, marks=pytest.mark.slow),
+        pytest.param("vit-b-16", 64, marks=pytest.mark.slow),
         pytest.param("bert-base-uncased", 64, marks=pytest.mark.slow),
         pytest.param("llama-3.2-1b", 1024, marks=pytest.mark.slow),
         pytest.param("gpt2", 1024, marks=pytest.mark.slow),
@@ -153,7 +156,9 @@ def test_collectives_are_those_of_fsdp2(model: str, ranks: int) -> None:
     from echograph.frontend.pytorch.step import StepSpec
     from echograph.models import get_model
 
-    changes = {"n_layer" if model == "gpt2" else "num_hidden_layers": 3}
-    step = compile_entry(get_model(model).with_config(**changes), StepSpec(dtype="bf16"), batch_size=1, seq_len=64)
+    changes = LAYERS_OF.get(model, {"num_hidden_layers": 3})
+    seq_len = None if model.startswith("vit") else 64
+    entry = get_model(model).with_config(**changes)
+    step = compile_entry(entry, StepSpec(dtype="bf16"), batch_size=1, seq_len=seq_len)
     job = FullyShard(replicas=ranks, reduce_dtype=DType.FP32)(step)
-    assert collectives(job) == fsdp2(model, changes, ranks)
+    assert collectives(job) == fsdp2(model, changes, ranks, seq_len)
