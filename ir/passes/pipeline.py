@@ -5,8 +5,8 @@ Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021)
 is sent on a stream of its direction and received on another one, as separate NCCL operations between neighbours;
 so a stage neither blocks its own work by sending nor orders what it receives by what it sends.
 
-A kernel that the optimizer launches once for many parameters leads on the stage of the step's first parameter
-only: the other stages lack its launch overhead, microseconds of a step.
+A schedule that splits backward runs gradients of weights in passes of their own (`pipeline_split`). Clipping by
+the norm of all gradients and fp16 loss scaling all-reduce one scalar over the stages (`pipeline_optimizer`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ from dataclasses import dataclass, replace
 from echograph.errors import PlanError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph, StepGraph
-from echograph.ir.passes.data_parallel import final_gradients
-from echograph.ir.passes.pipeline_chunk import AXIS, Chunk, Plan
+from echograph.ir.passes.data_parallel_gradients import adds_up, final_gradients
+from echograph.ir.passes.pipeline_chunk import Chunk, in_order
+from echograph.ir.passes.pipeline_layers import Layers, leaders
+from echograph.ir.passes.pipeline_links import AXIS
+from echograph.ir.passes.pipeline_optimizer import Optimizer
 from echograph.ir.passes.pipeline_placement import Placement, place
+from echograph.ir.passes.pipeline_plan import Plan
 from echograph.ir.passes.pipeline_routes import Part, route
-from echograph.ir.passes.pipeline_schedules import check_schedule, order
-from echograph.ir.passes.rewrite import Call, accumulate, copy_rows, empty_copy, in_micro_batch
+from echograph.ir.passes.pipeline_schedules import SPLIT, Kind, check_schedule, order
+from echograph.ir.passes.pipeline_split import parts
+from echograph.ir.passes.rewrite import Call, accumulate, empty_copy, in_micro_batch
 from echograph.ir.types import Tensor, TensorRole
 
 MAX_STAGES = 4096
@@ -62,12 +67,19 @@ class Pipeline:
         if any(axis.name == AXIS for axis in graph.mesh):
             raise PlanError("the graph has a pipeline already: give its step graph without one")
         placement = place(graph, self.stages * self.chunks, self.layers)
+        Optimizer(graph, placement, self.stages).place()
+        routes = route(graph, placement)
+        of = parts(graph, routes, split=self.schedule in SPLIT)
+        leads, leading_layers = leaders(graph, placement, self.stages)
         builder = empty_copy(graph)
         builder.mesh = (Axis(name=AXIS, size=self.stages), *graph.mesh)
         plan = Plan(
             graph=graph,
             placement=placement,
-            routes=route(graph, placement),
+            routes=routes,
+            parts=of,
+            layers=Layers(graph, of, leading_layers),
+            leads=leads,
             stages=self.stages,
             group=builder.group(AXIS, axes=(AXIS,)),
             shared=self._groups(graph, placement, builder),
@@ -111,83 +123,76 @@ class Pipeline:
     def _calls(self, plan: Plan, builder: GraphBuilder, chunks: list[Chunk], stage: int) -> list[Call]:
         added = {}
         if self.micro_batches > 1:
-            added = {c.number: [accumulate(builder, _gradients(plan, c))] for c in chunks}
-        parts = {"forward": Part.FORWARD, "backward": Part.BACKWARD}
+            gradients = {c.number: _gradients(plan, c) for c in chunks}
+            added = {number: [accumulate(builder, its)] if its else [] for number, its in gradients.items()}
+        last = "weight" if self.schedule in SPLIT else "backward"
+        runs = {(chunk.number, part): in_order(chunk.timed(part)) for chunk in chunks for part in Part}
         calls: list[Call] = []
         for kind, micro_batch, number in order(self.schedule, stage, self.stages, self.micro_batches, self.chunks):
             chunk = chunks[number]
-            calls += chunk.run(parts[kind], micro_batch)
-            if kind == "backward" and micro_batch:
+            calls += in_micro_batch(runs[chunk.number, _PARTS[kind]], micro_batch)
+            if kind == last and micro_batch:
                 calls += in_micro_batch(added[chunk.number], micro_batch)
-        for chunk in chunks:
-            calls += chunk.run(Part.UPDATE, self.micro_batches - 1)
-        return calls
+        update = [call for chunk in chunks for call in chunk.timed(Part.UPDATE)]
+        return calls + in_micro_batch(in_order(update), self.micro_batches - 1)
+
+
+_PARTS: dict[Kind, Part] = {"forward": Part.FORWARD, "backward": Part.BACKWARD, "weight": Part.WEIGHT}
 
 
 def _write(plan: Plan, builder: GraphBuilder) -> list[Chunk]:
     """Writes the first chunk as the main block, the layers' blocks, then the blocks of the other chunks."""
-    graph = plan.graph
     chunks = [Chunk(plan=plan, number=0, builder=builder, block=0)]
     chunks[0].write()
-    for block in graph.blocks[1:]:
-        builder.begin_block(block.name)
-        copy_rows(builder, graph, block)
+    plan.layers.write(builder)
     for number in range(1, plan.placement.chunks):
         chunks.append(
             Chunk(plan=plan, number=number, builder=builder, block=builder.begin_block(f"main.{number}"))
         )
         chunks[-1].write()
+    for chunk in chunks:
+        chunk.siblings += (c for c in chunks if c.stage == chunk.stage and c is not chunk)
     return chunks
 
 
 def _bind(plan: Plan, builder: GraphBuilder, chunks: list[Chunk]) -> None:
     """Adds all instances, now that it is known where every block begins."""
-    graph = plan.graph
-    _number(graph, chunks)
+    graph, layers = plan.graph, plan.layers
+    tensors, ops = layers.number(len(chunks[0].own), len(chunks[0].written))
+    for chunk in chunks[1:]:
+        chunk.first_id, chunk.first_op_id = tensors, ops
+        tensors += len(chunk.own)
+        ops += len(chunk.written)
     for chunk in chunks:
         builder.instance(
             chunk.block,
-            bindings=[tensor + chunk.growth for tensor in chunk.ports],
+            bindings=[chunk.new_id(tensor) for tensor in chunk.ports],
             op_bindings=[_op_id(plan, chunks, chunk.number, op) for op in chunk.forward_ops],
         )
-    for number, block in enumerate(graph.blocks[1:], 1):
-        for index, instance in enumerate(block.instances):
-            chunk = chunks[plan.placement.instances[number, index]]
+    for made in layers.blocks:
+        for index in made.instances:
+            instance = graph.blocks[made.block].instances[index]
+            chunk = chunks[plan.placement.instances[made.block, index]]
             builder.instance(
-                number,
+                made.number,
                 instance.label,
                 bindings=[chunk.new_id(tensor) for tensor in instance.bindings],
                 op_bindings=[_op_id(plan, chunks, chunk.number, op) for op in instance.op_bindings],
             )
 
 
-def _number(graph: StepGraph, chunks: list[Chunk]) -> None:
-    """Tells the chunks their first ids, and how much those of the layers' tensors and operations grow."""
-    tensors, ops = len(chunks[0].own), len(chunks[0].written)
-    for chunk in chunks:
-        chunk.growth, chunk.op_growth = tensors - graph.tensor_bases[0][1], ops - graph.op_bases[0][1]
-    tensors += sum(
-        n * len(b.instances) for (_, n), b in zip(graph.tensor_bases[1:], graph.blocks[1:], strict=True)
-    )
-    ops += sum(n * len(b.instances) for (_, n), b in zip(graph.op_bases[1:], graph.blocks[1:], strict=True))
-    for chunk in chunks[1:]:
-        chunk.first_id, chunk.first_op_id = tensors, ops
-        tensors += len(chunk.own)
-        ops += len(chunk.written)
-
-
 def _op_id(plan: Plan, chunks: list[Chunk], number: int, op: int) -> int:
     """The id in the job of an operation of the step; of its copy on the same chunk, if there is one."""
-    block, _, row = plan.graph.locate_op(op)
+    block, instance, row = plan.graph.locate_op(op)
     if block:
-        return op + chunks[number].op_growth
+        return plan.layers.op_id((block, instance), row)
     runs = plan.placement.ops[row]
     chunk = chunks[number if number in runs else min(runs)]
     return chunk.first_op_id + chunk.ops[row] - chunk.written.start
 
 
 def _gradients(plan: Plan, chunk: Chunk) -> list[tuple[Tensor, int]]:
-    """The final gradients that a chunk makes, with their ids in the job."""
+    """The final gradients that a chunk makes and that have to be added up, with their ids in the job."""
     graph, placement = plan.graph, plan.placement
     places: dict[int, list[int]] = {}
     for (block, instance), number in placement.instances.items():
@@ -195,6 +200,8 @@ def _gradients(plan: Plan, chunk: Chunk) -> list[tuple[Tensor, int]]:
             places.setdefault(block, []).append(instance)
     found = []
     for row in final_gradients(graph):
+        if adds_up(graph, row):
+            continue
         block = int(graph.block_of_op[graph.maker[row]])
         if block:
             ids = [graph.tensor_id(block, instance, row) for instance in places.get(block, ())]

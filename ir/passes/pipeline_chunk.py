@@ -1,46 +1,30 @@
 """Writes the block of one pipeline chunk: its part of the main block, with what it receives and sends.
 
 The rows stand in the order in which they run: receives, operations and sends of forward, the same of backward,
-then what the optimizer needs. The layers stay blocks of their own, called in between.
+weight gradients, then what the optimizer needs. The layers stay blocks of their own, called in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any
 
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.pipeline_placement import Placement
-from echograph.ir.passes.pipeline_routes import Part, Routes, part_of
+from echograph.ir.passes.pipeline_layers import with_lead
+from echograph.ir.passes.pipeline_links import Links
+from echograph.ir.passes.pipeline_plan import Plan
+from echograph.ir.passes.pipeline_routes import Part
 from echograph.ir.passes.rewrite import Call
 
-AXIS = "pp"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What all chunks have in common.
-
-    Attributes:
-        graph: the step.
-        placement: which chunk runs what.
-        routes: what crosses between chunks.
-        stages: chunk k is on stage k modulo this.
-        group: the group of the stages.
-        shared: for every gradient that chunks share, the group that all-reduces it; None where two exchange it.
-    """
-
-    graph: StepGraph
-    placement: Placement
-    routes: Routes
-    stages: int
-    group: int
-    shared: dict[int, int | None]
+Moment = tuple[int, int, int]
+"""When something runs within a part: call of the step, operation of the step, before (0) or after (1) it."""
+_PHASES = {Part.FORWARD: t.Phase.FORWARD, Part.BACKWARD: t.Phase.BACKWARD}
+_FIRST, _LAST = (-1, 0, 0), (2**31, 0, 0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,16 +38,16 @@ class Chunk:
         block: number of that block.
         rows: new row of each tensor in the block, by id.
         own: position of these rows among those that are no ports.
-        ports: ids of the layers' tensors that the ports stand for.
+        ports: ids of the tensors of layers, and of other chunks of the stage, that the ports stand for.
         ops: new row of each operation, by its row in the step.
         forward_ops: ids of the operations elsewhere that are named as forward operations.
-        calls: what runs in each part, the layers' calls among it.
+        calls: what runs in each part, and when; operations of layers count from the first of their block.
         names: for rows that hold a share of a gradient, the gradient's name.
+        shapes: shapes of what is shorter on one stage than in the step, by id.
+        siblings: all chunks of the stage.
         written: rows of all operations of the block.
         first_id: the id in the job of the block's first tensor, once all blocks are known.
         first_op_id: the same of its first operation.
-        growth: what the ids of layers' tensors grow by.
-        op_growth: what the ids and rows of layers' operations grow by.
     """
 
     plan: Plan
@@ -75,13 +59,24 @@ class Chunk:
     ports: list[int] = field(default_factory=list)
     ops: dict[int, int] = field(default_factory=dict)
     forward_ops: list[int] = field(default_factory=list)
-    calls: dict[Part, list[Call]] = field(default_factory=lambda: {part: [] for part in Part})
+    calls: dict[Part, list[tuple[Moment, Call]]] = field(default_factory=lambda: {part: [] for part in Part})
     names: dict[int, str] = field(default_factory=dict)
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    siblings: list[Chunk] = field(default_factory=list)
     written: range = range(0)
     first_id: int = 0
     first_op_id: int = 0
-    growth: int = 0
-    op_growth: int = 0
+
+    @property
+    def stage(self) -> int:
+        """The stage that the chunk is on."""
+        return self.number % self.plan.stages
+
+    @property
+    def links(self) -> Links:
+        """Writes communications into the block."""
+        plan = self.plan
+        return Links(builder=self.builder, number=self.number, stages=plan.stages, group=plan.group)
 
     def write(self) -> None:
         """Writes all rows, and the calls that run them and the layers."""
@@ -89,48 +84,55 @@ class Chunk:
         first = self.builder.op_count()
         self._name_shares()
         for part in Part:
-            self._call(part, self._begin(part))
-            for block, begin, end, instance, _ in graph.programs[0].calls.tolist():
-                for rows in _of_part(graph, range(begin, end), part):
-                    if block == 0:
-                        self._call(part, [self._op(row) for row in rows if self.number in placement.ops[row]])
-                    elif placement.instances[block, instance] == self.number:
-                        self.calls[part].append((block, rows.start, rows.stop, instance, 0))
-            self._call(part, self._end(part))
+            self._run(part, _FIRST, self._begin(part))
+            for number, (block, begin, end, instance, _) in enumerate(graph.programs[0].calls.tolist()):
+                if block == 0:
+                    self._main(part, number, range(begin, end))
+                elif placement.instances[block, instance] == self.number:
+                    call = self.plan.layers.call((block, instance), begin, end, part)
+                    self.calls[part] += [((number, begin, 0), call)] if call else []
+            self._run(part, _LAST, self._end(part))
         for (block, instance), chunk in placement.instances.items():
             for bound in graph.blocks[block].instances[instance].bindings if chunk == self.number else ():
-                if not self.is_layers(bound):
+                if not self.has_layer_of(bound):
                     self.tensor(bound)
         for tensor in _untouched(graph) if self.number == 0 else ():
             self.tensor(tensor)
         self.written = range(first, self.builder.op_count())
 
-    def is_layers(self, tensor: int) -> bool:
-        """Whether a tensor id names a tensor of a layer of this chunk."""
-        block, instance, _ = self.plan.graph.locate_tensor(tensor)
-        return block > 0 and self.plan.placement.instances[block, instance] == self.number
+    def _main(self, part: Part, number: int, rows: range) -> None:
+        """Writes the chunk's operations of a call of the main block."""
+        placement, stages = self.plan.placement, self.plan.stages
+        completed = placement.totals | placement.flags.keys()
+        for row in rows:
+            if self.plan.parts[row] != part:
+                continue
+            if self.number in placement.ops[row]:
+                self._run(part, (number, row, 0), [self._op(row)])
+            if row in completed and self.number < stages > 1:
+                self._run(part, (number, row, 1), self._complete(row))
 
-    def new_id(self, tensor: int) -> int:
-        """The id in the job of a tensor that the block or a layer of the chunk owns."""
-        row = self.rows.get(tensor)
-        return tensor + self.growth if row is None or row not in self.own else self.first_id + self.own[row]
+    def _run(self, part: Part, when: Moment, ops: list[int]) -> None:
+        if ops:
+            self.calls[part].append((when, (self.block, ops[0], ops[-1] + 1, 0, 0)))
 
-    def run(self, part: Part, micro_batch: int) -> list[Call]:
-        """The calls of a part, once all blocks are known."""
+    # -- calls ---------------------------------------------------------------------------------------------
+
+    def timed(self, part: Part) -> list[tuple[Moment, Call]]:
+        """What runs in a part, and when, once all blocks are written."""
+        begin = self.plan.layers.begin
         return [
-            (block, begin + grown, end + grown, instance, micro_batch)
-            for block, begin, end, instance, _ in self.calls[part]
-            for grown in (0 if block == self.block else self.op_growth,)
+            (when, (block, x + begin(block), y + begin(block), instance, 0))
+            for when, (block, x, y, instance, _) in self.calls[part]
         ]
 
-    def _call(self, part: Part, ops: list[int]) -> None:
-        if not ops:
-            return
-        calls = self.calls[part]
-        begin = ops[0]
-        if calls and calls[-1][0] == self.block and calls[-1][2] == begin:
-            begin = calls.pop()[1]
-        calls.append((self.block, begin, ops[-1] + 1, 0, 0))
+    def has_layer_of(self, tensor: int) -> bool:
+        """Whether a tensor is of a layer of this chunk, or of what the stage's optimizer makes in another's."""
+        block, instance, _ = self.plan.graph.locate_tensor(tensor)
+        if not block:
+            return False
+        chunk = self.plan.placement.instances[block, instance]
+        return chunk == self.number or (chunk % self.plan.stages == self.stage and self.plan.is_late(tensor))
 
     # -- communication -------------------------------------------------------------------------------------
 
@@ -138,8 +140,12 @@ class Chunk:
         routes = self.plan.routes
         if part == Part.UPDATE:
             return self._add_shares_up()
+        if part == Part.WEIGHT:
+            return []
         received = routes.up[self.number] if part == Part.FORWARD else routes.down[self.number]
-        return [self._receive(tensor, part) for tensor in received]
+        ops = [self._receive(tensor, part) for tensor in received]
+        # All of the pass waits, also what it recomputes, as it does in torch and Megatron-LM.
+        return [*ops, self.links.wait(ops, _PHASES[part])] if ops else ops
 
     def _end(self, part: Part) -> list[int]:
         routes, sent = self.plan.routes, tuple[int, ...]()
@@ -153,82 +159,44 @@ class Chunk:
         value = self.value(tensor)
         made = self._add(tensor, replace(value, role=t.TensorRole.ACTIVATION, port=False, alias_of=None))
         other = self.number - 1 if part == Part.FORWARD else self.number + 1
-        tag = 2 * min(other, self.number) + part
-        return self._link("recv", part.name.lower(), made, value.nbytes, other, tag, _PHASES[part])
+        return self.links.receive(made, value.nbytes, other, *self._line(other, part))
 
     def _send(self, tensor: int, part: Part) -> int:
         other = self.number + 1 if part == Part.FORWARD else self.number - 1
-        tag, nbytes = 2 * min(other, self.number) + part, self.value(tensor).nbytes
-        return self._link("send", part.name.lower(), self.tensor(tensor), nbytes, other, tag, _PHASES[part])
+        return self.links.send(self.tensor(tensor), self.value(tensor).nbytes, other, *self._line(other, part))
 
-    def _link(
-        self,
-        verb: Literal["send", "recv"],
-        what: str,
-        row: int,
-        nbytes: int,
-        other: int,
-        tag: int,
-        phase: t.Phase,
-        payload: t.Payload = t.Payload.ACTIVATION,
-    ) -> int:
-        """A send of a tensor to the stage of another chunk, or the receive of one from there."""
-        add = self.builder.send if verb == "send" else self.builder.recv
-        return add(
-            f"{AXIS}.{verb}_{what}",
-            group=self.plan.group,
-            peer=other % self.plan.stages - self.number % self.plan.stages,
-            tag=tag,
-            nbytes=nbytes,
-            payload=payload,
-            phase=phase,
-            inputs=(row,) if verb == "send" else (),
-            outputs=() if verb == "send" else (row,),
-            stream=self.builder.stream(f"comm.{AXIS}.{what}.{verb}"),
-        )
+    def _line(self, other: int, part: Part) -> tuple[int, str, t.Phase, t.Payload]:
+        """Tag, label, phase and payload of what a pass says to another chunk."""
+        return 2 * min(other, self.number) + part, part.name.lower(), _PHASES[part], t.Payload.ACTIVATION
 
     def _add_shares_up(self) -> list[int]:
         """Adds what other chunks have of the gradients that it shares with them."""
-        shares = self.plan.placement.shares
+        shares, plan, links = self.plan.placement.shares, self.plan, self.links
         mine = [gradient for chunk, gradient in shares if chunk == self.number]
-        reduced = [gradient for gradient in mine if self.plan.shared[gradient] is not None]
-        ops = [self._all_reduce(gradient) for gradient in reduced]
-        if ops:
-            ops.append(self.builder.compute(f"{AXIS}.wait", phase=t.Phase.BACKWARD, deps=ops))
+        ops = []
         for gradient in mine:
-            if gradient not in reduced:
+            if (group := plan.shared[gradient]) is not None:
+                about = "shared_gradient", t.Phase.OPTIMIZER, t.Payload.GRADIENT
+                ops.append(links.all_reduce(self._share(gradient), plan.graph.tensors[gradient], group, *about))
+        if ops:
+            ops.append(links.wait(ops, t.Phase.OPTIMIZER))
+        for gradient in mine:
+            if plan.shared[gradient] is None:
                 (other,) = (chunk for chunk, its in shares if its == gradient and chunk != self.number)
                 ops += self._exchange(gradient, other)
         return ops
-
-    def _all_reduce(self, gradient: int) -> int:
-        value, group = self.plan.graph.tensors[gradient], self.plan.shared[gradient]
-        assert group is not None
-        return self.builder.collective(
-            f"{AXIS}.all_reduce_shared_gradient",
-            t.CollectiveKind.ALL_REDUCE,
-            group=group,
-            bytes_per_rank=value.nbytes,
-            dtype=value.dtype,
-            payload=t.Payload.GRADIENT,
-            asynchronous=True,
-            phase=t.Phase.BACKWARD,
-            inputs=(self._share(gradient),),
-            stream=self.builder.stream(f"comm.{AXIS}.shared_gradient"),
-        )
 
     def _exchange(self, gradient: int, other: int) -> list[int]:
         """An all-reduce of two stages out of more, which no group of axes can say: both send, and both add."""
         value, builder, share = self.plan.graph.tensors[gradient], self.builder, self._share(gradient)
         tag = 2 * self.plan.placement.chunks + sorted(self.plan.shared).index(gradient)
-        link = value.nbytes, other, tag, t.Phase.BACKWARD, t.Payload.GRADIENT
+        about = value.nbytes, other, tag, "shared_gradient", t.Phase.OPTIMIZER, t.Payload.GRADIENT
         theirs = builder.tensor(f"{value.name}.of_{other}", value.shape, value.dtype, t.TensorRole.ACTIVATION)
         self.own[theirs] = len(self.own)
-        send = self._link("send", "shared_gradient", share, *link)
-        recv = self._link("recv", "shared_gradient", theirs, *link)
+        send, recv = self.links.send(share, *about), self.links.receive(theirs, *about)
         add = builder.compute(
             "aten.add_",
-            phase=t.Phase.BACKWARD,
+            phase=t.Phase.OPTIMIZER,
             inputs=(share, theirs),
             deps=(send,),
             bytes_read=2 * value.nbytes,
@@ -241,24 +209,49 @@ class Chunk:
         share = self.plan.placement.shares[self.number, gradient]
         return self.tensor(self.plan.graph.tensor_id(0, 0, share))
 
+    def _complete(self, row: int) -> list[int]:
+        """All-reduces the stage's share of what an operation makes over the stages, in place."""
+        plan = self.plan
+        tensor = plan.placement.flags.get(row, plan.graph.tensor_id(0, 0, plan.graph.ops.outputs.row(row)[0]))
+        what = "overflow" if row in plan.placement.flags else "norm"
+        share, value = self.tensor(tensor), self.value(tensor)
+        about = value, plan.group, what, t.Phase.OPTIMIZER, t.Payload.OTHER
+        total = self.builder.tensor(value.name, value.shape, value.dtype, value.role, alias_of=share)
+        self.own[total] = len(self.own)
+        reduced = self.links.all_reduce(share, *about, total)
+        return [reduced, self.links.wait([reduced], t.Phase.OPTIMIZER)]
+
     # -- rows ----------------------------------------------------------------------------------------------
 
     def _op(self, row: int) -> int:
         graph = self.plan.graph
-        op = graph.ops[row]
+        op = with_lead(graph.ops[row], leads=(self.number, row) in self.plan.leads)
         if not set(op.deps) <= self.ops.keys():
             raise PlanError(
                 f"operation {row} ({op.name}) waits for one of another pipeline stage: use fewer stages"
             )
-        changes: dict[str, object] = {
-            "inputs": [self._read(tensor) for tensor in op.inputs],
-            "outputs": [self.tensor(graph.tensor_id(0, 0, tensor)) for tensor in op.outputs],
-            "deps": [self.ops[before] for before in op.deps],
-        }
+        changes = self._share_of(op) if row in self.plan.placement.stagewide else {}
+        changes["inputs"] = [self._read(tensor) for tensor in changes.get("inputs", op.inputs)]
+        changes["outputs"] = [self.tensor(graph.tensor_id(0, 0, tensor)) for tensor in op.outputs]
+        changes["deps"] = [self.ops[before] for before in op.deps]
         if isinstance(op, t.Compute) and op.forward_op is not None:
             changes["forward_op"] = self._forward_op(op.forward_op)
         self.ops[row] = self.builder.add(op, **changes)
         return self.ops[row]
+
+    def _share_of(self, op: t.Op) -> dict[str, Any]:
+        """What changes where a stage has a part of what an operation reads: a stack of that is shorter."""
+        graph, plan = self.plan.graph, self.plan
+        inputs = [i for i in op.inputs if plan.has(self.stage, graph.tensor_id(0, 0, i))]
+        for tensor in op.outputs:
+            shape = graph.tensors[tensor].shape
+            if len(inputs) < len(op.inputs) and shape[:1] == (len(op.inputs),):
+                self.shapes[graph.tensor_id(0, 0, tensor)] = (len(inputs), *shape[1:])
+        changes: dict[str, Any] = {"inputs": inputs}
+        for name, before, now in (("bytes_read", op.inputs, inputs), ("bytes_written", op.outputs, op.outputs)):
+            if isinstance(op, t.Compute) and getattr(op, name) == sum(graph.tensors[i].nbytes for i in before):
+                changes[name] = sum(self.value(graph.tensor_id(0, 0, i)).nbytes for i in now)
+        return changes
 
     def _forward_op(self, forward: int) -> int:
         graph = self.plan.graph
@@ -278,28 +271,36 @@ class Chunk:
         return self.tensor(self.plan.graph.tensor_id(0, 0, term))
 
     def tensor(self, tensor: int) -> int:
-        """New row of a tensor, by its id in the step: a copy of the main block's, a port for a layer's.
+        """New row of a tensor, by its id in the step: a copy of the main block's, a port for what is elsewhere.
 
         Raises:
             PlanError: it is made elsewhere and does not come here.
         """
-        if tensor in self.rows:
-            return self.rows[tensor]
+        if tensor not in self.rows:
+            version = self.plan.version(tensor, self.stage)
+            if version == tensor:
+                self._admit(tensor)
+            else:
+                self.rows[tensor] = self.tensor(version)
+        return self.rows[tensor]
+
+    def _admit(self, tensor: int) -> None:
         graph, value = self.plan.graph, self.value(tensor)
         block, _, row = graph.locate_tensor(tensor)
-        if block:
-            if not self.is_layers(tensor):
+        maker = int(graph.maker[row])
+        mine = block == 0 and (maker == NONE or self.number in self.plan.placement.ops[maker])
+        if not mine:
+            sibling = block == 0 and self.plan.is_late(tensor) and self.plan.runs(self.stage, (0, 0, maker))
+            if not sibling and not self.has_layer_of(tensor):
                 raise PlanError(f"tensor {value.name} is not on pipeline chunk {self.number}: use fewer stages")
             self.ports.append(tensor)
             role = value.role if value.role.persistent else t.TensorRole.ACTIVATION
-            return self._add(tensor, replace(value, role=role, port=True, alias_of=None))
-        maker = int(graph.maker[row])
-        if maker != NONE and self.number not in self.plan.placement.ops[maker]:
-            raise PlanError(f"tensor {value.name} is not on pipeline chunk {self.number}: use fewer stages")
+            self._add(tensor, replace(value, role=role, port=True, alias_of=None))
+            return
         alias = None if value.alias_of is None else self.tensor(graph.tensor_id(0, 0, value.alias_of))
         if row in self.names:  # a share stands for the gradient, so it lives as long
             value = replace(value, name=self.names[row], role=t.TensorRole.GRADIENT)
-        return self._add(tensor, replace(value, alias_of=alias))
+        self._add(tensor, replace(value, alias_of=alias))
 
     def _add(self, tensor: int, value: t.Tensor) -> int:
         row = self.builder.tensor(
@@ -316,13 +317,25 @@ class Chunk:
             self.own[row] = len(self.own)
         return row
 
+    def new_id(self, tensor: int) -> int:
+        """The id in the job of a tensor that the block, a layer or another chunk of the stage owns."""
+        tensor = tensor if tensor in self.rows else self.plan.version(tensor, self.stage)
+        for chunk in (self, *self.siblings):
+            row = chunk.rows.get(tensor)
+            if row in chunk.own:
+                return chunk.first_id + chunk.own[row]
+        version = self.plan.version(tensor, self.stage)
+        block, instance, row = self.plan.graph.locate_tensor(version)
+        return self.plan.layers.tensor_id((block, instance), row) if block else self.new_id(version)
+
     def value(self, tensor: int) -> t.Tensor:
-        """A tensor of the step with the name that it has in its instance."""
+        """A tensor of the step with the name that it has in its instance, and the shape that it has here."""
         graph = self.plan.graph
         block, instance, row = graph.locate_tensor(tensor)
         value = graph.tensors[row]
         label = graph.blocks[block].instances[instance].label
-        return replace(value, name=value.name.replace("{}", label)) if block else value
+        name = value.name.replace("{}", label) if block else value.name
+        return replace(value, name=name, shape=self.shapes.get(tensor, value.shape))
 
     def _name_shares(self) -> None:
         graph = self.plan.graph
@@ -333,7 +346,14 @@ class Chunk:
                 row = int(graph.tensors.alias_of[row])
 
 
-_PHASES = {Part.FORWARD: t.Phase.FORWARD, Part.BACKWARD: t.Phase.BACKWARD}
+def in_order(calls: Iterable[tuple[Moment, Call]]) -> list[Call]:
+    """Calls in the order of their moments; those that go on where one ended join it."""
+    found: list[Call] = []
+    for _, (block, begin, end, instance, _) in sorted(calls):
+        if found and found[-1][:4:3] == (block, instance) and found[-1][2] == begin:
+            begin = found.pop()[1]
+        found.append((block, begin, end, instance, 0))
+    return found
 
 
 def _untouched(graph: StepGraph) -> Iterator[int]:
@@ -345,15 +365,3 @@ def _untouched(graph: StepGraph) -> Iterator[int]:
             tensor = graph.tensor_id(0, 0, row)
             if tensor not in bound:
                 yield tensor
-
-
-def _of_part(graph: StepGraph, ops: range, part: Part) -> Iterator[range]:
-    """Runs of operations that belong to a part."""
-    begin = ops.start
-    for row in ops:
-        if part_of(graph, row) != part:
-            if row > begin:
-                yield range(begin, row)
-            begin = row + 1
-    if ops.stop > begin:
-        yield range(begin, ops.stop)

@@ -5,10 +5,11 @@ module path (`encoder.layer.3`), in the order of their first forward operation. 
 belongs to one layer; an operation of the main block goes
 
 - with its layer, if it is in one;
-- forward otherwise: with the layer before it in the program, to the first chunk where there is none; but to every
-  chunk that reads it, if it depends on no parameter and no layer (position ids, rotary tables, masks);
+- forward otherwise: with the layer before it in the program, to the first chunk where there is none and to the
+  last one after all layers; but to every chunk that reads it, if it depends on no parameter and no layer (position
+  ids, rotary tables, masks);
 - backward otherwise: with the forward operation that it differentiates;
-- optimizer: with the parameter that it updates, to every chunk that holds the parameter.
+- optimizer: with the parameter that it updates, to every chunk that holds the parameter (`pipeline_optimizer`).
 
 A parameter that several chunks read is on each of them. The additions that sum its gradient over chunks do not
 run: each chunk keeps its own share, and the shares are all-reduced (Shoeybi et al., "Megatron-LM", 2019; the
@@ -26,7 +27,7 @@ from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.data_parallel import final_gradients
+from echograph.ir.passes.data_parallel_gradients import final_gradients
 
 Chunks = frozenset[int]
 
@@ -43,6 +44,10 @@ class Placement:
         shares: for (chunk, gradient of the main block), the tensor that holds the chunk's share of it, where the
             sum over chunks is left to an all-reduce.
         terms: the same for every sum within these gradients, for the operations that read it.
+        stagewide: operations of the optimizer that every stage runs, in its first chunk.
+        totals: those of them whose result is the stage's share of a sum over the stages.
+        flags: for operations that complete a flag which all stages have a share of, the tensor id of the flag.
+        flag_memory: (block, instance, tensor) of the memory of these flags.
     """
 
     chunks: int
@@ -51,6 +56,10 @@ class Placement:
     holders: dict[int, Chunks] = field(default_factory=dict)
     shares: dict[tuple[int, int], int] = field(default_factory=dict)
     terms: dict[tuple[int, int], int] = field(default_factory=dict)
+    stagewide: set[int] = field(default_factory=set)
+    totals: set[int] = field(default_factory=set)
+    flags: dict[int, int] = field(default_factory=dict)
+    flag_memory: set[tuple[int, int, int]] = field(default_factory=set)
 
     def of(self, source: tuple[int, int, int]) -> Chunks:
         """The chunks that run (block, instance, operation)."""
@@ -59,12 +68,13 @@ class Placement:
 
 
 def place(graph: StepGraph, chunks: int, layers: tuple[int, ...] | None) -> Placement:
-    """Places a step on chunks.
+    """Places the forward and backward operations of a step on chunks.
 
     Args:
         graph: a folded step graph.
         chunks: number of chunks.
-        layers: layers of each chunk; None splits evenly, and the first take one more where it does not divide.
+        layers: layers of each chunk; None splits evenly, and the first take one more where it does not divide. The
+            first chunk may have none, which leaves it the embedding, and the last, which leaves it the head.
 
     Raises:
         PlanError: there are fewer layers than chunks, `layers` do not add up, or operations cannot be placed.
@@ -74,8 +84,15 @@ def place(graph: StepGraph, chunks: int, layers: tuple[int, ...] | None) -> Plac
         raise PlanError(
             f"operation {odd[0]} ({name}) has no phase: a pipeline needs forward, backward or optimizer"
         )
-    found = _layers(graph)
+    found = layer_names(graph)
     return _Placer(graph, chunks, _split(found, chunks, layers)).place()
+
+
+def memory_of(graph: StepGraph, block: int, instance: int, tensor: int) -> tuple[int, int, int]:
+    """(block, instance, tensor) that owns the memory behind a tensor, through aliases and ports."""
+    while graph.tensors.port[tensor := int(graph.root[tensor])]:
+        block, instance, tensor = graph.locate_tensor(graph.tensor_id(block, instance, tensor))
+    return block, instance, tensor
 
 
 def layer_of(module: str, label: str = "") -> str | None:
@@ -85,8 +102,8 @@ def layer_of(module: str, label: str = "") -> str | None:
     return None if number is None else ".".join(parts[: number + 1])
 
 
-def _layers(graph: StepGraph) -> list[str]:
-    """All layers in the order of their first forward operation."""
+def layer_names(graph: StepGraph) -> list[str]:
+    """All layers, by the paths of their modules, in the order of their first forward operation."""
     found: dict[str | None, None] = {}
     for block, begin, end, instance, _ in graph.programs[0].calls.tolist():
         for row in range(begin, end) if block == 0 else (begin,):
@@ -98,20 +115,33 @@ def _layers(graph: StepGraph) -> list[str]:
 
 def _split(names: list[str], chunks: int, layers: tuple[int, ...] | None) -> dict[str, int]:
     """The chunk of every layer."""
-    if chunks > len(names):
-        raise PlanError(
-            f"{chunks} pipeline chunks, but the model has {len(names)} layers: use {len(names)} or fewer"
-        )
     if layers is None:
+        if chunks > len(names):
+            raise PlanError(
+                f"{chunks} pipeline chunks, but the model has {len(names)} layers: use {len(names)} or fewer"
+            )
         least, more = divmod(len(names), chunks)
         layers = tuple(least + (chunk < more) for chunk in range(chunks))
-    if len(layers) != chunks or sum(layers) != len(names) or min(layers) < 1:
+    ends = min(layers[0], layers[-1]) if layers else -1
+    if len(layers) != chunks or sum(layers) != len(names) or ends < 0 or min(layers[1:-1], default=1) < 1:
         given = ", ".join(map(str, layers))
         raise PlanError(
-            f"layers ({given}): give {chunks} numbers of 1 or more that add up to the model's {len(names)} layers"
+            f"layers ({given}): give {chunks} numbers of 1 or more, 0 at the ends alone, that add up to the "
+            f"model's {len(names)} layers{_near(layers, chunks, len(names))}"
         )
     number = [chunk for chunk, count in enumerate(layers) for _ in range(count)]
     return dict(zip(names, number, strict=True))
+
+
+def _near(layers: tuple[int, ...], chunks: int, total: int) -> str:
+    """The split that is nearest to one of the right length: too many layers are taken from the last chunks."""
+    near = [max(1, count) for count in layers]
+    if len(near) != chunks or total < chunks:
+        return ""
+    near[-1] += max(0, total - sum(near))
+    for chunk in reversed(range(chunks)):
+        near[chunk] = max(1, near[chunk] - max(0, sum(near) - total))
+    return f", such as {', '.join(map(str, near))}"
 
 
 class _Placer:
@@ -132,7 +162,6 @@ class _Placer:
         self._replicate(common, home)
         _Gradients(graph, placement).share()
         self._hold()
-        _Optimizer(graph, placement).place()
         return placement
 
     def _common(self) -> set[int]:
@@ -154,16 +183,22 @@ class _Placer:
     def _forward_and_backward(self) -> dict[int, int]:
         """The chunk of every operation of the main block before the optimizer's."""
         graph, home, current = self.graph, dict[int, int](), 0
+        final, ended = next(reversed(self.layers)), False
         for block, begin, end, instance, _ in graph.programs[0].calls.tolist():
             if block:
                 current = self.placement.instances[block, instance]
+                module = graph.strings[graph.ops.module[begin]]
+                ended |= layer_of(module, graph.blocks[block].instances[instance].label) == final
                 continue
             for row in range(begin, end):
                 if graph.ops.phase[row] == t.Phase.OPTIMIZER:
                     continue
-                own = self.layers.get(str(layer_of(graph.strings[graph.ops.module[row]])))
+                layer = str(layer_of(graph.strings[graph.ops.module[row]]))
+                own = self.layers.get(layer)
                 if own is not None:
-                    current = own
+                    current, ended = own, ended or layer == final
+                elif graph.ops.phase[row] == t.Phase.FORWARD and ended:
+                    own = current = self.placement.chunks - 1
                 elif graph.ops.phase[row] != t.Phase.FORWARD:
                     own = self._of_forward_op(row, home)
                 home[row] = current if own is None else own
@@ -267,79 +302,3 @@ class _Gradients:
             for side in added:
                 self._place(side)
             self.placement.ops[int(self.graph.maker[tensor])] = both
-
-
-_ACROSS = (
-    "the optimizer's part in {} combines values of several pipeline stages, as clipping by the norm of all "
-    "gradients and fp16 loss scaling do: leave clipping out, use bf16"
-)
-
-
-class _Optimizer:
-    """Places the optimizer: operations that touch the same memory go together, to the holders of a parameter."""
-
-    def __init__(self, graph: StepGraph, placement: Placement) -> None:
-        self.graph, self.placement = graph, placement
-        self.parent: dict[int, int] = {}
-
-    def place(self) -> None:
-        graph = self.graph
-        rows = [r for r in graph.blocks[0].ops if graph.ops.phase[r] == t.Phase.OPTIMIZER]
-        for row in rows:
-            for memory in self._memories(row):
-                self.parent[self._find(memory)] = self._find(-1 - row)
-        where: dict[int, set[Chunks]] = defaultdict(set)
-        for row in rows:
-            where[self._find(-1 - row)] |= self._fixed(row)
-        for row in rows:
-            chunks = where[self._find(-1 - row)]
-            if len(chunks) > 1:
-                raise PlanError(_ACROSS.format(f"operation {row} ({graph.strings[graph.ops.name[row]]})"))
-            self.placement.ops[row] = next(iter(chunks), frozenset((0,)))
-        self._check_layers()
-
-    def _find(self, node: int) -> int:
-        root = node
-        while (up := self.parent.setdefault(root, root)) != root:
-            root = up
-        while (up := self.parent[node]) != root:
-            self.parent[node], node = root, up
-        return root
-
-    def _memories(self, row: int) -> set[int]:
-        """Memory that ties operations together: all but what is only read, such as a learning rate."""
-        graph = self.graph
-        touched = (*graph.ops.inputs.row(row), *graph.ops.outputs.row(row))
-        roots = {int(graph.root[tensor]) for tensor in touched}
-        loose = (t.TensorRole.INPUT, t.TensorRole.BUFFER)
-        return {r for r in roots if graph.maker[r] != NONE or graph.tensors.role[r] not in loose}
-
-    def _fixed(self, row: int) -> set[Chunks]:
-        """Where the values that an operation reads from outside the optimizer are."""
-        graph, placement, found = self.graph, self.placement, set[Chunks]()
-        for tensor in graph.ops.inputs.row(row):
-            source = graph.source(0, 0, tensor)
-            if source is None:
-                holders = placement.holders.get(int(graph.root[tensor]))
-                found |= {holders} if holders else set()
-            elif source[0] or graph.ops.phase[source[2]] != t.Phase.OPTIMIZER:
-                shared = frozenset(c for c, gradient in placement.shares if gradient == int(graph.origin[tensor]))
-                found.add(shared or placement.of(source))
-        return found
-
-    def _check_layers(self) -> None:
-        """A layer's optimizer may not read what another layer's, or the main block's, makes."""
-        graph, optimizer = self.graph, t.Phase.OPTIMIZER
-        for block in graph.blocks[1:]:
-            rows = [row for row in block.ops if graph.ops.phase[row] == optimizer]
-            ports = {
-                int(graph.port_position[graph.root[tensor]])
-                for row in rows
-                for tensor in graph.ops.inputs.row(row)
-                if graph.tensors.port[graph.root[tensor]]
-            }
-            for instance in block.instances:
-                for port in ports:
-                    source = graph.source(*graph.locate_tensor(instance.bindings[port]))
-                    if source is not None and graph.ops.phase[source[2]] == optimizer:
-                        raise PlanError(_ACROSS.format(block.name))

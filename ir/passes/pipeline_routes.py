@@ -19,11 +19,15 @@ from echograph.ir.passes.pipeline_placement import Placement
 
 
 class Part(IntEnum):
-    """The part of the step that an operation runs in: once a micro-batch, or once a step."""
+    """The part of the step that an operation runs in: once a micro-batch, or once a step.
+
+    `WEIGHT` is the end of backward, where a schedule runs it as a pass of its own; for all else it is backward.
+    """
 
     FORWARD = 0
     BACKWARD = 1
-    UPDATE = 2
+    WEIGHT = 2
+    UPDATE = 3
 
 
 def part_of(graph: StepGraph, row: int) -> Part:
@@ -63,6 +67,8 @@ def route(graph: StepGraph, placement: Placement) -> Routes:
         for chunk, part in parts.items():
             if homes is None or chunk in homes:
                 continue
+            if source is not None and part_of(graph, source[2]) == Part.UPDATE:
+                continue  # stages agree on it when their passes are done (`pipeline_optimizer`)
             _check_crosses(graph, tensor)
             assert source is not None
             made, home = part_of(graph, source[2]), min(homes, default=chunk)

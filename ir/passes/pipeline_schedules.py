@@ -1,8 +1,9 @@
 """Pipeline schedules as data: what a stage does, one pass after the other.
 
-A pass is the forward or backward of one chunk of layers for one micro-batch. Every schedule runs the micro-batches
-of a chunk in ascending order, forward and backward, so the sends of a stage meet the receives of its neighbour in
-the order in which both issue them.
+A pass is the forward or backward of one chunk of layers for one micro-batch. A schedule may split backward: then
+"backward" makes the gradients that are sent on, and "weight" those of the parameters. Every schedule runs the
+micro-batches of a chunk in ascending order, each kind of pass for itself, so the sends of a stage meet the
+receives of its neighbour in the order in which both issue them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 
 from echograph.errors import PlanError, UnknownNameError
 
-Kind = Literal["forward", "backward"]
+Kind = Literal["forward", "backward", "weight"]
 Pass = tuple[Kind, int, int]
 """What to run, for which micro-batch, and which of the stage's chunks."""
 
@@ -54,6 +55,24 @@ def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> lis
     return _alternate(forward, backward, warm_up=2 * (stages - stage - 1) + (chunks - 1) * stages)
 
 
+def zb_h1(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Pass]:
+    """ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1).
+
+    1F1B with backward split. Stage s puts a weight pass off until s more backward passes are done, so that it
+    fills the end of the step, where 1F1B waits; a micro-batch whose weight pass is done makes room for the next
+    forward, so every stage keeps the activations of `stages` micro-batches at most, as the first one does under
+    1F1B. With `stages` micro-batches or more, of passes that take F, B and W, the bubble is (stages - 1) times
+    F + B - W (table 2 of the paper), or F or B where that is longer.
+    """
+    weight: list[Pass] = [("weight", m, 0) for m in range(micro_batches)]
+    passes: list[Pass] = []
+    for each in one_forward_one_backward(stage, stages, micro_batches, chunks):
+        passes.append(each)
+        if each[0] == "backward" and each[1] >= stage:
+            passes.append(weight[each[1] - stage])
+    return passes + weight[max(0, micro_batches - stage) :]
+
+
 def _alternate(forward: list[Pass], backward: list[Pass], warm_up: int) -> list[Pass]:
     ahead = min(warm_up, len(forward))
     steady = [each for pair in zip(forward[ahead:], backward, strict=False) for each in pair]
@@ -64,7 +83,10 @@ SCHEDULES: dict[str, Callable[[int, int, int, int], list[Pass]]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,
+    "zb-h1": zb_h1,
 }
+SPLIT = frozenset({"zb-h1"})
+"""Schedules with weight passes of their own."""
 
 
 def check_schedule(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
@@ -74,8 +96,6 @@ def check_schedule(schedule: str, stages: int, micro_batches: int, chunks: int) 
         PlanError: names the nearest choice that works.
         UnknownNameError: no such schedule.
     """
-    if schedule == "zb-h1":
-        raise PlanError("schedule zb-h1 splits backward passes in two, which is not supported: use 1f1b")
     if schedule not in SCHEDULES:
         raise UnknownNameError("schedule", schedule, SCHEDULES)
     if not 1 <= micro_batches <= MAX_MICRO_BATCHES:
@@ -109,7 +129,8 @@ def order(schedule: str, stage: int, stages: int, micro_batches: int, chunks: in
         chunks: chunks of layers on each stage.
 
     Returns:
-        (kind, micro-batch, chunk of the stage), every one once, a forward before its backward.
+        (kind, micro-batch, chunk of the stage), every one once, a forward before its backward, and that before its
+        weight pass, which only the schedules of `SPLIT` have.
 
     Raises:
         PlanError: the schedule cannot do this.

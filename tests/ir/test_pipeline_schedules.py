@@ -84,7 +84,7 @@ def test_interleaved_takes_turns_after_as_many_micro_batches_as_stages() -> None
         ("interleaved", 4, 10, 2, "such as 8"),
         ("interleaved", 4, 1, 2, "such as 4"),
         ("interleaved", 2, 65_536, 4096, "too many"),
-        ("zb-h1", 4, 8, 1, "use 1f1b"),
+        ("zb-h1", 4, 8, 2, "use interleaved"),
     ],
 )
 def test_what_a_schedule_cannot_do_is_refused(
