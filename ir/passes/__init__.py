@@ -12,7 +12,10 @@ PASSES = Table(
     "pass",
     {
         "fold": "echograph.ir.passes.fold:fold",
+        "recompute": "echograph.ir.passes.recompute:Recompute",
+        "precision": "echograph.ir.passes.precision:Precision",
         "tensor_parallel": "echograph.ir.passes.tensor_parallel:TensorParallel",
+        "expert_parallel": "echograph.ir.passes.expert_parallel:ExpertParallel",
         "data_parallel": "echograph.ir.passes.data_parallel:DataParallel",
         "fully_shard": "echograph.ir.passes.fully_shard:FullyShard",
         "pipeline": "echograph.ir.passes.pipeline:Pipeline",

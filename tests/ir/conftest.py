@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS / "golden"), str(TESTS / "properties")]
+sys.path += [str(TESTS / "golden"), str(TESTS / "properties"), str(TESTS / "ir")]

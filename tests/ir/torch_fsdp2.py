@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,21 +42,28 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def main(model: str, changes: str, ranks: int) -> None:
+def main(model: str, changes: str, ranks: int, seq_len: int | None) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     with capture_mode() as mode:
-        built = build(get_model(model).with_config(**json.loads(changes)), batch_size=1, seq_len=64)
+        built = build(get_model(model).with_config(**json.loads(changes)), batch_size=1, seq_len=seq_len)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def placement(parameter: torch.nn.Parameter) -> Shard | None:
+        """As torchtitan: experts are cut along their second dimension where there are fewer than ranks."""
+        stacked = parameter.ndim > 2 and parameter.shape[0] < ranks and parameter.shape[1] % ranks == 0
+        return Shard(1) if stacked else None
+
     with unset_fake_temporarily():
-        layers = next(m for m in built.module.modules() if isinstance(m, torch.nn.ModuleList))
-        for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(built.module, mesh=mesh, mp_policy=policy)
+        for path, layers in built.module.named_modules():
+            if isinstance(layers, torch.nn.ModuleList) and not any(part.isdigit() for part in path.split(".")):
+                for layer in layers:
+                    fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+        fully_shard(built.module, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
     with mode, Collectives() as recorded:
         built.loss(built.module(**built.inputs)).backward()
     print(json.dumps([[*key, count] for key, count in recorded.found.items()]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]) or None)

@@ -1,0 +1,218 @@
+"""Fusion of elementwise operations, as a compiler does it (torch.compile with inductor): off by default.
+
+Elementwise operations on tensors of one size that read each other's results become one kernel, which reads what
+comes from outside once and writes only what is read outside. So does a reduction of what a kernel has made: along
+rows the kernel goes on after it, with the rows on the chip (a norm is one kernel), in any other direction it ends
+there. Nothing moves from one phase, block or call to another; what backward reads of forward is still written,
+where a compiler may compute it again; matrix products, attention, norms with kernels of their own, random numbers
+and operations in place stay as they are. Views of results that only the kernel reads vanish with them.
+
+The pass knows no layouts: it comes last of those that change a step, before those that lower it to a job.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+from echograph.ir import types as t
+from echograph.ir.columns import NONE
+from echograph.ir.graph import StepGraph
+from echograph.ir.passes.rewrite_step import StepWriter
+
+_POINTWISE = {
+    "aten._to_copy", "aten.abs", "aten.add", "aten.clamp", "aten.cos", "aten.div", "aten.eq", "aten.exp",
+    "aten.gelu", "aten.gelu_backward", "aten.ge", "aten.gt", "aten.le", "aten.log", "aten.lt",
+    "aten.masked_fill", "aten.maximum", "aten.minimum", "aten.mul", "aten.native_dropout_backward", "aten.ne",
+    "aten.neg", "aten.pow", "aten.reciprocal", "aten.relu", "aten.rsqrt", "aten.rsub", "aten.sigmoid",
+    "aten.sigmoid_backward", "aten.silu", "aten.silu_backward", "aten.sin", "aten.sqrt", "aten.sub",
+    "aten.tanh", "aten.tanh_backward", "aten.threshold_backward", "aten.where",
+}  # fmt: skip
+_REDUCTIONS = ("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.var")
+
+
+@dataclass(slots=True, eq=False)
+class _Kernel:
+    """Operations that become one.
+
+    Attributes:
+        size: elements that it works on.
+        reduced: elements that are left of those when rows are reduced; 0 before it does so.
+        rows: the operations, in order.
+        views: views of what they make, in order.
+    """
+
+    size: int
+    reduced: int = 0
+    rows: list[int] = field(default_factory=list)
+    views: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fuse:
+    """The step with fused elementwise operations."""
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        """The step graph."""
+        return _Writer(graph, _Finder(graph).kernels()).write()
+
+
+class _Finder:
+    """Goes through the operations in order, with the kernels that may still grow."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self.cuts = set(graph.programs[0].calls[:, 1:3].ravel().tolist())
+        self.open: dict[int, _Kernel] = {}
+        self.found: list[_Kernel] = []
+
+    def kernels(self) -> list[_Kernel]:
+        """The kernels of two operations or more."""
+        phase = NONE
+        for row in range(len(self.graph.ops)):
+            if row in self.cuts or int(self.graph.ops.phase[row]) != phase:
+                self.open = {}
+            phase = int(self.graph.ops.phase[row])
+            self._take(row)
+        return [kernel for kernel in self.found if len(kernel.rows) > 1]
+
+    def _take(self, row: int) -> None:
+        graph = self.graph
+        inputs, outputs = graph.ops.inputs.row(row), graph.ops.outputs.row(row)
+        read = list({id(k): k for i in inputs if (k := self.open.get(i)) is not None}.values())
+        if graph.ops.is_view[row] and read and len(outputs) == 1:
+            (kernel,) = read
+            if self._elements(outputs[0]) == self._elements(inputs[0]):
+                kernel.views.append(row)
+                self.open[outputs[0]] = kernel
+            else:
+                self._close(kernel)
+            return
+        name = graph.strings[graph.ops.name[row]]
+        size = max((self._elements(i) for i in (*inputs, *outputs)), default=0)
+        fusible = self._is_plain(row) and (name in _POINTWISE or name in _REDUCTIONS)
+        joins = [kernel for kernel in read if fusible and size in (kernel.size, kernel.reduced)]
+        for kernel in read:
+            if kernel not in joins:
+                self._close(kernel)
+        if not fusible or (name in _REDUCTIONS and not joins):
+            return
+        kernel = self._merged(joins) if joins else _Kernel(size)
+        if not joins:
+            self.found.append(kernel)
+        kernel.rows.append(row)
+        self.open[outputs[0]] = kernel
+        if name in _REDUCTIONS:
+            if not self._is_of_rows(inputs[0], outputs[0]) or kernel.reduced not in (
+                0,
+                self._elements(outputs[0]),
+            ):
+                self._close(kernel)
+            kernel.reduced = self._elements(outputs[0])
+
+    def _is_of_rows(self, before: int, after: int) -> bool:
+        """Whether a reduction leaves one element of each row."""
+        whole, left = self.graph.tensors.shape.row(before), self.graph.tensors.shape.row(after)
+        return tuple(left[: len(whole) - 1]) == tuple(whole[:-1]) and prod(left) * whole[-1] == prod(whole)
+
+    def _merged(self, kernels: list[_Kernel]) -> _Kernel:
+        first, *others = sorted(kernels, key=lambda kernel: -kernel.size)
+        for other in others:
+            first.reduced = first.reduced or other.reduced
+            first.rows += other.rows
+            first.views += other.views
+            self.found.remove(other)
+            self.open |= {tensor: first for tensor, kernel in self.open.items() if kernel is other}
+        first.rows.sort()
+        first.views.sort()
+        return first
+
+    def _close(self, kernel: _Kernel) -> None:
+        """It is read by what stands behind it, so it runs before that and takes in no more."""
+        self.open = {tensor: its for tensor, its in self.open.items() if its is not kernel}
+
+    def _elements(self, index: int) -> int:
+        return prod(self.graph.tensors.shape.row(index))
+
+    def _is_plain(self, row: int) -> bool:
+        """Whether an operation makes one new tensor, of what it reads alone."""
+        ops, outputs = self.graph.ops, self.graph.ops.outputs.row(row)
+        plain = ops.kind[row] == t.OpKind.COMPUTE and not ops.flops[row] and not ops.deps.row(row)
+        return bool(
+            plain
+            and ops.attributes[row] == NONE
+            and not ops.is_view[row]
+            and len(outputs) == 1
+            and self.graph.tensors.alias_of[outputs[0]] == NONE
+            and not self.graph.tensors[outputs[0]].role.persistent
+        )
+
+
+class _Writer(StepWriter):
+    """Writes a kernel where the last of its operations stood, and after it the views that are read outside."""
+
+    def __init__(self, graph: StepGraph, kernels: list[_Kernel]) -> None:
+        super().__init__(graph)
+        self.kernel_of = {row: kernel for kernel in kernels for row in (*kernel.rows, *kernel.views)}
+        self.outside = _read_outside(graph, self.kernel_of)
+
+    def operation(self, op: t.Op) -> None:
+        kernel = self.kernel_of.get(op.id)
+        if kernel is None:
+            self.copy(op)
+        elif op.id == kernel.rows[-1]:
+            self._fused(kernel)
+            for row in kernel.views:
+                if row < op.id:
+                    self._view(row)
+        elif op.id > kernel.rows[-1]:
+            self._view(op.id)
+
+    def _view(self, row: int) -> None:
+        if self.graph.ops.outputs.row(row)[0] in self.outside:
+            self.copy(self.graph.ops[row])
+
+    def _fused(self, kernel: _Kernel) -> None:
+        graph = self.graph
+        made = [graph.ops.outputs.row(row)[0] for row in kernel.rows]
+        own = {*made, *(graph.ops.outputs.row(row)[0] for row in kernel.views)}
+        read = list(dict.fromkeys(i for row in kernel.rows for i in graph.ops.inputs.row(row) if i not in own))
+        kept = [index for index in made if index in self.outside]
+        last = graph.ops[kernel.rows[-1]]
+        forward = next((f for row in kernel.rows if (f := int(graph.ops.forward_op[row])) != NONE), None)
+        new = self.builder.compute(
+            "fused." + graph.ops[kernel.rows[-1]].name.removeprefix("aten."),
+            phase=last.phase,
+            module=last.module,
+            inputs=[self.tensor(i) for i in read],
+            outputs=[self.tensor(i) for i in kept],
+            stream=last.stream,
+            forward_op=self.part.ops[forward] if forward is not None and forward >= 0 else forward,
+            bytes_read=sum(self._memory_bytes(i) for i in read),
+            bytes_written=sum(graph.tensors[i].nbytes for i in kept),
+        )
+        self.part.ops |= dict.fromkeys((*kernel.rows, *kernel.views), new)
+
+    def _memory_bytes(self, index: int) -> int:
+        """Bytes behind a tensor: an expanded one repeats those of what it is a view of."""
+        tensors = self.graph.tensors
+        return min(tensors[index].nbytes, tensors[int(self.graph.root[index])].nbytes)
+
+
+def _read_outside(graph: StepGraph, kernel_of: dict[int, _Kernel]) -> set[int]:
+    """Tensors that are read by others than the kernel that makes them, or are views of such."""
+    inputs = graph.ops.inputs
+    outside = {bound for block in graph.blocks for i in block.instances for bound in _bound(graph, i.bindings)}
+    for tensor, row in zip(inputs.values.tolist(), inputs.rows.tolist(), strict=True):
+        maker = int(graph.maker[tensor])
+        if maker != NONE and (maker not in kernel_of or kernel_of.get(row) is not kernel_of[maker]):
+            outside.add(tensor)
+    for row in sorted(kernel_of, reverse=True):  # what a view that is read shows has to be there
+        (made,) = graph.ops.outputs.row(row)
+        if graph.ops.is_view[row] and made in outside:
+            outside.update(graph.ops.inputs.row(row))
+    return outside
+
+
+def _bound(graph: StepGraph, bindings: tuple[int, ...]) -> list[int]:
+    return [graph.locate_tensor(identity)[2] for identity in bindings]

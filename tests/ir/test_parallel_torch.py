@@ -1,0 +1,140 @@
+"""Plans against PyTorch's own: the same matrix products and collectives as DTensor, FSDP2 and DDP have."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echograph.cli.compose import compile_entry
+from echograph.frontend.pytorch.step import StepSpec
+from echograph.ir import types as t
+from echograph.ir.graph import Graph, JobGraph, StepGraph
+from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.passes.tensor_parallel import TensorParallel
+from echograph.ir.passes.tensor_parallel_plan import PLAN
+from echograph.models import get_model
+
+TENSOR, POSITIONS, LAYERS = 8, 128, 2
+Work = Counter[tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model of the zoo as it is compared.
+
+    Attributes:
+        name: in the zoo.
+        changes: of its configuration. Torch cannot tie a shared embedding to a shared head; without dropout it
+            draws no random numbers, which DTensor does not do on a CPU.
+        whole_vocabulary: BERT's head is tied to its embedding, so its layers alone are shared.
+    """
+
+    name: str
+    changes: dict[str, Any]
+    whole_vocabulary: bool = False
+
+
+MODELS = {
+    "llama": Model(name="llama-3-8b", changes={"num_hidden_layers": LAYERS}),
+    "gpt2": Model(
+        name="gpt2-medium",
+        changes={
+            "n_layer": LAYERS,
+            "vocab_size": 50304,
+            "tie_word_embeddings": False,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        },
+    ),
+    "bert": Model(
+        name="bert-large-uncased",
+        changes={
+            "num_hidden_layers": LAYERS,
+            **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+        },
+        whole_vocabulary=True,
+    ),
+}
+
+
+@cache
+def step_of(model: str) -> StepGraph:
+    entry = get_model(MODELS[model].name).with_config(**MODELS[model].changes)
+    return compile_entry(entry, StepSpec(), batch_size=1, seq_len=POSITIONS)
+
+
+def recorded(model: str, ranks: int, plan: str) -> tuple[Work, Work]:
+    """Products and collectives of torch, in a process of its own since it makes a default process group."""
+    case = {
+        "model": MODELS[model].name,
+        "changes": MODELS[model].changes,
+        "ranks": ranks,
+        "tensor": TENSOR,
+        "positions": POSITIONS,
+        "plans": [plan],
+    }
+    program = Path(__file__).with_name("torch_parallel.py")
+    command = [sys.executable, str(program), json.dumps(case)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    name, *tables = json.loads(done.stdout.splitlines()[-1])
+    assert name == plan
+    products, collectives = (Counter({tuple(row[:-1]): row[-1] for row in table}) for table in tables)
+    return products, collectives
+
+
+def planned(model: str, ranks: int, plan: str) -> Graph:
+    """What our passes make of the step."""
+    step = step_of(model)
+    if plan == "ddp":
+        return DataParallel(replicas=ranks)(step)
+    patterns = {p: style for p, style in PLAN.items() if style != "vocab" or not MODELS[model].whole_vocabulary}
+    # Torch does not pad the vocabulary.
+    local = TensorParallel(size=TENSOR, plan=patterns, vocab_multiple=1, sequence_parallel=plan == "tp_sp")(step)
+    if plan == "fsdp_tp":
+        return FullyShard(replicas=ranks // TENSOR, reduce_dtype=t.DType.FP32)(local)
+    return local
+
+
+def work(graph: Graph) -> tuple[Work, Work]:
+    """Matrix products by their extents, and collectives by kind, ranks of the group, bytes and type."""
+    sizes = {axis.name: axis.size for axis in graph.mesh}
+    ranks = [prod(sizes[name] for name in group.axes) for group in graph.groups]
+    products: Work = Counter()
+    collectives: Work = Counter()
+    for _, begin, end, _, _ in graph.programs[0].calls.tolist():
+        for op in graph.ops[begin:end]:
+            if op.name in ("aten.mm", "aten.addmm"):
+                a, b = (graph.tensors.shape.row(i) for i in op.inputs[-2:])
+                products[*a, b[1]] += 1
+            elif isinstance(op, t.Collective):
+                collectives[op.collective.name, ranks[op.group], op.bytes_per_rank, op.dtype.name] += 1
+    return products, collectives
+
+
+CASES = [
+    pytest.param(model, ranks, plan, marks=() if model == fast and ranks == 64 else pytest.mark.slow)
+    for plan, fast in (("tp", "llama"), ("tp_sp", "gpt2"), ("fsdp_tp", "gpt2"), ("ddp", "bert"))
+    for model in MODELS
+    for ranks in (64, 1024)
+    if (model, plan) != ("bert", "tp_sp")  # with its layers alone, the stream between them is whole
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "plan"), CASES)
+def test_products_and_collectives_are_those_of_torch(model: str, ranks: int, plan: str) -> None:
+    products, collectives = work(planned(model, ranks, plan))
+    theirs, communicated = recorded(model, ranks, plan)
+    assert products == theirs
+    if plan == "tp_sp":
+        collectives.subtract(differences(model))
+    assert collectives == communicated

@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the [torch] extra")
+pytest.importorskip("transformers", reason="needs the [torch] extra")
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "e2e")]
+
+import torch
+from families import shallow
+from recompute_model import LAYERS, WIDTH, step
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from echograph.cli.compose import compile_entry
+from echograph.errors import PlanError, UnknownNameError
+from echograph.frontend.pytorch.step import StepSpec
+from echograph.ir.graph import Graph, StepGraph
+from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.data_parallel_gradients import adds_up, final_gradients
+from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.passes.pipeline import Pipeline
+from echograph.ir.passes.precision import RECIPES, Precision
+from echograph.ir.passes.recompute import Recompute
+from echograph.ir.passes.tensor_parallel import TensorParallel
+from echograph.ir.types import Collective, Compute, DType, Phase, TensorRole
+from echograph.ir.unfold import difference, unfold
+from echograph.models import get_model
+from echograph.profiler.costs import gemm, load_device
+from echograph.profiler.costs.estimate import estimate
+from echograph.simulator.memory import memory
+
+TOKENS = 64 * 64
+WEIGHTS = 13 * WIDTH**2
+"""Elements of a layer's linear weights: four square ones, and three of thrice that."""
+INPUTS, GRADIENTS = 6 * WIDTH, 11 * WIDTH
+"""Elements a token of the products' inputs (both norms, the attention, the feed-forward) and output gradients."""
+EVERY = pytest.mark.parametrize("recipe", RECIPES)
+
+
+@cache
+def model() -> StepGraph:
+    """Four small Llama-like layers of 4,096 tokens, seven linear layers each, and an embedding."""
+    return fold(step(sizes=(64, 64)))
+
+
+@cache
+def captured(name: str, layers: int = 4) -> StepGraph:
+    return compile_entry(shallow(get_model(name), layers), StepSpec(), batch_size=2, seq_len=64)
+
+
+def ran(graph: Graph) -> list[tuple[str, Any]]:
+    """(name, operation) of all that the programs run."""
+    calls = [call for program in graph.programs for call in program.calls.tolist()]
+    return [(graph.ops[row].name, graph.ops[row]) for _, begin, end, _, _ in calls for row in range(begin, end)]
+
+
+def flops(graph: Graph) -> Counter[Phase]:
+    found: Counter[Phase] = Counter()
+    for _, op in ran(graph):
+        found[op.phase] += getattr(op, "flops", 0)
+    return found
+
+
+# -- which products ----------------------------------------------------------------------------------------
+
+
+@EVERY
+def test_the_three_products_of_every_linear_layer(recipe: str) -> None:
+    names = Counter((name, op.phase) for name, op in ran(Precision(dtype=recipe)(model())) if name.endswith("mm"))
+    assert names == {
+        ("aten._scaled_mm", Phase.FORWARD): 7 * LAYERS,
+        ("aten._scaled_mm", Phase.BACKWARD): 14 * LAYERS,
+    }
+
+
+@EVERY
+def test_the_head_and_the_rest_stay(recipe: str) -> None:
+    graph = captured("llama-3-8b", 2)
+    before, after = Counter(n for n, _ in ran(graph)), Counter(n for n, _ in ran(Precision(dtype=recipe)(graph)))
+    assert after["aten.mm"] == 3  # of the head
+    assert after["aten._scaled_mm"] == before["aten.mm"] - 3
+    assert before - after == {"aten.mm": before["aten.mm"] - 3}
+
+
+def test_dimensions_that_do_not_divide_stay() -> None:
+    """The head's size is 16: a batch of 2 x 12 tokens is no multiple of it."""
+    with pytest.raises(PlanError, match="multiples of 16"):
+        Precision(dtype="fp8")(fold(step(sizes=(2, 12))))
+    with pytest.raises(PlanError, match="multiples of 32"):
+        Precision(dtype="mxfp8")(fold(step(sizes=(1, 16))))
+    assert Precision(dtype="fp8")(fold(step(sizes=(1, 16)))) is not None
+
+
+@EVERY
+@pytest.mark.parametrize("kept", ["bf16", "fp8"])
+def test_work_is_what_it_was(recipe: str, kept: Any) -> None:
+    graph = Recompute(policy="full")(captured("gpt2"))
+    assert flops(Precision(dtype=recipe, kept=kept)(graph)) == flops(graph)
+
+
+# -- against torch -----------------------------------------------------------------------------------------
+
+_TORCH = {DType.FP8_E4M3: torch.float8_e4m3fn, DType.FP8_E5M2: torch.float8_e5m2, DType.BF16: torch.bfloat16}
+
+
+@EVERY
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt2"])
+def test_torch_takes_every_product(name: str, recipe: str) -> None:
+    """`torch._scaled_mm` checks types, layouts, multiples of 16 and the shapes of scales, on fake CUDA tensors."""
+    graph = Precision(dtype=recipe)(captured(name, 2))
+    scale = torch.float8_e8m0fnu if recipe == "mxfp8" else torch.float32
+    for op in (op for op in graph.ops if op.name == "aten._scaled_mm"):
+        a, b, *bias, scale_a, scale_b = (graph.tensors[i] for i in op.inputs)
+        copy = graph.tensors[b.alias_of]
+        with FakeTensorMode(allow_fallback_kernels=False):
+            made = torch._scaled_mm(
+                torch.empty(a.shape, dtype=_TORCH[a.dtype], device="cuda"),
+                torch.empty(copy.shape, dtype=_TORCH[copy.dtype], device="cuda").t(),
+                *(torch.empty(each.shape, dtype=scale, device="cuda") for each in (scale_a, scale_b)),
+                bias=torch.empty(bias[0].shape, dtype=torch.bfloat16, device="cuda") if bias else None,
+                out_dtype=torch.bfloat16,
+            )
+        result = graph.tensors[op.outputs[0]]
+        assert (tuple(made.shape), made.dtype, b.shape) == (result.shape, _TORCH[result.dtype], copy.shape[::-1])
+        assert DType.FP8_E4M3 in (a.dtype, b.dtype)  # cuBLAS has no product of two e5m2
+
+
+@pytest.mark.parametrize(("recipe", "gradients"), [("fp8", 2), ("fp8-rowwise", 0), ("mxfp8", 0)])
+def test_hybrid_gradients_are_e5m2(recipe: str, gradients: int) -> None:
+    """Of the six operands of a linear layer the output gradient is two, in the backward products alone."""
+    graph = Precision(dtype=recipe)(TensorParallel(size=2, sequence_parallel=True)(captured("llama-3-8b", 2)))
+    found: Counter[Phase] = Counter()
+    for _, op in ran(graph):
+        if op.name == "aten._scaled_mm":
+            found[op.phase] += sum(graph.tensors[i].dtype == DType.FP8_E5M2 for i in op.inputs)
+    assert found == Counter({Phase.FORWARD: 0, Phase.BACKWARD: gradients * 7 * 2})
+
+
+# -- bytes -------------------------------------------------------------------------------------------------
+
+
+def moved(graph: StepGraph, prefix: str) -> int:
+    return sum(op.bytes_read + op.bytes_written for name, op in ran(graph) if name.startswith(prefix))
+
+
+def test_bytes_of_casts_with_one_scale() -> None:
+    """By hand: maxima read 2 bytes an element, once; casts read 2 and write 1 for each copy."""
+    graph = Precision(dtype="fp8")(model())
+    forward, gradients = WEIGHTS + TOKENS * INPUTS, TOKENS * GRADIENTS
+    scales = 4 * LAYERS * (7 + 4 + 7)
+    assert moved(graph, "fp8.amax") == LAYERS * 2 * (forward + gradients) + scales
+    assert moved(graph, "fp8.cast") == LAYERS * ((2 + 1) * 2 * forward + (2 + 1 + 1) * gradients)
+    kept = Precision(dtype="fp8", kept="fp8")(model())
+    assert moved(kept, "fp8.amax") == moved(graph, "fp8.amax")
+    assert moved(kept, "fp8.cast") == LAYERS * (2 + 1 + 1) * (forward + gradients)
+
+
+def test_delayed_scaling_looks_for_no_maxima() -> None:
+    graph = Precision(dtype="fp8", delayed=True)(model())
+    assert moved(graph, "fp8.amax") == 0
+    assert moved(graph, "fp8.cast") == moved(Precision(dtype="fp8")(model()), "fp8.cast")
+
+
+def test_bytes_of_casts_with_scales_of_blocks() -> None:
+    """Each of the two copies reads 2 bytes an element, and writes one and a scale for 32 of them."""
+    width, keys, inner, tokens, layers = 4096, 1024, 14336, 128, 2
+    weights = 2 * width * width + 2 * width * keys + 3 * width * inner
+    activations = tokens * (3 * width + inner + 3 * width + 2 * keys + 2 * inner)
+    copies = 2 * layers * (weights + activations)
+    graph = Precision(dtype="mxfp8")(captured("llama-3-8b", layers))
+    assert moved(graph, "mxfp8.") == 3 * copies + copies // 32
+
+
+def activations(graph: StepGraph) -> int:
+    found = memory(DataParallel(replicas=1)(graph), 0, 1)
+    assert found is not None
+    return found.by_role["activation"]
+
+
+def test_memory_of_what_is_kept() -> None:
+    """8-bit copies of the inputs in place of 16-bit inputs, and of the weights beside those.
+
+    The attention's result stays, which its own backward reads, so its copy comes on top.
+    """
+    before, after = (
+        activations(Precision(dtype="fp8")(model())),
+        activations(Precision(dtype="fp8", kept="fp8")(model())),
+    )
+    saved = (LAYERS - 1) * (TOKENS * (5 - 1) * WIDTH - WEIGHTS)
+    assert (
+        saved < before - after < 1.1 * saved
+    )  # in the last layer, at the peak, casts of backward are done already
+
+
+# -- costs -------------------------------------------------------------------------------------------------
+
+
+def test_products_are_priced_without_a_cast() -> None:
+    device = load_device("h100-sxm")
+    graph = Precision(dtype="fp8")(captured("llama-3-8b", 2))
+    priced = estimate(graph, device)(graph)
+    for op in (op for op in priced.ops if op.name == "aten._scaled_mm"):
+        a, b = (priced.tensors[i] for i in op.inputs[:2])
+        expected = gemm(device, a.shape[0], b.shape[1], a.shape[1], dtype="fp8", quantize=False)
+        assert op.durations[0].picoseconds == pytest.approx(float(expected.seconds) * 1e12, abs=1)
+
+
+def test_devices_without_fp8_are_refused() -> None:
+    graph = Precision(dtype="fp8")(model())
+    with pytest.raises(UnknownNameError, match="matrix products on a100-sxm-80"):
+        estimate(graph, load_device("a100-sxm-80"))
+
+
+# -- gradients ---------------------------------------------------------------------------------------------
+
+
+def of_role(graph: Graph, role: TensorRole) -> int:
+    found = memory(graph, 0, 1)  # type: ignore[arg-type]
+    assert found is not None
+    return found.by_role[role.name.lower()]
+
+
+def test_main_gradients_replace_those_of_the_optimizer() -> None:
+    graph = captured("llama-3-8b", 2)
+    ours = Precision(grad_dtype="fp32")(graph)
+    before, after = Counter(n for n, _ in ran(graph)), Counter(n for n, _ in ran(ours))
+    linears, norms, parameters = 7 * 2 + 1, 2 * 2 + 1, 2 * 9 + 3
+    assert after - before == {
+        "aten.addmm_": linears,
+        "aten.add_": norms + 1,  # and the embedding
+        "aten._foreach_zero_": parameters,
+    }
+    assert before - after == {"aten.mm": linears, "aten._foreach_copy_": parameters}
+    assert sum(op.attributes.leads for name, op in ran(ours) if name == "aten._foreach_zero_") == 1
+    assert flops(ours) == flops(graph)
+
+
+def test_bytes_of_main_gradients() -> None:
+    """A product reads and writes its buffer, 8 bytes an element, and no longer writes 2; an addition moves 10."""
+    graph = captured("llama-3-8b", 2)
+    ours = Precision(grad_dtype="fp32")(graph)
+
+    def total(step: StepGraph, phase: Phase) -> int:
+        return sum(op.bytes_read + op.bytes_written for _, op in ran(step) if op.phase == phase)
+
+    parameters = graph.workload.parameters
+    added = (2 * 2 + 1) * 4096 + 128256 * 4096
+    assert total(ours, Phase.BACKWARD) - total(graph, Phase.BACKWARD) == 6 * (parameters - added) + 10 * added
+    # The optimizer copied 2 bytes to 4, and now sets 4 to zero.
+    assert total(graph, Phase.OPTIMIZER) - total(ours, Phase.OPTIMIZER) == 2 * parameters
+
+
+def test_main_gradients_live_through_the_step() -> None:
+    graph = Precision(grad_dtype="fp32")(captured("llama-3-8b", 2))
+    found = of_role(DataParallel(replicas=1)(graph), TensorRole.GRADIENT)
+    parameters = 4 * graph.workload.parameters
+    assert parameters <= found < parameters + 512 * 30  # allocations
+    assert all(adds_up(graph, row) for row in final_gradients(graph))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_micro_batches_add_up_by_themselves_and_are_reduced_in_fp32(micro_batches: int) -> None:
+    graph = Precision(grad_dtype="fp32")(captured("llama-3-8b", 2))
+    once = Counter(name for name, op in ran(graph) if op.phase != Phase.OPTIMIZER)
+    jobs = [
+        DataParallel(replicas=4, micro_batches=micro_batches)(graph),
+        DataParallel(replicas=4, micro_batches=micro_batches, zero=1)(graph),
+        DataParallel(replicas=4)(Pipeline(stages=2, micro_batches=micro_batches)(graph)),
+    ]
+    for job in jobs:
+        names = Counter(name for name, _ in ran(job))
+        assert (names["aten.add_"], names["aten.addmm_"]) == (
+            micro_batches * once["aten.add_"],
+            micro_batches * once["aten.addmm_"],
+        )
+        reduced = [op for _, op in ran(job) if isinstance(op, Collective) and op.phase == Phase.BACKWARD]
+        assert {op.dtype for op in reduced} == {DType.FP32}
+        assert sum(op.bytes_per_rank for op in reduced) == 4 * graph.workload.parameters
+
+
+def test_fp8_products_add_to_main_gradients() -> None:
+    graph = Precision(dtype="fp8", grad_dtype="fp32")(model())
+    weights = [
+        op for op in graph.ops if isinstance(op, Compute) and "_scaled_mm" in op.name and len(op.inputs) == 5
+    ]
+    assert len(weights) == 7
+    for op in weights:
+        buffer, made = graph.tensors[op.inputs[-1]], graph.tensors[op.outputs[0]]
+        assert (buffer.dtype, made.dtype, made.alias_of, made.role) == (
+            DType.FP32, DType.FP32, buffer.id, TensorRole.GRADIENT,
+        )  # fmt: skip
+
+
+def test_tied_embeddings_are_summed_in_fp32() -> None:
+    """GPT-2's embedding and head are one: a pipeline reduces the shares of its gradient, in their type."""
+    graph = Precision(grad_dtype="fp32")(captured("gpt2"))
+    (tied,) = [row for row in final_gradients(graph) if not adds_up(graph, row)]
+    assert graph.tensors[tied].shape == (50257, 768)
+    assert {graph.tensors[row].dtype for row in final_gradients(graph)} == {DType.FP32}
+    job = Pipeline(stages=2, micro_batches=2)(graph)
+    shared = [op for _, op in ran(job) if isinstance(op, Collective)]
+    assert [(op.bytes_per_rank, op.dtype) for op in shared] == [(4 * 50257 * 768, DType.FP32)] * 2
+
+
+# -- with other passes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"dtype": recipe} for recipe in RECIPES] + [{"grad_dtype": "fp32"}])
+def test_folding_changes_nothing(options: dict[str, Any]) -> None:
+    graph, precision = captured("gpt2"), Precision(**options)
+    assert difference(unfold(precision(graph)), precision(unfold(graph))) is None
+
+
+@EVERY
+@pytest.mark.parametrize("grad_dtype", [None, "fp32"])
+def test_other_passes_take_it_on(recipe: str, grad_dtype: str | None) -> None:
+    graph = TensorParallel(size=2, sequence_parallel=True)(Recompute(policy="full")(captured("gpt2")))
+    graph = Precision(dtype=recipe, grad_dtype=grad_dtype)(graph)
+    work = flops(graph)
+    jobs = [
+        DataParallel(replicas=4, micro_batches=2)(graph),
+        FullyShard(replicas=4, micro_batches=2)(graph),
+        DataParallel(replicas=4)(Pipeline(stages=2, micro_batches=2)(graph)),
+        DataParallel(replicas=4)(Pipeline(stages=2, micro_batches=2, schedule="zb-h1")(graph)),
+    ]
+    for job in jobs:
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE):
+            assert flops(job)[phase] == 2 * work[phase]
+
+
+# -- what is refused, and what is nothing to do -------------------------------------------------------------
+
+
+def test_other_types_of_a_step_are_refused() -> None:
+    graph = model()
+    with pytest.raises(PlanError, match="compile the model with --dtype fp16"):
+        Precision(dtype="fp16")(graph)
+    with pytest.raises(PlanError, match="gradients in fp16"):
+        Precision(grad_dtype="fp16")(graph)
+    with pytest.raises(PlanError, match="only fp8"):
+        Precision(dtype="mxfp8", delayed=True)(graph)
+    with pytest.raises(UnknownNameError, match="mxfp8"):
+        Precision(dtype="mxfp4")(graph)
+    with pytest.raises(UnknownNameError, match="fp32"):
+        Precision(grad_dtype="fp64")(graph)
+
+
+def test_the_types_that_a_step_has_are_nothing_to_do() -> None:
+    graph = model()
+    for same in (Precision(), Precision(dtype="bf16"), Precision(grad_dtype="bf16", dtype="bf16")):
+        assert same(graph) is graph
