@@ -13,11 +13,15 @@ from collections.abc import Callable
 import numpy as np
 
 from echograph.ir.columns import Ragged
-from echograph.simulator.engine import reference, static
-from echograph.simulator.tasks import TaskGraph
+from echograph.simulator.engine import columns, loops, reference, static
+from echograph.simulator.engine.numbering import number
+from echograph.simulator.tasks import DEVICE, HOST, TaskGraph
 
 RESOURCES = 64
 REFERENCE_TASKS = 100_000
+PROGRAMS = 8
+RANKS = 128
+MEETING_EVERY = 700
 
 
 def tasks(count: int) -> TaskGraph:
@@ -25,7 +29,7 @@ def tasks(count: int) -> TaskGraph:
     rng = np.random.default_rng(0)
     index = np.arange(count)
     back = rng.integers(1, 1000, (count, 2))
-    deps = np.maximum(index[:, None] - back, 0).ravel()
+    deps = np.maximum(index[:, None] - back, 0).ravel().astype(np.int32)
     offsets = 2 * np.arange(count + 1, dtype=np.int64)
     offsets[1:] -= 2  # the first task depends on nothing
     zeros = np.zeros(count, np.int32)
@@ -38,21 +42,48 @@ def tasks(count: int) -> TaskGraph:
     )  # fmt: skip
 
 
+def meeting_tasks(count: int) -> TaskGraph:
+    """Eight programs, each a host that issues to a compute stream, whose streams meet now and then."""
+    each = count // (2 * PROGRAMS)
+    program = np.repeat(np.arange(PROGRAMS, dtype=np.int32), 2 * each)
+    lane = np.tile(np.array([HOST, DEVICE], np.uint8), PROGRAMS * each)
+    join = np.full(len(lane), -1, np.int32)
+    meets = np.arange(1, 2 * each, 2 * MEETING_EVERY)
+    for first in range(0, len(lane), 2 * each):
+        join[first + meets] = np.arange(len(meets))
+    zeros = np.zeros(len(lane), np.int32)
+    return TaskGraph(
+        resource=2 * program + lane,
+        duration=np.random.default_rng(0).integers(1, 10**9, len(lane)),
+        deps=Ragged(np.append(0, np.cumsum(lane, dtype=np.int64)), np.arange(0, len(lane), 2, dtype=np.int32)),
+        join=join, program=program, lane=lane, op=zeros.astype(np.int64), instance=zeros, micro_batch=zeros,
+        resources=2 * PROGRAMS,
+    )  # fmt: skip
+
+
 def main() -> None:
     """Prints million tasks a second, median of five."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", type=int, default=2_000_000)
     count = parser.parse_args().tasks
     large, small = tasks(count), tasks(REFERENCE_TASKS)
-    static.run(large)  # compiles
+    meeting, meeting_small = meeting_tasks(count), meeting_tasks(loops.COMPILE_FROM // 4)
+    order = number(meeting)
+    ranks = columns.alone(meeting, meeting.program, np.full((PROGRAMS, RANKS), 1.0))
+    static.run(large), columns.run(meeting, order, ranks)  # compiles
     rows: list[tuple[str, int, Callable[[], object]]] = [
         ("numpy.cumsum (the floor)", count, lambda: np.cumsum(large.duration)),
         ("static pass, compiled", count, lambda: static.run(large)),
         ("static pass, interpreted", REFERENCE_TASKS, lambda: static.run(small)),
         ("reference (event heap)", REFERENCE_TASKS, lambda: reference.run(small)),
+        ("programs that meet: numbering", count, lambda: number(meeting)),
+        ("  with the static pass", count, lambda: static.run(meeting)),
+        ("  interpreted", len(meeting_small), lambda: static.run(meeting_small)),
+        ("  reference (event heap)", len(meeting_small), lambda: reference.run(meeting_small)),
+        (f"  {RANKS} ranks of each", RANKS * count, lambda: columns.run(meeting, order, ranks)),
     ]
     for name, size, run in rows:
-        print(f"{name:<28} {size / _median(run) / 1e6:10.3f} M tasks/s")
+        print(f"{name:<30} {size / _median(run) / 1e6:10.3f} M tasks/s")
 
 
 def _median(run: Callable[[], object]) -> float:

@@ -7,7 +7,7 @@ accept any numbers at all: a corrupted file ends here in one line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from echograph.errors import GraphError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE, Int64
-from echograph.ir.graph import Block, Graph, JobGraph, Program, StepGraph
+from echograph.ir.graph import Block, Graph, JobGraph, StepGraph
 from echograph.ir.schedule import Schedule
 
 MAX_TENSOR_BYTES = 2**60
@@ -320,24 +320,25 @@ def calls_in_order(graph: Graph) -> None:
         return  # an imported job: each rank runs its own slice of the main block, checked by made_before_read
     outside: dict[tuple[int, int], list[int]] = {}
     for number, program in enumerate(graph.programs):
-        schedule = Schedule(graph, program)
-        for (block, begin, end, instance), alike in _alike(program):
+        if not len(program.calls):
+            continue
+        # Calls that differ in micro-batch only read the same.
+        common, which, alike = np.unique(program.calls[:, :4], axis=0, return_inverse=True, return_counts=True)
+        reads: list[tuple[int, int, int, int]] = []
+        for kind, (block, begin, end, where) in enumerate(common.tolist()):
             if (begin, end) not in outside:
                 outside[begin, end] = _reads_from_outside(graph, begin, end)
-            for tensor in outside[begin, end]:
-                early = _runs_too_early(graph, schedule, alike, graph.value(block, instance, tensor))
-                if (row := _first(early)) is not None:
-                    reads = f"reads tensor {tensor} ({graph.tensors[tensor].name}) before it is made"
-                    _fail("calls_in_order", f"call {int(alike[row])} of program {number}", reads)
-
-
-def _alike(program: Program) -> Iterator[tuple[list[int], Int64]]:
-    """Calls that differ in micro-batch only: what they have in common, and their numbers."""
-    if len(program.calls):
-        common, which = np.unique(program.calls[:, :4], axis=0, return_inverse=True)
-        order = np.argsort(which.ravel(), kind="stable")
-        ends = np.cumsum(np.bincount(which.ravel()))[:-1]
-        yield from zip(common.tolist(), np.split(order, ends), strict=True)
+            reads += [(kind, row, *graph.value(block, where, row)[1:]) for row in outside[begin, end]]
+        of, tensor, instance, value = np.array(reads, np.int64).reshape(-1, 4).T
+        by_kind = np.argsort(which.ravel(), kind="stable")
+        read = np.repeat(np.arange(len(reads)), alike[of])
+        first = np.cumsum(alike)[of] - np.cumsum(alike[of])
+        call = by_kind[np.arange(len(read)) + first[read]]
+        late = _first(_runs_too_early(graph, Schedule(graph, program), call, instance, value, read))
+        if late is not None:
+            row = int(tensor[read[late]])
+            what = f"reads tensor {row} ({graph.tensors[row].name}) before it is made"
+            _fail("calls_in_order", f"call {int(call[late])} of program {number}", what)
 
 
 def _reads_from_outside(graph: Graph, begin: int, end: int) -> list[int]:
@@ -347,17 +348,28 @@ def _reads_from_outside(graph: Graph, begin: int, end: int) -> list[int]:
     return [int(x) for x in read[(makers < begin) & ((makers != NONE) | graph.tensors.port[read])]]
 
 
-def _runs_too_early(graph: Graph, schedule: Schedule, calls: Int64, value: tuple[int, int, int]) -> Any:
-    """Which calls begin before a value that they read is made, in their micro-batch or, if it persists, in any."""
-    _, instance, tensor = value
-    op = np.int64(graph.maker[tensor])
-    if op == NONE:
-        return np.zeros(len(calls), np.bool_)
-    made = schedule.position(np.int64(instance), schedule.calls[calls, 4], op)  # type: ignore[arg-type]
-    early = (made == NONE) | (made >= schedule.starts[calls])
-    if early.any() and graph.tensors[tensor].role.persistent:
-        runs = schedule.position(np.int64(instance), schedule.micro_batches, op)  # type: ignore[arg-type]
-        early &= schedule.starts[calls] <= runs[runs != NONE].min(initial=np.iinfo(np.int64).max)
+def _runs_too_early(
+    graph: Graph, schedule: Schedule, call: Int64, instance: Int64, value: Int64, read: Int64
+) -> Any:
+    """Which calls begin before a value that they read is made, in their micro-batch or, if it persists, in any.
+
+    Args:
+        graph: the graph.
+        schedule: of the program.
+        call: for every read of every call, the call.
+        instance: for every kind of read, where its value is made.
+        value: for every kind of read, the tensor that is made there.
+        read: for every read of every call, its kind.
+    """
+    op = graph.maker[value]
+    made = schedule.position(instance[read], schedule.calls[call, 4], op[read])
+    early = (op[read] != NONE) & ((made == NONE) | (made >= schedule.starts[call]))
+    persistent = np.isin(graph.tensors.role[value[read]], [r for r in t.TensorRole if r.persistent])
+    doubtful = np.flatnonzero(early & persistent)
+    kinds, which = np.unique(read[doubtful], return_inverse=True)
+    runs = schedule.position(instance[kinds][:, None], schedule.micro_batches[None], op[kinds][:, None])
+    earliest = np.where(runs == NONE, np.iinfo(np.int64).max, runs).min(axis=1, initial=np.iinfo(np.int64).max)
+    early[doubtful] = schedule.starts[call[doubtful]] <= earliest[which]
     return early
 
 

@@ -106,11 +106,11 @@ def _pair(job: JobGraph, group: Group, row: int) -> Sequence[int]:
         runs = (program.calls[:, 1] <= row) & (row < program.calls[:, 2])
         if runs.any() and set(group.axes) <= program.coordinates.keys():
             ranks = group_ranks(job, group, dict(program.coordinates))
-            here = _place_in_group(job, group, program)
-            there = here + int(job.ops.peer[row])
-            if not 0 <= there < len(ranks):
+            here, peer = _place_in_group(job, group, program), int(job.ops.peer[row])
+            there = (here + peer) % len(ranks)
+            if abs(peer) >= len(ranks):
                 name = job.strings[job.ops.name[row]]
-                raise SimulationError(f"operation {row} ({name}) names peer {there} in a group of {len(ranks)}")
+                raise SimulationError(f"operation {row} ({name}) names peer {peer:+} in a group of {len(ranks)}")
             return [ranks[here], ranks[there]]
     return group_ranks(job, group)
 
@@ -131,26 +131,42 @@ def group_ranks(job: JobGraph, group: Group, fixed: dict[str, int] | None = None
     return sorted(ranks.tolist())
 
 
-def meeting(job: JobGraph, number: int, row: int) -> object:
-    """The key under which programs meet for a communication, or None where all members run one program.
+def group_size(job: JobGraph, group: Group) -> int:
+    """Ranks of a group."""
+    return prod(a.size for a in job.mesh if a.name in group.axes) if group.axes else len(group.ranks)
 
-    Programs of one role stand for many ranks; a group whose axes the role leaves free lies within the role.
+
+def meeting(job: JobGraph, number: int, row: int) -> object:
+    """The key under which tasks meet for a communication, or None where they meet only their own like.
+
+    Programs of one role stand for many ranks; a group whose axes the role leaves free lies within the role. There
+    a collective meets itself, and a send the receive of a neighbour, which is when the role itself receives.
     """
     ops = job.ops
     program, group_index = job.programs[number], int(ops.group[row])
     group = job.groups[group_index]
     others = [p for n, p in enumerate(job.programs) if n != number and _meet(job, group, program, p)]
     if not others:
-        return None
+        return _within(job, number, row)
     # An explicit group is one set of ranks, whatever the places of its members.
     fixed = tuple(sorted((a, v) for a, v in program.coordinates.items() if group.axes and a not in group.axes))
     key: tuple[object, ...] = (group_index, fixed)
     if ops.kind[row] == OpKind.COLLECTIVE:
         return key
     here = _place_in_group(job, group, program)
-    there = here + int(ops.peer[row])
+    there = (here + int(ops.peer[row])) % group_size(job, group)
     sender, receiver = (here, there) if ops.kind[row] == OpKind.SEND else (there, here)
     return (*key, sender, receiver, int(ops.tag[row]))
+
+
+def _within(job: JobGraph, number: int, row: int) -> object:
+    """The key of sends and receives between the ranks of one role, by how far they go."""
+    ops, program = job.ops, job.programs[number]
+    group = job.groups[int(ops.group[row])]
+    if ops.kind[row] == OpKind.COLLECTIVE or not group.axes or set(group.axes) & program.coordinates.keys():
+        return None
+    towards = int(ops.peer[row]) if ops.kind[row] == OpKind.SEND else -int(ops.peer[row])
+    return number, int(ops.group[row]), towards % group_size(job, group), int(ops.tag[row])
 
 
 def _meet(job: JobGraph, group: Group, one: Program, other: Program) -> bool:

@@ -8,33 +8,27 @@ the step, one that is faster changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from math import sqrt
 
 import numpy as np
 
-from echograph.ir.columns import Int64
+from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Timeline
 from echograph.ir.types import Attention, Convolution, Gemm
 from echograph.simulator import engine as engines
 from echograph.simulator.durations import COMMUNICATIONS, Durations
-from echograph.simulator.engine.static import COMPILE_FROM
 from echograph.simulator.host import Host
-from echograph.simulator.tasks import DEVICE, HOST, TaskGraph
+from echograph.simulator.tasks import DEVICE, TaskGraph
 
 NINETY_PERCENT = 1.645
 """Half-width of the central 90 % of a normal distribution, in standard deviations."""
 
-MAX_TASKS = {"compiled": 100_000_000, "static": 2_000_000}
-MAX_TASKS_OF_OTHERS = 300_000
+MAX_TASKS = 200_000_000
 """Tasks of all further simulations together, about a second's; beyond, the critical path stands for them."""
 
 
-def interval(
-    job: JobGraph, tasks: TaskGraph, times: Durations, host: Host, engine: str, timeline: Timeline
-) -> tuple[int, int]:
+def interval(job: JobGraph, tasks: TaskGraph, times: Durations, host: Host, timeline: Timeline) -> tuple[int, int]:
     """The central 90 % of the step time, picoseconds.
 
     Args:
@@ -42,37 +36,32 @@ def interval(
         tasks: its tasks.
         times: durations of its operations with their relative standard errors.
         host: the host, with its error.
-        engine: the engine to run again.
         timeline: what ran when, for the durations as they are.
     """
     step = timeline.makespan
-    families = list(_families(job, tasks, times, host))
-    compiled = engine == "static" and len(tasks) >= COMPILE_FROM
-    affordable = MAX_TASKS.get("compiled" if compiled else engine, MAX_TASKS_OF_OTHERS)
-    if 2 * len(families) * len(tasks) > affordable:
+    # A kind of task is an operation, or the host: it has one error.
+    kind = np.where(tasks.lane == DEVICE, tasks.op, len(job.ops)).astype(np.int32)
+    errors = _families(job, times, host)
+    if 2 * len(errors) * len(tasks) > MAX_TASKS:
         path = timeline.critical_path()
-        moves = [float((tasks.duration[path] * error[path]).sum()) for error in families]
-        longer = shorter = sum(move**2 for move in moves)
+        moves = errors[:, kind[path]] @ tasks.duration[path]
+        longer = shorter = float((moves**2).sum())
     else:
-        longer = sum(max(0.0, _step(tasks, error, engine) - step) ** 2 for error in families)
-        shorter = sum(max(0.0, step - _step(tasks, -error, engine)) ** 2 for error in families)
+        ends = engines.finishes(tasks, kind, np.maximum(0.0, 1.0 + np.concatenate([errors, -errors]).T))
+        moves = (ends - step).reshape(2, -1).astype(np.float64)
+        longer = float((np.maximum(0.0, moves[0]) ** 2).sum())
+        shorter = float((np.maximum(0.0, -moves[1]) ** 2).sum())
     return max(0, step - round(NINETY_PERCENT * sqrt(shorter))), step + round(NINETY_PERCENT * sqrt(longer))
 
 
-def _step(tasks: TaskGraph, error: np.ndarray, engine: str) -> float:
-    duration = np.rint(tasks.duration * np.maximum(0.0, 1.0 + error)).astype(np.int64)
-    starts, _ = engines.run(replace(tasks, duration=duration), engine)
-    return float((starts.start + duration).max(initial=0))
-
-
-def _families(job: JobGraph, tasks: TaskGraph, times: Durations, host: Host) -> Iterator[np.ndarray]:
-    """For each family, the relative error of every task: its own, or 0 for the tasks of others."""
-    family, device = _family_of(job), tasks.lane == DEVICE
-    spread = times.spread[tasks.op]
-    for which in np.unique(family[(times.spread > 0) & (times.picoseconds > 0)]).tolist():
-        yield np.where(device & (family == which)[tasks.op], spread, 0.0)
+def _families(job: JobGraph, times: Durations, host: Host) -> np.ndarray:
+    """For each family, the relative error of every operation and of the host, 0 for those of other families."""
+    family = np.append(_family_of(job), NONE)
+    spread = np.append(np.where(times.picoseconds > 0, times.spread, 0.0), 0.0)
+    errors = [np.where(family == which, spread, 0.0) for which in np.unique(family[spread > 0])]
     if host.spread and host.op_ps:
-        yield np.where(tasks.lane == HOST, host.spread, 0.0)
+        errors.append(np.where(family == NONE, host.spread, 0.0))
+    return np.array(errors).reshape(-1, len(family))
 
 
 def _family_of(job: JobGraph) -> Int64:

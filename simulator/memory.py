@@ -1,16 +1,68 @@
-"""Device memory of one rank over the step, from the graph's own tensors."""
+"""Device memory of every rank role over the step: what lives at the peak, what it reserves, and whether it fits.
+
+Three figures, as three tools report them:
+
+- *allocated* (`torch.cuda.max_memory_allocated`): tensors, communication buffers and workspaces that live;
+- *reserved* (`max_memory_reserved`): the segments of PyTorch's caching allocator behind them, its rules replayed;
+- *device* (nvidia-smi): reserved, and what never goes through that allocator: the CUDA context and NCCL's buffers.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Int64
+from echograph.ir.columns import NONE
 from echograph.ir.graph import JobGraph
-from echograph.ir.types import TensorRole
+from echograph.ir.types import OpKind, TensorRole
+from echograph.simulator.memory_allocator import CachingAllocator
+from echograph.simulator.memory_lifetimes import COMMUNICATION, ROLES, Lifetimes, Memories
+from echograph.simulator.memory_usage import Usage
+from echograph.units import format_bytes
 
-MAX_STEPS = 20_000_000
+MIB = 2**20
+CONTRIBUTORS, POINTS = 12, 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """What a framework takes of the device besides a graph's tensors, and how it allocates.
+
+    Attributes:
+        expandable_segments: PyTorch's allocator option of that name; off, as by default.
+        cublas_workspace_bytes: of the forward and of the backward thread's cuBLAS handle, 32 MiB each: NVIDIA's
+            recommendation for Hopper (cuBLAS documentation, cublasSetWorkspace), which PyTorch follows; it takes
+            8 MiB on older devices.
+        cuda_context_bytes: CUDA context and loaded kernels. Assumed for lazily loaded kernels (the default since
+            CUDA 11.7); without, 1.2 to 1.6 GiB were seen (BigScience, tr11-176B-ml chronicles, on V100 and A100).
+        nccl_pair_bytes: buffers of a communicator of two ranks, as measured on A100 (NCCL issue 964).
+        nccl_bytes: the same of more ranks; their number does not matter (same issue, and 986).
+    """
+
+    expandable_segments: bool = False
+    cublas_workspace_bytes: tuple[int, ...] = (32 * MIB, 32 * MIB)
+    cuda_context_bytes: int = 512 * MIB
+    nccl_pair_bytes: int = 544 * MIB
+    nccl_bytes: int = 688 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contributor:
+    """A part of what lives at the peak.
+
+    Attributes:
+        role: a tensor role, "communication" or "workspace".
+        where: the module that holds or makes it, layers as `*`; the operator where no module does.
+        nbytes: its bytes.
+    """
+
+    role: str
+    where: str
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,114 +70,187 @@ class Memory:
     """Bytes of one rank.
 
     Attributes:
-        peak_bytes: the most that lives at one time, tensors alone (no allocator overhead).
-        by_role: bytes at that moment, by tensor role.
+        program: role of the rank.
+        peak_bytes: the most that is allocated at one time.
+        reserved_bytes: the most that the allocator holds; None where the step is too long to replay.
+        overhead_bytes: what does not go through the allocator, by name.
         capacity_bytes: memory of the device.
+        fits: whether the step runs: the allocator never asks for more than the device has left.
+        by_role: bytes at the peak, by role.
+        contributors: the largest parts of the peak, largest first.
+        curve: (operations run, most bytes allocated until the next point), over the step.
+        programs: peak of every program of the job, where this one stands for all.
     """
 
+    program: str = ""
     peak_bytes: int
-    by_role: dict[str, int]
+    reserved_bytes: int | None
+    overhead_bytes: dict[str, int]
     capacity_bytes: int
+    fits: bool
+    by_role: dict[str, int]
+    contributors: tuple[Contributor, ...]
+    curve: tuple[tuple[int, int], ...] = field(default=(), repr=False, compare=False)
+    programs: dict[str, int] = field(default_factory=dict)
 
     @property
-    def fits(self) -> bool:
-        """Whether the peak is within the capacity."""
-        return self.peak_bytes <= self.capacity_bytes
+    def device_bytes(self) -> int:
+        """What nvidia-smi would show."""
+        held = self.peak_bytes if self.reserved_bytes is None else self.reserved_bytes
+        return held + sum(self.overhead_bytes.values())
+
+    def lines(self, count: int = 5) -> list[str]:
+        """The largest contributors, one line each."""
+        return [
+            f"{format_bytes(c.nbytes)} ({c.nbytes / max(1, self.peak_bytes):.0%}) {c.role} of {c.where}"
+            for c in self.contributors[:count]
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """For results."""
+        return {
+            "peak_bytes": self.peak_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "device_bytes": self.device_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "fits": self.fits,
+            "program": self.program,
+            "at_peak_bytes": self.by_role,
+            "overhead_bytes": self.overhead_bytes,
+            "contributors": [{"role": c.role, "where": c.where, "bytes": c.nbytes} for c in self.contributors],
+            "peak_bytes_by_program": self.programs,
+        }
 
 
-def memory(job: JobGraph, program: int, capacity_bytes: int) -> Memory | None:
-    """Peak memory of a program by liveness: a tensor lives from the operation that makes it to its last reader.
+def memory(
+    job: JobGraph,
+    program: int,
+    capacity_bytes: int,
+    runtime: Runtime | None = None,
+    memories: Memories | None = None,
+) -> Memory | None:
+    """Memory of one program.
 
-    Parameters, optimizer state and buffers live through the step, gradients until its end. Tensors that share
-    memory count once, with the one that owns it. None for a job that has no tensors (an imported trace), or
-    whose program is beyond 20 million operations.
+    Args:
+        job: the job.
+        program: number of the program.
+        capacity_bytes: memory of the device.
+        runtime: what the framework takes besides.
+        memories: of the job, where they are at hand already.
+
+    Returns:
+        None for a job that has no tensors (an imported trace).
     """
-    calls = job.programs[program].calls
-    total = int((calls[:, 2] - calls[:, 1]).sum())
-    if not len(job.tensors) or total > MAX_STEPS:
+    if not len(job.tensors):
         return None
-    first, last, ids = _lifetimes(job, program)
-    size, role = _facts(job, ids)
-    keep = (role == TensorRole.GRADIENT) | (role == TensorRole.PARAMETER) | (role == TensorRole.OPTIMIZER_STATE)
-    keep |= role == TensorRole.BUFFER
-    persistent = keep & (role != TensorRole.GRADIENT)
-    first = np.where(persistent, 0, first)
-    last = np.where(keep, total, last)
-    change = np.zeros(total + 2, np.int64)
-    np.add.at(change, first, size)
-    np.add.at(change, last + 1, -size)
-    at = int(np.argmax(np.cumsum(change)))
-    alive = (first <= at) & (at <= last)
-    by_role = {r.name.lower(): int(size[alive & (role == r)].sum()) for r in TensorRole}
-    return Memory(peak_bytes=sum(by_role.values()), by_role=by_role, capacity_bytes=capacity_bytes)
+    runtime = runtime or Runtime()
+    usage = Usage(Lifetimes(memories or Memories(job), program))
+    workspaces = runtime.cublas_workspace_bytes
+    overhead = {
+        "CUDA context (assumed)": runtime.cuda_context_bytes,
+        "NCCL buffers": _nccl_bytes(job, program, runtime),
+    }
+    reserved, fits = _reserve(usage, runtime, capacity_bytes - sum(overhead.values()))
+    by_role, contributors = _at_peak(usage)
+    by_role["workspace"] += sum(workspaces)
+    return Memory(
+        program=job.programs[program].role,
+        peak_bytes=usage.peak_bytes + sum(workspaces),
+        reserved_bytes=reserved,
+        overhead_bytes={name: nbytes for name, nbytes in overhead.items() if nbytes},
+        capacity_bytes=capacity_bytes,
+        fits=fits,
+        by_role=by_role,
+        contributors=contributors,
+        curve=usage.curve(POINTS),
+    )
 
 
-def _lifetimes(job: JobGraph, program: int) -> tuple[Int64, Int64, Int64]:
-    """For every memory of the program: position of its first and last use, and its tensor id."""
-    inputs, outputs = job.ops.inputs, job.ops.outputs
-    ids, positions = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    start = 0
-    span = sum(count * len(b.instances) for (_, count), b in zip(job.tensor_bases, job.blocks, strict=True))
-    owners = _Owners(job)
-    for block, begin, end, instance, micro_batch in job.programs[program].calls.tolist():
-        for ragged in (inputs, outputs):
-            low, high = ragged.offsets[begin], ragged.offsets[end]
-            tensors = job.root[ragged.values[low:high]]
-            rows = np.repeat(np.arange(begin, end), ragged.lengths[begin:end])
-            owner = owners.of(block, instance, tensors)
-            transient = owners.transient[owner]
-            ids.append(owner + np.where(transient, span * micro_batch, 0))
-            positions.append(start + rows - begin)
-        start += end - begin
-    every, where = np.concatenate(ids), np.concatenate(positions)
-    unique, inverse = np.unique(every, return_inverse=True)
-    first, last = np.full(len(unique), start, np.int64), np.zeros(len(unique), np.int64)
-    np.minimum.at(first, inverse, where)
-    np.maximum.at(last, inverse, where)
-    return first, last, unique % span
+def _reserve(usage: Usage, runtime: Runtime, limit: int) -> tuple[int | None, bool]:
+    """Bytes that the allocator reserves, and whether they are within a limit, where it gives back what is free."""
+    workspaces = runtime.cublas_workspace_bytes
+    allocator = CachingAllocator(expandable_segments=runtime.expandable_segments)
+    if usage.replay(allocator, workspaces) is None:
+        return None, usage.peak_bytes + sum(workspaces) <= limit
+    reserved = allocator.peak_reserved_bytes
+    if reserved <= limit:
+        return reserved, True
+    allocator = CachingAllocator(expandable_segments=runtime.expandable_segments, limit_bytes=limit)
+    fits = bool(usage.replay(allocator, workspaces))
+    return (allocator.peak_reserved_bytes if fits else reserved), fits
 
 
-class _Owners:
-    """Tensor ids of the memory behind tensors, through ports and aliases."""
-
-    def __init__(self, job: JobGraph) -> None:
-        self.job = job
-        roles = np.concatenate(
-            [
-                np.tile(job.tensors.role[b.tensors.start : b.tensors.stop][_own(job, b.tensors)], len(b.instances))
-                for b in job.blocks
-            ]
-        )
-        self.transient = np.isin(roles, [r for r in TensorRole if not r.persistent])
-        self._ports: dict[tuple[int, int, int], int] = {}
-
-    def of(self, block: int, instance: int, tensors: Int64) -> Int64:
-        base, count = self.job.tensor_bases[block]
-        ids = base + instance * count + self.job.local_position[tensors]
-        for at in np.flatnonzero(self.job.local_position[tensors] == NONE).tolist():
-            ids[at] = self._port(block, instance, int(tensors[at]))
-        return np.asarray(ids)
-
-    def _port(self, block: int, instance: int, tensor: int) -> int:
-        key = (block, instance, tensor)
-        if key not in self._ports:
-            where = key
-            while self.job.tensors.port[where[2]]:
-                bound = self.job.locate_tensor(self.job.tensor_id(*where))
-                where = (bound[0], bound[1], int(self.job.root[bound[2]]))
-            self._ports[key] = self.job.tensor_id(*where)
-        return self._ports[key]
+def _nccl_bytes(job: JobGraph, program: int, runtime: Runtime) -> int:
+    """Buffers of the communicators that a program uses."""
+    groups: set[int] = set()
+    communicates = np.isin(job.ops.kind, (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV))
+    for begin, end in {(begin, end) for _, begin, end, _, _ in job.programs[program].calls.tolist()}:
+        groups.update(job.ops.group[begin:end][communicates[begin:end]].tolist())
+    sizes = {axis.name: axis.size for axis in job.mesh}
+    total = 0
+    for group in (job.groups[number] for number in groups):
+        ranks = len(group.ranks) or int(np.prod([sizes[axis] for axis in group.axes]))
+        total += 0 if ranks < 2 else runtime.nccl_pair_bytes if ranks == 2 else runtime.nccl_bytes
+    return total
 
 
-def _own(job: JobGraph, tensors: range) -> np.ndarray:
-    return np.asarray(~job.tensors.port[tensors.start : tensors.stop])
+def _at_peak(usage: Usage) -> tuple[dict[str, int], tuple[Contributor, ...]]:
+    """Bytes by role, and the largest parts."""
+    memories, alive = usage.lifetimes.memories, usage.alive
+    by_role = Counter(dict.fromkeys(ROLES.values(), 0))
+    parts: Counter[tuple[str, str]] = Counter()
+    for number, count in zip(*np.unique(alive, return_counts=True), strict=True):
+        role = ROLES[int(memories.role[number])]
+        nbytes = int(usage.size[number]) * int(count)
+        by_role[role] += nbytes
+        parts[role, _where(memories, int(number))] += nbytes
+    largest = sorted(parts.items(), key=lambda item: (-item[1], item[0]))[:CONTRIBUTORS]
+    return dict(by_role), tuple(Contributor(role=r, where=w, nbytes=n) for (r, w), n in largest if n)
 
 
-def _facts(job: JobGraph, ids: Int64) -> tuple[Int64, Int64]:
-    sizes, roles = [], []
-    for block in job.blocks:
-        own = _own(job, block.tensors)
-        rows = slice(block.tensors.start, block.tensors.stop)
-        sizes.append(np.tile(job.tensors.nbytes[rows][own], len(block.instances)))
-        roles.append(np.tile(job.tensors.role[rows][own], len(block.instances)))
-    return np.concatenate(sizes)[ids], np.concatenate(roles)[ids].astype(np.int64)
+def _where(memories: Memories, number: int) -> str:
+    """What holds a memory: for what lives through the step the layer, for the rest the module that makes it."""
+    job = memories.job
+    if number >= memories.tensors:
+        of_op = (number - memories.tensors) % memories.ops
+        op = job.locate_op(of_op)[2]
+        if memories.role[number] == COMMUNICATION:
+            return _layers(job.strings[job.ops.name[op]])
+        return _layers(job.strings[job.ops.module[op]])
+    row = job.locate_tensor(number)[2]
+    tensor = job.tensors[row]
+    if tensor.role.persistent:
+        name = _layers(tensor.name)
+        if "*" in name:
+            return name[: name.index("*") + 1]
+        drop = 1 if tensor.role in (TensorRole.PARAMETER, TensorRole.BUFFER) else 2
+        return ".".join(name.split(".")[:-drop]) or name
+    maker = int(job.maker[row])
+    if maker == NONE:
+        return _layers(tensor.name)
+    return _layers(job.strings[job.ops.module[maker]]) or job.strings[job.ops.name[maker]]
+
+
+def _layers(name: str) -> str:
+    """A dotted path with its numbers as `*`."""
+    return re.sub(r"(?<![^.])(\d+|\{\})(?![^.])", "*", name)
+
+
+def largest_memory(job: JobGraph, capacity_bytes: int, runtime: Runtime | None = None) -> Memory | None:
+    """Memory of the program that needs most, with the peaks of all.
+
+    Args:
+        job: the job.
+        capacity_bytes: memory of the device.
+        runtime: what the framework takes besides.
+
+    Returns:
+        None for a job that has no tensors (an imported trace).
+    """
+    if not len(job.tensors):
+        return None
+    memories = Memories(job)
+    every = [memory(job, number, capacity_bytes, runtime, memories) for number in range(len(job.programs))]
+    found = [m for m in every if m is not None]
+    most = max(found, key=lambda m: (m.device_bytes, m.peak_bytes))
+    return replace(most, programs={m.program or str(n): m.peak_bytes for n, m in enumerate(found)})

@@ -8,6 +8,7 @@ from typing import Any
 from echograph.ir.timeline import Timeline
 from echograph.simulator.breakdown import Breakdown
 from echograph.simulator.memory import Memory
+from echograph.simulator.ranks import RankTimes
 from echograph.units import to_s
 
 
@@ -36,6 +37,7 @@ class Result:
         tasks: number of tasks.
         wall_s: seconds that the simulation took.
         timeline: what ran when.
+        ranks: the times of every rank, where each was simulated.
     """
 
     model: str
@@ -58,6 +60,7 @@ class Result:
     tasks: int
     wall_s: float
     timeline: Timeline = field(repr=False, compare=False)
+    ranks: RankTimes | None = field(default=None, repr=False, compare=False)
 
     @property
     def mfu(self) -> float | None:
@@ -105,4 +108,5 @@ class Result:
                 "tasks": self.tasks,
                 "wall_s": self.wall_s,
             },
+            **({} if self.ranks is None else {"ranks": self.ranks.to_json()}),
         }

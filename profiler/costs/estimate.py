@@ -125,7 +125,8 @@ def _gemm(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
     inputs, outputs = operands
     if "_grouped_mm" in op.name:
         return _grouped(op, operands, device)
-    a, b = [t for t in inputs if len(t.shape) >= 2][-2:]
+    scaled = "_scaled_mm" in op.name  # its scales come last, and its casts are operations of their own
+    a, b = inputs[:2] if scaled else [t for t in inputs if len(t.shape) >= 2][-2:]
     if len(a.shape) < 2 or len(b.shape) < 2:
         return _memory(op, operands, device)
     batch, m, k, n = prod(a.shape[:-2]), a.shape[-2], a.shape[-1], b.shape[-1]
@@ -134,7 +135,9 @@ def _gemm(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
     layout = "NT" if attributes.transpose_a else "TN" if attributes.transpose_b else "NN"
     wide = any(t.dtype == DType.FP32 for t in outputs) and a.dtype != DType.FP32
     return _or_slower(
-        lambda dtype: gemm(device, m, n, k, batch=batch, dtype=dtype, layout=layout, accumulate=wide),
+        lambda dtype: gemm(
+            device, m, n, k, batch=batch, dtype=dtype, layout=layout, accumulate=wide, quantize=not scaled
+        ),
         a.dtype, device,
     )  # fmt: skip
 
@@ -232,7 +235,7 @@ def _or_slower(cost: Callable[[str], Cost], dtype: DType, device: DeviceProfile)
         try:
             return cost(name)
         except UnknownNameError:
-            if name == "fp32":
+            if name in ("fp32", "fp8"):  # no wider unit computes on 8-bit operands
                 raise
     single = cost("fp32")
     return Cost(single.seconds * max(1.0, dtype.itemsize / 4), ASSUMED_SPREAD, "analytical")

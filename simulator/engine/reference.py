@@ -12,8 +12,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from echograph.errors import DeadlockError
-from echograph.simulator.engine.schedule import Starts
+from echograph.simulator.engine.schedule import Starts, deadlock
 from echograph.simulator.tasks import TaskGraph
 
 
@@ -82,23 +81,26 @@ class _Simulation:
     def _check_done(self) -> None:
         stuck = [line[-1] for line in self.line if line]
         if stuck:
-            few = ", ".join(f"task {task}" for task in stuck[:2])
-            raise DeadlockError(
-                f"deadlock: {few} and {max(0, len(stuck) - 2)} more wait for each other", tuple(stuck)
-            )
+            raise deadlock(stuck)
 
 
 def _causes(tasks: TaskGraph, start: list[int]) -> np.ndarray:
     """Why each task did not start sooner, read off the times."""
-    end = np.array(start, np.int64) + tasks.duration
+    end = (np.array(start, np.int64) + tasks.duration).tolist()
     cause = np.full(len(tasks), -1, np.int64)
     before: dict[int, int] = {}
+    meetings: dict[int, list[tuple[int, int]]] = defaultdict(list)
     deps, offsets = tasks.deps.values.tolist(), tasks.deps.offsets.tolist()
-    for task, resource in enumerate(tasks.resource.tolist()):
-        latest, why = (int(end[before[resource]]), before[resource]) if resource in before else (0, -1)
+    for task, (resource, join) in enumerate(zip(tasks.resource.tolist(), tasks.join.tolist(), strict=True)):
+        latest, why = (end[before[resource]], before[resource]) if resource in before else (0, -1)
         for dep in deps[offsets[task] : offsets[task + 1]]:
             if end[dep] > latest:
-                latest, why = int(end[dep]), dep
+                latest, why = end[dep], dep
         cause[task] = why
         before[resource] = task
+        if join >= 0:
+            meetings[join].append((latest, task))
+    for met in meetings.values():
+        last = max(met, key=lambda member: member[0])[1]
+        cause[[task for _, task in met]] = cause[last]
     return cause

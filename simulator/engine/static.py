@@ -1,53 +1,78 @@
-"""The static pass: tasks in the order of their numbers, each after its resource and its dependencies.
-
-One source, run by the interpreter where tasks are few and compiled by numba where they are many, since loading
-the compiler costs more than some ten thousand tasks.
-"""
+"""The static pass: tasks one after the other, each after its resource, its dependencies and those it meets."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 
+from echograph.ir.columns import NONE, Int32, Int64
+from echograph.simulator.engine.loops import effort, execute
+from echograph.simulator.engine.numbering import number
 from echograph.simulator.engine.schedule import Starts
 from echograph.simulator.tasks import TaskGraph
 
-COMPILE_FROM = 200_000
-
 
 def run(tasks: TaskGraph) -> Starts:
-    """Start times of all tasks; no task may wait for another program."""
-    columns = (tasks.resource, tasks.duration, tasks.deps.offsets, tasks.deps.values)
+    """Start times of all tasks.
+
+    Raises:
+        DeadlockError: tasks wait for each other for ever; names two of them.
+    """
+    return run_in_order(tasks, number(tasks), np.zeros(0, np.int64))
+
+
+def run_in_order(tasks: TaskGraph, order: Int32, earliest: Int64) -> Starts:
+    """Start times of all tasks, computed in an order that is known.
+
+    Args:
+        tasks: what to run.
+        order: of `numbering.number`.
+        earliest: int64 [tasks], picoseconds before which tasks do not start, the same for tasks that meet; none if
+            empty. What starts only then has no cause.
+    """
     start, cause = np.zeros(len(tasks), np.int64), np.zeros(len(tasks), np.int64)
-    free, last = np.zeros(tasks.resources, np.int64), np.full(tasks.resources, -1, np.int64)
-    if len(tasks) < COMPILE_FROM:
-        resource, duration, offsets, deps = (c.tolist() for c in columns)
-        _pass(resource, duration, offsets, deps, free.tolist(), last.tolist(), start, cause)
-    else:
-        _compiled()(*(np.ascontiguousarray(c, np.int64) for c in columns), free, last, start, cause)
+    execute(
+        _pass,
+        effort(tasks),
+        (
+            *(order, tasks.resource, tasks.duration, tasks.deps.offsets, tasks.deps.values),
+            *(tasks.join, np.bincount(tasks.join[tasks.join != NONE], minlength=1), earliest),
+        ),
+        (start, cause, np.zeros(tasks.resources, np.int64), np.full(tasks.resources, NONE, np.int64)),
+    )
     return Starts(start=start, cause=cause)
 
 
 def _pass(
-    resource: Any, duration: Any, offsets: Any, deps: Any, free: Any, last: Any, start: Any, cause: Any
-) -> None:
-    for task in range(len(resource)):
-        on = resource[task]
+    order: Any, resource: Any, duration: Any, offsets: Any, deps: Any, join: Any, members: Any, earliest: Any,
+    start: Any, cause: Any, free: Any, last: Any,
+) -> None:  # fmt: skip
+    left, bound = 0, len(earliest) > 0
+    for at in range(len(order)):
+        task = order[at]
+        on, met = resource[task], join[task]
         now, why = free[on], last[on]
-        for at in range(offsets[task], offsets[task + 1]):
-            end = start[deps[at]] + duration[deps[at]]
+        for k in range(offsets[task], offsets[task + 1]):
+            end = start[deps[k]] + duration[deps[k]]
             if end > now:
-                now, why = end, deps[at]
-        start[task] = now
-        cause[task] = why
-        free[on] = now + duration[task]
-        last[on] = task
-
-
-@cache
-def _compiled() -> Any:
-    import numba
-
-    return numba.njit(cache=True, nogil=True)(_pass)
+                now, why = end, deps[k]
+        if met < 0:
+            if bound and now < earliest[task]:
+                now, why = earliest[task], -1
+            start[task], cause[task] = now, why
+            free[on], last[on] = now + duration[task], task
+            continue
+        if left == 0:
+            left, latest, reason, who = members[met], now, why, task
+        if now > latest or (now == latest and task < who):
+            latest, reason, who = now, why, task
+        left -= 1
+        if left == 0:
+            if bound and latest < earliest[task]:
+                latest, reason = earliest[task], -1
+            for k in range(at - members[met] + 1, at + 1):
+                task = order[k]
+                on = resource[task]
+                start[task], cause[task] = latest, reason
+                free[on], last[on] = latest + duration[task], task

@@ -146,7 +146,7 @@ def test_pipelines_run_with_tensor_and_data_parallelism(cli, graph: Path) -> Non
         assert total + sum(parts["exposed_communication"].values()) == pytest.approx(
             record["step_time_s"], rel=1e-9
         )
-        assert record["simulation"] | {"engine": "reference", "ranks": layers} == record["simulation"]
+        assert record["simulation"] | {"engine": "static", "ranks": layers} == record["simulation"]
     for wrong in (["--pp", "3"], ["--pp", "0"], ["--vpp", "2"], ["--pp", "2", "--zero", "3"], ["--pp", "8"]):
         refused = cli("echosim", "run", graph, "--gpus", "16", *wrong)
         assert refused.status in (1, 2)

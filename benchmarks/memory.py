@@ -1,0 +1,181 @@
+"""Peak memory of whole training steps against published figures.
+
+python -m benchmarks.memory [--only titan-001,bloom-034] [--by-role]
+
+Reads ground_truth.csv of the measured tables (ECHOGRAPH_DATA, default ../shared/data). Compared is what each
+source reports:
+
+- torchtitan: `max_reserved` of PyTorch's allocator, with expandable segments (its launch script sets them).
+- BLOOM: nvidia-smi on the fullest node, in whole GB, during the second iteration (BigScience's chronicles of
+  tr11-176B-ml, which also state that loaded kernels take 1,573 MiB there). Up to 27 February 2022 gradients added
+  up in 16 bit, after it in fp32 (same chronicles, "Rebalancing layers", where embeddings take a layer's slot).
+
+Nothing is fitted to a memory figure. What a row's source does not say is assumed as `_plan` and `_entry` write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import re
+import statistics
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+from echograph.cli.compose import compile_entry
+from echograph.cli.lowering import lower
+from echograph.cli.plan import Plan
+from echograph.errors import EchoError
+from echograph.frontend.pytorch.step import StepSpec
+from echograph.ir.graph import StepGraph
+from echograph.models import get_model
+from echograph.models.entry import ModelEntry
+from echograph.simulator.clusters import load_cluster
+from echograph.simulator.memory import Memory, Runtime, largest_memory
+
+DATA = Path(os.environ.get("ECHOGRAPH_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
+GIB = 2**30
+# Rows of the chronicles' section "Rebalancing layers" and after, and the one before it that balances embeddings.
+FP32_GRADIENTS = range(121, 138)
+BALANCED = (119, *FP32_GRADIENTS)
+Row = dict[str, str]
+
+
+def main() -> None:
+    """Prints every row that has a figure, then the errors by family."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="ids of rows, with commas")
+    parser.add_argument("--by-role", action="store_true", help="print what is alive at the peak")
+    arguments = parser.parse_args()
+    if not (DATA / "ground_truth.csv").exists():
+        print(f"no measured tables at {DATA}: set ECHOGRAPH_DATA")
+        return
+    errors: dict[str, list[float]] = defaultdict(list)
+    for row in _rows(set(arguments.only.split(",")) - {""}):
+        label, measured = row["id"], float(row["peak_mem_gib"])
+        try:
+            memory = predict(row)
+        except EchoError as error:
+            print(f"{label:<10} {measured:6.1f} GiB  skipped: {error}", flush=True)
+            continue
+        predicted = reported(row, memory) / GIB
+        errors[family(row)].append(predicted / measured - 1)
+        print(
+            f"{label:<10} measured {measured:6.1f}  predicted {predicted:6.1f} GiB "
+            f"{predicted / measured - 1:+7.1%}  (allocated {memory.peak_bytes / GIB:.1f}, {memory.program})",
+            flush=True,
+        )
+        if arguments.by_role:
+            print("   ", {name: round(nbytes / GIB, 2) for name, nbytes in memory.by_role.items() if nbytes})
+            print("   ", "\n    ".join(memory.lines(8)))
+    for name, values in sorted(errors.items()):
+        off = [abs(v) for v in values]
+        print(
+            f"{name:<6} rows {len(values):>3}  mean abs {statistics.mean(off):6.1%}  worst {max(off):6.1%}  "
+            f"bias {statistics.mean(values):+6.1%}"
+        )
+
+
+def _rows(only: set[str]) -> list[Row]:
+    with (DATA / "ground_truth.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["peak_mem_gib"]]
+    return [row for row in rows if not only or row["id"] in only]
+
+
+def family(row: Row) -> str:
+    """Whose figure it is."""
+    return row["id"].split("-")[0]
+
+
+def reported(row: Row, memory: Memory) -> int:
+    """The figure that the row's source reports."""
+    if family(row) == "titan" and memory.reserved_bytes is not None:
+        return memory.reserved_bytes
+    return memory.device_bytes
+
+
+def predict(row: Row) -> Memory:
+    """Memory of the rank that needs most."""
+    plan = _plan(row)
+    job = lower(
+        _graph(_entry(row), int(row["micro_batch"] or 1), int(row["seq_len"]), row["attention"]),
+        plan,
+        _cluster(row),
+    )
+    capacity = int(re.findall(r"(\d+)GB", row["gpu_type"])[0]) * GIB
+    memory = largest_memory(job, capacity, _runtime(row))
+    assert memory is not None
+    return memory
+
+
+def _runtime(row: Row) -> Runtime:
+    if family(row) == "titan":
+        return Runtime(expandable_segments=True)
+    return replace(Runtime(), cuda_context_bytes=1573 * 2**20, cublas_workspace_bytes=(8 * 2**20, 8 * 2**20))
+
+
+def _cluster(row: Row):  # type: ignore[no-untyped-def]
+    return load_cluster("dgx-h100" if family(row) == "titan" else "dgx-a100")
+
+
+def _plan(row: Row) -> Plan:
+    """The row's plan. torchtitan: every micro-batch of a pipeline has one sample, where the row names none."""
+    number = int(row["id"].split("-")[1])
+    bloom = family(row) == "bloom"
+    pp, layers = int(row["pp"] or 1), int(row["layers"])
+    stages = ""
+    if bloom and number in BALANCED:
+        even = (layers + 2) // pp
+        stages = ",".join(str(even - (stage in (0, pp - 1))) for stage in range(pp))
+    return Plan(
+        gpus=int(row["n_gpus"]),
+        cluster="dgx-a100" if bloom else "dgx-h100",
+        tp=int(row["tp"] or 1),
+        pp=pp,
+        vpp=int(row["vpp"] or 1),
+        cp=int(row["cp"] or 1),
+        sequence_parallel=row["sequence_parallel"] == "yes",
+        zero=3 if row["zero_stage"] == "fsdp3" else int(row["zero_stage"] or 0),
+        stage_layers=stages,
+        global_batch=int(row["global_batch"]) if row["global_batch"] else None,
+        recompute={"full": "full", "selective(op)": "selective-op"}.get(row["recompute"], "none"),
+        precision="fp8" if row["precision"] == "fp8" else "",
+        grad_dtype="fp32" if bloom and number in FP32_GRADIENTS else "",
+    )
+
+
+def _entry(row: Row) -> ModelEntry:
+    """The row's model. BLOOM: without dropout and, for want of it, with learned positions instead of ALiBi."""
+    if family(row) == "titan":
+        return get_model(row["model"].lower().replace(" ", "-"))
+    return get_model("megatron-gpt-1.7b").with_config(
+        n_embd=int(row["hidden"]),
+        n_layer=int(row["layers"]),
+        n_head=int(row["heads"]),
+        vocab_size=int(row["vocab"]),
+        n_positions=int(row["seq_len"]),
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+
+
+_COMPILED: dict[tuple[object, ...], StepGraph] = {}
+
+
+def _graph(entry: ModelEntry, batch: int, seq_len: int, attention: str) -> StepGraph:
+    """The step, compiled once for each shape."""
+    kind = "eager" if attention.startswith("unfused") else "sdpa"
+    key = (entry.name, *sorted(entry.config.items(), key=str), batch, seq_len, kind)
+    key = tuple(map(str, key))
+    if key not in _COMPILED:
+        _COMPILED[key] = compile_entry(
+            entry, StepSpec(dtype="bf16"), batch_size=batch, seq_len=seq_len, attention=kind
+        )
+    return _COMPILED[key]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Every rank of a job, not only every role: what slow ranks and noise do.
+
+The programs of a job stand for the ranks that differ along the axes which programs leave free. Those ranks are
+columns (`engine.columns`): all run the role's tasks, each with clocks and durations of its own, and meet the
+other ranks of their groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from echograph.errors import SimulationError
+from echograph.ir.columns import NONE, Int32, Int64
+from echograph.ir.graph import Axis, Group, JobGraph
+from echograph.ir.types import OpKind
+from echograph.simulator.durations import COMMUNICATIONS, group_size
+from echograph.simulator.engine.numbering import number
+from echograph.simulator.engine.schedule import Starts
+from echograph.simulator.engine.static import run_in_order
+from echograph.simulator.tasks import DEVICE, TaskGraph
+from echograph.units import to_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EveryRank:
+    """How ranks differ.
+
+    Attributes:
+        slow: rank -> factor on the durations of its kernels (1.1: a tenth slower).
+        jitter: relative standard deviation of every kernel's duration, independent and nearly normal.
+        seed: of the jitter; the same seed gives the same step.
+    """
+
+    slow: Mapping[int, float] = field(default_factory=dict)
+    jitter: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankTimes:
+    """What every rank did, by number.
+
+    Attributes:
+        end_ps: int64 [ranks], the end of its last task.
+        waited_ps: int64 [ranks], how long its streams together stood ready for other ranks of its role. The one that
+            they wait for has waited least.
+    """
+
+    end_ps: Int64
+    waited_ps: Int64
+
+    def to_json(self) -> dict[str, Any]:
+        """Lowest, middle and highest of each time, and the ranks that waited least."""
+        columns = {"end_s": self.end_ps, "waited_s": self.waited_ps}
+        record: dict[str, Any] = {
+            name: {"min": to_s(int(c.min())), "median": float(np.median(c)) / 1e12, "max": to_s(int(c.max()))}
+            for name, c in columns.items()
+        }
+        return {**record, "waited_least": np.argsort(self.waited_ps, kind="stable")[:8].tolist()}
+
+
+def run_every_rank(job: JobGraph, tasks: TaskGraph, every: EveryRank) -> tuple[TaskGraph, Starts, RankTimes]:
+    """Runs all ranks of a job.
+
+    Args:
+        job: the job.
+        tasks: what its roles do.
+        every: how their ranks differ.
+
+    Returns:
+        Of one column, that of the rank which ends last: the tasks with their durations, and when those start (without
+        a cause where a rank of another column was waited for); and the times of all ranks.
+
+    Raises:
+        SimulationError: ranks cannot be told apart by the mesh, or `every` names one that is not there.
+        DeadlockError: tasks wait for each other for ever.
+    """
+    # The compiler is loaded where it is needed.
+    from echograph.simulator.engine import columns as engine
+
+    mesh = Mesh(job)
+    kernel = (tasks.lane == DEVICE) & (job.ops.kind == OpKind.COMPUTE)[tasks.op]
+    place, places = mesh.places(tasks)
+    columns = engine.Columns(
+        kind=np.where(kernel, 1 + tasks.program, 0),
+        factor=_factors(mesh, every),
+        place=place,
+        places=places,
+        jitter=every.jitter,
+        seed=every.seed,
+    )
+    order, column = number(tasks), 0
+    ends = engine.run(tasks, order, columns, column)
+    if (slowest := int(np.argmax(ends.end.max(axis=0)))) != column:
+        ends = engine.run(tasks, order, columns, slowest)
+    its = replace(tasks, duration=ends.duration)
+    starts = run_in_order(its, order, ends.start)
+    return its, starts, _times(mesh, tasks, ends.end, ends.waited)
+
+
+def _factors(mesh: Mesh, every: EveryRank) -> np.ndarray:
+    """Row 0 for what is not a kernel, then a row for the kernels of each program; a column for each column."""
+    ranks = mesh.ranks()
+    factor = np.ones((1 + len(ranks), mesh.columns))
+    for rank, slower in every.slow.items():
+        if rank not in ranks or not slower > 0:
+            raise SimulationError(
+                f"rank {rank} slower by {slower}: give a rank below {ranks.size}, and a factor over 0"
+            )
+        factor[1:][ranks == rank] = slower
+    return factor
+
+
+def _times(mesh: Mesh, tasks: TaskGraph, end: Int64, waited: Int64) -> RankTimes:
+    ranks, lanes = mesh.ranks(), tasks.resources // len(mesh.job.programs)
+    by_program = (-1, lanes, mesh.columns)
+    times = RankTimes(end_ps=np.zeros(ranks.size, np.int64), waited_ps=np.zeros(ranks.size, np.int64))
+    times.end_ps[ranks] = end.reshape(by_program).max(axis=1)
+    times.waited_ps[ranks] = waited.reshape(by_program).sum(axis=1)
+    return times
+
+
+class Mesh:
+    """The ranks of a job as (program, column).
+
+    Raises:
+        SimulationError: roles leave different axes free, or a group is not made of axes.
+    """
+
+    def __init__(self, job: JobGraph) -> None:
+        self.job = job
+        pinned = {frozenset(p.coordinates) for p in job.programs}
+        listed = [p for p in job.programs if len(p.ranks) > 1]
+        if len(pinned) > 1 or (not job.mesh and listed):
+            raise SimulationError("roles of this job leave different axes free: simulate roles, not every rank")
+        self.free: list[Axis] = [a for a in job.mesh if a.name not in next(iter(pinned))]
+        self.columns = prod(a.size for a in self.free)
+        grid = np.indices([a.size for a in self.free]).reshape(len(self.free), self.columns)
+        self.coordinates = dict(zip((a.name for a in self.free), grid, strict=True))
+
+    def ranks(self) -> Int64:
+        """int64 [programs, columns]: the rank that each column of a program is."""
+        if not self.job.mesh:
+            return np.arange(len(self.job.programs))[:, None]
+        ranks = np.zeros((len(self.job.programs), self.columns), np.int64)
+        for axis in self.job.mesh:
+            own = [self.coordinates.get(axis.name, p.coordinates.get(axis.name, 0)) for p in self.job.programs]
+            ranks = ranks * axis.size + np.stack([np.broadcast_to(o, self.columns) for o in own])
+        return ranks
+
+    def places(self, tasks: TaskGraph) -> tuple[Int32, Int32]:
+        """Where the columns of every task meet: `place` and `places` of `engine.columns.Columns`."""
+        ops = self.job.ops
+        of_row, found = np.full(len(ops), NONE, np.int32), {}
+        for row in np.flatnonzero(np.isin(ops.kind, COMMUNICATIONS)).tolist():
+            shift = int(ops.peer[row]) if ops.kind[row] == OpKind.RECV else 0
+            key = (int(ops.group[row]), ops.kind[row] == OpKind.COLLECTIVE, shift)
+            if key not in found:
+                found[key] = self._meet(self.job.groups[key[0]], collective=key[1], shift=shift)
+            rows = found[key]
+            of_row[row] = NONE if rows is None else list(found).index(key)
+        same = np.arange(self.columns)
+        places = np.array([same if rows is None else rows for rows in found.values()] or [same], np.int32)
+        return np.where(tasks.lane == DEVICE, of_row[tasks.op], NONE), places
+
+    def _meet(self, group: Group, *, collective: bool, shift: int) -> Int64 | None:
+        """For each column, the lowest column of its group; or for a message, the sender's; None for its own."""
+        inside = [a for a in self.free if a.name in group.axes]
+        if self.columns > 1 and not group.axes:
+            raise SimulationError(f"group '{group.name}' lists ranks: simulate roles, not every rank")
+        if not inside:
+            return None
+        at = {name: values.copy() for name, values in self.coordinates.items()}
+        if collective:
+            for axis in inside:
+                at[axis.name][:] = 0
+        elif group_size(self.job, group) != prod(a.size for a in inside):
+            raise SimulationError(f"messages in group '{group.name}' cross roles: simulate roles, not every rank")
+        else:
+            place = np.zeros(self.columns, np.int64)
+            for axis in inside:
+                place = place * axis.size + at[axis.name]
+            place = (place + shift) % group_size(self.job, group)
+            for axis in reversed(inside):
+                place, at[axis.name] = np.divmod(place, axis.size)
+        column = np.zeros(self.columns, np.int64)
+        for axis in self.free:
+            column = column * axis.size + at[axis.name]
+        return column

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from layered import PARAMETER_BYTES, layered_step
+
+from echograph.ir.builder import GraphBuilder
+from echograph.ir.graph import JobGraph
+from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.passes.pipeline import Pipeline
+from echograph.ir.types import DType, Phase, TensorRole
+from echograph.simulator.memory import Memory, Runtime, largest_memory, memory
+from echograph.simulator.memory_lifetimes import Lifetimes, Memories
+from echograph.simulator.memory_usage import Usage
+
+GIB = 2**30
+BARE = Runtime(cublas_workspace_bytes=(), cuda_context_bytes=0, nccl_bytes=0, nccl_pair_bytes=0)
+
+
+def usage(job: JobGraph, program: int = 0) -> Usage:
+    return Usage(Lifetimes(Memories(job), program))
+
+
+def of(job: JobGraph, program: int = 0, capacity: int = 80 * GIB, runtime: Runtime = BARE) -> Memory:
+    found = memory(job, program, capacity, runtime)
+    assert found is not None
+    return found
+
+
+def levels_operation_by_operation(job: JobGraph, program: int) -> list[int]:
+    """Bytes while each operation runs, from readers counted one by one, without calls, courses or blocks."""
+    graph = usage(job, program).lifetimes.memories
+    run = [
+        (block, instance, op, micro_batch)
+        for block, begin, end, instance, micro_batch in job.programs[program].calls.tolist()
+        for op in range(begin, end)
+    ]
+
+    def owners(ragged: tuple[int, ...], block: int, instance: int) -> list[int]:
+        found = []
+        for tensor in ragged:
+            row = tensor
+            place = (block, instance)
+            while True:
+                if job.tensors.port[row]:
+                    *where, row = job.locate_tensor(job.tensor_id(*place, row))
+                    place = (where[0], where[1])
+                elif job.tensors.alias_of[row] >= 0:
+                    row = int(job.tensors.alias_of[row])
+                else:
+                    break
+            found.append(job.tensor_id(*place, row))
+        return found
+
+    persistent = {r for r in TensorRole if r.persistent and r != TensorRole.GRADIENT}
+    last: dict[tuple[int, int], int] = {}
+    steps = []
+    for at, (block, instance, op, micro_batch) in enumerate(run):
+        reads = owners(job.ops.inputs.row(op), block, instance)
+        makes = owners(job.ops.outputs.row(op), block, instance)
+        steps.append((reads, [m for m in makes if m not in reads], micro_batch))
+        for number in (*reads, *makes):
+            last[number, micro_batch] = at
+    alive: dict[tuple[int, int], int] = {}
+    base, levels = 0, []
+    for number in range(graph.tensors):
+        if job.tensors.role[job.locate_tensor(number)[2]] in persistent and graph.size[number]:
+            base += -(-int(graph.size[number]) // 512) * 512
+    for at, (reads, makes, micro_batch) in enumerate(steps):
+        beside = 0
+        for number in (*reads, *makes):
+            role = job.tensors.role[job.locate_tensor(number)[2]]
+            size = -(-int(graph.size[number]) // 512) * 512
+            if role == TensorRole.GRADIENT:
+                beside += size if (number, 0) in alive and number in makes else 0
+                alive[number, 0] = size
+            elif role not in persistent:
+                alive[number, micro_batch] = size
+        levels.append(base + beside + sum(alive.values()))
+        for number in {*reads, *makes}:
+            gradient = job.tensors.role[job.locate_tensor(number)[2]] == TensorRole.GRADIENT
+            if not gradient and last.get((number, micro_batch)) == at:
+                alive.pop((number, micro_batch), None)
+    return levels
+
+
+JOBS: dict[str, Callable[[], JobGraph]] = {
+    "flat": lambda: DataParallel(replicas=1)(layered_step(5)),
+    "folded": lambda: DataParallel(replicas=1)(fold(layered_step(5))),
+    "micro-batches": lambda: DataParallel(replicas=1, micro_batches=3)(fold(layered_step(4))),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_calls_summarised_are_operations_one_by_one(name: str) -> None:
+    job = JOBS[name]()
+    for program in range(len(job.programs)):
+        found, one_by_one = usage(job, program), levels_operation_by_operation(job, program)
+        assert found.peak_bytes == max(one_by_one)
+        start = 0
+        for call, (_, begin, end, _, _) in enumerate(found.calls.tolist()):
+            assert found.peak[call] == max(one_by_one[start : start + end - begin])
+            start += end - begin
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_hold_the_activations_of_the_micro_batches_under_way(schedule: str, stages: int) -> None:
+    micro_batches = 6
+    job = Pipeline(stages=stages, micro_batches=micro_batches, schedule=schedule)(fold(layered_step(8)))
+    held = [of(job, stage).by_role["activation"] // PARAMETER_BYTES for stage in range(stages)]
+    layers = 2 * 8 // stages  # two products a layer, each of which keeps its input
+    for stage in range(stages):
+        under_way = micro_batches if schedule == "gpipe" else min(micro_batches, stages - stage)
+        assert held[stage] >= layers * under_way
+        assert held[stage] <= (layers + 2) * under_way + 3
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("shard", [1, 4])
+def test_what_is_alive_at_the_peak_adds_up_to_it(name: str, shard: int) -> None:
+    job = JOBS[name]() if shard == 1 else FullyShard(replicas=shard)(fold(layered_step(6)))
+    found = usage(job)
+    assert int(found.size[found.alive].sum()) == found.peak_bytes
+    result = of(job)
+    assert sum(result.by_role.values()) == result.peak_bytes
+
+
+def test_a_linear_chain_has_the_closed_form() -> None:
+    # Every product's input waits for backward. When the first weight's gradient is made, the loss and what it
+    # reads are gone: there are the gradient that comes from the loss, and the new one.
+    layers, each = 6, 2
+    result = of(DataParallel(replicas=1)(fold(layered_step(layers, parameters_per_layer=each))))
+    products = layers * each
+    parameters = products + 1
+    assert result.by_role["parameter"] == parameters * PARAMETER_BYTES
+    assert result.by_role["optimizer_state"] == parameters * PARAMETER_BYTES
+    # A product's input goes when its weight's gradient is made, which takes its place: the peak does not move.
+    assert result.by_role["activation"] + result.by_role["gradient"] == (products + 2) * PARAMETER_BYTES
+
+
+def test_micro_batches_make_their_gradients_beside_those_that_add_up() -> None:
+    one, two, many = (of(DataParallel(replicas=1, micro_batches=m)(fold(layered_step(4)))) for m in (1, 2, 9))
+    assert one.peak_bytes < two.peak_bytes == many.peak_bytes
+
+
+def test_sharding_divides_what_lives_through_the_step_and_adds_buffers() -> None:
+    whole, sharded = (
+        of(DataParallel(replicas=1)(fold(layered_step(6)))),
+        of(FullyShard(replicas=8)(fold(layered_step(6)))),
+    )
+    for role in ("parameter", "optimizer_state"):
+        assert sharded.by_role[role] * 8 == whole.by_role[role]
+    assert sharded.by_role["communication"] > 0 == whole.by_role["communication"]
+
+
+def test_folded_and_unfolded_steps_need_the_same() -> None:
+    both = [of(DataParallel(replicas=4)(step)) for step in (layered_step(5), fold(layered_step(5)))]
+    assert both[0] == both[1]
+    assert both[0].contributors == both[1].contributors
+
+
+def test_the_peak_does_not_depend_on_the_number_of_micro_batches_in_a_pipeline() -> None:
+    found = [largest_memory(Pipeline(stages=4, micro_batches=m)(fold(layered_step(8))), 80 * GIB) for m in (8, 64)]
+    assert found[0] is not None and found[1] is not None
+    assert found[0].peak_bytes == found[1].peak_bytes
+    assert found[0].reserved_bytes == found[1].reserved_bytes
+    assert found[0].programs == found[1].programs
+    assert len(found[0].programs) == 4
+
+
+def test_reserved_is_at_least_what_is_allocated() -> None:
+    for expandable in (False, True):
+        result = of(JOBS["folded"](), runtime=Runtime(expandable_segments=expandable))
+        assert result.reserved_bytes is not None
+        assert result.peak_bytes <= result.reserved_bytes < 2 * result.peak_bytes
+
+
+def test_the_verdict_is_the_allocators() -> None:
+    job = JOBS["folded"]()
+    need = of(job)
+    assert need.reserved_bytes is not None
+    assert need.fits
+    assert of(job, capacity=need.reserved_bytes).fits
+    assert not of(job, capacity=need.peak_bytes - 1).fits
+    # What else the device holds is not there for tensors.
+    assert not of(job, capacity=need.peak_bytes + GIB, runtime=Runtime(cuda_context_bytes=2 * GIB)).fits
+
+
+def test_communicators_and_the_context_are_counted_apart() -> None:
+    step = fold(layered_step(3))
+    alone, pair, many = (of(DataParallel(replicas=n)(step), runtime=Runtime()) for n in (1, 2, 8))
+    runtime = Runtime()
+    assert sum(alone.overhead_bytes.values()) == runtime.cuda_context_bytes
+    assert sum(pair.overhead_bytes.values()) == runtime.cuda_context_bytes + runtime.nccl_pair_bytes
+    assert sum(many.overhead_bytes.values()) == runtime.cuda_context_bytes + runtime.nccl_bytes
+    assert many.device_bytes == many.reserved_bytes + sum(many.overhead_bytes.values())  # type: ignore[operator]
+
+
+def test_contributors_say_what_to_shrink() -> None:
+    result = of(JOBS["folded"]())
+    first = result.contributors[0]
+    assert first.where == "layers.*"
+    assert first.nbytes == 10 * PARAMETER_BYTES
+    assert sum(c.nbytes for c in result.contributors) <= result.peak_bytes
+    assert [c.nbytes for c in result.contributors] == sorted((c.nbytes for c in result.contributors), reverse=True)
+    assert result.lines(1)[0].startswith("10 MiB (")
+    record = json.loads(json.dumps(result.to_json()))
+    assert {"peak_bytes", "capacity_bytes", "fits"} <= record.keys()
+
+
+def test_the_curve_is_the_peak_somewhere_and_ends_with_the_step() -> None:
+    job = JOBS["micro-batches"]()
+    result = of(job)
+    assert max(nbytes for _, nbytes in result.curve) == result.peak_bytes
+    positions = [at for at, _ in result.curve]
+    assert positions[0] == 0
+    assert positions == sorted(set(positions))
+    assert positions[-1] < job.unfolded_ops
+    assert len(usage(job).curve(4)) == 4
+
+
+def test_views_share_and_gradients_that_nobody_makes_exist_before_the_step() -> None:
+    b = GraphBuilder(name="views")
+    size = (1024, 256)
+    weight = b.tensor("weight", size, DType.FP32, TensorRole.PARAMETER)
+    main = b.tensor("weight.main_grad", size, DType.FP32, TensorRole.GRADIENT)
+    x = b.tensor("x", size, DType.FP32, TensorRole.ACTIVATION)
+    view = b.tensor("view", size, DType.FP32, TensorRole.ACTIVATION, alias_of=x)
+    added = b.tensor("weight.main_grad", size, DType.FP32, TensorRole.GRADIENT, alias_of=main)
+    b.compute("make", phase=Phase.FORWARD, inputs=(weight,), outputs=(x,), bytes_written=1)
+    b.compute("view", phase=Phase.FORWARD, inputs=(x,), outputs=(view,))
+    b.compute("aten.add_", phase=Phase.BACKWARD, inputs=(view, main), outputs=(added,), bytes_written=1)
+    b.program([(0, 0, 3, 0, 0)], role="rank")
+    result = of(b.build(JobGraph))
+    assert result.by_role == {
+        **dict.fromkeys(result.by_role, 0), "parameter": 2**20, "gradient": 2**20, "activation": 2**20,
+    }  # fmt: skip
+    assert result.curve == ((0, 3 * 2**20),)
+
+
+def test_a_job_without_tensors_has_no_memory() -> None:
+    b = GraphBuilder(name="imported")
+    b.compute("kernel", phase=Phase.FORWARD)
+    b.program([(0, 0, 1, 0, 0)], role="rank")
+    job = b.build(JobGraph)
+    assert memory(job, 0, GIB) is None
+    assert largest_memory(job, GIB) is None

@@ -1,0 +1,201 @@
+"""Every rank: folded and written-out jobs agree, slow ranks slow those that wait for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+import pytest
+from layered import layered_step, timed
+
+from echograph.errors import PlanError, SimulationError
+from echograph.ir.builder import GraphBuilder
+from echograph.ir.graph import Axis, JobGraph
+from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.passes.pipeline import Pipeline
+from echograph.ir.passes.unfold_ranks import UnfoldRanks
+from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source
+from echograph.simulator.clusters import load_cluster
+from echograph.simulator.durations import durations, meeting
+from echograph.simulator.engine import reference
+from echograph.simulator.host import Host
+from echograph.simulator.ranks import EveryRank, Mesh, run_every_rank
+from echograph.simulator.simulate import simulate
+from echograph.simulator.tasks import TaskGraph, expand
+
+CLUSTER = load_cluster("dgx-h100")
+HOST = Host(op_ps=4_000_000, launch_ps=3_000_000)
+US = 1_000_000
+
+
+def data_parallel(**options: int) -> JobGraph:
+    return DataParallel(**options)(fold(layered_step(4)))
+
+
+def pipelined(stages: int, replicas: int, micro_batches: int, **options: object) -> JobGraph:
+    staged = Pipeline(stages=stages, micro_batches=micro_batches, **options)(fold(layered_step(4)))
+    return DataParallel(replicas=replicas)(staged)
+
+
+def ring(size: int, replicas: int) -> JobGraph:
+    """Ranks on a ring that work, and pass their work on three times, in data-parallel copies."""
+    b = GraphBuilder(streams=("compute", "send", "recv", "dp"))
+    b.mesh = (Axis(name="dp", size=replicas), Axis(name="cp", size=size))
+    group, copies = b.group("cp", axes=("cp",)), b.group("dp", axes=("dp",))
+    last = b.compute("work", flops=1)
+    for hop in range(3):
+        send = b.send("send", group=group, peer=1, tag=0, nbytes=2**20, stream=1, deps=[last])
+        recv = b.recv("recv", group=group, peer=-1, tag=0, nbytes=2**20, stream=2, deps=[last])
+        last = b.compute("work", flops=1 + hop, deps=[recv])
+        last = b.compute("more", flops=1 + hop, deps=[send, last])
+    b.collective(
+        "sum", CollectiveKind.ALL_REDUCE, group=copies, bytes_per_rank=8, dtype=DType.FP32, stream=3, deps=[last]
+    )
+    b.program([(0, 0, b.op_count(), 0, 0)], role="all")
+    return b.build(JobGraph)
+
+
+JOBS = {
+    "data-parallel": lambda: data_parallel(replicas=8),
+    "accumulating": lambda: data_parallel(replicas=2, micro_batches=3),
+    "hybrid sharded": lambda: FullyShard(replicas=8, shard=4)(fold(layered_step(4))),
+    "pipeline": lambda: pipelined(4, 1, 6),
+    "pipelines": lambda: pipelined(2, 4, 5),
+    "interleaved": lambda: pipelined(2, 8, 4, schedule="interleaved", chunks=2),
+    "rings": lambda: ring(4, 3),
+}
+
+
+def expanded(job: JobGraph) -> tuple[JobGraph, TaskGraph]:
+    job = timed(job, CLUSTER.device, 30 * US)
+    times = durations(job, CLUSTER)
+    kernels = np.where(job.ops.kind == OpKind.COMPUTE, times.picoseconds * (1 + np.arange(len(job.ops)) % 7), 0)
+    picoseconds = np.where(kernels > 0, kernels, times.picoseconds)
+    return job, expand(job, picoseconds, HOST.issue(job), lambda number, row: meeting(job, number, row))
+
+
+def written_out(job: JobGraph, every: EveryRank) -> tuple[np.ndarray, np.ndarray]:
+    """Start and end of all tasks, a row for each rank, by the event engine on one program a rank."""
+    job, tasks = expanded(UnfoldRanks()(job))
+    slower = np.array([every.slow.get(rank, 1.0) for rank in range(job.world_size)])[tasks.program]
+    kernel = (tasks.lane == 1) & (job.ops.kind[tasks.op] == OpKind.COMPUTE)
+    duration = np.where(kernel, np.rint(tasks.duration * slower), tasks.duration).astype(np.int64)
+    start = reference.run(replace(tasks, duration=duration)).start
+    return tasks.program, np.stack([start, start + duration])
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_one_program_a_rank_is_every_rank(name: str) -> None:
+    job = JOBS[name]()
+    unfolded = UnfoldRanks()(job)
+    assert len(unfolded.programs) == job.world_size == unfolded.world_size
+    assert all(len(p.coordinates) == len(job.mesh) for p in unfolded.programs)
+    if len(job.mesh) > len(job.programs[0].coordinates):
+        assert unfolded.unfolded_ops == job.unfolded_ops * job.world_size // len(job.programs)
+    found = Mesh(job).ranks()
+    for number, ranks in enumerate(found):
+        for rank in ranks.tolist():
+            assert np.array_equal(unfolded.programs[rank].calls, job.programs[number].calls)
+    assert sorted(found.ravel().tolist()) == list(range(job.world_size))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_equal_ranks_take_the_time_of_their_role_to_the_picosecond(name: str) -> None:
+    job, tasks = expanded(JOBS[name]())
+    folded = reference.run(tasks)
+    its, starts, times = run_every_rank(job, tasks, EveryRank())
+    assert np.array_equal(its.duration, tasks.duration)
+    assert np.array_equal(starts.start, folded.start)
+    assert np.array_equal(starts.cause, folded.cause)
+    assert not times.waited_ps.any()
+    programs, (start, end) = written_out(job, EveryRank())
+    assert end.max() == times.end_ps.max() == (folded.start + tasks.duration).max()
+    ranks = Mesh(job).ranks()
+    for number in range(len(job.programs)):
+        for rank in ranks[number].tolist():
+            assert np.array_equal(start[programs == rank], folded.start[tasks.program == number])
+
+
+@pytest.mark.parametrize("slow", [{0: 1.5}, {3: 1.1}, {1: 2.0, 3: 1.3}])
+@pytest.mark.parametrize("name", JOBS)
+def test_slow_ranks_are_those_of_the_written_out_job(name: str, slow: dict[int, float]) -> None:
+    job, tasks = expanded(JOBS[name]())
+    every = EveryRank(slow={rank: factor for rank, factor in slow.items() if rank < job.world_size})
+    its, starts, times = run_every_rank(job, tasks, every)
+    programs, (start, end) = written_out(job, every)
+    ends = np.array([end[programs == rank].max() for rank in range(job.world_size)])
+    assert np.array_equal(times.end_ps, ends)
+    column = int(np.flatnonzero((ends[Mesh(job).ranks()] == ends.max()).any(axis=0))[0])
+    for number, rank in enumerate(Mesh(job).ranks()[:, column].tolist()):
+        mine = its.program == number
+        assert np.array_equal(starts.start[mine], start[programs == rank])
+        assert np.array_equal((starts.start + its.duration)[mine], end[programs == rank])
+    known = starts.cause >= 0
+    assert np.array_equal(starts.start[known], (starts.start + its.duration)[starts.cause[known]])
+
+
+def test_the_one_that_all_wait_for_waits_least() -> None:
+    job, tasks = expanded(data_parallel(replicas=8))
+    _, _, times = run_every_rank(job, tasks, EveryRank(slow={5: 1.2}))
+    assert np.argmin(times.waited_ps) == 5
+    assert times.waited_ps[5] == 0
+    assert (np.delete(times.waited_ps, 5) > 0).all()
+
+
+def test_jitter_is_drawn_from_the_seed_and_slows_the_slowest() -> None:
+    job, tasks = expanded(data_parallel(replicas=32))
+    step = run_every_rank(job, tasks, EveryRank())[2].end_ps.max()
+    ends = [run_every_rank(job, tasks, EveryRank(jitter=0.05, seed=seed))[2].end_ps.tolist() for seed in (1, 1, 2)]
+    assert ends[0] == ends[1] != ends[2]
+    assert min(max(e) for e in ends) > step
+
+
+def test_the_noise_is_normal_enough() -> None:
+    from echograph.simulator.engine.columns import _NORMAL
+
+    drawn = np.array([_NORMAL(np.uint64(7), task, column) for task in range(400) for column in range(100)])
+    assert abs(drawn.mean()) < 0.02
+    assert abs(drawn.std() - 1) < 0.02
+    assert abs((np.abs(drawn) < 1.645).mean() - 0.9) < 0.01
+    grid = drawn.reshape(400, 100)
+    assert abs(np.corrcoef(grid[:, 0], grid[:, 1])[0, 1]) < 0.2
+    assert abs(np.corrcoef(grid[0], grid[1])[0, 1]) < 0.4
+
+
+def test_simulate_answers_with_every_rank() -> None:
+    job = timed(pipelined(2, 8, 4), CLUSTER.device, 30 * US)
+    roles = simulate(job, CLUSTER, HOST)
+    equal = simulate(job, CLUSTER, HOST, ranks=EveryRank())
+    slower = simulate(job, CLUSTER, HOST, ranks=EveryRank(slow={3: 1.5}))
+    assert (roles.ranks, equal.step_ps, equal.breakdown) == (None, roles.step_ps, roles.breakdown)
+    assert equal.interval_ps == roles.interval_ps
+    assert (equal.simulated_ranks, equal.tasks) == (16, roles.tasks * 8)
+    assert slower.step_ps > roles.step_ps
+    assert slower.breakdown.total == slower.step_ps
+    assert slower.interval_ps[0] <= slower.step_ps <= slower.interval_ps[1]
+    record = slower.to_json()
+    assert record["ranks"]["end_s"]["max"] == slower.step_ps / 1e12
+    assert record["simulation"]["ranks"] == prod((2, 8))
+    assert "ranks" not in roles.to_json()
+
+
+def test_ranks_that_are_not_there_are_refused() -> None:
+    job, tasks = expanded(data_parallel(replicas=8))
+    for slow in ({8: 1.1}, {0: 0.0}, {-1: 2.0}):
+        with pytest.raises(SimulationError, match="below 8"):
+            run_every_rank(job, tasks, EveryRank(slow=slow))
+
+
+def test_a_job_that_lists_its_ranks_is_refused() -> None:
+    b = GraphBuilder(streams=("compute",))
+    took = (Duration(device="trace", picoseconds=5, source=Source.IMPORTED),)
+    b.compute("work", durations=took)
+    b.program([(0, 0, 1, 0, 0)], ranks=[0, 1])
+    job = b.build(JobGraph)
+    with pytest.raises(PlanError, match="lists its ranks"):
+        UnfoldRanks()(job)
+    with pytest.raises(SimulationError, match="simulate roles"):
+        Mesh(job)
