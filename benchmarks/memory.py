@@ -99,13 +99,9 @@ def reported(row: Row, memory: Memory) -> int:
 def predict(row: Row) -> Memory:
     """Memory of the rank that needs most."""
     plan = _plan(row)
-    job = lower(
-        _graph(_entry(row), int(row["micro_batch"] or 1), int(row["seq_len"]), row["attention"]),
-        plan,
-        _cluster(row),
-    )
+    graph = _graph(_entry(row), int(row["seq_len"]), "eager" if row["attention"].startswith("unfused") else "sdpa")
     capacity = int(re.findall(r"(\d+)GB", row["gpu_type"])[0]) * GIB
-    memory = largest_memory(job, capacity, _runtime(row))
+    memory = largest_memory(lower(graph, plan, load_cluster(plan.cluster)), capacity, _runtime(row))
     assert memory is not None
     return memory
 
@@ -114,10 +110,6 @@ def _runtime(row: Row) -> Runtime:
     if family(row) == "titan":
         return Runtime(expandable_segments=True)
     return replace(Runtime(), cuda_context_bytes=1573 * 2**20, cublas_workspace_bytes=(8 * 2**20, 8 * 2**20))
-
-
-def _cluster(row: Row):  # type: ignore[no-untyped-def]
-    return load_cluster("dgx-h100" if family(row) == "titan" else "dgx-a100")
 
 
 def _plan(row: Row) -> Plan:
@@ -139,6 +131,7 @@ def _plan(row: Row) -> Plan:
         sequence_parallel=row["sequence_parallel"] == "yes",
         zero=3 if row["zero_stage"] == "fsdp3" else int(row["zero_stage"] or 0),
         stage_layers=stages,
+        micro_batch=int(row["micro_batch"] or 1),
         global_batch=int(row["global_batch"]) if row["global_batch"] else None,
         recompute={"full": "full", "selective(op)": "selective-op"}.get(row["recompute"], "none"),
         precision="fp8" if row["precision"] == "fp8" else "",
@@ -162,17 +155,15 @@ def _entry(row: Row) -> ModelEntry:
     )
 
 
-_COMPILED: dict[tuple[object, ...], StepGraph] = {}
+_COMPILED: dict[str, StepGraph] = {}
 
 
-def _graph(entry: ModelEntry, batch: int, seq_len: int, attention: str) -> StepGraph:
-    """The step, compiled once for each shape."""
-    kind = "eager" if attention.startswith("unfused") else "sdpa"
-    key = (entry.name, *sorted(entry.config.items(), key=str), batch, seq_len, kind)
-    key = tuple(map(str, key))
+def _graph(entry: ModelEntry, seq_len: int, attention: str) -> StepGraph:
+    """The step of two samples, compiled once for each architecture; plans take other micro-batches of it."""
+    key = f"{entry} {seq_len} {attention}"
     if key not in _COMPILED:
         _COMPILED[key] = compile_entry(
-            entry, StepSpec(dtype="bf16"), batch_size=batch, seq_len=seq_len, attention=kind
+            entry, StepSpec(dtype="bf16"), batch_size=2, seq_len=seq_len, attention=attention
         )
     return _COMPILED[key]
 

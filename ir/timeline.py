@@ -30,8 +30,8 @@ class Timeline:
         micro_batch: micro-batch.
         start: picoseconds since the step began.
         duration: picoseconds.
-        cause: row whose end let this one start (the one before it on its resource, or a dependency); -1 when it
-            started at once.
+        cause: row whose end let this one start (the one before it on its resource, or a dependency; of what
+            several programs start together, that of the program that was ready last); -1 when it started at once.
         programs: names of the programs.
         streams: names of the streams.
     """

@@ -20,7 +20,8 @@ from echograph.ir.columns import NONE
 from echograph.ir.graph import JobGraph
 from echograph.ir.types import OpKind, TensorRole
 from echograph.simulator.memory_allocator import CachingAllocator
-from echograph.simulator.memory_lifetimes import COMMUNICATION, ROLES, Lifetimes, Memories
+from echograph.simulator.memory_kinds import COMMUNICATION, ROLES, Memories
+from echograph.simulator.memory_lifetimes import Lifetimes
 from echograph.simulator.memory_usage import Usage
 from echograph.units import format_bytes
 
@@ -199,33 +200,37 @@ def _at_peak(usage: Usage) -> tuple[dict[str, int], tuple[Contributor, ...]]:
     memories, alive = usage.lifetimes.memories, usage.alive
     by_role = Counter(dict.fromkeys(ROLES.values(), 0))
     parts: Counter[tuple[str, str]] = Counter()
+    known: dict[int, str] = {}
     for number, count in zip(*np.unique(alive, return_counts=True), strict=True):
         role = ROLES[int(memories.role[number])]
         nbytes = int(usage.size[number]) * int(count)
         by_role[role] += nbytes
-        parts[role, _where(memories, int(number))] += nbytes
+        parts[role, _where(memories, int(number), known)] += nbytes
     largest = sorted(parts.items(), key=lambda item: (-item[1], item[0]))[:CONTRIBUTORS]
     return dict(by_role), tuple(Contributor(role=r, where=w, nbytes=n) for (r, w), n in largest if n)
 
 
-def _where(memories: Memories, number: int) -> str:
+def _where(memories: Memories, number: int, known: dict[int, str]) -> str:
     """What holds a memory: for what lives through the step the layer, for the rest the module that makes it."""
     job = memories.job
     if number >= memories.tensors:
-        of_op = (number - memories.tensors) % memories.ops
-        op = job.locate_op(of_op)[2]
-        if memories.role[number] == COMMUNICATION:
-            return _layers(job.strings[job.ops.name[op]])
-        return _layers(job.strings[job.ops.module[op]])
+        op = job.locate_op((number - memories.tensors) % memories.ops)[2]
+        named = job.ops.name if memories.role[number] == COMMUNICATION else job.ops.module
+        return _layers(job.strings[named[op]])
     row = job.locate_tensor(number)[2]
-    tensor = job.tensors[row]
+    if row not in known:
+        known[row] = _whose(job, row)
+    return known[row]
+
+
+def _whose(job: JobGraph, row: int) -> str:
+    tensor, maker = job.tensors[row], int(job.maker[row])
     if tensor.role.persistent:
         name = _layers(tensor.name)
         if "*" in name:
             return name[: name.index("*") + 1]
         drop = 1 if tensor.role in (TensorRole.PARAMETER, TensorRole.BUFFER) else 2
         return ".".join(name.split(".")[:-drop]) or name
-    maker = int(job.maker[row])
     if maker == NONE:
         return _layers(tensor.name)
     return _layers(job.strings[job.ops.module[maker]]) or job.strings[job.ops.name[maker]]

@@ -1,10 +1,9 @@
 """When each memory of a program is taken and given back, call by call.
 
-A *memory* is what one allocation holds: a tensor that owns its storage, the buffer of a collective that names no
-tensor for it, or the workspace of a kernel. What belongs to a micro-batch (activations, inputs, buffers,
-workspaces) is taken by the operation that makes it and given back after its last reader, as reference counting
-does: autograd keeps a tensor for exactly the backward operations that read it. Micro-batches that make the same
-calls in the same order take and give back alike, so that order, their *course*, is worked out once for all.
+What belongs to a micro-batch (activations, inputs, buffers, workspaces) is taken by the operation that makes it
+and given back after its last reader, as reference counting does: autograd keeps a tensor for exactly the backward
+operations that read it. Micro-batches that make the same calls in the same order take and give back alike, so that
+order, their *course*, is worked out once for all.
 
 Gradients are taken when the first micro-batch makes them and live until the step's end (`zero_grad` sets them to
 None); later micro-batches make theirs beside them and add it at once. A gradient that no operation makes, a buffer
@@ -19,18 +18,11 @@ from functools import cached_property
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Int64
-from echograph.ir.graph import JobGraph
-from echograph.ir.types import CollectiveKind, DType, OpKind, Payload, Phase, TensorRole
+from echograph.ir.columns import Int64
+from echograph.ir.types import TensorRole
+from echograph.simulator.memory_kinds import COMMUNICATION, WORKSPACE, Memories
 
-COMMUNICATION, WORKSPACE = 7, 8
-ROLES = {
-    **{int(role): role.name.lower() for role in TensorRole},
-    COMMUNICATION: "communication",
-    WORKSPACE: "workspace",
-}
 _EMPTY = np.zeros(0, np.int64)
-_BEFORE_THE_STEP = (TensorRole.PARAMETER, TensorRole.OPTIMIZER_STATE, TensorRole.BUFFER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,109 +75,6 @@ class _Touches:
     made: Int64
 
 
-class Memories:
-    """All memories of a job, by number: tensors first, then buffers and workspaces of operations.
-
-    Attributes:
-        size: bytes of each; 0 for a tensor that shares another's memory.
-        role: a `TensorRole`, `COMMUNICATION` or `WORKSPACE`.
-        stream: stream of the operation that takes it; the first for what exists before the step.
-        made: whether an operation makes it, rather than writes into what is there.
-        fresh: for every output of the job's operations, whether it is made, not an input written in place.
-    """
-
-    def __init__(self, job: JobGraph) -> None:
-        self.job = job
-        buffers, workspaces = _buffer_bytes(job), _workspace_bytes(job)
-        self.fresh = _fresh(job)
-        maker = np.full(len(job.tensors), NONE, np.int64)
-        maker[job.root[job.ops.outputs.values[self.fresh]]] = job.ops.outputs.rows[self.fresh]
-        streams = np.where(maker == NONE, 0, job.ops.stream[maker]) if len(job.ops) else maker
-        parts: list[tuple[Int64, ...]] = []
-        for block in job.blocks:
-            rows = block.tensors.start + np.flatnonzero(
-                ~job.tensors.port[block.tensors.start : block.tensors.stop]
-            )
-            size = np.where(job.tensors.alias_of[rows] == NONE, job.tensors.nbytes[rows], 0)
-            of_one = (size, job.tensors.role[rows], streams[rows], maker[rows] != NONE)
-            parts.append(tuple(np.tile(column, len(block.instances)) for column in of_one))
-        for role, size in ((COMMUNICATION, buffers), (WORKSPACE, workspaces)):
-            for block in job.blocks:
-                rows = np.arange(block.ops.start, block.ops.stop)
-                of_one = (size[rows], np.full(len(rows), role), job.ops.stream[rows], np.ones(len(rows), np.bool_))
-                parts.append(tuple(np.tile(column, len(block.instances)) for column in of_one))
-        self.size, self.role, self.stream, self.made = (
-            np.concatenate([part[i] for part in parts]).astype(np.int64) for i in range(4)
-        )
-        self.tensors = sum(
-            count * len(b.instances) for (_, count), b in zip(job.tensor_bases, job.blocks, strict=True)
-        )
-        self.ops = sum(count * len(b.instances) for (_, count), b in zip(job.op_bases, job.blocks, strict=True))
-        self.buffered, self.working = np.flatnonzero(buffers), np.flatnonzero(workspaces)
-        self._ports: dict[tuple[int, int, int], int] = {}
-
-    @property
-    def before(self) -> Int64:
-        """Whether each exists before the step and outlives it."""
-        outlives = np.isin(self.role, _BEFORE_THE_STEP) | ((self.role == TensorRole.GRADIENT) & (self.made == 0))
-        return np.asarray(outlives & (self.size > 0))
-
-    def of_tensors(self, block: int, instance: int, tensors: Int64) -> Int64:
-        """The memory behind each of some rows of the tensor table."""
-        base, count = self.job.tensor_bases[block]
-        roots = self.job.root[tensors]
-        position = self.job.local_position[roots]
-        memory = base + instance * count + position
-        for at in np.flatnonzero(position == NONE).tolist():
-            memory[at] = self._port(block, instance, int(roots[at]))
-        return np.asarray(memory)
-
-    def of_op(self, block: int, instance: int, op: int, role: int) -> int:
-        """The buffer or workspace of an operation."""
-        return self.tensors + (self.ops if role == WORKSPACE else 0) + self.job.op_id(block, instance, op)
-
-    def _port(self, block: int, instance: int, tensor: int) -> int:
-        key = (block, instance, tensor)
-        if key not in self._ports:
-            where = key
-            while self.job.tensors.port[where[2]]:
-                bound = self.job.locate_tensor(self.job.tensor_id(*where))
-                where = (bound[0], bound[1], int(self.job.root[bound[2]]))
-            self._ports[key] = self.job.tensor_id(*where)
-        return self._ports[key]
-
-
-def _fresh(job: JobGraph) -> Int64:
-    """For every output, whether its operation does not read the same memory."""
-    keys = [
-        ragged.rows * len(job.tensors) + job.root[ragged.values] for ragged in (job.ops.inputs, job.ops.outputs)
-    ]
-    return np.asarray(~np.isin(keys[1], keys[0]))
-
-
-def _buffer_bytes(job: JobGraph) -> Int64:
-    """Bytes of the buffer of each collective whose larger side no tensor stands for."""
-    ops = job.ops
-    unnamed_in, unnamed_out = ops.inputs.lengths == 0, ops.outputs.lengths == 0
-    missing = unnamed_in & unnamed_out
-    missing |= unnamed_out & (ops.variant == CollectiveKind.ALL_GATHER)
-    missing |= unnamed_in & (ops.variant == CollectiveKind.REDUCE_SCATTER)
-    return np.asarray(np.where((ops.kind == OpKind.COLLECTIVE) & missing, ops.nbytes, 0))
-
-
-def _workspace_bytes(job: JobGraph) -> Int64:
-    """Bytes that kernels need besides their tensors.
-
-    FlashAttention's backward adds up the queries' gradient in fp32 (Dao 2023, arXiv:2307.08691, section 3.1.2: the
-    blocks of keys add to dQ by atomics), before it is written in the type of the model.
-    """
-    ops, workspace = job.ops, np.zeros(len(job.ops), np.int64)
-    for row in np.flatnonzero(ops.outputs.lengths > 0).tolist():
-        if "flash_attention_backward" in ops.strings[ops.name[row]]:
-            workspace[row] = 4 * job.tensors.numel[ops.outputs.row(row)[0]]
-    return workspace
-
-
 class Lifetimes:
     """The memories of one program over its calls.
 
@@ -201,9 +90,8 @@ class Lifetimes:
         self.memories, self.job = memories, memories.job
         self.calls = self.job.programs[program].calls
         keys, key = np.unique(self.calls[:, :4], axis=0, return_inverse=True)
-        self._keys: list[tuple[int, int, int, int]] = [tuple(row) for row in keys.tolist()]
+        self._keys: list[tuple[int, int, int, int]] = list(map(tuple, keys.tolist()))
         self._touched: dict[int, _Touches] = {}
-        self._held = _held(self.job)
         self.course = np.zeros(len(self.calls), np.int64)
         self.position = np.zeros(len(self.calls), np.int64)
         known: dict[tuple[int, ...], int] = {}
@@ -268,8 +156,8 @@ class Lifetimes:
     def _extend(self, course: tuple[int, ...], unique: Int64, freed: Int64, freed_at: Int64) -> None:
         """Moves the end of what is held longer than its readers need it."""
         places = [self._keys[number] for number in course]
-        for block, begin, end, instance in dict.fromkeys(map(tuple, places)):
-            for held in self._held.get(block, ()):
+        for block, begin, end, instance in dict.fromkeys(places):
+            for held in self.memories.held.get(block, ()):
                 if not begin <= held.op < end:
                     continue
                 users = np.searchsorted(unique, self.memories.of_tensors(block, instance, held.users))
@@ -315,57 +203,6 @@ class Lifetimes:
             last=where[len(every) - 1 - from_end],
             made=np.isin(unique, made).astype(np.int64),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What a collective's buffer, or the parameters that it gathers, wait for before they are given back.
-
-    Attributes:
-        op: the collective.
-        users: tensors that are given back no later.
-        buffer: whether it is the buffer that waits; else the users wait for each other.
-        before: an operation before which they are given back at the earliest; -1: none.
-    """
-
-    op: int
-    users: Int64
-    buffer: bool
-    before: int = NONE
-
-
-def _held(job: JobGraph) -> dict[int, list[_Held]]:
-    """What the collectives of each block hold longer than its readers need it.
-
-    A unit of FSDP2 drops its gathered parameters all at once: after forward those that it gathers again, all
-    others just before it reduces its gradients. The buffer of a collective lives as long as the token (one element
-    of type bool) that tells others that it is done; that of a gather in forward until the next gather is told so,
-    since FSDP2 holds it to overlap the two.
-    """
-    found: dict[int, list[_Held]] = {}
-    ops, tensors, buffers = job.ops, job.tensors, _buffer_bytes(job)
-    collective = ops.kind == OpKind.COLLECTIVE
-    gather = collective & (ops.variant == CollectiveKind.ALL_GATHER) & (ops.payload == Payload.PARAMETER)
-    reduce = collective & (ops.variant == CollectiveKind.REDUCE_SCATTER) & (ops.payload == Payload.GRADIENT)
-    for block in np.unique(job.block_of_op[collective]).tolist():
-        rows = job.blocks[block].ops.start + np.flatnonzero(
-            collective[job.blocks[block].ops.start : job.blocks[block].ops.stop]
-        )
-        again = bool((ops.phase[rows[gather[rows]]] == Phase.BACKWARD).any())
-        reduces = rows[reduce[rows]]
-        first_reduce = min([int(reduces[0]), *ops.deps.row(int(reduces[0]))]) if len(reduces) else NONE
-        held = found.setdefault(block, [])
-        for op in rows.tolist():
-            forward = ops.phase[op] == Phase.FORWARD
-            makers = [op, *(ops.deps.rows[ops.deps.values == op].tolist() if gather[op] else ())]
-            made = np.concatenate([ops.outputs[maker] for maker in makers]).astype(np.int64)
-            made = made[np.array([not TensorRole(int(role)).persistent for role in tensors.role[made]], np.bool_)]
-            token = (tensors.dtype[made] == DType.BOOL) & (tensors.numel[made] == 1)
-            if gather[op] and not token.all():
-                held.append(_Held(op, made[~token], False, NONE if forward and again else first_reduce))
-            if buffers[op] and token.any() and (forward or not gather[op]):
-                held.append(_Held(op, made[token], True))
-    return found
 
 
 def _within(rows: Int64, begin: int, end: int) -> list[int]:

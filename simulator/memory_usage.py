@@ -9,6 +9,7 @@ import numpy as np
 
 from echograph.ir.columns import Int64
 from echograph.simulator.memory_allocator import BLOCK, Block, CachingAllocator
+from echograph.simulator.memory_kinds import Flags
 from echograph.simulator.memory_lifetimes import CallEvents, Lifetimes
 
 MAX_REPLAYED = 4_000_000
@@ -57,7 +58,7 @@ class Usage:
         start = self.before_bytes + np.concatenate([[0], np.cumsum(net)[:-1]]) if count else net
         return start, start + peak, at
 
-    def _profile(self, call: int, events: CallEvents, new: Int64) -> _Profile:
+    def _profile(self, call: int, events: CallEvents, new: Flags) -> _Profile:
         length = int(self.calls[call, 2] - self.calls[call, 1])
         change = np.zeros(length + 1, np.int64)
         np.add.at(change, events.taken_at, self.size[events.taken])
@@ -107,14 +108,13 @@ class Usage:
     def _alive_of(self, position: int, rows: Int64, top: int, offset: int) -> Int64:
         """Of one micro-batch whose call number `position` is the one at the peak, or the next after it."""
         course = self.lifetimes.courses[self.lifetimes.course[rows[0]]]
+        across: Int64 = course.memory[(course.taken < position) & (course.freed >= position)]
         if rows[position] != top:
-            return course.memory[(course.taken < position) & (course.freed >= position)]
+            return across
         events = course.events[position]
-        before = course.memory[(course.taken < position) & (course.freed >= position)]
         gone = events.freed[events.freed_at < offset]
-        new = events.taken[events.taken_at <= offset]
-        kept = np.concatenate([before, new])
-        return kept[~np.isin(kept, gone)]
+        kept = np.concatenate([across, events.taken[events.taken_at <= offset]])
+        return np.asarray(kept[~np.isin(kept, gone)])
 
     def curve(self, points: int) -> tuple[tuple[int, int], ...]:
         """(operations run before, most bytes until the next point), at most so many points."""
@@ -130,7 +130,7 @@ class Usage:
         """Runs the step through an allocator; False if that is out of memory, None if the step is too long.
 
         Between the micro-batches that fill the program and those that drain it, all do the same: as many of
-        either are run as are ever under way at once, and two more.
+        either are run as are ever under way at once, and one more.
 
         Args:
             allocator: a fresh one.
@@ -187,6 +187,6 @@ class Usage:
         change = np.zeros(len(self.calls) + 1, np.int64)
         np.add.at(change, first, 1)
         np.add.at(change, last + 1, -1)
-        several = int(np.cumsum(change).max(initial=0)) + 2
+        several = int(np.cumsum(change).max(initial=0)) + 1
         kept = numbers if len(numbers) <= 2 * several else np.concatenate([numbers[:several], numbers[-several:]])
         return np.flatnonzero(np.isin(self.calls[:, 4], kept))

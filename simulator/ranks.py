@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from echograph.errors import SimulationError
+from echograph.errors import SimulationError, UsageError
 from echograph.ir.columns import NONE, Int32, Int64
 from echograph.ir.graph import Axis, Group, JobGraph
 from echograph.ir.types import OpKind
@@ -25,6 +25,9 @@ from echograph.simulator.engine.static import run_in_order
 from echograph.simulator.tasks import DEVICE, TaskGraph
 from echograph.units import to_s
 
+MAX_FACTOR = 1000
+MAX_JITTER = 0.5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EveryRank:
@@ -34,11 +37,23 @@ class EveryRank:
         slow: rank -> factor on the durations of its kernels (1.1: a tenth slower).
         jitter: relative standard deviation of every kernel's duration, independent and nearly normal.
         seed: of the jitter; the same seed gives the same step.
+
+    Raises:
+        UsageError: a factor, the jitter or the seed is out of range.
     """
 
     slow: Mapping[int, float] = field(default_factory=dict)
     jitter: float = 0.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for rank, factor in self.slow.items():
+            if not 0 < factor <= MAX_FACTOR:
+                raise UsageError(f"rank {rank} slower by {factor}: give a factor over 0 and up to {MAX_FACTOR:,}")
+        if not 0 <= self.jitter <= MAX_JITTER:
+            raise UsageError(f"jitter {self.jitter}: give a relative deviation from 0 to {MAX_JITTER}")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed {self.seed}: give a whole number from 0 to 2^63 - 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,8 +62,8 @@ class RankTimes:
 
     Attributes:
         end_ps: int64 [ranks], the end of its last task.
-        waited_ps: int64 [ranks], how long its streams together stood ready for other ranks of its role. The one that
-            they wait for has waited least.
+        waited_ps: int64 [ranks], how long its streams together stood ready for other ranks of its role. The one
+            that they wait for has waited least.
     """
 
     end_ps: Int64
@@ -73,8 +88,8 @@ def run_every_rank(job: JobGraph, tasks: TaskGraph, every: EveryRank) -> tuple[T
         every: how their ranks differ.
 
     Returns:
-        Of one column, that of the rank which ends last: the tasks with their durations, and when those start (without
-        a cause where a rank of another column was waited for); and the times of all ranks.
+        Of one column, that of the rank which ends last: the tasks with their durations, and when those start
+        (without a cause where a rank of another column was waited for); and the times of all ranks.
 
     Raises:
         SimulationError: ranks cannot be told apart by the mesh, or `every` names one that is not there.
@@ -84,6 +99,9 @@ def run_every_rank(job: JobGraph, tasks: TaskGraph, every: EveryRank) -> tuple[T
     from echograph.simulator.engine import columns as engine
 
     mesh = Mesh(job)
+    slowest = max((1.0, *every.slow.values())) * (1 + 4 * every.jitter)
+    if not float(tasks.duration.sum(dtype=np.float64)) * slowest < 2**63:
+        raise SimulationError(f"the step may take more than {to_s(2**63) / 86_400:.0f} days: give smaller factors")
     kernel = (tasks.lane == DEVICE) & (job.ops.kind == OpKind.COMPUTE)[tasks.op]
     place, places = mesh.places(tasks)
     columns = engine.Columns(
@@ -108,10 +126,8 @@ def _factors(mesh: Mesh, every: EveryRank) -> np.ndarray:
     ranks = mesh.ranks()
     factor = np.ones((1 + len(ranks), mesh.columns))
     for rank, slower in every.slow.items():
-        if rank not in ranks or not slower > 0:
-            raise SimulationError(
-                f"rank {rank} slower by {slower}: give a rank below {ranks.size}, and a factor over 0"
-            )
+        if rank not in ranks:
+            raise SimulationError(f"no rank {rank} to slow down: give one from 0 to {ranks.size - 1}")
         factor[1:][ranks == rank] = slower
     return factor
 

@@ -73,7 +73,6 @@ class Result:
         """The stable schema of `echosim run --json`."""
         step = to_s(self.step_ps)
         parts = self.breakdown
-        memory = self.memory
         return {
             "model": self.model,
             "cluster": self.cluster,
@@ -92,14 +91,7 @@ class Result:
                 "wait": to_s(parts.wait),
                 "host": to_s(parts.host),
             },
-            "memory": None
-            if memory is None
-            else {
-                "peak_bytes": memory.peak_bytes,
-                "capacity_bytes": memory.capacity_bytes,
-                "fits": memory.fits,
-                "at_peak_bytes": memory.by_role,
-            },
+            "memory": None if self.memory is None else self.memory.to_json(),
             "durations": self.sources,
             "collectives": self.collectives,
             "simulation": {

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from echograph.errors import DeadlockError, SimulationError
+from echograph.errors import DeadlockError, SimulationError, UsageError
 from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel_axes import MICRO_BATCH_AXES
@@ -20,7 +20,7 @@ from echograph.simulator.clusters import Cluster
 from echograph.simulator.durations import COMMUNICATIONS, Durations, durations, meeting
 from echograph.simulator.host import Host
 from echograph.simulator.interval import interval
-from echograph.simulator.memory import Memory, memory
+from echograph.simulator.memory import largest_memory
 from echograph.simulator.ranks import EveryRank, run_every_rank
 from echograph.simulator.result import Result
 from echograph.simulator.tasks import TaskGraph, expand
@@ -45,15 +45,18 @@ def simulate(
         host: what issuing costs.
         peak_flops_per_s: dense peak of the device for the model's type, for the utilisation.
         engine: "auto" or a name of `engine.ENGINES`.
-        ranks: how ranks differ, to simulate every one; None simulates each role once. What is said of a rank is then
-            said of the one that ends last, and the interval is that of the roles, moved to its step.
+        ranks: how ranks differ, to simulate every one; None simulates each role once. What is said of a rank is
+            then said of the one that ends last, and the interval is that of the roles, moved to its step.
         plan: the plan as the user gave it, for the result.
 
     Raises:
         SimulationError: an operation has no duration, the job deadlocks, or is too large or too long.
         PlanError: a group does not fit the cluster.
+        UsageError: an engine that cannot simulate every rank.
     """
     began = time.perf_counter()
+    if ranks is not None and engine not in ("auto", "static"):
+        raise UsageError(f"engine '{engine}' simulates roles, not every rank: leave the choice of one of them out")
     times = durations(job, cluster)
     issue = host.issue(job)
     tasks = expand(job, times.picoseconds, issue, lambda number, row: meeting(job, number, row))
@@ -87,7 +90,7 @@ def simulate(
         model_flops=sum(_model_flops(job, n) for n in range(len(job.programs))) // max(1, len(job.programs)),
         peak_flops_per_s=peak_flops_per_s,
         breakdown=breakdown(job, timeline, last),
-        memory=_largest_memory(job, cluster),
+        memory=largest_memory(job, cluster.memory_bytes),
         sources=_shares(job, tasks, times),
         collectives=_collectives(job, times, last),
         engine=chosen,
@@ -140,12 +143,6 @@ def _model_flops(job: JobGraph, program: int) -> int:
     before = np.concatenate([[0], np.cumsum(np.where(counted, job.ops.flops, 0))])
     calls = job.programs[program].calls
     return int((before[calls[:, 2]] - before[calls[:, 1]]).sum())
-
-
-def _largest_memory(job: JobGraph, cluster: Cluster) -> Memory | None:
-    """Of the program that needs most; the programs of a job differ by their stage."""
-    every = [memory(job, number, cluster.memory_bytes) for number in range(len(job.programs))]
-    return max((m for m in every if m is not None), key=lambda m: m.peak_bytes, default=None)
 
 
 def _micro_batches(job: JobGraph, program: int) -> int:

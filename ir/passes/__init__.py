@@ -12,9 +12,12 @@ PASSES = Table(
     "pass",
     {
         "fold": "echograph.ir.passes.fold:fold",
+        "micro_batch": "echograph.ir.passes.micro_batch:MicroBatch",
         "recompute": "echograph.ir.passes.recompute:Recompute",
         "precision": "echograph.ir.passes.precision:Precision",
+        "fuse": "echograph.ir.passes.fuse:Fuse",
         "tensor_parallel": "echograph.ir.passes.tensor_parallel:TensorParallel",
+        "context_parallel": "echograph.ir.passes.context_parallel:ContextParallel",
         "expert_parallel": "echograph.ir.passes.expert_parallel:ExpertParallel",
         "data_parallel": "echograph.ir.passes.data_parallel:DataParallel",
         "fully_shard": "echograph.ir.passes.fully_shard:FullyShard",

@@ -96,7 +96,8 @@ def _check_attention(graph: StepGraph) -> None:
     fused = [op for op in graph.ops if isinstance(op, t.Compute) and isinstance(op.attributes, t.Attention)]
     if not fused:
         raise PlanError(
-            "context parallelism needs fused attention, and the step has none: capture with --attention sdpa"
+            "context parallelism needs fused attention, and the step has none: capture with --attention sdpa, if "
+            "the model has it"
         )
     for op in fused:
         operands = [i for i in op.inputs if len(graph.tensors.shape.row(i)) >= 3]

@@ -37,8 +37,9 @@ class HeadExchange:
         attributes = self._attributes(op)
         held = {i: self._to_heads(op, self._repeated(op, writer.operand(i))) for i in op.inputs[:3]}
         result, sums, *rest = op.outputs
-        for index in (result, sums):
-            held[index] = writer.new(self._of_heads(writer.local(index)))
+        whole = writer.local(result)
+        held[result] = writer.new(self._of_heads(whole))
+        held[sums] = writer.new(self._of_heads(writer.logarithms(sums, whole)))
         makes = [held[result], held[sums], *(writer.operand(i) for i in rest)]
         writer.attention(op, [held[i] for i in op.inputs[:3]], makes, attributes, op.flops // writer.ranks)
         self._exchanged[op.id] = held

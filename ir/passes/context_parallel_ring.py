@@ -58,7 +58,8 @@ class Ring:
         """Writes the steps, and merges their results."""
         writer = self.writer
         query, key, value = (writer.operand(i) for i in op.inputs[:3])
-        result, sums = (writer.local(i) for i in op.outputs[:2])
+        result = writer.local(op.outputs[0])
+        sums = writer.logarithms(op.outputs[1], result)
         steps = self._steps(op)
         buffer = self._pack(op, (key, value))
         partial: list[tuple[Operand, Operand]] = []
@@ -81,6 +82,7 @@ class Ring:
         """Writes the steps in reverse, and adds up the gradients."""
         writer = self.writer
         gradient, query, key, value, result, sums, *rest = (writer.operand(i) for i in op.inputs)
+        sums = sums[0], writer.logarithms(op.inputs[5], result[1])
         steps = self._steps(op)[::-1]
         buffer = self._last[writer.forward_of(op, op.inputs[4:6])]
         keys = key[1], value[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from echograph.errors import PlanError
@@ -78,6 +79,10 @@ class ContextWriter(ExtentWriter):
             role=t.TensorRole.ACTIVATION,
         )  # fmt: skip
 
+    def logarithms(self, index: int, result: t.Tensor) -> t.Tensor:
+        """The log-sum-exp of a local result, in its shape (some kernels pad what was captured)."""
+        return replace(self.local(index), shape=result.shape[: POSITIONS + 1])
+
     def operand(self, index: int) -> Operand:
         """An old tensor's new row and shape."""
         return self.tensor(index), self.local(index)
@@ -151,4 +156,4 @@ class ContextWriter(ExtentWriter):
 def part_of(tensor: t.Tensor, share: int) -> t.Tensor:
     """A tensor like another with 1/share of its positions."""
     shape = (*tensor.shape[:POSITIONS], tensor.shape[POSITIONS] // share, *tensor.shape[POSITIONS + 1 :])
-    return t.Tensor(id=tensor.id, name=tensor.name, shape=shape, dtype=tensor.dtype, role=tensor.role)
+    return replace(tensor, shape=shape)

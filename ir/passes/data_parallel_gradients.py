@@ -61,16 +61,25 @@ def _read_by_optimizer(graph: Graph) -> np.ndarray:
     return read
 
 
-def ready_gradients(graph: Graph, calls: Sequence[Call]) -> dict[int, dict[int, Gradient]]:
-    """The final gradients that calls make: by micro-batch, and by id in the order in which they are made."""
+def ready_gradients(
+    graph: Graph, calls: Sequence[Call], micro_batch: int | None = None
+) -> dict[int, dict[int, Gradient]]:
+    """The final gradients that calls make: by micro-batch, and by id in the order in which they are made.
+
+    Args:
+        graph: of the calls.
+        calls: of a program.
+        micro_batch: the only one to look at; None: all.
+    """
     made_by: dict[int, list[int]] = {}
     for tensor in final_gradients(graph):
         made_by.setdefault(int(graph.maker[tensor]), []).append(tensor)
     found: dict[int, dict[int, Gradient]] = {}
-    for number, (block, _, _, instance, micro_batch), op in _runs_of(calls, np.array(sorted(made_by), np.int64)):
+    runs = _runs_of(calls, np.array(sorted(made_by), np.int64), micro_batch)
+    for number, (block, _, _, instance, its), op in runs:
         for tensor in made_by[op]:
             identity = graph.tensor_id(block, instance, tensor)
-            found.setdefault(micro_batch, {})[identity] = Gradient(
+            found.setdefault(its, {})[identity] = Gradient(
                 tensor_id=identity, tensor=tensor, ready=(number, op + 1)
             )
     return found
@@ -89,16 +98,15 @@ def updated_parameters(graph: Graph, calls: Sequence[Call]) -> dict[int, int]:
 
 
 def first_reads(graph: Graph, calls: Sequence[Call], memories: set[int]) -> dict[int, Place]:
-    """Where the forward pass reads each of some memories first, in the order of the program."""
+    """Where the first micro-batch's forward pass reads each of some memories first, in the program's order."""
     inputs = graph.ops.inputs
     forward = np.flatnonzero(graph.ops.phase[inputs.rows] == t.Phase.FORWARD)
     parameter = graph.tensors.role[graph.root[inputs.values[forward]]] == t.TensorRole.PARAMETER
     found: dict[int, Place] = {}
-    seen: set[tuple[int, int, int]] = set()
-    for number, (block, _, _, instance, _), op in _runs_of(calls, np.unique(inputs.rows[forward[parameter]])):
-        if (block, instance, op) in seen:
-            continue
-        seen.add((block, instance, op))
+    first = min((call[4] for call in calls), default=0)
+    for number, (block, _, _, instance, _), op in _runs_of(
+        calls, np.unique(inputs.rows[forward[parameter]]), first
+    ):
         for row in inputs.row(op):
             if graph.tensors.role[graph.root[row]] == t.TensorRole.PARAMETER:
                 its = memory(graph, block, instance, row)
@@ -114,9 +122,13 @@ def memory(graph: Graph, block: int, instance: int, row: int) -> int:
     return graph.tensor_id(block, instance, row)
 
 
-def _runs_of(calls: Sequence[Call], ops: np.ndarray) -> Iterator[tuple[int, Call, int]]:
+def _runs_of(
+    calls: Sequence[Call], ops: np.ndarray, micro_batch: int | None = None
+) -> Iterator[tuple[int, Call, int]]:
     """(number of the call, the call, operation) for every run of some operations, given ascending."""
     for number, call in enumerate(calls):
+        if micro_batch not in (None, call[4]):
+            continue
         low, high = np.searchsorted(ops, (call[1], call[2]))
         for op in ops[low:high].tolist():
             yield number, call, op

@@ -69,7 +69,7 @@ class Program:
 
     def calls(self) -> list[Call]:
         """All calls of the program, in new rows."""
-        ready = ready_gradients(self.graph, self.steps)
+        ready = ready_gradients(self.graph, self.steps, None if self.options.zero == 2 else self.last)
         gradients = sorted(ready.get(self.last, {}).values(), key=lambda gradient: gradient.ready)
         if not self.staged and gradients:
             self._accumulate_whole(gradients)

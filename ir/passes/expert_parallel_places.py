@@ -21,6 +21,7 @@ from echograph.ir.passes.expert_parallel_rules import (
 from echograph.ir.passes.gradient_norm import NORMS
 from echograph.ir.passes.tensor_parallel_placement import Shard, Site
 from echograph.ir.passes.tensor_parallel_rules import VIEWS
+from echograph.ir.passes.tensor_parallel_sharding import operator
 
 
 class Places:
@@ -302,9 +303,3 @@ class Places:
     def _where(self, row: int) -> str:
         graph = self.graph
         return f"{graph.strings[graph.ops.module[row]] or 'the step'} ({graph.strings[graph.ops.name[row]]})"
-
-
-def operator(graph: StepGraph, row: int) -> str:
-    """An operation's operator without its namespace."""
-    name: str = graph.strings[graph.ops.name[row]]
-    return name.rpartition(".")[2]

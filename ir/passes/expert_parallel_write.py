@@ -11,12 +11,13 @@ from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, StepGraph
 from echograph.ir.passes.data_parallel_axes import axes_group
-from echograph.ir.passes.expert_parallel_places import Places, operator
+from echograph.ir.passes.expert_parallel_places import Places
 from echograph.ir.passes.expert_parallel_rules import Away, Choice, Load, Place, before
 from echograph.ir.passes.gradient_norm import overflow_flags, total_norms
 from echograph.ir.passes.rewrite_step import StepWriter
 from echograph.ir.passes.tensor_parallel_placement import Shard
 from echograph.ir.passes.tensor_parallel_rules import VIEWS
+from echograph.ir.passes.tensor_parallel_sharding import operator
 
 _KINDS = t.CollectiveKind
 _INDEX_BYTES = 8
@@ -148,7 +149,7 @@ class _Writer(StepWriter):
             return None
         moved = self._read(source, place, op)
         tensor = graph.tensors[index]
-        made = self.add_tensor(replace(tensor, shape=self.load.local(tensor.shape, wanted)), moved)
+        made = self.add_tensor(replace(tensor, shape=self.load.local(tensor.shape, wanted), port=False), moved)
         self.builder.compute(view.name, phase=op.phase, module=op.module, inputs=(moved,), outputs=(made,))
         return made
 
@@ -173,7 +174,7 @@ class _Writer(StepWriter):
                 row = self._permute("aten.cat", row, self._rows(tensor, place, received), op)
             row = self._exchange(row, tensor, place, max(sent, received), sent, op)
         if self.load.capacity_factor is not None:
-            row = self._permute("aten.index", row, tensor, op)
+            row = self._permute("aten.index", row, replace(tensor, port=False), op)
         return row
 
     def _counts(self, tensor: t.Tensor, place: Away) -> tuple[int, int]:
@@ -183,7 +184,7 @@ class _Writer(StepWriter):
     def _rows(self, tensor: t.Tensor, place: Away, rows: int) -> t.Tensor:
         dim = place.along.dim
         extents = (*tensor.shape[:dim], place.along.before * rows, *tensor.shape[dim + 1 :])
-        return replace(tensor, shape=extents)
+        return replace(tensor, shape=extents, port=False)
 
     def _permute(self, name: str, row: int, made: t.Tensor, op: t.Op) -> int:
         """Copies rows in another order: by position (`index`), or as slices between known ends (`cat`)."""
@@ -208,14 +209,14 @@ class _Writer(StepWriter):
     def _own_ends(self, index: int, place: Away, op: t.Op) -> int:
         """Ends of the groups of the rank's own experts: every rank tells how many rows it has for whom."""
         ends = self.graph.tensors[index]
-        local = replace(ends, shape=self.load.local(ends.shape, place))
+        local = replace(ends, shape=self.load.local(ends.shape, place), port=False)
         if self.load.capacity_factor is not None:  # known beforehand
             made = self.add_tensor(local, None)
             self.builder.compute(
                 "aten.arange", phase=op.phase, module=op.module, outputs=(made,), bytes_written=local.nbytes
             )
             return made
-        counts = replace(ends, name="counts", shape=(self.load.size, place.experts))
+        counts = replace(local, name="counts", shape=(self.load.size, place.experts))
         gathered = self.add_tensor(counts, None)
         self._collective(_KINDS.ALL_GATHER, ends, counts.nbytes, op, self.tensor(index), gathered, t.Payload.OTHER)
         copied = self.builder.copy(
@@ -235,7 +236,7 @@ class _Writer(StepWriter):
         ends = self.places.ends[index]
         counted = self._read(ends, Away(Shard(0), place.experts, rows=False), op)
         tensor = self.graph.tensors[index]
-        local = replace(tensor, shape=self.load.local(tensor.shape, place))
+        local = replace(tensor, shape=self.load.local(tensor.shape, place), port=False)
         made = self.add_tensor(local, None)
         self.builder.compute(
             "aten.repeat_interleave", phase=op.phase, module=op.module, inputs=(counted,), outputs=(made,),

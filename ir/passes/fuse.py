@@ -89,26 +89,36 @@ class _Finder:
                 self._close(kernel)
             return
         name = graph.strings[graph.ops.name[row]]
-        size = max((self._elements(i) for i in (*inputs, *outputs)), default=0)
-        fusible = self._is_plain(row) and (name in _POINTWISE or name in _REDUCTIONS)
-        joins = [kernel for kernel in read if fusible and size in (kernel.size, kernel.reduced)]
+        reduces = name in _REDUCTIONS
+        fusible = self._is_plain(row) and (name in _POINTWISE or reduces)
+        joins = [kernel for kernel in read if fusible and self._fits(kernel, row, reduces)]
         for kernel in read:
             if kernel not in joins:
                 self._close(kernel)
-        if not fusible or (name in _REDUCTIONS and not joins):
+        if not fusible or (reduces and not joins):
             return
-        kernel = self._merged(joins) if joins else _Kernel(size)
         if not joins:
-            self.found.append(kernel)
+            joins = [_Kernel(self._size(row))]
+            self.found += joins
+        kernel = self._merged(joins)
         kernel.rows.append(row)
         self.open[outputs[0]] = kernel
-        if name in _REDUCTIONS:
-            if not self._is_of_rows(inputs[0], outputs[0]) or kernel.reduced not in (
-                0,
-                self._elements(outputs[0]),
-            ):
-                self._close(kernel)
+        if reduces:
             kernel.reduced = self._elements(outputs[0])
+            if not self._is_of_rows(inputs[0], outputs[0]):
+                self._close(kernel)
+
+    def _size(self, row: int) -> int:
+        tensors = (*self.graph.ops.inputs.row(row), *self.graph.ops.outputs.row(row))
+        return max(map(self._elements, tensors))
+
+    def _fits(self, kernel: _Kernel, row: int, reduces: bool) -> bool:
+        """Whether an operation works on the same elements as a kernel, or on what is left of its rows."""
+        if not reduces:
+            return self._size(row) in (kernel.size, kernel.reduced)
+        (before, *_), (after,) = self.graph.ops.inputs.row(row), self.graph.ops.outputs.row(row)
+        again = self._is_of_rows(before, after) and kernel.reduced == self._elements(after)
+        return self._elements(before) == kernel.size and (not kernel.reduced or again)
 
     def _is_of_rows(self, before: int, after: int) -> bool:
         """Whether a reduction leaves one element of each row."""

@@ -42,7 +42,8 @@ class Pipeline:
         schedule: a name of `pipeline_schedules.SCHEDULES`.
         chunks: chunks of layers on each stage; more than one for "interleaved" only.
         layers: layers of each chunk in the order of the model; None splits evenly, and the first chunks take one
-            more where it does not divide.
+            more where it does not divide. The first may have 0, then it has the embedding alone, and so may the
+            last. `pipeline_stages.split_layers` makes them from Megatron-LM's options.
     """
 
     stages: int
@@ -56,16 +57,10 @@ class Pipeline:
 
         Raises:
             PlanError: the plan does not fit the schedule or the model, or the step combines values of several
-                stages in a way that a pipeline cannot, such as clipping by the norm of all gradients.
+                stages in a way that a pipeline cannot, as an optimizer kernel over all parameters would.
             UnknownNameError: no such schedule.
         """
-        if not 1 <= self.stages <= MAX_STAGES:
-            raise PlanError(f"{self.stages} pipeline stages: choose between 1 and {MAX_STAGES:,}")
-        if self.chunks < 1:
-            raise PlanError(f"{self.chunks} chunks a stage: give 1 or more")
-        check_schedule(self.schedule, self.stages, self.micro_batches, self.chunks)
-        if any(axis.name == AXIS for axis in graph.mesh):
-            raise PlanError("the graph has a pipeline already: give its step graph without one")
+        self._check(graph)
         placement = place(graph, self.stages * self.chunks, self.layers)
         Optimizer(graph, placement, self.stages).place()
         routes = route(graph, placement)
@@ -93,6 +88,15 @@ class Pipeline:
                 coordinates={AXIS: stage},
             )
         return builder.build(JobGraph)
+
+    def _check(self, graph: StepGraph) -> None:
+        if not 1 <= self.stages <= MAX_STAGES:
+            raise PlanError(f"{self.stages} pipeline stages: choose between 1 and {MAX_STAGES:,}")
+        if self.chunks < 1:
+            raise PlanError(f"{self.chunks} chunks a stage: give 1 or more")
+        check_schedule(self.schedule, self.stages, self.micro_batches, self.chunks)
+        if any(axis.name == AXIS for axis in graph.mesh):
+            raise PlanError("the graph has a pipeline already: give its step graph without one")
 
     def _groups(self, graph: StepGraph, placement: Placement, builder: GraphBuilder) -> dict[int, int | None]:
         """The group of every gradient that several chunks have a share of.

@@ -123,7 +123,8 @@ def _split(names: list[str], chunks: int, layers: tuple[int, ...] | None) -> dic
         least, more = divmod(len(names), chunks)
         layers = tuple(least + (chunk < more) for chunk in range(chunks))
     ends = min(layers[0], layers[-1]) if layers else -1
-    if len(layers) != chunks or sum(layers) != len(names) or ends < 0 or min(layers[1:-1], default=1) < 1:
+    middle = min(layers[1:-1], default=1)
+    if len(layers) != chunks or sum(layers) != len(names) or not names or ends < 0 or middle < 1:
         given = ", ".join(map(str, layers))
         raise PlanError(
             f"layers ({given}): give {chunks} numbers of 1 or more, 0 at the ends alone, that add up to the "

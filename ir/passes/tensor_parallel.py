@@ -16,6 +16,19 @@ With sequence parallelism what was whole between the layers is shared along the 
 reduce-scattered, and inputs of column-parallel layers all-gathered, again in the backward pass for the weight
 gradients (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, section
 4.2.2). A gather starts when what reads it is next, so gathers are hidden less than Megatron hides them.
+
+Where keys and values have fewer heads than there are ranks, the weights are divided evenly all the same, as in
+megatron-core (`SelfAttention.get_query_key_value_tensors`): outputs are all-gathered, and each rank takes the one
+head that its queries need. In the backward pass gradients are reduce-scattered, which adds up those of ranks with
+the same head. So no weight is held twice, and no weight gradient reduced. Megatron gathers the queries, too, which
+stand between the keys in its fused weight; here they stay where they are.
+
+Experts share their hidden channels (expert tensor parallelism), the router is whole. Their summands are weighted
+and added up by token before they are reduced, as with Megatron's all-gather dispatcher. Where the last product
+has a bias, rows are reduced before it is added: one for each expert that a token goes to.
+
+Clipping by norm, and the overflow flag of fp16: see `gradient_norm`. Norms are those of the first rank, which
+counts also what every rank holds. What is recomputed is shared, and communicates, as the forward pass does.
 """
 
 from __future__ import annotations

@@ -124,8 +124,13 @@ def borrow_memory(relative: DeviceProfile | None, facts: DeviceFacts) -> dict[st
 
 
 def borrow_grouped(relative: DeviceProfile | None, facts: DeviceFacts) -> GroupedModel:
-    """A relative's groups; without one, groups cost the sum of their products."""
+    """A relative's groups; without one, groups cost the sum of their products.
+
+    A factor below 1 is not lent: it says that the relative's single products are taken as too slow, not that
+    grouping makes products faster.
+    """
     if relative is None:
         ones = {"forward": 1.0, "input_gradient": 1.0, "weight_gradient": 1.0}
         return GroupedModel(label=scaled_label("assumed: the sum of the products"), scale=ones)
-    return msgspec.structs.replace(relative.grouped, label=scaled_label(f"scaled from {facts.relative}"))
+    scale = {name: max(1.0, factor) for name, factor in relative.grouped.scale.items()}
+    return GroupedModel(label=scaled_label(f"scaled from {facts.relative}"), scale=scale)

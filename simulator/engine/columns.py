@@ -83,20 +83,24 @@ def run(tasks: TaskGraph, order: Int32, columns: Columns, record: int = NONE) ->
         columns: how they differ.
         record: the column whose start times are wanted; -1 for none.
     """
-    count = columns.factor.shape[1]
-    deps = np.asarray(tasks.deps.values, np.int32)
-    slot, slots = np.full(len(tasks), NONE, np.int32), 0
+    # One layout and one type each, or the compiler would start again.
+    factor = np.ascontiguousarray(columns.factor, np.float64)
+    count = factor.shape[1]
+    kind, place, places, deps = (
+        np.ascontiguousarray(values, np.int32)
+        for values in (columns.kind, columns.place, columns.places, tasks.deps.values)
+    )
+    slot = np.full(len(tasks), NONE, np.int32)
     uses = np.bincount(deps, minlength=len(tasks)).astype(np.int32)
-    slots = _SLOTS(order, tasks.deps.offsets, deps, uses, slot)
+    slots = int(_SLOTS(order, tasks.deps.offsets, deps, uses, slot))
     end, waited = (np.zeros((tasks.resources, count), np.int64) for _ in range(2))
     start, duration = (np.zeros(len(tasks) if record >= 0 else 0, np.int64) for _ in range(2))
     members = np.bincount(tasks.join[tasks.join != NONE], minlength=1).astype(np.int32)
-    same = (columns.factor == 1.0).all(axis=1)
-    varies = (tasks.lane == DEVICE) & (tasks.join == NONE) & (columns.place == NONE) & (columns.jitter > 0)
+    same = (factor == 1.0).all(axis=1)
+    varies = (tasks.lane == DEVICE) & (tasks.join == NONE) & (place == NONE) & (columns.jitter > 0)
     _SWEEP(
         *(order, tasks.resource, tasks.duration, tasks.deps.offsets, deps, tasks.join, members, slot),
-        *(columns.kind, columns.factor, same, columns.place, columns.places),
-        *(varies, columns.jitter, np.uint64(columns.seed), record),
+        *(kind, factor, same, place, places, varies, float(columns.jitter), np.uint64(columns.seed), record),
         *(np.zeros((max(1, slots), count), np.int64), np.zeros((max(1, int(members.max())), count), np.int64)),
         *(end, waited, start, duration),
     )

@@ -178,7 +178,7 @@ def test_without_overlap_gradients_are_reduced_at_once_after_backward() -> None:
         assert bucket[0] > max(i for i, n in enumerate(found) if n in ("aten.mm", "aten.embedding_backward"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     ranks=st.integers(1, 9),
     micro_batches=st.integers(1, 3),
@@ -220,6 +220,25 @@ def test_any_plan_conserves_work_and_reduces_every_gradient(
 def test_other_stages_are_refused(zero: int) -> None:
     with pytest.raises(PlanError, match="choose 0, 1 or 2"):
         DataParallel(replicas=2, zero=zero)(layered_step(1))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_gradients_add_up_before_their_bucket_is_reduced(zero: int, stages: int) -> None:
+    step = fold(layered_step(LAYERS))
+    if stages > 1:
+        job = DataParallel(replicas=8, zero=zero)(Pipeline(stages=stages, micro_batches=3)(step))
+    else:
+        job = DataParallel(replicas=8, zero=zero, micro_batches=3)(step)
+    written: Counter[int] = Counter()
+    for program in range(stages):
+        for op, micro_batch in run(job, program):
+            if op.name == "aten.add_":
+                written[micro_batch] += op.bytes_written
+            if ".bucket_" in op.name:
+                assert [job.ops[d].name for d in op.deps].count("aten.add_") == len(op.inputs)
+                assert micro_batch == 2
+    assert written == {1: PARAMETERS * PARAMETER_BYTES, 2: PARAMETERS * PARAMETER_BYTES}
 
 
 # -- axes beside dp ----------------------------------------------------------------------------------------------
@@ -309,7 +328,7 @@ def test_interleaved_chunks_are_each_a_root() -> None:
     assert sum(names(job, p).count("fsdp.begin") for p in range(2)) == 5
 
 
-# -- scalars of all gradients --------------------------------------------------------------------------------------
+# -- scalars of all gradients ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -323,6 +342,7 @@ def clipped() -> StepGraph:
     return compile_entry(entry, StepSpec(dtype="fp16", clip_grad_norm=1.0), batch_size=1, seq_len=64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "axes"),
     [
@@ -349,6 +369,7 @@ def test_the_norm_and_the_overflow_of_shards_are_completed(
     assert found[norm + 2].endswith(".wait") == bool(axes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["aten._foreach_norm", "aten._fused_adamw_"])
 def test_the_optimizer_of_fp16_works_on_shards(clipped: StepGraph, name: str) -> None:
     job = DataParallel(replicas=8, zero=1)(clipped)

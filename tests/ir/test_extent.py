@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -29,12 +30,9 @@ def views(draw: st.DrawFn) -> tuple[Place, Shape, Shape]:
     dim = draw(st.integers(0, len(shape) - 1))
     before = draw(st.sampled_from([1, 2, 3]))
     source = (*shape[:dim], before * SIZE * shape[dim], *shape[dim + 1 :])
-    factors = [e for i, e in enumerate(source) if i != dim] if draw(st.booleans()) else list(source)
-    cuts = draw(st.sets(st.integers(1, len(source)), max_size=len(source)))
-    flat = [before, SIZE, shape[dim]]
-    factors = [*source[:dim], *flat, *source[dim + 1 :]]
-    edges = sorted({0, len(factors), *cuts})
-    target = tuple(prod(factors[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+    factors = [*source[:dim], before, SIZE, shape[dim], *source[dim + 1 :]]
+    edges = sorted({0, len(factors), *draw(st.sets(st.integers(1, len(factors) - 1)))})
+    target = tuple(prod(factors[a:b]) for a, b in pairwise(edges))
     return Place(dim, before), source, target
 
 

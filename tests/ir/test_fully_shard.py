@@ -15,7 +15,7 @@ from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import fold
 from echograph.ir.passes.fully_shard import FullyShard
-from echograph.ir.types import CollectiveKind, DType, OpKind, Phase
+from echograph.ir.types import CollectiveKind, DType, Op, OpKind, Phase
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import Host
 from echograph.simulator.simulate import simulate
@@ -35,6 +35,11 @@ def executed(job: JobGraph) -> list[str]:
         for block, begin, end, instance, _ in job.programs[0].calls.tolist()
         for op in range(begin, end)
     ]
+
+
+def ran(job: JobGraph) -> list[Op]:
+    calls = job.programs[0].calls.tolist()
+    return [job.ops[op] for _, begin, end, _, _ in calls for op in range(begin, end)]
 
 
 def collectives(job: JobGraph) -> Counter[tuple[str, int, str]]:
@@ -117,8 +122,28 @@ def test_forward_and_backward_work_is_what_it_was() -> None:
 def test_every_micro_batch_gathers_and_reduces() -> None:
     once, thrice = collectives(lower()), collectives(lower(micro_batches=3))
     assert thrice == {key: 3 * count for key, count in once.items()}
+    adds = [op.bytes_written for op in ran(lower(micro_batches=3)) if op.name == "aten.add_"]
+    assert sum(adds) == 2 * (2 * LAYERS + 1) * PARAMETER_BYTES // 16
     names = executed(lower(micro_batches=3))
     assert names.count("aten._fused_adam_ root") == 1
+
+
+def test_whole_gradients_may_add_up_and_be_reduced_once() -> None:
+    job = lower(micro_batches=3, reduce_every_micro_batch=False)
+    once = collectives(lower())
+    assert collectives(job) == {
+        key: (3 if key[0] == "ALL_GATHER" else 1) * count for key, count in once.items()
+    }  # fmt: skip
+    adds = [op.bytes_written for op in ran(job) if op.name == "aten.add_"]
+    assert sum(adds) == 2 * (2 * LAYERS + 1) * PARAMETER_BYTES
+
+
+def test_ranks_that_share_no_copy_only_reduce_among_copies() -> None:
+    found = collectives(lower(shard=1))
+    assert found == {
+        ("ALL_REDUCE", 2 * PARAMETER_BYTES, "fp32"): LAYERS,
+        ("ALL_REDUCE", PARAMETER_BYTES, "fp32"): 1,
+    }
 
 
 @pytest.mark.parametrize("options", [{"shard": 3}, {"shard": 0}, {"replicas": 0}, {"micro_batches": 0}])
@@ -144,6 +169,7 @@ def fsdp2(model: str, changes: dict[str, int], ranks: int, seq_len: int | None) 
         ("gpt2", 64),
         pytest.param("t5-small", 64, marks=pytest.mark.slow),
         pytest.param("vit-b-16", 64, marks=pytest.mark.slow),
+        pytest.param("mixtral-8x7b", 64, marks=pytest.mark.slow),
         pytest.param("bert-base-uncased", 64, marks=pytest.mark.slow),
         pytest.param("llama-3.2-1b", 1024, marks=pytest.mark.slow),
         pytest.param("gpt2", 1024, marks=pytest.mark.slow),

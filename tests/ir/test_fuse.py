@@ -107,19 +107,14 @@ def test_other_passes_take_it_on() -> None:
         FullyShard(replicas=4, micro_batches=2)(graph),
         DataParallel(replicas=4)(Pipeline(stages=2, micro_batches=2)(graph)),
     ):
-        fused = [op for op in ran(job) if op.name.startswith("fused.")]
-        assert len(fused) == 2 * sum(op.name.startswith("fused.") for op in ran(graph))
+        for phase in (Phase.BACKWARD, Phase.RECOMPUTE):  # of forward, a pipeline repeats some on every stage
+            ours, theirs = (
+                sum(op.phase == phase and op.name.startswith("fused.") for op in ran(g)) for g in (graph, job)
+            )
+            assert theirs == 2 * ours > 0
 
 
 # -- against inductor --------------------------------------------------------------------------------------
-
-
-def chain(x: Tensor, w: Tensor) -> Tensor:
-    return torch.relu(x * w + x)
-
-
-def norm(x: Tensor, w: Tensor) -> Tensor:
-    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
 def gated(x: Tensor, w: Tensor) -> Tensor:
@@ -141,17 +136,18 @@ class Of(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with a C++ compiler")
-@pytest.mark.parametrize("function", [chain, norm, gated, around_a_product])
+@pytest.mark.parametrize("function", [gated, around_a_product])
 def test_kernels_are_as_many_as_inductors(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """With their sum, the loss. (Norms are left out: for a CPU inductor counts the loops within one kernel.)"""
     from torch._inductor import metrics
 
     metrics.reset()
     with torch.no_grad():
-        torch.compile(function, fullgraph=True)(torch.randn(64, 64), torch.ones(64))
+        torch.compile(lambda x, w: function(x, w).sum(), fullgraph=True)(torch.randn(64, 64), torch.ones(64))
     theirs = metrics.generated_kernel_count
     with capture_mode():
         module, x = Of(function), torch.randn(64, 64)
     spec = StepSpec(dtype="fp32")
     graph = Fuse()(lower(capture(module, (x,), lambda y: y.sum(), spec), spec, name="small"))
     kernels = [op for op in graph.ops if op.phase == Phase.FORWARD and op.bytes_written and "mm" not in op.name]
-    assert len(kernels) - 1 == theirs  # the sum that makes it a loss
+    assert len(kernels) == theirs

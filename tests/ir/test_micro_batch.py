@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,14 +30,18 @@ def step() -> Step:
     """Captured steps of two layers, each once."""
     known: dict[tuple[object, ...], StepGraph] = {}
 
-    def get(name: str, batch: int, attention: str | None = None, **spec: object) -> StepGraph:
+    def get(name: str, batch: int, attention: str | None = None, **spec: Any) -> StepGraph:
         key = (name, batch, attention, *spec.items())
         if key not in known:
             entry = get_model(name)
             entry = entry.with_config(**{k: 2 for k in DEPTHS if k in entry.config})
             length = None if name in IMAGES else 64
             known[key] = compile_entry(
-                entry, StepSpec(**spec), batch_size=batch, seq_len=length, attention=attention  # type: ignore[arg-type]
+                entry,
+                StepSpec(**spec),
+                batch_size=batch,
+                seq_len=length,
+                attention=attention,
             )
         return known[key]
 

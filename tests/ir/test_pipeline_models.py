@@ -26,6 +26,11 @@ CASES = [
     ("llama-3-8b", Pipeline(stages=2, micro_batches=4), 0),
     ("llama-3-8b", Pipeline(stages=3, micro_batches=3), 0),
     ("t5-small", Pipeline(stages=2, micro_batches=2), 32128 * 512),
+    # The embedding of encoder, decoder and head is on three stages.
+    ("t5-small", Pipeline(stages=4, micro_batches=4, schedule="zb-h1", layers=(4, 3, 3, 2)), 2 * 32128 * 512),
+    ("vit-b-16", Pipeline(stages=4, micro_batches=4, schedule="zb-h1"), 0),
+    ("vit-b-16", Pipeline(stages=3, micro_batches=3, schedule="interleaved", chunks=4), 0),
+    pytest.param("deepseek-v3", Pipeline(stages=4, micro_batches=4, schedule="zb-h1"), 0, marks=pytest.mark.slow),
 ]
 
 

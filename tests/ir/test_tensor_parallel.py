@@ -241,13 +241,6 @@ def test_a_step_is_not_shared_twice(step: Step) -> None:
         TensorParallel(size=2)(TensorParallel(size=2)(step("gpt2")))
 
 
-def test_clipping_by_norm_is_refused() -> None:
-    entry = get_model("gpt2").with_config(n_layer=1)
-    clipped = compile_entry(entry, StepSpec(clip_grad_norm=1.0), batch_size=1, seq_len=POSITIONS)
-    with pytest.raises(PlanError, match="clipping gradients"):
-        TensorParallel(size=2)(clipped)
-
-
 def test_a_plan_of_the_user_replaces_the_known_one(step: Step) -> None:
     plan = {k: v for k, v in PLAN.items() if ".mlp." in k}
     local = TensorParallel(size=2, plan=plan)(step("gpt2"))

@@ -1,9 +1,9 @@
 """What torch's own parallel wrappers compute and communicate: a fake process group and fake tensors.
 
 Run as a program, since it makes default process groups: the argument is a JSON object with `model`, `changes` (of
-its configuration), `ranks`, `tensor` (ranks of a tensor-parallel group), `positions` and `plans`; each plan is "tp",
-"tp_sp", "fsdp_tp" or "ddp". For each it prints one line with the plan, matrix products by their extents (m, k, n) and
-collectives as (kind, ranks of the group, bytes of the larger buffer, type), counted.
+its configuration), `ranks`, `tensor` (ranks of a tensor-parallel group), `positions` and `plans`; each plan is
+"tp", "tp_sp", "fsdp_tp" or "ddp". For each it prints one line with the plan, matrix products by their extents
+(m, k, n) and collectives as (kind, ranks of the group, bytes of the larger buffer, type), counted.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ class Conv1D(ParallelStyle):
             module,
             device_mesh,
             share,
-            lambda m, i, mesh: style._prepare_input_fn(style.input_layouts, style.desired_input_layouts, m, i, mesh),
+            lambda m, i, mesh: style._prepare_input_fn(
+                style.input_layouts, style.desired_input_layouts, m, i, mesh
+            ),
             lambda m, o, mesh: style._prepare_output_fn(style.output_layouts, style.use_local_output, m, o, mesh),
         )
 
@@ -271,7 +273,7 @@ def main() -> None:
     case = json.loads(sys.argv[1])
     for plan in case["plans"]:
         found = run(case, plan)
-        rows = [[list(key) + [n] for key, n in counts.items()] for counts in (found.products, found.collectives)]
+        rows = [[[*key, n] for key, n in counts.items()] for counts in (found.products, found.collectives)]
         print(json.dumps([plan, *rows]))
 
 

@@ -3,8 +3,8 @@
     python torch_pipelining.py '{"model": "gpt2", "layers": 8, "schedule": "1f1b", "stages": 4, "chunks": 1,
                                  "micro_batches": 8, "world": 64}'
 
-prints for each stage, in order: ["F" | "B" | "I" | "W", chunk, micro-batch, FLOPs] for forward, backward, backward
-of inputs, backward of weights; ["send" | "recv", peer stage, bytes] for each message.
+prints for each stage, in order: ["F" | "B" | "I" | "W", chunk, micro-batch, FLOPs of matrix products] for forward,
+backward, backward of inputs, backward of weights; ["send" | "recv", peer stage, bytes] for each message.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def record(stage: PipelineStage, chunk: int, log: list[list[Any]]) -> None:
         def run(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
             with FlopCounterMode(display=False) as counter:
                 made = inner(micro_batch, *args, **kwargs)
-            log.append([letter(kwargs), chunk, micro_batch, counter.get_total_flops()])
+            counts = {str(op): n for op, n in counter.get_flop_counts().get("Global", {}).items()}
+            products = sum(counts.get(op, 0) for op in ("aten.mm", "aten.addmm"))
+            log.append([letter(kwargs), chunk, micro_batch, products])
             return made
 
         setattr(stage, name, run)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import Phase as HypothesisPhase
 from hypothesis import strategies as st
 
 from echograph.cli.lowering import lower
@@ -82,7 +83,7 @@ def plans(draw: st.DrawFn) -> tuple[str, Plan]:
         pp=pp,
         vpp=vpp,
         cp=cp,
-        cp_method=draw(st.sampled_from(["ring", "all-to-all"])),
+        cp_method=draw(st.sampled_from(["ring", "all-to-all"] if tp * cp <= HEADS else ["ring"])),
         ep=ep,
         zero=zero,
         hsdp_replicas=draw(st.sampled_from([1, dp])) if zero == 3 else 1,
@@ -97,6 +98,7 @@ def plans(draw: st.DrawFn) -> tuple[str, Plan]:
 few = settings(
     max_examples=15,
     deadline=None,
+    phases=(HypothesisPhase.explicit, HypothesisPhase.generate),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 many = settings(few, max_examples=400)
@@ -120,8 +122,10 @@ def check(graph: StepGraph, plan: Plan) -> None:
     job = lower(graph, plan, CLUSTER)
     assert job.world_size == plan.gpus
     assert plan.global_batch is not None
+    # Experts' routers are not divided: ranks that hold the whole sequence all route it.
+    again = 0 if plan.sequence_parallel else plan.tp - 1
     passes = plan.global_batch / graph.workload.batch_size
-    assert work(job) == pytest.approx(passes * (flops(graph) + (plan.tp - 1) * flops(graph, "*.gate")))
+    assert work(job) == pytest.approx(passes * (flops(graph) + again * flops(graph, "*.gate")))
     assert parameters(job) == own_bytes(graph, TensorRole.PARAMETER)
     assert sent(job) == received(job)
     agree(job)
@@ -134,7 +138,7 @@ def model_ops(graph: StepGraph | JobGraph, program: Program) -> np.ndarray:
 
 
 def flops(graph: StepGraph, modules: str = "*") -> float:
-    """Forward and backward FLOPs of a step, or of some of its modules; every tensor-parallel rank routes alike."""
+    """Forward and backward FLOPs of a step, or of some of its modules."""
     rows = model_ops(graph, graph.programs[0])
     fits = np.array([fnmatchcase(name, modules) for name in graph.strings])[graph.ops.module[rows]]
     return float(graph.ops.flops[rows][fits].sum())

@@ -14,7 +14,8 @@ from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import DType, Phase, TensorRole
 from echograph.simulator.memory import Memory, Runtime, largest_memory, memory
-from echograph.simulator.memory_lifetimes import Lifetimes, Memories
+from echograph.simulator.memory_kinds import Memories
+from echograph.simulator.memory_lifetimes import Lifetimes
 from echograph.simulator.memory_usage import Usage
 
 GIB = 2**30

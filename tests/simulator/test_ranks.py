@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from layered import layered_step, timed
 
-from echograph.errors import PlanError, SimulationError
+from echograph.errors import PlanError, SimulationError, UsageError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph
+from echograph.ir.passes import unfold_ranks
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import fold
 from echograph.ir.passes.fully_shard import FullyShard
@@ -184,9 +185,36 @@ def test_simulate_answers_with_every_rank() -> None:
 
 def test_ranks_that_are_not_there_are_refused() -> None:
     job, tasks = expanded(data_parallel(replicas=8))
-    for slow in ({8: 1.1}, {0: 0.0}, {-1: 2.0}):
-        with pytest.raises(SimulationError, match="below 8"):
-            run_every_rank(job, tasks, EveryRank(slow=slow))
+    for rank in (8, -1):
+        with pytest.raises(SimulationError, match=f"no rank {rank} .* from 0 to 7"):
+            run_every_rank(job, tasks, EveryRank(slow={rank: 1.1}))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"slow": {0: 0.0}}, {"slow": {0: 1e9}}, {"jitter": -0.1}, {"jitter": float("nan")}, {"seed": -1}]
+)
+def test_numbers_out_of_range_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=": give a"):
+        EveryRank(**wrong)
+
+
+def test_a_step_beyond_the_clock_is_refused() -> None:
+    job, tasks = expanded(data_parallel(replicas=2))
+    days = replace(tasks, duration=tasks.duration + 2**63 // (500 * len(tasks)))
+    with pytest.raises(SimulationError, match="more than 107 days"):
+        run_every_rank(job, days, EveryRank(slow={0: 600.0}))
+
+
+def test_the_event_engine_runs_roles_only() -> None:
+    job = timed(data_parallel(replicas=8), CLUSTER.device, 30 * US)
+    with pytest.raises(UsageError, match="engine 'reference' simulates roles"):
+        simulate(job, CLUSTER, HOST, engine="reference", ranks=EveryRank())
+
+
+def test_what_is_too_large_is_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unfold_ranks, "MAX_CALLS", 50)
+    with pytest.raises(PlanError, match=r"8 ranks with .* at most 50"):
+        UnfoldRanks()(data_parallel(replicas=8, micro_batches=5))
 
 
 def test_a_job_that_lists_its_ranks_is_refused() -> None:

@@ -24,7 +24,7 @@ def lower(graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster) -> JobGraph
     _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
     graph = share(prepare(graph, plan), plan)
     count = micro_batches(plan, ranks, graph.workload.batch_size)
-    job = _replicate(graph, plan, ranks // plan.ep, count)
+    job = _replicate(graph, plan, ranks // plan.expert_ranks, count)
     if plan.mesh_order != Plan().mesh_order:
         from echograph.ir.passes.mesh_order import MeshOrder
 
@@ -44,7 +44,7 @@ def _as_it_is(graph: JobGraph, plan: Plan) -> JobGraph:
 
 
 def prepare(graph: StepGraph, plan: Plan) -> StepGraph:
-    """The step that one rank would run alone: its batch, its types, and what it computes again."""
+    """The step that one rank would run alone: its batch, and what it computes again."""
     if plan.micro_batch not in (None, graph.workload.batch_size):
         from echograph.ir.passes.micro_batch import MicroBatch
 
@@ -54,16 +54,12 @@ def prepare(graph: StepGraph, plan: Plan) -> StepGraph:
 
         every = int(plan.recompute) if plan.recompute.isdigit() else 1
         policy = "full" if plan.recompute.isdigit() else plan.recompute.replace("-", "_")
-        graph = Recompute(policy=policy, every=every)(graph)
-    if plan.precision or plan.grad_dtype:
-        from echograph.ir.passes.precision import Precision
-
-        graph = Precision(dtype=plan.precision or None, grad_dtype=plan.grad_dtype or None)(graph)
+        graph = Recompute(policy=policy, every=every, early_stop=plan.recompute_early_stop)(graph)
     return graph
 
 
 def share(graph: StepGraph, plan: Plan) -> StepGraph:
-    """The step of one of the ranks that share it."""
+    """The step of one of the ranks that share it, in its types: products are scaled as each rank has them."""
     if plan.tp > 1:
         graph = tensor_parallel(plan)(graph)
     if plan.cp > 1:
@@ -74,8 +70,15 @@ def share(graph: StepGraph, plan: Plan) -> StepGraph:
         from echograph.ir.passes.expert_parallel import ExpertParallel
 
         graph = ExpertParallel(
-            size=plan.ep, capacity_factor=plan.capacity_factor, imbalance=plan.expert_imbalance
+            size=plan.ep,
+            capacity_factor=plan.capacity_factor,
+            imbalance=plan.expert_imbalance,
+            across=("cp",) if plan.shares_experts_over_cp else (),
         )(graph)
+    if plan.precision or plan.grad_dtype:
+        from echograph.ir.passes.precision import Precision
+
+        graph = Precision(dtype=plan.precision or None, grad_dtype=plan.grad_dtype or None)(graph)
     return graph
 
 

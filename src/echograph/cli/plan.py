@@ -44,6 +44,7 @@ class PlanOptions(TypedDict, total=False):
     micro_batch: int | None
     global_batch: int | None
     recompute: str
+    recompute_early_stop: bool | None
     precision: str
     grad_dtype: str
     mesh_order: str
@@ -97,6 +98,11 @@ class Plan:
         "none",
         f"Activations computed again in backward: {', '.join(get_args(Recompute))}, or N: all of every Nth layer.",
     )
+    recompute_early_stop: bool | None = _option(
+        None,
+        "Recompute only until backward has what it needs, as PyTorch does; Megatron-LM runs all of it.",
+        "yes; no with selective",
+    )
     precision: str = _option("", f"{', '.join(get_args(Precision))}.", "as the graph was compiled")
     grad_dtype: str = _option(
         "", f"Type in which gradients add up: {', '.join(get_args(GradDType))}.", "their own"
@@ -111,6 +117,16 @@ class Plan:
     def model_ranks(self) -> int:
         """Ranks that hold one copy of the model and work on one micro-batch."""
         return self.tp * self.cp * self.pp
+
+    @property
+    def shares_experts_over_cp(self) -> bool:
+        """Whether context-parallel ranks share the experts, too, as Megatron-Core folds the two axes."""
+        return self.cp > 1 and self.ep % self.cp == 0
+
+    @property
+    def expert_ranks(self) -> int:
+        """Data-parallel ranks that share the experts of a layer."""
+        return self.ep // self.cp if self.shares_experts_over_cp else self.ep
 
     @property
     def given(self) -> dict[str, Any]:
@@ -221,7 +237,7 @@ def spread(plan: Plan, node: int, most: int, where: str) -> tuple[int, int]:
     Raises:
         UsageError: the sizes do not multiply to the number of GPUs; names the nearest that would.
     """
-    model, at_once = plan.model_ranks, plan.model_ranks * plan.ep * plan.hsdp_replicas
+    model, at_once = plan.model_ranks, plan.model_ranks * plan.expert_ranks * plan.hsdp_replicas
     gpus = plan.gpus or (model * plan.dp if plan.dp else max(node, at_once) // at_once * at_once)
     if gpus > most:
         raise UsageError(f"--gpus {gpus}: cluster {where} has 1 to {most} GPUs")
@@ -236,13 +252,13 @@ def spread(plan: Plan, node: int, most: int, where: str) -> tuple[int, int]:
             f"--dp {plan.dp}: {gpus} GPUs{f' with {sizes}' if sizes else ''} leave {replicas} data-parallel "
             f"ranks: give --dp {replicas}, or --gpus {model * plan.dp}"
         )
-    for name in ("ep", "hsdp_replicas"):
-        size = getattr(plan, name)
+    for name, size in (("ep", plan.expert_ranks), ("hsdp_replicas", plan.hsdp_replicas)):
         if replicas % size:
-            fitting = [n for n in range(1, replicas + 1) if replicas % n == 0]
-            near = sorted(fitting, key=lambda n: abs(n - size))[:2]
+            fold = getattr(plan, name) // size
+            fitting = [n * fold for n in range(1, replicas + 1) if replicas % n == 0]
+            near = sorted(fitting, key=lambda n: abs(n - getattr(plan, name)))[:2]
             raise UsageError(
-                f"{option_name(name)} {size}: does not divide the {replicas} data-parallel ranks: "
+                f"{option_name(name)} {getattr(plan, name)}: does not divide the {replicas} data-parallel ranks: "
                 f"choose {' or '.join(map(str, sorted(near)))}"
             )
     return gpus, replicas

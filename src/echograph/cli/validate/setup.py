@@ -41,6 +41,10 @@ NO_OVERLAP = ("vtrainM", "vtrainS", "bloom", "kor22", "sc21t2", "mlm2009")
 """Families whose trainer (Megatron-LM and Megatron-DeepSpeed before 2023) reduces gradients after backward."""
 
 
+STOPS_EARLY = ("titan", "mpt")
+"""Families whose recomputation is PyTorch's own; Megatron-LM's runs the whole layer again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """What a row is simulated as.
@@ -159,6 +163,7 @@ def _plan(row: Row, precision: str, assumed: list[str]) -> Plan:
         reshard_after_forward=False if "SHARD_GRAD_OP" in row.text("zero_stage") else None,
         overlap_grad_reduce=row.family not in NO_OVERLAP,
         recompute=recompute,
+        recompute_early_stop=row.family in STOPS_EARLY,
         precision=precision,
         micro_batch=row.number("micro_batch"),
         global_batch=row.number("global_batch"),
