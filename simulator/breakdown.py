@@ -55,7 +55,7 @@ def breakdown(job: JobGraph, timeline: Timeline, program: int) -> Breakdown:
     layers.append(mine & (timeline.lane == Lane.HOST) & (timeline.duration > 0))
     covered = _cover(timeline, layers, timeline.makespan)
     idle = timeline.makespan - sum(covered)
-    staged = any(k in (OpKind.SEND, OpKind.RECV) for k in np.unique(kind[mine]))
+    staged = "pp" in {axis.name for axis in job.mesh} or (not job.mesh and _sends(kind[mine]))
     return Breakdown(
         compute=covered[0],
         exposed_communication=dict(zip(labels, covered[1:-1], strict=True)),
@@ -63,6 +63,11 @@ def breakdown(job: JobGraph, timeline: Timeline, program: int) -> Breakdown:
         bubble=idle if staged else 0,
         wait=0 if staged else idle,
     )
+
+
+def _sends(kinds: npt.NDArray[np.int8]) -> bool:
+    """An imported job names no axes: who sends is taken for a pipeline's stage."""
+    return bool(np.isin(kinds, (OpKind.SEND, OpKind.RECV)).any())
 
 
 def _labels(job: JobGraph) -> list[str]:

@@ -12,12 +12,12 @@ from math import sqrt
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Int64
+from echograph.ir.columns import NONE
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Timeline
-from echograph.ir.types import Attention, Convolution, Gemm
 from echograph.simulator import engine as engines
-from echograph.simulator.durations import COMMUNICATIONS, Durations
+from echograph.simulator.durations import Durations
+from echograph.simulator.families import family_of
 from echograph.simulator.host import Host
 from echograph.simulator.tasks import DEVICE, TaskGraph
 
@@ -56,20 +56,9 @@ def interval(job: JobGraph, tasks: TaskGraph, times: Durations, host: Host, time
 
 def _families(job: JobGraph, times: Durations, host: Host) -> np.ndarray:
     """For each family, the relative error of every operation and of the host, 0 for those of other families."""
-    family = np.append(_family_of(job), NONE)
+    family = np.append(family_of(job)[0], NONE)
     spread = np.append(np.where(times.picoseconds > 0, times.spread, 0.0), 0.0)
     errors = [np.where(family == which, spread, 0.0) for which in np.unique(family[spread > 0])]
     if host.spread and host.op_ps:
         errors.append(np.where(family == NONE, host.spread, 0.0))
     return np.array(errors).reshape(-1, len(family))
-
-
-def _family_of(job: JobGraph) -> Int64:
-    """Matrix products, attention, convolutions, other kernels, and the communications of each group."""
-    ops = job.ops
-    kinds = (Gemm, Attention, Convolution)
-    of_attribute = [next((i for i, k in enumerate(kinds) if isinstance(a, k)), 3) for a in ops.attribute_values]
-    family = np.array([*of_attribute, 3])[ops.attributes].astype(np.int64)
-    communicates = np.isin(ops.kind, COMMUNICATIONS)
-    family[communicates] = 4 + ops.group[communicates]
-    return family

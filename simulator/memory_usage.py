@@ -130,7 +130,7 @@ class Usage:
         """Runs the step through an allocator; False if that is out of memory, None if the step is too long.
 
         Between the micro-batches that fill the program and those that drain it, all do the same: as many of
-        either are run as are ever under way at once, and one more.
+        either are run as are ever under way at once, and one more. A second step finds all it needs.
 
         Args:
             allocator: a fresh one.

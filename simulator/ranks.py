@@ -37,6 +37,7 @@ class EveryRank:
         slow: rank -> factor on the durations of its kernels (1.1: a tenth slower).
         jitter: relative standard deviation of every kernel's duration, independent and nearly normal.
         seed: of the jitter; the same seed gives the same step.
+        draws: simulations with seeds that follow `seed`, for percentiles of the step time.
 
     Raises:
         UsageError: a factor, the jitter or the seed is out of range.
@@ -45,6 +46,7 @@ class EveryRank:
     slow: Mapping[int, float] = field(default_factory=dict)
     jitter: float = 0.0
     seed: int = 0
+    draws: int = 1
 
     def __post_init__(self) -> None:
         for rank, factor in self.slow.items():

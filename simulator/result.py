@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from echograph.ir.timeline import Timeline
 from echograph.simulator.breakdown import Breakdown
+from echograph.simulator.goodput import Goodput
 from echograph.simulator.memory import Memory
 from echograph.simulator.ranks import RankTimes
 from echograph.units import to_s
@@ -29,6 +32,7 @@ class Result:
         model_flops: forward and backward FLOPs of a rank on average, recomputation not counted.
         peak_flops_per_s: the device's dense peak for the model's type; 0 where unknown.
         breakdown: where the time goes, for the program that ends last.
+        limits: kind of work -> picoseconds on the critical path, the derivative of the step by it.
         memory: of the program that needs most; None where the graph has no tensors.
         sources: share of the busy time by source of the duration.
         collectives: for each group axis, calls and bytes per rank and the algorithms chosen.
@@ -38,6 +42,8 @@ class Result:
         wall_s: seconds that the simulation took.
         timeline: what ran when.
         ranks: the times of every rank, where each was simulated.
+        draws_ps: step times under several draws of noise.
+        goodput: what failures leave of the throughput, where it was asked for.
     """
 
     model: str
@@ -52,6 +58,7 @@ class Result:
     model_flops: int
     peak_flops_per_s: float
     breakdown: Breakdown
+    limits: dict[str, int]
     memory: Memory | None
     sources: dict[str, float]
     collectives: dict[str, dict[str, Any]]
@@ -61,6 +68,8 @@ class Result:
     wall_s: float
     timeline: Timeline = field(repr=False, compare=False)
     ranks: RankTimes | None = field(default=None, repr=False, compare=False)
+    draws_ps: tuple[int, ...] = ()
+    goodput: Goodput | None = None
 
     @property
     def mfu(self) -> float | None:
@@ -68,6 +77,13 @@ class Result:
         if not self.peak_flops_per_s or not self.step_ps:
             return None
         return self.model_flops / (to_s(self.step_ps) * self.peak_flops_per_s)
+
+    @property
+    def percentiles_s(self) -> dict[str, float]:
+        """Percentiles of the step time over the draws of noise."""
+        levels = (50, 95, 99)
+        values = np.percentile(np.array(self.draws_ps, np.float64), levels) / 1e12
+        return {f"p{level}": float(value) for level, value in zip(levels, values, strict=True)}
 
     def to_json(self) -> dict[str, Any]:
         """The stable schema of `echosim run --json`."""
@@ -91,6 +107,7 @@ class Result:
                 "wait": to_s(parts.wait),
                 "host": to_s(parts.host),
             },
+            "limits_s": {name: to_s(value) for name, value in self.limits.items()},
             "memory": None if self.memory is None else self.memory.to_json(),
             "durations": self.sources,
             "collectives": self.collectives,
@@ -101,4 +118,6 @@ class Result:
                 "wall_s": self.wall_s,
             },
             **({} if self.ranks is None else {"ranks": self.ranks.to_json()}),
+            **({} if not self.draws_ps else {"step_time_percentiles_s": self.percentiles_s}),
+            **({} if self.goodput is None else {"failures": self.goodput.to_json()}),
         }

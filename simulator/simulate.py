@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -20,10 +22,12 @@ from echograph.simulator.clusters import Cluster
 from echograph.simulator.durations import COMMUNICATIONS, Durations, durations, meeting
 from echograph.simulator.host import Host
 from echograph.simulator.interval import interval
+from echograph.simulator.limits import limits
 from echograph.simulator.memory import largest_memory
 from echograph.simulator.ranks import EveryRank, run_every_rank
 from echograph.simulator.result import Result
 from echograph.simulator.tasks import TaskGraph, expand
+from echograph.simulator.what_if import Scale, factors
 from echograph.units import to_s
 
 
@@ -35,6 +39,7 @@ def simulate(
     peak_flops_per_s: float = 0.0,
     engine: str = "auto",
     ranks: EveryRank | None = None,
+    scales: Sequence[Scale] = (),
     plan: dict[str, Any] | None = None,
 ) -> Result:
     """Predicts one step of a job.
@@ -47,18 +52,18 @@ def simulate(
         engine: "auto" or a name of `engine.ENGINES`.
         ranks: how ranks differ, to simulate every one; None simulates each role once. What is said of a rank is
             then said of the one that ends last, and the interval is that of the roles, moved to its step.
+        scales: what is made longer or shorter than it is.
         plan: the plan as the user gave it, for the result.
 
     Raises:
         SimulationError: an operation has no duration, the job deadlocks, or is too large or too long.
         PlanError: a group does not fit the cluster.
-        UsageError: an engine that cannot simulate every rank.
+        UsageError: an engine that cannot simulate every rank, or a scale that selects nothing.
     """
     began = time.perf_counter()
     if ranks is not None and engine not in ("auto", "static"):
         raise UsageError(f"engine '{engine}' simulates roles, not every rank: leave the choice of one of them out")
-    times = durations(job, cluster)
-    issue = host.issue(job)
+    times, issue = _scaled(job, durations(job, cluster), host.issue(job), scales)
     tasks = expand(job, times.picoseconds, issue, lambda number, row: meeting(job, number, row))
     _check_range(tasks, times, host)
     try:
@@ -67,9 +72,11 @@ def simulate(
         raise DeadlockError(_who_waits(job, tasks, error.tasks), error.tasks) from None
     timeline = _timeline(job, tasks, starts.start, starts.cause)
     low, high = interval(job, tasks, times, host, timeline)
-    of_ranks, columns = None, 1
+    of_ranks, columns, steps = None, 1, []
     if ranks is not None:
         roles, columns = timeline.makespan, job.world_size // len(job.programs)
+        noisy = [replace(ranks, seed=ranks.seed + draw) for draw in range(1, ranks.draws)]
+        steps = [int(run_every_rank(job, tasks, one)[2].end_ps.max()) for one in noisy]
         tasks, starts, of_ranks = run_every_rank(job, tasks, ranks)
         timeline, chosen = _timeline(job, tasks, starts.start, starts.cause), "columns"
         low, high = (max(0, bound + timeline.makespan - roles) for bound in (low, high))
@@ -90,16 +97,26 @@ def simulate(
         model_flops=sum(_model_flops(job, n) for n in range(len(job.programs))) // max(1, len(job.programs)),
         peak_flops_per_s=peak_flops_per_s,
         breakdown=breakdown(job, timeline, last),
+        limits=limits(job, timeline),
         memory=largest_memory(job, cluster.memory_bytes),
         sources=_shares(job, tasks, times),
         collectives=_collectives(job, times, last),
         engine=chosen,
         ranks=of_ranks,
+        draws_ps=(step, *steps) if steps else (),
         simulated_ranks=len(job.programs) * columns,
         tasks=len(tasks) * columns,
         wall_s=time.perf_counter() - began,
         timeline=timeline,
     )
+
+
+def _scaled(job: JobGraph, times: Durations, issue: Int64, scales: Sequence[Scale]) -> tuple[Durations, Int64]:
+    if not scales:
+        return times, issue
+    factor, of_host = factors(job, scales)
+    changed = np.rint(times.picoseconds * factor).astype(np.int64)
+    return replace(times, picoseconds=changed), np.rint(issue * of_host).astype(np.int64)
 
 
 def _check_range(tasks: TaskGraph, times: Durations, host: Host) -> None:

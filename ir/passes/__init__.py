@@ -22,5 +22,7 @@ PASSES = Table(
         "data_parallel": "echograph.ir.passes.data_parallel:DataParallel",
         "fully_shard": "echograph.ir.passes.fully_shard:FullyShard",
         "pipeline": "echograph.ir.passes.pipeline:Pipeline",
+        "mesh_order": "echograph.ir.passes.mesh_order:MeshOrder",
+        "unfold_ranks": "echograph.ir.passes.unfold_ranks:UnfoldRanks",
     },
 )

@@ -26,7 +26,7 @@ import numpy as np
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
-from echograph.ir.graph import StepGraph
+from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel_gradients import final_gradients
 
 Chunks = frozenset[int]
@@ -88,7 +88,7 @@ def place(graph: StepGraph, chunks: int, layers: tuple[int, ...] | None) -> Plac
     return _Placer(graph, chunks, _split(found, chunks, layers)).place()
 
 
-def memory_of(graph: StepGraph, block: int, instance: int, tensor: int) -> tuple[int, int, int]:
+def memory_of(graph: Graph, block: int, instance: int, tensor: int) -> tuple[int, int, int]:
     """(block, instance, tensor) that owns the memory behind a tensor, through aliases and ports."""
     while graph.tensors.port[tensor := int(graph.root[tensor])]:
         block, instance, tensor = graph.locate_tensor(graph.tensor_id(block, instance, tensor))

@@ -55,13 +55,12 @@ def copy_rows(builder: GraphBuilder, graph: Graph, block: Block) -> None:
         builder.add(op, **changes)
 
 
-def copy_blocks(graph: Graph, inside: int = 1) -> GraphBuilder:
+def copy_blocks(graph: Graph) -> GraphBuilder:
     """A builder that holds all blocks and instances of a graph, but no program.
 
     Table positions and ids stay what they were; what a pass adds goes into blocks of its own, begun after.
-    For `inside` see `empty_copy`.
     """
-    builder = empty_copy(graph, inside)
+    builder = empty_copy(graph)
     for number, block in enumerate(graph.blocks):
         if number:
             builder.begin_block(block.name)

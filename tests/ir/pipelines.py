@@ -9,6 +9,7 @@ import numpy as np
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.fold import fold
+from echograph.ir.passes.pipeline_placement import memory_of
 from echograph.ir.types import DType, OpKind, Phase, TensorRole
 from echograph.simulator.durations import meeting
 from echograph.simulator.engine import run
@@ -117,3 +118,15 @@ def flops(graph: StepGraph | JobGraph) -> int:
     return sum(
         int(graph.ops.flops[begin:end].sum()) for p in graph.programs for _, begin, end, _, _ in p.calls.tolist()
     )
+
+
+def parameter_bytes(job: JobGraph, stage: int) -> int:
+    """Bytes of the parameters that a stage touches, each once."""
+    found: dict[tuple[int, int, int], int] = {}
+    for block, begin, end, instance in {tuple(call[:4]) for call in job.programs[stage].calls.tolist()}:
+        inputs = job.ops.inputs
+        for tensor in set(inputs.values[inputs.offsets[begin] : inputs.offsets[end]].tolist()):
+            owner = memory_of(job, block, instance, tensor)
+            if job.tensors.role[owner[2]] == TensorRole.PARAMETER:
+                found[owner] = int(job.tensors.nbytes[owner[2]])
+    return sum(found.values())

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from layered import layered_step
-from pipelines import BACKWARD, FORWARD, flops, makespan, messages, runs, tied_step
+from pipelines import BACKWARD, FORWARD, flops, makespan, messages, parameter_bytes, runs, tied_step
 
 from echograph.errors import PlanError
 from echograph.ir.builder import GraphBuilder
@@ -93,12 +93,6 @@ def test_every_operation_runs_on_one_stage_once_a_micro_batch(plan: Pipeline) ->
     assert all(total[f"aten._fused_adam_ layers.{i}.linear0"] == 1 for i in range(LAYERS))
     parameters = 2 * LAYERS + 1
     assert total["aten.add_ "] == (plan.micro_batches - 1) * parameters
-
-
-def parameter_bytes(job: JobGraph, stage: int) -> int:
-    found = memory(job, stage, 0)
-    assert found is not None
-    return found.by_role["parameter"]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)

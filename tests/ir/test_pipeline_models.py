@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from pipelines import parameter_bytes
 
 pytest.importorskip("transformers")
 
@@ -15,7 +16,6 @@ from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import OpKind, Phase
 from echograph.models import get_model
-from echograph.simulator.memory import memory
 
 pytestmark = pytest.mark.torch
 
@@ -50,9 +50,8 @@ def test_stages_add_up_to_the_model(name: str, plan: Pipeline, shared: int) -> N
     job = plan(graph)
     passes = (Phase.FORWARD, Phase.BACKWARD)
     assert flops(job, passes) == plan.micro_batches * flops(graph, passes)
-    of_stage = [memory(job, stage, 0) for stage in range(plan.stages)]
-    # A bf16 parameter has 2 bytes; what stages share is on two of them.
-    parameters = sum(m.by_role["parameter"] for m in of_stage if m is not None)
+    # A bf16 parameter has 2 bytes; what stages share is on each of them.
+    parameters = sum(parameter_bytes(job, stage) for stage in range(plan.stages))
     assert parameters == 2 * (graph.workload.parameters + shared)
 
 
@@ -61,7 +60,7 @@ def test_the_step_is_simulated_and_its_parts_add_up(name: str, plan: Pipeline, s
     result, job = predict(plan(step(name)), cluster="dgx-h100", gpus=None)
     assert result.gpus == plan.stages
     assert result.breakdown.total == result.step_ps > 0
-    assert result.breakdown.bubble > 0
+    assert result.breakdown.bubble > 0 or plan.schedule == "zb-h1"  # where W may fill it all
     assert result.samples == 2 * plan.micro_batches
     assert bool(shared) == bool(np.any(job.ops.kind == OpKind.COLLECTIVE))
 

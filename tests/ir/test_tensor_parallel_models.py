@@ -222,4 +222,4 @@ def test_a_clipped_step_lowers_on_to_a_job() -> None:
     local = TensorParallel(size=4)(step("gpt2", StepSpec(clip_grad_norm=1.0)))
     job = DataParallel(replicas=2)(local)
     (scalar,) = (op for op in calls(job) if isinstance(op, t.Collective) and op.phase == t.Phase.OPTIMIZER)
-    assert (scalar.bytes_per_rank, job.groups[scalar.group].axes) == (2, ("tp",))
+    assert (scalar.bytes_per_rank, job.groups[scalar.group].axes) == (4, ("tp",))

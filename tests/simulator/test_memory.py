@@ -14,6 +14,7 @@ from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import DType, Phase, TensorRole
 from echograph.simulator.memory import Memory, Runtime, largest_memory, memory
+from echograph.simulator.memory_allocator import CachingAllocator
 from echograph.simulator.memory_kinds import Memories
 from echograph.simulator.memory_lifetimes import Lifetimes
 from echograph.simulator.memory_usage import Usage
@@ -68,8 +69,9 @@ def levels_operation_by_operation(job: JobGraph, program: int) -> list[int]:
             last[number, micro_batch] = at
     alive: dict[tuple[int, int], int] = {}
     base, levels = 0, []
+    touched = {number for number, _ in last}
     for number in range(graph.tensors):
-        if job.tensors.role[job.locate_tensor(number)[2]] in persistent and graph.size[number]:
+        if job.tensors.role[job.locate_tensor(number)[2]] in persistent and number in touched:
             base += -(-int(graph.size[number]) // 512) * 512
     for at, (reads, makes, micro_batch) in enumerate(steps):
         beside = 0
@@ -92,6 +94,10 @@ def levels_operation_by_operation(job: JobGraph, program: int) -> list[int]:
 JOBS: dict[str, Callable[[], JobGraph]] = {
     "flat": lambda: DataParallel(replicas=1)(layered_step(5)),
     "folded": lambda: DataParallel(replicas=1)(fold(layered_step(5))),
+    "1f1b": lambda: Pipeline(stages=3, micro_batches=5, schedule="1f1b")(fold(layered_step(6))),
+    "interleaved": lambda: Pipeline(stages=2, micro_batches=4, schedule="interleaved", chunks=2)(
+        fold(layered_step(8))
+    ),
     "micro-batches": lambda: DataParallel(replicas=1, micro_batches=3)(fold(layered_step(4))),
 }
 
@@ -190,6 +196,23 @@ def test_the_verdict_is_the_allocators() -> None:
     assert not of(job, capacity=need.peak_bytes - 1).fits
     # What else the device holds is not there for tensors.
     assert not of(job, capacity=need.peak_bytes + GIB, runtime=Runtime(cuda_context_bytes=2 * GIB)).fits
+
+
+def test_a_step_too_long_to_replay_has_no_reserved_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echograph.simulator.memory_usage.MAX_REPLAYED", 10)
+    result = of(JOBS["folded"](), capacity=GIB)
+    assert result.reserved_bytes is None
+    assert result.fits
+    assert result.device_bytes == result.peak_bytes
+    assert not of(JOBS["folded"](), capacity=result.peak_bytes - 1).fits
+
+
+def test_only_what_outlives_the_step_is_left_after_it() -> None:
+    found = usage(JOBS["micro-batches"]())
+    allocator = CachingAllocator()
+    assert found.replay(allocator)
+    left = allocator.allocated_bytes
+    assert left == found.before_bytes + PARAMETER_BYTES * len(found.gradient_from)
 
 
 def test_communicators_and_the_context_are_counted_apart() -> None:

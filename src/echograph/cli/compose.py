@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from echograph.cli.lowering import lower, record
 from echograph.cli.plan import Plan, PlanOptions
+from echograph.cli.study import Study
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.simulator.clusters import load_cluster
+from echograph.simulator.goodput import goodput
 from echograph.simulator.host import Host
-from echograph.units import to_ps
+from echograph.units import to_ps, to_s
 
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.step import StepSpec
@@ -140,13 +142,16 @@ def predict(
     return predict_plan(graph, Plan(**options), engine=engine)
 
 
-def predict_plan(graph: StepGraph | JobGraph, plan: Plan, *, engine: str = "auto") -> tuple[Result, JobGraph]:
-    """`predict` for a plan that is made already."""
+def predict_plan(
+    graph: StepGraph | JobGraph, plan: Plan, *, engine: str = "auto", study: Study | None = None
+) -> tuple[Result, JobGraph]:
+    """`predict` for a plan that is made already, and with what is asked beyond it."""
     from echograph.profiler.costs import load_device
     from echograph.profiler.costs.estimate import estimate
     from echograph.simulator.simulate import simulate
 
-    where = load_cluster(plan.cluster)
+    study = study or Study()
+    where = load_cluster(plan.cluster, study.settings)
     device = load_device(where.device)
     # A cluster may name the file of a device; durations carry the name that stands in it.
     where = replace(where, device=device.name)
@@ -154,7 +159,20 @@ def predict_plan(graph: StepGraph | JobGraph, plan: Plan, *, engine: str = "auto
     job = estimate(job, device)(job)
     host = Host(op_ps=to_ps(device.host.op_s), launch_ps=to_ps(device.host.launch_s), spread=host_spread())
     peak = device.datasheet.peak_flops_per_s.get(_peak_name(job), 0.0)
-    return simulate(job, where, host, peak_flops_per_s=peak, engine=engine, plan=record(job, plan, where)), job
+    result = simulate(
+        job,
+        where,
+        host,
+        peak_flops_per_s=peak,
+        engine=engine,
+        ranks=study.ranks(where.gpus_per_node),
+        scales=study.scales,
+        plan=record(job, plan, where),
+    )
+    if study.reliability is not None:
+        nodes = -(-job.world_size // where.gpus_per_node)
+        result = replace(result, goodput=goodput(to_s(result.step_ps), nodes, study.reliability))
+    return result, job
 
 
 def host_spread() -> float:

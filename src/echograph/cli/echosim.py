@@ -27,6 +27,28 @@ def run_command(
     strict_memory: Annotated[
         bool, typer.Option("--strict-memory", help="A plan that does not fit in memory is an error.")
     ] = False,
+    scale: Annotated[
+        list[str] | None, typer.Option(help="What if WHAT=FACTOR, as compute=0.9, comm.dp=2, op:aten.mm=0.5.")
+    ] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(help="What if this took no time, as collective:all_gather.")
+    ] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option("--set", help="What if cluster.KEY=VALUE, as cluster.network.nic_GBps=100.")
+    ] = None,
+    ranks: Annotated[str, typer.Option(help="roles: equal ranks once; all: every rank.")] = "roles",
+    straggler: Annotated[
+        list[str] | None, typer.Option(help="A slow GPU or node: RANK=FACTOR or node:N=FACTOR.")
+    ] = None,
+    jitter: Annotated[float, typer.Option(help="Relative deviation of every kernel, on every rank.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
+    draws: Annotated[int, typer.Option(help="Simulations with other noise, for percentiles.")] = 1,
+    node_mtbf_hours: Annotated[float | None, typer.Option(help="Hours between failures of one node.")] = None,
+    checkpoint_s: Annotated[float | None, typer.Option(help="Seconds that a checkpoint stops training.")] = None,
+    restart_s: Annotated[float | None, typer.Option(help="Seconds from a failure to training again.")] = None,
+    checkpoint_interval_s: Annotated[
+        float | None, typer.Option(help="Seconds between checkpoints (default: the best).")
+    ] = None,
     engine: Annotated[str, typer.Option(help="auto, static or reference.")] = "auto",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, for Perfetto.")] = None,
@@ -36,8 +58,20 @@ def run_command(
     from echograph.cli.compose import predict_plan
     from echograph.cli.lowering import notes
     from echograph.cli.report import print_result, refuse_if_it_does_not_fit
+    from echograph.cli.study import make_study
     from echograph.ir import files, serde
 
+    study = make_study(
+        scale=scale or (),
+        without=without or (),
+        setting=setting or (),
+        ranks=ranks,
+        straggler=straggler or (),
+        jitter=jitter,
+        seed=seed,
+        draws=draws,
+        reliability=(node_mtbf_hours, checkpoint_s, restart_s, checkpoint_interval_s),
+    )
     results = [path for path in (output, trace) if path is not None]
     if len({path.resolve() for path in (graph, *results)}) <= len(results):
         raise UsageError("the graph, --output and --trace are one file: give each its own")
@@ -46,7 +80,7 @@ def run_command(
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph)
         say("simulating")
-        result, job = predict_plan(loaded, plan, engine=engine)
+        result, job = predict_plan(loaded, plan, engine=engine, study=study)
     for note in notes(loaded, plan):
         print_error(f"note: {note}")
     if strict_memory:

@@ -53,7 +53,7 @@ def prepare(graph: StepGraph, plan: Plan) -> StepGraph:
         from echograph.ir.passes.recompute import Recompute
 
         every = int(plan.recompute) if plan.recompute.isdigit() else 1
-        policy = "full" if plan.recompute.isdigit() else plan.recompute.replace("-", "_")
+        policy: Any = "full" if plan.recompute.isdigit() else plan.recompute.replace("-", "_")
         graph = Recompute(policy=policy, every=every, early_stop=plan.recompute_early_stop)(graph)
     return graph
 
@@ -65,7 +65,8 @@ def share(graph: StepGraph, plan: Plan) -> StepGraph:
     if plan.cp > 1:
         from echograph.ir.passes.context_parallel import ContextParallel
 
-        graph = ContextParallel(size=plan.cp, method=plan.cp_method.replace("-", "_"))(graph)
+        method: Any = plan.cp_method.replace("-", "_")
+        graph = ContextParallel(size=plan.cp, method=method)(graph)
     if plan.ep > 1 or plan.capacity_factor is not None:
         from echograph.ir.passes.expert_parallel import ExpertParallel
 

@@ -51,7 +51,7 @@ def _options() -> list[inspect.Parameter]:
         name = option_name(f.name)
         text = f"{f.metadata['help']} [default: {f.metadata['shown'] or _shown(f.default)}]"
         names = f"{name}/--no-{name[2:]}" if kind is bool else name
-        option = Annotated[kind | None, typer.Option(names, help=text, show_default=False)]
+        option: Any = Annotated[kind | None, typer.Option(names, help=text, show_default=False)]
         found.append(inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option))
     return found
 

@@ -23,7 +23,18 @@ def print_result(result: Result) -> None:
     print_line(f"  throughput    {format_count(record['samples_per_s'])} samples/s{tokens}")
     if result.mfu is not None:
         print_line(f"  utilisation   {result.mfu:.1%} of the device's peak (model FLOPs)")
+    if result.draws_ps:
+        shown = ", ".join(f"{name.upper()} {value * 1e3:.4g} ms" for name, value in result.percentiles_s.items())
+        print_line(f"  with noise    {shown} ({len(result.draws_ps)} draws)")
+    if result.goodput is not None:
+        found = result.goodput
+        every = f"every {found.interval_s:.4g} s (best {found.best_interval_s:.4g} s)"
+        print_line(
+            f"  with failures {found.share:.1%} of the time trains, a failure every {found.job_mtbf_s / 3600:.3g} h, "
+            f"a checkpoint {every}"
+        )
     _print_breakdown(result)
+    print_line(f"  limited by    {_limits(result)} (of the critical path)")
     for axis, entry in result.collectives.items():
         print_line(
             f"  collectives   {axis}: {entry['calls']} calls, {format_bytes(entry['bytes_per_rank'])} per rank, "
@@ -58,6 +69,13 @@ def refuse_if_it_does_not_fit(result: Result) -> None:
             f"{result.device} ({parts}): share or recompute "
             "more, such as with --recompute full, --zero 1, --zero 3, --tp or --pp"
         )
+
+
+def _limits(result: Result) -> str:
+    """What would have to become faster, the most telling first."""
+    total = sum(result.limits.values()) or 1
+    shares = [(name, value / total) for name, value in result.limits.items()]
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.03)
 
 
 def _print_breakdown(result: Result) -> None:
