@@ -52,6 +52,20 @@ def extent(index: int, value: int) -> Break:
     return change
 
 
+def sharded(name: str | int) -> Break:
+    """Tensor 0 divided over an axis of that name, or of that index into the strings."""
+
+    def change(graph: Graph) -> Graph:
+        strings = graph.strings if isinstance(name, int) else (*graph.strings, name)
+        where = name if isinstance(name, int) else len(strings) - 1
+        offsets = np.minimum(np.arange(len(graph.tensors) + 1), 1)
+        split = Ragged(offsets, np.array([where], np.int64))
+        ops = replace(graph.ops, strings=strings)
+        return replace(graph, ops=ops, tensors=replace(graph.tensors, strings=strings, sharded=split))
+
+    return change
+
+
 def block(number: int, **changes: object) -> Break:
     def change(graph: Graph) -> Graph:
         blocks = list(graph.blocks)
@@ -100,6 +114,9 @@ CASES: list[tuple[str, str, Break, str]] = [
     ("sizes_sane", "two_layers", extent(0, -8), "tensor 0 has the extent -8"),
     ("sizes_sane", "two_layers", extent(1, 2**61), "beyond 2^60 bytes"),
     ("sizes_sane", "two_layers", op_column("flops", 3, -1), "operation 3 has negative flops"),
+    ("shards_in_mesh", "two_layers", sharded("tp"), "tensor 0 is divided over an axis that the mesh lacks"),
+    ("shards_in_mesh", "two_layers", sharded(10**6), "tensor 0 is divided over an axis that the mesh lacks"),
+    ("shards_in_mesh", "two_layers", sharded(-1), "tensor 0 is divided over an axis that the mesh lacks"),
     ("sizes_sane", "kinds", op_column("nbytes", 20, -1), "operation 20 has negative nbytes"),
     ("sizes_sane", "kinds", op_column("duration_spread", 1, np.nan), "duration 1"),
     ("sizes_sane", "kinds", op_column("duration_samples", 0, -1), "duration 0"),

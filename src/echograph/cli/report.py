@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from echograph.cli.app import print_line
 from echograph.errors import PlanError
+from echograph.simulator.memory import Memory
 from echograph.simulator.result import Result
 from echograph.units import format_bytes, format_count, format_time
 
@@ -30,7 +31,7 @@ def print_result(result: Result) -> None:
         found = result.goodput
         every = f"every {found.interval_s:.4g} s (best {found.best_interval_s:.4g} s)"
         print_line(
-            f"  with failures {found.share:.1%} of the time trains, a failure every {found.job_mtbf_s / 3600:.3g} h, "
+            f"  with failures {found.share:.1%} of the time trains: one every {found.job_mtbf_s / 3600:.3g} h, "
             f"a checkpoint {every}"
         )
     _print_breakdown(result)
@@ -41,11 +42,7 @@ def print_result(result: Result) -> None:
             f"{entry['busy_s'] * 1e3:.4g} ms busy ({', '.join(entry['algorithms'])})"
         )
     if result.memory is not None:
-        verdict = "fits" if result.memory.fits else "DOES NOT FIT"
-        print_line(
-            f"  memory        {format_bytes(result.memory.peak_bytes)} at the peak, of "
-            f"{format_bytes(result.memory.capacity_bytes)}: {verdict} (tensors alone)"
-        )
+        _print_memory(result.memory)
     shares = ", ".join(f"{share:.0%} {name}" for name, share in result.sources.items() if share > 0)
     print_line(f"  durations     {shares} (shares of the busy time)")
     print_line(
@@ -62,13 +59,23 @@ def refuse_if_it_does_not_fit(result: Result) -> None:
     """
     memory = result.memory
     if memory is not None and not memory.fits:
-        roles = sorted(memory.by_role.items(), key=lambda item: -item[1])[:3]
-        parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in roles)
         raise PlanError(
-            f"the plan needs {format_bytes(memory.peak_bytes)} of the {format_bytes(memory.capacity_bytes)} of "
-            f"{result.device} ({parts}): share or recompute "
-            "more, such as with --recompute full, --zero 1, --zero 3, --tp or --pp"
+            f"the plan needs {format_bytes(memory.device_bytes)} of the {format_bytes(memory.capacity_bytes)} of "
+            f"{result.device} ({'; '.join(memory.lines(3))}): share or recompute more, such as with --recompute "
+            "full, --zero 1, --zero 3, --tp or --pp"
         )
+
+
+def _print_memory(memory: Memory) -> None:
+    held = "" if memory.reserved_bytes is None else f", {format_bytes(memory.reserved_bytes)} reserved"
+    verdict = "fits" if memory.fits else "DOES NOT FIT"
+    print_line(
+        f"  memory        {format_bytes(memory.peak_bytes)} allocated at the peak{held}, "
+        f"{format_bytes(memory.device_bytes)} of {format_bytes(memory.capacity_bytes)} in all: {verdict}"
+    )
+    if not memory.fits:
+        for line in memory.lines():
+            print_line(f"                {line}")
 
 
 def _limits(result: Result) -> str:
