@@ -23,6 +23,7 @@ from operator import itemgetter
 import numpy as np
 
 from echograph.ir.columns import NONE, Int64, OpTable, TensorTable
+from echograph.ir.ports import Ports
 from echograph.ir.types import DType
 
 FORMAT_MAJOR = 1
@@ -221,6 +222,11 @@ class Graph:
     def block_of_op(self) -> Int64:
         """For every operation, the number of its block."""
         return np.repeat(np.arange(len(self.blocks)), [len(b.ops) for b in self.blocks])
+
+    @cached_property
+    def ports(self) -> Ports:
+        """What the ports of all instances are bound to, as columns."""
+        return Ports(self)
 
     def value(self, block: int, instance: int, index: int) -> tuple[int, int, int]:
         """(block, instance, tensor) where a tensor has its value from, through aliases and ports.

@@ -7,7 +7,7 @@ accept any numbers at all: a corrupted file ends here in one line.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -232,45 +232,40 @@ def instances_bound(graph: Graph) -> None:
     total = sum(count * len(b.instances) for (_, count), b in zip(graph.tensor_bases, graph.blocks, strict=True))
     total_ops = sum(count * len(b.instances) for (_, count), b in zip(graph.op_bases, graph.blocks, strict=True))
     for number, block in enumerate(graph.blocks):
-        ports = block.tensors.start + np.flatnonzero(graph.tensors.port[block.tensors.start : block.tensors.stop])
+        ports = int(graph.tensors.port[block.tensors.start : block.tensors.stop].sum())
         for index, instance in enumerate(block.instances):
-            where = f"instance {index} of block {number}"
-            if len(instance.bindings) != len(ports):
-                _fail("instances_bound", where, f"binds {len(instance.bindings)} of {len(ports)} ports")
-            if any(not 0 <= i < total for i in instance.bindings) or any(
-                not 0 <= i < total_ops for i in instance.op_bindings
-            ):
+            if len(instance.bindings) != ports:
+                where = f"instance {index} of block {number}"
+                _fail("instances_bound", where, f"binds {len(instance.bindings)} of {ports} ports")
+            if not (_all_below(instance.bindings, total) and _all_below(instance.op_bindings, total_ops)):
+                where = f"instance {index} of block {number}"
                 _fail("instances_bound", where, "binds an id that the graph does not have")
-            for port, bound in zip(ports.tolist(), instance.bindings, strict=True):
-                _same_type(graph, where, port, graph.locate_tensor(bound)[2])
-    _bindings_end(graph)
+    _same_types(graph)
+    if (slot := _first(graph.ports.last(graph.root) == NONE)) is not None:
+        _fail("instances_bound", _slot(graph, slot), "binds a port to itself")
 
 
-def _same_type(graph: Graph, where: str, port: int, bound: int) -> None:
-    tensors = graph.tensors
-    if tensors.dtype[port] != tensors.dtype[bound] or not np.array_equal(
-        tensors.shape[port], tensors.shape[bound]
-    ):
-        _fail("instances_bound", where, f"binds port {port} to tensor {bound} of another shape or type")
+def _all_below(ids: Sequence[int], bound: int) -> bool:
+    return not ids or (min(ids) >= 0 and max(ids) < bound)
 
 
-def _bindings_end(graph: Graph) -> None:
-    """A port bound to an alias of a port of ... itself would never end."""
-    owned: set[int] = set()
-    for number, block in enumerate(graph.blocks):
-        for index, instance in enumerate(block.instances):
-            for bound in instance.bindings:
-                path: set[int] = set()
-                while bound not in owned:
-                    if bound in path:
-                        _fail("instances_bound", f"instance {index} of block {number}", "binds a port to itself")
-                    path.add(bound)
-                    its_block, its_instance, row = graph.locate_tensor(bound)
-                    root = int(graph.root[row])
-                    if not graph.tensors.port[root]:
-                        break
-                    bound = graph.tensor_id(its_block, its_instance, root)
-                owned.update(path)
+def _slot(graph: Graph, slot: int) -> str:
+    block, instance = (int(column[slot]) for column in graph.ports.instances)
+    return f"instance {instance} of block {block}"
+
+
+def _same_types(graph: Graph) -> None:
+    dtype, shape = graph.tensors.dtype, graph.tensors.shape
+    port, bound = graph.ports.rows, graph.ports.located[2]
+    same = (dtype[port] == dtype[bound]) & (shape.lengths[port] == shape.lengths[bound])
+    rank = np.where(same, shape.lengths[port], 0)
+    slot = np.repeat(np.arange(len(port)), rank)
+    dim = np.arange(len(slot)) - (np.cumsum(rank) - rank)[slot]
+    differ = shape.values[shape.offsets[port[slot]] + dim] != shape.values[shape.offsets[bound[slot]] + dim]
+    same[slot[differ]] = False
+    if (at := _first(~same)) is not None:
+        what = f"binds port {int(port[at])} to tensor {int(bound[at])} of another shape or type"
+        _fail("instances_bound", _slot(graph, at), what)
 
 
 def calls_in_range(graph: Graph) -> None:
@@ -318,20 +313,26 @@ def calls_in_order(graph: Graph) -> None:
     """A call runs after the calls that make what it reads."""
     if isinstance(graph, JobGraph) and len(graph.programs) > 1 and len(graph.blocks) == 1:
         return  # an imported job: each rank runs its own slice of the main block, checked by made_before_read
-    outside: dict[tuple[int, int], list[int]] = {}
+    outside: dict[tuple[int, int], Int64] = {}
     for number, program in enumerate(graph.programs):
         if not len(program.calls):
             continue
         # Calls that differ in micro-batch only read the same.
-        common, which, alike = np.unique(program.calls[:, :4], axis=0, return_inverse=True, return_counts=True)
-        reads: list[tuple[int, int, int, int]] = []
-        for kind, (block, begin, end, where) in enumerate(common.tolist()):
+        spans, span = np.unique(
+            program.calls[:, 1] * (len(graph.ops) + 1) + program.calls[:, 2], return_inverse=True
+        )
+        key = program.calls[:, 3] * len(spans) + span
+        _, one, which, alike = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
+        common = program.calls[one]
+        for _, begin, end, _, _ in common.tolist():
             if (begin, end) not in outside:
                 outside[begin, end] = _reads_from_outside(graph, begin, end)
-            reads += [(kind, row, *graph.value(block, where, row)[1:]) for row in outside[begin, end]]
-        of, tensor, instance, value = np.array(reads, np.int64).reshape(-1, 4).T
-        by_kind = np.argsort(which.ravel(), kind="stable")
-        read = np.repeat(np.arange(len(reads)), alike[of])
+        reads = [outside[begin, end] for begin, end in common[:, 1:3].tolist()]
+        of = np.repeat(np.arange(len(reads)), [len(rows) for rows in reads])
+        tensor = np.concatenate(reads)
+        _, instance, value = graph.ports.value(common[of, 0], common[of, 3], tensor)
+        by_kind = np.argsort(which, kind="stable")
+        read = np.repeat(np.arange(len(of)), alike[of])
         first = np.cumsum(alike)[of] - np.cumsum(alike[of])
         call = by_kind[np.arange(len(read)) + first[read]]
         late = _first(_runs_too_early(graph, Schedule(graph, program), call, instance, value, read))
@@ -341,11 +342,11 @@ def calls_in_order(graph: Graph) -> None:
             _fail("calls_in_order", f"call {int(call[late])} of program {number}", what)
 
 
-def _reads_from_outside(graph: Graph, begin: int, end: int) -> list[int]:
+def _reads_from_outside(graph: Graph, begin: int, end: int) -> Int64:
     inputs = graph.ops.inputs
-    read = np.unique(graph.origin[inputs.values[inputs.offsets[begin] : inputs.offsets[end]]])
+    read = graph.origin[inputs.values[inputs.offsets[begin] : inputs.offsets[end]]]
     makers = graph.maker[read]
-    return [int(x) for x in read[(makers < begin) & ((makers != NONE) | graph.tensors.port[read])]]
+    return np.unique(read[(makers < begin) & ((makers != NONE) | graph.tensors.port[read])])
 
 
 def _runs_too_early(
@@ -364,8 +365,9 @@ def _runs_too_early(
     op = graph.maker[value]
     made = schedule.position(instance[read], schedule.calls[call, 4], op[read])
     early = (op[read] != NONE) & ((made == NONE) | (made >= schedule.starts[call]))
-    persistent = np.isin(graph.tensors.role[value[read]], [r for r in t.TensorRole if r.persistent])
-    doubtful = np.flatnonzero(early & persistent)
+    doubtful = np.flatnonzero(early)
+    persistent = np.isin(graph.tensors.role[value[read[doubtful]]], [r for r in t.TensorRole if r.persistent])
+    doubtful = doubtful[persistent]
     kinds, which = np.unique(read[doubtful], return_inverse=True)
     runs = schedule.position(instance[kinds][:, None], schedule.micro_batches[None], op[kinds][:, None])
     earliest = np.where(runs == NONE, np.iinfo(np.int64).max, runs).min(axis=1, initial=np.iinfo(np.int64).max)

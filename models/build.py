@@ -56,7 +56,8 @@ def build(
         seq_len: tokens a sample, or the image side in pixels; the entry's default if None. A
             sequence-to-sequence model gets that many encoder tokens, and the decoder tokens that span
             corruption leaves of them.
-        attention: `sdpa` (one fused operation) or `eager` (matrix products and softmax); None takes `sdpa`
+        attention: `sdpa` (one fused operation), `eager` (matrix products, scale, mask and softmax) or
+            `fused-softmax` (matrix products around one kernel for scale, mask and softmax); None takes `sdpa`
             where the architecture has it and `eager` where not (BLOOM, MPT, Gemma 2, gpt-oss).
 
     Raises:
@@ -108,8 +109,10 @@ def require_torch() -> None:
 
 
 def _module(entry: ModelEntry, seq_len: int, attention: str | None) -> torch.nn.Module:
-    if attention not in (None, "sdpa", "eager"):
-        raise UsageError(f"model {entry.name}: attention '{attention}' is neither 'sdpa' nor 'eager'")
+    if attention not in (None, "sdpa", "eager", "fused-softmax"):
+        raise UsageError(
+            f"model {entry.name}: attention '{attention}' is neither 'sdpa' nor 'eager' nor 'fused-softmax'"
+        )
     if entry.architecture in OWN:
         module: torch.nn.Module = OWN[entry.architecture](entry.config)
         return module

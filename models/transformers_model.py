@@ -34,7 +34,7 @@ def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -
     Args:
         entry: its architecture names a class of the installed transformers.
         seq_len: tokens, or image side in pixels, that the module will see.
-        attention: `sdpa`, `eager`, or None for the best that the class has.
+        attention: `sdpa`, `eager`, `fused-softmax`, or None for the best that the class has.
 
     Raises:
         InputError: no such class, or it rejects the configuration.
@@ -47,6 +47,8 @@ def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -
         )
     if attention == "sdpa" and not model_class._supports_sdpa:
         raise UsageError(f"model {entry.name}: {entry.architecture} has no sdpa attention: use 'eager'")
+    if attention == "fused-softmax":
+        from echograph.models.fused_softmax import NAME as attention
     real = _tensors_are_real()
     try:
         with offline(), nullcontext() if real else initialization.no_init_weights():

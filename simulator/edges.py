@@ -33,6 +33,7 @@ class Edges:
         self._before, self._after = self._before[order], self._after[order]
         ports = job.tensors.port[origin]
         self._port_readers, self._ports = readers[ports], origin[ports]
+        self._instances = max(len(block.instances) for block in job.blocks)
 
     def of(self, number: int) -> Pairs:
         """Positions (before, after) in a program between which a stream waits for another one."""
@@ -46,25 +47,18 @@ class Edges:
     def _through_ports(self, schedule: Schedule) -> Pairs:
         """Where the maker is an operation of another block or instance."""
         calls, size = schedule.calls, len(self.job.ops) + 1
-        homes, home = np.unique(calls[:, [0, 3]], axis=0, return_inverse=True)
-        found = [self._sources(block, instance) for block, instance in homes.tolist()]
-        key = np.concatenate([i * size + rows for i, (rows, _, _) in enumerate(found)] or [np.zeros(0, np.int64)])
-        if not len(key):
-            return key, key
-        reader, instance, maker = (np.concatenate(column) for column in zip(*found, strict=True))
-        call, row = _spread(*(np.searchsorted(key, home.ravel() * size + calls[:, i]) for i in (1, 2)))
+        homes, home = np.unique(calls[:, 0] * self._instances + calls[:, 3], return_inverse=True)
+        block, instance = np.divmod(homes, self._instances)
+        bounds = np.array([(b.ops.start, b.ops.stop) for b in self.job.blocks], np.int64)[block]
+        at, place = _spread(*np.searchsorted(self._port_readers, bounds.T))
+        reader = self._port_readers[place]
+        _, instance, value = self.job.ports.value(block[at], instance[at], self._ports[place])
+        maker, stream = self.job.maker[value], self.job.ops.stream
+        crossing = np.flatnonzero((maker != NONE) & (stream[maker] != stream[reader]))
+        reader, instance, maker = reader[crossing], instance[crossing], maker[crossing]
+        key = at[crossing] * size + reader
+        call, row = _spread(*(np.searchsorted(key, home * size + calls[:, i]) for i in (1, 2)))
         return _place(schedule, call, reader[row], instance[row], maker[row])
-
-    def _sources(self, block: int, instance: int) -> tuple[Int64, Int64, Int64]:
-        """Of one instance: rows that read through ports from another stream, instances and rows of the makers."""
-        ops, stream = self.job.blocks[block].ops, self.job.ops.stream
-        low, high = np.searchsorted(self._port_readers, (ops.start, ops.stop))
-        ports, which = np.unique(self._ports[low:high], return_inverse=True)
-        sources = [self.job.source(block, instance, port) for port in ports.tolist()]
-        found = np.array([s[1:] if s else (NONE, NONE) for s in sources], np.int64).reshape(-1, 2)[which]
-        readers = self._port_readers[low:high]
-        crossing = (found[:, 1] != NONE) & (stream[found[:, 1]] != stream[readers])
-        return readers[crossing], found[crossing, 0], found[crossing, 1]
 
 
 def _spread(low: Int64, high: Int64) -> Pairs:

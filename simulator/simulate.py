@@ -41,6 +41,7 @@ def simulate(
     ranks: EveryRank | None = None,
     scales: Sequence[Scale] = (),
     plan: dict[str, Any] | None = None,
+    memory: bool = True,
 ) -> Result:
     """Predicts one step of a job.
 
@@ -54,6 +55,7 @@ def simulate(
             then said of the one that ends last, and the interval is that of the roles, moved to its step.
         scales: what is made longer or shorter than it is.
         plan: the plan as the user gave it, for the result.
+        memory: whether to work out memory, too, which takes about as long as the rest.
 
     Raises:
         SimulationError: an operation has no duration, the job deadlocks, or is too large or too long.
@@ -98,7 +100,7 @@ def simulate(
         peak_flops_per_s=peak_flops_per_s,
         breakdown=breakdown(job, timeline, last),
         limits=limits(job, timeline),
-        memory=largest_memory(job, cluster.memory_bytes),
+        memory=largest_memory(job, cluster.memory_bytes) if memory else None,
         sources=_shares(job, tasks, times),
         collectives=_collectives(job, times, last),
         engine=chosen,

@@ -194,6 +194,9 @@ class Program:
         for micro_batch in ready if self.options.zero == 2 else (self.last,):
             of_pass = ready[micro_batch]
             end = max(gradient.ready for gradient in of_pass.values())
+            if self.staged and micro_batch == self.last:
+                # The stage before waits for this one's last message, so that goes out before reductions are waited for.
+                end = max(end, self._end_of_passes())
             behind = (0, 0)
             for reduction in reductions:
                 tensors = reduction.bucket.tensors
@@ -204,6 +207,11 @@ class Program:
             first = micro_batch == min(ready)
             self._at(end, [wait])
             self._at(end, keep if first or not add else add)
+
+    def _end_of_passes(self) -> Place:
+        """Where forward and backward end, and their messages, and the optimizer begins."""
+        passes, _ = split_at_optimizer(self.graph, self.steps)
+        return len(passes) - 1, passes[-1][2]
 
     def _reduction(self, bucket: Bucket, number: int) -> _Reduction:
         """Operations that fill and reduce a bucket, and the tensors that hold its gradients then."""
@@ -293,13 +301,18 @@ class Program:
     # -- parameters and buffers ----------------------------------------------------------------------------
 
     def _updated(self) -> list[Bucket]:
-        """The parameters that the optimizer updates, in buckets, in the order in which forward reads them."""
+        """The parameters that the optimizer updates, in buckets, in the order in which forward reads them.
+
+        They are filled from the last one on, as those of gradients are, which share them (Megatron-LM).
+        """
         self.updated = updated_parameters(self.graph, self.steps)
         self.reads = first_reads(self.graph, self.steps, set(self.updated))
         start = (0, self.steps[0][1])
-        order = sorted(self.updated, key=lambda i: self.reads.get(i, start))
+        order = sorted(self.updated, key=lambda i: self.reads.get(i, start), reverse=True)
         tensors = ((i, self.graph.tensors[self.graph.locate_tensor(i)[2]]) for i in order)
         buckets = fill(tensors, self.mesh, self._limits())
+        for bucket in buckets:
+            bucket.tensors.reverse()
         return sorted(buckets, key=lambda bucket: self.reads.get(bucket.tensors[0][0], start))
 
     def _gather_ahead(self, buckets: list[Bucket]) -> None:

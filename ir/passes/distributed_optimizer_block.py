@@ -85,7 +85,7 @@ class ShardedBlock:
         first_tensor, first_op = self.builder.tensor_count(), self.builder.op_count()
         uses = self._uses()
         for row in self.block.tensors:
-            for phase in uses.get(row, (self._unused(row),)):
+            for phase in uses.get(row) or (self._unused(row),):
                 self.use(row, phase)
             if row in self.division.gradients:
                 self.use(row, SHARD)
@@ -108,9 +108,10 @@ class ShardedBlock:
 
     def _uses(self) -> dict[int, list[t.Phase]]:
         uses: dict[int, list[t.Phase]] = {}
+        inputs, outputs = self.graph.ops.inputs, self.graph.ops.outputs
         for row in self.block.ops:
-            op, phase = self.graph.ops[row], self.phase(row)
-            for index in (*op.inputs, *op.outputs):
+            phase = self.phase(row)
+            for index in (*inputs.row(row), *outputs.row(row)):
                 found = uses.setdefault(index, [])
                 if (variant := self.variant(index, phase)) not in found:
                     found.append(variant)

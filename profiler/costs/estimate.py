@@ -7,7 +7,7 @@ is what almost all of them are; matrix products, attention and convolutions are 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from math import prod
 
@@ -73,13 +73,13 @@ def estimate(graph: Graph, device: DeviceProfile) -> Annotate:
     known, _, _ = graph.ops.duration_on(device.name)
     known[graph.ops.duration.rows] = 0
     works = np.isin(graph.ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~graph.ops.is_view & (known == NONE)
+    rows = np.flatnonzero(works).tolist()
     memo: dict[Hashable, Cost] = {}
-    for row in np.flatnonzero(works).tolist():
-        op = graph.ops[row]
-        assert isinstance(op, Compute | Copy)
-        operands = [graph.tensors[i] for i in op.inputs], [graph.tensors[i] for i in op.outputs]
-        key = _signature(op, operands)
+    for row, key in zip(rows, _signatures(graph, rows), strict=True):
         if key not in memo:
+            op = graph.ops[row]
+            assert isinstance(op, Compute | Copy)
+            operands = [graph.tensors[i] for i in op.inputs], [graph.tensors[i] for i in op.outputs]
             memo[key] = cost_of(op, operands, device)
         cost = memo[key]
         picoseconds[row] = to_ps(float(cost.seconds))
@@ -88,10 +88,17 @@ def estimate(graph: Graph, device: DeviceProfile) -> Annotate:
     return Annotate(device=device.name, picoseconds=picoseconds, source=source, spread=spread, samples=samples)
 
 
-def _signature(op: Compute | Copy, operands: Operands) -> Hashable:
-    shapes = tuple(tuple((t.shape, t.dtype) for t in side) for side in operands)
-    rest = (op.attributes, op.bytes_read, op.bytes_written) if isinstance(op, Compute) else op.nbytes
-    return op.name, shapes, rest
+def _signatures(graph: Graph, rows: list[int]) -> Iterator[Hashable]:
+    """Of each operation what its cost depends on, read off the columns: equal ones are costed once."""
+    ops, tensors = graph.ops, graph.tensors
+    types: dict[Hashable, int] = {}
+    shapes, ends = tensors.shape.values.tolist(), tensors.shape.offsets.tolist()
+    spans = zip(tensors.dtype.tolist(), ends, ends[1:], strict=False)
+    of = [types.setdefault((dtype, *shapes[low:high]), len(types)) for dtype, low, high in spans]
+    columns = (ops.kind, ops.name, ops.attributes, ops.bytes_read, ops.bytes_written, ops.nbytes)
+    for row, *rest in zip(rows, *(column[rows].tolist() for column in columns), strict=True):
+        inputs, outputs = (tuple(of[i] for i in side[row].tolist()) for side in (ops.inputs, ops.outputs))
+        yield *rest, inputs, outputs
 
 
 def cost_of(op: Compute | Copy, operands: Operands, device: DeviceProfile) -> Cost:

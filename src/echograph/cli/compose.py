@@ -143,9 +143,14 @@ def predict(
 
 
 def predict_plan(
-    graph: StepGraph | JobGraph, plan: Plan, *, engine: str = "auto", study: Study | None = None
+    graph: StepGraph | JobGraph,
+    plan: Plan,
+    *,
+    engine: str = "auto",
+    study: Study | None = None,
+    memory: bool = True,
 ) -> tuple[Result, JobGraph]:
-    """`predict` for a plan that is made already, and with what is asked beyond it."""
+    """`predict` for a plan that is made already, with what is asked beyond it, and without memory if so asked."""
     from echograph.profiler.costs import load_device
     from echograph.profiler.costs.estimate import estimate
     from echograph.simulator.simulate import simulate
@@ -168,6 +173,7 @@ def predict_plan(
         ranks=study.ranks(where.gpus_per_node),
         scales=study.scales,
         plan=record(job, plan, where),
+        memory=memory,
     )
     if study.reliability is not None:
         nodes = -(-job.world_size // where.gpus_per_node)
