@@ -45,8 +45,9 @@ def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -
         raise InputError(
             f"model {entry.name}: transformers {transformers.__version__} has no {entry.architecture}"
         )
-    if attention == "sdpa" and not model_class._supports_sdpa:
-        raise UsageError(f"model {entry.name}: {entry.architecture} has no sdpa attention: use 'eager'")
+    # Both go through the library's one interface, which classes without sdpa do not ask.
+    if attention in ("sdpa", "fused-softmax") and not model_class._supports_sdpa:
+        raise UsageError(f"model {entry.name}: {entry.architecture} has no {attention} attention: use 'eager'")
     if attention == "fused-softmax":
         from echograph.models.fused_softmax import NAME as attention
     real = _tensors_are_real()

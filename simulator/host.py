@@ -21,7 +21,7 @@ class Host:
 
     Attributes:
         op_ps: one framework operation that launches one kernel, the launch included.
-        launch_ps: the launch alone; a view costs the rest.
+        launch_ps: what launching adds to it; a view costs the rest.
         spread: relative standard error of both.
     """
 

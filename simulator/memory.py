@@ -129,6 +129,7 @@ def memory(
     capacity_bytes: int,
     runtime: Runtime | None = None,
     memories: Memories | None = None,
+    reserve: bool = True,
 ) -> Memory | None:
     """Memory of one program.
 
@@ -138,6 +139,7 @@ def memory(
         capacity_bytes: memory of the device.
         runtime: what the framework takes besides.
         memories: of the job, where they are at hand already.
+        reserve: whether to replay the allocator, which takes most of the time; without, `reserved_bytes` is None.
 
     Returns:
         None for a job that has no tensors (an imported trace).
@@ -151,12 +153,14 @@ def memory(
         "CUDA context (assumed)": runtime.cuda_context_bytes,
         "NCCL buffers": _nccl_bytes(job, program, runtime),
     }
-    reserved, fits = _reserve(usage, runtime, capacity_bytes - sum(overhead.values()))
+    limit = capacity_bytes - sum(overhead.values())
+    needed = usage.peak_bytes + sum(workspaces)
+    reserved, fits = _reserve(usage, runtime, limit) if reserve else (None, needed <= limit)
     by_role, contributors = _at_peak(usage)
     by_role["workspace"] += sum(workspaces)
     return Memory(
         program=job.programs[program].role,
-        peak_bytes=usage.peak_bytes + sum(workspaces),
+        peak_bytes=needed,
         reserved_bytes=reserved,
         overhead_bytes={name: nbytes for name, nbytes in overhead.items() if nbytes},
         capacity_bytes=capacity_bytes,
@@ -174,8 +178,8 @@ def _reserve(usage: Usage, runtime: Runtime, limit: int) -> tuple[int | None, bo
     if usage.replay(allocator, workspaces) is None:
         return None, usage.peak_bytes + sum(workspaces) <= limit
     reserved = allocator.peak_reserved_bytes
-    if reserved <= limit:
-        return reserved, True
+    if reserved <= limit or usage.peak_bytes > limit:
+        return reserved, reserved <= limit
     allocator = CachingAllocator(expandable_segments=runtime.expandable_segments, limit_bytes=limit)
     fits = bool(usage.replay(allocator, workspaces))
     return (allocator.peak_reserved_bytes if fits else reserved), fits

@@ -123,7 +123,10 @@ def _scaled(job: JobGraph, times: Durations, issue: Int64, scales: Sequence[Scal
 
 def _check_range(tasks: TaskGraph, times: Durations, host: Host) -> None:
     """Refuses what the clock, 64-bit picoseconds, cannot hold, the longest step of the interval included."""
-    longest = float(np.dot(tasks.duration.astype(np.float64), 1.0 + times.spread[tasks.op] + host.spread))
+    most = 1.0 + float(times.spread.max(initial=0.0)) + host.spread
+    longest = most * float(tasks.duration.sum(dtype=np.float64))
+    if not longest < 2**63:  # at most; exactly, where that is too much
+        longest = float(np.dot(tasks.duration.astype(np.float64), 1.0 + times.spread[tasks.op] + host.spread))
     if not longest < 2**63:
         raise SimulationError(
             f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations"

@@ -93,19 +93,21 @@ def expand(job: JobGraph, duration: Int64, host: Int64, joins: Callable[[int, in
         program=np.repeat(program, 2),
         lane=np.tile(np.array([HOST, DEVICE], np.uint8), total // 2),
         op=np.repeat(operation, 2),
-        instance=np.repeat(instance.astype(np.int32), 2),
-        micro_batch=np.repeat(micro_batch.astype(np.int32), 2),
+        instance=np.repeat(instance, 2),
+        micro_batch=np.repeat(micro_batch, 2),
         resources=lanes * len(job.programs),
     )
 
 
-def _written_out(job: JobGraph, field: int) -> Int64:
+def _written_out(job: JobGraph, field: int) -> np.ndarray:
     """One field of all calls, for every operation that they run; `begin` counts on within a call."""
     calls = np.concatenate([p.calls for p in job.programs])
     lengths = calls[:, 2] - calls[:, 1]
     if field != 1:
-        return np.repeat(calls[:, field], lengths)
-    return np.repeat(calls[:, 1] - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
+        return np.repeat(calls[:, field].astype(np.int32), lengths)
+    rows = np.repeat(calls[:, 1] - (np.cumsum(lengths) - lengths), lengths)
+    rows += np.arange(len(rows))
+    return rows
 
 
 def _dependencies(job: JobGraph, bounds: Int64, hosts: np.ndarray) -> Ragged:

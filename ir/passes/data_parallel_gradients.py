@@ -126,12 +126,11 @@ def _runs_of(
     calls: Sequence[Call], ops: np.ndarray, micro_batch: int | None = None
 ) -> Iterator[tuple[int, Call, int]]:
     """(number of the call, the call, operation) for every run of some operations, given ascending."""
-    for number, call in enumerate(calls):
-        if micro_batch not in (None, call[4]):
-            continue
-        low, high = np.searchsorted(ops, (call[1], call[2]))
-        for op in ops[low:high].tolist():
-            yield number, call, op
+    bounds = np.searchsorted(ops, np.array([call[1:3] for call in calls], np.int64).reshape(-1, 2)).tolist()
+    for number, (call, (low, high)) in enumerate(zip(calls, bounds, strict=True)):
+        if micro_batch in (None, call[4]):
+            for op in ops[low:high].tolist():
+                yield number, call, op
 
 
 def split_at_optimizer(graph: Graph, calls: list[Call]) -> tuple[list[Call], list[Call]]:

@@ -195,7 +195,7 @@ class Program:
             of_pass = ready[micro_batch]
             end = max(gradient.ready for gradient in of_pass.values())
             if self.staged and micro_batch == self.last:
-                # The stage before waits for this one's last message, so that goes out before reductions are waited for.
+                # The stage before needs this one's last message, which is sent before reductions are waited for.
                 end = max(end, self._end_of_passes())
             behind = (0, 0)
             for reduction in reductions:

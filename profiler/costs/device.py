@@ -163,12 +163,21 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """CPU time of the thread that feeds the device: one launch call, and one eager framework op."""
+    """CPU time of the thread that feeds the device: one launch call, one eager framework op, and one view.
+
+    `view_s` is that of an operation that launches nothing; None: what `op_s` leaves beside the launch.
+    """
 
     launch_s: float
     op_s: float
     source: Literal["measured", "assumed"]
     basis: str
+    view_s: float | None = None
+
+    @property
+    def kernel_s(self) -> float:
+        """What an operation that launches a kernel costs beyond one that does not."""
+        return self.launch_s if self.view_s is None else self.op_s - self.view_s
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

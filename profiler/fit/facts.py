@@ -54,7 +54,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     source: str
     relative: str
     default_attention: str
-    host: Literal["assumed", "v100", "mi300x"]
+    host: Literal["assumed", "assumed-2020", "v100", "mi300x"]
     rows: RowChoice = RowChoice()
 
     def datasheet(self) -> Datasheet:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from echograph.cli.validate.run import validate
 from echograph.cli.validate.score import Outcome, by_family
 from echograph.cli.validate.setup import setup
 from echograph.cli.validate.table import Row, Skip
@@ -54,6 +55,23 @@ def test_every_row_has_a_prediction_or_a_reason(cli, tmp_path: Path) -> None:
     assert "--global-batch 17" in by_id["toy-005"]["skipped"]
     assert "toy-006" not in by_id
     assert "abacus" in by_id["other-001"]["skipped"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_one_capture_serves_all_micro_batches(precision: str) -> None:
+    pytest.importorskip("transformers", reason="needs the [torch] extra")
+    from echograph.cli.compose import compile_entry, predict_plan
+
+    rows = [ROW | {"id": f"toy-{n}", "micro_batch": n, "precision": precision} for n in (1, 2, 4)]
+    read = [Row({k: str(v) for k, v in row.items()}) for row in rows]
+    for row, outcome in zip(read, validate(read), strict=True):
+        made = setup(row)
+        alone = compile_entry(
+            made.entry, made.spec, batch_size=made.micro_batch, seq_len=made.seq_len, attention=made.attention
+        )
+        result, _ = predict_plan(alone, made.plan)
+        assert outcome.predicted_s == pytest.approx(result.to_json()["step_time_s"], rel=0.005)
 
 
 @pytest.mark.torch

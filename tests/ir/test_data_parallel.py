@@ -9,7 +9,10 @@ from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import MIB, DataParallel
 from echograph.ir.passes.fold import fold
 from echograph.ir.passes.pipeline import Pipeline
-from echograph.ir.types import CollectiveKind, OpKind, Payload
+from echograph.ir.types import CollectiveKind, OpKind, Payload, Phase
+from echograph.simulator.durations import meeting
+from echograph.simulator.engine import run
+from echograph.simulator.tasks import expand
 
 
 def buckets(job: JobGraph) -> list[int]:
@@ -119,3 +122,32 @@ def test_each_stage_of_a_pipeline_reduces_its_own_gradients() -> None:
     assert reduced == 13 * PARAMETER_BYTES
     with pytest.raises(PlanError, match="micro-batches already"):
         DataParallel(replicas=2, micro_batches=2)(pipeline)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_stage_sends_its_last_message_before_it_waits_for_reductions(zero: int, overlap: bool) -> None:
+    pipeline = Pipeline(stages=4, micro_batches=4)(fold(layered_step(8)))
+    job = DataParallel(replicas=8, zero=zero, overlap_grad_reduce=overlap)(pipeline)
+    for program in job.programs:
+        rows = [op for _, begin, end, _, _ in program.calls.tolist() for op in range(begin, end)]
+        sends = [at for at, op in enumerate(rows) if job.ops.kind[op] == OpKind.SEND]
+        waits = [at for at, op in enumerate(rows) if job.strings[job.ops.name[op]] in ("ddp.wait", "zero.wait")]
+        assert waits
+        assert max(sends, default=-1) < min(waits)
+
+
+def test_stages_reduce_side_by_side() -> None:
+    """A pipeline's step grows by the reduction of one stage, not by that of all, one after the other."""
+    slow = 10**9
+
+    def step(replicas: int) -> int:
+        pipeline = Pipeline(stages=4, micro_batches=4)(fold(layered_step(8)))
+        job = DataParallel(replicas=replicas, overlap_grad_reduce=False)(pipeline)
+        reduces = (job.ops.kind == OpKind.COLLECTIVE) & (job.ops.payload == Payload.GRADIENT)
+        time = np.where(reduces, slow, np.where(job.ops.phase == Phase.OPTIMIZER, 0, 1000)).astype(np.int64)
+        tasks = expand(job, time, np.zeros(len(time), np.int64), lambda number, row: meeting(job, number, row))
+        starts, _ = run(tasks)
+        return int((starts.start + tasks.duration).max())
+
+    assert slow < step(8) - step(1) < 1.01 * slow

@@ -122,6 +122,29 @@ def test_eager_attention_is_matrix_products(fake) -> None:
     assert recorder.operators["aten._softmax.default"] == 2
 
 
+def test_fused_softmax_touches_scores_in_softmax_and_dropout_alone(fake) -> None:
+    entry = get_model("megatron-gpt-1.7b").with_config(n_embd=64, n_layer=2, n_head=4, n_positions=32)
+    with fake():
+        _, eager = record(entry, seq_len=32, attention="eager")
+        _, fused = record(entry, seq_len=32, attention="fused-softmax")
+    assert fused.operators["aten._softmax.default"] == eager.operators["aten._softmax.default"] == 2
+    assert fused.operators["aten.bmm.default"] == eager.operators["aten.bmm.default"] == 2 * 6
+    # Of each layer, the sum with the mask; the scale stays, on the queries.
+    assert eager.operators["aten.add.Tensor"] - fused.operators["aten.add.Tensor"] >= 2
+    assert fused.operators["aten.mul.Tensor"] == eager.operators["aten.mul.Tensor"]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_fused_softmax_is_attention(groups: int) -> None:
+    from echograph.models.fused_softmax import fused_softmax
+
+    query = torch.randn(2, 4, 8, 16)
+    key, value = torch.randn(2, 2, 4 // groups, 8, 16)
+    output, _ = fused_softmax(torch.nn.Identity().eval(), query, key, value, None)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(output, expected.transpose(1, 2))
+
+
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b"])
 def test_experts_are_grouped_products(name: str, fake) -> None:
     entry = get_model(name).with_config(num_hidden_layers=2)
@@ -191,6 +214,7 @@ def test_more_tokens_than_learned_positions_are_refused(name: str, limit: int, f
         ("gpt2", {"seq_len": -1}, "length -1"),
         ("gpt2", {"attention": "flash"}, "'flash' is neither"),
         ("bloom-7b1", {"attention": "sdpa"}, "no sdpa attention: use 'eager'"),
+        ("mpt-7b", {"attention": "fused-softmax"}, "no fused-softmax attention: use 'eager'"),
     ],
 )
 def test_what_a_model_cannot_do_is_a_usage_error(name: str, options: dict, complaint: str) -> None:

@@ -70,3 +70,12 @@ def test_convolution_is_bounded_by_the_peak(
 def test_an_eager_operation_costs_more_than_its_launch(name: str) -> None:
     device = load_device(name)
     assert 1e-6 < launch(device).seconds < framework_op(device).seconds < 1e-4
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_a_view_costs_less_than_an_operation_with_a_kernel(name: str) -> None:
+    host = load_device(name).host
+    assert 0 < host.kernel_s < host.op_s
+    assert host.op_s - host.kernel_s == pytest.approx(
+        host.op_s - host.launch_s if host.view_s is None else host.view_s
+    )

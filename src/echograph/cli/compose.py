@@ -162,7 +162,7 @@ def predict_plan(
     where = replace(where, device=device.name)
     job = lower(graph, plan, where)
     job = estimate(job, device)(job)
-    host = Host(op_ps=to_ps(device.host.op_s), launch_ps=to_ps(device.host.launch_s), spread=host_spread())
+    host = Host(op_ps=to_ps(device.host.op_s), launch_ps=to_ps(device.host.kernel_s), spread=host_spread())
     peak = device.datasheet.peak_flops_per_s.get(_peak_name(job), 0.0)
     result = simulate(
         job,

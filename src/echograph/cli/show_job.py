@@ -13,6 +13,7 @@ from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph, Program
 from echograph.ir.types import CollectiveKind, OpKind, Payload, Phase
 from echograph.simulator.memory import memory
+from echograph.simulator.memory_kinds import Memories
 from echograph.units import format_bytes, format_count
 
 _COMMUNICATIONS = (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV)
@@ -22,12 +23,13 @@ _MODEL_PHASES = (Phase.FORWARD, Phase.BACKWARD)
 def summarize_job(job: JobGraph) -> dict[str, Any]:
     """Mesh, roles and communications of one step; all figures are of one rank of the role."""
     runs = [_runs(job, program) for program in job.programs]
+    memories = Memories(job) if len(job.tensors) else None
     return {
         "model": job.workload.model or job.name,
         "ranks": job.world_size,
         "mesh": {axis.name: axis.size for axis in job.mesh},
         "micro_batch": job.workload.batch_size,
-        "roles": [_role(job, number, count) for number, count in enumerate(runs)],
+        "roles": [_role(job, number, count, memories) for number, count in enumerate(runs)],
         "communication": _communication(job, runs),
     }
 
@@ -40,9 +42,9 @@ def _runs(job: JobGraph, program: Program) -> Int64:
     return np.cumsum(change[:-1])
 
 
-def _role(job: JobGraph, number: int, runs: Int64) -> dict[str, Any]:
+def _role(job: JobGraph, number: int, runs: Int64, memories: Memories | None) -> dict[str, Any]:
     program, ops = job.programs[number], job.ops
-    needs = memory(job, number, 0)
+    needs = memory(job, number, 0, memories=memories, reserve=False)
     work = runs * ops.flops
     return {
         "role": program.role or f"rank {number}",

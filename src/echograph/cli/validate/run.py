@@ -1,4 +1,4 @@
-"""Predicts the rows of a table: each model captured once, whatever its micro-batches, models spread over processes."""
+"""Predicts the rows of a table: models are spread over processes, each captured once for all its micro-batches."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ CLUSTERS = {
     "A100-SXM-40GB": "azure-nd-a100-v4",
     "A100-SXM-40GB (DGX-A100)": "azure-nd-a100-v4",
     "A100-SXM (single DGX-class node)": "dgx-a100",
+    "H100-96GB-HBM2e-500W": "grand-teton-h100",
     "H100-SXM-80GB": "dgx-h100",
     "H100-SXM-80GB (p5)": "aws-p5",
     "H200-SXM-141GB": "dgx-h200",
@@ -25,7 +26,11 @@ CLUSTERS = {
 }
 """The preset whose nodes are those of the row; a GPU that no preset has is skipped."""
 
-NEAREST = {"H100-96GB-HBM2e-500W": ("dgx-h100", "the GPU's 500 W limit and HBM2e are not modelled")}
+NETWORKS = {"bloom": "jean-zay-a100", "vtrainM": "a100-4x-hdr200"}
+"""Where the rows of a family ran on other NICs than their GPU's usual preset has."""
+
+UNMODELLED = {"H100-96GB-HBM2e-500W": "full clocks within 500 W"}
+"""What a preset leaves out, by GPU."""
 
 RECOMPUTE = {"": "none", "none": "none", "full": "full", "selective": "selective", "selective(op)": "selective-op"}
 ZERO = {"": 0, "0": 0, "1": 1, "2": 2, "3": 3, "fsdp3": 3, "fsdp2(SHARD_GRAD_OP)": 3}
@@ -40,6 +45,8 @@ PRECISION = {
 NO_OVERLAP = ("vtrainM", "vtrainS", "bloom", "kor22", "sc21t2", "mlm2009")
 """Families whose trainer (Megatron-LM and Megatron-DeepSpeed before 2023) reduces gradients after backward."""
 
+FP32_GRADIENTS = ("bloom",)
+"""Families whose optimizer adds gradients up in fp32 beside the model's own (DeepSpeed's for bf16)."""
 
 STOPS_EARLY = ("titan", "mpt")
 """Families whose recomputation is PyTorch's own; Megatron-LM's runs the whole layer again."""
@@ -127,9 +134,11 @@ def _model(row: Row, assumed: list[str]) -> tuple[ModelEntry, str]:
             intermediate_size=ffn, vocab_size=vocabulary, max_position_embeddings=length,
         )  # fmt: skip
     elif name.startswith("mpt"):
-        entry = get_model("mpt-7b").with_config(
-            d_model=hidden, n_layers=layers, n_heads=heads, vocab_size=vocabulary, max_seq_len=length,
-            expansion_ratio=ffn // hidden,
+        # The library's MPT has no fused attention, the trainer's had: GPT's layers are the same products.
+        assumed.append("GPT's layers for MPT's: biases, positions in a table")
+        entry = get_model("megatron-gpt-1.7b").with_config(
+            n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=length, n_inner=ffn,
+            attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
         )  # fmt: skip
     else:
         entry = get_model("megatron-gpt-1.7b").with_config(
@@ -142,10 +151,10 @@ def _plan(row: Row, precision: str, assumed: list[str]) -> Plan:
     gpu = row.text("gpu_type")
     cluster = CLUSTERS.get(gpu)
     if cluster is None:
-        if gpu not in NEAREST:
-            raise Skip(f"gpu_type '{gpu}' has no cluster preset")
-        cluster, why = NEAREST[gpu]
-        assumed.append(why)
+        raise Skip(f"gpu_type '{gpu}' has no cluster preset")
+    cluster = NETWORKS.get(row.family, cluster)
+    if gpu in UNMODELLED:
+        assumed.append(UNMODELLED[gpu])
     sizes = {name: row.number(name, 1) for name in ("tp", "pp", "vpp", "cp", "ep")}
     assumed += [f"{name} 1" for name in sizes if not row.text(name)]
     gpus, model = row.number("n_gpus"), sizes["tp"] * sizes["pp"] * sizes["cp"]
@@ -171,6 +180,7 @@ def _plan(row: Row, precision: str, assumed: list[str]) -> Plan:
         recompute=recompute,
         recompute_early_stop=row.family in STOPS_EARLY,
         precision=precision,
+        grad_dtype="fp32" if row.family in FP32_GRADIENTS else "",
         micro_batch=row.number("micro_batch"),
         global_batch=row.number("global_batch"),
     )
