@@ -147,7 +147,13 @@ def test_pipelines_run_with_tensor_and_data_parallelism(cli, graph: Path) -> Non
             record["step_time_s"], rel=1e-9
         )
         assert record["simulation"] | {"engine": "static", "ranks": layers} == record["simulation"]
-    for wrong in (["--pp", "3"], ["--pp", "0"], ["--vpp", "2"], ["--pp", "2", "--hsdp-replicas", "2"], ["--pp", "8"]):
+    for wrong in (
+        ["--pp", "3"],
+        ["--pp", "0"],
+        ["--vpp", "2"],
+        ["--pp", "2", "--hsdp-replicas", "2"],
+        ["--pp", "8"],
+    ):
         refused = cli("echosim", "run", graph, "--gpus", "16", *wrong)
         assert refused.status in (1, 2)
         assert len(refused.err.strip().splitlines()) == 1
