@@ -40,8 +40,9 @@ class Runtime:
             8 MiB on older devices.
         cuda_context_bytes: CUDA context and loaded kernels. Assumed for lazily loaded kernels (the default since
             CUDA 11.7); without, 1.2 to 1.6 GiB were seen (BigScience, tr11-176B-ml chronicles, on V100 and A100).
-        nccl_pair_bytes: buffers of a communicator of two ranks, as measured on A100 (NCCL issue 964).
-        nccl_bytes: the same of more ranks; their number does not matter (same issue, and 986).
+        nccl_pair_bytes: buffers of a communicator of two ranks, as a user measured on A100 (NVIDIA/nccl on
+            GitHub, 964).
+        nccl_bytes: the same of more ranks; their number does not matter (there, and 986).
     """
 
     expandable_segments: bool = False
