@@ -48,7 +48,9 @@ def compile_command(
         bool | None, typer.Option(help="Keep fp32 copies of 16-bit parameters (default: yes).")
     ] = None,
     recompute: Annotated[bool, typer.Option(help="The model's own activation checkpointing.")] = False,
-    attention: Annotated[str | None, typer.Option(help="sdpa (fused), eager, or fused-softmax (Megatron-LM's).")] = None,
+    attention: Annotated[
+        str | None, typer.Option(help="sdpa (fused), eager, or fused-softmax (Megatron-LM's).")
+    ] = None,
     capture: Annotated[str, typer.Option(help="recorder, or aot (export and AOTAutograd).")] = "recorder",
     as_json: Json = False,
 ) -> None:
