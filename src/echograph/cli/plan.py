@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any, Literal, TypedDict, get_args
 
@@ -137,12 +137,6 @@ class Plan:
 def option_name(field_name: str) -> str:
     """A field as the command line spells it."""
     return "--" + field_name.replace("_", "-")
-
-
-def default(field_name: str) -> Any:
-    """A field's default."""
-    (found,) = (f.default for f in fields(Plan) if f.name == field_name)
-    return None if found is MISSING else found
 
 
 def _check_sizes(plan: Plan) -> None:
