@@ -10,6 +10,8 @@ source reports:
   tr11-176B-ml, which also state that loaded kernels take 1,573 MiB there). Up to 27 February 2022 gradients added
   up in 16 bit, after it in fp32 (same chronicles, "Rebalancing layers", where embeddings take a layer's slot).
 
+torchtitan compiles the loss with the model since April 2025 (pytorch/torchtitan pull request 1033), not before.
+
 Nothing is fitted to a memory figure. What a row's source does not say is assumed as `_plan` and `_entry` write.
 """
 
@@ -116,6 +118,12 @@ def predict(row: Row) -> Memory:
     return memory
 
 
+def _compiles_loss(row: Row) -> bool:
+    """Whether a report of torchtitan, whose month its file's name has, is of a compiled loss."""
+    month = re.search(r"_(20\d{4})_", row["source"])
+    return bool(family(row) == "titan" and "compile" in row["notes"] and month and int(month[1]) >= 202504)
+
+
 def _runtime(row: Row) -> Runtime:
     if family(row) == "titan":
         return Runtime(expandable_segments=True)
@@ -146,6 +154,7 @@ def _plan(row: Row) -> Plan:
         micro_batch=int(row["micro_batch"] or max(1, local_batch // (pp * vpp))),
         global_batch=int(row["global_batch"]) if row["global_batch"] else None,
         recompute={"full": "full", "selective(op)": "selective-op"}.get(row["recompute"], "none"),
+        loss="fused" if _compiles_loss(row) else "eager",
         precision="fp8" if row["precision"] == "fp8" else "",
         # FSDP2 adds whole gradients up in the type that it reduces them in: fp32, torchtitan's default.
         grad_dtype="fp32" if in_fp32 else "",

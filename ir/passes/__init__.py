@@ -16,6 +16,7 @@ PASSES = Table(
         "recompute": "echograph.ir.passes.recompute:Recompute",
         "precision": "echograph.ir.passes.precision:Precision",
         "fuse": "echograph.ir.passes.fuse:Fuse",
+        "fuse_loss": "echograph.ir.passes.fuse_loss:FuseLoss",
         "tensor_parallel": "echograph.ir.passes.tensor_parallel:TensorParallel",
         "context_parallel": "echograph.ir.passes.context_parallel:ContextParallel",
         "expert_parallel": "echograph.ir.passes.expert_parallel:ExpertParallel",

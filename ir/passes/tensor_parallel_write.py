@@ -203,6 +203,8 @@ class _Writer(StepWriter):
                 self._log_softmax(op, reads[0])
             case "aten.nll_loss_forward" if shares_classes:
                 self._nll_loss(op, reads)
+            case "aten._log_softmax_backward_data" if shares_classes:
+                self._log_softmax_backward(op, reads)
             case _:
                 return False
         return True
@@ -300,6 +302,19 @@ class _Writer(StepWriter):
         made = self._made(index)
         self.part.ops[op.id] = self._local(op, "aten.sub", (shifted, total), (made,), size + rows, size)
 
+    def _log_softmax_backward(self, op: t.Compute, reads: Sequence[int]) -> None:
+        """Probabilities less one at the target, times the loss's gradient.
+
+        In the kernels of torch's `loss_parallel`, a function that holds all that it reads until it returns.
+        """
+        (index,), (picked, likely) = op.outputs, reads
+        tensor, local = self.graph.tensors[index], self.sharding.shapes[index]
+        size = prod(local) * tensor.dtype.itemsize
+        probability, difference = self._temporary("exp", local, tensor), self._temporary("add", local, tensor)
+        self._local(op, "aten.exp", (likely,), (probability,), size, size)
+        self._local(op, "aten.add", (picked, probability, likely), (difference,), 2 * size, size)
+        self.part.ops[op.id] = self._local(op, "aten.mul", (difference,), (self._made(index),), size, size)
+
     def _nll_loss(self, op: t.Compute, reads: Sequence[int]) -> None:
         """The rank that has a token's target picks its log-probability; the others add zero."""
         tensor, target = self.graph.tensors[op.inputs[0]], self.graph.tensors[op.inputs[1]]
@@ -324,7 +339,10 @@ class _Writer(StepWriter):
     def _local(
         self, op: t.Op, name: str, inputs: Sequence[int], outputs: Sequence[int], read: int, written: int
     ) -> int:
+        forward = None
+        if isinstance(op, t.Compute) and op.forward_op is not None:
+            forward = self.part.ops.get(op.forward_op, op.forward_op)
         return self.builder.compute(
             name, phase=op.phase, module=op.module, inputs=inputs, outputs=outputs, bytes_read=read,
-            bytes_written=written,
+            bytes_written=written, forward_op=forward,
         )  # fmt: skip

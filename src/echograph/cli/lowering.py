@@ -21,8 +21,13 @@ def lower(graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster) -> JobGraph
     """
     if isinstance(graph, JobGraph):
         return _as_it_is(graph, plan)
+    spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
+    return replicate(share(prepare(graph, plan), plan), plan, cluster)
+
+
+def replicate(graph: StepGraph, plan: Plan, cluster: Cluster) -> JobGraph:
+    """The job of all ranks, from the step that `share` made."""
     _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
-    graph = share(prepare(graph, plan), plan)
     count = micro_batches(plan, ranks, graph.workload.batch_size)
     job = _replicate(graph, plan, ranks // plan.expert_ranks, count)
     if plan.mesh_order != Plan().mesh_order:
@@ -76,6 +81,10 @@ def share(graph: StepGraph, plan: Plan) -> StepGraph:
             imbalance=plan.expert_imbalance,
             across=("cp",) if plan.shares_experts_over_cp else (),
         )(graph)
+    if plan.loss == "fused":
+        from echograph.ir.passes.fuse_loss import FuseLoss
+
+        graph = FuseLoss()(graph)
     if plan.precision or plan.grad_dtype:
         from echograph.ir.passes.precision import Precision
 

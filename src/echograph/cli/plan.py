@@ -10,6 +10,7 @@ from echograph.errors import UsageError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 Recompute = Literal["none", "selective", "selective-op", "full"]
+Loss = Literal["eager", "fused"]
 Precision = Literal["bf16", "fp16", "fp32", "fp8", "fp8-rowwise", "mxfp8"]
 GradDType = Literal["bf16", "fp16", "fp32"]
 CpMethod = Literal["ring", "all-to-all"]
@@ -45,6 +46,7 @@ class PlanOptions(TypedDict, total=False):
     global_batch: int | None
     recompute: str
     recompute_early_stop: bool | None
+    loss: str
     precision: str
     grad_dtype: str
     mesh_order: str
@@ -103,6 +105,9 @@ class Plan:
         "Recompute only until backward has what it needs, as PyTorch does; Megatron-LM runs all of it.",
         "yes; no with selective",
     )
+    loss: str = _option(
+        "eager", "Cross-entropy: eager, or fused, which writes no probabilities (torch.compile, Liger Kernel)."
+    )
     precision: str = _option("", f"{', '.join(get_args(Precision))}.", "as the graph was compiled")
     grad_dtype: str = _option(
         "", f"Type in which gradients add up: {', '.join(get_args(GradDType))}.", "their own"
@@ -160,6 +165,7 @@ def _check_words(plan: Plan) -> None:
     words = {
         "schedule": ("", *get_args(Schedule)),
         "cp_method": get_args(CpMethod),
+        "loss": get_args(Loss),
         "precision": ("", *get_args(Precision)),
         "grad_dtype": ("", *get_args(GradDType)),
         "recompute": (*get_args(Recompute), plan.recompute if plan.recompute.isdigit() else "none"),
