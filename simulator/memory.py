@@ -147,8 +147,13 @@ def memory(
     """
     if not len(job.tensors):
         return None
-    runtime = runtime or Runtime()
     usage = Usage(Lifetimes(memories or Memories(job), program))
+    return _of(usage, job, program, capacity_bytes, runtime or Runtime(), reserve=reserve)
+
+
+def _of(
+    usage: Usage, job: JobGraph, program: int, capacity_bytes: int, runtime: Runtime, *, reserve: bool
+) -> Memory:
     workspaces = runtime.cublas_workspace_bytes
     overhead = {
         "CUDA context (assumed)": runtime.cuda_context_bytes,
@@ -247,7 +252,7 @@ def _layers(name: str) -> str:
 
 
 def largest_memory(job: JobGraph, capacity_bytes: int, runtime: Runtime | None = None) -> Memory | None:
-    """Memory of the program that needs most, with the peaks of all.
+    """Memory of the program that has most allocated at its peak, with the peaks of all.
 
     Args:
         job: the job.
@@ -259,8 +264,10 @@ def largest_memory(job: JobGraph, capacity_bytes: int, runtime: Runtime | None =
     """
     if not len(job.tensors):
         return None
-    memories = Memories(job)
-    every = [memory(job, number, capacity_bytes, runtime, memories) for number in range(len(job.programs))]
-    found = [m for m in every if m is not None]
-    most = max(found, key=lambda m: (m.device_bytes, m.peak_bytes))
-    return replace(most, programs={m.program or str(n): m.peak_bytes for n, m in enumerate(found)})
+    runtime, memories = runtime or Runtime(), Memories(job)
+    usages = [Usage(Lifetimes(memories, number)) for number in range(len(job.programs))]
+    most = max(range(len(usages)), key=lambda n: (usages[n].peak_bytes + _nccl_bytes(job, n, runtime), -n))
+    found = _of(usages[most], job, most, capacity_bytes, runtime, reserve=True)
+    workspaces = sum(runtime.cublas_workspace_bytes)
+    peaks = {job.programs[n].role or str(n): usage.peak_bytes + workspaces for n, usage in enumerate(usages)}
+    return replace(found, programs=peaks)
