@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +25,12 @@ Names = Annotated[list[str] | None, typer.Option(help="Only this one (may be giv
 def fit(
     kernels: Annotated[Path | None, typer.Option(help="Table of measured kernels (CSV, may be gzipped).")] = None,
     collectives: Annotated[Path | None, typer.Option(help="Table of measured collectives (CSV).")] = None,
+    nccl_tests: Annotated[
+        list[Path] | None, typer.Option(help="Output of an nccl-tests program (may be given again).")
+    ] = None,
+    cluster: Annotated[str, typer.Option(help="What those logs ran on: a preset or a TOML file.")] = "",
+    collective: Annotated[str, typer.Option(help="What they ran, where they do not say.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the cluster that is written from them.")] = "ours",
     device: Names = None,
     base: Annotated[
         str | None, typer.Option(help="Fit your own table of one device anew on top of this shipped profile.")
@@ -35,8 +41,8 @@ def fit(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Turn measurement tables into device and fabric profiles; say how far they are off on rows held out."""
-    if kernels is None and collectives is None:
-        raise UsageError("nothing to fit: give --kernels TABLE, --collectives TABLE, or both")
+    if kernels is None and collectives is None and not nccl_tests:
+        raise UsageError("nothing to fit: give --kernels TABLE, --collectives TABLE or --nccl-tests LOG")
     rows: list[dict[str, object]] = []
     with folder_for_results(output):
         if kernels is not None and base is not None:
@@ -45,6 +51,8 @@ def fit(
             rows += fit_devices(kernels, device or [], output, date)
         if collectives is not None:
             rows += fit_the_fabrics(collectives, fabric or [], output, date)
+        if nccl_tests:
+            rows += fit_the_logs(nccl_tests, cluster, collective, name, output, date)
     if as_json:
         print_json(rows)
     else:
@@ -134,6 +142,26 @@ def fit_the_fabrics(table: Path, names: list[str], output: Path, date: str) -> l
                 {"profile": name, "what": kind, **held, "mean error": round(value, 4)}
                 for kind, value in error.items()
             ]
+    return records
+
+
+def fit_the_logs(
+    logs: list[Path], cluster: str, collective: str, name: str, output: Path, date: str
+) -> list[dict[str, object]]:
+    """Fits a cluster's fabrics to logs of nccl-tests; one record for each kind of collective held out."""
+    from echograph.cli.fit_logs import fit_logs
+    from echograph.profiler.fit.collectives import KINDS, read_nccl_tests
+
+    if not cluster:
+        raise UsageError("--nccl-tests: say what they ran on with --cluster (see echosim clusters)")
+    if collective and collective not in KINDS:
+        raise UnknownNameError("collective", collective, KINDS)
+    kind: Any = collective or None
+    with progress(f"reading {len(logs)} logs") as say:
+        rows = [row for log in logs for row in read_nccl_tests(log, kind)]
+        say(f"fitting {len(rows)} rows")
+        records = fit_logs(rows, cluster, name, output, date)
+    print_error(f"wrote {output / name}.toml: echosim run GRAPH --cluster {output / name}.toml")
     return records
 
 
