@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -12,8 +12,8 @@ from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Float32, Int8, Int64
 from echograph.ir.graph import Group, JobGraph, Program
 from echograph.ir.types import CollectiveKind, OpKind, Source
-from echograph.simulator.clusters import Cluster, Placement
-from echograph.simulator.collectives import Kind, collective_time
+from echograph.simulator.clusters import Cluster
+from echograph.simulator.collectives import CollectiveEstimate, Kind, collective_time
 from echograph.units import to_ps
 
 _KINDS: dict[int, Kind] = {
@@ -26,6 +26,8 @@ _KINDS: dict[int, Kind] = {
     CollectiveKind.BARRIER: "barrier",
 }
 COMMUNICATIONS = (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV)
+Estimate = Callable[[Kind, float, Sequence[int]], CollectiveEstimate]
+"""How long a communication takes, by kind, bytes and ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,16 +39,23 @@ class Durations:
         source: uint8, `types.Source` values; 0 where an operation takes no time.
         spread: float32, relative standard error.
         algorithm: for collectives that the network model timed, what it chose ("ring/LL128"), by row.
+        estimates: what it said, by row; of all communications where every one was asked for.
     """
 
     picoseconds: Int64
     source: Int8
     spread: Float32
     algorithm: dict[int, str]
+    estimates: dict[int, CollectiveEstimate] = field(default_factory=dict)
 
 
-def durations(job: JobGraph, cluster: Cluster) -> Durations:
+def durations(job: JobGraph, cluster: Cluster, estimate: Estimate | None = None) -> Durations:
     """Times on a cluster: those of its device first, else imported ones, else the network's model.
+
+    Args:
+        job: the job.
+        cluster: where it runs.
+        estimate: another model of the network than `collective_time`, asked for every communication.
 
     Raises:
         SimulationError: a device operation has no duration for the cluster's device.
@@ -56,11 +65,14 @@ def durations(job: JobGraph, cluster: Cluster) -> Durations:
     still = job.ops.is_view | (job.ops.kind == OpKind.HOST)
     picoseconds[still & (picoseconds == NONE)] = 0
     algorithm: dict[int, str] = {}
+    estimates: dict[int, CollectiveEstimate] = {}
+    ask = estimate or (lambda kind, nbytes, ranks: collective_time(kind, nbytes, cluster.place(ranks), cluster))
     communicates = np.isin(job.ops.kind, COMMUNICATIONS)
-    for row in np.flatnonzero(communicates & (picoseconds == NONE)).tolist():
-        seconds, its_spread, choice = _communication(job, cluster, row)
-        picoseconds[row], source[row], spread[row] = to_ps(seconds), Source.FITTED, its_spread
-        algorithm[row] = choice
+    for row in np.flatnonzero(communicates & ((picoseconds == NONE) | (estimate is not None))).tolist():
+        found = estimates[row] = ask(kind_of(job, row), int(job.ops.nbytes[row]), _first_ranks(job, row))
+        if picoseconds[row] == NONE:
+            picoseconds[row], source[row], spread[row] = to_ps(found.seconds), Source.FITTED, found.spread
+            algorithm[row] = f"{found.algorithm}/{found.protocol}"
     missing = np.flatnonzero(picoseconds == NONE)
     if len(missing):
         name = job.strings[job.ops.name[missing[0]]]
@@ -68,7 +80,9 @@ def durations(job: JobGraph, cluster: Cluster) -> Durations:
             f"{len(missing)} operations, '{name}' first, have no duration on device "
             f"'{cluster.device}': annotate the graph"
         )
-    return Durations(picoseconds=picoseconds, source=source, spread=spread, algorithm=algorithm)
+    return Durations(
+        picoseconds=picoseconds, source=source, spread=spread, algorithm=algorithm, estimates=estimates
+    )
 
 
 def _use_imported(job: JobGraph, picoseconds: Int64, source: Int8, spread: Float32) -> None:
@@ -82,22 +96,17 @@ def _use_imported(job: JobGraph, picoseconds: Int64, source: Int8, spread: Float
     spread[rows] = ops.duration_spread[imported]
 
 
-def _communication(job: JobGraph, cluster: Cluster, row: int) -> tuple[float, float, str]:
-    ops = job.ops
-    group = job.groups[int(ops.group[row])]
-    kind: Kind = "send_recv"
-    if ops.kind[row] == OpKind.COLLECTIVE:
-        kind = _KINDS.get(int(ops.variant[row]), "broadcast")
-        placement = place_group(job, cluster, group)
-    else:
-        placement = cluster.place(_pair(job, group, row))
-    estimate = collective_time(kind, int(ops.nbytes[row]), placement, cluster)
-    return estimate.seconds, estimate.spread, f"{estimate.algorithm}/{estimate.protocol}"
+def kind_of(job: JobGraph, row: int) -> Kind:
+    """What a communication is for the network's model."""
+    if job.ops.kind[row] != OpKind.COLLECTIVE:
+        return "send_recv"
+    return _KINDS.get(int(job.ops.variant[row]), "broadcast")
 
 
-def place_group(job: JobGraph, cluster: Cluster, group: Group) -> Placement:
-    """Where the first group of its kind sits: the ranks whose other coordinates are 0."""
-    return cluster.place(group_ranks(job, group))
+def _first_ranks(job: JobGraph, row: int) -> Sequence[int]:
+    """The ranks of a communication in the first group of its kind: those whose other coordinates are 0."""
+    group = job.groups[int(job.ops.group[row])]
+    return group_ranks(job, group) if job.ops.kind[row] == OpKind.COLLECTIVE else _pair(job, group, row)
 
 
 def _pair(job: JobGraph, group: Group, row: int) -> Sequence[int]:
@@ -106,7 +115,7 @@ def _pair(job: JobGraph, group: Group, row: int) -> Sequence[int]:
         runs = (program.calls[:, 1] <= row) & (row < program.calls[:, 2])
         if runs.any() and set(group.axes) <= program.coordinates.keys():
             ranks = group_ranks(job, group, dict(program.coordinates))
-            here, peer = _place_in_group(job, group, program), int(job.ops.peer[row])
+            here, peer = place_in_group(job, group, program), int(job.ops.peer[row])
             there = (here + peer) % len(ranks)
             if abs(peer) >= len(ranks):
                 name = job.strings[job.ops.name[row]]
@@ -153,7 +162,7 @@ def meeting(job: JobGraph, number: int, row: int) -> object:
     key: tuple[object, ...] = (group_index, fixed)
     if ops.kind[row] == OpKind.COLLECTIVE:
         return key
-    here = _place_in_group(job, group, program)
+    here = place_in_group(job, group, program)
     there = (here + int(ops.peer[row])) % group_size(job, group)
     sender, receiver = (here, there) if ops.kind[row] == OpKind.SEND else (there, here)
     return (*key, sender, receiver, int(ops.tag[row]))
@@ -190,7 +199,8 @@ def _strides(job: JobGraph) -> dict[str, int]:
     return {a.name: prod(b.size for b in job.mesh[i + 1 :]) for i, a in enumerate(job.mesh)}
 
 
-def _place_in_group(job: JobGraph, group: Group, program: Program) -> int:
+def place_in_group(job: JobGraph, group: Group, program: Program) -> int:
+    """The place of a program among the ranks of a group, 0 along axes that it leaves free."""
     if not group.axes:
         mine = _ranks(job, program)
         return next(i for i, rank in enumerate(group.ranks) if rank in mine)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +25,10 @@ from echograph.simulator.engine.schedule import Starts
 from echograph.simulator.engine.static import run_in_order
 from echograph.simulator.tasks import DEVICE, TaskGraph
 from echograph.units import to_s
+
+if TYPE_CHECKING:
+    from echograph.simulator.engine.columns import Columns, Ends
+    from echograph.simulator.engine.sharing import Sharing
 
 MAX_FACTOR = 1000
 MAX_JITTER = 0.5
@@ -81,32 +86,43 @@ class RankTimes:
         return {**record, "waited_least": np.argsort(self.waited_ps, kind="stable")[:8].tolist()}
 
 
-def run_every_rank(job: JobGraph, tasks: TaskGraph, every: EveryRank) -> tuple[TaskGraph, Starts, RankTimes]:
+def run_every_rank(
+    job: JobGraph,
+    tasks: TaskGraph,
+    every: EveryRank,
+    *,
+    engine: str = "columns",
+    sharing: Sharing | None = None,
+    column: int | None = None,
+) -> tuple[TaskGraph, Starts, RankTimes]:
     """Runs all ranks of a job.
 
     Args:
         job: the job.
         tasks: what its roles do.
         every: how their ranks differ.
+        engine: "columns", or "events", which alone can share links.
+        sharing: the links that communications share; None where they leave each other alone.
+        column: the column that is wanted; None for that of the rank which ends last.
 
     Returns:
-        Of one column, that of the rank which ends last: the tasks with their durations, and when those start
-        (without a cause where a rank of another column was waited for); and the times of all ranks.
+        Of one column, the tasks with the durations that they took, and when they start (without a cause where a
+        rank of another column was waited for); and the times of all ranks.
 
     Raises:
         SimulationError: ranks cannot be told apart by the mesh, or `every` names one that is not there.
         DeadlockError: tasks wait for each other for ever.
     """
-    # The compiler is loaded where it is needed.
-    from echograph.simulator.engine import columns as engine
-
     mesh = Mesh(job)
     slowest = max((1.0, *every.slow.values())) * (1 + 4 * every.jitter)
     if not float(tasks.duration.sum(dtype=np.float64)) * slowest < 2**63:
         raise SimulationError(f"the step may take more than {to_s(2**63) / 86_400:.0f} days: give smaller factors")
+    # The compiler is loaded where it is needed.
+    from echograph.simulator.engine.columns import Columns
+
     kernel = (tasks.lane == DEVICE) & (job.ops.kind == OpKind.COMPUTE)[tasks.op]
     place, places = mesh.places(tasks)
-    columns = engine.Columns(
+    columns = Columns(
         kind=np.where(kernel, 1 + tasks.program, 0),
         factor=_factors(mesh, every),
         place=place,
@@ -114,13 +130,26 @@ def run_every_rank(job: JobGraph, tasks: TaskGraph, every: EveryRank) -> tuple[T
         jitter=every.jitter,
         seed=every.seed,
     )
-    order, column = number(tasks), 0
-    ends = engine.run(tasks, order, columns, column)
-    if (slowest := int(np.argmax(ends.end.max(axis=0)))) != column:
-        ends = engine.run(tasks, order, columns, slowest)
+    order = number(tasks)
+    run = partial(_on_events if engine == "events" else _in_order, tasks, order, columns, sharing)
+    ends = run(column or 0)
+    if column is None and (last := int(np.argmax(ends.end.max(axis=0)))) != 0:
+        ends = run(last)
     its = replace(tasks, duration=ends.duration)
     starts = run_in_order(its, order, ends.start)
     return its, starts, _times(mesh, tasks, ends.end, ends.waited)
+
+
+def _in_order(tasks: TaskGraph, order: Int32, columns: Columns, _: Sharing | None, record: int) -> Ends:
+    from echograph.simulator.engine.columns import run
+
+    return run(tasks, order, columns, record)
+
+
+def _on_events(tasks: TaskGraph, _: Int32, columns: Columns, sharing: Sharing | None, record: int) -> Ends:
+    from echograph.simulator.engine.events import run_columns
+
+    return run_columns(tasks, columns, sharing, record)
 
 
 def _factors(mesh: Mesh, every: EveryRank) -> np.ndarray:

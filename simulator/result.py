@@ -9,6 +9,7 @@ import numpy as np
 
 from echograph.ir.timeline import Timeline
 from echograph.simulator.breakdown import Breakdown
+from echograph.simulator.flows import LinkUse
 from echograph.simulator.goodput import Goodput
 from echograph.simulator.memory import Memory
 from echograph.simulator.ranks import RankTimes
@@ -37,10 +38,14 @@ class Result:
         sources: share of the busy time by source of the duration.
         collectives: for each group axis, calls and bytes per rank and the algorithms chosen.
         engine: name of the engine.
+        network: "closed-form", or "flows" where communications share links.
+        degraded: what of the cluster is degraded, in words.
+        links: at flow level, the links used most.
         simulated_ranks: programs simulated; equal ranks are simulated once.
         tasks: number of tasks.
         wall_s: seconds that the simulation took.
         timeline: what ran when.
+        traced: what the ranks did whose timelines were asked for.
         ranks: the times of every rank, where each was simulated.
         draws_ps: step times under several draws of noise.
         goodput: what failures leave of the throughput, where it was asked for.
@@ -67,6 +72,10 @@ class Result:
     tasks: int
     wall_s: float
     timeline: Timeline = field(repr=False, compare=False)
+    network: str = "closed-form"
+    degraded: tuple[str, ...] = ()
+    links: tuple[LinkUse, ...] = ()
+    traced: Timeline | None = field(default=None, repr=False, compare=False)
     ranks: RankTimes | None = field(default=None, repr=False, compare=False)
     draws_ps: tuple[int, ...] = ()
     goodput: Goodput | None = None
@@ -113,10 +122,13 @@ class Result:
             "collectives": self.collectives,
             "simulation": {
                 "engine": self.engine,
+                "network": self.network,
                 "ranks": self.simulated_ranks,
                 "tasks": self.tasks,
                 "wall_s": self.wall_s,
             },
+            **({} if self.network != "flows" else {"links": [link.to_json() for link in self.links]}),
+            **({} if not self.degraded else {"degraded": list(self.degraded)}),
             **({} if self.ranks is None else {"ranks": self.ranks.to_json()}),
             **({} if not self.draws_ps else {"step_time_percentiles_s": self.percentiles_s}),
             **({} if self.goodput is None else {"failures": self.goodput.to_json()}),

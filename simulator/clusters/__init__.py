@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from echograph.simulator.clusters.degraded import DegradedLink, SlowNode, parse_degraded
 from echograph.simulator.clusters.fabric import (
     NetworkFabric,
     NodeFabric,
@@ -16,14 +17,17 @@ from echograph.simulator.clusters.types import Cluster, FabricLevel, Network
 __all__ = [
     "DEFAULT_CLUSTER",
     "Cluster",
+    "DegradedLink",
     "FabricLevel",
     "Network",
     "NetworkFabric",
     "NodeFabric",
     "Placement",
+    "SlowNode",
     "cluster_names",
     "fabric_names",
     "load_cluster",
     "load_network_fabric",
     "load_node_fabric",
+    "parse_degraded",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from echograph.errors import DataError, UnknownNameError
+from echograph.simulator.clusters.degraded import DegradedLink, SlowNode
 from echograph.simulator.clusters.fabric import MAX_FILE_BYTES, load_network_fabric, load_node_fabric
 from echograph.simulator.clusters.types import Cluster, FabricLevel, Network
 from echograph.units import GB, GIB
@@ -66,10 +67,29 @@ class _Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _require(bool(sizes) and sizes == sorted(set(sizes)), "level has an entry and its gpus grow")
 
 
+class _Degraded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    link: str | None = None
+    node: int | None = None
+    bandwidth: float = 1.0
+    compute: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require((self.link is None) != (self.node is None), "degraded names a link or a node")
+        _require(self.node is None or self.node >= 0, "node is at least 0")
+        _require(0 < self.bandwidth <= 1 and 0 < self.compute <= 1, "bandwidth and compute are above 0, at most 1")
+        _require(self.compute == 1 or self.node is not None, "compute is that of a node")
+        _require(min(self.bandwidth, self.compute) < 1, "degraded has a bandwidth or a compute below 1")
+
+    @property
+    def links(self) -> str:
+        return f"node {self.node}" if self.link is None else self.link
+
+
 class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_gpus: int
     node: _Node
     network: _Network
+    degraded: list[_Degraded] = msgspec.field(default_factory=list)
 
     def __post_init__(self) -> None:
         _require(self.max_gpus >= self.node.gpus, "max_gpus is at least node.gpus")
@@ -102,6 +122,14 @@ class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                     for level in network.level
                 ),
                 fabric=load_network_fabric(_beside(folder, network.fabric)),
+            ),
+            degraded=tuple(
+                DegradedLink(link=d.links, bandwidth=d.bandwidth) for d in self.degraded if d.bandwidth < 1
+            ),
+            slow_nodes=tuple(
+                SlowNode(node=d.node, compute=d.compute)
+                for d in self.degraded
+                if d.node is not None and d.compute < 1
             ),
         )
 

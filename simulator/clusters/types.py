@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from echograph.errors import PlanError
+from echograph.simulator.clusters.degraded import DegradedLink, SlowNode
 from echograph.simulator.clusters.fabric import NetworkFabric, NodeFabric
 from echograph.simulator.clusters.placement import Placement, place
 
@@ -53,7 +54,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A homogeneous cluster.
+    """A homogeneous cluster, but for what is degraded.
 
     Args:
         name: preset or file name.
@@ -67,6 +68,8 @@ class Cluster:
         max_gpus: largest size that the network's levels can join.
         node_fabric: fitted links inside a domain.
         network: what joins the domains.
+        degraded: links with less bandwidth than their like.
+        slow_nodes: nodes whose GPUs compute slower than the others.
     """
 
     name: str
@@ -80,6 +83,16 @@ class Cluster:
     max_gpus: int
     node_fabric: NodeFabric
     network: Network
+    degraded: tuple[DegradedLink, ...] = ()
+    slow_nodes: tuple[SlowNode, ...] = ()
+
+    def with_degraded(self, worse: Sequence[DegradedLink | SlowNode]) -> Cluster:
+        """The cluster with more of it degraded."""
+        return replace(
+            self,
+            degraded=(*self.degraded, *(entry for entry in worse if isinstance(entry, DegradedLink))),
+            slow_nodes=(*self.slow_nodes, *(entry for entry in worse if isinstance(entry, SlowNode))),
+        )
 
     def place(self, ranks: Sequence[int]) -> Placement:
         """How a group spreads over the cluster.

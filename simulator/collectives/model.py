@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.network.links import Links
+from echograph.simulator.network.patterns import Pattern
 
 Kind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv", "barrier"
@@ -32,10 +33,19 @@ Seconds = float | NDArray[np.float64]
 
 
 class Cost(NamedTuple):
-    """Seconds for a size or for each of an array of sizes, and the number of sequential steps."""
+    """What a size, or each of an array of sizes, costs.
+
+    Attributes:
+        seconds: execution time.
+        steps: sequential steps.
+        node_s: seconds of it for which the bytes keep a rank's links inside its domain busy.
+        network_s: seconds of it for which they keep the NICs of the busiest domain busy.
+    """
 
     seconds: Seconds
     steps: int
+    node_s: Seconds = 0.0
+    network_s: Seconds = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +58,7 @@ class Algorithm:
         protocols: protocols that it runs over.
         applies: whether the group's links offer it.
         cost: seconds from kind, size in bytes (nccl-tests' `size`), links and protocol; grows with the size.
+        pattern: which domains send to which, by kind.
     """
 
     name: str
@@ -55,6 +66,7 @@ class Algorithm:
     protocols: tuple[ProtocolName, ...]
     applies: Callable[[Kind, Links], bool]
     cost: Callable[[Kind, Bytes, Links, ProtocolName], Cost]
+    pattern: Callable[[Kind], Pattern]
 
 
 def bus_factor(kind: Kind, ranks: int) -> float:

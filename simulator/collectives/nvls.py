@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.collectives.model import Algorithm, Bytes, Cost, Kind
+from echograph.simulator.network import patterns
 from echograph.simulator.network.links import Links
 
 
 def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
     nvls = links.node.nvls
     assert nvls is not None
-    return Cost(nvls.base_s + size * (1 + 1 / links.ranks) / nvls.bytes_per_s, 2)
+    inside = size * (1 + 1 / links.ranks) / nvls.bytes_per_s
+    return Cost(nvls.base_s + inside, 2, inside)
 
 
 NVLS = Algorithm(
@@ -27,4 +29,5 @@ NVLS = Algorithm(
     protocols=("Simple",),
     applies=lambda kind, links: links.node.nvls is not None and links.domains == 1 and links.ranks > 2,
     cost=_cost,
+    pattern=lambda kind: patterns.ring,
 )

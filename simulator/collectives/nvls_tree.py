@@ -13,6 +13,7 @@ from math import ceil, log2
 
 from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.collectives.model import Algorithm, Bytes, Cost, Kind
+from echograph.simulator.network import patterns
 from echograph.simulator.network.links import Links
 
 
@@ -23,7 +24,7 @@ def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost
     switch = (1 + 1 / links.ranks_per_domain) / nvls.bytes_per_s
     tree = links.tree_volume / (links.network_bytes_per_s * net.efficiency)
     latency = nvls.base_s + net.base_s + 2 * depth * (net.hop_s + links.climb_s)
-    return Cost(latency + size * max(switch, tree), 2 * depth + 2)
+    return Cost(latency + size * max(switch, tree), 2 * depth + 2, size * switch, size * tree)
 
 
 def _applies(kind: Kind, links: Links) -> bool:
@@ -37,4 +38,5 @@ NVLS_TREE = Algorithm(
     protocols=("Simple",),
     applies=_applies,
     cost=_cost,
+    pattern=lambda kind: patterns.tree,
 )

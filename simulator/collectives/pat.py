@@ -12,6 +12,7 @@ from math import ceil, log2
 
 from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.collectives.model import Algorithm, Bytes, Cost, Kind
+from echograph.simulator.network import patterns
 from echograph.simulator.network.links import Links
 
 
@@ -20,7 +21,8 @@ def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost
     steps = ceil(log2(links.ranks))
     volume = (links.ranks - 1 + links.node.fill) / links.ranks * size
     latency = node.base_s + net.base_s + steps * (net.hop_s + links.climb_s)
-    return Cost(latency + volume / (links.network_bytes_per_s * net.efficiency), steps)
+    between = volume / (links.network_bytes_per_s * net.efficiency)
+    return Cost(latency + between, steps, 0.0, between)
 
 
 def _applies(kind: Kind, links: Links) -> bool:
@@ -33,4 +35,5 @@ PAT = Algorithm(
     protocols=("Simple",),
     applies=_applies,
     cost=_cost,
+    pattern=lambda kind: patterns.doubling,
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.collectives.model import Algorithm, Bytes, Cost, Kind
+from echograph.simulator.network import patterns
 from echograph.simulator.network.links import Links
 
 
@@ -22,23 +23,25 @@ def _pairwise(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> 
     latency = node.base_s + (m - 1) * node.hop_s
     # A PCIe host slows as more of its GPUs talk: the level of a ring holds for peers too.
     rate = peer.bytes_per_s * links.node_bytes_per_s / links.node.bytes_per_s(2)
-    per_byte = (m - 1 + peer.local_share) / n / (rate * node.efficiency)
+    inside, between = (m - 1 + peer.local_share) / n / (rate * node.efficiency), 0.0
     if links.domains > 1:
         net = links.network.peer
         latency += net.base_s + (n - m) * net.hop_s + links.climb_s
         scale = net.efficiency * node.efficiency
-        per_byte = max(per_byte, m * (n - m) / n / (links.network_bytes_per_s * scale))
-    return Cost(latency + size * per_byte, n - 1)
+        between = m * (n - m) / n / (links.network_bytes_per_s * scale)
+    return Cost(latency + size * max(inside, between), n - 1, size * inside, size * between)
 
 
 def _send(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
     peer = links.node.peer
     node = peer.ll if protocol == "LL" else peer.simple
     if links.domains == 1:
-        return Cost(node.base_s + node.hop_s + size / (peer.bytes_per_s * node.efficiency), 1)
+        inside = size / (peer.bytes_per_s * node.efficiency)
+        return Cost(node.base_s + node.hop_s + inside, 1, inside)
     net = links.network.peer
     rate = links.network_bytes_per_s / links.ranks_per_domain * net.efficiency * node.efficiency
-    return Cost(node.base_s + net.base_s + net.hop_s + links.climb_s + size / rate, 1)
+    between = size / rate
+    return Cost(node.base_s + net.base_s + net.hop_s + links.climb_s + between, 1, 0.0, between)
 
 
 PAIRWISE = Algorithm(
@@ -47,6 +50,7 @@ PAIRWISE = Algorithm(
     protocols=("LL", "Simple"),
     applies=lambda kind, links: True,
     cost=_pairwise,
+    pattern=lambda kind: patterns.pairs,
 )
 SEND = Algorithm(
     name="send",
@@ -54,4 +58,5 @@ SEND = Algorithm(
     protocols=("LL", "Simple"),
     applies=lambda kind, links: True,
     cost=_send,
+    pattern=lambda kind: patterns.chain,
 )

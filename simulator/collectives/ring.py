@@ -14,7 +14,8 @@ inside one domain this is the closed form 2(n-1)(a + S/(n b)).
 from __future__ import annotations
 
 from echograph.simulator.clusters.fabric import ProtocolName
-from echograph.simulator.collectives.model import ALL_PROTOCOLS, Algorithm, Bytes, Cost, Kind
+from echograph.simulator.collectives.model import ALL_PROTOCOLS, Algorithm, Bytes, Cost, Kind, Seconds
+from echograph.simulator.network import patterns
 from echograph.simulator.network.links import Links
 
 
@@ -25,14 +26,17 @@ def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost
     volume = size if kind in ("broadcast", "reduce") else (steps + links.node.fill) / n * size
     base, hops = node.base_s, steps * node.hop_s
     rate = links.node_bytes_per_s * node.efficiency
+    inside: Seconds = volume / rate if links.ranks_per_domain > 1 else 0.0
+    between: Seconds = 0.0
     if links.domains > 1:
         net = links.network.protocols[protocol]
         crossings = rounds * (links.domains - 1)
         base += net.base_s
         crossing = max(node.hop_s, net.hop_s * links.network.ring_hop_share) + links.climb_s
         hops += crossings * (crossing - node.hop_s)
+        between = volume / (links.network_bytes_per_s * net.efficiency)
         rate = min(rate, links.network_bytes_per_s * net.efficiency)
-    return Cost(base + hops + volume / rate, steps)
+    return Cost(base + hops + volume / rate, steps, inside, between)
 
 
 RING = Algorithm(
@@ -41,4 +45,5 @@ RING = Algorithm(
     protocols=ALL_PROTOCOLS,
     applies=lambda kind, links: True,
     cost=_cost,
+    pattern=lambda kind: patterns.chain if kind in ("broadcast", "reduce") else patterns.ring,
 )

@@ -44,6 +44,8 @@ class CollectiveEstimate:
         source: fabrics that the time rests on, and whether they are fitted or assumed.
         bus_bandwidth: bytes a second as nccl-tests' busbw counts them; 0 where nothing moves.
         steps: sequential steps from rank to rank.
+        node_s: seconds of it for which its bytes keep a rank's links inside its domain busy.
+        network_s: seconds of it for which they keep the NICs of its busiest domain busy.
     """
 
     seconds: float
@@ -53,6 +55,8 @@ class CollectiveEstimate:
     source: str
     bus_bandwidth: float
     steps: int
+    node_s: float = 0.0
+    network_s: float = 0.0
 
 
 def collective_time(
@@ -63,6 +67,7 @@ def collective_time(
     *,
     algorithm: str | None = None,
     protocol: ProtocolName | None = None,
+    network_bytes_per_s: float | None = None,
 ) -> CollectiveEstimate:
     """Time of one collective, with the algorithm and protocol that are fastest by the model, as NCCL chooses.
 
@@ -75,6 +80,8 @@ def collective_time(
         cluster: the cluster.
         algorithm: a name of `ALGORITHMS` instead of the choice.
         protocol: LL, LL128 or Simple instead of the choice.
+        network_bytes_per_s: what the group's ranks of one domain have on the NICs, instead of an even share
+            with the sibling groups of a plan (`network.links.group_links`).
 
     Returns:
         The estimate; a group of one rank takes 0 seconds.
@@ -86,7 +93,7 @@ def collective_time(
     if not 0 <= bytes_per_rank < float("inf"):
         raise ValueError(f"bytes_per_rank is a finite number >= 0, not {bytes_per_rank!r}")
     size = BARRIER_BYTES if kind == "barrier" else float(bytes_per_rank)
-    links = group_links(placement, cluster)
+    links = group_links(placement, cluster, network_bytes_per_s)
     candidates = list(_candidates(kind, size, links, algorithm, protocol))
     if links.ranks == 1:
         return CollectiveEstimate(
@@ -102,6 +109,8 @@ def collective_time(
         source=_source(links),
         bus_bandwidth=bus_factor(kind, links.ranks) * size / seconds if seconds and kind != "barrier" else 0.0,
         steps=cost.steps,
+        node_s=float(cost.node_s),
+        network_s=float(cost.network_s),
     )
 
 

@@ -16,6 +16,7 @@ from math import ceil, log2
 
 from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.collectives.model import ALL_PROTOCOLS, Algorithm, Bytes, Cost, Kind
+from echograph.simulator.network import patterns
 from echograph.simulator.network.links import Links
 
 
@@ -24,10 +25,10 @@ def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost
     chain, depth = links.ranks_per_domain - 1, ceil(log2(links.domains))
     latency = 2 * (chain * node.hop_s + depth * (net.hop_s + links.climb_s))
     rate = links.network_bytes_per_s * net.efficiency * links.network.tree_efficiency
-    per_byte = links.tree_volume / rate
-    if chain:
-        per_byte = max(per_byte, 2 / (links.node_bytes_per_s * node.efficiency))
-    return Cost(node.base_s + net.base_s + latency + size * per_byte, 2 * (chain + depth))
+    between = links.tree_volume / rate
+    inside = 2 / (links.node_bytes_per_s * node.efficiency) if chain else 0.0
+    seconds = node.base_s + net.base_s + latency + size * max(between, inside)
+    return Cost(seconds, 2 * (chain + depth), size * inside, size * between)
 
 
 TREE = Algorithm(
@@ -36,4 +37,5 @@ TREE = Algorithm(
     protocols=ALL_PROTOCOLS,
     applies=lambda kind, links: links.domains > 1,
     cost=_cost,
+    pattern=lambda kind: patterns.tree,
 )

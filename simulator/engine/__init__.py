@@ -30,6 +30,7 @@ ENGINES = Table(
     {
         "reference": "echograph.simulator.engine.reference:run",
         "static": "echograph.simulator.engine.static:run",
+        "events": "echograph.simulator.engine.events:run",
     },
 )
 

@@ -40,22 +40,25 @@ class Links:
         return self.network.two_domain_volume if self.domains == 2 else 2.0
 
 
-def group_links(placement: Placement, cluster: Cluster) -> Links:
+def group_links(placement: Placement, cluster: Cluster, network_bytes_per_s: float | None = None) -> Links:
     """Resolves the links of a group.
-
-    A group has the share of its nodes' NICs that its ranks have of the GPUs: the sibling groups of a parallel
-    plan (the other data-parallel groups of the same nodes) communicate at the same time.
 
     Args:
         placement: where the group sits, from `cluster.place`.
         cluster: the cluster.
+        network_bytes_per_s: what the group has of the network, as in `Links`, where that is known. Without it,
+            a group has the share of its nodes' NICs that its ranks have of the GPUs, less what is
+            oversubscribed: the sibling groups of a parallel plan (the other data-parallel groups of the same
+            nodes) communicate at the same time.
     """
     network = cluster.network
-    per_gpu = network.nics_per_node * network.nic_bytes_per_s / cluster.gpus_per_node
     crossed = network.crossed(placement.span)
-    share = placement.ranks_per_domain * per_gpu
-    for level in crossed:
-        share /= level.oversubscription
+    share = network_bytes_per_s
+    if share is None:
+        per_gpu = network.nics_per_node * network.nic_bytes_per_s / cluster.gpus_per_node
+        share = placement.ranks_per_domain * per_gpu
+        for level in crossed:
+            share /= level.oversubscription
     return Links(
         ranks=placement.ranks,
         domains=placement.domains,

@@ -154,6 +154,23 @@ def test_strict_memory_makes_an_error_of_a_verdict(cli, graph: Path, tmp_path: P
     assert outcome.out == ""
 
 
+def test_a_plan_that_does_not_fit_names_those_that_do(cli, tiny_config: Path, tmp_path: Path) -> None:
+    graph = tmp_path / "many.pb"
+    assert cli("echoc", "compile", "-m", tiny_config, "--batch-size", 1024, "-o", graph).status == 0
+
+    def needed(*options: object) -> int:
+        return cli("echosim", "run", graph, "--gpus", 8, *options, "--json").json()["memory"]["device_bytes"]
+
+    between = (needed() + needed("--recompute", "full")) / 2 / 2**30
+    little = (graph, "--gpus", 8, "--set", f"cluster.node.memory_GiB={between}")
+    text = cli("echosim", "run", *little).out
+    assert "DOES NOT FIT" in text
+    assert "fits with --recompute full (" in text
+    line = cli("echosim", "run", *little, "--strict-memory").err
+    assert "it fits with --recompute full (" in line
+    assert "fits\n" in cli("echosim", "run", *little, "--recompute", "full").out
+
+
 def _cluster_with_little_memory() -> str:
     from importlib.resources import files
 

@@ -18,6 +18,7 @@ from echograph.ir.graph import JobGraph, StepGraph
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.goodput import goodput
 from echograph.simulator.host import Host
+from echograph.simulator.network.topology import Topology
 from echograph.units import to_ps, to_s
 
 if TYPE_CHECKING:
@@ -156,11 +157,13 @@ def predict_plan(
     from echograph.simulator.simulate import simulate
 
     study = study or Study()
-    where = load_cluster(plan.cluster, study.settings)
+    where = load_cluster(plan.cluster, study.settings).with_degraded(study.degraded)
     device = load_device(where.device)
     # A cluster may name the file of a device; durations carry the name that stands in it.
     where = replace(where, device=device.name)
     job = lower(graph, plan, where)
+    for entry in study.degraded:
+        Topology(cluster=where, gpus=job.world_size).find(entry.where)
     job = estimate(job, device)(job)
     host = Host(op_ps=to_ps(device.host.op_s), launch_ps=to_ps(device.host.kernel_s), spread=host_spread())
     peak = device.datasheet.peak_flops_per_s.get(_peak_name(job), 0.0)
@@ -171,6 +174,8 @@ def predict_plan(
         peak_flops_per_s=peak,
         engine=engine,
         ranks=study.ranks(where.gpus_per_node),
+        network=study.network,
+        trace_ranks=study.trace_ranks,
         scales=study.scales,
         plan=record(job, plan, where),
         memory=memory,

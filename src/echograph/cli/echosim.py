@@ -43,20 +43,36 @@ def run_command(
     jitter: Annotated[float, typer.Option(help="Relative deviation of every kernel, on every rank.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
     draws: Annotated[int, typer.Option(help="Simulations with other noise, for percentiles.")] = 1,
+    network: Annotated[
+        str | None,
+        typer.Option(
+            help="closed-form: collectives on their own; flows: every rank, collectives that share links "
+            "[default: closed-form, or flows if links are degraded]",
+            show_default=False,
+        ),
+    ] = None,
+    degrade: Annotated[
+        list[str] | None,
+        typer.Option(help="A worse LINK=FACTOR, as 'node 3 nic 5=0.5', 'leaf 0 up=0.8', 'node 3 compute=0.9'."),
+    ] = None,
     node_mtbf_hours: Annotated[float | None, typer.Option(help="Hours between failures of one node.")] = None,
     checkpoint_s: Annotated[float | None, typer.Option(help="Seconds that a checkpoint stops training.")] = None,
     restart_s: Annotated[float | None, typer.Option(help="Seconds from a failure to training again.")] = None,
     checkpoint_interval_s: Annotated[
         float | None, typer.Option(help="Seconds between checkpoints (default: the best).")
     ] = None,
-    engine: Annotated[str, typer.Option(help="auto, static or reference.")] = "auto",
+    engine: Annotated[str, typer.Option(help="auto, static, events or reference.")] = "auto",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, for Perfetto.")] = None,
+    trace_ranks: Annotated[
+        str | None, typer.Option(help="Ranks to trace, as 0,17 [default: each role]", show_default=False)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict the time of one training step, spread over the GPUs by a parallel plan."""
     from echograph.cli.compose import predict_plan
     from echograph.cli.lowering import notes
+    from echograph.cli.nearest import plans_that_fit
     from echograph.cli.report import print_result, refuse_if_it_does_not_fit
     from echograph.cli.study import make_study
     from echograph.ir import files, serde
@@ -70,8 +86,13 @@ def run_command(
         jitter=jitter,
         seed=seed,
         draws=draws,
+        network=network,
+        degrade=degrade or (),
+        trace_ranks=trace_ranks,
         reliability=(node_mtbf_hours, checkpoint_s, restart_s, checkpoint_interval_s),
     )
+    if trace_ranks is not None and trace is None:
+        raise UsageError("--trace-ranks: says whose timelines a trace holds, give --trace as well")
     results = [path for path in (output, trace) if path is not None]
     if len({path.resolve() for path in (graph, *results)}) <= len(results):
         raise UsageError("the graph, --output and --trace are one file: give each its own")
@@ -81,22 +102,23 @@ def run_command(
         loaded = serde.load(graph)
         say("simulating")
         result, job = predict_plan(loaded, plan, engine=engine, study=study)
+        near = plans_that_fit(loaded, plan, result.memory, say)
     for note in notes(loaded, plan):
         print_error(f"note: {note}")
     if strict_memory:
-        refuse_if_it_does_not_fit(result)
+        refuse_if_it_does_not_fit(result, near)
     record = result.to_json()
     if as_json:
         print_json(record)
     else:
-        print_result(result)
+        print_result(result, near)
     if output is not None:
         files.write_whole(output, [json.dumps(record, indent=2) + "\n"])
         print_error(f"wrote {output} (result)")
     if trace is not None:
         from echograph.ir.exporters.chrome import chrome_trace
 
-        files.write_whole(trace, chrome_trace(job, result.timeline))
+        files.write_whole(trace, chrome_trace(job, result.traced or result.timeline))
         print_error(f"wrote {trace} (Chrome trace: open in ui.perfetto.dev)")
 
 

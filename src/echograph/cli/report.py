@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from echograph.cli.app import print_line
 from echograph.errors import PlanError
 from echograph.simulator.memory import Memory
@@ -11,7 +13,7 @@ from echograph.units import format_bytes, format_count, format_time
 BAR = 30
 
 
-def print_result(result: Result) -> None:
+def print_result(result: Result, near: Sequence[str] = ()) -> None:
     """Step time, where it goes, and how sure it is."""
     low, high = result.interval_ps
     record = result.to_json()
@@ -41,8 +43,12 @@ def print_result(result: Result) -> None:
             f"  collectives   {axis}: {entry['calls']} calls, {format_bytes(entry['bytes_per_rank'])} per rank, "
             f"{entry['busy_s'] * 1e3:.4g} ms busy ({', '.join(entry['algorithms'])})"
         )
+    if result.network == "flows":
+        print_line(f"  network       flows over links: {_links(result)}")
+    if result.degraded:
+        print_line(f"  degraded      {', '.join(result.degraded)}: every rank simulated")
     if result.memory is not None:
-        _print_memory(result.memory)
+        _print_memory(result.memory, near)
     shares = ", ".join(f"{share:.0%} {name}" for name, share in result.sources.items() if share > 0)
     print_line(f"  durations     {shares} (shares of the busy time)")
     print_line(
@@ -51,8 +57,12 @@ def print_result(result: Result) -> None:
     )
 
 
-def refuse_if_it_does_not_fit(result: Result) -> None:
+def refuse_if_it_does_not_fit(result: Result, near: Sequence[str] = ()) -> None:
     """For those who want a plan beyond the device's memory to fail.
+
+    Args:
+        result: the prediction.
+        near: what to change so that it fits.
 
     Raises:
         PlanError: the peak is above the capacity.
@@ -61,12 +71,12 @@ def refuse_if_it_does_not_fit(result: Result) -> None:
     if memory is not None and not memory.fits:
         raise PlanError(
             f"the plan needs {format_bytes(memory.device_bytes)} of the {format_bytes(memory.capacity_bytes)} of "
-            f"{result.device} ({'; '.join(memory.lines(3))}): share or recompute more, such as with --recompute "
-            "full, --zero 1, --zero 3, --tp or --pp"
+            f"{result.device} ({'; '.join(memory.lines(3))}): "
+            + (f"it fits with {' or '.join(near)}" if near else "share it over more --tp, --pp or --zero 3 ranks")
         )
 
 
-def _print_memory(memory: Memory) -> None:
+def _print_memory(memory: Memory, near: Sequence[str]) -> None:
     held = "" if memory.reserved_bytes is None else f", {format_bytes(memory.reserved_bytes)} reserved"
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     print_line(
@@ -76,6 +86,17 @@ def _print_memory(memory: Memory) -> None:
     if not memory.fits:
         for line in memory.lines():
             print_line(f"                {line}")
+        if near:
+            print_line(f"                fits with {' or '.join(near)}")
+
+
+def _links(result: Result) -> str:
+    """The busiest links, those that are used alike once."""
+    shown = [
+        f"{link.name} {link.utilisation:.1%}{f' (and {link.alike - 1} more)' if link.alike > 1 else ''}"
+        for link in result.links
+    ]
+    return ", ".join(shown) or "none is used"
 
 
 def _limits(result: Result) -> str:

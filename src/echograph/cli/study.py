@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from echograph.errors import UsageError
+from echograph.simulator.clusters import DegradedLink, SlowNode, parse_degraded
 from echograph.simulator.goodput import Reliability
 from echograph.simulator.ranks import EveryRank
 from echograph.simulator.what_if import Scale, parse_scale
 
 MAX_DRAWS = 10_000
+MAX_TRACED = 64
 HOUR_S = 3600.0
 
 
@@ -26,6 +28,9 @@ class Study:
         seed: of the jitter.
         draws: simulations with other noise, for percentiles.
         every_rank: simulate every rank, even if all are alike.
+        network: "auto", "closed-form" or "flows".
+        degraded: links and nodes of the cluster that are worse than their like.
+        trace_ranks: ranks whose timelines are written.
         reliability: how often nodes fail.
     """
 
@@ -36,6 +41,9 @@ class Study:
     seed: int = 0
     draws: int = 1
     every_rank: bool = False
+    network: str = "auto"
+    degraded: tuple[DegradedLink | SlowNode, ...] = ()
+    trace_ranks: tuple[int, ...] = ()
     reliability: Reliability | None = None
 
     def ranks(self, gpus_per_node: int) -> EveryRank | None:
@@ -62,6 +70,9 @@ def make_study(
     jitter: float,
     seed: int,
     draws: int,
+    network: str | None,
+    degrade: Sequence[str],
+    trace_ranks: str | None,
     reliability: tuple[float | None, float | None, float | None, float | None],
 ) -> Study:
     """Options as the command line spells them.
@@ -83,8 +94,21 @@ def make_study(
         seed=seed,
         draws=draws,
         every_rank=ranks == "all",
+        network=network or "auto",
+        degraded=tuple(map(parse_degraded, degrade)),
+        trace_ranks=_ranks(trace_ranks) if trace_ranks is not None else (),
         reliability=_reliability(*reliability),
     )
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) <= 9 for part in parts):
+        raise UsageError(f"--trace-ranks {text[:40]}: give ranks with commas between them, as 0,17")
+    ranks = tuple(dict.fromkeys(map(int, parts)))
+    if len(ranks) > MAX_TRACED:
+        raise UsageError(f"--trace-ranks: {len(ranks)} ranks: give at most {MAX_TRACED}")
+    return ranks
 
 
 def _setting(text: str) -> tuple[str, str]:

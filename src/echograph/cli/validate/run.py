@@ -1,20 +1,32 @@
-"""Predicts the rows of a table: models are spread over processes, each captured once for all its micro-batches."""
+"""Predicts the rows of a table: rows are spread over processes, and share what their plans have in common.
+
+An architecture is captured once, with few layers; deeper models, other micro-batches, and the steps of ranks that
+share them are made of that capture by passes, each once for all the rows that want it.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
 
 from echograph.cli.compose import compile_entry, predict_plan
+from echograph.cli.lowering import prepare, replicate, share
+from echograph.cli.plan import Plan
+from echograph.cli.validate.memory import measured_memory, predicted_memory
 from echograph.cli.validate.score import Outcome
 from echograph.cli.validate.setup import Setup, setup
 from echograph.cli.validate.table import Row, Skip
 from echograph.errors import EchoError, PlanError
 from echograph.ir.graph import StepGraph
+from echograph.ir.passes.depth import FEWEST, Depth
 from echograph.ir.passes.micro_batch import MicroBatch
+from echograph.simulator.clusters import load_cluster
+from echograph.units import to_s
 
-GIB = 2**30
+PIECE = 90
+"""Rows that a process takes at once: they share a capture, and no process is left alone with a large family."""
 
 
 def validate(rows: Sequence[Row], jobs: int = 1, say: Callable[[str], None] = lambda _: None) -> list[Outcome]:
@@ -34,52 +46,91 @@ def validate(rows: Sequence[Row], jobs: int = 1, say: Callable[[str], None] = la
             groups[made.key].append((row, made))
         except (Skip, EchoError) as why:
             done[row.id] = _skipped(row, str(why))
-    for outcome in _run(sorted(groups.values(), key=_work, reverse=True), jobs):
-        done[outcome.id] = outcome
+    for outcomes in _run(list(_pieces(groups.values())), jobs):
+        done |= {outcome.id: outcome for outcome in outcomes}
         say(f"{len(done)} of {len(rows)} rows")
     return [done[row.id] for row in rows]
 
 
-def _run(groups: list[list[tuple[Row, Setup]]], jobs: int) -> Iterator[Outcome]:
+def _pieces(groups: Iterable[list[tuple[Row, Setup]]]) -> Iterator[list[tuple[Row, Setup]]]:
+    """Groups, the large ones cut between rows that share least; the longest piece first."""
+    pieces = []
+    for group in groups:
+        ordered = sorted(group, key=lambda pair: (pair[1].layers, repr(_shared(pair[1].plan))))
+        pieces += [ordered[i : i + PIECE] for i in range(0, len(ordered), PIECE)]
+    return iter(sorted(pieces, key=_work, reverse=True))
+
+
+def _run(pieces: list[list[tuple[Row, Setup]]], jobs: int) -> Iterator[list[Outcome]]:
     if jobs == 1:
-        for group in groups:
-            yield from _predict_group(group)
+        yield from map(_predict_piece, pieces)
         return
     with ProcessPoolExecutor(max_workers=jobs) as pool:
-        for future in as_completed([pool.submit(_predict_group, group) for group in groups]):
-            yield from future.result()
+        for future in as_completed([pool.submit(_predict_piece, piece) for piece in pieces]):
+            yield future.result()
 
 
-def _work(group: list[tuple[Row, Setup]]) -> int:
-    """About how much there is to simulate, so that no process is left alone with the longest group."""
-    return sum((made.plan.global_batch or 1) * made.plan.model_ranks // made.micro_batch for _, made in group)
+def _work(piece: list[tuple[Row, Setup]]) -> int:
+    """About how much there is to simulate, so that no process is left alone with the longest piece."""
+    return sum((made.plan.global_batch or 1) * made.plan.model_ranks // made.micro_batch for _, made in piece)
 
 
-def _predict_group(group: list[tuple[Row, Setup]]) -> list[Outcome]:
-    """Rows of one model, over its micro-batches."""
-    sizes = sorted({made.micro_batch for _, made in group})
-    found: list[Outcome] = []
-    captured: StepGraph | None = None
-    for size in sizes:
-        rows = [(row, made) for row, made in group if made.micro_batch == size]
+def _predict_piece(piece: list[tuple[Row, Setup]]) -> list[Outcome]:
+    """Rows of one architecture."""
+    steps = _Steps(sizes={made.micro_batch for _, made in piece})
+    return [_predict(row, made, steps) for row, made in piece]
+
+
+@dataclass(slots=True)
+class _Steps:
+    """Steps of one architecture, each made when it is asked for first.
+
+    Attributes:
+        sizes: all micro-batches that will be asked for.
+        made: steps by what makes them.
+    """
+
+    sizes: set[int]
+    made: dict[Hashable, StepGraph] = field(default_factory=dict)
+
+    def of(self, made: Setup) -> StepGraph:
+        """The step of one rank under a row's plan."""
+        key = (made.layers, _shared(made.plan))
+        return self._once(key, lambda: share(prepare(self._whole(made), made.plan), made.plan))
+
+    def _whole(self, made: Setup) -> StepGraph:
+        """The model's step with a row's layers and micro-batch."""
+        size = made.micro_batch
+        key = (made.layers, size)
+        return self._once(key, lambda: _deep(self._sized(made), made))
+
+    def _sized(self, made: Setup) -> StepGraph:
+        """The captured step with a row's micro-batch; captured anew where the batch cannot be told from others."""
+        # A capture of one sample does not show where the batch is, so it cannot be resized.
+        size = min(self.sizes) if len(self.sizes) == 1 else max(2, min(self.sizes))
+        captured = self._once(("captured", size), lambda: _compile(made, size))
         try:
-            if captured is None:
-                # A capture of one sample does not show where the batch is, so it cannot be resized.
-                captured = _compile(rows[0][1], size if len(sizes) == 1 else max(2, size))
-            graph = _resized(captured, rows[0][1])
-        except EchoError as error:
-            found += [_skipped(row, str(error)) for row, _ in rows]
-            continue
-        found += [_predict(row, made, graph) for row, made in rows]
-    return found
+            return MicroBatch(size=made.micro_batch)(captured)
+        except PlanError:
+            return _compile(made, made.micro_batch)
+
+    def _once(self, key: Hashable, make: Callable[[], StepGraph]) -> StepGraph:
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
 
 
-def _resized(captured: StepGraph, made: Setup) -> StepGraph:
-    """The step with a row's micro-batch; captured anew where the batch cannot be told from other extents."""
-    try:
-        return MicroBatch(size=made.micro_batch)(captured)
-    except PlanError:
-        return _compile(made, made.micro_batch)
+def _shared(plan: Plan) -> Plan:
+    """What of a plan says what a rank computes for a micro-batch; the rest, how often and beside whom."""
+    return replace(
+        plan,
+        **dict.fromkeys(("gpus", "dp", "global_batch")),
+        **{"pp": 1, "vpp": 1, "schedule": "", "stage_layers": "", "zero": 0, "reshard_after_forward": None},
+    )
+
+
+def _deep(graph: StepGraph, made: Setup) -> StepGraph:
+    return Depth(layers=made.layers)(graph) if made.layers > FEWEST else graph
 
 
 def _compile(made: Setup, batch_size: int) -> StepGraph:
@@ -88,21 +139,22 @@ def _compile(made: Setup, batch_size: int) -> StepGraph:
     )
 
 
-def _predict(row: Row, made: Setup, graph: StepGraph) -> Outcome:
+def _predict(row: Row, made: Setup, steps: _Steps) -> Outcome:
     try:
-        peak = row.text("peak_mem_gib")
-        result, _ = predict_plan(graph, made.plan, memory=bool(peak))
+        job = replicate(steps.of(made), made.plan, load_cluster(made.plan.cluster))
+        result, _ = predict_plan(job, Plan(cluster=made.plan.cluster), memory=False)
+        measured = measured_memory(row)
+        peak = predicted_memory(row, job, made.plan.cluster) if measured else None
     except EchoError as error:
         return _skipped(row, str(error))
-    record = result.to_json()
     return Outcome(
         id=row.id,
         family=row.family,
         measured_s=row.measured_s,
-        predicted_s=record["step_time_s"],
-        tokens_per_s=record["tokens_per_s"],
-        peak_bytes=record["memory"]["peak_bytes"] if record["memory"] else None,
-        measured_peak_bytes=round(float(peak) * GIB) if peak else None,
+        predicted_s=to_s(result.step_ps),
+        tokens_per_s=result.to_json()["tokens_per_s"],
+        peak_bytes=peak,
+        measured_peak_bytes=measured,
         assumed=made.assumed,
     )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from echograph.cli.plan import Plan
 from echograph.cli.validate.table import Row, Skip
+from echograph.ir.passes.depth import FEWEST
 
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.step import StepSpec
@@ -57,7 +58,8 @@ class Setup:
     """What a row is simulated as.
 
     Attributes:
-        entry: the model, of the row's dimensions.
+        entry: the model, of the row's dimensions, but as deep as a capture needs it.
+        layers: how deep it is.
         attention: the model's implementation of attention.
         spec: the rest of the step.
         plan: how it is spread.
@@ -66,6 +68,7 @@ class Setup:
     """
 
     entry: ModelEntry
+    layers: int
     attention: str
     spec: StepSpec
     plan: Plan
@@ -74,7 +77,7 @@ class Setup:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Rows with one key share a captured step, whatever their micro-batches."""
+        """Rows with one key share a captured step, whatever their layers and micro-batches."""
         entry = self.entry
         shape = tuple(sorted((k, str(v)) for k, v in entry.config.items()))
         return entry.architecture, shape, self.attention, self.spec, self.seq_len
@@ -98,6 +101,7 @@ def setup(row: Row) -> Setup:
     entry, attention = _model(row, assumed)
     return Setup(
         entry=entry,
+        layers=row.number("layers"),
         attention=attention,
         spec=StepSpec(dtype=dtype),
         plan=_plan(row, precision, assumed),
@@ -117,6 +121,7 @@ def _model(row: Row, assumed: list[str]) -> tuple[ModelEntry, str]:
     from echograph.models import get_model
 
     layers, hidden, heads = (row.number(c) for c in ("layers", "hidden", "heads"))
+    layers = min(layers, FEWEST)
     kv_heads, ffn = row.number("kv_heads", heads), row.number("ffn_hidden", 4 * hidden)
     vocabulary, length = row.number("vocab"), row.number("seq_len")
     name = row.text("model").lower()

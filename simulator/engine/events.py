@@ -1,0 +1,140 @@
+"""The event engine: what happens, in the order in which it happens, where rates change while work runs.
+
+Work that shares links (`sharing`) slows down and speeds up as other work begins and ends. Which tasks run at a time
+then follows from the times alone, so there is no order to number beforehand: a heap holds the ends of all that
+runs. Where nothing is overloaded, all times are those of the other engines, to the picosecond.
+
+Tasks are never written out for columns: memory follows the lines (a resource in a column) and what runs on them.
+
+Compiled only: import it where there is much to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from echograph.errors import SimulationError
+from echograph.ir.columns import NONE, Int32, Ragged
+from echograph.simulator.engine import columns as engine
+from echograph.simulator.engine import events_loop, events_rates
+from echograph.simulator.engine.causes import causes
+from echograph.simulator.engine.columns import Columns, Ends
+from echograph.simulator.engine.events_heap import COUNTS, END, FREE, FREE_NODE, TODO
+from echograph.simulator.engine.schedule import Starts, deadlock
+from echograph.simulator.engine.sharing import Float64, Sharing
+from echograph.simulator.tasks import DEVICE, TaskGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedEnds(Ends):
+    """When columns end that share links. The durations of a recorded column are those that came of the sharing.
+
+    Attributes:
+        carried: float64 [links], bytes that each link has carried.
+    """
+
+    carried: Float64
+
+
+def run(tasks: TaskGraph) -> Starts:
+    """Start times of all tasks, which share nothing.
+
+    Raises:
+        DeadlockError: tasks wait for each other for ever; names two of them.
+    """
+    alone = engine.alone(tasks, np.zeros(len(tasks), np.int32), np.ones((1, 1)))
+    ends = run_columns(tasks, alone, record=0)
+    return Starts(start=ends.start, cause=causes(tasks, ends.start, ends.start + ends.duration))
+
+
+def run_columns(
+    tasks: TaskGraph, columns: Columns, sharing: Sharing | None = None, record: int = NONE
+) -> SharedEnds:
+    """Runs all columns.
+
+    Args:
+        tasks: what each of them does.
+        columns: how they differ.
+        sharing: what they share; None for nothing.
+        record: the column whose start times are wanted; -1 for none.
+
+    Raises:
+        DeadlockError: tasks wait for each other for ever; names two of them.
+        SimulationError: the step takes more than 53 days.
+    """
+    count = columns.factor.shape[1]
+    table, first = _table(tasks, columns, sharing)
+    lines = np.zeros(tasks.resources * count, events_loop.LINE)
+    lines["task"], lines["column"] = np.tile(first, count), np.repeat(np.arange(count), tasks.resources)
+    lines["waiters"] = lines["chain"] = NONE
+    lines["need"] = table["deps"][np.minimum(lines["task"], len(tasks))]
+    shared = sharing or _nothing(count)
+    links, hops = events_rates.links_and_hops(shared, len(lines))
+    lasted = np.zeros(len(tasks) if record >= 0 else 0, np.int64)
+    places = np.ascontiguousarray(columns.places, np.int32)
+    todo, counts = np.flatnonzero(lines["task"] != events_loop.DONE)[::-1], np.zeros(COUNTS, np.int64)
+    counts[[TODO, FREE, FREE_NODE]] = len(todo), NONE, NONE
+    events_loop.run(
+        *(table, np.ascontiguousarray(tasks.deps.values, np.int32)),
+        *(np.ascontiguousarray(columns.factor, np.float64), places),
+        np.array([np.bincount(row, minlength=count) for row in places], np.int32),
+        *(float(columns.jitter), np.uint64(columns.seed), record, lasted),
+        *(lines, np.full(1 << max(4, len(lines).bit_length()), NONE, np.int32)),
+        np.append(todo, np.zeros(len(lines) - len(todo), np.int64)).astype(np.int32),
+        *(np.zeros(len(lines) + 1, END), counts, np.ascontiguousarray(shared.routes, np.int32)),
+        *(np.ascontiguousarray(shared.links.offsets, np.int64), hops, links),
+        *(np.zeros(len(lines), events_rates.FLOW), np.zeros(64, events_rates.NODE)),
+        *(np.zeros(len(links), np.int32), np.zeros(len(links), np.int32), np.zeros(len(lines), np.int32)),
+    )
+    _check(lines, tasks.resources)
+    end, waited = (np.ascontiguousarray(lines[name].reshape(count, -1).T) for name in ("since", "waited"))
+    return SharedEnds(
+        end=end,
+        waited=waited,
+        start=table["start"][: len(lasted)].copy(),
+        duration=lasted,
+        carried=links["busy"] * shared.capacity / 1e12,
+    )
+
+
+def _table(tasks: TaskGraph, columns: Columns, sharing: Sharing | None) -> tuple[Any, Int32]:
+    """What the loop knows of each task, and the first task of each resource. After the last is where it ends."""
+    table = np.zeros(len(tasks) + 1, events_loop.TASK)
+    these = table[:-1]
+    table["deps"] = tasks.deps.offsets
+    these["duration"], these["resource"], these["join"] = tasks.duration, tasks.resource, tasks.join
+    these["row"], these["kind"] = columns.place, columns.kind
+    same = (columns.factor == 1.0).all(axis=1)
+    varies = (tasks.lane == DEVICE) & (tasks.join == NONE) & (columns.place == NONE) & (columns.jitter > 0)
+    these["steady"] = np.where(varies, 0, np.where(same[columns.kind], 2, 1))
+    these["route"] = NONE
+    if sharing is not None:
+        these["route"], these["load"] = sharing.route, sharing.load
+    first = np.full(tasks.resources, events_loop.DONE, np.int32)
+    events_loop.chain(table, first, np.full(int(tasks.join.max(initial=NONE)) + 1, NONE, np.int32))
+    return table, first
+
+
+def _nothing(columns: int) -> Sharing:
+    """No links."""
+    return Sharing(
+        capacity=np.zeros(0),
+        load=np.zeros(0),
+        route=np.zeros(0, np.int32),
+        routes=np.full((1, columns), NONE, np.int32),
+        links=Ragged(np.zeros(1, np.int64), np.zeros(0, np.int32)),
+        weight=np.zeros(0),
+    )
+
+
+def _check(lines: Any, resources: int) -> None:
+    """Raises if lines stand still: names those of the first column in which some do."""
+    stuck = np.flatnonzero(lines["task"] != events_loop.DONE)
+    if len(stuck):
+        these = stuck[stuck // resources == stuck[0] // resources]
+        raise deadlock(lines["task"][these].tolist())
+    if lines["since"].max(initial=0) >= events_rates.NEVER:
+        raise SimulationError("the step takes more than 53 days: give the links that it shares more capacity")

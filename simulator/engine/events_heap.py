@@ -1,0 +1,87 @@
+"""A heap of ends, with four children a node.
+
+An item is the line that leads an activity, or, below zero, the inverse (`~`) of a flow. The end of a flow changes
+while it lasts, so each notes where it stands. The first place may be vacant: most ends are followed by the beginning
+of the next task, which then takes it. Ends at the same time come in no particular order (nothing depends on it), but
+in the same in every run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+END = np.dtype([("time", "i8"), ("item", "i8")])
+# What `count` counts, here and for the flows: places of one array.
+SIZE, VACANT, TODO, FLOWS, FREE, NODES, FREE_NODE, CHANGED, ROUND, COUNTS = range(10)
+
+_COMPILE: Any = numba.njit(cache=True, nogil=True, error_model="numpy")
+
+
+@_COMPILE
+def push(heap: Any, flows: Any, count: Any, time: Any, item: Any) -> None:
+    """Adds an end."""
+    if count[VACANT]:
+        count[VACANT] = 0
+        _sink(heap, flows, count[SIZE], 0, time, item)
+        return
+    count[SIZE] += 1
+    _rise(heap, flows, count[SIZE] - 1, time, item)
+
+
+@_COMPILE
+def settle(heap: Any, flows: Any, count: Any) -> None:
+    """Fills the first place, if it is vacant."""
+    if count[VACANT]:
+        count[VACANT] = 0
+        count[SIZE] -= 1
+        last = heap[count[SIZE]]
+        if count[SIZE]:
+            _sink(heap, flows, count[SIZE], 0, last.time, last.item)
+
+
+@_COMPILE
+def move(heap: Any, flows: Any, count: Any, flow: Any, time: Any) -> None:
+    """Changes the end of a flow, which is in the heap; no place may be vacant."""
+    place = flows[flow].at
+    if time < heap[place].time:
+        _rise(heap, flows, place, time, ~flow)
+    else:
+        _sink(heap, flows, count[SIZE], place, time, ~flow)
+
+
+@_COMPILE
+def _rise(heap: Any, flows: Any, place: Any, time: Any, item: Any) -> None:
+    while place > 0:
+        above = (place - 1) >> 2
+        if heap[above].time <= time:
+            break
+        _put(heap, flows, place, heap[above].time, heap[above].item)
+        place = above
+    _put(heap, flows, place, time, item)
+
+
+@_COMPILE
+def _sink(heap: Any, flows: Any, size: Any, place: Any, time: Any, item: Any) -> None:
+    while True:
+        first = 4 * place + 1
+        if first >= size:
+            break
+        least, soonest = first, heap[first].time
+        for child in range(first + 1, min(first + 4, size)):
+            if heap[child].time < soonest:
+                least, soonest = child, heap[child].time
+        if soonest >= time:
+            break
+        _put(heap, flows, place, soonest, heap[least].item)
+        place = least
+    _put(heap, flows, place, time, item)
+
+
+@_COMPILE
+def _put(heap: Any, flows: Any, place: Any, time: Any, item: Any) -> None:
+    heap[place].time, heap[place].item = time, item
+    if item < 0:
+        flows[~item].at = place

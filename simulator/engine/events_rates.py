@@ -1,0 +1,339 @@
+"""Rates of flows that share links: max-min fair, worked out anew only where links are crowded.
+
+A link is crowded when its flows, were nothing to slow them, would load it beyond its capacity. Only crowded links
+slow anybody, so a flow that crosses none has rate 1, and one that begins or ends there changes counters and nothing
+else. The counters are integers (parts of the link's capacity), which add and subtract without a trace. Otherwise the
+flows that are connected over crowded links share anew, by progressive filling (Bertsekas and Gallager, Data
+Networks, section 6.5): the bytes/s of all rise together until a link is full, or a flow has all it can use.
+
+Which flows cross a link is known for links that have been crowded before; when one is for the first time, all flows
+are looked through.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from echograph.ir.columns import NONE
+from echograph.simulator.engine.events_heap import CHANGED, FLOWS, FREE, FREE_NODE, NODES, ROUND, move, push
+from echograph.simulator.engine.sharing import Sharing
+
+COLD, WARM, HOT = range(3)
+SLACK = 1e-9
+"""Loads over the capacity by a billionth are not over it: they are sums of rounded shares."""
+ROUNDING = 1 - 2.0**-48
+"""What a quotient of rates may be short of a whole number of picoseconds that it is meant to be."""
+NEVER = 2**62
+
+LINK = np.dtype(
+    [
+        *(("load", "i8"), ("room", "i8"), ("seen", "i8"), ("busy", "f8"), ("left", "f8"), ("share", "f8"), ("level", "f8")),
+        *(("first", "i4"), ("crossing", "i4"), ("known", "i4"), ("changed", "i4")),
+    ],
+    align=True,
+)
+"""`load`: of all flows as if nothing slowed them, and `room` for it, in parts of the capacity. `busy`: picoseconds times the share of
+the capacity used. `first`: of the nodes of a link that is known to get crowded. For filling: `left` of the capacity,
+`share` of the capacity for each byte/s of the flows that still rise, which are `crossing`; their `level` if this link
+stops them; `seen` in which round."""
+FLOW = np.dtype(
+    [
+        *(("rate", "f8"), ("load", "f8"), ("level", "f8"), ("left", "i8"), ("since", "i8"), ("seen", "i8")),
+        *(("line", "i4"), ("row", "i4"), ("nodes", "i4"), ("at", "i4")),
+    ],
+    align=True,
+)
+"""`load`: bytes/s at rate 1. `left`: work (picoseconds at rate 1) at the time `since` until its first task ends, that of
+`line` (-1: no flow). `row`: of the routes. `at`: its place in the heap, or the next free flow."""
+NODE = np.dtype(
+    [("share", "f8"), *((name, "i4") for name in ("link", "flow", "before", "after", "next"))], align=True
+)
+"""A flow on a link: in the list of the link between `before` and `after`, in that of the flow before `next`."""
+HOP = np.dtype([("share", "f8"), ("parts", "f8"), ("link", "i8")])
+"""A link of a route, and its share of the capacity for each byte/s of the flow, also in parts."""
+
+
+def links_and_hops(sharing: Sharing, lines: int) -> tuple[Any, Any]:
+    """Idle links, and the hops of all routes.
+
+    Args:
+        sharing: who loads what.
+        lines: how many flows there may be at a time.
+    """
+    hops, links = np.zeros(len(sharing.weight), HOP), np.zeros(len(sharing.capacity), LINK)
+    hops["link"] = sharing.links.values
+    hops["share"] = sharing.weight / sharing.capacity[hops["link"]]
+    longest = int(sharing.links.lengths.max(initial=0))
+    most = float(hops["share"].max(initial=0.0)) * float(sharing.load.max(initial=0.0)) * longest * lines
+    # The finest power of two with which no sum exceeds 64 bits.
+    parts = 2.0 ** np.floor(61 - np.log2(max(1.0, most)))
+    hops["parts"] = hops["share"] * parts
+    links["room"], links["first"] = int(parts * (1 + SLACK)), NONE
+    return links, hops
+
+
+_COMPILE: Any = numba.njit(cache=True, nogil=True, error_model="numpy")
+
+
+@_COMPILE
+def begin(
+    routes: Any, hops: Any, links: Any, flows: Any, nodes: Any, changed: Any, heap: Any, count: Any,
+    now: Any, line: Any, row: Any, load: Any, left: Any, longest: Any,
+) -> Any:  # fmt: skip
+    """A flow begins. The heap gets its end, unless `share` must first tell when that is.
+
+    Args:
+        routes: where the hops of each row begin.
+        hops: of all rows.
+        links: links.
+        flows: flows.
+        nodes: flows on links.
+        changed: links whose flows share anew.
+        heap: ends.
+        count: of all these.
+        now: picoseconds.
+        line: the one whose task ends first.
+        row: of the routes.
+        load: bytes/s when nothing slows it.
+        left: picoseconds at rate 1 until the first of its tasks ends.
+        longest: until the last does.
+
+    Returns:
+        The nodes, which may have become more.
+    """
+    number = count[FREE]
+    if number < 0:
+        number = count[FLOWS]
+        count[FLOWS] += 1
+    else:
+        count[FREE] = flows[number].at
+    flow = flows[number]
+    flow.rate, flow.load, flow.left, flow.since = 1.0, load, left, now
+    flow.line, flow.row, flow.nodes = line, row, -1
+    for k in range(routes[row], routes[row + 1]):
+        hop = hops[k]
+        link = links[hop.link]
+        link.load += np.int64(np.rint(load * hop.parts))
+        link.busy += load * hop.share * longest
+        if link.known != COLD and hop.share > 0:
+            nodes = _attach(links, flows, nodes, count, number, hop)
+        if link.load > link.room:
+            flow.rate = 0.0
+            _change(links, changed, count, hop.link)
+    if flow.rate > 0:
+        push(heap, flows, count, now + left, ~number)
+    return nodes
+
+
+@_COMPILE
+def end(
+    routes: Any, hops: Any, links: Any, flows: Any, nodes: Any, changed: Any, count: Any, number: Any
+) -> None:
+    """A flow has ended, and left the heap."""
+    flow = flows[number]
+    for k in range(routes[flow.row], routes[flow.row + 1]):
+        hop = hops[k]
+        link = links[hop.link]
+        if link.load > link.room:
+            _change(links, changed, count, hop.link)
+        link.load -= np.int64(np.rint(flow.load * hop.parts))
+    at = flow.nodes
+    while at >= 0:
+        node = nodes[at]
+        if node.before >= 0:
+            nodes[node.before].after = node.after
+        else:
+            links[node.link].first = node.after
+        if node.after >= 0:
+            nodes[node.after].before = node.before
+        following = node.next
+        node.next, count[FREE_NODE] = count[FREE_NODE], at
+        at = following
+    flow.line, flow.at, count[FREE] = -1, count[FREE], number
+
+
+@_COMPILE
+def _change(links: Any, changed: Any, count: Any, number: Any) -> None:
+    link = links[number]
+    if not link.changed:
+        link.changed = 1
+        changed[count[CHANGED]] = number
+        count[CHANGED] += 1
+
+
+@_COMPILE
+def _attach(links: Any, flows: Any, nodes: Any, count: Any, number: Any, hop: Any) -> Any:
+    at = count[FREE_NODE]
+    if at >= 0:
+        count[FREE_NODE] = nodes[at].next
+    else:
+        at = count[NODES]
+        count[NODES] += 1
+        if at == len(nodes):
+            more = np.empty(2 * at, nodes.dtype)
+            more[:at] = nodes
+            nodes = more
+    node, link, flow = nodes[at], links[hop.link], flows[number]
+    node.share, node.link, node.flow = hop.share, hop.link, number
+    node.before, node.after, node.next = -1, link.first, flow.nodes
+    if link.first >= 0:
+        nodes[link.first].before = at
+    link.first = flow.nodes = at
+    return nodes
+
+
+@_COMPILE
+def share(
+    routes: Any, hops: Any, links: Any, flows: Any, nodes: Any, changed: Any, near: Any, fellows: Any,
+    heap: Any, count: Any, now: Any,
+) -> Any:  # fmt: skip
+    """Gives new rates to whom the changed links concern, and returns the nodes."""
+    nodes = _know(routes, hops, links, flows, nodes, changed, count)
+    count[ROUND] += 1
+    for i in range(count[CHANGED]):
+        link = links[changed[i]]
+        link.changed = 0
+        if link.seen != count[ROUND]:
+            joined, sharing = _connected(links, flows, nodes, near, fellows, changed[i], count[ROUND])
+            _fill(links, flows, nodes, near[:joined], fellows[:sharing])
+            for k in range(sharing):
+                _pace(flows, heap, count, now, fellows[k])
+    count[CHANGED] = 0
+    return nodes
+
+
+@_COMPILE
+def _know(routes: Any, hops: Any, links: Any, flows: Any, nodes: Any, changed: Any, count: Any) -> Any:
+    """Finds the flows on links that are crowded for the first time."""
+    new = False
+    for i in range(count[CHANGED]):
+        link = links[changed[i]]
+        if link.known == COLD:
+            link.known, new = WARM, True
+    if new:
+        for number in range(count[FLOWS]):
+            row = flows[number].row
+            if flows[number].line >= 0:
+                for k in range(routes[row], routes[row + 1]):
+                    hop = hops[k]
+                    if links[hop.link].known == WARM and hop.share > 0:
+                        nodes = _attach(links, flows, nodes, count, number, hop)
+        for i in range(count[CHANGED]):
+            links[changed[i]].known = HOT
+    return nodes
+
+
+@_COMPILE
+def _connected(links: Any, flows: Any, nodes: Any, near: Any, fellows: Any, first: Any, this: Any) -> Any:
+    """Fills `near` with a link and the crowded ones that it is connected to, `fellows` with the flows on them."""
+    joined, sharing, at = 1, 0, 0
+    near[0], links[first].seen = first, this
+    while at < joined:
+        node = links[near[at]].first
+        at += 1
+        while node >= 0:
+            number = nodes[node].flow
+            flow = flows[number]
+            node = nodes[node].after
+            if flow.seen == this:
+                continue
+            flow.seen, fellows[sharing] = this, number
+            sharing += 1
+            other = flow.nodes
+            while other >= 0:
+                link = links[nodes[other].link]
+                if link.seen != this and link.load > link.room:
+                    link.seen, near[joined] = this, nodes[other].link
+                    joined += 1
+                other = nodes[other].next
+    return joined, sharing
+
+
+@_COMPILE
+def _fill(links: Any, flows: Any, nodes: Any, near: Any, fellows: Any) -> None:
+    """Progressive filling: the level of each flow, bytes/s."""
+    for number in near:
+        link = links[number]
+        link.left, link.share, link.crossing, link.level = 1.0, 0.0, 0, np.inf
+        node = link.first if link.load > link.room else -1
+        while node >= 0:
+            link.share += nodes[node].share
+            link.crossing += 1
+            node = nodes[node].after
+        if link.crossing:
+            link.level = 1.0 / link.share
+    least, still = np.inf, len(fellows)
+    for number in fellows:
+        flow = flows[number]
+        flow.level, least = -1.0, min(least, flow.load)
+    while still:
+        tightest = links[near[0]]
+        for number in near[1:]:
+            if links[number].level < tightest.level:
+                tightest = links[number]
+        level = tightest.level
+        if least <= level:
+            least = np.inf
+            for number in fellows:
+                flow = flows[number]
+                if flow.level < 0 and flow.load <= level:
+                    _freeze(links, nodes, flow, flow.load, level)
+                    still -= 1
+                elif flow.level < 0:
+                    least = min(least, flow.load)
+            continue
+        node = tightest.first
+        while node >= 0:
+            flow = flows[nodes[node].flow]
+            if flow.level < 0:
+                _freeze(links, nodes, flow, level, level)
+                still -= 1
+            node = nodes[node].after
+        tightest.level = np.inf
+
+
+@_COMPILE
+def _freeze(links: Any, nodes: Any, flow: Any, its: Any, level: Any) -> None:
+    """A flow rises no more: the rest of its links is for the others, who have at least the level reached."""
+    flow.level = its
+    node = flow.nodes
+    while node >= 0:
+        link, part = links[nodes[node].link], nodes[node].share
+        if link.load > link.room:
+            link.left -= part * its
+            link.share -= part
+            link.crossing -= 1
+            # Of widely different shares the lesser may be lost in the sum.
+            lowest = max(level, link.left / link.share) if link.share > 0 else level
+            link.level = lowest if link.crossing else np.inf
+        node = nodes[node].next
+
+
+@_COMPILE
+def _pace(flows: Any, heap: Any, count: Any, now: Any, number: Any) -> None:
+    """Gives a flow the rate of its level, and its end a new time."""
+    flow = flows[number]
+    rate = 1.0 if flow.level >= flow.load else flow.level / flow.load
+    before = flow.rate
+    if abs(rate - before) <= rate * (1.0 - ROUNDING):
+        return
+    if before == 1.0:
+        flow.left -= now - flow.since
+    else:
+        flow.left = max(0, flow.left - np.int64(before * (now - flow.since) / ROUNDING))
+    flow.since, flow.rate = now, rate
+    if before > 0:
+        move(heap, flows, count, number, now + takes(rate, flow.left))
+    else:
+        push(heap, flows, count, now + takes(rate, flow.left), ~number)
+
+
+@_COMPILE
+def takes(rate: Any, left: Any) -> Any:
+    """Whole picoseconds until work is done at a rate; never less than the links need."""
+    if rate == 1.0:
+        return left
+    return np.int64(min(np.ceil(left / rate * ROUNDING), float(NEVER)))

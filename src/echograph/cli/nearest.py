@@ -1,0 +1,77 @@
+"""Plans near one that does not fit in memory, and that do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from echograph.cli.lowering import lower
+from echograph.cli.plan import Plan, option_name
+from echograph.errors import EchoError
+from echograph.ir.graph import JobGraph, StepGraph
+from echograph.simulator.clusters import Cluster, load_cluster
+from echograph.simulator.memory import Memory, largest_memory
+from echograph.units import format_bytes
+
+ENOUGH = 2
+MOST_TRIED = 12
+
+
+def plans_that_fit(
+    graph: StepGraph | JobGraph, plan: Plan, memory: Memory | None, say: Callable[[str], None]
+) -> list[str]:
+    """What to change so that a plan fits, least first: "--recompute full (61.2 GiB)"; at most two.
+
+    One option is changed at a time, and where that is not enough, another one with everything recomputed.
+
+    Args:
+        graph: the step; for a job graph, whose plan is made, nothing can be said.
+        plan: of the step.
+        memory: that it needs; nothing is tried where it fits.
+        say: told what goes on.
+    """
+    found: list[str] = []
+    if isinstance(graph, JobGraph) or memory is None or memory.fits:
+        return found
+    say("looking for a plan that fits")
+    cluster = load_cluster(plan.cluster)
+    for tried, changes in enumerate(_changes(plan, cluster)):
+        if len(found) == ENOUGH or tried == MOST_TRIED:
+            break
+        try:
+            needed = largest_memory(lower(graph, replace(plan, **changes), cluster), memory.capacity_bytes)
+        except EchoError:
+            continue
+        if needed is not None and needed.fits:
+            words = (
+                option_name(name) if value is True else f"{option_name(name)} {value}"
+                for name, value in changes.items()
+            )
+            found.append(f"{' '.join(words)} ({format_bytes(needed.device_bytes)})")
+    return found
+
+
+def _changes(plan: Plan, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    singles = list(_singles(plan, cluster))
+    yield from singles
+    if plan.recompute != "full":
+        yield from ({"recompute": "full", **change} for change in singles if "recompute" not in change)
+
+
+def _singles(plan: Plan, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    if plan.recompute in ("none", "selective"):
+        yield {"recompute": "full"}
+    if plan.tp > 1 and not plan.sequence_parallel:
+        yield {"sequence_parallel": True}
+    if plan.zero == 0:
+        yield {"zero": 1}
+    if plan.zero < 3:
+        yield {"zero": 3}
+    if plan.micro_batch is not None and plan.micro_batch % 2 == 0:
+        yield {"micro_batch": plan.micro_batch // 2}
+    for name, most in (("tp", cluster.domain_gpus), ("pp", cluster.max_gpus)):
+        for size in (2, 4, 8, 16):
+            if getattr(plan, name) < size <= most and plan.dp is None:
+                yield {name: size}
+                break

@@ -1,0 +1,50 @@
+"""Peak memory as a row's source reports it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from echograph.cli.validate.table import Row
+from echograph.ir.graph import JobGraph
+from echograph.simulator.clusters import load_cluster
+from echograph.simulator.memory import MIB, Memory, Runtime, largest_memory
+
+GIB = 2**30
+RESERVED = ("titan",)
+"""Families whose figure is PyTorch's reserved memory, with expandable segments (torchtitan's launch script sets
+them); the others' is nvidia-smi's."""
+
+EAGER_KERNELS = ("bloom",)
+"""Families of the time before kernels were loaded lazily, on devices before Hopper: BigScience's chronicles of
+tr11-176B-ml state 1,573 MiB for them, and cuBLAS takes 8 MiB a handle."""
+
+THOUSANDS = ("bloom",)
+"""Families whose GB are thousands of nvidia-smi's MiB: their 80 GB would not fit an A100 as GiB."""
+
+
+def measured_memory(row: Row) -> int | None:
+    """The row's figure in bytes; None where it has none."""
+    try:
+        gib = float(row.text("peak_mem_gib"))
+    except ValueError:
+        return None
+    return round(gib * GIB * (1000 / 1024 if row.family in THOUSANDS else 1)) if 0 < gib < 1e6 else None
+
+
+def predicted_memory(row: Row, job: JobGraph, cluster: str) -> int | None:
+    """The same figure, predicted, of the rank that needs most."""
+    memory = largest_memory(job, load_cluster(cluster).memory_bytes, _runtime(row))
+    return None if memory is None else _reported(row, memory)
+
+
+def _reported(row: Row, memory: Memory) -> int:
+    if row.family in RESERVED and memory.reserved_bytes is not None:
+        return memory.reserved_bytes
+    return memory.device_bytes
+
+
+def _runtime(row: Row) -> Runtime:
+    runtime = Runtime(expandable_segments=row.family in RESERVED)
+    if row.family not in EAGER_KERNELS:
+        return runtime
+    return replace(runtime, cuda_context_bytes=1573 * MIB, cublas_workspace_bytes=(8 * MIB, 8 * MIB))
