@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from functools import cache
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import Phase as HypothesisPhase
 from hypothesis import strategies as st
+from small_models import CONFIGS, HEADS, LAYERS, small_step
 
 from echograph.cli.lowering import lower
 from echograph.cli.plan import Plan
@@ -27,39 +25,7 @@ from echograph.simulator.clusters import load_cluster
 pytest.importorskip("transformers", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch
 
-HEADS, LAYERS, EXPERTS, SEQUENCE, VOCABULARY = 8, 4, 4, 64, 4096
-SHAPE = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-    "num_key_value_heads": 4, "vocab_size": VOCABULARY, "max_position_embeddings": SEQUENCE,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SHAPE},
-    "mixtral": {
-        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": EXPERTS,
-        "num_experts_per_tok": 2, **SHAPE,
-    },
-    "gpt2": {
-        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": LAYERS,
-        "n_head": HEADS, "n_positions": SEQUENCE, "vocab_size": VOCABULARY, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
 CLUSTER = load_cluster("dgx-h100")
-
-
-@pytest.fixture(scope="module")
-def step(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], StepGraph]:
-    """`step("llama")`: the folded step of a small model, two samples a micro-batch."""
-    from echograph.cli.compose import compile_model
-    from echograph.frontend.pytorch.step import StepSpec
-
-    @cache
-    def make(name: str) -> StepGraph:
-        path: Path = tmp_path_factory.mktemp("config") / f"{name}.json"
-        path.write_text(json.dumps(CONFIGS[name]))
-        return compile_model(str(path), StepSpec(), batch_size=2, seq_len=SEQUENCE, attention=None)
-
-    return make
 
 
 @st.composite
@@ -106,15 +72,15 @@ many = settings(few, max_examples=400)
 
 @few
 @given(plans())
-def test_any_plan(step: Callable[[str], StepGraph], drawn: tuple[str, Plan]) -> None:
-    check(step(drawn[0]), drawn[1])
+def test_any_plan(drawn: tuple[str, Plan]) -> None:
+    check(small_step(drawn[0]), drawn[1])
 
 
 @pytest.mark.slow
 @many
 @given(plans())
-def test_many_plans(step: Callable[[str], StepGraph], drawn: tuple[str, Plan]) -> None:
-    check(step(drawn[0]), drawn[1])
+def test_many_plans(drawn: tuple[str, Plan]) -> None:
+    check(small_step(drawn[0]), drawn[1])
 
 
 def check(graph: StepGraph, plan: Plan) -> None:
@@ -217,8 +183,8 @@ def agree(job: JobGraph) -> None:
         assert len(different) == 1, f"group {name}: members disagree"
 
 
-def test_the_summary_of_a_job_counts_the_same_work(step: Callable[[str], StepGraph]) -> None:
+def test_the_summary_of_a_job_counts_the_same_work() -> None:
     plan = Plan(gpus=16, tp=2, pp=2, global_batch=16)
-    job = lower(step("llama"), plan, CLUSTER)
+    job = lower(small_step("llama"), plan, CLUSTER)
     roles = summarize_job(job)["roles"]
     assert sum(r["ranks"] * (r["flops"]["forward"] + r["flops"]["backward"]) for r in roles) == work(job)
