@@ -9,11 +9,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
+from benchmarks import contended
 from echograph.ir.columns import Ragged
-from echograph.simulator.engine import columns, loops, reference, static
+from echograph.simulator.engine import columns, events, loops, reference, static
 from echograph.simulator.engine.numbering import number
 from echograph.simulator.tasks import DEVICE, HOST, TaskGraph
 
@@ -22,6 +24,8 @@ REFERENCE_TASKS = 100_000
 PROGRAMS = 8
 RANKS = 128
 MEETING_EVERY = 700
+LAYERS = 40
+JITTER = 0.05
 
 
 def tasks(count: int) -> TaskGraph:
@@ -84,14 +88,39 @@ def main() -> None:
     ]
     for name, size, run in rows:
         print(f"{name:<30} {size / _median(run) / 1e6:10.3f} M tasks/s")
+    print(f"event engine, {contended.RANKS * (1 + len(contended.STREAMS)):,} resources (seconds of this process)")
+    _contended("rings of 16, over 16 leaves", group=16, stride=32)
+    _contended("pairs, over two leaves", group=2, stride=16)
 
 
-def _median(run: Callable[[], object]) -> float:
+def _contended(name: str, *, group: int, stride: int) -> None:
+    """Million tasks a second where ranks share uplinks, without and with jitter, and where they share nothing."""
+    work = contended.tasks(LAYERS)
+    for jitter in (0.0, JITTER):
+        ranks = contended.ranks(work, group, stride, jitter)
+        sharing = contended.uplinks(work, ranks)
+        found = events.run_columns(work, ranks, sharing, 0)
+        across = work.resource == contended.ACROSS
+        longer = found.duration[across].mean() / work.duration[across].mean()
+        full = (found.carried / sharing.capacity).max() / (found.end.max() / 1e12)
+        shared, free = (
+            contended.RANKS
+            * len(work)
+            / _median(partial(events.run_columns, work, ranks, links), time.process_time)
+            for links in (sharing, None)
+        )
+        print(
+            f"  {name}, jitter {jitter:3.0%}: {shared / 1e6:6.3f} M tasks/s; collectives take {longer:.2f} times as "
+            f"long, the fullest link is {full:.0%} full; sharing nothing {free / 1e6:.3f} M tasks/s"
+        )
+
+
+def _median(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     seconds = []
     for _ in range(5):
-        began = time.perf_counter()
+        began = clock()
         run()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock() - began)
     return statistics.median(seconds)
 
 

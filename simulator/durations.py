@@ -58,8 +58,14 @@ def durations(job: JobGraph, cluster: Cluster, estimate: Estimate | None = None)
         estimate: another model of the network than `collective_time`, asked for every communication.
 
     Raises:
-        SimulationError: a device operation has no duration for the cluster's device.
+        SimulationError: a device operation has no duration for the cluster's device, or links are degraded, which
+            `collective_time` does not know.
     """
+    if cluster.degraded and estimate is None:
+        raise SimulationError(
+            f"cluster {cluster.name}: '{cluster.degraded[0].link}' is degraded, and the closed form knows no "
+            "single links: simulate flows"
+        )
     picoseconds, source, spread = job.ops.duration_on(cluster.device)
     _use_imported(job, picoseconds, source, spread)
     still = job.ops.is_view | (job.ops.kind == OpKind.HOST)

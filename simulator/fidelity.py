@@ -11,8 +11,8 @@ from echograph.simulator.ranks import EveryRank
 from echograph.simulator.tasks import TaskGraph
 
 NETWORKS = ("auto", "closed-form", "flows")
-MAX_FLOW_TASKS = 1_000_000_000
-"""Tasks of all ranks and draws that flows are simulated for: about a quarter of an hour's."""
+MAX_EVENTS = 2_000_000_000
+"""Tasks of all ranks that the event engine is let run, a quarter of an hour at two million a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Fidelity:
     """What is simulated.
 
     Attributes:
-        engine: its name; "auto" leaves it to `engine.run`.
+        engine: its name; "auto" leaves it to what there is to simulate.
         network: "closed-form" or "flows".
         ranks: how ranks differ, where every one is simulated.
         degraded: what of the cluster is degraded, in words.
@@ -43,7 +43,8 @@ def fidelity(job: JobGraph, cluster: Cluster, *, engine: str, network: str, rank
         raise UnknownNameError("network", network, NETWORKS)
     if network == "closed-form" and cluster.degraded:
         raise UsageError(
-            f"--network closed-form: knows no single links, but '{cluster.degraded[0].link}' is degraded: leave it out"
+            f"--network closed-form: knows no single links, but '{cluster.degraded[0].link}' is degraded: "
+            "choose flows"
         )
     if network == "auto":
         network = "flows" if cluster.degraded else "closed-form"
@@ -54,24 +55,29 @@ def fidelity(job: JobGraph, cluster: Cluster, *, engine: str, network: str, rank
         slow = {rank: slow.get(rank, 1.0) * ranks.slow.get(rank, 1.0) for rank in {*slow, *ranks.slow}}
         ranks = replace(ranks, slow=slow)
         engine = _engine(engine, network)
-    words = [f"{d.link} at {d.bandwidth:.0%}" for d in cluster.degraded]
-    words += [f"node {n.node} computes at {n.compute:.0%}" for n in cluster.slow_nodes]
+    words = [f"{d.link} at {100 * d.bandwidth:.3g}%" for d in cluster.degraded]
+    words += [f"node {n.node} computes at {100 * n.compute:.3g}%" for n in cluster.slow_nodes]
     return Fidelity(engine=engine, network=network, ranks=ranks, degraded=tuple(words))
 
 
-def check_effort(job: JobGraph, tasks: TaskGraph, asked: Fidelity) -> None:
-    """Refuses what would take too long.
+def check_effort(job: JobGraph, tasks: TaskGraph, runs: int) -> None:
+    """Refuses what would take the event engine too long.
+
+    Args:
+        job: the job.
+        tasks: its tasks.
+        runs: how often all ranks run: draws, and traces.
 
     Raises:
-        SimulationError: more tasks than `MAX_FLOW_TASKS`, where links are shared.
+        SimulationError: more tasks than `MAX_EVENTS`.
     """
-    if asked.network == "flows" and asked.ranks is not None:
-        columns = job.world_size // len(job.programs)
-        if len(tasks) * columns * asked.ranks.draws > MAX_FLOW_TASKS:
-            raise SimulationError(
-                f"flows of {len(tasks) * columns:,} tasks, {asked.ranks.draws} times, are over the limit of "
-                f"{MAX_FLOW_TASKS:,}: give fewer micro-batches, GPUs or draws, or --network closed-form"
-            )
+    count = len(tasks) * (job.world_size // len(job.programs))
+    if count * runs > MAX_EVENTS:
+        times = f", {runs} times," if runs > 1 else ""
+        raise SimulationError(
+            f"{count:,} tasks of all ranks{times} are over the event engine's limit of {MAX_EVENTS:,}: give fewer "
+            "micro-batches, GPUs, draws or ranks to trace, or --network closed-form"
+        )
 
 
 def _slow_ranks(job: JobGraph, cluster: Cluster) -> dict[int, float]:
@@ -90,4 +96,4 @@ def _engine(engine: str, network: str) -> str:
     if engine not in able:
         what = "no links that are shared" if engine == "static" else "roles, not every rank"
         raise UsageError(f"engine '{engine}' simulates {what}: leave the choice of one of them out")
-    return "events" if network == "flows" or engine == "events" else "columns"
+    return "columns" if network == "closed-form" and engine != "events" else engine

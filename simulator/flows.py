@@ -18,6 +18,7 @@ from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Int32, Int64, Ragged
 from echograph.ir.graph import Group, JobGraph
 from echograph.ir.types import OpKind
+from echograph.simulator.clusters import Cluster
 from echograph.simulator.collectives import ALGORITHMS, CollectiveEstimate, Kind, collective_time
 from echograph.simulator.durations import Durations, group_ranks, kind_of, place_in_group
 from echograph.simulator.engine.sharing import Float64, Sharing
@@ -70,6 +71,11 @@ class Flows:
     sharing: Sharing
     carried: Float64
 
+    @property
+    def contended(self) -> bool:
+        """Whether any link may be asked for more than it bears. If not, every flow has all that it asks for."""
+        return bool((self.sharing.route != NONE).any())
+
     def busiest(self, step_ps: int) -> tuple[LinkUse, ...]:
         """The links used most in a step, and how many of their kind are used alike, the most used first."""
         used = self.carried / (self.topology.capacity * max(to_s(step_ps), 1e-12))
@@ -90,6 +96,12 @@ class Flows:
             )
             for alike in found.values()
         )
+
+
+def links_of(job: JobGraph, cluster: Cluster) -> Topology:
+    """The links that a job's ranks can load."""
+    named = [rank for names in (*job.programs, *job.groups) for rank in names.ranks]
+    return Topology(cluster=cluster, gpus=max(job.world_size, 1 + max(named, default=0)))
 
 
 def alone(topology: Topology) -> Callable[[Kind, float, Sequence[int]], CollectiveEstimate]:

@@ -14,6 +14,8 @@ from echograph.ir.columns import Int64
 from echograph.ir.graph import Graph
 from echograph.ir.types import MultiTensor, OpKind
 
+COMMUNICATIONS = (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
@@ -22,11 +24,13 @@ class Host:
     Attributes:
         op_ps: one framework operation that launches one kernel, the launch included.
         launch_ps: what launching adds to it; a view costs the rest.
+        communication_ps: a collective, a send or a receive, which go through the process group; None: as `op_ps`.
         spread: relative standard error of both.
     """
 
     op_ps: int
     launch_ps: int
+    communication_ps: int | None = None
     spread: float = 0.0
 
     def issue(self, graph: Graph) -> Int64:
@@ -37,6 +41,8 @@ class Host:
         ops = graph.ops
         issue = np.full(len(ops), self.op_ps, np.int64)
         issue[ops.is_view] = self.op_ps - self.launch_ps
+        if self.communication_ps is not None:
+            issue[np.isin(ops.kind, COMMUNICATIONS)] = self.communication_ps
         follows = [i for i, a in enumerate(ops.attribute_values) if isinstance(a, MultiTensor) and not a.leads]
         issue[np.isin(ops.attributes, follows)] = 0
         own = ops.kind == OpKind.HOST

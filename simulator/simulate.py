@@ -23,12 +23,11 @@ from echograph.simulator.clusters import Cluster
 from echograph.simulator.durations import COMMUNICATIONS, Durations, durations, meeting
 from echograph.simulator.engine.schedule import Starts
 from echograph.simulator.fidelity import Fidelity, check_effort, fidelity
-from echograph.simulator.flows import Flows, LinkUse, alone, flows
+from echograph.simulator.flows import Flows, LinkUse, alone, flows, links_of
 from echograph.simulator.host import Host
 from echograph.simulator.interval import interval
 from echograph.simulator.limits import limits
 from echograph.simulator.memory import largest_memory
-from echograph.simulator.network.topology import Topology
 from echograph.simulator.rank_timelines import of_ranks
 from echograph.simulator.ranks import EveryRank, RankTimes, run_every_rank
 from echograph.simulator.result import Result
@@ -75,14 +74,13 @@ def simulate(
     """
     began = time.perf_counter()
     asked = fidelity(job, cluster, engine=engine, network=network, ranks=ranks)
-    topology = Topology(cluster=cluster, gpus=job.world_size) if asked.network == "flows" else None
+    topology = links_of(job, cluster) if asked.network == "flows" else None
     times = durations(job, cluster, alone(topology) if topology else None)
     times, issue = _scaled(job, times, host.issue(job), scales)
     tasks = expand(job, times.picoseconds, issue, lambda number, row: meeting(job, number, row))
     _check_range(tasks, times, host)
     roles = ran = _run_roles(job, tasks, asked, trace_ranks)
     if asked.ranks is not None:
-        check_effort(job, tasks, asked)
         ran = _run_ranks(job, tasks, asked, flows(job, tasks, times, topology) if topology else None, trace_ranks)
     timeline = ran.timeline
     last = int(timeline.program[np.argmax(timeline.end)]) if len(timeline) else 0
@@ -151,7 +149,12 @@ def _run_ranks(
 ) -> _Run:
     every = asked.ranks
     assert every is not None
-    run = partial(run_every_rank, job, tasks, engine=asked.engine, sharing=shared.sharing if shared else None)
+    engine = asked.engine
+    if engine == "auto":
+        engine = "events" if shared is not None and shared.contended else "columns"
+    if engine == "events":
+        check_effort(job, tasks, every.draws + len(trace_ranks))
+    run = partial(run_every_rank, job, tasks, engine=engine, sharing=shared.sharing if shared else None)
     noisy = [replace(every, seed=every.seed + draw) for draw in range(1, every.draws)]
     steps = [int(run(one, column=0)[2].end_ps.max()) for one in noisy]
     its, starts, times = run(every)
@@ -162,7 +165,7 @@ def _run_ranks(
     return _Run(
         tasks=its,
         timeline=timeline,
-        engine=asked.engine,
+        engine=engine,
         columns=job.world_size // len(job.programs),
         ranks=times,
         draws_ps=(timeline.makespan, *steps) if steps else (),

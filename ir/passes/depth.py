@@ -59,9 +59,7 @@ class Depth:
         )
         _copy_rows(graph, builder, _parts(graph, block, more))
         for number, instance in _Instances(graph, block, self.layers).all():
-            builder.instance(
-                number, instance.label, bindings=instance.bindings, op_bindings=instance.op_bindings
-            )
+            builder.instance(number, instance.label, bindings=instance.bindings, op_bindings=instance.op_bindings)
         builder.program(_calls(graph, block, self.layers))
         return builder.build(StepGraph)
 
@@ -187,7 +185,9 @@ class _Instances:
     def _moved(self, like: Instance, by: int, pattern: list[int]) -> Instance:
         """A layer bound as a captured one `by` layers before it is."""
         places = [self._place(kind, i) for kind, i in _bound(like)]
-        moves = [step * by if block == self.block else 0 for (block, _, _), step in zip(places, pattern, strict=True)]
+        moves = [
+            step * by if block == self.block else 0 for (block, _, _), step in zip(places, pattern, strict=True)
+        ]
         return self._instance(like, str(int(like.label) + by), places, moves)
 
     def _outside(self, instance: Instance) -> Instance:

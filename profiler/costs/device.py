@@ -115,6 +115,8 @@ class GemmModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     time_scale: float = 1.0
     transposed_scale: dict[str, float] = {}
     accumulate_exposure: float = 1.0
+    batched_scale: float = 1.0
+    batched_spread: float = 0.0
     alignment: Alignment | None = None
     quantize: Quantize | None = None
     residual: Grid | None = None
@@ -166,6 +168,8 @@ class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """CPU time of the thread that feeds the device: one launch call, one eager framework op, and one view.
 
     `view_s` is that of an operation that launches nothing; None: what `op_s` leaves beside the launch.
+    `communication_s` is that of a collective or message, from the call into the process group to its return; None:
+    as `op_s`.
     """
 
     launch_s: float
@@ -173,6 +177,7 @@ class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     source: Literal["measured", "assumed"]
     basis: str
     view_s: float | None = None
+    communication_s: float | None = None
 
     @property
     def kernel_s(self) -> float:

@@ -10,9 +10,10 @@ A kernel cuts C into tiles of tm x tn, optionally cuts k into s slices, and deal
     memory    = bytes / (bandwidth * bandwidth_fraction)
     seconds   = launch + (compute^p + memory^p)^(1/p)                            p: overlap_power
 
-then times what the measurements say beyond that: a correction on a coarse grid of log shapes, the layout, and
-alignment. Accumulation into fp32 adds the share of its traffic that nothing hides. The library is assumed
-to choose the best tile, as cuBLAS nearly does.
+then times what the measurements say beyond that: a correction on a coarse grid of log shapes, the layout,
+alignment, and what batches of products take that are narrower than those of the tables (attention's). Accumulation
+into fp32 adds the share of its traffic that nothing hides. The library is assumed to choose the best tile, as
+cuBLAS nearly does.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ ACCUMULATOR_BYTES = 6.0
 
 MISALIGNMENT_DOUBT = 0.5
 """Assumed: the price of a misaligned dimension, itself a guess, may be off by half of itself."""
+
+TABLED_FROM, CHARTED_TO = 256.0, 128.0
+"""The narrowest dense products of the tables, and the widest of the charts that batches are fitted on."""
 
 MIN_SLICE_K = 128.0
 """A slice of k shorter than this costs as much as this."""
@@ -90,10 +94,20 @@ def gemm(
     seconds = gemm_seconds(model, device.datasheet, b, rows, cols, depth, quantize=quantize)
     slower = misalignment(model, layout, rows, cols, depth)
     seconds = seconds * model.transposed_scale.get(layout, 1.0) * slower
+    narrow = np.where(b > 1.0, narrowness(rows, cols, depth), 0.0)
+    seconds = seconds * model.batched_scale**narrow
     if accumulate:
         seconds = seconds + accumulate_seconds(model, device.datasheet, b * rows * cols)
     cost = make_cost(seconds, model.label.spread, model.label.spread_short, model.label.source)
-    return cost if np.all(slower == 1.0) else widen(cost, MISALIGNMENT_DOUBT * (slower - 1.0))
+    if not np.all(slower == 1.0):
+        cost = widen(cost, MISALIGNMENT_DOUBT * (slower - 1.0))
+    return widen(cost, model.batched_spread * narrow) if np.any(narrow) else cost
+
+
+def narrowness(m: FloatArray, n: FloatArray, k: FloatArray) -> FloatArray:
+    """How far the least dimension of a product lies outside the dense tables: 0 inside, 1 from the charts' on."""
+    least = np.maximum(1.0, np.minimum(np.minimum(m, n), k))
+    return np.asarray(np.clip(np.log(TABLED_FROM / least) / np.log(TABLED_FROM / CHARTED_TO), 0.0, 1.0))
 
 
 def gemm_model(device: DeviceProfile, dtype: str) -> GemmModel:

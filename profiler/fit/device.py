@@ -22,6 +22,7 @@ from echograph.profiler.costs.device import (
 )
 from echograph.profiler.costs.gemm import DTYPES
 from echograph.profiler.fit import second
+from echograph.profiler.fit.batched import fit_batched
 from echograph.profiler.fit.facts import DATASHEETS, DeviceFacts, RowChoice, device_facts
 from echograph.profiler.fit.families import fit_attention
 from echograph.profiler.fit.gemm import Products, fit_gemm
@@ -76,6 +77,7 @@ def fit_device(
     memory = borrow_memory(relative, facts) | _fit_memory(table, facts, used)
     if not memory:
         raise DataError(f"no memory-bound rows for {name} and no relative to borrow from: add 'relative'")
+    gemm = _with_batches(gemm, own, memory, table, facts, relative)
     attention = borrow_attention(relative, facts) | fit_attention(table, facts.rows.tensor, sheet, used)
     sustained, why = _sustained(gemm, table, facts, relative)
     leading = gemm.get("bf16") or gemm.get("fp16") or next(iter(gemm.values()))
@@ -118,6 +120,7 @@ def refit(table: KernelTable, base: DeviceProfile, gpus: Sequence[str], *, date:
     own = _with_second_source(own, table, facts, base.datasheet, base)
     memory = _fit_memory(table, facts, used)
     attention = fit_attention(table, cells, base.datasheet, used)
+    own = _with_batches(own, own, base.memory | memory, table, facts, base)
     if not (own or memory or attention):
         raise DataError(
             f"no kind of kernel has {MIN_ROWS} rows on {', '.join(cells)}: measure more, or name another device"
@@ -231,6 +234,26 @@ def _with_second_source(
         else model
         for dtype, model in own.items()
     }
+
+
+def _with_batches(
+    gemm: dict[str, GemmModel],
+    own: dict[str, GemmModel],
+    memory: dict[str, MemoryModel],
+    table: KernelTable,
+    facts: DeviceFacts,
+    relative: DeviceProfile | None,
+) -> dict[str, GemmModel]:
+    """Batches of narrow products: from charts of the device, else a relative's."""
+    if "bf16" not in own:
+        return gemm
+    found = fit_batched(table, facts.rows.tensor, gemm["bf16"], memory, facts.datasheet())
+    if found is None and relative is not None and "bf16" in relative.gemm:
+        theirs = relative.gemm["bf16"]
+        found = msgspec.structs.replace(
+            gemm["bf16"], batched_scale=theirs.batched_scale, batched_spread=theirs.batched_spread
+        )
+    return gemm if found is None else gemm | {"bf16": found}
 
 
 def _calibrate(

@@ -1,8 +1,8 @@
 """The event engine: what happens, in the order in which it happens, where rates change while work runs.
 
-Work that shares links (`sharing`) slows down and speeds up as other work begins and ends. Which tasks run at a time
-then follows from the times alone, so there is no order to number beforehand: a heap holds the ends of all that
-runs. Where nothing is overloaded, all times are those of the other engines, to the picosecond.
+Work that shares links (`sharing`) slows down and speeds up as other work begins and ends. Which tasks run at a
+time then follows from the times alone, so there is no order to number beforehand: a heap holds the ends of all
+that runs. Where nothing is overloaded, all times are those of the other engines, to the picosecond.
 
 Tasks are never written out for columns: memory follows the lines (a resource in a column) and what runs on them.
 
@@ -22,7 +22,7 @@ from echograph.simulator.engine import columns as engine
 from echograph.simulator.engine import events_loop, events_rates
 from echograph.simulator.engine.causes import causes
 from echograph.simulator.engine.columns import Columns, Ends
-from echograph.simulator.engine.events_heap import COUNTS, END, FREE, FREE_NODE, TODO
+from echograph.simulator.engine.events_heap import COUNTS, FREE, FREE_NODE, TODO
 from echograph.simulator.engine.schedule import Starts, deadlock
 from echograph.simulator.engine.sharing import Float64, Sharing
 from echograph.simulator.tasks import DEVICE, TaskGraph
@@ -84,10 +84,10 @@ def run_columns(
         *(float(columns.jitter), np.uint64(columns.seed), record, lasted),
         *(lines, np.full(1 << max(4, len(lines).bit_length()), NONE, np.int32)),
         np.append(todo, np.zeros(len(lines) - len(todo), np.int64)).astype(np.int32),
-        *(np.zeros(len(lines) + 1, END), counts, np.ascontiguousarray(shared.routes, np.int32)),
+        *(np.zeros(len(lines) + 1, events_loop.END), counts, np.ascontiguousarray(shared.routes, np.int32)),
         *(np.ascontiguousarray(shared.links.offsets, np.int64), hops, links),
         *(np.zeros(len(lines), events_rates.FLOW), np.zeros(64, events_rates.NODE)),
-        *(np.zeros(len(links), np.int32), np.zeros(len(links), np.int32), np.zeros(len(lines), np.int32)),
+        *(np.zeros(len(links), np.int32), np.zeros(len(links), np.int32), np.zeros((2, len(lines)), np.int32)),
     )
     _check(lines, tasks.resources)
     end, waited = (np.ascontiguousarray(lines[name].reshape(count, -1).T) for name in ("since", "waited"))

@@ -1,26 +1,31 @@
 """A heap of ends, with four children a node.
 
 An item is the line that leads an activity, or, below zero, the inverse (`~`) of a flow. The end of a flow changes
-while it lasts, so each notes where it stands. The first place may be vacant: most ends are followed by the beginning
-of the next task, which then takes it. Ends at the same time come in no particular order (nothing depends on it), but
-in the same in every run.
+while it lasts, so each notes where it stands: an earlier end is moved, a later one put in when the former is due.
+The first place may be vacant: most ends are followed by the beginning of the next task, which then takes it. Ends
+at the same time come in no particular order (nothing depends on it), but in the same in every run.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numba
-import numpy as np
 
-END = np.dtype([("time", "i8"), ("item", "i8")])
 # What `count` counts, here and for the flows: places of one array.
 SIZE, VACANT, TODO, FLOWS, FREE, NODES, FREE_NODE, CHANGED, ROUND, COUNTS = range(10)
 
-_COMPILE: Any = numba.njit(cache=True, nogil=True, error_model="numpy")
+Part = TypeVar("Part", bound=Callable[..., Any])
 
 
-@_COMPILE
+def part(function: Part) -> Part:
+    """Compiles a part of `events_loop.run`, with which it is kept on disk."""
+    compiled: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    return cast(Part, compiled)
+
+
+@part
 def push(heap: Any, flows: Any, count: Any, time: Any, item: Any) -> None:
     """Adds an end."""
     if count[VACANT]:
@@ -31,7 +36,7 @@ def push(heap: Any, flows: Any, count: Any, time: Any, item: Any) -> None:
     _rise(heap, flows, count[SIZE] - 1, time, item)
 
 
-@_COMPILE
+@part
 def settle(heap: Any, flows: Any, count: Any) -> None:
     """Fills the first place, if it is vacant."""
     if count[VACANT]:
@@ -42,17 +47,13 @@ def settle(heap: Any, flows: Any, count: Any) -> None:
             _sink(heap, flows, count[SIZE], 0, last.time, last.item)
 
 
-@_COMPILE
-def move(heap: Any, flows: Any, count: Any, flow: Any, time: Any) -> None:
-    """Changes the end of a flow, which is in the heap; no place may be vacant."""
-    place = flows[flow].at
-    if time < heap[place].time:
-        _rise(heap, flows, place, time, ~flow)
-    else:
-        _sink(heap, flows, count[SIZE], place, time, ~flow)
+@part
+def advance(heap: Any, flows: Any, flow: Any, time: Any) -> None:
+    """Moves the end of a flow to an earlier time. The first place may not be vacant."""
+    _rise(heap, flows, flows[flow].at, time, ~flow)
 
 
-@_COMPILE
+@part
 def _rise(heap: Any, flows: Any, place: Any, time: Any, item: Any) -> None:
     while place > 0:
         above = (place - 1) >> 2
@@ -63,7 +64,7 @@ def _rise(heap: Any, flows: Any, place: Any, time: Any, item: Any) -> None:
     _put(heap, flows, place, time, item)
 
 
-@_COMPILE
+@part
 def _sink(heap: Any, flows: Any, size: Any, place: Any, time: Any, item: Any) -> None:
     while True:
         first = 4 * place + 1
@@ -80,7 +81,7 @@ def _sink(heap: Any, flows: Any, size: Any, place: Any, time: Any, item: Any) ->
     _put(heap, flows, place, time, item)
 
 
-@_COMPILE
+@part
 def _put(heap: Any, flows: Any, place: Any, time: Any, item: Any) -> None:
     heap[place].time, heap[place].item = time, item
     if item < 0:

@@ -1,21 +1,24 @@
 """The event loop, compiled.
 
-A line is a resource in a column: it runs the tasks of the resource one after the other. It waits for a task (it then
-stands in a chain at the line that runs that task), or at a meeting for the other members (a chain at the first that
-came), or for the end of its activity. An activity is a task, or the tasks that meet, in the order in which they
-end; the first leads it, and stands in the heap.
+A line is a resource in a column: it runs the tasks of the resource one after the other. It waits for a task (it
+then stands in a chain at the line that runs that task), or at a meeting for the other members (a chain at the
+first that came), or for the end of its activity. An activity is a task, or the tasks that meet, in the order in
+which they end; the first leads it, and stands in the heap.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+import inspect
+from typing import Any, cast
 
 import numba
 import numpy as np
 
+from echograph.simulator.engine import columns, events_heap, events_rates
 from echograph.simulator.engine.columns import _NORMAL
-from echograph.simulator.engine.events_heap import CHANGED, SIZE, TODO, VACANT, push, settle
-from echograph.simulator.engine.events_rates import begin, end, share, takes
+from echograph.simulator.engine.events_heap import CHANGED, SIZE, TODO, VACANT, Part, part, push, settle
+from echograph.simulator.engine.events_rates import begin, end, ends, share
 
 DONE = 2**31 - 1
 """In place of a task: there is none any more."""
@@ -26,9 +29,9 @@ TASK = np.dtype(
     ],
     align=True,
 )
-"""`deps`: where the dependencies begin. `after`: the next task of the resource. `fellow`: the next of those that meet,
-in a circle. `row`: of the places. `steady`: 2 takes its duration, 1 times the factor of its `kind`, 0 and noise.
-`start`: in the recorded column."""
+"""`deps`: where the dependencies begin. `after`: the next task of the resource. `fellow`: the next of those that
+meet, in a circle. `row`: of the places. `steady`: 2 takes its duration, 1 times the factor of its `kind`, 0 and
+noise. `start`: in the recorded column."""
 LINE = np.dtype(
     [
         *(("need", "i8"), ("duration", "i8"), ("since", "i8"), ("waited", "i8")),
@@ -36,14 +39,28 @@ LINE = np.dtype(
     ],
     align=True,
 )
-"""`need`: the dependency waited for, or the first not looked at. `duration`: of its task. `since`: when ready, or when
-all was done. `waiters`: the chain of lines that wait for a task of this one. For the first at a meeting: what it
-`meets` for and in which `place`, how many are `missing`, and the `next` in the table of meetings."""
-
-_COMPILE: Any = numba.njit(cache=True, nogil=True, error_model="numpy")
+"""`need`: the dependency waited for, or the first not looked at. `duration`: of its task. `since`: when ready, or
+when all was done. `waiters`: the chain of lines that wait for a task of this one. For the first at a meeting: what
+it `meets` for and in which `place`, how many are `missing`, and the `next` in the table of meetings."""
 
 
-@_COMPILE
+def _sources() -> str:
+    """What changes with the sources of `run`: of them, the cache of compiled code knows this file alone."""
+    code = "".join(inspect.getsource(module) for module in (columns, events_heap, events_rates))
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+END = np.dtype([("time", "i8"), ("item", "i4"), (f"of_{_sources()}", "i4")])
+"""A place of the heap. Its type tells compiled code of other sources apart."""
+
+
+def _kept(function: Part) -> Part:
+    """Compiles a function, or takes it from disk."""
+    compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
+    return cast(Part, compiled)
+
+
+@_kept
 def chain(tasks: Any, first: Any, join: Any) -> None:
     """Fills `after` and `fellow` of all tasks, and the first task of each resource; `join` is scratch."""
     last = join.copy()
@@ -60,7 +77,7 @@ def chain(tasks: Any, first: Any, join: Any) -> None:
             join[met] = tasks[last[met]].fellow = task
 
 
-@_COMPILE
+@_kept
 def run(
     tasks: Any, deps: Any, factor: Any, places: Any, attend: Any, jitter: Any, seed: Any, record: Any, lasted: Any,
     lines: Any, meetings: Any, todo: Any, heap: Any, count: Any,
@@ -102,6 +119,9 @@ def run(
         if count[SIZE] and heap[0].time == now:
             item = heap[0].item
             count[VACANT] = 1
+            if item < 0 and ends(flows[~item]) > now:
+                push(heap, flows, count, ends(flows[~item]), item)
+                continue
             line = item if item >= 0 else flows[~item].line
             duration = lines[line].duration
             leader = _finish(tasks, deps, record, lasted, lines, todo, count, now, line)
@@ -109,8 +129,8 @@ def run(
                 left = lines[leader].duration - duration
                 if item < 0:
                     flow = flows[~item]
-                    flow.left, flow.since, flow.line = left, now, leader
-                    left, leader = takes(flow.rate, left), item
+                    flow.left, flow.over, flow.since, flow.line = left, 0.0, now, leader
+                    left, leader = ends(flow) - now, item
                 push(heap, flows, count, now + left, leader)
             elif item < 0:
                 end(routes, hops, links, flows, nodes, changed, count, ~item)
@@ -122,7 +142,7 @@ def run(
             return
 
 
-@_COMPILE
+@part
 def _ready(
     tasks: Any, deps: Any, places: Any, attend: Any, lines: Any, meetings: Any, now: Any, number: Any
 ) -> Any:
@@ -165,7 +185,7 @@ def _ready(
     return leader
 
 
-@_COMPILE
+@part
 def _attendance(tasks: Any, attend: Any, task: Any, place: Any) -> Any:
     """How many lines meet in a place."""
     count, member = 0, task
@@ -176,7 +196,7 @@ def _attendance(tasks: Any, attend: Any, task: Any, place: Any) -> Any:
             return count
 
 
-@_COMPILE
+@part
 def _gather(
     tasks: Any, factor: Any, places: Any, jitter: Any, seed: Any, record: Any, lines: Any, now: Any, leader: Any
 ) -> Any:
@@ -206,7 +226,7 @@ def _gather(
     return leader, longest, tasks[lowest].route, tasks[lowest].load, place
 
 
-@_COMPILE
+@part
 def _sort(lines: Any, leader: Any, count: Any) -> Any:
     """Puts the members of a meeting in the order of their durations; returns the first."""
     members, durations = np.empty(count, np.int32), np.empty(count, np.int64)
@@ -219,7 +239,7 @@ def _sort(lines: Any, leader: Any, count: Any) -> Any:
     return members[order[0]]
 
 
-@_COMPILE
+@part
 def _lasts(tasks: Any, factor: Any, jitter: Any, seed: Any, task: Any, column: Any) -> Any:
     this = tasks[task]
     if this.steady == 2:
@@ -228,7 +248,7 @@ def _lasts(tasks: Any, factor: Any, jitter: Any, seed: Any, task: Any, column: A
     return np.int64(np.rint(this.duration * factor[this.kind, column] * noise))
 
 
-@_COMPILE
+@part
 def _finish(
     tasks: Any, deps: Any, record: Any, lasted: Any, lines: Any, todo: Any, count: Any, now: Any, leader: Any
 ) -> Any:

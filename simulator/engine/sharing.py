@@ -28,10 +28,10 @@ class Sharing:
         routes: int32 [rows, columns], the row of `links` for each place, from 0 to columns - 1, or -1 where that
             place loads none; a column that meets nobody is a place of its own.
         links: numbers of links; what a row names twice, it loads twice.
-        weight: float64, parallel to `links.values`: multiples of `load` on that link.
+        weight: float64, parallel to `links.values`, over 0: multiples of `load` on that link.
 
     Raises:
-        SimulationError: lengths that do not belong together, a link without capacity, a negative load.
+        SimulationError: lengths that do not belong together, a link without capacity, a load below 0.
     """
 
     capacity: Float64
@@ -49,9 +49,7 @@ class Sharing:
             )
         if not (np.isfinite(self.capacity).all() and (self.capacity > 0).all()):
             raise SimulationError("a link without capacity: give each a finite number of bytes/s over 0")
-        if not (_is_amount(self.load) and _is_amount(self.weight)):
-            raise SimulationError("a load or a weight that is no amount: give finite numbers from 0")
-
-
-def _is_amount(values: Float64) -> bool:
-    return bool(np.isfinite(values).all() and (values >= 0).all())
+        if not (np.isfinite(self.weight).all() and (self.weight > 0).all()):
+            raise SimulationError("a link that a route does not load: give each a finite weight over 0")
+        if not (np.isfinite(self.load).all() and (self.load >= 0).all()):
+            raise SimulationError("a load that is no amount: give finite numbers of bytes/s from 0")

@@ -1,13 +1,14 @@
-"""Jobs of the test bed, each said once: the ranks run it and the simulator predicts it from the same instructions.
+"""Jobs of the test bed, each said once: ranks run it and the simulator predicts it from the same instructions.
 
-A program is what one process of PyTorch does: it computes, issues communications that go on beside it, and waits for
-them. `Job.program` writes that down for `worker.py`, `Job.graph` for the simulator.
+A program is what one process of PyTorch does: it computes, issues communications that go on beside it, and waits
+for them. `Job.program` writes that down for `worker.py`, `Job.graph` for the simulator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -79,16 +80,16 @@ class Job:
     """
 
     mesh: Mapping[str, int]
-    programs: Sequence[tuple[Mapping[str, int], Sequence[Instruction]]] = field(default_factory=tuple)
+    programs: Sequence[tuple[Mapping[str, int], Sequence[Instruction]]]
 
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return int(np.prod(list(self.mesh.values())))
+        return prod(self.mesh.values())
 
     def program(self, rank: int) -> list[dict[str, Any]]:
         """What a rank runs, for `worker.py`: groups as lists of ranks, peers as places in them."""
-        at = self._coordinates(rank)
+        at = self.coordinates(rank)
         mine = next(p for where, p in self.programs if all(at[axis] == place for axis, place in where.items()))
         return [self._said(what, rank) for what in mine]
 
@@ -118,13 +119,14 @@ class Job:
             "peer": (group.index(rank) + what.peer) % len(group),
         }
 
-    def _coordinates(self, rank: int) -> dict[str, int]:
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank sits on the mesh."""
         return dict(zip(self.mesh, map(int, np.unravel_index(rank, tuple(self.mesh.values()))), strict=True))
 
     def _group(self, rank: int, axes: Sequence[str]) -> list[int]:
-        mine = self._coordinates(rank)
+        mine = self.coordinates(rank)
         others = [axis for axis in self.mesh if axis not in axes]
-        alike = (r for r in range(self.ranks) if all(self._coordinates(r)[a] == mine[a] for a in others))
+        alike = (r for r in range(self.ranks) if all(self.coordinates(r)[a] == mine[a] for a in others))
         return list(alike)
 
 
@@ -170,11 +172,13 @@ def ddp(forward_s: float, backward_s: float, buckets: Sequence[int], axes: tuple
     return [*program, *(Wait(handle=f"bucket {number}") for number in range(len(buckets)))]
 
 
-def fsdp(forward_s: float, backward_s: float, blocks: int, nbytes: int) -> list[Instruction]:
+def fsdp(
+    forward_s: float, backward_s: float, blocks: int, nbytes: int, axes: tuple[str, ...]
+) -> list[Instruction]:
     """Fully sharded: a block's parameters are gathered one block ahead, its gradients reduced behind it."""
 
     def talk(what: str, handle: str) -> Communicate:
-        return Communicate(what=what, nbytes=nbytes, axes=("dp",), name="dp", handle=handle)
+        return Communicate(what=what, nbytes=nbytes, axes=axes, name="dp", handle=handle)
 
     program: list[Instruction] = []
     passes = [("forward", forward_s, range(blocks)), ("backward", backward_s, range(blocks - 1, -1, -1))]
@@ -190,7 +194,13 @@ def fsdp(forward_s: float, backward_s: float, blocks: int, nbytes: int) -> list[
 
 
 def one_f_one_b(
-    stage: int, stages: int, micro_batches: int, forward_s: float, backward_s: float, nbytes: int, gradient: int = 0
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    forward_s: float,
+    backward_s: float,
+    nbytes: int,
+    gradient: int = 0,
 ) -> list[Instruction]:
     """One stage of a 1F1B pipeline, which receives ahead; a gradient, if any, is reduced over dp at the end."""
     first, last = stage == 0, stage == stages - 1
@@ -222,11 +232,22 @@ def one_f_one_b(
     for kind, number in order:
         program += run(kind, number)
     if gradient:
-        program.append(
-            Communicate(what="all_reduce", nbytes=gradient, axes=("dp",), name="dp", handle="weights")
-        )
+        program.append(Communicate(what="all_reduce", nbytes=gradient, axes=("dp",), name="dp", handle="weights"))
     sent = [what.handle for what in program if isinstance(what, Communicate) and what.what != "recv"]
     return [*program, *(Wait(handle=handle) for handle in sent)]
+
+
+def alike(ranks: int, program: Sequence[Instruction]) -> Job:
+    """One data-parallel group, whose ranks all run one program on the axis dp."""
+    return Job(mesh={"dp": ranks}, programs=[({}, program)])
+
+
+def apart(groups: int, local: int, programs: Sequence[Sequence[Instruction]]) -> Job:
+    """Groups that each have `local` ranks in each of two racks, and a program each on the axes rack and local."""
+    return Job(
+        mesh={"rack": 2, "group": groups, "local": local},
+        programs=[({"group": number}, program) for number, program in enumerate(programs)],
+    )
 
 
 def pipeline(stages: int, replicas: int, **of_stage: Any) -> Job:
@@ -244,4 +265,4 @@ def alone(kind: str, ranks: int, nbytes: int) -> Job:
         return Communicate(what=what, nbytes=nbytes, axes=("dp",), name="dp", handle=what, peer=peer)
 
     issued = [talk("recv", -1), talk("send", 1)] if kind == "send_recv" else [talk(kind)]
-    return Job(mesh={"dp": ranks}, programs=[({}, [*issued, *(Wait(handle=what.handle) for what in issued)])])
+    return alike(ranks, [*issued, *(Wait(handle=what.handle) for what in issued)])

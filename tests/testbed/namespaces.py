@@ -1,12 +1,13 @@
 """A small cluster on one machine: network namespaces as hosts, joined by links of a set rate.
 
-Hosts hang on two leaf switches (bridges in a namespace of their own), which one uplink joins. `tc` shapes both ends
-of every link with a token bucket, so that a rate holds in each direction. Everything is named `echo-<process>-...`,
-nothing outside these namespaces changes, and leaving the `with` block takes all of it away.
+Hosts hang on two leaf switches (bridges in a namespace of their own), which one uplink joins. `tc` shapes both
+ends of every link with a token bucket, so that a rate holds in each direction. Everything is named
+`echo-<process>-...`, nothing outside these namespaces changes, and leaving the `with` block takes all of it away.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -18,14 +19,15 @@ PREFIX = "echo-"
 HOSTS = 8
 HOSTS_PER_LEAF = 4
 SUBNET = "10.77.0"
-# What the kernel hands over at once, in seconds of the link's rate, and at most in bytes. A token bucket has to hold one
-# such segment, and lets it pass without delay, so it is small beside a message; smaller ones cost processor time.
+# What the kernel hands over at once, in seconds of the link's rate, and at most in bytes. A token bucket has to
+# hold one such segment, and lets it pass without delay, so it is small beside a message. Smaller ones cost more
+# processor time.
 SEGMENT_S = 1e-3
 LARGEST_SEGMENT = 64 << 10
 HEADERS = 1.1
 QUEUE = 4 << 20
 UNSHAPED = 40_000_000_000
-# Present in every kernel, and steady: BBR, say, stops for 0.2 s every ten seconds to measure the path.
+# Present in every kernel, and steady: BBR, say, all but stops for 0.2 s every ten seconds to measure its path.
 CONGESTION_CONTROL = "reno"
 
 
@@ -36,6 +38,8 @@ def why_not() -> str:
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             return f"there is no `{tool}` (iproute2)"
+    if importlib.util.find_spec("torch") is None:
+        return "there is no torch, whose gloo the ranks run"
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
@@ -142,7 +146,9 @@ def _bucket(verb: str, device: str, bits_per_s: float) -> list[str]:
 def _remove_abandoned() -> None:
     """Takes away the namespaces of processes that are no more."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    for owner in {line.removeprefix(PREFIX).split("-")[0] for line in listed.splitlines() if line.startswith(PREFIX)}:
+    for owner in {
+        line.removeprefix(PREFIX).split("-")[0] for line in listed.splitlines() if line.startswith(PREFIX)
+    }:
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
             _delete(f"{PREFIX}{owner}-")
 

@@ -1,7 +1,7 @@
 """What one rank runs: a loop that reads programs as lines of JSON and answers with their times.
 
-It knows nothing of Echograph. A program is a list of instructions, said in `jobs.py`: `compute` lasts until a deadline
-and stands for a device; a communication is issued and goes on beside it; `wait` blocks until it is done.
+It knows nothing of Echograph. A program is a list of instructions, said in `jobs.py`: `compute` lasts until a
+deadline and stands for a device; a communication is issued and goes on beside it; `wait` blocks until it is done.
 
     python worker.py RANK WORLD ADDRESS PORT
 """
@@ -16,7 +16,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, ReduceOp, TCPStore
+import torch.distributed
+
+c10d: Any = torch.distributed  # whose stubs lack most of what is used here
 
 ELEMENT_BYTES = 4
 # Between the moment when all agree on a start and the start: longer than agreeing takes on the slowest links.
@@ -29,20 +31,20 @@ class Worker:
 
     def __init__(self, rank: int, world: int, address: str, port: int) -> None:
         self.rank = rank
-        self.store = TCPStore(address, port, world, is_master=rank == 0, timeout=TIMEOUT)
-        self.communicators: dict[tuple[str, tuple[int, ...]], ProcessGroupGloo] = {}
+        self.store = c10d.TCPStore(address, port, world, is_master=rank == 0, timeout=TIMEOUT)
+        self.communicators: dict[tuple[str, tuple[int, ...]], Any] = {}
         self.tensors: dict[tuple[str, int], torch.Tensor] = {}
 
-    def communicator(self, name: str, ranks: tuple[int, ...]) -> ProcessGroupGloo:
+    def communicator(self, name: str, ranks: tuple[int, ...]) -> Any:
         """A group with a thread of its own, so that its collectives run in order, as those of NCCL do."""
         key = name, ranks
         if key not in self.communicators:
-            options = ProcessGroupGloo._Options()
-            options._devices = [ProcessGroupGloo.create_device(interface="eth0")]
+            options = c10d.ProcessGroupGloo._Options()
+            options._devices = [c10d.ProcessGroupGloo.create_device(interface="eth0")]
             options._threads = 1
             options._timeout = TIMEOUT
-            store = PrefixStore(f"{name}/{ranks}", self.store)
-            self.communicators[key] = ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), options)
+            store = c10d.PrefixStore(f"{name}/{ranks}", self.store)
+            self.communicators[key] = c10d.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), options)
         return self.communicators[key]
 
     def run(self, program: list[dict[str, Any]], everyone: tuple[int, ...], steps: int) -> list[float]:
@@ -60,8 +62,8 @@ class Worker:
     def meet(self, everyone: tuple[int, ...], end: float) -> float:
         """When the next step begins: a little after the last of all has ended this one."""
         latest = torch.tensor([end], dtype=torch.float64)
-        options = AllreduceOptions()
-        options.reduceOp = ReduceOp.MAX
+        options = c10d.AllreduceOptions()
+        options.reduceOp = c10d.ReduceOp.MAX
         self.communicator("meet", everyone).allreduce([latest], options).wait()
         begin = float(latest) + LEAD_S
         if time.monotonic() > begin:

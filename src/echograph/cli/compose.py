@@ -16,14 +16,15 @@ from echograph.cli.study import Study
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.simulator.clusters import load_cluster
+from echograph.simulator.flows import links_of
 from echograph.simulator.goodput import goodput
 from echograph.simulator.host import Host
-from echograph.simulator.network.topology import Topology
 from echograph.units import to_ps, to_s
 
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.step import StepSpec
     from echograph.models import ModelEntry
+    from echograph.profiler.costs import DeviceProfile
     from echograph.simulator.result import Result
 
 Say = Callable[[str], None]
@@ -163,9 +164,9 @@ def predict_plan(
     where = replace(where, device=device.name)
     job = lower(graph, plan, where)
     for entry in study.degraded:
-        Topology(cluster=where, gpus=job.world_size).find(entry.where)
+        links_of(job, where).find(entry.where)
     job = estimate(job, device)(job)
-    host = Host(op_ps=to_ps(device.host.op_s), launch_ps=to_ps(device.host.kernel_s), spread=host_spread())
+    host = host_of(device)
     peak = device.datasheet.peak_flops_per_s.get(_peak_name(job), 0.0)
     result = simulate(
         job,
@@ -184,6 +185,18 @@ def predict_plan(
         nodes = -(-job.world_size // where.gpus_per_node)
         result = replace(result, goodput=goodput(to_s(result.step_ps), nodes, study.reliability))
     return result, job
+
+
+def host_of(device: DeviceProfile) -> Host:
+    """The host that feeds a device."""
+    model = device.host
+    communication = None if model.communication_s is None else to_ps(model.communication_s)
+    return Host(
+        op_ps=to_ps(model.op_s),
+        launch_ps=to_ps(model.kernel_s),
+        communication_ps=communication,
+        spread=host_spread(),
+    )
 
 
 def host_spread() -> float:

@@ -44,7 +44,7 @@ def print_result(result: Result, near: Sequence[str] = ()) -> None:
             f"{entry['busy_s'] * 1e3:.4g} ms busy ({', '.join(entry['algorithms'])})"
         )
     if result.network == "flows":
-        print_line(f"  network       flows over links: {_links(result)}")
+        _print_links(result)
     if result.degraded:
         print_line(f"  degraded      {', '.join(result.degraded)}: every rank simulated")
     if result.memory is not None:
@@ -90,13 +90,12 @@ def _print_memory(memory: Memory, near: Sequence[str]) -> None:
             print_line(f"                fits with {' or '.join(near)}")
 
 
-def _links(result: Result) -> str:
+def _print_links(result: Result) -> None:
     """The busiest links, those that are used alike once."""
-    shown = [
-        f"{link.name} {link.utilisation:.1%}{f' (and {link.alike - 1} more)' if link.alike > 1 else ''}"
-        for link in result.links
-    ]
-    return ", ".join(shown) or "none is used"
+    print_line(f"  network       flows over links{'; used most:' if result.links else ', which nobody uses'}")
+    for link in result.links:
+        others = f" (and {link.alike - 1} more)" if link.alike > 1 else ""
+        print_line(f"                {link.name:<24} {link.utilisation:>6.1%}{others}")
 
 
 def _limits(result: Result) -> str:

@@ -139,4 +139,5 @@ def test_what_climbs_has_come_through_ports_below(name: str, pattern: patterns.P
             below = np.bincount(links.above(tier, ports) + end, rate[links.of_port(ports) + end], links.links)
             above = np.unique(links.above(tier, ports) + end)
             assert (rate[above] <= below[above] * (1 + 1e-12)).all()
-    assert (rate <= links.full * (1 + 1e-12)).all() or found.overload(links) > 1
+    first_tier = links.tiers[0].first if links.tiers else links.links
+    assert (rate <= links.full * (1 + 1e-12))[:first_tier].all()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from echograph.cli.validate.table import Row
 from echograph.ir.graph import JobGraph
-from echograph.simulator.clusters import load_cluster
+from echograph.simulator.clusters import Cluster
 from echograph.simulator.memory import MIB, Memory, Runtime, largest_memory
 
 GIB = 2**30
@@ -31,9 +31,9 @@ def measured_memory(row: Row) -> int | None:
     return round(gib * GIB * (1000 / 1024 if row.family in THOUSANDS else 1)) if 0 < gib < 1e6 else None
 
 
-def predicted_memory(row: Row, job: JobGraph, cluster: str) -> int | None:
+def predicted_memory(row: Row, job: JobGraph, cluster: Cluster) -> int | None:
     """The same figure, predicted, of the rank that needs most."""
-    memory = largest_memory(job, load_cluster(cluster).memory_bytes, _runtime(row))
+    memory = largest_memory(job, cluster.memory_bytes, _runtime(row))
     return None if memory is None else _reported(row, memory)
 
 

@@ -11,18 +11,20 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 
-from echograph.cli.compose import compile_entry, predict_plan
+from echograph.cli.compose import compile_entry, host_of
 from echograph.cli.lowering import prepare, replicate, share
-from echograph.cli.plan import Plan
+from echograph.cli.plan import Plan, micro_batches, spread
 from echograph.cli.validate.memory import measured_memory, predicted_memory
 from echograph.cli.validate.score import Outcome
 from echograph.cli.validate.setup import Setup, setup
 from echograph.cli.validate.table import Row, Skip
 from echograph.errors import EchoError, PlanError
-from echograph.ir.graph import StepGraph
+from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.depth import FEWEST, Depth
+from echograph.ir.passes.mesh_size import resized
 from echograph.ir.passes.micro_batch import MicroBatch
-from echograph.simulator.clusters import load_cluster
+from echograph.simulator.clusters import Cluster, load_cluster
+from echograph.simulator.step_time import step_time
 from echograph.units import to_s
 
 PIECE = 90
@@ -56,7 +58,7 @@ def _pieces(groups: Iterable[list[tuple[Row, Setup]]]) -> Iterator[list[tuple[Ro
     """Groups, the large ones cut between rows that share least; the longest piece first."""
     pieces = []
     for group in groups:
-        ordered = sorted(group, key=lambda pair: (pair[1].layers, repr(_shared(pair[1].plan))))
+        ordered = sorted(group, key=lambda pair: (pair[1].layers, *_order(pair[1].plan)))
         pieces += [ordered[i : i + PIECE] for i in range(0, len(ordered), PIECE)]
     return iter(sorted(pieces, key=_work, reverse=True))
 
@@ -88,10 +90,28 @@ class _Steps:
     Attributes:
         sizes: all micro-batches that will be asked for.
         made: steps by what makes them.
+        last: what made the last job, and the job.
     """
 
     sizes: set[int]
     made: dict[Hashable, StepGraph] = field(default_factory=dict)
+    last: tuple[Hashable, JobGraph | None] = (None, None)
+
+    def job(self, made: Setup, cluster: Cluster) -> JobGraph:
+        """The annotated job of a row. DDP's does not depend on how many data-parallel ranks there are."""
+        from echograph.profiler.costs import load_device
+        from echograph.profiler.costs.estimate import estimate
+
+        plan = made.plan
+        _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
+        count = micro_batches(plan, ranks, made.micro_batch)
+        key = (made.layers, replace(plan, gpus=None, global_batch=None), count, ranks > 1)
+        before, job = self.last
+        if job is None or key != before or plan.zero or plan.hsdp_replicas > 1:
+            job = replicate(self.of(made), plan, cluster)
+            job = estimate(job, load_device(cluster.device))(job)
+            self.last = (key, job)
+        return resized(job, {"dp": ranks})
 
     def of(self, made: Setup) -> StepGraph:
         """The step of one rank under a row's plan."""
@@ -100,8 +120,7 @@ class _Steps:
 
     def _whole(self, made: Setup) -> StepGraph:
         """The model's step with a row's layers and micro-batch."""
-        size = made.micro_batch
-        key = (made.layers, size)
+        key = (made.layers, made.micro_batch)
         return self._once(key, lambda: _deep(self._sized(made), made))
 
     def _sized(self, made: Setup) -> StepGraph:
@@ -121,12 +140,15 @@ class _Steps:
 
 
 def _shared(plan: Plan) -> Plan:
-    """What of a plan says what a rank computes for a micro-batch; the rest, how often and beside whom."""
-    return replace(
-        plan,
-        **dict.fromkeys(("gpus", "dp", "global_batch")),
-        **{"pp": 1, "vpp": 1, "schedule": "", "stage_layers": "", "zero": 0, "reshard_after_forward": None},
-    )
+    """What of a plan says what a rank computes for a micro-batch; the rest says how often and beside whom."""
+    plan = replace(plan, gpus=None, dp=None, global_batch=None, zero=0, reshard_after_forward=None)
+    return replace(plan, pp=1, vpp=1, schedule="", stage_layers="")
+
+
+def _order(plan: Plan) -> tuple[object, ...]:
+    """Rows with the same step of a rank beside each other, and of those the ones with the same job."""
+    each = (plan.global_batch or 1) * plan.model_ranks // (plan.gpus or 1)
+    return repr(_shared(plan)), plan.pp, plan.vpp, plan.zero, each, plan.gpus
 
 
 def _deep(graph: StepGraph, made: Setup) -> StepGraph:
@@ -140,19 +162,24 @@ def _compile(made: Setup, batch_size: int) -> StepGraph:
 
 
 def _predict(row: Row, made: Setup, steps: _Steps) -> Outcome:
+    from echograph.profiler.costs import load_device
+
     try:
-        job = replicate(steps.of(made), made.plan, load_cluster(made.plan.cluster))
-        result, _ = predict_plan(job, Plan(cluster=made.plan.cluster), memory=False)
+        cluster = load_cluster(made.plan.cluster)
+        job = steps.job(made, cluster)
+        host = host_of(load_device(cluster.device))
+        picoseconds = step_time(job, cluster, host, blocking=made.blocking, host_waits=made.host_waits)
         measured = measured_memory(row)
-        peak = predicted_memory(row, job, made.plan.cluster) if measured else None
+        peak = predicted_memory(row, job, cluster) if measured else None
     except EchoError as error:
         return _skipped(row, str(error))
+    seconds = to_s(picoseconds)
     return Outcome(
         id=row.id,
         family=row.family,
         measured_s=row.measured_s,
-        predicted_s=to_s(result.step_ps),
-        tokens_per_s=result.to_json()["tokens_per_s"],
+        predicted_s=seconds,
+        tokens_per_s=(made.plan.global_batch or 0) * made.seq_len / seconds,
         peak_bytes=peak,
         measured_peak_bytes=measured,
         assumed=made.assumed,

@@ -46,8 +46,20 @@ PRECISION = {
 NO_OVERLAP = ("vtrainM", "vtrainS", "bloom", "kor22", "sc21t2", "mlm2009")
 """Families whose trainer (Megatron-LM and Megatron-DeepSpeed before 2023) reduces gradients after backward."""
 
-FP32_GRADIENTS = ("bloom",)
-"""Families whose optimizer adds gradients up in fp32 beside the model's own (DeepSpeed's for bf16)."""
+NO_OVERLAP_IN_PIPELINES = ("sc21t1",)
+"""Families that ran PyTorch's DDP, which overlaps, in pipelines Megatron-LM's own (the paper's scripts)."""
+
+FP32_GRADIENTS = ("bloom: Rebalancing layers", "bloom: production run")
+"""What a row is of, where the optimizer adds gradients up in fp32 beside the model's own: DeepSpeed's for bf16, of
+28 February 2022 and after (BigScience's chronicles of tr11-176B-ml, "Rebalancing layers")."""
+
+BLOCKING = {"bloom": 80}
+"""Families that ran with `CUDA_LAUNCH_BLOCKING=1` on more GPUs than this, where they hung without (same
+chronicles, "dealing with JZ hanging" and "Hanging Issue")."""
+
+HOST_WAITS = (*NO_OVERLAP, *NO_OVERLAP_IN_PIPELINES)
+"""Families whose pipeline stages wait with the host for what they receive: Megatron-LM synchronizes the device after
+each exchange (p2p_communication.py of v2.x), DeepSpeed reads the shape of what came (PartitionedTensor.from_meta)."""
 
 STOPS_EARLY = ("titan", "mpt")
 """Families whose recomputation is PyTorch's own; Megatron-LM's runs the whole layer again."""
@@ -65,6 +77,8 @@ class Setup:
         plan: how it is spread.
         seq_len: tokens of a sample.
         assumed: what the row does not say, one line each.
+        blocking: whether every launch waited for its kernel.
+        host_waits: whether the host waited for what pipeline stages received.
     """
 
     entry: ModelEntry
@@ -74,6 +88,8 @@ class Setup:
     plan: Plan
     seq_len: int
     assumed: tuple[str, ...]
+    blocking: bool
+    host_waits: bool
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -107,6 +123,8 @@ def setup(row: Row) -> Setup:
         plan=_plan(row, precision, assumed),
         seq_len=row.number("seq_len"),
         assumed=tuple(assumed),
+        blocking=row.family in BLOCKING and row.number("n_gpus") > BLOCKING[row.family],
+        host_waits=row.family in HOST_WAITS,
     )
 
 
@@ -169,23 +187,47 @@ def _plan(row: Row, precision: str, assumed: list[str]) -> Plan:
         assumed.append("no recomputation")
     recompute = "none" if row.text("recompute") == "see recipe" else _known(RECOMPUTE, row, "recompute")
     zero = _known(ZERO, row, "zero_stage")
-    assumed.append("reduction after backward" if row.family in NO_OVERLAP else "reduction overlaps backward")
+    overlaps = not (row.family in NO_OVERLAP or (row.family in NO_OVERLAP_IN_PIPELINES and sizes["pp"] > 1))
+    assumed.append("reduction overlaps backward" if overlaps else "reduction after backward")
     return Plan(
         gpus=gpus,
         cluster=cluster,
         tp=sizes["tp"],
         pp=sizes["pp"],
         vpp=sizes["vpp"],
+        stage_layers=_stage_layers(row.number("layers"), sizes["pp"] * sizes["vpp"]),
         cp=sizes["cp"],
         ep=sizes["ep"],
         sequence_parallel=row.text("sequence_parallel") == "yes" and sizes["tp"] > 1,
         zero=zero,
         reshard_after_forward=False if "SHARD_GRAD_OP" in row.text("zero_stage") else None,
-        overlap_grad_reduce=row.family not in NO_OVERLAP,
+        overlap_grad_reduce=overlaps,
         recompute=recompute,
         recompute_early_stop=row.family in STOPS_EARLY,
         precision=precision,
-        grad_dtype="fp32" if row.family in FP32_GRADIENTS else "",
-        micro_batch=row.number("micro_batch"),
+        grad_dtype="fp32" if _is_of(row, FP32_GRADIENTS) else "",
+        micro_batch=_micro_batch(row, gpus // model, sizes["pp"] * sizes["vpp"], assumed),
         global_batch=row.number("global_batch"),
     )
+
+
+def _stage_layers(layers: int, chunks: int) -> str:
+    """Layers of each chunk where the embedding and the loss take a layer's slot each; "" where they need not."""
+    even, rest = divmod(layers + 2, chunks)
+    if layers % chunks == 0 or rest:
+        return ""
+    return ",".join(str(even - (chunk in (0, chunks - 1))) for chunk in range(chunks))
+
+
+def _is_of(row: Row, kinds: tuple[str, ...]) -> bool:
+    """Whether a row is of a family and, after a colon, a part of its source."""
+    pairs = [kind.split(": ") for kind in kinds]
+    return any(row.family == family and part in row.text("source") for family, part in pairs)
+
+
+def _micro_batch(row: Row, replicas: int, chunks: int, assumed: list[str]) -> int:
+    """The row's; where torchtitan's names none for a pipeline, its default: as many micro-batches as chunks."""
+    if row.text("micro_batch") or chunks == 1:
+        return row.number("micro_batch")
+    assumed.append("as many micro-batches as pipeline chunks")
+    return max(1, row.number("global_batch") // replicas // chunks)

@@ -1,0 +1,28 @@
+"""`resized`: a data-parallel job for other ranks is the one that lowering for so many would have made."""
+
+from __future__ import annotations
+
+import pytest
+from layered import layered_step
+
+from echograph.errors import PlanError
+from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.fold import fold
+from echograph.ir.passes.mesh_size import resized
+from echograph.ir.text import to_text
+
+
+def test_a_resized_job_is_that_of_so_many_ranks() -> None:
+    step = fold(layered_step(3))
+    for replicas in (2, 3, 64):
+        wanted = DataParallel(replicas=replicas, micro_batches=2)(step)
+        job = resized(DataParallel(replicas=8, micro_batches=2)(step), {"dp": replicas, "tp": 5})
+        assert list(to_text(job)) == list(to_text(wanted))
+        assert job.world_size == replicas
+
+
+def test_what_depends_on_the_size_is_refused() -> None:
+    job = DataParallel(replicas=8, micro_batches=2, zero=1)(fold(layered_step(3)))
+    assert resized(job, {"dp": 8}) is job
+    with pytest.raises(PlanError, match="axis dp: programs or tensors of the job depend on its size"):
+        resized(job, {"dp": 4})
