@@ -51,12 +51,17 @@ class HeadExchange:
         writer = self.writer
         held = self._exchanged[writer.forward_of(op, op.inputs[4:6])]
         gradient = self._to_heads(op, writer.operand(op.inputs[0]))
-        saved = [held[i] for i in op.inputs[1:6]]
+        saved = [held[i] if i in held else self._again(op, i) for i in op.inputs[1:6]]
         rest = [writer.operand(i) for i in op.inputs[6:]]
         makes = [writer.new(like) for _, like in saved[:3]]
         writer.attention(op, [gradient, *saved, *rest], makes, self._attributes(op), op.flops // writer.ranks)
         for index, made in zip(op.outputs[:3], makes, strict=True):
             writer.stands_for(index, self._summed(op, self._to_positions(op, made), writer.local(index))[0])
+
+    def _again(self, op: t.Compute, index: int) -> Operand:
+        """Queries, keys or values that were computed again are exchanged again."""
+        operand = self._repeated(op, self.writer.operand(index))
+        return self._exchange(op, operand, self._of_heads(operand[1]), t.Payload.ACTIVATION)
 
     def _attributes(self, op: t.Compute) -> t.Attention:
         assert isinstance(op.attributes, t.Attention)
@@ -83,21 +88,20 @@ class HeadExchange:
         return replace(like, shape=tuple(shape))
 
     def _to_heads(self, op: t.Compute, operand: Operand) -> Operand:
-        return self._exchange(op, operand, self._of_heads(operand[1]))
+        return self._exchange(op, operand, self._of_heads(operand[1]), _payload(op))
 
     def _to_positions(self, op: t.Compute, operand: Operand) -> Operand:
-        return self._exchange(op, operand, self._of_positions(operand[1]))
+        return self._exchange(op, operand, self._of_positions(operand[1]), _payload(op))
 
-    def _exchange(self, op: t.Compute, operand: Operand, becomes: t.Tensor) -> Operand:
+    def _exchange(self, op: t.Compute, operand: Operand, becomes: t.Tensor, payload: t.Payload) -> Operand:
         """An all-to-all, and a copy on either side."""
         writer, like = self.writer, operand[1]
         packed, arrived, made = writer.new(like), writer.new(like), writer.new(becomes)
         writer.kernel(op, "aten.clone", (operand,), (packed,), (like.nbytes, like.nbytes))
-        gradient = op.phase == t.Phase.BACKWARD
         writer.builder.collective(
             f"{AXIS}.all_to_all", t.CollectiveKind.ALL_TO_ALL, group=writer.group, bytes_per_rank=like.nbytes,
-            dtype=like.dtype, payload=t.Payload.GRADIENT if gradient else t.Payload.ACTIVATION, asynchronous=True,
-            phase=op.phase, module=op.module, stream=self.stream, inputs=(packed[0],), outputs=(arrived[0],),
+            dtype=like.dtype, payload=payload, asynchronous=True, phase=op.phase, module=op.module,
+            stream=self.stream, inputs=(packed[0],), outputs=(arrived[0],),
         )  # fmt: skip
         writer.kernel(op, "aten.clone", (arrived,), (made,), (like.nbytes, like.nbytes))
         return made
@@ -118,3 +122,7 @@ class HeadExchange:
         made = self.writer.new(like)
         self.writer.kernel(op, "aten.sum", (operand,), (made,), (operand[1].nbytes, like.nbytes))
         return made
+
+
+def _payload(op: t.Compute) -> t.Payload:
+    return t.Payload.GRADIENT if op.phase == t.Phase.BACKWARD else t.Payload.ACTIVATION

@@ -19,6 +19,7 @@ from echograph.ir.passes.context_parallel import ContextParallel
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
+from echograph.ir.passes.recompute import Recompute
 from echograph.ir.passes.tensor_parallel import TensorParallel
 from echograph.models import get_model
 
@@ -131,6 +132,26 @@ def test_a_part_of_each_layer_computes_again_with_a_ring_of_its_own(step: Step) 
     assert moved(graph, t.Phase.RECOMPUTE) == 0
     assert moved(made, t.Phase.RECOMPUTE) == moved(made, t.Phase.FORWARD) == moved(made, t.Phase.BACKWARD) // 2 > 0
     assert flops(made) * 4 == flops(graph)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "gpt2"])
+def test_what_kept_attention_reads_and_is_computed_again_is_exchanged_again(step: Step, name: str) -> None:
+    graph = Recompute(policy="selective_op")(step(name))
+    forward = {
+        op.id: op for op in graph.ops if isinstance(op, t.Compute) and isinstance(op.attributes, t.Attention)
+    }
+    again = Counter[bool]()
+    for op in calls(graph):
+        if op.id in forward and op.phase == t.Phase.BACKWARD:
+            assert isinstance(op, t.Compute) and op.forward_op is not None
+            again.update(index not in forward[op.forward_op].inputs for index in op.inputs[1:4])
+    made = [
+        op for op in calls(ContextParallel(size=2, method="all_to_all")(graph)) if isinstance(op, t.Collective)
+    ]
+    moved_back = [op for op in made if op.phase == t.Phase.BACKWARD]
+    assert again[True] > 0
+    assert len(moved_back) == 4 * LAYERS + again[True]
+    assert sum(op.payload is t.Payload.ACTIVATION for op in moved_back) == again[True]
 
 
 # -- closed forms --------------------------------------------------------------------------------------------
