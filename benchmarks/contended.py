@@ -2,8 +2,8 @@
 
 Every rank has a host, and streams for kernels, for collectives in its node of eight, and for those across nodes.
 A layer is three kernels, a collective in the node, which the next layer waits for, and one across nodes, which
-nobody waits for but the next of its kind. Those go around a ring over one NIC a rank, to a leaf for each rail and 16
-nodes, whose uplink carries half of what its NICs can send.
+nobody waits for but the next of its kind. Those go around a ring over one NIC a rank, to a leaf for each rail and
+16 nodes, whose uplink carries half of what its NICs can send.
 """
 
 from __future__ import annotations

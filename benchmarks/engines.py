@@ -110,8 +110,8 @@ def _contended(name: str, *, group: int, stride: int) -> None:
             for links in (sharing, None)
         )
         print(
-            f"  {name}, jitter {jitter:3.0%}: {shared / 1e6:6.3f} M tasks/s; collectives take {longer:.2f} times as "
-            f"long, the fullest link is {full:.0%} full; sharing nothing {free / 1e6:.3f} M tasks/s"
+            f"  {name}, jitter {jitter:3.0%}: {shared / 1e6:6.3f} M tasks/s; collectives take {longer:.2f} times "
+            f"as long, the fullest link is {full:.0%} full; sharing nothing {free / 1e6:.3f} M tasks/s"
         )
 
 

@@ -100,8 +100,8 @@ class Flows:
 
 def links_of(job: JobGraph, cluster: Cluster) -> Topology:
     """The links that a job's ranks can load."""
-    named = [rank for names in (*job.programs, *job.groups) for rank in names.ranks]
-    return Topology(cluster=cluster, gpus=max(job.world_size, 1 + max(named, default=0)))
+    named = [0, *(rank for p in job.programs for rank in p.ranks), *(rank for g in job.groups for rank in g.ranks)]
+    return Topology(cluster=cluster, gpus=max(job.world_size, 1 + max(named)))
 
 
 def alone(topology: Topology) -> Callable[[Kind, float, Sequence[int]], CollectiveEstimate]:

@@ -30,7 +30,7 @@ def step_time(
         host: what issuing costs.
         blocking: whether a launch returns when its kernel has ended (`CUDA_LAUNCH_BLOCKING=1`): while the host
             issues, the device then stands still.
-        host_waits: whether the host waits for what a pipeline stage receives, and issues nothing until it is there.
+        host_waits: whether the host waits for what a pipeline stage receives, and issues nothing until then.
 
     Raises:
         SimulationError: an operation has no duration, or the job is too large.

@@ -12,6 +12,7 @@ PASSES = Table(
     "pass",
     {
         "fold": "echograph.ir.passes.fold:fold",
+        "depth": "echograph.ir.passes.depth:Depth",
         "micro_batch": "echograph.ir.passes.micro_batch:MicroBatch",
         "recompute": "echograph.ir.passes.recompute:Recompute",
         "precision": "echograph.ir.passes.precision:Precision",

@@ -13,7 +13,7 @@ class DegradedLink:
     """A link that carries less.
 
     Args:
-        link: its name, or words with which the names of several begin: "node 3 nic 5", "leaf 2 up", "node 3".
+        link: its name, or words of it that several have: "node 3 nic 5", "leaf 2 up", "node 3".
         bandwidth: share of its bandwidth that is left, over 0 and at most 1.
     """
 

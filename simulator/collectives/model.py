@@ -44,8 +44,8 @@ class Cost(NamedTuple):
 
     seconds: Seconds
     steps: int
-    node_s: Seconds = 0.0
-    network_s: Seconds = 0.0
+    node_s: Seconds
+    network_s: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

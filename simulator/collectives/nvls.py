@@ -20,7 +20,7 @@ def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost
     nvls = links.node.nvls
     assert nvls is not None
     inside = size * (1 + 1 / links.ranks) / nvls.bytes_per_s
-    return Cost(nvls.base_s + inside, 2, inside)
+    return Cost(nvls.base_s + inside, 2, inside, 0.0)
 
 
 NVLS = Algorithm(

@@ -37,7 +37,7 @@ def _send(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost
     node = peer.ll if protocol == "LL" else peer.simple
     if links.domains == 1:
         inside = size / (peer.bytes_per_s * node.efficiency)
-        return Cost(node.base_s + node.hop_s + inside, 1, inside)
+        return Cost(node.base_s + node.hop_s + inside, 1, inside, 0.0)
     net = links.network.peer
     rate = links.network_bytes_per_s / links.ranks_per_domain * net.efficiency * node.efficiency
     between = size / rate

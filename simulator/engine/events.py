@@ -22,7 +22,7 @@ from echograph.simulator.engine import columns as engine
 from echograph.simulator.engine import events_loop, events_rates
 from echograph.simulator.engine.causes import causes
 from echograph.simulator.engine.columns import Columns, Ends
-from echograph.simulator.engine.events_heap import COUNTS, FREE, FREE_NODE, TODO
+from echograph.simulator.engine.events_heap import COUNTS, FREE, FREE_NODE, LONGEST, TODO
 from echograph.simulator.engine.schedule import Starts, deadlock
 from echograph.simulator.engine.sharing import Float64, Sharing
 from echograph.simulator.tasks import DEVICE, TaskGraph
@@ -67,28 +67,31 @@ def run_columns(
     """
     count = columns.factor.shape[1]
     table, first = _table(tasks, columns, sharing)
-    lines = np.zeros(tasks.resources * count, events_loop.LINE)
-    lines["task"], lines["column"] = np.tile(first, count), np.repeat(np.arange(count), tasks.resources)
-    lines["waiters"] = lines["chain"] = NONE
-    lines["need"] = table["deps"][np.minimum(lines["task"], len(tasks))]
+    lines = _lines(table, first, count)
+    todo = np.flatnonzero(lines["task"] != events_loop.DONE)[::-1]
     shared = sharing or _nothing(count)
     links, hops = events_rates.links_and_hops(shared, len(lines))
+    flows, longest = np.zeros(len(lines), events_rates.FLOW), int(shared.links.lengths.max(initial=0))
+    counts = np.zeros(COUNTS, np.int64)
+    counts[[TODO, FREE, FREE_NODE, LONGEST]] = len(todo), NONE, NONE, longest
     lasted = np.zeros(len(tasks) if record >= 0 else 0, np.int64)
-    places = np.ascontiguousarray(columns.places, np.int32)
-    todo, counts = np.flatnonzero(lines["task"] != events_loop.DONE)[::-1], np.zeros(COUNTS, np.int64)
-    counts[[TODO, FREE, FREE_NODE]] = len(todo), NONE, NONE
-    events_loop.run(
-        *(table, np.ascontiguousarray(tasks.deps.values, np.int32)),
-        *(np.ascontiguousarray(columns.factor, np.float64), places),
-        np.array([np.bincount(row, minlength=count) for row in places], np.int32),
-        *(float(columns.jitter), np.uint64(columns.seed), record, lasted),
-        *(lines, np.full(1 << max(4, len(lines).bit_length()), NONE, np.int32)),
-        np.append(todo, np.zeros(len(lines) - len(todo), np.int64)).astype(np.int32),
-        *(np.zeros(len(lines) + 1, events_loop.END), counts, np.ascontiguousarray(shared.routes, np.int32)),
-        *(np.ascontiguousarray(shared.links.offsets, np.int64), hops, links),
-        *(np.zeros(len(lines), events_rates.FLOW), np.zeros(64, events_rates.NODE)),
-        *(np.zeros(len(links), np.int32), np.zeros(len(links), np.int32), np.zeros((2, len(lines)), np.int32)),
+    # One layout and one type each, or the compiler would start again.
+    deps, places, routes = (
+        np.ascontiguousarray(values, np.int32) for values in (tasks.deps.values, columns.places, shared.routes)
     )
+    factor, offsets = np.ascontiguousarray(columns.factor, np.float64), shared.links.offsets.astype(np.int64)
+    attend = np.array([np.bincount(row, minlength=count) for row in places], np.int32)
+    meetings = np.full(1 << max(4, len(lines).bit_length()), NONE, np.int32)
+    heap = np.zeros(len(lines) + 1, events_loop.END)
+    near, fellows = np.zeros((2, len(links)), np.int32), np.zeros((2, len(lines)), np.int32)
+    fixed = (
+        *(table, deps, factor, places, attend, float(columns.jitter), np.uint64(columns.seed), record, lasted),
+        *(lines, meetings, np.resize(todo.astype(np.int32), len(lines)), heap, counts),
+        *(routes, offsets, hops, links, flows, near[0], near[1], fellows),
+    )
+    nodes = np.zeros(64 + 2 * longest, events_rates.NODE)
+    while not events_loop.run(*fixed, nodes):
+        nodes = np.append(nodes, np.zeros_like(nodes))
     _check(lines, tasks.resources)
     end, waited = (np.ascontiguousarray(lines[name].reshape(count, -1).T) for name in ("since", "waited"))
     return SharedEnds(
@@ -114,8 +117,17 @@ def _table(tasks: TaskGraph, columns: Columns, sharing: Sharing | None) -> tuple
     if sharing is not None:
         these["route"], these["load"] = sharing.route, sharing.load
     first = np.full(tasks.resources, events_loop.DONE, np.int32)
-    events_loop.chain(table, first, np.full(int(tasks.join.max(initial=NONE)) + 1, NONE, np.int32))
+    events_loop.chain(table, first, np.full((2, int(tasks.join.max(initial=NONE)) + 1), NONE, np.int32))
     return table, first
+
+
+def _lines(table: Any, first: Int32, columns: int) -> Any:
+    """All lines before their first task, column after column."""
+    lines = np.zeros(len(first) * columns, events_loop.LINE)
+    lines["task"], lines["column"] = np.tile(first, columns), np.repeat(np.arange(columns), len(first))
+    lines["waiters"] = lines["chain"] = NONE
+    lines["need"] = table["deps"][np.minimum(lines["task"], len(table) - 1)]
+    return lines
 
 
 def _nothing(columns: int) -> Sharing:

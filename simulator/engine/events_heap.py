@@ -14,15 +14,16 @@ from typing import Any, TypeVar, cast
 import numba
 
 # What `count` counts, here and for the flows: places of one array.
-SIZE, VACANT, TODO, FLOWS, FREE, NODES, FREE_NODE, CHANGED, ROUND, COUNTS = range(10)
+SIZE, VACANT, TODO, FLOWS, FREE, NODES, FREE_NODE, CHANGED, ROUND, LONGEST, NOW, COUNTS = range(12)
 
+OPTIONS: Any = {"nogil": True, "error_model": "numpy", "_nrt": False}
+"""Without numba's runtime: nothing is allocated, and references to arrays, else half of the time, not counted."""
 Part = TypeVar("Part", bound=Callable[..., Any])
 
 
 def part(function: Part) -> Part:
     """Compiles a part of `events_loop.run`, with which it is kept on disk."""
-    compiled: Any = numba.njit(nogil=True, error_model="numpy")(function)
-    return cast(Part, compiled)
+    return cast(Part, numba.njit(**OPTIONS)(function))
 
 
 @part

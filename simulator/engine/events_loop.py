@@ -17,7 +17,20 @@ import numpy as np
 
 from echograph.simulator.engine import columns, events_heap, events_rates
 from echograph.simulator.engine.columns import _NORMAL
-from echograph.simulator.engine.events_heap import CHANGED, SIZE, TODO, VACANT, Part, part, push, settle
+from echograph.simulator.engine.events_heap import (
+    CHANGED,
+    LONGEST,
+    NODES,
+    NOW,
+    OPTIONS,
+    SIZE,
+    TODO,
+    VACANT,
+    Part,
+    part,
+    push,
+    settle,
+)
 from echograph.simulator.engine.events_rates import begin, end, ends, share
 
 DONE = 2**31 - 1
@@ -56,37 +69,45 @@ END = np.dtype([("time", "i8"), ("item", "i4"), (f"of_{_sources()}", "i4")])
 
 def _kept(function: Part) -> Part:
     """Compiles a function, or takes it from disk."""
-    compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
-    return cast(Part, compiled)
+    return cast(Part, numba.njit(cache=True, **OPTIONS)(function))
 
 
 @_kept
-def chain(tasks: Any, first: Any, join: Any) -> None:
-    """Fills `after` and `fellow` of all tasks, and the first task of each resource; `join` is scratch."""
-    last = join.copy()
+def chain(tasks: Any, first: Any, joins: Any) -> None:
+    """Fills `after` and `fellow` of all tasks, and the first task of each resource.
+
+    Args:
+        tasks: tasks, with an end mark.
+        first: int32 [resources], `DONE`.
+        joins: int32 [2, joins], -1: of each the first task and the last.
+    """
     for task in range(len(tasks) - 2, -1, -1):
         this = tasks[task]
         this.after, first[this.resource] = first[this.resource], task
         this.fellow = task
-        if this.join >= 0:
-            met = this.join
-            if join[met] < 0:
-                last[met] = task
+        met = this.join
+        if met >= 0:
+            if joins[0, met] < 0:
+                joins[1, met] = task
             else:
-                this.fellow = join[met]
-            join[met] = tasks[last[met]].fellow = task
+                this.fellow = joins[0, met]
+            joins[0, met] = tasks[joins[1, met]].fellow = task
 
 
 @_kept
 def run(
     tasks: Any, deps: Any, factor: Any, places: Any, attend: Any, jitter: Any, seed: Any, record: Any, lasted: Any,
     lines: Any, meetings: Any, todo: Any, heap: Any, count: Any,
-    routed: Any, routes: Any, hops: Any, links: Any, flows: Any, nodes: Any, changed: Any, near: Any, fellows: Any,
-) -> None:  # fmt: skip
-    """Runs until nothing is left that would end."""
-    now = np.int64(0)
+    routed: Any, routes: Any, hops: Any, links: Any, flows: Any, changed: Any, near: Any, fellows: Any,
+    nodes: Any,
+) -> Any:  # fmt: skip
+    """Runs until nothing is left that would end; or returns False, to be called again with more nodes."""
+    now = count[NOW]
     while True:
         while count[TODO]:
+            if count[NODES] + count[LONGEST] > len(nodes):
+                count[NOW] = now
+                return False
             count[TODO] -= 1
             number = todo[count[TODO]]
             leader = _ready(tasks, deps, places, attend, lines, meetings, now, number)
@@ -95,7 +116,7 @@ def run(
             task = tasks[lines[leader].task]
             if task.join >= 0 or task.row >= 0:
                 leader, longest, route, load, place = _gather(
-                    tasks, factor, places, jitter, seed, record, lines, now, leader
+                    tasks, factor, places, jitter, seed, record, lines, fellows, now, leader
                 )
             else:
                 line = lines[leader]
@@ -110,7 +131,7 @@ def run(
             left = lines[leader].duration
             row = routed[route, place] if route >= 0 and load > 0 else -1
             if row >= 0:
-                nodes = begin(
+                begin(
                     routes, hops, links, flows, nodes, changed, heap, count, now, leader, row, load, left, longest
                 )
             else:
@@ -135,11 +156,13 @@ def run(
             elif item < 0:
                 end(routes, hops, links, flows, nodes, changed, count, ~item)
         elif count[CHANGED]:
-            nodes = share(routes, hops, links, flows, nodes, changed, near, fellows, heap, count, now)
+            if not share(routes, hops, links, flows, nodes, changed, near, fellows, heap, count, now):
+                count[NOW] = now
+                return False
         elif count[SIZE]:
             now = heap[0].time
         else:
-            return
+            return True
 
 
 @part
@@ -198,8 +221,9 @@ def _attendance(tasks: Any, attend: Any, task: Any, place: Any) -> Any:
 
 @part
 def _gather(
-    tasks: Any, factor: Any, places: Any, jitter: Any, seed: Any, record: Any, lines: Any, now: Any, leader: Any
-) -> Any:
+    tasks: Any, factor: Any, places: Any, jitter: Any, seed: Any, record: Any, lines: Any, fellows: Any,
+    now: Any, leader: Any,
+) -> Any:  # fmt: skip
     """Begins a meeting: puts its members into the order in which they end, and finds whose route it takes."""
     lowest, longest, equal, member, count = DONE, np.int64(0), True, leader, 0
     while member >= 0:
@@ -220,23 +244,40 @@ def _gather(
     row = tasks[one.task].row
     place = places[row, one.column] if row >= 0 else one.column
     if not equal:
-        leader = _sort(lines, leader, count)
+        leader = _sort(lines, leader, count, fellows)
     if lowest == DONE:
         return leader, longest, np.int32(-1), 0.0, place
     return leader, longest, tasks[lowest].route, tasks[lowest].load, place
 
 
 @part
-def _sort(lines: Any, leader: Any, count: Any) -> Any:
-    """Puts the members of a meeting in the order of their durations; returns the first."""
-    members, durations = np.empty(count, np.int32), np.empty(count, np.int64)
+def _sort(lines: Any, leader: Any, count: Any, fellows: Any) -> Any:
+    """Puts the members of a meeting in the order of their durations, and returns the first.
+
+    Merges runs of doubling width, from one row of `fellows` to the other.
+    """
     for k in range(count):
-        members[k], durations[k] = leader, lines[leader].duration
+        fellows[0, k] = leader
         leader = lines[leader].chain
-    order = np.argsort(durations, kind="mergesort")
+    width, row = 1, 0
+    while width < count:
+        for first in range(0, count, 2 * width):
+            middle, last = min(first + width, count), min(first + 2 * width, count)
+            one, other = first, middle
+            for k in range(first, last):
+                if other == last:
+                    from_one = True
+                elif one == middle:
+                    from_one = False
+                else:
+                    from_one = lines[fellows[row, one]].duration <= lines[fellows[row, other]].duration
+                fellows[1 - row, k] = fellows[row, one if from_one else other]
+                one += from_one
+                other += not from_one
+        width, row = 2 * width, 1 - row
     for k in range(count):
-        lines[members[order[k]]].chain = members[order[k + 1]] if k + 1 < count else -1
-    return members[order[0]]
+        lines[fellows[row, k]].chain = fellows[row, k + 1] if k + 1 < count else -1
+    return fellows[row, 0]
 
 
 @part

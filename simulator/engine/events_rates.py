@@ -95,7 +95,7 @@ def links_and_hops(sharing: Sharing, lines: int) -> tuple[Any, Any]:
 def begin(
     routes: Any, hops: Any, links: Any, flows: Any, nodes: Any, changed: Any, heap: Any, count: Any,
     now: Any, line: Any, row: Any, load: Any, left: Any, longest: Any,
-) -> Any:  # fmt: skip
+) -> None:  # fmt: skip
     """A flow begins. The heap gets its end, unless `share` must first tell when that is.
 
     Args:
@@ -103,7 +103,7 @@ def begin(
         hops: of all rows.
         links: links.
         flows: flows.
-        nodes: flows on links.
+        nodes: flows on links; there is room for `count[LONGEST]` more.
         changed: links whose flows share anew.
         heap: ends.
         count: of all these.
@@ -113,9 +113,6 @@ def begin(
         load: bytes/s when nothing slows it.
         left: picoseconds at rate 1 until the first of its tasks ends.
         longest: until the last does.
-
-    Returns:
-        The nodes, which may have become more.
     """
     number = count[FREE]
     if number < 0:
@@ -132,13 +129,12 @@ def begin(
         link.load += np.int64(np.rint(load * hop.parts))
         link.busy += load * hop.share * longest
         if link.known != COLD:
-            nodes = _attach(links, flows, nodes, count, number, hop)
+            _attach(links, flows, nodes, count, number, hop)
         if link.load > link.room:
             flow.rate = 0.0
             _change(links, changed, count, hop.link)
     if flow.rate > 0:
         push(heap, flows, count, now + left, ~number)
-    return nodes
 
 
 @part
@@ -176,24 +172,19 @@ def _change(links: Any, changed: Any, count: Any, number: Any) -> None:
 
 
 @part
-def _attach(links: Any, flows: Any, nodes: Any, count: Any, number: Any, hop: Any) -> Any:
+def _attach(links: Any, flows: Any, nodes: Any, count: Any, number: Any, hop: Any) -> None:
     at = count[FREE_NODE]
     if at >= 0:
         count[FREE_NODE] = nodes[at].next
     else:
         at = count[NODES]
         count[NODES] += 1
-        if at == len(nodes):
-            more = np.empty(2 * at, nodes.dtype)
-            more[:at] = nodes
-            nodes = more
     node, link, flow = nodes[at], links[hop.link], flows[number]
     node.share, node.link, node.flow = hop.share, hop.link, number
     node.before, node.after, node.next = -1, link.first, flow.nodes
     if link.first >= 0:
         nodes[link.first].before = at
     link.first = flow.nodes = at
-    return nodes
 
 
 @part
@@ -201,8 +192,9 @@ def share(
     routes: Any, hops: Any, links: Any, flows: Any, nodes: Any, changed: Any, near: Any, fellows: Any,
     heap: Any, count: Any, now: Any,
 ) -> Any:  # fmt: skip
-    """Gives new rates to whom the changed links concern, and returns the nodes."""
-    nodes = _know(routes, hops, links, flows, nodes, changed, count)
+    """Gives new rates to whom the changed links concern; or returns False: more nodes are needed."""
+    if not _know(routes, hops, links, flows, nodes, changed, count):
+        return False
     if count[ROUND] == LAST_ROUND:
         links["seen"][:], flows["seen"][:], count[ROUND] = 0, 0, 0
     count[ROUND] += 1
@@ -215,28 +207,36 @@ def share(
             for k in range(sharing):
                 _pace(flows, heap, count, now, fellows[0, k])
     count[CHANGED] = 0
-    return nodes
+    return True
 
 
 @part
 def _know(routes: Any, hops: Any, links: Any, flows: Any, nodes: Any, changed: Any, count: Any) -> Any:
-    """Finds the flows on links that are crowded for the first time."""
+    """Finds the flows on links that are crowded for the first time; or returns False: more nodes are needed."""
     new = False
     for i in range(count[CHANGED]):
         link = links[changed[i]]
-        if link.known == COLD:
+        if link.known != HOT:
             link.known, new = WARM, True
-    if new:
+    if not new:
+        return True
+    # First they are counted, then each gets its node.
+    for counting in (True, False):
+        found = 0
         for number in range(count[FLOWS]):
             row = flows[number].row
             if flows[number].line >= 0:
                 for k in range(routes[row], routes[row + 1]):
                     hop = hops[k]
                     if links[hop.link].known == WARM:
-                        nodes = _attach(links, flows, nodes, count, number, hop)
-        for i in range(count[CHANGED]):
-            links[changed[i]].known = HOT
-    return nodes
+                        found += 1
+                        if not counting:
+                            _attach(links, flows, nodes, count, number, hop)
+        if counting and count[NODES] + found > len(nodes):
+            return False
+    for i in range(count[CHANGED]):
+        links[changed[i]].known = HOT
+    return True
 
 
 @part

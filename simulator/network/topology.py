@@ -201,12 +201,12 @@ class Topology:
         return next(t for t in self.tiers if link < t.first + t.links).name
 
     def find(self, words: str) -> list[tuple[int, float]]:
-        """The links whose name begins with some words, and the share of each that the words mean.
+        """The links whose name has some words, in their order, and the share of each that the words mean.
 
         One NIC of several that are one port is a share of its link.
 
         Args:
-            words: "node 3", "node 3 nic 5", "node 3 nic 5 out", "leaf 2", ...
+            words: "node 3", "node 3 nic 5", "node 3 nic 5 out", "leaf 2 up" (of all rails), ...
 
         Raises:
             UsageError: no link is called so; names the nearest.
@@ -218,10 +218,11 @@ class Topology:
         raise UsageError(f"no link '{words[:60]}': {self._nearest(kind, items)}")
 
     def _called(self, words: str) -> list[tuple[int, float]]:
-        wanted, merged = " ".join(words.split()), dict[int, float]()
+        merged: dict[int, float] = {}
         for name, (link, share) in self._items(*_item(words)).items():
-            if f"{name} ".startswith(f"{wanted} "):
-                merged[link] = merged.get(link, 0.0) + share
+            rest = iter(name.split())
+            if all(word in rest for word in words.split()):
+                merged[link] = min(1.0, merged.get(link, 0.0) + share)
         return list(merged.items())
 
     def _items(self, kind: str, number: int) -> dict[str, tuple[int, float]]:
@@ -235,6 +236,7 @@ class Topology:
                 nics = range(int(self.nics[port]), int(self.nics[port + 1]))
                 for nic, end in product(nics, (0, 1)):
                     found[f"node {number} nic {nic} {ENDS[0][end]}"] = link + end, 1 / len(nics)
+                found |= {self.name(link + end): (link + end, 1.0) for end in (0, 1)}
         for tier in self.tiers:
             if kind == tier.name and 0 <= number < tier.groups:
                 first = tier.first + 2 * number * tier.rails

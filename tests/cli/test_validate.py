@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from echograph.cli.validate.memory import GIB, measured_memory
 from echograph.cli.validate.run import validate
 from echograph.cli.validate.score import Outcome, by_family
 from echograph.cli.validate.setup import setup
@@ -98,6 +99,42 @@ def test_what_is_not_modelled_is_skipped(change: dict[str, Any], words: str) -> 
     pytest.importorskip("torch", reason="needs the [torch] extra")
     with pytest.raises(Skip, match=words):
         setup(Row({k: str(v) for k, v in (ROW | change).items()}))
+
+
+@pytest.mark.parametrize(
+    ("text", "gib"), [("47", 47.0), ("82.4", 82.4), ("", None), ("47GB", None), ("nan", None)]
+)
+def test_a_peak_that_is_no_number_is_none(text: str, gib: float | None) -> None:
+    row = Row({k: str(v) for k, v in (ROW | {"peak_mem_gib": text}).items()})
+    assert measured_memory(row) == (None if gib is None else round(gib * GIB))
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "vpp", "stages"),
+    [(8, 4, 1, ""), (10, 4, 1, "2,3,3,2"), (6, 2, 2, "1,2,2,1"), (9, 4, 1, "")],
+)
+def test_embedding_and_loss_take_a_layers_slot_where_layers_do_not_divide(
+    layers: int, pp: int, vpp: int, stages: str
+) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    change = {"layers": layers, "pp": pp, "vpp": vpp, "n_gpus": 2 * pp, "dp": 1}
+    assert setup(Row({k: str(v) for k, v in (ROW | change).items()})).plan.stage_layers == stages
+
+
+@pytest.mark.torch
+def test_deeper_models_and_more_replicas_share_a_capture() -> None:
+    """Every row is what a capture and a plan of its own give."""
+    pytest.importorskip("transformers", reason="needs the [torch] extra")
+    from echograph.cli.compose import compile_entry, predict_plan
+
+    changes = ({"layers": 6, "dp": 2, "n_gpus": 4}, {"layers": 6}, {"layers": 8, "dp": 8, "n_gpus": 16})
+    rows = [ROW | {"id": f"toy-{n}", "global_batch": 4 * (c.get("dp") or 4)} | c for n, c in enumerate(changes)]
+    read = [Row({k: str(v) for k, v in row.items()}) for row in rows]
+    for row, outcome in zip(read, validate(read), strict=True):
+        made = setup(row)
+        entry = made.entry.with_config(n_layer=made.layers)
+        alone = compile_entry(entry, made.spec, batch_size=2, seq_len=made.seq_len, attention=made.attention)
+        assert outcome.predicted_s == predict_plan(alone, made.plan)[0].to_json()["step_time_s"]
 
 
 @pytest.mark.parametrize(

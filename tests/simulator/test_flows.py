@@ -7,11 +7,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from flow_jobs import (
+    HOST,
+    IDLE,
+    MIB,
+    US,
+    communications,
+    listed,
+    pipelined,
+    run,
+    shared,
+    step_alone,
+    worse,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layered import layered_step, timed
 
-from echograph.errors import SimulationError, UnknownNameError, UsageError
+from echograph.errors import SimulationError, UnknownNameError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
@@ -19,85 +32,17 @@ from echograph.ir.passes.fold import fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.unfold_ranks import UnfoldRanks
-from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source
+from echograph.ir.types import CollectiveKind, DType, Duration, Source
 from echograph.simulator import fidelity
-from echograph.simulator.clusters import Cluster, DegradedLink, SlowNode, cluster_names, load_cluster
+from echograph.simulator.clusters import Cluster, cluster_names, load_cluster
 from echograph.simulator.collectives import KINDS, Kind, collective_time
 from echograph.simulator.durations import durations, meeting
-from echograph.simulator.flows import Flows, alone, flows
-from echograph.simulator.host import Host
+from echograph.simulator.flows import alone, flows
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.ranks import EveryRank, Mesh
-from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
 from echograph.simulator.tasks import expand
 from echograph.units import to_ps, to_s
-
-US = 1_000_000
-IDLE = Host(op_ps=0, launch_ps=0)
-HOST = Host(op_ps=4_000_000, launch_ps=3_000_000)
-MIB = 2**20
-KIND_OF = {
-    "all_reduce": CollectiveKind.ALL_REDUCE,
-    "all_gather": CollectiveKind.ALL_GATHER,
-    "reduce_scatter": CollectiveKind.REDUCE_SCATTER,
-    "all_to_all": CollectiveKind.ALL_TO_ALL,
-    "broadcast": CollectiveKind.BROADCAST,
-    "reduce": CollectiveKind.REDUCE,
-    "barrier": CollectiveKind.BARRIER,
-}
-
-
-def communications(mesh: dict[str, int], *what: tuple[Kind, str, int, int], chained: bool = False) -> JobGraph:
-    """A job that only communicates: (kind, axis, bytes, stream), each after the one before if chained."""
-    builder = GraphBuilder(streams=tuple(f"stream {i}" for i in range(1 + max(w[3] for w in what))))
-    builder.mesh = tuple(Axis(name=name, size=size) for name, size in mesh.items())
-    groups = {axis: builder.group(axis, axes=(axis,)) for axis in dict.fromkeys(w[1] for w in what)}
-    for kind, axis, nbytes, stream in what:
-        deps = [builder.op_count() - 1] if chained and builder.op_count() else []
-        builder.collective(
-            *(kind, KIND_OF[kind]), group=groups[axis], bytes_per_rank=nbytes, dtype=DType.BF16, stream=stream,
-            deps=deps,
-        )  # fmt: skip
-    builder.program([(0, 0, builder.op_count(), 0, 0)], role="all")
-    return builder.build(JobGraph)
-
-
-def run(job: JobGraph, cluster: Cluster, **options: object) -> Result:
-    return simulate(job, cluster, IDLE, memory=False, **{"network": "flows", **options})
-
-
-def shared(job: JobGraph, cluster: Cluster, host: Host = IDLE) -> Flows:
-    links = Topology(cluster=cluster, gpus=job.world_size)
-    times = durations(job, cluster, alone(links))
-    tasks = expand(job, times.picoseconds, host.issue(job), lambda number, row: meeting(job, number, row))
-    return flows(job, tasks, times, links)
-
-
-def step_alone(kind: Kind, nbytes: int, ranks: range, cluster: Cluster) -> float:
-    links = Topology(cluster=cluster, gpus=cluster.max_gpus)
-    return alone(links)(kind, nbytes, ranks).seconds
-
-
-def worse(cluster: Cluster, link: str, bandwidth: float) -> Cluster:
-    return replace(cluster, degraded=(DegradedLink(link=link, bandwidth=bandwidth),))
-
-
-def listed(ranks: range, kind: Kind, nbytes: int) -> JobGraph:
-    """One group of ranks communicates twice, on two streams that wait for each other; nobody else is there."""
-    builder = GraphBuilder(streams=("one", "two"))
-    last, ops = [], []
-    group = builder.group("group", ranks=tuple(ranks))
-    for stream in (0, 1):
-        ops.append(
-            builder.collective(
-                kind, KIND_OF[kind], group=group, bytes_per_rank=nbytes, dtype=DType.BF16, stream=stream, deps=last
-            )
-        )
-        last = ops[-1:]
-    for rank in ranks:
-        builder.program([(0, 0, 2, 0, 0)], role=f"rank {rank}", ranks=[rank])
-    return builder.build(JobGraph)
 
 
 @settings(deadline=None, max_examples=200)
@@ -213,61 +158,6 @@ def test_two_streams_on_one_nic_share_it_while_both_run() -> None:
     assert run(alone_then, where).step_ps == sum(map(to_ps, seconds))
 
 
-@pytest.mark.parametrize("factor", [0.5, 0.1])
-@pytest.mark.parametrize("kind", ["all_gather", "all_reduce"])
-def test_a_degraded_nic_slows_its_ring_by_the_closed_form(factor: float, kind: Kind) -> None:
-    where = load_cluster("dgx-h100")
-    job = communications({"dp": 4, "tp": 8}, (kind, "dp", 2**33, 0))
-    place = where.place(range(0, 32, 8))
-    slow = collective_time(kind, 2**33, place, where, algorithm="ring", network_bytes_per_s=factor * 50e9).seconds
-    healthy = collective_time(kind, 2**33, place, where, algorithm="ring", network_bytes_per_s=50e9).seconds
-    usual = run(job, where).step_ps
-    assert usual == pytest.approx(to_ps(healthy), rel=1e-3)
-    for link in ("node 2 nic 5", "node 2 nic 5 out", "node 0 nic 5 in"):
-        found = run(job, worse(where, link, factor), network="auto")
-        assert found.step_ps == pytest.approx(to_ps(slow), rel=2e-3)
-        assert found.degraded == (f"{link} at {factor:.0%}",)
-        assert (found.engine, found.network) == ("events", "flows")
-    assert run(job, worse(where, "leaf 0 rail 5", factor)).step_ps == usual
-
-
-def test_a_degraded_nic_slows_its_group_alone() -> None:
-    where = load_cluster("dgx-h100")
-    job = communications({"dp": 4, "tp": 8}, ("all_gather", "dp", 2**30, 0))
-    ranks = run(job, worse(where, "node 2 nic 5", 0.5)).ranks
-    assert ranks is not None
-    slow = np.flatnonzero(ranks.end_ps > ranks.end_ps.min())
-    assert slow.tolist() == [5, 13, 21, 29]
-
-
-def test_degraded_links_are_never_left_out_in_silence() -> None:
-    where = worse(load_cluster("dgx-h100"), "node 0 nic 0", 0.5)
-    job = communications({"dp": 16}, ("all_reduce", "dp", MIB, 0))
-    with pytest.raises(UsageError, match="'node 0 nic 0' is degraded"):
-        run(job, where, network="closed-form")
-    with pytest.raises(UsageError, match="engine 'static'"):
-        run(job, where, engine="static")
-    with pytest.raises(SimulationError, match="'node 0 nic 0' is degraded"):
-        durations(job, where)
-    with pytest.raises(UsageError, match="no link 'node 0 nic 8'"):
-        run(job, worse(where, "node 0 nic 8", 0.5))
-
-
-def test_a_slow_node_computes_slower() -> None:
-    where = load_cluster("dgx-h100")
-    job = timed(DataParallel(replicas=16)(fold(layered_step(4))), where.device, 300 * US)
-    slow = simulate(job, replace(where, slow_nodes=(SlowNode(node=1, compute=0.5),)), HOST, memory=False)
-    named = simulate(job, where, HOST, memory=False, ranks=EveryRank(slow=dict.fromkeys(range(8, 16), 2.0)))
-    assert slow.step_ps == named.step_ps > simulate(job, where, HOST, memory=False).step_ps
-    assert slow.degraded == ("node 1 computes at 50%",)
-    assert slow.network == "closed-form"
-
-
-def pipelined(gpus: int, where: Cluster) -> JobGraph:
-    staged = Pipeline(stages=4, micro_batches=6)(fold(layered_step(8)))
-    return timed(DataParallel(replicas=gpus // 4)(staged), where.device, 20 * US)
-
-
 @pytest.mark.parametrize("cluster", ["jean-zay-a100", "ethernet-100g", "dgx-h100"])
 def test_utilisation_is_at_most_one_and_symmetric_ranks_end_together(cluster: str) -> None:
     where = load_cluster(cluster)
@@ -345,27 +235,6 @@ def test_an_imported_duration_carries_the_bytes_of_the_model() -> None:
     assert run(job, where).step_ps == pytest.approx(to_ps(2 * volume), rel=1e-6)
 
 
-def test_timelines_of_chosen_ranks() -> None:
-    where = worse(load_cluster("dgx-h100"), "node 2 nic 5", 0.2)
-    job = pipelined(64, where)
-    found = simulate(job, where, HOST, memory=False, trace_ranks=(0, 21, 63))
-    traced, ranks = found.traced, found.ranks
-    assert traced is not None and ranks is not None
-    assert traced.programs == ("rank 0", "rank 21", "rank 63")
-    for number, rank in enumerate((0, 21, 63)):
-        mine = traced.program == number
-        assert traced.end[mine].max() == ranks.end_ps[rank]
-        assert np.isin(traced.cause[mine & (traced.cause >= 0)], np.flatnonzero(mine)).all()
-    known = traced.cause >= 0
-    assert (traced.start[known] == traced.end[traced.cause[known]]).all()
-    roles = simulate(job, load_cluster("dgx-h100"), HOST, memory=False, trace_ranks=(17,))
-    assert roles.traced is not None
-    mine = roles.timeline.program == 1
-    assert np.array_equal(roles.traced.start, roles.timeline.start[mine])
-    with pytest.raises(SimulationError, match="no rank 64 to trace: give ranks from 0 to 63"):
-        simulate(job, where, HOST, memory=False, trace_ranks=(64,))
-
-
 def test_busy_time_is_that_of_the_links_as_they_were() -> None:
     where = load_cluster("jean-zay-a100")
     job = communications({"dp": 8, "tp": 8}, ("all_reduce", "dp", 256 * MIB, 0))
@@ -385,80 +254,3 @@ def test_what_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         run(job, where, engine="events", ranks=EveryRank(draws=3, jitter=0.1))
     with pytest.raises(UnknownNameError, match="did you mean 'flows'"):
         run(job, where, network="flow")
-
-
-def test_messages_of_a_pipeline_share_a_nic_with_gradients() -> None:
-    where = load_cluster("jean-zay-a100")
-    job = pipelined(128, where)
-    kinds = job.ops.kind
-    assert (kinds == OpKind.SEND).any() and (kinds == OpKind.COLLECTIVE).any()
-    its = shared(job, where, HOST)
-    names = {its.topology.kind(link) for link in np.flatnonzero(its.carried).tolist()}
-    assert names == {"gpu", "nic"}
-
-
-def forward(stages: int) -> JobGraph:
-    """One long message from each stage to the next one, eight pipelines on eight GPUs a node."""
-    builder = GraphBuilder(streams=("send", "recv"))
-    builder.mesh = (Axis(name="pp", size=stages), Axis(name="dp", size=8))
-    group = builder.group("pp", axes=("pp",))
-    nbytes, calls = 2**33, []
-    for stage in range(stages):
-        first = builder.op_count()
-        if stage:
-            builder.recv("recv", group=group, peer=-1, tag=0, nbytes=nbytes, stream=1)
-        if stage < stages - 1:
-            builder.send("send", group=group, peer=1, tag=0, nbytes=nbytes, stream=0)
-        calls.append([(0, first, builder.op_count(), 0, 0)])
-    for stage, its in enumerate(calls):
-        builder.program(its, role=f"stage {stage}", coordinates={"pp": stage})
-    return builder.build(JobGraph)
-
-
-def around(size: int) -> JobGraph:
-    """One long message from each rank of one role to the second next one."""
-    builder = GraphBuilder(streams=("send", "recv"))
-    builder.mesh = (Axis(name="cp", size=size), Axis(name="dp", size=8))
-    group = builder.group("cp", axes=("cp",))
-    builder.send("send", group=group, peer=2, tag=0, nbytes=2**33, stream=0)
-    builder.recv("recv", group=group, peer=-2, tag=0, nbytes=2**33, stream=1)
-    builder.program([(0, 0, 2, 0, 0)], role="all")
-    return builder.build(JobGraph)
-
-
-@pytest.mark.parametrize(
-    ("job", "link", "slowed"),
-    [
-        (forward(4), "node 0 nic 5 out", [5, 13]),
-        (forward(4), "node 0 nic 5 in", []),
-        (forward(4), "node 2 nic 5 in", [13, 21]),
-        (forward(4), "node 3 nic 5 out", []),
-        (forward(4), "leaf 0", []),
-        (around(5), "node 1 nic 5 out", [13, 29]),
-        (around(5), "node 1 nic 5 in", [13, 37]),
-    ],
-)
-def test_a_message_loads_its_senders_way_out_and_its_receivers_way_in(
-    job: JobGraph, link: str, slowed: list[int]
-) -> None:
-    where = load_cluster("dgx-h100")
-    healthy, found = run(job, where).ranks, run(job, worse(where, link, 0.5)).ranks
-    assert healthy is not None and found is not None
-    ratio = found.end_ps / healthy.end_ps
-    assert np.flatnonzero(ratio > 1.9).tolist() == slowed
-    assert (ratio[np.setdiff1d(np.arange(job.world_size), slowed)] == 1).all()
-
-
-def test_a_message_between_listed_ranks_has_its_way_too() -> None:
-    builder = GraphBuilder(streams=("comm",))
-    group = builder.group("pair", ranks=(8, 21))
-    builder.send("send", group=group, peer=1, tag=0, nbytes=2**33)
-    builder.recv("recv", group=group, peer=-1, tag=0, nbytes=2**33)
-    for number, rank in enumerate((8, 21)):
-        builder.program([(0, number, number + 1, 0, 0)], role=f"rank {rank}", ranks=[rank])
-    job, where = builder.build(JobGraph), load_cluster("dgx-h100")
-    names = [link.name for link in run(job, where).links]
-    assert names == ["node 1 nic 0 out", "leaf 0 rail 0 up"]  # of those used alike, the first
-    usual = run(job, where).step_ps
-    for link, ratio in (("node 1 nic 0 out", 2), ("node 2 nic 5 in", 2), ("node 2 nic 5 out", 1)):
-        assert run(job, worse(where, link, 0.5)).step_ps == pytest.approx(ratio * usual, rel=1e-3)

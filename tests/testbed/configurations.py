@@ -97,6 +97,6 @@ CONFIGURATIONS = (
     ),
     _shared(
         400, 400, "four pairs",
-        apart(4, 1, [ddp(0.1, 0.2 + 0.1 * pair, [MIB] * (4 - pair), ACROSS) for pair in range(4)]),
+        apart(4, 1, [ddp(0.1, 0.2 + 0.1 * pair, [3 * MIB] * (4 - pair), ACROSS) for pair in range(4)]),
     ),
 )  # fmt: skip

@@ -115,9 +115,10 @@ def test_columns_that_share_nothing_or_enough_are_those_of_the_sweep(jitter: flo
         assert_same(events.run_columns(tasks, every, random_sharing(tasks, count, rng, MANY), record), expected)
 
 
-def test_rates_are_those_of_the_oracle() -> None:
+@pytest.mark.parametrize("seeds", [range(50), pytest.param(range(50, 500), marks=pytest.mark.slow)])
+def test_rates_are_those_of_the_oracle(seeds: range) -> None:
     slowed = 0
-    for seed in range(150):
+    for seed in seeds:
         tasks, every, sharing = random_scene(seed, 4 + seed % 40)
         oracle = Oracle(tasks, every, sharing)
         free = events.run_columns(tasks, every)
@@ -127,7 +128,7 @@ def test_rates_are_those_of_the_oracle() -> None:
             assert np.abs(found.start + found.duration - oracle.end[:, column]).max() <= ROUNDED_PS
         assert np.allclose(found.carried, [float(x) for x in oracle.carried], rtol=1e-9, atol=1e-9)
         slowed += bool((found.end > free.end).any())
-    assert slowed > 60
+    assert slowed > len(seeds) / 2
 
 
 def test_two_flows_on_one_link_take_exactly_twice() -> None:
@@ -170,6 +171,13 @@ def test_one_more_flow_than_a_link_carries_slows_all_by_that_much() -> None:
     many = 300
     scene = flows([0] * many, [10**9] * many, [1.0] * many, [[0, 1]] * many, [many - 1, 10.0 * many])
     assert ends(scene) == [-(-(10**9) * many // (many - 1))] * many
+
+
+def test_flows_that_come_one_by_one_to_a_crowded_link_are_those_of_the_oracle() -> None:
+    count = 120
+    scene = flows(list(range(count)), [10**6] * count, [1.0] * count, [[0]] * count, [50.0])
+    oracle = Oracle(*scene)
+    assert np.abs(np.array(ends(scene)) - oracle.end[1::2, 0]).max() <= ROUNDED_PS
 
 
 def test_shares_that_add_up_to_the_capacity_do_not_crowd() -> None:

@@ -31,8 +31,7 @@ def test_every_link_has_a_name_of_its_own_that_finds_it(name: str) -> None:
     names = [links.name(link) for link in range(links.links)]
     assert len(set(names)) == len(names)
     for link, called in enumerate(names):
-        if "-" not in called:  # a port of several NICs is found by each of them
-            assert links.find(called) == [(link, 1.0)]
+        assert links.find(called) == [(link, 1.0)]
 
 
 def test_what_links_are_called() -> None:
@@ -43,6 +42,8 @@ def test_what_links_are_called() -> None:
     assert [links.name(link) for link, _ in links.find("leaf 1 rail 3")] == [
         "leaf 1 rail 3 up", "leaf 1 rail 3 down",
     ]  # fmt: skip
+    assert [links.name(link) for link, _ in links.find("leaf 1 up")] == [f"leaf 1 rail {r} up" for r in range(8)]
+    assert [links.name(link) for link, _ in links.find("node 3 in")] == [f"node 3 nic {n} in" for n in range(8)]
     assert len(links.find("leaf 1")) == 16
     assert len(links.find("node 3")) == 16
     assert topology("ethernet-100g", 256).find("gpu 0 pcie out") == [(0, 1.0)]
@@ -132,6 +133,8 @@ def test_what_the_job_does_not_touch_changes_nothing_but_must_be_there() -> None
         ("leaf 1 rail 8", "there is leaf 1 rail 0"),
         ("wire", "there is gpu 0 to 511, node 0 to 63, leaf 0 to 1, spine 0 to 0"),
         ("", "there is gpu 0 to 511"),
+        ("node 3 out in", "there is node 3 nic 0"),
+        ("3 node", "there is"),
         ("node 3 nic 5 sideways", "there is node 3 nic 0"),
         ("node 99999999999", "there is node 0 to 63"),
     ],

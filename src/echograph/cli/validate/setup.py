@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,8 +59,9 @@ BLOCKING = {"bloom": 80}
 chronicles, "dealing with JZ hanging" and "Hanging Issue")."""
 
 HOST_WAITS = (*NO_OVERLAP, *NO_OVERLAP_IN_PIPELINES)
-"""Families whose pipeline stages wait with the host for what they receive: Megatron-LM synchronizes the device after
-each exchange (p2p_communication.py of v2.x), DeepSpeed reads the shape of what came (PartitionedTensor.from_meta)."""
+"""Families whose pipeline stages wait with the host for what they receive: Megatron-LM synchronizes the device
+after each exchange (p2p_communication.py of v2.x), DeepSpeed reads on the host what shape came
+(PartitionedTensor.from_meta)."""
 
 STOPS_EARLY = ("titan", "mpt")
 """Families whose recomputation is PyTorch's own; Megatron-LM's runs the whole layer again."""
@@ -205,7 +207,9 @@ def _plan(row: Row, precision: str, assumed: list[str]) -> Plan:
         recompute=recompute,
         recompute_early_stop=row.family in STOPS_EARLY,
         precision=precision,
-        grad_dtype="fp32" if _is_of(row, FP32_GRADIENTS) else "",
+        loss="fused" if _compiles_loss(row) and sizes["tp"] == 1 else "eager",
+        # FSDP2 adds whole gradients up in the type that it reduces them in: fp32, torchtitan's default.
+        grad_dtype="fp32" if _is_of(row, FP32_GRADIENTS) or (row.family == "titan" and sizes["pp"] > 1) else "",
         micro_batch=_micro_batch(row, gpus // model, sizes["pp"] * sizes["vpp"], assumed),
         global_batch=row.number("global_batch"),
     )
@@ -223,6 +227,12 @@ def _is_of(row: Row, kinds: tuple[str, ...]) -> bool:
     """Whether a row is of a family and, after a colon, a part of its source."""
     pairs = [kind.split(": ") for kind in kinds]
     return any(row.family == family and part in row.text("source") for family, part in pairs)
+
+
+def _compiles_loss(row: Row) -> bool:
+    """Whether a report of torchtitan is of a compiled loss: since April 2025 (its pull request 1033)."""
+    month = re.search(r"_(20\d{4})_", row.text("source"))
+    return bool(row.family == "titan" and "compile" in row.text("notes") and month and int(month[1]) >= 202504)
 
 
 def _micro_batch(row: Row, replicas: int, chunks: int, assumed: list[str]) -> int:
