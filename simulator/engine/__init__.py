@@ -2,7 +2,8 @@
 
 `reference` is the event-driven engine that one reads; `static` numbers tasks in an order in which each comes after
 all that it waits for, and makes one pass over them, compiled where they are many. The pass is exact where rates
-do not change while work runs: CUDA streams and NCCL queues fix the order of work on each resource.
+do not change while work runs: CUDA streams and NCCL queues fix the order of work on each resource. `columns` makes
+it for every rank. `events` is for what is dynamic: ranks whose collectives share links, at rates that change.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from echograph.simulator.engine import columns as engine
 from echograph.simulator.engine import events_loop, events_rates
 from echograph.simulator.engine.causes import causes
 from echograph.simulator.engine.columns import Columns, Ends
-from echograph.simulator.engine.events_heap import COUNTS, FREE, FREE_NODE, LONGEST, TODO
+from echograph.simulator.engine.events_heap import COUNTS, DUE, FREE, FREE_NODE, LONGEST
 from echograph.simulator.engine.schedule import Starts, deadlock
 from echograph.simulator.engine.sharing import Float64, Sharing
 from echograph.simulator.tasks import DEVICE, TaskGraph
@@ -73,7 +73,7 @@ def run_columns(
     links, hops = events_rates.links_and_hops(shared, len(lines))
     flows, longest = np.zeros(len(lines), events_rates.FLOW), int(shared.links.lengths.max(initial=0))
     counts = np.zeros(COUNTS, np.int64)
-    counts[[TODO, FREE, FREE_NODE, LONGEST]] = len(todo), NONE, NONE, longest
+    counts[[DUE, FREE, FREE_NODE, LONGEST]] = len(todo), NONE, NONE, longest
     lasted = np.zeros(len(tasks) if record >= 0 else 0, np.int64)
     # One layout and one type each, or the compiler would start again.
     deps, places, routes = (

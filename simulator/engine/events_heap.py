@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import numba
 
 # What `count` counts, here and for the flows: places of one array.
-SIZE, VACANT, TODO, FLOWS, FREE, NODES, FREE_NODE, CHANGED, ROUND, LONGEST, NOW, COUNTS = range(12)
+SIZE, VACANT, DUE, FLOWS, FREE, NODES, FREE_NODE, CHANGED, ROUND, LONGEST, NOW, COUNTS = range(12)
 
 OPTIONS: Any = {"nogil": True, "error_model": "numpy", "_nrt": False}
 """Without numba's runtime: nothing is allocated, and references to arrays, else half of the time, not counted."""

@@ -19,12 +19,12 @@ from echograph.simulator.engine import columns, events_heap, events_rates
 from echograph.simulator.engine.columns import _NORMAL
 from echograph.simulator.engine.events_heap import (
     CHANGED,
+    DUE,
     LONGEST,
     NODES,
     NOW,
     OPTIONS,
     SIZE,
-    TODO,
     VACANT,
     Part,
     part,
@@ -104,12 +104,12 @@ def run(
     """Runs until nothing is left that would end; or returns False, to be called again with more nodes."""
     now = count[NOW]
     while True:
-        while count[TODO]:
+        while count[DUE]:
             if count[NODES] + count[LONGEST] > len(nodes):
                 count[NOW] = now
                 return False
-            count[TODO] -= 1
-            number = todo[count[TODO]]
+            count[DUE] -= 1
+            number = todo[count[DUE]]
             leader = _ready(tasks, deps, places, attend, lines, meetings, now, number)
             if leader < 0:
                 continue
@@ -297,7 +297,7 @@ def _finish(
 
     Their lines, and those that wait for these tasks, may go on.
     """
-    duration, member, top = lines[leader].duration, leader, count[TODO]
+    duration, member, top = lines[leader].duration, leader, count[DUE]
     while member >= 0 and lines[member].duration == duration:
         line, number = lines[member], member
         member, task = line.chain, line.task
@@ -319,5 +319,5 @@ def _finish(
                 top += 1
             else:
                 other.chain, line.waiters = line.waiters, this
-    count[TODO] = top
+    count[DUE] = top
     return member
