@@ -90,6 +90,7 @@ class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     node: _Node
     network: _Network
     degraded: list[_Degraded] = msgspec.field(default_factory=list)
+    collectives: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require(self.max_gpus >= self.node.gpus, "max_gpus is at least node.gpus")
@@ -131,6 +132,7 @@ class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 for d in self.degraded
                 if d.node is not None and d.compute < 1
             ),
+            collectives=tuple(self.collectives.items()),
         )
 
 
@@ -177,7 +179,10 @@ def _set(document: dict[str, Any], settings: Mapping[str, str]) -> None:
         places |= {f"{table}.{key}": (document[table], key) for key in document[table] if key != "level"}
     for level in document["network"]["level"]:
         places |= {f"network.level.{level['name']}.{key}": (level, key) for key in level if key != "name"}
+    named = document.setdefault("collectives", {})
     for key, text in settings.items():
+        if key.startswith("collectives."):
+            places[key] = (named, key.removeprefix("collectives."))
         if key not in places:
             raise UnknownNameError("cluster key", key, places)
         where, name = places[key]

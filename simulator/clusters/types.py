@@ -70,6 +70,7 @@ class Cluster:
         network: what joins the domains.
         degraded: links with less bandwidth than their like.
         slow_nodes: nodes whose GPUs compute slower than the others.
+        collectives: (kind, algorithm) that its library runs where it applies; of other kinds NCCL's choice.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Cluster:
     network: Network
     degraded: tuple[DegradedLink, ...] = ()
     slow_nodes: tuple[SlowNode, ...] = ()
+    collectives: tuple[tuple[str, str], ...] = ()
 
     def with_degraded(self, worse: Sequence[DegradedLink | SlowNode]) -> Cluster:
         """The cluster with more of it degraded."""

@@ -59,6 +59,7 @@ class Algorithm:
         applies: whether the group's links offer it.
         cost: seconds from kind, size in bytes (nccl-tests' `size`), links and protocol; grows with the size.
         pattern: which domains send to which, by kind.
+        by_name: whether it runs only where it is asked for by name, since NCCL does not have it.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Algorithm:
     applies: Callable[[Kind, Links], bool]
     cost: Callable[[Kind, Bytes, Links, ProtocolName], Cost]
     pattern: Callable[[Kind], Pattern]
+    by_name: bool = False
 
 
 def bus_factor(kind: Kind, ranks: int) -> float:

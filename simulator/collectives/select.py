@@ -27,6 +27,7 @@ ALGORITHMS = Table(
         "pat": f"{_HERE}.pat:PAT",
         "pairwise": f"{_HERE}.peer:PAIRWISE",
         "send": f"{_HERE}.peer:SEND",
+        "hierarchical": f"{_HERE}.hierarchical:HIERARCHICAL",
     },
 )
 BARRIER_BYTES = 4.0
@@ -78,7 +79,8 @@ def collective_time(
             for send_recv the message. A barrier ignores it.
         placement: where the group sits, from `cluster.place`.
         cluster: the cluster.
-        algorithm: a name of `ALGORITHMS` instead of the choice.
+        algorithm: a name of `ALGORITHMS` instead of the choice, or of what the cluster names for the kind, which
+            is run wherever it applies.
         protocol: LL, LL128 or Simple instead of the choice.
         network_bytes_per_s: what the group's ranks of one domain have on the NICs, instead of an even share
             with the sibling groups of a plan (`network.links.group_links`).
@@ -94,7 +96,8 @@ def collective_time(
         raise ValueError(f"bytes_per_rank is a finite number >= 0, not {bytes_per_rank!r}")
     size = BARRIER_BYTES if kind == "barrier" else float(bytes_per_rank)
     links = group_links(placement, cluster, network_bytes_per_s)
-    candidates = list(_candidates(kind, size, links, algorithm, protocol))
+    asked = algorithm or _named(kind, links, cluster)
+    candidates = list(_candidates(kind, size, links, asked, protocol))
     if links.ranks == 1:
         return CollectiveEstimate(
             seconds=0.0, spread=0.0, algorithm="none", protocol="none", source="exact", bus_bandwidth=0.0, steps=0
@@ -103,7 +106,7 @@ def collective_time(
     seconds = float(cost.seconds)
     return CollectiveEstimate(
         seconds=seconds,
-        spread=_spread(kind, links),
+        spread=_spread(kind, links, chosen),
         algorithm=chosen.name,
         protocol=name,
         source=_source(links),
@@ -130,7 +133,7 @@ def collective_curve(
     """
     links = group_links(placement, cluster)
     asked = np.full_like(sizes, BARRIER_BYTES) if kind == "barrier" else sizes
-    candidates = _candidates(kind, asked, links, None, None)
+    candidates = _candidates(kind, asked, links, _named(kind, links, cluster), None)
     if links.ranks == 1:
         return np.zeros_like(sizes)
     least: NDArray[np.float64] = np.minimum.reduce([np.asarray(cost.seconds) for _, _, cost in candidates])
@@ -146,6 +149,7 @@ def _candidates(
         raise UnknownNameError("protocol", protocol, ALL_PROTOCOLS)
     runs: Kind = "all_reduce" if kind == "barrier" else kind
     table: list[Algorithm] = [ALGORITHMS[name] for name in ([algorithm] if algorithm else ALGORITHMS)]
+    table = [a for a in table if algorithm or not a.by_name]
     offered = [a for a in table if runs in a.kinds and (links.ranks == 1 or a.applies(runs, links))]
     pairs = [(a, p) for a in offered for p in a.protocols if protocol in (None, p)]
     if not pairs:
@@ -156,7 +160,26 @@ def _candidates(
         yield from ((a, p, a.cost(runs, size, links, p)) for a, p in pairs)
 
 
-def _spread(kind: Kind, links: Links) -> float:
+def _named(kind: Kind, links: Links, cluster: Cluster) -> str | None:
+    """The algorithm that a cluster names for a kind, where it applies."""
+    named = dict(cluster.collectives)
+    for asked in named:
+        if asked not in KINDS:
+            raise UnknownNameError("collective", asked, KINDS)
+    if kind not in named:
+        return None
+    name = named[kind]
+    algorithm: Algorithm = ALGORITHMS[name]
+    if kind not in algorithm.kinds:
+        raise UnknownNameError(
+            f"algorithm for {kind}", name, (n for n in ALGORITHMS if kind in ALGORITHMS[n].kinds)
+        )
+    return name if links.ranks > 1 and algorithm.applies(kind, links) else None
+
+
+def _spread(kind: Kind, links: Links, chosen: Algorithm) -> float:
+    if chosen.by_name:
+        return max(links.node.about.assumed_error, links.network.about.assumed_error)
     tested = "all_reduce" if kind == "barrier" else kind
     if links.domains == 1:
         return links.node.about.error(tested)

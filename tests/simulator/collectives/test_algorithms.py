@@ -108,6 +108,44 @@ def test_all_to_all_closed_form() -> None:
     assert across.seconds == pytest.approx(7 * ALPHA + 24 * NET_ALPHA + 24 / 32 * SIZE / NIC, rel=1e-12)
 
 
+def test_hierarchical_closed_forms() -> None:
+    cluster = ideal()
+    place = cluster.place(range(32))
+    for kind, rounds in (("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1)):
+        found = collective_time(kind, SIZE, place, cluster, algorithm="hierarchical")  # type: ignore[arg-type]
+        latency = rounds * (7 * ALPHA + 3 * NET_ALPHA)
+        assert found.seconds == pytest.approx(
+            latency + rounds * (7 / 8 * SIZE / BETA + 3 / 4 * SIZE / (8 * NIC)), rel=1e-12
+        )
+    found = collective_time("all_to_all", SIZE, place, cluster, algorithm="hierarchical")
+    assert found.seconds == pytest.approx(
+        7 * ALPHA + 3 * NET_ALPHA + 7 / 8 * SIZE / BETA + 3 / 4 * SIZE / NIC, rel=1e-12
+    )
+
+
+def test_a_cluster_names_algorithms_that_run_where_they_apply() -> None:
+    plain, named = load_cluster(), load_cluster("dgx-h100", {"collectives.all_to_all": "hierarchical"})
+    node, nodes = plain.place(range(8)), plain.place(range(64))
+    assert collective_time("all_to_all", 1e4, node, named) == collective_time("all_to_all", 1e4, node, plain)
+    found = collective_time("all_to_all", 1e4, nodes, named)
+    assert found.algorithm == "hierarchical"
+    # Short messages: 7 + 7 peers instead of 63.
+    assert found.seconds < collective_time("all_to_all", 1e4, nodes, plain).seconds
+    assert found.spread == max(named.node_fabric.about.assumed_error, named.network.fabric.about.assumed_error)
+    curve = collective_curve("all_to_all", np.array([1e4]), nodes, named)
+    assert curve[0] == pytest.approx(found.seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("all_to_none", "ring"), ("all_to_all", "ring"), ("all_reduce", "telepathy")]
+)
+def test_a_cluster_that_names_what_is_not_there_is_refused(key: str, value: str) -> None:
+    cluster = load_cluster("dgx-h100", {f"collectives.{key}": value})
+    with pytest.raises(UnknownNameError):
+        for kind in ("all_reduce", "all_to_all"):
+            collective_time(kind, 1e6, cluster.place(range(64)), cluster)  # type: ignore[arg-type]
+
+
 def test_send_closed_form() -> None:
     cluster = ideal()
     inside = collective_time("send_recv", SIZE, cluster.place([0, 1]), cluster)
@@ -151,6 +189,8 @@ def test_the_choice_is_the_fastest_that_can_be_asked_for(kind: Kind) -> None:
         times = []
         for name in ALGORITHMS:
             for protocol in ("LL", "LL128", "Simple"):
+                if ALGORITHMS[name].by_name:
+                    continue
                 try:
                     asked = collective_time(kind, 1e6, place, cluster, algorithm=name, protocol=protocol)
                 except UnknownNameError:
