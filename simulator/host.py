@@ -6,15 +6,17 @@ step of many small kernels is bound by this, whatever the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from echograph.ir.columns import Int64
-from echograph.ir.graph import Graph
+from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.types import MultiTensor, OpKind
 
 COMMUNICATIONS = (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV)
+WAIT = "pp.wait"
+"""How the pipeline pass calls it when a stage waits for what it receives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +28,39 @@ class Host:
         launch_ps: what launching adds to it; a view costs the rest.
         communication_ps: a collective, a send or a receive, which go through the process group; None: as `op_ps`.
         spread: relative standard error of both.
+        waits: whether it waits for what a pipeline stage receives, and issues nothing until then (Megatron-LM of
+            2021 synchronizes the device after an exchange, DeepSpeed reads the shape of what arrives).
+        blocking: whether a launch returns when its kernel has ended (`CUDA_LAUNCH_BLOCKING=1`): the device stands
+            still while the host issues.
     """
 
     op_ps: int
     launch_ps: int
     communication_ps: int | None = None
     spread: float = 0.0
+    waits: bool = False
+    blocking: bool = False
+
+    def runs(self, job: JobGraph) -> JobGraph:
+        """The job as this host runs it: where it waits for messages, these waits are its own work."""
+        if not self.waits:
+            return job
+        waits = [index for index, text in enumerate(job.strings) if text == WAIT]
+        rows = np.isin(job.ops.name, waits) & (job.ops.kind == OpKind.COMPUTE)
+        return replace(job, ops=replace(job.ops, kind=np.where(rows, OpKind.HOST, job.ops.kind)))
+
+    def times(self, job: JobGraph, work: Int64) -> tuple[Int64, Int64]:
+        """Picoseconds of every row of the operation table on the device, and to issue it.
+
+        Args:
+            job: of `runs`.
+            work: picoseconds of the kernels.
+        """
+        issue = self.issue(job)
+        if not self.blocking:
+            return work, issue
+        own = job.ops.kind == OpKind.HOST
+        return work + np.where(own, 0, issue), np.where(own, issue, 0)
 
     def issue(self, graph: Graph) -> Int64:
         """Picoseconds to issue every row of the operation table; for `Host` work its own duration, 0 if unknown.

@@ -72,11 +72,11 @@ def simulate(
         PlanError: a group does not fit the cluster.
         UsageError: an engine that cannot simulate every rank or links, or a scale that selects nothing.
     """
-    began = time.perf_counter()
+    began, job = time.perf_counter(), host.runs(job)
     asked = fidelity(job, cluster, engine=engine, network=network, ranks=ranks)
     topology = links_of(job, cluster) if asked.network == "flows" else None
     times = durations(job, cluster, alone(topology) if topology else None)
-    times, issue = _scaled(job, times, host.issue(job), scales)
+    times, issue = _scaled(job, times, host, scales)
     tasks = expand(job, times.picoseconds, issue, lambda number, row: meeting(job, number, row))
     _check_range(tasks, times, host)
     roles = ran = _run_roles(job, tasks, asked, trace_ranks)
@@ -174,12 +174,11 @@ def _run_ranks(
     )
 
 
-def _scaled(job: JobGraph, times: Durations, issue: Int64, scales: Sequence[Scale]) -> tuple[Durations, Int64]:
-    if not scales:
-        return times, issue
+def _scaled(job: JobGraph, times: Durations, host: Host, scales: Sequence[Scale]) -> tuple[Durations, Int64]:
     factor, of_host = factors(job, scales)
-    changed = np.rint(times.picoseconds * factor).astype(np.int64)
-    return replace(times, picoseconds=changed), np.rint(issue * of_host).astype(np.int64)
+    changed = np.rint(times.picoseconds * factor).astype(np.int64) if scales else times.picoseconds
+    work, issue = host.times(job, changed)
+    return replace(times, picoseconds=work), np.rint(issue * of_host).astype(np.int64)
 
 
 def _check_range(tasks: TaskGraph, times: Durations, host: Host) -> None:

@@ -157,6 +157,8 @@ class Asker:
             network=one(((None, None, "closed-form", "flows"), ("psychic",))),
             degrade=self.perhaps(0.1, f"{one(LINKS)}={one(FACTORS)}"),
             trace_ranks=one(((None, None, None, "0"), ("0,9999", "x"))),
+            host_waits=one(((False, False, True), ())),
+            launch_blocking=one(((False, False, False, True), ())),
             reliability=one((((None,) * 4, (1000.0, 60.0, 300.0, None)), ((0.0, -1.0, None, 5.0),))),
         )
 

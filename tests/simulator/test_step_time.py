@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from layered import layered_step, timed
@@ -31,9 +33,18 @@ def jobs() -> dict[str, JobGraph]:
 
 @pytest.mark.parametrize("kernel_ps", [10**5, 10**8])
 @pytest.mark.parametrize("name", jobs())
-def test_it_is_the_step_of_simulate(name: str, kernel_ps: int) -> None:
-    job = timed(jobs()[name], CLUSTER.device, kernel_ps)
-    assert step_time(job, CLUSTER, HOST) == simulate(job, CLUSTER, HOST).step_ps
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_it_is_the_step_of_simulate(name: str, kernel_ps: int, waits: bool, blocking: bool) -> None:
+    job, host = timed(jobs()[name], CLUSTER.device, kernel_ps), replace(HOST, waits=waits, blocking=blocking)
+    assert step_time(job, CLUSTER, host) == simulate(job, CLUSTER, host).step_ps
+
+
+def test_a_host_that_waits_for_messages_cannot_run_ahead() -> None:
+    job = timed(jobs()["pipeline"], CLUSTER.device, 10**5)
+    assert step_time(job, CLUSTER, replace(HOST, waits=True)) > step_time(job, CLUSTER, HOST)
+    alone = timed(jobs()["data parallel"], CLUSTER.device, 10**5)
+    assert step_time(alone, CLUSTER, replace(HOST, waits=True)) == step_time(alone, CLUSTER, HOST)
 
 
 def test_blocking_launches_add_host_and_device_up() -> None:
@@ -43,7 +54,7 @@ def test_blocking_launches_add_host_and_device_up() -> None:
     rows = [row for _, begin, end, _, _ in job.programs[0].calls.tolist() for row in range(begin, end)]
     busy, _, _ = job.ops.duration_on(CLUSTER.device)
     expected = sum(int(max(0, busy[row]) + issue[row]) for row in rows)
-    assert step_time(job, CLUSTER, HOST, blocking=True) == expected
+    assert step_time(job, CLUSTER, replace(HOST, blocking=True)) == expected
     assert step_time(job, CLUSTER, HOST) < expected
 
 

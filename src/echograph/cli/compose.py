@@ -166,7 +166,7 @@ def predict_plan(
     for entry in study.degraded:
         links_of(job, where).find(entry.where)
     job = estimate(job, device)(job)
-    host = host_of(device)
+    host = host_of(device, waits=study.host_waits, blocking=study.launch_blocking)
     peak = device.datasheet.peak_flops_per_s.get(_peak_name(job), 0.0)
     result = simulate(
         job,
@@ -187,8 +187,8 @@ def predict_plan(
     return result, job
 
 
-def host_of(device: DeviceProfile) -> Host:
-    """The host that feeds a device."""
+def host_of(device: DeviceProfile, *, waits: bool = False, blocking: bool = False) -> Host:
+    """The host that feeds a device, and what it waits for (`Host`)."""
     model = device.host
     communication = None if model.communication_s is None else to_ps(model.communication_s)
     return Host(
@@ -196,6 +196,8 @@ def host_of(device: DeviceProfile) -> Host:
         launch_ps=to_ps(model.kernel_s),
         communication_ps=communication,
         spread=host_spread(),
+        waits=waits,
+        blocking=blocking,
     )
 
 

@@ -55,6 +55,16 @@ def run_command(
         list[str] | None,
         typer.Option(help="A worse LINK=FACTOR, as 'node 3 nic 5=0.5', 'leaf 0 up=0.8', 'node 3 compute=0.9'."),
     ] = None,
+    host_waits: Annotated[
+        bool,
+        typer.Option(
+            "--host-waits",
+            help="The host waits for what a pipeline stage receives (Megatron-LM of 2021, DeepSpeed).",
+        ),
+    ] = False,
+    launch_blocking: Annotated[
+        bool, typer.Option("--launch-blocking", help="Every launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1).")
+    ] = False,
     node_mtbf_hours: Annotated[float | None, typer.Option(help="Hours between failures of one node.")] = None,
     checkpoint_s: Annotated[float | None, typer.Option(help="Seconds that a checkpoint stops training.")] = None,
     restart_s: Annotated[float | None, typer.Option(help="Seconds from a failure to training again.")] = None,
@@ -89,6 +99,8 @@ def run_command(
         network=network,
         degrade=degrade or (),
         trace_ranks=trace_ranks,
+        host_waits=host_waits,
+        launch_blocking=launch_blocking,
         reliability=(node_mtbf_hours, checkpoint_s, restart_s, checkpoint_interval_s),
     )
     if trace_ranks is not None and trace is None:

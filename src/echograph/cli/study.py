@@ -31,6 +31,8 @@ class Study:
         network: "auto", "closed-form" or "flows".
         degraded: links and nodes of the cluster that are worse than their like.
         trace_ranks: ranks whose timelines are written.
+        host_waits: the host waits for what a pipeline stage receives.
+        launch_blocking: it waits for every kernel.
         reliability: how often nodes fail.
     """
 
@@ -44,6 +46,8 @@ class Study:
     network: str = "auto"
     degraded: tuple[DegradedLink | SlowNode, ...] = ()
     trace_ranks: tuple[int, ...] = ()
+    host_waits: bool = False
+    launch_blocking: bool = False
     reliability: Reliability | None = None
 
     def ranks(self, gpus_per_node: int) -> EveryRank | None:
@@ -73,6 +77,8 @@ def make_study(
     network: str | None,
     degrade: Sequence[str],
     trace_ranks: str | None,
+    host_waits: bool,
+    launch_blocking: bool,
     reliability: tuple[float | None, float | None, float | None, float | None],
 ) -> Study:
     """Options as the command line spells them.
@@ -97,6 +103,8 @@ def make_study(
         network=network or "auto",
         degraded=tuple(map(parse_degraded, degrade)),
         trace_ranks=_ranks(trace_ranks) if trace_ranks is not None else (),
+        host_waits=host_waits,
+        launch_blocking=launch_blocking,
         reliability=_reliability(*reliability),
     )
 

@@ -167,8 +167,8 @@ def _predict(row: Row, made: Setup, steps: _Steps) -> Outcome:
     try:
         cluster = load_cluster(made.plan.cluster)
         job = steps.job(made, cluster)
-        host = host_of(load_device(cluster.device))
-        picoseconds = step_time(job, cluster, host, blocking=made.blocking, host_waits=made.host_waits)
+        host = host_of(load_device(cluster.device), waits=made.host_waits, blocking=made.blocking)
+        picoseconds = step_time(job, cluster, host)
         measured = measured_memory(row)
         peak = predicted_memory(row, job, cluster) if measured else None
     except EchoError as error:
