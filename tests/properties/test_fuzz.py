@@ -25,7 +25,7 @@ pytest.importorskip("transformers", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch
 
 FEW, MANY = 150, 10_000
-SECONDS = 60
+SECONDS = 300
 COUNTS, NO_COUNTS = (1, 1, 2, 2, 4), (8, 3, 0, -1, 16, 64)
 Choice = tuple[tuple[Any, ...], tuple[Any, ...]]
 """What makes sense, and what does not, or seldom."""

@@ -25,7 +25,11 @@ def run_command(
     graph: Annotated[Path, typer.Argument(help="A graph file written by echoc.")],
     plan: Plan,
     strict_memory: Annotated[
-        bool, typer.Option("--strict-memory", help="A plan that does not fit in memory is an error.")
+        bool,
+        typer.Option(
+            "--strict-memory",
+            help="A plan that does not fit in memory is an error that names the nearest which do.",
+        ),
     ] = False,
     scale: Annotated[
         list[str] | None, typer.Option(help="What if WHAT=FACTOR, as compute=0.9, comm.dp=2, op:aten.mm=0.5.")
@@ -114,7 +118,7 @@ def run_command(
         loaded = serde.load(graph)
         say("simulating")
         result, job = predict_plan(loaded, plan, engine=engine, study=study)
-        near = plans_that_fit(loaded, plan, result.memory, say)
+        near = plans_that_fit(loaded, plan, result.memory, say) if strict_memory else []
     for note in notes(loaded, plan):
         print_error(f"note: {note}")
     if strict_memory:
@@ -123,7 +127,7 @@ def run_command(
     if as_json:
         print_json(record)
     else:
-        print_result(result, near)
+        print_result(result)
     if output is not None:
         files.write_whole(output, [json.dumps(record, indent=2) + "\n"])
         print_error(f"wrote {output} (result)")

@@ -13,7 +13,7 @@ from echograph.units import format_bytes, format_count, format_time
 BAR = 30
 
 
-def print_result(result: Result, near: Sequence[str] = ()) -> None:
+def print_result(result: Result) -> None:
     """Step time, where it goes, and how sure it is."""
     low, high = result.interval_ps
     record = result.to_json()
@@ -48,7 +48,7 @@ def print_result(result: Result, near: Sequence[str] = ()) -> None:
     if result.degraded:
         print_line(f"  degraded      {', '.join(result.degraded)}: every rank simulated")
     if result.memory is not None:
-        _print_memory(result.memory, near)
+        _print_memory(result.memory)
     shares = ", ".join(f"{share:.0%} {name}" for name, share in result.sources.items() if share > 0)
     print_line(f"  durations     {shares} (shares of the busy time)")
     print_line(
@@ -76,7 +76,7 @@ def refuse_if_it_does_not_fit(result: Result, near: Sequence[str] = ()) -> None:
         )
 
 
-def _print_memory(memory: Memory, near: Sequence[str]) -> None:
+def _print_memory(memory: Memory) -> None:
     held = "" if memory.reserved_bytes is None else f", {format_bytes(memory.reserved_bytes)} reserved"
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     print_line(
@@ -86,8 +86,7 @@ def _print_memory(memory: Memory, near: Sequence[str]) -> None:
     if not memory.fits:
         for line in memory.lines():
             print_line(f"                {line}")
-        if near:
-            print_line(f"                fits with {' or '.join(near)}")
+        print_line("                (--strict-memory names the nearest plans that fit)")
 
 
 def _print_links(result: Result) -> None:
