@@ -17,8 +17,8 @@ from echograph.errors import PlanError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Block, Instance, StepGraph
-from echograph.ir.passes.rewrite import Call, empty_copy
-from echograph.ir.types import Compute, MultiTensor, TensorRole
+from echograph.ir.passes.rewrite import Call, copy_rows, empty_copy
+from echograph.ir.types import Compute, MultiTensor, Op, TensorRole
 
 FEWEST = 4
 """Layers of a capture that show the pattern: a first and a last one, and two between them to compare."""
@@ -113,21 +113,13 @@ def _copy_rows(graph: StepGraph, builder: GraphBuilder, parts: dict[int, int]) -
     for number, block in enumerate(graph.blocks):
         if number:
             builder.begin_block(block.name)
-        for tensor in graph.tensors[block.tensors.start : block.tensors.stop]:
-            builder.tensor(
-                tensor.name,
-                tensor.shape,
-                tensor.dtype,
-                tensor.role,
-                alias_of=tensor.alias_of,
-                port=tensor.port,
-                sharded=tensor.sharded,
-            )
-        for op in graph.ops[block.ops.start : block.ops.stop]:
-            if op.id in parts and isinstance(op, Compute) and isinstance(op.attributes, MultiTensor):
-                builder.add(op, attributes=replace(op.attributes, parts=parts[op.id]))
-            else:
-                builder.add(op)
+        launches = (op for op in graph.ops[block.ops.start : block.ops.stop] if op.id in parts)
+        copy_rows(builder, graph, block, {op.id: _launch(op, parts[op.id]) for op in launches})
+
+
+def _launch(op: Op, parts: int) -> MultiTensor:
+    assert isinstance(op, Compute) and isinstance(op.attributes, MultiTensor)
+    return replace(op.attributes, parts=parts)
 
 
 def _calls(graph: StepGraph, block: int, layers: int) -> Iterator[Call]:

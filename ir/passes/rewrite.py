@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Block, Graph
-from echograph.ir.types import Compute, Phase, Tensor
+from echograph.ir.types import Attributes, Compute, Phase, Tensor
 
 Call = tuple[int, int, int, int, int]
 ACCUMULATE = "accumulate"
@@ -31,8 +32,17 @@ def empty_copy(graph: Graph, inside: int = 1) -> GraphBuilder:
     return builder
 
 
-def copy_rows(builder: GraphBuilder, graph: Graph, block: Block) -> None:
-    """Copies the tensors and operations of a block into the open block, wherever that begins."""
+def copy_rows(
+    builder: GraphBuilder, graph: Graph, block: Block, attributes: Mapping[int, Attributes] = MappingProxyType({})
+) -> None:
+    """Copies the tensors and operations of a block into the open block, wherever that begins.
+
+    Args:
+        builder: of the new graph.
+        graph: the old one.
+        block: of it.
+        attributes: by row, those of operations that have others now.
+    """
     tensors, ops = builder.tensor_count() - block.tensors.start, builder.op_count() - block.ops.start
     for tensor in graph.tensors[block.tensors.start : block.tensors.stop]:
         builder.tensor(
@@ -52,6 +62,8 @@ def copy_rows(builder: GraphBuilder, graph: Graph, block: Block) -> None:
         }
         if isinstance(op, Compute) and op.forward_op is not None and op.forward_op >= 0:
             changes["forward_op"] = op.forward_op + ops
+        if op.id in attributes:
+            changes["attributes"] = attributes[op.id]
         builder.add(op, **changes)
 
 
