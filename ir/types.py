@@ -97,6 +97,10 @@ class OpKind(IntEnum):
     HOST = 6
 
 
+COMMUNICATIONS = (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV)
+"""Operations that other ranks take part in."""
+
+
 class CollectiveKind(IntEnum):
     """A collective operation, in the words of NCCL and torch.distributed."""
 

@@ -10,8 +10,7 @@ import numpy.typing as npt
 from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
-from echograph.ir.types import OpKind
-from echograph.simulator.durations import COMMUNICATIONS
+from echograph.ir.types import COMMUNICATIONS, OpKind
 
 Mask = npt.NDArray[np.bool_]
 

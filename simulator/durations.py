@@ -11,7 +11,7 @@ import numpy as np
 from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Float32, Int8, Int64
 from echograph.ir.graph import Group, JobGraph, Program
-from echograph.ir.types import CollectiveKind, OpKind, Source
+from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Source
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.collectives import CollectiveEstimate, Kind, collective_time
 from echograph.units import to_ps
@@ -25,7 +25,6 @@ _KINDS: dict[int, Kind] = {
     CollectiveKind.REDUCE: "reduce",
     CollectiveKind.BARRIER: "barrier",
 }
-COMMUNICATIONS = (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV)
 Estimate = Callable[[Kind, float, Sequence[int]], CollectiveEstimate]
 """How long a communication takes, by kind, bytes and ranks."""
 

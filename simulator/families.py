@@ -6,8 +6,7 @@ import numpy as np
 
 from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph
-from echograph.ir.types import Attention, Convolution, Gemm
-from echograph.simulator.durations import COMMUNICATIONS
+from echograph.ir.types import COMMUNICATIONS, Attention, Convolution, Gemm
 
 HOST = "host"
 KERNELS = ("matrix products", "attention", "convolutions", "other kernels")

@@ -12,9 +12,8 @@ import numpy as np
 
 from echograph.ir.columns import Int64
 from echograph.ir.graph import Graph, JobGraph
-from echograph.ir.types import MultiTensor, OpKind
+from echograph.ir.types import COMMUNICATIONS, MultiTensor, OpKind
 
-COMMUNICATIONS = (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV)
 WAIT = "pp.wait"
 """How the pipeline pass calls it when a stage waits for what it receives."""
 

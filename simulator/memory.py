@@ -18,7 +18,7 @@ import numpy as np
 
 from echograph.ir.columns import NONE
 from echograph.ir.graph import JobGraph
-from echograph.ir.types import OpKind, TensorRole
+from echograph.ir.types import COMMUNICATIONS, TensorRole
 from echograph.simulator.memory_allocator import CachingAllocator
 from echograph.simulator.memory_kinds import COMMUNICATION, ROLES, Memories
 from echograph.simulator.memory_lifetimes import Lifetimes
@@ -194,7 +194,7 @@ def _reserve(usage: Usage, runtime: Runtime, limit: int) -> tuple[int | None, bo
 def _nccl_bytes(job: JobGraph, program: int, runtime: Runtime) -> int:
     """Buffers of the communicators that a program uses."""
     groups: set[int] = set()
-    communicates = np.isin(job.ops.kind, (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV))
+    communicates = np.isin(job.ops.kind, COMMUNICATIONS)
     for begin, end in {(begin, end) for _, begin, end, _, _ in job.programs[program].calls.tolist()}:
         groups.update(job.ops.group[begin:end][communicates[begin:end]].tolist())
     sizes = {axis.name: axis.size for axis in job.mesh}

@@ -18,8 +18,8 @@ import numpy as np
 from echograph.errors import SimulationError, UsageError
 from echograph.ir.columns import NONE, Int32, Int64
 from echograph.ir.graph import Axis, Group, JobGraph
-from echograph.ir.types import OpKind
-from echograph.simulator.durations import COMMUNICATIONS, group_size
+from echograph.ir.types import COMMUNICATIONS, OpKind
+from echograph.simulator.durations import group_size
 from echograph.simulator.engine.numbering import number
 from echograph.simulator.engine.schedule import Starts
 from echograph.simulator.engine.static import run_in_order

@@ -16,11 +16,11 @@ from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel_axes import MICRO_BATCH_AXES
 from echograph.ir.timeline import Timeline
-from echograph.ir.types import OpKind, Phase, Source
+from echograph.ir.types import COMMUNICATIONS, OpKind, Phase, Source
 from echograph.simulator import engine as engines
 from echograph.simulator.breakdown import breakdown
 from echograph.simulator.clusters import Cluster
-from echograph.simulator.durations import COMMUNICATIONS, Durations, durations, meeting
+from echograph.simulator.durations import Durations, durations, meeting
 from echograph.simulator.engine.schedule import Starts
 from echograph.simulator.fidelity import Fidelity, check_effort, fidelity
 from echograph.simulator.flows import Flows, LinkUse, alone, flows, links_of

@@ -11,7 +11,7 @@ from echograph.simulator.tasks import expand
 
 
 def step_time(job: JobGraph, cluster: Cluster, host: Host) -> int:
-    """Picoseconds of the step, as `simulate` has them for roles in closed form.
+    """Picoseconds of the step, as `simulate` has them for roles in closed form on nodes that are all alike.
 
     Args:
         job: an annotated job graph.

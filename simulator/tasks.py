@@ -16,7 +16,7 @@ import numpy as np
 from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Int8, Int32, Int64, Ragged
 from echograph.ir.graph import JobGraph
-from echograph.ir.types import OpKind
+from echograph.ir.types import COMMUNICATIONS, OpKind
 from echograph.simulator.edges import Edges
 
 MAX_TASKS = 200_000_000
@@ -132,7 +132,7 @@ def _dependencies(job: JobGraph, bounds: Int64, hosts: np.ndarray) -> Ragged:
 
 def _meetings(job: JobGraph, operation: Int64, bounds: Int64, joins: Callable[[int, int], object]) -> Int32:
     """A number for every run, equal for the n-th meeting of programs under one key; -1 for the others."""
-    communicates = np.isin(job.ops.kind, (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV))
+    communicates = np.isin(job.ops.kind, COMMUNICATIONS)
     keys: dict[object, int] = {}
     runs, key_of, nth = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for number, (begin, end) in enumerate(pairwise(bounds.tolist())):

@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph
-from echograph.ir.types import CollectiveKind, OpKind
-from echograph.simulator.durations import COMMUNICATIONS
+from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind
 
 Mask = npt.NDArray[np.bool_]
 MAX_FACTOR = 1e6

@@ -10,6 +10,7 @@ import pytest
 
 from echograph.simulator.clusters import Cluster, load_cluster
 from echograph.simulator.clusters.fabric import NodeFabric
+from echograph.simulator.clusters.load import PRESETS
 from echograph.simulator.collectives import collective_time
 
 SIZES = [2**power for power in range(12, 31, 2)]
@@ -76,6 +77,20 @@ def test_a_clusters_own_fabrics_stay_where_no_row_speaks_of_them(cli, tmp_path: 
     assert cli("echoprof", "fit", "--nccl-tests", network, *again).status == 0
     second = load_cluster(tmp_path / "second" / "ours.toml")
     assert second.node_fabric == load_cluster(tmp_path / "first" / "ours.toml").node_fabric
+
+
+def test_a_cluster_file_in_another_hand_is_changed_or_refused_in_one_line(cli, tmp_path: Path) -> None:
+    path, mine = log(tmp_path / "one.log", load_cluster("dgx-a100"), 1), tmp_path / "mine.toml"
+    text = (PRESETS / "dgx-a100.toml").read_text()
+    asked = ("echoprof", "fit", "--nccl-tests", path, "--cluster", mine)
+    mine.write_text(text.replace("[node]", "[node]  # ours").replace('fabric = "nvlink3"', "fabric = 'nvlink3'"))
+    assert cli(*asked, "-o", tmp_path / "a").status == 0
+    assert load_cluster(tmp_path / "a" / "ours.toml").node_fabric.name == "ours-node"
+    mine.write_text(text.replace('fabric = "nvlink3"', '"fabric" = "nvlink3"'))
+    outcome = cli(*asked, "-o", tmp_path / "b")
+    assert outcome.status in (1, 2)
+    assert "lines of its own" in outcome.err.strip().splitlines()[-1]
+    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ def fit_logs(
         A record for each kind of collective of a fabric: rows, and the error on sizes that its fit has not seen.
 
     Raises:
-        UsageError: too few rows to fit anything to.
+        UsageError: too few rows to fit anything to, or a cluster file that does not name its fabrics on lines of
+            their own.
         DataError: a row does not fit the cluster.
     """
     where, records = load_cluster(cluster), []
@@ -106,15 +107,21 @@ def _fitted(
 
 
 def _section(text: str, table: str) -> re.Match[str]:
-    found = re.search(rf"^\[{table}\]\s*$.*?(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert found is not None, "the file was read as a cluster"
-    return found
+    found = re.search(rf"^\[{table}\][ \t]*(#.*)?$.*?(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
+    return _written_plainly(found, f"[{table}]")
 
 
 def _named(text: str, table: str) -> str:
-    found = re.search(r'^fabric\s*=\s*"([^"]*)"', _section(text, table)[0], re.MULTILINE)
-    assert found is not None, "a cluster names its fabrics"
-    return found[1]
+    found = re.search(r"""^fabric\s*=\s*["']([^"']*)["']""", _section(text, table)[0], re.MULTILINE)
+    return _written_plainly(found, f"fabric of [{table}]")[1]
+
+
+def _written_plainly(found: re.Match[str] | None, what: str) -> re.Match[str]:
+    if found is None:
+        raise UsageError(
+            f"--cluster: its file writes {what} in a way that cannot be changed: give it lines of its own"
+        )
+    return found
 
 
 def _shipped_or_beside(text: str, table: str, folder: Path) -> str | Path:

@@ -11,12 +11,11 @@ import numpy as np
 from echograph.cli.app import print_line, print_table
 from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph, Program
-from echograph.ir.types import CollectiveKind, OpKind, Payload, Phase
+from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Payload, Phase
 from echograph.simulator.memory import memory
 from echograph.simulator.memory_kinds import Memories
 from echograph.units import format_bytes, format_count
 
-_COMMUNICATIONS = (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV)
 _MODEL_PHASES = (Phase.FORWARD, Phase.BACKWARD)
 
 
@@ -66,7 +65,7 @@ def _ranks(job: JobGraph, program: Program) -> int:
 def _communication(job: JobGraph, runs: list[Int64]) -> list[dict[str, Any]]:
     """Communications alike in group, kind, payload and size, with how often each role runs them."""
     ops = job.ops
-    rows = np.flatnonzero(np.isin(ops.kind, _COMMUNICATIONS)).tolist()
+    rows = np.flatnonzero(np.isin(ops.kind, COMMUNICATIONS)).tolist()
     found: dict[tuple[Any, ...], Counter[int]] = defaultdict(Counter)
     for row in rows:
         group = job.groups[int(ops.group[row])]
