@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-SOURCES = ("workload", "profile")
+SOURCES = ("workload", "profile", "chakra")
 HERE = Path(__file__).resolve().parent
 
 
