@@ -15,9 +15,9 @@ import numpy as np
 
 from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Int8, Int32, Int64, Ragged
+from echograph.ir.edges import Edges
 from echograph.ir.graph import JobGraph
 from echograph.ir.types import COMMUNICATIONS, OpKind
-from echograph.ir.edges import Edges
 
 MAX_TASKS = 200_000_000
 HOST, DEVICE = 0, 1
