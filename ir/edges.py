@@ -39,7 +39,7 @@ class Edges:
         """Positions (before, after) in a program between which a stream waits for another one."""
         schedule = Schedule(self.job, self.job.programs[number])
         calls = schedule.calls
-        call, row = _spread(*(np.searchsorted(self._after, calls[:, i]) for i in (1, 2)))
+        call, row = spread(*(np.searchsorted(self._after, calls[:, i]) for i in (1, 2)))
         local = _place(schedule, call, self._after[row], calls[call, 3], self._before[row])
         through = self._through_ports(schedule)
         return np.concatenate([local[0], through[0]]), np.concatenate([local[1], through[1]])
@@ -50,18 +50,18 @@ class Edges:
         homes, home = np.unique(calls[:, 0] * self._instances + calls[:, 3], return_inverse=True)
         block, instance = np.divmod(homes, self._instances)
         bounds = np.array([(b.ops.start, b.ops.stop) for b in self.job.blocks], np.int64)[block]
-        at, place = _spread(*np.searchsorted(self._port_readers, bounds.T))
+        at, place = spread(*np.searchsorted(self._port_readers, bounds.T))
         reader = self._port_readers[place]
         _, instance, value = self.job.ports.value(block[at], instance[at], self._ports[place])
         maker, stream = self.job.maker[value], self.job.ops.stream
         crossing = np.flatnonzero((maker != NONE) & (stream[maker] != stream[reader]))
         reader, instance, maker = reader[crossing], instance[crossing], maker[crossing]
         key = at[crossing] * size + reader
-        call, row = _spread(*(np.searchsorted(key, home * size + calls[:, i]) for i in (1, 2)))
+        call, row = spread(*(np.searchsorted(key, home * size + calls[:, i]) for i in (1, 2)))
         return _place(schedule, call, reader[row], instance[row], maker[row])
 
 
-def _spread(low: Int64, high: Int64) -> Pairs:
+def spread(low: Int64, high: Int64) -> Pairs:
     """For ranges of rows, one of each call: every (call, row)."""
     count = high - low
     call = np.repeat(np.arange(len(count)), count)

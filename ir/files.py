@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from echograph.errors import FormatError, InputError, OutputError
+from echograph.units import format_bytes
 
 MAX_FILE_BYTES = 16 * 2**30
 CHECKSUM_FIELD = 2047
@@ -93,20 +94,21 @@ def with_checksum(pieces: Iterable[bytes]) -> Iterator[bytes]:
     yield _CHECKSUM_TAG + crc.to_bytes(4, "little")
 
 
-def read_whole(path: Path, hint: str) -> bytes:
+def read_whole(path: Path, hint: str, limit: int = MAX_FILE_BYTES) -> bytes:
     """A file's bytes.
 
     Args:
         path: the file.
         hint: what to do where there is none.
+        limit: bytes of the largest file that is read.
 
     Raises:
         InputError: the file does not exist or cannot be read.
-        FormatError: it is larger than any file that echograph reads.
+        FormatError: it is larger than the limit.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise FormatError(f"{path}: larger than {MAX_FILE_BYTES >> 30} GiB, not read")
+        if path.stat().st_size > limit:
+            raise FormatError(f"{path}: larger than {format_bytes(limit)}, not read")
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}; {hint}") from None

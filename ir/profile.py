@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from echograph.ir.types import Attributes, DType
+from echograph.ir.types import Attributes, DType, MultiTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,10 @@ class Environment:
         date: day of the measurement, ISO 8601.
         sm_clock_mhz: clock of the compute units during the measurement, MHz; 0 when unknown.
         memory_clock_mhz: clock of the memory, MHz; 0 when unknown.
+        threads: of a processor that computes itself; 0 where a device does.
+        host_op_picoseconds: what the host takes to issue an operation, beyond what its measurement holds; 0 when
+            not measured.
+        host_view_picoseconds: what it takes to issue a view.
     """
 
     device: str
@@ -31,6 +35,9 @@ class Environment:
     date: str = ""
     sm_clock_mhz: int = 0
     memory_clock_mhz: int = 0
+    threads: int = 0
+    host_op_picoseconds: int = 0
+    host_view_picoseconds: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +49,25 @@ class TensorType:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """What a graph knows of an operation that decides its time: the key by which measurements are found.
+
+    Attributes:
+        operator: the operator ("aten.mm") or the collective's kind.
+        inputs: types of the tensors read.
+        outputs: types of the tensors made.
+        attributes: what else decides its time; which part of a shared launch leads it does not.
+    """
+
+    operator: str
+    inputs: tuple[TensorType, ...] = ()
+    outputs: tuple[TensorType, ...] = ()
+    attributes: Attributes | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One signature, and how long it took.
+    """One call, and how long it took. Calls that a graph cannot tell apart have one signature.
 
     Attributes:
         operator: the operator ("aten.mm") or the collective's kind.
@@ -55,6 +79,9 @@ class Measurement:
         samples: number of timed runs.
         spread: relative standard error (one sigma) of the mean; kept in single precision.
         kernels: names of the device kernels that it launched, in order.
+        arguments: what the call was given, as text: strides, numbers, what lay in the cache.
+        calls: how often the step that it was taken from runs it.
+        peak_bytes: memory that it allocates at its peak, results included.
     """
 
     operator: str
@@ -66,6 +93,21 @@ class Measurement:
     samples: int = 0
     spread: float = 0.0
     kernels: tuple[str, ...] = ()
+    arguments: str = ""
+    calls: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def signature(self) -> Signature:
+        """What a graph knows of it."""
+        return Signature(
+            operator=self.operator, inputs=self.inputs, outputs=self.outputs, attributes=unled(self.attributes)
+        )
+
+
+def unled(attributes: Attributes | None) -> Attributes | None:
+    """Attributes without what a measurement does not tell: which part of a shared launch leads it."""
+    return replace(attributes, leads=False) if isinstance(attributes, MultiTensor) else attributes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +116,7 @@ class Profile:
 
     Attributes:
         environment: where and when they were made.
-        measurements: one for each signature.
+        measurements: one for each call.
         unknown: encoded fields of a newer minor version, kept as they are.
     """
 

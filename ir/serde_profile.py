@@ -76,6 +76,9 @@ def _measurement(m: Measurement) -> pb.Measurement:
         samples=m.samples,
         spread=m.spread,
         kernels=m.kernels,
+        arguments=m.arguments,
+        calls=m.calls,
+        peak_bytes=m.peak_bytes,
     )
 
 
@@ -96,4 +99,7 @@ def _read(m: pb.Measurement, at: int) -> Measurement:
         samples=m.samples,
         spread=m.spread,
         kernels=tuple(m.kernels),
+        arguments=m.arguments,
+        calls=m.calls,
+        peak_bytes=m.peak_bytes,
     )

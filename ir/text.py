@@ -36,25 +36,26 @@ from echograph.ir.graph import FORMAT_MAJOR, FORMAT_MINOR, Block, Graph, Group, 
 _WORD = re.compile(r"[A-Za-z0-9_.{}]+")
 
 
-def to_text(graph: Graph) -> Iterator[str]:
-    """The graph's text, line by line, each with its line end.
+def to_text(graph: Graph, *, tables: bool = False) -> Iterator[str]:
+    """The graph's text, line by line, each with its line end. `text_parse` reads it back.
 
     Two graphs that differ in anything but the order of their string and attribute tables differ in their text.
 
     Args:
         graph: any graph.
+        tables: whether it says that order, too; a graph read back then has the same file, byte for byte.
 
     Yields:
         Lines; their number grows with the folded graph, not with the step.
     """
-    printer = _Printer(graph)
+    printer = _Printer(graph, tables)
     for line in printer.lines():
         yield line + "\n"
 
 
 class _Printer:
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, tables: bool) -> None:
+        self.graph, self.tables = graph, tables
         self.streams = _names(graph.streams)
         self.groups = _names([g.name for g in graph.groups])
 
@@ -86,6 +87,9 @@ class _Printer:
             yield _join("mesh", *(f"{_word(a.name)}={a.size}" for a in graph.mesh))
         yield from (_group(group) for group in graph.groups)
         yield from (f"stream {_word(name)}" for name in graph.streams)
+        if self.tables:
+            yield _join("strings", *map(_word, graph.strings))
+            yield _join("attributes", *map(_attributes, graph.ops.attribute_values))
         if graph.unknown:
             yield f"unknown {graph.unknown.hex()}"
 

@@ -69,6 +69,9 @@ class Environment(_message.Message):
     DATE_FIELD_NUMBER: _builtins.int
     SM_CLOCK_MHZ_FIELD_NUMBER: _builtins.int
     MEMORY_CLOCK_MHZ_FIELD_NUMBER: _builtins.int
+    THREADS_FIELD_NUMBER: _builtins.int
+    HOST_OP_PICOSECONDS_FIELD_NUMBER: _builtins.int
+    HOST_VIEW_PICOSECONDS_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """name under which graphs find the durations"""
     hardware: _builtins.str
@@ -79,6 +82,12 @@ class Environment(_message.Message):
     """ISO 8601"""
     sm_clock_mhz: _builtins.int
     memory_clock_mhz: _builtins.int
+    threads: _builtins.int
+    """of the processor, where it computes itself"""
+    host_op_picoseconds: _builtins.int
+    """to issue an operation, beyond what its measurement holds"""
+    host_view_picoseconds: _builtins.int
+    """to issue a view"""
     def __init__(
         self,
         *,
@@ -90,10 +99,13 @@ class Environment(_message.Message):
         date: _builtins.str = ...,
         sm_clock_mhz: _builtins.int = ...,
         memory_clock_mhz: _builtins.int = ...,
+        threads: _builtins.int = ...,
+        host_op_picoseconds: _builtins.int = ...,
+        host_view_picoseconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda", "date", b"date", "device", b"device", "driver", b"driver", "hardware", b"hardware", "memory_clock_mhz", b"memory_clock_mhz", "sm_clock_mhz", b"sm_clock_mhz", "torch", b"torch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda", "date", b"date", "device", b"device", "driver", b"driver", "hardware", b"hardware", "host_op_picoseconds", b"host_op_picoseconds", "host_view_picoseconds", b"host_view_picoseconds", "memory_clock_mhz", b"memory_clock_mhz", "sm_clock_mhz", b"sm_clock_mhz", "threads", b"threads", "torch", b"torch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -101,7 +113,7 @@ Global___Environment: _TypeAlias = Environment  # noqa: Y015
 
 @_typing.final
 class Measurement(_message.Message):
-    """One signature: the operator with the shapes, types and attributes that decide its time."""
+    """One call: its signature is the operator with the shapes, types and attributes that a graph knows of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -114,12 +126,21 @@ class Measurement(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     SPREAD_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    PEAK_BYTES_FIELD_NUMBER: _builtins.int
     operator: _builtins.str
     mean_picoseconds: _builtins.int
     median_picoseconds: _builtins.int
     samples: _builtins.int
     spread: _builtins.float
     """relative standard error of the mean"""
+    arguments: _builtins.str
+    """what the call was given: strides, numbers, what lay in the cache"""
+    calls: _builtins.int
+    """how often the step that it was taken from runs it"""
+    peak_bytes: _builtins.int
+    """memory that it allocates at its peak"""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorType]: ...
     @_builtins.property
@@ -140,10 +161,13 @@ class Measurement(_message.Message):
         samples: _builtins.int = ...,
         spread: _builtins.float = ...,
         kernels: _abc.Iterable[_builtins.str] | None = ...,
+        arguments: _builtins.str = ...,
+        calls: _builtins.int = ...,
+        peak_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes", "inputs", b"inputs", "kernels", b"kernels", "mean_picoseconds", b"mean_picoseconds", "median_picoseconds", b"median_picoseconds", "operator", b"operator", "outputs", b"outputs", "samples", b"samples", "spread", b"spread"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "attributes", b"attributes", "calls", b"calls", "inputs", b"inputs", "kernels", b"kernels", "mean_picoseconds", b"mean_picoseconds", "median_picoseconds", b"median_picoseconds", "operator", b"operator", "outputs", b"outputs", "peak_bytes", b"peak_bytes", "samples", b"samples", "spread", b"spread"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -111,12 +111,12 @@ def _written_out(job: JobGraph, field: int) -> np.ndarray:
 
 
 def _dependencies(job: JobGraph, bounds: Int64, hosts: np.ndarray) -> Ragged:
-    """Of every device task its issue, then what other streams make for it; host work waits itself."""
+    """Of every device task its issue, then what other streams make for it, in order; host work waits itself."""
     edges = Edges(job)
     crossing = [edges.of(number) for number in range(len(job.programs))]
     before = np.concatenate([start + b for start, (b, _) in zip(bounds[:-1], crossing, strict=True)])
     after = np.concatenate([start + a for start, (_, a) in zip(bounds[:-1], crossing, strict=True)])
-    order = np.argsort(after, kind="stable")
+    order = np.lexsort((before, after))
     before, after = 2 * before[order] + DEVICE, after[order]
     after = 2 * after + np.where(hosts[after], HOST, DEVICE)
     lengths = np.bincount(after, minlength=2 * len(hosts))
@@ -146,16 +146,20 @@ def _meetings(job: JobGraph, operation: Int64, bounds: Int64, joins: Callable[[i
         key_of.append(here[met])
         # A program may hold both ends of a message: its n-th send meets its n-th receive.
         sends = job.ops.kind[operation[begin + met]] == OpKind.SEND
-        nth.append(_occurrences(2 * here[met] + sends))
-    key, count = np.concatenate(key_of), np.concatenate(nth)
-    most = np.zeros(len(keys), np.int64)
-    np.maximum.at(most, key, count + 1)
+        nth.append(occurrences(2 * here[met] + sends))
     meeting = np.full(len(operation), NONE, np.int32)
-    meeting[np.concatenate(runs)] = (np.cumsum(most) - most)[key] + count
+    meeting[np.concatenate(runs)] = number_meetings(np.concatenate(key_of), np.concatenate(nth))
     return meeting
 
 
-def _occurrences(values: Int64) -> Int64:
+def number_meetings(key: Int64, nth: Int64) -> Int64:
+    """A number for every meeting: the n-th under a key."""
+    most = np.zeros(int(key.max(initial=NONE)) + 1, np.int64)
+    np.maximum.at(most, key, nth + 1)
+    return (np.cumsum(most) - most)[key] + nth
+
+
+def occurrences(values: Int64) -> Int64:
     """For every value, how many equal ones stand before it."""
     order = np.argsort(values, kind="stable")
     lengths = np.bincount(values)

@@ -21,6 +21,7 @@ _GEMM_OPERANDS = {
     "_scaled_mm": ("self", "mat2"),
 }
 _ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _CONVOLUTION = ("convolution", "convolution_backward")
 
 
@@ -30,7 +31,7 @@ def attributes_of(node: Node) -> Attributes | None:
     if name in _GEMM_OPERANDS:
         a, b = (arguments(node)[operand].meta[VAL] for operand in _GEMM_OPERANDS[name])
         return Gemm(transpose_a=_is_transposed(a), transpose_b=_is_transposed(b))
-    if name.removesuffix("_backward") in _ATTENTION:
+    if name.removesuffix("_backward") in (*_ATTENTION, _CPU_ATTENTION):
         return _attention(arguments(node))
     if name in _CONVOLUTION:
         return _convolution(arguments(node))

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from echograph.errors import CaptureError, EchoError
 from echograph.frontend.pytorch.annotate import check_annotations
 from echograph.frontend.pytorch.blame import reason, user_line
-from echograph.frontend.pytorch.device_ops import cuda_operators
+from echograph.frontend.pytorch.device_ops import cpu_operators, cuda_operators
 from echograph.frontend.pytorch.recorder import Recorder
 from echograph.frontend.pytorch.step import Inputs, Loss, StepSpec, TrainingStep
 from echograph.registry import Table
@@ -76,7 +76,8 @@ def capture(
     produce = PRODUCERS[producer]
     mode = _mode_of(module)
     recorder = Recorder(mode)
-    with _one_line_errors(module, recorder), _quiet_fakes(), cuda_operators(), _plain_attention_masks():
+    operators = cuda_operators() if spec.kernels == "cuda" else cpu_operators()
+    with _one_line_errors(module, recorder), _quiet_fakes(), operators, _plain_attention_masks():
         with mode:
             fake_inputs = tree_map_only(torch.Tensor, lambda t: _fake(t, mode), inputs)
             step = TrainingStep(module, fake_inputs, loss, spec)

@@ -41,15 +41,22 @@ _FLASH_ALIGNMENT = 8
 @contextmanager
 def cuda_operators() -> Iterator[None]:
     """Within the context, composite operators on CPU tensors call what they would call on CUDA."""
-    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    try:
+    with cpu_operators() as library:
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
         library.impl("rms_norm", _rms_norm, "AutogradCPU")
         library.impl("softmax.int", partial(_softmax, _ATEN._softmax), "AutogradCPU")
         library.impl("log_softmax.int", partial(_softmax, _ATEN._log_softmax), "AutogradCPU")
-        library.impl("_fused_sgd_", lambda *_, **__: None, "Meta")
         yield
+
+
+@contextmanager
+def cpu_operators() -> Iterator[Any]:
+    """Within the context, operators on CPU tensors call what they do there, and none lacks a shape rule."""
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        library.impl("_fused_sgd_", lambda *_, **__: None, "Meta")
+        yield library
     finally:
         library._destroy()
 

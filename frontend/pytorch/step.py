@@ -21,6 +21,7 @@ from echograph.frontend.pytorch import annotate
 
 StepDType = Literal["bf16", "fp16", "fp32"]
 Optimizer = Literal["adamw", "adam", "sgd"]
+Kernels = Literal["cuda", "cpu"]
 Inputs = tuple[Any, ...] | Mapping[str, Any]
 Loss = Callable[[Any], Tensor]
 
@@ -41,6 +42,7 @@ class StepSpec:
         master_weights: keep fp32 copies of 16-bit parameters and update those; None: yes for 16-bit types.
         recompute: discard activations and compute them again in the backward pass, with the module's own
             `gradient_checkpointing_enable` (Hugging Face).
+        kernels: whose kernels composite operators become: "cuda" or "cpu".
     """
 
     dtype: StepDType = "bf16"
@@ -48,9 +50,14 @@ class StepSpec:
     clip_grad_norm: float | None = None
     master_weights: bool | None = None
     recompute: bool = False
+    kernels: Kernels = "cuda"
 
     def __post_init__(self) -> None:
-        for field, choices in (("dtype", get_args(StepDType)), ("optimizer", get_args(Optimizer))):
+        for field, choices in (
+            ("dtype", get_args(StepDType)),
+            ("optimizer", get_args(Optimizer)),
+            ("kernels", get_args(Kernels)),
+        ):
             if getattr(self, field) not in choices:
                 raise UsageError(f"{field} '{getattr(self, field)}': choose one of {', '.join(choices)}")
         if self.clip_grad_norm is not None and not 0 < self.clip_grad_norm < float("inf"):

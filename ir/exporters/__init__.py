@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from echograph.registry import Table
 
-EXPORTERS = Table("format", {})
+EXPORTERS = Table(
+    "format",
+    {
+        "dot": "echograph.ir.exporters.drawing:export_dot",
+        "gml": "echograph.ir.exporters.networks:export_gml",
+        "graphml": "echograph.ir.exporters.networks:export_graphml",
+        "json": "echograph.ir.exporters.texts:export_json",
+        "svg": "echograph.ir.exporters.drawing:export_svg",
+        "text": "echograph.ir.exporters.texts:export_text",
+    },
+)
 """Formats that a graph is written in: name -> `export(graph: Graph, output: Path) -> Exported`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        files: how many files.
+        bytes: their size together.
+        notes: what the format cannot hold of this graph, a line each; empty where it holds all.
+    """
+
+    files: int
+    bytes: int
+    notes: tuple[str, ...] = ()

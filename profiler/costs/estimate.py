@@ -65,13 +65,14 @@ Operands = tuple[list[Tensor], list[Tensor]]
 def estimate(graph: Graph, device: DeviceProfile) -> Annotate:
     """Durations of the device operations of a graph, to be put on it; views and host work get none.
 
-    An operation that already has a duration on this device keeps it, since a measured one is better.
+    An operation that already has a duration on this device keeps it, since a measured one is better, and so does
+    one with an imported duration, of whichever device.
     """
     count = len(graph.ops)
     picoseconds, samples = np.full(count, NONE, np.int64), np.zeros(count, np.int64)
     source, spread = np.zeros(count, np.uint8), np.zeros(count, np.float32)
     known, _, _ = graph.ops.duration_on(device.name)
-    known[graph.ops.duration.rows] = 0
+    known[graph.ops.duration.rows[graph.ops.duration_source == Source.IMPORTED]] = 0
     works = np.isin(graph.ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~graph.ops.is_view & (known == NONE)
     rows = np.flatnonzero(works).tolist()
     memo: dict[Hashable, Cost] = {}

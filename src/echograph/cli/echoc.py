@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from echograph.cli.annotate import annotate_command
 from echograph.cli.app import (
     make_app,
     print_error,
@@ -17,11 +18,13 @@ from echograph.cli.app import (
     require_torch,
     run,
 )
+from echograph.cli.export import export_command
+from echograph.cli.imports import import_command
 from echograph.cli.plan import Plan
 from echograph.cli.plan_options import with_plan
 from echograph.cli.show import micro_batch, print_summary, summarize
 from echograph.cli.show_job import print_job, summarize_job
-from echograph.errors import UsageError
+from echograph.errors import UnknownNameError, UsageError
 from echograph.units import format_bytes, format_count
 
 app = make_app("echoc", "Compile a training step into a workload graph, without a GPU; look at graphs.")
@@ -143,6 +146,11 @@ def show(graph: GraphFile, as_json: Json = False) -> None:
         print_job(summary, headline=False)
 
 
+app.command("annotate")(annotate_command)
+app.command("export")(export_command)
+app.command("import")(import_command)
+
+
 @app.command("lower")
 @with_plan
 def lower_command(
@@ -176,8 +184,19 @@ def lower_command(
 
 
 @app.command()
-def check(graph: GraphFile, as_json: Json = False) -> None:
+def check(
+    graph: Annotated[Path, typer.Argument(help="A graph file written by echoc, or the folder of another format.")],
+    what: Annotated[str, typer.Option("--as", help="graph; chakra: the traces that ASTRA-sim reads.")] = "graph",
+    as_json: Json = False,
+) -> None:
     """Read a graph and check every invariant; exit 1 if one does not hold."""
+    if what not in ("graph", "chakra"):
+        raise UnknownNameError("format", what, ("graph", "chakra"))
+    if what == "chakra":
+        from echograph.cli.check_chakra import check_chakra
+
+        check_chakra(graph, as_json=as_json)
+        return
     from echograph.ir import serde
     from echograph.ir.verify import CHECKS
 

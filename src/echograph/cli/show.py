@@ -88,7 +88,8 @@ def _durations(graph: StepGraph | JobGraph, runs: np.ndarray) -> dict[str, dict[
         count = {
             s.name.lower(): int(runs[ops.duration.rows[mine & (ops.duration_source == s)]].sum()) for s in Source
         }
-        found[graph.strings[device]] = {**count, "of": int(runs.sum())}
+        if any(count.values()):  # a cluster times communication alone
+            found[graph.strings[device]] = {**count, "of": int(runs.sum())}
     return found
 
 

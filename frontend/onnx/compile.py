@@ -1,0 +1,90 @@
+"""From an ONNX model to a step graph: the model runs on fake tensors under the PyTorch frontend's recorder.
+
+The forward pass is what the nodes say; autograd adds the backward pass, and the step its optimizer, so that an ONNX
+model's training step is made of the same operators, FLOPs and bytes as a PyTorch model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from echograph.frontend.onnx.dtypes import DTypes, main_type
+from echograph.frontend.onnx.loss import choose_loss
+from echograph.frontend.onnx.model import OnnxModel
+from echograph.frontend.onnx.module import OnnxModule
+from echograph.frontend.pytorch.annotate import check_annotations
+from echograph.frontend.pytorch.capture import capture, capture_mode
+from echograph.frontend.pytorch.device_ops import cuda_operators
+from echograph.frontend.pytorch.lower import lower
+from echograph.frontend.pytorch.recorder import Recorder
+from echograph.frontend.pytorch.step import StepSpec, TrainingStep
+from echograph.ir.graph import StepGraph
+from echograph.ir.passes.fold import fold
+from echograph.ir.passes.rewrite_step import StepWriter
+
+
+class Compiled(NamedTuple):
+    """A step graph, and what its loss is ("" without training)."""
+
+    graph: StepGraph
+    loss: str
+
+
+class ForwardStep(TrainingStep):
+    """A module and its inputs, without what training adds.
+
+    Args:
+        module: put into evaluation mode, in place.
+        inputs: keyword arguments of the module.
+    """
+
+    def __init__(self, module: OnnxModule, inputs: Mapping[str, Tensor]) -> None:
+        self.module = module.eval()
+        self.inputs = inputs
+        self.parameters, self.state, self.scaler = {}, {}, {}
+
+
+def compile_onnx(model: OnnxModel, spec: StepSpec, *, train: bool = False, loss: str = "auto") -> Compiled:
+    """Makes the step graph of a model.
+
+    Args:
+        model: what a file holds.
+        spec: the step; only its dtype counts without training. It stands for the type of most of the weights.
+        train: a training step; False: the forward pass alone, as in inference.
+        loss: what is trained on (`loss.choose_loss`).
+
+    Raises:
+        CaptureError: the model cannot run; names the node.
+        UsageError: the loss does not fit the outputs.
+    """
+    dtypes = DTypes(main=main_type(model), step=spec.torch_dtype)
+    with capture_mode() as mode:
+        module = OnnxModule(model, dtypes)
+        inputs = {v.name: torch.empty(v.shape, dtype=dtypes.of(v.dtype, v.name)) for v in model.inputs}
+    if not train:
+        return Compiled(fold(_forward(module, inputs, spec, mode)), "")
+    with capture_mode(), mode, torch.no_grad(), cuda_operators():
+        chosen = choose_loss(loss, model, module(**inputs))
+    captured = capture(module, {**inputs, **chosen.inputs}, chosen.function, spec)
+    return Compiled(fold(lower(captured, spec, name=model.name)), chosen.text)
+
+
+def _forward(
+    module: OnnxModule, inputs: Mapping[str, Tensor], spec: StepSpec, mode: FakeTensorMode
+) -> StepGraph:
+    recorder = Recorder(mode)
+    with cuda_operators(), recorder.following(ForwardStep(module, inputs)), recorder, torch.no_grad():
+        module(**inputs)
+    check_annotations(recorder.graph)
+    writer = StepWriter(lower(recorder.graph, spec, name=module.model.name))
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    writer.builder.workload = replace(
+        writer.builder.workload, parameters=parameters, optimizer="", master_weights=False
+    )
+    return writer.write()

@@ -1,0 +1,379 @@
+"""Reads an ONNX file: nodes, inputs, weights and small constants, checked and with every dimension a number.
+
+Weights are shapes: what lies in external files is never opened, and of what lies in the file itself only integers
+and scalars that a shape may depend on are looked at. Local functions are inlined.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echograph.errors import FormatError, InputError, MissingExtraError, UsageError
+from echograph.frontend.onnx.functions import inline_functions
+from echograph.frontend.onnx.paths import module_path, parameter_name
+from echograph.ir.files import read_whole
+
+if TYPE_CHECKING:
+    import numpy as np
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+MAX_KNOWN = 2**16
+"""Elements of the largest tensor whose values are kept: what a shape depends on has a few, a small mask thousands."""
+PARAMETER = "PARAMETER"
+_OWNED = (PARAMETER, "BUFFER", "CONSTANT_TENSOR")
+_KINDS = ("pkg.torch.export.graph_signature.InputSpec.kind", "echograph.role")
+_STATISTICS = slice(3, 5)  # of a BatchNormalization's inputs
+_DEFAULT_DOMAINS = ("", "ai.onnx")
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A tensor that the model is given.
+
+    Attributes:
+        name: its name in the file.
+        dtype: ONNX element type (`TensorProto.DataType`).
+        shape: extents.
+    """
+
+    name: str
+    dtype: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight(Value):
+    """A tensor that the model owns.
+
+    Attributes:
+        path: its dotted name as a parameter of a module.
+        trainable: whether a gradient is wanted: a float of several elements that is no running statistic.
+    """
+
+    path: str
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """An operation.
+
+    Attributes:
+        name: its name, or what it makes where it has none.
+        operator: operator type, after its domain and a dot where that is not ONNX's own.
+        inputs: names of the values it reads; "" for one left out.
+        outputs: names of the values it makes.
+        attributes: name -> int, float, str, list of these, or a numpy array.
+        module: dotted path of the module it stands in.
+    """
+
+    name: str
+    operator: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any]
+    module: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnnxModel:
+    """What a file holds.
+
+    Attributes:
+        source: the file's name, for messages.
+        name: of the file, without its suffix.
+        opset: version of ONNX's own operators.
+        inputs: what a step is given, in order.
+        weights: what the model owns.
+        constants: values of small tensors, by name.
+        nodes: in an order in which they can run.
+        outputs: names of the results.
+        types: ONNX type and shape that the file states of values, where it does: name -> value.
+    """
+
+    source: str
+    name: str
+    opset: int
+    inputs: tuple[Value, ...]
+    weights: tuple[Weight, ...]
+    constants: Mapping[str, np.ndarray[Any, Any]]
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...]
+    types: Mapping[str, Value]
+
+
+def read(path: Path, dims: Mapping[str, int] | None = None) -> OnnxModel:
+    """Reads a model.
+
+    Args:
+        path: an `.onnx` file.
+        dims: value of each symbolic dimension; an input's unnamed one is called `INPUT.POSITION`.
+
+    Raises:
+        InputError: the file cannot be read, or the model breaks a rule of ONNX.
+        UsageError: a symbolic dimension has no value, or a value names none.
+        MissingExtraError: the `onnx` package is not installed.
+    """
+    model = inline_functions(_parse(path), path.name)
+    reader = _Reader(path.name, model.graph, dict(dims or {}))
+    opset = next((o.version for o in model.opset_import if o.domain in _DEFAULT_DOMAINS), 0)
+    return reader.read(path.stem, opset or _newest_opset())
+
+
+def _newest_opset() -> int:
+    from onnx.defs import onnx_opset_version
+
+    return onnx_opset_version()
+
+
+def _parse(path: Path) -> ModelProto:
+    try:
+        import onnx
+    except ImportError:
+        raise MissingExtraError("onnx", "onnx", "reading ONNX models") from None
+    data = read_whole(path, "give the path of an ONNX model")
+    try:
+        # Other than `onnx.load`, this opens no file with external data.
+        model = onnx.ModelProto.FromString(data)
+    except Exception:
+        raise FormatError(f"{path}: not an ONNX model, or truncated: export it again") from None
+    if not model.graph.node:
+        raise FormatError(f"{path}: holds no ONNX graph: export the model again")
+    return model
+
+
+class _Reader:
+    """State of one reading: which names are known so far."""
+
+    def __init__(self, source: str, graph: GraphProto, dims: dict[str, int]) -> None:
+        self.source = source
+        self.graph = graph
+        self.dims = dims
+        self.unbound: dict[str, None] = {}
+        self.known_dims: dict[str, None] = {}
+        self.constants: dict[str, np.ndarray[Any, Any]] = {}
+        self.owned: dict[str, Value] = {}
+        self.kinds: dict[str, str] = {}
+
+    def read(self, stem: str, opset: int) -> OnnxModel:
+        graph = self.graph
+        for tensor in graph.initializer:
+            self._initializer(tensor.name, tensor)
+        for sparse in graph.sparse_initializer:
+            raise InputError(f"{self.source}: initializer '{sparse.values.name}' is sparse: export it dense")
+        stated = {v.name: v for v in (*graph.value_info, *graph.output, *graph.input)}
+        self.kinds = {name: kind for name, info in stated.items() if (kind := _kind(info))}
+        given = [v for v in graph.input if v.name not in self.owned and v.name not in self.constants]
+        for info in given:
+            if info.name in self.kinds:
+                self.owned[info.name] = self._value(info, "weight")
+        inputs = tuple(self._value(v, "input") for v in given if v.name not in self.owned)
+        nodes = tuple(self._nodes({v.name for v in inputs}, stated))
+        self._check_dims()
+        made = {name for node in nodes for name in node.outputs}
+        known = made | self.owned.keys() | self.constants.keys() | {v.name for v in inputs}
+        outputs = tuple(v.name for v in graph.output)
+        if missing := next((name for name in outputs if name not in known), None):
+            raise InputError(f"{self.source}: no node makes the output '{missing}': export the model again")
+        return OnnxModel(
+            source=self.source,
+            name=stem,
+            opset=opset,
+            inputs=inputs,
+            weights=tuple(self._weights(nodes)),
+            constants=self.constants,
+            nodes=nodes,
+            outputs=outputs,
+            types=dict(self._types(made, stated)),
+        )
+
+    # -- values --------------------------------------------------------------------------------------------
+
+    def _initializer(self, name: str, tensor: TensorProto) -> None:
+        shape = tuple(int(extent) for extent in tensor.dims)
+        if min(shape, default=0) < 0:
+            raise InputError(f"{self.source}: initializer '{name}' has the shape {list(shape)}: export it again")
+        data = _array(self.source, name, tensor) if _may_be_known(tensor, shape) else None
+        if data is not None and (data.dtype.kind in "iub" or data.size == 1):
+            self.constants[name] = data
+        else:
+            self.owned[name] = Value(name=name, dtype=tensor.data_type, shape=shape)
+
+    def _value(self, info: ValueInfoProto, what: str) -> Value:
+        if not info.type.HasField("tensor_type"):
+            kind = info.type.WhichOneof("value") or "nothing"
+            raise InputError(f"{self.source}: {what} '{info.name}' is a {kind}: export it with tensors alone")
+        tensor = info.type.tensor_type
+        if not tensor.HasField("shape"):
+            raise InputError(f"{self.source}: {what} '{info.name}' has no shape: export the model with shapes")
+        extents = []
+        for position, dim in enumerate(tensor.shape.dim):
+            if dim.HasField("dim_value"):
+                extents.append(dim.dim_value)
+            else:
+                extents.append(self._bound(dim.dim_param or f"{info.name}.{position}"))
+        if min(extents, default=0) < 0:
+            raise InputError(f"{self.source}: {what} '{info.name}' has the shape {extents}: export it again")
+        return Value(name=info.name, dtype=tensor.elem_type, shape=tuple(extents))
+
+    def _bound(self, name: str) -> int:
+        self.known_dims[name] = None
+        value = self.dims.get(name)
+        if value is None:
+            self.unbound[name] = None
+        elif value < 1:
+            raise UsageError(f"--dim {name}={value}: give a size of at least 1")
+        return 1 if value is None else value
+
+    def _check_dims(self) -> None:
+        if self.unbound:
+            names = list(self.unbound)
+            shown = ", ".join(names[:_SHOWN]) + (f", ... ({len(names)} in all)" if len(names) > _SHOWN else "")
+            raise UsageError(f"{self.source}: symbolic dimensions without a size: {shown}: add --dim {names[0]}=8")
+        if unknown := next((name for name in self.dims if name not in self.known_dims), None):
+            known = ", ".join(list(self.known_dims)[:_SHOWN]) or "none: every size is in the file"
+            raise UsageError(f"--dim {unknown}={self.dims[unknown]}: {self.source} has no such dimension: {known}")
+
+    def _types(self, made: Iterable[str], stated: Mapping[str, ValueInfoProto]) -> Iterator[tuple[str, Value]]:
+        for name in made:
+            info = stated.get(name)
+            if info is None or not info.type.tensor_type.HasField("shape"):
+                continue
+            dims = info.type.tensor_type.shape.dim
+            extents = [d.dim_value if d.HasField("dim_value") else self.dims.get(d.dim_param, -1) for d in dims]
+            if min(extents, default=0) >= 0:
+                yield name, Value(name=name, dtype=info.type.tensor_type.elem_type, shape=tuple(extents))
+
+    # -- nodes ---------------------------------------------------------------------------------------------
+
+    def _nodes(self, available: set[str], stated: Mapping[str, ValueInfoProto]) -> Iterator[Node]:
+        makers = {name for node in self.graph.node for name in node.output}
+        available |= self.owned.keys() | self.constants.keys() | {""}
+        for position, proto in enumerate(self.graph.node):
+            node = self._node(proto, position)
+            for name in node.inputs:
+                if name not in available:
+                    self._undeclared(name, node, makers, stated)
+                    available.add(name)
+            if repeated := next((n for n in node.outputs if n and n in available), None):
+                raise InputError(
+                    f"{self.source}: node '{node.name}' makes '{repeated}' again: give every value one maker"
+                )
+            available.update(node.outputs)
+            yield node
+
+    def _undeclared(self, name: str, node: Node, makers: set[str], stated: Mapping[str, ValueInfoProto]) -> None:
+        """A value that neither an earlier node nor an initializer makes: a weight of a file without weights."""
+        if name in makers:
+            raise InputError(
+                f"{self.source}: node '{node.name}' ({node.operator}) reads '{name}', which a later node or itself "
+                "makes: ONNX has no cycles, and its nodes stand in the order in which they run"
+            )
+        if name not in stated:
+            raise InputError(
+                f"{self.source}: node '{node.name}' ({node.operator}) reads '{name}', which nothing makes and whose "
+                "shape stands nowhere: export the model with its initializers or their shapes"
+            )
+        self.owned[name] = self._value(stated[name], "weight")
+
+    def _node(self, proto: NodeProto, position: int) -> Node:
+        name = proto.name or next((o for o in proto.output if o), f"node {position}")
+        attributes = {}
+        for attribute in proto.attribute:
+            try:
+                attributes[attribute.name] = _attribute(self.source, name, attribute)
+            except ValueError:
+                raise InputError(
+                    f"{self.source}: node '{name}' has an attribute '{attribute.name[:80]}' without a value: "
+                    "export the model again"
+                ) from None
+        outputs = tuple(proto.output)
+        if proto.op_type == "Constant" and len(outputs) == 1:
+            self._constant(proto, name)
+        prefix = "" if proto.domain in _DEFAULT_DOMAINS else f"{proto.domain}."
+        return Node(
+            name=name,
+            operator=prefix + proto.op_type,
+            inputs=tuple(proto.input),
+            outputs=outputs,
+            attributes=attributes,
+            module=module_path(proto),
+        )
+
+    def _constant(self, proto: NodeProto, name: str) -> None:
+        for attribute in proto.attribute:
+            if attribute.HasField("t") and not _may_be_known(attribute.t, tuple(attribute.t.dims)):
+                raise InputError(
+                    f"{self.source}: node '{name}' holds a constant of {prod(attribute.t.dims)} elements: export "
+                    "weights as initializers"
+                )
+
+    def _weights(self, nodes: Iterable[Node]) -> Iterator[Weight]:
+        statistics = {
+            n for node in nodes if node.operator == "BatchNormalization" for n in node.inputs[_STATISTICS]
+        }
+        users: dict[str, Node] = {}
+        for node in nodes:
+            for name in node.inputs:
+                users.setdefault(name, node)
+        taken: Counter[str] = Counter()
+        for value in self.owned.values():
+            if value.name not in users:
+                continue
+            path = base = parameter_name(value.name, users[value.name].module, users[value.name].operator)
+            while path in taken:
+                path = f"{base}.{taken[base]}"
+                taken[base] += 1
+            taken[path] += 1
+            kind = self.kinds.get(value.name)
+            trainable = kind == PARAMETER if kind else value.name not in statistics and prod(value.shape) > 1
+            yield Weight(name=value.name, dtype=value.dtype, shape=value.shape, path=path, trainable=trainable)
+
+
+def _kind(info: ValueInfoProto) -> str:
+    """What a file says that a value is, where it is a weight: PyTorch's exporter and ours do; else ""."""
+    kinds = (p.value.upper() for p in info.metadata_props if p.key in _KINDS)
+    return next((kind for kind in kinds if kind in _OWNED), "")
+
+
+def _may_be_known(tensor: TensorProto, shape: tuple[int, ...]) -> bool:
+    from onnx import TensorProto as Proto
+
+    return tensor.data_location != Proto.EXTERNAL and 0 <= prod(shape) <= MAX_KNOWN
+
+
+def _array(source: str, name: str, tensor: TensorProto) -> np.ndarray[Any, Any] | None:
+    """Values of a tensor in the file; None where there are none, as in a file without weights."""
+    import numpy as np
+    from onnx import numpy_helper
+
+    try:
+        data = np.asarray(numpy_helper.to_array(tensor))
+    except Exception:
+        if tensor.ByteSize() < 2 * len(name.encode()) + 64:  # stripped of its data
+            return None
+        raise InputError(f"{source}: '{name}': its data do not fit its shape {list(tensor.dims)}") from None
+    return data if data.dtype.kind in "iubfc" else data.astype(np.float32) if data.dtype.kind == "V" else None
+
+
+def _attribute(source: str, node: str, attribute: Any) -> Any:
+    from onnx import helper
+
+    value = helper.get_attribute_value(attribute)
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if hasattr(value, "data_type") and hasattr(value, "dims"):
+        return _array(source, node, value) if _may_be_known(value, tuple(value.dims)) else None
+    if isinstance(value, int | float):
+        return value
+    try:
+        items = list(value)
+    except TypeError:
+        return value
+    return [item.decode("utf-8", "replace") if isinstance(item, bytes) else item for item in items]

@@ -1,0 +1,196 @@
+"""Layers: convolutions, pooling, normalisation, attention, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from echograph.errors import CaptureError
+from echograph.frontend.onnx.call import Call, Operator, extents
+
+_CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+_MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_AVERAGE_POOLS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+def _dimensions(table: Mapping[int, Any], x: Tensor) -> Any:
+    function = table.get(x.dim() - 2)
+    if function is None:
+        raise CaptureError(f"its input has {x.dim()} dimensions: 3, 4 and 5 are known")
+    return function
+
+
+def _window(call: Call, x: Tensor, kernel: list[int]) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Stride, dilation, and padding before and after, one entry per spatial dimension."""
+    count = len(kernel)
+    stride, dilation = call.ints("strides", default=[1] * count), call.ints("dilations", default=[1] * count)
+    mode = call.text("auto_pad", "NOTSET")
+    if mode == "NOTSET":
+        pads = call.ints("pads", default=[0] * (2 * count))
+        return stride, dilation, pads[:count], pads[count:]
+    if mode == "VALID":
+        return stride, dilation, [0] * count, [0] * count
+    sizes = zip(extents(x)[2:], kernel, stride, dilation, strict=True)
+    total = [max(0, (-(-size // s) - 1) * s + (k - 1) * d + 1 - size) for size, k, s, d in sizes]
+    half = [pad // 2 for pad in total]
+    rest = [pad - low for pad, low in zip(total, half, strict=True)]
+    return (stride, dilation, half, rest) if mode == "SAME_UPPER" else (stride, dilation, rest, half)
+
+
+def _even(x: Tensor, before: list[int], after: list[int], value: float = 0.0) -> tuple[Tensor, list[int]]:
+    """Kernels pad both sides alike; another padding is written out first."""
+    if before == after:
+        return x, before
+    widths = [width for pair in zip(reversed(before), reversed(after), strict=True) for width in pair]
+    return F.pad(x, widths, value=value), [0] * len(before)
+
+
+def _bias(call: Call, position: int) -> Tensor | None:
+    """A bias; one that is known to be zero is what an exporter writes for none."""
+    known = call.known[position] if position < len(call.known) else None
+    return None if known is not None and not known.any() else call.get(position)
+
+
+def _conv(call: Call) -> Any:
+    x, weight = call[0], call[1]
+    stride, dilation, before, after = _window(call, x, extents(weight)[2:])
+    function = _dimensions(_CONVOLUTIONS, x)
+    x, padding = _even(x, before, after)
+    return function(x, weight, _bias(call, 2), stride, padding, dilation, call.integer("group", 1))
+
+
+def _conv_transpose(call: Call) -> Any:
+    x, weight = call[0], call[1]
+    if call.text("auto_pad", "NOTSET") != "NOTSET" or "output_shape" in call.node.attributes:
+        raise CaptureError("its padding follows from auto_pad or output_shape: export it with explicit pads")
+    stride, dilation, before, after = _window(call, x, extents(weight)[2:])
+    extra = call.ints("output_padding", default=[0] * len(before))
+    # What is cut off the end less than off the front is more output there.
+    extra = [e + low - high for e, low, high in zip(extra, before, after, strict=True)]
+    function = _dimensions(_TRANSPOSED, x)
+    return function(x, weight, _bias(call, 2), stride, before, extra, call.integer("group", 1), dilation)
+
+
+def _max_pool(call: Call) -> Any:
+    kernel = call.ints("kernel_shape")
+    stride, dilation, before, after = _window(call, call[0], kernel)
+    x, padding = _even(call[0], before, after, float("-inf"))
+    both = len(call.node.outputs) > 1 and bool(call.node.outputs[1])
+    pool = _dimensions(_MAX_POOLS, x)
+    return pool(x, kernel, stride, padding, dilation, bool(call.integer("ceil_mode")), both)
+
+
+def _average_pool(call: Call) -> Any:
+    kernel = call.ints("kernel_shape")
+    stride, _, before, after = _window(call, call[0], kernel)
+    x, padding = _even(call[0], before, after)
+    counts = bool(call.integer("count_include_pad"))
+    return _dimensions(_AVERAGE_POOLS, x)(x, kernel, stride, padding, bool(call.integer("ceil_mode")), counts)
+
+
+def _global_pool(call: Call, *, largest: bool) -> Any:
+    x = call[0]
+    axes = list(range(2, x.dim()))
+    return torch.amax(x, axes, keepdim=True) if largest else torch.mean(x, axes, keepdim=True)
+
+
+def _batch_norm(call: Call) -> Any:
+    """In training, an inference graph's fixed statistics are those of the batch again."""
+    momentum = 1.0 - call.real("momentum", 0.9)
+    training = call.training or bool(call.integer("training_mode"))
+    out = F.batch_norm(
+        call[0], call[3], call[4], call[1], call[2], training, momentum, call.real("epsilon", 1e-5)
+    )
+    return (out, call[3], call[4]) if len(call.node.outputs) > 1 else out
+
+
+def _instance_norm(call: Call) -> Any:
+    return F.instance_norm(call[0], weight=call[1], bias=call[2], eps=call.real("epsilon", 1e-5))
+
+
+def _group_norm(call: Call) -> Any:
+    return F.group_norm(call[0], call.integer("num_groups", 1), call[1], call[2], call.real("epsilon", 1e-5))
+
+
+def _layer_norm(call: Call) -> Any:
+    x = call[0]
+    shape = extents(x)[call.axis(-1, x.dim()) :]
+    return F.layer_norm(x, shape, call[1], call.get(2), call.real("epsilon", 1e-5))
+
+
+def _rms_norm(call: Call) -> Any:
+    x = call[0]
+    return F.rms_norm(x, extents(x)[call.axis(-1, x.dim()) :], call[1], call.real("epsilon", 1e-5))
+
+
+def _lp_norm(call: Call) -> Any:
+    return F.normalize(call[0], call.integer("p", 2), call.axis(-1, call[0].dim()), eps=0.0)
+
+
+def _local_response_norm(call: Call) -> Any:
+    return F.local_response_norm(
+        call[0], call.integer("size", 1), call.real("alpha", 1e-4), call.real("beta", 0.75), call.real("bias", 1.0)
+    )
+
+
+def _dropout(call: Call) -> Any:
+    x = call[0]
+    ratio = call.number(1) if call.get(1) is not None else call.real("ratio", 0.5)
+    if not call.training or not ratio:
+        return (x, torch.ones(extents(x), dtype=torch.bool)) if len(call.node.outputs) > 1 else x
+    return torch.native_dropout(x, float(ratio), True)
+
+
+def _attention(call: Call) -> Any:
+    """Standard attention (version 23): heads apart, or side by side in the last dimension."""
+    query, key, value, mask = call[0], call[1], call[2], call.get(3)
+    if any(call.get(i) is not None for i in (4, 5, 6)) or call.real("softcap", 0.0):
+        raise CaptureError("it has a cache, a softcap or lengths: export a step without them")
+    apart = query.dim() == 4
+    if not apart:
+        heads, kv_heads = call.integer("q_num_heads"), call.integer("kv_num_heads")
+        query = query.unflatten(-1, (heads, -1)).transpose(1, 2)
+        key, value = (t.unflatten(-1, (kv_heads, -1)).transpose(1, 2) for t in (key, value))
+    scale = call.node.attributes.get("scale")
+    out = F.scaled_dot_product_attention(
+        query, key, value, mask, 0.0, bool(call.integer("is_causal")), scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return out if apart else out.transpose(1, 2).flatten(-2)
+
+
+def _loss(call: Call, *, of_logits: bool) -> Any:
+    scores, labels, weight = call[0], call[1], call.get(2)
+    ignored = call.integer("ignore_index", -100)
+    reduction = call.text("reduction", "mean")
+    if not of_logits:
+        return F.nll_loss(scores, labels, weight, ignore_index=ignored, reduction=reduction)
+    loss = F.cross_entropy(scores, labels, weight, ignore_index=ignored, reduction=reduction)
+    return (loss, F.log_softmax(scores, 1)) if len(call.node.outputs) > 1 else loss
+
+
+OPERATORS: Mapping[str, Operator] = {
+    "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+    "MaxPool": _max_pool,
+    "AveragePool": _average_pool,
+    "GlobalAveragePool": partial(_global_pool, largest=False),
+    "GlobalMaxPool": partial(_global_pool, largest=True),
+    "BatchNormalization": _batch_norm,
+    "InstanceNormalization": _instance_norm,
+    "GroupNormalization": _group_norm,
+    "LayerNormalization": _layer_norm,
+    "RMSNormalization": _rms_norm,
+    "LpNormalization": _lp_norm,
+    "LRN": _local_response_norm,
+    "Dropout": _dropout,
+    "Attention": _attention,
+    "SoftmaxCrossEntropyLoss": partial(_loss, of_logits=True),
+    "NegativeLogLikelihoodLoss": partial(_loss, of_logits=False),
+}

@@ -1,0 +1,245 @@
+"""Operators that move, cut, join, repeat and make tensors, and the ones that speak of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from echograph.errors import CaptureError
+from echograph.frontend.onnx.call import Call, Operator, extents
+
+
+def _shape(call: Call) -> Any:
+    whole = extents(call[0])
+    start, end = call.integer("start"), call.integer("end", len(whole))
+    return torch.tensor(whole[start:end], dtype=torch.int64)
+
+
+def _size(call: Call) -> Any:
+    return torch.tensor(prod(extents(call[0])), dtype=torch.int64)
+
+
+def _constant(call: Call) -> Any:
+    for name, dtype in (("value_float", torch.float32), ("value_floats", torch.float32),
+                        ("value_int", torch.int64), ("value_ints", torch.int64)):  # fmt: skip
+        if name in call.node.attributes:
+            return torch.tensor(call.node.attributes[name], dtype=call.dtypes.to_step(dtype))
+    value = call.node.attributes.get("value")
+    if value is None:
+        raise CaptureError("its value is no dense tensor of numbers")
+    made = torch.tensor(value)
+    return made.to(call.dtypes.to_step(made.dtype))
+
+
+def _constant_of_shape(call: Call) -> Any:
+    fill = call.node.attributes.get("value")
+    value = torch.tensor(0.0 if fill is None else fill.reshape(-1)[0])
+    return torch.full(call.ints("shape", 0), value.item(), dtype=call.dtypes.to_step(value.dtype))
+
+
+def _range(call: Call) -> Any:
+    numbers = []
+    for position in range(3):
+        known = call.constant(position)
+        if known is None:
+            raise CaptureError("it lacks its start, limit or delta")
+        numbers.append(known.item())
+    return torch.arange(*numbers, dtype=call[0].dtype)
+
+
+def _reshape(call: Call) -> Any:
+    x, wanted = call[0], call.ints("shape", 1)
+    if not call.integer("allowzero"):
+        wanted = [x.shape[i] if extent == 0 and i < x.dim() else extent for i, extent in enumerate(wanted)]
+    return x.reshape(wanted)
+
+
+def _flatten(call: Call) -> Any:
+    x = call[0]
+    axis = call.integer("axis", 1)
+    axis = axis + x.dim() if axis < 0 else axis
+    return x.reshape([prod(extents(x)[:axis]), prod(extents(x)[axis:])])
+
+
+def _squeeze(call: Call) -> Any:
+    axes = call.optional_ints("axes", 1)
+    return call[0].squeeze() if axes is None else call[0].squeeze(axes)
+
+
+def _unsqueeze(call: Call) -> Any:
+    x = call[0]
+    axes = call.ints("axes", 1)
+    rank = x.dim() + len(axes)
+    for axis in sorted(axis % rank for axis in axes):
+        x = x.unsqueeze(axis)
+    return x
+
+
+def _transpose(call: Call) -> Any:
+    x = call[0]
+    order = call.ints("perm", default=range(x.dim() - 1, -1, -1))
+    if order == list(range(x.dim())):
+        return x
+    moved = [i for i, source in enumerate(order) if i != source]
+    # The exchange of two dimensions is what a matrix product recognises as a layout.
+    return x.transpose(*moved) if len(moved) == 2 else x.permute(order)
+
+
+def _concat(call: Call) -> Any:
+    return torch.cat([call[i] for i in range(len(call.operands))], call.axis(0, call[0].dim()))
+
+
+def _split(call: Call) -> Any:
+    x = call[0]
+    axis = call.axis(0, x.dim())
+    sizes = call.optional_ints("split", 1)
+    if sizes is None:
+        parts = call.integer("num_outputs", len(call.node.outputs))
+        sizes = [-(-int(x.shape[axis]) // max(parts, 1))]
+    return torch.split(x, sizes if len(sizes) > 1 else sizes[0], axis)
+
+
+def _split_to_sequence(call: Call) -> Any:
+    x = call[0]
+    axis = call.axis(0, x.dim())
+    known = call.constant(1)
+    if known is None:
+        parts = torch.split(x, 1, axis)
+        return [list(parts) if call.integer("keepdims", 1) else [p.squeeze(axis) for p in parts]]
+    return [list(torch.split(x, known.tolist(), axis))]
+
+
+def _sequence_at(call: Call) -> Any:
+    position = call.constant(1)
+    if position is None:
+        raise CaptureError("it lacks its position")
+    return call[0][int(position)]
+
+
+def _concat_from_sequence(call: Call) -> Any:
+    join = torch.stack if call.integer("new_axis") else torch.cat
+    return join(list(call[0]), call.integer("axis"))
+
+
+def _slice(call: Call) -> Any:
+    x: Tensor = call[0]
+    starts, ends = call.ints("starts", 1), call.ints("ends", 2)
+    axes = call.ints("axes", 3, default=range(len(starts)))
+    steps = call.ints("steps", 4, default=[1] * len(starts))
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        axis = axis % x.dim()
+        chosen = range(int(x.shape[axis]))[start:end:step]
+        if step > 0:
+            index = [slice(None)] * axis + [slice(chosen.start, chosen.stop, step)]
+            x = x if len(chosen) == x.shape[axis] else x[tuple(index)]
+        else:
+            x = x.index_select(axis, torch.tensor(list(chosen), dtype=torch.int64))
+    return x
+
+
+def _expand(call: Call) -> Any:
+    x = call[0]
+    wanted = torch.broadcast_shapes(x.shape, call.ints("shape", 1))
+    return x if wanted == x.shape else x.expand(wanted)
+
+
+def _tile(call: Call) -> Any:
+    return call[0].repeat(call.ints("repeats", 1))
+
+
+def _pad(call: Call) -> Any:
+    x: Tensor = call[0]
+    pads = call.ints("pads", 1)
+    axes = [a % x.dim() for a in call.ints("axes", 3, default=range(x.dim()))]
+    widths = [0] * (2 * x.dim())
+    for i, axis in enumerate(axes):  # PyTorch counts pairs from the last dimension
+        at = 2 * (x.dim() - 1 - axis)
+        widths[at : at + 2] = pads[i], pads[i + len(axes)]
+    while len(widths) > 2 and widths[-2:] == [0, 0]:
+        widths = widths[:-2]
+    mode = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}.get(
+        call.text("mode", "constant")
+    )
+    if mode is None:
+        raise CaptureError(f"its mode '{call.text('mode')}' is not one that ONNX has")
+    if mode != "constant":
+        return F.pad(x, widths, mode=mode)
+    value = call.number(2) if call.get(2) is not None else call.real("value", 0.0)
+    return F.pad(x, widths, value=value if isinstance(value, int | float) else 0.0)
+
+
+def _trilu(call: Call) -> Any:
+    known = call.constant(1)
+    diagonal = 0 if known is None else int(known)
+    return torch.triu(call[0], diagonal) if call.integer("upper", 1) else torch.tril(call[0], diagonal)
+
+
+def _depth_to_space(call: Call) -> Any:
+    x, block = call[0], call.integer("blocksize", 1)
+    batch, channels, height, width = extents(x)
+    first = call.text("mode", "DCR") == "DCR"
+    split = [batch, block, block, channels // block**2] if first else [batch, channels // block**2, block, block]
+    order = [0, 3, 4, 1, 5, 2] if first else [0, 1, 4, 2, 5, 3]
+    moved = x.reshape([*split, height, width]).permute(order)
+    return moved.reshape([batch, channels // block**2, height * block, width * block])
+
+
+def _space_to_depth(call: Call) -> Any:
+    x, block = call[0], call.integer("blocksize", 1)
+    batch, channels, height, width = extents(x)
+    parts = x.reshape([batch, channels, height // block, block, width // block, block])
+    return parts.permute([0, 3, 5, 1, 2, 4]).reshape([batch, channels * block**2, height // block, width // block])
+
+
+def _resize(scales_at: int, call: Call) -> Any:
+    """Only a picture's own dimensions are resized, as every exporter writes it."""
+    x: Tensor = call[0]
+    scales = call.constant(scales_at) if scales_at < len(call.operands) else None
+    sizes = call.optional_ints("sizes", 3)
+    if sizes is None:
+        factors = call.node.attributes.get("scales") if scales is None else scales.tolist()
+        if not factors:
+            raise CaptureError("it has neither scales nor sizes")
+        sizes = [int(extent * factor) for extent, factor in zip(extents(x), factors, strict=True)]
+    if sizes[:2] != extents(x)[:2]:
+        raise CaptureError(f"it resizes {extents(x)} to {sizes}: only dimensions after the second can be")
+    mode = call.text("mode", "nearest")
+    smooth = {"linear": {1: "linear", 2: "bilinear", 3: "trilinear"}, "cubic": {2: "bicubic"}}.get(mode, {})
+    return F.interpolate(x, size=sizes[2:], mode=smooth.get(x.dim() - 2, "nearest"))
+
+
+STATIC = ("Shape", "Size")
+"""Operators that see only the shape of what they read."""
+OPERATORS: Mapping[str, Operator] = {
+    "Shape": _shape,
+    "Size": _size,
+    "Constant": _constant,
+    "ConstantOfShape": _constant_of_shape,
+    "Range": _range,
+    "Reshape": _reshape,
+    "Flatten": _flatten,
+    "Squeeze": _squeeze,
+    "Unsqueeze": _unsqueeze,
+    "Transpose": _transpose,
+    "Concat": _concat,
+    "Split": _split,
+    "SplitToSequence": _split_to_sequence,
+    "SequenceConstruct": lambda call: [[call[i] for i in range(len(call.operands))]],
+    "SequenceAt": _sequence_at,
+    "ConcatFromSequence": _concat_from_sequence,
+    "Slice": _slice,
+    "Expand": _expand,
+    "Tile": _tile,
+    "Pad": _pad,
+    "Trilu": _trilu,
+    "DepthToSpace": _depth_to_space,
+    "SpaceToDepth": _space_to_depth,
+    "Resize": partial(_resize, 2),
+    "Upsample": partial(_resize, 1),
+}

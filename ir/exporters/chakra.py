@@ -1,0 +1,254 @@
+"""A job as Chakra execution traces, which ASTRA-sim 2 reads: one file a rank, and the groups of all ranks.
+
+Operations keep the order of their program, whose place is their id, since readers issue what is ready by ascending
+id. Streams are chains of control dependencies; what streams wait for of each other are data dependencies.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from echograph.errors import PlanError, UsageError
+from echograph.ir.columns import NONE, Int64
+from echograph.ir.edges import Edges
+from echograph.ir.exporters import Exported
+from echograph.ir.exporters.chakra_lower import Lowered, Lowering
+from echograph.ir.exporters.chakra_ranks import Communicators, Differs
+from echograph.ir.exporters.chakra_trace import Trace
+from echograph.ir.exporters.folder import whole_folder
+from echograph.ir.graph import JobGraph
+from echograph.ir.serde_chakra import NodeType, encode_attributes
+from echograph.ir.serde_chakra_bulk import Template, encode_name
+from echograph.ir.types import OpKind, Source
+from echograph.units import format_time
+
+MAX_NODES = 100_000_000
+MAX_ROLE_NODES = 20_000_000
+MOST_GROUPS = 2_147
+"""ASTRA-sim numbers the streams of group n from n million on, in 32 bits."""
+
+MARK = "chakra.json"
+GROUPS = "comm_groups.json"
+ROLES = "roles.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChakraExport(Exported):
+    """What was written.
+
+    Attributes:
+        ranks: ranks of the job.
+        nodes: nodes in all files together.
+        drift_ps: what whole microseconds made a stream of a rank longer, or shorter where below 0: the largest.
+    """
+
+    ranks: int
+    nodes: int
+    drift_ps: int
+
+
+def write_chakra(
+    job: JobGraph,
+    output: Path,
+    *,
+    device: str = "",
+    name: str = "",
+    per_role: bool = False,
+    beside: Mapping[str, str] = MappingProxyType({}),
+) -> ChakraExport:
+    """Writes `NAME.<rank>.et` for every rank and `comm_groups.json`, all of them or none.
+
+    Args:
+        job: the job.
+        output: the folder.
+        device: whose durations are taken, where an operation has one; others are imported ones.
+        name: of the files; "" takes the model's.
+        per_role: writes `NAME.role<number>.et`, the trace of a role's first rank, and `roles.json`, which says whose.
+        beside: other files to write into the folder, by name.
+
+    Raises:
+        PlanError: the job is too large to be written out, or a rank communicates in a group that it is not in.
+        UsageError: the name is none of a file.
+        SimulationError: how long an operation runs is unknown.
+        OutputError: the folder cannot be written, or holds something that is no earlier export.
+    """
+    name = name or re.sub(r"[^\w.-]", "-", job.workload.model or job.name) or "job"
+    if not re.fullmatch(r"\w[\w.-]{0,99}", name):
+        raise UsageError(f"name '{name[:40]}': give letters, digits, '-', '_' and '.'")
+    writer = _Writer(job=job, picoseconds=_times(job, device), name=name, per_role=per_role)
+    with whole_folder(Path(output), MARK) as folder:
+        writer.write(folder)
+        for file, text in beside.items():
+            (folder / file).write_text(text, encoding="utf-8")
+        return writer.finish(folder, list(beside))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Writer:
+    job: JobGraph
+    picoseconds: Int64
+    name: str
+    per_role: bool
+    nodes: int = 0
+    drift_ps: int = 0
+    roles: list[dict[str, object]] = field(default_factory=list)
+    _lowering: Lowering = field(init=False)
+    _ranks: Communicators = field(init=False)
+    _rows: dict[int, Lowered] = field(init=False)
+    _names: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        job = self.job
+        sizes = tuple(Communicators(job, ()).size(group) for group in range(len(job.groups)))
+        self._lowering = Lowering(job=job, picoseconds=self.picoseconds, sizes=sizes)
+        used = _used_rows(job)
+        self._rows = {row: found for row in used if (found := self._lowering(row)) is not None}
+        differing = (lowered.differs for lowered in self._rows.values() if lowered.differs is not None)
+        self._ranks = Communicators(job, {group for kind, group, _ in differing if kind == OpKind.COLLECTIVE})
+        self._check_size()
+
+    def _check_size(self) -> None:
+        lengths = [int((p.calls[:, 2] - p.calls[:, 1]).sum()) for p in self.job.programs]
+        if (longest := max(lengths)) > MAX_ROLE_NODES:
+            raise PlanError(f"a rank runs {longest:,} operations: at most {MAX_ROLE_NODES:,} are written out")
+        ranks = [1 if self.per_role else len(self._ranks.ranks(n)) for n in range(len(lengths))]
+        total = sum(length * count for length, count in zip(lengths, ranks, strict=True))
+        if total > MAX_NODES:
+            raise PlanError(
+                f"{sum(ranks):,} ranks run {total:,} operations, at most {MAX_NODES:,} are written out: "
+                "write one trace a role, with --per-role"
+            )
+
+    def write(self, folder: Path) -> None:
+        """The traces and groups."""
+        edges = Edges(self.job)
+        kept = np.zeros(len(self.job.ops), np.bool_)
+        kept[list(self._rows)] = True
+        for number, program in enumerate(self.job.programs):
+            ranks = self._ranks.ranks(number).tolist()
+            template, count = self._template(Trace(edges, number, kept, self.picoseconds))
+            label = program.role or f"program {number}"
+            written = {number: ranks[0]} if self.per_role else dict(zip(ranks, ranks, strict=True))
+            for place, rank in written.items():
+                own = {key: self._ranks.attributes(key, rank) for key in template.keys}
+                with (folder / self._file(place)).open("wb") as file:
+                    file.writelines(template.fill(own))
+            self.nodes += count * len(written)
+            if self.per_role:
+                self.roles.append({"role": label, "file": self._file(number), "ranks": ranks})
+        with (folder / GROUPS).open("w", encoding="utf-8") as file:
+            file.writelines(self._groups())
+        if self.per_role:
+            (folder / ROLES).write_text(json.dumps(self.roles) + "\n", encoding="utf-8")
+
+    def _file(self, place: int) -> str:
+        return f"{self.name}.{'role' * self.per_role}{place}.et"
+
+    def _groups(self) -> Iterator[str]:
+        separator = "{"
+        for number, members in self._ranks.members():
+            yield f'{separator}\n"{number}": {json.dumps(members, separators=(",", ":"))}'
+            separator = ","
+        yield "\n}\n" if separator == "," else "{}\n"
+
+    def _template(self, trace: Trace) -> tuple[Template[Differs], int]:
+        """A role's trace, and how many nodes it has: never none, which a reader takes for an error."""
+        template = Template[Differs]({"producer": self.job.producer or "echograph"})
+        for step in trace:
+            lowered = self._rows[step.row]
+            template.add(
+                step.number,
+                self._named(step.block, step.instance, step.row),
+                lowered.kind,
+                step.after,
+                step.waits,
+                step.duration_us,
+                lowered.attributes,
+                lowered.differs,
+            )
+        self.drift_ps = max(self.drift_ps, *trace.drift_ps, key=abs)
+        if not len(trace):
+            idle = encode_attributes({"num_ops": 1, "tensor_size": 1, "is_cpu_op": False})
+            template.add(1, encode_name("idle"), NodeType.COMP, (), (), 0, idle)
+        return template, max(len(trace), 1)
+
+    def _named(self, block: int, instance: int, row: int) -> bytes:
+        """The operation after the module that runs it."""
+        key = (block, instance, row)
+        if key not in self._names:
+            ops, strings = self.job.ops, self.job.strings
+            label = self.job.blocks[block].instances[instance].label
+            module = strings[ops.module[row]].replace("{}", label)
+            self._names[key] = encode_name(":".join(filter(None, (module, strings[ops.name[row]]))))
+        return self._names[key]
+
+    def finish(self, folder: Path, beside: list[str]) -> ChakraExport:
+        """Writes what was written, and says it."""
+        notes = tuple(self._notes())
+        about = {
+            "format": "chakra",
+            "name": self.name,
+            "ranks": self.job.world_size,
+            "per_role": self.per_role,
+            "nodes": self.nodes,
+            "drift_ps": self.drift_ps,
+            "beside": sorted(beside),
+            "notes": notes,
+        }
+        (folder / MARK).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        sizes = [path.stat().st_size for path in folder.iterdir()]
+        return ChakraExport(
+            files=len(sizes),
+            bytes=sum(sizes),
+            notes=notes,
+            ranks=self.job.world_size,
+            nodes=self.nodes,
+            drift_ps=self.drift_ps,
+        )
+
+    def _notes(self) -> Iterator[str]:
+        drift = f"{'-' if self.drift_ps < 0 else '+'}{format_time(abs(self.drift_ps))}"
+        yield f"whole microseconds, the rest carried on: the stream that is furthest off ends {drift}"
+        yield "no time of the host: readers start an operation as soon as what it waits for has ended"
+        changed = sorted(self._lowering.changed.items())
+        yield from (f"{what} ({rows} in the graph)" for what, rows in changed)
+        if len(self._streams(compute=True)) > 1:
+            names = ", ".join(self._streams(compute=True))
+            yield f"readers run one kernel of a rank at a time: those of {names} follow each other"
+        if len(self._streams(compute=False)) > 1:
+            yield "ASTRA-sim runs one communication of a rank at a time: those that overlap here do not there"
+        if self._ranks.count > MOST_GROUPS:
+            yield f"{self._ranks.count} groups: ASTRA-sim's numbers of their streams wrap above {MOST_GROUPS}"
+
+    def _streams(self, *, compute: bool) -> list[str]:
+        """Names of the streams that compute, or of those that communicate."""
+        rows = [row for row, lowered in self._rows.items() if (lowered.kind == NodeType.COMP) == compute]
+        return [self.job.streams[stream] for stream in np.unique(self.job.ops.stream[rows]).tolist()]
+
+
+def _times(job: JobGraph, device: str) -> Int64:
+    """Picoseconds of every row of the operation table: on the device, else imported, else 0 for views, else -1."""
+    ops = job.ops
+    picoseconds = ops.duration_on(device)[0]
+    imported = np.flatnonzero(ops.duration_source == Source.IMPORTED)
+    imported = imported[picoseconds[ops.duration.rows[imported]] == NONE]
+    picoseconds[ops.duration.rows[imported]] = ops.duration.values[imported]
+    picoseconds[ops.is_view & (picoseconds == NONE)] = 0
+    return picoseconds
+
+
+def _used_rows(job: JobGraph) -> list[int]:
+    """Rows that some program runs."""
+    runs = np.zeros(len(job.ops) + 1, np.int64)
+    for program in job.programs:
+        np.add.at(runs, program.calls[:, 1], 1)
+        np.add.at(runs, program.calls[:, 2], -1)
+    rows: list[int] = np.flatnonzero(np.cumsum(runs)[:-1] > 0).tolist()
+    return rows

@@ -1,0 +1,199 @@
+"""A dry run of Chakra traces as ASTRA-sim issues their nodes: who is left waiting for whom.
+
+Of what is ready the lowest id goes first. A rank runs one computation at a time, and one collective or send;
+receives it posts as they become ready. Computations take their time, communications none but what they wait: the
+run shows whether the ranks come to an end, not when. A send does not wait for its receive.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from heapq import heappop, heappush
+
+import numpy as np
+
+from echograph.ir.chakra_traces import ABSENT, RankTrace, Traces, followers
+from echograph.ir.exporters.chakra_finding import group_name, ranks_of
+from echograph.ir.serde_chakra import NodeType
+
+NS_PER_US = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """A rank that stands still.
+
+    Attributes:
+        rank: which.
+        trace: its trace.
+        row: the communication that it waits in.
+        of: the ranks that it waits for.
+    """
+
+    rank: int
+    trace: RankTrace
+    row: int
+    of: tuple[int, ...]
+
+
+class _Lane(IntEnum):
+    COMPUTE = 0
+    COMMUNICATION = 1
+    HOST = 2
+    RECEIVE = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """A rank while it runs. Nodes are places by ascending id."""
+
+    trace: RankTrace
+    rows: memoryview
+    lanes: bytes
+    missing: memoryview
+    offsets: memoryview
+    children: memoryview
+    duration: memoryview
+    ready: tuple[list[int], ...]
+    busy: list[int]
+    posted: list[int]
+
+
+def dry_run(traces: Traces) -> list[Wait]:
+    """Runs all ranks; who waits at the end, by ascending rank. Empty: nobody does.
+
+    Nodes that wait for what their file does not have, or in a cycle, never start.
+    """
+    return _Run(traces).run()
+
+
+class _Run:
+    def __init__(self, traces: Traces) -> None:
+        self.traces = traces
+        self.members = {name: frozenset(ranks_of(traces, name)) for name in ("", *(traces.groups or ()))}
+        self.ranks = {trace.rank: _start(trace) for trace in traces.ranks}
+        self.events: list[tuple[int, int, int]] = []
+        self.now = 0
+        self.calls: dict[tuple[int, str], int] = {}
+        self.arrived: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        self.sent: dict[tuple[int, int, int], int] = {}
+        self.receiving: dict[tuple[int, int, int], deque[int]] = {}
+
+    def run(self) -> list[Wait]:
+        todo = deque(self.ranks)
+        while True:
+            while todo:
+                self._issue(todo.popleft(), todo)
+            if not self.events:
+                return self._waits()
+            self.now, rank, place = heappop(self.events)
+            self._end(rank, place, todo)
+
+    def _issue(self, number: int, todo: deque[int]) -> None:
+        """Starts what is ready and has a lane."""
+        rank = self.ranks[number]
+        while rank.ready[_Lane.RECEIVE]:
+            self._receive(number, heappop(rank.ready[_Lane.RECEIVE]), todo)
+        for lane in (_Lane.COMPUTE, _Lane.HOST):
+            if rank.busy[lane] < 0 and rank.ready[lane]:
+                place = rank.busy[lane] = heappop(rank.ready[lane])
+                heappush(self.events, (self.now + rank.duration[place], number, place))
+        while rank.busy[_Lane.COMMUNICATION] < 0 and rank.ready[_Lane.COMMUNICATION]:
+            place = rank.busy[_Lane.COMMUNICATION] = heappop(rank.ready[_Lane.COMMUNICATION])
+            self._communicate(number, place, todo)
+
+    def _communicate(self, number: int, place: int, todo: deque[int]) -> None:
+        rank = self.ranks[number]
+        row, kind = rank.rows[place], rank.trace.type[rank.rows[place]]
+        if kind == NodeType.SEND:
+            key = (number, int(rank.trace.comm_dst[row]), _tag(rank.trace, row))
+            self._end(number, place, todo)
+            if self.receiving.get(key):
+                self._end(key[1], self.receiving[key].popleft(), todo)
+            else:
+                self.sent[key] = self.sent.get(key, 0) + 1
+            return
+        name = group_name(self.traces, rank.trace, row) if kind == NodeType.COLLECTIVE else "?"
+        members = self.members.get(name, frozenset())
+        if number not in members or len(members) < 2:
+            self._end(number, place, todo)  # nobody else is there
+            return
+        nth = self.calls[number, name] = self.calls.get((number, name), 0) + 1
+        there = self.arrived.setdefault((name, nth), [])
+        there.append((number, place))
+        if len(there) == len(members):
+            for one, its in self.arrived.pop((name, nth)):
+                self._end(one, its, todo)
+
+    def _receive(self, number: int, place: int, todo: deque[int]) -> None:
+        rank = self.ranks[number]
+        key = _message(rank, number, place)
+        if self.sent.get(key, 0):
+            self.sent[key] -= 1
+            self._end(number, place, todo)
+        else:
+            self.receiving.setdefault(key, deque()).append(place)
+            rank.posted.append(place)
+
+    def _end(self, number: int, place: int, todo: deque[int]) -> None:
+        """Frees the lane of a node, and those that wait for it."""
+        rank = self.ranks[number]
+        if rank.lanes[place] != _Lane.RECEIVE:
+            rank.busy[rank.lanes[place]] = -1
+        elif place in rank.posted:
+            rank.posted.remove(place)
+        for at in range(rank.offsets[place], rank.offsets[place + 1]):
+            child = rank.children[at]
+            rank.missing[child] -= 1
+            if not rank.missing[child]:
+                heappush(rank.ready[rank.lanes[child]], child)
+        todo.append(number)
+
+    def _waits(self) -> list[Wait]:
+        found = []
+        for (name, _), there in self.arrived.items():
+            absent = sorted(self.members[name] - {one for one, _ in there})
+            found += [self._wait(number, place, absent) for number, place in there]
+        for number, rank in self.ranks.items():
+            found += [self._wait(number, at, (_message(rank, number, at)[0],)) for at in rank.posted]
+        return sorted(found, key=lambda wait: (wait.rank, wait.row))
+
+    def _wait(self, number: int, place: int, of: Sequence[int]) -> Wait:
+        rank = self.ranks[number]
+        return Wait(rank=number, trace=rank.trace, row=rank.rows[place], of=tuple(of))
+
+
+def _start(trace: RankTrace) -> _Rank:
+    rows = np.argsort(trace.id, kind="stable")
+    place = np.empty(len(rows), np.int64)
+    place[rows] = np.arange(len(rows))
+    before, after = trace.edges()
+    children = followers(len(rows), place[before], place[after])
+    missing = np.bincount(place[after], minlength=len(rows)).astype(np.int32)
+    # What the file does not have never ends.
+    for deps in (trace.ctrl_deps, trace.data_deps):
+        missing[place[deps.rows[deps.values < 0]]] += 1
+    lanes = np.full(len(rows), _Lane.COMMUNICATION, np.uint8)
+    lanes[trace.type[rows] == NodeType.COMP] = _Lane.COMPUTE
+    lanes[trace.type[rows] == NodeType.RECV] = _Lane.RECEIVE
+    lanes[trace.host[rows]] = _Lane.HOST
+    duration = np.maximum(np.minimum(trace.duration_us[rows], 2**50).astype(np.int64) * NS_PER_US, 1)
+    ready = tuple(np.flatnonzero((missing == 0) & (lanes == lane)).tolist() for lane in _Lane)
+    return _Rank(
+        trace=trace, rows=rows.data, lanes=lanes.tobytes(), missing=missing.data,
+        offsets=children.offsets.data, children=children.values.data, duration=duration.data,
+        ready=ready, busy=[-1] * len(_Lane), posted=[],
+    )  # fmt: skip
+
+
+def _message(rank: _Rank, number: int, place: int) -> tuple[int, int, int]:
+    row = rank.rows[place]
+    return int(rank.trace.comm_src[row]), number, _tag(rank.trace, row)
+
+
+def _tag(trace: RankTrace, row: int) -> int:
+    tag = int(trace.comm_tag[row])
+    return 0 if tag == ABSENT else tag

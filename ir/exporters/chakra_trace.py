@@ -1,0 +1,134 @@
+"""The nodes that a role of a job runs, in order, with what each waits for and how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from echograph.ir.columns import Int64
+from echograph.ir.edges import Edges
+from echograph.ir.graph import Program
+from echograph.units import PS_PER_NS, PS_PER_US
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A node.
+
+    Attributes:
+        number: 1, 2, ... in the order of the program, which readers take for a priority.
+        row: of the operation table.
+        block: of the graph.
+        instance: of the block.
+        after: the node before it on its stream; () where it is the first.
+        waits: nodes of other streams that end before it starts, ascending, but for those that it is behind anyhow.
+        duration_us: whole microseconds.
+    """
+
+    number: int
+    row: int
+    block: int
+    instance: int
+    after: tuple[int, ...]
+    waits: tuple[int, ...]
+    duration_us: int
+
+
+class Trace:
+    """What one program runs.
+
+    Work on a stream runs in order, so of the nodes of another stream that a node waits for, the last is enough;
+    and an operation that has no node hands on what it waits for to the next of its stream.
+
+    Args:
+        edges: of the job.
+        number: of the program.
+        kept: bool [operations], which rows have a node.
+        picoseconds: int64 [operations]; what is below 0 counts as 0.
+
+    Attributes:
+        drift_ps: by stream, how much longer its nodes run than its operations, once all have been gone through.
+    """
+
+    def __init__(self, edges: Edges, number: int, kept: np.ndarray, picoseconds: Int64) -> None:
+        self._job, self._calls = edges.job, edges.job.programs[number].calls
+        self._rows = _rows(edges.job.programs[number])
+        self._streams = edges.job.ops.stream[self._rows].tolist()
+        self._kept = kept[self._rows].tolist()
+        self._before = _by_reader(*edges.of(number))
+        self._picoseconds = np.maximum(picoseconds, 0)[self._rows].tolist()
+        self.drift_ps: list[int] = [0] * len(self._job.streams)
+
+    def __len__(self) -> int:
+        return sum(self._kept)
+
+    def __iter__(self) -> Iterator[Step]:
+        lengths = self._calls[:, 2] - self._calls[:, 1]
+        block, instance = (np.repeat(self._calls[:, i], lengths).tolist() for i in (0, 3))
+        rows = self._rows.tolist()
+        owed, instants = [0] * len(self.drift_ps), [0] * len(self.drift_ps)
+        for position, number, after, waits in self._order():
+            stream = self._streams[position]
+            exact = self._picoseconds[position] + owed[stream]
+            micros = max(0, (exact + PS_PER_US // 2) // PS_PER_US)
+            owed[stream] = exact - micros * PS_PER_US
+            instants[stream] += not micros
+            yield Step(
+                number=number,
+                row=rows[position],
+                block=block[position],
+                instance=instance[position],
+                after=after,
+                waits=waits,
+                duration_us=micros,
+            )
+        # Readers take 0 microseconds for a nanosecond.
+        self.drift_ps = [n * PS_PER_NS - left for n, left in zip(instants, owed, strict=True)]
+
+    def _order(self) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
+        """(position, number, node before it on its stream, nodes it waits for) of every node."""
+        streams = range(len(self.drift_ps))
+        last = [0 for _ in streams]
+        known: list[dict[int, int]] = [{} for _ in streams]
+        inherited: list[dict[int, int]] = [{} for _ in streams]
+        sources = {source for found in self._before.values() for source in found}
+        at: dict[int, dict[int, int]] = {}
+        number = 0
+        for position, (stream, kept) in enumerate(zip(self._streams, self._kept, strict=True)):
+            needs = inherited[stream]
+            for source in self._before.get(position, ()):
+                _latest(needs, at[source])
+            if kept:
+                number += 1
+                behind = known[stream]
+                waits = {s: n for s, n in needs.items() if s != stream and n > behind.get(s, 0)}
+                behind.update(waits)
+                yield position, number, (last[stream],) if last[stream] else (), tuple(sorted(waits.values()))
+                last[stream], inherited[stream] = number, {}
+            if position in sources:
+                # Whoever waits for it waits for its stream up to here, and for what has not been waited for.
+                at[position] = {**inherited[stream], **({stream: last[stream]} if last[stream] else {})}
+
+
+def _latest(needs: dict[int, int], more: Mapping[int, int]) -> None:
+    for stream, number in more.items():
+        if number > needs.get(stream, 0):
+            needs[stream] = number
+
+
+def _rows(program: Program) -> Int64:
+    """The rows of the operation table that a program runs, in order."""
+    begin, end = program.calls[:, 1], program.calls[:, 2]
+    lengths = end - begin
+    rows: Int64 = np.repeat(begin - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
+    return rows
+
+
+def _by_reader(before: Int64, after: Int64) -> Mapping[int, Sequence[int]]:
+    """For every position that waits, the positions it waits for."""
+    found: dict[int, list[int]] = {}
+    for source, reader in zip(before.tolist(), after.tolist(), strict=True):
+        found.setdefault(reader, []).append(source)
+    return found

@@ -1,0 +1,42 @@
+"""Analyses of traces: the traces of a job in, one table out.
+
+An analysis is a function of a `TraceSet` and keyword options; its docstring says what it answers, what each column
+means and in which unit. A new one is a file and a line in `ANALYSES`. What several need is beside them: `table` (the
+result), `intervals` (union and overlap of times), `work` (what ran on the devices), `statistics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from echograph.profiler.analyses.table import Table as Answer
+from echograph.registry import Table
+
+Analysis = Callable[..., Answer]
+
+_HERE = "echograph.profiler.analyses"
+ANALYSES = Table(
+    "analysis",
+    {
+        "temporal-breakdown": f"{_HERE}.temporal:temporal_breakdown",
+        "kernel-types": f"{_HERE}.kernels:kernel_types",
+        "kernels": f"{_HERE}.kernels:kernel_breakdown",
+        "kernel-durations": f"{_HERE}.kernels:kernel_durations",
+        "overlap": f"{_HERE}.overlap:communication_overlap",
+        "idle": f"{_HERE}.idle:idle_breakdown",
+        "idle-intervals": f"{_HERE}.idle:idle_intervals",
+        "launches": f"{_HERE}.launches:launch_statistics",
+        "launch-summary": f"{_HERE}.launches:launch_summary",
+        "queue-length": f"{_HERE}.queue:queue_length",
+        "queue-length-summary": f"{_HERE}.queue:queue_length_summary",
+        "queue-full": f"{_HERE}.queue:time_on_full_queue",
+        "memory-bandwidth": f"{_HERE}.bandwidth:memory_bandwidth",
+        "memory-bandwidth-summary": f"{_HERE}.bandwidth:memory_bandwidth_summary",
+        "kernel-sequences": f"{_HERE}.sequences:kernel_sequences",
+        "annotations": f"{_HERE}.annotations:annotation_breakdown",
+        "annotated-kernels": f"{_HERE}.annotations:annotated_kernels",
+        "stragglers": f"{_HERE}.stragglers:stragglers",
+        "steps": f"{_HERE}.steps:steps",
+        "operators": f"{_HERE}.operators:operator_kernels",
+    },
+)

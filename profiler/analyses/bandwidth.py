@@ -1,0 +1,92 @@
+"""How fast copies and sets move bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from echograph.ir.columns import Int64
+from echograph.profiler.analyses.statistics import DESCRIPTION, Floats, describe
+from echograph.profiler.analyses.table import Table, from_rows, stacked
+from echograph.profiler.analyses.work import US, Kind, device_work, kinds
+from echograph.profiler.traces.trace import Trace, TraceSet
+
+BANDWIDTH = "memory bandwidth (GB/s)"
+
+
+class Rate(NamedTuple):
+    """The bandwidth of all transfers of one sort that run at once, whenever it changes.
+
+    Attributes:
+        rows: the transfer that starts or ends.
+        time: picoseconds.
+        gbps: 1e9 bytes a second from then on.
+    """
+
+    rows: Int64
+    time: Int64
+    gbps: Floats
+
+
+def rates(work: Trace) -> Iterator[tuple[str, Rate]]:
+    """The bandwidth of each sort of transfer ("Memcpy HtoD", "Memset") on one rank.
+
+    A transfer that took less than a tick of the clock counts as one tick long.
+
+    Args:
+        work: rows on devices.
+    """
+    gbps = work.argument(BANDWIDTH, np.nan)
+    moving = np.flatnonzero((kinds(work) == Kind.MEMORY) & ~np.isnan(gbps))
+    sorts = np.array([sort_of_transfer(text) for text in work.strings], object)
+    for sort in sorted(set(sorts[work.name[moving]].tolist())):
+        rows = moving[sorts[work.name[moving]] == sort]
+        end = np.where(work.duration[rows] == 0, work.start[rows] + work.tick, work.end[rows])
+        time = np.concatenate((work.start[rows], end))
+        change = np.concatenate((gbps[rows], -gbps[rows]))
+        order = np.argsort(time, kind="stable")
+        yield sort, Rate(np.tile(rows, 2)[order], time[order], np.cumsum(change[order]))
+
+
+def sort_of_transfer(name: str) -> str:
+    """What a copy or set is called without its endpoints."""
+    return name.partition(" (")[0]
+
+
+def memory_bandwidth(traces: TraceSet) -> Table:
+    """The bandwidth of copies and sets, whenever it changes.
+
+    Columns: `rank`; `ts` microseconds since the first event of the job; `pid` the device; `name` the sort of transfer;
+    `memory_bw_gbps` in 1e9 bytes a second, as the profiler says it for each transfer, summed over those of that sort
+    that run at once. Transfers without a bandwidth are left out.
+    """
+    parts, notes = [], list(traces.notes)
+    for rank, work in device_work(traces, notes):
+        for sort, rate in rates(work):
+            parts.append(
+                {
+                    "rank": np.full(len(rate.time), rank),
+                    "ts": rate.time / US,
+                    "pid": work.pid[rate.rows],
+                    "name": [sort] * len(rate.time),
+                    "memory_bw_gbps": rate.gbps,
+                }
+            )
+    return stacked(parts, ("rank", "ts", "pid", "name", "memory_bw_gbps"), notes)
+
+
+def memory_bandwidth_summary(traces: TraceSet) -> Table:
+    """Statistics of the bandwidth of each sort of transfer while there is any.
+
+    Columns: `rank`, `name`, `count` of changes after which something is moving, then mean, deviation (of a sample),
+    least, quartiles and largest in 1e9 bytes a second. Each change counts once, however long the rate lasted.
+    """
+    notes = list(traces.notes)
+    rows = [
+        (rank, sort, *describe(rate.gbps[rate.gbps > 0]))
+        for rank, work in device_work(traces, notes)
+        for sort, rate in rates(work)
+    ]
+    return from_rows(("rank", "name", *DESCRIPTION), rows, notes)

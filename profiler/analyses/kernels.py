@@ -1,0 +1,109 @@
+"""Which kernels take the devices' time, by kind and by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from echograph.profiler.analyses.intervals import coverage, union
+from echograph.profiler.analyses.statistics import groups, summary
+from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.work import US, Kind, device_work, kinds
+from echograph.profiler.traces.trace import Trace, TraceSet
+
+_KINDS = (Kind.COMPUTATION, Kind.COMMUNICATION, Kind.MEMORY)
+_QUANTILES = (1, 5, 25, 50, 75, 95, 99)
+
+
+def kernel_types(traces: TraceSet, *, memory: bool = True) -> Table:
+    """How long each combination of kinds of kernel runs at once, over all ranks.
+
+    Columns: `kernel_type` the kinds that run ("COMPUTATION overlapping COMMUNICATION"), on any streams of a rank;
+    `sum` microseconds, summed over ranks; `percentage` of the time in which anything runs, one decimal. Kinds that meet
+    for no time, since one ends as the other begins, have a row with 0.
+
+    Args:
+        traces: the job's.
+        memory: count copies and sets.
+    """
+    shown = _KINDS if memory else _KINDS[:2]
+    total, notes = Counter[int](), list(traces.notes)
+    for _, work in device_work(traces, notes):
+        kind = kinds(work)
+        length, met = coverage([union(work.start[kind == k], work.end[kind == k]) for k in shown])
+        for mask in np.flatnonzero(met).tolist():
+            total[mask] += int(length[mask])
+    busy = max(1, sum(total.values()))
+    rows = []
+    for mask, ps in sorted(total.items(), key=lambda item: (-item[1], item[0])):
+        names = [k.name for bit, k in enumerate(shown) if mask >> bit & 1]
+        rows.append((" overlapping ".join(names), ps / US, round(100 * ps / busy, 1)))
+    return from_rows(("kernel_type", "sum", "percentage"), rows, notes)
+
+
+def kernel_breakdown(traces: TraceSet, *, top: int = 0, memory: bool = True) -> Table:
+    """What each kernel costs on each rank: total, extremes and spread of its durations.
+
+    Columns, microseconds: `name`; `sum (us)`, `max (us)`, `min (us)`, `stddev` (of a sample), `mean (us)` over all its
+    launches; `kernel_type`; `rank`; `count` of its launches. The costliest come first within a kind and a rank.
+
+    Args:
+        traces: the job's.
+        top: name only this many kernels of each kind and rank; the rest are one row, "others", whose statistics are
+            those of all their launches. 0 names all.
+        memory: count copies and sets.
+    """
+    rows, notes = [], list(traces.notes)
+    for rank, work in device_work(traces, notes):
+        kind = kinds(work)
+        for shown in _KINDS if memory else _KINDS[:2]:
+            own = work.rows(kind == shown)
+            rows += [(*row[:6], shown.name, rank, row[6]) for row in statistics_by_name(own, top)]
+    titles = ("name", "sum (us)", "max (us)", "min (us)", "stddev", "mean (us)", "kernel_type", "rank", "count")
+    return from_rows(titles, rows, notes)
+
+
+def statistics_by_name(trace: Trace, top: int = 0) -> list[tuple[Any, ...]]:
+    """Statistics of rows of equal name, microseconds: name, sum, max, min, deviation, mean, count; longest first.
+
+    Args:
+        trace: the rows.
+        top: how many names are told apart; 0 for all. The others' name is "others".
+    """
+    name, texts = trace.name.astype(np.int64), list(trace.strings)
+    found = groups(name)
+    if 0 < top < len(found.keys):
+        total = summary(found, trace.duration).sum
+        rest = found.keys[np.argsort(-total, kind="stable")[top:]]
+        name = np.where(np.isin(name, rest), len(texts), name)
+        texts.append("others")
+        found = groups(name)
+    numbers = summary(found, trace.duration / US)
+    order = np.lexsort((found.keys, -numbers.sum))
+    columns = [[texts[key] for key in found.keys[order]], *(column[order].tolist() for column in numbers)]
+    return list(zip(*columns, found.count[order].tolist(), strict=True))
+
+
+def kernel_durations(traces: TraceSet) -> Table:
+    """How the durations of each kernel are distributed, over all ranks together.
+
+    Columns, microseconds: `name`, `kernel_type`, `count`, `mean (us)`, then `1% (us)` to `99% (us)`: the duration that
+    this share of the launches does not exceed (linear between two). The costliest come first.
+    """
+    notes, durations = list(traces.notes), dict[str, list[Any]]()
+    kind_of: dict[str, str] = {}
+    for _, work in device_work(traces, notes):
+        kind, found = kinds(work), groups(work.name)
+        for key, rows in zip(found.keys, np.split(found.order, found.first[1:]), strict=True):
+            durations.setdefault(work.strings[key], []).append(work.duration[rows] / US)
+            kind_of[work.strings[key]] = Kind(int(kind[rows[0]])).name
+    total = Counter({name: float(sum(part.sum() for part in parts)) for name, parts in durations.items()})
+    rows_out = []
+    for name, _ in total.most_common():
+        values = np.concatenate(durations[name])
+        quantiles = np.percentile(values, _QUANTILES).tolist()
+        rows_out.append((name, kind_of[name], len(values), float(values.mean()), *quantiles))
+    titles = ("name", "kernel_type", "count", "mean (us)", *(f"{q}% (us)" for q in _QUANTILES))
+    return from_rows(titles, rows_out, notes)

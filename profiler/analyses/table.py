@@ -1,0 +1,72 @@
+"""What an analysis answers: named columns of equal length."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Table:
+    """Columns by name, and what is missing from them.
+
+    Attributes:
+        columns: values of each column, top to bottom; all have the same length.
+        notes: what is missing from the answer, one line each.
+    """
+
+    columns: Mapping[str, Sequence[Any] | np.ndarray[Any, Any]]
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """The rows as plain Python values; None for what is not a number."""
+        return zip(*(map(_plain, _list(column)) for column in self.columns.values()), strict=True)
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rows by column name, as JSON holds them."""
+        names = list(self.columns)
+        return [dict(zip(names, row, strict=True)) for row in self.rows()]
+
+    def csv(self) -> str:
+        """The table as comma-separated values with a line of titles; what is not a number is empty."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows(self.rows())
+        return text.getvalue()
+
+
+def from_rows(titles: Sequence[str], rows: Iterable[Sequence[Any]], notes: Iterable[str] = ()) -> Table:
+    """A table from its rows."""
+    found = list(rows)
+    columns = {title: [row[i] for row in found] for i, title in enumerate(titles)}
+    return Table(columns=columns, notes=tuple(notes))
+
+
+def stacked(parts: Sequence[Mapping[str, Any]], titles: Sequence[str], notes: Iterable[str] = ()) -> Table:
+    """A table from one set of columns a rank, one below the other."""
+    columns: dict[str, Any] = {}
+    for title in titles:
+        pieces = [part[title] for part in parts]
+        numbers = all(isinstance(piece, np.ndarray) for piece in pieces)
+        columns[title] = np.concatenate(pieces) if pieces and numbers else [v for piece in pieces for v in piece]
+    return Table(columns=columns, notes=tuple(notes))
+
+
+def _list(column: Sequence[Any] | np.ndarray[Any, Any]) -> list[Any]:
+    return column.tolist() if isinstance(column, np.ndarray) else list(column)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

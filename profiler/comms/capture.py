@@ -1,0 +1,328 @@
+"""Where PyTorch calls the tracer: kernels in its dispatcher, for all tracers of the process at once.
+
+Every collective of torch.distributed, called from Python or from C++, is an operator `c10d::...` whose kernel for a
+device hands it to the backend. While a trace runs, kernels of ours stand in their place: they note the call, and call
+the kernel that was there with the same arguments. What that answers, the Work among it, is passed on as it is.
+Three things are not operators, and are methods that are wrapped as well: `Work.wait`, the two ends of a coalesced
+block, and the making of groups. Removing the last tracer puts everything back.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+from echograph.profiler.comms.call import Call, Listener
+from echograph.profiler.comms.clock import EventClock, HostClock
+from echograph.profiler.comms.context import CallSites, Phases, Place
+from echograph.profiler.comms.describe import Kinds
+from echograph.profiler.comms.groups import Groups
+from echograph.profiler.comms.operations import OPERATIONS, Arguments, Operation
+from echograph.profiler.comms.record import UNKNOWN
+
+DEVICE_KEYS = ("CPU", "CUDA", "SparseCPU", "SparseCUDA")
+MAX_RESULTS = 4096
+MAX_LINGERING = 4096
+LINGER_NS = 10**9
+
+Clock: TypeAlias = HostClock | EventClock
+
+
+class Capture:
+    """The one place of a process where calls are seen.
+
+    Attributes:
+        groups: the process groups.
+        phases: where in training this is.
+        pending: calls that have not ended, by identity.
+        failed: calls that PyTorch refused.
+        errors: calls that could not be described, and the first reason.
+        unknown: collective operators of this PyTorch that are in no table here.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self.groups = Groups()
+        self.phases = Phases()
+        self.pending: dict[int, Call] = {}
+        self.failed = 0
+        self.errors = 0
+        self.error = ""
+        self.unknown: tuple[str, ...] = ()
+        self._sites = CallSites()
+        self._kinds = Kinds()
+        self._process_group: Any = torch.distributed.ProcessGroup
+        self._work: Any = torch.distributed.Work
+        self._listeners: tuple[Listener, ...] = ()
+        self._host = HostClock(self._finished)
+        self._events = EventClock(self._finished, torch.cuda)
+        self._waits: weakref.WeakKeyDictionary[Any, list[tuple[Call, Clock, bool]]] = weakref.WeakKeyDictionary()
+        self._results: OrderedDict[int, tuple[Call, Clock]] = OrderedDict()
+        self._lingering: dict[int, Call] = {}
+        self._coalescing: dict[str, list[tuple[Call, Clock]]] = {}
+        self._latest: Any = None
+        self._restore: list[Callable[[], None]] = []
+
+    def add(self, listener: Listener) -> None:
+        """Tells of every call from now on."""
+        if not self._restore:
+            self._install()
+        self.groups.sweep()
+        self._listeners += (listener,)
+
+    def remove(self, listener: Listener) -> None:
+        """Stops telling; without listeners PyTorch is as it was."""
+        self._listeners = tuple(other for other in self._listeners if other is not listener)
+        if not self._listeners:
+            while self._restore:
+                self._restore.pop()()
+            self.phases.detach()
+            self._latest = None
+            self._results.clear()
+
+    def read_events(self) -> None:
+        """Looks which calls on devices have ended."""
+        with suppress(Exception):
+            self._events.read()
+
+    def _install(self) -> None:
+        import torch
+        from torch.distributed import ProcessGroup, Work, distributed_c10d
+
+        library = torch.library.Library("c10d", "IMPL")
+        functional = torch.library.Library("_c10d_functional", "IMPL")
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        with warnings.catch_warnings():
+            # PyTorch warns of each kernel that is put in another's place; that is what is meant.
+            warnings.simplefilter("ignore", UserWarning)
+            for name, operation in OPERATIONS.items():
+                for key in DEVICE_KEYS:
+                    if has(f"c10d::{name}", key):
+                        original = torch.library.get_kernel(f"c10d::{name}", key)
+                        clock = self._events if key.endswith("CUDA") else self._host
+                        ours = self._kernel(operation, original.call_boxed, clock)
+                        library.impl(name, ours, key, with_keyset=True, allow_override=True)
+            for key in ("CPU", "CUDA"):
+                original = torch.library.get_kernel("_c10d_functional::wait_tensor", key)
+                ours = self._wait_tensor(original.call_boxed)
+                functional.impl("wait_tensor", ours, key, with_keyset=True, allow_override=True)
+        self._restore += [library._destroy, functional._destroy]
+        self._wrap(Work, "wait", self._waiting)
+        self._wrap(ProcessGroup, "_start_coalescing", self._coalescing_starts)
+        self._wrap(ProcessGroup, "_end_coalescing", self._coalescing_ends)
+        self._wrap(distributed_c10d, "_register_process_group", self._registering)
+        self._wrap(distributed_c10d, "_unregister_process_group", self._unregistering)
+        self.unknown = _unknown_operators()
+
+    def _wrap(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
+        own = name in vars(owner)
+        original = getattr(owner, name)
+        setattr(owner, name, around(original))
+        self._restore.append(lambda: setattr(owner, name, original) if own else delattr(owner, name))
+
+    def _kernel(self, operation: Operation, original: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
+        def kernel(keyset: Any, *arguments: Any, **named: Any) -> Any:
+            call = None
+            try:
+                call = self._issue(operation, arguments, clock)
+            except Exception as error:
+                self._confess(error)
+            try:
+                result = original(keyset, *arguments, **named)
+            except BaseException:
+                if call is not None:
+                    self._refuse(call)
+                raise
+            if call is not None:
+                try:
+                    self._follow(operation, arguments, call, result, clock)
+                except Exception as error:
+                    self._confess(error)
+            return result
+
+        return kernel
+
+    def _issue(self, operation: Operation, arguments: Arguments, clock: Clock) -> Call:
+        group = self.groups.of(self._process_group.unbox(arguments[operation.group]))
+        coalesced = bool(self._coalescing) and group.torch_name in self._coalescing
+        place = Place(*self._sites.here(), *self.phases.here())
+        kind = self._kinds.of(operation, arguments, group, coalesced, clock.device, place)
+        sequence = group.issued.get(kind.channel, 0)
+        group.issued[kind.channel] = sequence + 1
+        call = Call(kind, group, sequence, self._listeners)
+        clock.issue(call)
+        self.pending[id(call)] = call
+        for listener in call.listeners:
+            listener.issued(call)
+        return call
+
+    def _follow(self, operation: Operation, arguments: Arguments, call: Call, result: Any, clock: Clock) -> None:
+        if not operation.work:
+            call.wait, call.end = call.queued, time.perf_counter_ns()
+            self._finished(call)
+            return
+        # Held until the next call, so that PyTorch gives the caller this very object, and its wait is known.
+        work = self._latest = self._work.unbox(result[-1] if isinstance(result, (list, tuple)) else result)
+        if call.kind.coalesced:
+            self._coalescing[call.group.torch_name].append((call, clock))
+            return
+        self._watch([(call, clock)], work)
+        if call.kind.asynchronous and call.end == UNKNOWN and not operation.point_to_point:
+            for tensor in operation.outputs(arguments, True):
+                self._results[tensor.data_ptr()] = (call, clock)
+            while len(self._results) > MAX_RESULTS:
+                self._results.popitem(last=False)
+
+    def _watch(self, calls: list[tuple[Call, Clock]], work: Any) -> None:
+        waited = []
+        for call, clock in calls:
+            if call.kind.asynchronous:
+                call.holder = weakref.ref(work)
+            else:
+                clock.waits(call, at_once=True)
+            seen = clock.watch(call, work)
+            if not seen:
+                # Nobody waits for a Work that is gone.
+                weakref.finalize(work, self._finished, call).atexit = False
+            if call.kind.asynchronous or not seen:
+                waited.append((call, clock, not seen))
+        if waited:
+            self._waits[work] = waited
+
+    def _finished(self, call: Call) -> None:
+        if self.pending.pop(id(call), None) is None:
+            return
+        call.work = None
+        if call.holder is not None and call.wait == UNKNOWN and call.end != UNKNOWN:
+            # Whether it was waited for before or after its end is worth a moment.
+            self._lingering[id(call)] = call
+            if len(self._lingering) > MAX_LINGERING:
+                self.settle(0)
+        else:
+            self._tell(call)
+
+    def settle(self, linger_ns: int = LINGER_NS) -> None:
+        """Lets go of calls that ended some time ago, and that nobody has waited for.
+
+        Where the caller still holds the Work, its waiting comes after the end; where C++ holds it, nobody knows.
+
+        Args:
+            linger_ns: how long ago.
+        """
+        before = time.perf_counter_ns() - linger_ns
+        for call in list(self._lingering.values()):
+            if call.end <= before and self._lingering.pop(id(call), None) is not None:
+                if call.holder() is self._latest:
+                    self._latest = None
+                if call.holder() is not None:
+                    call.wait = call.end
+                self._tell(call)
+
+    def _tell(self, call: Call) -> None:
+        for listener in call.listeners:
+            listener.ended(call)
+
+    def _refuse(self, call: Call) -> None:
+        self.pending.pop(id(call), None)
+        self.failed += 1
+        issued = call.group.issued
+        if issued[call.kind.channel] == call.sequence + 1:
+            issued[call.kind.channel] = call.sequence
+        for listener in call.listeners:
+            listener.refused(call)
+
+    def _confess(self, error: Exception) -> None:
+        self.errors += 1
+        if self.errors == 1:
+            sys.stderr.write(f"echograph: a collective could not be traced ({type(error).__name__}: {error})\n")
+
+    def _wait_tensor(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(keyset: Any, tensor: Any) -> Any:
+            if self._results:
+                found = self._results.pop(tensor.data_ptr(), None)
+                if found is not None:
+                    self._waits_for(*found)
+            return original(keyset, tensor)
+
+        return kernel
+
+    def _waits_for(self, call: Call, clock: Clock) -> None:
+        if call.wait == UNKNOWN:
+            clock.waits(call)
+        if self._lingering.pop(id(call), None) is not None:
+            self._tell(call)
+
+    def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wait(work: Any, *arguments: Any, **named: Any) -> Any:
+            calls = self._waits.pop(work, ())
+            if work is self._latest:
+                self._latest = None
+            for call, clock, _ in calls:
+                self._waits_for(call, clock)
+            result = original(work, *arguments, **named)
+            for call, _, ends_here in calls:
+                if ends_here:
+                    call.end = time.perf_counter_ns()
+                    self._finished(call)
+            return result
+
+        return wait
+
+    def _coalescing_starts(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def start(process_group: Any, *arguments: Any, **named: Any) -> Any:
+            self._coalescing[process_group.group_name] = []
+            return original(process_group, *arguments, **named)
+
+        return start
+
+    def _coalescing_ends(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def end(process_group: Any, *arguments: Any, **named: Any) -> Any:
+            work = original(process_group, *arguments, **named)
+            calls = self._coalescing.pop(process_group.group_name, [])
+            if work is not None and calls:
+                try:
+                    self._watch(calls, work)
+                except Exception as error:
+                    self._confess(error)
+            return work
+
+        return end
+
+    def _registering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def register(name: str, process_group: Any) -> Any:
+            self.groups.sweep()
+            return original(name, process_group)
+
+        return register
+
+    def _unregistering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def unregister(name: str) -> Any:
+            self.groups.sweep()
+            self.groups.forget(name)
+            return original(name)
+
+        return unregister
+
+
+def _unknown_operators() -> tuple[str, ...]:
+    import torch
+
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("c10d::")]
+    schemas = {n: torch._C._get_schema(n, "") for n in names if "." not in n}
+    taking_groups = {
+        n.removeprefix("c10d::") for n, schema in schemas.items() if "c10d.ProcessGroup" in str(schema)
+    }
+    return tuple(sorted(taking_groups - set(OPERATIONS)))

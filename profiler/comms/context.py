@@ -1,0 +1,175 @@
+"""Where a call comes from: the line of code, the function of torch.distributed, the phase, the module."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+_OWN, _API, _TORCH, _USER = range(4)
+MAX_CODES = 1 << 16
+_API_FILES = (
+    "distributed/distributed_c10d.py",
+    "distributed/c10d_logger.py",
+    "distributed/_functional_collectives.py",
+    "distributed/_functional_collectives_impl.py",
+)
+
+
+class Place(NamedTuple):
+    """Where a call comes from, as cheap to note as can be.
+
+    Attributes:
+        code: code of the caller; None where no Python called.
+        line: its line.
+        api: code of the function of torch.distributed that it called.
+        phase: forward, recompute, backward, optimizer or "".
+        module: path of a module, or "".
+    """
+
+    code: CodeType | None
+    line: int
+    api: CodeType | None
+    phase: str
+    module: str
+
+    def spell(self) -> tuple[str, str]:
+        """The call site as `file:line function`, and the name of the function that was called there."""
+        api = "" if self.api is None else self.api.co_name
+        if self.code is None:
+            return "", api
+        name = getattr(self.code, "co_qualname", self.code.co_name)
+        return f"{Path(self.code.co_filename).name}:{self.line} {name}", api
+
+
+class CallSites:
+    """Finds the caller's line; remembers what it learned of each piece of code."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = str(Path(torch.__file__).parent)
+        self._own = str(Path(__file__).parent)
+        self._kinds: dict[CodeType, int] = {}
+
+    def here(self) -> tuple[CodeType | None, int, CodeType | None]:
+        """The first code outside PyTorch, its line, and the function of torch.distributed that was called there.
+
+        PyTorch's C++ may call from a thread that runs no Python: then there is none.
+        """
+        frame: FrameType | None = sys._getframe(2)
+        api, in_api, known = None, True, self._kinds
+        while frame is not None:
+            code = frame.f_code
+            kind = known.get(code)
+            if kind is None:
+                kind = self._classify(code)
+            if kind == _USER:
+                return code, frame.f_lineno, api
+            if kind == _TORCH:
+                in_api = False
+            elif kind == _API and in_api:
+                api = code
+            frame = frame.f_back
+        return None, 0, api
+
+    def _classify(self, code: CodeType) -> int:
+        name = code.co_filename
+        if name.startswith(self._own):
+            kind = _OWN
+        elif name.endswith(_API_FILES) and name.startswith(self._torch):
+            # Decorators of torch.distributed are no functions that anybody calls.
+            kind = _OWN if code.co_name == "wrapper" else _API
+        elif name.startswith((self._torch, "<")) or name.endswith(("contextlib.py", "functools.py")):
+            kind = _TORCH
+        else:
+            kind = _USER
+        if len(self._kinds) > MAX_CODES:
+            self._kinds.clear()
+        self._kinds[code] = kind
+        return kind
+
+
+class Phases:
+    """Which phase of training this is, and in which module, once a model is attached.
+
+    The forward pass is known by the module's hooks, the backward pass by autograd's running, the optimizer's step by
+    the hooks that PyTorch has for all optimizers. A module that runs forward during the backward pass is recomputed.
+    In the backward pass the module is the last one whose output's gradient was reached. Hooks only look.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self._graph_task: Callable[[], int] = torch._C._current_graph_task_id
+        self._stack: list[str] = []
+        self._backward = ""
+        self._optimizing = 0
+        self._handles: list[Any] = []
+
+    def attach(self, model: Any) -> None:
+        """Looks at the modules of a model from now on."""
+        if not self._handles:
+            from torch.optim import optimizer
+
+            self._handles += [
+                optimizer.register_optimizer_step_pre_hook(self._optimizer_begins),
+                optimizer.register_optimizer_step_post_hook(self._optimizer_ends),
+            ]
+        for path, module in model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True))
+            self._handles.append(module.register_forward_hook(self._leave(path), always_call=True))
+
+    def detach(self) -> None:
+        """Takes all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._stack.clear()
+
+    def here(self) -> tuple[str, str]:
+        """Phase and module of this moment, each "" where not known."""
+        in_backward = self._graph_task() != -1
+        if self._stack:
+            return "recompute" if in_backward else "forward", self._stack[-1]
+        if in_backward:
+            return "backward", self._backward
+        return ("optimizer", "") if self._optimizing else ("", "")
+
+    def _enter(self, path: str) -> Callable[..., None]:
+        def hook(module: Any, inputs: Any) -> None:
+            self._stack.append(path)
+
+        return hook
+
+    def _leave(self, path: str) -> Callable[..., None]:
+        def backward_reaches(gradients: Any) -> None:
+            self._backward = path
+
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            if path in self._stack:
+                # An exception may have left deeper modules behind.
+                del self._stack[len(self._stack) - 1 - self._stack[::-1].index(path) :]
+            for tensor in _tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(backward_reaches)
+
+        return hook
+
+    def _optimizer_begins(self, *_: Any) -> None:
+        self._optimizing += 1
+
+    def _optimizer_ends(self, *_: Any) -> None:
+        self._optimizing = max(0, self._optimizing - 1)
+
+
+def _tensors(output: Any) -> list[Any]:
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if isinstance(output, dict):
+        output = list(output.values())
+    return [t for t in output if isinstance(t, torch.Tensor)] if isinstance(output, (list, tuple)) else []

@@ -1,0 +1,267 @@
+"""The events of a Chrome or Kineto trace file, a batch at a time, in memory bounded by the batch.
+
+A file is an object with `traceEvents`, or the array of events alone. The decoder itself says where an event ends: a
+prefix of the array is cut before some `{` that follows `},`; if what stands before the cut is a valid array, the cut
+fell between two events, since all strings and brackets are closed there. Where it is not (a cut within an event, the
+end of the array, broken text), the events are walked one by one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from echograph.errors import DataError, InputError
+
+CHUNK_BYTES = 1 << 20
+# Beyond this, text without the end of an event, or before the first, is not a trace.
+MAX_EVENT_BYTES = 1 << 26
+_COMPRESSED_BYTES = 1 << 16
+_GZIP_MAGIC, _GZIP_WINDOW = b"\x1f\x8b", 31
+_LITERAL = len("false") + 1
+_BLANK = b" \t\r\n"
+_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+_GAP = re.compile(r"[\s,]*")
+
+# What analyses need of an event, by its name in the file; whatever else it says is read anew when it is asked for.
+# Arguments that come together are one group: where the first is missing, the others are not looked for.
+GROUPS: tuple[dict[str, str], ...] = (
+    {"bytes": "bytes", "bandwidth": "memory bandwidth (GB/s)"},
+    {"sequence": "Sequence number", "forward_thread": "Fwd thread id"},
+    {"python_id": "Python id", "python_parent": "Python parent id"},
+    {"wait_stream": "wait_on_stream", "wait_record": "wait_on_cuda_event_record_corr_id"},
+    {"graph_node": "graph node id"},
+    {
+        "collective": "Collective name",
+        "dtype": "dtype",
+        "in_elements": "In msg nelems",
+        "out_elements": "Out msg nelems",
+        "group_size": "Group size",
+        "group": "Process Group Name",
+        "ranks": "Process Group Ranks",
+    },
+)
+NAMES = {field: name for group in GROUPS for field, name in group.items()}
+TEXTS = frozenset({"Collective name", "dtype", "Process Group Name", "Process Group Ranks"})
+
+
+class Arguments(msgspec.Struct, frozen=True, gc=False, rename=NAMES | {"external_id": "External id"}):
+    """What analyses need of an event's `args`; -1 or None where it does not say."""
+
+    stream: int | None = -1
+    correlation: int | None = -1
+    external_id: int | None = -1
+    bytes: int | float | None = None
+    bandwidth: float | None = None
+    sequence: int | None = None
+    forward_thread: int | None = None
+    python_id: int | None = None
+    python_parent: int | None = None
+    wait_stream: int | None = None
+    wait_record: int | None = None
+    graph_node: int | None = None
+    in_elements: int | None = None
+    out_elements: int | None = None
+    group_size: int | None = None
+    collective: str | None = None
+    dtype: str | None = None
+    group: str | None = None
+    ranks: str | None = None
+
+
+NOTHING = Arguments()
+
+
+class Event(msgspec.Struct, gc=False):
+    """An event as it stands in the file; microseconds."""
+
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    ts: float | None = None
+    dur: float | None = None
+    pid: int | str | None = None
+    tid: int | str | None = None
+    args: Arguments | None = NOTHING
+
+
+class ExactEvent(Event, gc=False):
+    """An event whose time needs more digits than a float has (nanoseconds since 1970)."""
+
+    ts: Decimal | None = None  # type: ignore[assignment]
+
+
+class _Walked(NamedTuple):
+    events: list[Any]
+    rest: bytes
+    ended: bool
+
+
+class EventStream:
+    """The events of one file, batch by batch.
+
+    Args:
+        path: a JSON file, gzipped or not.
+        event: what an event becomes: `Event`, or `ExactEvent` for times that a float cannot hold.
+
+    Attributes:
+        header: what the file says before and after the events; complete when the batches have ended.
+        notes: what is missing, one line each; complete when the batches have ended.
+    """
+
+    def __init__(self, path: Path, event: type[msgspec.Struct] = Event) -> None:
+        self.path = path
+        self.header: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self._event = event
+        self._decoder = msgspec.json.Decoder(list[event], strict=False)  # type: ignore[valid-type]
+        exact = Decimal if event is ExactEvent else float
+        self._json = json.JSONDecoder(strict=False, parse_float=exact)
+        self._count = 0
+        self._cut_off = False
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Batches of events.
+
+        Raises:
+            InputError: the file cannot be read, or does not hold a trace, or is broken (not merely cut off).
+        """
+        pieces = self._pieces()
+        buffer = self._find_events(pieces)
+        ended = False
+        while not ended:
+            piece = next(pieces, b"")
+            buffer += piece
+            events, buffer, ended = self._decode(buffer, last=not piece)
+            self._count += len(events)
+            yield events
+            if not ended and not piece:
+                self._cut_off = True
+                break
+        if ended:
+            self._finish(buffer, pieces)
+        if self._cut_off:
+            self.notes.append(f"{self.path}: cut off after {self._count} events; what follows is missing")
+
+    def head(self) -> dict[str, Any]:
+        """What the file says before the events, without reading on.
+
+        Raises:
+            InputError: as for the batches.
+        """
+        self._find_events(self._pieces())
+        return self.header
+
+    def _pieces(self) -> Iterator[bytes]:
+        try:
+            with self.path.open("rb") as source:
+                compressed = source.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+                source.seek(0)
+                if not compressed:
+                    while piece := source.read(CHUNK_BYTES):
+                        yield piece
+                    return
+                inflate = zlib.decompressobj(_GZIP_WINDOW)
+                following = b""
+                while piece := following or source.read(_COMPRESSED_BYTES):
+                    # A gzip file may have several members, one after the other.
+                    if inflate.eof:
+                        inflate = zlib.decompressobj(_GZIP_WINDOW)
+                    yield inflate.decompress(piece)
+                    following = inflate.unused_data.lstrip(b"\0")
+                self._cut_off = not inflate.eof
+        except OSError as error:
+            raise InputError(f"{self.path}: {error.strerror or error}") from None
+        except zlib.error as error:
+            raise DataError(
+                f"{self.path}: the gzip stream is damaged after {self._count} events ({error})"
+            ) from None
+
+    def _find_events(self, pieces: Iterator[bytes]) -> bytes:
+        head = b""
+        for piece in pieces:
+            head += piece
+            if head.lstrip(_BLANK).startswith(b"["):
+                return head.lstrip(_BLANK)[1:]
+            if found := _EVENTS.search(head):
+                self._read_header(head[: found.start()].rstrip(_BLANK).removesuffix(b",") + b"}")
+                return head[found.end() :]
+            if len(head) > MAX_EVENT_BYTES:
+                break
+        raise DataError(f"{self.path}: not a trace: it has no traceEvents")
+
+    def _finish(self, rest: bytes, pieces: Iterator[bytes]) -> None:
+        for piece in pieces:
+            rest += piece
+            if len(rest) > MAX_EVENT_BYTES:
+                raise DataError(f"{self.path}: more than {MAX_EVENT_BYTES >> 20} MiB follow the events")
+        tail = rest.strip(_BLANK).removeprefix(b",")
+        if tail and not self._cut_off:
+            self._read_header(b"{" + tail)
+
+    def _read_header(self, text: bytes) -> None:
+        try:
+            self.header |= json.loads(text.decode("utf-8", "replace"), strict=False)
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{self.path}: what stands beside the events is not valid JSON ({error})") from None
+
+    def _decode(self, buffer: bytes, *, last: bool) -> _Walked:
+        cut = _last_gap(buffer)
+        if cut:
+            try:
+                events = self._decoder.decode(b"[" + buffer[:cut] + b"]")
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                return self._walk(buffer, last=last)
+            buffer = buffer[cut:].lstrip(b" \t\r\n,")
+            if not last:
+                return _Walked(events, buffer, False)
+            walked = self._walk(buffer, last=True)
+            return _Walked(events + walked.events, walked.rest, walked.ended)
+        if not last and len(buffer) < CHUNK_BYTES:
+            return _Walked([], buffer, False)
+        return self._walk(buffer, last=last)
+
+    def _walk(self, buffer: bytes, *, last: bool) -> _Walked:
+        # One character for every byte that is no UTF-8, so that places in both texts are the same.
+        kept = buffer.decode("utf-8", "surrogateescape")
+        text = kept.encode("utf-8", "replace").decode()
+        events: list[Any] = []
+        at = 0
+        while True:
+            at = _GAP.match(text, at).end()  # type: ignore[union-attr]
+            if text.startswith("]", at):
+                return _Walked(events, kept[at + 1 :].encode("utf-8", "surrogateescape"), True)
+            try:
+                event, at = self._json.raw_decode(text, at)
+            except json.JSONDecodeError as error:
+                rest = kept[at:].encode("utf-8", "surrogateescape")
+                open_ended = error.pos >= len(text) - _LITERAL or error.msg.startswith("Unterminated")
+                if not open_ended or len(rest) > MAX_EVENT_BYTES:
+                    raise self._broken(len(events), error.msg) from None
+                return _Walked(events, rest, False)
+            try:
+                events.append(msgspec.convert(event, self._event, strict=False))
+            except msgspec.ValidationError as error:
+                raise self._broken(len(events), str(error)) from None
+
+    def _broken(self, walked: int, why: str) -> DataError:
+        return DataError(f"{self.path}: event {self._count + walked} is broken: {why}")
+
+
+def _last_gap(buffer: bytes) -> int:
+    """Where the last `}` ends that a comma and a `{` follow; 0 when there is none."""
+    at = len(buffer)
+    while (at := buffer.rfind(b"{", 0, at)) > 0:
+        before = buffer[max(0, at - 256) : at].rstrip(_BLANK)
+        if before.endswith(b","):
+            event = before[:-1].rstrip(_BLANK)
+            if event.endswith(b"}"):
+                return at - (min(at, 256) - len(event))
+    return 0

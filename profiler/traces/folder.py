@@ -1,0 +1,114 @@
+"""The traces of a job: a folder with one file a rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Collection, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from echograph.errors import DataError, InputError, UsageError
+from echograph.profiler.traces import cache
+from echograph.profiler.traces.events import EventStream
+from echograph.profiler.traces.kineto import Say, rank_in, read_trace
+from echograph.profiler.traces.steps import complete_steps
+from echograph.profiler.traces.trace import Trace, TraceSet
+
+_ENDINGS = (".json", ".json.gz", ".gz")
+# Below this, in bytes on disk, starting processes costs more than they save.
+_PARALLEL_BYTES = 4 << 20
+
+
+def read_traces(
+    path: Path | str,
+    ranks: Collection[int] | None = None,
+    *,
+    last_step: bool = False,
+    workers: int = 1,
+    cache_folder: Path | None = None,
+    say: Say = lambda _: None,
+) -> TraceSet:
+    """The traces in a folder, or of one file.
+
+    Args:
+        path: the folder, or the file.
+        ranks: the ranks to read; None reads all.
+        last_step: keep what runs in the last profiler step and after it; its work is often cut off by the end of
+            the profile, so it is left out unless asked for.
+        workers: processes that read; beyond 1, the caller's main module must be importable.
+        cache_folder: where columns of traces that were read before are kept; None keeps nothing.
+        say: told how far the reading is.
+
+    Raises:
+        InputError: the folder or a file cannot be read, or there is no trace.
+        DataError: a file is broken, or two are of one rank.
+        UsageError: a rank that has no trace.
+    """
+    files = trace_files(Path(path))
+    if ranks is not None and len(files) > 1:
+        files = _of_ranks(files, ranks)
+    read = partial(_read_one, cache_folder=cache_folder)
+    if workers > 1 and len(files) > 1 and sum(file.stat().st_size for file in files) > _PARALLEL_BYTES:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(workers, len(files)), mp_context=context) as pool:
+            traces = _by_rank(_counted(pool.map(read, files), len(files), say))
+    else:
+        traces = _by_rank(_read_one(file, cache_folder, say) for file in files)
+    chosen = sorted(traces) if ranks is None else ranks
+    if unknown := sorted(set(chosen) - set(traces)):
+        raise UsageError(f"{path}: no trace of rank {unknown[0]}; there are {_shown(traces)}")
+    kept = {rank: traces[rank] for rank in chosen}
+    return TraceSet(kept if last_step else {rank: complete_steps(trace) for rank, trace in kept.items()})
+
+
+def trace_files(path: Path) -> list[Path]:
+    """The files of a folder that may be traces, or the file itself.
+
+    Raises:
+        InputError: there is none.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise InputError(f"{path}: no such file or folder")
+    files = sorted(file for file in path.iterdir() if file.name.endswith(_ENDINGS) and file.is_file())
+    if not files:
+        raise InputError(f"{path}: no trace in it: expected *.json or *.json.gz, one a rank")
+    return files
+
+
+def _read_one(file: Path, cache_folder: Path | None, say: Say = lambda _: None) -> Trace:
+    if cache_folder is None:
+        return read_trace(file, say)
+    key = cache.content_key(file)
+    trace = cache.load(cache_folder, key, file)
+    if trace is None:
+        trace = read_trace(file, say)
+        cache.store(cache_folder, key, trace)
+    return trace
+
+
+def _counted(traces: Iterable[Trace], total: int, say: Say) -> Iterable[Trace]:
+    for done, trace in enumerate(traces, start=1):
+        say(f"read {done} of {total} traces")
+        yield trace
+
+
+def _by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:
+    found: dict[int, Trace] = {}
+    for trace in traces:
+        if (other := found.get(trace.rank)) is not None:
+            raise DataError(f"{other.path} and {trace.path} are both of rank {trace.rank}: leave one of them out")
+        found[trace.rank] = trace
+    return found
+
+
+def _of_ranks(files: list[Path], ranks: Collection[int]) -> list[Path]:
+    """Files of these ranks, and those whose rank is known only when they are read."""
+    return [file for file in files if (rank := rank_in(EventStream(file).head())) is None or rank in ranks]
+
+
+def _shown(ranks: Iterable[int]) -> str:
+    known = sorted(ranks)
+    return ", ".join(map(str, known[:12])) + (f", ... ({len(known)} in all)" if len(known) > 12 else "")

@@ -1,0 +1,56 @@
+"""`echoc import`: a graph from the files of another tool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from echograph.cli.app import print_error, print_json, print_line, progress
+from echograph.errors import UsageError
+from echograph.frontend import FRONTENDS, Imported
+from echograph.ir.graph import Graph, JobGraph
+from echograph.units import format_bytes
+
+
+def import_command(
+    format_name: Annotated[str, typer.Argument(metavar="FORMAT", help=f"{', '.join(sorted(FRONTENDS))}.")],
+    source: Annotated[Path, typer.Argument(help="The file; for chakra the folder of the ranks' traces.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the graph goes.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Read what another tool wrote, and write it as a graph; say what a graph cannot hold of it."""
+    from echograph.ir import files, serde
+
+    load = FRONTENDS[format_name]
+    if source.resolve() == output.resolve():
+        raise UsageError(f"--output {output}: is the source itself: give the graph a file of its own")
+    files.check_writable(output)
+    with progress(f"reading {source}") as say:
+        loaded = load(source)
+        imported = loaded if isinstance(loaded, Imported) else Imported(graph=loaded)
+        say(f"writing {output}")
+        size = serde.save(imported.graph, output)
+    summary = _summary(imported.graph)
+    for note in imported.notes:
+        print_error(f"note: {note}")
+    if as_json:
+        print_json({"output": str(output), "bytes": size, **summary, "notes": list(imported.notes)})
+    else:
+        ranks = f" on {summary['ranks']} ranks" if summary["level"] == "job" else ""
+        stored = "" if summary["operations"] == summary["ops"] else f" ({summary['ops']} stored)"
+        print_line(f"{summary['name']}{ranks}: {summary['operations']} operations{stored}")
+    print_error(f"wrote {output} ({format_bytes(size)})")
+
+
+def _summary(graph: Graph) -> dict[str, Any]:
+    return {
+        "name": graph.workload.model or graph.name,
+        "level": "job" if isinstance(graph, JobGraph) else "step",
+        "ranks": graph.world_size,
+        "programs": len(graph.programs),
+        "groups": len(graph.groups),
+        "operations": graph.unfolded_ops,
+        "ops": len(graph.ops),
+    }
