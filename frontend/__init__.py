@@ -13,6 +13,7 @@ FRONTENDS = Table(
         "chakra": "echograph.frontend.chakra:load",
         "gml": "echograph.frontend.graph_files:load_gml",
         "json": "echograph.frontend.graph_files:load_json",
+        "onnx": "echograph.frontend.onnx.load:load",
         "text": "echograph.frontend.graph_files:load_text",
     },
 )

@@ -19,6 +19,7 @@ from echograph.frontend import Imported
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.chakra_traces import ABSENT, RankTrace, Traces, read_traces
 from echograph.ir.columns import NONE
+from echograph.ir.exporters.chakra_dry_run import free_run, who_waits
 from echograph.ir.graph import JobGraph, Workload
 from echograph.ir.serde_chakra import CommType, NodeType, read_metadata
 from echograph.ir.types import CollectiveKind, CopyDirection, DType, OpKind, Payload, Phase, Source
@@ -47,6 +48,8 @@ _KINDS = {
 _COPIES = {NodeType.MEM_LOAD: CopyDirection.HOST_TO_DEVICE, NodeType.MEM_STORE: CopyDirection.DEVICE_TO_HOST}
 _NO_NODES = "control dependencies on nodes that are not there left out"
 _CONTRADICTED = "control dependencies that contradict data dependencies left out, with all of their ranks"
+_BUFFERED = "sends whose receives begin later: what waits for them waits for what they waited for instead"
+_HANGS = "the ranks wait for each other, and a simulation will hang"
 _LEFT_OUT = (NodeType.INVALID, NodeType.METADATA)
 
 
@@ -66,6 +69,7 @@ class _Import:
     notes: Counter[str] = field(default_factory=Counter)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     timed: bool = False
+    buffered: bool = False
     builder: GraphBuilder = field(init=False)
     streams: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
@@ -85,6 +89,7 @@ class _Import:
         self.groups = dict(traces.groups or {})
         self._add_groups()
         self.timed = any(bool((t.duration_us[t.type == NodeType.COMP] > 0).any()) for t in traces.ranks)
+        self._run_dry()
         for trace in traces.ranks:
             begin = self.builder.op_count()
             self._rank(trace)
@@ -94,6 +99,15 @@ class _Import:
         if not self.streams:
             self.builder.stream("compute")
         return Imported(graph=self.builder.build(JobGraph), notes=tuple(self._said()))
+
+    def _run_dry(self) -> None:
+        """Finds out whether ranks come to an end, and whether only because sends do not wait for receives."""
+        if not free_run(self.traces, buffered=False):
+            return
+        if waits := free_run(self.traces, buffered=True):
+            self.notes[f"{_HANGS}: {who_waits(self.traces, waits)[1]}"] = 1
+        else:
+            self.buffered = True
 
     def _add_groups(self) -> None:
         """The groups of the file in its order, then those that nodes name beyond, of the ranks that name them."""
@@ -136,7 +150,10 @@ class _Import:
                 self.notes[f"{NodeType(int(trace.type[row])).name} nodes left out, their dependencies joined"] += 1
                 made[row] = tuple(sorted(deps))
             else:
-                made[row] = (self._add(trace, row, streams[row], sorted(deps)),)
+                op = self._add(trace, row, streams[row], sorted(deps))
+                buffered = self.buffered and trace.type[row] == NodeType.SEND
+                self.notes[_BUFFERED] += buffered
+                made[row] = tuple(sorted(deps)) if buffered else (op,)
 
     def _order(self, trace: RankTrace) -> tuple[list[int], bool]:
         """Rows in the order of the program, and whether control dependencies are kept.
@@ -156,7 +173,7 @@ class _Import:
         self, trace: RankTrace, order: list[int], *, control: bool
     ) -> tuple[dict[int, int], Callable[[int], set[int]]]:
         """The stream of every row, and what a row waits for beyond the one before it there."""
-        chains = _chains(trace) if control else None
+        chains = _chains(trace) if control and not self.buffered else None
         taken: dict[int | str, int] = {}
         found: dict[int, int] = {}
         counts: Counter[str] = Counter()
@@ -186,13 +203,17 @@ class _Import:
             case NodeType.COLLECTIVE:
                 return f"group {self._group(int(trace.group[row]))[:40] or 'world'}"
             case NodeType.SEND:
-                return f"send {int(trace.comm_dst[row]) - trace.rank:+d}"
+                return f"send {int(trace.comm_dst[row]) - trace.rank:+d}{self._lane(trace, row)}"
             case NodeType.RECV:
-                return f"recv {int(trace.comm_src[row]) - trace.rank:+d}"
+                return f"recv {int(trace.comm_src[row]) - trace.rank:+d}{self._lane(trace, row)}"
             case NodeType.MEM_LOAD | NodeType.MEM_STORE:
                 return "copy"
             case _:
                 return "compute"
+
+    def _lane(self, trace: RankTrace, row: int) -> str:
+        """Where sends do not wait for their receives, messages of another tag may overtake."""
+        return f" tag {max(0, int(trace.comm_tag[row]))}" if self.buffered else ""
 
     # -- a node ----------------------------------------------------------------------------------------------
 
@@ -275,7 +296,7 @@ class _Import:
     def _said(self) -> Iterator[str]:
         for what, count in self.notes.items():
             if count:
-                yield what if what.startswith("group ") else f"{count:,} {what}"
+                yield what if what.startswith(("group ", _HANGS)) else f"{count:,} {what}"
         lost = ", ".join(f"{name} ({count:,})" for name, count in list(self.traces.others.items())[:12])
         if lost:
             more = f" and {len(self.traces.others) - 12} more" if len(self.traces.others) > 12 else ""

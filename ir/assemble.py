@@ -32,7 +32,7 @@ class Rows:
     """A block: its name, its instances, and its rows of both tables."""
 
     name: str
-    instances: tuple[Instance, ...]
+    instances: tuple[Instance, ...] = (Instance(),)
     tensors: tuple[t.Tensor, ...] = ()
     ops: tuple[t.Op, ...] = ()
 

@@ -1,6 +1,6 @@
 """A set of Chakra traces, one of each rank, as columns: what checking and importing them needs.
 
-The files are read one after the other. Of a node some sixty bytes stay: its id, what it is, its sizes and times,
+The files are read one after the other. Of a node some hundred bytes stay: its id, what it is, its sizes and times,
 and its dependencies; of attributes that nothing here reads, their number.
 """
 
@@ -10,7 +10,7 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
@@ -26,9 +26,13 @@ from echograph.ir.serde_chakra import ChakraNode, Value, read, read_metadata
 ABSENT = -(2**63)
 """In place of a number that a node does not state."""
 
-MAX_NODES = 20_000_000
-MAX_NAME_BYTES = 2**16
-MAX_GROUPS_BYTES = 256 * 2**20
+MAX_NODES = 10_000_000
+MAX_DEPENDENCIES = 50_000_000
+MAX_NAME_LETTERS = 2**16
+MAX_TEXT_LETTERS = 2**28
+"""Of all names that differ, and of the names of groups."""
+
+MAX_GROUPS_BYTES = 64 * 2**20
 MAX_DISTINCT = 100_000
 GROUPS_FILE = "comm_groups.json"
 ROLES_FILE = "roles.json"
@@ -253,18 +257,41 @@ class _Shared:
         self.names: dict[str, int] = {}
         self.groups: dict[tuple[type, Value | None], int] = {}
         self.others: Counter[str] = Counter()
-        self.nodes = 0
+        self.nodes = self.dependencies = self.letters = 0
 
-    def group(self, path: Path, value: Value | None) -> int:
-        text = str(value)
-        if len(text) > MAX_NAME_BYTES or len(self.groups) > MAX_DISTINCT:
-            raise FormatError(f"{path}: too many or too long values of pg_name: not a trace of a training job")
-        return self.groups.setdefault((type(value), value), len(self.groups))
+    def name(self, path: Path, node: ChakraNode) -> int:
+        return self._index(path, node, self.names, node.name, node.name)
 
-    def count(self, names: Iterable[str]) -> None:
-        for name in names:
-            short = name[:80]
-            if short in self.others or len(self.others) < MAX_DISTINCT:
+    def group(self, path: Path, node: ChakraNode) -> int:
+        value = node.attributes.get("pg_name")
+        return self._index(path, node, self.groups, (type(value), value), value)
+
+    def _index(self, path: Path, node: ChakraNode, known: dict[Any, int], key: object, value: object) -> int:
+        found = known.get(key)
+        if found is None:
+            letters = len(value) if isinstance(value, str | bytes | tuple) else 1
+            self.letters += letters
+            if letters > MAX_NAME_LETTERS or self.letters > MAX_TEXT_LETTERS:
+                raise FormatError(
+                    f"{path}: node {node.id} has a name or group of {letters:,} letters, or all names are over "
+                    f"{MAX_TEXT_LETTERS:,} letters together: corrupted"
+                )
+            found = known[key] = len(known)
+        return found
+
+    def count(self, path: Path, node: ChakraNode) -> None:
+        """Counts a node, and the attributes that are not read.
+
+        Raises:
+            FormatError: the set is too large.
+        """
+        self.nodes += 1
+        self.dependencies += len(node.ctrl_deps) + len(node.data_deps)
+        if self.nodes > MAX_NODES or self.dependencies > MAX_DEPENDENCIES:
+            what = f"over {MAX_NODES:,} nodes or {MAX_DEPENDENCIES:,} dependencies in all"
+            raise FormatError(f"{path}: {what}: give traces of fewer ranks or steps")
+        for name in node.attributes.keys() - _READ:
+            if (short := name[:80]) in self.others or len(self.others) < MAX_DISTINCT:
                 self.others[short] += 1
 
 
@@ -274,21 +301,20 @@ def _read_rank(rank: int, path: Path, shared: _Shared) -> RankTrace:
     names, groups, numbers = array("i"), array("i"), {name: array("q") for name in _NUMBERS}
     types, hosts, dims = bytearray(), bytearray(), bytearray()
     deps = [(array("q", [0]), array("Q")) for _ in range(2)]
-    for node in _bounded(path, shared):
+    for node in read(path):
+        shared.count(path, node)
         ids.append(node.id)
-        names.append(shared.names.setdefault(node.name, len(shared.names)))
+        names.append(shared.name(path, node))
         types.append(node.type)
         hosts.append(bool(node.attributes.get("is_cpu_op", False)))
         dims.append(not isinstance(node.attributes.get("involved_dim", ()), tuple))
-        groups.append(shared.group(path, node.attributes.get("pg_name")))
+        groups.append(shared.group(path, node))
         durations.append(node.duration_us)
         for name, column in numbers.items():
             column.append(_number(path, node, name))
         for (offsets, values), found in zip(deps, (node.ctrl_deps, node.data_deps), strict=True):
             values.extend(found)
             offsets.append(len(values))
-        if len(node.attributes.keys() - _READ):
-            shared.count(node.attributes.keys() - _READ)
     own = _column(ids, np.uint64)
     ctrl, data = (_resolved(own, _column(o, np.int64), _column(v, np.uint64)) for o, v in deps)
     return RankTrace(
@@ -298,17 +324,6 @@ def _read_rank(rank: int, path: Path, shared: _Shared) -> RankTrace:
         data_deps=data, wrong_dims=_column(dims, np.bool_),
         **{name: _column(values, np.int64) for name, values in numbers.items()},
     )  # fmt: skip
-
-
-def _bounded(path: Path, shared: _Shared) -> Iterator[ChakraNode]:
-    """The nodes of a file, while the set is not too large."""
-    for node in read(path):
-        shared.nodes += 1
-        if shared.nodes > MAX_NODES:
-            raise FormatError(f"{path}: over {MAX_NODES:,} nodes in all: give a set of fewer ranks or steps")
-        if len(node.name) > MAX_NAME_BYTES:
-            raise FormatError(f"{path}: node {node.id} has a name of {len(node.name):,} letters: corrupted")
-        yield node
 
 
 def _number(path: Path, node: ChakraNode, name: str) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from echograph.ir.types import Attributes, DType, MultiTensor
+from echograph.ir.columns import NONE
+from echograph.ir.graph import Graph
+from echograph.ir.types import Attributes, DType, MultiTensor, OpKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,7 @@ class Environment:
         host_op_picoseconds: what the host takes to issue an operation, beyond what its measurement holds; 0 when
             not measured.
         host_view_picoseconds: what it takes to issue a view.
+        memory_bytes: memory of the device; 0 when unknown.
     """
 
     device: str
@@ -38,6 +42,7 @@ class Environment:
     threads: int = 0
     host_op_picoseconds: int = 0
     host_view_picoseconds: int = 0
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +113,26 @@ class Measurement:
 def unled(attributes: Attributes | None) -> Attributes | None:
     """Attributes without what a measurement does not tell: which part of a shared launch leads it."""
     return replace(attributes, leads=False) if isinstance(attributes, MultiTensor) else attributes
+
+
+def signatures(graph: Graph) -> Iterator[Signature | None]:
+    """The signature of every row of the operation table; None for views and what is no computation."""
+    ops, tensors = graph.ops, graph.tensors
+    shapes = [tuple(tensors.shape[i].tolist()) for i in range(len(tensors))]
+    types = [TensorType(dtype=DType(d), shape=s) for d, s in zip(tensors.dtype.tolist(), shapes, strict=True)]
+    attributes = {NONE: None, **dict(enumerate(map(unled, ops.attribute_values)))}
+    works = (ops.kind == OpKind.COMPUTE) & ~ops.is_view
+    for row, is_work in enumerate(works.tolist()):
+        if not is_work:
+            yield None
+            continue
+        inputs, outputs = (tuple(types[i] for i in side[row].tolist()) for side in (ops.inputs, ops.outputs))
+        yield Signature(
+            operator=ops.strings[ops.name[row]],
+            inputs=inputs,
+            outputs=outputs,
+            attributes=attributes[int(ops.attributes[row])],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,14 +144,20 @@ def delimited(message: bytes) -> bytes:
 
 def varint(value: int) -> bytes:
     """A number >= 0 in sevens of bits, the lowest first."""
-    if value < 0x80:
-        return bytes((value,))
+    return _SMALL[value] if value < len(_SMALL) else _varint(value)
+
+
+def _varint(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
         value >>= 7
     out.append(value)
     return bytes(out)
+
+
+# Ids, lengths and dependencies are small numbers, and there are many of them.
+_SMALL = tuple(_varint(value) for value in range(2**14))
 
 
 def _attribute(name: str, value: Value) -> pb.AttributeProto:

@@ -72,6 +72,7 @@ class Environment(_message.Message):
     THREADS_FIELD_NUMBER: _builtins.int
     HOST_OP_PICOSECONDS_FIELD_NUMBER: _builtins.int
     HOST_VIEW_PICOSECONDS_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """name under which graphs find the durations"""
     hardware: _builtins.str
@@ -88,6 +89,8 @@ class Environment(_message.Message):
     """to issue an operation, beyond what its measurement holds"""
     host_view_picoseconds: _builtins.int
     """to issue a view"""
+    memory_bytes: _builtins.int
+    """of the device"""
     def __init__(
         self,
         *,
@@ -102,10 +105,11 @@ class Environment(_message.Message):
         threads: _builtins.int = ...,
         host_op_picoseconds: _builtins.int = ...,
         host_view_picoseconds: _builtins.int = ...,
+        memory_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda", "date", b"date", "device", b"device", "driver", b"driver", "hardware", b"hardware", "host_op_picoseconds", b"host_op_picoseconds", "host_view_picoseconds", b"host_view_picoseconds", "memory_clock_mhz", b"memory_clock_mhz", "sm_clock_mhz", b"sm_clock_mhz", "threads", b"threads", "torch", b"torch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda", b"cuda", "date", b"date", "device", b"device", "driver", b"driver", "hardware", b"hardware", "host_op_picoseconds", b"host_op_picoseconds", "host_view_picoseconds", b"host_view_picoseconds", "memory_bytes", b"memory_bytes", "memory_clock_mhz", b"memory_clock_mhz", "sm_clock_mhz", b"sm_clock_mhz", "threads", b"threads", "torch", b"torch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,7 +41,7 @@ class Breakdown:
 
 
 def breakdown(job: JobGraph, timeline: Timeline, program: int) -> Breakdown:
-    """Splits the step of one program, from 0 to the end of the whole timeline."""
+    """Splits the step of one program, from 0 to the end of the timeline, which may hold others."""
     mine = timeline.program == program
     device = mine & (timeline.lane == Lane.DEVICE) & (timeline.duration > 0)
     kind = job.ops.kind[timeline.op]

@@ -11,8 +11,9 @@ from __future__ import annotations
 from math import sqrt
 
 import numpy as np
+import numpy.typing as npt
 
-from echograph.ir.columns import NONE
+from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Timeline
 from echograph.simulator import engine as engines
@@ -21,15 +22,18 @@ from echograph.simulator.families import family_of
 from echograph.simulator.host import Host
 from echograph.simulator.tasks import DEVICE, TaskGraph
 
+Factors = npt.NDArray[np.float64]
+
 NINETY_PERCENT = 1.645
 """Half-width of the central 90 % of a normal distribution, in standard deviations."""
 
 MAX_TASKS = 200_000_000
-"""Tasks of all further simulations together, about a second's; beyond, the critical path stands for them."""
+"""Tasks of all further simulations together that are run one by one, about a second's; beyond, the critical path
+stands for them."""
 
 
 def interval(job: JobGraph, tasks: TaskGraph, times: Durations, host: Host, timeline: Timeline) -> tuple[int, int]:
-    """The central 90 % of the step time, picoseconds.
+    """The central 90 % of the step time, picoseconds, from the tasks.
 
     Args:
         job: the job.
@@ -46,11 +50,26 @@ def interval(job: JobGraph, tasks: TaskGraph, times: Durations, host: Host, time
         path = timeline.critical_path()
         moves = errors[:, kind[path]] @ tasks.duration[path]
         longer = shorter = float((moves**2).sum())
-    else:
-        ends = engines.finishes(tasks, kind, np.maximum(0.0, 1.0 + np.concatenate([errors, -errors]).T))
-        moves = (ends - step).reshape(2, -1).astype(np.float64)
-        longer = float((np.maximum(0.0, moves[0]) ** 2).sum())
-        shorter = float((np.maximum(0.0, -moves[1]) ** 2).sum())
+        return _around(step, shorter, longer)
+    return bounds(step, engines.finishes(tasks, kind, scenarios(job, times, host)))
+
+
+def scenarios(job: JobGraph, times: Durations, host: Host) -> Factors:
+    """Factors on durations: float64 [rows + 1, scenarios], the last row the host's; families longer, then shorter."""
+    errors = _families(job, times, host)
+    factors: Factors = np.maximum(0.0, 1.0 + np.concatenate([errors, -errors]).T)
+    return factors
+
+
+def bounds(step: int, ends: Int64) -> tuple[int, int]:
+    """The central 90 % of a step time, picoseconds, from when the step ends in each of `scenarios`."""
+    moves = (ends - step).reshape(2, -1).astype(np.float64)
+    longer = float((np.maximum(0.0, moves[0]) ** 2).sum())
+    shorter = float((np.maximum(0.0, -moves[1]) ** 2).sum())
+    return _around(step, shorter, longer)
+
+
+def _around(step: int, shorter: float, longer: float) -> tuple[int, int]:
     return max(0, step - round(NINETY_PERCENT * sqrt(shorter))), step + round(NINETY_PERCENT * sqrt(longer))
 
 

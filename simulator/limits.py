@@ -9,8 +9,12 @@ waited for; what lies before is put to `OTHER_RANKS`.
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
 from echograph.simulator.families import HOST, family_of
@@ -21,11 +25,28 @@ OTHER_RANKS = "other ranks"
 def limits(job: JobGraph, timeline: Timeline) -> dict[str, int]:
     """Picoseconds of each family on the critical path, the largest first; they add up to the step time."""
     path = timeline.critical_path()
+    side = (timeline.lane[path] != Lane.HOST).astype(np.int64)
+    number = families(job)[side, timeline.op[path]]
+    total = np.bincount(number, weights=timeline.duration[path].astype(np.float64), minlength=1)
+    return largest_first(job, total, timeline.makespan if len(path) else 0)
+
+
+def families(job: JobGraph) -> Int64:
+    """Int64 [2, rows]: the family of every row's task on the host, which is the last one, and on the device."""
     family, names = family_of(job)
-    host = timeline.lane[path] == Lane.HOST
-    number = np.where(host, len(names), family[timeline.op[path]])
-    total = np.bincount(number, weights=timeline.duration[path].astype(np.float64), minlength=len(names) + 1)
-    before = timeline.makespan - int(total.sum()) if len(path) else 0
+    return np.stack([np.full(len(family), len(names)), family])
+
+
+def largest_first(job: JobGraph, total: npt.NDArray[Any], step_ps: int) -> dict[str, int]:
+    """The parts of a critical path by name.
+
+    Args:
+        job: the job.
+        total: picoseconds by number of the family, as of `families`.
+        step_ps: the step; what the parts leave of it is put to `OTHER_RANKS`.
+    """
+    names = (*family_of(job)[1], HOST)
+    before = step_ps - int(total.sum())
     found = {OTHER_RANKS: before} if before > 0 else {}
-    found |= {name: round(value) for name, value in zip((*names, HOST), total.tolist(), strict=True) if value > 0}
+    found |= {name: round(value) for name, value in zip(names, total.tolist(), strict=False) if value > 0}
     return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -92,7 +92,9 @@ class CachingAllocator:
         """A block for a request; None when the device is out of memory."""
         size = rounded(nbytes)
         small = size <= SMALL_REQUEST
-        pool = self._pools.setdefault((stream, small), _Pool(small))
+        pool = self._pools.get((stream, small))
+        if pool is None:
+            pool = self._pools[stream, small] = _Pool(small)
         block = pool.smallest(size)
         if block is None:
             block = self._reserve(pool, size)
@@ -103,7 +105,8 @@ class CachingAllocator:
         self._split(pool, block, size)
         block.taken = True
         self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
         return block
 
     def free(self, block: Block) -> None:

@@ -44,6 +44,24 @@ class Held:
     before: int = NONE
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Span:
+    """What operations of a block touch, the same in all instances.
+
+    Attributes:
+        what: ascending; rows of tensors that own their memory or are ports, then buffers, then workspaces, each by
+            the row of its operation.
+        first: offset of the first operation that touches each.
+        last: offset of the last one.
+        made: 1 where one of them makes it.
+    """
+
+    what: Int64
+    first: Int64
+    last: Int64
+    made: Int64
+
+
 class Memories:
     """All memories of a job, by number: tensors first, then buffers and workspaces of operations.
 
@@ -53,6 +71,7 @@ class Memories:
         stream: stream of the operation that takes it; the first for what exists before the step.
         made: whether an operation makes it, rather than writes into what is there.
         fresh: for every output of the job's operations, whether it is made, not an input written in place.
+        spans: what operations touch, by block and rows, as far as it is known already.
     """
 
     def __init__(self, job: JobGraph) -> None:
@@ -82,8 +101,8 @@ class Memories:
             count * len(b.instances) for (_, count), b in zip(job.tensor_bases, job.blocks, strict=True)
         )
         self.ops = sum(count * len(b.instances) for (_, count), b in zip(job.op_bases, job.blocks, strict=True))
-        self.buffered, self.working = np.flatnonzero(buffers), np.flatnonzero(workspaces)
-        self._ports: dict[tuple[int, int, int], int] = {}
+        self._buffered, self._working = np.flatnonzero(buffers), np.flatnonzero(workspaces)
+        self.spans: dict[tuple[int, int, int], Span] = {}
 
     @cached_property
     def held(self) -> dict[int, list[Held]]:
@@ -96,29 +115,78 @@ class Memories:
         outlives = np.isin(self.role, _BEFORE_THE_STEP) | ((self.role == TensorRole.GRADIENT) & (self.made == 0))
         return np.asarray(outlives & (self.size > 0))
 
-    def of_tensors(self, block: int, instance: int, tensors: Int64) -> Int64:
-        """The memory behind each of some rows of the tensor table."""
+    def of_tensors(self, block: int, instance: int | Int64, tensors: Int64) -> Int64:
+        """The memory behind each of some rows of the tensor table, in one instance or in each of [instances, 1]."""
         base, count = self.job.tensor_bases[block]
         roots = self.job.root[tensors]
         position = self.job.local_position[roots]
-        memory = base + instance * count + position
-        for at in np.flatnonzero(position == NONE).tolist():
-            memory[at] = self._port(block, instance, int(roots[at]))
-        return np.asarray(memory)
+        memory = np.asarray(base + instance * count + position)
+        ports = np.flatnonzero(position == NONE)
+        if len(ports):
+            memory[..., ports] = self._behind[self.job.ports.slot(block, instance, roots[ports])]
+        return memory
+
+    @cached_property
+    def _behind(self) -> Int64:
+        """The memory behind every slot of a port."""
+        job, last = self.job, self.job.ports.last(self.job.root)
+        block, instance, row = (column[last] for column in job.ports.located)
+        base, count = np.array(job.tensor_bases, np.int64).reshape(-1, 2).T
+        memory: Int64 = base[block] + instance * count[block] + job.local_position[job.root[row]]
+        return memory
 
     def of_op(self, block: int, instance: int, op: int, role: int) -> int:
         """The buffer or workspace of an operation."""
         return self.tensors + (self.ops if role == WORKSPACE else 0) + self.job.op_id(block, instance, op)
 
-    def _port(self, block: int, instance: int, tensor: int) -> int:
-        key = (block, instance, tensor)
-        if key not in self._ports:
-            where = key
-            while self.job.tensors.port[where[2]]:
-                bound = self.job.locate_tensor(self.job.tensor_id(*where))
-                where = (bound[0], bound[1], int(self.job.root[bound[2]]))
-            self._ports[key] = self.job.tensor_id(*where)
-        return self._ports[key]
+    def span(self, block: int, begin: int, end: int) -> Span:
+        """What operations of a block touch."""
+        key = (block, begin, end)
+        if key not in self.spans:
+            self.spans[key] = self._find_span(begin, end)
+        return self.spans[key]
+
+    def of_span(self, block: int, span: Span, instances: Int64) -> Int64:
+        """Int64 [instances, what the span touches]: the memories."""
+        job, rows = self.job, len(self.job.tensors)
+        base, count = job.op_bases[block]
+        of_ops = span.what >= rows
+        memory = np.empty((len(instances), len(span.what)), np.int64)
+        memory[:, ~of_ops] = self.of_tensors(block, instances[:, None], span.what[~of_ops])
+        working, op = np.divmod(span.what[of_ops] - rows, max(1, len(job.ops)))
+        first = self.tensors + working * self.ops + base + op - job.blocks[block].ops.start
+        memory[:, of_ops] = first + instances[:, None] * count
+        return memory
+
+    def _find_span(self, begin: int, end: int) -> Span:
+        rows, what, made = self._touched
+        low, high = np.searchsorted(rows, (begin, end))
+        length = max(1, end - begin)
+        every, at = np.divmod(np.sort(what[low:high] * length + rows[low:high] - begin), length)
+        first = np.flatnonzero(np.diff(every, prepend=NONE))
+        found, makes = every[first], np.zeros(len(first), np.int64)
+        makes[np.searchsorted(found, what[low:high][made[low:high]])] = 1
+        return Span(what=found, first=at[first], last=at[np.append(first, len(at))[1:] - 1], made=makes)
+
+    @cached_property
+    def _touched(self) -> tuple[Int64, Int64, Flags]:
+        """Everything that operations touch, in their order: operation, root tensor or buffer, whether it is made."""
+        ops, tensors = self.job.ops, len(self.job.tensors)
+        users, used = ops.deps.rows, np.asarray(ops.deps.values, np.int64)
+        of_used, of_user = np.isin(used, self._buffered), np.isin(users, self._buffered)
+        touches = (
+            (ops.inputs.rows, self.job.root[ops.inputs.values]),
+            (ops.outputs.rows, self.job.root[ops.outputs.values]),
+            (self._working, tensors + len(ops) + self._working),
+            (self._buffered, tensors + self._buffered),
+            (users[of_used], tensors + used[of_used]),
+            (used[of_user], tensors + users[of_user]),
+        )
+        rows, what = (np.concatenate([touch[i] for touch in touches]) for i in (0, 1))
+        made = np.zeros(len(rows), np.bool_)
+        made[len(touches[0][0]) :][: len(self.fresh)] = self.fresh
+        order = np.argsort(rows, kind="stable")
+        return rows[order], what[order], made[order]
 
 
 def _fresh(job: JobGraph) -> Flags:

@@ -15,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
 from echograph.ir.columns import Int64
 from echograph.ir.types import TensorRole
-from echograph.simulator.memory_kinds import COMMUNICATION, WORKSPACE, Memories
+from echograph.simulator.memory_kinds import COMMUNICATION, Memories
 
 _EMPTY = np.zeros(0, np.int64)
 
@@ -89,14 +91,13 @@ class Lifetimes:
     def __init__(self, memories: Memories, program: int) -> None:
         self.memories, self.job = memories, memories.job
         self.calls = self.job.programs[program].calls
-        keys, key = np.unique(self.calls[:, :4], axis=0, return_inverse=True)
-        self._keys: list[tuple[int, int, int, int]] = list(map(tuple, keys.tolist()))
-        self._touched: dict[int, _Touches] = {}
+        key, self._keys = _kinds(self.calls, len(self.job.ops))
+        self._touched = self._find_touches()
         self.course = np.zeros(len(self.calls), np.int64)
         self.position = np.zeros(len(self.calls), np.int64)
         known: dict[tuple[int, ...], int] = {}
         for rows in _by_value(self.calls[:, 4]):
-            course = tuple(key.reshape(-1)[rows].tolist())
+            course = tuple(key[rows].tolist())
             self.course[rows] = known.setdefault(course, len(known))
             self.position[rows] = np.arange(len(rows))
         self.courses = tuple(self._work_out(course) for course in known)
@@ -110,8 +111,8 @@ class Lifetimes:
         """
         memories, owned = self.memories, self.memories.before
         touched = np.zeros(len(owned), np.bool_)
-        for number in range(len(self._keys)):
-            touched[self._touches(number).memory] = True
+        for its in self._touched:
+            touched[its.memory] = True
         if len(self.job.programs) == 1:
             touched |= memories.role != TensorRole.GRADIENT
         owned = owned & touched
@@ -123,7 +124,7 @@ class Lifetimes:
         return self.courses[int(self.course[call])].events[int(self.position[call])]
 
     def _work_out(self, course: tuple[int, ...]) -> Course:
-        touches = [self._touches(number) for number in course]
+        touches = [self._touched[number] for number in course]
         lengths = [len(t.memory) for t in touches]
         memory = np.concatenate([_EMPTY, *(t.memory for t in touches)])
         position = np.repeat(np.arange(len(course)), lengths)
@@ -169,46 +170,43 @@ class Lifetimes:
                 moved = np.searchsorted(unique, buffer) if held.buffer else users
                 freed[moved], freed_at[moved] = max(ends)
 
-    def _touches(self, number: int) -> _Touches:
-        if number not in self._touched:
-            self._touched[number] = self._find_touches(*self._keys[number])
-        return self._touched[number]
-
-    def _find_touches(self, block: int, begin: int, end: int, instance: int) -> _Touches:
-        ops = self.job.ops
-        found, offsets = [_EMPTY], [_EMPTY]
-        for ragged in (ops.inputs, ops.outputs):
-            low, high = int(ragged.offsets[begin]), int(ragged.offsets[end])
-            tensors = ragged.values[low:high]
-            found.append(self.memories.of_tensors(block, instance, tensors))
-            offsets.append(np.repeat(np.arange(end - begin), ragged.lengths[begin:end]))
-        made = found[-1][self.memories.fresh[low:high]]
-        for op in _within(self.memories.working, begin, end):
-            found.append(np.array([self.memories.of_op(block, instance, op, WORKSPACE)]))
-            offsets.append(np.array([op - begin]))
-        rows = self.job.blocks[block].ops
-        for op in _within(self.memories.buffered, rows.start, rows.stop):
-            users = np.array([op, *ops.deps.row(op), *ops.deps.rows[ops.deps.values == op].tolist()])
-            users = users[(begin <= users) & (users < end)]
-            found.append(np.full(len(users), self.memories.of_op(block, instance, op, COMMUNICATION)))
-            offsets.append(users - begin)
-        every, where = np.concatenate(found), np.concatenate(offsets)
-        order = np.lexsort((np.arange(len(every)), where))
-        every, where = every[order], where[order]
-        unique, at = np.unique(every, return_index=True)
-        _, from_end = np.unique(every[::-1], return_index=True)
-        return _Touches(
-            memory=unique,
-            first=where[at],
-            last=where[len(every) - 1 - from_end],
-            made=np.isin(unique, made).astype(np.int64),
-        )
+    def _find_touches(self) -> list[_Touches]:
+        """What each kind of call touches; those that differ in instance only are worked out together."""
+        found: list[_Touches] = []
+        for (block, begin, end), alike in groupby(self._keys, key=itemgetter(0, 1, 2)):
+            span = self.memories.span(block, begin, end)
+            instances = np.array([instance for *_, instance in alike], np.int64)
+            memory = self.memories.of_span(block, span, instances)
+            order = np.argsort(memory, axis=1, kind="stable")
+            memory = np.take_along_axis(memory, order, axis=1)
+            twice = (memory[:, 1:] == memory[:, :-1]).any(axis=1).tolist()
+            for its, where, several in zip(memory, order, twice, strict=True):
+                touches = _Touches(
+                    memory=its, first=span.first[where], last=span.last[where], made=span.made[where]
+                )
+                found.append(_joined(touches) if several else touches)
+        return found
 
 
-def _within(rows: Int64, begin: int, end: int) -> list[int]:
-    low, high = np.searchsorted(rows, (begin, end))
-    found: list[int] = rows[low:high].tolist()
-    return found
+def _kinds(calls: Int64, ops: int) -> tuple[Int64, list[tuple[int, int, int, int]]]:
+    """For every call its kind, and the kinds: block, begin, end, instance, ascending."""
+    block, begin, end, instance, _ = calls.T
+    span = np.unique(begin * (ops + 1) + end, return_inverse=True)[1]
+    several = int(instance.max(initial=0)) + 1
+    key = (block * (int(span.max(initial=0)) + 1) + span) * several + instance
+    _, first, kind = np.unique(key, return_index=True, return_inverse=True)
+    return kind, list(map(tuple, calls[first, :4].tolist()))
+
+
+def _joined(touches: _Touches) -> _Touches:
+    """One entry a memory, where tensors of a call share one through their ports."""
+    begin = np.flatnonzero(np.diff(touches.memory, prepend=-1))
+    return _Touches(
+        memory=touches.memory[begin],
+        first=np.minimum.reduceat(touches.first, begin),
+        last=np.maximum.reduceat(touches.last, begin),
+        made=np.maximum.reduceat(touches.made, begin),
+    )
 
 
 def _by_value(values: Int64) -> Iterator[Int64]:

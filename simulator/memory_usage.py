@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -14,15 +13,6 @@ from echograph.simulator.memory_lifetimes import CallEvents, Lifetimes
 
 MAX_REPLAYED = 4_000_000
 _TAKE, _FREE, _MAKE_GRADIENT, _TOUCH_GRADIENT = range(4)
-
-
-@dataclass(frozen=True, slots=True)
-class _Profile:
-    """A call's bytes relative to those before it: what it leaves, the most on the way, and at which operation."""
-
-    net: int
-    peak: int
-    at: int
 
 
 class Usage:
@@ -41,36 +31,51 @@ class Usage:
     def _levels(self) -> tuple[Int64, Int64, Int64]:
         """For each call: bytes before it, the most during it, and the offset of the operation where."""
         count = len(self.calls)
-        net, peak, at = (np.zeros(count, np.int64) for _ in range(3))
-        later: dict[tuple[int, int], _Profile] = {}
-        course, position = self.lifetimes.course.tolist(), self.lifetimes.position.tolist()
-        for call in range(count):
-            key = (course[call], position[call])
-            profile = later.get(key)
-            if profile is None:
-                events = self.lifetimes.events(call)
-                new = [m for m in events.gradients.tolist() if m not in self.gradient_from]
-                self.gradient_from.update(dict.fromkeys(new, call))
-                profile = self._profile(call, events, np.isin(events.gradients, new))
-                if not new:
-                    later[key] = profile
-            net[call], peak[call], at[call] = profile.net, profile.peak, profile.at
-        start = self.before_bytes + np.concatenate([[0], np.cumsum(net)[:-1]]) if count else net
+        if not count:
+            return (np.zeros(0, np.int64),) * 3
+        course, position = self.lifetimes.course, self.lifetimes.position
+        _, first, kind = np.unique(
+            course * (int(position.max()) + 1) + position, return_index=True, return_inverse=True
+        )
+        profiles = np.zeros((2, len(first), 3), np.int64)
+        # The first call of a kind may make gradients which the later ones find.
+        for number in np.argsort(first).tolist():
+            call = int(first[number])
+            events = self.lifetimes.events(call)
+            new = [m for m in events.gradients.tolist() if m not in self.gradient_from]
+            self.gradient_from.update(dict.fromkeys(new, call))
+            length = int(self.calls[call, 2] - self.calls[call, 1])
+            profiles[:, number] = self._profile(length, events, np.isin(events.gradients, new) if new else None)
+            if new:
+                profiles[1, number] = self._profile(length, events, None)
+        later = np.ones(count, np.int64)
+        later[first] = 0
+        net, peak, at = profiles[later, kind].T
+        start = self.before_bytes + np.concatenate([[0], np.cumsum(net)[:-1]])
         return start, start + peak, at
 
-    def _profile(self, call: int, events: CallEvents, new: Flags) -> _Profile:
-        length = int(self.calls[call, 2] - self.calls[call, 1])
-        change = np.zeros(length + 1, np.int64)
-        np.add.at(change, events.taken_at, self.size[events.taken])
-        np.add.at(change, events.freed_at + 1, -self.size[events.freed])
-        of_gradients = self.size[events.gradients]
-        np.add.at(change, events.gradients_at[new], of_gradients[new])
+    def _profile(self, length: int, events: CallEvents, new: Flags | None) -> tuple[int, int, int]:
+        """A call's bytes relative to those before it: what it leaves, the most on the way, and at which operation."""
+        of_gradients, at = self.size[events.gradients], events.gradients_at
+        new = np.zeros(len(at), np.bool_) if new is None else new
         beside = ~new & (events.gradients_made == 1)
-        np.add.at(change, events.gradients_at[beside], of_gradients[beside])
-        np.add.at(change, events.gradients_at[beside] + 1, -of_gradients[beside])
+        change = np.zeros(length + 1, np.int64)
+        np.add.at(
+            change,
+            np.concatenate([events.taken_at, events.freed_at + 1, at[new], at[beside], at[beside] + 1]),
+            np.concatenate(
+                [
+                    self.size[events.taken],
+                    -self.size[events.freed],
+                    of_gradients[new],
+                    of_gradients[beside],
+                    -of_gradients[beside],
+                ]
+            ),
+        )
         level = np.cumsum(change)
-        at = int(np.argmax(level[:length])) if length else 0
-        return _Profile(net=int(level[-1]), peak=max(0, int(level[at])), at=at)
+        most = int(np.argmax(level[:length])) if length else 0
+        return int(level[-1]), max(0, int(level[most])), most
 
     @property
     def peak_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +45,7 @@ class Result:
         simulated_ranks: programs simulated; equal ranks are simulated once.
         tasks: number of tasks.
         wall_s: seconds that the simulation took.
-        timeline: what ran when.
+        write_timeline: writes down what ran when, which a prediction itself does not always need.
         traced: what the ranks did whose timelines were asked for.
         ranks: the times of every rank, where each was simulated.
         draws_ps: step times under several draws of noise.
@@ -71,7 +72,7 @@ class Result:
     simulated_ranks: int
     tasks: int
     wall_s: float
-    timeline: Timeline = field(repr=False, compare=False)
+    write_timeline: Callable[[], Timeline] = field(repr=False, compare=False)
     network: str = "closed-form"
     degraded: tuple[str, ...] = ()
     links: tuple[LinkUse, ...] = ()
@@ -79,6 +80,11 @@ class Result:
     ranks: RankTimes | None = field(default=None, repr=False, compare=False)
     draws_ps: tuple[int, ...] = ()
     goodput: Goodput | None = None
+
+    @property
+    def timeline(self) -> Timeline:
+        """What ran when; written when it is asked for first."""
+        return self.write_timeline()
 
     @property
     def mfu(self) -> float | None:

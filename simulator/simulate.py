@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -18,20 +18,20 @@ from echograph.ir.passes.data_parallel_axes import MICRO_BATCH_AXES
 from echograph.ir.timeline import Timeline
 from echograph.ir.types import COMMUNICATIONS, OpKind, Phase, Source
 from echograph.simulator import engine as engines
-from echograph.simulator.breakdown import breakdown
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.durations import Durations, durations, meeting
-from echograph.simulator.engine.schedule import Starts
 from echograph.simulator.fidelity import Fidelity, check_effort, fidelity
-from echograph.simulator.flows import Flows, LinkUse, alone, flows, links_of
+from echograph.simulator.flows import LinkUse, alone, flows, links_of
 from echograph.simulator.host import Host
-from echograph.simulator.interval import interval
-from echograph.simulator.limits import limits
+from echograph.simulator.interval import bounds, interval, scenarios
 from echograph.simulator.memory import largest_memory
+from echograph.simulator.network.topology import Topology
+from echograph.simulator.pieces.predict import run_pieces, runs
 from echograph.simulator.rank_timelines import of_ranks
 from echograph.simulator.ranks import EveryRank, RankTimes, run_every_rank
 from echograph.simulator.result import Result
-from echograph.simulator.tasks import DEVICE, TaskGraph, expand
+from echograph.simulator.steps import Step, of_pieces, of_tasks, write_timeline
+from echograph.simulator.tasks import TaskGraph, check_tasks, expand
 from echograph.simulator.what_if import Scale, factors
 from echograph.units import to_s
 
@@ -77,16 +77,13 @@ def simulate(
     topology = links_of(job, cluster) if asked.network == "flows" else None
     times = durations(job, cluster, alone(topology) if topology else None)
     times, issue = _scaled(job, times, host, scales)
-    tasks = expand(job, times.picoseconds, issue, lambda number, row: meeting(job, number, row))
-    _check_range(tasks, times, host)
-    roles = ran = _run_roles(job, tasks, asked, trace_ranks)
-    if asked.ranks is not None:
-        ran = _run_ranks(job, tasks, asked, flows(job, tasks, times, topology) if topology else None, trace_ranks)
-    timeline = ran.timeline
-    last = int(timeline.program[np.argmax(timeline.end)]) if len(timeline) else 0
-    step = timeline.makespan
-    longer = step - roles.timeline.makespan
-    low, high = (max(0, bound + longer) for bound in interval(job, tasks, times, host, roles.timeline))
+    check_tasks(job)
+    _check_range(job, times, issue, host)
+    roles = _Roles(job, times, issue, host, asked)
+    ran = _run_ranks(job, roles, asked, times, topology, trace_ranks) if asked.ranks else _run_roles(roles, trace_ranks)
+    step, last = ran.step, ran.step.last
+    longer = step.end_ps - roles.step.end_ps
+    low, high = (max(0, bound + longer) for bound in roles.interval)
     replicas = prod(axis.size for axis in job.mesh if axis.name in MICRO_BATCH_AXES)
     samples = job.workload.batch_size * replicas * _micro_batches(job, last)
     return Result(
@@ -95,17 +92,17 @@ def simulate(
         device=cluster.device,
         gpus=job.world_size,
         plan={**(plan or {}), "global_batch": samples},
-        step_ps=step,
+        step_ps=step.end_ps,
         interval_ps=(low, high),
         samples=samples,
         tokens=samples * job.workload.sequence_length,
         model_flops=sum(_model_flops(job, n) for n in range(len(job.programs))) // max(1, len(job.programs)),
         peak_flops_per_s=peak_flops_per_s,
-        breakdown=breakdown(job, timeline, last),
-        limits=limits(job, timeline),
+        breakdown=step.breakdown,
+        limits=step.limits,
         memory=largest_memory(job, cluster.memory_bytes) if memory else None,
-        sources=_shares(job, ran.tasks, times),
-        collectives=_collectives(job, ran.tasks, times, last),
+        sources=_shares(step, times),
+        collectives=_collectives(job, step, times),
         engine=ran.engine,
         network=asked.network,
         degraded=asked.degraded,
@@ -113,19 +110,18 @@ def simulate(
         ranks=ran.ranks,
         draws_ps=ran.draws_ps,
         simulated_ranks=len(job.programs) * ran.columns,
-        tasks=len(tasks) * ran.columns,
+        tasks=2 * job.unfolded_ops * ran.columns,
         wall_s=time.perf_counter() - began,
-        timeline=timeline,
+        write_timeline=step.write,
         traced=ran.traced,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Run:
-    """What an engine made of a job: of its roles, or of the column that ends last."""
+    """What came of a job: of its roles, or of the column that ends last."""
 
-    tasks: TaskGraph
-    timeline: Timeline
+    step: Step
     engine: str
     columns: int = 1
     ranks: RankTimes | None = None
@@ -134,22 +130,56 @@ class _Run:
     traced: Timeline | None = None
 
 
-def _run_roles(job: JobGraph, tasks: TaskGraph, asked: Fidelity, trace_ranks: Sequence[int]) -> _Run:
-    try:
-        starts, engine = engines.run(tasks, "auto" if asked.ranks is not None else asked.engine)
-    except DeadlockError as error:
-        raise DeadlockError(_who_waits(job, tasks, error.tasks), error.tasks) from None
-    timeline = _timeline(job, tasks, starts)
-    traced = of_ranks(job, trace_ranks, lambda _: timeline) if trace_ranks and asked.ranks is None else None
-    return _Run(tasks=tasks, timeline=timeline, engine=engine, traced=traced)
+class _Roles:
+    """The roles of a job, each simulated once: in pieces where they repeat, unless an engine is asked for."""
+
+    def __init__(self, job: JobGraph, times: Durations, issue: Int64, host: Host, asked: Fidelity) -> None:
+        self.job, self.times, self.issue, self.host = job, times, issue, host
+        self.engine = "auto" if asked.ranks is not None else asked.engine
+        run = None
+        if self.engine == "auto":
+            factor = scenarios(job, times, host)
+            run = run_pieces(job, times.picoseconds, issue, factor, self.joins)
+        if run is not None:
+            self.engine = "static"
+            self.step = of_pieces(job, run, lambda: self._by_tasks().write())
+            self.interval = bounds(self.step.end_ps, run.ends[1:])
+        else:
+            self.step = self._by_tasks()
+            self.interval = interval(job, self.tasks, times, host, self.step.write())
+
+    @cached_property
+    def tasks(self) -> TaskGraph:
+        return expand(self.job, self.times.picoseconds, self.issue, self.joins)
+
+    def joins(self, number: int, row: int) -> object:
+        return meeting(self.job, number, row)
+
+    def _by_tasks(self) -> Step:
+        try:
+            starts, self.engine = engines.run(self.tasks, self.engine)
+        except DeadlockError as error:
+            raise DeadlockError(_who_waits(self.job, self.tasks, error.tasks), error.tasks) from None
+        return of_tasks(self.job, self.tasks, starts)
+
+
+def _run_roles(roles: _Roles, trace_ranks: Sequence[int]) -> _Run:
+    step = roles.step
+    traced = of_ranks(roles.job, trace_ranks, lambda _: step.write()) if trace_ranks else None
+    return _Run(step=step, engine=roles.engine, traced=traced)
 
 
 def _run_ranks(
-    job: JobGraph, tasks: TaskGraph, asked: Fidelity, shared: Flows | None, trace_ranks: Sequence[int]
+    job: JobGraph,
+    roles: _Roles,
+    asked: Fidelity,
+    times: Durations,
+    topology: Topology | None,
+    trace_ranks: Sequence[int],
 ) -> _Run:
-    every = asked.ranks
+    every, engine, tasks = asked.ranks, asked.engine, roles.tasks
     assert every is not None
-    engine = asked.engine
+    shared = flows(job, tasks, times, topology) if topology else None
     if engine == "auto":
         engine = "events" if shared is not None and shared.contended else "columns"
     if engine == "events":
@@ -157,19 +187,18 @@ def _run_ranks(
     run = partial(run_every_rank, job, tasks, engine=engine, sharing=shared.sharing if shared else None)
     noisy = [replace(every, seed=every.seed + draw) for draw in range(1, every.draws)]
     steps = [int(run(one, column=0)[2].end_ps.max()) for one in noisy]
-    its, starts, times = run(every)
-    timeline = _timeline(job, its, starts)
+    its, starts, ends = run(every)
+    step = of_tasks(job, its, starts)
     traced = (
-        of_ranks(job, trace_ranks, lambda c: _timeline(job, *run(every, column=c)[:2])) if trace_ranks else None
+        of_ranks(job, trace_ranks, lambda c: write_timeline(job, *run(every, column=c)[:2])) if trace_ranks else None
     )
     return _Run(
-        tasks=its,
-        timeline=timeline,
+        step=step,
         engine=engine,
         columns=job.world_size // len(job.programs),
-        ranks=times,
-        draws_ps=(timeline.makespan, *steps) if steps else (),
-        links=shared.busiest(timeline.makespan) if shared else (),
+        ranks=ends,
+        draws_ps=(step.end_ps, *steps) if steps else (),
+        links=shared.busiest(step.end_ps) if shared else (),
         traced=traced,
     )
 
@@ -181,12 +210,10 @@ def _scaled(job: JobGraph, times: Durations, host: Host, scales: Sequence[Scale]
     return replace(times, picoseconds=work), np.rint(issue * of_host).astype(np.int64)
 
 
-def _check_range(tasks: TaskGraph, times: Durations, host: Host) -> None:
+def _check_range(job: JobGraph, times: Durations, issue: Int64, host: Host) -> None:
     """Refuses what the clock, 64-bit picoseconds, cannot hold, the longest step of the interval included."""
-    most = 1.0 + float(times.spread.max(initial=0.0)) + host.spread
-    longest = most * float(tasks.duration.sum(dtype=np.float64))
-    if not longest < 2**63:  # at most; exactly, where that is too much
-        longest = float(np.dot(tasks.duration.astype(np.float64), 1.0 + times.spread[tasks.op] + host.spread))
+    device = np.where(job.ops.kind == OpKind.HOST, 0.0, times.picoseconds) * (1.0 + times.spread + host.spread)
+    longest = float(np.dot(runs(job), device + issue * (1.0 + times.spread + host.spread)))
     if not longest < 2**63:
         raise SimulationError(
             f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations"
@@ -204,22 +231,6 @@ def _who_waits(job: JobGraph, tasks: TaskGraph, stuck: tuple[int, ...]) -> str:
     return f"deadlock: {', '.join(waits[:4]) or 'tasks'} wait for each other; {len(stuck)} streams stand still"
 
 
-def _timeline(job: JobGraph, tasks: TaskGraph, starts: Starts) -> Timeline:
-    return Timeline(
-        program=tasks.program,
-        lane=tasks.lane,
-        stream=job.ops.stream[tasks.op],
-        op=tasks.op,
-        instance=tasks.instance,
-        micro_batch=tasks.micro_batch,
-        start=starts.start,
-        duration=tasks.duration,
-        cause=starts.cause,
-        programs=tuple(p.role or f"rank {i}" for i, p in enumerate(job.programs)),
-        streams=job.streams,
-    )
-
-
 def _model_flops(job: JobGraph, program: int) -> int:
     counted = np.isin(job.ops.phase, (Phase.FORWARD, Phase.BACKWARD)) & (job.ops.kind == OpKind.COMPUTE)
     before = np.concatenate([[0], np.cumsum(np.where(counted, job.ops.flops, 0))])
@@ -231,29 +242,23 @@ def _micro_batches(job: JobGraph, program: int) -> int:
     return max(1, len(np.unique(job.programs[program].calls[:, 4])))
 
 
-def _shares(job: JobGraph, tasks: TaskGraph, times: Durations) -> dict[str, float]:
-    busy = np.bincount(times.source[tasks.op], weights=np.where(tasks.lane == 1, tasks.duration, 0), minlength=5)
+def _shares(step: Step, times: Durations) -> dict[str, float]:
+    busy = np.bincount(times.source, weights=step.busy, minlength=5)
     total = float(busy.sum()) or 1.0
     return {source.name.lower(): float(busy[source]) / total for source in Source}
 
 
-def _collectives(job: JobGraph, tasks: TaskGraph, times: Durations, program: int) -> dict[str, dict[str, Any]]:
+def _collectives(job: JobGraph, step: Step, times: Durations) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    ops = job.ops
-    runs = np.zeros(len(ops) + 1, np.int64)
-    np.add.at(runs, job.programs[program].calls[:, 1], 1)
-    np.add.at(runs, job.programs[program].calls[:, 2], -1)
-    runs = np.cumsum(runs)[:-1]
+    ops, count_of = job.ops, runs(job, step.last)
     communicates = np.isin(ops.kind, COMMUNICATIONS)
-    mine = (tasks.program == program) & (tasks.lane == DEVICE) & communicates[tasks.op]
-    busy = np.bincount(tasks.op[mine], weights=tasks.duration[mine], minlength=len(ops))
-    for row in np.flatnonzero(communicates & (runs > 0)).tolist():
-        group, count = job.groups[int(ops.group[row])], int(runs[row])
+    for row in np.flatnonzero(communicates & (count_of > 0)).tolist():
+        group, count = job.groups[int(ops.group[row])], int(count_of[row])
         label = "+".join(group.axes) or group.name
         entry = found.setdefault(label, {"calls": 0, "bytes_per_rank": 0, "busy_s": 0.0, "algorithms": []})
         entry["calls"] += count
         entry["bytes_per_rank"] += count * int(ops.nbytes[row])
-        entry["busy_s"] += float(busy[row]) / 1e12
+        entry["busy_s"] += float(step.busy_of_last[row]) / 1e12
         choice = times.algorithm.get(row)
         if choice and choice not in entry["algorithms"]:
             entry["algorithms"].append(choice)

@@ -74,9 +74,7 @@ def expand(job: JobGraph, duration: Int64, host: Int64, joins: Callable[[int, in
     Raises:
         SimulationError: the job has more than 200 million tasks.
     """
-    total = 2 * job.unfolded_ops
-    if total > MAX_TASKS:
-        raise SimulationError(f"the job unfolds to {total:,} tasks, over the limit of {MAX_TASKS:,}")
+    total = check_tasks(job)
     lanes = 1 + len(job.streams)
     streams, hosts = job.ops.stream.astype(np.int32), job.ops.kind == OpKind.HOST
     work = np.where(hosts, 0, duration)
@@ -97,6 +95,18 @@ def expand(job: JobGraph, duration: Int64, host: Int64, joins: Callable[[int, in
         micro_batch=np.repeat(micro_batch, 2),
         resources=lanes * len(job.programs),
     )
+
+
+def check_tasks(job: JobGraph) -> int:
+    """How many tasks a job has.
+
+    Raises:
+        SimulationError: more than 200 million.
+    """
+    total = 2 * job.unfolded_ops
+    if total > MAX_TASKS:
+        raise SimulationError(f"the job unfolds to {total:,} tasks, over the limit of {MAX_TASKS:,}")
+    return total
 
 
 def _written_out(job: JobGraph, field: int) -> np.ndarray:

@@ -1,5 +1,5 @@
 """ONNX models as step graphs.
 
-`read` parses a file and needs the `onnx` package alone; `compile_onnx` runs what was read on fake tensors under the
-PyTorch frontend's recorder, so an ONNX model and a PyTorch model become graphs in the same words.
+`model.read` parses a file and needs the `onnx` package alone; `compile.compile_onnx` runs what was read on fake
+tensors under the PyTorch frontend's recorder, so an ONNX and a PyTorch model become graphs in the same words.
 """

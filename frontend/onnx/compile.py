@@ -1,7 +1,7 @@
 """From an ONNX model to a step graph: the model runs on fake tensors under the PyTorch frontend's recorder.
 
-The forward pass is what the nodes say; autograd adds the backward pass, and the step its optimizer, so that an ONNX
-model's training step is made of the same operators, FLOPs and bytes as a PyTorch model's.
+The forward pass is what the nodes say; autograd adds the backward pass, and the step its optimizer, so that an
+ONNX model's training step is made of the same operators, FLOPs and bytes as a PyTorch model's.
 """
 
 from __future__ import annotations
@@ -75,9 +75,7 @@ def compile_onnx(model: OnnxModel, spec: StepSpec, *, train: bool = False, loss:
     return Compiled(fold(lower(captured, spec, name=model.name)), chosen.text)
 
 
-def _forward(
-    module: OnnxModule, inputs: Mapping[str, Tensor], spec: StepSpec, mode: FakeTensorMode
-) -> StepGraph:
+def _forward(module: OnnxModule, inputs: Mapping[str, Tensor], spec: StepSpec, mode: FakeTensorMode) -> StepGraph:
     recorder = Recorder(mode)
     with cuda_operators(), recorder.following(ForwardStep(module, inputs)), recorder, torch.no_grad():
         module(**inputs)

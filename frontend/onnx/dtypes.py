@@ -14,9 +14,9 @@ from echograph.frontend.pytorch.step import StepDType
 
 # Numbers of TensorProto.DataType.
 TYPES = {
-    1: torch.float32, 2: torch.uint8, 3: torch.int8, 4: torch.uint16, 5: torch.int16, 6: torch.int32, 7: torch.int64,
-    9: torch.bool, 10: torch.float16, 11: torch.float64, 12: torch.uint32, 13: torch.uint64, 14: torch.complex64,
-    16: torch.bfloat16, 17: torch.float8_e4m3fn, 19: torch.float8_e5m2,
+    1: torch.float32, 2: torch.uint8, 3: torch.int8, 4: torch.uint16, 5: torch.int16, 6: torch.int32,
+    7: torch.int64, 9: torch.bool, 10: torch.float16, 11: torch.float64, 12: torch.uint32, 13: torch.uint64,
+    14: torch.complex64, 16: torch.bfloat16, 17: torch.float8_e4m3fn, 19: torch.float8_e5m2,
 }  # fmt: skip
 _STEP_TYPES: dict[torch.dtype, StepDType] = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16",

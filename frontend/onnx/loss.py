@@ -38,9 +38,9 @@ def choose_loss(kind: str, model: OnnxModel, outputs: Mapping[str, Any]) -> Loss
     """The loss of a training step.
 
     Args:
-        kind: "output" (the first output, a scalar), "cross-entropy" (of the first output against labels), "sum" (of
-            all outputs), or "auto": the first of these that fits, cross-entropy where the first output is that of
-            a matrix product.
+        kind: "output" (the first output, a scalar), "cross-entropy" (of the first output against labels), "sum"
+            (of all outputs), or "auto": the first of these that fits, cross-entropy where the first output is
+            that of a matrix product.
         model: the model.
         outputs: what it returns, fake; make labels under the same mode.
 

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 MAX_KNOWN = 2**16
-"""Elements of the largest tensor whose values are kept: what a shape depends on has a few, a small mask thousands."""
+"""Elements of the largest tensor whose values are kept: shapes depend on few, a small mask has thousands."""
 PARAMETER = "PARAMETER"
 _OWNED = (PARAMETER, "BUFFER", "CONSTANT_TENSOR")
 _KINDS = ("pkg.torch.export.graph_signature.InputSpec.kind", "echograph.role")
+_DATA = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data")
 _STATISTICS = slice(3, 5)  # of a BatchNormalization's inputs
 _DEFAULT_DOMAINS = ("", "ai.onnx")
 _SHOWN = 5
@@ -256,6 +257,9 @@ class _Reader:
         makers = {name for node in self.graph.node for name in node.output}
         available |= self.owned.keys() | self.constants.keys() | {""}
         for position, proto in enumerate(self.graph.node):
+            if self._is_large_constant(proto):
+                available.update(proto.output)
+                continue
             node = self._node(proto, position)
             for name in node.inputs:
                 if name not in available:
@@ -272,13 +276,13 @@ class _Reader:
         """A value that neither an earlier node nor an initializer makes: a weight of a file without weights."""
         if name in makers:
             raise InputError(
-                f"{self.source}: node '{node.name}' ({node.operator}) reads '{name}', which a later node or itself "
+                f"{self.source}: node '{node.name}' ({node.operator}) reads '{name}', which it or a later node "
                 "makes: ONNX has no cycles, and its nodes stand in the order in which they run"
             )
         if name not in stated:
             raise InputError(
-                f"{self.source}: node '{node.name}' ({node.operator}) reads '{name}', which nothing makes and whose "
-                "shape stands nowhere: export the model with its initializers or their shapes"
+                f"{self.source}: node '{node.name}' ({node.operator}) reads '{name}', which nothing makes and "
+                "whose shape stands nowhere: export the model with its initializers, or with them as inputs"
             )
         self.owned[name] = self._value(stated[name], "weight")
 
@@ -294,8 +298,6 @@ class _Reader:
                     "export the model again"
                 ) from None
         outputs = tuple(proto.output)
-        if proto.op_type == "Constant" and len(outputs) == 1:
-            self._constant(proto, name)
         prefix = "" if proto.domain in _DEFAULT_DOMAINS else f"{proto.domain}."
         return Node(
             name=name,
@@ -306,13 +308,18 @@ class _Reader:
             module=module_path(proto),
         )
 
-    def _constant(self, proto: NodeProto, name: str) -> None:
+    def _is_large_constant(self, proto: NodeProto) -> bool:
+        """Whether a node is a constant too large for its numbers to matter: a buffer of the model."""
+        if proto.op_type != "Constant" or proto.domain not in _DEFAULT_DOMAINS or len(proto.output) != 1:
+            return False
         for attribute in proto.attribute:
-            if attribute.HasField("t") and not _may_be_known(attribute.t, tuple(attribute.t.dims)):
-                raise InputError(
-                    f"{self.source}: node '{name}' holds a constant of {prod(attribute.t.dims)} elements: export "
-                    "weights as initializers"
-                )
+            tensor = attribute.t
+            if attribute.HasField("t") and not _may_be_known(tensor, tuple(tensor.dims)):
+                name = proto.output[0]
+                self.owned[name] = Value(name=name, dtype=tensor.data_type, shape=tuple(tensor.dims))
+                self.kinds[name] = "BUFFER"
+                return True
+        return False
 
     def _weights(self, nodes: Iterable[Node]) -> Iterator[Weight]:
         statistics = {
@@ -353,11 +360,11 @@ def _array(source: str, name: str, tensor: TensorProto) -> np.ndarray[Any, Any] 
     import numpy as np
     from onnx import numpy_helper
 
+    if prod(tensor.dims) and not any(len(getattr(tensor, field)) for field in _DATA):
+        return None
     try:
         data = np.asarray(numpy_helper.to_array(tensor))
     except Exception:
-        if tensor.ByteSize() < 2 * len(name.encode()) + 64:  # stripped of its data
-            return None
         raise InputError(f"{source}: '{name}': its data do not fit its shape {list(tensor.dims)}") from None
     return data if data.dtype.kind in "iubfc" else data.astype(np.float32) if data.dtype.kind == "V" else None
 

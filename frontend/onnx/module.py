@@ -1,8 +1,8 @@
 """An ONNX model as a PyTorch module on fake tensors: a tree of scopes that owns the weights and runs the nodes.
 
-Every node runs within the scope of the module that it stood in, so a recorder's hooks see the paths of the original
-model. What can be computed from constants and shapes is, with real numbers and outside of the recording: shape
-arithmetic is the exporter's, not the device's.
+Every node runs within the scope of the module that it stood in, so a recorder's hooks see the paths of the
+original model. What follows from constants and shapes is computed with real numbers, outside of the recording:
+shape arithmetic is the exporter's, not the device's.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class OnnxModule(Scope):
             self._owners[weight.name] = owner, leaf
         for node in model.nodes:
             self._scope(node.module)
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             made = {name: torch.tensor(value) for name, value in model.constants.items()}
             self._constants = {name: value.to(dtypes.to_step(value.dtype)) for name, value in made.items()}
             self._shapes = FakeTensorMode()
@@ -113,9 +113,10 @@ class OnnxModule(Scope):
     def _known(self, operator: Operator, call: Call) -> Any:
         """The result where it follows from constants and shapes and is small; else None."""
         static = call.node.operator in STATIC
-        if not static and any(v is not None and not _is_known(v) for v in call.operands):
+        made_up = call.node.operator.startswith(DOMAIN)  # it has shapes and no numbers
+        if made_up or (not static and any(v is not None and not _is_known(v) for v in call.operands)):
             return None
-        with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
+        with _disable_current_modes(), torch.no_grad():
             if not static and not self._is_small(operator, call):
                 return None
             return operator(call)
@@ -135,7 +136,7 @@ class OnnxModule(Scope):
             return sum(t.numel() for t in _tensors(operator(trial))) <= MAX_KNOWN
 
 
-class _one_line:  # noqa: N801 - a context manager
+class _one_line:
     """Names the node in what goes wrong in it."""
 
     def __init__(self, source: str, call: Call) -> None:
@@ -152,7 +153,8 @@ class _one_line:  # noqa: N801 - a context manager
         if isinstance(error, EchoError):
             raise CaptureError(f"{where}: {error}") from error
         raise CaptureError(
-            f"{where} does not take {shapes(self.call.operands)}: {reason(error)}: check the sizes, or export again"
+            f"{where} does not take {shapes(self.call.operands) or 'nothing'}: {reason(error)}: "
+            "check the sizes, or export the model again"
         ) from error
 
 
@@ -163,8 +165,8 @@ def _operators(model: OnnxModel, dtypes: DTypes) -> Iterator[tuple[str, Operator
         shown = ", ".join(f"'{n.name}' ({n.operator})" for n in unknown[:_SHOWN])
         count = f", ... ({len(unknown)} in all)" if len(unknown) > _SHOWN else ""
         raise CaptureError(
-            f"{model.source}: nodes with operators that are not known: {shown}{count}: export the model with ONNX's "
-            "own operators, without control flow or quantisation"
+            f"{model.source}: nodes with operators that are not known: {shown}{count}: export the model with "
+            "ONNX's own operators, without control flow or quantisation"
         )
     for node in model.nodes:
         if node.operator in OPERATORS:
@@ -182,7 +184,7 @@ def _is_known(value: Any) -> bool:
 def _numbers(value: Any) -> np.ndarray[Any, Any] | None:
     if not isinstance(value, Tensor) or not _is_known(value):
         return None
-    with _disable_current_modes():  # type: ignore[no-untyped-call]
+    with _disable_current_modes():
         plain = value.float() if value.dtype.is_floating_point and value.dtype != torch.float64 else value
         numbers: np.ndarray[Any, Any] = plain.numpy()
     return numbers

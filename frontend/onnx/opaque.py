@@ -1,15 +1,15 @@
 """Operators of the domain `echograph`: what a step graph held and ONNX has no word for.
 
-The exporter (`ir.exporters.onnx`) writes such a node under the operator's name with the shapes of its results. Read
-again, it is an operator of that name which makes tensors of those shapes; the fused ones that count FLOPs are
-PyTorch's own.
+The exporter (`ir.exporters.onnx`) writes such a node under the operator's name with the shapes of its results.
+Read again, it is an operator of that name which makes tensors of those shapes; the product of experts, which
+counts FLOPs, is PyTorch's own.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -44,7 +44,11 @@ def opaque(node: Node, model: OnnxModel, dtypes: DTypes) -> Operator:
 
     def run(call: Call) -> Any:
         if call.training:
-            raise CaptureError("nothing is known of its derivative: train from the graph that it was exported from")
+            raise CaptureError(
+                "nothing is known of its derivative: train from the graph that it was exported from"
+            )
+        if all(operand is None for operand in call.operands):  # numbers from nothing, whatever fills them in
+            return tuple(torch.zeros(value.shape, dtype=t) for value, t in zip(results, types, strict=True))
         return tuple(_operator(name)(list(call.operands), ranks, extents, types))
 
     return run
@@ -56,18 +60,19 @@ def _operator(name: str) -> Callable[..., Any]:
     plain = re.sub(r"\W", "_", name.removeprefix("aten.")) or "operator"
     library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(plain + _SCHEMA)
-    library.impl(plain, _empty, "CompositeExplicitAutograd")
+    library.impl(plain, _empty, "CPU")
+    library.impl(plain, partial(_empty, device="meta"), "Meta")
     _libraries.append(library)  # an operator lives as long as its library
     made: Callable[..., Any] = getattr(getattr(torch.ops, _NAMESPACE), plain).default
     return made
 
 
 def _empty(
-    operands: list[Any], ranks: list[int], extents: list[int], dtypes: list[torch.dtype]
+    operands: list[Any], ranks: list[int], extents: list[int], dtypes: list[torch.dtype], device: str = "cpu"
 ) -> list[torch.Tensor]:
     results, at = [], 0
     for rank, dtype in zip(ranks, dtypes, strict=True):
-        results.append(torch.empty(extents[at : at + rank], dtype=dtype))
+        results.append(torch.empty(extents[at : at + rank], dtype=dtype, device=device))
         at += rank
     return results
 

@@ -2,6 +2,7 @@
 
 Where a node says in which module it stands:
 
+    metadata `echograph.module`             "encoder.layer.3"                                 our exporter
     metadata `pkg.torch.onnx.name_scopes`   "['', 'encoder', 'encoder.layer.3', 'addmm_1']"   torch.export based
     metadata `namespace`                    "encoder: Encoder/encoder.layer.3: Layer/addmm_1: aten.addmm.default"
     its name                                "/encoder/layer.3/MatMul", or "encoder/layer_3/MatMul"
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from onnx import NodeProto
 
 MAX_PATH = 200
+_MODULE = "echograph.module"
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _NAMESPACE = "namespace"
 _NUMBERED = re.compile(r"_(\d+)$")
@@ -27,7 +29,9 @@ _MADE_UP = re.compile(r"(val_|_val_|const_?)?\d+")
 def module_path(node: NodeProto) -> str:
     """Dotted path of the module that a node stands in; "" for the model itself."""
     metadata = {p.key: p.value for p in node.metadata_props}
-    if _SCOPES in metadata:
+    if _MODULE in metadata:
+        path = metadata[_MODULE]
+    elif _SCOPES in metadata:
         path = _last_scope(metadata[_SCOPES])
     elif _NAMESPACE in metadata:
         scopes = metadata[_NAMESPACE].split("/")

@@ -76,16 +76,25 @@ def lower(
         CaptureError: a tensor has a type that a workload graph does not know.
         GraphError: the graph breaks an invariant of the IR.
     """
-    workload = _workload(graph, spec, name, batch_size, sequence_length)
-    lowering = _Lowering(GraphBuilder(name=name, workload=workload), graph)
+    return lower_nodes(graph, workload_of(graph, spec, name, batch_size, sequence_length))[0]
+
+
+def lower_nodes(graph: Graph, workload: Workload) -> tuple[StepGraph, dict[Node, list[int]]]:
+    """`lower`, and the operations that each call node became."""
+    lowering = _Lowering(GraphBuilder(name=workload.model, workload=workload), graph)
     for node in graph.nodes:
         lowering.add(node)
-    return lowering.builder.build(StepGraph)
+    return lowering.builder.build(StepGraph), lowering.made
 
 
-def _workload(
-    graph: Graph, spec: StepSpec, name: str, batch_size: int | None, sequence_length: int | None
+def workload_of(
+    graph: Graph,
+    spec: StepSpec,
+    name: str,
+    batch_size: int | None = None,
+    sequence_length: int | None = None,
 ) -> Workload:
+    """What an annotated graph trains; the arguments are those of `lower`."""
     trained = {n.meta[GRADIENT_OF] for n in graph.nodes if GRADIENT_OF in n.meta}
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     inputs = [n.meta[VAL] for n in placeholders if n.meta[ROLE] == annotate.INPUT and n.meta[VAL].dim()]
@@ -103,7 +112,7 @@ def _workload(
 
 
 class _Lowering:
-    """State of one lowering: which tensor a node's value is now, and which operation a node became."""
+    """State of one lowering: which tensor a node's value is now, and which operations (`made`) a node became."""
 
     def __init__(self, builder: GraphBuilder, graph: Graph) -> None:
         self.builder = builder
@@ -116,6 +125,7 @@ class _Lowering:
         self._names: dict[int, str] = {}
         self._writes: dict[int, tuple[int, int]] = {}
         self._gradients = _gradient_nodes(graph)
+        self.made: dict[Node, list[int]] = {}
 
     def add(self, node: Node) -> None:
         """Adds a node; nodes come in program order."""
@@ -171,6 +181,7 @@ class _Lowering:
         )
         self._note_writes([r for r in results if r is not None] if written else [], op)
         self._ops[node.name] = op
+        self.made[node] = [op]
         self._results[node] = results
         self._tensors[node] = results[0] if results else None
 
@@ -217,7 +228,7 @@ class _Lowering:
             result = self._tensor(_result_name(node), value, TensorRole.ACTIVATION)
             made.append(result)
             self._owner[result] = owner
-        self.builder.compute(
+        op = self.builder.compute(
             qualified_name(node),
             phase=_PHASES[node.meta[PHASE]],
             module=owner.rpartition(".")[0],
@@ -228,6 +239,7 @@ class _Lowering:
             + (tensor_bytes(value) if isinstance(value, Tensor) else 0),
             attributes=share,
         )
+        self.made.setdefault(node, []).append(op)
         return result
 
     # -- tensors -------------------------------------------------------------------------------------------

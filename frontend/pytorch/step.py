@@ -172,7 +172,7 @@ class TrainingStep:
 
     def _unscale(self, grads: list[Tensor]) -> Tensor:
         """As `torch.amp.GradScaler.unscale_` and `update` do."""
-        found_inf = torch.zeros((), dtype=torch.float32)
+        found_inf = torch.zeros((), dtype=torch.float32, device=self.scaler["scale"].device)
         inverse = self.scaler["scale"].double().reciprocal().float()
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse)
         torch._amp_update_scale_(self.scaler["scale"], self.scaler["growth_tracker"], found_inf, 2.0, 0.5, 2000)

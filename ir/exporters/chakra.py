@@ -70,7 +70,7 @@ def write_chakra(
         output: the folder.
         device: whose durations are taken, where an operation has one; others are imported ones.
         name: of the files; "" takes the model's.
-        per_role: writes `NAME.role<number>.et`, the trace of a role's first rank, and `roles.json`, which says whose.
+        per_role: writes `NAME.role<number>.et`, the trace of a role's first rank, and `roles.json`: whose it is.
         beside: other files to write into the folder, by name.
 
     Raises:
@@ -98,11 +98,11 @@ class _Writer:
     per_role: bool
     nodes: int = 0
     drift_ps: int = 0
-    roles: list[dict[str, object]] = field(default_factory=list)
+    roles: dict[int, dict[str, object]] = field(default_factory=dict)
     _lowering: Lowering = field(init=False)
     _ranks: Communicators = field(init=False)
     _rows: dict[int, Lowered] = field(init=False)
-    _names: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
+    _names: dict[tuple[int, int, str], bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         job = self.job
@@ -131,22 +131,34 @@ class _Writer:
         edges = Edges(self.job)
         kept = np.zeros(len(self.job.ops), np.bool_)
         kept[list(self._rows)] = True
-        for number, program in enumerate(self.job.programs):
-            ranks = self._ranks.ranks(number).tolist()
-            template, count = self._template(Trace(edges, number, kept, self.picoseconds))
-            label = program.role or f"program {number}"
-            written = {number: ranks[0]} if self.per_role else dict(zip(ranks, ranks, strict=True))
-            for place, rank in written.items():
-                own = {key: self._ranks.attributes(key, rank) for key in template.keys}
-                with (folder / self._file(place)).open("wb") as file:
-                    file.writelines(template.fill(own))
-            self.nodes += count * len(written)
-            if self.per_role:
-                self.roles.append({"role": label, "file": self._file(number), "ranks": ranks})
+        for numbers in self._alike():
+            template, count = self._template(Trace(edges, numbers[0], kept, self.picoseconds))
+            for number in numbers:
+                self.nodes += count * self._write_role(folder, number, template)
         with (folder / GROUPS).open("w", encoding="utf-8") as file:
             file.writelines(self._groups())
         if self.per_role:
-            (folder / ROLES).write_text(json.dumps(self.roles) + "\n", encoding="utf-8")
+            roles = [self.roles[number] for number in sorted(self.roles)]
+            (folder / ROLES).write_text(json.dumps(roles) + "\n", encoding="utf-8")
+
+    def _alike(self) -> list[list[int]]:
+        """Numbers of programs, those together that run the same."""
+        found: dict[bytes, list[int]] = {}
+        for number, program in enumerate(self.job.programs):
+            found.setdefault(program.calls.tobytes(), []).append(number)
+        return list(found.values())
+
+    def _write_role(self, folder: Path, number: int, template: Template[Differs]) -> int:
+        """Writes the traces of a program's ranks; returns how many."""
+        ranks = self._ranks.ranks(number).tolist()
+        places = {number: ranks[0]} if self.per_role else dict(zip(ranks, ranks, strict=True))
+        for place, rank in places.items():
+            own = {key: self._ranks.attributes(key, rank) for key in template.keys}
+            with (folder / self._file(place)).open("wb") as file:
+                file.writelines(template.fill(own))
+        label = self.job.programs[number].role or f"program {number}"
+        self.roles[number] = {"role": label, "file": self._file(number), "ranks": ranks}
+        return len(places)
 
     def _file(self, place: int) -> str:
         return f"{self.name}.{'role' * self.per_role}{place}.et"
@@ -181,12 +193,11 @@ class _Writer:
 
     def _named(self, block: int, instance: int, row: int) -> bytes:
         """The operation after the module that runs it."""
-        key = (block, instance, row)
+        ops, label = self.job.ops, self.job.blocks[block].instances[instance].label
+        key = (int(ops.module[row]), int(ops.name[row]), label)
         if key not in self._names:
-            ops, strings = self.job.ops, self.job.strings
-            label = self.job.blocks[block].instances[instance].label
-            module = strings[ops.module[row]].replace("{}", label)
-            self._names[key] = encode_name(":".join(filter(None, (module, strings[ops.name[row]]))))
+            module, name = (self.job.strings[index] for index in key[:2])
+            self._names[key] = encode_name(":".join(filter(None, (module.replace("{}", label), name))))
         return self._names[key]
 
     def finish(self, folder: Path, beside: list[str]) -> ChakraExport:

@@ -9,7 +9,7 @@ import numpy as np
 
 from echograph.ir.chakra_traces import ABSENT, RankTrace, Traces
 from echograph.ir.columns import Int64
-from echograph.ir.exporters.chakra_dry_run import Wait, dry_run
+from echograph.ir.exporters.chakra_dry_run import dry_run, who_waits
 from echograph.ir.exporters.chakra_finding import WARNING, Finding, at_node, group_name, ranks_of
 from echograph.ir.serde_chakra import CommType, NodeType
 
@@ -141,25 +141,10 @@ def _messages(traces: Traces, kind: NodeType) -> dict[tuple[int, int, int], Side
 
 def ranks_finish(traces: Traces) -> Iterator[Finding]:
     """A dry run of all ranks comes to an end: nobody waits for ever."""
-    waits = dry_run(traces)
-    if not waits:
-        return
-    by_rank = {wait.rank: wait for wait in reversed(waits)}
-    path = [waits[0].rank]
-    while (after := next((r for r in by_rank[path[-1]].of if r in by_rank), None)) not in (None, *path):
-        assert after is not None
-        path.append(after)
-    shown = path[path.index(after) :] if after is not None else path[-1:]
-    said = ", ".join(_waits(traces, by_rank[rank]) for rank in shown[:4])
-    first = by_rank[shown[0]]
-    what = f"a dry run hangs with {len({w.rank for w in waits})} ranks: {said}"
-    yield at_node(traces, first.trace, first.row, what, "run communications in one order on all ranks")
-
-
-def _waits(traces: Traces, wait: Wait) -> str:
-    ranks = ", ".join(str(rank) for rank in wait.of[:4]) + (", ..." if len(wait.of) > 4 else "")
-    name = traces.name(wait.trace, wait.row)[:40]
-    return f"rank {wait.rank} at node {wait.trace.id[wait.row]} ({name}) waits for rank {ranks}"
+    if waits := dry_run(traces):
+        first, said = who_waits(traces, waits)
+        what = f"a dry run hangs with {len({wait.rank for wait in waits})} ranks: {said}"
+        yield at_node(traces, first.trace, first.row, what, "run communications in one order on all ranks")
 
 
 _SAME = "write the same collectives in the same order on all ranks of the group"

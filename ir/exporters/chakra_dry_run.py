@@ -7,7 +7,7 @@ run shows whether the ranks come to an end, not when. A send does not wait for i
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,6 +20,9 @@ from echograph.ir.exporters.chakra_finding import group_name, ranks_of
 from echograph.ir.serde_chakra import NodeType
 
 NS_PER_US = 1000
+
+_Message = tuple[int, int, int]
+"""From which rank, to which, and the tag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ class _Lane(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """A rank while it runs. Nodes are places by ascending id."""
+    """A rank while it runs. Nodes are places by ascending id; `number` counts the collectives of a group."""
 
     trace: RankTrace
     rows: memoryview
@@ -57,6 +60,7 @@ class _Rank:
     offsets: memoryview
     children: memoryview
     duration: memoryview
+    number: memoryview
     ready: tuple[list[int], ...]
     busy: list[int]
     posted: list[int]
@@ -70,17 +74,43 @@ def dry_run(traces: Traces) -> list[Wait]:
     return _Run(traces).run()
 
 
+def free_run(traces: Traces, *, buffered: bool) -> list[Wait]:
+    """`dry_run` of ranks that run all that is ready at once, and collectives of a group by ascending id.
+
+    Unless buffered, a send ends with its receive. Control dependencies that cannot be kept are left out.
+    """
+    return _Run(traces, buffered=buffered, lanes=False).run()
+
+
+def who_waits(traces: Traces, waits: list[Wait]) -> tuple[Wait, str]:
+    """Of those who wait, the first of some that wait for each other, and in words who waits for whom."""
+    by_rank = {wait.rank: wait for wait in reversed(waits)}
+    path = [waits[0].rank]
+    while (after := next((r for r in by_rank[path[-1]].of if r in by_rank), None)) not in (None, *path):
+        assert after is not None
+        path.append(after)
+    shown = [by_rank[rank] for rank in (path[path.index(after) :] if after is not None else path[-1:])]
+    more = f", and {len(shown) - 4} more so" if len(shown) > 4 else ""
+    return shown[0], ", ".join(_said(traces, wait) for wait in shown[:4]) + more
+
+
+def _said(traces: Traces, wait: Wait) -> str:
+    ranks = ", ".join(str(rank) for rank in wait.of[:4]) + (", ..." if len(wait.of) > 4 else "")
+    name = traces.name(wait.trace, wait.row)[:40]
+    return f"rank {wait.rank} at node {wait.trace.id[wait.row]} ({name}) waits for rank {ranks}"
+
+
 class _Run:
-    def __init__(self, traces: Traces) -> None:
-        self.traces = traces
+    def __init__(self, traces: Traces, *, buffered: bool = True, lanes: bool = True) -> None:
+        self.traces, self.buffered, self.lanes = traces, buffered, lanes
         self.members = {name: frozenset(ranks_of(traces, name)) for name in ("", *(traces.groups or ()))}
-        self.ranks = {trace.rank: _start(trace) for trace in traces.ranks}
+        self.ranks = {trace.rank: _start(traces, trace, strict=lanes) for trace in traces.ranks}
         self.events: list[tuple[int, int, int]] = []
         self.now = 0
         self.calls: dict[tuple[int, str], int] = {}
         self.arrived: dict[tuple[str, int], list[tuple[int, int]]] = {}
-        self.sent: dict[tuple[int, int, int], int] = {}
-        self.receiving: dict[tuple[int, int, int], deque[int]] = {}
+        self.sent: dict[_Message, deque[int]] = {}
+        self.receiving: dict[_Message, deque[int]] = {}
 
     def run(self) -> list[Wait]:
         todo = deque(self.ranks)
@@ -98,10 +128,10 @@ class _Run:
         while rank.ready[_Lane.RECEIVE]:
             self._receive(number, heappop(rank.ready[_Lane.RECEIVE]), todo)
         for lane in (_Lane.COMPUTE, _Lane.HOST):
-            if rank.busy[lane] < 0 and rank.ready[lane]:
+            while rank.ready[lane] and (rank.busy[lane] < 0 or not self.lanes):
                 place = rank.busy[lane] = heappop(rank.ready[lane])
                 heappush(self.events, (self.now + rank.duration[place], number, place))
-        while rank.busy[_Lane.COMMUNICATION] < 0 and rank.ready[_Lane.COMMUNICATION]:
+        while rank.ready[_Lane.COMMUNICATION] and (rank.busy[_Lane.COMMUNICATION] < 0 or not self.lanes):
             place = rank.busy[_Lane.COMMUNICATION] = heappop(rank.ready[_Lane.COMMUNICATION])
             self._communicate(number, place, todo)
 
@@ -109,30 +139,49 @@ class _Run:
         rank = self.ranks[number]
         row, kind = rank.rows[place], rank.trace.type[rank.rows[place]]
         if kind == NodeType.SEND:
-            key = (number, int(rank.trace.comm_dst[row]), _tag(rank.trace, row))
-            self._end(number, place, todo)
-            if self.receiving.get(key):
-                self._end(key[1], self.receiving[key].popleft(), todo)
-            else:
-                self.sent[key] = self.sent.get(key, 0) + 1
+            self._send(number, place, todo)
             return
         name = group_name(self.traces, rank.trace, row) if kind == NodeType.COLLECTIVE else "?"
         members = self.members.get(name, frozenset())
         if number not in members or len(members) < 2:
             self._end(number, place, todo)  # nobody else is there
             return
-        nth = self.calls[number, name] = self.calls.get((number, name), 0) + 1
+        if self.lanes:
+            nth = self.calls[number, name] = self.calls.get((number, name), 0) + 1
+        else:
+            nth = rank.number[place]
         there = self.arrived.setdefault((name, nth), [])
         there.append((number, place))
-        if len(there) == len(members):
-            for one, its in self.arrived.pop((name, nth)):
+        if len(there) == len(members) and len({self._call(one, its) for one, its in there}) == 1:
+            del self.arrived[name, nth]
+            for one, its in there:
                 self._end(one, its, todo)
+
+    def _call(self, number: int, place: int) -> tuple[int, int]:
+        """Kind and size of a collective."""
+        rank = self.ranks[number]
+        row = rank.rows[place]
+        return int(rank.trace.comm_type[row]), int(rank.trace.comm_size[row])
+
+    def _send(self, number: int, place: int, todo: deque[int]) -> None:
+        rank = self.ranks[number]
+        row = rank.rows[place]
+        key = (number, int(rank.trace.comm_dst[row]), _tag(rank.trace, row))
+        if waiting := self.receiving.get(key):
+            self._end(key[1], waiting.popleft(), todo)
+            self._end(number, place, todo)
+            return
+        self.sent.setdefault(key, deque()).append(place)
+        if self.buffered:
+            self._end(number, place, todo)
 
     def _receive(self, number: int, place: int, todo: deque[int]) -> None:
         rank = self.ranks[number]
         key = _message(rank, number, place)
-        if self.sent.get(key, 0):
-            self.sent[key] -= 1
+        if waiting := self.sent.get(key):
+            sent = waiting.popleft()
+            if not self.buffered:
+                self._end(key[0], sent, todo)
             self._end(number, place, todo)
         else:
             self.receiving.setdefault(key, deque()).append(place)
@@ -155,8 +204,12 @@ class _Run:
     def _waits(self) -> list[Wait]:
         found = []
         for (name, _), there in self.arrived.items():
-            absent = sorted(self.members[name] - {one for one, _ in there})
-            found += [self._wait(number, place, absent) for number, place in there]
+            absent = self.members[name] - {one for one, _ in there}
+            for number, place in there:  # where all are there, for those that call another collective
+                others = absent or {one for one, its in there if self._call(one, its) != self._call(number, place)}
+                found.append(self._wait(number, place, sorted(others)))
+        for (source, target, _), places in self.sent.items() if not self.buffered else ():
+            found += [self._wait(source, place, (target,)) for place in places]
         for number, rank in self.ranks.items():
             found += [self._wait(number, at, (_message(rank, number, at)[0],)) for at in rank.posted]
         return sorted(found, key=lambda wait: (wait.rank, wait.row))
@@ -166,30 +219,34 @@ class _Run:
         return Wait(rank=number, trace=rank.trace, row=rank.rows[place], of=tuple(of))
 
 
-def _start(trace: RankTrace) -> _Rank:
+def _start(traces: Traces, trace: RankTrace, *, strict: bool) -> _Rank:
+    """A rank before it runs; unless strict, without dependencies that cannot be kept."""
     rows = np.argsort(trace.id, kind="stable")
     place = np.empty(len(rows), np.int64)
     place[rows] = np.arange(len(rows))
-    before, after = trace.edges()
+    before, after = trace.edges(control=strict or len(trace.order()) == len(trace))
     children = followers(len(rows), place[before], place[after])
     missing = np.bincount(place[after], minlength=len(rows)).astype(np.int32)
-    # What the file does not have never ends.
-    for deps in (trace.ctrl_deps, trace.data_deps):
-        missing[place[deps.rows[deps.values < 0]]] += 1
+    for deps in (trace.ctrl_deps, trace.data_deps) if strict else ():
+        missing[place[deps.rows[deps.values < 0]]] += 1  # what the file does not have never ends
     lanes = np.full(len(rows), _Lane.COMMUNICATION, np.uint8)
     lanes[trace.type[rows] == NodeType.COMP] = _Lane.COMPUTE
     lanes[trace.type[rows] == NodeType.RECV] = _Lane.RECEIVE
     lanes[trace.host[rows]] = _Lane.HOST
     duration = np.maximum(np.minimum(trace.duration_us[rows], 2**50).astype(np.int64) * NS_PER_US, 1)
+    number, seen = np.zeros(len(rows), np.int32), Counter[str]()
+    for row in trace.ascending(trace.type == NodeType.COLLECTIVE).tolist():
+        seen[name := group_name(traces, trace, row)] += 1
+        number[place[row]] = seen[name]
     ready = tuple(np.flatnonzero((missing == 0) & (lanes == lane)).tolist() for lane in _Lane)
     return _Rank(
         trace=trace, rows=rows.data, lanes=lanes.tobytes(), missing=missing.data,
         offsets=children.offsets.data, children=children.values.data, duration=duration.data,
-        ready=ready, busy=[-1] * len(_Lane), posted=[],
+        number=number.data, ready=ready, busy=[-1] * len(_Lane), posted=[],
     )  # fmt: skip
 
 
-def _message(rank: _Rank, number: int, place: int) -> tuple[int, int, int]:
+def _message(rank: _Rank, number: int, place: int) -> _Message:
     row = rank.rows[place]
     return int(rank.trace.comm_src[row]), number, _tag(rank.trace, row)
 

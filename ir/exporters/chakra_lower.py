@@ -75,6 +75,7 @@ class Lowering:
     sizes: tuple[int, ...]
     changed: Counter[str] = field(default_factory=Counter)
     first_tags: Mapping[int, int] = field(init=False)
+    _kernels: dict[tuple[int, int], Lowered] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.first_tags = _first_tags(self.job)
@@ -110,9 +111,11 @@ class Lowering:
             return None
         if change:
             self.changed[change] += 1
-        # A roofline divides both by each other: neither is 0.
-        attributes: dict[str, Value] = {"num_ops": max(1, flops), "tensor_size": max(1, moved), "is_cpu_op": False}
-        return Lowered(kind=NodeType.COMP, attributes=encode_attributes(attributes))
+        if (flops, moved) not in self._kernels:
+            # A roofline divides both by each other: neither is 0.
+            work: dict[str, Value] = {"num_ops": max(1, flops), "tensor_size": max(1, moved), "is_cpu_op": False}
+            self._kernels[flops, moved] = Lowered(kind=NodeType.COMP, attributes=encode_attributes(work))
+        return self._kernels[flops, moved]
 
     def _collective(self, row: int) -> Lowered | None:
         ops, group = self.job.ops, int(self.job.ops.group[row])

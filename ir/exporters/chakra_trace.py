@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +13,7 @@ from echograph.ir.graph import Program
 from echograph.units import PS_PER_NS, PS_PER_US
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class Step(NamedTuple):
     """A node.
 
     Attributes:
@@ -75,15 +74,7 @@ class Trace:
             micros = max(0, (exact + PS_PER_US // 2) // PS_PER_US)
             owed[stream] = exact - micros * PS_PER_US
             instants[stream] += not micros
-            yield Step(
-                number=number,
-                row=rows[position],
-                block=block[position],
-                instance=instance[position],
-                after=after,
-                waits=waits,
-                duration_us=micros,
-            )
+            yield Step(number, rows[position], block[position], instance[position], after, waits, micros)
         # Readers take 0 microseconds for a nanosecond.
         self.drift_ps = [n * PS_PER_NS - left for n, left in zip(instants, owed, strict=True)]
 

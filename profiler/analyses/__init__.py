@@ -1,8 +1,8 @@
 """Analyses of traces: the traces of a job in, one table out.
 
 An analysis is a function of a `TraceSet` and keyword options; its docstring says what it answers, what each column
-means and in which unit. A new one is a file and a line in `ANALYSES`. What several need is beside them: `table` (the
-result), `intervals` (union and overlap of times), `work` (what ran on the devices), `statistics`.
+means and in which unit. A new one is a file and a line in `ANALYSES`. What several need is beside them: `table`
+(the result), `intervals` (union and overlap of times), `work` (what ran on the devices), `statistics`.
 """
 
 from __future__ import annotations

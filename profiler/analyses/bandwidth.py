@@ -44,10 +44,14 @@ def rates(work: Trace) -> Iterator[tuple[str, Rate]]:
     for sort in sorted(set(sorts[work.name[moving]].tolist())):
         rows = moving[sorts[work.name[moving]] == sort]
         end = np.where(work.duration[rows] == 0, work.start[rows] + work.tick, work.end[rows])
-        time = np.concatenate((work.start[rows], end))
-        change = np.concatenate((gbps[rows], -gbps[rows]))
+        # Of what happens in one moment, ends come first: a transfer that follows another does not add to it.
+        time = np.concatenate((end, work.start[rows]))
+        change = np.concatenate((-gbps[rows], gbps[rows]))
         order = np.argsort(time, kind="stable")
-        yield sort, Rate(np.tile(rows, 2)[order], time[order], np.cumsum(change[order]))
+        running = np.cumsum(np.repeat((-1, 1), len(rows))[order])
+        # What rounding leaves of a sum is no bandwidth.
+        rate = np.where(running > 0, np.cumsum(change[order]), 0.0)
+        yield sort, Rate(np.tile(rows, 2)[order], time[order], rate)
 
 
 def sort_of_transfer(name: str) -> str:
@@ -58,9 +62,9 @@ def sort_of_transfer(name: str) -> str:
 def memory_bandwidth(traces: TraceSet) -> Table:
     """The bandwidth of copies and sets, whenever it changes.
 
-    Columns: `rank`; `ts` microseconds since the first event of the job; `pid` the device; `name` the sort of transfer;
-    `memory_bw_gbps` in 1e9 bytes a second, as the profiler says it for each transfer, summed over those of that sort
-    that run at once. Transfers without a bandwidth are left out.
+    Columns: `rank`; `ts` microseconds since the first event of the job; `pid` the device; `name` the sort of
+    transfer; `memory_bw_gbps` in 1e9 bytes a second, as the profiler says it for each transfer, summed over those
+    of that sort that run at once. Transfers without a bandwidth are left out.
     """
     parts, notes = [], list(traces.notes)
     for rank, work in device_work(traces, notes):
@@ -80,8 +84,9 @@ def memory_bandwidth(traces: TraceSet) -> Table:
 def memory_bandwidth_summary(traces: TraceSet) -> Table:
     """Statistics of the bandwidth of each sort of transfer while there is any.
 
-    Columns: `rank`, `name`, `count` of changes after which something is moving, then mean, deviation (of a sample),
-    least, quartiles and largest in 1e9 bytes a second. Each change counts once, however long the rate lasted.
+    Columns: `rank`, `name`, `count` of changes after which something is moving, then mean, deviation (of a
+    sample), least, quartiles and largest in 1e9 bytes a second. Each change counts once, however long the rate
+    lasted.
     """
     notes = list(traces.notes)
     rows = [

@@ -64,7 +64,9 @@ def coverage(sets: Sequence[Intervals]) -> Coverage:
         sets: n sets of intervals, each without overlaps in itself; the first is bit 0.
     """
     times = np.concatenate([times for one in sets for times in one])
-    change = np.concatenate([np.full(len(one.start), sign << bit) for bit, one in enumerate(sets) for sign in (1, -1)])
+    change = np.concatenate(
+        [np.full(len(one.start), sign << bit) for bit, one in enumerate(sets) for sign in (1, -1)]
+    )
     order = np.argsort(times, kind="stable")
     running = np.cumsum(change[order])[:-1]
     length, met = np.zeros(1 << len(sets), np.int64), np.zeros(1 << len(sets), np.bool_)

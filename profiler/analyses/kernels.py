@@ -21,8 +21,8 @@ def kernel_types(traces: TraceSet, *, memory: bool = True) -> Table:
     """How long each combination of kinds of kernel runs at once, over all ranks.
 
     Columns: `kernel_type` the kinds that run ("COMPUTATION overlapping COMMUNICATION"), on any streams of a rank;
-    `sum` microseconds, summed over ranks; `percentage` of the time in which anything runs, one decimal. Kinds that meet
-    for no time, since one ends as the other begins, have a row with 0.
+    `sum` microseconds, summed over ranks; `percentage` of the time in which anything runs, one decimal. Kinds that
+    meet for no time, since one ends as the other begins, have a row with 0.
 
     Args:
         traces: the job's.
@@ -46,13 +46,14 @@ def kernel_types(traces: TraceSet, *, memory: bool = True) -> Table:
 def kernel_breakdown(traces: TraceSet, *, top: int = 0, memory: bool = True) -> Table:
     """What each kernel costs on each rank: total, extremes and spread of its durations.
 
-    Columns, microseconds: `name`; `sum (us)`, `max (us)`, `min (us)`, `stddev` (of a sample), `mean (us)` over all its
-    launches; `kernel_type`; `rank`; `count` of its launches. The costliest come first within a kind and a rank.
+    Columns, microseconds: `name`; `sum (us)`, `max (us)`, `min (us)`, `stddev` (of a sample), `mean (us)` over all
+    its launches; `kernel_type`; `rank`; `count` of its launches. The costliest come first within a kind and a
+    rank.
 
     Args:
         traces: the job's.
-        top: name only this many kernels of each kind and rank; the rest are one row, "others", whose statistics are
-            those of all their launches. 0 names all.
+        top: name only this many kernels of each kind and rank; the rest are one row, "others", whose statistics
+            are those of all their launches. 0 names all.
         memory: count copies and sets.
     """
     rows, notes = [], list(traces.notes)
@@ -83,14 +84,14 @@ def statistics_by_name(trace: Trace, top: int = 0) -> list[tuple[Any, ...]]:
     numbers = summary(found, trace.duration / US)
     order = np.lexsort((found.keys, -numbers.sum))
     columns = [[texts[key] for key in found.keys[order]], *(column[order].tolist() for column in numbers)]
-    return list(zip(*columns, found.count[order].tolist(), strict=True))
+    return list(zip(*columns, found.sizes[order].tolist(), strict=True))
 
 
 def kernel_durations(traces: TraceSet) -> Table:
     """How the durations of each kernel are distributed, over all ranks together.
 
-    Columns, microseconds: `name`, `kernel_type`, `count`, `mean (us)`, then `1% (us)` to `99% (us)`: the duration that
-    this share of the launches does not exceed (linear between two). The costliest come first.
+    Columns, microseconds: `name`, `kernel_type`, `count`, `mean (us)`, then `1% (us)` to `99% (us)`: the duration
+    that this share of the launches does not exceed (linear between two). The costliest come first.
     """
     notes, durations = list(traces.notes), dict[str, list[Any]]()
     kind_of: dict[str, str] = {}

@@ -31,9 +31,9 @@ def launch_statistics(traces: TraceSet, *, memory: bool = True) -> Table:
     """Each launch: how long the call took the host, the work the device, and what lay between.
 
     Columns, microseconds: `rank`; `correlation`, the number that call and work share; `cpu_duration` of the call;
-    `gpu_duration` of the work; `launch_delay` from the end of the call to the start of the work, 0 where the work starts
-    before the call returns; `call` (`cudaLaunchKernel`, `hipLaunchKernel`, `cuLaunchKernelEx`, ...); `name` of the work.
-    Every call that launched work is in it; that of a CUDA graph once for each of its kernels.
+    `gpu_duration` of the work; `launch_delay` from the end of the call to the start of the work, 0 where the work
+    starts before the call returns; `call` (`cudaLaunchKernel`, `hipLaunchKernel`, `cuLaunchKernelEx`, ...); `name`
+    of the work. Every call that launched work is in it; that of a CUDA graph once for each of its kernels.
 
     Args:
         traces: the job's.
@@ -58,14 +58,18 @@ def launch_statistics(traces: TraceSet, *, memory: bool = True) -> Table:
 
 
 def launch_summary(
-    traces: TraceSet, *, runtime_cutoff_us: float = 50.0, launch_delay_cutoff_us: float = 100.0, memory: bool = True
+    traces: TraceSet,
+    *,
+    runtime_cutoff_us: float = 50.0,
+    launch_delay_cutoff_us: float = 100.0,
+    memory: bool = True,
 ) -> Table:
     """How many launches of each rank cost more than they should.
 
-    Columns: `rank`; `call`; `launches`; `short_kernels`, launches whose work is shorter than its call, which itself is
-    within the cutoff: the host cannot keep the device busy with them; `runtime_outliers`, calls longer than the
-    cutoff; `launch_delay_outliers`, work that starts later than the cutoff after its call; `cpu_time(us)` of all
-    calls, that of a CUDA graph once.
+    Columns: `rank`; `call`; `launches`; `short_kernels`, launches whose work is shorter than its call, which
+    itself is within the cutoff: the host cannot keep the device busy with them; `runtime_outliers`, calls longer
+    than the cutoff; `launch_delay_outliers`, work that starts later than the cutoff after its call; `cpu_time(us)`
+    of all calls, that of a CUDA graph once.
 
     Args:
         traces: the job's.

@@ -13,9 +13,9 @@ TITLES = ("rank", "comp_comm_overlap_pctg", "communication_time(us)", "overlappe
 def communication_overlap(traces: TraceSet) -> Table:
     """The share of each rank's communication during which it also computes.
 
-    Columns: `communication_time(us)` at least one communication kernel runs on any stream; `overlapped_time(us)` of
-    it at least one computation kernel runs too; `comp_comm_overlap_pctg` the latter of the former in percent, two
-    decimals, empty where nothing is communicated.
+    Columns: `communication_time(us)` at least one communication kernel runs on any stream; `overlapped_time(us)`
+    of it at least one computation kernel runs too; `comp_comm_overlap_pctg` the latter of the former in percent,
+    two decimals, empty where nothing is communicated.
     """
     rows, notes = [], list(traces.notes)
     for rank, work in device_work(traces, notes):

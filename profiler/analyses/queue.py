@@ -52,13 +52,16 @@ def queues(trace: Trace) -> Iterator[tuple[int, Queue]]:
 def queue_length(traces: TraceSet) -> Table:
     """How many kernels, copies and sets wait on each stream, whenever that changes.
 
-    Columns: `rank`; `index` of the event that changes it, in the file; `ts` microseconds since the first event of the
-    job; `pid` (device), `tid` and `stream` of the work; `queue_length` after the change. By time, rank by rank.
+    Columns: `rank`; `index` of the event that changes it, in the file; `ts` microseconds since the first event of
+    the job; `pid` (device), `tid` and `stream` of the work; `queue_length` after the change. By time, rank by
+    rank.
     """
     parts = []
     for rank, trace in traces.items():
         found = [queue for _, queue in queues(trace)]
-        works, rows, time, length = (np.concatenate(c) for c in zip(*found, strict=True)) if found else (_NONE,) * 4
+        works, rows, time, length = (
+            (np.concatenate(c) for c in zip(*found, strict=True)) if found else (_NONE,) * 4
+        )
         order = np.argsort(time, kind="stable")
         works = works[order]
         parts.append(
@@ -92,9 +95,9 @@ def queue_length_summary(traces: TraceSet) -> Table:
 def time_on_full_queue(traces: TraceSet, *, max_queue_length: int = 1024) -> Table:
     """How long each stream's queue was full, so that the host's next launch had to wait.
 
-    Columns: `rank`; `stream`; `duration_at_max_queue_length` microseconds at which at least `max_queue_length` waited;
-    `relative_duration_at_max_queue_length`, of the time from the first to the last start of an event of that rank.
-    Streams whose queue was never full are left out.
+    Columns: `rank`; `stream`; `duration_at_max_queue_length` microseconds at which at least `max_queue_length`
+    waited; `relative_duration_at_max_queue_length`, of the time from the first to the last start of an event of
+    that rank. Streams whose queue was never full are left out.
 
     Args:
         traces: the job's.

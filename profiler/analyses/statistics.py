@@ -27,7 +27,7 @@ class Groups(NamedTuple):
     order: Int64
 
     @property
-    def count(self) -> Int64:
+    def sizes(self) -> Int64:
         """Rows in each group."""
         return np.diff(self.first, append=len(self.order))
 
@@ -52,7 +52,7 @@ class Summary(NamedTuple):
 
 def summary(grouped: Groups, values: npt.NDArray[Any]) -> Summary:
     """Sum, extremes, deviation and mean of each group."""
-    count = grouped.count
+    count = grouped.sizes
     if not len(count):
         return Summary(*(np.zeros(0) for _ in Summary._fields))
     ordered = values[grouped.order].astype(np.float64)

@@ -24,9 +24,10 @@ TITLES = (
 def temporal_breakdown(traces: TraceSet) -> Table:
     """How much of each rank's device time is idle, computation, and neither.
 
-    Columns: `kernel_time(us)` from the start of the first kernel, copy or set to the end of the last, on any stream;
-    `idle_time(us)` of it nothing ran; `compute_time(us)` at least one computation ran; `non_compute_time(us)` only
-    communication, copies or sets ran. The three add up to the first. Shares in percent, two decimals.
+    Columns: `kernel_time(us)` from the start of the first kernel, copy or set to the end of the last, on any
+    stream; `idle_time(us)` of it nothing ran; `compute_time(us)` at least one computation ran;
+    `non_compute_time(us)` only communication, copies or sets ran. The three add up to the first. Shares in
+    percent, two decimals.
 
     Waits that profilers show on a stream ("Event Sync") are not counted as work.
     """

@@ -1,8 +1,8 @@
 """Where PyTorch calls the tracer: kernels in its dispatcher, for all tracers of the process at once.
 
 Every collective of torch.distributed, called from Python or from C++, is an operator `c10d::...` whose kernel for a
-device hands it to the backend. While a trace runs, kernels of ours stand in their place: they note the call, and call
-the kernel that was there with the same arguments. What that answers, the Work among it, is passed on as it is.
+device hands it to the backend. While a trace runs, kernels of ours stand before those: they note the call, and pass
+it down with the same arguments. What comes back, the Work among it, is passed up as it is.
 Three things are not operators, and are methods that are wrapped as well: `Work.wait`, the two ends of a coalesced
 block, and the making of groups. Removing the last tracer puts everything back.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import sys
 import time
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,17 +20,19 @@ from typing import Any, TypeAlias
 
 from echograph.profiler.comms.call import Call, Listener
 from echograph.profiler.comms.clock import EventClock, HostClock
-from echograph.profiler.comms.context import CallSites, Phases, Place
+from echograph.profiler.comms.context import CallSites, Phases
 from echograph.profiler.comms.describe import Kinds
 from echograph.profiler.comms.groups import Groups
 from echograph.profiler.comms.operations import OPERATIONS, Arguments, Operation
 from echograph.profiler.comms.record import UNKNOWN
 
-DEVICE_KEYS = ("CPU", "CUDA", "SparseCPU", "SparseCUDA")
+# A key that every call passes, on all devices and with or without gradients, and where c10d has nothing of its own.
+KEY = "BackendSelect"
 MAX_RESULTS = 4096
 MAX_LINGERING = 4096
 LINGER_NS = 10**9
 
+Redispatch: TypeAlias = Callable[..., Any]
 Clock: TypeAlias = HostClock | EventClock
 
 
@@ -61,6 +62,8 @@ class Capture:
         self._kinds = Kinds()
         self._process_group: Any = torch.distributed.ProcessGroup
         self._work: Any = torch.distributed.Work
+        key = torch._C.DispatchKey.__members__[KEY]
+        self._below: Any = torch._C._dispatch_keyset_full_after(key)
         self._listeners: tuple[Listener, ...] = ()
         self._host = HostClock(self._finished)
         self._events = EventClock(self._finished, torch.cuda)
@@ -97,24 +100,17 @@ class Capture:
         import torch
         from torch.distributed import ProcessGroup, Work, distributed_c10d
 
-        library = torch.library.Library("c10d", "IMPL")
-        functional = torch.library.Library("_c10d_functional", "IMPL")
-        has = torch._C._dispatch_has_kernel_for_dispatch_key
-        with warnings.catch_warnings():
-            # PyTorch warns of each kernel that is put in another's place; that is what is meant.
-            warnings.simplefilter("ignore", UserWarning)
-            for name, operation in OPERATIONS.items():
-                for key in DEVICE_KEYS:
-                    if has(f"c10d::{name}", key):
-                        original = torch.library.get_kernel(f"c10d::{name}", key)
-                        clock = self._events if key.endswith("CUDA") else self._host
-                        ours = self._kernel(operation, original.call_boxed, clock)
-                        library.impl(name, ours, key, with_keyset=True, allow_override=True)
-            for key in ("CPU", "CUDA"):
-                original = torch.library.get_kernel("_c10d_functional::wait_tensor", key)
-                ours = self._wait_tensor(original.call_boxed)
-                functional.impl("wait_tensor", ours, key, with_keyset=True, allow_override=True)
-        self._restore += [library._destroy, functional._destroy]
+        for namespace, kernels in (
+            ("c10d", {name: self._kernel(operation) for name, operation in OPERATIONS.items()}),
+            ("_c10d_functional", {"wait_tensor": self._wait_tensor}),
+        ):
+            library = torch.library.Library(namespace, "IMPL")
+            for name, make in kernels.items():
+                operator = getattr(getattr(torch.ops, namespace), name, None)
+                if operator is not None:
+                    # This way down the dispatcher lets go of the interpreter's lock: operators may block.
+                    library.impl(name, make(operator.default._handle.redispatch_boxed), KEY, with_keyset=True)
+            self._restore.append(library._destroy)
         self._wrap(Work, "wait", self._waiting)
         self._wrap(ProcessGroup, "_start_coalescing", self._coalescing_starts)
         self._wrap(ProcessGroup, "_end_coalescing", self._coalescing_ends)
@@ -128,32 +124,53 @@ class Capture:
         setattr(owner, name, around(original))
         self._restore.append(lambda: setattr(owner, name, original) if own else delattr(owner, name))
 
-    def _kernel(self, operation: Operation, original: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
-        def kernel(keyset: Any, *arguments: Any, **named: Any) -> Any:
-            call = None
-            try:
-                call = self._issue(operation, arguments, clock)
-            except Exception as error:
-                self._confess(error)
-            try:
-                result = original(keyset, *arguments, **named)
-            except BaseException:
-                if call is not None:
-                    self._refuse(call)
-                raise
-            if call is not None:
+    def _clock(self, keyset: Any) -> Clock | None:
+        """What tells the times of calls on the device of a key set; None for tensors without data."""
+        import torch
+
+        if keyset.has(torch._C.DispatchKey.Meta):
+            return None
+        on_cuda = any(keyset.has(key) for key in (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.SparseCUDA))
+        return self._events if on_cuda else self._host
+
+    def _kernel(self, operation: Operation) -> Callable[[Redispatch], Redispatch]:
+        below = self._below
+        clocks: dict[int, Clock | None] = {}
+
+        def make(redispatch: Redispatch) -> Redispatch:
+            def kernel(keyset: Any, *arguments: Any, **named: Any) -> Any:
+                keyset &= below
+                call = clock = None
                 try:
-                    self._follow(operation, arguments, call, result, clock)
+                    keys = keyset.raw_repr()
+                    if keys not in clocks:
+                        clocks[keys] = self._clock(keyset)
+                    clock = clocks[keys]
+                    if clock is not None:
+                        call = self._issue(operation, arguments, clock)
                 except Exception as error:
                     self._confess(error)
-            return result
+                try:
+                    result = redispatch(keyset, *arguments, **named)
+                except BaseException:
+                    if call is not None:
+                        self._refuse(call)
+                    raise
+                if call is not None and clock is not None:
+                    try:
+                        self._follow(operation, arguments, call, result, clock)
+                    except Exception as error:
+                        self._confess(error)
+                return result
 
-        return kernel
+            return kernel
+
+        return make
 
     def _issue(self, operation: Operation, arguments: Arguments, clock: Clock) -> Call:
         group = self.groups.of(self._process_group.unbox(arguments[operation.group]))
         coalesced = bool(self._coalescing) and group.torch_name in self._coalescing
-        place = Place(*self._sites.here(), *self.phases.here())
+        place = self._sites.here(), *self.phases.here()
         kind = self._kinds.of(operation, arguments, group, coalesced, clock.device, place)
         sequence = group.issued.get(kind.channel, 0)
         group.issued[kind.channel] = sequence + 1
@@ -174,12 +191,12 @@ class Capture:
         if call.kind.coalesced:
             self._coalescing[call.group.torch_name].append((call, clock))
             return
-        self._watch([(call, clock)], work)
-        if call.kind.asynchronous and call.end == UNKNOWN and not operation.point_to_point:
+        if call.kind.asynchronous and not operation.point_to_point:
             for tensor in operation.outputs(arguments, True):
                 self._results[tensor.data_ptr()] = (call, clock)
             while len(self._results) > MAX_RESULTS:
                 self._results.popitem(last=False)
+        self._watch([(call, clock)], work)
 
     def _watch(self, calls: list[tuple[Call, Clock]], work: Any) -> None:
         waited = []
@@ -244,13 +261,16 @@ class Capture:
         if self.errors == 1:
             sys.stderr.write(f"echograph: a collective could not be traced ({type(error).__name__}: {error})\n")
 
-    def _wait_tensor(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wait_tensor(self, redispatch: Redispatch) -> Redispatch:
+        below = self._below
+
         def kernel(keyset: Any, tensor: Any) -> Any:
             if self._results:
-                found = self._results.pop(tensor.data_ptr(), None)
-                if found is not None:
-                    self._waits_for(*found)
-            return original(keyset, tensor)
+                with suppress(Exception):
+                    found = self._results.pop(tensor.data_ptr(), None)
+                    if found is not None:
+                        self._waits_for(*found)
+            return redispatch(keyset & below, tensor)
 
         return kernel
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 _OWN, _API, _TORCH, _USER = range(4)
 MAX_CODES = 1 << 16
@@ -18,30 +18,19 @@ _API_FILES = (
 )
 
 
-class Place(NamedTuple):
-    """Where a call comes from, as cheap to note as can be.
+class Site:
+    """A place in the code that calls: `file:line function`, and the function of torch.distributed called there.
 
-    Attributes:
-        code: code of the caller; None where no Python called.
-        line: its line.
-        api: code of the function of torch.distributed that it called.
-        phase: forward, recompute, backward, optimizer or "".
-        module: path of a module, or "".
+    Two are equal if they are one object.
     """
 
-    code: CodeType | None
-    line: int
-    api: CodeType | None
-    phase: str
-    module: str
+    __slots__ = ("api", "site")
 
-    def spell(self) -> tuple[str, str]:
-        """The call site as `file:line function`, and the name of the function that was called there."""
-        api = "" if self.api is None else self.api.co_name
-        if self.code is None:
-            return "", api
-        name = getattr(self.code, "co_qualname", self.code.co_name)
-        return f"{Path(self.code.co_filename).name}:{self.line} {name}", api
+    def __init__(self, code: CodeType | None, line: int, api: CodeType | None) -> None:
+        self.api = "" if api is None else api.co_name
+        self.site = ""
+        if code is not None:
+            self.site = f"{Path(code.co_filename).name}:{line} {getattr(code, 'co_qualname', code.co_name)}"
 
 
 class CallSites:
@@ -52,43 +41,57 @@ class CallSites:
 
         self._torch = str(Path(torch.__file__).parent)
         self._own = str(Path(__file__).parent)
-        self._kinds: dict[CodeType, int] = {}
+        # By identity, since the hash of code is computed anew each time; the code is kept, so that it stays its own.
+        self._kinds: dict[int, tuple[int, CodeType]] = {}
+        self._sites: dict[tuple[int, int, int], Site] = {}
 
-    def here(self) -> tuple[CodeType | None, int, CodeType | None]:
-        """The first code outside PyTorch, its line, and the function of torch.distributed that was called there.
+    def here(self) -> Site:
+        """The first code outside PyTorch, and the function of torch.distributed that it called.
 
         PyTorch's C++ may call from a thread that runs no Python: then there is none.
         """
-        frame: FrameType | None = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(1)
         api, in_api, known = None, True, self._kinds
         while frame is not None:
             code = frame.f_code
-            kind = known.get(code)
-            if kind is None:
-                kind = self._classify(code)
+            found = known.get(id(code))
+            kind = found[0] if found is not None else self._classify(code)
             if kind == _USER:
-                return code, frame.f_lineno, api
-            if kind == _TORCH:
-                in_api = False
-            elif kind == _API and in_api:
+                return self._site(code, frame.f_lineno, api)
+            if kind == _API and in_api:
                 api = code
+            elif kind == _TORCH and api is not None:
+                in_api = False
             frame = frame.f_back
-        return None, 0, api
+        return self._site(None, 0, api)
+
+    def _site(self, code: CodeType | None, line: int, api: CodeType | None) -> Site:
+        key = (id(code), line, id(api))
+        site = self._sites.get(key)
+        if site is None:
+            if len(self._sites) >= MAX_CODES:
+                self._sites.clear()
+            site = self._sites[key] = Site(code, line, api)
+        return site
 
     def _classify(self, code: CodeType) -> int:
         name = code.co_filename
         if name.startswith(self._own):
             kind = _OWN
+        elif name.endswith(("contextlib.py", "functools.py")):
+            kind = _OWN
         elif name.endswith(_API_FILES) and name.startswith(self._torch):
             # Decorators of torch.distributed are no functions that anybody calls.
             kind = _OWN if code.co_name == "wrapper" else _API
-        elif name.startswith((self._torch, "<")) or name.endswith(("contextlib.py", "functools.py")):
+        elif name.startswith((self._torch, "<")):
             kind = _TORCH
         else:
             kind = _USER
-        if len(self._kinds) > MAX_CODES:
+        if len(self._kinds) >= MAX_CODES:
+            # Sites are known by the same identities.
             self._kinds.clear()
-        self._kinds[code] = kind
+            self._sites.clear()
+        self._kinds[id(code)] = kind, code
         return kind
 
 

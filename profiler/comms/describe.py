@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from echograph.profiler.comms.bandwidth import message_bytes
 from echograph.profiler.comms.call import Kind
-from echograph.profiler.comms.context import Place
+from echograph.profiler.comms.context import Site
 from echograph.profiler.comms.groups import Group
 from echograph.profiler.comms.operations import Arguments, Operation
 
 SHOWN_SHAPES = 8
 MAX_KINDS = 1 << 16
+Place: TypeAlias = tuple[Site, str, str]
 _ASYNCHRONOUS_APIS = {"isend", "irecv", "batch_isend_irecv"}
 
 
@@ -32,7 +33,7 @@ class Kinds:
             group: its group.
             coalesced: whether it stands in a coalesced block.
             device: type of the device.
-            place: where it comes from.
+            place: call site, phase and module.
         """
         root = operation.root >= 0 and arguments[operation.root] == group.rank
         inputs = operation.inputs(arguments, root)
@@ -75,11 +76,11 @@ def _make(
 ) -> Kind:
     tensors = inputs or outputs
     given, got = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
-    site, api = place.spell()
+    site, phase, module = place
     peer, channel = -1, group.name
     if operation.point_to_point:
         peer, channel = _channel(operation, group, *other)
-        asynchronous = api in _ASYNCHRONOUS_APIS
+        asynchronous = site.api in _ASYNCHRONOUS_APIS
     return Kind(
         op=operation.name,
         group=group.name,
@@ -94,10 +95,10 @@ def _make(
         coalesced=coalesced,
         device=device,
         stream=stream,
-        api=api,
-        site=site,
-        phase=place.phase,
-        module=place.module,
+        api=site.api,
+        site=site.site,
+        phase=phase,
+        module=module,
         peer=peer,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 LONGEST = 40
@@ -56,10 +57,11 @@ class Groups:
 
     def sweep(self) -> None:
         """Names the groups that PyTorch has made since the last look, in the order of their making."""
-        from torch.distributed.distributed_c10d import _world
+        from torch.distributed.distributed_c10d import ProcessGroup, _world
 
         for process_group, numbers in list(_world.pg_group_ranks.items()):
-            if process_group is not None and process_group.group_name not in self._known:
+            # A rank that is not in a group has a number in the group's place.
+            if isinstance(process_group, ProcessGroup) and process_group.group_name not in self._known:
                 self._add(process_group, tuple(sorted(numbers, key=lambda rank: numbers[rank])))
 
     def forget(self, torch_name: str) -> None:
@@ -94,7 +96,7 @@ class Groups:
 def spell_ranks(ranks: Sequence[int]) -> str:
     """Ranks in a word: `0-3`, `0-12:4` (every fourth), `0,1,5`; what is longer ends in a number of its own."""
     ordered = sorted(ranks)
-    steps = {b - a for a, b in zip(ordered, ordered[1:], strict=False)}
+    steps = {b - a for a, b in pairwise(ordered)}
     if len(ordered) > 2 and len(steps) == 1:
         (step,) = steps
         return f"{ordered[0]}-{ordered[-1]}" + (f":{step}" if step > 1 else "")

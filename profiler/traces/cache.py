@@ -1,7 +1,7 @@
 """Columns of traces that were read before, by the content of their files.
 
-A cached trace is one `.npz` of plain arrays (numpy's own format: no further dependency, no code in it), named after
-the SHA-256 of the trace file. Deleting any of them costs time only.
+A cached trace is one `.npz` of plain arrays (numpy's own format: no further dependency, no code in it), named
+after the SHA-256 of the trace file. Deleting any of them costs time only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import os
 import zipfile
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -57,11 +56,10 @@ def load(folder: Path, key: str, path: Path) -> Trace | None:
         rows = {name: arrays.pop(f"rows.{name}") for name in facts.pop("arguments")}
         arguments = {name: Values(places, arrays.pop(f"values.{name}")) for name, places in rows.items()}
         facts["notes"] = tuple(note.replace(facts["path"], str(path)) for note in facts["notes"])
-        facts["header"] = MappingProxyType(facts["header"])
         facts["path"] = str(path)
         columns = {name: arrays[name] for name in _COLUMNS}
-        return Trace(strings=tuple(strings), arguments=MappingProxyType(arguments), **facts, **columns)
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+        return Trace(strings=tuple(strings), arguments=arguments, **facts, **columns)
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
         return None
 
 

@@ -1,9 +1,9 @@
 """The events of a Chrome or Kineto trace file, a batch at a time, in memory bounded by the batch.
 
-A file is an object with `traceEvents`, or the array of events alone. The decoder itself says where an event ends: a
-prefix of the array is cut before some `{` that follows `},`; if what stands before the cut is a valid array, the cut
-fell between two events, since all strings and brackets are closed there. Where it is not (a cut within an event, the
-end of the array, broken text), the events are walked one by one.
+A file is an object with `traceEvents`, or the array of events alone. The decoder itself says where an event ends:
+a prefix of the array is cut before some `{` that follows `},`; if what stands before the cut is a valid array, the
+cut fell between two events, since all strings and brackets are closed there. Where it is not (a cut within an
+event, the end of the array, broken text), the events are walked one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -33,7 +33,8 @@ _GAP = re.compile(r"[\s,]*")
 # What analyses need of an event, by its name in the file; whatever else it says is read anew when it is asked for.
 # Arguments that come together are one group: where the first is missing, the others are not looked for.
 GROUPS: tuple[dict[str, str], ...] = (
-    {"bytes": "bytes", "bandwidth": "memory bandwidth (GB/s)"},
+    {"bytes": "bytes"},
+    {"bandwidth": "memory bandwidth (GB/s)"},
     {"sequence": "Sequence number", "forward_thread": "Fwd thread id"},
     {"python_id": "Python id", "python_parent": "Python parent id"},
     {"wait_stream": "wait_on_stream", "wait_record": "wait_on_cuda_event_record_corr_id"},
@@ -85,7 +86,7 @@ class Event(msgspec.Struct, gc=False):
     ph: str = ""
     cat: str = ""
     name: str = ""
-    ts: float | None = None
+    ts: int | float = 0
     dur: float | None = None
     pid: int | str | None = None
     tid: int | str | None = None
@@ -95,7 +96,7 @@ class Event(msgspec.Struct, gc=False):
 class ExactEvent(Event, gc=False):
     """An event whose time needs more digits than a float has (nanoseconds since 1970)."""
 
-    ts: Decimal | None = None  # type: ignore[assignment]
+    ts: Decimal = Decimal(0)  # type: ignore[assignment]
 
 
 class _Walked(NamedTuple):
@@ -126,6 +127,7 @@ class EventStream:
         self._json = json.JSONDecoder(strict=False, parse_float=exact)
         self._count = 0
         self._cut_off = False
+        self._enough = CHUNK_BYTES
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Batches of events.
@@ -140,7 +142,6 @@ class EventStream:
             piece = next(pieces, b"")
             buffer += piece
             events, buffer, ended = self._decode(buffer, last=not piece)
-            self._count += len(events)
             yield events
             if not ended and not piece:
                 self._cut_off = True
@@ -168,21 +169,27 @@ class EventStream:
                     while piece := source.read(CHUNK_BYTES):
                         yield piece
                     return
-                inflate = zlib.decompressobj(_GZIP_WINDOW)
-                following = b""
-                while piece := following or source.read(_COMPRESSED_BYTES):
-                    # A gzip file may have several members, one after the other.
-                    if inflate.eof:
-                        inflate = zlib.decompressobj(_GZIP_WINDOW)
-                    yield inflate.decompress(piece)
-                    following = inflate.unused_data.lstrip(b"\0")
-                self._cut_off = not inflate.eof
+                yield from self._inflated(source)
         except OSError as error:
             raise InputError(f"{self.path}: {error.strerror or error}") from None
         except zlib.error as error:
             raise DataError(
                 f"{self.path}: the gzip stream is damaged after {self._count} events ({error})"
             ) from None
+
+    def _inflated(self, source: BinaryIO) -> Iterator[bytes]:
+        inflate = zlib.decompressobj(_GZIP_WINDOW)
+        following = b""
+        while piece := following or source.read(_COMPRESSED_BYTES):
+            # A gzip file may have several members, one after the other.
+            if inflate.eof:
+                inflate = zlib.decompressobj(_GZIP_WINDOW)
+            if text := inflate.decompress(piece, CHUNK_BYTES):
+                yield text
+            following = inflate.unconsumed_tail or inflate.unused_data.lstrip(b"\0")
+        if text := inflate.flush():
+            yield text
+        self._cut_off = not inflate.eof
 
     def _find_events(self, pieces: Iterator[bytes]) -> bytes:
         head = b""
@@ -214,19 +221,23 @@ class EventStream:
 
     def _decode(self, buffer: bytes, *, last: bool) -> _Walked:
         cut = _last_gap(buffer)
-        if cut:
-            try:
-                events = self._decoder.decode(b"[" + buffer[:cut] + b"]")
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                return self._walk(buffer, last=last)
-            buffer = buffer[cut:].lstrip(b" \t\r\n,")
-            if not last:
-                return _Walked(events, buffer, False)
-            walked = self._walk(buffer, last=True)
-            return _Walked(events + walked.events, walked.rest, walked.ended)
-        if not last and len(buffer) < CHUNK_BYTES:
-            return _Walked([], buffer, False)
-        return self._walk(buffer, last=last)
+        if not cut:
+            # An event longer than a piece is looked for again when there is twice as much of it.
+            if not last and len(buffer) < self._enough:
+                return _Walked([], buffer, False)
+            walked = self._walk(buffer, last=last)
+            self._enough = CHUNK_BYTES if walked.events else 2 * len(buffer)
+            return walked
+        try:
+            events = self._decoder.decode(b"[" + buffer[:cut] + b"]")
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return self._walk(buffer, last=last)
+        self._count += len(events)
+        buffer = buffer[cut:].lstrip(b" \t\r\n,")
+        if not last:
+            return _Walked(events, buffer, False)
+        walked = self._walk(buffer, last=True)
+        return _Walked(events + walked.events, walked.rest, walked.ended)
 
     def _walk(self, buffer: bytes, *, last: bool) -> _Walked:
         # One character for every byte that is no UTF-8, so that places in both texts are the same.
@@ -240,19 +251,16 @@ class EventStream:
                 return _Walked(events, kept[at + 1 :].encode("utf-8", "surrogateescape"), True)
             try:
                 event, at = self._json.raw_decode(text, at)
+                events.append(msgspec.convert(event, self._event, strict=False))
+                self._count += 1
             except json.JSONDecodeError as error:
                 rest = kept[at:].encode("utf-8", "surrogateescape")
                 open_ended = error.pos >= len(text) - _LITERAL or error.msg.startswith("Unterminated")
                 if not open_ended or len(rest) > MAX_EVENT_BYTES:
-                    raise self._broken(len(events), error.msg) from None
+                    raise DataError(f"{self.path}: event {self._count} is broken: {error.msg}") from None
                 return _Walked(events, rest, False)
-            try:
-                events.append(msgspec.convert(event, self._event, strict=False))
             except msgspec.ValidationError as error:
-                raise self._broken(len(events), str(error)) from None
-
-    def _broken(self, walked: int, why: str) -> DataError:
-        return DataError(f"{self.path}: event {self._count + walked} is broken: {why}")
+                raise DataError(f"{self.path}: event {self._count} is broken: {error}") from None
 
 
 def _last_gap(buffer: bytes) -> int:

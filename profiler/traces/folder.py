@@ -57,7 +57,7 @@ def read_traces(
         traces = _by_rank(_read_one(file, cache_folder, say) for file in files)
     chosen = sorted(traces) if ranks is None else ranks
     if unknown := sorted(set(chosen) - set(traces)):
-        raise UsageError(f"{path}: no trace of rank {unknown[0]}; there are {_shown(traces)}")
+        raise UsageError(f"{path}: no trace of rank {unknown[0]}; there is {_shown(traces)}")
     kept = {rank: traces[rank] for rank in chosen}
     return TraceSet(kept if last_step else {rank: complete_steps(trace) for rank, trace in kept.items()})
 
@@ -106,7 +106,11 @@ def _by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:
 
 def _of_ranks(files: list[Path], ranks: Collection[int]) -> list[Path]:
     """Files of these ranks, and those whose rank is known only when they are read."""
-    return [file for file in files if (rank := rank_in(EventStream(file).head())) is None or rank in ranks]
+    found = {file: rank_in(EventStream(file).head()) for file in files}
+    known = {rank for rank in found.values() if rank is not None}
+    if None not in found.values() and (unknown := sorted(set(ranks) - known)):
+        raise UsageError(f"{files[0].parent}: no trace of rank {unknown[0]}; there are {_shown(known)}")
+    return [file for file, rank in found.items() if rank is None or rank in ranks]
 
 
 def _shown(ranks: Iterable[int]) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from itertools import compress
 from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -77,7 +76,7 @@ def _read(path: Path, event: type[Event], say: Say) -> Trace:
         path=str(path),
         rank=rank,
         world_size=size if isinstance(size, int) else 0,
-        header=MappingProxyType(stream.header),
+        header=stream.header,
         notes=tuple(notes),
     )
 
@@ -143,7 +142,9 @@ class _Columns:
         rows = [row for row, value in enumerate(said) if value is not None]
         for field, name in group.items():
             values = [getattr(arguments[row], field) for row in rows]
-            places = np.array([row for row, value in zip(rows, values, strict=True) if value is not None], np.int64)
+            places = np.array(
+                [row for row, value in zip(rows, values, strict=True) if value is not None], np.int64
+            )
             found = [self._codes[v] if isinstance(v, str) else v for v in values if v is not None]
             if not found:
                 continue
@@ -151,18 +152,19 @@ class _Columns:
             self._arguments.setdefault(name, []).append(Values(places + self._rows, column))
 
     def _times(self, microseconds: list[Any]) -> Int64:
-        if isinstance(microseconds[0], float) or microseconds[0] is None:
-            times = np.array(microseconds, np.float64)
-            whole = np.floor(times)
-            largest = float(np.nanmax(np.abs(times)))
-            if largest >= _EXACT_NS_US and (times != whole).any():
+        times = np.array(microseconds)
+        first = int(times[0])
+        if times.dtype == np.int64:
+            times_ps = (times - first) * _PS_PER_US
+        elif times.dtype == np.float64:
+            largest = float(np.abs(times).max())
+            if largest >= _EXACT_NS_US:
                 raise _TooLarge
-            first = int(whole[0])
+            whole = np.floor(times)
             per_tick = 1 if largest < _EXACT_PS_US else 1000
             ticks = np.rint((times - whole) * (_PS_PER_US // per_tick)).astype(np.int64) * per_tick
             times_ps = (whole.astype(np.int64) - first) * _PS_PER_US + ticks
         else:
-            first = int(microseconds[0])
             times_ps = np.array([int((time - first) * _PS_PER_US) for time in microseconds], np.int64)
         if self._origin is None:
             self._origin = first
@@ -175,10 +177,7 @@ class _Columns:
         except (TypeError, ValueError, OverflowError):
             codes = self._codes
             return np.array(
-                [
-                    p if isinstance(p, int) and 0 <= p < 2**63 else -2 - codes[str(p)]
-                    for p in places
-                ],
+                [p if isinstance(p, int) and 0 <= p < 2**63 else -2 - codes[str(p)] for p in places],
                 np.int64,
             )
 
@@ -202,7 +201,8 @@ class _Columns:
         unnamed = device & (columns["stream"] == NONE) & (columns["tid"] >= 0) & (columns["tid"] < 2**31)
         columns["stream"] = np.where(unnamed, columns["tid"], columns["stream"]).astype(np.int32)
         origin = (self._origin or 0) * _PS_PER_US + first
-        return Trace(origin=origin, strings=strings, arguments=MappingProxyType(arguments), **columns, **facts)
+        rest: dict[str, Any] = {**columns, **facts}
+        return Trace(origin=origin, strings=strings, arguments=arguments, **rest)
 
 
 def _durations(microseconds: list[float]) -> Int64:

@@ -37,9 +37,9 @@ def profiler_steps(trace: Trace) -> Steps:
 def complete_steps(trace: Trace) -> Trace:
     """The trace without its last step, where it has two or more.
 
-    Host rows that start before the last mark of a step are kept, and the work on devices that they launched, whenever
-    it ran. Some profilers mark steps on the device too: where the last step was seen to run there, what the host did
-    for it until then stays.
+    Host rows that start before the last mark of a step are kept, and the work on devices that they launched,
+    whenever it ran. Some profilers mark steps on the device too: where the last step was seen to run there, what
+    the host did for it until then stays.
     """
     number = _marked(trace)
     marks = _in_order(trace, np.flatnonzero(number != NONE), number)
@@ -53,7 +53,9 @@ def complete_steps(trace: Trace) -> Trace:
 
 def _marked(trace: Trace) -> Int64:
     """The number of the step that each row marks, or -1."""
-    return np.array([int(m[1]) if (m := _STEP.match(text)) else NONE for text in trace.strings] or [NONE])[trace.name]
+    return np.array([int(m[1]) if (m := _STEP.match(text)) else NONE for text in trace.strings] or [NONE])[
+        trace.name
+    ]
 
 
 def _in_order(trace: Trace, rows: Int64, number: Int64) -> Steps:

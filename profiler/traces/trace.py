@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,8 +77,8 @@ class Trace:
     external_id: Int64
     index: Int64
     strings: tuple[str, ...]
-    arguments: Mapping[str, Values] = field(default_factory=lambda: MappingProxyType({}))
-    header: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    arguments: Mapping[str, Values] = field(default_factory=dict)
+    header: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
@@ -105,7 +104,7 @@ class Trace:
 
     def text(self, row: int) -> str:
         """Name of the event in one row."""
-        return self.strings[self.name[row]]
+        return self.strings[int(self.name[row])]
 
     def of_category(self, categories: frozenset[str] | set[str]) -> Bool:
         """Which rows are of one of the categories."""
@@ -121,7 +120,8 @@ class Trace:
     def argument(self, name: str, default: float | int = NONE) -> npt.NDArray[Any]:
         """One argument of every row; `default` where an event does not have it."""
         found = self.arguments.get(name)
-        column = np.full(len(self), default, np.int64 if found is None else found.values.dtype)
+        numbers = np.int64 if found is None else found.values.dtype
+        column = np.full(len(self), default, numbers if isinstance(default, int) else np.float64)
         if found is not None:
             column[found.rows] = found.values
         return column
@@ -149,7 +149,7 @@ class Trace:
             if kept.any():
                 arguments[name] = Values(place[rows[kept]], values[kept])
         changed: dict[str, Any] = {column: getattr(self, column)[chosen] for column in columns}
-        return dataclasses.replace(self, arguments=MappingProxyType(arguments), **changed)
+        return dataclasses.replace(self, arguments=arguments, **changed)
 
     def since(self, origin: int) -> Trace:
         """The trace with its times counted from another origin."""

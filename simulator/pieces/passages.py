@@ -11,7 +11,7 @@ A *lane* is the host (0) or a stream (1 + its number).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -59,30 +59,49 @@ class Passage:
     over: Int64
     host: list[Int64]
     device: list[Int64]
-    _powers: list[Int64] = field(default_factory=list, init=False)
-
-    @cached_property
-    def uses(self) -> int:
-        """The lanes as bits."""
-        return sum(1 << lane for lane in self.lanes)
 
     @cached_property
     def starts(self) -> Int64:
         """Int64 [operations, 2, entries]: from the entries to when host and device start it, first scenario."""
         return np.stack([np.array(self.host)[:, :, 0], np.array(self.device)[:, :, 0]], axis=1)
 
-    def times(self, count: int) -> Int64:
-        """Int64 [lanes, lanes, scenarios]: what `count` such pieces one after the other do, without inlets."""
-        lanes = len(self.lanes)
-        step = self.over[:lanes, :lanes]
-        if not self._powers:
-            one = np.full_like(step, NEVER)
-            one[np.arange(lanes), np.arange(lanes)] = 0
-            self._powers += [one, step]
-        while len(self._powers) <= count:
-            further = (step[:, :, None] + self._powers[-1][None]).max(axis=1)
-            self._powers.append(np.maximum(further, NEVER))
-        return self._powers[count]
+
+class Chain:
+    """The constants of pieces that follow each other, of which only the first has inlets, the last outlets.
+
+    Args:
+        passages: of the pieces.
+
+    Attributes:
+        passages: of the pieces.
+        lanes: of all pieces, ascending.
+        at: the same, as an index.
+        uses: the same, as bits.
+        inlets: of the first piece, how many.
+        over: int64 [exits, entries, scenarios].
+    """
+
+    def __init__(self, passages: tuple[Passage, ...]) -> None:
+        self.passages = passages
+        self.lanes = tuple(sorted({lane for its in passages for lane in its.lanes}))
+        self.at, self.uses = np.array(self.lanes), sum(1 << lane for lane in self.lanes)
+        self.inlets = len(passages[0].kind.reads)
+        entries = len(self.lanes) + self.inlets
+        clocks = np.full((len(self.lanes), entries, passages[0].over.shape[2]), NEVER)
+        clocks[np.arange(len(self.lanes)), np.arange(len(self.lanes))] = 0
+        inlets = np.full((self.inlets, *clocks.shape[1:]), NEVER)
+        inlets[np.arange(self.inlets), len(self.lanes) + np.arange(self.inlets)] = 0
+        self.before: list[Int64] = []
+        for its in passages:
+            lanes = np.searchsorted(self.at, its.lanes)
+            into = clocks[lanes]
+            if its.kind.reads:
+                closed = np.full((len(its.kind.reads), *clocks.shape[1:]), NEVER)
+                into = np.concatenate([into, closed if self.before else inlets])
+            self.before.append(into[:, :, 0])
+            after = np.maximum((its.over[:, :, None] + into[None]).max(axis=1), NEVER)
+            clocks[lanes] = after[: len(lanes)]
+        self.over = np.concatenate([clocks, after[len(lanes) :]])
 
 
 def passage(kind: Kind, work: Work) -> Passage:

@@ -6,38 +6,19 @@ the same picosecond. So it is followed once for each kind of piece, task and ent
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Int64
-from echograph.simulator.pieces.cut import Kind
+from echograph.ir.columns import Int64
 from echograph.simulator.pieces.passages import Passage
 from echograph.simulator.pieces.run import Run
-from echograph.simulator.pieces.times import after
 
 HOST, DEVICE = 0, 1
 Task = tuple[int, int, int, int]
 """Program, piece, operation of the piece, and whether the host or the device does it."""
-
-
-def critical_path(run: Run, weight: Int64) -> tuple[int, Int64]:
-    """The program that ends last, and how long tasks of each family are on the path.
-
-    Args:
-        run: what ran.
-        weight: int64 [2, rows], the family of every row's task on the host and on the device.
-
-    Returns:
-        The program, and picoseconds by family.
-    """
-    path = _Path(run, weight)
-    task = path.last()
-    program = task[0]
-    found: Task | None = task
-    while found is not None:
-        found = path.back(found)
-    return program, path.total
+Times = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,35 +29,177 @@ class _Way:
     entry: int
 
 
-@dataclass(kw_only=True)
-class _Line:
-    """Of a program: for each piece, its step; for each step, its lanes as bits."""
+def critical_path(run: Run, family: Int64) -> tuple[int, Int64]:
+    """The program that ends last, and how long tasks of each family are on the path to its end.
 
-    step: list[int]
-    lanes: list[int]
-    kind: list[int]
+    Args:
+        run: what ran.
+        family: int64 [2, rows], the family of every row's task on the host and on the device.
+
+    Returns:
+        Its number, and picoseconds by family.
+    """
+    path = _Path(run, family)
+    task = last = path.last()
+    while task is not None:
+        task = path.back(task)
+    return last[0] if last else 0, path.total
 
 
 class _Path:
     def __init__(self, run: Run, family: Int64) -> None:
-        self.run, self.family = run, family
-        self.device, self.host = run.work.device[:, 0].tolist(), run.work.host[:, 0].tolist()
+        self.run, self.family = run, family.tolist()
+        self.durations: Times = [run.work.host[:, 0].tolist(), run.work.device[:, 0].tolist()]
         self.total = np.zeros(int(family.max(initial=0)) + 1, np.int64)
-        self.known: dict[tuple[int, int, int, int], _Way] = {}
-        self.places = {
-            (int(meeting), program): piece
-            for program, line in enumerate(run.pieces.lines)
-            for piece, meeting in enumerate(line.meeting.tolist())
-            if meeting != NONE
-        }
-        self.lines = [self._line(number) for number in range(len(run.steps))]
+        self.ways: dict[tuple[int, int, int, int], _Way] = {}
+        self.kind_of = [line.kind.tolist() for line in run.pieces.lines]
+        self.step_of = [
+            np.repeat(np.arange(len(steps)), [step.count for step in steps]).tolist() for steps in run.steps
+        ]
+        self.last_on = cache(self._last_on)
 
-    def _line(self, number: int) -> _Line:
-        run, line = self.run, self.run.pieces.lines[number]
-        kind = line.kind.tolist()
-        step = np.repeat(np.arange(len(run.steps[number])), [count for _, count in run.steps[number]])
-        return _Line(step=step.tolist(), lanes=[self._uses(kind[p]) for p, _ in run.steps[number]], kind=kind)
+    # -- where a path begins -------------------------------------------------------------------------------
 
-    def _uses(self, number: int) -> int:
-        its = self.run.passages[number]
-        return its.uses if its else 1 | 1 << self.run.work.lane[self.run.pieces.kinds[number].rows.start]
+    def last(self) -> Task | None:
+        """The first task, in the order of programs, that ends when the step does."""
+        end = int(self.run.ends[0])
+        for program, clocks in enumerate(self.run.clocks):
+            if found := [self._first_at(program, lane, end) for lane in np.flatnonzero(clocks[:, 0] == end)]:
+                tasks = [task for task in found if task is not None]
+                return min(tasks, default=None, key=lambda task: task[1:])
+        return None
+
+    def _first_at(self, program: int, lane: int, end: int) -> Task | None:
+        """The first task of a lane that ends then, which the lane does."""
+        task = self.before(program, len(self.kind_of[program]), int(lane))
+        while task is not None:
+            _, piece, _, side = task
+            its = self._passage(program, piece)
+            lanes = its.lanes if its else (0, self._lane(self.kind_of[program][piece], 0))
+            earlier = self.before(program, piece, int(lane))
+            if earlier is None or self._entry(program, piece)[lanes.index(lane)] < end:
+                kind = self.kind_of[program][piece]
+                ends = self._ends(program, piece)
+                on = [op for op in range(len(ends)) if side == HOST or self._lane(kind, op) == lane]
+                return program, piece, next(op for op in on if ends[op][side] == end), side
+            task = earlier
+        return None
+
+    # -- pieces --------------------------------------------------------------------------------------------
+
+    def _lane(self, kind: int, op: int) -> int:
+        return self.run.work.lane[self.run.pieces.kinds[kind].rows[op]]
+
+    def _passage(self, program: int, piece: int) -> Passage | None:
+        step = self.run.steps[program][self.step_of[program][piece]]
+        return step.chain.passages[piece - step.first] if step.chain else None
+
+    def _entry(self, program: int, piece: int) -> Int64:
+        """Clocks with which a piece begins."""
+        number = self.step_of[program][piece]
+        step, entry = self.run.steps[program][number], self.run.entries[program][number][:, 0]
+        if step.chain is None:
+            return entry
+        into: Int64 = (step.chain.before[piece - step.first] + entry).max(axis=1)
+        return into
+
+    def _ends(self, program: int, piece: int) -> Times:
+        its, rows = self._passage(program, piece), self.run.pieces.kinds[self.kind_of[program][piece]].rows
+        if its is None:
+            met = self.run.met[int(self.run.pieces.lines[program].meeting[piece])]
+            starts = [[int(self._entry(program, piece)[0]), met.start]]
+        else:
+            starts = (its.starts + self._entry(program, piece)).max(axis=2).tolist()
+        return [
+            [start[side] + self.durations[side][row] for side in (HOST, DEVICE)]
+            for row, start in zip(rows, starts, strict=True)
+        ]
+
+    def _last_on(self, kind: int, lane: int) -> int | None:
+        """The last operation of a kind of piece on a lane."""
+        rows = self.run.pieces.kinds[kind].rows
+        on = [op for op in range(len(rows)) if not lane or self._lane(kind, op) == lane]
+        return on[-1] if on else None
+
+    def before(self, program: int, piece: int, lane: int) -> Task | None:
+        """The task before a piece on a lane."""
+        for earlier in range(piece - 1, -1, -1):
+            op = self.last_on(self.kind_of[program][earlier], lane)
+            if op is not None:
+                return program, earlier, op, DEVICE if lane else HOST
+        return None
+
+    def _maker(self, program: int, piece: int, inlet: int) -> Task:
+        """What an inlet waited for: of several that ended last, the first."""
+        line, ends = self.run.pieces.lines[program], self.run.outlets[program]
+        edges = [edge for its, edge in line.incoming[piece] if its == inlet]
+        its, outlet = line.maker[max(edges, key=lambda edge: int(ends[edge][0]))]
+        return program, its, self.run.pieces.kinds[self.kind_of[program][its]].read[outlet], DEVICE
+
+    # -- causes --------------------------------------------------------------------------------------------
+
+    def back(self, task: Task) -> Task | None:
+        """Counts a task, and what is before it in its piece on the path; returns the next of another piece."""
+        program, piece, op, side = task
+        kind = self.kind_of[program][piece]
+        its = self._passage(program, piece)
+        if its is None:
+            return self._back_from_meeting(program, piece, side)
+        entry = self._entry(program, piece)
+        ready = its.starts[op, side] + entry
+        first = int(ready.argmax())
+        key = (kind, op, side, first)
+        if int((ready == ready[first]).sum()) > 1:
+            way = self._follow(its, op, side, entry)
+        elif (known := self.ways.get(key)) is not None:
+            way = known
+        else:
+            way = self.ways[key] = self._follow(its, op, side, entry)
+        self.total += way.total
+        if way.entry < len(its.lanes):
+            return self.before(program, piece, its.lanes[way.entry])
+        return self._maker(program, piece, way.entry - len(its.lanes))
+
+    def _back_from_meeting(self, program: int, piece: int, side: int) -> Task | None:
+        """A meeting starts when the program that comes last does."""
+        row = self.run.pieces.kinds[self.kind_of[program][piece]].rows.start
+        self.total[self.family[side][row]] += self.durations[side][row]
+        if side == HOST:
+            return self.before(program, piece, 0)
+        program, piece = self.run.met[int(self.run.pieces.lines[program].meeting[piece])].last
+        row = self.run.pieces.kinds[self.kind_of[program][piece]].rows.start
+        host, now, told = self._entry(program, piece).tolist()
+        issued = host + self.durations[HOST][row]
+        if told > max(now, issued):
+            return self._maker(program, piece, 0)
+        return (program, piece, 0, HOST) if issued > now else self.before(program, piece, self.run.work.lane[row])
+
+    def _follow(self, passage: Passage, op: int, side: int, entry: Int64) -> _Way:
+        """The path inside a piece that begins with these clocks."""
+        kind, lane_of = passage.kind, self.run.work.lane
+        clocks, starts = entry.tolist(), (passage.starts + entry).max(axis=2).tolist()
+        total, lanes = np.zeros_like(self.total), passage.lanes
+
+        def end(its: int, where: int) -> int:
+            return int(starts[its][where]) + self.durations[where][kind.rows[its]]
+
+        while True:
+            row = kind.rows[op]
+            total[self.family[side][row]] += self.durations[side][row]
+            lane = lane_of[row] if side else 0
+            earlier = next((its for its in range(op - 1, -1, -1) if not side or lane_of[kind.rows[its]] == lane), None)
+            cause = None if earlier is None else (earlier, side)
+            where = lanes.index(lane)
+            now = end(*cause) if cause else clocks[where]
+            if side and end(op, HOST) > now:
+                now, cause = end(op, HOST), (op, HOST)
+            if (side == HOST) == self.run.work.hosts[row]:
+                inlet = len(lanes) + kind.reads.index(op) if op in kind.reads else None
+                if inlet is not None and clocks[inlet] > now:
+                    now, cause, where = clocks[inlet], None, inlet
+                for its in kind.waits[op]:
+                    if end(its, DEVICE) > now:
+                        now, cause = end(its, DEVICE), (its, DEVICE)
+            if cause is None:
+                return _Way(total, where)
+            op, side = cause

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.types import OpKind
-from echograph.simulator.pieces.cut import Kind, Line, Pieces
-from echograph.simulator.pieces.passages import NEVER, Passage, Work, passage
-
-Steps = list[tuple[int, int]]
-
+from echograph.simulator.pieces.cut import Line, Pieces
+from echograph.simulator.pieces.passages import NEVER, Chain, Work, passage
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Met:
@@ -29,25 +27,49 @@ class Met:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """Pieces of a program that follow each other.
+
+    Attributes:
+        first: number of the first piece.
+        chain: what they do; None for a meeting, which is a step of its own.
+        row: of a meeting, its row of the operation table.
+        incoming: (inlet, edge) of the first piece.
+        outgoing: (outlet, edge) of the last one.
+    """
+
+    first: int
+    chain: Chain | None
+    row: int
+    incoming: list[tuple[int, int]]
+    outgoing: list[tuple[int, int]]
+
+    @property
+    def count(self) -> int:
+        """How many pieces they are."""
+        return len(self.chain.passages) if self.chain else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
     """What the programs did.
 
     Attributes:
         pieces: of the job.
         work: durations.
-        passages: of each kind of piece; None for kinds that meet.
-        steps: for each program, (piece, count): equal pieces that follow each other are one step.
+        steps: of each program.
         entries: for each step, int64 [entries, scenarios]; of a meeting, the clocks of the host and of its lane,
             then its inlet.
+        outlets: for each program, int64 [scenarios] of each edge, the end of what is waited for.
         clocks: for each program, int64 [lanes, scenarios], at the end.
         met: by meeting.
     """
 
     pieces: Pieces
     work: Work
-    passages: tuple[Passage | None, ...]
-    steps: list[Steps]
+    steps: list[list[Step]]
     entries: list[list[Int64]]
+    outlets: list[list[Int64]]
     clocks: list[Int64]
     met: dict[int, Met]
 
@@ -77,10 +99,10 @@ def work_of(job: JobGraph, device: Int64, host: Int64) -> Work:
 
 def run(pieces: Pieces, work: Work) -> Run | None:
     """Runs all programs; None where pieces wait for each other in a circle, which their tasks may not do."""
-    passages = tuple(None if kind.meets else passage(kind, work) for kind in pieces.kinds)
     lanes = 1 + len(pieces.job.streams)
-    programs = [_Program(number, pieces, passages, work, lanes) for number in range(len(pieces.lines))]
-    meetings = _Meetings(pieces.members, programs)
+    steps = _steps(pieces, work)
+    programs = [_Program(number, line, its, work, lanes) for number, (line, its) in enumerate(zip(pieces.lines, steps, strict=True))]
+    meetings = _Meetings(pieces.members)
     ready = list(programs)
     while ready:
         ready += ready.pop().advance(meetings)
@@ -89,20 +111,20 @@ def run(pieces: Pieces, work: Work) -> Run | None:
     return Run(
         pieces=pieces,
         work=work,
-        passages=passages,
-        steps=[program.steps for program in programs],
+        steps=steps,
         entries=[program.entries for program in programs],
+        outlets=[[end for end in program.outlets if end is not None] for program in programs],
         clocks=[program.clocks for program in programs],
         met=meetings.met,
     )
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Arrival:
     """A program at a meeting."""
 
     program: _Program
-    piece: int
+    step: Step
     lane: int
     ready: Int64
     duration: Int64
@@ -113,7 +135,6 @@ class _Meetings:
     """Who has come to which meeting."""
 
     members: tuple[int, ...]
-    programs: list[_Program]
     waiting: dict[int, list[_Arrival]] = field(default_factory=dict)
     met: dict[int, Met] = field(default_factory=dict)
 
@@ -124,100 +145,109 @@ class _Meetings:
         if len(here) < self.members[meeting]:
             return []
         del self.waiting[meeting]
-        start: Int64 = np.max([its.ready for its in here], axis=0)
-        last = min((-int(its.ready[0]), its.program.number, its.piece) for its in here)
+        start = here[0].ready
+        for its in here[1:]:
+            start = np.maximum(start, its.ready)
+        last = min((-int(its.ready[0]), its.program.number, its.step.first) for its in here)
         self.met[meeting] = Met(start=int(start[0]), last=last[1:])
         for its in here:
-            its.program.resume(its.piece, its.lane, start + its.duration)
+            its.program.resume(its.step, its.lane, start + its.duration)
         return [its.program for its in here]
 
 
 class _Program:
     """The state of one program. A lane that is at a meeting is pending: its clock is not known."""
 
-    def __init__(
-        self, number: int, pieces: Pieces, passages: tuple[Passage | None, ...], work: Work, lanes: int
-    ) -> None:
-        self.number, self.line, self.kinds = number, pieces.lines[number], pieces.kinds
-        self.passages, self.work = passages, work
-        self.steps = _steps(self.line, pieces.kinds)
+    def __init__(self, number: int, line: Line, steps: list[Step], work: Work, lanes: int) -> None:
+        self.number, self.line, self.steps, self.work = number, line, steps, work
         self.at, self.pending = 0, 0
         self.clocks = np.zeros((lanes, work.device.shape[1]), np.int64)
         self.entries: list[Int64] = []
-        self.outlets: list[Int64 | None] = [None] * len(self.line.maker)
+        self.outlets: list[Int64 | None] = [None] * len(line.maker)
 
     def advance(self, meetings: _Meetings) -> list[_Program]:
         """Goes on until it has to wait; returns the programs that can go on since."""
         free: list[_Program] = []
-        kind_of, passages = self.line.kind.tolist(), self.passages
         while self.at < len(self.steps):
-            piece, count = self.steps[self.at]
-            its = passages[kind_of[piece]]
-            if its is None:
-                found = self._meet(piece, self.kinds[kind_of[piece]], meetings)
+            step = self.steps[self.at]
+            chain = step.chain
+            if chain is None:
+                found = self._meet(step, meetings)
                 if found is None:
-                    return free
+                    break
                 free += found
                 continue
-            if self.pending & its.uses or not self._known(piece):
-                return free
-            lanes = its.lanes
-            entry = self.clocks[lanes, :]
-            if its.kind.reads:
-                entry = np.concatenate([entry, self._inlets(piece, len(its.kind.reads))])
+            if self.pending & chain.uses:
+                break
+            entry = self.clocks[chain.at]
+            if chain.inlets:
+                inlets = self._inlets(step, chain.inlets)
+                if inlets is None:
+                    break
+                entry = np.concatenate([entry, inlets])
             self.entries.append(entry)
-            if count == 1:
-                after = (its.over + entry).max(axis=1)
-            else:
-                after = (its.times(count) + entry[: len(lanes)]).max(axis=1)
-            self.clocks[lanes, :] = after[: len(lanes)]
-            for outlet, edge in self.line.outgoing.get(piece, ()):
-                self.outlets[edge] = after[len(lanes) + outlet]
+            after = (chain.over + entry).max(axis=1)
+            self.clocks[chain.at] = after[: len(chain.lanes)]
+            for outlet, edge in step.outgoing:
+                self.outlets[edge] = after[len(chain.lanes) + outlet]
             self.at += 1
         return free
 
-    def _known(self, piece: int) -> bool:
-        return all(self.outlets[edge] is not None for _, edge in self.line.incoming.get(piece, ()))
-
-    def _inlets(self, piece: int, count: int) -> Int64:
+    def _inlets(self, step: Step, count: int) -> Int64 | None:
+        """When what the inlets wait for ended; None where that is not known yet."""
         values = np.full((count, self.clocks.shape[1]), NEVER)
-        for inlet, edge in self.line.incoming.get(piece, ()):
-            values[inlet] = np.maximum(values[inlet], self.outlets[edge])
+        for inlet, edge in step.incoming:
+            end = self.outlets[edge]
+            if end is None:
+                return None
+            np.maximum(values[inlet], end, out=values[inlet])
         return values
 
-    def _meet(self, piece: int, kind: Kind, meetings: _Meetings) -> list[_Program] | None:
+    def _meet(self, step: Step, meetings: _Meetings) -> list[_Program] | None:
         """Comes to a meeting; None where it cannot yet."""
-        row = kind.rows.start
-        lane = self.work.lane[row]
-        if self.pending & (1 | 1 << lane) or not self._known(piece):
+        lane = self.work.lane[step.row]
+        inlet = self._inlets(step, 1) if not self.pending & (1 | 1 << lane) else None
+        if inlet is None:
             return None
-        entry = np.concatenate([self.clocks[(0, lane), :], self._inlets(piece, 1)])
+        entry = np.concatenate([self.clocks[[0, lane]], inlet])
         self.entries.append(entry)
-        self.clocks[0] += self.work.host[row]
+        self.clocks[0] += self.work.host[step.row]
+        ready = np.maximum(np.maximum(self.clocks[0], entry[1]), entry[2])
         self.pending |= 1 << lane
         self.at += 1
-        arrival = _Arrival(
-            program=self, piece=piece, lane=lane, duration=self.work.device[row],
-            ready=np.maximum(np.maximum(self.clocks[0], entry[1]), entry[2]),
-        )  # fmt: skip
-        return meetings.arrive(int(self.line.meeting[piece]), arrival)
+        arrival = _Arrival(self, step, lane, ready, self.work.device[step.row])
+        return meetings.arrive(int(self.line.meeting[step.first]), arrival)
 
-    def resume(self, piece: int, lane: int, end: Int64) -> None:
+    def resume(self, step: Step, lane: int, end: Int64) -> None:
         """Goes on from a meeting."""
         self.clocks[lane] = end
         self.pending &= ~(1 << lane)
-        for _, edge in self.line.outgoing.get(piece, ()):
+        for _, edge in step.outgoing:
             self.outlets[edge] = end
 
 
-def _steps(line: Line, kinds: tuple[Kind, ...]) -> Steps:
-    """Equal pieces that follow each other, and touch no others, as one step."""
-    meets = np.array([kind.meets for kind in kinds] or [False])[line.kind]
-    alone = meets.copy()
-    alone[[*line.incoming, *line.outgoing]] = True
-    if not len(alone):
-        return []
-    first = np.concatenate([[True], alone[1:] | alone[:-1] | (line.kind[1:] != line.kind[:-1])])
-    begins = np.flatnonzero(first)
-    counts = np.diff(np.append(begins, len(alone)))
-    return list(zip(begins.tolist(), counts.tolist(), strict=True))
+def _steps(pieces: Pieces, work: Work) -> list[list[Step]]:
+    """The pieces of each program between those that meet, wait for others, or are waited for."""
+    passages = [None if kind.meets else passage(kind, work) for kind in pieces.kinds]
+    chains: dict[tuple[int, ...], Chain] = {}
+    meets = np.array([kind.meets for kind in pieces.kinds] or [False])
+    steps = []
+    for line in pieces.lines:
+        cuts = meets[line.kind]
+        cuts[1:] |= cuts[:-1]
+        cuts[[*line.incoming]] = True
+        cuts[[piece + 1 for piece in line.outgoing if piece + 1 < len(cuts)]] = True
+        cuts[:1] = True
+        bounds, kinds, found = [*np.flatnonzero(cuts).tolist(), len(cuts)], line.kind.tolist(), []
+        for first, end in pairwise(bounds):
+            its = tuple(kinds[first:end])
+            if (chain := chains.get(its)) is None and not meets[its[0]]:
+                chain = chains[its] = Chain(tuple(one for number in its if (one := passages[number]) is not None))
+            found.append(
+                Step(
+                    first=first, chain=chain, row=pieces.kinds[its[0]].rows.start,
+                    incoming=line.incoming.get(first, []), outgoing=line.outgoing.get(end - 1, []),
+                )
+            )  # fmt: skip
+        steps.append(found)
+    return steps

@@ -25,7 +25,7 @@ def _gather(call: Call) -> Any:
         index = torch.tensor(np.where(known < 0, known + int(x.shape[axis]), known))
     else:
         index = call[1]
-    if axis == 0 and x.dim() == 2 and known is None:
+    if axis == 0 and x.dim() == 2 and x.is_floating_point():
         return F.embedding(index, x)
     picked = x.index_select(axis, index.reshape(-1))
     return picked.reshape([*extents(x)[:axis], *extents(index), *extents(x)[axis + 1 :]])

@@ -104,9 +104,7 @@ def _batch_norm(call: Call) -> Any:
     """In training, an inference graph's fixed statistics are those of the batch again."""
     momentum = 1.0 - call.real("momentum", 0.9)
     training = call.training or bool(call.integer("training_mode"))
-    out = F.batch_norm(
-        call[0], call[3], call[4], call[1], call[2], training, momentum, call.real("epsilon", 1e-5)
-    )
+    out = F.batch_norm(call[0], call[3], call[4], call[1], call[2], training, momentum, call.real("epsilon", 1e-5))
     return (out, call[3], call[4]) if len(call.node.outputs) > 1 else out
 
 

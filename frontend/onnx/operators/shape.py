@@ -145,7 +145,7 @@ def _slice(call: Call) -> Any:
 
 def _expand(call: Call) -> Any:
     x = call[0]
-    wanted = torch.broadcast_shapes(x.shape, call.ints("shape", 1))
+    wanted = torch.broadcast_shapes(x.shape, call.ints("shape", 1))  # type: ignore[no-untyped-call]
     return x if wanted == x.shape else x.expand(wanted)
 
 

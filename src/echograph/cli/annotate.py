@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 import typer
 
+from echograph.cli.annotate_profile import annotate_measured, print_coverage
 from echograph.cli.app import print_error, print_json, print_line, progress
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph, JobGraph
@@ -24,8 +25,16 @@ def annotate_command(
     graph: Annotated[Path, typer.Argument(help="A graph file written by echoc.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where it goes; may be the graph itself.")],
     cluster: Annotated[
-        str, typer.Option(help="Where it runs: a preset (see echosim clusters) or a TOML file.")
-    ] = DEFAULT_CLUSTER,
+        str | None,
+        typer.Option(
+            help="Where it runs: a preset (see echosim clusters) or a TOML file "
+            f"[default: {DEFAULT_CLUSTER}; with --profile none]",
+            show_default=False,
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Measured durations (of echoprof ops), which come before the cluster's.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write the durations of a cluster into a graph: its device's, its host's, and of a job its network's."""
@@ -35,14 +44,25 @@ def annotate_command(
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph)
         say("annotating")
-        annotated, where = annotate(loaded, cluster)
+        measured: dict[str, Any] = {}
+        if profile is not None:
+            device = "" if cluster is None else load_cluster(cluster).device
+            loaded, measured = annotate_measured(loaded, profile, device)
+        annotated, where = loaded, None
+        if cluster is not None or profile is None:
+            annotated, where = annotate(loaded, cluster or DEFAULT_CLUSTER)
         say(f"writing {output}")
         size = serde.save(annotated, output)
-    names = {"device": where.device, "host": host_name(where.device), "network": where.name}
+    if measured and not as_json:
+        print_coverage(measured)
+    names = {} if where is None else {
+        "device": where.device, "host": host_name(where.device), "network": where.name
+    }  # fmt: skip
     counts = {part: _sources(annotated, name) for part, name in names.items()}
     if as_json:
         parts = {part: {"name": name, **counts[part]} for part, name in names.items()}
-        print_json({"output": str(output), "bytes": size, "operations": len(annotated.ops), "durations": parts})
+        record = {"output": str(output), "bytes": size, "operations": len(annotated.ops), "durations": parts}
+        print_json(record | ({"profile": measured} if measured else {}))
     else:
         for part, name in names.items():
             shares = ", ".join(f"{count} {source}" for source, count in counts[part].items() if count)

@@ -15,6 +15,7 @@ from typing import Any
 import typer
 
 from echograph import __version__
+from echograph.cli.plain import read_plainly
 from echograph.errors import EchoError, MissingExtraError
 
 EXIT_INTERRUPTED = 130
@@ -48,7 +49,9 @@ def _print_version(asked: bool) -> None:
 def run(app: typer.Typer, name: str) -> None:
     """Runs a command line: exit 0, 1 for an error, 2 for wrong usage; never a traceback without --debug."""
     try:
-        status = app(prog_name=name, standalone_mode=False)
+        command = typer.main.get_command(app)
+        read_plainly(command)
+        status = command(prog_name=name, standalone_mode=False)
         sys.stdout.flush()
     except BaseException as error:
         if os.environ.get("ECHOGRAPH_DEBUG") and not isinstance(error, SystemExit):

@@ -41,16 +41,40 @@ def compile_model(
     say: Say = lambda _: None,
 ) -> StepGraph:
     """Captures and folds one training step of a zoo model, a Hugging Face configuration or `file.py:function`."""
-    _quiet_libraries()
+    from echograph.frontend.pytorch.capture import capture_mode
+
+    with capture_mode():
+        name, built = build_model(
+            model, spec, batch_size=batch_size, seq_len=seq_len, attention=attention, say=say
+        )
+    return _compile(name, built, spec, producer, say)
+
+
+def build_model(
+    model: str,
+    spec: StepSpec,
+    *,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    attention: str | None = None,
+    say: Say = lambda _: None,
+) -> tuple[str, tuple[Any, Any, Any]]:
+    """A model's name, and its module, inputs and loss: fake tensors under `capture_mode`, real ones elsewhere."""
+    quiet_libraries()
+    say(f"building {model}")
     if model.rpartition(":")[0].endswith(".py"):
-        return _compile_user_model(model, spec, (batch_size, seq_len, attention), producer, say)
+        from echograph.frontend.pytorch.userfile import build_from_file
+
+        if any(option is not None for option in (batch_size, seq_len, attention)):
+            raise UsageError(
+                "--batch-size, --seq-len and --attention belong to zoo models: set them in your function"
+            )
+        return model.rpartition(":")[2], build_from_file(model)
     from echograph.models import from_config, get_model
 
     is_config = model.endswith(".json") or os.path.isdir(model)  # noqa: PTH112 - a name may be no possible path
     entry = from_config(Path(model)) if is_config else get_model(model)
-    return compile_entry(
-        entry, spec, batch_size=batch_size, seq_len=seq_len, attention=attention, producer=producer, say=say
-    )
+    return entry.name, _build_entry(entry, spec, batch_size=batch_size, seq_len=seq_len, attention=attention)
 
 
 def compile_entry(
@@ -64,35 +88,27 @@ def compile_entry(
     say: Say = lambda _: None,
 ) -> StepGraph:
     """Captures and folds one training step of a model of the zoo."""
-    import torch
-
     from echograph.frontend.pytorch.capture import capture_mode
-    from echograph.models import build
 
     say(f"building {entry.name}")
-    before = torch.get_default_dtype()
-    with _one_line_errors(entry.name), capture_mode():
-        # A module of fake tensors cannot be converted afterwards, so it is made in the step's type.
-        torch.set_default_dtype(spec.torch_dtype)
-        try:
-            built = build(entry, batch_size=batch_size, seq_len=seq_len, attention=attention)
-        finally:
-            torch.set_default_dtype(before)
+    with capture_mode():
+        built = _build_entry(entry, spec, batch_size=batch_size, seq_len=seq_len, attention=attention)
     return _compile(entry.name, built, spec, producer, say)
 
 
-def _compile_user_model(
-    model: str, spec: StepSpec, zoo_options: tuple[object, ...], producer: str, say: Say
-) -> StepGraph:
-    from echograph.frontend.pytorch.capture import capture_mode
-    from echograph.frontend.pytorch.userfile import build_from_file
+def _build_entry(entry: ModelEntry, spec: StepSpec, **sizes: Any) -> tuple[Any, Any, Any]:
+    import torch
 
-    if any(option is not None for option in zoo_options):
-        raise UsageError("--batch-size, --seq-len and --attention belong to zoo models: set them in your function")
-    say(f"building {model}")
-    with capture_mode():
-        built = build_from_file(model)
-    return _compile(model.rpartition(":")[2], built, spec, producer, say)
+    from echograph.models import build
+
+    before = torch.get_default_dtype()
+    # A module of fake tensors cannot be converted afterwards, so it is made in the step's type.
+    torch.set_default_dtype(spec.torch_dtype)
+    try:
+        with one_line_errors(entry.name):
+            return build(entry, **sizes)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: str, say: Say) -> StepGraph:
@@ -100,7 +116,7 @@ def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: s
     from echograph.frontend.pytorch.lower import lower
     from echograph.ir.passes.fold import fold
 
-    with _one_line_errors(name):
+    with one_line_errors(name):
         say(f"capturing one training step of {name}")
         captured = capture(*built, spec, producer=producer)
         say("lowering")
@@ -109,14 +125,15 @@ def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: s
     return fold(graph)
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
+    """Leaves it to us to say what goes wrong."""
     # What goes wrong is said once: these libraries log it before they raise it, one as set when it is imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 @contextmanager
-def _one_line_errors(name: str) -> Iterator[None]:
+def one_line_errors(name: str) -> Iterator[None]:
     """What no operator can hold is said in our words, whichever library notices it."""
     try:
         yield
@@ -158,6 +175,10 @@ def predict_plan(
     from echograph.simulator.simulate import simulate
 
     study = study or Study()
+    if plan.cluster.endswith(".pb"):
+        from echograph.cli.measured import predict_measured
+
+        return predict_measured(graph, plan, engine=engine, study=study, memory=memory)
     where = load_cluster(plan.cluster, study.settings).with_degraded(study.degraded)
     device = load_device(where.device)
     # A cluster may name the file of a device; durations carry the name that stands in it.

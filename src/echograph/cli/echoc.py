@@ -36,15 +36,20 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("compile")
 def compile_command(
     model: Annotated[
-        str,
+        str | None,
         typer.Option("--model", "-m", help="Zoo name, Hugging Face config folder or JSON, or file.py:function."),
-    ],
+    ] = None,
+    onnx: Annotated[
+        Path | None, typer.Option("--onnx", help="Or an ONNX file: its forward pass, --train for a step.")
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the graph goes.")] = Path("graph.pb"),
     batch_size: Annotated[int | None, typer.Option(min=1, help="Samples of one micro-batch.")] = None,
     seq_len: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sample, or pixels of an image's side.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16, fp16 or fp32 (default: bf16; the file's for ONNX).")
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, adam or sgd.")] = "adamw",
     clip_grad_norm: Annotated[float | None, typer.Option(help="Clip the gradients' norm to this.")] = None,
     master_weights: Annotated[
@@ -55,35 +60,56 @@ def compile_command(
         str | None, typer.Option(help="sdpa (fused), eager, or fused-softmax (Megatron-LM's).")
     ] = None,
     capture: Annotated[str, typer.Option(help="recorder, or aot (export and AOTAutograd).")] = "recorder",
+    kernels: Annotated[str, typer.Option(help="Whose kernels operators become: cuda or cpu.")] = "cuda",
+    dim: Annotated[list[str] | None, typer.Option(help="ONNX: a symbolic dimension, as batch=8.")] = None,
+    train: Annotated[bool, typer.Option("--train", help="ONNX: add loss, backward and optimizer.")] = False,
+    loss: Annotated[str, typer.Option(help="ONNX: auto, output, cross-entropy or sum.")] = "auto",
     as_json: Json = False,
 ) -> None:
     """Capture one training step of a model and write it as a workload graph."""
+    from echograph.cli.compile_onnx import check_source, compile_onnx_file
     from echograph.cli.compose import compile_model
     from echograph.ir import files, serde
 
+    check_source(
+        model,
+        onnx,
+        zoo=(batch_size, seq_len, attention, recompute or None, None if capture == "recorder" else capture),
+        own=(dim or None, train or None, None if loss == "auto" else loss),
+    )
     files.check_writable(output)
     require_torch("compiling a model")
-    from echograph.frontend.pytorch.step import StepSpec
-
-    spec = StepSpec(
-        dtype=dtype,  # type: ignore[arg-type]
-        optimizer=optimizer,  # type: ignore[arg-type]
-        clip_grad_norm=clip_grad_norm,
-        master_weights=master_weights,
-        recompute=recompute,
-    )
+    note = ""
     with progress("starting") as say:
-        graph = compile_model(
-            model, spec, batch_size=batch_size, seq_len=seq_len, attention=attention, producer=capture, say=say
-        )
+        if onnx is not None:
+            graph, note = compile_onnx_file(
+                onnx, dims=dim or (), train=train, loss=loss, dtype=dtype, optimizer=optimizer,
+                clip_grad_norm=clip_grad_norm, master_weights=master_weights, say=say,
+            )  # fmt: skip
+        else:
+            from echograph.frontend.pytorch.step import StepSpec
+
+            spec = StepSpec(
+                dtype=dtype or "bf16",  # type: ignore[arg-type]
+                optimizer=optimizer,  # type: ignore[arg-type]
+                clip_grad_norm=clip_grad_norm,
+                master_weights=master_weights,
+                recompute=recompute,
+            )
+            assert model is not None
+            graph = compile_model(
+                model, spec, batch_size=batch_size, seq_len=seq_len, attention=attention, producer=capture, say=say
+            )
         say(f"writing {output}")
         size = serde.save(graph, output)
     summary = summarize(graph)
     if as_json:
-        print_json({"output": str(output), "bytes": size, **summary})
+        print_json({"output": str(output), "bytes": size, **summary} | ({"loss": note} if note else {}))
         return
     for line in _headline(summary):
         print_line(line)
+    if note:
+        print_error(f"note: trained on the {note}")
     print_error(f"wrote {output} ({format_bytes(size)})")
 
 
@@ -92,7 +118,7 @@ def _headline(summary: dict[str, Any]) -> list[str]:
     blocks = "".join(f", {b['instances']} x {b['name']}" for b in summary["blocks"][1:])
     return [
         f"{summary['model']}: {format_count(summary['parameters'])} parameters, {summary['dtype']}, "
-        f"{micro_batch(summary)} a micro-batch, {summary['optimizer']}",
+        f"{micro_batch(summary)} a micro-batch, {summary['optimizer'] or 'no optimizer'}",
         f"{summary['unfolded_ops']} operations ({summary['ops']} stored{blocks}), "
         f"{format_count(flops, 'FLOP')} a step",
     ]

@@ -10,13 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from echograph.cli.analyze import analyze
 from echograph.cli.app import make_app, print_error, print_json, print_table, progress, run
+from echograph.cli.graph import graph_command
+from echograph.cli.ops import ops_command
+from echograph.cli.step import step_command
 from echograph.errors import OutputError, UnknownNameError, UsageError
 
 if TYPE_CHECKING:
     from echograph.profiler.costs.device import DeviceProfile
 
 app = make_app("echoprof", "Measure and analyse; fit device and fabric profiles from measurements.")
+app.command("analyze")(analyze)
+app.command("graph")(graph_command)
+app.command("ops")(ops_command)
+app.command("step")(step_command)
 
 Names = Annotated[list[str] | None, typer.Option(help="Only this one (may be given again).")]
 

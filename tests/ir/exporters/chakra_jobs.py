@@ -19,7 +19,8 @@ DEVICE = "h100-sxm"
 SEQUENCE = 1024
 SHAPE = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": SEQUENCE, "tie_word_embeddings": False,
+    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": SEQUENCE,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SHAPE},

@@ -1,9 +1,9 @@
 """An example reader of Chakra traces: replays exported files, and knows nothing of what they were made from.
 
-Its messages come from the schema's text alone. A rank has one compute resource and one of its own for every group
-and every pair of ranks that it sends between; ready nodes start by ascending id; collectives and messages start
-when all of their ranks have come, and take what the textbook's ring takes with bandwidth alone. ASTRA-sim, by
-contrast, lets a rank communicate once at a time.
+Its messages come from the schema's text alone. A rank has one compute resource and one for every group and every
+pair of ranks that it sends between; ready nodes start by ascending id; collectives and messages start when all of
+their ranks have come, and take what the textbook's ring takes with bandwidth alone. ASTRA-sim, by contrast, lets a
+rank communicate once at a time.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class Node:
     pg: str = ""
     message: tuple[int, int, int] = (0, 0, 0)
     """Source, target and tag."""
+    chain: int = 0
+    """The first node of the chain of control dependencies that it is in."""
     waits: int = 0
     readers: list[int] = field(default_factory=list)
 
@@ -91,6 +93,9 @@ def read_rank(path: Path) -> dict[int, Node]:
             size=attributes.get("comm_size", 0), pg=attributes.get("pg_name", ""),
             message=tuple(attributes.get(f"comm_{end}", 0) for end in ("src", "dst", "tag")),
         )  # fmt: skip
+        before = list(message.ctrl_deps)
+        assert len(before) <= 1, "streams are chains"
+        nodes[message.id].chain = nodes[before[0]].chain if before else message.id
     for node in nodes.values():
         node.waits = len(node.deps)
         for before in node.deps:
@@ -125,9 +130,11 @@ class Replay:
     Args:
         folder: what was exported.
         bytes_per_s: of every link.
+        streams: whether kernels of different chains run side by side, as CUDA lets them; ASTRA-sim does not.
     """
 
-    def __init__(self, folder: Path, bytes_per_s: float) -> None:
+    def __init__(self, folder: Path, bytes_per_s: float, *, streams: bool = False) -> None:
+        self.streams = streams
         self.nodes, self.groups = read_folder(folder)
         self.rate = bytes_per_s
         self.events: list[tuple[float, int, int]] = []
@@ -155,7 +162,9 @@ class Replay:
         return now
 
     def _resource(self, node: Node) -> object:
-        return node.type if node.type == COMP else (node.pg or node.message)
+        if node.type == COMP:
+            return COMP, node.chain if self.streams else 0
+        return node.pg or node.message
 
     def _issue(self, rank: int, now: float) -> None:
         held = []

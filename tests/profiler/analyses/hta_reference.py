@@ -17,7 +17,7 @@ from echograph.profiler.analyses.table import Table
 from echograph.profiler.traces import TraceSet, read_traces
 
 US = 1_000_000
-SETS = (
+PUBLISHED = (
     "a100-nccl-args",
     "critical-path-alexnet",
     "critical-path-simple-add",
@@ -43,8 +43,8 @@ def exact(data: Path, name: str) -> TraceSet:
 def whole_microseconds(trace: Any) -> Any:
     """HTA's clock on traces with decimals: floats of microseconds, starts rounded up and ends down.
 
-    Some durations become -1 us. That is HTA's defect; its clock stands here, and not in the project, so that all that
-    follows from it can be told from what an analysis does.
+    Some durations become -1 us. That is HTA's defect; its clock stands here, and not in the project, so that all
+    that follows from it can be told from what an analysis does.
     """
     if trace.tick == US:
         return trace
@@ -66,6 +66,13 @@ def answer(data: Path, name: str, file: str) -> list[dict[str, Any]] | None:
     return None
 
 
+def numbers(data: Path, name: str, file: str, keys: int) -> list[dict[str, Any]]:
+    """A table of statistics, which HTA writes with three lines of titles; `keys` columns name the group."""
+    lines = (data / "hta_reference" / name / file).read_text().splitlines()
+    titles = lines[2].split(",")[:keys] + lines[1].split(",")[keys:]
+    return [dict(zip(titles, map(_value, row), strict=True)) for row in csv.reader(lines[3:])]
+
+
 def _value(text: str) -> Any:
     try:
         number = float(text)
@@ -75,20 +82,23 @@ def _value(text: str) -> Any:
 
 
 def close(ours: Any, theirs: Any, within: float = 0.0) -> bool:
-    """Equal text, or numbers within 0.1 %, or `within`, or rounding."""
+    """Equal text, or numbers within 0.1 % or `within`."""
     if isinstance(ours, str) or isinstance(theirs, str) or ours is None or theirs is None:
         return bool(ours == theirs)
     return math.isclose(ours, theirs, rel_tol=1e-3, abs_tol=max(within, 1e-9))
 
 
 def compare(ours: Table, theirs: list[dict[str, Any]], keys: tuple[str, ...], within: float = 0.0) -> list[str]:
-    """Differences between two tables, rows matched by `keys`; columns that HTA has, and no row more or less."""
+    """Differences of two tables, rows matched by `keys`: a row more or less, unequal counts, numbers not close."""
     mine = {tuple(row[k] for k in keys): row for row in ours.records()}
     other = {tuple(row[k] for k in keys): row for row in theirs}
-    found = [f"only ours: {key}" for key in mine.keys() - other.keys()]
-    found += [f"only HTA's: {key}" for key in other.keys() - mine.keys()]
+    if len(mine) != len(ours) or len(other) != len(theirs):
+        return [f"{keys} do not tell rows apart"]
+    found = [f"{key} is only ours" for key in mine.keys() - other.keys()]
+    found += [f"{key} is only HTA's" for key in other.keys() - mine.keys()]
     for key in mine.keys() & other.keys():
-        for column, value in other[key].items():
-            if column and not close(mine[key][column], value, within):
+        for column, value in ((c, v) for c, v in other[key].items() if c):
+            same = mine[key][column] == value if "count" in column else close(mine[key][column], value, within)
+            if not same:
                 found.append(f"{key} {column}: {mine[key][column]} is not HTA's {value}")
     return sorted(found)

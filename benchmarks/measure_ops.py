@@ -1,0 +1,139 @@
+"""The sum of measured operations and the simulated step beside real steps, in one sitting, for five models.
+
+python -m benchmarks.measure_ops [--device cpu|cuda] [--rounds N] [--budget SECONDS] [MODEL ...]
+
+Steps and operations take turns, so that both see the machine in the same mood; a figure is the ratio of the two
+within a round, and of the rounds their median. Profiles, graphs and results.json go to $OUT (default: out/ops).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+MODELS = {
+    "bert-base-uncased": {"cpu": (1, 128), "cuda": (32, 512)},
+    "gpt2": {"cpu": (1, 128), "cuda": (8, 1024)},
+    "distilbert-base-uncased": {"cpu": (1, 64), "cuda": (32, 512)},
+    "resnet-18": {"cpu": (2, 224), "cuda": (64, 224)},
+    "t5-small": {"cpu": (1, 64), "cuda": (16, 512)},
+}
+"""Batch size and sequence length (pixels) of each."""
+_STEPS = {"cpu": 4, "cuda": 20}
+_WARM_UP = 2
+
+
+def main() -> None:
+    """Measures every model and prints a line for each."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.measure_ops")
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=45.0, help="seconds for a model's operations, a round")
+    parser.add_argument("--repeats", type=int, default=100)
+    given = parser.parse_args()
+    out = Path(os.environ.get("OUT", "out/ops"))
+    out.mkdir(parents=True, exist_ok=True)
+    results = []
+    print(f"{'model':<26}{'step ms':>9}{'sum/step':>10}{'sim/step':>10}  rounds", flush=True)
+    for name in given.models:
+        results.append(compare(name, given, out))
+        (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        _print(results[-1])
+    for figure in ("sum_over_step", "simulated_over_step"):
+        errors = [abs(r[figure] - 1) for r in results]
+        print(f"{figure}: median of {len(errors)} models {median(errors):.1%} off, worst {max(errors):.1%}")
+
+
+def compare(name: str, given: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """One model: rounds of steps, operations, steps."""
+    import torch
+
+    from echograph.cli.compose import build_model
+    from echograph.cli.measured import predict_measured
+    from echograph.cli.ops import capture_calls
+    from echograph.cli.plan import Plan
+    from echograph.cli.step_options import device_and_spec
+    from echograph.frontend.pytorch.real_step import real_step
+    from echograph.ir import serde
+    from echograph.ir.passes.measured import join
+    from echograph.ir.profile import Profile, save_profile
+    from echograph.profiler.measure.device import keep_freed_memory
+    from echograph.profiler.measure.host import measure_host
+    from echograph.profiler.measure.ops import Options, measure
+    from echograph.profiler.measure.steps import time_steps
+    from echograph.units import to_ps, to_s
+
+    clock = "cpu" if given.device == "cpu" and torch.get_num_threads() == 1 else "wall"
+    device, spec = device_and_spec(given.device, "", "adamw", clock)
+    if given.device == "cpu":
+        keep_freed_memory()
+    batch, length = MODELS[name][given.device]
+    sizes = {"batch_size": batch, "seq_len": length}
+    captured = capture_calls(name, spec, device.cache_bytes, lambda _: None, **sizes)
+    with torch.device(given.device):
+        _, built = build_model(name, spec, **sizes)
+    step = real_step(*built, spec, given.device)
+    serde.save(captured.graph, out / f"{name}.graph.pb")
+    time_steps(step, device, 1, _WARM_UP)
+    rounds = []
+    for _ in range(given.rounds):
+        before = time_steps(step, device, _STEPS[given.device], 0)
+        host = measure_host(device)
+        environment = replace(
+            device.environment(), host_op_picoseconds=to_ps(host.op_s), host_view_picoseconds=to_ps(host.view_s)
+        )
+        outcome = measure(
+            captured.calls, device, Profile(environment=environment),
+            Options(repeats=given.repeats, budget_s=given.budget, kernels=not rounds),
+        )  # fmt: skip
+        after = time_steps(step, device, _STEPS[given.device], 0)
+        save_profile(outcome.profile, out / f"{name}.profile.pb")
+        _, coverage = join(captured.graph, outcome.profile)
+        result, _ = predict_measured(captured.graph, Plan(cluster=str(out / f"{name}.profile.pb")), memory=False)
+        measured = median((*before.seconds, *after.seconds))
+        rounds.append(
+            {
+                "step_s": measured,
+                "seconds": [*before.seconds, *after.seconds],
+                "sum_s": to_s(coverage.busy_ps),
+                "simulated_s": to_s(result.step_ps),
+                "host_op_s": host.op_s,
+                "host_view_s": host.view_s,
+                "operations": {"measured": coverage.measured, "free": coverage.free, "missing": coverage.missing},
+                "unmatched": len(coverage.unmatched),
+                "refused": outcome.refused,
+                "left": len(outcome.left),
+            }
+        )
+    return {
+        "model": name,
+        "batch_size": batch,
+        "length": length,
+        "clock": clock,
+        "environment": asdict(environment),
+        "step_s": median(r["step_s"] for r in rounds),
+        "sum_over_step": median(r["sum_s"] / r["step_s"] for r in rounds),
+        "simulated_over_step": median(r["simulated_s"] / r["step_s"] for r in rounds),
+        "rounds": rounds,
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    each = " ".join(f"{r['sum_s'] / r['step_s']:.3f}" for r in result["rounds"])
+    last = result["rounds"][-1]
+    print(
+        f"{result['model']:<26}{result['step_s'] * 1e3:9.1f}{result['sum_over_step']:10.3f}"
+        f"{result['simulated_over_step']:10.3f}  {each}; {last['operations']}, unmatched {last['unmatched']}, "
+        f"refused {len(last['refused'])}, left {last['left']}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

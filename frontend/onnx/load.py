@@ -1,0 +1,42 @@
+"""`load`: the forward pass of an ONNX file as it stands, for `echoc import onnx`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from echograph.errors import MissingExtraError
+from echograph.frontend import Imported
+from echograph.frontend.onnx.model import read
+
+
+def load(source: Path) -> Imported:
+    """Reads the forward pass of a model whose sizes are all in the file.
+
+    Raises:
+        InputError: the file cannot be read, or the model breaks a rule of ONNX.
+        UsageError: the file has symbolic dimensions.
+        CaptureError: the model cannot run; names the node.
+        MissingExtraError: the `onnx` package or PyTorch is not installed.
+    """
+    require_torch()
+    model = read(source)
+    from echograph.frontend.onnx.compile import compile_onnx
+    from echograph.frontend.onnx.dtypes import step_type
+    from echograph.frontend.pytorch.step import StepSpec
+
+    compiled = compile_onnx(model, StepSpec(dtype=step_type(model)))
+    return Imported(
+        graph=compiled.graph,
+        notes=("the forward pass alone: echoc compile --onnx FILE --train adds the rest of a training step",),
+    )
+
+
+def require_torch() -> None:
+    """Says that a model runs on PyTorch's fake tensors before the file is read.
+
+    Raises:
+        MissingExtraError: PyTorch is not installed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError("PyTorch", "torch", "compiling an ONNX model")

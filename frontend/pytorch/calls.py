@@ -1,0 +1,176 @@
+"""The calls of a captured step, as plain data (`ir.calls`): what a measurement needs to run them again.
+
+The annotated graph is the record: its nodes hold every argument as it was given. Each tensor is told with its
+strides, and whether the step would find it in a cache of the device's size: the step is followed twice through a
+cache that keeps what was used last, so that parameters stand as the step before left them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from echograph.frontend.pytorch.annotate import VAL, call_nodes
+from echograph.frontend.pytorch.schema import (
+    arguments,
+    is_allocation,
+    is_getitem,
+    is_view,
+    plain_name,
+    qualified_name,
+)
+from echograph.frontend.pytorch.traffic import tensor_bytes
+from echograph.ir.calls import Argument, Call, Named, Operand, Part
+from echograph.ir.graph import StepGraph
+from echograph.ir.profile import Signature, signatures
+from echograph.ir.types import MultiTensor
+
+_NAMED = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
+
+
+def calls_of(graph: Graph, step: StepGraph, made: dict[Node, list[int]], cache_bytes: int) -> list[Call]:
+    """The distinct calls of a step that do work, in the order in which they first run.
+
+    Args:
+        graph: fulfils the contract of `annotate`.
+        step: what `lower_nodes` made of it.
+        made: which operations each node became, from there.
+        cache_bytes: what the device's last cache holds.
+    """
+    known = list(signatures(step))
+    moved = (step.ops.bytes_read + step.ops.bytes_written).tolist()
+    resident = _resident(graph, cache_bytes)
+    found: dict[str, Call] = {}
+    for node in call_nodes(graph):
+        ops = [(signature, moved[op]) for op in made.get(node, ()) if (signature := known[op]) is not None]
+        if not ops:
+            continue
+        call, parts = _call(node, resident), _parts(ops)
+        before = found.get(call.text)
+        call = replace(call, parts=parts if before is None else _added(before.parts, parts))
+        found[call.text] = replace(call, products=_multiplies(call))
+    return list(found.values())
+
+
+def _multiplies(call: Call) -> bool:
+    attributes = call.parts[0].signature.attributes
+    return attributes is not None and not isinstance(attributes, MultiTensor)
+
+
+def _parts(ops: list[tuple[Signature, int]]) -> tuple[Part, ...]:
+    """The operations of one call by signature; each bears of its time what it moves of its bytes."""
+    whole = sum(moved for _, moved in ops)
+    counts = Counter(ops)
+    return tuple(
+        Part(signature=signature, share=moved / whole if whole else 1 / len(ops), calls=count)
+        for (signature, moved), count in counts.items()
+    )
+
+
+def _added(one: tuple[Part, ...], other: tuple[Part, ...]) -> tuple[Part, ...]:
+    """The parts of two calls that do the same work; the second may be another kind of product to the graph."""
+    counts: Counter[Part] = Counter()
+    for part in (*one, *other):
+        counts[replace(part, calls=0)] += part.calls
+    return tuple(replace(part, calls=count) for part, count in counts.items())
+
+
+def _call(node: Node, resident: dict[Node, set[Node]], maker: bool = True) -> Call:
+    numbers: dict[Node, int] = {}
+    makers = _makers(node, resident) if maker else {}
+
+    def plain(value: Any) -> Argument:
+        if isinstance(value, Node):
+            number = numbers.setdefault(value, len(numbers))
+            return _operand(value, number, value in resident[node], makers.get(_producer(value)[0]))
+        if isinstance(value, tuple | list):
+            return tuple(plain(item) for item in value)
+        if isinstance(value, torch.device):
+            return Named(kind="device", name="")
+        kind = _NAMED.get(type(value))
+        return value if kind is None else Named(kind=kind, name=str(value).removeprefix("torch."))
+
+    return Call(
+        operator=qualified_name(node),
+        overload=node.target._overloadname,  # type: ignore[union-attr]
+        arguments=tuple(plain(value) for value in node.args),
+        keywords=tuple((name, plain(value)) for name, value in node.kwargs.items()),
+    )
+
+
+def _operand(node: Node, number: int, resident: bool, maker: Call | None) -> Operand:
+    value: Tensor = node.meta[VAL]
+    return Operand(
+        number=number,
+        dtype=str(value.dtype).removeprefix("torch."),
+        shape=tuple(value.shape),
+        strides=tuple(value.stride()),
+        resident=resident,
+        maker=None if maker is None else (maker, _producer(node)[1]),
+    )
+
+
+def _makers(node: Node, resident: dict[Node, set[Node]]) -> dict[Node, Call]:
+    """Calls whose results no other values can stand for: those of which one is opaque ("meta": random states)."""
+    opaque = {_producer(n)[0] for n in node.all_input_nodes if n.meta[VAL].device.type == "meta"}
+    return {maker: _call(maker, resident, maker=False) for maker in opaque if maker.op == "call_function"}
+
+
+def _producer(node: Node) -> tuple[Node, int]:
+    """The call node that made a value, and which result it is."""
+    if is_getitem(node):
+        source, index = node.args
+        return source, index  # type: ignore[return-value]
+    return node, 0
+
+
+def _resident(graph: Graph, cache_bytes: int) -> dict[Node, set[Node]]:
+    """For every call node, the inputs that lie in the cache when it runs."""
+    roots = {node: _root(node) for node in graph.nodes}
+    cache: OrderedDict[Node, int] = OrderedDict()
+    held: dict[Node, set[Node]] = {}
+    total = 0
+    for _ in range(2):
+        for node in call_nodes(graph):
+            held[node] = {n for n in node.all_input_nodes if roots[n] in cache}
+            if is_view(node) or is_allocation(node):
+                continue
+            for used in (*node.all_input_nodes, *_results(node)):
+                before = cache.pop(roots[used], 0)
+                size = cache[roots[used]] = max(before, tensor_bytes(used.meta[VAL]))
+                total += size - before
+            while total > cache_bytes:
+                total -= cache.popitem(last=False)[1]
+    return held
+
+
+def _results(node: Node) -> Iterator[Node]:
+    if isinstance(node.meta[VAL], Tensor):
+        yield node
+    for user in node.users:
+        if is_getitem(user) and isinstance(user.meta[VAL], Tensor):
+            yield user
+
+
+def _root(node: Node) -> Node:
+    """The node whose memory a value is, through views and writes in place."""
+    while node.op == "call_function" and not is_allocation(node):
+        if is_getitem(node):
+            source, _ = node.args
+            if not is_view(source):  # type: ignore[arg-type]
+                break
+            node = source  # type: ignore[assignment]
+        elif is_view(node) or plain_name(node).endswith("_"):
+            inputs = [v for v in arguments(node).values() if isinstance(v, Node)]
+            if not inputs:
+                break
+            node = inputs[0]
+        else:
+            break
+    return node

@@ -1,0 +1,77 @@
+"""Which kernels an operator runs, one after the other, and how often."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from echograph.errors import UsageError
+from echograph.ir.columns import Int64
+from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.work import US
+from echograph.profiler.traces.launches import launches
+from echograph.profiler.traces.stacks import Stacks, call_stacks
+from echograph.profiler.traces.trace import Trace, TraceSet
+
+TITLES = ("pattern", "count", "GPU kernel duration (us)", "CPU op duration (us)", "rank")
+
+
+def kernel_sequences(traces: TraceSet, *, operator: str = "", min_length: int = 3) -> Table:
+    """The sequences of kernels that an operator launches, the most frequent first.
+
+    Columns: `pattern` the operator and its kernels, copies and sets by their start, joined by "|"; `count` of
+    calls that ran just these; `GPU kernel duration (us)` and `CPU op duration (us)` summed over these calls;
+    `rank`. A call within another call of such an operator is part of that one.
+
+    Args:
+        traces: the job's.
+        operator: part of the operator's name, for instance "aten::linear".
+        min_length: leave out calls with fewer kernels.
+
+    Raises:
+        UsageError: no operator is named, or none has this name.
+    """
+    if not operator:
+        raise UsageError("kernel-sequences: name the operator, for instance --option operator=aten::linear")
+    rows = []
+    for rank, trace in traces.items():
+        named = np.array([operator in text for text in trace.strings] or [False])[trace.name]
+        stacks = call_stacks(trace)
+        counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+        for row, works in works_within(trace, stacks, outermost(stacks, np.flatnonzero(named))):
+            if len(works) >= min_length:
+                pattern = "|".join((trace.text(row), *(trace.text(work) for work in works)))
+                spent = (1, int(trace.duration[works].sum()), int(trace.duration[row]))
+                counts[pattern] = [a + b for a, b in zip(counts[pattern], spent, strict=True)]
+        found = sorted(counts.items(), key=lambda item: (-item[1][0], -item[1][1], item[0]))
+        rows += [(pattern, count, gpu / US, cpu / US, rank) for pattern, (count, gpu, cpu) in found]
+    if not rows and not any(operator in text for trace in traces.values() for text in trace.strings):
+        raise UsageError(f"kernel-sequences: no event's name contains '{operator}'; try --option operator=aten::")
+    return from_rows(TITLES, rows, traces.notes)
+
+
+def outermost(stacks: Stacks, rows: Int64) -> Int64:
+    """Those of some host rows that are not within another of them, in the order of the stacks."""
+    places = np.sort(stacks.place[rows[stacks.place[rows] >= 0]])
+    kept, past = [], 0
+    for place in places.tolist():
+        if place >= past:
+            kept.append(place)
+            past = int(stacks.past[place])
+    return stacks.order[np.array(kept, np.int64)]
+
+
+def works_within(trace: Trace, stacks: Stacks, rows: Int64) -> list[tuple[int, Int64]]:
+    """For each host row the work on devices that was launched within it, by its start."""
+    calls, works = launches(trace)
+    worked = trace.on_device[works]
+    order = np.argsort(stacks.place[calls[worked]], kind="stable")
+    places, works = stacks.place[calls[worked]][order], works[worked][order]
+    found = []
+    for row in rows.tolist():
+        place = stacks.place[row]
+        first, last = np.searchsorted(places, (place, stacks.past[place]))
+        own = works[first:last]
+        found.append((row, own[np.argsort(trace.start[own], kind="stable")]))
+    return found

@@ -1,0 +1,294 @@
+"""Adds up the calls of a job: by operation and shape, by group, by phase, by rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echograph.profiler.comms.bandwidth import bus_factor
+from echograph.profiler.comms.merge import Batch, Merge
+from echograph.profiler.comms.readers import find_sources
+from echograph.profiler.comms.record import What
+
+# Columns of a row of sums. Times are seconds.
+SUMS = ("calls", "timed", "time", "merged", "wait", "transfer", "known", "exposed", "unfinished")
+_CALLS, _TIMED, _TIME, _MERGED, _WAIT, _TRANSFER, _KNOWN, _EXPOSED, _UNFINISHED = range(len(SUMS))
+MAX_LISTED = 100
+
+Sink = Callable[[Batch, Merge], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a trace says, ready to be shown; times are seconds.
+
+    Attributes:
+        files: one record a file: path, format, rank, host, problems, whether its run ended in order.
+        calls: calls on all ranks.
+        operations: one record an operation, shape and dtype.
+        groups: one record a group.
+        phases: one record a phase.
+        ranks: one record a rank.
+        unfinished: calls that did not end, at most 100.
+        stuck: what watchdogs reported.
+        skipped: files that were passed over, and why.
+        problems: what could not be read or matched, and how often.
+        clock_offsets: seconds that each host's clock was found to be ahead of the first one's.
+    """
+
+    files: list[dict[str, Any]]
+    calls: int
+    operations: list[dict[str, Any]]
+    groups: list[dict[str, Any]]
+    phases: list[dict[str, Any]]
+    ranks: list[dict[str, Any]]
+    unfinished: list[dict[str, Any]] = field(default_factory=list)
+    stuck: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    problems: dict[str, int] = field(default_factory=dict)
+    clock_offsets: dict[str, float] = field(default_factory=dict)
+
+
+def report_on(path: Path, sinks: Iterable[Sink] = ()) -> Report:
+    """Reads a file or a folder of traces once, and adds up.
+
+    Memory does not grow with the number of calls.
+
+    Args:
+        path: file or folder.
+        sinks: also given every batch of calls.
+
+    Raises:
+        InputError: there is no trace to read.
+    """
+    sources, skipped = find_sources(path)
+    merge = Merge(sources)
+    sums = _Sums(len(sources))
+    for batch in merge.batches():
+        sums.add(batch, merge)
+        for sink in sinks:
+            sink(batch, merge)
+    problems: Counter[str] = Counter()
+    for source in sources:
+        problems.update(source.problems)
+    if merge.unmatched:
+        problems["calls of which not all ranks were found"] = merge.unmatched
+    if dropped := sum(source.dropped for source in sources):
+        problems["calls that the tracer could not write"] = dropped
+    if cut := sum(not source.complete for source in sources):
+        problems["files without an end: the run was killed, or goes on"] = cut
+    if skipped:
+        problems["files passed over"] = len(skipped)
+    return Report(
+        files=[_file(source) for source in sources],
+        calls=int(sums.by_kind[:, _CALLS].sum()),
+        operations=list(_operations(sums, merge)),
+        groups=list(_by(sums, merge, lambda what: what.group)),
+        phases=list(_by(sums, merge, lambda what: what.phase or "not known")),
+        ranks=list(_ranks(sums, merge)),
+        unfinished=sums.unfinished,
+        stuck=[_stuck(source.rank, line) for source in sources for line in source.stuck],
+        skipped=skipped,
+        problems=dict(problems),
+        clock_offsets={host: offset * 1e-9 for host, offset in merge.offsets.items()},
+    )
+
+
+class _Sums:
+    def __init__(self, sources: int) -> None:
+        self.by_kind = np.zeros((0, len(SUMS)))
+        self.extremes = np.zeros((0, 2))
+        self.skew = np.zeros(0)
+        self.by_source = np.zeros((sources, len(SUMS)))
+        self.late = np.zeros((sources, 2))
+        self.unfinished: list[dict[str, Any]] = []
+
+    def add(self, batch: Batch, merge: Merge) -> None:
+        self._grow(len(merge.whats))
+        values = _columns(batch)
+        for column in range(len(SUMS)):
+            self.by_kind[:, column] += np.bincount(batch.kind, values[column], len(self.by_kind))
+            self.by_source[:, column] += np.bincount(batch.source, values[column], len(self.by_source))
+        timed = batch.duration >= 0
+        seconds = batch.duration[timed] * 1e-9
+        np.minimum.at(self.extremes[:, 0], batch.kind[timed], seconds)
+        np.maximum.at(self.extremes[:, 1], batch.kind[timed], seconds)
+        self._lateness(batch)
+        if batch.unfinished:
+            rows = zip(batch.kind, batch.source, batch.sequence, strict=True)
+            for kind, source, sequence in list(rows)[: MAX_LISTED - len(self.unfinished)]:
+                what = merge.whats[kind]
+                self.unfinished.append(
+                    {
+                        "rank": merge.sources[source].rank,
+                        "operation": what.op,
+                        "channel": what.channel,
+                        "sequence": int(sequence),
+                        "bytes": what.bytes,
+                        "site": what.site,
+                    }
+                )
+
+    def _lateness(self, batch: Batch) -> None:
+        """Who came last to each whole call of several ranks, and by how much after the first."""
+        if not batch.whole.any():
+            return
+        rows = np.flatnonzero(batch.whole)
+        start, call = batch.start[rows], batch.call[rows]
+        first = np.flatnonzero(np.r_[True, call[1:] != call[:-1]])
+        counts = np.diff(np.r_[first, len(call)])
+        behind = start - np.repeat(np.minimum.reduceat(start, first), counts)
+        last = np.repeat(np.maximum.reduceat(behind, first), counts)
+        slowest = (behind == last) & np.repeat(counts > 1, counts)
+        self.late[:, 0] += np.bincount(batch.source[rows][slowest], minlength=len(self.late))
+        self.late[:, 1] += np.bincount(batch.source[rows][slowest], last[slowest] * 1e-9, len(self.late))
+        self.skew += np.bincount(batch.kind[rows], last * 1e-9, len(self.skew))
+
+    def _grow(self, kinds: int) -> None:
+        more = kinds - len(self.by_kind)
+        if more > 0:
+            self.by_kind = np.vstack([self.by_kind, np.zeros((more, len(SUMS)))])
+            self.extremes = np.vstack([self.extremes, np.tile([np.inf, 0.0], (more, 1))])
+            self.skew = np.r_[self.skew, np.zeros(more)]
+
+
+def wait_and_transfer(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Nanoseconds of each row before and after the last rank has come; zero where not all ranks are here."""
+    wait, transfer = np.zeros(len(batch.kind)), np.zeros(len(batch.kind))
+    rows = np.flatnonzero(batch.whole)
+    if len(rows):
+        call = batch.call[rows]
+        first = np.flatnonzero(np.r_[True, call[1:] != call[:-1]])
+        last = np.maximum.reduceat(batch.start[rows], first)
+        last = np.repeat(last, np.diff(np.r_[first, len(call)]))
+        last = np.clip(last, batch.start[rows], np.maximum(batch.start[rows], batch.end[rows]))
+        wait[rows], transfer[rows] = last - batch.start[rows], batch.end[rows] - last
+    return wait, np.maximum(transfer, 0)
+
+
+def _columns(batch: Batch) -> list[np.ndarray]:
+    wait, transfer = wait_and_transfer(batch)
+    timed = batch.duration >= 0
+    known = timed & (batch.wait >= 0)
+    exposed = np.where(known, np.maximum(batch.end - np.maximum(batch.wait, batch.start), 0), 0)
+    ones = np.ones(len(batch.kind))
+    return [
+        ones,
+        timed * 1.0,
+        np.where(timed, batch.duration, 0) * 1e-9,
+        batch.whole * 1.0,
+        wait * 1e-9,
+        transfer * 1e-9,
+        np.where(known, batch.duration, 0) * 1e-9,
+        exposed * 1e-9,
+        ones * batch.unfinished,
+    ]
+
+
+def _operations(sums: _Sums, merge: Merge) -> Iterator[dict[str, Any]]:
+    def key(what: What) -> tuple[Any, ...]:
+        return what.op, what.shapes, what.tensors, what.dtype, what.bytes
+
+    ranks = {name: ranks for source in merge.sources for name, ranks in source.groups.items()}
+    grouped: dict[tuple[Any, ...], list[int]] = {}
+    for index, what in enumerate(merge.whats[: len(sums.by_kind)]):
+        grouped.setdefault(key(what), []).append(index)
+    for indices in grouped.values():
+        what = merge.whats[indices[0]]
+        total = sums.by_kind[indices].sum(axis=0)
+        # Ranks of one group's size share a bandwidth; groups of several sizes are weighted by their calls.
+        sizes = np.array([len(ranks.get(merge.whats[i].group, ())) or len(merge.sources) for i in indices])
+        factor = np.average(
+            [bus_factor(what.op, int(size)) for size in sizes],
+            weights=np.maximum(sums.by_kind[indices, _CALLS], 1e-9),
+        )
+        per_call = _per_call(total)
+        rate = what.bytes / per_call if per_call else 0.0
+        yield {
+            "operation": what.op,
+            "shape": _shape(what),
+            "dtype": what.dtype,
+            "bytes": what.bytes,
+            **_record(total),
+            "min_s": float(sums.extremes[indices, 0].min()) if total[_TIMED] else 0.0,
+            "max_s": float(sums.extremes[indices, 1].max()),
+            "mean_skew_s": float(sums.skew[indices].sum() / total[_MERGED]) if total[_MERGED] else 0.0,
+            "algbw_GBps": rate * 1e-9,
+            "busbw_GBps": rate * float(factor) * 1e-9,
+        }
+
+
+def _per_call(total: np.ndarray) -> float:
+    """Seconds that moving a message took: without the wait for other ranks, where that is known."""
+    if total[_MERGED]:
+        return float(total[_TRANSFER] / total[_MERGED])
+    return float(total[_TIME] / total[_TIMED]) if total[_TIMED] else 0.0
+
+
+def _by(sums: _Sums, merge: Merge, name: Callable[[What], str]) -> Iterator[dict[str, Any]]:
+    grouped: dict[str, list[int]] = {}
+    for index, what in enumerate(merge.whats[: len(sums.by_kind)]):
+        grouped.setdefault(name(what), []).append(index)
+    for label, indices in sorted(grouped.items()):
+        yield {"name": label, **_record(sums.by_kind[indices].sum(axis=0))}
+
+
+def _ranks(sums: _Sums, merge: Merge) -> Iterator[dict[str, Any]]:
+    for index, source in enumerate(merge.sources):
+        late = {"times_last": int(sums.late[index, 0]), "lateness_s": float(sums.late[index, 1])}
+        yield {"rank": source.rank, **_record(sums.by_source[index]), **late}
+
+
+def _record(total: np.ndarray) -> dict[str, Any]:
+    return {
+        "calls": int(total[_CALLS]),
+        "unfinished": int(total[_UNFINISHED]),
+        "total_s": float(total[_TIME]),
+        "mean_s": float(total[_TIME] / total[_TIMED]) if total[_TIMED] else 0.0,
+        "merged": int(total[_MERGED]),
+        "wait_s": float(total[_WAIT]),
+        "transfer_s": float(total[_TRANSFER]),
+        "exposed_s": float(total[_EXPOSED]),
+        "hidden_s": float(total[_KNOWN] - total[_EXPOSED]),
+        "exposure_unknown_s": float(total[_TIME] - total[_KNOWN]),
+    }
+
+
+def _shape(what: What) -> str:
+    if not what.shapes:
+        return ""
+    first = "x".join(map(str, what.shapes[0])) or "scalar"
+    if what.tensors == 1:
+        return first
+    same = len(set(what.shapes)) == 1 and what.tensors <= len(what.shapes)
+    return f"{what.tensors} of {first}" if same else f"{first} and {what.tensors - 1} more"
+
+
+def _file(source: Any) -> dict[str, Any]:
+    return {
+        "path": str(source.path),
+        "format": source.kind,
+        "rank": source.rank,
+        "host": source.host,
+        "complete": source.complete,
+        "problems": dict(source.problems),
+    }
+
+
+def _stuck(rank: int, line: Any) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "operation": line.op,
+        "channel": line.channel,
+        "sequence": line.sequence,
+        "seconds": line.seconds,
+        "arrived": list(line.arrived),
+        "missing": list(line.missing),
+        "unheard": list(line.unheard),
+        "site": line.site,
+    }

@@ -1,0 +1,98 @@
+"""One simulated step, as the questions about it need it, whether its tasks ran one by one or in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from echograph.ir.graph import JobGraph
+from echograph.ir.timeline import Lane, Timeline
+from echograph.simulator.breakdown import Breakdown, breakdown
+from echograph.simulator.engine.schedule import Starts
+from echograph.simulator.limits import families, largest_first, limits
+from echograph.simulator.pieces.path import critical_path
+from echograph.simulator.pieces.predict import runs
+from echograph.simulator.pieces.run import Run
+from echograph.simulator.pieces.times import program_timeline
+from echograph.simulator.tasks import TaskGraph
+
+Float64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """What ran.
+
+    Attributes:
+        end_ps: when the last task ends.
+        last: the program that ends last.
+        breakdown: of that program.
+        limits: picoseconds of each family on the critical path.
+        busy: float64 [rows], picoseconds that the devices of all programs work on each row.
+        busy_of_last: the same of the last program.
+        write: writes down what ran when.
+    """
+
+    end_ps: int
+    last: int
+    breakdown: Breakdown
+    limits: dict[str, int]
+    busy: Float64
+    busy_of_last: Float64
+    write: Callable[[], Timeline]
+
+
+def of_tasks(job: JobGraph, tasks: TaskGraph, starts: Starts) -> Step:
+    """A step of tasks that ran one by one."""
+    timeline = write_timeline(job, tasks, starts)
+    last = int(timeline.program[np.argmax(timeline.end)]) if len(timeline) else 0
+    device = timeline.lane == Lane.DEVICE
+    busy, mine = (
+        np.bincount(timeline.op[rows], weights=timeline.duration[rows], minlength=len(job.ops))
+        for rows in (device, device & (timeline.program == last))
+    )
+    return Step(
+        end_ps=timeline.makespan,
+        last=last,
+        breakdown=breakdown(job, timeline, last),
+        limits=limits(job, timeline),
+        busy=busy,
+        busy_of_last=mine,
+        write=lambda: timeline,
+    )
+
+
+def of_pieces(job: JobGraph, run: Run, write: Callable[[], Timeline]) -> Step:
+    """A step whose programs ran in pieces, and whose tasks are run one by one if they have to be written down."""
+    last, total = critical_path(run, families(job))
+    end, work = int(run.ends[0]), run.work.device[:, 0].astype(np.float64)
+    return Step(
+        end_ps=end,
+        last=last,
+        breakdown=breakdown(job, program_timeline(run, last), last),
+        limits=largest_first(job, total, end),
+        busy=runs(job) * work,
+        busy_of_last=runs(job, last) * work,
+        write=cache(write),
+    )
+
+
+def write_timeline(job: JobGraph, tasks: TaskGraph, starts: Starts) -> Timeline:
+    """What ran when."""
+    return Timeline(
+        program=tasks.program,
+        lane=tasks.lane,
+        stream=job.ops.stream[tasks.op],
+        op=tasks.op,
+        instance=tasks.instance,
+        micro_batch=tasks.micro_batch,
+        start=starts.start,
+        duration=tasks.duration,
+        cause=starts.cause,
+        programs=tuple(p.role or f"rank {i}" for i, p in enumerate(job.programs)),
+        streams=job.streams,
+    )

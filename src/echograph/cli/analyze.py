@@ -1,0 +1,144 @@
+"""`echoprof analyze`: tables from profiler traces."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from echograph.cli.app import print_error, print_json, print_line, print_table, progress
+from echograph.errors import UnknownNameError, UsageError
+from echograph.ir.files import check_writable, write_whole
+
+if TYPE_CHECKING:
+    from echograph.profiler.analyses.table import Table
+    from echograph.profiler.traces import TraceSet
+
+OVERVIEW = ("steps", "temporal-breakdown", "kernel-types", "overlap", "idle")
+_WIDEST = 72
+
+
+def analyze(
+    traces: Annotated[Path, typer.Argument(help="Folder with one profiler trace a rank, or one trace.")],
+    name: Annotated[
+        str, typer.Argument(help="Which analysis (a wrong name lists them); without one, an overview.")
+    ] = "",
+    option: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE, an option of the analysis (may be given again).")
+    ] = None,
+    ranks: Annotated[str, typer.Option(help="Only these ranks, for instance 0,1 or 0-7.")] = "",
+    last_step: Annotated[
+        bool, typer.Option("--last-step", help="Keep the last profiler step, which is often cut off.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(help="Processes that read; 0 takes one a core.")] = 0,
+    cache: Annotated[bool, typer.Option(help="Keep what was read, so that a second look is quick.")] = True,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the CSV or JSON there.")] = None,
+) -> None:
+    """Answer a question about measured traces: where the time goes, what waits, what is launched."""
+    import json
+
+    from echograph.profiler.analyses import ANALYSES
+
+    if as_csv and as_json:
+        raise UsageError("--csv and --json: give one of them")
+    if (as_csv or output) and not name and not as_json:
+        raise UsageError("the overview is several tables: name one analysis, or ask for --json")
+    if option and not name:
+        raise UsageError("--option: name the analysis that it is for")
+    analysis = ANALYSES[name] if name else None
+    options = _options(name, analysis, option or []) if analysis else {}
+    wanted = _ranks(ranks)
+    if output is not None:
+        check_writable(output)
+    found = _read(traces, wanted, last_step=last_step, jobs=jobs, cache=cache)
+    if analysis is not None:
+        tables: dict[str, Table] = {name: analysis(found, **options)}
+    else:
+        tables = {each: ANALYSES[each](found) for each in OVERVIEW}
+    for note in dict.fromkeys(note for table in tables.values() for note in table.notes):
+        print_error(f"note: {note}")
+    if as_json or (output is not None and not as_csv):
+        answer = [{"analysis": n, "rows": t.records(), "notes": list(t.notes)} for n, t in tables.items()]
+        document: Any = answer[0] if name else answer
+        if output is None:
+            print_json(document)
+        else:
+            write_whole(output, [json.dumps(document, indent=2, allow_nan=False) + "\n"])
+    elif as_csv:
+        text = tables[name].csv()
+        if output is None:
+            print_line(text.removesuffix("\n"))
+        else:
+            write_whole(output, [text])
+    else:
+        _show(tables)
+
+
+def _read(path: Path, ranks: list[int] | None, *, last_step: bool, jobs: int, cache: bool) -> TraceSet:
+    from echograph.profiler.traces import cache_folder, read_traces
+
+    with progress(f"reading {path}") as say:
+        return read_traces(
+            path,
+            ranks,
+            last_step=last_step,
+            workers=jobs or os.cpu_count() or 1,
+            cache_folder=cache_folder() if cache else None,
+            say=say,
+        )
+
+
+def _options(name: str, analysis: Callable[..., Any], given: list[str]) -> dict[str, Any]:
+    """Options of an analysis from KEY=VALUE, as the types that its signature has."""
+    import msgspec
+
+    parameters = inspect.signature(analysis).parameters
+    known = [key for key, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    types = typing.get_type_hints(analysis)
+    options = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--option '{text}': write KEY=VALUE; {name} has {', '.join(known) or 'no options'}")
+        if key not in known:
+            raise UnknownNameError(f"option of {name}", key, known)
+        try:
+            options[key] = msgspec.convert(value, types[key], strict=False)
+        except msgspec.ValidationError:
+            raise UsageError(f"--option {key}: '{value}' is not of type {types[key].__name__}") from None
+    return options
+
+
+def _ranks(text: str) -> list[int] | None:
+    """Ranks from "0,2,8-15"; None for all."""
+    if not text:
+        return None
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise UsageError(f"--ranks '{text}': write ranks as 0,1 or 0-7")
+        found |= set(range(int(first), int(last or first) + 1))
+    return sorted(found)
+
+
+def _show(tables: dict[str, Table]) -> None:
+    for number, (name, table) in enumerate(tables.items()):
+        if len(tables) > 1:
+            print_line(f"\n{name}" if number else name)
+        rows = ([_short(value) for value in row] for row in table.rows())
+        print_table(list(table.columns), rows)
+
+
+def _short(value: object) -> object:
+    """A cell that fits: names of kernels are templates of hundreds of characters."""
+    if isinstance(value, str) and len(value) > _WIDEST:
+        return value[: _WIDEST - 3] + "..."
+    return round(value, 3) if isinstance(value, float) else value

@@ -1,0 +1,46 @@
+"""`echoc export` in formats that hold times: a Chrome trace of a simulation, and SimAI's workload text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from echograph.cli.annotate import annotate
+from echograph.cli.export import ExportOptions, job_of
+from echograph.ir.exporters import Exported
+from echograph.ir.files import write_whole
+from echograph.ir.graph import Graph, JobGraph, StepGraph
+from echograph.simulator.clusters import DEFAULT_CLUSTER
+
+
+def export_chrome(graph: Graph, output: Path, options: ExportOptions) -> Exported:
+    """Writes the timeline of a simulation without options, as `echosim run --trace` does; a step is one node's.
+
+    Raises:
+        OutputError: the path cannot be written.
+        SimulationError: the job cannot run.
+    """
+    from echograph.cli.compose import predict
+    from echograph.ir.exporters.chrome import chrome_trace
+
+    assert isinstance(graph, StepGraph | JobGraph)
+    cluster = options.cluster or DEFAULT_CLUSTER
+    result, job = predict(graph, cluster=cluster)
+    written = write_whole(output, chrome_trace(job, result.timeline))
+    note = (
+        f"the times are simulated, of {job.world_size} GPUs of {result.cluster}; echosim run --trace has options"
+    )
+    return Exported(files=1, bytes=written, notes=(note,))
+
+
+def export_simai(graph: Graph, output: Path, options: ExportOptions) -> Exported:
+    """Writes SimAI's workload text with the durations of a cluster's device.
+
+    Raises:
+        UsageError: the graph is a step graph, or a job without a mesh.
+        PlanError: a message is too large for the format.
+        OutputError: the path cannot be written.
+    """
+    from echograph.ir.exporters.simai import write_simai
+
+    job, where = annotate(job_of(graph), options.cluster or DEFAULT_CLUSTER)
+    return write_simai(job, output, device=where.device)

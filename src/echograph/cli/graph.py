@@ -1,0 +1,44 @@
+"""`echoprof graph`: the execution graph as a picture, or as a file for other graph programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from echograph.cli.app import print_error, print_json, print_line, progress
+from echograph.errors import UsageError
+from echograph.ir.exporters import EXPORTERS
+from echograph.units import format_bytes
+
+
+def graph_command(
+    graph: Annotated[Path, typer.Argument(help="A graph file written by echoc.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The picture or file; its ending says which format.")
+    ] = Path("graph.svg"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Draw a graph, or write it as GML or JSON: the format is the ending of --output."""
+    from echograph.ir import files, serde
+
+    to = output.suffix.removeprefix(".").lower()
+    if to not in EXPORTERS:
+        raise UsageError(
+            f"--output {output.name}: the ending names the format: give one of .{', .'.join(sorted(EXPORTERS))}"
+        )
+    if graph.resolve() == output.resolve():
+        raise UsageError(f"--output {output}: is the graph itself: give the picture a file of its own")
+    files.check_writable(output)
+    with progress(f"reading {graph}") as say:
+        loaded = serde.load(graph)
+        say(f"drawing {output}")
+        done = EXPORTERS[to](loaded, output)
+    if as_json:
+        print_json({"output": str(output), "format": to, **asdict(done)})
+        return
+    print_line(f"{output}: {to}, {format_bytes(done.bytes)}")
+    for note in done.notes:
+        print_error(f"note: {note}")

@@ -1,0 +1,226 @@
+"""`echoprof ops`: the operations of a training step, measured one by one on the device at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from echograph.cli.app import print_error, print_json, print_line, print_table, progress, require_torch
+from echograph.cli.step_options import (
+    Attention,
+    BatchSize,
+    Clock,
+    DeviceName,
+    DType,
+    Json,
+    Model,
+    Optimizer,
+    SeqLen,
+    device_and_spec,
+)
+from echograph.errors import UsageError
+from echograph.units import format_bytes, format_time
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.ir.calls import Call
+    from echograph.ir.graph import StepGraph
+    from echograph.ir.profile import Profile
+    from echograph.profiler.measure.device import Device
+    from echograph.profiler.measure.ops import Outcome
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A step as graph and as calls.
+
+    Attributes:
+        graph: folded.
+        flat: as it ran.
+        calls: the distinct calls that do work.
+    """
+
+    graph: StepGraph
+    flat: StepGraph
+    calls: list[Call]
+
+
+def ops_command(
+    model: Model,
+    batch_size: BatchSize = None,
+    seq_len: SeqLen = None,
+    dtype: DType = "",
+    optimizer: Optimizer = "adamw",
+    attention: Attention = None,
+    device: DeviceName = "",
+    clock: Clock = "wall",
+    name: Annotated[
+        str, typer.Option(help="Device name for the durations [default: the hardware's]", show_default=False)
+    ] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Samples of an operation at most.")] = 200,
+    budget: Annotated[float, typer.Option(min=0, help="Seconds for all operations.")] = 300.0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the profile goes.")] = Path("profile.pb"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the profile at --output.")] = False,
+    graph: Annotated[Path | None, typer.Option(help="Write the step's graph, too.")] = None,
+    echo_json: Annotated[
+        Path | None, typer.Option("--echo-json", help="Folder for JSON files in the layout of Echo's tracer.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure each distinct operation of a training step on the device at hand, and write a profile."""
+    from echograph.ir import files, serde
+
+    for path in (output, graph):
+        if path is not None:
+            files.check_writable(path)
+    require_torch("measuring operations")
+    from echograph.profiler.measure.ops import Options
+
+    here, spec = device_and_spec(device, dtype, optimizer, clock)
+    sizes = {"batch_size": batch_size, "seq_len": seq_len, "attention": attention}
+    with progress("starting") as say:
+        captured = capture_calls(model, spec, here.cache_bytes, say, **sizes)
+        profile = _start(here, output, name, resume, say)
+        outcome = measure_calls(
+            captured.calls, here, profile, Options(repeats=repeats, budget_s=budget), output, say
+        )
+        if graph is not None:
+            serde.save(captured.graph, graph)
+    if echo_json is not None:
+        from echograph.ir.exporters.echo import export_echo
+        from echograph.ir.passes.measured import join
+
+        export_echo(join(captured.flat, outcome.profile)[0](captured.flat), echo_json)
+    summary = _summary(captured, outcome, here)
+    if as_json:
+        print_json({"output": str(output), **summary})
+    else:
+        _print(summary, outcome)
+    for text, why in outcome.refused:
+        print_error(f"not measured: {text[:120]}: {why}")
+    if outcome.left:
+        print_error(f"{len(outcome.left)} operations are left, the time is up: --resume goes on")
+    print_error(f"wrote {output} (profile of {outcome.profile.environment.device})")
+
+
+def capture_calls(
+    model: str, spec: StepSpec, cache_bytes: int, say: Callable[[str], None], **sizes: Any
+) -> Captured:
+    """Captures a step as graph and as the calls that it is made of."""
+    from echograph.cli.compose import build_model
+    from echograph.frontend.pytorch.calls import calls_of
+    from echograph.frontend.pytorch.capture import capture, capture_mode
+    from echograph.frontend.pytorch.lower import lower_nodes, workload_of
+    from echograph.ir.passes.fold import fold
+
+    with capture_mode():
+        name, built = build_model(model, spec, say=say, **sizes)
+    say(f"capturing one training step of {name}")
+    nodes = capture(*built, spec)
+    flat, made = lower_nodes(nodes, workload_of(nodes, spec, name))
+    return Captured(graph=fold(flat), flat=flat, calls=calls_of(nodes, flat, made, cache_bytes))
+
+
+def measure_calls(
+    calls: list[Call], device: Device, profile: Profile, options: Any, output: Path, say: Callable[[str], None]
+) -> Outcome:
+    """Measures calls, and writes the profile as it grows."""
+    from echograph.ir.profile import save_profile
+    from echograph.profiler.measure.device import keep_freed_memory
+    from echograph.profiler.measure.ops import measure
+
+    if device.name == "cpu":
+        keep_freed_memory()
+    return measure(calls, device, profile, options, save=lambda p: _ignore(save_profile(p, output)), say=say)
+
+
+def _ignore(_: object) -> None:
+    return None
+
+
+def _start(device: Device, output: Path, name: str, resume: bool, say: Callable[[str], None]) -> Profile:
+    """The profile to begin with: the one that there is, or an empty one with the host's times."""
+    from echograph.ir.profile import Profile, load_profile
+    from echograph.profiler.measure.host import measure_host
+    from echograph.profiler.measure.ops import continued
+    from echograph.units import to_ps
+
+    environment = device.environment(name)
+    if resume:
+        if not output.exists():
+            raise UsageError(f"--resume: there is no {output} to go on with: leave --resume out")
+        return continued(load_profile(output), environment, str(output))
+    say("measuring the host")
+    host = measure_host(device)
+    return Profile(
+        environment=replace(
+            environment, host_op_picoseconds=to_ps(host.op_s), host_view_picoseconds=to_ps(host.view_s)
+        )
+    )
+
+
+def _summary(captured: Captured, outcome: Outcome, device: Device) -> dict[str, Any]:
+    from echograph.ir.passes.measured import join
+
+    _, coverage = join(captured.graph, outcome.profile)
+    environment = outcome.profile.environment
+    measurements = outcome.profile.measurements
+    return {
+        "device": environment.device,
+        "hardware": environment.hardware,
+        "driver": environment.driver,
+        "torch": environment.torch,
+        "cuda": environment.cuda,
+        "threads": environment.threads,
+        "utilisation": device.utilisation(),
+        "distinct_calls": len(captured.calls),
+        "measurements": len(measurements),
+        "operations": {
+            "measured": coverage.measured,
+            "free": coverage.free,
+            "missing": coverage.missing,
+        },
+        "unmatched": len(coverage.unmatched),
+        "not_measured": [{"call": text, "reason": why} for text, why in outcome.refused],
+        "left": len(outcome.left),
+        "sum_s": coverage.busy_ps * 1e-12,
+        "host_op_s": environment.host_op_picoseconds * 1e-12,
+        "host_view_s": environment.host_view_picoseconds * 1e-12,
+        "largest_peak_bytes": max((m.peak_bytes for m in measurements), default=0),
+    }
+
+
+def _print(summary: dict[str, Any], outcome: Outcome) -> None:
+    counts = summary["operations"]
+    print_line(f"{summary['hardware']} as '{summary['device']}', torch {summary['torch']}")
+    print_line(
+        f"{summary['distinct_calls']} distinct calls; operations of the step: {counts['measured']} measured, "
+        f"{counts['free']} free, {counts['missing']} missing"
+    )
+    print_line(
+        f"sum {format_time(summary['sum_s'] * 1e12)}; the host adds {format_time(summary['host_op_s'] * 1e12)} "
+        f"an operation, {format_time(summary['host_view_s'] * 1e12)} a view"
+    )
+    longest = sorted(outcome.profile.measurements, key=lambda m: -m.median_picoseconds * m.calls)
+    print_table(
+        ("operator", "calls", "median us", "spread %", "samples", "memory", "call"),
+        (
+            (
+                m.operator,
+                str(m.calls),
+                round(m.median_picoseconds * 1e-6, 2),
+                round(m.spread * 100, 2),
+                str(m.samples),
+                format_bytes(m.peak_bytes),
+                m.arguments.partition("(")[2][:60],
+            )
+            for m in longest[:_SHOWN]
+        ),
+    )

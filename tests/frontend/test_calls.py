@@ -1,0 +1,190 @@
+"""The calls of a captured step are those that the step makes on real tensors."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs the [torch] extra")
+pytestmark = pytest.mark.torch
+
+from torch import nn  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+from echograph.frontend.pytorch.calls import calls_of  # noqa: E402
+from echograph.frontend.pytorch.capture import capture, capture_mode  # noqa: E402
+from echograph.frontend.pytorch.lower import lower_nodes, workload_of  # noqa: E402
+from echograph.frontend.pytorch.real_step import real_step  # noqa: E402
+from echograph.frontend.pytorch.step import StepSpec  # noqa: E402
+from echograph.ir.calls import Call  # noqa: E402
+from echograph.ir.graph import StepGraph  # noqa: E402
+from echograph.ir.passes.fold import fold  # noqa: E402
+from echograph.ir.profile import signatures  # noqa: E402
+from echograph.profiler.measure.operands import Operands  # noqa: E402
+
+SPECS = {
+    "adamw": StepSpec(dtype="fp32", kernels="cpu"),
+    "sgd and clipping": StepSpec(dtype="fp32", kernels="cpu", optimizer="sgd", clip_grad_norm=1.0),
+    "bf16 with master weights": StepSpec(dtype="bf16", kernels="cpu"),
+}
+
+
+class Net(nn.Module):
+    """Embedding, two attention layers with dropout, a convolution, a tied head: what a step's operators come from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 16)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True) for _ in range(2)
+        )
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.conv(x.transpose(1, 2)).transpose(1, 2)
+        logits = x @ self.words.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+def build() -> tuple[Any, Any, Any]:
+    return Net(), (torch.arange(24).reshape(2, 12) % 50,), None
+
+
+def captured(spec: StepSpec, cache_bytes: int = 2**30) -> tuple[StepGraph, list[Call]]:
+    with capture_mode():
+        parts = build()
+    nodes = capture(*parts, spec)
+    step, made = lower_nodes(nodes, workload_of(nodes, spec, "net"))
+    return step, calls_of(nodes, step, made, cache_bytes)
+
+
+class Watch(TorchDispatchMode):  # type: ignore[misc]
+    """Counts operators with the shapes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shapes = str([tuple(t.shape) for t in tensors((*args, *(kwargs or {}).values()))])
+        self.seen[str(func._schema.name).replace("::", "."), shapes] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def tensors(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for item in value for t in tensors(item)] if isinstance(value, tuple | list) else []
+
+
+def operands(call: Call) -> str:
+    def shapes(argument: Any) -> list[tuple[int, ...]]:
+        if isinstance(argument, tuple):
+            return [s for item in argument for s in shapes(item)]
+        return [argument.shape] if hasattr(argument, "strides") else []
+
+    return str([s for a in (*call.arguments, *(v for _, v in call.keywords)) for s in shapes(a)])
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_they_are_what_the_step_runs_on_real_tensors(name: str) -> None:
+    _, calls = captured(SPECS[name])
+    run = real_step(*build(), SPECS[name], "cpu")
+    run()
+    with Watch() as watch:
+        run()
+    recorded: Counter[tuple[str, str]] = Counter()
+    for call in calls:
+        launches = sum(p.calls for p in call.parts) if len(call.parts) == 1 else 1
+        recorded[call.operator, operands(call)] += launches
+    shared = ("aten._foreach_", "aten._fused_")
+    for key, count in recorded.items():
+        if not key[0].startswith(shared):
+            assert watch.seen[key] == count, key
+        else:
+            assert watch.seen[key] >= 1, key
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_operation_that_works_is_part_of_one_call_and_keeps_its_signature_when_folded(name: str) -> None:
+    step, calls = captured(SPECS[name])
+    want = Counter(s for s in signatures(step) if s is not None)
+    have: Counter[Any] = Counter()
+    for call in calls:
+        for part in call.parts:
+            have[part.signature] += part.calls
+    assert have == want
+    folded = fold(step)
+    assert len(folded.blocks) > 1
+    assert {s for s in signatures(folded) if s is not None} == set(want)
+
+
+def test_the_parts_of_a_shared_launch_share_its_time() -> None:
+    _, calls = captured(SPECS["adamw"])
+    (update,) = [c for c in calls if c.operator == "aten._fused_adamw_"]
+    assert sum(p.share * p.calls for p in update.parts) == pytest.approx(1.0)
+    assert len(update.operands) == 5 * sum(p.calls for p in update.parts)
+
+
+def test_all_of_them_run_again() -> None:
+    _, calls = captured(SPECS["adamw"])
+    maker = Operands("cpu")
+    with torch.no_grad():
+        for call in calls:
+            maker.make(call).run()
+
+
+def test_a_step_that_fits_the_cache_finds_all_in_it_and_one_without_a_cache_nothing() -> None:
+    _, warm = captured(SPECS["adamw"])
+    _, cold = captured(SPECS["adamw"], 0)
+    made_here = {"aten.bernoulli_"}  # its memory is fresh
+    assert all(o.resident for c in warm if c.operator not in made_here for o in c.operands)
+    assert not any(o.resident for c in cold for o in c.operands)
+
+
+def test_a_cache_of_one_layer_holds_what_was_made_last_but_not_the_weights() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+
+        def forward(self, x: Any) -> Any:
+            return self.layers(x).sum()
+
+    with capture_mode():
+        module, inputs = Deep(), (torch.zeros(8, 64),)
+    spec = SPECS["adamw"]
+    nodes = capture(module, inputs, None, spec)
+    step, made = lower_nodes(nodes, workload_of(nodes, spec, "deep"))
+    calls = calls_of(nodes, step, made, cache_bytes=2 * 64 * 64 * 4)
+    forward = [c for c in calls if c.operator == "aten.mm" and c.operands[0].shape == (8, 64)]
+    weights = {o.resident for c in forward for o in c.operands if o.shape == (64, 64)}
+    assert {c.operands[0].resident for c in forward} >= {True}
+    assert False in weights
+
+
+def test_a_random_state_names_the_call_that_makes_it() -> None:
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            q = self.linear(x).view(2, 8, 2, 8).transpose(1, 2)
+            return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1).sum()
+
+    with capture_mode():
+        module, inputs = Attend(), (torch.zeros(2, 8, 16),)
+    spec = StepSpec(dtype="bf16")
+    nodes = capture(module, inputs, None, spec)
+    step, made = lower_nodes(nodes, workload_of(nodes, spec, "attend"))
+    calls = {c.operator: c for c in calls_of(nodes, step, made, 2**30)}
+    forward = calls["aten._scaled_dot_product_flash_attention"]
+    backward = calls["aten._scaled_dot_product_flash_attention_backward"]
+    makers = {o.maker[0].text for o in backward.operands if o.maker is not None}
+    assert makers == {forward.text}
