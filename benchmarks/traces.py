@@ -2,10 +2,10 @@
 
 python -m benchmarks.traces [--large]
 
-Reads the 216,092-event trace of the published measurements (ECHOGRAPH_DATA, default ../shared/data); with --large
-that trace as eight ranks too, and tiled eight times (1.7 M events). HTA runs where ECHOGRAPH_HTA names a Python that
-has `traceinsight` 0.6.1 and pandas 2.3.3, by the scripts in ../shared/tools. CPU seconds are of each process and its
-children, without imports; of HTA's analyses those count that both have, each once.
+Reads the 216,092-event trace of the published measurements (ECHOGRAPH_DATA, default ../shared/data); with
+--large that trace as eight ranks too, and tiled eight times (1.7 M events). HTA runs where ECHOGRAPH_HTA names a
+Python that has `traceinsight` 0.6.1 and pandas 2.3.3, by the scripts in ../shared/tools. CPU seconds are of each
+process and its children, without imports; of HTA's analyses those count that both have, each once.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import numpy as np
 from echograph.errors import FormatError, InputError
 from echograph.frontend import Imported
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.chakra_traces import ABSENT, RankTrace, Traces, read_traces
+from echograph.ir.chakra_traces import ABSENT, MAX_DEPENDENCIES, RankTrace, Traces, read_traces
 from echograph.ir.columns import NONE
 from echograph.ir.exporters.chakra_dry_run import free_run, who_waits
 from echograph.ir.graph import JobGraph, Workload
@@ -68,8 +68,10 @@ class _Import:
     traces: Traces
     notes: Counter[str] = field(default_factory=Counter)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    members: dict[str, frozenset[int]] = field(default_factory=dict)
     timed: bool = False
     buffered: bool = False
+    waits: int = 0
     builder: GraphBuilder = field(init=False)
     streams: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
@@ -128,6 +130,7 @@ class _Import:
                 what = f"group {name[:40]} lists no rank, one twice, or one without a trace"
                 raise FormatError(f"{self.traces.groups_path}: {what}")
             self.numbers[name] = self.builder.group(name or "world", ranks=ranks)
+            self.members[name] = frozenset(ranks)
 
     def _group(self, index: int) -> str:
         named = self.traces.groups_named[index]
@@ -144,15 +147,20 @@ class _Import:
         self.notes[_NO_NODES] += int((trace.ctrl_deps.values == NONE).sum()) if control else 0
         streams, before = self._streams(trace, order, control=control)
         made: dict[int, tuple[int, ...]] = {}
+        types = trace.type.tolist()
         for row in order:
             deps = {op for dep in before(row) for op in made[dep]}
-            if trace.type[row] in _LEFT_OUT:
-                self.notes[f"{NodeType(int(trace.type[row])).name} nodes left out, their dependencies joined"] += 1
+            self.waits += len(deps)
+            if self.waits > MAX_DEPENDENCIES:
+                where = _where(self.traces, trace, row)
+                raise FormatError(f"{where}: over {MAX_DEPENDENCIES:,} dependencies where nodes are left out")
+            if types[row] in _LEFT_OUT:
+                self.notes[f"{NodeType(types[row]).name} nodes left out, their dependencies joined"] += 1
                 made[row] = tuple(sorted(deps))
             else:
                 op = self._add(trace, row, streams[row], sorted(deps))
-                buffered = self.buffered and trace.type[row] == NodeType.SEND
-                self.notes[_BUFFERED] += buffered
+                buffered = self.buffered and types[row] == NodeType.SEND
+                self.notes[_BUFFERED] += int(buffered)
                 made[row] = tuple(sorted(deps)) if buffered else (op,)
 
     def _order(self, trace: RankTrace) -> tuple[list[int], bool]:
@@ -185,7 +193,10 @@ class _Import:
                 taken[key] = self._stream(kind if counts[kind] == 1 else f"{kind} {counts[kind]}")
             found[row] = taken[key]
         kinds = (trace.data_deps,) if chains is not None or not control else (trace.data_deps, trace.ctrl_deps)
-        return found, lambda row: {dep for kind in kinds for dep in kind[row].tolist() if dep != NONE}
+        lists = [(kind.offsets.tolist(), kind.values.tolist()) for kind in kinds]
+        return found, lambda row: {
+            dep for offsets, deps in lists for dep in deps[offsets[row] : offsets[row + 1]] if dep != NONE
+        }
 
     def _stream(self, name: str) -> int:
         if name not in self.streams:
@@ -256,7 +267,7 @@ class _Import:
         if not 0 <= code < len(CommType):
             said = "no comm_type" if code == ABSENT else f"the unknown comm_type {code}"
             raise FormatError(f"{_where(self.traces, trace, row)}: a collective of {said}")
-        if trace.rank not in self.groups[name]:
+        if trace.rank not in self.members[name]:
             where = _where(self.traces, trace, row)
             raise FormatError(
                 f"{where}: a collective of group {name[:40]}, of which rank {trace.rank} is no member"

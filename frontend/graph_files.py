@@ -9,8 +9,8 @@ from echograph.errors import FormatError
 from echograph.ir.files import read_whole
 from echograph.ir.graph import JobGraph, StepGraph
 
-MAX_BYTES = 64 * 2**20
-"""Of a file; parsed, the worst of them takes some thirty times as much memory."""
+MAX_BYTES = {"gml": 16 * 2**20, "json": 64 * 2**20, "text": 64 * 2**20}
+"""Of a file. Parsed, the worst takes some thirty times as much memory; networkx reads less than a MiB a second."""
 
 
 def load_json(source: Path) -> StepGraph | JobGraph:
@@ -51,7 +51,9 @@ def load_text(source: Path) -> StepGraph | JobGraph:
 
 
 def _load(source: Path, name: str, read: Callable[[str], StepGraph | JobGraph]) -> StepGraph | JobGraph:
-    data = read_whole(source, f"write one with: echoc export graph.pb --to {name} -o {source.name}", MAX_BYTES)
+    data = read_whole(
+        source, f"write one with: echoc export graph.pb --to {name} -o {source.name}", MAX_BYTES[name]
+    )
     try:
         return read(data.decode())
     except UnicodeDecodeError:

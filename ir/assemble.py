@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, field
 
 from echograph.errors import FormatError, GraphError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, Group, Instance, JobGraph, Program, StepGraph, Workload
+
+
+MIN_NUMBER = -(2**63)
+"""Readers refuse what is not of 64 bits where it stands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +52,23 @@ def assemble(head: Head, blocks: Sequence[Rows], programs: Iterable[Program]) ->
         _fill(builder, blocks)
         for item in programs:
             builder.program(item.calls, role=item.role, coordinates=item.coordinates, ranks=item.ranks)
-        return builder.build(head.level)
+        graph = builder.build(head.level)
     except OverflowError:
         raise FormatError("a number is beyond 64 bits") from None
     except GraphError as error:
         raise FormatError(f"no valid graph: {error}") from None
+    for item in (head.workload, *graph.ops.attribute_values):
+        if (lowest := min(_numbers(astuple(item)), default=0)) < 0:
+            raise FormatError(f"no valid graph: {type(item).__name__} has the negative number {lowest}")
+    return graph
+
+
+def _numbers(values: Iterable[object]) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _numbers(value)
+        elif isinstance(value, int):
+            yield value
 
 
 def _begin(head: Head) -> GraphBuilder:

@@ -40,7 +40,8 @@ ROLES_FILE = "roles.json"
 Groups = Mapping[str, tuple[int, ...]]
 _TRACE = re.compile(r"(.+)\.(0|[1-9]\d{0,8})\.et")
 _NUMBERS = ("comm_type", "comm_size", "comm_src", "comm_dst", "comm_tag", "num_ops", "tensor_size", "stream")
-_READ = {*_NUMBERS, "pg_name", "is_cpu_op", "involved_dim", "comm_priority"}
+ATTRIBUTES = (*_NUMBERS, "pg_name", "is_cpu_op", "involved_dim", "comm_priority")
+"""Those that are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -290,7 +291,7 @@ class _Shared:
         if self.nodes > MAX_NODES or self.dependencies > MAX_DEPENDENCIES:
             what = f"over {MAX_NODES:,} nodes or {MAX_DEPENDENCIES:,} dependencies in all"
             raise FormatError(f"{path}: {what}: give traces of fewer ranks or steps")
-        for name in node.attributes.keys() - _READ:
+        for name in node.attributes.keys() - set(ATTRIBUTES):
             if (short := name[:80]) in self.others or len(self.others) < MAX_DISTINCT:
                 self.others[short] += 1
 

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
 from enum import IntEnum
 from functools import cache
+from math import inf
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from echograph.errors import FormatError
 from echograph.ir import types as t
-from echograph.ir.assemble import Head, Rows, assemble
+from echograph.ir.assemble import MIN_NUMBER, Head, Rows, assemble
 from echograph.ir.columns import Int64
 from echograph.ir.graph import (
     CALL_FIELDS,
@@ -102,13 +103,13 @@ def from_record(record: object) -> StepGraph | JobGraph:
     """
     head = dict(_dict(record, "the graph"))
     version, level = head.pop("echograph", None), head.pop("level", None)
-    if str(version).partition(".")[0] != str(FORMAT_MAJOR):
+    if not isinstance(version, str) or version.partition(".")[0] != str(FORMAT_MAJOR):
         raise FormatError(f"echograph: is {_shown(version)}, and format {FORMAT_MAJOR}.x is read")
-    if str(level) not in _LEVELS:
+    if not isinstance(level, str) or level not in _LEVELS:
         raise FormatError(f"level: is {_shown(level)}: give step or job")
     blocks = value(tuple[Rows, ...], head.pop("blocks", []), "blocks")
     programs = value(tuple[Program, ...], head.pop("programs", []), "programs")
-    return assemble(replace(_dataclass(Head, head, ""), level=_LEVELS[str(level)]), blocks, programs)
+    return assemble(replace(_dataclass(Head, head, ""), level=_LEVELS[level]), blocks, programs)
 
 
 def value(hint: Any, item: Any, where: str) -> Any:
@@ -199,10 +200,12 @@ def _scalar(hint: type, item: Any, where: str) -> Any:
         return _bytes(item, where)
     if hint is bool and item in (0, 1):
         return bool(item)
-    if hint is float and type(item) in (int, float):
+    if hint is float and type(item) in (int, float) and abs(item) < inf:
         return float(item)
     if hint is int and isinstance(item, str) and len(item) < 20 and item.removeprefix("-").isdecimal():
-        return int(item)
+        item = int(item)
+    if type(item) is int and not MIN_NUMBER <= item < -MIN_NUMBER:
+        raise FormatError(f"{where}: is beyond 64 bits")
     if type(item) is not hint or (hint is str and not _is_text(item)):
         words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
         raise FormatError(f"{where}: is {_shown(item)}: give {words[hint]}")
@@ -231,7 +234,9 @@ def _list(item: object, where: str) -> list[Any]:
 
 
 def _shown(item: object) -> str:
-    return "missing" if item is None else ascii(item)[:40]
+    if isinstance(item, list | dict):
+        return "a list" if isinstance(item, list) else "an object"
+    return "missing" if item is None else ascii(item[:40] if isinstance(item, str) else item)[:42]
 
 
 @cache

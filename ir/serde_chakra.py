@@ -182,10 +182,11 @@ def read(path: Path | str) -> Iterator[ChakraNode]:
         InputError: the file does not exist or cannot be read.
         FormatError: it is not a trace, is truncated or corrupted; names the file and the message.
     """
-    messages = _read_messages(Path(path))
-    _decode_metadata(Path(path), next(messages)[1])
+    path = Path(path)
+    messages = _read_messages(path)
+    _decode_metadata(path, next(messages)[1])
     for number, data in messages:
-        yield _decode_node(Path(path), number, data)
+        yield _decode_node(path, number, data)
 
 
 def read_metadata(path: Path | str) -> tuple[str, dict[str, Value]]:

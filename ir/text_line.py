@@ -6,9 +6,11 @@ import json
 import re
 from collections.abc import Callable
 from enum import IntEnum
+from math import inf
 from typing import NoReturn, TypeVar
 
 from echograph.errors import FormatError
+from echograph.ir.assemble import MIN_NUMBER
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _WORD = re.compile(r"[A-Za-z0-9_.{}]+")
@@ -69,17 +71,24 @@ class Line:
         return str(word)
 
     def integer(self) -> int:
-        """A whole number."""
-        return int(self.match(_INTEGER, "a whole number"))
+        """A whole number of 64 bits."""
+        start, found = self.at, int(self.match(_INTEGER, "a whole number"))
+        if not MIN_NUMBER <= found < -MIN_NUMBER:
+            self.at = start
+            self.fail("a number of 64 bits")
+        return found
 
     def real(self) -> float:
         """A number that is not negative."""
         start, digits = self.at, self.match(_FLOAT, "a number")
         try:
-            return float(digits)
+            found = float(digits)
         except ValueError:
+            found = inf
+        if found == inf:
             self.at = start
             self.fail("a number")
+        return found
 
     def member(self, kind: type[E]) -> E:
         """A member of an enumeration, by its name in lower case."""

@@ -314,6 +314,7 @@ def calls_in_order(graph: Graph) -> None:
     if isinstance(graph, JobGraph) and len(graph.programs) > 1 and len(graph.blocks) == 1:
         return  # an imported job: each rank runs its own slice of the main block, checked by made_before_read
     outside: dict[tuple[int, int], Int64] = {}
+    cuts = np.unique(np.concatenate([program.calls[:, 1:3].ravel() for program in graph.programs]))
     for number, program in enumerate(graph.programs):
         if not len(program.calls):
             continue
@@ -331,6 +332,8 @@ def calls_in_order(graph: Graph) -> None:
         of = np.repeat(np.arange(len(reads)), [len(rows) for rows in reads])
         tensor = np.concatenate(reads)
         _, instance, value = graph.ports.value(common[of, 0], common[of, 3], tensor)
+        kept = _apart(graph, cuts, of, instance, value)
+        of, tensor, instance, value = of[kept], tensor[kept], instance[kept], value[kept]
         by_kind = np.argsort(which, kind="stable")
         read = np.repeat(np.arange(len(of)), alike[of])
         first = np.cumsum(alike)[of] - np.cumsum(alike[of])
@@ -347,6 +350,25 @@ def _reads_from_outside(graph: Graph, begin: int, end: int) -> Int64:
     read = graph.origin[inputs.values[inputs.offsets[begin] : inputs.offsets[end]]]
     makers = graph.maker[read]
     return np.unique(read[(makers < begin) & ((makers != NONE) | graph.tensors.port[read])])
+
+
+def _apart(graph: Graph, cuts: Int64, kind: Int64, instance: Int64, value: Int64) -> Int64:
+    """The first of those reads of a kind of call whose values are made together, by operations that no call parts.
+
+    Args:
+        graph: the graph.
+        cuts: where calls begin or end, ascending.
+        kind: for every read, the kind of call.
+        instance: where its value is made.
+        value: the tensor that is made there.
+    """
+    maker = graph.maker[value]
+    stretch = np.where(maker == NONE, NONE, np.searchsorted(cuts, maker, side="right"))
+    persists = np.isin(graph.tensors.role[value], [role for role in t.TensorRole if role.persistent])
+    key = kind
+    for column in (instance, stretch + 1, persists):
+        key = key * (int(column.max(initial=0)) + 1) + column
+    return np.sort(np.unique(key, return_index=True)[1])
 
 
 def _runs_too_early(

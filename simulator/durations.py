@@ -159,8 +159,7 @@ def meeting(job: JobGraph, number: int, row: int) -> object:
     ops = job.ops
     program, group_index = job.programs[number], int(ops.group[row])
     group = job.groups[group_index]
-    others = [p for n, p in enumerate(job.programs) if n != number and _meet(job, group, program, p)]
-    if not others:
+    if not any(n != number and _meet(job, group, program, p) for n, p in enumerate(job.programs)):
         return _within(job, number, row)
     # An explicit group is one set of ranks, whatever the places of its members.
     fixed = tuple(sorted((a, v) for a, v in program.coordinates.items() if group.axes and a not in group.axes))
@@ -185,7 +184,8 @@ def _within(job: JobGraph, number: int, row: int) -> object:
 
 def _meet(job: JobGraph, group: Group, one: Program, other: Program) -> bool:
     if not group.axes:
-        return bool(set(group.ranks) & _ranks(job, one)) and bool(set(group.ranks) & _ranks(job, other))
+        # Lists may be long: the other program is in few of them.
+        return not _ranks(job, other).isdisjoint(group.ranks) and not _ranks(job, one).isdisjoint(group.ranks)
     pinned = [axis for axis in group.axes if axis in one.coordinates]
     same = all(other.coordinates.get(a) == v for a, v in one.coordinates.items() if a not in group.axes)
     return bool(pinned) and same

@@ -55,7 +55,7 @@ def interval(job: JobGraph, tasks: TaskGraph, times: Durations, host: Host, time
 
 
 def scenarios(job: JobGraph, times: Durations, host: Host) -> Factors:
-    """Factors on durations: float64 [rows + 1, scenarios], the last row the host's; families longer, then shorter."""
+    """Factors on durations, float64 [rows + 1, scenarios], last row the host: families longer, then shorter."""
     errors = _families(job, times, host)
     factors: Factors = np.maximum(0.0, 1.0 + np.concatenate([errors, -errors]).T)
     return factors

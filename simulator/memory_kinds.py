@@ -116,7 +116,7 @@ class Memories:
         return np.asarray(outlives & (self.size > 0))
 
     def of_tensors(self, block: int, instance: int | Int64, tensors: Int64) -> Int64:
-        """The memory behind each of some rows of the tensor table, in one instance or in each of [instances, 1]."""
+        """The memory behind each of some rows of the tensor table, in one instance or [instances, 1] of them."""
         base, count = self.job.tensor_bases[block]
         roots = self.job.root[tensors]
         position = self.job.local_position[roots]
@@ -170,7 +170,7 @@ class Memories:
 
     @cached_property
     def _touched(self) -> tuple[Int64, Int64, Flags]:
-        """Everything that operations touch, in their order: operation, root tensor or buffer, whether it is made."""
+        """All that operations touch, in their order: operation, root tensor or buffer, whether it is made."""
         ops, tensors = self.job.ops, len(self.job.tensors)
         users, used = ops.deps.rows, np.asarray(ops.deps.values, np.int64)
         of_used, of_user = np.isin(used, self._buffered), np.isin(users, self._buffered)

@@ -55,7 +55,7 @@ class Usage:
         return start, start + peak, at
 
     def _profile(self, length: int, events: CallEvents, new: Flags | None) -> tuple[int, int, int]:
-        """A call's bytes relative to those before it: what it leaves, the most on the way, and at which operation."""
+        """A call's bytes relative to those before it: what it leaves, the most on the way, and where that is."""
         of_gradients, at = self.size[events.gradients], events.gradients_at
         new = np.zeros(len(at), np.bool_) if new is None else new
         beside = ~new & (events.gradients_made == 1)

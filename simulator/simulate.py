@@ -80,7 +80,10 @@ def simulate(
     check_tasks(job)
     _check_range(job, times, issue, host)
     roles = _Roles(job, times, issue, host, asked)
-    ran = _run_ranks(job, roles, asked, times, topology, trace_ranks) if asked.ranks else _run_roles(roles, trace_ranks)
+    if asked.ranks is None:
+        ran = _run_roles(roles, trace_ranks)
+    else:
+        ran = _run_ranks(job, roles, asked.ranks, asked.engine, times, topology, trace_ranks)
     step, last = ran.step, ran.step.last
     longer = step.end_ps - roles.step.end_ps
     low, high = (max(0, bound + longer) for bound in roles.interval)
@@ -172,13 +175,13 @@ def _run_roles(roles: _Roles, trace_ranks: Sequence[int]) -> _Run:
 def _run_ranks(
     job: JobGraph,
     roles: _Roles,
-    asked: Fidelity,
+    every: EveryRank,
+    engine: str,
     times: Durations,
     topology: Topology | None,
     trace_ranks: Sequence[int],
 ) -> _Run:
-    every, engine, tasks = asked.ranks, asked.engine, roles.tasks
-    assert every is not None
+    tasks = roles.tasks
     shared = flows(job, tasks, times, topology) if topology else None
     if engine == "auto":
         engine = "events" if shared is not None and shared.contended else "columns"
@@ -189,9 +192,9 @@ def _run_ranks(
     steps = [int(run(one, column=0)[2].end_ps.max()) for one in noisy]
     its, starts, ends = run(every)
     step = of_tasks(job, its, starts)
-    traced = (
-        of_ranks(job, trace_ranks, lambda c: write_timeline(job, *run(every, column=c)[:2])) if trace_ranks else None
-    )
+    traced = None
+    if trace_ranks:
+        traced = of_ranks(job, trace_ranks, lambda c: write_timeline(job, *run(every, column=c)[:2]))
     return _Run(
         step=step,
         engine=engine,

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from echograph.errors import InputError
 from echograph.frontend.onnx.dtypes import DTypes, main_type
 from echograph.frontend.onnx.loss import choose_loss
 from echograph.frontend.onnx.model import OnnxModel
 from echograph.frontend.onnx.module import OnnxModule
 from echograph.frontend.pytorch.annotate import check_annotations
-from echograph.frontend.pytorch.capture import capture, capture_mode
+from echograph.frontend.pytorch.capture import capture, capture_mode, quiet_fakes
 from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.lower import lower
 from echograph.frontend.pytorch.recorder import Recorder
@@ -62,14 +63,25 @@ def compile_onnx(model: OnnxModel, spec: StepSpec, *, train: bool = False, loss:
     Raises:
         CaptureError: the model cannot run; names the node.
         UsageError: the loss does not fit the outputs.
+        InputError: its sizes are beyond what a graph can hold.
     """
+    try:
+        return _compile(model, spec, train, loss)
+    except OverflowError:
+        raise InputError(
+            f"{model.source}: sizes or FLOPs are beyond 64-bit integers: make the batch or the samples smaller"
+        ) from None
+
+
+def _compile(model: OnnxModel, spec: StepSpec, train: bool, loss: str) -> Compiled:
     dtypes = DTypes(main=main_type(model), step=spec.torch_dtype)
-    with capture_mode() as mode:
+    with quiet_fakes(), capture_mode() as mode:
         module = OnnxModule(model, dtypes)
         inputs = {v.name: torch.empty(v.shape, dtype=dtypes.of(v.dtype, v.name)) for v in model.inputs}
     if not train:
-        return Compiled(fold(_forward(module, inputs, spec, mode)), "")
-    with capture_mode(), mode, torch.no_grad(), cuda_operators():
+        with quiet_fakes():
+            return Compiled(fold(_forward(module, inputs, spec, mode)), "")
+    with quiet_fakes(), mode, torch.no_grad(), cuda_operators():
         chosen = choose_loss(loss, model, module(**inputs))
     captured = capture(module, {**inputs, **chosen.inputs}, chosen.function, spec)
     return Compiled(fold(lower(captured, spec, name=model.name)), chosen.text)

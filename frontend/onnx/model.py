@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_KNOWN = 2**16
 """Elements of the largest tensor whose values are kept: shapes depend on few, a small mask has thousands."""
+MAX_ELEMENTS, MAX_DIMENSIONS = 2**56, 32
 PARAMETER = "PARAMETER"
 _OWNED = (PARAMETER, "BUFFER", "CONSTANT_TENSOR")
 _KINDS = ("pkg.torch.export.graph_signature.InputSpec.kind", "echograph.role")
@@ -197,9 +198,7 @@ class _Reader:
     # -- values --------------------------------------------------------------------------------------------
 
     def _initializer(self, name: str, tensor: TensorProto) -> None:
-        shape = tuple(int(extent) for extent in tensor.dims)
-        if min(shape, default=0) < 0:
-            raise InputError(f"{self.source}: initializer '{name}' has the shape {list(shape)}: export it again")
+        shape = self._sane(tuple(tensor.dims), f"initializer '{name}'")
         data = _array(self.source, name, tensor) if _may_be_known(tensor, shape) else None
         if data is not None and (data.dtype.kind in "iub" or data.size == 1):
             self.constants[name] = data
@@ -219,9 +218,16 @@ class _Reader:
                 extents.append(dim.dim_value)
             else:
                 extents.append(self._bound(dim.dim_param or f"{info.name}.{position}"))
-        if min(extents, default=0) < 0:
-            raise InputError(f"{self.source}: {what} '{info.name}' has the shape {extents}: export it again")
-        return Value(name=info.name, dtype=tensor.elem_type, shape=tuple(extents))
+        shape = self._sane(tuple(extents), f"{what} '{info.name}'")
+        return Value(name=info.name, dtype=tensor.elem_type, shape=shape)
+
+    def _sane(self, shape: tuple[int, ...], what: str) -> tuple[int, ...]:
+        if min(shape, default=0) < 0 or prod(shape) > MAX_ELEMENTS or len(shape) > MAX_DIMENSIONS:
+            shown = str(list(shape))[:100]
+            raise InputError(
+                f"{self.source}: {what} has the shape {shown}, which is of no machine: give sane sizes"
+            )
+        return shape
 
     def _bound(self, name: str) -> int:
         self.known_dims[name] = None
@@ -316,7 +322,8 @@ class _Reader:
             tensor = attribute.t
             if attribute.HasField("t") and not _may_be_known(tensor, tuple(tensor.dims)):
                 name = proto.output[0]
-                self.owned[name] = Value(name=name, dtype=tensor.data_type, shape=tuple(tensor.dims))
+                shape = self._sane(tuple(tensor.dims), f"constant '{name}'")
+                self.owned[name] = Value(name=name, dtype=tensor.data_type, shape=shape)
                 self.kinds[name] = "BUFFER"
                 return True
         return False
@@ -330,8 +337,9 @@ class _Reader:
             for name in node.inputs:
                 users.setdefault(name, node)
         taken: Counter[str] = Counter()
-        for value in self.owned.values():
-            if value.name not in users:
+        for name in users:  # in the order in which they are read, as a module's parameters mostly are
+            value = self.owned.get(name)
+            if value is None:
                 continue
             path = base = parameter_name(value.name, users[value.name].module, users[value.name].operator)
             while path in taken:

@@ -117,9 +117,16 @@ def _operand(node: Node, number: int, resident: bool, maker: Call | None) -> Ope
 
 
 def _makers(node: Node, resident: dict[Node, set[Node]]) -> dict[Node, Call]:
-    """Calls whose results no other values can stand for: those of which one is opaque ("meta": random states)."""
-    opaque = {_producer(n)[0] for n in node.all_input_nodes if n.meta[VAL].device.type == "meta"}
-    return {maker: _call(maker, resident, maker=False) for maker in opaque if maker.op == "call_function"}
+    """Calls whose results no other values can stand for: those of which one is a random state."""
+    makers = dict.fromkeys(_producer(n)[0] for n in node.all_input_nodes if _is_random_state(n))
+    return {maker: _call(maker, resident, maker=False) for maker in makers}
+
+
+def _is_random_state(node: Node) -> bool:
+    """Whole numbers that a random operator returns beside its result. Kernels differ in where they keep them."""
+    tags = getattr(_producer(node)[0].target, "tags", ())
+    dtype = node.meta[VAL].dtype
+    return torch.Tag.nondeterministic_seeded in tags and not dtype.is_floating_point and dtype != torch.bool
 
 
 def _producer(node: Node) -> tuple[Node, int]:

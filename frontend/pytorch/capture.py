@@ -77,7 +77,7 @@ def capture(
     mode = _mode_of(module)
     recorder = Recorder(mode)
     operators = cuda_operators() if spec.kernels == "cuda" else cpu_operators()
-    with _one_line_errors(module, recorder), _quiet_fakes(), operators, _plain_attention_masks():
+    with _one_line_errors(module, recorder), quiet_fakes(), operators, _plain_attention_masks():
         with mode:
             fake_inputs = tree_map_only(torch.Tensor, lambda t: _fake(t, mode), inputs)
             step = TrainingStep(module, fake_inputs, loss, spec)
@@ -136,7 +136,7 @@ def _one_line_errors(module: Module, recorder: Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_fakes() -> Iterator[None]:
+def quiet_fakes() -> Iterator[None]:
     """Keeps PyTorch from logging the traceback of a shape rule that refuses; the error itself is raised."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level

@@ -10,6 +10,7 @@ import numpy as np
 from echograph.ir.columns import Int64
 from echograph.ir.edges import Edges
 from echograph.ir.graph import Program
+from echograph.ir.types import COMMUNICATIONS
 from echograph.units import PS_PER_NS, PS_PER_US
 
 
@@ -48,7 +49,7 @@ class Trace:
         picoseconds: int64 [operations]; what is below 0 counts as 0.
 
     Attributes:
-        drift_ps: by stream, how much longer its nodes run than its operations, once all have been gone through.
+        drift_ps: by stream, how much longer its kernels run than they should, once all have been gone through.
     """
 
     def __init__(self, edges: Edges, number: int, kept: np.ndarray, picoseconds: Int64) -> None:
@@ -56,6 +57,7 @@ class Trace:
         self._rows = _rows(edges.job.programs[number])
         self._streams = edges.job.ops.stream[self._rows].tolist()
         self._kept = kept[self._rows].tolist()
+        self._kernels = (~np.isin(edges.job.ops.kind, COMMUNICATIONS))[self._rows].tolist()
         self._before = _by_reader(*edges.of(number))
         self._picoseconds = np.maximum(picoseconds, 0)[self._rows].tolist()
         self.drift_ps: list[int] = [0] * len(self._job.streams)
@@ -66,17 +68,17 @@ class Trace:
     def __iter__(self) -> Iterator[Step]:
         lengths = self._calls[:, 2] - self._calls[:, 1]
         block, instance = (np.repeat(self._calls[:, i], lengths).tolist() for i in (0, 3))
-        rows = self._rows.tolist()
-        owed, instants = [0] * len(self.drift_ps), [0] * len(self.drift_ps)
+        rows, owed = self._rows.tolist(), [0] * len(self.drift_ps)
         for position, number, after, waits in self._order():
-            stream = self._streams[position]
-            exact = self._picoseconds[position] + owed[stream]
+            stream, exact = self._streams[position], self._picoseconds[position]
+            if self._kernels[position]:
+                exact += owed[stream]
             micros = max(0, (exact + PS_PER_US // 2) // PS_PER_US)
-            owed[stream] = exact - micros * PS_PER_US
-            instants[stream] += not micros
+            if self._kernels[position]:
+                # Readers take 0 microseconds for a nanosecond.
+                owed[stream] = exact - (micros * PS_PER_US or PS_PER_NS)
             yield Step(number, rows[position], block[position], instance[position], after, waits, micros)
-        # Readers take 0 microseconds for a nanosecond.
-        self.drift_ps = [n * PS_PER_NS - left for n, left in zip(instants, owed, strict=True)]
+        self.drift_ps = [-left for left in owed]
 
     def _order(self) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
         """(position, number, node before it on its stream, nodes it waits for) of every node."""

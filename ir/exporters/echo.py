@@ -1,16 +1,18 @@
 """A measured step in the two JSON outputs of Echo's workload tracer: times by operation, and the graph.
 
-    FOLDER/workload_runtime/MODEL/{forward,backward,global}_bsB_seqS.json    {name: milliseconds}
-    FOLDER/workload_graph/MODEL/{forward,backward,global}_bsB_seqS.json      [{name, op, input_nodes, ...}]
+    FOLDER/PyTorch/pytorch_ops_profiling/MODEL/PART_ops_profiling_bsB_seqS.json        {name: milliseconds}
+    FOLDER/PyTorch/pytorch_graph_profiling/MODEL/PART_graph_profiling_bsB_seqS.json    [{name, op, ...}]
 
-Both name an operation alike, so they join. `global` is the whole step, the optimizer included. Views stand in the
-graph, and take no time.
+PART is forward, backward, or global: the whole step, the optimizer included. Both files name an operation alike, by
+its operator and a number where there are several. Views stand in the graph and take no time. What differs from the
+tracer: operators are ATen's ("aten.addmm"), so that parameters are inputs of an operation like others instead of
+`weight_*` and `bias_*`, and nothing stands in the times that is not in the graph.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,28 @@ from echograph.ir.columns import NONE
 from echograph.ir.exporters import Exported
 from echograph.ir.files import write_whole
 from echograph.ir.graph import Graph, StepGraph
-from echograph.ir.types import Compute, Phase, Source
+from echograph.ir.types import Compute, DType, Phase, Source
 from echograph.ir.unfold import unfold
 
 _PHASES = {
     "forward": (Phase.FORWARD,),
     "backward": (Phase.BACKWARD, Phase.RECOMPUTE),
     "global": tuple(Phase),
+}
+_TYPES = {
+    DType.FP32: "torch.float32",
+    DType.FP16: "torch.float16",
+    DType.BF16: "torch.bfloat16",
+    DType.FP64: "torch.float64",
+    DType.FP8_E4M3: "torch.float8_e4m3fn",
+    DType.FP8_E5M2: "torch.float8_e5m2",
+    DType.INT64: "torch.int64",
+    DType.INT32: "torch.int32",
+    DType.INT16: "torch.int16",
+    DType.INT8: "torch.int8",
+    DType.UINT8: "torch.uint8",
+    DType.BOOL: "torch.bool",
+    DType.COMPLEX64: "torch.complex64",
 }
 _PICOSECONDS_PER_MS = 1e9
 
@@ -56,8 +73,9 @@ def export_echo(graph: Graph, folder: Path) -> Exported:
         chosen = [node for node, op in zip(nodes, flat.ops, strict=True) if op.phase in phases]
         runtime = {node["name"]: times[node["id"]] for node in chosen if node["id"] in times}
         listed = [{key: value for key, value in node.items() if key != "id"} for node in chosen]
-        for kind, content in (("workload_runtime", runtime), ("workload_graph", listed)):
-            target = folder / kind / model.replace("/", "_") / f"{name}_{stem}.json"
+        for kind, content in (("ops_profiling", runtime), ("graph_profiling", listed)):
+            place = folder / "PyTorch" / f"pytorch_{kind}" / model.replace("/", "_")
+            target = place / f"{name}_{kind}_{stem}.json"
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -78,8 +96,19 @@ def _times(graph: StepGraph) -> dict[int, float]:
     return times
 
 
+def _names(graph: StepGraph) -> list[str]:
+    """A name for every operation: "addmm", "addmm_1", ..."""
+    seen: Counter[str] = Counter()
+    names = []
+    for op in graph.ops:
+        plain = op.name.rpartition(".")[2]
+        names.append(f"{plain}_{seen[plain]}" if seen[plain] else plain)
+        seen[plain] += 1
+    return names
+
+
 def _nodes(graph: StepGraph) -> Iterator[dict[str, Any]]:
-    names = [f"{op.name.rpartition('.')[2]}_{op.id}" for op in graph.ops]
+    names = _names(graph)
     users: dict[int, list[str]] = defaultdict(list)
     makers = {tensor: int(op) for tensor, op in enumerate(graph.maker.tolist()) if op != NONE}
     for op in graph.ops:
@@ -96,9 +125,9 @@ def _nodes(graph: StepGraph) -> Iterator[dict[str, Any]]:
             "module": op.module,
             "input_nodes": [names[makers[i]] for i in op.inputs if i in makers],
             "output_nodes": users[op.id],
-            "input_types": [t.dtype.text for t in inputs],
+            "input_types": [_TYPES[t.dtype] for t in inputs],
             "input_shapes": [list(t.shape) for t in inputs],
-            "output_types": [t.dtype.text for t in outputs],
+            "output_types": [_TYPES[t.dtype] for t in outputs],
             "output_shapes": [list(t.shape) for t in outputs],
             "attrs": {} if attributes is None else msgspec.to_builtins(attributes),
         }

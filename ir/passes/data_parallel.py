@@ -37,9 +37,9 @@ from echograph.ir.passes.data_parallel_buckets import MIB
 from echograph.ir.passes.data_parallel_gradients import final_gradients
 from echograph.ir.passes.data_parallel_program import Program
 from echograph.ir.passes.distributed_optimizer import Division
-from echograph.ir.passes.distributed_optimizer_block import ShardedBlock, ShardedGraph
+from echograph.ir.passes.distributed_optimizer_block import ShardedBlock, ShardedGraph, unchanged
 from echograph.ir.passes.gradient_norm import overflow_flags, total_norms
-from echograph.ir.passes.rewrite import empty_copy
+from echograph.ir.passes.rewrite import copy_tables, empty_copy
 
 __all__ = [
     "MAX_MICRO_BATCHES",
@@ -117,7 +117,11 @@ class DataParallel:
         return builder.build(JobGraph)
 
     def _write(self, graph: Graph, builder: GraphBuilder, division: Division) -> ShardedGraph:
-        """Writes the graph's own blocks, with the optimizer on shards."""
+        """Writes the graph's own blocks, with the optimizer on shards, or as they are."""
+        if division.none:
+            copy_tables(builder, graph)
+            rows = {row: range(row, row + 1) for row in range(len(graph.ops))}
+            return ShardedGraph(graph, builder, [unchanged(graph, block) for block in graph.blocks], rows)
         views = {0: (), 1: (t.TensorRole.PARAMETER, t.TensorRole.GRADIENT), 2: (t.TensorRole.PARAMETER,)}[
             self.zero
         ]

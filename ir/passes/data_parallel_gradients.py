@@ -126,23 +126,25 @@ def _runs_of(
     calls: Sequence[Call], ops: np.ndarray, micro_batch: int | None = None
 ) -> Iterator[tuple[int, Call, int]]:
     """(number of the call, the call, operation) for every run of some operations, given ascending."""
-    bounds = np.searchsorted(ops, np.array([call[1:3] for call in calls], np.int64).reshape(-1, 2)).tolist()
-    for number, (call, (low, high)) in enumerate(zip(calls, bounds, strict=True)):
-        if micro_batch in (None, call[4]):
-            for op in ops[low:high].tolist():
-                yield number, call, op
+    its = [number for number, call in enumerate(calls) if micro_batch in (None, call[4])]
+    bounds = np.searchsorted(ops, np.array([calls[number][1:3] for number in its], np.int64).reshape(-1, 2))
+    for number, (low, high) in zip(its, bounds.tolist(), strict=True):
+        for op in ops[low:high].tolist():
+            yield number, calls[number], op
 
 
 def split_at_optimizer(graph: Graph, calls: list[Call]) -> tuple[list[Call], list[Call]]:
     """The calls of forward and backward, and those from the first operation of the optimizer on."""
     optimizer = np.flatnonzero(graph.ops.phase == t.Phase.OPTIMIZER)
-    for number, (block, begin, end, instance, micro_batch) in enumerate(calls):
-        at = int(np.searchsorted(optimizer, begin))
-        if at < len(optimizer) and optimizer[at] < end:
-            cut = int(optimizer[at])
-            before = [(block, begin, cut, instance, micro_batch)] if cut > begin else []
-            return [*calls[:number], *before], [(block, cut, end, instance, micro_batch), *calls[number + 1 :]]
-    return calls, []
+    begins, ends = np.array([call[1:3] for call in calls], np.int64).reshape(-1, 2).T
+    first = np.append(optimizer, len(graph.ops))[np.searchsorted(optimizer, begins)]
+    updates = np.flatnonzero(first < ends)
+    if not len(updates):
+        return calls, []
+    number, cut = int(updates[0]), int(first[updates[0]])
+    block, begin, end, instance, micro_batch = calls[number]
+    before = [(block, begin, cut, instance, micro_batch)] if cut > begin else []
+    return [*calls[:number], *before], [(block, cut, end, instance, micro_batch), *calls[number + 1 :]]
 
 
 def buffer_bytes(graph: Graph) -> int:

@@ -14,7 +14,7 @@ from math import ceil, prod
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.graph import Graph
+from echograph.ir.graph import Block, Graph
 from echograph.ir.passes.data_parallel_axes import axes_group
 from echograph.ir.passes.distributed_optimizer import PERSISTENT, Division
 from echograph.ir.passes.rewrite import Call
@@ -48,6 +48,16 @@ class Written:
             if (old, variant) in self.tensors:
                 return self.tensors[old, variant]
         raise PlanError(f"tensor {old} is read by another block, but this one does not hold it")
+
+
+def unchanged(graph: Graph, block: Block) -> Written:
+    """A block that stands in the new graph where and as it stood in the old one."""
+    return Written(
+        tensors={(row, WHOLE): row for row in block.tensors},
+        ports=[(row, (row, WHOLE)) for row in block.tensors if graph.tensors.port[row]],
+        tensor_rows=block.tensors,
+        op_rows=block.ops,
+    )
 
 
 class ShardedBlock:

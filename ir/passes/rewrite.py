@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable
 
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.graph import Block, Graph
-from echograph.ir.types import Attributes, Compute, Phase, Tensor
+from echograph.ir.graph import Graph
+from echograph.ir.rows import copy_rows
+from echograph.ir.types import Phase, Tensor
+
+__all__ = [
+    "ACCUMULATE",
+    "Call",
+    "accumulate",
+    "add_to_gradient",
+    "copy_blocks",
+    "copy_rows",
+    "copy_tables",
+    "empty_copy",
+    "in_micro_batch",
+]
 
 Call = tuple[int, int, int, int, int]
 ACCUMULATE = "accumulate"
@@ -32,54 +44,24 @@ def empty_copy(graph: Graph, inside: int = 1) -> GraphBuilder:
     return builder
 
 
-def copy_rows(
-    builder: GraphBuilder, graph: Graph, block: Block, attributes: Mapping[int, Attributes] = MappingProxyType({})
-) -> None:
-    """Copies the tensors and operations of a block into the open block, wherever that begins.
-
-    Args:
-        builder: of the new graph.
-        graph: the old one.
-        block: of it.
-        attributes: by row, those of operations that have others now.
-    """
-    tensors, ops = builder.tensor_count() - block.tensors.start, builder.op_count() - block.ops.start
-    for tensor in graph.tensors[block.tensors.start : block.tensors.stop]:
-        builder.tensor(
-            tensor.name,
-            tensor.shape,
-            tensor.dtype,
-            tensor.role,
-            alias_of=None if tensor.alias_of is None else tensor.alias_of + tensors,
-            port=tensor.port,
-            sharded=tensor.sharded,
-        )
-    for op in graph.ops[block.ops.start : block.ops.stop]:
-        changes: dict[str, object] = {
-            "inputs": [tensor + tensors for tensor in op.inputs],
-            "outputs": [tensor + tensors for tensor in op.outputs],
-            "deps": [before + ops for before in op.deps],
-        }
-        if isinstance(op, Compute) and op.forward_op is not None and op.forward_op >= 0:
-            changes["forward_op"] = op.forward_op + ops
-        if op.id in attributes:
-            changes["attributes"] = attributes[op.id]
-        builder.add(op, **changes)
-
-
 def copy_blocks(graph: Graph) -> GraphBuilder:
     """A builder that holds all blocks and instances of a graph, but no program.
 
     Table positions and ids stay what they were; what a pass adds goes into blocks of its own, begun after.
     """
     builder = empty_copy(graph)
+    copy_tables(builder, graph)
+    return builder
+
+
+def copy_tables(builder: GraphBuilder, graph: Graph) -> None:
+    """Copies all blocks and instances of a graph into a builder that has none."""
     for number, block in enumerate(graph.blocks):
         if number:
             builder.begin_block(block.name)
         copy_rows(builder, graph, block)
         for instance in block.instances:
             builder.instance(number, instance.label, bindings=instance.bindings, op_bindings=instance.op_bindings)
-    return builder
 
 
 def accumulate(builder: GraphBuilder, gradients: Iterable[tuple[Tensor, int]]) -> Call:

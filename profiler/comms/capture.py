@@ -77,6 +77,8 @@ class Capture:
     def add(self, listener: Listener) -> None:
         """Tells of every call from now on."""
         if not self._restore:
+            # Groups may have come and gone while nobody looked.
+            self.groups = Groups()
             self._install()
         self.groups.sweep()
         self._listeners += (listener,)
@@ -111,11 +113,14 @@ class Capture:
                     # This way down the dispatcher lets go of the interpreter's lock: operators may block.
                     library.impl(name, make(operator.default._handle.redispatch_boxed), KEY, with_keyset=True)
             self._restore.append(library._destroy)
-        self._wrap(Work, "wait", self._waiting)
+        for kind in (Work, *Work.__subclasses__()):
+            if "wait" in vars(kind):
+                self._wrap(kind, "wait", self._waiting)
         self._wrap(ProcessGroup, "_start_coalescing", self._coalescing_starts)
         self._wrap(ProcessGroup, "_end_coalescing", self._coalescing_ends)
         self._wrap(distributed_c10d, "_register_process_group", self._registering)
         self._wrap(distributed_c10d, "_unregister_process_group", self._unregistering)
+        self._wrap(distributed_c10d, "_unregister_all_process_groups", self._unregistering)
         self.unknown = _unknown_operators()
 
     def _wrap(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
@@ -329,10 +334,10 @@ class Capture:
 
     def _unregistering(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def unregister(name: str) -> Any:
+        def unregister(*names: str) -> Any:
             self.groups.sweep()
-            self.groups.forget(name)
-            return original(name)
+            self.groups.forget(*names)
+            return original(*names)
 
         return unregister
 

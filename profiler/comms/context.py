@@ -10,6 +10,7 @@ from typing import Any
 
 _OWN, _API, _TORCH, _USER = range(4)
 MAX_CODES = 1 << 16
+_DECORATORS = ("/contextlib.py", "/functools.py", "/typing_extensions.py", "/warnings.py")
 _API_FILES = (
     "distributed/distributed_c10d.py",
     "distributed/c10d_logger.py",
@@ -78,7 +79,7 @@ class CallSites:
         name = code.co_filename
         if name.startswith(self._own):
             kind = _OWN
-        elif name.endswith(("contextlib.py", "functools.py")):
+        elif name.endswith(_DECORATORS):
             kind = _OWN
         elif name.endswith(_API_FILES) and name.startswith(self._torch):
             # Decorators of torch.distributed are no functions that anybody calls.

@@ -74,7 +74,8 @@ def _make(
     stream: int,
     place: Place,
 ) -> Kind:
-    tensors = inputs or outputs
+    # What each rank holds alike: the root of a scatter alone has the parts of all.
+    tensors = outputs if operation.name == "scatter" else inputs or outputs
     given, got = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
     site, phase, module = place
     peer, channel = -1, group.name

@@ -64,9 +64,10 @@ class Groups:
             if isinstance(process_group, ProcessGroup) and process_group.group_name not in self._known:
                 self._add(process_group, tuple(sorted(numbers, key=lambda rank: numbers[rank])))
 
-    def forget(self, torch_name: str) -> None:
-        """Of a group that is destroyed; its name is not given again."""
-        self._known.pop(torch_name, None)
+    def forget(self, *torch_names: str) -> None:
+        """Of groups that are destroyed, all if none is named; their names are not given again."""
+        for name in torch_names or list(self._known):
+            self._known.pop(name, None)
 
     def issued(self) -> dict[str, int]:
         """Calls so far, by channel."""

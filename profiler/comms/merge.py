@@ -101,10 +101,7 @@ class Merge:
         added = np.column_stack([self._channel_of[kinds], rows[:, 1], np.full(len(rows), source), kinds, rows[:, 2:]])
         open_ended = added[:, 6] == UNKNOWN
         if self._open or open_ended.any():
-            for row in added[~open_ended] if self._open else ():
-                self._open.pop((source, int(row[0]), int(row[1])), None)
-            for row in added[open_ended]:
-                self._open[source, int(row[0]), int(row[1])] = row[None]
+            self._keep_open(source, added, open_ended)
             added = added[~open_ended]
         if self.sources[source].timed:
             self._waiting = np.concatenate([self._waiting, added])
@@ -112,6 +109,17 @@ class Merge:
                 yield from self._match(last=False)
         elif len(added):
             yield self._batch(added, whole=False)
+
+    def _keep_open(self, source: int, rows: Rows, open_ended: Flags) -> None:
+        """Remembers the rows without an end, until the same call comes with one."""
+        keys = (rows[:, 0] << 40) | rows[:, 1]
+        known = [(channel << 40) | sequence for other, channel, sequence in self._open if other == source]
+        for row in rows[np.isin(keys, np.r_[keys[open_ended], np.array(known, dtype=np.int64)])]:
+            key = source, int(row[0]), int(row[1])
+            if row[6] == UNKNOWN:
+                self._open[key] = row[None]
+            else:
+                self._open.pop(key, None)
 
     def _match(self, *, last: bool) -> Iterator[Batch]:
         rows = self._waiting

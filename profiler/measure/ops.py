@@ -89,8 +89,8 @@ def measure(
         say: gets what is going on.
         clock: what the budget is counted with.
     """
-    known = {m.arguments for m in profile.measurements}
-    waiting = [call for call in calls if label(call) not in known]
+    known = {(m.arguments, m.signature) for m in profile.measurements}
+    waiting = [call for call in calls if any((label(call), part.signature) not in known for part in call.parts)]
     measurer = _Measurer(device, options)
     refused: list[tuple[str, str]] = []
     began = saved = clock()
@@ -106,7 +106,8 @@ def measure(
         except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, IndexError) as error:
             refused.append((call.text[:_LONGEST_TEXT], " ".join(str(error).split())[:200]))
             continue
-        profile = replace(profile, measurements=(*profile.measurements, *found))
+        new = [m for m in found if (m.arguments, m.signature) not in known]
+        profile = replace(profile, measurements=(*profile.measurements, *new))
         if clock() - saved > _SAVE_EVERY_S:
             save(profile)
             saved = clock()

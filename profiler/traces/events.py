@@ -8,7 +8,9 @@ event, the end of the array, broken text), the events are walked one by one.
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import re
 import zlib
 from collections.abc import Iterator
@@ -80,10 +82,9 @@ class Arguments(msgspec.Struct, frozen=True, gc=False, rename=NAMES | {"external
 NOTHING = Arguments()
 
 
-class Event(msgspec.Struct, gc=False):
-    """An event as it stands in the file; microseconds."""
+class Event(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
+    """A complete event as it stands in the file; microseconds."""
 
-    ph: str = ""
     cat: str = ""
     name: str = ""
     ts: int | float = 0
@@ -93,10 +94,20 @@ class Event(msgspec.Struct, gc=False):
     args: Arguments | None = NOTHING
 
 
-class ExactEvent(Event, gc=False):
-    """An event whose time needs more digits than a float has (nanoseconds since 1970)."""
+class ExactEvent(Event, gc=False, tag_field="ph", tag="X"):
+    """A complete event whose time needs more digits than a float has (nanoseconds since 1970)."""
 
     ts: Decimal = Decimal(0)  # type: ignore[assignment]
+
+
+class Begin(msgspec.Struct, gc=False, tag_field="ph", tag="B"):
+    """The begin of an event that another event ends."""
+
+
+# All that the Trace Event Format has besides; nothing of them is kept.
+_OTHERS = [
+    msgspec.defstruct("Other", [], tag_field="ph", tag=phase, gc=False) for phase in "EIiCbneSTpFstfPNODMVvRca()="
+]
 
 
 class _Walked(NamedTuple):
@@ -110,19 +121,22 @@ class EventStream:
 
     Args:
         path: a JSON file, gzipped or not.
-        event: what an event becomes: `Event`, or `ExactEvent` for times that a float cannot hold.
+        event: what a complete event becomes: `Event`, `ExactEvent` for times that a float cannot hold, or a `dict`
+            of all that it says; in that case, events of other phases too.
 
     Attributes:
         header: what the file says before and after the events; complete when the batches have ended.
         notes: what is missing, one line each; complete when the batches have ended.
     """
 
-    def __init__(self, path: Path, event: type[msgspec.Struct] = Event) -> None:
+    def __init__(self, path: Path, event: type[Event] | type[dict[str, Any]] = Event) -> None:
         self.path = path
         self.header: dict[str, Any] = {}
         self.notes: list[str] = []
-        self._event = event
-        self._decoder = msgspec.json.Decoder(list[event], strict=False)  # type: ignore[valid-type]
+        kinds: Any = dict[str, Any] if event is dict else functools.reduce(operator.or_, (event, Begin, *_OTHERS))
+        self._typed = event is not dict
+        self._kinds = kinds
+        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(list[kinds], strict=False)
         exact = Decimal if event is ExactEvent else float
         self._json = json.JSONDecoder(strict=False, parse_float=exact)
         self._count = 0
@@ -251,7 +265,8 @@ class EventStream:
                 return _Walked(events, kept[at + 1 :].encode("utf-8", "surrogateescape"), True)
             try:
                 event, at = self._json.raw_decode(text, at)
-                events.append(msgspec.convert(event, self._event, strict=False))
+                other = self._typed and isinstance(event, dict) and event.get("ph") not in ("X", "B")
+                events.append(_OTHERS[0]() if other else msgspec.convert(event, self._kinds, strict=False))
                 self._count += 1
             except json.JSONDecodeError as error:
                 rest = kept[at:].encode("utf-8", "surrogateescape")

@@ -13,7 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.ir.columns import Int64
-from echograph.profiler.traces.events import GROUPS, NOTHING, TEXTS, Arguments, Event, EventStream, ExactEvent
+from echograph.profiler.traces.events import (
+    GROUPS,
+    NOTHING,
+    TEXTS,
+    Arguments,
+    Begin,
+    Event,
+    EventStream,
+    ExactEvent,
+)
 from echograph.profiler.traces.trace import DEVICE, NONE, Trace, Values
 
 Say = Callable[[str], None]
@@ -59,7 +68,7 @@ def rank_in(header: dict[str, Any]) -> int | None:
 
 def _read(path: Path, event: type[Event], say: Say) -> Trace:
     stream = EventStream(path, event)
-    columns = _Columns()
+    columns = _Columns(event)
     for batch in stream:
         columns.add(batch)
         say(f"reading {path.name}: {columns.events} events")
@@ -70,8 +79,10 @@ def _read(path: Path, event: type[Event], say: Say) -> Trace:
         named = _RANK_IN_NAME.search(path.name)
         rank = int(named[1]) if named else 0
     notes = list(stream.notes)
-    if columns.halves:
-        notes.append(f"{path}: {columns.halves} begin and end events are left out: only complete events are read")
+    if columns.begun:
+        notes.append(
+            f"{path}: {columns.begun} pairs of begin and end events are left out: only complete ones are read"
+        )
     return columns.trace(
         path=str(path),
         rank=rank,
@@ -92,9 +103,10 @@ class _Codes(dict[str, int]):
 class _Columns:
     """Grows columns from batches of events."""
 
-    def __init__(self) -> None:
+    def __init__(self, event: type[Event]) -> None:
         self.events = 0
-        self.halves = 0
+        self.begun = 0
+        self._event = event
         self._rows = 0
         self._codes = _Codes()
         self._parts: dict[str, list[npt.NDArray[Any]]] = {}
@@ -103,15 +115,15 @@ class _Columns:
 
     def add(self, batch: Sequence[Any]) -> None:
         """Appends the complete events of a batch."""
-        timed = [event for event in batch if event.dur is not None]
-        index = [place for place, event in enumerate(batch) if event.dur is not None]
-        phases = [event.ph for event in (batch if len(timed) < len(batch) else ())]
-        self.halves += phases.count("B") + phases.count("E")
-        keep = [event.ph == "X" and event.cat not in _LEFT_OUT for event in timed]
+        kinds = list(map(type, batch))
+        self.begun += kinds.count(Begin)
+        events = [event for event in batch if type(event) is self._event]
+        index = [place for place, kind in enumerate(kinds) if kind is self._event]
+        keep = [event.dur is not None and event.cat not in _LEFT_OUT for event in events]
         if not all(keep):
-            timed, index = list(compress(timed, keep)), list(compress(index, keep))
-        if timed:
-            self._add(timed, np.array(index, np.int64) + self.events)
+            events, index = list(compress(events, keep)), list(compress(index, keep))
+        if events:
+            self._add(events, np.array(index, np.int64) + self.events)
         self.events += len(batch)
 
     def _add(self, events: list[Any], index: Int64) -> None:
@@ -189,7 +201,8 @@ class _Columns:
             for n in ("start", "duration", "pid", "tid", "correlation", "external_id", "index")
         }
         columns = {name: np.concatenate(self._parts.pop(name, [none])) for name, none in empty.items()}
-        strings = tuple(self._codes)
+        # JSON can spell halves of characters, which no terminal or file takes.
+        strings = tuple(text.encode("utf-8", "replace").decode() for text in self._codes)
         arguments = {name: _joined(parts, text=name in TEXTS) for name, parts in self._arguments.items()}
         if len(columns["start"]):
             first = int(columns["start"].min())

@@ -109,7 +109,8 @@ def cut(job: JobGraph, joins: Joins) -> Pieces | None:
     rows = len(job.ops) + 1
     meets = [np.isin(np.arange(len(c.begin)), c.met) for c in cuts]
     names = np.concatenate(
-        [(c.begin * rows + c.lengths) * 2 + met for c, met in zip(cuts, meets, strict=True)] or [np.zeros(0, np.int64)]
+        [(c.begin * rows + c.lengths) * 2 + met for c, met in zip(cuts, meets, strict=True)]
+        or [np.zeros(0, np.int64)]
     )
     name, kind = np.unique(names, return_inverse=True)
     first = np.cumsum([0, *(len(c.begin) for c in cuts)])
@@ -157,7 +158,8 @@ def _cut(job: JobGraph, number: int, edges: Edges, joined: np.ndarray) -> _Cut:
     starts = np.concatenate([[0], np.cumsum(calls[:, 2] - calls[:, 1])])
     call, which = spread(np.searchsorted(rows, calls[:, 1]), np.searchsorted(rows, calls[:, 2]))
     met = starts[call] + rows[which] - calls[call, 1]
-    start = np.unique(np.concatenate([starts, met, met + 1]))
+    start = np.sort(np.concatenate([starts, met, met + 1]))
+    start = start[np.diff(start, prepend=NONE) > 0]
     call = np.searchsorted(starts, start[:-1], side="right") - 1
     before, after = edges.of(number)
     return _Cut(
@@ -179,7 +181,8 @@ def _inner(cuts: list[_Cut], kind: Int64, first: Int64) -> dict[tuple[int, int],
         piece = piece[inside]
         offsets = (c.after[inside] - c.start[piece]) * longest + c.before[inside] - c.start[piece]
         found.append((number + piece) * longest**2 + offsets)
-    edges = np.unique(np.concatenate([*found, np.zeros(0, np.int64)]))
+    edges = np.sort(np.concatenate([*found, np.zeros(0, np.int64)]))
+    edges = edges[np.diff(edges, prepend=NONE) > 0]
     piece, offsets = np.divmod(edges, longest**2)
     count = np.bincount(piece, minlength=len(kind))
     _, example = np.unique(kind, return_index=True)

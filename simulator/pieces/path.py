@@ -64,19 +64,20 @@ class _Path:
         """The first task, in the order of programs, that ends when the step does."""
         end = int(self.run.ends[0])
         for program, clocks in enumerate(self.run.clocks):
-            if found := [self._first_at(program, lane, end) for lane in np.flatnonzero(clocks[:, 0] == end)]:
+            lanes: list[int] = np.flatnonzero(clocks[:, 0] == end).tolist()
+            if found := [self._first_at(program, lane, end) for lane in lanes]:
                 tasks = [task for task in found if task is not None]
                 return min(tasks, default=None, key=lambda task: task[1:])
         return None
 
     def _first_at(self, program: int, lane: int, end: int) -> Task | None:
         """The first task of a lane that ends then, which the lane does."""
-        task = self.before(program, len(self.kind_of[program]), int(lane))
+        task = self.before(program, len(self.kind_of[program]), lane)
         while task is not None:
             _, piece, _, side = task
             its = self._passage(program, piece)
             lanes = its.lanes if its else (0, self._lane(self.kind_of[program][piece], 0))
-            earlier = self.before(program, piece, int(lane))
+            earlier = self.before(program, piece, lane)
             if earlier is None or self._entry(program, piece)[lanes.index(lane)] < end:
                 kind = self.kind_of[program][piece]
                 ends = self._ends(program, piece)
@@ -187,7 +188,9 @@ class _Path:
             row = kind.rows[op]
             total[self.family[side][row]] += self.durations[side][row]
             lane = lane_of[row] if side else 0
-            earlier = next((its for its in range(op - 1, -1, -1) if not side or lane_of[kind.rows[its]] == lane), None)
+            earlier = next(
+                (its for its in range(op - 1, -1, -1) if not side or lane_of[kind.rows[its]] == lane), None
+            )
             cause = None if earlier is None else (earlier, side)
             where = lanes.index(lane)
             now = end(*cause) if cause else clocks[where]

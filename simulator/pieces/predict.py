@@ -12,7 +12,7 @@ from echograph.simulator.pieces.passages import LONGEST_PS
 from echograph.simulator.pieces.run import Run, run, work_of
 
 REPEATED = 4
-"""How often operations have to run, on average, for pieces to pay; a kind of piece takes as long as so many runs."""
+"""How often operations have to run, on average, for pieces to pay: a kind takes as long as so many runs."""
 
 
 def run_pieces(job: JobGraph, device: Int64, host: Int64, factor: Factors, joins: Joins) -> Run | None:
@@ -31,13 +31,17 @@ def run_pieces(job: JobGraph, device: Int64, host: Int64, factor: Factors, joins
     """
     calls = np.concatenate([program.calls[:, 1:3] for program in job.programs])
     begin, end = np.unique(calls, axis=0).T
-    longest = float(np.dot(runs(job), (device + host).astype(np.float64))) * max(1.0, float(factor.max(initial=0.0)))
+    longest = float(np.dot(runs(job), (device + host).astype(np.float64))) * max(
+        1.0, float(factor.max(initial=0.0))
+    )
     if job.unfolded_ops < REPEATED * int((end - begin).sum()) or not longest < LONGEST_PS:
         return None
     if (pieces := cut(job, joins)) is None:
         return None
     factor = np.concatenate([np.ones((len(factor), 1)), factor], axis=1)
-    of_device, of_host = (np.rint(times[:, None] * factors) for times, factors in ((device, factor[:-1]), (host, factor[-1])))
+    of_device, of_host = (
+        np.rint(times[:, None] * factors) for times, factors in ((device, factor[:-1]), (host, factor[-1]))
+    )
     return run(pieces, work_of(job, of_device.astype(np.int64), of_host.astype(np.int64)))
 
 

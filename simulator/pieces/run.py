@@ -13,6 +13,7 @@ from echograph.ir.types import OpKind
 from echograph.simulator.pieces.cut import Line, Pieces
 from echograph.simulator.pieces.passages import NEVER, Chain, Work, passage
 
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Met:
     """How a meeting came about, in the first scenario.
@@ -101,7 +102,10 @@ def run(pieces: Pieces, work: Work) -> Run | None:
     """Runs all programs; None where pieces wait for each other in a circle, which their tasks may not do."""
     lanes = 1 + len(pieces.job.streams)
     steps = _steps(pieces, work)
-    programs = [_Program(number, line, its, work, lanes) for number, (line, its) in enumerate(zip(pieces.lines, steps, strict=True))]
+    programs = [
+        _Program(number, line, its, work, lanes)
+        for number, (line, its) in enumerate(zip(pieces.lines, steps, strict=True))
+    ]
     meetings = _Meetings(pieces.members)
     ready = list(programs)
     while ready:

@@ -26,9 +26,9 @@ def program_timeline(run: Run, program: int) -> Timeline:
         start[position] = found
     for step, its in zip(run.steps[program], run.entries[program], strict=True):
         if step.chain is None:
-            position = int(line.start[step.first])
-            op[position] = step.row
-            start[position] = its[0, 0], run.met[int(line.meeting[step.first])].start
+            here = int(line.start[step.first])
+            op[here] = step.row
+            start[here] = its[0, 0], run.met[int(line.meeting[step.first])].start
     calls = job.programs[program].calls
     lengths = calls[:, 2] - calls[:, 1]
     instance, micro_batch = (np.repeat(calls[:, field].astype(np.int32), 2 * lengths) for field in (3, 4))

@@ -73,6 +73,17 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
 
 @pytest.fixture(scope="session")
+def status_of() -> Callable[..., int]:
+    """`cli` for fixtures that outlive a test: the exit status of a command."""
+
+    def command(*arguments: object) -> int:
+        with redirect_stdout(StringIO()):
+            return call(*arguments)
+
+    return command
+
+
+@pytest.fixture(scope="session")
 def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face configuration that compiles in a second."""
     path = tmp_path_factory.mktemp("config") / "tiny.json"

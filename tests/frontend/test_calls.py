@@ -40,14 +40,13 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True) for _ in range(2)
         )
-        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+        self.conv = nn.Conv1d(12, 12, 3, padding=1)
 
     def forward(self, tokens: Any) -> Any:
         x = self.words(tokens)
         for layer in self.layers:
             x = layer(x)
-        x = self.conv(x.transpose(1, 2)).transpose(1, 2)
-        logits = x @ self.words.weight.T
+        logits = self.conv(x) @ self.words.weight.T
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
@@ -168,7 +167,8 @@ def test_a_cache_of_one_layer_holds_what_was_made_last_but_not_the_weights() -> 
     assert False in weights
 
 
-def test_a_random_state_names_the_call_that_makes_it() -> None:
+@pytest.mark.parametrize(("dtype", "kernel"), [("bf16", "flash"), ("fp32", "efficient")])
+def test_a_random_state_names_the_call_that_makes_it(dtype: Any, kernel: str) -> None:
     class Attend(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -180,11 +180,12 @@ def test_a_random_state_names_the_call_that_makes_it() -> None:
 
     with capture_mode():
         module, inputs = Attend(), (torch.zeros(2, 8, 16),)
-    spec = StepSpec(dtype="bf16")
+    spec = StepSpec(dtype=dtype)
     nodes = capture(module, inputs, None, spec)
     step, made = lower_nodes(nodes, workload_of(nodes, spec, "attend"))
     calls = {c.operator: c for c in calls_of(nodes, step, made, 2**30)}
-    forward = calls["aten._scaled_dot_product_flash_attention"]
-    backward = calls["aten._scaled_dot_product_flash_attention_backward"]
-    makers = {o.maker[0].text for o in backward.operands if o.maker is not None}
-    assert makers == {forward.text}
+    forward = calls[f"aten._scaled_dot_product_{kernel}_attention"]
+    backward = calls[f"aten._scaled_dot_product_{kernel}_attention_backward"]
+    made = [o.maker for o in backward.operands if o.maker is not None]
+    assert {maker.text for maker, _ in made} == {forward.text}
+    assert {index for _, index in made} == ({0, 1, 6, 7} if kernel == "flash" else {0, 1, 2, 3})

@@ -27,14 +27,15 @@ from echograph.cli.plan import Plan
 from echograph.errors import EchoError, FormatError, InputError
 from echograph.frontend.chakra import load
 from echograph.ir import serde
-from echograph.ir.chakra_traces import read_traces
+from echograph.ir.chakra_traces import ATTRIBUTES, read_traces
 from echograph.ir.exporters.chakra import write_chakra
-from echograph.ir.exporters.chakra_check import check
+from echograph.ir.exporters.chakra_check import CHECKS, check
 from echograph.ir.graph import JobGraph
-from echograph.ir.serde_chakra import CommType, NodeType, varint
+from echograph.ir.serde_chakra import ChakraNode, CommType, NodeType, delimited, varint
 from echograph.ir.types import Collective, Compute, Copy, Host, Recv, Send, Source
 from echograph.profiler.costs import load_device
 from echograph.profiler.costs.estimate import estimate
+from echograph.proto import chakra_pb2 as pb
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import Host as Issue
 from echograph.simulator.simulate import simulate
@@ -337,6 +338,67 @@ def test_random_bytes(fuzzed: tuple[Path, bytes], data: bytes) -> None:
     check_bytes(fuzzed, data)
 
 
+numbers = st.sampled_from([-(2**63), -1, 0, 1, 2, 3, 9, 64, 2**31, 2**62, 2**63 - 1, 2**64 - 1])
+values = st.one_of(numbers, st.sampled_from(["", "0", "1", "2", "x", True, 1.5, b"1", (True,), ("1", "2"), ()]))
+names = st.sampled_from([*ATTRIBUTES, "other"])
+some_ids = st.lists(st.integers(0, 6), max_size=3).map(tuple)
+any_node = st.builds(
+    ChakraNode,
+    id=st.integers(0, 6),
+    name=st.text(max_size=3),
+    type=st.sampled_from(NodeType),
+    ctrl_deps=some_ids,
+    data_deps=some_ids,
+    duration_us=st.sampled_from([0, 1, 2**40, 2**64 - 1]),
+    attributes=st.dictionaries(names, values, max_size=6),
+)
+any_groups = st.dictionaries(
+    st.sampled_from(["0", "1", "2", "x", ""]), st.lists(st.integers(-1, 3), max_size=3), max_size=3
+)
+
+
+def encoded(one: ChakraNode) -> pb.Node:
+    """The message of a node whose attributes are of any type."""
+    message = pb.Node(
+        id=one.id, name=one.name, type=int(one.type), ctrl_deps=one.ctrl_deps, data_deps=one.data_deps,
+        duration_micros=one.duration_us,
+    )  # fmt: skip
+    for name, value in one.attributes.items():
+        attribute = message.attr.add(name=name)
+        match value:
+            case bool():
+                attribute.bool_val = value
+            case int() if value >= 2**63:
+                attribute.uint64_val = value
+            case int():
+                attribute.int64_val = value
+            case float():
+                attribute.double_val = value
+            case str():
+                attribute.string_val = value
+            case bytes():
+                attribute.bytes_val = value
+            case _:
+                attribute.string_list.values.extend(map(str, value))
+    return message
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(ranks=st.lists(st.lists(any_node, max_size=5), min_size=1, max_size=3), groups=any_groups)
+def test_nodes_that_mean_nothing(tmp_path_factory: pytest.TempPathFactory, ranks: Any, groups: Any) -> None:
+    """Whatever well-formed nodes say, they are read and checked, or refused in one line."""
+    folder = write_set(tmp_path_factory.mktemp("any"), {}, groups)
+    for rank, nodes in enumerate(ranks):
+        messages = [pb.GlobalMetadata(version="x"), *map(encoded, nodes)]
+        pieces = (delimited(message.SerializeToString()) for message in messages)
+        (folder / f"{NAME}.{rank}.et").write_bytes(b"".join(pieces))
+    for use in (load, lambda source: check(read_traces(source))):
+        try:
+            use(folder)
+        except EchoError as error:
+            assert "\n" not in str(error)
+
+
 def test_every_length_of_a_truncated_file(fuzzed: tuple[Path, bytes]) -> None:
     for length in range(0, len(fuzzed[1]), 7):
         check_bytes(fuzzed, fuzzed[1][:length])
@@ -386,6 +448,20 @@ def test_import_then_simulate(echo: Any, tmp_path: Path) -> None:
     status, said, _ = echo("echosim", "run", out, "--json", "--without", "host")
     assert status == 0
     assert json.loads(said)["step_time_s"] > 27e-6, "what a rank computes, one after the other"
+
+
+def test_the_answer_of_a_check(echo: Any, tmp_path: Path) -> None:
+    folder = write_set(tmp_path / "set", *good_set())
+    assert echo("echoc", "check", folder, "--as", "chakra")[:2] == (
+        0, f"{folder}: valid (4 ranks, 24 nodes, {len(CHECKS)} checks)\n",
+    )  # fmt: skip
+    write_set(folder, broken(comm_size=-1), None)
+    status, said, _ = echo("echoc", "check", folder, "--as", "chakra", "--json")
+    answer = json.loads(said)
+    assert (status, answer["valid"], answer["counts"]["sizes_positive"]) == (1, False, 1)
+    (finding,) = [found for found in answer["findings"] if found["check"] == "sizes_positive"]
+    assert (finding["file"], finding["node"], finding["severity"]) == (f"{NAME}.2.et", 5, "error")
+    assert echo("echoc", "check", folder, "--as", "chakras")[0] == 2
 
 
 def test_a_job_that_hangs_says_who_waits(echo: Any, tmp_path: Path) -> None:

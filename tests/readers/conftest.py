@@ -13,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 TESTS = Path(__file__).parents[1]
 sys.path += [str(TESTS / "golden"), str(TESTS / "properties"), str(TESTS / "readers")]
 
-from js import CONFORMANCE, OFFLINE, READER, ROOT, npm
+from js import CONFORMANCE, OFFLINE, READER, ROOT, npm  # noqa: E402
 
 
 @pytest.fixture(scope="session")

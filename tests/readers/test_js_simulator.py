@@ -107,11 +107,11 @@ def test_a_job_without_durations_is_refused(reader: Path) -> None:
 def test_a_deadlock_is_said(reader: Path) -> None:
     """Two ranks that come to two collectives in another order."""
     builder = GraphBuilder(name="deadlock")
-    for name in ("one", "two"):
+    for name in ("one", "two", "one"):
         group = builder.group(name, ranks=(0, 1))
         builder.collective(name, CollectiveKind.ALL_REDUCE, group=group, bytes_per_rank=8, dtype=DType.FP32)
-    builder.program([(0, 0, 1, 0, 0), (0, 1, 2, 0, 0)], role="first", ranks=(0,))
-    builder.program([(0, 1, 2, 0, 0), (0, 0, 1, 0, 0)], role="second", ranks=(1,))
+    builder.program([(0, 0, 2, 0, 0)], role="first", ranks=(0,))
+    builder.program([(0, 1, 3, 0, 0)], role="second", ranks=(1,))
     timed, where = annotate(builder.build(JobGraph), "dgx-h100")
     with pytest.raises(DeadlockError):
         predict(timed, cluster="dgx-h100")

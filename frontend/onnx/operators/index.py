@@ -39,7 +39,15 @@ def _gather_nd(call: Call) -> Any:
     x, index = call[0], call[1]
     if call.integer("batch_dims"):
         raise CaptureError("its batch_dims are not 0: export it as GatherElements")
-    return x[tuple(index.unbind(-1))]
+    return x[_positions(x, index)]
+
+
+def _positions(x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+    if index.dim() == 0 or index.shape[-1] > x.dim():
+        raise CaptureError(
+            f"its indices {extents(index)} say more than the {x.dim()} dimensions of what they index"
+        )
+    return index.unbind(-1)
 
 
 def _scatter_elements(call: Call) -> Any:
@@ -61,7 +69,7 @@ def _scatter_nd(call: Call) -> Any:
     reduction = call.text("reduction", "none")
     if reduction not in ("none", "add"):
         raise CaptureError(f"its reduction '{reduction}' has no kernel of its own: use ScatterElements")
-    return x.index_put(tuple(index.unbind(-1)), updates, accumulate=reduction == "add")
+    return x.index_put(_positions(x, index), updates, accumulate=reduction == "add")
 
 
 def _one_hot(call: Call) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from echograph.errors import CaptureError
 from echograph.frontend.onnx.call import Call, Operator, extents
+from echograph.frontend.onnx.model import MAX_KNOWN
 
 
 def _shape(call: Call) -> Any:
@@ -100,19 +101,21 @@ def _split(call: Call) -> Any:
     axis = call.axis(0, x.dim())
     sizes = call.optional_ints("split", 1)
     if sizes is None:
-        parts = call.integer("num_outputs", len(call.node.outputs))
-        sizes = [-(-int(x.shape[axis]) // max(parts, 1))]
-    return torch.split(x, sizes if len(sizes) > 1 else sizes[0], axis)
+        parts, extent = len(call.node.outputs), int(x.shape[axis])
+        size = -(-extent // parts)
+        sizes = [size] * (parts - 1) + [extent - size * (parts - 1)]
+    return torch.split(x, sizes, axis)
 
 
 def _split_to_sequence(call: Call) -> Any:
     x = call[0]
     axis = call.axis(0, x.dim())
     known = call.constant(1)
-    if known is None:
-        parts = torch.split(x, 1, axis)
-        return [list(parts) if call.integer("keepdims", 1) else [p.squeeze(axis) for p in parts]]
-    return [list(torch.split(x, known.tolist(), axis))]
+    sizes = 1 if known is None else known.tolist()
+    if isinstance(sizes, int) and x.shape[axis] > MAX_KNOWN * max(sizes, 0):
+        raise CaptureError(f"it splits {extents(x)} into parts of {sizes}: more than {MAX_KNOWN}")
+    parts = list(torch.split(x, sizes, axis))
+    return [parts if known is not None or call.integer("keepdims", 1) else [p.squeeze(axis) for p in parts]]
 
 
 def _sequence_at(call: Call) -> Any:
@@ -135,11 +138,11 @@ def _slice(call: Call) -> Any:
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
         axis = axis % x.dim()
         chosen = range(int(x.shape[axis]))[start:end:step]
-        if step > 0:
-            index = [slice(None)] * axis + [slice(chosen.start, chosen.stop, step)]
-            x = x if len(chosen) == x.shape[axis] else x[tuple(index)]
-        else:
-            x = x.index_select(axis, torch.tensor(list(chosen), dtype=torch.int64))
+        if step < 0:  # PyTorch goes forward alone
+            last = int(x.shape[axis]) - 1
+            x, chosen = x.flip([axis]), range(last - chosen.start, last - chosen.stop, -step)
+        if len(chosen) != x.shape[axis]:
+            x = x[(slice(None),) * axis + (slice(chosen.start, chosen.stop, chosen.step),)]
     return x
 
 

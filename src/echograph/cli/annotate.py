@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import numpy as np
 import typer
@@ -103,11 +103,11 @@ def annotate(graph: G, cluster: str) -> tuple[G, Cluster]:
         samples=np.zeros(count, np.int64),
     )
     if isinstance(graph, JobGraph):
-        graph = _communicate(graph, where)
+        graph = cast(G, _communicate(graph, where))
     return of_host(graph), where
 
 
-def _communicate(job: Any, where: Cluster) -> Any:
+def _communicate(job: JobGraph, where: Cluster) -> JobGraph:
     """The job with what the simulator takes for everything that has no duration on the device."""
     from echograph.simulator.durations import durations
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echograph.cli.compose import one_line_errors, quiet_libraries
 from echograph.errors import UsageError
 
 if TYPE_CHECKING:
@@ -64,7 +63,6 @@ def compile_onnx_file(
     """
     if not train and (clip_grad_norm is not None or master_weights is not None or loss != "auto"):
         raise UsageError("--clip-grad-norm, --master-weights and --loss are of a training step: add --train")
-    quiet_libraries()
     from echograph.frontend.onnx.model import read
 
     sizes = dict(_size(text) for text in dims)
@@ -81,8 +79,7 @@ def compile_onnx_file(
         master_weights=master_weights,
     )
     say(f"running {path} without data")
-    with one_line_errors(model.name):
-        return compile_onnx(model, spec, train=train, loss=loss)
+    return compile_onnx(model, spec, train=train, loss=loss)
 
 
 def _size(text: str) -> tuple[str, int]:

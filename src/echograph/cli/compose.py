@@ -60,7 +60,7 @@ def build_model(
     say: Say = lambda _: None,
 ) -> tuple[str, tuple[Any, Any, Any]]:
     """A model's name, and its module, inputs and loss: fake tensors under `capture_mode`, real ones elsewhere."""
-    quiet_libraries()
+    _quiet_libraries()
     say(f"building {model}")
     if model.rpartition(":")[0].endswith(".py"):
         from echograph.frontend.pytorch.userfile import build_from_file
@@ -105,7 +105,7 @@ def _build_entry(entry: ModelEntry, spec: StepSpec, **sizes: Any) -> tuple[Any, 
     # A module of fake tensors cannot be converted afterwards, so it is made in the step's type.
     torch.set_default_dtype(spec.torch_dtype)
     try:
-        with one_line_errors(entry.name):
+        with _one_line_errors(entry.name):
             return build(entry, **sizes)
     finally:
         torch.set_default_dtype(before)
@@ -116,7 +116,7 @@ def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: s
     from echograph.frontend.pytorch.lower import lower
     from echograph.ir.passes.fold import fold
 
-    with one_line_errors(name):
+    with _one_line_errors(name):
         say(f"capturing one training step of {name}")
         captured = capture(*built, spec, producer=producer)
         say("lowering")
@@ -125,15 +125,14 @@ def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: s
     return fold(graph)
 
 
-def quiet_libraries() -> None:
-    """Leaves it to us to say what goes wrong."""
+def _quiet_libraries() -> None:
     # What goes wrong is said once: these libraries log it before they raise it, one as set when it is imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
 @contextmanager
-def one_line_errors(name: str) -> Iterator[None]:
+def _one_line_errors(name: str) -> Iterator[None]:
     """What no operator can hold is said in our words, whichever library notices it."""
     try:
         yield

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import typer
+
 _LIMITS = ("min", "max", "parser", "click_type", "path_type", "formats")
 _CHECKS = ("exists", "resolve_path", "writable")
 
@@ -23,7 +25,7 @@ def read_plainly(command: Any) -> None:
     Args:
         command: made by typer; one whose parameters keep no such reader stays as it is.
     """
-    for parameter in command.params:
+    for parameter in command.get_params(typer.Context(command)):
         if not hasattr(parameter, "_runtime_param") or not hasattr(parameter, "get_runtime_param"):
             continue
         about = parameter.type_descriptor

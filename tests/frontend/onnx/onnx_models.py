@@ -78,7 +78,7 @@ def layers(count: int = 3, width: int = 16, vocabulary: int = 50) -> ModelProto:
 def picture(channels: int = 8) -> ModelProto:
     """Convolution, batch norm, pooling, a dense layer: its flattening is computed from shapes."""
     nodes = [
-        helper.make_node("Conv", ["image", "conv.weight"], ["c"], kernel_shape=[3, 3], pads=[1, 1, 1, 1], strides=[2, 2]),
+        helper.make_node("Conv", ["image", "conv.weight"], ["c"], pads=[1, 1, 1, 1], strides=[2, 2]),
         helper.make_node("BatchNormalization", ["c", "bn.weight", "bn.bias", "bn.mean", "bn.var"], ["b"]),
         helper.make_node("Relu", ["b"], ["r"]),
         helper.make_node("GlobalAveragePool", ["r"], ["g"]),

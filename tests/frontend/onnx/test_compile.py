@@ -22,9 +22,11 @@ from echograph.ir.types import DType, Phase, TensorRole
 B, S, W, V = 4, 8, 16, 50
 
 
-def compiled(proto: Any, folder: Path, dims: dict[str, int], *, train: bool = False, loss: str = "auto", **spec: Any) -> Compiled:
+def compiled(
+    proto: Any, folder: Path, dims: dict[str, int], *, train: bool = False, loss: str = "auto", **spec: Any
+) -> Compiled:
     model = read(m.save(proto, folder), dims)
-    return compile_onnx(model, StepSpec(**{"dtype": step_type(model), **spec}), train=train, loss=loss)  # fmt: skip
+    return compile_onnx(model, StepSpec(**{"dtype": step_type(model), **spec}), train=train, loss=loss)
 
 
 def layers(folder: Path, **options: Any) -> Compiled:
@@ -112,8 +114,12 @@ def test_a_value_used_twice_sums_its_gradients(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("loss", "says"),
-    [("auto", "cross-entropy of 'logits'"), ("sum", "sum of the outputs"), ("cross-entropy", "cross-entropy of 'logits'")],
-)  # fmt: skip
+    [
+        ("auto", "cross-entropy of 'logits'"),
+        ("sum", "sum of the outputs"),
+        ("cross-entropy", "cross-entropy of 'logits'"),
+    ],
+)
 def test_losses(loss: str, says: str, tmp_path: Path) -> None:
     assert layers(tmp_path, train=True, loss=loss).loss == says
 
@@ -131,15 +137,20 @@ def test_a_scalar_output_is_the_loss(tmp_path: Path) -> None:
         helper.make_node("SoftmaxCrossEntropyLoss", ["h", "t"], ["loss"]),
     ]
     proto = m.model(
-        nodes, [m.value("x", [2, 3]), m.value("t", [2], TensorProto.INT64)], [m.value("loss", [])], [m.weight("w", 3, 4)]
+        nodes,
+        [m.value("x", [2, 3]), m.value("t", [2], TensorProto.INT64)],
+        [m.value("loss", [])],
+        [m.weight("w", 3, 4)],
     )
     assert compiled(proto, tmp_path, {}, train=True).loss == "output 'loss'"
 
 
 def test_the_step_type_stands_for_the_files_main_type_casts_included(tmp_path: Path) -> None:
     nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Cast", ["h"], ["d"], to=TensorProto.DOUBLE),
-        helper.make_node("Cast", ["d"], ["s"], to=TensorProto.FLOAT), helper.make_node("Mul", ["s", "k"], ["y"]),
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Cast", ["h"], ["d"], to=TensorProto.DOUBLE),
+        helper.make_node("Cast", ["d"], ["s"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["s", "k"], ["y"]),
     ]  # fmt: skip
     scale = helper.make_tensor("k", TensorProto.FLOAT, [1], [0.5])
     proto = m.model(nodes, [m.value("x", [2, 3])], [m.value("y", [2, 4])], [m.weight("w", 3, 4), scale])
@@ -177,7 +188,7 @@ def test_a_shape_that_depends_on_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize("extent", [2**31, 2**40, 2**62])
 def test_absurd_sizes(extent: int, tmp_path: Path) -> None:
     for train in (False, True):
-        with pytest.raises((EchoError, OverflowError)):
+        with pytest.raises(EchoError):
             layers_of = compiled(m.layers(1), tmp_path, {"batch": extent, "sequence": extent}, train=train)
             pytest.fail(f"{layers_of.graph.name} is of no machine")
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 from chakra_sets import NAME, Groups, Ranks, changed, collective, good_set, node, write_set
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from echograph.errors import FormatError, InputError
 from echograph.ir.chakra_traces import read_traces
 from echograph.ir.exporters.chakra_check import CHECKS, MAX_SHOWN, Checked, check
+from echograph.ir.exporters.chakra_dry_run import dry_run, free_run
 from echograph.ir.exporters.chakra_finding import Finding
 from echograph.ir.serde_chakra import CommType, NodeType, delimited, encode_node
 
@@ -211,6 +216,42 @@ def test_a_send_does_not_wait_for_its_receive(tmp_path: Path) -> None:
             node(8, "r", NodeType.RECV, comm_src=other, comm_dst=rank, comm_tag=9, comm_size=8, data_deps=(7,)),
         ]
     assert checked(tmp_path, ranks, groups).findings == ()
+
+
+MEMBERS = {"1": [0, 1], "2": [1, 2], "3": [0, 2], "4": [0, 1, 2]}
+
+
+@settings(max_examples=200, deadline=None)
+@given(calls=st.lists(st.sampled_from(sorted(MEMBERS)), max_size=6), data=st.data())
+def test_a_run_hangs_exactly_where_its_order_is_circular(
+    calls: list[str], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Ranks run the same collectives, each in an order of its own, one after the other.
+
+    With the n-th collective of a group as one node for all its ranks, they come to an end if and only if the graph
+    of what comes next has no cycle.
+    """
+    ranks: Ranks = {}
+    after: dict[tuple[str, int], set[tuple[str, int]]] = {}
+    for rank in range(3):
+        own = data.draw(st.permutations([group for group in calls if rank in MEMBERS[group]]))
+        ranks[rank] = [node(1, "mm", duration_us=5)]
+        seen: Counter[str] = Counter()
+        before: set[tuple[str, int]] = set()
+        for place, group in enumerate(own):
+            ranks[rank].append(
+                collective(2 + place, group, CommType.ALL_REDUCE, 64, group, ctrl_deps=(1 + place,))
+            )
+            after.setdefault((group, seen[group]), set()).update(before)
+            before = {(group, seen[group])}
+            seen[group] += 1
+    traces = read_traces(write_set(tmp_path_factory.mktemp("order"), ranks, MEMBERS))
+    try:
+        list(TopologicalSorter(after).static_order())
+        circular = False
+    except CycleError:
+        circular = True
+    assert bool(dry_run(traces)) == bool(free_run(traces, buffered=True)) == circular
 
 
 def test_one_trace_a_role_is_no_set(tmp_path: Path) -> None:

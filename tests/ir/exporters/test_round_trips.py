@@ -62,7 +62,9 @@ def test_random_steps_and_jobs_come_back(form: str, model: Model) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=60, deadline=None)
-@given(names=st.lists(NAMES, min_size=8, max_size=8), spread=st.floats(0, 2.0**100, width=32), dropout=st.floats(0, 1))
+@given(
+    names=st.lists(NAMES, min_size=8, max_size=8), spread=st.floats(0, 2.0**100, width=32), dropout=st.floats(0, 1)
+)
 def test_any_name_and_number_comes_back(form: str, names: list[str], spread: float, dropout: float) -> None:
     one, two, three, four, five, six, seven, eight = names
     builder = GraphBuilder(
@@ -151,7 +153,9 @@ SAID: dict[str, list[tuple[str, str, str]]] = {
             '"id":0',
             r"blocks\[0\].ops\[0\].kind: is missing: known: compute, collective",
         ),
-        ('"flops":64', f'"flops":{2**64}', "a number is beyond 64 bits"),
+        ('"flops":64', f'"flops":{2**64}', r"blocks\[0\].ops\[0\].flops: is beyond 64 bits"),
+        ('"parameters":32', '"parameters":-32', "no valid graph: Workload has the negative number -32"),
+        ('"id":2,"name":"aten.mm"', '"id":2,"name":5', r"blocks\[1\].ops\[0\].name: is 5: give a text"),
         ('"id":4,', '"id":7,', "tensor 7 stands where 4 is next"),
         ('"bindings":[4,2]', '"bindings":[4,99]', "no valid graph: .*instances_bound"),
         ("[1,2,3,0,0]", "[1,2,3]", r"programs\[0\].calls\[0\]: give whole numbers: \[block, begin"),
@@ -168,6 +172,7 @@ SAID: dict[str, list[tuple[str, str, str]]] = {
         ("node [", "node ", "is no GML"),
     ],
     "text": [
+        ("parameters=32", "parameters=99999999999999999999", "line 2: a number of 64 bits is expected"),
         ("echograph 1.0", "echograph 2.0", "line 1: format 1.x is expected where '.0 step"),
         ("forward flops=64", "forwrd flops=64", "one of forward, backward, .* is expected where 'forwrd"),
         ("stream compute", "streams compute", "'program' is expected where 'streams compute'"),

@@ -125,6 +125,14 @@ def test_bytes_that_are_no_text_cost_a_character_and_not_the_trace(tmp_path: Pat
     assert names(path) == ["a?c", "line\nbreak", "z"]
 
 
+def test_phases_that_no_format_knows_are_passed_over(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.json", [operator("a", 1, 1), {"ph": "?", "name": []}, {"name": "x"}, operator("b", 1, 1)]
+    )
+    read = [getattr(event, "name", None) for batch in EventStream(path) for event in batch]
+    assert read == ["a", None, None, "b"]
+
+
 def test_numbers_as_text_and_null_arguments(tmp_path: Path) -> None:
     rows = [
         operator("a", 1, 1, stream="3", bytes="64"),

@@ -112,7 +112,7 @@ def test_processes_and_threads_that_are_text_are_told_apart(tmp_path: Path) -> N
 def test_begin_and_end_events_are_not_lost_without_a_word(tmp_path: Path) -> None:
     halves = [{"ph": ph, "name": "x", "cat": "c", "pid": 1, "tid": 1, "ts": 1} for ph in "BE"]
     (note,) = trace(tmp_path, [operator("a", 1, 1), *halves]).notes
-    assert "2 begin and end events are left out" in note
+    assert "1 pairs of begin and end events are left out" in note
 
 
 def test_rank_from_the_file_then_from_its_name(tmp_path: Path) -> None:
@@ -120,6 +120,12 @@ def test_rank_from_the_file_then_from_its_name(tmp_path: Path) -> None:
     assert read_trace(write(tmp_path / "rank-9.json", [step(1, 0, 1)], rank=None)).rank == 9
     assert read_trace(write(tmp_path / "worker12_step_3.json", [step(1, 0, 1)], rank=None)).rank == 12
     assert read_trace(write(tmp_path / "trace.json", [step(1, 0, 1)], rank=None)).rank == 0
+
+
+def test_half_a_character_does_not_reach_the_answer(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.json", [operator("caf_", 1, 1)])
+    path.write_text(path.read_text().replace("caf_", "caf\\ud83d"))
+    assert read_trace(path).text(0) == "caf?"
 
 
 def test_an_empty_trace(tmp_path: Path) -> None:

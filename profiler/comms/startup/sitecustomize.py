@@ -1,0 +1,58 @@
+"""Starts the tracer in every Python process of a command that `echoprof comms --` runs.
+
+Python imports this by its name, because the folder stands first in PYTHONPATH. Whatever `sitecustomize` it hides is
+run as well; the tracer begins once PyTorch has been imported, and makes no file before the first collective.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_HERE = str(Path(__file__).parent)
+
+
+def _run_hidden() -> None:
+    elsewhere = [entry for entry in sys.path if entry != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def _trace() -> None:
+    try:
+        from echograph import trace_collectives
+
+        trace_collectives(os.environ["ECHOGRAPH_TRACE"], timeout_s=float(os.environ["ECHOGRAPH_TRACE_TIMEOUT_S"]))
+    except Exception as error:
+        sys.stderr.write(f"echograph: collectives are not traced: {error}\n")
+
+
+class _AfterTorch:
+    """Finds PyTorch as everybody would, and starts the tracer once it is loaded."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec = importlib.util.find_spec("torch")
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_trace(module: ModuleType) -> None:
+                load(module)
+                _trace()
+
+            spec.loader.exec_module = load_and_trace  # type: ignore[method-assign]
+        return spec
+
+
+_run_hidden()
+if os.environ.get("ECHOGRAPH_TRACE"):
+    sys.meta_path.insert(0, _AfterTorch())  # type: ignore[arg-type]

@@ -1,0 +1,146 @@
+"""A profile joins a graph by signature: each operation at most one duration, each measurement used or named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conformance_graphs import GRAPHS
+
+from echograph.ir.builder import GraphBuilder
+from echograph.ir.graph import StepGraph
+from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.measured import by_signature, join, times_run
+from echograph.ir.profile import Environment, Measurement, Profile, TensorType, signatures
+from echograph.ir.types import DType, Gemm, MultiTensor, Source, TensorRole
+
+FP32 = DType.FP32
+PS = 10**6
+
+
+def step() -> StepGraph:
+    """A product run twice, a view, a sum that nobody measured, and a shared launch over two tensors."""
+    builder = GraphBuilder(name="small")
+    x = builder.tensor("x", (8, 8), FP32, TensorRole.INPUT)
+    y = builder.tensor("y", (8, 8), FP32, TensorRole.ACTIVATION)
+    z = builder.tensor("z", (8, 8), FP32, TensorRole.ACTIVATION)
+    v = builder.tensor("v", (64,), FP32, TensorRole.ACTIVATION, alias_of=z)
+    s = builder.tensor("s", (), FP32, TensorRole.ACTIVATION)
+    work = {"flops": 1024, "bytes_read": 512, "bytes_written": 256}
+    builder.compute("aten.mm", inputs=(x, x), outputs=(y,), attributes=Gemm(), **work)
+    builder.compute("aten.mm", inputs=(y, x), outputs=(z,), attributes=Gemm(), **work)
+    builder.compute("aten.view", inputs=(z,), outputs=(v,))
+    builder.compute("aten.sum", inputs=(v,), outputs=(s,), bytes_read=256, bytes_written=4)
+    for leads in (True, False):
+        w = builder.tensor("w", (4,), FP32, TensorRole.PARAMETER)
+        after = builder.tensor("w", (4,), FP32, TensorRole.PARAMETER, alias_of=w)
+        builder.compute(
+            "aten._foreach_add_",
+            inputs=(w,),
+            outputs=(after,),
+            bytes_read=16,
+            bytes_written=16,
+            attributes=MultiTensor(parts=2, leads=leads),
+        )
+    return builder.build(StepGraph)
+
+
+def kind(*shape: int) -> TensorType:
+    return TensorType(dtype=FP32, shape=shape)
+
+
+def product(microseconds: int, *, calls: int = 1, arguments: str = "", **other: object) -> Measurement:
+    values: dict[str, object] = {"attributes": Gemm(), "operator": "aten.mm", "samples": 10, **other}
+    return Measurement(
+        inputs=(kind(8, 8), kind(8, 8)), outputs=(kind(8, 8),), mean_picoseconds=0, calls=calls,
+        median_picoseconds=microseconds * PS, arguments=arguments, **values,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+SHARED = Measurement(
+    operator="aten._foreach_add_", inputs=(kind(4),), outputs=(kind(4),), attributes=MultiTensor(parts=2),
+    median_picoseconds=PS, samples=5,
+)  # fmt: skip
+
+
+def profile(*measurements: Measurement) -> Profile:
+    return Profile(environment=Environment(device="here"), measurements=measurements)
+
+
+def test_every_operation_is_measured_free_or_missing() -> None:
+    graph = step()
+    annotate, coverage = join(graph, profile(product(3), SHARED))
+    assert (coverage.measured, coverage.free, coverage.missing, coverage.other) == (4, 1, 1, 0)
+    assert coverage.missing_operators == (("aten.sum", 1),)
+    assert coverage.unmatched == ()
+    assert coverage.busy_ps == 2 * 3 * PS + 2 * PS
+    durations = [op.durations for op in annotate(graph).ops]
+    assert [[(d.device, d.picoseconds, d.source) for d in found] for found in durations] == [
+        [("here", 3 * PS, Source.MEASURED)], [("here", 3 * PS, Source.MEASURED)], [], [],
+        [("here", PS, Source.MEASURED)], [("here", PS, Source.MEASURED)],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"operator": "aten.bmm"},
+        {"attributes": Gemm(transpose_b=True)},
+        {"attributes": None},
+    ],
+)
+def test_a_measurement_of_something_else_is_named_and_put_nowhere(other: dict[str, object]) -> None:
+    phantom = product(9, **other)
+    annotate, coverage = join(step(), profile(phantom))
+    assert coverage.unmatched == (phantom,)
+    assert coverage.measured == 0 and not (annotate.picoseconds >= 0).any()
+
+
+def test_names_do_not_matter_but_shapes_and_types_do() -> None:
+    half = TensorType(dtype=DType.BF16, shape=(8, 8))
+    other = Measurement(
+        operator="aten.mm", inputs=(half, half), outputs=(half,), attributes=Gemm(), median_picoseconds=1
+    )
+    assert join(step(), profile(other))[1].unmatched == (other,)
+
+
+def test_calls_that_a_graph_cannot_tell_apart_count_as_often_as_they_run() -> None:
+    calls = (
+        product(1, calls=3, arguments="contiguous", spread=0.0),
+        product(5, calls=1, arguments="strided", spread=0.1),
+    )
+    (value,) = by_signature(profile(*calls)).values()
+    assert value.picoseconds == 2 * PS and value.samples == 20
+    # Three exact ones of 1 us and one of 5 us +- 10 %: 8 +- 0.5 us together.
+    assert value.spread == pytest.approx(0.5 / 8)
+
+
+def test_durations_go_under_the_name_that_is_asked_for_and_keep_what_is_known() -> None:
+    graph = step()
+    once = join(graph, profile(product(3)), "h100-sxm")[0](graph)
+    again = join(once, profile(product(7), SHARED), "h100-sxm")[0](once)
+    assert [d.picoseconds for op in again.ops for d in op.durations] == [3 * PS, 3 * PS, PS, PS]
+    assert {d.device for op in again.ops for d in op.durations} == {"h100-sxm"}
+
+
+@pytest.mark.parametrize("name", ["two_layers", "kinds"])
+def test_operations_are_counted_as_often_as_they_run(name: str) -> None:
+    graph = GRAPHS[name]()
+    counted = np.zeros(len(graph.ops), np.int64)
+    for program in graph.programs:
+        for _, begin, end, _, _ in program.calls.tolist():
+            counted[begin:end] += 1
+    assert times_run(graph).tolist() == counted.tolist()
+    assert times_run(graph).sum() == graph.unfolded_ops
+
+
+def test_a_job_is_joined_like_its_step() -> None:
+    job = DataParallel(replicas=1)(step())
+    _, coverage = join(job, profile(product(3), SHARED))
+    assert (coverage.measured, coverage.free, coverage.missing) == (4, 1, 1)
+
+
+def test_only_operations_that_work_have_a_signature() -> None:
+    found = list(signatures(step()))
+    assert [s is None for s in found] == [False, False, True, False, False, False]
+    assert found[0] == found[1] == product(1).signature
+    assert found[4] == found[5] == SHARED.signature
