@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-ALL = ("commands", "capture", "engines", "large_graph", "steps", "memory", "chakra", "testbed")
+ALL = ("commands", "capture", "engines", "large_graph", "steps", "memory", "traces", "chakra", "testbed")
 
 
 def main() -> None:

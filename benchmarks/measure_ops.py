@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -55,19 +55,12 @@ def compare(name: str, given: argparse.Namespace, out: Path) -> dict[str, Any]:
     import torch
 
     from echograph.cli.compose import build_model
-    from echograph.cli.measured import predict_measured
-    from echograph.cli.ops import capture_calls
-    from echograph.cli.plan import Plan
+    from echograph.cli.ops import capture_invocations
     from echograph.cli.step_options import device_and_spec
     from echograph.frontend.pytorch.real_step import real_step
     from echograph.ir import serde
-    from echograph.ir.passes.measured import join
-    from echograph.ir.profile import Profile, save_profile
     from echograph.profiler.measure.device import keep_freed_memory
-    from echograph.profiler.measure.host import measure_host
-    from echograph.profiler.measure.ops import Options, measure
     from echograph.profiler.measure.steps import time_steps
-    from echograph.units import to_ps, to_s
 
     clock = "cpu" if given.device == "cpu" and torch.get_num_threads() == 1 else "wall"
     device, spec = device_and_spec(given.device, "", "adamw", clock)
@@ -75,52 +68,57 @@ def compare(name: str, given: argparse.Namespace, out: Path) -> dict[str, Any]:
         keep_freed_memory()
     batch, length = MODELS[name][given.device]
     sizes = {"batch_size": batch, "seq_len": length}
-    captured = capture_calls(name, spec, device.cache_bytes, lambda _: None, **sizes)
+    captured = capture_invocations(name, spec, device.cache_bytes, lambda _: None, **sizes)
     with torch.device(given.device):
         _, built = build_model(name, spec, **sizes)
     step = real_step(*built, spec, given.device)
     serde.save(captured.graph, out / f"{name}.graph.pb")
     time_steps(step, device, 1, _WARM_UP)
-    rounds = []
-    for _ in range(given.rounds):
-        before = time_steps(step, device, _STEPS[given.device], 0)
-        host = measure_host(device)
-        environment = replace(
-            device.environment(), host_op_picoseconds=to_ps(host.op_s), host_view_picoseconds=to_ps(host.view_s)
-        )
-        outcome = measure(
-            captured.calls, device, Profile(environment=environment),
-            Options(repeats=given.repeats, budget_s=given.budget, kernels=not rounds),
-        )  # fmt: skip
-        after = time_steps(step, device, _STEPS[given.device], 0)
-        save_profile(outcome.profile, out / f"{name}.profile.pb")
-        _, coverage = join(captured.graph, outcome.profile)
-        result, _ = predict_measured(captured.graph, Plan(cluster=str(out / f"{name}.profile.pb")), memory=False)
-        measured = median((*before.seconds, *after.seconds))
-        rounds.append(
-            {
-                "step_s": measured,
-                "seconds": [*before.seconds, *after.seconds],
-                "sum_s": to_s(coverage.busy_ps),
-                "simulated_s": to_s(result.step_ps),
-                "host_op_s": host.op_s,
-                "host_view_s": host.view_s,
-                "operations": {"measured": coverage.measured, "free": coverage.free, "missing": coverage.missing},
-                "unmatched": len(coverage.unmatched),
-                "refused": outcome.refused,
-                "left": len(outcome.left),
-            }
-        )
+    rounds = [_round(captured, step, device, given, out / f"{name}.profile.pb") for _ in range(given.rounds)]
     return {
         "model": name,
         "batch_size": batch,
         "length": length,
         "clock": clock,
-        "environment": asdict(environment),
+        "environment": asdict(device.environment()),
         "step_s": median(r["step_s"] for r in rounds),
         "sum_over_step": median(r["sum_s"] / r["step_s"] for r in rounds),
         "simulated_over_step": median(r["simulated_s"] / r["step_s"] for r in rounds),
         "rounds": rounds,
+    }
+
+
+def _round(captured: Any, step: Any, device: Any, given: argparse.Namespace, path: Path) -> dict[str, Any]:
+    from echograph.cli.measured import predict_measured
+    from echograph.cli.ops import with_host
+    from echograph.cli.plan import Plan
+    from echograph.ir.passes.measured import join
+    from echograph.ir.profile import Profile, save_profile
+    from echograph.profiler.measure.ops import Options, measure
+    from echograph.profiler.measure.steps import time_steps
+    from echograph.units import to_s
+
+    options = Options(repeats=given.repeats, budget_s=given.budget)
+    steps = [time_steps(step, device, _STEPS[device.name], 0)]
+    outcome = measure(captured.invocations, device, Profile(environment=with_host(device)), options)
+    steps.append(time_steps(step, device, _STEPS[device.name], 0))
+    seconds = [second for taken in steps for second in taken.seconds]
+    save_profile(outcome.profile, path)
+    _, coverage = join(captured.graph, outcome.profile)
+    if coverage.missing:
+        raise SystemExit(f"{coverage.missing} operations are not measured: give more --budget; {outcome.refused}")
+    result, _ = predict_measured(captured.graph, Plan(cluster=str(path)), memory=False)
+    return {
+        "step_s": median(seconds),
+        "seconds": seconds,
+        "sum_s": to_s(coverage.busy_ps),
+        "simulated_s": to_s(result.step_ps),
+        "host_op_s": to_s(outcome.profile.environment.host_op_picoseconds),
+        "host_view_s": to_s(outcome.profile.environment.host_view_picoseconds),
+        "operations": {"measured": coverage.measured, "free": coverage.free, "missing": coverage.missing},
+        "unmatched": len(coverage.unmatched),
+        "refused": outcome.refused,
+        "left": len(outcome.left),
     }
 
 

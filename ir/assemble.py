@@ -10,7 +10,6 @@ from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, Group, Instance, JobGraph, Program, StepGraph, Workload
 
-
 MIN_NUMBER = -(2**63)
 """Readers refuse what is not of 64 bits where it stands."""
 
@@ -57,9 +56,9 @@ def assemble(head: Head, blocks: Sequence[Rows], programs: Iterable[Program]) ->
         raise FormatError("a number is beyond 64 bits") from None
     except GraphError as error:
         raise FormatError(f"no valid graph: {error}") from None
-    for item in (head.workload, *graph.ops.attribute_values):
-        if (lowest := min(_numbers(astuple(item)), default=0)) < 0:
-            raise FormatError(f"no valid graph: {type(item).__name__} has the negative number {lowest}")
+    for told in (head.workload, *graph.ops.attribute_values):
+        if (lowest := min(_numbers(astuple(told)), default=0)) < 0:
+            raise FormatError(f"no valid graph: {type(told).__name__} has the negative number {lowest}")
     return graph
 
 

@@ -176,8 +176,6 @@ def read_traces(source: Path) -> Traces:
     """
     prefix, files = _files(source)
     folder = files[0][1].parent
-    if (folder / ROLES_FILE).exists():
-        raise InputError(f"{source}: holds one trace a role ({ROLES_FILE}): export those of all ranks")
     groups_path = _groups_path(folder)
     groups = read_groups(groups_path) if groups_path.exists() else None
     shared = _Shared()
@@ -196,6 +194,8 @@ def read_traces(source: Path) -> Traces:
 def _files(source: Path) -> tuple[str, list[tuple[int, Path]]]:
     """What the names begin with, and (rank, file) by rank."""
     folder, wanted = (source, None) if source.is_dir() else (source.parent, source.name)
+    if (folder / ROLES_FILE).exists():
+        raise InputError(f"{source}: holds one trace a role ({ROLES_FILE}): export those of all ranks")
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:

@@ -51,6 +51,16 @@ class Ragged:
         return np.repeat(np.arange(len(self), dtype=np.int64), self.lengths)
 
 
+_DTYPES = {int(dtype): dtype for dtype in t.DType}
+_ROLES = {int(role): role for role in t.TensorRole}
+
+
+def distinct(values: npt.ArrayLike) -> Int64:
+    """Distinct integers, ascending: `numpy.unique`, which hashes and loads `numpy.ma`, in less time."""
+    ascending = np.sort(np.asarray(values, np.int64), axis=None)
+    return ascending[np.concatenate([[True], ascending[1:] != ascending[:-1]])[: len(ascending)]]
+
+
 def _freeze(table: object) -> None:
     for field in fields(table):  # type: ignore[arg-type]
         value = getattr(table, field.name)
@@ -87,16 +97,16 @@ class TensorTable(Sequence[t.Tensor]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         row = range(len(self))[index]
-        alias = int(self.alias_of[row])
+        alias = self.alias_of.item(row)
         return t.Tensor(
             id=row,
-            name=self.strings[self.name[row]],
+            name=self.strings[self.name.item(row)],
             shape=self.shape.row(row),
-            dtype=t.DType(int(self.dtype[row])),
-            role=t.TensorRole(int(self.role[row])),
+            dtype=_DTYPES[self.dtype.item(row)],
+            role=_ROLES[self.role.item(row)],
             alias_of=None if alias == NONE else alias,
-            port=bool(self.port[row]),
-            sharded=tuple(self.strings[i] for i in self.sharded.row(row)),
+            port=self.port.item(row),
+            sharded=tuple([self.strings[i] for i in self.sharded.row(row)]),
         )
 
     def __iter__(self) -> Iterator[t.Tensor]:

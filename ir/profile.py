@@ -72,7 +72,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One call, and how long it took. Calls that a graph cannot tell apart have one signature.
+    """One invocation, and how long it took. Invocations that a graph cannot tell apart have one signature.
 
     Attributes:
         operator: the operator ("aten.mm") or the collective's kind.
@@ -84,8 +84,8 @@ class Measurement:
         samples: number of timed runs.
         spread: relative standard error (one sigma) of the mean; kept in single precision.
         kernels: names of the device kernels that it launched, in order.
-        arguments: what the call was given, as text: strides, numbers, what lay in the cache.
-        calls: how often the step that it was taken from runs it.
+        arguments: what the invocation was given, as text: strides, numbers, what lay in the cache.
+        runs: how often the step that it was taken from runs it.
         peak_bytes: memory that it allocates at its peak, results included.
     """
 
@@ -99,7 +99,7 @@ class Measurement:
     spread: float = 0.0
     kernels: tuple[str, ...] = ()
     arguments: str = ""
-    calls: int = 0
+    runs: int = 0
     peak_bytes: int = 0
 
     @property
@@ -141,7 +141,7 @@ class Profile:
 
     Attributes:
         environment: where and when they were made.
-        measurements: one for each call.
+        measurements: one for each invocation.
         unknown: encoded fields of a newer minor version, kept as they are.
     """
 

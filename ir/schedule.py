@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Int64
+from echograph.ir.columns import NONE, Int64, distinct
 from echograph.ir.graph import Graph, Program
 
 
@@ -39,7 +39,7 @@ class Schedule:
     @cached_property
     def micro_batches(self) -> Int64:
         """The micro-batches that the program runs, ascending."""
-        return np.unique(self.calls[:, 4])
+        return distinct(self.calls[:, 4])
 
     def position(self, instance: Int64, micro_batch: Int64, op: Int64) -> Int64:
         """Positions of operations (table indices) in given instances and micro-batches; -1 where not run."""

@@ -77,7 +77,7 @@ def _measurement(m: Measurement) -> pb.Measurement:
         spread=m.spread,
         kernels=m.kernels,
         arguments=m.arguments,
-        calls=m.calls,
+        runs=m.runs,
         peak_bytes=m.peak_bytes,
     )
 
@@ -100,6 +100,6 @@ def _read(m: pb.Measurement, at: int) -> Measurement:
         spread=m.spread,
         kernels=tuple(m.kernels),
         arguments=m.arguments,
-        calls=m.calls,
+        runs=m.runs,
         peak_bytes=m.peak_bytes,
     )

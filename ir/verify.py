@@ -15,7 +15,7 @@ import numpy as np
 
 from echograph.errors import GraphError
 from echograph.ir import types as t
-from echograph.ir.columns import NONE, Int64
+from echograph.ir.columns import NONE, Int64, distinct
 from echograph.ir.graph import Block, Graph, JobGraph, StepGraph
 from echograph.ir.schedule import Schedule
 
@@ -314,7 +314,7 @@ def calls_in_order(graph: Graph) -> None:
     if isinstance(graph, JobGraph) and len(graph.programs) > 1 and len(graph.blocks) == 1:
         return  # an imported job: each rank runs its own slice of the main block, checked by made_before_read
     outside: dict[tuple[int, int], Int64] = {}
-    cuts = np.unique(np.concatenate([program.calls[:, 1:3].ravel() for program in graph.programs]))
+    cuts = distinct(np.concatenate([program.calls[:, 1:3].ravel() for program in graph.programs]))
     for number, program in enumerate(graph.programs):
         if not len(program.calls):
             continue
@@ -349,7 +349,7 @@ def _reads_from_outside(graph: Graph, begin: int, end: int) -> Int64:
     inputs = graph.ops.inputs
     read = graph.origin[inputs.values[inputs.offsets[begin] : inputs.offsets[end]]]
     makers = graph.maker[read]
-    return np.unique(read[(makers < begin) & ((makers != NONE) | graph.tensors.port[read])])
+    return distinct(read[(makers < begin) & ((makers != NONE) | graph.tensors.port[read])])
 
 
 def _apart(graph: Graph, cuts: Int64, kind: Int64, instance: Int64, value: Int64) -> Int64:

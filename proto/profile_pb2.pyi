@@ -117,7 +117,7 @@ Global___Environment: _TypeAlias = Environment  # noqa: Y015
 
 @_typing.final
 class Measurement(_message.Message):
-    """One call: its signature is the operator with the shapes, types and attributes that a graph knows of it."""
+    """One invocation: its signature is the operator with the shapes, types and attributes that a graph knows of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -131,7 +131,7 @@ class Measurement(_message.Message):
     SPREAD_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
-    CALLS_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     PEAK_BYTES_FIELD_NUMBER: _builtins.int
     operator: _builtins.str
     mean_picoseconds: _builtins.int
@@ -140,8 +140,8 @@ class Measurement(_message.Message):
     spread: _builtins.float
     """relative standard error of the mean"""
     arguments: _builtins.str
-    """what the call was given: strides, numbers, what lay in the cache"""
-    calls: _builtins.int
+    """what the invocation was given: strides, numbers, what lay in the cache"""
+    runs: _builtins.int
     """how often the step that it was taken from runs it"""
     peak_bytes: _builtins.int
     """memory that it allocates at its peak"""
@@ -166,12 +166,12 @@ class Measurement(_message.Message):
         spread: _builtins.float = ...,
         kernels: _abc.Iterable[_builtins.str] | None = ...,
         arguments: _builtins.str = ...,
-        calls: _builtins.int = ...,
+        runs: _builtins.int = ...,
         peak_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attributes", b"attributes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "attributes", b"attributes", "calls", b"calls", "inputs", b"inputs", "kernels", b"kernels", "mean_picoseconds", b"mean_picoseconds", "median_picoseconds", b"median_picoseconds", "operator", b"operator", "outputs", b"outputs", "peak_bytes", b"peak_bytes", "samples", b"samples", "spread", b"spread"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "attributes", b"attributes", "inputs", b"inputs", "kernels", b"kernels", "mean_picoseconds", b"mean_picoseconds", "median_picoseconds", b"median_picoseconds", "operator", b"operator", "outputs", b"outputs", "peak_bytes", b"peak_bytes", "runs", b"runs", "samples", b"samples", "spread", b"spread"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

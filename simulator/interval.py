@@ -13,7 +13,7 @@ from math import sqrt
 import numpy as np
 import numpy.typing as npt
 
-from echograph.ir.columns import NONE, Int64
+from echograph.ir.columns import NONE, Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Timeline
 from echograph.simulator import engine as engines
@@ -77,7 +77,7 @@ def _families(job: JobGraph, times: Durations, host: Host) -> np.ndarray:
     """For each family, the relative error of every operation and of the host, 0 for those of other families."""
     family = np.append(family_of(job)[0], NONE)
     spread = np.append(np.where(times.picoseconds > 0, times.spread, 0.0), 0.0)
-    errors = [np.where(family == which, spread, 0.0) for which in np.unique(family[spread > 0])]
+    errors = [np.where(family == which, spread, 0.0) for which in distinct(family[spread > 0])]
     if host.spread and host.op_ps:
         errors.append(np.where(family == NONE, host.spread, 0.0))
     return np.array(errors).reshape(-1, len(family))

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from echograph.ir.columns import NONE, Int64
+from echograph.ir.columns import NONE, Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.ir.types import CollectiveKind, DType, OpKind, Payload, Phase, TensorRole
 
@@ -194,7 +194,8 @@ def _fresh(job: JobGraph) -> Flags:
     keys = [
         ragged.rows * len(job.tensors) + job.root[ragged.values] for ragged in (job.ops.inputs, job.ops.outputs)
     ]
-    return np.asarray(~np.isin(keys[1], keys[0]))
+    read = distinct(keys[0])
+    return np.append(read, NONE)[np.searchsorted(read, keys[1])] != keys[1]
 
 
 def buffer_bytes(job: JobGraph) -> Int64:
@@ -266,6 +267,6 @@ def _of_kind(job: JobGraph, rows: list[int], kind: CollectiveKind, payload: Payl
 
 
 def _by_block(job: JobGraph, chosen: Flags) -> Iterator[tuple[int, list[int]]]:
-    for block in np.unique(job.block_of_op[chosen]).tolist():
+    for block in distinct(job.block_of_op[chosen]).tolist():
         rows = job.blocks[block].ops
         yield block, (rows.start + np.flatnonzero(chosen[rows.start : rows.stop])).tolist()

@@ -139,7 +139,7 @@ class Lifetimes:
         own = (role != TensorRole.GRADIENT) & ~outlives
         gradient = (role == TensorRole.GRADIENT) & ~outlives
         made = np.concatenate([_EMPTY, *(t.made for t in touches)])
-        own_at, gradient_at = np.flatnonzero(own), np.flatnonzero(np.isin(memory, unique[gradient]))
+        own_at, gradient_at = np.flatnonzero(own), np.flatnonzero(gradient[np.searchsorted(unique, memory)])
         takes = _by_call(len(course), taken[own], taken_at[own])
         frees = _by_call(len(course), freed[own], freed_at[own])
         gradients = _by_call(len(course), position[gradient_at], first[gradient_at])

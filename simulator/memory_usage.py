@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from echograph.ir.columns import Int64
+from echograph.ir.columns import Int64, distinct
 from echograph.simulator.memory_allocator import BLOCK, Block, CachingAllocator
 from echograph.simulator.memory_kinds import Flags
 from echograph.simulator.memory_lifetimes import CallEvents, Lifetimes
@@ -92,7 +92,7 @@ class Usage:
         offset = int(self.at[top])
         found.append(self._gradients_alive(top, offset))
         micro_batch = self.calls[:, 4]
-        for number in np.unique(micro_batch).tolist():
+        for number in distinct(micro_batch).tolist():
             rows = np.flatnonzero(micro_batch == number)
             if rows[0] <= top <= rows[-1]:
                 found.append(self._alive_of(int(np.searchsorted(rows, top)), rows, top, offset))
@@ -126,7 +126,7 @@ class Usage:
         if not len(self.calls):
             return ()
         first = np.concatenate([[0], np.cumsum(self.calls[:, 2] - self.calls[:, 1])[:-1]])
-        cuts = np.unique(np.linspace(0, len(first), points + 1)[:-1].astype(np.int64))
+        cuts = distinct(np.linspace(0, len(first), points + 1)[:-1].astype(np.int64))
         return tuple(zip(first[cuts].tolist(), np.maximum.reduceat(self.peak, cuts).tolist(), strict=True))
 
     # -- the allocator --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from echograph.errors import DeadlockError, SimulationError
-from echograph.ir.columns import Int64
+from echograph.ir.columns import Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel_axes import MICRO_BATCH_AXES
 from echograph.ir.timeline import Timeline
@@ -242,7 +242,7 @@ def _model_flops(job: JobGraph, program: int) -> int:
 
 
 def _micro_batches(job: JobGraph, program: int) -> int:
-    return max(1, len(np.unique(job.programs[program].calls[:, 4])))
+    return max(1, len(distinct(job.programs[program].calls[:, 4])))
 
 
 def _shares(step: Step, times: Durations) -> dict[str, float]:

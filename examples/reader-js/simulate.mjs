@@ -4,7 +4,7 @@
 // stream of a program, an operation waits for what it reads, and communication waits for all who take part.
 
 import { readFileSync } from "node:fs";
-import { parse } from "./graph.mjs";
+import { parse, Refused } from "./graph.mjs";
 
 class Impossible extends Error {}
 
@@ -174,7 +174,7 @@ if (process.argv[1] === import.meta.filename) {
   try {
     console.log(JSON.stringify(simulate(parse(readFileSync(path)), device, cluster)));
   } catch (error) {
-    if (!(error instanceof Impossible)) throw error;
+    if (!(error instanceof Impossible || error instanceof Refused)) throw error;
     console.error(error.message);
     process.exit(1);
   }

@@ -58,7 +58,9 @@ def parameter_name(name: str, module: str, operator: str) -> str:
 def _dotted(name: str) -> str:
     scopes = name.split("/")
     if len(scopes) == 1 or not scopes[0]:
-        return ".".join(scope for scope in scopes if scope)
+        # PyTorch's older exporter says a list before what is in it: "/layers/layers.3".
+        pairs = zip(scopes, [*scopes[1:], ""], strict=True)
+        return ".".join(scope for scope, inner in pairs if scope and not inner.startswith(f"{scope}."))
     return ".".join(_NUMBERED.sub(r".\1", scope) for scope in scopes)
 
 

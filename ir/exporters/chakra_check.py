@@ -16,6 +16,7 @@ import numpy as np
 from echograph.ir.chakra_traces import ABSENT, RankTrace, Traces
 from echograph.ir.columns import NONE
 from echograph.ir.exporters import chakra_check_ranks as between_ranks
+from echograph.ir.exporters.chakra import MOST_GROUPS
 from echograph.ir.exporters.chakra_finding import ERROR, WARNING, Finding, at_node, ranks_of
 from echograph.ir.exporters.chakra_lower import LEAST_GATHER_BYTES
 from echograph.ir.serde_chakra import CommType, NodeType
@@ -169,6 +170,9 @@ def groups_sound(traces: Traces) -> Iterator[Finding]:
             yield _of_file(
                 traces.groups_path, f"{said} is not named by a number > 0, which aborts", _NUMBER_GROUPS
             )
+        elif int(name) > MOST_GROUPS:
+            what = f"{said} is numbered over {MOST_GROUPS:,}, where the numbers of streams wrap"
+            yield _of_file(traces.groups_path, what, "number groups from 1 on, without gaps", WARNING)
         if len(set(ranks)) != len(ranks):
             yield _of_file(traces.groups_path, f"{said} lists a rank twice", "list every rank once")
         if ranks and not 0 <= min(ranks) <= max(ranks) <= last:

@@ -11,6 +11,7 @@ from echograph.ir.chakra_traces import ABSENT, RankTrace, Traces
 from echograph.ir.columns import Int64
 from echograph.ir.exporters.chakra_dry_run import dry_run, who_waits
 from echograph.ir.exporters.chakra_finding import WARNING, Finding, at_node, group_name, ranks_of
+from echograph.ir.exporters.chakra_lower import MAX_TAGS
 from echograph.ir.serde_chakra import CommType, NodeType
 
 Side = tuple[RankTrace, list[int]]
@@ -96,8 +97,12 @@ def messages_addressed(traces: Traces) -> Iterator[Finding]:
                 if mine not in (ABSENT, trace.rank):
                     what = f"has the {own} {mine}, which aborts: this is the trace of rank {trace.rank}"
                     yield at_node(traces, trace, row, what, f"give {trace.rank}, or leave it out")
-                if int(trace.comm_tag[row]) == ABSENT:
+                tag = int(trace.comm_tag[row])
+                if tag == ABSENT:
                     yield at_node(traces, trace, row, "has no comm_tag, and counts as 0", "give one", WARNING)
+                elif not 0 <= tag < MAX_TAGS:
+                    what = f"has the comm_tag {tag}, and may meet the messages of collectives"
+                    yield at_node(traces, trace, row, what, f"give one from 0 to {MAX_TAGS - 1:,}", WARNING)
 
 
 def messages_match(traces: Traces) -> Iterator[Finding]:

@@ -3,8 +3,8 @@
     FOLDER/PyTorch/pytorch_ops_profiling/MODEL/PART_ops_profiling_bsB_seqS.json        {name: milliseconds}
     FOLDER/PyTorch/pytorch_graph_profiling/MODEL/PART_graph_profiling_bsB_seqS.json    [{name, op, ...}]
 
-PART is forward, backward, or global: the whole step, the optimizer included. Both files name an operation alike, by
-its operator and a number where there are several. Views stand in the graph and take no time. What differs from the
+PART is forward, backward, or global: the whole step with the optimizer. Both files name an operation alike, by its
+operator and a number where there are several. Views stand in the graph and take no time. What differs from the
 tracer: operators are ATen's ("aten.addmm"), so that parameters are inputs of an operation like others instead of
 `weight_*` and `bias_*`, and nothing stands in the times that is not in the graph.
 """

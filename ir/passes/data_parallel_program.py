@@ -149,7 +149,7 @@ class Program:
             cuts.setdefault(number, set()).add(cut)
         out: list[Call] = []
         for number, (block, begin, end, instance, micro_batch) in enumerate(self.steps):
-            for cut in sorted(cuts.get(number, ())):
+            for cut in sorted(cuts[number]) if number in cuts else ():
                 if cut > begin:
                     out.append(self.job.call((block, begin, cut, instance, micro_batch)))
                 begin = cut

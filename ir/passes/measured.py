@@ -43,8 +43,8 @@ class Value:
     """The duration of a signature.
 
     Attributes:
-        picoseconds: the median of a measurement; of several calls that a graph cannot tell apart, their mean,
-            each counted as often as the measured step runs it.
+        picoseconds: the median of a measurement; of several invocations that a graph cannot tell apart, their
+            mean, each counted as often as the measured step runs it.
         samples: measurements behind it.
         spread: relative standard error.
     """
@@ -93,7 +93,7 @@ def by_signature(profile: Profile) -> dict[Signature, Value]:
 
 
 def _value(group: list[Measurement]) -> Value:
-    weights = [max(1, m.calls) for m in group]
+    weights = [max(1, m.runs) for m in group]
     whole = sum(weights)
     total = sum(m.median_picoseconds * w for m, w in zip(group, weights, strict=True))
     error = sqrt(sum((m.spread * m.median_picoseconds * w) ** 2 for m, w in zip(group, weights, strict=True)))

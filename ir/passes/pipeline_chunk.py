@@ -332,10 +332,11 @@ class Chunk:
         """A tensor of the step with the name that it has in its instance, and the shape that it has here."""
         graph = self.plan.graph
         block, instance, row = graph.locate_tensor(tensor)
-        value = graph.tensors[row]
+        value = self.plan.tensor(row)
         label = graph.blocks[block].instances[instance].label
         name = value.name.replace("{}", label) if block else value.name
-        return replace(value, name=name, shape=self.shapes.get(tensor, value.shape))
+        shape = self.shapes.get(tensor, value.shape)
+        return value if (name, shape) == (value.name, value.shape) else replace(value, name=name, shape=shape)
 
     def _name_shares(self) -> None:
         graph = self.plan.graph

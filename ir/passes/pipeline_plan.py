@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.pipeline_layers import Layers
@@ -36,6 +37,13 @@ class Plan:
     stages: int
     group: int
     shared: dict[int, int | None]
+    _tensors: dict[int, t.Tensor] = field(default_factory=dict, init=False)
+
+    def tensor(self, row: int) -> t.Tensor:
+        """A tensor of the step."""
+        if row not in self._tensors:
+            self._tensors[row] = self.graph.tensors[row]
+        return self._tensors[row]
 
     def is_flag(self, tensor: int) -> bool:
         """Whether a tensor id is a version of a flag that is handed through all stages."""

@@ -1,8 +1,8 @@
 """Message size, algorithm bandwidth and bus bandwidth of a collective.
 
 As nccl-tests defines them (NVIDIA/nccl-tests, doc/PERFORMANCE.md): the size is what one rank holds of the whole
-message; algorithm bandwidth is size over time; bus bandwidth multiplies it by the share of the size that every rank
-must at least send, so that it can be compared with the speed of a link, whatever the operation and the ranks.
+message; algorithm bandwidth is size over time; bus bandwidth multiplies it by the share of the size that every
+rank must at least send, so that it can be compared with the speed of a link, whatever the operation and the ranks.
 """
 
 from __future__ import annotations

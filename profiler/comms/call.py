@@ -13,7 +13,7 @@ WALL_NS = time.time_ns() - time.perf_counter_ns()
 
 
 class Kind:
-    """What calls have in common: the fields of a `What`, without its number. Two are equal if they are one object."""
+    """What calls have in common: the fields of a `What`, without its number. Equal is what is one object."""
 
     __slots__ = ("asynchronous", "bytes", "channel", "coalesced", "group", "op", "peer", "site", "what")
 

@@ -1,8 +1,8 @@
 """Where PyTorch calls the tracer: kernels in its dispatcher, for all tracers of the process at once.
 
-Every collective of torch.distributed, called from Python or from C++, is an operator `c10d::...` whose kernel for a
-device hands it to the backend. While a trace runs, kernels of ours stand before those: they note the call, and pass
-it down with the same arguments. What comes back, the Work among it, is passed up as it is.
+Every collective of torch.distributed, called from Python or from C++, is an operator `c10d::...` whose kernel for
+a device hands it to the backend. While a trace runs, kernels of ours stand before those: they note the call, and
+pass it down with the same arguments. What comes back, the Work among it, is passed up as it is.
 Three things are not operators, and are methods that are wrapped as well: `Work.wait`, the two ends of a coalesced
 block, and the making of groups. Removing the last tracer puts everything back.
 """
@@ -26,7 +26,8 @@ from echograph.profiler.comms.groups import Groups
 from echograph.profiler.comms.operations import OPERATIONS, Arguments, Operation
 from echograph.profiler.comms.record import UNKNOWN
 
-# A key that every call passes, on all devices and with or without gradients, and where c10d has nothing of its own.
+# A key that every call passes, on all devices and with or without gradients, and where c10d has nothing of its
+# own.
 KEY = "BackendSelect"
 MAX_RESULTS = 4096
 MAX_LINGERING = 4096
@@ -106,7 +107,7 @@ class Capture:
             ("c10d", {name: self._kernel(operation) for name, operation in OPERATIONS.items()}),
             ("_c10d_functional", {"wait_tensor": self._wait_tensor}),
         ):
-            library = torch.library.Library(namespace, "IMPL")
+            library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
             for name, make in kernels.items():
                 operator = getattr(getattr(torch.ops, namespace), name, None)
                 if operator is not None:
@@ -201,23 +202,21 @@ class Capture:
                 self._results[tensor.data_ptr()] = (call, clock)
             while len(self._results) > MAX_RESULTS:
                 self._results.popitem(last=False)
-        self._watch([(call, clock)], work)
+        ends_here = self._watch(call, clock, work)
+        if ends_here or call.kind.asynchronous:
+            self._waits[work] = [(call, clock, ends_here)]
 
-    def _watch(self, calls: list[tuple[Call, Clock]], work: Any) -> None:
-        waited = []
-        for call, clock in calls:
-            if call.kind.asynchronous:
-                call.holder = weakref.ref(work)
-            else:
-                clock.waits(call, at_once=True)
-            seen = clock.watch(call, work)
-            if not seen:
-                # Nobody waits for a Work that is gone.
-                weakref.finalize(work, self._finished, call).atexit = False
-            if call.kind.asynchronous or not seen:
-                waited.append((call, clock, not seen))
-        if waited:
-            self._waits[work] = waited
+    def _watch(self, call: Call, clock: Clock, work: Any) -> bool:
+        """Follows a call to its end; true where only waiting for its Work tells that."""
+        if call.kind.asynchronous:
+            call.holder = weakref.ref(work)
+        else:
+            clock.waits(call, at_once=True)
+        if clock.watch(call, work):
+            return False
+        # Nobody waits for a Work that is gone.
+        weakref.finalize(work, self._finished, call).atexit = False
+        return True
 
     def _finished(self, call: Call) -> None:
         if self.pending.pop(id(call), None) is None:
@@ -317,7 +316,7 @@ class Capture:
             calls = self._coalescing.pop(process_group.group_name, [])
             if work is not None and calls:
                 try:
-                    self._watch(calls, work)
+                    self._waits[work] = [(call, clock, self._watch(call, clock, work)) for call, clock in calls]
                 except Exception as error:
                     self._confess(error)
             return work

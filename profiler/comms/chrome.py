@@ -54,7 +54,11 @@ class ChromeTrace:
                     "site": what.site,
                     "phase": what.phase,
                     "module": what.module,
-                    **({"wait_us": wait[row] / 1e3, "transfer_us": transfer[row] / 1e3} if batch.whole[row] else {}),
+                    **(
+                        {"wait_us": wait[row] / 1e3, "transfer_us": transfer[row] / 1e3}
+                        if batch.whole[row]
+                        else {}
+                    ),
                 },
             }
             self._write(event)

@@ -1,9 +1,9 @@
 """When a call starts and ends.
 
-On the host, a call can start as soon as it is issued, and its Work's future says when it has ended: at completion, not
-when somebody waits. gloo's send and receive have no future; their end is where waiting for them returns. On CUDA, events
-tell: one on the caller's stream when the call is issued, one in the future's callback, which PyTorch runs on a stream
-that follows the collective.
+On the host, a call can start as soon as it is issued, and its Work's future says when it has ended: at completion,
+not when somebody waits. gloo's send and receive have no future; their end is where waiting for them returns. On
+CUDA, events tell: one on the caller's stream when the call is issued, one in the future's callback, which PyTorch
+runs on a stream that follows the collective.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class HostClock:
 class EventClock:
     """Calls on a device, timed by events that are read when they have passed.
 
-    Events are asked only from the threads that call collectives: asking from another one could break the capture of
-    a CUDA graph.
+    Events are asked only from the threads that call collectives: asking from another one could break the capture
+    of a CUDA graph.
 
     Args:
         finished: told of each call whose times are known.
@@ -120,8 +120,8 @@ class EventClock:
     def _time(self, event: Any) -> int:
         """An event in nanoseconds of `perf_counter`.
 
-        Events tell time only against each other, in float32 milliseconds: against an old one the digits run out, so
-        the event that is compared with moves along.
+        Events tell time only against each other, in float32 milliseconds: against an old one the digits run out,
+        so the event that is compared with moves along.
         """
         device = event.device
         if device not in self._anchors:
@@ -131,7 +131,7 @@ class EventClock:
             self._anchors[device] = (base, time.perf_counter_ns())
         base, at = self._anchors[device]
         after_ms = base.elapsed_time(event)
-        moment = at + round(after_ms * 1e6)
+        moment: int = at + round(after_ms * 1e6)
         if after_ms > REANCHOR_MS:
             self._anchors[device] = (event, moment)
         return moment

@@ -42,7 +42,8 @@ class CallSites:
 
         self._torch = str(Path(torch.__file__).parent)
         self._own = str(Path(__file__).parent)
-        # By identity, since the hash of code is computed anew each time; the code is kept, so that it stays its own.
+        # By identity, since the hash of code is computed anew each time; the code is kept, so that it stays its
+        # own.
         self._kinds: dict[int, tuple[int, CodeType]] = {}
         self._sites: dict[tuple[int, int, int], Site] = {}
 
@@ -77,9 +78,7 @@ class CallSites:
 
     def _classify(self, code: CodeType) -> int:
         name = code.co_filename
-        if name.startswith(self._own):
-            kind = _OWN
-        elif name.endswith(_DECORATORS):
+        if name.startswith(self._own) or name.endswith(_DECORATORS):
             kind = _OWN
         elif name.endswith(_API_FILES) and name.startswith(self._torch):
             # Decorators of torch.distributed are no functions that anybody calls.
@@ -99,9 +98,10 @@ class CallSites:
 class Phases:
     """Which phase of training this is, and in which module, once a model is attached.
 
-    The forward pass is known by the module's hooks, the backward pass by autograd's running, the optimizer's step by
-    the hooks that PyTorch has for all optimizers. A module that runs forward during the backward pass is recomputed.
-    In the backward pass the module is the last one whose output's gradient was reached. Hooks only look.
+    The forward pass is known by the module's hooks, the backward pass by autograd's running, the optimizer's step
+    by the hooks that PyTorch has for all optimizers. A module that runs forward during the backward pass is
+    recomputed. In the backward pass the module is the last one whose output's gradient was reached. Hooks only
+    look.
     """
 
     def __init__(self) -> None:

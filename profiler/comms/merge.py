@@ -98,7 +98,9 @@ class Merge:
 
     def _take(self, source: int, rows: Rows) -> Iterator[Batch]:
         kinds = self._kinds(source)[rows[:, 0]]
-        added = np.column_stack([self._channel_of[kinds], rows[:, 1], np.full(len(rows), source), kinds, rows[:, 2:]])
+        added = np.column_stack(
+            [self._channel_of[kinds], rows[:, 1], np.full(len(rows), source), kinds, rows[:, 2:]]
+        )
         open_ended = added[:, 6] == UNKNOWN
         if self._open or open_ended.any():
             self._keep_open(source, added, open_ended)
@@ -177,9 +179,9 @@ class Merge:
 
     def _intern(self, what: What) -> int:
         key = (
-            what.op, what.group, what.channel, what.bytes, what.shapes, what.tensors, what.dtype, what.asynchronous,
-            what.phase, what.module, what.site, what.api, what.device, what.stream, what.input_bytes,
-            what.output_bytes,
+            what.op, what.group, what.channel, what.bytes, what.shapes, what.tensors, what.dtype,
+            what.asynchronous, what.phase, what.module, what.site, what.api, what.device, what.stream,
+            what.input_bytes, what.output_bytes,
         )  # fmt: skip
         index = self._ids.setdefault(key, len(self.whats))
         if index == len(self.whats):

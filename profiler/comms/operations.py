@@ -1,7 +1,7 @@
 """The operations of PyTorch's `c10d` namespace: what each argument is.
 
-All of torch.distributed ends in these, whoever calls: its own functions, functional collectives, DDP's reducer. The
-positions are those of the operators' schemas; an argument at the end that has its default is not passed on.
+All of torch.distributed ends in these, whoever calls: its own functions, functional collectives, DDP's reducer.
+The positions are those of the operators' schemas; an argument at the end that has its default is not passed on.
 """
 
 from __future__ import annotations

@@ -9,12 +9,15 @@ from typing import Any
 from echograph.profiler.comms.report import Report
 
 _STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:78rem;padding:0 1rem;color:#1c2430;background:#fff}
+body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:78rem;padding:0 1rem;color:#1c2430}
+body{background:#fff}
 h1{font-size:1.5rem}h2{font-size:1.1rem;margin:2rem 0 .4rem}table{border-collapse:collapse;width:100%}
 td,th{padding:.25rem .6rem;text-align:right;border-bottom:1px solid #e3e7ec;white-space:nowrap}
 td:first-child,th:first-child{text-align:left}th{color:#566173;font-weight:600}.scroll{overflow-x:auto}
-.bar{display:flex;width:14rem;height:.8rem;background:#f0f2f5}.wait{background:#d9822b}.transfer{background:#2b6cb0}
-.rest{background:#a0aec0}p.note{color:#566173}.key span{display:inline-block;width:.8rem;height:.8rem;margin:0 .3rem 0 1rem}
+.bar{display:flex;width:14rem;height:.8rem;background:#f0f2f5}.wait{background:#d9822b}
+.transfer{background:#2b6cb0}
+.rest{background:#a0aec0}p.note{color:#566173}
+.key span{display:inline-block;width:.8rem;height:.8rem;margin:0 .3rem 0 1rem}
 .alarm{border-left:4px solid #c53030;padding-left:.8rem}
 @media (prefers-color-scheme:dark){body{background:#14181f;color:#e4e8ee}td,th{border-color:#2c3440}
 th,p.note{color:#9aa6b6}.bar{background:#252c37}}
@@ -44,7 +47,8 @@ def page(report: Report, title: str) -> str:
     body = "\n".join(part for part in parts if part)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>{body}</body></html>\n'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>{body}</body>'
+        "</html>\n"
     )
 
 
@@ -84,12 +88,13 @@ def _bar(row: Mapping[str, Any], longest: float) -> str:
 
 def _alarms(report: Report) -> str:
     lines = [
-        f"rank {s['rank']}: {s['operation']} {s['sequence']} of {s['channel']} had not ended after {s['seconds']:g} s; "
-        f"not arrived: {', '.join(map(str, s['missing'])) or 'nobody'}"
+        f"rank {s['rank']}: {s['operation']} {s['sequence']} of {s['channel']} had not ended after "
+        f"{s['seconds']:g} s; not arrived: {', '.join(map(str, s['missing'])) or 'nobody'}"
         for s in report.stuck
     ]
     lines += [
-        f"rank {u['rank']}: {u['operation']} {u['sequence']} of {u['channel']} has no end" for u in report.unfinished
+        f"rank {u['rank']}: {u['operation']} {u['sequence']} of {u['channel']} has no end"
+        for u in report.unfinished
     ]
     lines += [f"{count:,} {problem}" for problem, count in report.problems.items()]
     lines += report.skipped

@@ -1,15 +1,16 @@
 """The lines of a trace, one file a rank: what both the writer and the readers know.
 
 A line is a JSON object or a JSON array. Objects, told apart by `line`, come before the first row that needs them:
-`header` (once), `group` (a group of ranks), `what` (all that calls have in common: operation, group, bytes, shapes,
-call site ...), `beat` (how far the rank is, while it works or hangs),
-`stuck` (a call that does not end) and `end` (the last line of a run that ended in order). An array is one call:
+`header` (once), `group` (a group of ranks), `what` (all that calls have in common: operation, group, bytes,
+shapes, call site ...), `beat` (how far the rank is, while it works or
+hangs), `stuck` (a call that does not end) and `end` (the last line of a run that ended in order). An array is one
+call:
 
     [what, sequence, queued, start, end, wait]
 
-`queued` is nanoseconds of the wall clock; the other times are nanoseconds after it, or -1 where not known. `wait` is
-when the caller first waited for the call. A row whose end is -1 is of a call that had not ended when it was written;
-a later row of the same channel and sequence replaces it.
+`queued` is nanoseconds of the wall clock; the other times are nanoseconds after it, or -1 where not known. `wait`
+is when the caller first waited for the call. A row whose end is -1 is of a call that had not ended when it was
+written; a later row of the same channel and sequence replaces it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", omit_de
     """Base of the objects; what a newer minor version adds is skipped."""
 
 
-class Header(_Line, tag="header"):
+class Header(_Line, frozen=True, kw_only=True, tag="header"):
     """First line of a file.
 
     Attributes:
@@ -54,7 +55,7 @@ class Header(_Line, tag="header"):
     unknown: tuple[str, ...] = ()
 
 
-class GroupLine(_Line, tag="group"):
+class GroupLine(_Line, frozen=True, kw_only=True, tag="group"):
     """A group of ranks.
 
     Attributes:
@@ -72,7 +73,7 @@ class GroupLine(_Line, tag="group"):
     backend: str = ""
 
 
-class What(_Line, tag="what"):
+class What(_Line, frozen=True, kw_only=True, tag="what"):
     """What calls have in common.
 
     Attributes:
@@ -118,7 +119,7 @@ class What(_Line, tag="what"):
     peer: int = -1
 
 
-class Beat(_Line, tag="beat"):
+class Beat(_Line, frozen=True, kw_only=True, tag="beat"):
     """How far a rank is.
 
     Attributes:
@@ -130,7 +131,7 @@ class Beat(_Line, tag="beat"):
     issued: dict[str, int]
 
 
-class Stuck(_Line, tag="stuck"):
+class Stuck(_Line, frozen=True, kw_only=True, tag="stuck"):
     """A call that did not end in time.
 
     Attributes:
@@ -154,7 +155,7 @@ class Stuck(_Line, tag="stuck"):
     site: str = ""
 
 
-class End(_Line, tag="end"):
+class End(_Line, frozen=True, kw_only=True, tag="end"):
     """Last line of a file.
 
     Attributes:
@@ -174,6 +175,8 @@ Line: TypeAlias = Header | GroupLine | What | Beat | Stuck | End
 Row: TypeAlias = tuple[int, int, int, int, int, int]
 
 ENCODER = msgspec.json.Encoder()
+# What decoding a broken line raises.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, OverflowError)
 DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 

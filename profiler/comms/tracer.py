@@ -42,9 +42,9 @@ def trace_collectives(
 ) -> Tracer:
     """Traces every collective of this process from now on, until `stop()` or the end of the process.
 
-    May be called before or after PyTorch is imported, groups are made or models are wrapped; the training code stays
-    as it is. Each rank writes a file of its own, `trace.<rank>.jsonl` for `trace.jsonl`, made at its first collective;
-    `echoprof comms report` reads them.
+    May be called before or after PyTorch is imported, groups are made or models are wrapped; the training code
+    stays as it is. Each rank writes a file of its own, `trace.<rank>.jsonl` for `trace.jsonl`, made at its first
+    collective; `echoprof comms report` reads them.
 
     Args:
         path: file; the rank is put before its ending.

@@ -1,8 +1,8 @@
 """Reports collectives that do not end: which, for how long, and who has come. It never stops anything.
 
 Who has come stands in the files of the other ranks: each writes beside its calls, once a second, how many it has
-issued in each channel. So the watchdog sees the ranks whose files are in its folder: all of them on one machine or on
-a shared file system, and else says whose it does not see.
+issued in each channel. So the watchdog sees the ranks whose files are in its folder: all of them on one machine or
+on a shared file system, and else says whose it does not see.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from echograph.profiler.comms.call import Call
-from echograph.profiler.comms.record import DECODER, Beat, Stuck
+from echograph.profiler.comms.record import DECODER, UNREADABLE, Beat, Stuck
 
 TAIL_BYTES = 1 << 20
 
@@ -85,7 +83,7 @@ class Watchdog:
 
 
 def last_beat(path: Path) -> dict[str, int] | None:
-    """Calls that a rank has issued, by channel, as its file last says; None where there is no such file or line."""
+    """Calls that a rank has issued, by channel, as its file last says; None where it does not."""
     try:
         with path.open("rb") as stream:
             stream.seek(max(0, stream.seek(0, 2) - TAIL_BYTES))
@@ -96,7 +94,7 @@ def last_beat(path: Path) -> dict[str, int] | None:
         if line.startswith(b"{"):
             try:
                 found = DECODER.decode(line)
-            except msgspec.DecodeError:
+            except UNREADABLE:
                 continue
             if isinstance(found, Beat):
                 return found.issued
@@ -109,8 +107,8 @@ def _spell(rank: int, call: Call, stuck: Stuck) -> str:
     who += [f"not arrived: {_ranks(stuck.missing)}"] if stuck.missing else []
     who += [f"their files are not here: {_ranks(stuck.unheard)}"] if stuck.unheard else []
     return (
-        f"echograph: rank {rank}: {stuck.op} {stuck.sequence} of {stuck.channel} ({call.kind.bytes} bytes{where}) has "
-        f"not ended after {stuck.seconds:g} s; {'; '.join(who)}\n"
+        f"echograph: rank {rank}: {stuck.op} {stuck.sequence} of {stuck.channel} ({call.kind.bytes} bytes{where}) "
+        f"has not ended after {stuck.seconds:g} s; {'; '.join(who)}\n"
     )
 
 

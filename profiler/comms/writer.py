@@ -110,7 +110,8 @@ class Writer:
             os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_CUR) - (written - whole))
         self.dropped += rows + sum(isinstance(line, tuple) for line in self._lines)
         sys.stderr.write(
-            f"echograph: {self.path}: {error.strerror or error}: collectives are no longer written, training goes on\n"
+            f"echograph: {self.path}: {error.strerror or error}: collectives are no longer written; "
+            "training goes on\n"
         )
 
 

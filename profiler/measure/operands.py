@@ -1,4 +1,4 @@
-"""Real tensors for a recorded call: the same types, strides and identities, and numbers that it can work with."""
+"""Real tensors for a recorded invocation: its types, strides and identities, and numbers that it can work with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echograph.ir.calls import Argument, Call, Named, Operand
+from echograph.ir.invocations import Argument, Invocation, Named, Operand
 
 _BLOCK = 2**20
 """Random numbers that are drawn; larger tensors repeat them."""
@@ -73,7 +73,7 @@ _ENDS: dict[str, Callable[[Arguments], tuple[str, int]]] = {"aten._grouped_mm": 
 
 
 class Operands:
-    """Makes the arguments of calls on a device.
+    """Makes the arguments of invocations on a device.
 
     Args:
         device: PyTorch's name of it.
@@ -83,18 +83,18 @@ class Operands:
         self._device = device
         self._blocks: dict[tuple[str, bool], Tensor] = {}
 
-    def make(self, call: Call) -> Prepared:
+    def make(self, invocation: Invocation) -> Prepared:
         """The operator, its arguments, and the tensors among them.
 
         What an argument's maker alone can give is taken from one run of the maker.
         """
-        operator = operator_of(call)
-        bounds, ends = _bounds(call, operator), _ends(call, operator)
+        operator = operator_of(invocation)
+        bounds, ends = _bounds(invocation, operator), _ends(invocation, operator)
         made: dict[str, Any] = {}
         tensors = {}
-        for operand in call.operands:
+        for operand in invocation.operands:
             if operand.maker is None:
-                tensors[operand.number] = self._tensor(operand, bounds.get(operand.number, 0), call.products)
+                tensors[operand.number] = self._tensor(operand, bounds.get(operand.number, 0), invocation.products)
                 if operand.number in ends:
                     count = operand.extent
                     equal = [ends[operand.number] * (i + 1) // count for i in range(count)]
@@ -105,9 +105,9 @@ class Operands:
                 made[maker.text] = self.make(maker).run()
             result = made[maker.text]
             tensors[operand.number] = result[index] if isinstance(result, tuple | list) else result
-        args = tuple(self._argument(a, tensors) for a in call.arguments)
-        kwargs = {name: self._argument(a, tensors) for name, a in call.keywords}
-        resident = [tensors[o.number] for o in call.operands if o.resident]
+        args = tuple(self._argument(a, tensors) for a in invocation.arguments)
+        kwargs = {name: self._argument(a, tensors) for name, a in invocation.keywords}
+        resident = [tensors[o.number] for o in invocation.operands if o.resident]
         return Prepared(operator, args, kwargs, list(tensors.values()), resident)
 
     def _argument(self, argument: Argument, tensors: dict[int, Tensor]) -> Any:
@@ -145,7 +145,7 @@ class Operands:
 
 
 class Prepared:
-    """A call that can be run again and again.
+    """An invocation that can be run again and again.
 
     Attributes:
         run: runs it, and returns what it returns.
@@ -167,7 +167,7 @@ class Prepared:
         self._written = [t for argument in _written(operator, args, kwargs) for t in _flat(argument)]
 
     def restore(self) -> None:
-        """Gives what the call overwrites ordinary numbers again, lest they run away over the repeats."""
+        """Gives what the invocation overwrites ordinary numbers again, lest they run away over the repeats."""
         for tensor in self._written:
             tensor.fill_(0.5 if tensor.dtype.is_floating_point else 0)
 
@@ -178,32 +178,32 @@ class Prepared:
                 tensor.amax()
 
 
-def operator_of(call: Call) -> Any:
-    """PyTorch's operator of a call.
+def operator_of(invocation: Invocation) -> Any:
+    """PyTorch's operator of an invocation.
 
     Raises:
         AttributeError: this PyTorch has none of that name.
     """
-    namespace, _, name = call.operator.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), call.overload)
+    namespace, _, name = invocation.operator.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), invocation.overload)
 
 
-def _ends(call: Call, operator: Any) -> dict[int, int]:
+def _ends(invocation: Invocation, operator: Any) -> dict[int, int]:
     """For a tensor of ends of groups, by its number, the last end."""
-    rule = _ENDS.get(call.operator)
+    rule = _ENDS.get(invocation.operator)
     if rule is None:
         return {}
-    given = _given(operator, call.arguments, dict(call.keywords))
+    given = _given(operator, invocation.arguments, dict(invocation.keywords))
     name, end = rule(given)
     return {} if given[name] is None else {given[name].number: end}
 
 
-def _bounds(call: Call, operator: Any) -> dict[int, int]:
+def _bounds(invocation: Invocation, operator: Any) -> dict[int, int]:
     """For every tensor of indices, by its number, the first value that is not one."""
-    rule = _INDICES.get(call.operator)
+    rule = _INDICES.get(invocation.operator)
     if rule is None:
         return {}
-    given = _given(operator, call.arguments, dict(call.keywords))
+    given = _given(operator, invocation.arguments, dict(invocation.keywords))
     bounds = {}
     for name, bound in rule(given).items():
         argument, _, position = name.partition(".")

@@ -1,4 +1,4 @@
-"""Measures the calls of a step one by one. Each finds in the cache what the step would have left there."""
+"""Measures the invocations of a step one by one. Each finds in the cache what the step would have left there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from echograph.errors import InputError
-from echograph.ir.calls import Call, Part
+from echograph.ir.invocations import Invocation, Part
 from echograph.ir.profile import Environment, Measurement, Profile
 from echograph.profiler.measure.device import Device
 from echograph.profiler.measure.operands import Operands, Prepared, operator_of
@@ -35,8 +35,8 @@ class Options:
     """How long to measure.
 
     Attributes:
-        repeats: samples of one call at most.
-        budget_s: seconds for all calls; each gets an equal share of what is left.
+        repeats: samples of one invocation at most.
+        budget_s: seconds for all invocations; each gets an equal share of what is left.
         kernels: whether to look up the names of device kernels.
     """
 
@@ -51,8 +51,8 @@ class Outcome:
 
     Attributes:
         profile: all that is measured, earlier runs included.
-        refused: calls that cannot be measured, and why.
-        left: calls for which there was no time.
+        refused: invocations that cannot be measured, and why.
+        left: invocations for which there was no time.
     """
 
     profile: Profile
@@ -60,16 +60,16 @@ class Outcome:
     left: tuple[str, ...] = ()
 
 
-def label(call: Call) -> str:
-    """The text under which a call's measurement is kept: short, and another one for another call."""
-    if len(call.text) <= _LONGEST_TEXT:
-        return call.text
-    digest = sha256(call.text.encode()).hexdigest()[:16]
-    return f"{call.operator}.{call.overload} of {len(call.operands)} tensors, {digest}"
+def label(invocation: Invocation) -> str:
+    """The text under which an invocation's measurement is kept: short, and another one for another invocation."""
+    if len(invocation.text) <= _LONGEST_TEXT:
+        return invocation.text
+    digest = sha256(invocation.text.encode()).hexdigest()[:16]
+    return f"{invocation.operator}.{invocation.overload} of {len(invocation.operands)} tensors, {digest}"
 
 
 def measure(
-    calls: Sequence[Call],
+    invocations: Sequence[Invocation],
     device: Device,
     profile: Profile,
     options: Options,
@@ -78,10 +78,10 @@ def measure(
     say: Say = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
-    """Measures the calls that a profile does not have yet.
+    """Measures the invocations that a profile does not have yet.
 
     Args:
-        calls: distinct ones.
+        invocations: distinct ones.
         device: where.
         profile: of this device; its measurements are kept.
         options: how long.
@@ -90,21 +90,21 @@ def measure(
         clock: what the budget is counted with.
     """
     known = {(m.arguments, m.signature) for m in profile.measurements}
-    waiting = [call for call in calls if any((label(call), part.signature) not in known for part in call.parts)]
+    waiting = [i for i in invocations if any((label(i), part.signature) not in known for part in i.parts)]
     measurer = _Measurer(device, options)
     refused: list[tuple[str, str]] = []
     began = saved = clock()
-    for done, call in enumerate(waiting):
+    for done, invocation in enumerate(waiting):
         left_s = began + options.budget_s - clock()
         if left_s <= 0:
             save(profile)
             return Outcome(profile=profile, refused=tuple(refused), left=tuple(label(c) for c in waiting[done:]))
         share = left_s / (len(waiting) - done)
-        say(f"{done} of {len(waiting)} measured, at most {left_s:.0f} s left: {call.operator}")
+        say(f"{done} of {len(waiting)} measured, at most {left_s:.0f} s left: {invocation.operator}")
         try:
-            found = measurer.measure(call, share)
+            found = measurer.measure(invocation, share)
         except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, IndexError) as error:
-            refused.append((call.text[:_LONGEST_TEXT], " ".join(str(error).split())[:200]))
+            refused.append((invocation.text[:_LONGEST_TEXT], " ".join(str(error).split())[:200]))
             continue
         new = [m for m in found if (m.arguments, m.signature) not in known]
         profile = replace(profile, measurements=(*profile.measurements, *new))
@@ -136,27 +136,28 @@ class _Measurer:
         self._operands = Operands(device.name)
         self._baseline = device.baseline()
 
-    def measure(self, call: Call, budget_s: float) -> list[Measurement]:
-        """Measurements of a call: one for each part that a graph tells apart.
+    def measure(self, invocation: Invocation, budget_s: float) -> list[Measurement]:
+        """Measurements of an invocation: one for each part that a graph tells apart.
 
         Raises:
             RuntimeError: it does not run, or not within the memory that is free.
         """
-        self._check(call)
+        self._check(invocation)
         with _kernels_alone():
-            prepared = self._operands.make(call)
+            prepared = self._operands.make(invocation)
             peak = self._device.peak_bytes(prepared.run, prepared.tensors)
             for _ in range(_WARM_UP - 1):
                 prepared.run()
             kernels = self._device.kernels(prepared.run) if self._options.kernels else ()
             samples = sample(lambda: self._once(prepared), max_samples=self._options.repeats, budget_s=budget_s)
-        return [_measurement(call, part, samples, kernels, peak) for part in call.parts]
+        return [_measurement(invocation, part, samples, kernels, peak) for part in invocation.parts]
 
-    def _check(self, call: Call) -> None:
-        tags = operator_of(call).tags
+    def _check(self, invocation: Invocation) -> None:
+        tags = operator_of(invocation).tags
         if any(tag in tags for tag in _DATA_DEPENDENT):
             raise RuntimeError("its work depends on the values of its tensors")
-        need = sum(o.extent * _itemsize(o.dtype) for o in call.operands) + max(map(_result_bytes, call.parts))
+        given = sum(o.extent * _itemsize(o.dtype) for o in invocation.operands)
+        need = given + max(map(_result_bytes, invocation.parts))
         free = self._device.free_bytes()
         if need > free:
             raise RuntimeError(f"it takes {format_bytes(need)}, and {format_bytes(free)} are free")
@@ -180,7 +181,9 @@ def _kernels_alone() -> Iterator[None]:
         yield
 
 
-def _measurement(call: Call, part: Part, samples: Samples, kernels: tuple[str, ...], peak: int) -> Measurement:
+def _measurement(
+    invocation: Invocation, part: Part, samples: Samples, kernels: tuple[str, ...], peak: int
+) -> Measurement:
     signature = part.signature
     return Measurement(
         operator=signature.operator,
@@ -192,8 +195,8 @@ def _measurement(call: Call, part: Part, samples: Samples, kernels: tuple[str, .
         samples=len(samples.seconds),
         spread=samples.spread,
         kernels=kernels,
-        arguments=label(call),
-        calls=part.calls,
+        arguments=label(invocation),
+        runs=part.runs,
         peak_bytes=round(peak * part.share),
     )
 

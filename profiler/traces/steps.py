@@ -9,7 +9,7 @@ import numpy as np
 
 from echograph.ir.columns import Int64
 from echograph.profiler.traces.launches import launches, of_device_queue
-from echograph.profiler.traces.trace import NONE, Bool, Trace
+from echograph.profiler.traces.trace import NONE, Trace
 
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
 
@@ -77,9 +77,3 @@ def step_of_rows(trace: Trace) -> Int64:
     calls, works = launches(trace)
     step[works] = step[calls]
     return step
-
-
-def within_steps(trace: Trace) -> Bool:
-    """Which rows belong to a step."""
-    inside: Bool = step_of_rows(trace) != NONE
-    return inside

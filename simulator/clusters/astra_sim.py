@@ -1,8 +1,9 @@
 """A cluster as ASTRA-sim 2 is told of one: its system, network and memory files.
 
 Its analytical network has dimensions, the innermost first: here the NVLink domain, then the levels of the network
-that a job of this size climbs to. Links have the bandwidth and the latency of protocol Simple, since a dimension
-has one of each. Keys and units are those of the example inputs of ASTRA-sim; its network's GB/s are 2^30 bytes.
+that a job of this size climbs to. A dimension has one bandwidth and one latency: here the highest and the lowest
+that a protocol of the fabric reaches, so that large and small messages take what they should, and those in between
+somewhat less. Keys and units are those of ASTRA-sim's example inputs; its network's GB/s are 2^30 bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 from dataclasses import dataclass
 
 from echograph.errors import PlanError
+from echograph.simulator.clusters.fabric import Protocols
 from echograph.simulator.clusters.types import Cluster
 from echograph.units import GB, GIB
 
@@ -22,7 +24,13 @@ SWITCH_LINKS = 2
 PIECES = 4
 """A collective over several dimensions is cut up, so that its pieces are on different ones at a time."""
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+IMPLEMENTATIONS = {
+    "all-reduce": "ring",
+    "all-gather": "ring",
+    "reduce-scatter": "ring",
+    # To one peer after the other: a ring of them would pass everything on through all ranks between.
+    "all-to-all": "direct1",
+}
 _TERA, _NS_PER_S = 1e12, 1e9
 
 
@@ -58,12 +66,12 @@ def dimensions(cluster: Cluster, ranks: int) -> tuple[Dimension, ...]:
             f"use {ranks // domain * domain} or {-(-ranks // domain) * domain}, or export without --cluster"
         )
     node, network = cluster.node_fabric, cluster.network
-    simple = node.protocols.simple
-    rate = node.bytes_per_s(domain) * simple.efficiency
-    found = [Dimension(name="domain", ranks=domain, bytes_per_s=rate, latency_s=simple.hop_s)]
-    simple, inside = network.fabric.protocols.simple, domain
-    rate = network.nics_per_node * network.nic_bytes_per_s / cluster.gpus_per_node * simple.efficiency
-    latency = simple.hop_s * network.fabric.ring_hop_share
+    hop, share = _best(node.protocols)
+    rate = node.bytes_per_s(domain) * share
+    found, inside = [Dimension(name="domain", ranks=domain, bytes_per_s=rate, latency_s=hop)], domain
+    between, share = _best(network.fabric.protocols)
+    rate = network.nics_per_node * network.nic_bytes_per_s / cluster.gpus_per_node * share
+    latency = max(hop, between * network.fabric.ring_hop_share)
     for level in network.crossed(ranks):
         rate, latency = rate / level.oversubscription, latency + level.hop_s
         below = min(level.gpus, ranks)
@@ -73,6 +81,12 @@ def dimensions(cluster: Cluster, ranks: int) -> tuple[Dimension, ...]:
         found.append(Dimension(name=level.name, ranks=below // inside, bytes_per_s=rate, latency_s=latency))
         inside = below
     return tuple(found)
+
+
+def _best(protocols: Protocols) -> tuple[float, float]:
+    """The lowest latency of a step and the highest share of the bandwidth."""
+    every = (protocols.ll, protocols.ll128, protocols.simple)
+    return min(cost.hop_s for cost in every), max(cost.efficiency for cost in every)
 
 
 def astra_sim_files(
@@ -95,7 +109,7 @@ def astra_sim_files(
         "endpoint-delay": 1,
         "active-chunks-per-dimension": 1,
         "preferred-dataset-splits": PIECES if len(found) > 1 else 1,
-        **{f"{kind}-implementation": ["ring"] * len(found) for kind in COLLECTIVES},
+        **{f"{kind}-implementation": [name] * len(found) for kind, name in IMPLEMENTATIONS.items()},
         "collective-optimization": "localBWAware",
         "local-mem-bw": memory_bytes_per_s / GB,
         "peak-perf": peak_flops_per_s / _TERA,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from echograph.errors import PlanError
+from echograph.ir.columns import distinct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ def place(ranks: Sequence[int], gpus_per_node: int, domain_gpus: int) -> Placeme
         domains, per_domain = _strided(len(ranks), abs(ranks.step), min(low, high), domain_gpus)
         span = abs(high - low) + 1
     else:
-        members = np.unique(np.asarray(ranks, dtype=np.int64))
+        members = distinct(ranks)
         if len(members) != len(ranks):
             raise PlanError("group: a rank is named twice")
         if len(members) and members[0] < 0:

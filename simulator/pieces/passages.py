@@ -79,6 +79,7 @@ class Chain:
         uses: the same, as bits.
         inlets: of the first piece, how many.
         over: int64 [exits, entries, scenarios].
+        before: for each piece, int64 [its entries, entries]: to where it begins, first scenario.
     """
 
     def __init__(self, passages: tuple[Passage, ...]) -> None:
@@ -86,12 +87,24 @@ class Chain:
         self.lanes = tuple(sorted({lane for its in passages for lane in its.lanes}))
         self.at, self.uses = np.array(self.lanes), sum(1 << lane for lane in self.lanes)
         self.inlets = len(passages[0].kind.reads)
+        self.before: list[Int64] = []
+        self.over = self._alone() if len(passages) == 1 else self._together()
+
+    def _alone(self) -> Int64:
+        entries = len(self.lanes) + self.inlets
+        as_they_are = np.full((entries, entries), NEVER)
+        np.fill_diagonal(as_they_are, 0)
+        self.before.append(as_they_are)
+        return self.passages[0].over
+
+    def _together(self) -> Int64:
+        """Sends the clocks through all pieces, and notes those with which each begins."""
+        passages = self.passages
         entries = len(self.lanes) + self.inlets
         clocks = np.full((len(self.lanes), entries, passages[0].over.shape[2]), NEVER)
         clocks[np.arange(len(self.lanes)), np.arange(len(self.lanes))] = 0
         inlets = np.full((self.inlets, *clocks.shape[1:]), NEVER)
         inlets[np.arange(self.inlets), len(self.lanes) + np.arange(self.inlets)] = 0
-        self.before: list[Int64] = []
         for its in passages:
             lanes = np.searchsorted(self.at, its.lanes)
             into = clocks[lanes]
@@ -101,7 +114,7 @@ class Chain:
             self.before.append(into[:, :, 0])
             after = np.maximum((its.over[:, :, None] + into[None]).max(axis=1), NEVER)
             clocks[lanes] = after[: len(lanes)]
-        self.over = np.concatenate([clocks, after[len(lanes) :]])
+        return np.concatenate([clocks, after[len(lanes) :]])
 
 
 def passage(kind: Kind, work: Work) -> Passage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ import numpy as np
 from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.types import OpKind
-from echograph.simulator.pieces.cut import Line, Pieces
+from echograph.simulator.pieces.cut import Kind, Line, Pieces
 from echograph.simulator.pieces.passages import NEVER, Chain, Work, passage
 
 
@@ -231,27 +232,38 @@ class _Program:
 
 
 def _steps(pieces: Pieces, work: Work) -> list[list[Step]]:
-    """The pieces of each program between those that meet, wait for others, or are waited for."""
+    """The steps of each program. Chains that stand once do not pay: their pieces go one by one."""
     passages = [None if kind.meets else passage(kind, work) for kind in pieces.kinds]
+    stretches = [_stretches(line, pieces.kinds) for line in pieces.lines]
+    often = Counter(kinds for its in stretches for _, kinds in its)
     chains: dict[tuple[int, ...], Chain] = {}
-    meets = np.array([kind.meets for kind in pieces.kinds] or [False])
     steps = []
-    for line in pieces.lines:
-        cuts = meets[line.kind]
-        cuts[1:] |= cuts[:-1]
-        cuts[[*line.incoming]] = True
-        cuts[[piece + 1 for piece in line.outgoing if piece + 1 < len(cuts)]] = True
-        cuts[:1] = True
-        bounds, kinds, found = [*np.flatnonzero(cuts).tolist(), len(cuts)], line.kind.tolist(), []
-        for first, end in pairwise(bounds):
-            its = tuple(kinds[first:end])
-            if (chain := chains.get(its)) is None and not meets[its[0]]:
-                chain = chains[its] = Chain(tuple(one for number in its if (one := passages[number]) is not None))
-            found.append(
-                Step(
-                    first=first, chain=chain, row=pieces.kinds[its[0]].rows.start,
-                    incoming=line.incoming.get(first, []), outgoing=line.outgoing.get(end - 1, []),
-                )
-            )  # fmt: skip
+    for line, its in zip(pieces.lines, stretches, strict=True):
+        found = []
+        for first, kinds in its:
+            alone = often[kinds] == 1
+            for at, together in enumerate((number,) for number in kinds) if alone else [(0, kinds)]:
+                one = [passages[number] for number in together]
+                if together not in chains and one[0] is not None:
+                    chains[together] = Chain(tuple(its for its in one if its is not None))
+                begin, end = first + at, first + at + len(together)
+                found.append(
+                    Step(
+                        first=begin, chain=chains.get(together), row=pieces.kinds[together[0]].rows.start,
+                        incoming=line.incoming.get(begin, []), outgoing=line.outgoing.get(end - 1, []),
+                    )
+                )  # fmt: skip
         steps.append(found)
     return steps
+
+
+def _stretches(line: Line, kinds: tuple[Kind, ...]) -> list[tuple[int, tuple[int, ...]]]:
+    """The pieces of a program between those that meet, wait for others, or are waited for: first, and kinds."""
+    cuts = np.array([kind.meets for kind in kinds] or [False])[line.kind]
+    cuts[1:] |= cuts[:-1]
+    cuts[[*line.incoming]] = True
+    cuts[[piece + 1 for piece in line.outgoing if piece + 1 < len(cuts)]] = True
+    cuts[:1] = True
+    numbers = line.kind.tolist()
+    bounds = [*np.flatnonzero(cuts).tolist(), len(cuts)]
+    return [(first, tuple(numbers[first:end])) for first, end in pairwise(bounds)]

@@ -48,7 +48,7 @@ def test_people_read_what_is_lost_beside_the_result(cli, job_graph: Path, tmp_pa
     assert "chakra" in done.out
     assert "note: whole microseconds" in done.err
     assert "note: no time of the host" in done.err
-    assert "no NVLS" in done.err
+    assert "no trees, NVLS or protocols" in done.err
 
 
 def test_a_file_a_role(cli, job_graph: Path, tmp_path: Path) -> None:

@@ -69,12 +69,12 @@ def test_every_operation_has_a_duration_or_is_free(cli, model: str, tmp_path: Pa
     profile = load_profile(output)
     assert len(profile.measurements) == record["measurements"]
     assert profile.environment.threads > 0 and profile.environment.torch
-    assert all(m.samples == 5 and m.calls > 0 and m.arguments for m in profile.measurements)
+    assert all(m.samples == 5 and m.runs > 0 and m.arguments for m in profile.measurements)
 
 
 def test_equal_layers_are_measured_once(measured: dict[str, Any]) -> None:
     products = [m for m in load_profile(measured["profile"]).measurements if m.operator == "aten.addmm"]
-    assert sorted(m.calls for m in products) == [3, 3]
+    assert sorted(m.runs for m in products) == [3, 3]
 
 
 def test_it_goes_on_where_it_stopped(cli, model: str, measured: dict[str, Any], tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_echos_files_name_times_and_nodes_alike(measured: dict[str, Any]) -> Non
     optimizer = [n for n in listed if n["op"] == "aten._fused_adamw_"]
     assert listed[0]["output_types"] == ["torch.float32"]
     assert optimizer and all(times[n["name"]] > 0 for n in optimizer)
-    total = sum(m.median_picoseconds * m.calls for m in load_profile(measured["profile"]).measurements)
+    total = sum(m.median_picoseconds * m.runs for m in load_profile(measured["profile"]).measurements)
     assert sum(times.values()) * 1e9 == pytest.approx(total, rel=1e-3)
 
 

@@ -48,10 +48,10 @@ def kind(*shape: int) -> TensorType:
     return TensorType(dtype=FP32, shape=shape)
 
 
-def product(microseconds: int, *, calls: int = 1, arguments: str = "", **other: object) -> Measurement:
+def product(microseconds: int, *, runs: int = 1, arguments: str = "", **other: object) -> Measurement:
     values: dict[str, object] = {"attributes": Gemm(), "operator": "aten.mm", "samples": 10, **other}
     return Measurement(
-        inputs=(kind(8, 8), kind(8, 8)), outputs=(kind(8, 8),), mean_picoseconds=0, calls=calls,
+        inputs=(kind(8, 8), kind(8, 8)), outputs=(kind(8, 8),), mean_picoseconds=0, runs=runs,
         median_picoseconds=microseconds * PS, arguments=arguments, **values,  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -104,11 +104,11 @@ def test_names_do_not_matter_but_shapes_and_types_do() -> None:
 
 
 def test_calls_that_a_graph_cannot_tell_apart_count_as_often_as_they_run() -> None:
-    calls = (
-        product(1, calls=3, arguments="contiguous", spread=0.0),
-        product(5, calls=1, arguments="strided", spread=0.1),
+    invocations = (
+        product(1, runs=3, arguments="contiguous", spread=0.0),
+        product(5, runs=1, arguments="strided", spread=0.1),
     )
-    (value,) = by_signature(profile(*calls)).values()
+    (value,) = by_signature(profile(*invocations)).values()
     assert value.picoseconds == 2 * PS and value.samples == 20
     # Three exact ones of 1 us and one of 5 us +- 10 %: 8 +- 0.5 us together.
     assert value.spread == pytest.approx(0.5 / 8)

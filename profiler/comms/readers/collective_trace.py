@@ -1,7 +1,8 @@
 """Reads the logs of collective_trace: lines of [TRACE], [BATCH], [BARRIER] and [COALESCE].
 
-They say how long a call took, and not when it was: so there are counts and durations, and nothing to merge ranks by.
-Sizes are computed from shape and dtype where a line has them, since its own mixes what goes in with what comes out.
+They say how long a call took, and not when it was: so there are counts and durations, and nothing to merge ranks
+by. Sizes are computed from shape and dtype where a line has them, since its own mixes what goes in with what comes
+out.
 """
 
 from __future__ import annotations

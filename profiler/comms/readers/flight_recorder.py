@@ -1,7 +1,8 @@
 """Reads dumps of PyTorch's flight recorder, in their JSON form or as the pickle that PyTorch writes.
 
-Nothing is unpickled: `pickletools` only takes the file apart into its opcodes, and the few that build dictionaries,
-lists, tuples, strings, numbers, truth values and None are followed. A dump has no others; whatever has is refused.
+Nothing is unpickled: `pickletools` only takes the file apart into its opcodes, and the few that build
+dictionaries, lists, tuples, strings, numbers, truth values and None are followed. A dump has no others; whatever
+has is refused.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from echograph.profiler.comms.record import COLUMNS, UNKNOWN, What
 
 MAX_BYTES = 1 << 30
 _ITEM_BYTES = {
-    "Double": 8, "Long": 8, "ComplexFloat": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2, "Byte": 1,
-    "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "Float8_e5m2": 1,
+    "Double": 8, "Long": 8, "ComplexFloat": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2,
+    "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "Float8_e5m2": 1,
 }  # fmt: skip
 _NAMES = {
     "_all_gather_base": "all_gather_into_tensor",
@@ -143,7 +144,7 @@ def plain_pickle(data: bytes) -> Any:
             case "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
                 memo[len(memo) if argument is None else argument] = stack[-1]
             case "BINGET" | "LONG_BINGET":
-                stack.append(memo[argument])
+                stack.append(memo[int(argument or 0)])
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
                 count = int(opcode.name[-1])
                 stack[-count:] = [tuple(stack[-count:])]

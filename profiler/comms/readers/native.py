@@ -14,6 +14,7 @@ from echograph.profiler.comms.record import (
     DECODER,
     FORMAT,
     MAJOR,
+    UNREADABLE,
     Beat,
     End,
     GroupLine,
@@ -47,13 +48,15 @@ class NativeSource(Source):
             raise InputError(f"{self.path}: {error.strerror or error}") from None
         try:
             header = DECODER.decode(first)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             header = None
         if not isinstance(header, Header) or header.format != FORMAT:
             raise FormatError(f"{self.path}: its first line is no header of a trace of collectives")
         if header.version[0] > MAJOR:
             version = ".".join(map(str, header.version))
-            raise FormatError(f"{self.path}: version {version}, newer than {MAJOR}: read it with a newer echograph")
+            raise FormatError(
+                f"{self.path}: version {version}, newer than {MAJOR}: read it with a newer echograph"
+            )
         self.rank, self.world, self.host = header.rank, header.world, header.host
         if header.unknown:
             self.problems[f"operators that the tracer does not see: {', '.join(header.unknown)}"] += 1
@@ -86,14 +89,14 @@ class NativeSource(Source):
             flat = _NUMBERS.decode(b"[%b]" % block.translate(None, b"[]").strip().replace(b"\n", b","))
             if len(flat) == COLUMNS * (block.strip().count(b"\n") + 1):
                 return np.array(flat, dtype=np.int64).reshape(-1, COLUMNS)
-        except (msgspec.DecodeError, OverflowError):
+        except UNREADABLE:
             pass
         good = []
         for line in block.splitlines():
             try:
                 numbers = _NUMBERS.decode(line)
                 np.array(numbers, dtype=np.int64)
-            except (msgspec.DecodeError, OverflowError):
+            except UNREADABLE:
                 numbers = []
             if len(numbers) == COLUMNS:
                 good.append(numbers)
@@ -104,7 +107,7 @@ class NativeSource(Source):
     def _object(self, text: bytes) -> None:
         try:
             line: Line = DECODER.decode(text)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             self.problems["unreadable lines"] += 1
             return
         match line:

@@ -1,7 +1,7 @@
 """Starts the tracer in every Python process of a command that `echoprof comms --` runs.
 
-Python imports this by its name, because the folder stands first in PYTHONPATH. Whatever `sitecustomize` it hides is
-run as well; the tracer begins once PyTorch has been imported, and makes no file before the first collective.
+Python imports this by its name, because the folder stands first in PYTHONPATH. Whatever `sitecustomize` it hides
+is run as well; the tracer begins once PyTorch has been imported, and makes no file before the first collective.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _AfterTorch:
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         if name != "torch":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
@@ -55,4 +55,4 @@ class _AfterTorch:
 
 _run_hidden()
 if os.environ.get("ECHOGRAPH_TRACE"):
-    sys.meta_path.insert(0, _AfterTorch())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _AfterTorch())

@@ -31,7 +31,7 @@ class RunByDefault(TyperGroup):
 
 comms = typer.Typer(
     cls=RunByDefault,
-    help="Trace the collectives of a job: echoprof comms -- torchrun ... train.py; then: echoprof comms report DIR.",
+    help="Trace a job's collectives: echoprof comms -- torchrun ... train.py; then: echoprof comms report DIR.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -134,7 +134,9 @@ def print_troubles(report: Report) -> None:
         )
     for call in report.unfinished:
         where = f" ({call['site']})" if call["site"] else ""
-        print_line(f"no end: rank {call['rank']}, {call['operation']} {call['sequence']} of {call['channel']}{where}")
+        print_line(
+            f"no end: rank {call['rank']}, {call['operation']} {call['sequence']} of {call['channel']}{where}"
+        )
     for host, offset in report.clock_offsets.items():
         print_line(f"clock of {host}: {offset * 1e3:+.3f} ms, taken off")
     for problem, count in report.problems.items():

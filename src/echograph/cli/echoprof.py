@@ -12,6 +12,7 @@ import typer
 
 from echograph.cli.analyze import analyze
 from echograph.cli.app import make_app, print_error, print_json, print_table, progress, run
+from echograph.cli.collectives import collectives_command
 from echograph.cli.comms import comms
 from echograph.cli.graph import graph_command
 from echograph.cli.ops import ops_command
@@ -26,6 +27,7 @@ app.command("analyze")(analyze)
 app.command("graph")(graph_command)
 app.command("ops")(ops_command)
 app.command("step")(step_command)
+app.command("collectives")(collectives_command)
 app.add_typer(comms, name="comms")
 
 Names = Annotated[list[str] | None, typer.Option(help="Only this one (may be given again).")]

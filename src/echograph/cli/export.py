@@ -79,7 +79,7 @@ def export_command(
         print_error(f"note: {note}")
 
 
-def job_of(graph: Graph, path_hint: str = "graph.pb") -> JobGraph:
+def job_of(graph: Graph) -> JobGraph:
     """The graph as a job, for formats that say what every rank executes.
 
     Raises:
@@ -88,7 +88,7 @@ def job_of(graph: Graph, path_hint: str = "graph.pb") -> JobGraph:
     if isinstance(graph, JobGraph):
         return graph
     raise UsageError(
-        f"{graph.name or path_hint} is a step graph, and the format is of jobs: spread it first, "
+        f"{graph.name or 'it'} is a step graph, and the format is of jobs: spread it first, "
         "as echoc lower graph.pb --gpus 8 -o job.pb"
     )
 

@@ -58,7 +58,7 @@ def _peak(job: Graph, device: DeviceProfile) -> float:
 
 def _lost(cluster: Cluster, output: Path) -> Iterator[str]:
     """What ASTRA-sim's files do not say of the cluster."""
-    yield "ASTRA-sim's network has rings over links of protocol Simple: no NVLS, trees, LL or LL128"
+    yield "ASTRA-sim's files have rings over links of one bandwidth and latency: no trees, NVLS or protocols"
     if cluster.degraded or cluster.slow_nodes:
         yield f"cluster {cluster.name}: what is degraded is not in ASTRA-sim's files"
     if "empty" in str(output):

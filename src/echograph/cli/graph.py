@@ -13,6 +13,8 @@ from echograph.errors import UsageError
 from echograph.ir.exporters import EXPORTERS
 from echograph.units import format_bytes
 
+FORMATS = ("dot", "gml", "graphml", "json", "svg")
+
 
 def graph_command(
     graph: Annotated[Path, typer.Argument(help="A graph file written by echoc.")],
@@ -25,9 +27,9 @@ def graph_command(
     from echograph.ir import files, serde
 
     to = output.suffix.removeprefix(".").lower()
-    if to not in EXPORTERS:
+    if to not in FORMATS:
         raise UsageError(
-            f"--output {output.name}: the ending names the format: give one of .{', .'.join(sorted(EXPORTERS))}"
+            f"--output {output.name}: the ending is the format: give one of .{', .'.join(FORMATS)}"
         )
     if graph.resolve() == output.resolve():
         raise UsageError(f"--output {output}: is the graph itself: give the picture a file of its own")

@@ -114,19 +114,20 @@ def notes(graph: StepGraph | JobGraph, plan: Plan) -> tuple[str, ...]:
 
 
 def _replicate(graph: StepGraph, plan: Plan, replicas: int, count: int) -> JobGraph:
-    from echograph.ir.passes.data_parallel import DataParallel
-    from echograph.ir.passes.fully_shard import FullyShard
-
     staged: StepGraph | JobGraph = graph
     if plan.pp > 1:
         staged, count = _pipeline(graph, plan, count), 1
     if plan.zero < 3:
+        from echograph.ir.passes.data_parallel import DataParallel
+
         options = {
             name: getattr(plan, name)
             for name in ("zero", "overlap_grad_reduce", "overlap_param_gather")
             if name in plan.given
         }
         return DataParallel(replicas=replicas, micro_batches=count, **options)(staged)
+    from echograph.ir.passes.fully_shard import FullyShard
+
     keep = plan.pp > 1 if plan.reshard_after_forward is None else not plan.reshard_after_forward
     return FullyShard(
         replicas=replicas,

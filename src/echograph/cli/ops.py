@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from echograph.frontend.pytorch.step import StepSpec
-    from echograph.ir.calls import Call
     from echograph.ir.graph import StepGraph
-    from echograph.ir.profile import Profile
+    from echograph.ir.invocations import Invocation
+    from echograph.ir.profile import Environment, Profile
     from echograph.profiler.measure.device import Device
     from echograph.profiler.measure.ops import Outcome
 
@@ -39,17 +39,17 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """A step as graph and as calls.
+    """A step as graph and as invocations.
 
     Attributes:
         graph: folded.
         flat: as it ran.
-        calls: the distinct calls that do work.
+        invocations: the distinct invocations that do work.
     """
 
     graph: StepGraph
     flat: StepGraph
-    calls: list[Call]
+    invocations: list[Invocation]
 
 
 def ops_command(
@@ -86,10 +86,10 @@ def ops_command(
     here, spec = device_and_spec(device, dtype, optimizer, clock)
     sizes = {"batch_size": batch_size, "seq_len": seq_len, "attention": attention}
     with progress("starting") as say:
-        captured = capture_calls(model, spec, here.cache_bytes, say, **sizes)
+        captured = capture_invocations(model, spec, here.cache_bytes, say, **sizes)
         profile = _start(here, output, name, resume, say)
-        outcome = measure_calls(
-            captured.calls, here, profile, Options(repeats=repeats, budget_s=budget), output, say
+        outcome = measure_invocations(
+            captured.invocations, here, profile, Options(repeats=repeats, budget_s=budget), output, say
         )
         if graph is not None:
             serde.save(captured.graph, graph)
@@ -98,7 +98,10 @@ def ops_command(
         from echograph.ir.passes.measured import join
 
         export_echo(join(captured.flat, outcome.profile)[0](captured.flat), echo_json)
-    summary = _summary(captured, outcome, here)
+    _report(_summary(captured, outcome, here), outcome, output, as_json)
+
+
+def _report(summary: dict[str, Any], outcome: Outcome, output: Path, as_json: bool) -> None:
     if as_json:
         print_json({"output": str(output), **summary})
     else:
@@ -110,13 +113,13 @@ def ops_command(
     print_error(f"wrote {output} (profile of {outcome.profile.environment.device})")
 
 
-def capture_calls(
+def capture_invocations(
     model: str, spec: StepSpec, cache_bytes: int, say: Callable[[str], None], **sizes: Any
 ) -> Captured:
-    """Captures a step as graph and as the calls that it is made of."""
+    """Captures a step as graph and as the invocations that it is made of."""
     from echograph.cli.compose import build_model
-    from echograph.frontend.pytorch.calls import calls_of
     from echograph.frontend.pytorch.capture import capture, capture_mode
+    from echograph.frontend.pytorch.invocations import invocations_of
     from echograph.frontend.pytorch.lower import lower_nodes, workload_of
     from echograph.ir.passes.fold import fold
 
@@ -125,44 +128,52 @@ def capture_calls(
     say(f"capturing one training step of {name}")
     nodes = capture(*built, spec)
     flat, made = lower_nodes(nodes, workload_of(nodes, spec, name))
-    return Captured(graph=fold(flat), flat=flat, calls=calls_of(nodes, flat, made, cache_bytes))
+    return Captured(graph=fold(flat), flat=flat, invocations=invocations_of(nodes, flat, made, cache_bytes))
 
 
-def measure_calls(
-    calls: list[Call], device: Device, profile: Profile, options: Any, output: Path, say: Callable[[str], None]
+def measure_invocations(
+    invocations: list[Invocation],
+    device: Device,
+    profile: Profile,
+    options: Any,
+    output: Path,
+    say: Callable[[str], None],
 ) -> Outcome:
-    """Measures calls, and writes the profile as it grows."""
+    """Measures invocations, and writes the profile as it grows."""
     from echograph.ir.profile import save_profile
     from echograph.profiler.measure.device import keep_freed_memory
     from echograph.profiler.measure.ops import measure
 
     if device.name == "cpu":
         keep_freed_memory()
-    return measure(calls, device, profile, options, save=lambda p: _ignore(save_profile(p, output)), say=say)
 
+    def save(grown: Profile) -> None:
+        save_profile(grown, output)
 
-def _ignore(_: object) -> None:
-    return None
+    return measure(invocations, device, profile, options, save=save, say=say)
 
 
 def _start(device: Device, output: Path, name: str, resume: bool, say: Callable[[str], None]) -> Profile:
     """The profile to begin with: the one that there is, or an empty one with the host's times."""
     from echograph.ir.profile import Profile, load_profile
-    from echograph.profiler.measure.host import measure_host
     from echograph.profiler.measure.ops import continued
-    from echograph.units import to_ps
 
-    environment = device.environment(name)
     if resume:
         if not output.exists():
             raise UsageError(f"--resume: there is no {output} to go on with: leave --resume out")
-        return continued(load_profile(output), environment, str(output))
+        return continued(load_profile(output), device.environment(name), str(output))
     say("measuring the host")
+    return Profile(environment=with_host(device, name))
+
+
+def with_host(device: Device, name: str = "") -> Environment:
+    """A device's environment with the host's times, measured now."""
+    from echograph.profiler.measure.host import measure_host
+    from echograph.units import to_ps
+
     host = measure_host(device)
-    return Profile(
-        environment=replace(
-            environment, host_op_picoseconds=to_ps(host.op_s), host_view_picoseconds=to_ps(host.view_s)
-        )
+    return replace(
+        device.environment(name), host_op_picoseconds=to_ps(host.op_s), host_view_picoseconds=to_ps(host.view_s)
     )
 
 
@@ -180,7 +191,7 @@ def _summary(captured: Captured, outcome: Outcome, device: Device) -> dict[str, 
         "cuda": environment.cuda,
         "threads": environment.threads,
         "utilisation": device.utilisation(),
-        "distinct_calls": len(captured.calls),
+        "distinct_invocations": len(captured.invocations),
         "measurements": len(measurements),
         "operations": {
             "measured": coverage.measured,
@@ -188,7 +199,7 @@ def _summary(captured: Captured, outcome: Outcome, device: Device) -> dict[str, 
             "missing": coverage.missing,
         },
         "unmatched": len(coverage.unmatched),
-        "not_measured": [{"call": text, "reason": why} for text, why in outcome.refused],
+        "not_measured": [{"invocation": text, "reason": why} for text, why in outcome.refused],
         "left": len(outcome.left),
         "sum_s": coverage.busy_ps * 1e-12,
         "host_op_s": environment.host_op_picoseconds * 1e-12,
@@ -201,20 +212,20 @@ def _print(summary: dict[str, Any], outcome: Outcome) -> None:
     counts = summary["operations"]
     print_line(f"{summary['hardware']} as '{summary['device']}', torch {summary['torch']}")
     print_line(
-        f"{summary['distinct_calls']} distinct calls; operations of the step: {counts['measured']} measured, "
-        f"{counts['free']} free, {counts['missing']} missing"
+        f"{summary['distinct_invocations']} distinct invocations; operations of the step: "
+        f"{counts['measured']} measured, {counts['free']} free, {counts['missing']} missing"
     )
     print_line(
         f"sum {format_time(summary['sum_s'] * 1e12)}; the host adds {format_time(summary['host_op_s'] * 1e12)} "
         f"an operation, {format_time(summary['host_view_s'] * 1e12)} a view"
     )
-    longest = sorted(outcome.profile.measurements, key=lambda m: -m.median_picoseconds * m.calls)
+    longest = sorted(outcome.profile.measurements, key=lambda m: -m.median_picoseconds * m.runs)
     print_table(
-        ("operator", "calls", "median us", "spread %", "samples", "memory", "call"),
+        ("operator", "invocations", "median us", "spread %", "samples", "memory", "invocation"),
         (
             (
                 m.operator,
-                str(m.calls),
+                str(m.runs),
                 round(m.median_picoseconds * 1e-6, 2),
                 round(m.spread * 100, 2),
                 str(m.samples),

@@ -23,6 +23,8 @@ from echograph.cli.step_options import (
 from echograph.errors import UsageError
 from echograph.units import format_time, to_s
 
+_TITLES = {"sum": "operations", "simulated": "simulated"}
+
 
 def step_command(
     model: Model,
@@ -61,23 +63,28 @@ def step_command(
         "spread": samples.spread,
         "seconds": list(samples.seconds),
         **predicted,
+        **{f"{name}_error": predicted[f"{name}_s"] / samples.median - 1 for name in _predictions(predicted)},
     }
-    for name in ("sum_s", "simulated_s"):
-        if name in record:
-            record[name.replace("_s", "_error")] = record[name] / samples.median - 1
     if as_json:
         print_json(record)
-        return
-    print_line(
-        f"measured   {format_time(samples.median * 1e12):>10}  median of {len(samples.seconds)} steps, "
-        f"mean {format_time(samples.mean * 1e12)} +- {samples.spread:.1%}"
-    )
-    for name, title in (("sum_s", "operations"), ("simulated_s", "simulated")):
-        if name in record:
-            error = record[name.replace("_s", "_error")]
-            print_line(f"{title:<10} {format_time(record[name] * 1e12):>10}  {error:+.1%}")
+    else:
+        _print(record)
     if predicted.get("missing"):
         print_error(f"note: {predicted['missing']} operations of the step are not in {profile}")
+
+
+def _predictions(record: dict[str, Any]) -> list[str]:
+    return [name for name in _TITLES if f"{name}_s" in record]
+
+
+def _print(record: dict[str, Any]) -> None:
+    print_line(
+        f"measured   {format_time(record['step_s'] * 1e12):>10}  median of {record['steps']} steps, "
+        f"mean {format_time(record['mean_s'] * 1e12)} +- {record['spread']:.1%}"
+    )
+    for name in _predictions(record):
+        time, error = record[f"{name}_s"], record[f"{name}_error"]
+        print_line(f"{_TITLES[name]:<10} {format_time(time * 1e12):>10}  {error:+.1%}")
 
 
 def measure_step(
@@ -101,12 +108,12 @@ def measure_step(
 def _predicted(model: str, spec: Any, profile: Path, cache_bytes: int, say: Any, **sizes: Any) -> dict[str, Any]:
     """The sum of a step's operations, and the step simulated, from a profile; None where it lacks operations."""
     from echograph.cli.measured import predict_measured
-    from echograph.cli.ops import capture_calls
+    from echograph.cli.ops import capture_invocations
     from echograph.cli.plan import Plan
     from echograph.ir.passes.measured import join
     from echograph.ir.profile import load_profile
 
-    graph = capture_calls(model, spec, cache_bytes, say, **sizes).graph
+    graph = capture_invocations(model, spec, cache_bytes, say, **sizes).graph
     _, coverage = join(graph, load_profile(profile))
     found: dict[str, Any] = {"sum_s": to_s(coverage.busy_ps), "missing": coverage.missing}
     if not coverage.missing:

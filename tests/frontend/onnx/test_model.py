@@ -87,6 +87,20 @@ def test_modules_from_metadata(key: str, text: str, module: str, tmp_path: Path)
     assert read(m.save(proto, tmp_path)).nodes[0].module == module
 
 
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("/encoder/layer.3/attention/MatMul", "encoder.layer.3.attention"),
+        ("/layers/layers.3/MatMul", "layers.3"),
+        ("bert/encoder/layer_3/MatMul", "bert.encoder.layer.3"),
+        ("MatMul_7", ""),
+    ],
+)
+def test_modules_from_names(name: str, module: str, tmp_path: Path) -> None:
+    proto = m.model([helper.make_node("Relu", ["x"], ["y"], name=name)], [m.value("x", [3])], [m.value("y", [3])])
+    assert read(m.save(proto, tmp_path)).nodes[0].module == module
+
+
 def test_weights_that_are_inputs_by_their_metadata(tmp_path: Path) -> None:
     proto = m.model(
         [helper.make_node("MatMul", ["x", "w"], ["y"])], [m.value("x", [2, 3]), m.value("w", [3, 4])],

@@ -3,7 +3,7 @@
 Its messages come from the schema's text alone. A rank has one compute resource and one for every group and every
 pair of ranks that it sends between; ready nodes start by ascending id; collectives and messages start when all of
 their ranks have come, and take what the textbook's ring takes with bandwidth alone. ASTRA-sim, by contrast, lets a
-rank communicate once at a time.
+rank communicate once at a time; `one_at_a_time` does as it does.
 """
 
 from __future__ import annotations
@@ -131,16 +131,20 @@ class Replay:
         folder: what was exported.
         bytes_per_s: of every link.
         streams: whether kernels of different chains run side by side, as CUDA lets them; ASTRA-sim does not.
+        one_at_a_time: whether a rank has one collective or send at a time, and sends do not wait for their
+            receives, as in ASTRA-sim.
     """
 
-    def __init__(self, folder: Path, bytes_per_s: float, *, streams: bool = False) -> None:
-        self.streams = streams
+    def __init__(
+        self, folder: Path, bytes_per_s: float, *, streams: bool = False, one_at_a_time: bool = False
+    ) -> None:
+        self.streams, self.one_at_a_time = streams, one_at_a_time
         self.nodes, self.groups = read_folder(folder)
         self.rate = bytes_per_s
         self.events: list[tuple[float, int, int]] = []
         self.ready: dict[int, list[int]] = {rank: [] for rank in self.nodes}
         self.busy: set[tuple[int, object]] = set()
-        self.met: dict[object, deque[tuple[int, int]]] = defaultdict(deque)
+        self.met: dict[object, deque[Any]] = defaultdict(deque)
         self.done = 0
 
     def run(self) -> float:
@@ -164,6 +168,8 @@ class Replay:
     def _resource(self, node: Node) -> object:
         if node.type == COMP:
             return COMP, node.chain if self.streams else 0
+        if self.one_at_a_time:
+            return node.message if node.type == RECV else COLLECTIVE
         return node.pg or node.message
 
     def _issue(self, rank: int, now: float) -> None:
@@ -184,7 +190,10 @@ class Replay:
 
     def _meet(self, rank: int, node: Node, now: float) -> None:
         """A rank takes part once at a time, so those who have come are all of one collective or message."""
-        came = self.met[self._resource(node)]
+        if self.one_at_a_time and not node.pg:
+            self._pass_on(rank, node, now)
+            return
+        came = self.met[node.pg or node.message]
         came.append((rank, node.id))
         expected = len(self.groups[node.pg]) if node.pg else 2
         if len(came) < expected:
@@ -195,6 +204,18 @@ class Replay:
         for r, n in came:
             heapq.heappush(self.events, (now + seconds(node, expected, self.rate), r, n))
         came.clear()
+
+    def _pass_on(self, rank: int, node: Node, now: float) -> None:
+        """A send ends when its bytes have arrived, and its receive when it has come, too."""
+        arrival = now + seconds(node, 2, self.rate)
+        if node.type == SEND:
+            heapq.heappush(self.events, (arrival, rank, node.id))
+        mine, theirs = (self.met[kind, node.message] for kind in (node.type, SEND + RECV - node.type))
+        mine.append((arrival if node.type == SEND else now, rank, node.id))
+        if theirs:
+            sent, received = (mine, theirs) if node.type == SEND else (theirs, mine)
+            (arrived, *_), (ready, receiver, number) = sent.popleft(), received.popleft()
+            heapq.heappush(self.events, (max(arrived, ready), receiver, number))
 
     def _end(self, rank: int, number: int) -> None:
         nodes = self.nodes[rank]

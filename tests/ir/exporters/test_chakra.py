@@ -67,6 +67,16 @@ def test_a_replay_of_the_files_takes_as_long_as_the_simulator_says(
     assert replayed == pytest.approx(step_s(made, tmp_path), rel=0.02)
 
 
+@pytest.mark.parametrize(("model", "plan"), [*SMALL[:-1], *SHARDED])
+def test_a_reader_that_communicates_once_at_a_time_comes_to_the_end(
+    tmp_path: Path, model: str, plan: dict[str, Any]
+) -> None:
+    """What ASTRA-sim does: what overlapped follows each other, and no rank waits for ever."""
+    export(tmp_path / "out", model, plan)
+    side_by_side = Replay(tmp_path / "out", GBPS * 1e9).run()
+    assert Replay(tmp_path / "out", GBPS * 1e9, one_at_a_time=True).run() > side_by_side * (1 - 1e-9)
+
+
 @pytest.mark.parametrize(("model", "plan"), SHARDED)
 def test_kernels_of_communication_streams_are_what_one_compute_unit_cannot_overlap(
     tmp_path: Path, model: str, plan: dict[str, Any]

@@ -106,6 +106,7 @@ TRAPS: dict[str, tuple[Plant, str, str, str]] = {
     "dimension": (put(1, 1, involved_dim=True), "dimensions_listed", f"{NAME}.1.et", "involved_dim"),
     "group is no number": (groups_are(x=[0, 1]), "groups_sound", "comm_groups.json", "group x"),
     "group 0": (groups_are(_0=[0, 1]), "groups_sound", "comm_groups.json", "group 0"),
+    "group 3000": (groups_are(_3000=[0, 1]), "groups_sound", "comm_groups.json", "over 2,147"),
     "group of one": (groups_are(_1=[0]), "groups_sound", "comm_groups.json", "group 1 has 1 ranks"),
     "group beyond": (groups_are(_3=[0, 1, 2, 9]), "groups_sound", "comm_groups.json", "rank 9"),
     "group below": (groups_are(_3=[0, 1, 2, -1]), "groups_sound", "comm_groups.json", "rank -1"),
@@ -140,6 +141,7 @@ TRAPS: dict[str, tuple[Plant, str, str, str]] = {
     "to itself": (put(0, 2, comm_dst=0), "messages_addressed", f"{NAME}.0.et", "comm_dst 0"),
     "wrong sender": (put(0, 2, comm_src=1), "messages_addressed", f"{NAME}.0.et", "comm_src 1"),
     "no tag": (put(0, 2, comm_tag=None), "messages_addressed", f"{NAME}.0.et", "no comm_tag"),
+    "tag of collectives": (put(0, 2, comm_tag=10**6), "messages_addressed", f"{NAME}.0.et", "comm_tag 1000000"),
     "send alone": (unmatched_send, "messages_match", f"{NAME}.0.et", "1 sends from rank 0 to rank 1"),
     "receive alone": (unmatched_receive, "messages_match", f"{NAME}.1.et", "1 receives from rank 0 to rank 1"),
     "message sizes": (put(2, 2, comm_size=1), "messages_match", f"{NAME}.0.et", "node 3 receives 1"),
@@ -173,7 +175,7 @@ def test_a_planted_trap_is_named(trap: str, tmp_path: Path) -> None:
     if file.endswith(".et") and which not in ("ranks_complete", "ranks_work"):
         own = {one.id: one.name for one in ranks[int(file.split(".")[1])]}
         assert hits[0].name == own[hits[0].node], "names a node of the file"
-    mild = {"broadcast", "no time", "no tag", "group absent"}
+    mild = {"broadcast", "no time", "no tag", "group absent", "group 3000", "tag of collectives"}
     assert hits[0].severity == ("warning" if trap in mild else "error")
 
 

@@ -139,7 +139,7 @@ def test_a_network_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SAID: dict[str, list[tuple[str, str, str]]] = {
     "json": [
-        ('"level": "step"', '"level": []', r"level: is \[\]: give step or job"),
+        ('"level": "step"', '"level": []', r"level: is a list: give step or job"),
         ('"echograph": "1.0"', '"echograph": "2.0"', "echograph: is '2.0', and format 1.x is read"),
         (
             '"phase":"forward"',

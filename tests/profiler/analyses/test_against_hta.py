@@ -256,11 +256,36 @@ def test_memory_bandwidth(measured_data: Path, name: str) -> None:
 
 @everywhere
 def test_memory_bandwidth_summary(measured_data: Path, name: str) -> None:
-    if name in ("v100-float-timestamps", "mi300x-resnet"):
-        pytest.skip("rounding makes transfers touch: HTA counts residues of sums as bandwidth")
     theirs = numbers(measured_data, name, "memory_bw_summary.csv", 2)
     table = ANALYSES["memory-bandwidth-summary"](traces(measured_data, name))
-    assert compare(table, theirs, ("rank", "name")) == []
+    if name not in ("v100-float-timestamps", "mi300x-resnet"):
+        assert compare(table, theirs, ("rank", "name")) == []
+        return
+    # HTA's rounding makes transfers touch; where one ends as the next begins, it counts their sum, or what
+    # rounding left of it, as a bandwidth of its own.
+    for ours, other in zip(table.records(), theirs, strict=True):
+        assert (ours["rank"], ours["name"], ours["max"]) == (
+            other["rank"],
+            other["name"],
+            pytest.approx(other["max"]),
+        )
+        assert 0 <= other["count"] - ours["count"] <= 5
+        assert ours["min"] >= 1e-3
+        assert all(ours[key] == pytest.approx(other[key], rel=0.01) for key in ("mean", "std", "50%", "75%"))
+
+
+@pytest.mark.parametrize("analysis", sorted(ANALYSES))
+@everywhere
+def test_every_trace_is_answered_with_all_its_digits(measured_data: Path, name: str, analysis: str) -> None:
+    options = {"operator": "aten::"} if analysis == "kernel-sequences" else {}
+    table = ANALYSES[analysis](exact(measured_data, name), **options)
+    silent = {"queue-full"} if name != "mi300x-resnet" else set[str]()
+    silent |= {"stragglers"} if name != "dlrm-v100-8-ranks" else set()
+    silent |= {"steps"} if name in WITH_WAITS else set()
+    on_device = ("a100-nccl-args", "mi300x-resnet", "v100-float-timestamps")
+    silent |= {"annotations"} if name not in on_device else set()
+    assert (len(table) == 0) == (analysis in silent)
+    json.dumps(table.records(), allow_nan=False)
 
 
 @everywhere

@@ -78,8 +78,8 @@ def test_the_flight_recorder_has_seen_the_same(raw: tuple[list[Any], Path]) -> N
             told[family(operation.partition(":")[2]), names[group]] += 1
         ours: Counter[tuple[str, str]] = Counter()
         for operation, group, _, n in answer["all"]:
-            # gloo's recorder leaves out messages and monitored barriers, and shows a scattered sum as what gloo makes
-            # of it: one sum over all for each rank's part, or one for a single tensor.
+            # gloo's recorder leaves out messages and monitored barriers, and shows a scattered sum as what gloo
+            # makes of it: one sum over all for each rank's part, or one for a single tensor.
             if operation not in ("send", "recv", "monitored_barrier"):
                 scattered = operation == "reduce_scatter"
                 name = "all_reduce" if operation.startswith("reduce_scatter") else family(operation)

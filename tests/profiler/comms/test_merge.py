@@ -25,13 +25,22 @@ MS = 10**6
 
 
 def write(folder: Path, rank: int, rows: list[tuple[int, ...]], world: int, host: str = "a", **what: Any) -> None:
-    fields = {"op": "all_reduce", "group": "g", "channel": "g", "bytes": 10**6, "input_bytes": 1, "output_bytes": 1}
+    fields = {
+        "op": "all_reduce",
+        "group": "g",
+        "channel": "g",
+        "bytes": 10**6,
+        "input_bytes": 1,
+        "output_bytes": 1,
+    }
     objects = [
         Header(format=FORMAT, version=(1, 0), rank=rank, world=world, host=host),
         GroupLine(name="g", ranks=tuple(range(world))),
         What(id=0, **(fields | what)),
     ]
-    text = b"".join([*map(encode, objects), *(json.dumps(row).encode() + b"\n" for row in rows), encode(End(calls=1))])
+    text = b"".join(
+        [*map(encode, objects), *(json.dumps(row).encode() + b"\n" for row in rows), encode(End(calls=1))]
+    )
     (folder / f"trace.{rank}.jsonl").write_bytes(text)
 
 
@@ -46,7 +55,12 @@ def test_wait_transfer_skew_and_bandwidth_of_one_call(tmp_path: Path) -> None:
     assert call["mean_skew_s"] == pytest.approx(4e-3)
     assert call["algbw_GBps"] == pytest.approx(10**6 / 5e-3 * 1e-9)
     assert call["busbw_GBps"] == pytest.approx(call["algbw_GBps"] * 2 * 3 / 4)
-    assert [(r["times_last"], pytest.approx(r["lateness_s"])) for r in report.ranks] == [(0, 0), (0, 0), (1, 4e-3), (0, 0)]
+    assert [(r["times_last"], pytest.approx(r["lateness_s"])) for r in report.ranks] == [
+        (0, 0),
+        (0, 0),
+        (1, 4e-3),
+        (0, 0),
+    ]
     assert call["exposed_s"] == call["total_s"] == pytest.approx((9 + 8 + 5 + 7) * 1e-3)
 
 
@@ -68,7 +82,8 @@ def test_clocks_of_other_hosts_are_set_right_by_what_ends_together(tmp_path: Pat
     ahead = 3_000_000 * MS
     for rank, host in enumerate(("a", "a", "b")):
         rows = [
-            (0, n, n * 100 * MS + rank * MS + (ahead if host == "b" else 0), 0, (9 - rank) * MS, 0) for n in range(5)
+            (0, n, n * 100 * MS + rank * MS + (ahead if host == "b" else 0), 0, (9 - rank) * MS, 0)
+            for n in range(5)
         ]
         write(tmp_path, rank, rows, 3, host)
     report = report_on(tmp_path)
@@ -79,7 +94,15 @@ def test_clocks_of_other_hosts_are_set_right_by_what_ends_together(tmp_path: Pat
 
 def test_a_message_is_one_call_of_its_two_ends(tmp_path: Path) -> None:
     for rank, (op, start) in enumerate((("send", 0), ("recv", 3))):
-        write(tmp_path, rank, [(0, 0, start * MS, 0, (5 - start) * MS, 0)], 4, op=op, channel="g:0>1/0", peer=1 - rank)
+        write(
+            tmp_path,
+            rank,
+            [(0, 0, start * MS, 0, (5 - start) * MS, 0)],
+            4,
+            op=op,
+            channel="g:0>1/0",
+            peer=1 - rank,
+        )
     report = report_on(tmp_path)
     assert [(row["operation"], row["merged"]) for row in report.operations] == [("send", 1), ("recv", 1)]
     assert report.operations[0]["wait_s"] == pytest.approx(3e-3)
@@ -125,7 +148,13 @@ def test_sizes_and_factors_are_those_of_nccl_tests() -> None:
     assert message_bytes("all_gather_into_tensor_coalesced", 1, 4, 4) == 4
     assert message_bytes("reduce_scatter_tensor", 4, 1, 4) == 4
     assert message_bytes("gather", 2, 0, 4) == message_bytes("scatter", 0, 2, 4) == 8
-    assert [bus_factor(op, 4) for op in ("all_reduce", "all_gather", "broadcast", "send", "barrier")] == [1.5, 0.75, 1, 1, 0]
+    assert [bus_factor(op, 4) for op in ("all_reduce", "all_gather", "broadcast", "send", "barrier")] == [
+        1.5,
+        0.75,
+        1,
+        1,
+        0,
+    ]
     assert family("all_reduce_coalesced") == "all_reduce" and family("reduce") == "reduce"
     assert bus_factor("all_reduce", 1) == 0
 
@@ -138,7 +167,10 @@ def test_the_chrome_trace_and_the_page_hold_the_calls(tmp_path: Path) -> None:
     with ChromeTrace(tmp_path / "chrome.json") as sink:
         report = report_on(traces, [sink])
     events = [e for e in json.loads((tmp_path / "chrome.json").read_text())["traceEvents"] if e["ph"] == "X"]
-    assert [(e["pid"], e["ts"], e["dur"], e["args"]["wait_us"]) for e in events] == [(0, 0, 9000, 2000), (1, 2000, 7000, 0)]
+    assert [(e["pid"], e["ts"], e["dur"], e["args"]["wait_us"]) for e in events] == [
+        (0, 0, 9000, 2000),
+        (1, 2000, 7000, 0),
+    ]
     text = page(report, "Of <b>")
     assert "<script" not in text and "http" not in text.replace("http-equiv", "")
     opened: list[str] = []
@@ -174,7 +206,8 @@ def test_ten_million_calls_fit_in_300_MB(tmp_path: Path) -> None:
                 first = block * 100_000
                 stream.write(
                     b"".join(
-                        b"[0,%d,%d,0,%d,0]\n" % (n, 1763751234567890123 + n * 10**6 + rank * 1000, 500_000 - rank * 1000)
+                        b"[0,%d,%d,0,%d,0]\n"
+                        % (n, 1763751234567890123 + n * 10**6 + rank * 1000, 500_000 - rank * 1000)
                         for n in range(first, first + 100_000)
                     )
                 )

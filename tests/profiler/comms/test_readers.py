@@ -52,7 +52,9 @@ def test_no_damage_to_a_file_is_more_than_the_loss_of_lines(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("damaged")
-    path = write(folder, HEADER, GroupLine(name="0", ranks=(0,)), WHAT, *[row(0, n, n, 0, 5, 0) for n in range(20)])
+    path = write(
+        folder, HEADER, GroupLine(name="0", ranks=(0,)), WHAT, *[row(0, n, n, 0, 5, 0) for n in range(20)]
+    )
     content = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 5))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -110,8 +112,8 @@ torch.float32, Duration: 10.5 ms, GROUP size 2  = [0, 1], call count: 1
 torch.float32, Duration: 9.5 ms, GROUP size 2  = [0, 1], call count: 2
 [BATCH] global rank {rank} - send: 16 bytes (0.00 MB), shape: [(4,)], ops count: 2
 [BARRIER] global rank {rank} -barrier - async:0, Duration: 5.839 ms
-[COALESCE] global rank {rank} in GROUP_{rank} - coalesced_ops - async:1, conuters: 2, name: all_reduce, sizes: 192, \
-Duration: 0.224 ms, GROUP size 2  = [0, 1],
+[COALESCE] global rank {rank} in GROUP_{rank} - coalesced_ops - async:1, conuters: 2, name: all_reduce, \
+sizes: 192, Duration: 0.224 ms, GROUP size 2  = [0, 1],
 [TRACE] global rank {rank} in GROUP_{rank} - all_red
 """
 
@@ -156,7 +158,12 @@ ENTRY = {
 
 def dumps(tmp_path: Path) -> None:
     config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
-    running = ENTRY | {"collective_seq_id": 5, "time_discovered_completed_ns": None, "state": "started", "retired": False}
+    running = ENTRY | {
+        "collective_seq_id": 5,
+        "time_discovered_completed_ns": None,
+        "state": "started",
+        "retired": False,
+    }
     for rank in range(4):
         created = {"time_created_ns": 1000 + 500 * rank}
         entries = [ENTRY | created, running | created, {"profiling_name": "nccl:broken"}]
@@ -181,7 +188,10 @@ def test_pytorchs_own_dump_is_read_without_unpickling() -> None:
     data = dist.distributed_c10d.torch._C._distributed_c10d._dump_fr_trace()
     dump = plain_pickle(data)
     assert {"version", "pg_config"} <= dump.keys()
-    assert json.loads(dist.distributed_c10d.torch._C._distributed_c10d._dump_fr_trace_json())["version"] == dump["version"]
+    assert (
+        json.loads(dist.distributed_c10d.torch._C._distributed_c10d._dump_fr_trace_json())["version"]
+        == dump["version"]
+    )
 
 
 PLAIN = st.recursive(

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the [torch] extra")
-dist = torch.distributed
-
 import echograph
 from echograph.errors import OutputError, UsageError
 from echograph.profiler.comms import tracer as tracer_module
 from echograph.profiler.comms.groups import spell_ranks
 from echograph.profiler.comms.writer import Writer
+
+torch = pytest.importorskip("torch", reason="needs the [torch] extra")
+dist = torch.distributed
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("four")]
 all_reduce_before = dist.all_reduce

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -217,10 +218,8 @@ def killed(folder: Path) -> Any:
     time.sleep(1.5)
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        dist.recv(torch.ones(10), 1) if os.environ.get("ALONE") else dist.all_reduce(torch.ones(10))
-    except RuntimeError:
-        pass
+    with suppress(RuntimeError):
+        dist.all_reduce(torch.ones(10))
     return True
 
 

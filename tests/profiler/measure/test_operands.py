@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch
 
-from echograph.ir.calls import Call, Named, Operand, contiguous  # noqa: E402
+from echograph.ir.invocations import Invocation, Named, Operand, contiguous  # noqa: E402
 from echograph.profiler.measure.operands import Operands, operator_of  # noqa: E402
 
 
@@ -24,30 +24,32 @@ def index(number: int, *shape: int) -> Operand:
 
 
 INDEXED = {
-    "embedding": Call(operator="aten.embedding", arguments=(tensor(0, 7, 4), index(1, 50))),
-    "embedding_backward": Call(
+    "embedding": Invocation(operator="aten.embedding", arguments=(tensor(0, 7, 4), index(1, 50))),
+    "embedding_backward": Invocation(
         operator="aten.embedding_dense_backward", arguments=(tensor(0, 50, 4), index(1, 50), 7, -1, False)
     ),
-    "nll": Call(operator="aten.nll_loss_forward", arguments=(tensor(0, 50, 3), index(1, 50), None, 1, -100)),
-    "nll_backward": Call(
+    "nll": Invocation(operator="aten.nll_loss_forward", arguments=(tensor(0, 50, 3), index(1, 50), None, 1, -100)),
+    "nll_backward": Invocation(
         operator="aten.nll_loss_backward",
         arguments=(tensor(0), tensor(1, 50, 3), index(2, 50), None, 1, -100, tensor(3)),
     ),
-    "gather": Call(operator="aten.gather", arguments=(tensor(0, 5, 3), 1, index(1, 5, 20))),
-    "scatter": Call(
+    "gather": Invocation(operator="aten.gather", arguments=(tensor(0, 5, 3), 1, index(1, 5, 20))),
+    "scatter": Invocation(
         operator="aten.scatter_add_", arguments=(tensor(0, 5, 30), -1, index(1, 5, 20), tensor(2, 5, 20))
     ),
-    "index": Call(
+    "index": Invocation(
         operator="aten.index", overload="Tensor", arguments=(tensor(0, 5, 9), (None, index(1, 40)))
     ),
-    "index_put": Call(
+    "index_put": Invocation(
         operator="aten.index_put_",
         arguments=(tensor(0, 5, 9), (index(1, 40), index(2, 40)), tensor(3, 40), True),
     ),
-    "index_select": Call(operator="aten.index_select", arguments=(tensor(0, 5, 9), 1, index(1, 40))),
-    "index_add": Call(operator="aten.index_add", arguments=(tensor(0, 5, 9), 0, index(1, 40), tensor(2, 40, 9))),
-    "take": Call(operator="aten.take", arguments=(tensor(0, 5, 9), index(1, 100))),
-    "max_pool": Call(
+    "index_select": Invocation(operator="aten.index_select", arguments=(tensor(0, 5, 9), 1, index(1, 40))),
+    "index_add": Invocation(
+        operator="aten.index_add", arguments=(tensor(0, 5, 9), 0, index(1, 40), tensor(2, 40, 9))
+    ),
+    "take": Invocation(operator="aten.take", arguments=(tensor(0, 5, 9), index(1, 100))),
+    "max_pool": Invocation(
         operator="aten.max_pool2d_with_indices_backward",
         arguments=(
             tensor(0, 1, 2, 4, 4), tensor(1, 1, 2, 8, 8), (2, 2), (2, 2), (0, 0), (1, 1), False,
@@ -66,7 +68,7 @@ def test_indices_lie_in_range_and_are_not_all_alike(name: str) -> None:
 
 
 def test_the_groups_of_a_grouped_product_are_equal_and_end_where_the_rows_do() -> None:
-    call = Call(
+    invocation = Invocation(
         operator="aten._grouped_mm",
         arguments=(
             tensor(0, 32, 16, dtype="bfloat16"),
@@ -75,13 +77,13 @@ def test_the_groups_of_a_grouped_product_are_equal_and_end_where_the_rows_do() -
         ),
         products=True,
     )
-    assert Operands("cpu").make(call).tensors[2].tolist() == [8, 16, 24, 32]
+    assert Operands("cpu").make(invocation).tensors[2].tolist() == [8, 16, 24, 32]
 
 
 def test_layout_and_identity_are_the_recorded_ones() -> None:
     transposed = tensor(0, 4, 3, strides=(1, 4))
-    call = Call(operator="aten.mul", overload="Tensor", arguments=(transposed, transposed))
-    prepared = Operands("cpu").make(call)
+    invocation = Invocation(operator="aten.mul", overload="Tensor", arguments=(transposed, transposed))
+    prepared = Operands("cpu").make(invocation)
     (only,) = prepared.tensors
     assert only.shape == (4, 3) and only.stride() == (1, 4)
     assert torch.equal(prepared.run(), only * only)
@@ -94,15 +96,15 @@ def test_expanded_and_empty_tensors_take_the_memory_that_they_span() -> None:
 
 
 def test_products_get_numbers_of_both_signs_and_others_none_that_make_nan() -> None:
-    root = Call(operator="aten.sqrt", arguments=(tensor(0, 1000),))
+    root = Invocation(operator="aten.sqrt", arguments=(tensor(0, 1000),))
     assert not Operands("cpu").make(root).run().isnan().any()
-    product = Call(operator="aten.mm", arguments=(tensor(0, 30, 30), tensor(1, 30, 30)), products=True)
+    product = Invocation(operator="aten.mm", arguments=(tensor(0, 30, 30), tensor(1, 30, 30)), products=True)
     assert all(bool((t < 0).any() and (t > 0).any()) for t in Operands("cpu").make(product).tensors)
 
 
 def test_what_is_overwritten_becomes_ordinary_again() -> None:
-    call = Call(operator="aten.mul_", overload="Scalar", arguments=(tensor(0, 8), 0.5))
-    prepared = Operands("cpu").make(call)
+    invocation = Invocation(operator="aten.mul_", overload="Scalar", arguments=(tensor(0, 8), 0.5))
+    prepared = Operands("cpu").make(invocation)
     for _ in range(200):
         prepared.restore()
         prepared.run()
@@ -111,15 +113,15 @@ def test_what_is_overwritten_becomes_ordinary_again() -> None:
 
 def test_lists_written_in_place_become_ordinary_again() -> None:
     pair = (tensor(0, 8), tensor(1, 3))
-    call = Call(operator="aten._foreach_mul_", overload="Scalar", arguments=(pair, 0.0))
-    prepared = Operands("cpu").make(call)
+    invocation = Invocation(operator="aten._foreach_mul_", overload="Scalar", arguments=(pair, 0.0))
+    prepared = Operands("cpu").make(invocation)
     prepared.run()
     prepared.restore()
     assert all(torch.all(t == 0.5) for t in prepared.tensors)
 
 
 def test_constants_of_the_framework_become_what_they_name() -> None:
-    call = Call(
+    invocation = Invocation(
         operator="aten.full",
         arguments=((2, 3), 1.5),
         keywords=(
@@ -128,22 +130,22 @@ def test_constants_of_the_framework_become_what_they_name() -> None:
             ("layout", Named(kind="layout", name="strided")),
         ),
     )
-    made = Operands("cpu").make(call).run()
+    made = Operands("cpu").make(invocation).run()
     assert made.dtype == torch.float64 and made.tolist() == [[1.5] * 3] * 2
 
 
 def test_what_only_its_maker_can_give_comes_from_one_run_of_it() -> None:
-    maker = Call(operator="aten.sort", arguments=(tensor(0, 9),))
+    maker = Invocation(operator="aten.sort", arguments=(tensor(0, 9),))
     first, second = (
         Operand(number=i, dtype=d, shape=(9,), strides=(1,), maker=(maker, i))
         for i, d in enumerate(("float32", "int64"))
     )
-    call = Call(operator="aten.gather", arguments=(first, 0, second))
-    values, order = Operands("cpu").make(call).tensors
+    invocation = Invocation(operator="aten.gather", arguments=(first, 0, second))
+    values, order = Operands("cpu").make(invocation).tensors
     assert torch.equal(values, values.sort()[0]) and sorted(order.tolist()) == list(range(9))
 
 
 def test_an_operator_that_this_torch_lacks_is_an_attribute_error() -> None:
-    unknown: Any = Call(operator="aten.no_such_operator")
+    unknown: Any = Invocation(operator="aten.no_such_operator")
     with pytest.raises(AttributeError):
         operator_of(unknown)

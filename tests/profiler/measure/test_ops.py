@@ -1,4 +1,4 @@
-"""Measuring calls: one measurement a part, found again by signature; it can be gone on with, and names what fails."""
+"""Measuring invocations: one measurement a part; it can be gone on with, and what fails is named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch
 
 from echograph.errors import InputError, UsageError  # noqa: E402
-from echograph.ir.calls import Call, Operand, Part  # noqa: E402
+from echograph.ir.invocations import Invocation, Operand, Part  # noqa: E402
 from echograph.ir.profile import Environment, Profile, Signature, TensorType  # noqa: E402
 from echograph.ir.types import DType  # noqa: E402
 from echograph.profiler.measure.device import Cuda, Device, Processor, open_device  # noqa: E402
@@ -65,21 +65,21 @@ class Fake(Device):
         self.log.append("flush")
 
 
-def part(operator: str, share: float = 1.0, calls: int = 1, size: int = 4) -> Part:
+def part(operator: str, share: float = 1.0, runs: int = 1, size: int = 4) -> Part:
     kind = TensorType(dtype=DType.FP32, shape=(size,))
-    return Part(signature=Signature(operator=operator, inputs=(kind,), outputs=(kind,)), share=share, calls=calls)
+    return Part(signature=Signature(operator=operator, inputs=(kind,), outputs=(kind,)), share=share, runs=runs)
 
 
-def unary(name: str, size: int = 4, *, resident: bool = True, calls: int = 1) -> Call:
+def unary(name: str, size: int = 4, *, resident: bool = True, runs: int = 1) -> Invocation:
     operand = Operand(number=0, dtype="float32", shape=(size,), strides=(1,), resident=resident)
-    return Call(operator=name, arguments=(operand,), parts=(part(name, calls=calls, size=size),))
+    return Invocation(operator=name, arguments=(operand,), parts=(part(name, runs=runs, size=size),))
 
 
 def test_a_measurement_is_the_time_without_that_of_nothing() -> None:
-    outcome = measure([unary("aten.neg", calls=7)], Fake(), Profile(environment=HERE), SHORT)
+    outcome = measure([unary("aten.neg", runs=7)], Fake(), Profile(environment=HERE), SHORT)
     (found,) = outcome.profile.measurements
     assert found.median_picoseconds == found.mean_picoseconds == 2 * 10**12
-    assert (found.samples, found.calls, found.spread, found.peak_bytes) == (5, 7, 0.0, 16)
+    assert (found.samples, found.runs, found.spread, found.peak_bytes) == (5, 7, 0.0, 16)
     assert found.signature == part("aten.neg").signature
     assert found.arguments == "aten.neg.default(float32[4]#0 resident)"
 
@@ -95,29 +95,29 @@ def test_the_cache_is_emptied_only_where_the_step_leaves_it_empty() -> None:
 def test_a_shared_launch_is_measured_once_and_divided() -> None:
     tensors = tuple(Operand(number=i, dtype="float32", shape=(s,), strides=(1,)) for i, s in enumerate((1, 3)))
     parts = (part("aten._foreach_neg_", 0.25, size=1), part("aten._foreach_neg_", 0.75, size=3))
-    call = Call(operator="aten._foreach_neg_", arguments=(tensors,), parts=parts)
-    small, large = measure([call], Fake(), Profile(environment=HERE), SHORT).profile.measurements
+    invocation = Invocation(operator="aten._foreach_neg_", arguments=(tensors,), parts=parts)
+    small, large = measure([invocation], Fake(), Profile(environment=HERE), SHORT).profile.measurements
     assert (small.median_picoseconds, large.median_picoseconds) == (5 * 10**11, 15 * 10**11)
 
 
 def test_what_is_measured_already_is_not_measured_again() -> None:
-    calls = [unary("aten.neg"), unary("aten.exp")]
-    first = measure(calls[:1], Fake(), Profile(environment=HERE), SHORT).profile
+    invocations = [unary("aten.neg"), unary("aten.exp")]
+    first = measure(invocations[:1], Fake(), Profile(environment=HERE), SHORT).profile
     device = Fake([9.0] * 5)
-    both = measure(calls, device, first, SHORT).profile
+    both = measure(invocations, device, first, SHORT).profile
     assert both.measurements[0] == first.measurements[0]
     assert both.measurements[1].median_picoseconds == 8 * 10**12
 
 
 def test_no_time_leaves_all_and_says_so() -> None:
     saved: list[Profile] = []
-    calls = [unary("aten.neg"), unary("aten.exp")]
+    invocations = [unary("aten.neg"), unary("aten.exp")]
     ticks = iter(range(100))
     outcome = measure(
-        calls, Fake(), Profile(environment=HERE), Options(budget_s=3, repeats=5),
+        invocations, Fake(), Profile(environment=HERE), Options(budget_s=3, repeats=5),
         save=saved.append, clock=lambda: float(next(ticks)) * 2,
     )  # fmt: skip
-    assert outcome.left == (label(calls[1]),)
+    assert outcome.left == (label(invocations[1]),)
     assert saved[-1] == outcome.profile and len(outcome.profile.measurements) == 1
 
 
@@ -125,7 +125,7 @@ def test_what_cannot_run_is_named_with_its_reason() -> None:
     data_dependent = unary("aten.nonzero")
     too_large = unary("aten.neg", 10_000)
     unknown = unary("aten.no_such_operator")
-    mistaken = Call(operator="aten.mm", arguments=unary("aten.neg").arguments * 2, parts=(part("aten.mm"),))
+    mistaken = Invocation(operator="aten.mm", arguments=unary("aten.neg").arguments * 2, parts=(part("aten.mm"),))
     outcome = measure(
         [data_dependent, too_large, unknown, mistaken, unary("aten.neg")], Fake(), Profile(environment=HERE), SHORT
     )
@@ -146,7 +146,7 @@ def test_a_profile_of_another_machine_is_not_gone_on_with() -> None:
 
 def test_long_calls_keep_labels_of_their_own() -> None:
     many = [tuple(Operand(number=i, dtype="float32", shape=(n,), strides=(1,)) for i in range(60)) for n in (4, 5)]
-    labels = {label(Call(operator="aten._foreach_neg_", arguments=(tensors,))) for tensors in many}
+    labels = {label(Invocation(operator="aten._foreach_neg_", arguments=(tensors,))) for tensors in many}
     assert len(labels) == 2 and max(map(len, labels)) < 100
 
 

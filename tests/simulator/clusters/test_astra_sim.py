@@ -38,8 +38,9 @@ def test_the_product_of_the_dimensions_is_the_ranks(name: str) -> None:
         assert {len(values) for values in network.values()} == {count}
         assert all(float(b) > 0 for b in network["bandwidth"])
         assert all(float(b) >= 0 for b in network["latency"])
-        for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"):
+        for kind in ("all-reduce", "all-gather", "reduce-scatter"):
             assert system[f"{kind}-implementation"] == ["ring"] * count
+        assert system["all-to-all-implementation"] == ["direct1"] * count
         assert json.loads(files[MEMORY]) == {"memory-type": "NO_MEMORY_EXPANSION"}
 
 
@@ -69,7 +70,7 @@ def test_bandwidth_is_what_a_large_ring_reaches() -> None:
 def test_a_switch_is_crossed_by_two_links() -> None:
     cluster = load_cluster("dgx-h100")
     latency = float(lists(astra_sim_files(cluster, 8)[NETWORK])["latency"][0])
-    assert 2 * latency * 1e-9 == pytest.approx(cluster.node_fabric.protocols.simple.hop_s)
+    assert 2 * latency * 1e-9 == pytest.approx(cluster.node_fabric.protocols.ll.hop_s)
 
 
 def test_oversubscription_divides_and_hops_add_up() -> None:

@@ -1,4 +1,4 @@
-"""The calls of a captured step are those that the step makes on real tensors."""
+"""The invocations of a captured step are those that the step makes on real tensors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ pytestmark = pytest.mark.torch
 from torch import nn  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from echograph.frontend.pytorch.calls import calls_of  # noqa: E402
 from echograph.frontend.pytorch.capture import capture, capture_mode  # noqa: E402
+from echograph.frontend.pytorch.invocations import invocations_of  # noqa: E402
 from echograph.frontend.pytorch.lower import lower_nodes, workload_of  # noqa: E402
 from echograph.frontend.pytorch.real_step import real_step  # noqa: E402
 from echograph.frontend.pytorch.step import StepSpec  # noqa: E402
-from echograph.ir.calls import Call  # noqa: E402
 from echograph.ir.graph import StepGraph  # noqa: E402
+from echograph.ir.invocations import Invocation  # noqa: E402
 from echograph.ir.passes.fold import fold  # noqa: E402
 from echograph.ir.profile import signatures  # noqa: E402
 from echograph.profiler.measure.operands import Operands  # noqa: E402
@@ -32,7 +32,7 @@ SPECS = {
 
 
 class Net(nn.Module):
-    """Embedding, two attention layers with dropout, a convolution, a tied head: what a step's operators come from."""
+    """Embedding, two attention layers with dropout, a convolution, a tied head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ def build() -> tuple[Any, Any, Any]:
     return Net(), (torch.arange(24).reshape(2, 12) % 50,), None
 
 
-def captured(spec: StepSpec, cache_bytes: int = 2**30) -> tuple[StepGraph, list[Call]]:
+def captured(spec: StepSpec, cache_bytes: int = 2**30) -> tuple[StepGraph, list[Invocation]]:
     with capture_mode():
         parts = build()
     nodes = capture(*parts, spec)
     step, made = lower_nodes(nodes, workload_of(nodes, spec, "net"))
-    return step, calls_of(nodes, step, made, cache_bytes)
+    return step, invocations_of(nodes, step, made, cache_bytes)
 
 
 class Watch(TorchDispatchMode):  # type: ignore[misc]
@@ -81,26 +81,26 @@ def tensors(value: Any) -> list[Any]:
     return [t for item in value for t in tensors(item)] if isinstance(value, tuple | list) else []
 
 
-def operands(call: Call) -> str:
+def operands(invocation: Invocation) -> str:
     def shapes(argument: Any) -> list[tuple[int, ...]]:
         if isinstance(argument, tuple):
             return [s for item in argument for s in shapes(item)]
         return [argument.shape] if hasattr(argument, "strides") else []
 
-    return str([s for a in (*call.arguments, *(v for _, v in call.keywords)) for s in shapes(a)])
+    return str([s for a in (*invocation.arguments, *(v for _, v in invocation.keywords)) for s in shapes(a)])
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_they_are_what_the_step_runs_on_real_tensors(name: str) -> None:
-    _, calls = captured(SPECS[name])
+    _, invocations = captured(SPECS[name])
     run = real_step(*build(), SPECS[name], "cpu")
     run()
     with Watch() as watch:
         run()
     recorded: Counter[tuple[str, str]] = Counter()
-    for call in calls:
-        launches = sum(p.calls for p in call.parts) if len(call.parts) == 1 else 1
-        recorded[call.operator, operands(call)] += launches
+    for invocation in invocations:
+        launches = sum(p.runs for p in invocation.parts) if len(invocation.parts) == 1 else 1
+        recorded[invocation.operator, operands(invocation)] += launches
     shared = ("aten._foreach_", "aten._fused_")
     for key, count in recorded.items():
         if not key[0].startswith(shared):
@@ -111,12 +111,12 @@ def test_they_are_what_the_step_runs_on_real_tensors(name: str) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_every_operation_that_works_is_part_of_one_call_and_keeps_its_signature_when_folded(name: str) -> None:
-    step, calls = captured(SPECS[name])
+    step, invocations = captured(SPECS[name])
     want = Counter(s for s in signatures(step) if s is not None)
     have: Counter[Any] = Counter()
-    for call in calls:
-        for part in call.parts:
-            have[part.signature] += part.calls
+    for invocation in invocations:
+        for part in invocation.parts:
+            have[part.signature] += part.runs
     assert have == want
     folded = fold(step)
     assert len(folded.blocks) > 1
@@ -124,18 +124,18 @@ def test_every_operation_that_works_is_part_of_one_call_and_keeps_its_signature_
 
 
 def test_the_parts_of_a_shared_launch_share_its_time() -> None:
-    _, calls = captured(SPECS["adamw"])
-    (update,) = [c for c in calls if c.operator == "aten._fused_adamw_"]
-    assert sum(p.share * p.calls for p in update.parts) == pytest.approx(1.0)
-    assert len(update.operands) == 5 * sum(p.calls for p in update.parts)
+    _, invocations = captured(SPECS["adamw"])
+    (update,) = [c for c in invocations if c.operator == "aten._fused_adamw_"]
+    assert sum(p.share * p.runs for p in update.parts) == pytest.approx(1.0)
+    assert len(update.operands) == 5 * sum(p.runs for p in update.parts)
 
 
 def test_all_of_them_run_again() -> None:
-    _, calls = captured(SPECS["adamw"])
+    _, invocations = captured(SPECS["adamw"])
     maker = Operands("cpu")
     with torch.no_grad():
-        for call in calls:
-            maker.make(call).run()
+        for invocation in invocations:
+            maker.make(invocation).run()
 
 
 def test_a_step_that_fits_the_cache_finds_all_in_it_and_one_without_a_cache_nothing() -> None:
@@ -160,8 +160,8 @@ def test_a_cache_of_one_layer_holds_what_was_made_last_but_not_the_weights() -> 
     spec = SPECS["adamw"]
     nodes = capture(module, inputs, None, spec)
     step, made = lower_nodes(nodes, workload_of(nodes, spec, "deep"))
-    calls = calls_of(nodes, step, made, cache_bytes=2 * 64 * 64 * 4)
-    forward = [c for c in calls if c.operator == "aten.mm" and c.operands[0].shape == (8, 64)]
+    invocations = invocations_of(nodes, step, made, cache_bytes=2 * 64 * 64 * 4)
+    forward = [c for c in invocations if c.operator == "aten.mm" and c.operands[0].shape == (8, 64)]
     weights = {o.resident for c in forward for o in c.operands if o.shape == (64, 64)}
     assert {c.operands[0].resident for c in forward} >= {True}
     assert False in weights
@@ -183,9 +183,9 @@ def test_a_random_state_names_the_call_that_makes_it(dtype: Any, kernel: str) ->
     spec = StepSpec(dtype=dtype)
     nodes = capture(module, inputs, None, spec)
     step, made = lower_nodes(nodes, workload_of(nodes, spec, "attend"))
-    calls = {c.operator: c for c in calls_of(nodes, step, made, 2**30)}
-    forward = calls[f"aten._scaled_dot_product_{kernel}_attention"]
-    backward = calls[f"aten._scaled_dot_product_{kernel}_attention_backward"]
+    invocations = {c.operator: c for c in invocations_of(nodes, step, made, 2**30)}
+    forward = invocations[f"aten._scaled_dot_product_{kernel}_attention"]
+    backward = invocations[f"aten._scaled_dot_product_{kernel}_attention_backward"]
     made = [o.maker for o in backward.operands if o.maker is not None]
     assert {maker.text for maker, _ in made} == {forward.text}
     assert {index for _, index in made} == ({0, 1, 6, 7} if kernel == "flash" else {0, 1, 2, 3})

@@ -1,6 +1,6 @@
-"""Calls of a captured step: what it takes to run an operation of a graph again, on its own.
+"""Invocations of a captured step: what it takes to run an operation of a graph again, on its own.
 
-A graph says what an operation costs, not how to call it: scalars, strides and the order of arguments are not in
+A graph says what an operation costs, not how to invoke it: scalars, strides and the order of arguments are not in
 it. A capture has them, and hands them over as plain data beside the graph.
 """
 
@@ -16,16 +16,16 @@ from echograph.ir.profile import Signature
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """A tensor that a call is given.
+    """A tensor that an invocation is given.
 
     Attributes:
-        number: which of the call's distinct tensors it is; the same number is the same tensor.
+        number: which of the invocation's distinct tensors it is; the same number is the same tensor.
         dtype: element type, as PyTorch names it ("float32").
         shape: extents.
         strides: elements between neighbours along each dimension.
-        resident: whether the step leaves it in the device's cache until this call.
-        maker: the call that makes it, and which result it is, where no other value will do (the random state of
-            an attention, and what was made with it).
+        resident: whether the step leaves it in the device's cache until this invocation.
+        maker: the invocation that makes it, and which result it is, where no other value will do (the random
+            state of an attention, and what was made with it).
     """
 
     number: int
@@ -33,7 +33,7 @@ class Operand:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     resident: bool = False
-    maker: tuple[Call, int] | None = None
+    maker: tuple[Invocation, int] | None = None
 
     @property
     def extent(self) -> int:
@@ -44,7 +44,7 @@ class Operand:
 
     @property
     def text(self) -> str:
-        """As it stands in the text of a call."""
+        """As it stands in the text of an invocation."""
         sizes = ",".join(map(str, self.shape))
         strides = "" if self.strides == contiguous(self.shape) else f":{','.join(map(str, self.strides))}"
         return f"{self.dtype}[{sizes}{strides}]#{self.number}{' resident' if self.resident else ''}"
@@ -67,17 +67,17 @@ class Part:
 
     Attributes:
         signature: what the graph knows of them.
-        share: of the call's time, each.
-        calls: how many the step runs.
+        share: of the invocation's time, each.
+        runs: how many the step runs.
     """
 
     signature: Signature
     share: float
-    calls: int
+    runs: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class Invocation:
     """An operator with its arguments.
 
     Attributes:
@@ -98,7 +98,7 @@ class Call:
 
     @cached_property
     def text(self) -> str:
-        """The call as text; calls with the same text do the same work."""
+        """The invocation as text; invocations with the same text do the same work."""
         given = [_text(a) for a in self.arguments]
         given += [f"{name}={_text(a)}" for name, a in self.keywords]
         return f"{self.operator}.{self.overload}({', '.join(given)})"

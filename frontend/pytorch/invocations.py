@@ -1,4 +1,4 @@
-"""The calls of a captured step, as plain data (`ir.calls`): what a measurement needs to run them again.
+"""The invocations of a captured step, as plain data (`ir.invocations`): what it takes to run them again.
 
 The annotated graph is the record: its nodes hold every argument as it was given. Each tensor is told with its
 strides, and whether the step would find it in a cache of the device's size: the step is followed twice through a
@@ -26,16 +26,18 @@ from echograph.frontend.pytorch.schema import (
     qualified_name,
 )
 from echograph.frontend.pytorch.traffic import tensor_bytes
-from echograph.ir.calls import Argument, Call, Named, Operand, Part
 from echograph.ir.graph import StepGraph
+from echograph.ir.invocations import Argument, Invocation, Named, Operand, Part
 from echograph.ir.profile import Signature, signatures
 from echograph.ir.types import MultiTensor
 
 _NAMED = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}
 
 
-def calls_of(graph: Graph, step: StepGraph, made: dict[Node, list[int]], cache_bytes: int) -> list[Call]:
-    """The distinct calls of a step that do work, in the order in which they first run.
+def invocations_of(
+    graph: Graph, step: StepGraph, made: dict[Node, list[int]], cache_bytes: int
+) -> list[Invocation]:
+    """The distinct invocations of a step that do work, in the order in which they first run.
 
     Args:
         graph: fulfils the contract of `annotate`.
@@ -46,42 +48,42 @@ def calls_of(graph: Graph, step: StepGraph, made: dict[Node, list[int]], cache_b
     known = list(signatures(step))
     moved = (step.ops.bytes_read + step.ops.bytes_written).tolist()
     resident = _resident(graph, cache_bytes)
-    found: dict[str, Call] = {}
+    found: dict[str, Invocation] = {}
     for node in call_nodes(graph):
         ops = [(signature, moved[op]) for op in made.get(node, ()) if (signature := known[op]) is not None]
         if not ops:
             continue
-        call, parts = _call(node, resident), _parts(ops)
-        before = found.get(call.text)
-        call = replace(call, parts=parts if before is None else _added(before.parts, parts))
-        found[call.text] = replace(call, products=_multiplies(call))
+        invocation, parts = _call(node, resident), _parts(ops)
+        before = found.get(invocation.text)
+        invocation = replace(invocation, parts=parts if before is None else _added(before.parts, parts))
+        found[invocation.text] = replace(invocation, products=_multiplies(invocation))
     return list(found.values())
 
 
-def _multiplies(call: Call) -> bool:
-    attributes = call.parts[0].signature.attributes
+def _multiplies(invocation: Invocation) -> bool:
+    attributes = invocation.parts[0].signature.attributes
     return attributes is not None and not isinstance(attributes, MultiTensor)
 
 
 def _parts(ops: list[tuple[Signature, int]]) -> tuple[Part, ...]:
-    """The operations of one call by signature; each bears of its time what it moves of its bytes."""
+    """The operations of one invocation by signature; each bears of its time what it moves of its bytes."""
     whole = sum(moved for _, moved in ops)
     counts = Counter(ops)
     return tuple(
-        Part(signature=signature, share=moved / whole if whole else 1 / len(ops), calls=count)
+        Part(signature=signature, share=moved / whole if whole else 1 / len(ops), runs=count)
         for (signature, moved), count in counts.items()
     )
 
 
 def _added(one: tuple[Part, ...], other: tuple[Part, ...]) -> tuple[Part, ...]:
-    """The parts of two calls that do the same work; the second may be another kind of product to the graph."""
+    """The parts of two invocations that do the same work; a graph may take the second for another kind."""
     counts: Counter[Part] = Counter()
     for part in (*one, *other):
-        counts[replace(part, calls=0)] += part.calls
-    return tuple(replace(part, calls=count) for part, count in counts.items())
+        counts[replace(part, runs=0)] += part.runs
+    return tuple(replace(part, runs=count) for part, count in counts.items())
 
 
-def _call(node: Node, resident: dict[Node, set[Node]], maker: bool = True) -> Call:
+def _call(node: Node, resident: dict[Node, set[Node]], maker: bool = True) -> Invocation:
     numbers: dict[Node, int] = {}
     makers = _makers(node, resident) if maker else {}
 
@@ -96,7 +98,7 @@ def _call(node: Node, resident: dict[Node, set[Node]], maker: bool = True) -> Ca
         kind = _NAMED.get(type(value))
         return value if kind is None else Named(kind=kind, name=str(value).removeprefix("torch."))
 
-    return Call(
+    return Invocation(
         operator=qualified_name(node),
         overload=node.target._overloadname,  # type: ignore[union-attr]
         arguments=tuple(plain(value) for value in node.args),
@@ -104,7 +106,7 @@ def _call(node: Node, resident: dict[Node, set[Node]], maker: bool = True) -> Ca
     )
 
 
-def _operand(node: Node, number: int, resident: bool, maker: Call | None) -> Operand:
+def _operand(node: Node, number: int, resident: bool, maker: Invocation | None) -> Operand:
     value: Tensor = node.meta[VAL]
     return Operand(
         number=number,
@@ -116,8 +118,8 @@ def _operand(node: Node, number: int, resident: bool, maker: Call | None) -> Ope
     )
 
 
-def _makers(node: Node, resident: dict[Node, set[Node]]) -> dict[Node, Call]:
-    """Calls whose results no other values can stand for: those of which one is a random state."""
+def _makers(node: Node, resident: dict[Node, set[Node]]) -> dict[Node, Invocation]:
+    """Invocations whose results no other values can stand for: those of which one is a random state."""
     makers = dict.fromkeys(_producer(n)[0] for n in node.all_input_nodes if _is_random_state(n))
     return {maker: _call(maker, resident, maker=False) for maker in makers}
 
