@@ -123,7 +123,9 @@ class Memories:
         memory = np.asarray(base + instance * count + position)
         ports = np.flatnonzero(position == NONE)
         if len(ports):
-            memory[..., ports] = self._behind[self.job.ports.slot(block, instance, roots[ports])]
+            memory[..., ports] = self._behind[
+                self.job.ports.slot(np.asarray(block), np.asarray(instance), roots[ports])
+            ]
         return memory
 
     @cached_property
@@ -195,7 +197,7 @@ def _fresh(job: JobGraph) -> Flags:
         ragged.rows * len(job.tensors) + job.root[ragged.values] for ragged in (job.ops.inputs, job.ops.outputs)
     ]
     read = distinct(keys[0])
-    return np.append(read, NONE)[np.searchsorted(read, keys[1])] != keys[1]
+    return np.asarray(np.append(read, NONE)[np.searchsorted(read, keys[1])] != keys[1])
 
 
 def buffer_bytes(job: JobGraph) -> Int64:

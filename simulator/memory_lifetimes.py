@@ -178,7 +178,7 @@ class Lifetimes:
             instances = np.array([instance for *_, instance in alike], np.int64)
             memory = self.memories.of_span(block, span, instances)
             order = np.argsort(memory, axis=1, kind="stable")
-            memory = np.take_along_axis(memory, order, axis=1)
+            memory = np.sort(memory, axis=1)
             twice = (memory[:, 1:] == memory[:, :-1]).any(axis=1).tolist()
             for its, where, several in zip(memory, order, twice, strict=True):
                 touches = _Touches(

@@ -52,7 +52,7 @@ def of_tasks(job: JobGraph, tasks: TaskGraph, starts: Starts) -> Step:
     last = int(timeline.program[np.argmax(timeline.end)]) if len(timeline) else 0
     device = timeline.lane == Lane.DEVICE
     busy, mine = (
-        np.bincount(timeline.op[rows], weights=timeline.duration[rows], minlength=len(job.ops))
+        np.bincount(timeline.op[rows], timeline.duration[rows], len(job.ops)).astype(np.float64)
         for rows in (device, device & (timeline.program == last))
     )
     return Step(

@@ -13,14 +13,14 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from echograph.errors import FormatError, InputError, MissingExtraError, UsageError
+from echograph.errors import InputError, UsageError
 from echograph.frontend.onnx.functions import inline_functions
+from echograph.frontend.onnx.parse import parse
 from echograph.frontend.onnx.paths import module_path, parameter_name
-from echograph.ir.files import read_whole
 
 if TYPE_CHECKING:
     import numpy as np
-    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+    from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto
 
 MAX_KNOWN = 2**16
 """Elements of the largest tensor whose values are kept: shapes depend on few, a small mask has thousands."""
@@ -122,7 +122,7 @@ def read(path: Path, dims: Mapping[str, int] | None = None) -> OnnxModel:
         UsageError: a symbolic dimension has no value, or a value names none.
         MissingExtraError: the `onnx` package is not installed.
     """
-    model = inline_functions(_parse(path), path.name)
+    model = inline_functions(parse(path), path.name)
     reader = _Reader(path.name, model.graph, dict(dims or {}))
     opset = next((o.version for o in model.opset_import if o.domain in _DEFAULT_DOMAINS), 0)
     return reader.read(path.stem, opset or _newest_opset())
@@ -132,22 +132,6 @@ def _newest_opset() -> int:
     from onnx.defs import onnx_opset_version
 
     return onnx_opset_version()
-
-
-def _parse(path: Path) -> ModelProto:
-    try:
-        import onnx
-    except ImportError:
-        raise MissingExtraError("onnx", "onnx", "reading ONNX models") from None
-    data = read_whole(path, "give the path of an ONNX model")
-    try:
-        # Other than `onnx.load`, this opens no file with external data.
-        model = onnx.ModelProto.FromString(data)
-    except Exception:
-        raise FormatError(f"{path}: not an ONNX model, or truncated: export it again") from None
-    if not model.graph.node:
-        raise FormatError(f"{path}: holds no ONNX graph: export the model again")
-    return model
 
 
 class _Reader:
@@ -242,7 +226,10 @@ class _Reader:
         if self.unbound:
             names = list(self.unbound)
             shown = ", ".join(names[:_SHOWN]) + (f", ... ({len(names)} in all)" if len(names) > _SHOWN else "")
-            raise UsageError(f"{self.source}: symbolic dimensions without a size: {shown}: add --dim {names[0]}=8")
+            raise UsageError(
+                f"{self.source}: symbolic dimensions without a size: {shown}: give each, as "
+                f"echoc compile --onnx {self.source} --dim {names[0]}=8"
+            )
         if unknown := next((name for name in self.dims if name not in self.known_dims), None):
             known = ", ".join(list(self.known_dims)[:_SHOWN]) or "none: every size is in the file"
             raise UsageError(f"--dim {unknown}={self.dims[unknown]}: {self.source} has no such dimension: {known}")

@@ -225,8 +225,8 @@ class _Writer:
         )
 
     def _notes(self) -> Iterator[str]:
-        drift = f"{'-' if self.drift_ps < 0 else '+'}{format_time(abs(self.drift_ps))}"
-        yield f"whole microseconds, the rest carried on: the stream that is furthest off ends {drift}"
+        drift = format_time(abs(self.drift_ps))
+        yield f"whole microseconds, the rest carried on: the kernels of a stream end off by {drift} at most"
         yield "no time of the host: readers start an operation as soon as what it waits for has ended"
         changed = sorted(self._lowering.changed.items())
         yield from (f"{what} ({rows} in the graph)" for what, rows in changed)

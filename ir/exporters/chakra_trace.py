@@ -9,8 +9,8 @@ import numpy as np
 
 from echograph.ir.columns import Int64
 from echograph.ir.edges import Edges
-from echograph.ir.graph import Program
-from echograph.ir.types import COMMUNICATIONS
+from echograph.ir.graph import JobGraph, Program
+from echograph.ir.types import COMMUNICATIONS, OpKind
 from echograph.units import PS_PER_NS, PS_PER_US
 
 
@@ -42,6 +42,9 @@ class Trace:
     Work on a stream runs in order, so of the nodes of another stream that a node waits for, the last is enough;
     and an operation that has no node hands on what it waits for to the next of its stream.
 
+    A collective also waits for the sends before it within its group: a reader that runs one communication at a
+    time would otherwise hold a message back for a collective whose other members wait for that message.
+
     Args:
         edges: of the job.
         number: of the program.
@@ -58,6 +61,8 @@ class Trace:
         self._streams = edges.job.ops.stream[self._rows].tolist()
         self._kept = kept[self._rows].tolist()
         self._kernels = (~np.isin(edges.job.ops.kind, COMMUNICATIONS))[self._rows].tolist()
+        self._kinds = edges.job.ops.kind[self._rows].tolist()
+        self._groups = edges.job.ops.group[self._rows].tolist()
         self._before = _by_reader(*edges.of(number))
         self._picoseconds = np.maximum(picoseconds, 0)[self._rows].tolist()
         self.drift_ps: list[int] = [0] * len(self._job.streams)
@@ -87,6 +92,7 @@ class Trace:
         known: list[dict[int, int]] = [{} for _ in streams]
         inherited: list[dict[int, int]] = [{} for _ in streams]
         sources = {source for found in self._before.values() for source in found}
+        sends: dict[int, dict[int, int]] = {}
         at: dict[int, dict[int, int]] = {}
         number = 0
         for position, (stream, kept) in enumerate(zip(self._streams, self._kept, strict=True)):
@@ -95,6 +101,13 @@ class Trace:
                 _latest(needs, at[source])
             if kept:
                 number += 1
+                group = self._groups[position]
+                if self._kinds[position] == OpKind.SEND:
+                    sends.setdefault(group, {})[stream] = number
+                elif self._kinds[position] == OpKind.COLLECTIVE:
+                    for among, sent in sends.items():
+                        if _within(self._job, among, group):
+                            _latest(needs, sent)
                 behind = known[stream]
                 waits = {s: n for s, n in needs.items() if s != stream and n > behind.get(s, 0)}
                 behind.update(waits)
@@ -103,6 +116,14 @@ class Trace:
             if position in sources:
                 # Whoever waits for it waits for its stream up to here, and for what has not been waited for.
                 at[position] = {**inherited[stream], **({stream: last[stream]} if last[stream] else {})}
+
+
+def _within(job: JobGraph, inner: int, outer: int) -> bool:
+    """Whether all who are in a group together are so in another one."""
+    one, other = job.groups[inner], job.groups[outer]
+    if one.ranks or other.ranks:
+        return bool(one.ranks) and set(one.ranks) <= set(other.ranks)
+    return set(one.axes) <= set(other.axes)
 
 
 def _latest(needs: dict[int, int], more: Mapping[int, int]) -> None:

@@ -32,8 +32,10 @@ def page(report: Report, title: str) -> str:
         title: of the page.
     """
     ranks = len({rank["rank"] for rank in report.ranks})
+    many = "" if len(report.groups) == 1 else "s"
     parts = [
-        f"<h1>{escape(title)}</h1><p>{report.calls:,} calls on {ranks} ranks, {len(report.groups)} groups.</p>",
+        f"<h1>{escape(title)}</h1><p>{report.calls:,} calls on {ranks} ranks, {len(report.groups)} group{many}."
+        "</p>",
         _alarms(report),
         '<p class="note key">Time of all ranks together: <span class="wait"></span>waiting for the last rank '
         '<span class="transfer"></span>transfer <span class="rest"></span>not told apart</p>',
@@ -71,7 +73,8 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]], first: Sequence[str], 
     for row in rows:
         cells = [_cell(name, row[name]) for name in first]
         cells += [f"{row['calls']:,}", seconds(row["total_s"]), seconds(row["mean_s"]), _bar(row, longest)]
-        cells += [seconds(row["exposed_s"]), seconds(row["hidden_s"])]
+        known = row["exposed_s"] + row["hidden_s"] > 0
+        cells += [seconds(row[name]) if known else "–" for name in ("exposed_s", "hidden_s")]
         cells += [_cell(name, row[name]) for name in after]
         lines.append("".join(f"<td>{cell}</td>" for cell in cells))
     body = "".join(f"<tr>{line}</tr>" for line in lines)

@@ -85,7 +85,8 @@ class Tracer:
         self.path = path
         self.file: Path | None = None
         self.calls = 0
-        self._counts: Counter[tuple[str, str, int]] = Counter()
+        self._counts: dict[Kind, int] = {}
+        self._counted: Counter[tuple[str, str, int]] = Counter()
         self._kinds: dict[Kind, int] = {}
         self._next_kind = 0
         self._groups: set[str] = set()
@@ -110,7 +111,10 @@ class Tracer:
 
     def counts(self) -> dict[tuple[str, str, int], int]:
         """Calls so far by operation, group and message size in bytes."""
-        return dict(self._counts)
+        counts = self._counted.copy()
+        for kind, n in list(self._counts.items()):
+            counts[kind.op, kind.group, kind.bytes] += n
+        return {what: n for what, n in counts.items() if n}
 
     @property
     def dropped(self) -> int:
@@ -145,8 +149,11 @@ class Tracer:
     def issued(self, call: Call) -> None:
         """Told by the capture."""
         self.calls += 1
-        kind = call.kind
-        self._counts[kind.op, kind.group, kind.bytes] += 1
+        kind, counts = call.kind, self._counts
+        counts[kind] = counts.get(kind, 0) + 1
+        if len(counts) > MAX_KINDS:
+            self._counted = Counter(self.counts())
+            counts.clear()
         if self._writer is None:
             self._open()
 
@@ -154,7 +161,8 @@ class Tracer:
         """Told by the capture."""
         self.calls -= 1
         self._failed += 1
-        self._counts[call.kind.op, call.kind.group, call.kind.bytes] -= 1
+        kind = call.kind
+        self._counted[kind.op, kind.group, kind.bytes] -= 1
 
     def ended(self, call: Call) -> None:
         """Told by the capture."""

@@ -41,6 +41,7 @@ class Writer:
         self.dropped = 0
         self._tick = tick
         self._limit = queue
+        self._half = queue // 2
         self._interval_s = interval_s
         self._lines: deque[Line | Row] = deque()
         self._wake = threading.Event()
@@ -53,11 +54,12 @@ class Writer:
 
     def put(self, line: Line | Row) -> None:
         """Queues a line; where the queue is full a row is dropped and counted, other lines are kept."""
-        if isinstance(line, tuple) and (self._broken or len(self._lines) >= self._limit):
+        waiting = len(self._lines)
+        if (waiting >= self._limit or self._broken) and isinstance(line, tuple):
             self.dropped += 1
             return
         self._lines.append(line)
-        if len(self._lines) * 2 > self._limit:
+        if waiting > self._half:
             self._wake.set()
 
     def close(self, last: Callable[[], Line] | None = None) -> None:

@@ -22,6 +22,8 @@ Clock = Literal["wall", "cpu"]
 _ASSUMED_CACHE_BYTES = 32 * 2**20
 _HOLD_CYCLES = 400_000
 """GPU cycles (some 0.2 ms) that the device idles before a measurement, so that the host is ahead of it."""
+_RAMP_CYCLES = 100_000_000
+"""GPU cycles (some 50 ms) in which the clocks come up."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _BASELINES = 101
 
@@ -180,6 +182,7 @@ class Cuda(Device):
     def environment(self, name: str = "") -> Environment:
         """The device, its clocks, driver and versions."""
         hardware = torch.cuda.get_device_name()
+        torch.cuda._sleep(_RAMP_CYCLES)  # an idle device names its idle clocks
         return Environment(
             device=name or _slug(hardware),
             hardware=hardware,

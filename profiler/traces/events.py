@@ -21,62 +21,81 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from echograph.errors import DataError, InputError
+from echograph.profiler.traces.trace import DEVICE, KERNELS, OPERATORS
 
 CHUNK_BYTES = 1 << 20
 # Beyond this, text without the end of an event, or before the first, is not a trace.
 MAX_EVENT_BYTES = 1 << 26
-_COMPRESSED_BYTES = 1 << 16
+_COMPRESSED_BYTES = 1 << 15
 _GZIP_MAGIC, _GZIP_WINDOW = b"\x1f\x8b", 31
 _LITERAL = len("false") + 1
 _BLANK = b" \t\r\n"
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _GAP = re.compile(r"[\s,]*")
 
-# What analyses need of an event, by its name in the file; whatever else it says is read anew when it is asked for.
-# Arguments that come together are one group: where the first is missing, the others are not looked for.
-GROUPS: tuple[dict[str, str], ...] = (
-    {"bytes": "bytes"},
-    {"bandwidth": "memory bandwidth (GB/s)"},
-    {"sequence": "Sequence number", "forward_thread": "Fwd thread id"},
-    {"python_id": "Python id", "python_parent": "Python parent id"},
-    {"wait_stream": "wait_on_stream", "wait_record": "wait_on_cuda_event_record_corr_id"},
-    {"graph_node": "graph node id"},
-    {
-        "collective": "Collective name",
-        "dtype": "dtype",
-        "in_elements": "In msg nelems",
-        "out_elements": "Out msg nelems",
-        "group_size": "Group size",
-        "group": "Process Group Name",
-        "ranks": "Process Group Ranks",
-    },
+
+class Group(NamedTuple):
+    """Arguments that come together: an event without the first has none of the others.
+
+    Attributes:
+        of: categories of the events that have them.
+        names: names of our fields to names in the file.
+    """
+
+    of: frozenset[str]
+    names: dict[str, str]
+
+
+# What analyses need of an event; whatever else it says is read anew when it is asked for (`details`).
+GROUPS = (
+    Group(DEVICE, {"bytes": "bytes"}),
+    Group(DEVICE, {"bandwidth": "memory bandwidth (GB/s)"}),
+    Group(DEVICE, {"graph_node": "graph node id"}),
+    Group(
+        frozenset({"cuda_sync"}),
+        {"wait_stream": "wait_on_stream", "wait_record": "wait_on_cuda_event_record_corr_id"},
+    ),
+    Group(OPERATORS, {"sequence": "Sequence number", "forward_thread": "Fwd thread id"}),
+    Group(frozenset({"python_function"}), {"python_id": "Python id", "python_parent": "Python parent id"}),
+    Group(
+        OPERATORS | KERNELS,
+        {
+            "collective": "Collective name",
+            "dtype": "dtype",
+            "in_elements": "In msg nelems",
+            "out_elements": "Out msg nelems",
+            "group_size": "Group size",
+            "group": "Process Group Name",
+            "ranks": "Process Group Ranks",
+        },
+    ),
 )
-NAMES = {field: name for group in GROUPS for field, name in group.items()}
+NAMES = {field: name for group in GROUPS for field, name in group.names.items()}
 TEXTS = frozenset({"Collective name", "dtype", "Process Group Name", "Process Group Ranks"})
 
 
 class Arguments(msgspec.Struct, frozen=True, gc=False, rename=NAMES | {"external_id": "External id"}):
     """What analyses need of an event's `args`; -1 or None where it does not say."""
 
-    stream: int | None = -1
-    correlation: int | None = -1
     external_id: int | None = -1
-    bytes: int | float | None = None
-    bandwidth: float | None = None
     sequence: int | None = None
     forward_thread: int | None = None
+    stream: int | None = -1
+    correlation: int | None = -1
+    bytes: int | float | None = None
+    bandwidth: float | None = None
     python_id: int | None = None
     python_parent: int | None = None
-    wait_stream: int | None = None
-    wait_record: int | None = None
-    graph_node: int | None = None
+    collective: str | None = None
+    dtype: str | None = None
     in_elements: int | None = None
     out_elements: int | None = None
     group_size: int | None = None
-    collective: str | None = None
-    dtype: str | None = None
     group: str | None = None
     ranks: str | None = None
+    wait_stream: int | None = None
+    wait_record: int | None = None
+    graph_node: int | None = None
 
 
 NOTHING = Arguments()
@@ -111,8 +130,10 @@ _OTHERS = [
 
 
 class _Walked(NamedTuple):
+    """Events, the text after them (None: as it was), and whether the array ended."""
+
     events: list[Any]
-    rest: bytes
+    rest: bytes | None
     ended: bool
 
 
@@ -150,18 +171,20 @@ class EventStream:
             InputError: the file cannot be read, or does not hold a trace, or is broken (not merely cut off).
         """
         pieces = self._pieces()
-        buffer = self._find_events(pieces)
+        # The rest of the array, with its bracket: closed at a cut, it is what the decoder takes as it stands.
+        buffer = bytearray(b"[" + self._find_events(pieces))
         ended = False
         while not ended:
             piece = next(pieces, b"")
             buffer += piece
-            events, buffer, ended = self._decode(buffer, last=not piece)
+            events, rest, ended = self._decode(buffer, last=not piece)
+            buffer = bytearray(b"[" + rest) if rest is not None else buffer
             yield events
             if not ended and not piece:
                 self._cut_off = True
                 break
         if ended:
-            self._finish(buffer, pieces)
+            self._finish(bytes(buffer[1:]), pieces)
         if self._cut_off:
             self.notes.append(f"{self.path}: cut off after {self._count} events; what follows is missing")
 
@@ -233,24 +256,26 @@ class EventStream:
         except (ValueError, TypeError) as error:
             raise DataError(f"{self.path}: what stands beside the events is not valid JSON ({error})") from None
 
-    def _decode(self, buffer: bytes, *, last: bool) -> _Walked:
+    def _decode(self, buffer: bytearray, *, last: bool) -> _Walked:
         cut = _last_gap(buffer)
         if not cut:
             # An event longer than a piece is looked for again when there is twice as much of it.
             if not last and len(buffer) < self._enough:
-                return _Walked([], buffer, False)
-            walked = self._walk(buffer, last=last)
+                return _Walked([], None, False)
+            walked = self._walk(bytes(buffer[1:]), last=last)
             self._enough = CHUNK_BYTES if walked.events else 2 * len(buffer)
             return walked
+        after, buffer[cut] = buffer[cut], ord("]")
         try:
-            events = self._decoder.decode(b"[" + buffer[:cut] + b"]")
+            events = self._decoder.decode(buffer[: cut + 1])
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return self._walk(buffer, last=last)
+            buffer[cut] = after
+            return self._walk(bytes(buffer[1:]), last=last)
         self._count += len(events)
-        buffer = buffer[cut:].lstrip(b" \t\r\n,")
+        rest = bytes(buffer[cut + 1 :]).lstrip(b" \t\r\n,")
         if not last:
-            return _Walked(events, buffer, False)
-        walked = self._walk(buffer, last=True)
+            return _Walked(events, rest, False)
+        walked = self._walk(rest, last=True)
         return _Walked(events + walked.events, walked.rest, walked.ended)
 
     def _walk(self, buffer: bytes, *, last: bool) -> _Walked:
@@ -278,7 +303,7 @@ class EventStream:
                 raise DataError(f"{self.path}: event {self._count} is broken: {error}") from None
 
 
-def _last_gap(buffer: bytes) -> int:
+def _last_gap(buffer: bytearray) -> int:
     """Where the last `}` ends that a comma and a `{` follow; 0 when there is none."""
     at = len(buffer)
     while (at := buffer.rfind(b"{", 0, at)) > 0:

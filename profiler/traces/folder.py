@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from echograph.errors import DataError, InputError, UsageError
@@ -48,13 +47,17 @@ def read_traces(
     files = trace_files(Path(path))
     if ranks is not None and len(files) > 1:
         files = _of_ranks(files, ranks)
-    read = partial(_read_one, cache_folder=cache_folder)
-    if workers > 1 and len(files) > 1 and sum(file.stat().st_size for file in files) > _PARALLEL_BYTES:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(workers, len(files)), mp_context=context) as pool:
-            traces = _by_rank(_counted(pool.map(read, files), len(files), say))
-    else:
-        traces = _by_rank(_read_one(file, cache_folder, say) for file in files)
+    found: dict[Path, Trace] = {}
+    keys = {file: cache.content_key(file) for file in files} if cache_folder is not None else {}
+    for file, key in keys.items():
+        if cache_folder is not None and (known := cache.load(cache_folder, key, file)) is not None:
+            found[file] = known
+    missing = [file for file in files if file not in found]
+    for file, trace in zip(missing, _read(missing, workers, say), strict=True):
+        found[file] = trace
+        if cache_folder is not None:
+            cache.store(cache_folder, keys[file], trace)
+    traces = _by_rank(found[file] for file in files)
     chosen = sorted(traces) if ranks is None else ranks
     if unknown := sorted(set(chosen) - set(traces)):
         raise UsageError(f"{path}: no trace of rank {unknown[0]}; there is {_shown(traces)}")
@@ -78,21 +81,15 @@ def trace_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_one(file: Path, cache_folder: Path | None, say: Say = lambda _: None) -> Trace:
-    if cache_folder is None:
-        return read_trace(file, say)
-    key = cache.content_key(file)
-    trace = cache.load(cache_folder, key, file)
-    if trace is None:
-        trace = read_trace(file, say)
-        cache.store(cache_folder, key, trace)
-    return trace
-
-
-def _counted(traces: Iterable[Trace], total: int, say: Say) -> Iterable[Trace]:
-    for done, trace in enumerate(traces, start=1):
-        say(f"read {done} of {total} traces")
-        yield trace
+def _read(files: list[Path], workers: int, say: Say) -> Iterator[Trace]:
+    if workers < 2 or len(files) < 2 or sum(file.stat().st_size for file in files) < _PARALLEL_BYTES:
+        yield from (read_trace(file, say) for file in files)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(files)), mp_context=context) as pool:
+        for done, trace in enumerate(pool.map(read_trace, files), start=1):
+            say(f"read {done} of {len(files)} traces")
+            yield trace
 
 
 def _by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:

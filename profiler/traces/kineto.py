@@ -22,8 +22,9 @@ from echograph.profiler.traces.events import (
     Event,
     EventStream,
     ExactEvent,
+    Group,
 )
-from echograph.profiler.traces.trace import DEVICE, NONE, Trace, Values
+from echograph.profiler.traces.trace import DEVICE, NONE, Bool, Trace, Values
 
 Say = Callable[[str], None]
 
@@ -115,10 +116,10 @@ class _Columns:
 
     def add(self, batch: Sequence[Any]) -> None:
         """Appends the complete events of a batch."""
-        kinds = list(map(type, batch))
-        self.begun += kinds.count(Begin)
         events = [event for event in batch if type(event) is self._event]
-        index = [place for place, kind in enumerate(kinds) if kind is self._event]
+        index = [place for place, event in enumerate(batch) if type(event) is self._event]
+        if len(events) < len(batch):
+            self.begun += list(map(type, batch)).count(Begin)
         keep = [event.dur is not None and event.cat not in _LEFT_OUT for event in events]
         if not all(keep):
             events, index = list(compress(events, keep)), list(compress(index, keep))
@@ -143,25 +144,27 @@ class _Columns:
         }
         for name, column in columns.items():
             self._parts.setdefault(name, []).append(column)
+        category = columns["category"]
+        present = set(np.unique(category).tolist())
         for group in GROUPS:
-            self._add_arguments(group, arguments)
+            of = {codes[text] for text in group.of if text in codes} & present
+            if of:
+                self._add_arguments(group, arguments, np.isin(category, list(of)))
         self._rows += len(events)
 
-    def _add_arguments(self, group: dict[str, str], arguments: list[Arguments]) -> None:
-        said = list(map(attrgetter(next(iter(group))), arguments))
+    def _add_arguments(self, group: Group, arguments: list[Arguments], of: Bool) -> None:
+        said = list(map(attrgetter(next(iter(group.names))), arguments))
         if said.count(None) == len(said):
             return
-        rows = [row for row, value in enumerate(said) if value is not None]
-        for field, name in group.items():
+        rows = [row for row, value in enumerate(said) if value is not None and of[row]]
+        for field, name in group.names.items():
             values = [getattr(arguments[row], field) for row in rows]
-            places = np.array(
-                [row for row, value in zip(rows, values, strict=True) if value is not None], np.int64
-            )
+            places = [row for row, value in zip(rows, values, strict=True) if value is not None]
             found = [self._codes[v] if isinstance(v, str) else v for v in values if v is not None]
-            if not found:
-                continue
-            column = np.array(found, np.int32 if name in TEXTS else np.float64)
-            self._arguments.setdefault(name, []).append(Values(places + self._rows, column))
+            if found:
+                column = np.array(found, np.int32 if name in TEXTS else np.float64)
+                where = np.array(places, np.int64) + self._rows
+                self._arguments.setdefault(name, []).append(Values(where, column))
 
     def _times(self, microseconds: list[Any]) -> Int64:
         times = np.array(microseconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from echograph.ir.columns import Int64
+from echograph.ir.columns import Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.simulator.interval import Factors
 from echograph.simulator.pieces.cut import Joins, cut
@@ -29,8 +29,9 @@ def run_pieces(job: JobGraph, device: Int64, host: Int64, factor: Factors, joins
         The run, whose first scenario is the job as it is; None where pieces do not repeat, where runs of the same
         operations do not wait alike, or where pieces wait for each other in a circle: run the tasks then.
     """
-    calls = np.concatenate([program.calls[:, 1:3] for program in job.programs])
-    begin, end = np.unique(calls, axis=0).T
+    rows = len(job.ops) + 1
+    calls = [program.calls[:, 1] * rows + program.calls[:, 2] for program in job.programs]
+    begin, end = np.divmod(distinct(np.concatenate(calls)), rows)
     longest = float(np.dot(runs(job), (device + host).astype(np.float64))) * max(
         1.0, float(factor.max(initial=0.0))
     )

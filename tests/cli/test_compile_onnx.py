@@ -69,7 +69,7 @@ def test_export_and_back(model: Path, tmp_path: Path, cli: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "symbolic dimensions without a size: batch, sequence: add --dim batch=8"),
+        ((), "symbolic dimensions without a size: batch, sequence: give each, as echoc compile"),
         ((*DIMS, "--dim", "depth=3"), "no such dimension: batch, sequence"),
         (("--dim", "batch"), "give a name and a size, as --dim batch=8"),
         (("--dim", "batch=-1"), "give a name and a size"),

@@ -1,8 +1,9 @@
-"""Every model of the zoo, as it is, compiles, folds and simulates."""
+"""Every model of the zoo, as it is, compiles, folds, comes back from other forms, and simulates."""
 
 from __future__ import annotations
 
 import pytest
+from graph_forms import check_forms
 
 from echograph.cli.compose import compile_entry, predict
 from echograph.cli.show import model_row, summarize
@@ -22,6 +23,7 @@ def test_compiles_and_simulates(name: str) -> None:
     assert {k: shown["flops"][k] for k in listed} == pytest.approx(listed, rel=0.01)
     assert len(graph.blocks) > 1
     assert len(graph.ops) < 2_000
+    check_forms(graph)
     record = predict(graph, cluster="dgx-h100", gpus=8)[0].to_json()
     assert 0 < record["step_time_s"] < 100
     assert 0 < record["mfu"] < 0.8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph
@@ -115,7 +116,7 @@ class RandomJob:
         builder = self.builder
         out = builder.tensor("message", SHAPE, DType.FP32, TensorRole.ACTIVATION)
         # A stream for each way, as pipelines have them; sometimes one for both.
-        where = {"group": self.group, "peer": way, "tag": tag, "nbytes": 8}
+        where: Any = {"group": self.group, "peer": way, "tag": tag, "nbytes": 8}
         if kind == "recv":
             builder.recv("recv", **where, outputs=(out,), stream=4 if self.random.random() < 0.8 else 3)
         else:

@@ -26,6 +26,7 @@ from echograph.simulator.host import Host
 from echograph.simulator.limits import families, largest_first, limits
 from echograph.simulator.pieces import predict
 from echograph.simulator.pieces.cut import Pieces, cut
+from echograph.simulator.pieces.passages import Work
 from echograph.simulator.pieces.path import critical_path
 from echograph.simulator.pieces.run import Run, run, work_of
 from echograph.simulator.pieces.times import program_timeline
@@ -129,8 +130,13 @@ def test_a_prediction_is_the_same_bytes_with_and_without_pieces(
 ) -> None:
     job = timed(JOBS[name](fold(layered_step(8))), CLUSTER.device, 30 * US)
     host = replace(HOST, waits=waits)
-    ran = []
-    monkeypatch.setattr(predict, "run", lambda *given: ran.append(run(*given)) or ran[-1])
+    ran: list[Run | None] = []
+
+    def note(pieces: Pieces, work: Work) -> Run | None:
+        ran.append(run(pieces, work))
+        return ran[-1]
+
+    monkeypatch.setattr(predict, "run", note)
     records = []
     for asked in ("auto", "static"):
         record = simulate(job, CLUSTER, host, engine=asked).to_json()

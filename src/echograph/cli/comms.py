@@ -98,7 +98,10 @@ def print_report(report: Report) -> None:
     from echograph.profiler.comms.page import size
 
     ranks = len({rank["rank"] for rank in report.ranks})
-    print_line(f"{report.calls} calls on {ranks} ranks in {len(report.groups)} groups; times in ms, of all ranks")
+    many = "" if len(report.groups) == 1 else "s"
+    print_line(
+        f"{report.calls} calls on {ranks} ranks in {len(report.groups)} group{many}; times in ms, of all ranks"
+    )
     titles = ("calls", "total", "average", "wait", "transfer", "exposed", "hidden")
     print_line()
     rows = sorted(report.operations, key=lambda row: -row["total_s"])

@@ -21,7 +21,7 @@ def test_symbolic_dimensions_are_bound_by_name(tmp_path: Path) -> None:
 
 
 def test_unbound_dimensions_are_listed_with_an_example(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"without a size: batch, sequence: add --dim batch=8"):
+    with pytest.raises(UsageError, match=r"without a size: batch, sequence: give each, as .* --dim batch=8$"):
         read(m.save(m.layers(), tmp_path))
 
 
@@ -198,6 +198,13 @@ def test_what_is_no_model(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.onnx"
     path.write_bytes(data)
     with pytest.raises(FormatError, match=r"x\.onnx: "):
+        read(path)
+
+
+def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+    path = m.save(_relu(), tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"one", b"\xff\xfe\xfd"))
+    with pytest.raises(FormatError, match="text that is none"):
         read(path)
 
 

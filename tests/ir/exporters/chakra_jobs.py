@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_positions": SEQUENCE, "vocab_size": 32000, "tie_word_embeddings": False,
     },
 }  # fmt: skip
+MODELS["tied gpt2"] = {**MODELS["gpt2"], "tie_word_embeddings": True}
 
 
 @cache

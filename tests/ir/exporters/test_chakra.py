@@ -13,7 +13,9 @@ from chakra_jobs import DEVICE, job
 from even_cluster import GBPS, even_cluster
 from replay import COLLECTIVE, COMP, RECV, SEND, Node, Replay, read_folder, read_messages
 
+from echograph.ir.chakra_traces import read_traces
 from echograph.ir.exporters.chakra import ChakraExport, write_chakra
+from echograph.ir.exporters.chakra_check import check
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.unfold_ranks import UnfoldRanks
 from echograph.ir.types import OpKind
@@ -30,6 +32,7 @@ SMALL: list[Case] = [
     ("llama", {"gpus": 8, "pp": 4, "vpp": 2, "global_batch": 32}),
     ("llama", {"gpus": 8, "tp": 2, "cp": 2}),
     ("mixtral", {"gpus": 8, "ep": 4}),
+    ("tied gpt2", {"gpus": 8, "tp": 2, "pp": 2, "global_batch": 16}),
     ("gpt2", {"gpus": 64, "tp": 4, "pp": 4, "global_batch": 64}),
 ]
 LARGE: list[Case] = [
@@ -96,6 +99,7 @@ def test_the_files_agree_with_each_other(tmp_path: Path, model: str, plan: dict[
     assert sorted(traces) == list(range(made.world_size))
     assert done.ranks == made.world_size
     assert done.nodes == sum(map(len, traces.values()))
+    assert not check(read_traces(tmp_path / "out")).findings
     check_order(traces)
     check_groups(traces, groups)
     check_messages(traces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections import Counter
 from pathlib import Path
@@ -70,6 +71,12 @@ def test_results_and_work_are_as_without_a_tracer(raw: tuple[list[Any], Path]) -
     assert [answer["results"] for answer in raw[0]] == [[[3.0], [True, True]]] * 2
 
 
+def test_ddps_reducer_is_seen(raw: tuple[list[Any], Path]) -> None:
+    for answer in raw[0]:
+        assert ["broadcast", "0,1", 4 * 1010, 1] in answer["ddp"]
+        assert ["all_reduce", "0,1", 4 * 1010, 5] in answer["ddp"]
+
+
 def test_the_flight_recorder_has_seen_the_same(raw: tuple[list[Any], Path]) -> None:
     for rank, answer in enumerate(raw[0]):
         told: Counter[tuple[str, str]] = Counter()
@@ -118,6 +125,7 @@ def frameworks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_job("frameworks", tmp_path_factory.mktemp("frameworks"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor"])
 def test_frameworks_are_counted_as_pytorch_counts(frameworks: list[Any], name: str) -> None:
     for answer in frameworks:
@@ -128,6 +136,7 @@ def test_frameworks_are_counted_as_pytorch_counts(frameworks: list[Any], name: s
         assert sum(ours.values()) > 0
 
 
+@pytest.mark.slow
 def test_bytes_are_conserved(frameworks: list[Any]) -> None:
     for answer in frameworks:
         parameters = answer["bytes"]
@@ -143,6 +152,7 @@ def test_bytes_are_conserved(frameworks: list[Any]) -> None:
         assert answer["compiled"]["counts"] == [["all_gather_into_tensor_coalesced", "0,1", 2 * 10 * 4, 1]]
 
 
+@pytest.mark.slow
 def test_a_pipeline_sends_what_its_other_stage_receives(frameworks: list[Any]) -> None:
     sent, received = (
         [
@@ -154,6 +164,22 @@ def test_a_pipeline_sends_what_its_other_stage_receives(frameworks: list[Any]) -
     assert sent == received[::-1]
     # Two samples of 256 activations, thrice, and their gradients back.
     assert sent[0][2 * 256 * 4] == sent[1][2 * 256 * 4] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("package", "job"), [("deepspeed", "deepspeed_zero"), ("megatron.core", "megatron_tensor_parallel")]
+)
+def test_libraries_are_counted_as_pytorch_counts(package: str, job: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
+        pytest.skip(f"needs {package}")
+    for answer in run_job(job, tmp_path):
+        for part in [answer] if "debug" in answer else answer.values():
+            ours: Counter[str] = Counter()
+            for operation, _, _, n in part["counts"]:
+                ours[family(operation)] += n
+            assert ours == part["debug"]
+            assert sum(ours.values()) > 0
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +227,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_of_a_killed_rank_what_it_did_is_reported(killed: Path) -> None:
     report = report_on(killed / "traces")
     (reduced,) = [row for row in report.operations if row["operation"] == "all_reduce"]
@@ -215,6 +242,7 @@ def stuck(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
     return run_job("stuck", folder), folder
 
 
+@pytest.mark.slow
 def test_the_watchdog_says_who_is_missing_and_stops_nothing(stuck: tuple[list[Any], Path]) -> None:
     answers, folder = stuck
     assert answers == [[2.0] * 10] * 2
@@ -230,6 +258,7 @@ def test_the_watchdog_says_who_is_missing_and_stops_nothing(stuck: tuple[list[An
     assert report.ranks[0]["wait_s"] > 2
 
 
+@pytest.mark.slow
 def test_a_script_that_knows_of_no_tracer_is_traced_from_outside(tmp_path: Path) -> None:
     import sys
 

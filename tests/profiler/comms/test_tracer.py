@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -287,3 +289,24 @@ def test_a_forked_child_traces_nothing(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         dist.all_reduce(ones(1))
     assert len(lines(tmp_path / "trace.0.jsonl")) == 2
+
+
+def test_what_a_full_disk_has_taken_is_whole_lines(tmp_path: Path) -> None:
+    script = """
+import resource, sys
+from pathlib import Path
+from echograph.profiler.comms.writer import Writer
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+writer = Writer(Path(sys.argv[1]))
+for n in range(200):
+    writer.put((0, n, 10**18, 0, 5, 0))
+writer.close()
+print(writer.dropped)
+"""
+    command = [sys.executable, "-c", script, tmp_path / "trace"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    kept = lines(tmp_path / "trace")
+    assert (tmp_path / "trace").read_bytes().endswith(b"\n")
+    assert 0 < len(kept) == 200 - int(done.stdout)
+    assert [row[1] for row in kept] == list(range(len(kept)))
+    assert done.stderr.count("training goes on") == 1

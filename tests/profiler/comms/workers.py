@@ -116,6 +116,7 @@ def raw(folder: Path) -> Any:
     del never
     dist.all_reduce(one())
     return {
+        "ddp": _ddp(folder),
         "plain": plain,
         "all": listed(tracer.counts()),
         "results": results,
@@ -123,6 +124,16 @@ def raw(folder: Path) -> Any:
         "calls": calls,
         "recorded": [[e["profiling_name"], e["process_group"][0], e["input_sizes"]] for e in entries],
     }
+
+
+def _ddp(folder: Path) -> list[Any]:
+    """The making of a DDP model, and five steps."""
+    model = torch.nn.Linear(100, 10)
+    with echograph.trace_collectives(folder / "traces" / "ddp.jsonl") as tracer:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        for _ in range(5):
+            wrapped(torch.ones(2, 100)).sum().backward()
+    return listed(tracer.counts())
 
 
 def _debugged(tracer: Any, step: Any) -> dict[str, Any]:
@@ -191,6 +202,61 @@ def frameworks(folder: Path) -> Any:
     else:
         schedule.step(target=torch.ones(6, 64))
     answer["pipeline"] = {"counts": since(tracer, before)}
+    tracer.stop()
+    return answer
+
+
+def deepspeed_zero(folder: Path) -> Any:
+    """A step of each of DeepSpeed's ZeRO stages."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(RANK)}
+    import deepspeed
+
+    # It would build an extension for ranks of one machine.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    start(folder)
+    deepspeed.init_distributed("gloo")
+    tracer = echograph.trace_collectives(folder / "traces" / "deepspeed.jsonl")
+    answer = {}
+    for stage in (1, 2, 3):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            config={
+                "train_micro_batch_size_per_gpu": 2,
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": stage},
+            },
+        )
+
+        def step(engine: Any = engine) -> None:
+            engine.backward(engine(torch.ones(2, 64)).sum())
+            engine.step()
+
+        answer[str(stage)] = _debugged(tracer, step)
+    tracer.stop()
+    return answer
+
+
+def megatron_tensor_parallel(folder: Path) -> Any:
+    """Megatron-Core's mappings of tensor and sequence parallelism, forward and backward."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import mappings
+
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    start(folder)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=WORLD, create_gloo_process_groups=False)
+    tracer = echograph.trace_collectives(folder / "traces" / "megatron.jsonl")
+
+    def step() -> None:
+        x = torch.ones(4, 8, 16, requires_grad=True)
+        y = mappings.copy_to_tensor_model_parallel_region(x * 2)
+        y = mappings.reduce_from_tensor_model_parallel_region(y)
+        y = mappings.reduce_scatter_to_sequence_parallel_region(y * 3)
+        y = mappings.gather_from_sequence_parallel_region(y * 3)
+        mappings.gather_from_tensor_model_parallel_region(y).sum().backward()
+
+    answer = _debugged(tracer, step)
     tracer.stop()
     return answer
 
