@@ -4,7 +4,7 @@ python -m benchmarks.comms [--steps 20] [--layers 12]
 
 Turns with and without the tracer alternate, so that whatever else the machine does falls on both alike. A call is
 given in processor time of the thread that makes it, a step in seconds of the clock; both are medians.
-collective_trace, with which others may compare, is in no package index: nothing of it is run here.
+Of collective_trace, with which one might compare, no package was found to install: nothing of it is run here.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import numpy as np
 
 from echograph.errors import UsageError
 from echograph.profiler.analyses.kernels import statistics_by_name
-from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.table import Table, from_rows, stacked
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.trace import NONE, Trace, TraceSet
 
@@ -52,17 +52,28 @@ def annotated_kernels(traces: TraceSet) -> Table:
 
     Columns: `rank`; `index` of the event in the file; `name`; `ts` and `dur` microseconds; `stream`;
     `user_annotation`, empty where no annotation on the device covers any of it. Of several, the shortest counts.
+    Ranks without annotations on the device are left out.
     """
-    rows, notes = [], list(traces.notes)
+    parts, notes = [], list(traces.notes)
     for rank, trace in traces.items():
         annotation = shortest_annotation(trace)
         if (annotation == NONE).all():
             notes.append(f"rank {rank}: no annotation on the device")
-        for row in np.flatnonzero(trace.on_device).tolist():
-            text = "" if annotation[row] == NONE else trace.text(annotation[row])
-            times = int(trace.start[row]) / US, int(trace.duration[row]) / US
-            rows.append((rank, int(trace.index[row]), trace.text(row), *times, int(trace.stream[row]), text))
-    return from_rows(("rank", "index", "name", "ts", "dur", "stream", "user_annotation"), rows, notes)
+            continue
+        rows = np.flatnonzero(trace.on_device)
+        covered = annotation[rows].tolist()
+        parts.append(
+            {
+                "rank": np.full(len(rows), rank),
+                "index": trace.index[rows],
+                "name": [trace.text(row) for row in rows.tolist()],
+                "ts": trace.start[rows] / US,
+                "dur": trace.duration[rows] / US,
+                "stream": trace.stream[rows],
+                "user_annotation": ["" if row == NONE else trace.text(row) for row in covered],
+            }
+        )
+    return stacked(parts, ("rank", "index", "name", "ts", "dur", "stream", "user_annotation"), notes)
 
 
 def shortest_annotation(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

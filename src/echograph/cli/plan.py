@@ -65,7 +65,7 @@ class Plan:
     """
 
     gpus: int | None = _option(None, "Number of GPUs.", "one node, or as many as the plan needs")
-    cluster: str = _option("dgx-h100", "A preset (see echosim clusters), a TOML file, or a profile.pb of echoprof ops.")
+    cluster: str = _option("dgx-h100", "A preset (see echosim clusters), a TOML file, or an echoprof profile.pb.")
     tp: int = _option(1, "Tensor-parallel ranks, which share each layer.")
     sequence_parallel: bool = _option(False, "They share the sequence between the products as well.")
     tp_plan: str = _option(
