@@ -58,7 +58,8 @@ _ROLES = {int(role): role for role in t.TensorRole}
 def distinct(values: npt.ArrayLike) -> Int64:
     """Distinct integers, ascending: `numpy.unique`, which hashes and loads `numpy.ma`, in less time."""
     ascending = np.sort(np.asarray(values, np.int64), axis=None)
-    return ascending[np.concatenate([[True], ascending[1:] != ascending[:-1]])[: len(ascending)]]
+    found: Int64 = ascending[np.concatenate([[True], ascending[1:] != ascending[:-1]])[: len(ascending)]]
+    return found
 
 
 def _freeze(table: object) -> None:

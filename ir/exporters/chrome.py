@@ -1,38 +1,65 @@
-"""A timeline as Chrome trace events, which Perfetto and chrome://tracing open.
+"""A timeline as a Chrome trace, which Perfetto and chrome://tracing open, and analyses of profiler traces read.
 
-One process a program, one thread for the host and one for each stream; microseconds with nanosecond decimals, as
-the format asks (Trace Event Format, "X" complete events).
+One process a program, one thread for the host and one for each stream; microseconds with decimals, as the format
+asks (Trace Event Format, "X" complete events). Categories and names are those by which Kineto's traces are read: what
+a device runs is a `kernel`, or a `gpu_memcpy`, with the number of its stream; a communication is named as a kernel of
+NCCL; `ProfilerStep#0` on the host is the step. `processRanks` says which rank each process is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 
 import numpy as np
 
+from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import Graph
 from echograph.ir.timeline import Lane, Timeline
-from echograph.ir.types import OpKind, Phase
+from echograph.ir.types import COMMUNICATIONS, CollectiveKind, CopyDirection, OpKind, Phase
 
 PS_PER_US = 1_000_000
+_PS_PER_NS = 1_000
+_COPIES = {
+    CopyDirection.HOST_TO_DEVICE: "HtoD",
+    CopyDirection.DEVICE_TO_HOST: "DtoH",
+    CopyDirection.DEVICE_TO_DEVICE: "DtoD",
+}
 
 
-def chrome_trace(graph: Graph, timeline: Timeline, programs: Iterable[int] | None = None) -> Iterator[str]:
+def chrome_trace(
+    graph: Graph, timeline: Timeline, programs: Iterable[int] | None = None, *, ranks: Sequence[int] = ()
+) -> Iterator[str]:
     """The trace as pieces of JSON text.
 
     Args:
         graph: the graph that ran.
         timeline: when it ran.
         programs: which programs to write; None writes all.
+        ranks: the rank that each of the timeline's programs stands for; where none are given, the programs are
+            those of the graph, and each stands for the first rank that runs it.
     """
     chosen = sorted(set(range(len(timeline.programs)) if programs is None else programs))
-    yield '{"displayTimeUnit":"ms","traceEvents":[\n'
+    ranks = ranks or [_first_rank(graph, number) for number in range(len(timeline.programs))]
+    job = {"world_size": graph.world_size} | ({"rank": ranks[chosen[0]]} if len(chosen) == 1 else {})
+    head = {"displayTimeUnit": "ms", "distributedInfo": job, "processRanks": {str(p): ranks[p] for p in chosen}}
+    yield json.dumps(head, separators=(",", ":"))[:-1] + ',"traceEvents":[\n'
     separator = ""
     for event in (*_names(timeline, chosen), *_events(graph, timeline, chosen)):
         yield separator + json.dumps(event, separators=(",", ":"))
         separator = ",\n"
     yield "\n]}\n"
+
+
+def _first_rank(graph: Graph, number: int) -> int:
+    program = graph.programs[number]
+    if program.ranks or not graph.mesh:
+        return min(program.ranks, default=number)
+    strides = (prod(inner.size for inner in graph.mesh[place + 1 :]) for place in range(len(graph.mesh)))
+    return sum(
+        program.coordinates.get(axis.name, 0) * stride for axis, stride in zip(graph.mesh, strides, strict=True)
+    )
 
 
 def _names(timeline: Timeline, programs: list[int]) -> Iterator[dict[str, object]]:
@@ -47,33 +74,79 @@ def _names(timeline: Timeline, programs: list[int]) -> Iterator[dict[str, object
                 "tid": thread,
                 "args": {"sort_index": thread},
             }
+        step = {"cat": "user_annotation", "ts": 0, "dur": timeline.makespan / PS_PER_US, "args": {}}
+        yield {"ph": "X", "name": "ProfilerStep#0", "pid": program, "tid": 0} | step
 
 
 def _events(graph: Graph, timeline: Timeline, programs: list[int]) -> Iterator[dict[str, object]]:
-    ops = graph.ops
     shown = np.isin(timeline.program, programs) & (timeline.duration > 0)
-    labels = _labels(graph)
+    labels, launch = _labels(graph), _launches(timeline)
     for row in np.flatnonzero(shown).tolist():
-        op = int(timeline.op[row])
-        device = timeline.lane[row] == Lane.DEVICE
-        args: dict[str, object] = {"module": graph.strings[ops.module[op]]}
-        if ops.kind[op] == OpKind.COLLECTIVE:
-            args |= {"bytes": int(ops.nbytes[op]), "group": graph.groups[int(ops.group[op])].name}
-        elif ops.flops[op]:
-            args["flops"] = int(ops.flops[op])
+        op, device = int(timeline.op[row]), timeline.lane[row] == Lane.DEVICE
+        args = _arguments(graph, op)
         label = labels.get((int(graph.block_of_op[op]), int(timeline.instance[row])), "")
         if label:
             args["module"] = str(args["module"]).replace("{}", label)
+        args["micro_batch"] = int(timeline.micro_batch[row])
+        if launch[row] != NONE:
+            args["correlation"] = int(launch[row])
+        name, category = graph.strings[graph.ops.name[op]], "cpu_op"
+        if device:
+            name, category = _on_device(graph, op)
+            args["stream"] = int(timeline.stream[row])
+            if graph.ops.kind[op] == OpKind.COPY:
+                rate = int(graph.ops.nbytes[op]) * _PS_PER_NS / int(timeline.duration[row])
+                args |= {"bytes": int(graph.ops.nbytes[op]), "memory bandwidth (GB/s)": rate}
         yield {
             "ph": "X",
-            "name": graph.strings[ops.name[op]],
-            "cat": Phase(int(ops.phase[op])).name.lower(),
+            "name": name,
+            "cat": category,
             "pid": int(timeline.program[row]),
             "tid": 1 + int(timeline.stream[row]) if device else 0,
             "ts": int(timeline.start[row]) / PS_PER_US,
             "dur": int(timeline.duration[row]) / PS_PER_US,
             "args": args,
         }
+
+
+def _arguments(graph: Graph, op: int) -> dict[str, object]:
+    ops = graph.ops
+    phase = Phase(int(ops.phase[op])).name.lower()
+    args: dict[str, object] = {"module": graph.strings[ops.module[op]], "phase": phase}
+    if ops.kind[op] in COMMUNICATIONS:
+        args |= {"bytes": int(ops.nbytes[op]), "group": graph.groups[int(ops.group[op])].name}
+    elif ops.flops[op]:
+        args["flops"] = int(ops.flops[op])
+    return args
+
+
+def _on_device(graph: Graph, op: int) -> tuple[str, str]:
+    """Name and category by which readers of profiler traces know what a device runs."""
+    ops, name = graph.ops, graph.strings[graph.ops.name[op]]
+    if ops.kind[op] == OpKind.COPY:
+        return f"Memcpy {_COPIES[CopyDirection(int(ops.variant[op]))]} ({name})", "gpu_memcpy"
+    if ops.kind[op] == OpKind.COLLECTIVE:
+        words = CollectiveKind(int(ops.variant[op])).name.split("_")
+        return f"ncclDevKernel_{''.join(word.capitalize() for word in words)}({name})", "kernel"
+    if ops.kind[op] in COMMUNICATIONS:
+        return f"ncclDevKernel_SendRecv({name})", "kernel"
+    return name, "kernel"
+
+
+def _launches(timeline: Timeline) -> Int64:
+    """For each row a number >= 1 that work on a device shares with the host's issuing it; -1 where either takes no time.
+
+    The host issues each operation that a device runs once, in the order in which a program calls it.
+    """
+    numbers = np.full(len(timeline), NONE, np.int64)
+    keys = (timeline.micro_batch, timeline.instance, timeline.op, timeline.program)
+    lanes = [np.flatnonzero(timeline.lane == lane) for lane in (Lane.HOST, Lane.DEVICE)]
+    rows = [lane[np.lexsort((timeline.start[lane], *(key[lane] for key in keys)))] for lane in lanes]
+    if len(rows[0]) == len(rows[1]) and all(np.array_equal(key[rows[0]], key[rows[1]]) for key in keys):
+        both = (timeline.duration[rows[0]] > 0) & (timeline.duration[rows[1]] > 0)
+        for lane in rows:
+            numbers[lane[both]] = np.arange(1, int(both.sum()) + 1)
+    return numbers
 
 
 def _labels(graph: Graph) -> dict[tuple[int, int], str]:

@@ -162,18 +162,20 @@ class Cuda(Device):
             raise UsageError("--device cuda: PyTorch sees no CUDA device here: use --device cpu")
         self._properties: Any = torch.cuda.get_device_properties()
         self.cache_bytes = int(self._properties.L2_cache_size)
-        self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        cuda: Any = torch.cuda
+        self._sleep = cuda._sleep
+        self._events = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
 
     def start(self) -> None:
         """Lets the device idle for a moment, and marks its end."""
-        torch.cuda._sleep(_HOLD_CYCLES)
+        self._sleep(_HOLD_CYCLES)
         self._events[0].record()
 
     def stop(self) -> float:
         """Seconds between the two marks on the device."""
         self._events[1].record()
         self._events[1].synchronize()
-        return self._events[0].elapsed_time(self._events[1]) * 1e-3
+        return float(self._events[0].elapsed_time(self._events[1])) * 1e-3
 
     def synchronize(self) -> None:
         """Waits for the device."""
@@ -182,7 +184,7 @@ class Cuda(Device):
     def environment(self, name: str = "") -> Environment:
         """The device, its clocks, driver and versions."""
         hardware = torch.cuda.get_device_name()
-        torch.cuda._sleep(_RAMP_CYCLES)  # an idle device names its idle clocks
+        self._sleep(_RAMP_CYCLES)  # an idle device names its idle clocks
         return Environment(
             device=name or _slug(hardware),
             hardware=hardware,

@@ -13,7 +13,7 @@ import json
 import operator
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -196,6 +196,36 @@ class EventStream:
         """
         self._find_events(self._pieces())
         return self.header
+
+    def with_events(self, added: Iterable[bytes]) -> Iterator[bytes]:
+        """The file's text, not compressed, with further events before its first; the rest byte for byte.
+
+        Args:
+            added: the JSON of each.
+
+        Raises:
+            InputError: as for the batches.
+        """
+        seen: list[bytes] = []
+        pieces = self._pieces()
+
+        def noted() -> Iterator[bytes]:
+            for piece in pieces:
+                seen.append(piece)
+                yield piece
+
+        rest = self._find_events(noted())
+        before = b"".join(seen)
+        yield before[: len(before) - len(rest)]
+        while not rest.strip(_BLANK) and (piece := next(pieces, b"")):
+            rest += piece
+        following = not rest.lstrip(_BLANK).startswith(b"]")
+        separator = b"\n"
+        for event in added:
+            yield separator + event
+            separator = b",\n"
+        yield (b"," if following and separator == b",\n" else b"") + rest
+        yield from pieces
 
     def _pieces(self) -> Iterator[bytes]:
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
+import re
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -14,6 +16,7 @@ from echograph.profiler.traces.kineto import Say, rank_in, read_trace
 from echograph.profiler.traces.steps import complete_steps
 from echograph.profiler.traces.trace import Trace, TraceSet
 
+_PROCESS = re.compile(r"[0-9]{1,18}$")
 _ENDINGS = (".json", ".json.gz", ".gz")
 # Below this, in bytes on disk, starting processes costs more than they save.
 _PARALLEL_BYTES = 4 << 20
@@ -57,7 +60,7 @@ def read_traces(
         found[file] = trace
         if cache_folder is not None:
             cache.store(cache_folder, keys[file], trace)
-    traces = _by_rank(found[file] for file in files)
+    traces = _by_rank(trace for file in files for trace in trace_of_each_rank(found[file]))
     chosen = sorted(traces) if ranks is None else ranks
     if unknown := sorted(set(chosen) - set(traces)):
         raise UsageError(f"{path}: no trace of rank {unknown[0]}; there is {_shown(traces)}")
@@ -79,6 +82,23 @@ def trace_files(path: Path) -> list[Path]:
     if not files:
         raise InputError(f"{path}: no trace in it: expected *.json or *.json.gz, one a rank")
     return files
+
+
+def trace_of_each_rank(trace: Trace) -> Iterator[Trace]:
+    """The traces in a file: several where it says which of its processes are ranks (`processRanks`).
+
+    Raises:
+        DataError: it does not say so in numbers.
+    """
+    ranks = trace.header.get("processRanks")
+    if ranks is None:
+        yield trace
+        return
+    named = isinstance(ranks, dict) and all(_PROCESS.match(p) and type(r) is int for p, r in ranks.items())
+    if not named:
+        raise DataError(f'{trace.path}: processRanks: give the rank of each process by its number, as {{"0": 8}}')
+    for process, rank in ranks.items():
+        yield dataclasses.replace(trace.rows(trace.pid == int(process)), rank=rank)
 
 
 def _read(files: list[Path], workers: int, say: Say) -> Iterator[Trace]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import typing
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 OVERVIEW = ("steps", "temporal-breakdown", "kernel-types", "overlap", "idle")
 _WIDEST = 72
+# What zlib takes for a gzip header, which then has no time in it: the same trace gives the same bytes.
+_GZIP_WINDOW = 31
 
 
 def analyze(
@@ -39,12 +43,15 @@ def analyze(
     cache: Annotated[bool, typer.Option(help="Keep what was read, so that a second look is quick.")] = True,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the CSV or JSON there.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the CSV or JSON there; of counters, the trace with them."),
+    ] = None,
 ) -> None:
     """Answer a question about measured traces: where the time goes, what waits, what is launched."""
     import json
 
-    from echograph.profiler.analyses import ANALYSES
+    from echograph.profiler.analyses import ANALYSES, COPIES
 
     if as_csv and as_json:
         raise UsageError("--csv and --json: give one of them")
@@ -53,11 +60,18 @@ def analyze(
     if option and not name:
         raise UsageError("--option: name the analysis that it is for")
     analysis = ANALYSES[name] if name else None
-    options = _options(name, analysis, option or []) if analysis else {}
+    read = functools.partial(_read, last_step=last_step, jobs=jobs, cache=cache)
+    options = _options(name, analysis, option or [], read) if analysis else {}
     wanted = _ranks(ranks)
     if output is not None:
         check_writable(output)
-    found = _read(traces, wanted, last_step=last_step, jobs=jobs, cache=cache)
+    found = read(traces, wanted)
+    if output is not None and name in COPIES and not (as_csv or as_json):
+        for note in found.notes:
+            print_error(f"note: {note}")
+        pieces = COPIES[name](found, **options)
+        write_whole(output, _gzipped(pieces) if output.suffix == ".gz" else pieces)
+        return
     if analysis is not None:
         tables: dict[str, Table] = {name: analysis(found, **options)}
     else:
@@ -81,7 +95,14 @@ def analyze(
         _show(tables)
 
 
-def _read(path: Path, ranks: list[int] | None, *, last_step: bool, jobs: int, cache: bool) -> TraceSet:
+def _gzipped(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    compress = zlib.compressobj(wbits=_GZIP_WINDOW)
+    for piece in pieces:
+        yield compress.compress(piece)
+    yield compress.flush()
+
+
+def _read(path: Path, ranks: list[int] | None = None, *, last_step: bool, jobs: int, cache: bool) -> TraceSet:
     from echograph.profiler.traces import cache_folder, read_traces
 
     with progress(f"reading {path}") as say:
@@ -95,9 +116,13 @@ def _read(path: Path, ranks: list[int] | None, *, last_step: bool, jobs: int, ca
         )
 
 
-def _options(name: str, analysis: Callable[..., Any], given: list[str]) -> dict[str, Any]:
-    """Options of an analysis from KEY=VALUE, as the types that its signature has."""
+def _options(
+    name: str, analysis: Callable[..., Any], given: list[str], read: Callable[[Path], TraceSet]
+) -> dict[str, Any]:
+    """Options of an analysis from KEY=VALUE, as the types that its signature has; traces are read from a path."""
     import msgspec
+
+    from echograph.profiler.traces import TraceSet
 
     parameters = inspect.signature(analysis).parameters
     known = [key for key, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
@@ -109,6 +134,9 @@ def _options(name: str, analysis: Callable[..., Any], given: list[str]) -> dict[
             raise UsageError(f"--option '{text}': write KEY=VALUE; {name} has {', '.join(known) or 'no options'}")
         if key not in known:
             raise UnknownNameError(f"option of {name}", key, known)
+        if types[key] == TraceSet | None:
+            options[key] = read(Path(value))
+            continue
         try:
             options[key] = msgspec.convert(value, types[key], strict=False)
         except msgspec.ValidationError:

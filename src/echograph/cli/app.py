@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import importlib.util
 import json
 import os
@@ -48,6 +49,8 @@ def _print_version(asked: bool) -> None:
 
 def run(app: typer.Typer, name: str) -> None:
     """Runs a command line: exit 0, 1 for an error, 2 for wrong usage; never a traceback without --debug."""
+    # What a command builds lives until it ends: the usual thresholds make it look for garbage in vain.
+    gc.set_threshold(100_000, 50, 50)
     try:
         command = typer.main.get_command(app)
         read_plainly(command)

@@ -134,7 +134,7 @@ def run_command(
     if trace is not None:
         from echograph.ir.exporters.chrome import chrome_trace
 
-        files.write_whole(trace, chrome_trace(job, result.traced or result.timeline))
+        files.write_whole(trace, chrome_trace(job, result.traced or result.timeline, ranks=study.trace_ranks))
         print_error(f"wrote {trace} (Chrome trace: open in ui.perfetto.dev)")
 
 

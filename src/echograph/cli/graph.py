@@ -28,9 +28,7 @@ def graph_command(
 
     to = output.suffix.removeprefix(".").lower()
     if to not in FORMATS:
-        raise UsageError(
-            f"--output {output.name}: the ending is the format: give one of .{', .'.join(FORMATS)}"
-        )
+        raise UsageError(f"--output {output.name}: the ending is the format: give one of .{', .'.join(FORMATS)}")
     if graph.resolve() == output.resolve():
         raise UsageError(f"--output {output}: is the graph itself: give the picture a file of its own")
     files.check_writable(output)

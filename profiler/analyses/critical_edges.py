@@ -1,0 +1,248 @@
+"""The dependencies among the events of one rank: within threads, from launches, on streams, by synchronisation."""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from echograph.errors import UsageError
+from echograph.ir.columns import Int64
+from echograph.profiler.analyses.critical_graph import CriticalGraph, Edge
+from echograph.profiler.analyses.queue import queues
+from echograph.profiler.analyses.work import US
+from echograph.profiler.traces.launches import launch_of_rows, launches, of_device_queue
+from echograph.profiler.traces.stacks import call_stacks
+from echograph.profiler.traces.trace import CALLS, NONE, OPERATORS, Bool, Trace
+
+# Calls that return when the device is done: what they wait for, and not their own time, is on the path.
+_BLOCKING = frozenset(
+    {f"{api}{call}" for api in ("cuda", "hip") for call in (
+        "DeviceSynchronize", "StreamSynchronize", "EventQuery", "EventSynchronize", "Memcpy", "MemcpyAsync"
+    )} | {"hipMemcpyWithStream"}
+)  # fmt: skip
+# Beyond this a stream did not stand still because of the kernel before.
+_LONGEST_GAP = 1500 * US
+
+
+@dataclass(slots=True, kw_only=True)
+class _Edges:
+    """Edges as they are found; nodes are event numbers times two, plus one for an end."""
+
+    trace: Trace
+    event: Mapping[int, int]
+    found: dict[tuple[int, int], tuple[Edge, int, int]] = field(default_factory=dict)
+
+    def begin(self, row: int) -> int:
+        return 2 * self.event[row]
+
+    def end(self, row: int) -> int:
+        return 2 * self.event[row] + 1
+
+    def add(self, source: int, target: int, kind: Edge, weight: int = 0, event: int = NONE) -> None:
+        """An edge; between two nodes there is one, the first that is found."""
+        self.found.setdefault((source, target), (kind, max(weight, 0), event))
+
+
+def critical_graph(trace: Trace, *, annotation: str = "", instance: int = 0, launch_edges: bool = False) -> CriticalGraph:
+    """The dependencies among the events of one rank that began within an annotation, and what they launched.
+
+    Edges, after HTA:
+
+    - within a thread, from each start or end of an event to the next (`operator`, the time between them); between
+      two events that nothing is around, `dependency` of no time, so that what the profiler did not see costs nothing.
+    - from the start of a kernel to its end (`operator`).
+    - to the start of a kernel: from the start of its call (`kernel_launch_delay`) where the stream was empty when the
+      call began and all that the kernel waited for was done; or else from the end of the kernel before
+      (`kernel_kernel_delay`).
+    - from the end of a kernel to what waited for it by an event, a stream's or the device's synchronisation
+      (`sync_dependency`, no time). A blocking call's own time is not counted.
+
+    Args:
+        trace: one rank's.
+        annotation: part of the name of the rows within which host events begin; empty for the whole trace.
+        instance: which of these rows, from 0 on, in the order of the file.
+        launch_edges: an edge of no time from each call to its kernel where no other stands for it, so that a host
+            made slower delays the device.
+
+    Raises:
+        UsageError: no row has the annotation, or there are fewer of them, or nothing began within it.
+    """
+    begin, end = _window(trace, annotation, instance)
+    queued, launch = of_device_queue(trace), launch_of_rows(trace)
+    inside = ~queued & (trace.start >= begin) & (trace.start <= end)
+    called = launch != NONE
+    called[called] = inside[launch[called]]
+    host = np.flatnonzero(inside & (trace.duration > 0) & trace.of_category(CALLS | OPERATORS))
+    device = np.flatnonzero(trace.on_device & called)
+    rows = np.sort(np.concatenate((host, device)))
+    if not len(rows):
+        raise UsageError(f"{trace.path}: nothing began within '{annotation}'; choose another annotation")
+    edges = _Edges(trace=trace, event={row: event for event, row in enumerate(rows.tolist())})
+    _threads(edges, host)
+    streams = _Streams(trace, device, launch)
+    for row in device.tolist():
+        edges.add(edges.begin(row), edges.end(row), Edge.operator, int(trace.duration[row]), row)
+    waited = _waits(edges, streams, inside)
+    _starts(edges, streams, waited, launch_edges=launch_edges)
+    pairs = np.array(list(edges.found), np.int64).reshape(-1, 2)
+    kinds, weights, events = zip(*edges.found.values(), strict=True)
+    return CriticalGraph(
+        trace=trace,
+        rows=rows,
+        source=pairs[:, 0],
+        target=pairs[:, 1],
+        kind=np.array(kinds, np.int8),
+        weight=np.array(weights, np.int64),
+        event=np.array(events, np.int64),
+    )
+
+
+def _window(trace: Trace, annotation: str, instance: int) -> tuple[int, int]:
+    """Picoseconds between which host events begin that count."""
+    if not annotation:
+        return int(trace.start.min(initial=0)), int(trace.start.max(initial=0))
+    marks = [annotation in text for text in trace.strings]
+    rows = np.flatnonzero(np.array([*marks, False])[trace.name])
+    if not 0 <= instance < len(rows):
+        known = f"there are {len(rows)}, counted from 0" if len(rows) else "no row has it"
+        raise UsageError(f"annotation '{annotation}', instance {instance}: {known}; see the analysis 'annotations'")
+    return int(trace.start[rows[instance]]), int(trace.end[rows[instance]])
+
+
+def _threads(edges: _Edges, host: Int64) -> None:
+    """What each thread did, one thing after another; the autograd thread continues the one that went forward."""
+    trace = edges.trace
+    calls = trace.rows(host)
+    calls = dataclasses.replace(
+        calls, tid=_one_thread(trace, calls), stream=np.full(len(host), NONE, np.int32)
+    )
+    parent, blocking = call_stacks(calls).parent, calls.named(_BLOCKING) & trace.of_category({'cuda_sync'}).any()
+    for before, after in _moves(calls):
+        (last, ended), (row, ends) = before, after
+        source, target = (edges.end(int(host[r])) if e else edges.begin(int(host[r])) for r, e in (before, after))
+        if ended and not ends and parent[row] == NONE:
+            edges.add(source, target, Edge.dependency)
+            continue
+        spender = row if ended and ends else last if not ended else int(parent[row])
+        times = (int(calls.end[r] if e else calls.start[r]) for r, e in (after, before))
+        spent = 0 if ends and blocking[row] else next(times) - next(times)
+        edges.add(source, target, Edge.operator, spent, int(host[spender]))
+
+
+def _moves(calls: Trace) -> Iterator[tuple[tuple[int, bool], tuple[int, bool]]]:
+    """Starts and ends of a thread's events that follow one another: each a row, and whether it ends."""
+    stacks = call_stacks(calls)
+    moments: list[tuple[int, bool]] = []
+    around: list[int] = []
+    for row in [*stacks.order.tolist(), NONE]:
+        parent = NONE if row == NONE else int(stacks.parent[row])
+        while around and around[-1] != parent:
+            moments.append((around.pop(), True))
+        if row != NONE:
+            moments.append((row, False))
+            around.append(row)
+    thread = list(zip(calls.pid.tolist(), calls.tid.tolist(), strict=True))
+    return ((a, b) for a, b in pairwise(moments) if thread[a[0]] == thread[b[0]])
+
+
+def _one_thread(trace: Trace, calls: Trace) -> Int64:
+    """Threads of the calls; that of the backward pass becomes that of the forward pass where each is one thread."""
+    named = trace.of_category(OPERATORS | {"user_annotation"})
+    pair = []
+    for word in ("forward", "autograd"):
+        rows = named & np.array([*(word in text for text in trace.strings), False])[trace.name]
+        pair.append(np.unique(trace.tid[rows]))
+    if len(pair[0]) != 1 or len(pair[1]) != 1:
+        return calls.tid
+    return np.where(calls.tid == pair[1][0], pair[0][0], calls.tid)
+
+
+class _Streams:
+    """The work of each stream in the order of its launches, which is that in which it runs."""
+
+    def __init__(self, trace: Trace, device: Int64, launch: Int64) -> None:
+        self.trace, self.launch = trace, launch
+        order = device[np.lexsort((trace.index[device], trace.start[device]))]
+        self.works: dict[int, list[int]] = {
+            int(stream): order[trace.stream[order] == stream].tolist() for stream in np.unique(trace.stream[order])
+        }
+        self.called = {s: np.maximum.accumulate(trace.start[launch[w]]).tolist() for s, w in self.works.items()}
+
+    def last_before(self, stream: int, time: int) -> int:
+        """The last work that a stream was given before a time, or -1."""
+        at = bisect_left(self.called.get(stream, []), time)
+        return self.works[stream][at - 1] if at else NONE
+
+    def next_after(self, stream: int, call: int) -> int:
+        """The first work that a call's thread gave a stream after the call, or -1."""
+        at = bisect_left(self.called.get(stream, []), int(self.trace.start[call]))
+        for work in self.works.get(stream, [])[at:]:
+            by = self.launch[work]
+            if self.trace.tid[by] == self.trace.tid[call] and self.trace.pid[by] == self.trace.pid[call]:
+                return work
+        return NONE
+
+
+def _waits(edges: _Edges, streams: _Streams, inside: Bool) -> dict[int, int]:
+    """Adds the edges of synchronisation; for each work, when the last that it waited for by an event ended."""
+    trace = edges.trace
+    records = np.flatnonzero(trace.named({"cudaEventRecord", "cudaEventRecordWithFlags", "hipEventRecord"}))
+    record_of = dict(zip(trace.correlation[records].tolist(), records.tolist(), strict=True))
+    recorded, awaited = (
+        trace.argument(name) for name in ("wait_on_cuda_event_record_corr_id", "wait_on_stream")
+    )
+    sync, latest = trace.of_category({"cuda_sync"}), dict[int, int]()
+    for call, wait in zip(*(pair.tolist() for pair in launches(trace)), strict=True):
+        if not sync[wait] or not inside[call]:
+            continue
+        what, record = trace.text(wait), record_of.get(int(recorded[wait]), NONE)
+        by_event = streams.last_before(int(awaited[wait]), int(trace.start[record])) if record != NONE else NONE
+        if what == "Stream Wait Event":
+            waiter = streams.next_after(int(trace.stream[wait]), call)
+            if NONE not in (by_event, waiter):
+                edges.add(edges.end(by_event), edges.begin(waiter), Edge.sync_dependency)
+                latest[waiter] = max(latest.get(waiter, 0), int(trace.end[by_event]))
+            continue
+        on = {"Stream Sync": [int(trace.stream[wait])], "Context Sync": list(streams.works)}.get(what, [])
+        done = [by_event, *(streams.last_before(stream, int(trace.start[call])) for stream in on)]
+        for work in done if call in edges.event else ():
+            if work != NONE:
+                edges.add(edges.end(work), edges.end(call), Edge.sync_dependency)
+    return latest
+
+
+def _starts(edges: _Edges, streams: _Streams, waited: Mapping[int, int], *, launch_edges: bool) -> None:
+    """Adds what each work's start followed from: its launch, or the work before it."""
+    trace, alone = edges.trace, _alone(edges.trace)
+    for works in streams.works.values():
+        for before, row in zip([NONE, *works], works, strict=False):
+            call = int(streams.launch[row])
+            start, called = int(trace.start[row]), int(trace.start[call])
+            ended = int(trace.end[before]) if before != NONE else None
+            ready = waited.get(row)
+            idle = (ended is None or ended <= called) and (ready is None or ready <= called)
+            if row in alone and idle and call in edges.event:
+                kind, spent = Edge.kernel_launch_delay, start - called
+                edges.add(edges.begin(call), edges.begin(row), kind, spent, row)
+                continue
+            if ended is not None and start - ended < _LONGEST_GAP and (ready is None or ready <= ended):
+                kind, spent = Edge.kernel_kernel_delay, start - ended
+                edges.add(edges.end(before), edges.begin(row), kind, spent, before)
+            if launch_edges and call in edges.event:
+                edges.add(edges.begin(call), edges.begin(row), Edge.dependency)
+
+
+def _alone(trace: Trace) -> set[int]:
+    """Work that was alone in its stream's queue when it was launched, and left it empty when it started."""
+    found: set[int] = set()
+    for _, queue in queues(trace):
+        launched = queue.works != queue.rows
+        single = queue.works[launched & (queue.length == 1)]
+        left = queue.works[~launched & (queue.length == 0)]
+        found |= set(single.tolist()) & set(left.tolist())
+    return found

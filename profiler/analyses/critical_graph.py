@@ -1,0 +1,166 @@
+"""What an event of one rank's step had to wait for, as a graph: its longest path, and the path if something were faster."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from echograph.errors import DataError, UsageError
+from echograph.ir.columns import Int64
+from echograph.profiler.analyses.work import Kind, kinds
+from echograph.profiler.traces.trace import NONE, Bool, Trace
+
+
+class Edge(IntEnum):
+    """Why one moment cannot be before another; by these names in tables and in options."""
+
+    operator = 0
+    dependency = 1
+    kernel_launch_delay = 2
+    kernel_kernel_delay = 3
+    sync_dependency = 4
+
+
+class Bound(IntEnum):
+    """What time on the path was spent on; `none` for edges that take no time."""
+
+    none = 0
+    cpu_bound = 1
+    gpu_compute_bound = 2
+    gpu_communication_bound = 3
+    gpu_memory_bound = 4
+    gpu_kernel_launch_overhead = 5
+    gpu_kernel_kernel_overhead = 6
+
+
+class CriticalPath(NamedTuple):
+    """The longest path of a graph.
+
+    Attributes:
+        nodes: in order.
+        edges: between them, one less.
+        length: picoseconds.
+    """
+
+    nodes: Int64
+    edges: Int64
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CriticalGraph:
+    """The dependencies of one rank's events; node 2k is the start of the k-th event and node 2k + 1 its end.
+
+    Attributes:
+        trace: the events, all of the rank's.
+        rows: row in the trace of each event of the graph, ascending.
+        source: node that each edge leaves.
+        target: node that it enters.
+        kind: an `Edge`.
+        weight: picoseconds between the two, >= 0.
+        event: row of the event whose time that is, or -1 for edges that stand for no event.
+    """
+
+    trace: Trace
+    rows: Int64
+    source: Int64
+    target: Int64
+    kind: npt.NDArray[np.int8]
+    weight: Int64
+    event: Int64
+
+    @property
+    def nodes(self) -> int:
+        """How many there are."""
+        return 2 * len(self.rows)
+
+    @property
+    def time(self) -> Int64:
+        """Picoseconds at which each node was in the trace; scaled weights do not move it."""
+        return np.stack((self.trace.start[self.rows], self.trace.end[self.rows]), axis=1).ravel()
+
+    @property
+    def bound(self) -> npt.NDArray[np.int8]:
+        """The `Bound` of each edge: by its kind for delays, by its event for the rest."""
+        of_kind = np.zeros(len(Kind), np.int8)
+        of_kind[Kind.COMPUTATION] = Bound.gpu_compute_bound
+        of_kind[Kind.COMMUNICATION] = Bound.gpu_communication_bound
+        of_kind[Kind.MEMORY] = Bound.gpu_memory_bound
+        of_row = np.where(self.trace.on_device, of_kind[kinds(self.trace)], np.int8(Bound.cpu_bound))
+        bound = np.where(self.event == NONE, np.int8(Bound.none), of_row[self.event])
+        bound[self.kind == Edge.kernel_launch_delay] = Bound.gpu_kernel_launch_overhead
+        bound[self.kind == Edge.kernel_kernel_delay] = Bound.gpu_kernel_kernel_overhead
+        return bound
+
+    def scaled(
+        self,
+        factor: float,
+        *,
+        edges: Collection[Edge] | None = None,
+        bounds: Collection[Bound] | None = None,
+        where: Bool | None = None,
+    ) -> CriticalGraph:
+        """The graph if some of its edges took another time; path, breakdown and summary of it all follow.
+
+        Args:
+            factor: what weights are multiplied by; rounded to picoseconds.
+            edges: kinds that are scaled; None for all.
+            bounds: what scaled edges are bound by; None for all.
+            where: bool [edges], further condition; None for none.
+
+        Raises:
+            UsageError: the factor is negative or not finite.
+        """
+        if not 0 <= factor < np.inf:
+            raise UsageError(f"scale {factor:g}: give a factor from 0 up; 0.5 halves the time")
+        chosen = np.ones(len(self.weight), np.bool_) if where is None else where.copy()
+        if edges is not None:
+            chosen &= np.isin(self.kind, list(edges))
+        if bounds is not None:
+            chosen &= np.isin(self.bound, list(bounds))
+        weight = np.where(chosen, np.rint(self.weight * factor).astype(np.int64), self.weight)
+        return dataclasses.replace(self, weight=weight)
+
+    def path(self) -> CriticalPath:
+        """The longest path; of equally long ones that whose events began first.
+
+        Raises:
+            DataError: the dependencies run in a circle: the trace's times contradict one another.
+        """
+        leaving, first = _grouped(self.source, self.nodes)
+        open_ = np.bincount(self.target, minlength=self.nodes).tolist()
+        target, weight = self.target.tolist(), self.weight.tolist()
+        far, via = [0] * self.nodes, [NONE] * self.nodes
+        ready = [node for node in np.argsort(self.time, kind="stable").tolist() if not open_[node]]
+        for node in ready:
+            for edge in leaving[first[node] : first[node + 1]]:
+                to, length = target[edge], far[node] + weight[edge]
+                if via[to] == NONE or length > far[to]:
+                    far[to], via[to] = length, edge
+                open_[to] -= 1
+                if not open_[to]:
+                    ready.append(to)
+        if len(ready) < self.nodes:
+            raise DataError(f"{self.trace.path}: its events depend on each other in a circle; nothing is longest")
+        return self._back(max(ready, key=far.__getitem__, default=NONE), via, far)
+
+    def _back(self, node: int, via: list[int], far: list[int]) -> CriticalPath:
+        nodes, edges = [node][: self.nodes], []
+        while nodes and via[nodes[-1]] != NONE:
+            edges.append(via[nodes[-1]])
+            nodes.append(int(self.source[edges[-1]]))
+        length = far[node] if nodes else 0
+        return CriticalPath(np.array(nodes[::-1], np.int64), np.array(edges[::-1], np.int64), length)
+
+
+def _grouped(source: Int64, nodes: int) -> tuple[list[int], list[int]]:
+    """Edges by the node that they leave, in the order in which they are; and where each node's begin."""
+    order = np.argsort(source, kind="stable")
+    first = np.concatenate(([0], np.cumsum(np.bincount(source, minlength=nodes))))
+    return order.tolist(), first.tolist()

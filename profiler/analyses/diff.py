@@ -1,0 +1,190 @@
+"""What changed between two traces: which operators and kernels came, went, or run more often or longer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from echograph.errors import UsageError
+from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.work import US
+from echograph.profiler.traces.launches import of_device_queue
+from echograph.profiler.traces.steps import profiler_steps, step_of_rows
+from echograph.profiler.traces.trace import NONE, Bool, Trace, TraceSet
+
+TITLES = (
+    "name",
+    "control_counts",
+    "control_total_duration",
+    "test_counts",
+    "test_total_duration",
+    "diff_counts",
+    "diff_duration",
+    "counts_change_categories",
+    "change",
+)
+CHANGES = ("added", "deleted", "increased", "decreased", "unchanged")
+_STEP = re.compile(r"ProfilerStep#\d+$")
+_OPEN = {"<": ">", "(": ")"}
+
+
+class _Spent(NamedTuple):
+    """How often something ran, and for how many picoseconds in all."""
+
+    count: int
+    duration: int
+
+
+def trace_diff(
+    traces: TraceSet,
+    *,
+    test: TraceSet | None = None,
+    control_rank: int = NONE,
+    test_rank: int = NONE,
+    control_step: int = NONE,
+    test_step: int = NONE,
+    device: str = "all",
+    short_names: bool = False,
+    change: str = "",
+    sort: str = "duration",
+    top: int = 0,
+) -> Table:
+    """What one step of one rank runs (the control) against another step, rank or job (the test).
+
+    Columns: `name`; how often it ran and how many microseconds in all, in the control and in the test;
+    `diff_counts` and `diff_duration` test less control; `counts_change_categories` the sign of `diff_counts`;
+    `change` by counts: added, deleted, increased, decreased or unchanged. Work on a device is of the step that
+    launched it. The marks of steps are one name, whatever their number. The largest difference comes first.
+
+    Args:
+        traces: the control's job.
+        test: the test's job; without it, the control's own.
+        control_rank: -1 takes the first.
+        test_rank: likewise.
+        control_step: the number after "ProfilerStep#"; -1 takes the first, or the whole trace where no step is
+            marked.
+        test_step: likewise.
+        device: "all", "cpu" what ran on the host, or "gpu" what ran, or waited, on devices.
+        short_names: without return types, template arguments and parameters: what then has one name is added up.
+        change: only rows of this change.
+        sort: by "duration" or by "counts".
+        top: only so many rows; 0 keeps all.
+
+    Raises:
+        UsageError: control and test are the same; a rank or step that is not there; an unknown word.
+    """
+    _check("device", device, ("all", "cpu", "gpu"))
+    _check("sort", sort, ("duration", "counts"))
+    _check("change", change or CHANGES[0], CHANGES)
+    if top < 0:
+        raise UsageError(f"top: {top} is below 0; 0 keeps all rows")
+    notes = [*traces.notes, *(test.notes if test is not None else ())]
+    sides = []
+    for label, job, rank, step in (
+        ("control", traces, control_rank, control_step),
+        ("test", traces if test is None else test, test_rank, test_step),
+    ):
+        trace = _of_rank(job, rank, label)
+        sides.append((trace, _of_step(trace, step, label, notes)))
+    (control, control_rows), (other, other_rows) = sides
+    if control is other and np.array_equal(control_rows, other_rows):
+        raise UsageError(
+            "trace-diff: control and test are the same: name test=TRACES, or another test_rank or test_step"
+        )
+    name_of = short_name if short_names else _unnumbered
+    before, after = (_totals(t, rows & _on(t, device), name_of) for t, rows in sides)
+    rows = [_row(name, before.get(name), after.get(name)) for name in before.keys() | after.keys()]
+    by = TITLES.index("diff_duration" if sort == "duration" else "diff_counts")
+    kept = sorted((r for r in rows if not change or r[-1] == change), key=lambda r: (-abs(r[by]), r[0]))
+    return from_rows(TITLES, kept[: top or None], dict.fromkeys(notes))
+
+
+def short_name(name: str) -> str:
+    """A kernel's or operator's name without return type, template arguments and parameters."""
+    plain = _unnumbered(name).replace("(anonymous namespace)::", "")
+    kept, closing = [], []
+    for character in plain:
+        if closing and character == closing[-1]:
+            closing.pop()
+        elif character in _OPEN:
+            closing.append(_OPEN[character])
+        elif not closing:
+            kept.append(character)
+    # What never closes is no bracket: a comparison, a shift.
+    return ("".join(kept) if not closing else plain).removeprefix("void ").strip() or plain
+
+
+def _unnumbered(name: str) -> str:
+    return "ProfilerStep" if _STEP.match(name) else name
+
+
+def _check(option: str, given: str, known: Iterable[str]) -> None:
+    if given not in known:
+        raise UsageError(f"{option}: '{given}' is none of {', '.join(known)}")
+
+
+def _of_rank(job: TraceSet, rank: int, label: str) -> Trace:
+    chosen = min(job) if rank == NONE else rank
+    if chosen not in job:
+        raise UsageError(f"{label}_rank: no trace of rank {rank}; there is {', '.join(map(str, job))}")
+    return job[chosen]
+
+
+def _of_step(trace: Trace, step: int, label: str, notes: list[str]) -> Bool:
+    """Which rows are of a step; notes get a line where none is marked and all rows are."""
+    known = profiler_steps(trace).number.tolist()
+    if step != NONE and step not in known:
+        raise UsageError(
+            f"{label}_step: no step {step} in {trace.path}; there is {', '.join(map(str, known)) or 'none'}"
+        )
+    if not known:
+        notes.append(f"{trace.path}: no profiler step: the whole trace is compared")
+        return np.ones(len(trace), np.bool_)
+    chosen: Bool = step_of_rows(trace) == (known[0] if step == NONE else step)
+    return chosen
+
+
+def _on(trace: Trace, device: str) -> Bool:
+    """Which rows are of a side; annotations that profilers repeat on the device are of none."""
+    queued: Bool = of_device_queue(trace) | trace.on_device
+    host = ~queued & ~trace.of_category({"gpu_user_annotation"})
+    return {"all": queued | host, "cpu": host, "gpu": queued}[device]
+
+
+def _totals(trace: Trace, rows: Bool, name_of: Callable[[str], str]) -> dict[str, _Spent]:
+    codes = trace.name[rows]
+    size = len(trace.strings)
+    counts = np.bincount(codes, minlength=size)
+    durations = np.zeros(size, np.int64)
+    np.add.at(durations, codes, trace.duration[rows])
+    found: dict[str, _Spent] = {}
+    for code in np.flatnonzero(counts).tolist():
+        name = name_of(trace.strings[code])
+        known = found.get(name, _Spent(0, 0))
+        found[name] = _Spent(known.count + int(counts[code]), known.duration + int(durations[code]))
+    return found
+
+
+def _row(name: str, before: _Spent | None, after: _Spent | None) -> tuple[str | int | float, ...]:
+    control, test = before or _Spent(0, 0), after or _Spent(0, 0)
+    more = test.count - control.count
+    if before is None:
+        change = "added"
+    elif after is None:
+        change = "deleted"
+    else:
+        change = "increased" if more > 0 else "decreased" if more < 0 else "unchanged"
+    return (
+        name,
+        control.count,
+        control.duration / US,
+        test.count,
+        test.duration / US,
+        more,
+        (test.duration - control.duration) / US,
+        "+" if more > 0 else "-" if more < 0 else "=",
+        change,
+    )
