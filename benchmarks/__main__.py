@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-ALL = ("commands", "capture", "engines", "large_graph", "steps", "memory", "traces", "chakra", "testbed")
+ALL = ("commands", "capture", "engines", "large_graph", "steps", "memory", "traces", "chakra", "comms", "testbed")
 
 
 def main() -> None:

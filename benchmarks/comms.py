@@ -2,8 +2,10 @@
 
 python -m benchmarks.comms [--steps 20] [--layers 12]
 
-Turns with and without the tracer alternate, so that whatever else the machine does falls on both alike. A call is
-given in processor time of the thread that makes it, a step in seconds of the clock; both are medians.
+The bare round trip is a kernel in the dispatcher that only passes the call down: what PyTorch itself takes for a
+call to be seen at all. Turns with and without alternate, so that whatever else the machine does falls on both
+alike. A call is given in processor time of the thread that makes it, a step in seconds of the clock and of the
+processor, the thread that writes included; all are medians.
 Of collective_trace, with which one might compare, no package was found to install: nothing of it is run here.
 """
 
@@ -16,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +66,32 @@ def calls(folder: Path) -> None:
         "send": lambda: dist.send(data, 1),
     }
     for name, call in kinds.items():
-        plain, traced = alternate(lambda call=call: repeat(call), TURNS, folder / "calls.jsonl")  # type: ignore[misc]
+        plain, traced = alternate(
+            lambda call=call: repeat(call),  # type: ignore[misc]
+            TURNS,
+            lambda: echograph.trace_collectives(folder / "calls.jsonl"),
+        )
         print(
             f"{name:26}{plain * 1e6:8.1f} us{traced * 1e6:8.1f} us traced: {(traced - plain) * 1e6:6.1f} us a call"
         )
+    plain, passed = alternate(lambda: repeat(kinds["all_reduce"]), TURNS, bare)
+    print(f"{'all_reduce':26}{plain * 1e6:8.1f} us{passed * 1e6:8.1f} us passed down by a bare kernel")
     dist.destroy_process_group()
+
+
+@contextmanager
+def bare() -> Iterator[None]:
+    """A kernel that hands all-reduces down and does nothing else."""
+    import torch
+
+    below: Any = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    redispatch: Any = torch.ops.c10d.allreduce_.default._handle.redispatch_boxed
+    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl(
+        "allreduce_", lambda keys, *given: redispatch(keys & below, *given), "BackendSelect", with_keyset=True
+    )
+    yield
+    library._destroy()
 
 
 def repeat(call: Callable[[], Any]) -> float:
@@ -80,15 +104,17 @@ def repeat(call: Callable[[], Any]) -> float:
     return (time.thread_time() - began) / CALLS
 
 
-def alternate(timed: Callable[[], float], turns: int, trace: Path) -> tuple[float, float]:
-    """Medians without and with the tracer."""
-    plain, traced = [], []
+def alternate(
+    timed: Callable[[], float], turns: int, traced: Callable[[], AbstractContextManager[Any]]
+) -> tuple[float, float]:
+    """Medians without and with what `traced` makes."""
+    without, within = [], []
     timed()
     for _ in range(turns):
-        plain.append(timed())
-        with echograph.trace_collectives(trace):
-            traced.append(timed())
-    return statistics.median(plain), statistics.median(traced)
+        without.append(timed())
+        with traced():
+            within.append(timed())
+    return statistics.median(without), statistics.median(within)
 
 
 def step_of_a_rank(rank: int, folder: Path, steps: int, layers: int) -> None:
@@ -104,18 +130,24 @@ def step_of_a_rank(rank: int, folder: Path, steps: int, layers: int) -> None:
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-4)
     tokens = torch.randint(0, 50257, (1, 64))
 
+    processor: list[float] = []
+
     def step() -> float:
         dist.barrier()
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.process_time()
         wrapped(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        processor.append(time.process_time() - busy)
         return time.perf_counter() - began
 
-    plain, traced = alternate(step, steps, folder / "steps.jsonl")
+    plain, traced = alternate(step, steps, lambda: echograph.trace_collectives(folder / "steps.jsonl"))
+    # The first was to warm up.
+    busy, busy_traced = statistics.median(processor[1::2]), statistics.median(processor[2::2])
     if rank == 0:
         print(
-            f"DDP step, GPT-2 of {layers} layers: {plain:.3f} s, traced {traced:.3f} s, ratio {traced / plain:.4f}"
+            f"DDP step, GPT-2, {layers} layers: {plain:.3f} s, traced {traced:.3f} s, ratio {traced / plain:.4f}; "
+            f"processor {busy:.3f} s, traced {busy_traced:.3f} s, ratio {busy_traced / busy:.4f}"
         )
     dist.destroy_process_group()
 

@@ -11,6 +11,7 @@ FRONTENDS = Table(
     "format",
     {
         "chakra": "echograph.frontend.chakra:load",
+        "comms": "echograph.frontend.comms:load",
         "gml": "echograph.frontend.graph_files:load_gml",
         "json": "echograph.frontend.graph_files:load_json",
         "onnx": "echograph.frontend.onnx.load:load",

@@ -1,9 +1,9 @@
 """A timeline as a Chrome trace, which Perfetto and chrome://tracing open, and analyses of profiler traces read.
 
 One process a program, one thread for the host and one for each stream; microseconds with decimals, as the format
-asks (Trace Event Format, "X" complete events). Categories and names are those by which Kineto's traces are read: what
-a device runs is a `kernel`, or a `gpu_memcpy`, with the number of its stream; a communication is named as a kernel of
-NCCL; `ProfilerStep#0` on the host is the step. `processRanks` says which rank each process is.
+asks (Trace Event Format, "X" complete events). Categories and names are those by which Kineto's traces are read:
+what a device runs is a `kernel`, or a `gpu_memcpy`, with the number of its stream; a communication is named as a
+kernel of NCCL; `ProfilerStep#0` on the host is the step. `processRanks` says which rank each process is.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _on_device(graph: Graph, op: int) -> tuple[str, str]:
 
 
 def _launches(timeline: Timeline) -> Int64:
-    """For each row a number >= 1 that work on a device shares with the host's issuing it; -1 where either takes no time.
+    """For each row a number >= 1 that work on a device shares with its issue; -1 where either takes no time.
 
     The host issues each operation that a device runs once, in the order in which a program calls it.
     """

@@ -25,6 +25,8 @@ PASSES = Table(
         "fully_shard": "echograph.ir.passes.fully_shard:FullyShard",
         "pipeline": "echograph.ir.passes.pipeline:Pipeline",
         "mesh_order": "echograph.ir.passes.mesh_order:MeshOrder",
+        "forget_communication": "echograph.ir.passes.forget_communication:forget_communication",
+        "resize_world": "echograph.ir.passes.resize_world:ResizeWorld",
         "unfold_ranks": "echograph.ir.passes.unfold_ranks:UnfoldRanks",
     },
 )

@@ -38,10 +38,18 @@ ANALYSES = Table(
         "stragglers": f"{_HERE}.stragglers:stragglers",
         "steps": f"{_HERE}.steps:steps",
         "operators": f"{_HERE}.operators:operator_kernels",
+        "critical-path": f"{_HERE}.critical_path:critical_path",
+        "critical-path-summary": f"{_HERE}.critical_path:critical_path_summary",
         "call-stacks": f"{_HERE}.call_times:call_times",
         "counters": f"{_HERE}.counters:counters",
         "trace-diff": f"{_HERE}.diff:trace_diff",
     },
 )
-# Analyses whose answer a copy of the trace can show: a function of a `TraceSet` and the same options gives the text.
-COPIES = Table("copy of a trace", {"counters": f"{_HERE}.counters:trace_with_counters"})
+# Analyses that a copy of the trace can show: a function of a `TraceSet` and the same options gives its text.
+COPIES = Table(
+    "copy of a trace",
+    {
+        "counters": f"{_HERE}.counters:trace_with_counters",
+        "critical-path": f"{_HERE}.critical_path:trace_with_path",
+    },
+)

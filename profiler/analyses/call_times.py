@@ -32,7 +32,8 @@ def call_times(traces: TraceSet, *, name: str = "", max_depth: int = -1) -> Tabl
     Columns: `rank`; `depth` how many events it is within, 0 at the bottom of a thread's stack; `name`; `count`;
     `host_time(us)` from start to end, summed; `self_time(us)` of that what no event directly within it covers;
     `num_kernels` how many kernels, copies and sets were launched within it, `kernel_dur_sum` microseconds that
-    these ran. By depth, the longest first. The self times of a rank add up to the host times at depth 0.
+    these ran. By depth, the longest first. Self times add up to the
+    host times at depth 0, except that calls which overlap on one thread count each.
 
     Args:
         traces: the job's.
@@ -48,18 +49,17 @@ def call_times(traces: TraceSet, *, name: str = "", max_depth: int = -1) -> Tabl
     for rank, trace in traces.items():
         stacks = call_stacks(trace)
         rows = stacks.order
-        own = trace.duration.copy()
-        within = rows[stacks.parent[rows] != NONE]
-        np.subtract.at(own, stacks.parent[within], trace.duration[within])
+        own = _alone(trace, stacks)
         kernels, kernel_time = _launched_within(trace, stacks)
         sums: dict[tuple[int, str], list[int]] = defaultdict(lambda: [0] * 5)
-        columns = (stacks.depth[rows], trace.name[rows], trace.duration[rows], own[rows], kernels, kernel_time)
-        for depth, code, *numbers in zip(*(column.tolist() for column in columns), strict=True):
+        columns = (stacks.depth[rows], trace.name[rows], trace.duration[rows], kernels, kernel_time)
+        lists = (column.tolist() for column in columns)
+        for alone, depth, code, host, number, busy in zip(own, *lists, strict=True):
             text = trace.strings[code]
             if name in text and (max_depth == NONE or depth <= max_depth):
                 total = sums[depth, text]
-                for place, number in enumerate((1, *numbers)):
-                    total[place] += number
+                for place, more in enumerate((1, host, alone, number, busy)):
+                    total[place] += more
         found += [
             (rank, depth, text, count, host / US, alone / US, number, busy / US)
             for (depth, text), (count, host, alone, number, busy) in sorted(
@@ -69,6 +69,19 @@ def call_times(traces: TraceSet, *, name: str = "", max_depth: int = -1) -> Tabl
     if name and not found:
         raise UsageError(f"call-stacks: no event on the host has '{name}' in its name; try --option name=aten::")
     return from_rows(TITLES, found, traces.notes)
+
+
+def _alone(trace: Trace, stacks: Stacks) -> list[int]:
+    """Picoseconds of each host row that nothing directly within it covers; in the order of the stacks."""
+    start, end, parents = trace.start.tolist(), trace.end.tolist(), stacks.parent.tolist()
+    alone, covered = trace.duration.tolist(), trace.start.tolist()
+    rows = stacks.order.tolist()
+    for row in rows:
+        if (parent := parents[row]) != NONE:
+            # Some profilers write calls of one thread that overlap; what both cover is covered once.
+            alone[parent] -= max(0, end[row] - max(start[row], covered[parent]))
+            covered[parent] = max(covered[parent], end[row])
+    return [alone[row] for row in rows]
 
 
 def _launched_within(trace: Trace, stacks: Stacks) -> tuple[Int64, Int64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -16,15 +16,15 @@ from echograph.profiler.analyses.critical_graph import CriticalGraph, Edge
 from echograph.profiler.analyses.queue import queues
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.launches import launch_of_rows, launches, of_device_queue
-from echograph.profiler.traces.stacks import call_stacks
+from echograph.profiler.traces.stacks import Stacks, call_stacks
 from echograph.profiler.traces.trace import CALLS, NONE, OPERATORS, Bool, Trace
 
 # Calls that return when the device is done: what they wait for, and not their own time, is on the path.
 _BLOCKING = frozenset(
-    {f"{api}{call}" for api in ("cuda", "hip") for call in (
-        "DeviceSynchronize", "StreamSynchronize", "EventQuery", "EventSynchronize", "Memcpy", "MemcpyAsync"
-    )} | {"hipMemcpyWithStream"}
-)  # fmt: skip
+    f"{api}{call}"
+    for api in ("cuda", "hip")
+    for call in ("DeviceSynchronize", "StreamSynchronize", "EventQuery", "EventSynchronize", "Memcpy")
+)
 # Beyond this a stream did not stand still because of the kernel before.
 _LONGEST_GAP = 1500 * US
 
@@ -48,16 +48,18 @@ class _Edges:
         self.found.setdefault((source, target), (kind, max(weight, 0), event))
 
 
-def critical_graph(trace: Trace, *, annotation: str = "", instance: int = 0, launch_edges: bool = False) -> CriticalGraph:
+def critical_graph(
+    trace: Trace, *, annotation: str = "", instance: int = 0, last: int = NONE, launch_edges: bool = False
+) -> CriticalGraph:
     """The dependencies among the events of one rank that began within an annotation, and what they launched.
 
     Edges, after HTA:
 
     - within a thread, from each start or end of an event to the next (`operator`, the time between them); between
-      two events that nothing is around, `dependency` of no time, so that what the profiler did not see costs nothing.
+      two events that nothing is around, `dependency` of no time: what lies between costs nothing.
     - from the start of a kernel to its end (`operator`).
-    - to the start of a kernel: from the start of its call (`kernel_launch_delay`) where the stream was empty when the
-      call began and all that the kernel waited for was done; or else from the end of the kernel before
+    - to the start of a kernel: from the start of its call (`kernel_launch_delay`) where the stream was empty when
+      the call began and all that the kernel waited for was done; or else from the end of the kernel before
       (`kernel_kernel_delay`).
     - from the end of a kernel to what waited for it by an event, a stream's or the device's synchronisation
       (`sync_dependency`, no time). A blocking call's own time is not counted.
@@ -66,13 +68,14 @@ def critical_graph(trace: Trace, *, annotation: str = "", instance: int = 0, lau
         trace: one rank's.
         annotation: part of the name of the rows within which host events begin; empty for the whole trace.
         instance: which of these rows, from 0 on, in the order of the file.
+        last: the last of these rows, for a window of several; -1 for that one alone.
         launch_edges: an edge of no time from each call to its kernel where no other stands for it, so that a host
             made slower delays the device.
 
     Raises:
         UsageError: no row has the annotation, or there are fewer of them, or nothing began within it.
     """
-    begin, end = _window(trace, annotation, instance)
+    begin, end = _window(trace, annotation, instance, last)
     queued, launch = of_device_queue(trace), launch_of_rows(trace)
     inside = ~queued & (trace.start >= begin) & (trace.start <= end)
     called = launch != NONE
@@ -81,7 +84,9 @@ def critical_graph(trace: Trace, *, annotation: str = "", instance: int = 0, lau
     device = np.flatnonzero(trace.on_device & called)
     rows = np.sort(np.concatenate((host, device)))
     if not len(rows):
-        raise UsageError(f"{trace.path}: nothing began within '{annotation}'; choose another annotation")
+        raise UsageError(
+            f"{trace.path}: no operator or call began within '{annotation}'; choose another annotation"
+        )
     edges = _Edges(trace=trace, event={row: event for event, row in enumerate(rows.tolist())})
     _threads(edges, host)
     streams = _Streams(trace, device, launch)
@@ -102,56 +107,58 @@ def critical_graph(trace: Trace, *, annotation: str = "", instance: int = 0, lau
     )
 
 
-def _window(trace: Trace, annotation: str, instance: int) -> tuple[int, int]:
+def _window(trace: Trace, annotation: str, instance: int, last: int) -> tuple[int, int]:
     """Picoseconds between which host events begin that count."""
     if not annotation:
         return int(trace.start.min(initial=0)), int(trace.start.max(initial=0))
     marks = [annotation in text for text in trace.strings]
     rows = np.flatnonzero(np.array([*marks, False])[trace.name])
-    if not 0 <= instance < len(rows):
+    last = instance if last == NONE else last
+    if not 0 <= instance <= last < len(rows):
         known = f"there are {len(rows)}, counted from 0" if len(rows) else "no row has it"
-        raise UsageError(f"annotation '{annotation}', instance {instance}: {known}; see the analysis 'annotations'")
-    return int(trace.start[rows[instance]]), int(trace.end[rows[instance]])
+        raise UsageError(
+            f"annotation '{annotation}', instance {instance} to {last}: {known}; see the analysis annotations"
+        )
+    chosen = rows[instance : last + 1]
+    return int(trace.start[chosen].min()), int(trace.end[chosen].max())
 
 
 def _threads(edges: _Edges, host: Int64) -> None:
     """What each thread did, one thing after another; the autograd thread continues the one that went forward."""
     trace = edges.trace
     calls = trace.rows(host)
-    calls = dataclasses.replace(
-        calls, tid=_one_thread(trace, calls), stream=np.full(len(host), NONE, np.int32)
-    )
-    parent, blocking = call_stacks(calls).parent, calls.named(_BLOCKING) & trace.of_category({'cuda_sync'}).any()
-    for before, after in _moves(calls):
-        (last, ended), (row, ends) = before, after
-        source, target = (edges.end(int(host[r])) if e else edges.begin(int(host[r])) for r, e in (before, after))
+    calls = dataclasses.replace(calls, tid=_one_thread(trace, calls), stream=np.full(len(host), NONE, np.int32))
+    stacks, blocking = call_stacks(calls), calls.named(_BLOCKING).tolist()
+    parent, row_of = stacks.parent.tolist(), host.tolist()
+    time, nodes = (calls.start.tolist(), calls.end.tolist()), (edges.begin, edges.end)
+    thread = list(zip(calls.pid.tolist(), calls.tid.tolist(), strict=True))
+    for (last, ended), (row, ends) in pairwise(_moments(stacks)):
+        if thread[last] != thread[row]:
+            continue
+        source, target = nodes[ended](row_of[last]), nodes[ends](row_of[row])
         if ended and not ends and parent[row] == NONE:
             edges.add(source, target, Edge.dependency)
             continue
-        spender = row if ended and ends else last if not ended else int(parent[row])
-        times = (int(calls.end[r] if e else calls.start[r]) for r, e in (after, before))
-        spent = 0 if ends and blocking[row] else next(times) - next(times)
-        edges.add(source, target, Edge.operator, spent, int(host[spender]))
+        spender = last if not ended else row if ends else parent[row]
+        spent = 0 if ends and blocking[row] else time[ends][row] - time[ended][last]
+        edges.add(source, target, Edge.operator, spent, row_of[spender])
 
 
-def _moves(calls: Trace) -> Iterator[tuple[tuple[int, bool], tuple[int, bool]]]:
-    """Starts and ends of a thread's events that follow one another: each a row, and whether it ends."""
-    stacks = call_stacks(calls)
+def _moments(stacks: Stacks) -> list[tuple[int, bool]]:
+    """Starts and ends of the events of every thread, one after another: a row, and whether it ends."""
     moments: list[tuple[int, bool]] = []
     around: list[int] = []
-    for row in [*stacks.order.tolist(), NONE]:
-        parent = NONE if row == NONE else int(stacks.parent[row])
-        while around and around[-1] != parent:
+    parent = stacks.parent.tolist()
+    for row in stacks.order.tolist():
+        while around and around[-1] != parent[row]:
             moments.append((around.pop(), True))
-        if row != NONE:
-            moments.append((row, False))
-            around.append(row)
-    thread = list(zip(calls.pid.tolist(), calls.tid.tolist(), strict=True))
-    return ((a, b) for a, b in pairwise(moments) if thread[a[0]] == thread[b[0]])
+        moments.append((row, False))
+        around.append(row)
+    return [*moments, *((row, True) for row in reversed(around))]
 
 
 def _one_thread(trace: Trace, calls: Trace) -> Int64:
-    """Threads of the calls; that of the backward pass becomes that of the forward pass where each is one thread."""
+    """Threads of the calls; the backward pass has that of the forward pass where each has one thread."""
     named = trace.of_category(OPERATORS | {"user_annotation"})
     pair = []
     for word in ("forward", "autograd"):
@@ -193,9 +200,7 @@ def _waits(edges: _Edges, streams: _Streams, inside: Bool) -> dict[int, int]:
     trace = edges.trace
     records = np.flatnonzero(trace.named({"cudaEventRecord", "cudaEventRecordWithFlags", "hipEventRecord"}))
     record_of = dict(zip(trace.correlation[records].tolist(), records.tolist(), strict=True))
-    recorded, awaited = (
-        trace.argument(name) for name in ("wait_on_cuda_event_record_corr_id", "wait_on_stream")
-    )
+    recorded, awaited = (trace.argument(name) for name in ("wait_on_cuda_event_record_corr_id", "wait_on_stream"))
     sync, latest = trace.of_category({"cuda_sync"}), dict[int, int]()
     for call, wait in zip(*(pair.tolist() for pair in launches(trace)), strict=True):
         if not sync[wait] or not inside[call]:
@@ -225,10 +230,10 @@ def _starts(edges: _Edges, streams: _Streams, waited: Mapping[int, int], *, laun
             start, called = int(trace.start[row]), int(trace.start[call])
             ended = int(trace.end[before]) if before != NONE else None
             ready = waited.get(row)
-            idle = (ended is None or ended <= called) and (ready is None or ready <= called)
+            idle = (ended is None or ended < called) and (ready is None or ready < called)
             if row in alone and idle and call in edges.event:
                 kind, spent = Edge.kernel_launch_delay, start - called
-                edges.add(edges.begin(call), edges.begin(row), kind, spent, row)
+                edges.add(edges.begin(call), edges.begin(row), kind, spent)
                 continue
             if ended is not None and start - ended < _LONGEST_GAP and (ready is None or ready <= ended):
                 kind, spent = Edge.kernel_kernel_delay, start - ended

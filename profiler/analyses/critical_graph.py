@@ -1,4 +1,4 @@
-"""What an event of one rank's step had to wait for, as a graph: its longest path, and the path if something were faster."""
+"""What the events of one rank waited for, as a graph: its longest path, and that if something were faster."""
 
 from __future__ import annotations
 
@@ -37,6 +37,11 @@ class Bound(IntEnum):
     gpu_memory_bound = 4
     gpu_kernel_launch_overhead = 5
     gpu_kernel_kernel_overhead = 6
+
+    @property
+    def title(self) -> str:
+        """Its name in tables."""
+        return self.name if self else ""
 
 
 class CriticalPath(NamedTuple):
@@ -88,8 +93,7 @@ class CriticalGraph:
     @property
     def bound(self) -> npt.NDArray[np.int8]:
         """The `Bound` of each edge: by its kind for delays, by its event for the rest."""
-        of_kind = np.zeros(len(Kind), np.int8)
-        of_kind[Kind.COMPUTATION] = Bound.gpu_compute_bound
+        of_kind = np.full(len(Kind), Bound.gpu_compute_bound, np.int8)
         of_kind[Kind.COMMUNICATION] = Bound.gpu_communication_bound
         of_kind[Kind.MEMORY] = Bound.gpu_memory_bound
         of_row = np.where(self.trace.on_device, of_kind[kinds(self.trace)], np.int8(Bound.cpu_bound))

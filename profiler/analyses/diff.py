@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,14 +29,14 @@ TITLES = (
 )
 CHANGES = ("added", "deleted", "increased", "decreased", "unchanged")
 _STEP = re.compile(r"ProfilerStep#\d+$")
-_OPEN = {"<": ">", "(": ")"}
+_BRACKETS = {"<": ">", "(": ")"}
 
 
 class _Spent(NamedTuple):
-    """How often something ran, and for how many picoseconds in all."""
+    """How often something ran, and for how long in all."""
 
-    count: int
-    duration: int
+    times: int
+    picoseconds: int
 
 
 def trace_diff(
@@ -105,16 +106,17 @@ def trace_diff(
 def short_name(name: str) -> str:
     """A kernel's or operator's name without return type, template arguments and parameters."""
     plain = _unnumbered(name).replace("(anonymous namespace)::", "")
-    kept, closing = [], []
-    for character in plain:
+    kept: list[str] = []
+    closing: list[str] = []
+    for before, character in pairwise(f" {plain}"):
         if closing and character == closing[-1]:
             closing.pop()
-        elif character in _OPEN:
-            closing.append(_OPEN[character])
+        # After a blank it is a remark ("Memset (Device)") or a comparison.
+        elif character in _BRACKETS and (closing or before != " "):
+            closing.append(_BRACKETS[character])
         elif not closing:
             kept.append(character)
-    # What never closes is no bracket: a comparison, a shift.
-    return ("".join(kept) if not closing else plain).removeprefix("void ").strip() or plain
+    return plain if closing else "".join(kept).removeprefix("void ")
 
 
 def _unnumbered(name: str) -> str:
@@ -164,13 +166,13 @@ def _totals(trace: Trace, rows: Bool, name_of: Callable[[str], str]) -> dict[str
     for code in np.flatnonzero(counts).tolist():
         name = name_of(trace.strings[code])
         known = found.get(name, _Spent(0, 0))
-        found[name] = _Spent(known.count + int(counts[code]), known.duration + int(durations[code]))
+        found[name] = _Spent(known.times + int(counts[code]), known.picoseconds + int(durations[code]))
     return found
 
 
-def _row(name: str, before: _Spent | None, after: _Spent | None) -> tuple[str | int | float, ...]:
+def _row(name: str, before: _Spent | None, after: _Spent | None) -> tuple[Any, ...]:
     control, test = before or _Spent(0, 0), after or _Spent(0, 0)
-    more = test.count - control.count
+    more = test.times - control.times
     if before is None:
         change = "added"
     elif after is None:
@@ -179,12 +181,12 @@ def _row(name: str, before: _Spent | None, after: _Spent | None) -> tuple[str | 
         change = "increased" if more > 0 else "decreased" if more < 0 else "unchanged"
     return (
         name,
-        control.count,
-        control.duration / US,
-        test.count,
-        test.duration / US,
+        control.times,
+        control.picoseconds / US,
+        test.times,
+        test.picoseconds / US,
         more,
-        (test.duration - control.duration) / US,
+        (test.picoseconds - control.picoseconds) / US,
         "+" if more > 0 else "-" if more < 0 else "=",
         change,
     )

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 from echograph.profiler.comms.call import Call, Listener
 from echograph.profiler.comms.clock import EventClock, HostClock
-from echograph.profiler.comms.context import CallSites, Phases
+from echograph.profiler.comms.context import CallSites, Phases, Site
 from echograph.profiler.comms.describe import Kinds
 from echograph.profiler.comms.groups import Groups
 from echograph.profiler.comms.operations import OPERATIONS, Arguments, Operation
@@ -35,6 +35,10 @@ LINGER_NS = 10**9
 
 Redispatch: TypeAlias = Callable[..., Any]
 Clock: TypeAlias = HostClock | EventClock
+# The keys of a call below ours, what tells its times (None for tensors without data), whether tensors are sparse.
+Route: TypeAlias = tuple[Any, Clock | None, bool]
+# A weak reference to a Work, and the calls that it is of, with true where only waiting for it tells their end.
+Awaited: TypeAlias = tuple[Any, list[tuple[Call, Clock, bool]]]
 
 
 class Capture:
@@ -68,7 +72,7 @@ class Capture:
         self._listeners: tuple[Listener, ...] = ()
         self._host = HostClock(self._finished)
         self._events = EventClock(self._finished, torch.cuda)
-        self._waits: weakref.WeakKeyDictionary[Any, list[tuple[Call, Clock, bool]]] = weakref.WeakKeyDictionary()
+        self._awaited: dict[int, Awaited] = {}
         self._results: OrderedDict[int, tuple[Call, Clock]] = OrderedDict()
         self._lingering: dict[int, Call] = {}
         self._coalescing: dict[str, list[tuple[Call, Clock]]] = {}
@@ -130,30 +134,31 @@ class Capture:
         setattr(owner, name, around(original))
         self._restore.append(lambda: setattr(owner, name, original) if own else delattr(owner, name))
 
-    def _clock(self, keyset: Any) -> Clock | None:
-        """What tells the times of calls on the device of a key set; None for tensors without data."""
+    def _route(self, keyset: Any) -> Route:
         import torch
 
-        if keyset.has(torch._C.DispatchKey.Meta):
-            return None
-        on_cuda = any(keyset.has(key) for key in (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.SparseCUDA))
-        return self._events if on_cuda else self._host
+        keys = torch._C.DispatchKey
+        below = keyset & self._below
+        sparse = keyset.has(keys.SparseCPU) or keyset.has(keys.SparseCUDA)
+        if keyset.has(keys.Meta):
+            return below, None, sparse
+        return below, self._events if keyset.has(keys.CUDA) or keyset.has(keys.SparseCUDA) else self._host, sparse
 
     def _kernel(self, operation: Operation) -> Callable[[Redispatch], Redispatch]:
-        below = self._below
-        clocks: dict[int, Clock | None] = {}
+        routes: dict[int, Route] = {}
 
         def make(redispatch: Redispatch) -> Redispatch:
             def kernel(keyset: Any, *arguments: Any, **named: Any) -> Any:
-                keyset &= below
-                call = clock = None
+                keys = keyset.raw_repr()
+                route = routes.get(keys)
+                if route is None:
+                    route = routes[keys] = self._route(keyset)
+                keyset, clock, sparse = route
+                call = None
                 try:
-                    keys = keyset.raw_repr()
-                    if keys not in clocks:
-                        clocks[keys] = self._clock(keyset)
-                    clock = clocks[keys]
                     if clock is not None:
-                        call = self._issue(operation, arguments, clock)
+                        site = self._sites.at(sys._getframe().f_back)
+                        call = self._issue(operation, arguments, clock, sparse, site)
                 except Exception as error:
                     self._confess(error)
                 try:
@@ -173,11 +178,11 @@ class Capture:
 
         return make
 
-    def _issue(self, operation: Operation, arguments: Arguments, clock: Clock) -> Call:
+    def _issue(self, operation: Operation, arguments: Arguments, clock: Clock, sparse: bool, site: Site) -> Call:
         group = self.groups.of(self._process_group.unbox(arguments[operation.group]))
-        coalesced = bool(self._coalescing) and group.torch_name in self._coalescing
-        place = self._sites.here(), *self.phases.here()
-        kind = self._kinds.of(operation, arguments, group, coalesced, clock.device, place)
+        coalesced = group.torch_name in self._coalescing
+        place = (site, *self.phases.here())
+        kind = self._kinds.of(operation, arguments, group, coalesced, clock.device, sparse, place)
         sequence = group.issued.get(kind.channel, 0)
         group.issued[kind.channel] = sequence + 1
         call = Call(kind, group, sequence, self._listeners)
@@ -202,21 +207,34 @@ class Capture:
                 self._results[tensor.data_ptr()] = (call, clock)
             while len(self._results) > MAX_RESULTS:
                 self._results.popitem(last=False)
-        ends_here = self._watch(call, clock, work)
-        if ends_here or call.kind.asynchronous:
-            self._waits[work] = [(call, clock, ends_here)]
-
-    def _watch(self, call: Call, clock: Clock, work: Any) -> bool:
-        """Follows a call to its end; true where only waiting for its Work tells that."""
         if call.kind.asynchronous:
-            call.holder = weakref.ref(work)
+            self._await(work, [(call, clock)])
         else:
             clock.waits(call, at_once=True)
-        if clock.watch(call, work):
-            return False
-        # Nobody waits for a Work that is gone.
-        weakref.finalize(work, self._finished, call).atexit = False
-        return True
+            if not clock.watch(call, work):
+                self._awaited[id(work)] = self._reference(work), [(call, clock, True)]
+
+    def _await(self, work: Any, calls: list[tuple[Call, Clock]]) -> None:
+        """Follows calls that the caller may wait for to their ends."""
+        reference = self._reference(work)
+        followed = []
+        for call, clock in calls:
+            if call.kind.asynchronous:
+                call.holder = reference
+            else:
+                clock.waits(call, at_once=True)
+            followed.append((call, clock, not clock.watch(call, work)))
+        self._awaited[id(work)] = reference, followed
+
+    def _reference(self, work: Any) -> Any:
+        return weakref.ref(work, functools.partial(self._gone, id(work)))
+
+    def _gone(self, work: int, _: Any) -> None:
+        """Nobody waits for a Work that is gone."""
+        _, calls = self._awaited.pop(work, (None, ()))
+        for call, _, ends_here in calls:
+            if ends_here:
+                self._finished(call)
 
     def _finished(self, call: Call) -> None:
         if self.pending.pop(id(call), None) is None:
@@ -287,13 +305,20 @@ class Capture:
     def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def wait(work: Any, *arguments: Any, **named: Any) -> Any:
-            calls = self._waits.pop(work, ())
             if work is self._latest:
                 self._latest = None
-            for call, clock, _ in calls:
+            awaited = self._awaited.pop(id(work), None)
+            if awaited is None:
+                return original(work, *arguments, **named)
+            for call, clock, _ in awaited[1]:
                 self._waits_for(call, clock)
-            result = original(work, *arguments, **named)
-            for call, _, ends_here in calls:
+            try:
+                result = original(work, *arguments, **named)
+            except BaseException:
+                # What has not ended may be waited for again.
+                self._awaited[id(work)] = awaited
+                raise
+            for call, _, ends_here in awaited[1]:
                 if ends_here:
                     call.end = time.perf_counter_ns()
                     self._finished(call)
@@ -316,7 +341,7 @@ class Capture:
             calls = self._coalescing.pop(process_group.group_name, [])
             if work is not None and calls:
                 try:
-                    self._waits[work] = [(call, clock, self._watch(call, clock, work)) for call, clock in calls]
+                    self._await(work, calls)
                 except Exception as error:
                     self._confess(error)
             return work

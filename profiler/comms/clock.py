@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from echograph.profiler.comms.call import Call
@@ -38,14 +39,14 @@ class HostClock:
         except RuntimeError:
             return False
 
-        def ended(_: Any) -> None:
-            call.end = time.perf_counter_ns()
-            self._finished(call)
-
         # A future that nobody holds would never call back.
         call.work = work
-        future.add_done_callback(ended)
+        future.add_done_callback(partial(self._ended, call))
         return True
+
+    def _ended(self, call: Call, _: Any) -> None:
+        call.end = time.perf_counter_ns()
+        self._finished(call)
 
     def waits(self, call: Call, *, at_once: bool = False) -> None:
         """The caller starts to wait, now or as soon as the call was issued."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -46,20 +45,26 @@ class CallSites:
         # own.
         self._kinds: dict[int, tuple[int, CodeType]] = {}
         self._sites: dict[tuple[int, int, int], Site] = {}
+        # By instruction, since the line of one must be searched for.
+        self._instructions: dict[tuple[int, int, int], Site] = {}
 
-    def here(self) -> Site:
+    def at(self, frame: FrameType | None) -> Site:
         """The first code outside PyTorch, and the function of torch.distributed that it called.
 
-        PyTorch's C++ may call from a thread that runs no Python: then there is none.
+        Args:
+            frame: where to begin; None in a thread that runs no Python, of PyTorch's C++.
         """
-        frame: FrameType | None = sys._getframe(1)
         api, in_api, known = None, True, self._kinds
         while frame is not None:
             code = frame.f_code
             found = known.get(id(code))
             kind = found[0] if found is not None else self._classify(code)
             if kind == _USER:
-                return self._site(code, frame.f_lineno, api)
+                key = (id(code), frame.f_lasti, id(api))
+                site = self._instructions.get(key)
+                if site is None:
+                    site = self._instructions[key] = self._site(code, frame.f_lineno, api)
+                return site
             if kind == _API and in_api:
                 api = code
             elif kind == _TORCH and api is not None:
@@ -68,6 +73,8 @@ class CallSites:
         return self._site(None, 0, api)
 
     def _site(self, code: CodeType | None, line: int, api: CodeType | None) -> Site:
+        if len(self._instructions) >= MAX_CODES:
+            self._instructions.clear()
         key = (id(code), line, id(api))
         site = self._sites.get(key)
         if site is None:
@@ -91,6 +98,7 @@ class CallSites:
             # Sites are known by the same identities.
             self._kinds.clear()
             self._sites.clear()
+            self._instructions.clear()
         self._kinds[id(code)] = kind, code
         return kind
 

@@ -23,7 +23,14 @@ class Kinds:
         self._known: dict[tuple[Any, ...], Kind] = {}
 
     def of(
-        self, operation: Operation, arguments: Arguments, group: Group, coalesced: bool, device: str, place: Place
+        self,
+        operation: Operation,
+        arguments: Arguments,
+        group: Group,
+        coalesced: bool,
+        device: str,
+        sparse: bool,
+        place: Place,
     ) -> Kind:
         """What a call has in common with others like it.
 
@@ -33,6 +40,7 @@ class Kinds:
             group: its group.
             coalesced: whether it stands in a coalesced block.
             device: type of the device.
+            sparse: whether tensors are, whose shapes do not tell their bytes.
             place: call site, phase and module.
         """
         root = operation.root >= 0 and arguments[operation.root] == group.rank
@@ -52,7 +60,7 @@ class Kinds:
             operation, group, given, got, dtype, asynchronous, peer, tag, coalesced, device, stream, place,
         )  # fmt: skip
         kind = self._known.get(signature)
-        if kind is None or (first is not None and first.is_sparse):
+        if kind is None or sparse:
             kind = _make(
                 operation, group, inputs, outputs, (peer, tag), asynchronous, coalesced, device, stream, place
             )

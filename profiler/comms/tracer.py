@@ -8,24 +8,28 @@ import socket
 import threading
 import time
 from collections import Counter
+from copy import copy
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from echograph.errors import MissingExtraError, OutputError, UsageError
 from echograph.profiler.comms.call import WALL_NS, Call, Kind
+from echograph.profiler.comms.groups import Group
 from echograph.profiler.comms.record import (
     FORMAT,
     MAJOR,
     MINOR,
+    UNKNOWN,
     Beat,
     End,
     GroupLine,
     Header,
     What,
+    encode,
 )
 from echograph.profiler.comms.watchdog import Watchdog
-from echograph.profiler.comms.writer import Writer
+from echograph.profiler.comms.writer import Writer, spell_row
 
 MAX_KINDS = 1 << 16
 MAX_CHANNELS = 512
@@ -129,8 +133,8 @@ class Tracer:
         _capture.settle(0)
         self._running = False
         for call in list(_capture.pending.values()):
-            if self in call.listeners:
-                self._put(call)
+            if self in call.listeners and self._writer is not None:
+                self._writer.put(call)
         with _lock:
             _tracers.remove(self)
             _capture.remove(self)
@@ -166,8 +170,8 @@ class Tracer:
 
     def ended(self, call: Call) -> None:
         """Told by the capture."""
-        if self._running:
-            self._put(call)
+        if self._running and self._writer is not None:
+            self._writer.put(call)
 
     def _begin(self) -> None:
         global _capture
@@ -200,7 +204,7 @@ class Tracer:
             rank = distributed.get_rank() if here else int(os.environ.get("RANK", "0"))
             restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
             self.file = file_of(self.path, rank, restart)
-            writer = Writer(self.file, self._tick)
+            writer = Writer(self.file, self._tick, self._spell)
             writer.put(
                 Header(
                     format=FORMAT,
@@ -217,35 +221,29 @@ class Tracer:
             self._watchdog = Watchdog(self.path, rank, restart, self._timeout_s)
             self._writer = writer
 
-    def _put(self, call: Call) -> None:
-        writer = self._writer
-        if writer is None:
-            return
+    def _spell(self, call: Call) -> bytes:
+        """The row of a call, behind what it refers to; one thread at a time writes."""
         kind = self._kinds.get(call.kind)
-        if kind is None:
-            kind = self._describe(writer, call)
-        writer.put(call.row(kind))
-
-    def _describe(self, writer: Writer, call: Call) -> int:
+        if kind is not None:
+            return spell_row(call.row(kind))
         if len(self._kinds) >= MAX_KINDS:
             self._kinds.clear()
-        group = call.group
-        if group.name not in self._groups:
-            self._groups.add(group.name)
-            writer.put(
-                GroupLine(
-                    name=group.name,
-                    ranks=group.ranks,
-                    torch_name=group.torch_name,
-                    about=group.about,
-                    backend=group.backend,
-                )
-            )
-        with self._opening:
-            kind, self._next_kind = self._next_kind, self._next_kind + 1
-        writer.put(What(id=kind, **call.kind.what))
-        self._kinds[call.kind] = kind
-        return kind
+        kind = self._kinds[call.kind] = self._next_kind
+        self._next_kind += 1
+        return self._group_line(call.group) + encode(What(id=kind, **call.kind.what)) + spell_row(call.row(kind))
+
+    def _group_line(self, group: Group) -> bytes:
+        if group.name in self._groups:
+            return b""
+        self._groups.add(group.name)
+        line = GroupLine(
+            name=group.name,
+            ranks=group.ranks,
+            torch_name=group.torch_name,
+            about=group.about,
+            backend=group.backend,
+        )
+        return encode(line)
 
     def _tick(self) -> None:
         """What the writer's thread does between two looks."""
@@ -257,7 +255,10 @@ class Tracer:
         for call in list(_capture.pending.values()):
             if self in call.listeners and not call.written and now - call.queued > OPEN_AFTER_NS:
                 call.written = True
-                self._put(call)
+                # As it is now: it may end before the row is spelled, and has another row then.
+                still = copy(call)
+                if still.end == UNKNOWN:
+                    writer.put(still)
         if now - self._beat_ns > BEAT_NS:
             issued = _capture.groups.issued()
             if issued != self._issued or now - self._beat_ns > 10 * BEAT_NS:

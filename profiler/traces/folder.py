@@ -1,4 +1,4 @@
-"""The traces of a job: a folder with one file a rank."""
+"""The traces of a job: a folder with one file a rank, or files that hold several ranks."""
 
 from __future__ import annotations
 

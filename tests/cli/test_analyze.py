@@ -103,6 +103,34 @@ def test_output_goes_to_a_file(cli, folder: Path, tmp_path: Path, how: str) -> N
     assert (tmp_path / "out").read_text() == shown.out
 
 
+def test_two_folders_are_compared(cli, folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "0.json").write_text((folder / "0.json").read_text().replace("gemm", "gemm2"))
+    words = ("echoprof", "analyze", folder, "trace-diff", "--option", f"test={other}", "--option", "device=gpu")
+    rows = cli(*words, "--json").json()["rows"]
+    assert {(row["name"], row["change"]) for row in rows} == {
+        ("gemm", "deleted"),
+        ("gemm2", "added"),
+        (NCCL, "unchanged"),
+    }
+    assert "no such file or folder" in cli(*words[:5], "test=nowhere").err
+
+
+@pytest.mark.parametrize("ending", ["json", "json.gz"])
+def test_counters_go_into_a_copy_of_the_trace(cli, folder: Path, tmp_path: Path, ending: str) -> None:
+    target = tmp_path / f"copy.{ending}"
+    words = ("echoprof", "analyze", folder, "counters", "-o", target)
+    assert "add --ranks 0" in cli(*words).err
+    assert not target.exists()
+    assert cli(*words, "--ranks", "1").out == ""
+    raw = target.read_bytes()
+    events = json.loads(gzip.decompress(raw) if ending == "json.gz" else raw)["traceEvents"]
+    assert [event["args"]["value"] for event in events if event["ph"] == "C"] == [1, 2, 3, 2, 1, 0]
+    cli(*words, "--ranks", "1")
+    assert target.read_bytes() == raw
+
+
 def test_notes_are_said_beside_the_answer(cli, folder: Path) -> None:
     (folder / "0.json").write_text(json.dumps({"distributedInfo": {"rank": 0}, "traceEvents": []}))
     outcome = cli("echoprof", "analyze", folder, "overlap", "--csv")

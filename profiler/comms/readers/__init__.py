@@ -11,7 +11,7 @@ from echograph.registry import Table
 READERS = Table(
     "trace of collectives",
     {
-        "echograph": "echograph.profiler.comms.readers.native:NativeSource",
+        "echograph": "echograph.ir.comms_native:NativeSource",
         "collective_trace": "echograph.profiler.comms.readers.collective_trace:CollectiveTraceSource",
         "flight recorder": "echograph.profiler.comms.readers.flight_recorder:FlightRecorderSource",
     },

@@ -55,6 +55,13 @@ def run_command(
             show_default=False,
         ),
     ] = None,
+    model_communication: Annotated[
+        bool,
+        typer.Option(
+            "--model-communication",
+            help="Communication takes what the cluster's model says, not what an imported graph holds of it.",
+        ),
+    ] = False,
     degrade: Annotated[
         list[str] | None,
         typer.Option(help="A worse LINK=FACTOR, as 'node 3 nic 5=0.5', 'leaf 0 up=0.8', 'node 3 compute=0.9'."),
@@ -116,6 +123,10 @@ def run_command(
         files.check_writable(path)
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph)
+        if model_communication:
+            from echograph.ir.passes.forget_communication import forget_communication
+
+            loaded = forget_communication(loaded)
         say("simulating")
         result, job = predict_plan(loaded, plan, engine=engine, study=study)
         near = plans_that_fit(loaded, plan, result.memory, say) if strict_memory else []

@@ -38,14 +38,18 @@ def replicate(graph: StepGraph, plan: Plan, cluster: Cluster) -> JobGraph:
 
 
 def _as_it_is(graph: JobGraph, plan: Plan) -> JobGraph:
-    if plan.gpus not in (None, graph.world_size):
-        raise UsageError(
-            f"--gpus {plan.gpus}: the job graph is for {graph.world_size}; give its step graph instead"
-        )
     asked = [name for name in plan.given if name not in ("gpus", "cluster")]
     if asked:
         raise UsageError(f"a job graph has its plan already: give {', '.join(asked)} with its step graph")
-    return graph
+    if plan.gpus in (None, graph.world_size):
+        return graph
+    if graph.mesh:
+        raise UsageError(
+            f"--gpus {plan.gpus}: the job graph is for {graph.world_size}; give its step graph instead"
+        )
+    from echograph.ir.passes.resize_world import ResizeWorld
+
+    return ResizeWorld(gpus=plan.gpus)(graph)
 
 
 def prepare(graph: StepGraph, plan: Plan) -> StepGraph:

@@ -167,6 +167,28 @@ def test_a_pipeline_sends_what_its_other_stage_receives(frameworks: list[Any]) -
 
 
 @pytest.mark.slow
+def test_four_ranks_in_halves_of_two_kinds_and_fsdp1(tmp_path: Path) -> None:
+    answers = run_job("four", tmp_path, ranks=4)
+    parameters = 4 * (64 * 256 + 256)
+    for rank, answer in enumerate(answers):
+        row, column = ("0,1", "2,3")[rank // 2], ("0,2", "1,3")[rank % 2]
+        message = ["recv" if rank % 2 else "send", "0-3", 28, 1]
+        assert answer["groups"] == sorted([["all_reduce", row, 40, 1], ["all_reduce", column, 80, 2], message])
+        # The outermost unit stays gathered between the passes; its gradient is scattered once.
+        moved: Counter[str] = Counter()
+        for operation, group, size, n in answer["fsdp1"]:
+            assert group == "0-3"
+            moved[family(operation)] += size * n
+        assert moved == {"all_gather": parameters, "reduce_scatter": parameters}
+    report = report_on(tmp_path / "traces")
+    assert report.problems == {} and report.unfinished == []
+    merged = {
+        row["operation"]: (row["merged"], row["calls"]) for row in report.operations if row["bytes"] in (40, 80)
+    }
+    assert all(both == calls for both, calls in merged.values())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "job"), [("deepspeed", "deepspeed_zero"), ("megatron.core", "megatron_tensor_parallel")]
 )

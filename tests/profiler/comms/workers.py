@@ -206,6 +206,32 @@ def frameworks(folder: Path) -> Any:
     return answer
 
 
+def four(folder: Path) -> Any:
+    """Two meshes' worth of groups among four ranks, and a step of FSDP1 over all of them."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    start(folder)
+    tracer = echograph.trace_collectives(folder / "traces" / "four.jsonl")
+    rows, columns = ([0, 1], [2, 3]), ([0, 2], [1, 3])
+    for turn, halves in enumerate((rows, columns), 1):
+        groups = [dist.new_group(ranks) for ranks in halves]
+        mine = next(group for group, ranks in zip(groups, halves, strict=True) if RANK in ranks)
+        for _ in range(turn):
+            dist.all_reduce(torch.ones(10 * turn), group=mine)
+    dist.send(torch.ones(7), (RANK + 1) % WORLD) if RANK % 2 == 0 else dist.recv(torch.ones(7), RANK - 1)
+    answer = {"groups": listed(tracer.counts())}
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 256)
+    before = tracer.counts()
+    wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    answer["made"] = since(tracer, before)
+    before = tracer.counts()
+    wrapped(torch.ones(4, 64)).sum().backward()
+    answer["fsdp1"] = since(tracer, before)
+    tracer.stop()
+    return answer
+
+
 def deepspeed_zero(folder: Path) -> Any:
     """A step of each of DeepSpeed's ZeRO stages."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(RANK)}

@@ -1,4 +1,4 @@
-"""Reads our own traces."""
+"""Reads the traces of collectives that `trace_collectives` wrote."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 
 from echograph.errors import FormatError, InputError
-from echograph.profiler.comms.readers.source import Rows, Source, known_rows, no_rows
-from echograph.profiler.comms.record import (
+from echograph.ir.comms_record import (
     COLUMNS,
     DECODER,
     FORMAT,
@@ -22,6 +21,7 @@ from echograph.profiler.comms.record import (
     Line,
     Stuck,
 )
+from echograph.ir.comms_source import Rows, Source, known_rows, no_rows
 
 BLOCK_BYTES = 1 << 20
 MAX_WHATS = 1 << 22

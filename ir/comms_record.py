@@ -1,0 +1,185 @@
+"""The lines of a trace of collectives, one file a rank: what the tracer writes, and readers and frontends know.
+
+A line is a JSON object or a JSON array. Objects, told apart by `line`, come before the first row that needs them:
+`header` (once), `group` (a group of ranks), `what` (all that calls have in common: operation, group, bytes,
+shapes, call site ...), `beat` (how far the rank is, while it works or
+hangs), `stuck` (a call that does not end) and `end` (the last line of a run that ended in order). An array is one
+call:
+
+    [what, sequence, queued, start, end, wait]
+
+`queued` is nanoseconds of the wall clock; the other times are nanoseconds after it, or -1 where not known. `wait`
+is when the caller first waited for the call. A row whose end is -1 is of a call that had not ended when it was
+written; a later row of the same channel and sequence replaces it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+MAJOR, MINOR = 1, 0
+FORMAT = "echograph collective trace"
+COLUMNS = 6
+UNKNOWN = -1
+
+
+class _Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", omit_defaults=True):
+    """Base of the objects; what a newer minor version adds is skipped."""
+
+
+class Header(_Line, frozen=True, kw_only=True, tag="header"):
+    """First line of a file.
+
+    Attributes:
+        format: `FORMAT`.
+        version: major and minor; a reader refuses a newer major.
+        rank: global rank.
+        world: ranks of the job.
+        host: name of the machine.
+        pid: process.
+        began_ns: wall clock when the trace began.
+        torch: version of PyTorch, "" where another tool wrote the trace.
+        unknown: collective operators of this PyTorch that the tracer does not know, and so does not see.
+    """
+
+    format: str
+    version: tuple[int, int]
+    rank: int
+    world: int
+    host: str = ""
+    pid: int = 0
+    began_ns: int = 0
+    torch: str = ""
+    unknown: tuple[str, ...] = ()
+
+
+class GroupLine(_Line, frozen=True, kw_only=True, tag="group"):
+    """A group of ranks.
+
+    Attributes:
+        name: same on all its ranks.
+        ranks: global ranks, in the order of the group.
+        torch_name: as PyTorch numbers it.
+        about: what its maker said of it.
+        backend: what communicates.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    torch_name: str = ""
+    about: str = ""
+    backend: str = ""
+
+
+class What(_Line, frozen=True, kw_only=True, tag="what"):
+    """What calls have in common.
+
+    Attributes:
+        id: number in this file.
+        op: as torch.distributed names it.
+        group: name of its group.
+        channel: what the sequence counts: the group, or for point to point `group:source>destination/tag`.
+        bytes: message size as nccl-tests defines it.
+        input_bytes: what this rank gives.
+        output_bytes: what this rank gets.
+        shapes: of the tensors that count for `bytes`; at most 8 stand here.
+        tensors: how many there are.
+        dtype: element type.
+        asynchronous: whether the caller got a Work to wait for.
+        coalesced: whether it is one of several calls that run as one.
+        device: type of the device.
+        stream: the caller's stream, 0 for the default one.
+        api: function of torch.distributed that the caller called; "" where C++ did.
+        site: file, line and function that called it.
+        phase: forward, recompute, backward, optimizer or "".
+        module: path of the module it is for, where a model is attached.
+        peer: global rank of the other side (point to point), or -1.
+    """
+
+    id: int
+    op: str
+    group: str
+    channel: str
+    bytes: int
+    input_bytes: int
+    output_bytes: int
+    shapes: tuple[tuple[int, ...], ...] = ()
+    tensors: int = 1
+    dtype: str = ""
+    asynchronous: bool = False
+    coalesced: bool = False
+    device: str = "cpu"
+    stream: int = 0
+    api: str = ""
+    site: str = ""
+    phase: str = ""
+    module: str = ""
+    peer: int = -1
+
+
+class Beat(_Line, frozen=True, kw_only=True, tag="beat"):
+    """How far a rank is.
+
+    Attributes:
+        at_ns: wall clock.
+        issued: calls issued so far, by channel; of the channels that moved last.
+    """
+
+    at_ns: int
+    issued: dict[str, int]
+
+
+class Stuck(_Line, frozen=True, kw_only=True, tag="stuck"):
+    """A call that did not end in time.
+
+    Attributes:
+        op: operation.
+        channel: its channel.
+        sequence: its number there.
+        seconds: how long it had been waiting.
+        arrived: ranks that have issued it too.
+        missing: ranks that have not.
+        unheard: ranks whose files are not in this folder.
+        site: who called.
+    """
+
+    op: str
+    channel: str
+    sequence: int
+    seconds: float
+    arrived: tuple[int, ...]
+    missing: tuple[int, ...]
+    unheard: tuple[int, ...]
+    site: str = ""
+
+
+class End(_Line, frozen=True, kw_only=True, tag="end"):
+    """Last line of a file.
+
+    Attributes:
+        calls: calls seen.
+        dropped: calls that could not be written, because the disk was full or too slow.
+        failed: calls that PyTorch refused.
+        errors: calls that the tracer failed to describe.
+    """
+
+    calls: int
+    dropped: int = 0
+    failed: int = 0
+    errors: int = 0
+
+
+Line: TypeAlias = Header | GroupLine | What | Beat | Stuck | End
+Row: TypeAlias = tuple[int, int, int, int, int, int]
+
+ENCODER = msgspec.json.Encoder()
+# What decoding a broken line raises.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, OverflowError)
+DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+
+
+def encode(line: Line) -> bytes:
+    """A line with its end."""
+    return ENCODER.encode(line) + b"\n"

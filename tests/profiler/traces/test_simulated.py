@@ -1,0 +1,188 @@
+"""Simulated timelines, written as Chrome traces and read back: analyses find what the simulator says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from layered import layered_step, timed
+from random_jobs import RandomJob
+
+from echograph.errors import DataError, UsageError
+from echograph.ir.builder import GraphBuilder
+from echograph.ir.exporters.chrome import chrome_trace
+from echograph.ir.graph import JobGraph
+from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.passes.pipeline import Pipeline
+from echograph.ir.timeline import Lane, Timeline
+from echograph.ir.types import COMMUNICATIONS, CopyDirection, Duration, Source
+from echograph.profiler.analyses import ANALYSES
+from echograph.profiler.analyses.work import Kind, kinds
+from echograph.profiler.traces import TraceSet, read_traces
+from echograph.profiler.traces.trace import COPIES
+from echograph.simulator.breakdown import Breakdown, breakdown
+from echograph.simulator.clusters import load_cluster
+from echograph.simulator.host import Host
+from echograph.simulator.simulate import simulate
+
+CLUSTER = load_cluster("dgx-h100")
+HOST = Host(op_ps=4_000_000, launch_ps=3_000_000)
+US, NS = 1_000_000, 1_000
+STEP = fold(layered_step(4))
+
+
+def pipelined(stages: int, **options: object) -> JobGraph:
+    return DataParallel(replicas=4)(Pipeline(stages=stages, micro_batches=6, **options)(STEP))
+
+
+JOBS = {
+    "buckets beside the backward pass": (lambda: DataParallel(replicas=16, bucket_bytes=2**21)(STEP), 200 * US),
+    "parameters gathered ahead": (lambda: FullyShard(replicas=64)(STEP), 37 * US + 1),
+    "bound by the host": (lambda: DataParallel(replicas=8)(STEP), US // 3),
+    "pipeline": (lambda: pipelined(4), 200 * US),
+    "interleaved pipeline": (lambda: pipelined(2, chunks=2, schedule="interleaved"), 90 * US + 7),
+}
+
+
+def run(make: Callable[[], JobGraph], work_ps: int) -> tuple[JobGraph, Timeline]:
+    job = timed(make(), CLUSTER.device, work_ps)
+    return job, simulate(job, CLUSTER, HOST).timeline
+
+
+def read_back(job: JobGraph, timeline: Timeline, path: Path, **options: object) -> TraceSet:
+    path.write_text("".join(chrome_trace(job, timeline, **options)))
+    return read_traces(path)
+
+
+def moments(timeline: Timeline, rows: np.ndarray) -> int:
+    """Picoseconds during which any of the rows runs, moment by moment."""
+    points = [(t, d) for r in rows for t, d in ((int(timeline.start[r]), 1), (int(timeline.end[r]), -1))]
+    total = running = last = 0
+    for time, change in sorted(points):
+        total += (time - last) * (running > 0)
+        running, last = running + change, time
+    return total
+
+
+def check(traces: TraceSet, job: JobGraph, timeline: Timeline) -> None:
+    said = {name: ANALYSES[name](traces).records() for name in ("temporal-breakdown", "overlap", "steps")}
+    assert len(traces) == len(job.programs)
+    for program in range(len(job.programs)):
+        parts = breakdown(job, timeline, program)
+        temporal, overlap, step = (table[program] for table in said.values())
+        exposed = sum(parts.exposed_communication.values())
+        assert temporal["compute_time(us)"] * US == pytest.approx(parts.compute, rel=0, abs=NS)
+        assert temporal["non_compute_time(us)"] * US == pytest.approx(exposed, rel=0, abs=NS)
+        # The simulator's step begins before the first work and ends with that of the last program.
+        around = step["dur"] - temporal["kernel_time(us)"]
+        idle = parts.host + parts.bubble + parts.wait
+        assert (temporal["idle_time(us)"] + around) * US == pytest.approx(idle, rel=0, abs=NS)
+        assert step["dur"] * US == pytest.approx(parts.total, rel=0, abs=NS)
+        mine = (timeline.program == program) & (timeline.lane == Lane.DEVICE) & (timeline.duration > 0)
+        talks = moments(timeline, np.flatnonzero(mine & np.isin(job.ops.kind[timeline.op], COMMUNICATIONS)))
+        assert overlap["communication_time(us)"] * US == pytest.approx(talks, rel=0, abs=NS)
+        assert overlap["overlapped_time(us)"] * US == pytest.approx(talks - exposed, rel=0, abs=NS)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_breakdown_is_the_simulators(name: str, tmp_path: Path) -> None:
+    job, timeline = run(*JOBS[name])
+    check(read_back(job, timeline, tmp_path / "trace.json"), job, timeline)
+
+
+@pytest.mark.parametrize("seed", (0, 1, 3, 4, 5, 8, 9, 12))  # some others wait for ever
+def test_the_breakdown_of_random_jobs_is_the_simulators(seed: int, tmp_path: Path) -> None:
+    job, timeline = run(RandomJob(seed, stages=1 + seed % 4).build, 11 * US + seed)
+    check(read_back(job, timeline, tmp_path / "trace.json"), job, timeline)
+
+
+def test_jobs_that_are_checked_overlap_and_stand_still() -> None:
+    """Else equality says little."""
+
+    def parts(name: str) -> Breakdown:
+        job, timeline = run(*JOBS[name])
+        return breakdown(job, timeline, 0)
+
+    buckets, host = (parts(name) for name in ("buckets beside the backward pass", "bound by the host"))
+    assert sum(buckets.exposed_communication.values()) > 0
+    assert host.host > host.compute
+    assert parts("pipeline").bubble > 0
+
+
+def test_picoseconds_are_kept_in_a_step_of_minutes(tmp_path: Path) -> None:
+    job, timeline = run(JOBS["pipeline"][0], 6 * 10**12 + 7)
+    assert 10**14 < timeline.makespan < 10**15
+    traces = read_back(job, timeline, tmp_path / "trace.json")
+    for program, trace in enumerate(traces.values()):
+        rows = (timeline.program == program) & (timeline.lane == Lane.DEVICE) & (timeline.duration > 0)
+        assert trace.start[trace.on_device].tolist() == timeline.start[rows].tolist()
+        assert trace.duration[trace.on_device].tolist() == timeline.duration[rows].tolist()
+
+
+def test_processes_are_ranks(tmp_path: Path) -> None:
+    job, timeline = run(*JOBS["pipeline"])
+    path = tmp_path / "trace.json"
+    traces = read_back(job, timeline, path)
+    assert list(traces) == [0, 4, 8, 12], "pipeline stages of four replicas: the first rank of each"
+    assert {trace.world_size for trace in traces.values()} == {16}
+    for _ in range(2):
+        assert list(read_traces(path, [8], cache_folder=tmp_path / "cache")) == [8]
+    with pytest.raises(UsageError, match="no trace of rank 1; there is 0, 4, 8, 12"):
+        read_traces(path, [1])
+    named = read_back(job, timeline, path, programs=[1, 3], ranks=(3, 7, 11, 15))
+    assert list(named) == [7, 15]
+    assert json.loads(path.read_text())["distributedInfo"] == {"world_size": 16}
+    read_back(job, timeline, path, programs=[2])
+    assert json.loads(path.read_text())["distributedInfo"] == {"world_size": 16, "rank": 8}
+
+
+@pytest.mark.parametrize("ranks", ["[0]", '{"0": "1"}', '{"x": 0}', '{"0": true}', f'{{"{"9" * 20}": 0}}'])
+def test_a_file_that_says_ranks_in_other_ways_is_refused(ranks: str, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(f'{{"processRanks": {ranks}, "traceEvents": []}}')
+    with pytest.raises(DataError, match="processRanks: give the rank of each process by its number"):
+        read_traces(tmp_path / "t.json")
+
+
+def test_work_belongs_to_the_step_and_to_what_issued_it(tmp_path: Path) -> None:
+    job, timeline = run(*JOBS["pipeline"])
+    traces = read_back(job, timeline, tmp_path / "trace.json")
+    launches = ANALYSES["launches"](traces).records()
+    works = (timeline.lane == Lane.DEVICE) & (timeline.duration > 0)
+    # Of the operations of this job the host issues each by itself, and none but a view takes the device no time.
+    assert len(launches) == int(works.sum())
+    assert sum(row["launched"] for row in ANALYSES["steps"](traces).records()) == int(works.sum())
+    for trace in traces.values():
+        rows = {int(n): int(s) for n, s in zip(trace.correlation, trace.end, strict=True) if n > 0}
+        host = ~trace.on_device & (trace.correlation > 0)
+        begins = dict(zip(trace.correlation[trace.on_device], trace.start[trace.on_device], strict=True))
+        for number, end in zip(trace.correlation[host], trace.end[host], strict=True):
+            assert int(number) in rows
+            assert begins[number] >= end, "nothing runs before it is issued"
+
+
+def test_copies_are_copies(tmp_path: Path) -> None:
+    builder = GraphBuilder(streams=("compute", "copy"))
+    took = (Duration(device="trace", picoseconds=4 * US, source=Source.IMPORTED),)
+    for direction in CopyDirection:
+        builder.copy("offload", direction, nbytes=10**6, stream=1, durations=took)
+    builder.compute("mm", flops=1, durations=took)
+    builder.program([(0, 0, builder.op_count(), 0, 0)], role="all")
+    job = builder.build(JobGraph)
+    result = simulate(job, replace(CLUSTER, device="trace"), Host(op_ps=0, launch_ps=0))
+    traces = read_back(job, result.timeline, tmp_path / "trace.json")
+    device = traces[0].rows(traces[0].on_device)
+    assert sorted(device.text(row) for row in np.flatnonzero(kinds(device) == Kind.MEMORY)) == [
+        "Memcpy DtoD (offload)",
+        "Memcpy DtoH (offload)",
+        "Memcpy HtoD (offload)",
+    ]
+    assert int((kinds(device) == Kind.COMPUTATION).sum()) == 1
+    assert int(device.of_category(COPIES).sum()) == 3
+    rates = ANALYSES["memory-bandwidth"](traces).records()
+    assert {row["memory_bw_gbps"] for row in rates} == {0.0, 250.0}, "a megabyte in four microseconds"
