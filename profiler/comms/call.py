@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
+from echograph.ir.comms_record import UNKNOWN, Row
 from echograph.profiler.comms.groups import Group
-from echograph.profiler.comms.record import UNKNOWN, Row
 
 # The wall clock of a process: read once, so that later steps of the system's clock do not tear calls apart.
 WALL_NS = time.time_ns() - time.perf_counter_ns()

@@ -18,13 +18,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeAlias
 
+from echograph.ir.comms_record import UNKNOWN
 from echograph.profiler.comms.call import Call, Listener
 from echograph.profiler.comms.clock import EventClock, HostClock
 from echograph.profiler.comms.context import CallSites, Phases, Site
 from echograph.profiler.comms.describe import Kinds
 from echograph.profiler.comms.groups import Groups
 from echograph.profiler.comms.operations import OPERATIONS, Arguments, Operation
-from echograph.profiler.comms.record import UNKNOWN
 
 # A key that every call passes, on all devices and with or without gradients, and where c10d has nothing of its
 # own.

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from echograph.ir.comms_record import UNKNOWN
 from echograph.profiler.comms.call import Call
-from echograph.profiler.comms.record import UNKNOWN
 
 REANCHOR_MS = 1000.0
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from echograph.ir.comms_record import UNKNOWN, What
+from echograph.ir.comms_source import NO_TIME, Rows, Source
 from echograph.profiler.comms.bandwidth import family
-from echograph.profiler.comms.readers.source import NO_TIME, Rows, Source
-from echograph.profiler.comms.record import UNKNOWN, What
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]

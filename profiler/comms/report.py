@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from echograph.ir.comms_record import What
 from echograph.profiler.comms.bandwidth import bus_factor
 from echograph.profiler.comms.merge import Batch, Merge
 from echograph.profiler.comms.readers import find_sources
-from echograph.profiler.comms.record import What
 
 # Columns of a row of sums. Times are seconds.
 SUMS = ("calls", "timed", "time", "merged", "wait", "transfer", "known", "exposed", "unfinished")

@@ -14,9 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from echograph.errors import MissingExtraError, OutputError, UsageError
-from echograph.profiler.comms.call import WALL_NS, Call, Kind
-from echograph.profiler.comms.groups import Group
-from echograph.profiler.comms.record import (
+from echograph.ir.comms_record import (
     FORMAT,
     MAJOR,
     MINOR,
@@ -28,6 +26,8 @@ from echograph.profiler.comms.record import (
     What,
     encode,
 )
+from echograph.profiler.comms.call import WALL_NS, Call, Kind
+from echograph.profiler.comms.groups import Group
 from echograph.profiler.comms.watchdog import Watchdog
 from echograph.profiler.comms.writer import Writer, spell_row
 

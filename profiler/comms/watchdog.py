@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from echograph.ir.comms_record import DECODER, UNREADABLE, Beat, Stuck
 from echograph.profiler.comms.call import Call
-from echograph.profiler.comms.record import DECODER, UNREADABLE, Beat, Stuck
 
 TAIL_BYTES = 1 << 20
 

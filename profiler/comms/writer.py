@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
+from echograph.ir.comms_record import Line, Row, encode
 from echograph.profiler.comms.call import Call
-from echograph.profiler.comms.record import Line, Row, encode
 
 QUEUE = 1 << 16
 INTERVAL_S = 0.2

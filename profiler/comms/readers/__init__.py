@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from echograph.errors import InputError
-from echograph.profiler.comms.readers.source import Source
+from echograph.ir.comms_source import Source
 from echograph.registry import Table
 
 READERS = Table(

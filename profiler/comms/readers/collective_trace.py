@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from echograph.errors import FormatError, InputError
-from echograph.profiler.comms.readers.source import NO_TIME, Rows, Source
-from echograph.profiler.comms.record import COLUMNS, UNKNOWN, What
+from echograph.ir.comms_record import COLUMNS, UNKNOWN, What
+from echograph.ir.comms_source import NO_TIME, Rows, Source
 
 BATCH = 1 << 16
 MAX_WHATS = 1 << 20

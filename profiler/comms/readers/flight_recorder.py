@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from echograph.errors import FormatError, InputError
+from echograph.ir.comms_record import COLUMNS, UNKNOWN, What
+from echograph.ir.comms_source import NO_TIME, Rows, Source
 from echograph.profiler.comms.bandwidth import message_bytes
 from echograph.profiler.comms.groups import spell_ranks
-from echograph.profiler.comms.readers.source import NO_TIME, Rows, Source
-from echograph.profiler.comms.record import COLUMNS, UNKNOWN, What
 
 MAX_BYTES = 1 << 30
 _ITEM_BYTES = {
