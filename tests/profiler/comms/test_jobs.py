@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs the [torch] extra")
 
-from jobs import run_job
+from comms_jobs import run_job
 
 from echograph.profiler.comms.bandwidth import family
 from echograph.profiler.comms.report import Report, report_on

@@ -1,4 +1,4 @@
-"""What the ranks of the test jobs do; run as a script by `jobs.py`, not collected."""
+"""What the ranks of the test jobs do; run as a script by `comms_jobs.py`, not collected."""
 
 from __future__ import annotations
 
