@@ -41,7 +41,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready
-	$(PIP) --editable ".[torch,dev]"
+	$(PIP) --editable ".[torch,deepspeed,megatron,dev]"
 	touch $@
 
 clean:
