@@ -1,17 +1,19 @@
 """What tracing collectives costs: a call on a backend that moves nothing, and a DDP step of GPT-2 on two ranks.
 
-python -m benchmarks.comms [--steps 20] [--layers 12]
+python -m benchmarks.comms [--steps 20] [--layers 12] [--beside FOLDER]
 
 The bare round trip is a kernel in the dispatcher that only passes the call down: what PyTorch itself takes for a
-call to be seen at all. Turns with and without alternate, so that whatever else the machine does falls on both
-alike. A call is given in processor time of the thread that makes it, a step in seconds of the clock and of the
-processor, the thread that writes included; all are medians.
-Of collective_trace, with which one might compare, no package was found to install: nothing of it is run here.
+call to be seen at all. Turns of all ways alternate, so that whatever else the machine does falls on them alike. A
+call is given in processor time of the thread that makes it, a step in seconds of the clock and of the processor,
+the thread that writes included; all are medians. With `--beside` a copy of collective_trace that lies in FOLDER is
+run as its users run it, writing to a file and not to the screen.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -19,20 +21,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import echograph
 
-CALLS = 2000
+CALLS = 1000
 TURNS = 15
 
 
 def main() -> None:
     """Prints the cost of a call, then that of a step."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="training steps of each kind")
+    parser.add_argument("--steps", type=int, default=20, help="training steps of each kind, 0 for none")
+    parser.add_argument("--beside", type=Path, help="folder with collective_trace, to be timed as well")
     parser.add_argument("--layers", type=int, default=12, help="of the GPT-2")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -42,7 +45,9 @@ def main() -> None:
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        calls(Path(folder))
+        calls(Path(folder), arguments.beside)
+        if not arguments.steps:
+            return
         command = [sys.executable, "-m", "benchmarks.comms", "--folder", folder, "--steps", str(arguments.steps)]
         ranks = [
             subprocess.Popen([*command, "--layers", str(arguments.layers), "--rank", str(rank)])
@@ -52,44 +57,82 @@ def main() -> None:
             raise RuntimeError("a rank failed")
 
 
-def calls(folder: Path) -> None:
-    """Microseconds that a call takes more while it is traced, by kind of call."""
+def calls(folder: Path, beside: Path | None) -> None:
+    """Microseconds that a call takes more while it is traced, by kind of call and by who traces.
+
+    Each way has a process of its own, since not all can be undone in one, and they take turns: whatever else the
+    machine does falls on all alike.
+    """
+    ways = ["plain", "echograph", "bare", *(["collective_trace"] if beside else [])]
+    spawn = multiprocessing.get_context("spawn")
+    ends = {}
+    for way in ways:
+        ends[way], theirs = spawn.Pipe()
+        spawn.Process(target=calls_of_a_way, args=(way, theirs, folder, beside), daemon=True).start()
+    print(f"{'processor time of the thread, us':34}" + "".join(f"{way:>18}" for way in ways))
+    for kind in KINDS:
+        took: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(TURNS):
+            for way in ways:
+                ends[way].send(kind)
+                took[way].append(ends[way].recv())
+        middle = {way: statistics.median(times) * 1e6 for way, times in took.items()}
+        least = {way: min(times) * 1e6 for way, times in took.items()}
+        for name, found in (("median", middle), ("least", least)):
+            print(f"{kind:26}{name:8}" + "".join(f"{found[way]:18.1f}" for way in ways))
+            more = "".join(f"{found[way] - found['plain']:+18.1f}" for way in ways[1:])
+            print(f"{'':26}{'more':8}{'':18}{more}")
+    for end in ends.values():
+        end.send("")
+
+
+KINDS = ("all_reduce", "all_reduce, asynchronous", "broadcast", "barrier", "send")
+
+
+def calls_of_a_way(way: str, end: Any, folder: Path, beside: Path | None) -> None:
+    """A process that answers the name of a kind of call with the seconds that one takes."""
     import torch
     from torch import distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    data = torch.ones(1024)
-    kinds: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: dist.all_reduce(data),
-        "all_reduce, asynchronous": lambda: dist.all_reduce(data, async_op=True).wait(),
-        "send": lambda: dist.send(data, 1),
-    }
-    for name, call in kinds.items():
-        plain, traced = alternate(
-            lambda call=call: repeat(call),  # type: ignore[misc]
-            TURNS,
-            lambda: echograph.trace_collectives(folder / "calls.jsonl"),
-        )
-        print(
-            f"{name:26}{plain * 1e6:8.1f} us{traced * 1e6:8.1f} us traced: {(traced - plain) * 1e6:6.1f} us a call"
-        )
-    plain, passed = alternate(lambda: repeat(kinds["all_reduce"]), TURNS, bare)
-    print(f"{'all_reduce':26}{plain * 1e6:8.1f} us{passed * 1e6:8.1f} us passed down by a bare kernel")
-    dist.destroy_process_group()
+    os.chdir(folder)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        if way == "collective_trace":
+            # As its README asks: before any group is made. Its own file, and nothing on the screen.
+            sys.path.insert(0, str(beside))
+            importlib.import_module("collective_trace").trace_all_collectives(trace_file="theirs", verbose=False)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+        if way == "echograph":
+            echograph.trace_collectives(folder / "calls.jsonl")
+        data = torch.ones(1024)
+        # Looked up by name at each call, since a tracer may have put another function there.
+        made: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda: dist.all_reduce(data),
+            "all_reduce, asynchronous": lambda: dist.all_reduce(data, async_op=True).wait(),
+            "broadcast": lambda: dist.broadcast(data, 0),
+            "barrier": lambda: dist.barrier(),
+            "send": lambda: dist.send(data, 1),
+        }
+        with bare() if way == "bare" else nullcontext():
+            while kind := end.recv():
+                end.send(repeat(made[kind]))
 
 
 @contextmanager
 def bare() -> Iterator[None]:
-    """A kernel that hands all-reduces down and does nothing else."""
+    """Kernels that hand calls down and do nothing else."""
     import torch
 
     below: Any = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-    redispatch: Any = torch.ops.c10d.allreduce_.default._handle.redispatch_boxed
     library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl(
-        "allreduce_", lambda keys, *given: redispatch(keys & below, *given), "BackendSelect", with_keyset=True
-    )
+    for name in ("allreduce_", "broadcast_", "barrier", "send"):
+        redispatch: Any = getattr(torch.ops.c10d, name).default._handle.redispatch_boxed
+        library.impl(
+            name,
+            lambda keys, *given, redispatch=redispatch: redispatch(keys & below, *given),
+            "BackendSelect",
+            with_keyset=True,
+        )
     yield
     library._destroy()
 

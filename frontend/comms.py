@@ -80,7 +80,8 @@ def load(source: Path) -> Imported:
 
 def _sources(source: Path) -> list[NativeSource]:
     folder, begins = (source, "") if source.is_dir() else (source.parent, source.name)
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    # In a recording each rank has a folder of its own.
+    files = sorted(file for pattern in ("*", "*/comms.jsonl") for file in folder.glob(pattern))
     found: dict[int, NativeSource] = {}
     for path in files:
         if not (path.is_file() and path.name.startswith(begins) and _is_trace(path)):

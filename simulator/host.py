@@ -31,6 +31,8 @@ class Host:
             2021 synchronizes the device after an exchange, DeepSpeed reads the shape of what arrives).
         blocking: whether a launch returns when its kernel has ended (`CUDA_LAUNCH_BLOCKING=1`): the device stands
             still while the host issues.
+        threads: whether its own work runs on threads, which are the streams that it stands on, as in a job that
+            was traced; issuing is then part of that work.
     """
 
     op_ps: int
@@ -39,6 +41,7 @@ class Host:
     spread: float = 0.0
     waits: bool = False
     blocking: bool = False
+    threads: bool = False
 
     def runs(self, job: JobGraph) -> JobGraph:
         """The job as this host runs it: where it waits for messages, these waits are its own work."""

@@ -140,7 +140,8 @@ class _Roles:
         self.job, self.times, self.issue, self.host = job, times, issue, host
         self.engine = "auto" if asked.ranks is not None else asked.engine
         run = None
-        if self.engine == "auto":
+        # Pieces know one host, which issues.
+        if self.engine == "auto" and not host.threads:
             factor = scenarios(job, times, host)
             run = run_pieces(job, times.picoseconds, issue, factor, self.joins)
         if run is not None:
@@ -153,7 +154,8 @@ class _Roles:
 
     @cached_property
     def tasks(self) -> TaskGraph:
-        return expand(self.job, self.times.picoseconds, self.issue, self.joins)
+        threads = self.host.threads
+        return expand(self.job, self.times.picoseconds, self.issue, self.joins, threads=threads)
 
     def joins(self, number: int, row: int) -> object:
         return meeting(self.job, number, row)

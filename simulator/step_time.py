@@ -25,6 +25,6 @@ def step_time(job: JobGraph, cluster: Cluster, host: Host) -> int:
     """
     job = host.runs(job)
     work, issue = host.times(job, durations(job, cluster).picoseconds)
-    tasks = expand(job, work, issue, lambda number, row: meeting(job, number, row))
+    tasks = expand(job, work, issue, lambda number, row: meeting(job, number, row), threads=host.threads)
     starts, _ = engines.run(tasks)
     return int((starts.start + tasks.duration).max(initial=0))

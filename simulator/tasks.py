@@ -61,7 +61,9 @@ class TaskGraph:
         return bool((self.join != NONE).any())
 
 
-def expand(job: JobGraph, duration: Int64, host: Int64, joins: Callable[[int, int], object]) -> TaskGraph:
+def expand(
+    job: JobGraph, duration: Int64, host: Int64, joins: Callable[[int, int], object], *, threads: bool = False
+) -> TaskGraph:
     """Writes all programs of a job out as tasks.
 
     Args:
@@ -70,6 +72,7 @@ def expand(job: JobGraph, duration: Int64, host: Int64, joins: Callable[[int, in
         host: int64 [operations], picoseconds that the host takes to issue it (for `Host` work: to do it).
         joins: for a communication (program number, operation row), the key under which programs meet; None when
             all members are in the one program.
+        threads: whether `Host` work has its stream to itself, as a thread, and not the host that issues.
 
     Raises:
         SimulationError: the job has more than 200 million tasks.
@@ -83,8 +86,9 @@ def expand(job: JobGraph, duration: Int64, host: Int64, joins: Callable[[int, in
     program = np.repeat(np.arange(len(job.programs), dtype=np.int32), np.diff(bounds))
     join = np.full(total, NONE, np.int32)
     join[DEVICE::2] = _meetings(job, operation, bounds, joins)
+    issuing, stream = program * lanes, program * lanes + 1 + streams[operation]
     return TaskGraph(
-        resource=_weave(program * lanes, program * lanes + 1 + streams[operation]),
+        resource=_weave(np.where(hosts[operation], stream, issuing) if threads else issuing, stream),
         duration=_weave(host[operation], work[operation]),
         deps=_dependencies(job, bounds, hosts[operation]),
         join=join,

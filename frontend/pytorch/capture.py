@@ -77,7 +77,7 @@ def capture(
     mode = _mode_of(module)
     recorder = Recorder(mode)
     operators = cuda_operators() if spec.kernels == "cuda" else cpu_operators()
-    with _one_line_errors(module, recorder), quiet_fakes(), operators, _plain_attention_masks():
+    with _one_line_errors(module, recorder), quiet_fakes(), operators, plain_attention_masks():
         with mode:
             fake_inputs = tree_map_only(torch.Tensor, lambda t: _fake(t, mode), inputs)
             step = TrainingStep(module, fake_inputs, loss, spec)
@@ -158,7 +158,7 @@ def _where(module: Module, recorder: Recorder, error: Exception) -> str:
 
 
 @contextmanager
-def _plain_attention_masks() -> Iterator[None]:
+def plain_attention_masks() -> Iterator[None]:
     """Lets Hugging Face models drop attention masks that say nothing, as they do in training.
 
     Where they see fake tensors or an export, they assume packed sequences and masks that vary, because they

@@ -33,25 +33,26 @@ from echograph.frontend.pytorch.schema import (
 )
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.frontend.pytorch.traffic import bytes_moved, read_arguments, tensor_bytes
-from echograph.ir.builder import GraphBuilder
+from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.graph import StepGraph, Workload
 from echograph.ir.types import DType, MultiTensor, Phase, TensorRole
 
-_DTYPES = {
+DTYPES = {
     torch.float32: DType.FP32, torch.float16: DType.FP16, torch.bfloat16: DType.BF16, torch.float64: DType.FP64,
     torch.float8_e4m3fn: DType.FP8_E4M3, torch.float8_e5m2: DType.FP8_E5M2,
     torch.int64: DType.INT64, torch.int32: DType.INT32, torch.int16: DType.INT16, torch.int8: DType.INT8,
     torch.uint64: DType.INT64, torch.uint32: DType.INT32, torch.uint16: DType.INT16, torch.uint8: DType.UINT8,
     torch.bool: DType.BOOL, torch.complex64: DType.COMPLEX64,
 }  # fmt: skip
-_STEP_DTYPES = {"bf16": DType.BF16, "fp16": DType.FP16, "fp32": DType.FP32}
+_STEP_TYPES = {"bf16": DType.BF16, "fp16": DType.FP16, "fp32": DType.FP32}
 _ROLES = {
     annotate.PARAMETER: TensorRole.PARAMETER,
     annotate.BUFFER: TensorRole.BUFFER,
     annotate.INPUT: TensorRole.INPUT,
     annotate.OPTIMIZER_STATE: TensorRole.OPTIMIZER_STATE,
+    annotate.GRADIENT: TensorRole.GRADIENT,
 }
-_PHASES = {
+PHASES = {
     annotate.FORWARD: Phase.FORWARD,
     annotate.BACKWARD: Phase.BACKWARD,
     annotate.RECOMPUTE: Phase.RECOMPUTE,
@@ -81,7 +82,7 @@ def lower(
 
 def lower_nodes(graph: Graph, workload: Workload) -> tuple[StepGraph, dict[Node, list[int]]]:
     """`lower`, and the operations that each call node became."""
-    lowering = _Lowering(GraphBuilder(name=workload.model, workload=workload), graph)
+    lowering = Lowering(GraphBuilder(name=workload.model, workload=workload), graph)
     for node in graph.nodes:
         lowering.add(node)
     return lowering.builder.build(StepGraph), lowering.made
@@ -105,23 +106,28 @@ def workload_of(
         parameters=sum(n.meta[VAL].numel() for n in placeholders if n.meta[FQN] in trained),
         batch_size=extents[0] if batch_size is None else batch_size,
         sequence_length=(extents[1] if has_tokens else 0) if sequence_length is None else sequence_length,
-        dtype=_STEP_DTYPES[spec.dtype],
+        dtype=_STEP_TYPES[spec.dtype],
         optimizer=spec.optimizer,
         master_weights=spec.has_master_weights,
     )
 
 
-class _Lowering:
-    """State of one lowering: which tensor a node's value is now, and which operations (`made`) a node became."""
+class Lowering:
+    """State of one lowering: which tensor a node's value is now, and which operations (`made`) a node became.
+
+    Args:
+        builder: of the graph; its open block gets the tensors and operations.
+        graph: fulfils the contract of `annotate`.
+    """
 
     def __init__(self, builder: GraphBuilder, graph: Graph) -> None:
         self.builder = builder
         self._tensors: dict[Node, int | None] = {}
-        self._results: dict[Node, list[int | None]] = {}
+        self.results: dict[Node, list[int | None]] = {}
         self._ops: dict[str, int] = {}
         self._owner: dict[int, str] = {}
         self._root: dict[int, int] = {}
-        self._roles: dict[int, TensorRole] = {}
+        self.roles: dict[int, TensorRole] = {}
         self._names: dict[int, str] = {}
         self._writes: dict[int, tuple[int, int]] = {}
         self._gradients = _gradient_nodes(graph)
@@ -135,7 +141,7 @@ class _Lowering:
             return
         elif is_getitem(node):
             source, index = node.args
-            self._tensors[node] = self._results[source][index]  # type: ignore[index]
+            self._tensors[node] = self.results[source][index]  # type: ignore[index]
         elif is_allocation(node):
             self._tensors[node] = None
         elif is_multi_tensor(node):
@@ -143,13 +149,18 @@ class _Lowering:
         else:
             self._call(node)
 
+    def order(self, node: Node, inputs: list[int]) -> Common:
+        """What an operation of a node comes after besides those that made its inputs, and on which stream."""
+        del node
+        return {"deps": self.earlier_writes(inputs)}
+
     def _placeholder(self, node: Node) -> None:
         role, name = _ROLES[node.meta[ROLE]], node.meta[FQN]
-        tensor = self._tensor(name, node.meta[VAL], role)
+        tensor = self.tensor(name, node.meta[VAL], role)
         self._tensors[node] = tensor
         if role is TensorRole.PARAMETER:
             self._owner[tensor] = name
-        elif role is TensorRole.OPTIMIZER_STATE:
+        elif role in (TensorRole.OPTIMIZER_STATE, TensorRole.GRADIENT):
             self._owner[tensor] = name.rpartition(".")[0]
 
     # -- one operation per node ----------------------------------------------------------------------------
@@ -159,30 +170,30 @@ class _Lowering:
         if is_view(node):
             self._declare_allocation(node.all_input_nodes[0])
         written = [named[name] for name in written_arguments(node)]
-        inputs = self._present(list(_nodes(list(read_arguments(node).values()))))
-        deps = self._earlier_writes(inputs)
+        inputs = self.present(list(_nodes(list(read_arguments(node).values()))))
+        order = self.order(node, inputs)
         view_of = inputs[0] if is_view(node) and inputs else None
         results = [self._result(node, i, value, view_of) for i, value in enumerate(_values(node))]
         if written:
-            results = [self._next_version(n, node) for n in _nodes(written)]
+            results = [self.next_version(n, node) for n in _nodes(written)]
         bytes_read, bytes_written = bytes_moved(node)
         op = self.builder.compute(
             qualified_name(node),
-            phase=_PHASES[node.meta[PHASE]],
+            phase=PHASES[node.meta[PHASE]],
             module=node.meta[MODULE],
             inputs=inputs,
             outputs=[r for r in results if r is not None],
-            deps=deps,
+            **order,
             forward_op=self._ops.get(node.meta.get(FORWARD_NODE, "")),
             flops=node_flops(node),
             bytes_read=bytes_read,
             bytes_written=bytes_written,
             attributes=attributes_of(node),
         )
-        self._note_writes([r for r in results if r is not None] if written else [], op)
+        self.note_writes([r for r in results if r is not None] if written else [], op)
         self._ops[node.name] = op
         self.made[node] = [op]
-        self._results[node] = results
+        self.results[node] = results
         self._tensors[node] = results[0] if results else None
 
     def _result(self, node: Node, index: int, value: Any, view_of: int | None) -> int | None:
@@ -191,12 +202,12 @@ class _Lowering:
             return None
         gradient = self._gradients.get((node, index))
         if gradient is not None:
-            tensor = self._tensor(f"{gradient}.grad", value, TensorRole.GRADIENT, view_of)
+            tensor = self.tensor(f"{gradient}.grad", value, TensorRole.GRADIENT, view_of)
             self._owner[tensor] = gradient
             return tensor
         suffix = f".{index}" if isinstance(node.meta[VAL], tuple) else ""
-        role = TensorRole.ACTIVATION if view_of is None else self._roles[view_of]
-        return self._tensor(_result_name(node) + suffix, value, role, view_of)
+        role = TensorRole.ACTIVATION if view_of is None else self.roles[view_of]
+        return self.tensor(_result_name(node) + suffix, value, role, view_of)
 
     # -- one operation per element of a list -----------------------------------------------------------------
 
@@ -215,22 +226,23 @@ class _Lowering:
             writes += [named[name] for name in written if isinstance(named[name], Node)]
             value = values[part] if values else None
             results.append(self._part(node, reads, writes, value, MultiTensor(parts=parts, leads=part == 0)))
-        self._results[node] = results
+        self.results[node] = results
 
     def _part(
         self, node: Node, reads: list[Node], writes: list[Node], value: Any, share: MultiTensor
     ) -> int | None:
-        inputs = self._present(reads)
+        inputs = self.present(reads)
+        order = self.order(node, inputs)
         owner = next((self._owner[i] for i in inputs if i in self._owner), "")
-        made = [self._next_version(n, node, owner) for n in writes]
+        made = [self.next_version(n, node, owner) for n in writes]
         result = None
         if isinstance(value, Tensor):
-            result = self._tensor(_result_name(node), value, TensorRole.ACTIVATION)
+            result = self.tensor(_result_name(node), value, TensorRole.ACTIVATION)
             made.append(result)
             self._owner[result] = owner
         op = self.builder.compute(
             qualified_name(node),
-            phase=_PHASES[node.meta[PHASE]],
+            phase=PHASES[node.meta[PHASE]],
             module=owner.rpartition(".")[0],
             inputs=inputs,
             outputs=made,
@@ -238,49 +250,52 @@ class _Lowering:
             bytes_written=sum(tensor_bytes(n.meta[VAL]) for n in writes)
             + (tensor_bytes(value) if isinstance(value, Tensor) else 0),
             attributes=share,
+            **order,
         )
+        self.note_writes(made, op)
         self.made.setdefault(node, []).append(op)
         return result
 
     # -- tensors -------------------------------------------------------------------------------------------
 
-    def _tensor(self, name: str, value: Tensor, role: TensorRole, alias_of: int | None = None) -> int:
-        dtype = _DTYPES.get(value.dtype)
+    def tensor(self, name: str, value: Tensor, role: TensorRole, alias_of: int | None = None) -> int:
+        dtype = DTYPES.get(value.dtype)
         if dtype is None:
             raise CaptureError(f"tensor '{name}' has the type {value.dtype}, which a workload graph does not know")
         tensor = self.builder.tensor(name, value.shape, dtype, role, alias_of=alias_of)
         self._root[tensor] = tensor if alias_of is None else self._root[alias_of]
-        self._roles[tensor], self._names[tensor] = role, name
+        self.roles[tensor], self._names[tensor] = role, name
         return tensor
 
-    def _next_version(self, node: Node, writer: Node, owner: str = "") -> int:
+    def next_version(self, node: Node, writer: Node, owner: str = "") -> int:
         """The tensor that a write in place makes; further reads of the node mean this one."""
         before = self._tensors[node]
         if before is not None:
-            tensor = self._tensor(self._names[before], node.meta[VAL], self._roles[before], before)
+            tensor = self.tensor(self._names[before], node.meta[VAL], self.roles[before], before)
             self._owner[tensor] = self._owner.get(before, owner)
         elif owner:
-            tensor = self._tensor(f"{owner}.main_grad", node.meta[VAL], TensorRole.GRADIENT)
+            tensor = self.tensor(f"{owner}.main_grad", node.meta[VAL], TensorRole.GRADIENT)
             self._owner[tensor] = owner
         else:
-            tensor = self._tensor(_result_name(writer), node.meta[VAL], TensorRole.ACTIVATION)
+            tensor = self.tensor(_result_name(writer), node.meta[VAL], TensorRole.ACTIVATION)
         self._tensors[node] = tensor
         return tensor
 
     def _declare_allocation(self, node: Node) -> None:
         """Memory that is written part by part: the parts need a tensor to be views of."""
         if self._tensors[node] is None:
-            self._tensors[node] = self._tensor(_result_name(node), node.meta[VAL], TensorRole.ACTIVATION)
+            self._tensors[node] = self.tensor(_result_name(node), node.meta[VAL], TensorRole.ACTIVATION)
 
-    def _present(self, nodes: list[Node]) -> list[int]:
+    def present(self, nodes: list[Node]) -> list[int]:
         """Tensors that nodes stand for, operand by operand; memory that nothing wrote yet is none."""
         return [t for n in nodes if (t := self._tensors[n]) is not None]
 
-    def _note_writes(self, versions: list[int], op: int) -> None:
+    def note_writes(self, versions: list[int], op: int) -> None:
+        """An operation wrote memory that has had other names."""
         for tensor in versions:
             self._writes[self._root[tensor]] = tensor, op
 
-    def _earlier_writes(self, inputs: list[int]) -> list[int]:
+    def earlier_writes(self, inputs: list[int]) -> list[int]:
         """Operations that wrote, through another view, memory that these tensors name."""
         writes = ((t, self._writes.get(self._root[t])) for t in inputs)
         return sorted({write[1] for t, write in writes if write is not None and t < write[0]})

@@ -233,6 +233,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node: Node | None = tensor.__dict__.get(_NODE)
         if node is not None and node.graph is self.graph:
             return node
+        return self.unknown(tensor)
+
+    def unknown(self, tensor: Tensor) -> Node:
+        """A node for a tensor that no operation made and that nobody declared: a constant of the model."""
         self._constants += 1
         return self.add_placeholder(tensor, annotate.BUFFER, f"constant_{self._constants}")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from echograph.errors import UsageError
 from echograph.ir.columns import Int64
-from echograph.profiler.analyses.critical_graph import CriticalGraph, Edge
+from echograph.profiler.analyses.critical_graph import CriticalGraph, Edge, loads_data
 from echograph.profiler.analyses.queue import queues
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.launches import launch_of_rows, launches, of_device_queue
@@ -49,7 +49,13 @@ class _Edges:
 
 
 def critical_graph(
-    trace: Trace, *, annotation: str = "", instance: int = 0, last: int = NONE, launch_edges: bool = False
+    trace: Trace,
+    *,
+    annotation: str = "",
+    instance: int = 0,
+    last: int = NONE,
+    launch_edges: bool = False,
+    data_load_events: str = "",
 ) -> CriticalGraph:
     """The dependencies among the events of one rank that began within an annotation, and what they launched.
 
@@ -71,16 +77,21 @@ def critical_graph(
         last: the last of these rows, for a window of several; -1 for that one alone.
         launch_edges: an edge of no time from each call to its kernel where no other stands for it, so that a host
             made slower delays the device.
+        data_load_events: a regular expression; what the host does under a name that it matches anywhere is loading
+            data, and an event of the graph whatever its category (data loaders are annotations).
 
     Raises:
-        UsageError: no row has the annotation, or there are fewer of them, or nothing began within it.
+        UsageError: no row has the annotation, or there are fewer of them, or nothing began within it; or a wrong
+            pattern.
     """
     begin, end = _window(trace, annotation, instance, last)
     queued, launch = of_device_queue(trace), launch_of_rows(trace)
     inside = ~queued & (trace.start >= begin) & (trace.start <= end)
     called = launch != NONE
     called[called] = inside[launch[called]]
-    host = np.flatnonzero(inside & (trace.duration > 0) & trace.of_category(CALLS | OPERATORS))
+    events = trace.of_category(CALLS | OPERATORS)
+    events |= loads_data(trace, data_load_events) & ~trace.of_category({"gpu_user_annotation"})
+    host = np.flatnonzero(inside & (trace.duration > 0) & events)
     device = np.flatnonzero(trace.on_device & called)
     rows = np.sort(np.concatenate((host, device)))
     if not len(rows):
@@ -95,7 +106,7 @@ def critical_graph(
     waited = _waits(edges, streams, inside)
     _starts(edges, streams, waited, launch_edges=launch_edges)
     pairs = np.array(list(edges.found), np.int64).reshape(-1, 2)
-    kinds, weights, events = zip(*edges.found.values(), strict=True)
+    kinds, weights, spenders = zip(*edges.found.values(), strict=True)
     return CriticalGraph(
         trace=trace,
         rows=rows,
@@ -103,7 +114,8 @@ def critical_graph(
         target=pairs[:, 1],
         kind=np.array(kinds, np.int8),
         weight=np.array(weights, np.int64),
-        event=np.array(events, np.int64),
+        event=np.array(spenders, np.int64),
+        data_load_events=data_load_events,
     )
 
 

@@ -33,9 +33,9 @@ def save_graph(graph: CriticalGraph, path: Path) -> None:
     """
     content = io.BytesIO()
     arrays = {name: getattr(graph, name) for name in _COLUMNS}
-    np.savez_compressed(
-        content, allow_pickle=False, index=graph.trace.index[graph.rows], time=graph.time, **arrays
-    )
+    arrays |= {"index": graph.trace.index[graph.rows], "time": graph.time}
+    arrays["data_load_events"] = np.array(graph.data_load_events)
+    np.savez_compressed(content, allow_pickle=False, **arrays)
     write_whole(path, [content.getvalue()])
 
 
@@ -53,7 +53,7 @@ def load_graph(path: Path, trace: Trace) -> CriticalGraph:
     """
     try:
         with np.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in (*_COLUMNS, "index", "time")}
+            arrays = {name: stored[name] for name in (*_COLUMNS, "index", "time", "data_load_events")}
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
     except (EOFError, ValueError, KeyError, zipfile.BadZipFile):
@@ -61,7 +61,8 @@ def load_graph(path: Path, trace: Trace) -> CriticalGraph:
     index, time = arrays.pop("index"), arrays.pop("time")
     rows = arrays["rows"]
     known = not len(rows) or (rows.min() >= 0 and rows.max() < len(trace))
-    graph = CriticalGraph(trace=trace, **arrays)
+    loads = str(arrays.pop("data_load_events"))
+    graph = CriticalGraph(trace=trace, data_load_events=loads, **arrays)
     if not known or not np.array_equal(trace.index[rows], index) or not np.array_equal(graph.time, time):
         raise DataError(f"{path}: of another trace than {trace.path}, or of one read with other options")
     return graph

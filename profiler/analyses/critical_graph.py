@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
@@ -37,6 +38,7 @@ class Bound(IntEnum):
     gpu_memory_bound = 4
     gpu_kernel_launch_overhead = 5
     gpu_kernel_kernel_overhead = 6
+    data_loading = 7
 
     @property
     def title(self) -> str:
@@ -70,6 +72,7 @@ class CriticalGraph:
         kind: an `Edge`.
         weight: picoseconds between the two, >= 0.
         event: row of the event whose time that is, or -1 for edges that stand for no event.
+        data_load_events: a regular expression; host events whose name it matches anywhere load data.
     """
 
     trace: Trace
@@ -79,6 +82,7 @@ class CriticalGraph:
     kind: npt.NDArray[np.int8]
     weight: Int64
     event: Int64
+    data_load_events: str = ""
 
     @property
     def nodes(self) -> int:
@@ -96,7 +100,8 @@ class CriticalGraph:
         of_kind = np.full(len(Kind), Bound.gpu_compute_bound, np.int8)
         of_kind[Kind.COMMUNICATION] = Bound.gpu_communication_bound
         of_kind[Kind.MEMORY] = Bound.gpu_memory_bound
-        of_row = np.where(self.trace.on_device, of_kind[kinds(self.trace)], np.int8(Bound.cpu_bound))
+        of_host = np.where(loads_data(self.trace, self.data_load_events), Bound.data_loading, Bound.cpu_bound)
+        of_row = np.where(self.trace.on_device, of_kind[kinds(self.trace)], of_host.astype(np.int8))
         bound = np.where(self.event == NONE, np.int8(Bound.none), of_row[self.event])
         bound[self.kind == Edge.kernel_launch_delay] = Bound.gpu_kernel_launch_overhead
         bound[self.kind == Edge.kernel_kernel_delay] = Bound.gpu_kernel_kernel_overhead
@@ -161,6 +166,19 @@ class CriticalGraph:
             nodes.append(int(self.source[edges[-1]]))
         length = far[node] if nodes else 0
         return CriticalPath(np.array(nodes[::-1], np.int64), np.array(edges[::-1], np.int64), length)
+
+
+def loads_data(trace: Trace, pattern: str) -> Bool:
+    """Which rows load data: those whose name the pattern matches anywhere; none for an empty pattern.
+
+    Raises:
+        UsageError: the pattern is no regular expression.
+    """
+    try:
+        wanted = re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"data_load_events '{pattern}': not a regular expression ({error})") from None
+    return np.array([bool(pattern and wanted.search(text)) for text in (*trace.strings, "")])[trace.name]
 
 
 def _grouped(source: Int64, nodes: int) -> tuple[list[int], list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,15 +14,9 @@ from echograph.profiler.analyses.critical_file import overlaid, save_graph
 from echograph.profiler.analyses.critical_graph import Bound, CriticalGraph, Edge
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
-from echograph.profiler.traces.trace import NONE, Trace, TraceSet
+from echograph.profiler.traces.trace import NONE, TraceSet
 
 TITLES = ("rank", "event_idx", "duration", "type", "s_name", "cat", "pid", "tid", "stream", "bound_by")
-
-
-class _Found(NamedTuple):
-    rank: int
-    trace: Trace
-    graph: CriticalGraph
 
 
 def critical_path(
@@ -32,6 +26,7 @@ def critical_path(
     instance: int = 0,
     last: int = NONE,
     launch_edges: bool = False,
+    data_load_events: str = "",
     scale: str = "",
     save: str = "",
 ) -> Table:
@@ -48,6 +43,7 @@ def critical_path(
         instance: which of these rows, from 0 on.
         last: the last of them, for several; -1 for one.
         launch_edges: an edge from every call to its kernel, of no time where that waited for something else.
+        data_load_events: a regular expression: host events whose name it matches anywhere load data.
         scale: what if: NAME=FACTOR, several by commas; NAME a type of edge without `critical_path_`, or a
             `bound_by`.
         save: file for the graph (.npz), of one rank.
@@ -57,23 +53,14 @@ def critical_path(
         OutputError: a file cannot be written.
     """
     window: dict[str, Any] = {"annotation": annotation, "instance": instance, "last": last}
-    window["launch_edges"] = launch_edges
-    rows = []
+    window |= {"launch_edges": launch_edges, "data_load_events": data_load_events}
+    rows: list[tuple[Any, ...]] = []
     if save:
         _one_rank(traces)
-    for rank, trace, graph in _graphs(traces, scale=scale, **window):
-        path, bound = graph.path(), graph.bound
+    for rank, graph in _graphs(traces, scale=scale, **window):
         if save:
             save_graph(graph, Path(save))
-        for edge in path.edges.tolist():
-            row, kind = int(graph.event[edge]), Edge(int(graph.kind[edge])).name
-            spent = (int(graph.weight[edge]) / US, f"critical_path_{kind}")
-            of_event: tuple[object, ...] = ("", "", NONE, NONE, NONE)
-            if row != NONE:
-                of_event = (trace.text(row), trace.strings[trace.category[row]])
-                of_event += tuple(int(column[row]) for column in (trace.pid, trace.tid, trace.stream))
-            index = int(trace.index[row]) if row != NONE else NONE
-            rows.append((rank, index, *spent, *of_event, Bound(int(bound[edge])).title))
+        rows += path_rows(rank, graph)
     return from_rows(TITLES, rows, traces.notes)
 
 
@@ -84,14 +71,16 @@ def critical_path_summary(
     instance: int = 0,
     last: int = NONE,
     launch_edges: bool = False,
+    data_load_events: str = "",
     scale: str = "",
 ) -> Table:
     """What bounds each rank: the time on its critical path by what it is spent on.
 
     Columns: `rank`; `bound_by`; `duration` microseconds on the path; `percentage` of its length. It is bound by
-    the host (`cpu_bound`), by kernels that compute, communicate, or copy and set (`gpu_compute_bound`,
-    `gpu_communication_bound`, `gpu_memory_bound`), by what lies between a call and its kernel on an idle stream
-    (`gpu_kernel_launch_overhead`), or between two kernels of a busy one (`gpu_kernel_kernel_overhead`).
+    the host (`cpu_bound`; `data_loading` in events that are said to load data), by kernels that compute,
+    communicate, or copy and set (`gpu_compute_bound`, `gpu_communication_bound`, `gpu_memory_bound`), by what lies
+    between a call and its kernel on an idle stream (`gpu_kernel_launch_overhead`), or between two kernels of a
+    busy one (`gpu_kernel_kernel_overhead`).
 
     Args:
         traces: the job's.
@@ -99,15 +88,16 @@ def critical_path_summary(
         instance: which row with the annotation.
         last: the last such row.
         launch_edges: an edge from every call to its kernel.
+        data_load_events: names of host events that load data.
         scale: what if, NAME=FACTOR.
 
     Raises:
         UsageError: a wrong annotation, instance or scale.
     """
     window: dict[str, Any] = {"annotation": annotation, "instance": instance, "last": last}
-    window["launch_edges"] = launch_edges
+    window |= {"launch_edges": launch_edges, "data_load_events": data_load_events}
     rows = []
-    for rank, _, graph in _graphs(traces, scale=scale, **window):
+    for rank, graph in _graphs(traces, scale=scale, **window):
         rows += [(rank, *row) for row in breakdown(graph)]
     return from_rows(("rank", "bound_by", "duration", "percentage"), rows, traces.notes)
 
@@ -125,10 +115,24 @@ def trace_with_path(traces: TraceSet, *, save: str = "", **options: Any) -> Iter
         InputError: the file is gone or cannot be read.
     """
     _one_rank(traces)
-    ((_, _, graph),) = _graphs(traces, **options)
+    ((_, graph),) = _graphs(traces, **options)
     if save:
         save_graph(graph, Path(save))
     return overlaid(graph)
+
+
+def path_rows(rank: int, graph: CriticalGraph) -> Iterator[tuple[Any, ...]]:
+    """The edges of a graph's path as rows under `TITLES`."""
+    trace, bound = graph.trace, graph.bound
+    for edge in graph.path().edges.tolist():
+        row, kind = int(graph.event[edge]), Edge(int(graph.kind[edge])).name
+        spent = (int(graph.weight[edge]) / US, f"critical_path_{kind}")
+        of_event: tuple[object, ...] = ("", "", NONE, NONE, NONE)
+        if row != NONE:
+            of_event = (trace.text(row), trace.strings[trace.category[row]])
+            of_event += tuple(int(column[row]) for column in (trace.pid, trace.tid, trace.stream))
+        index = int(trace.index[row]) if row != NONE else NONE
+        yield (rank, index, *spent, *of_event, Bound(int(bound[edge])).title)
 
 
 def breakdown(graph: CriticalGraph) -> list[tuple[str, float, float]]:
@@ -145,7 +149,7 @@ def _one_rank(traces: TraceSet) -> None:
         raise UsageError(f"critical-path: a file is of one rank, and there are {len(traces)}: add --ranks 0")
 
 
-def _graphs(traces: TraceSet, *, scale: str = "", **window: Any) -> Iterator[_Found]:
+def _graphs(traces: TraceSet, *, scale: str = "", **window: Any) -> Iterator[tuple[int, CriticalGraph]]:
     factors = _factors(scale)
     for rank, trace in traces.items():
         graph = critical_graph(trace, **window)
@@ -154,7 +158,7 @@ def _graphs(traces: TraceSet, *, scale: str = "", **window: Any) -> Iterator[_Fo
                 graph = graph.scaled(factor, edges=[what])
             else:
                 graph = graph.scaled(factor, bounds=[what])
-        yield _Found(rank, trace, graph)
+        yield rank, graph
 
 
 def _factors(text: str) -> list[tuple[Edge | Bound, float]]:

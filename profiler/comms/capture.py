@@ -65,8 +65,8 @@ class Capture:
         self.unknown: tuple[str, ...] = ()
         self._sites = CallSites()
         self._kinds = Kinds()
-        self._process_group: Any = torch.distributed.ProcessGroup
-        self._work: Any = torch.distributed.Work
+        self._unbox_group: Any = torch.distributed.ProcessGroup.unbox
+        self._unbox_work: Any = torch.distributed.Work.unbox
         key = torch._C.DispatchKey.__members__[KEY]
         self._below: Any = torch._C._dispatch_keyset_full_after(key)
         self._listeners: tuple[Listener, ...] = ()
@@ -129,10 +129,10 @@ class Capture:
         self.unknown = _unknown_operators()
 
     def _wrap(self, owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-        own = name in vars(owner)
-        original = getattr(owner, name)
-        setattr(owner, name, around(original))
-        self._restore.append(lambda: setattr(owner, name, original) if own else delattr(owner, name))
+        # As it lies in the class: what `getattr` makes of a method of C++ would no longer be bound when put back.
+        own = vars(owner).get(name)
+        setattr(owner, name, around(getattr(owner, name)))
+        self._restore.append(lambda: delattr(owner, name) if own is None else setattr(owner, name, own))
 
     def _route(self, keyset: Any) -> Route:
         import torch
@@ -148,17 +148,19 @@ class Capture:
         routes: dict[int, Route] = {}
 
         def make(redispatch: Redispatch) -> Redispatch:
+            issue, follow, site_at, frame = self._issue, self._follow, self._sites.at, sys._getframe
+
             def kernel(keyset: Any, *arguments: Any, **named: Any) -> Any:
                 keys = keyset.raw_repr()
                 route = routes.get(keys)
                 if route is None:
                     route = routes[keys] = self._route(keyset)
                 keyset, clock, sparse = route
+                if clock is None:
+                    return redispatch(keyset, *arguments, **named)
                 call = None
                 try:
-                    if clock is not None:
-                        site = self._sites.at(sys._getframe().f_back)
-                        call = self._issue(operation, arguments, clock, sparse, site)
+                    call = issue(operation, arguments, clock, sparse, site_at(frame().f_back))
                 except Exception as error:
                     self._confess(error)
                 try:
@@ -167,9 +169,9 @@ class Capture:
                     if call is not None:
                         self._refuse(call)
                     raise
-                if call is not None and clock is not None:
+                if call is not None:
                     try:
-                        self._follow(operation, arguments, call, result, clock)
+                        follow(operation, arguments, call, result, clock)
                     except Exception as error:
                         self._confess(error)
                 return result
@@ -179,12 +181,14 @@ class Capture:
         return make
 
     def _issue(self, operation: Operation, arguments: Arguments, clock: Clock, sparse: bool, site: Site) -> Call:
-        group = self.groups.of(self._process_group.unbox(arguments[operation.group]))
+        group = self.groups.of(self._unbox_group(arguments[operation.group]))
         coalesced = group.torch_name in self._coalescing
-        place = (site, *self.phases.here())
+        phase, module = self.phases.here()
+        place = (site, phase, module)
         kind = self._kinds.of(operation, arguments, group, coalesced, clock.device, sparse, place)
-        sequence = group.issued.get(kind.channel, 0)
-        group.issued[kind.channel] = sequence + 1
+        issued, channel = group.issued, kind.channel
+        sequence = issued.get(channel, 0)
+        issued[channel] = sequence + 1
         call = Call(kind, group, sequence, self._listeners)
         clock.issue(call)
         self.pending[id(call)] = call
@@ -198,7 +202,7 @@ class Capture:
             self._finished(call)
             return
         # Held until the next call, so that PyTorch gives the caller this very object, and its wait is known.
-        work = self._latest = self._work.unbox(result[-1] if isinstance(result, (list, tuple)) else result)
+        work = self._latest = self._unbox_work(result[-1] if isinstance(result, (list, tuple)) else result)
         if call.kind.coalesced:
             self._coalescing[call.group.torch_name].append((call, clock))
             return
@@ -212,11 +216,11 @@ class Capture:
         else:
             clock.waits(call, at_once=True)
             if not clock.watch(call, work):
-                self._awaited[id(work)] = self._reference(work), [(call, clock, True)]
+                self._remember(work, [(call, clock, True)])
 
     def _await(self, work: Any, calls: list[tuple[Call, Clock]]) -> None:
         """Follows calls that the caller may wait for to their ends."""
-        reference = self._reference(work)
+        reference = weakref.ref(work)
         followed = []
         for call, clock in calls:
             if call.kind.asynchronous:
@@ -224,14 +228,17 @@ class Capture:
             else:
                 clock.waits(call, at_once=True)
             followed.append((call, clock, not clock.watch(call, work)))
-        self._awaited[id(work)] = reference, followed
+        self._remember(work, followed)
 
-    def _reference(self, work: Any) -> Any:
-        return weakref.ref(work, functools.partial(self._gone, id(work)))
+    def _remember(self, work: Any, calls: list[tuple[Call, Clock, bool]]) -> None:
+        """Until it is waited for, or gone."""
+        before = self._awaited.get(id(work))
+        self._awaited[id(work)] = weakref.ref(work), calls
+        if before is not None:
+            self._gone(before[1])
 
-    def _gone(self, work: int, _: Any) -> None:
+    def _gone(self, calls: list[tuple[Call, Clock, bool]]) -> None:
         """Nobody waits for a Work that is gone."""
-        _, calls = self._awaited.pop(work, (None, ()))
         for call, _, ends_here in calls:
             if ends_here:
                 self._finished(call)
@@ -249,13 +256,17 @@ class Capture:
             self._tell(call)
 
     def settle(self, linger_ns: int = LINGER_NS) -> None:
-        """Lets go of calls that ended some time ago, and that nobody has waited for.
+        """Lets go of calls whose Work is gone, or that ended some time ago and that nobody has waited for.
 
         Where the caller still holds the Work, its waiting comes after the end; where C++ holds it, nobody knows.
 
         Args:
             linger_ns: how long ago.
         """
+        for key, (reference, calls) in list(self._awaited.items()):
+            if reference() is None and self._awaited.get(key, (None,))[0] is reference:
+                del self._awaited[key]
+                self._gone(calls)
         before = time.perf_counter_ns() - linger_ns
         for call in list(self._lingering.values()):
             if call.end <= before and self._lingering.pop(id(call), None) is not None:
@@ -308,7 +319,9 @@ class Capture:
             if work is self._latest:
                 self._latest = None
             awaited = self._awaited.pop(id(work), None)
-            if awaited is None:
+            if awaited is None or awaited[0]() is not work:
+                if awaited is not None:
+                    self._gone(awaited[1])
                 return original(work, *arguments, **named)
             for call, clock, _ in awaited[1]:
                 self._waits_for(call, clock)

@@ -1,10 +1,10 @@
-"""Runs a command with the tracer on in all Python processes that it starts."""
+"""Runs a command with the tracer, or the recorder, on in all Python processes that it starts."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from echograph.errors import UsageError
@@ -13,7 +13,7 @@ STARTUP = Path(__file__).parent / "startup"
 
 
 def run_traced(command: Sequence[str], path: Path, timeout_s: float) -> int:
-    """Runs a command to its end and answers its exit status.
+    """Runs a command with the tracer on to its end and answers its exit status.
 
     Args:
         command: program and arguments.
@@ -24,12 +24,25 @@ def run_traced(command: Sequence[str], path: Path, timeout_s: float) -> int:
         UsageError: there is no such program.
     """
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    said = {"ECHOGRAPH_TRACE": str(path.absolute()), "ECHOGRAPH_TRACE_TIMEOUT_S": str(timeout_s)}
+    return run_started(command, said)
+
+
+def run_started(command: Sequence[str], said: Mapping[str, str]) -> int:
+    """Runs a command to its end and answers its exit status.
+
+    Args:
+        command: program and arguments.
+        said: environment variables that say what begins in each Python process (see `startup`).
+
+    Raises:
+        UsageError: there is no such program.
+    """
     inherited = os.environ.get("PYTHONPATH")
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(STARTUP), *([inherited] if inherited else [])]),
-        "ECHOGRAPH_TRACE": str(path.absolute()),
-        "ECHOGRAPH_TRACE_TIMEOUT_S": str(timeout_s),
+        **said,
     }
     try:
         status = subprocess.run(list(command), env=environment, check=False).returncode

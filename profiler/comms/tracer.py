@@ -32,6 +32,7 @@ from echograph.profiler.comms.watchdog import Watchdog
 from echograph.profiler.comms.writer import Writer, spell_row
 
 MAX_KINDS = 1 << 16
+RANK = "{rank}"
 MAX_CHANNELS = 512
 OPEN_AFTER_NS = 10**9
 BEAT_NS = 10**9
@@ -51,7 +52,7 @@ def trace_collectives(
     collective; `echoprof comms report` reads them.
 
     Args:
-        path: file; the rank is put before its ending.
+        path: file; the rank is put before its ending, or where `{rank}` stands.
         timeout_s: seconds after which a collective that has not ended is reported on stderr and in the file.
         enabled: False does nothing at all, so that a script can leave the line where it is.
 
@@ -70,7 +71,7 @@ def trace_collectives(
         raise UsageError(
             f"trace_collectives: {target} is being written by another tracer: stop it, or name another"
         )
-    if not os.access(target.parent, os.W_OK):
+    if RANK not in str(target) and not os.access(target.parent, os.W_OK):
         raise OutputError(f"cannot write {target}: no folder {target.parent} that can be written to")
     tracer._begin()
     return tracer
@@ -174,21 +175,9 @@ class Tracer:
             self._writer.put(call)
 
     def _begin(self) -> None:
-        global _capture
-        try:
-            import torch.distributed
-
-            if not torch.distributed.is_available():
-                raise ImportError
-        except ImportError:
-            raise MissingExtraError("PyTorch with torch.distributed", "torch", "tracing collectives") from None
+        capture = shared_capture()
         with _lock:
-            if _capture is None:
-                from echograph.profiler.comms.capture import Capture
-
-                _capture = Capture()
-                os.register_at_fork(after_in_child=_forget)
-            _capture.add(self)
+            capture.add(self)
             _tracers.append(self)
         self._running = True
         atexit.register(self.stop)
@@ -273,14 +262,39 @@ class Tracer:
         return End(calls=self.calls, dropped=self.dropped, failed=self._failed, errors=_capture.errors)
 
 
+def shared_capture() -> Any:
+    """The process's one `Capture`.
+
+    Raises:
+        MissingExtraError: PyTorch is not installed, or has no torch.distributed.
+    """
+    global _capture
+    try:
+        import torch.distributed
+
+        if not torch.distributed.is_available():
+            raise ImportError
+    except ImportError:
+        raise MissingExtraError("PyTorch with torch.distributed", "torch", "tracing collectives") from None
+    with _lock:
+        if _capture is None:
+            from echograph.profiler.comms.capture import Capture
+
+            _capture = Capture()
+            os.register_at_fork(after_in_child=_forget)
+        return _capture
+
+
 def file_of(path: Path, rank: int, restart: int = 0) -> Path:
     """Where a rank writes: `trace.3.jsonl` for `trace.jsonl`.
 
     Args:
-        path: as it was asked for.
+        path: as it was asked for; where it says `{rank}`, that is all that the ranks' files differ by.
         rank: global rank.
         restart: how often torchrun has started the job anew; each start has files of its own.
     """
+    if RANK in str(path):
+        return Path(str(path).replace(RANK, str(rank)))
     again = f".restart{restart}" if restart else ""
     return path.with_name(f"{path.stem}{again}.{rank}{path.suffix or '.jsonl'}")
 

@@ -120,12 +120,28 @@ class ExactEvent(Event, gc=False, tag_field="ph", tag="X"):
 
 
 class Begin(msgspec.Struct, gc=False, tag_field="ph", tag="B"):
-    """The begin of an event that another event ends."""
+    """The begin of an event that another event ends; microseconds."""
+
+    cat: str = ""
+    name: str = ""
+    ts: Decimal = Decimal(0)
+    pid: int | str | None = None
+    tid: int | str | None = None
+    args: Arguments | None = NOTHING
+
+
+class End(msgspec.Struct, gc=False, tag_field="ph", tag="E"):
+    """The end of the last event of its thread that is open; microseconds."""
+
+    ts: Decimal = Decimal(0)
+    pid: int | str | None = None
+    tid: int | str | None = None
+    args: Arguments | None = NOTHING
 
 
 # All that the Trace Event Format has besides; nothing of them is kept.
 _OTHERS = [
-    msgspec.defstruct("Other", [], tag_field="ph", tag=phase, gc=False) for phase in "EIiCbneSTpFstfPNODMVvRca()="
+    msgspec.defstruct("Other", [], tag_field="ph", tag=phase, gc=False) for phase in "IiCbneSTpFstfPNODMVvRca()="
 ]
 
 
@@ -154,7 +170,8 @@ class EventStream:
         self.path = path
         self.header: dict[str, Any] = {}
         self.notes: list[str] = []
-        kinds: Any = dict[str, Any] if event is dict else functools.reduce(operator.or_, (event, Begin, *_OTHERS))
+        phases = (event, Begin, End, *_OTHERS)
+        kinds: Any = dict[str, Any] if event is dict else functools.reduce(operator.or_, phases)
         self._typed = event is not dict
         self._kinds = kinds
         self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(list[kinds], strict=False)
@@ -320,7 +337,7 @@ class EventStream:
                 return _Walked(events, kept[at + 1 :].encode("utf-8", "surrogateescape"), True)
             try:
                 event, at = self._json.raw_decode(text, at)
-                other = self._typed and isinstance(event, dict) and event.get("ph") not in ("X", "B")
+                other = self._typed and isinstance(event, dict) and event.get("ph") not in ("X", "B", "E")
                 events.append(_OTHERS[0]() if other else msgspec.convert(event, self._kinds, strict=False))
                 self._count += 1
             except json.JSONDecodeError as error:

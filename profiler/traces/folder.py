@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from echograph.errors import DataError, InputError, UsageError
+from echograph.errors import DataError, InputError, UnknownNameError, UsageError
 from echograph.profiler.traces import cache
 from echograph.profiler.traces.events import EventStream
 from echograph.profiler.traces.kineto import Say, rank_in, read_trace
@@ -17,6 +17,7 @@ from echograph.profiler.traces.steps import complete_steps
 from echograph.profiler.traces.trace import Trace, TraceSet
 
 _PROCESS = re.compile(r"[0-9]{1,18}$")
+ENGINES = ("local", "ray")
 _ENDINGS = (".json", ".json.gz", ".gz")
 # Below this, in bytes on disk, starting processes costs more than they save.
 _PARALLEL_BYTES = 4 << 20
@@ -28,6 +29,7 @@ def read_traces(
     *,
     last_step: bool = False,
     workers: int = 1,
+    engine: str = "local",
     cache_folder: Path | None = None,
     say: Say = lambda _: None,
 ) -> TraceSet:
@@ -39,14 +41,18 @@ def read_traces(
         last_step: keep what runs in the last profiler step and after it; its work is often cut off by the end of
             the profile, so it is left out unless asked for.
         workers: processes that read; beyond 1, the caller's main module must be importable.
+        engine: "local", or "ray" for a task a file on a Ray cluster.
         cache_folder: where columns of traces that were read before are kept; None keeps nothing.
         say: told how far the reading is.
 
     Raises:
         InputError: the folder or a file cannot be read, or there is no trace.
         DataError: a file is broken, or two are of one rank.
-        UsageError: a rank that has no trace.
+        UsageError: a rank that has no trace, or an unknown engine.
+        MissingExtraError: the engine is Ray, and it is not installed.
     """
+    if engine not in ENGINES:
+        raise UnknownNameError("engine", engine, ENGINES)
     files = trace_files(Path(path))
     if ranks is not None and len(files) > 1:
         files = _of_ranks(files, ranks)
@@ -56,7 +62,7 @@ def read_traces(
         if cache_folder is not None and (known := cache.load(cache_folder, key, file)) is not None:
             found[file] = known
     missing = [file for file in files if file not in found]
-    for file, trace in zip(missing, _read(missing, workers, say), strict=True):
+    for file, trace in zip(missing, _read(missing, workers, engine, say), strict=True):
         found[file] = trace
         if cache_folder is not None:
             cache.store(cache_folder, keys[file], trace)
@@ -101,7 +107,12 @@ def trace_of_each_rank(trace: Trace) -> Iterator[Trace]:
         yield dataclasses.replace(trace.rows(trace.pid == int(process)), rank=rank)
 
 
-def _read(files: list[Path], workers: int, say: Say) -> Iterator[Trace]:
+def _read(files: list[Path], workers: int, engine: str, say: Say) -> Iterator[Trace]:
+    if engine == "ray":
+        from echograph.profiler.traces.ray_engine import read_on_ray
+
+        yield from read_on_ray(files)
+        return
     if workers < 2 or len(files) < 2 or sum(file.stat().st_size for file in files) < _PARALLEL_BYTES:
         yield from (read_trace(file, say) for file in files)
         return

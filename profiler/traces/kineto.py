@@ -19,11 +19,13 @@ from echograph.profiler.traces.events import (
     TEXTS,
     Arguments,
     Begin,
+    End,
     Event,
     EventStream,
     ExactEvent,
     Group,
 )
+from echograph.profiler.traces.pairs import Pairs
 from echograph.profiler.traces.trace import DEVICE, NONE, Bool, Trace, Values
 
 Say = Callable[[str], None]
@@ -43,8 +45,8 @@ class _TooLarge(Exception):
 def read_trace(path: Path, say: Say = lambda _: None) -> Trace:
     """One rank's trace.
 
-    Rows are the complete events ("ph": "X" with a duration) that have a category, without the profiler's own
-    ("Trace").
+    Rows are the complete events ("ph": "X" with a duration), and those of which begin and end stand apart, that
+    have a category, without the profiler's own ("Trace").
 
     Args:
         path: a Kineto or Chrome trace, JSON, gzipped or not.
@@ -80,10 +82,10 @@ def _read(path: Path, event: type[Event], say: Say) -> Trace:
         named = _RANK_IN_NAME.search(path.name)
         rank = int(named[1]) if named else 0
     notes = list(stream.notes)
-    if columns.begun:
-        notes.append(
-            f"{path}: {columns.begun} pairs of begin and end events are left out: only complete ones are read"
-        )
+    if columns.pairs.open:
+        notes.append(f"{path}: {columns.pairs.open} events begin and do not end: they are left out")
+    if columns.pairs.unmatched:
+        notes.append(f"{path}: {columns.pairs.unmatched} events end and did not begin: they are left out")
     return columns.trace(
         path=str(path),
         rank=rank,
@@ -106,7 +108,7 @@ class _Columns:
 
     def __init__(self, event: type[Event]) -> None:
         self.events = 0
-        self.begun = 0
+        self.pairs = Pairs()
         self._event = event
         self._rows = 0
         self._codes = _Codes()
@@ -115,17 +117,24 @@ class _Columns:
         self._origin: int | None = None
 
     def add(self, batch: Sequence[Any]) -> None:
-        """Appends the complete events of a batch."""
+        """Appends the complete events of a batch, and those that end in it."""
         events = [event for event in batch if type(event) is self._event]
         index = [place for place, event in enumerate(batch) if type(event) is self._event]
-        if len(events) < len(batch):
-            self.begun += list(map(type, batch)).count(Begin)
+        if len(events) < len(batch) and not {Begin, End}.isdisjoint(map(type, batch)):
+            for at, begin, duration, args in self.pairs.closed(enumerate(batch, start=self.events)):
+                index.append(at - self.events)
+                events.append(self._complete(begin, float(duration), args))
         keep = [event.dur is not None and event.cat not in _LEFT_OUT for event in events]
         if not all(keep):
             events, index = list(compress(events, keep)), list(compress(index, keep))
         if events:
             self._add(events, np.array(index, np.int64) + self.events)
         self.events += len(batch)
+
+    def _complete(self, begin: Begin, duration: float, args: Arguments) -> Event:
+        exact = self._event is ExactEvent
+        ts: Any = begin.ts if exact else int(begin.ts) if begin.ts == int(begin.ts) else float(begin.ts)
+        return self._event(begin.cat, begin.name, ts, duration, begin.pid, begin.tid, args)
 
     def _add(self, events: list[Any], index: Int64) -> None:
         codes = self._codes
@@ -207,6 +216,7 @@ class _Columns:
         # JSON can spell halves of characters, which no terminal or file takes.
         strings = tuple(text.encode("utf-8", "replace").decode() for text in self._codes)
         arguments = {name: _joined(parts, text=name in TEXTS) for name, parts in self._arguments.items()}
+        _restore_order(columns, arguments)
         if len(columns["start"]):
             first = int(columns["start"].min())
             columns["start"] -= first
@@ -219,6 +229,20 @@ class _Columns:
         origin = (self._origin or 0) * _PS_PER_US + first
         rest: dict[str, Any] = {**columns, **facts}
         return Trace(origin=origin, strings=strings, arguments=arguments, **rest)
+
+
+def _restore_order(columns: dict[str, npt.NDArray[Any]], arguments: dict[str, Values]) -> None:
+    """Puts rows in the order of the file: an event whose end stands apart was added when it ended."""
+    index = columns["index"]
+    if (index[1:] > index[:-1]).all():
+        return
+    order = np.argsort(index)
+    place = np.argsort(order)
+    for name, column in columns.items():
+        columns[name] = column[order]
+    for name, (rows, values) in arguments.items():
+        by_row = np.argsort(place[rows])
+        arguments[name] = Values(place[rows][by_row], values[by_row])
 
 
 def _durations(microseconds: list[float]) -> Int64:

@@ -23,14 +23,14 @@ def find_sources(path: Path) -> tuple[list[Source], list[str]]:
     """The traces in a file or a folder, opened, by rank; and what was passed over, and why.
 
     Args:
-        path: a file, or a folder whose files are looked at (not those of its folders).
+        path: a file, or a folder whose files are looked at; of its folders, only `comms.jsonl` of recorded ranks.
 
     Raises:
         InputError: there is no such file or folder, or no trace in it.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file or folder: give the folder where trace.<rank>.jsonl are")
-    files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    files = files_in(path) if path.is_dir() else [path]
     sources: list[Source] = []
     skipped: list[str] = []
     for file in files:
@@ -49,6 +49,11 @@ def find_sources(path: Path) -> tuple[list[Source], list[str]]:
         why = f" ({skipped[0]})" if skipped else ""
         raise InputError(f"{path}: no trace of collectives that can be read{why}")
     return sorted(sources, key=lambda source: (source.rank, str(source.path))), skipped
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Files that may be traces of collectives: those of the folder, and of its ranks' folders in a recording."""
+    return sorted(file for pattern in ("*", "*/comms.jsonl") for file in folder.glob(pattern) if file.is_file())
 
 
 def guess(path: Path) -> str | None:

@@ -1,7 +1,8 @@
-"""Starts the tracer in every Python process of a command that `echoprof comms --` runs.
+"""Starts the tracer or the recorder in every Python process that `echoprof comms --` or `echoprof record --` runs.
 
 Python imports this by its name, because the folder stands first in PYTHONPATH. Whatever `sitecustomize` it hides
-is run as well; the tracer begins once PyTorch has been imported, and makes no file before the first collective.
+is run as well; both begin once PyTorch has been imported; the tracer makes no file before the first collective, the recorder none
+before its window is near.
 """
 
 from __future__ import annotations
@@ -26,16 +27,31 @@ def _run_hidden() -> None:
 
 
 def _trace() -> None:
-    try:
-        from echograph import trace_collectives
+    from echograph import trace_collectives
 
-        trace_collectives(os.environ["ECHOGRAPH_TRACE"], timeout_s=float(os.environ["ECHOGRAPH_TRACE_TIMEOUT_S"]))
-    except Exception as error:
-        sys.stderr.write(f"echograph: collectives are not traced: {error}\n")
+    trace_collectives(os.environ["ECHOGRAPH_TRACE"], timeout_s=float(os.environ["ECHOGRAPH_TRACE_TIMEOUT_S"]))
+
+
+def _record() -> None:
+    from echograph import record
+
+    record()
+
+
+_WANTED = {"ECHOGRAPH_TRACE": _trace, "ECHOGRAPH_RECORD": _record}
+
+
+def _begin() -> None:
+    for variable, begin in _WANTED.items():
+        if os.environ.get(variable):
+            try:
+                begin()
+            except Exception as error:
+                sys.stderr.write(f"echograph: the job is not traced or recorded: {error}\n")
 
 
 class _AfterTorch:
-    """Finds PyTorch as everybody would, and starts the tracer once it is loaded."""
+    """Finds PyTorch as everybody would, and starts what is wanted once it is loaded."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         if name != "torch":
@@ -45,14 +61,14 @@ class _AfterTorch:
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
-            def load_and_trace(module: ModuleType) -> None:
+            def load_and_begin(module: ModuleType) -> None:
                 load(module)
-                _trace()
+                _begin()
 
-            spec.loader.exec_module = load_and_trace  # type: ignore[method-assign]
+            spec.loader.exec_module = load_and_begin  # type: ignore[method-assign]
         return spec
 
 
 _run_hidden()
-if os.environ.get("ECHOGRAPH_TRACE"):
+if any(os.environ.get(variable) for variable in _WANTED):
     sys.meta_path.insert(0, _AfterTorch())

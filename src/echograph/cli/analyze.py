@@ -40,7 +40,14 @@ def analyze(
         bool, typer.Option("--last-step", help="Keep the last profiler step, which is often cut off.")
     ] = False,
     jobs: Annotated[int, typer.Option(help="Processes that read; 0 takes one a core.")] = 0,
+    engine: Annotated[
+        str, typer.Option(help="What reads: local (processes here), or ray (a Ray cluster, a task a rank).")
+    ] = "local",
     cache: Annotated[bool, typer.Option(help="Keep what was read, so that a second look is quick.")] = True,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a page that a browser shows: the whole picture, or one analysis with its plot."),
+    ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     output: Annotated[
@@ -55,17 +62,22 @@ def analyze(
 
     if as_csv and as_json:
         raise UsageError("--csv and --json: give one of them")
+    if html and (as_csv or as_json or output):
+        raise UsageError("--html: a page is written alone; leave out --csv, --json and --output")
     if (as_csv or output) and not name and not as_json:
         raise UsageError("the overview is several tables: name one analysis, or ask for --json")
     if option and not name:
         raise UsageError("--option: name the analysis that it is for")
     analysis = ANALYSES[name] if name else None
-    read = functools.partial(_read, last_step=last_step, jobs=jobs, cache=cache)
+    read = functools.partial(_read, last_step=last_step, jobs=jobs, cache=cache, engine=engine)
     options = _options(name, analysis, option or [], read) if analysis else {}
     wanted = _ranks(ranks)
-    if output is not None:
-        check_writable(output)
+    for target in filter(None, (output, html)):
+        check_writable(target)
     found = read(traces, wanted)
+    if html is not None:
+        _write_page(html, found, traces.resolve().name, name, options)
+        return
     if output is not None and name in COPIES and not (as_csv or as_json):
         for note in found.notes:
             print_error(f"note: {note}")
@@ -95,6 +107,18 @@ def analyze(
         _show(tables)
 
 
+def _write_page(target: Path, traces: TraceSet, folder: str, name: str, options: dict[str, Any]) -> None:
+    from echograph.profiler.analyses import ANALYSES
+    from echograph.profiler.page.report import page_of, report
+
+    with progress("analysing") as say:
+        if name:
+            page = page_of(name, ANALYSES[name](traces, **options), f"{name} of {folder}")
+        else:
+            page = report(traces, f"Traces of {folder}", say)
+    write_whole(target, [page])
+
+
 def _gzipped(pieces: Iterable[bytes]) -> Iterator[bytes]:
     compress = zlib.compressobj(wbits=_GZIP_WINDOW)
     for piece in pieces:
@@ -102,7 +126,9 @@ def _gzipped(pieces: Iterable[bytes]) -> Iterator[bytes]:
     yield compress.flush()
 
 
-def _read(path: Path, ranks: list[int] | None = None, *, last_step: bool, jobs: int, cache: bool) -> TraceSet:
+def _read(
+    path: Path, ranks: list[int] | None = None, *, last_step: bool, jobs: int, cache: bool, engine: str
+) -> TraceSet:
     from echograph.profiler.traces import cache_folder, read_traces
 
     with progress(f"reading {path}") as say:
@@ -111,6 +137,7 @@ def _read(path: Path, ranks: list[int] | None = None, *, last_step: bool, jobs: 
             ranks,
             last_step=last_step,
             workers=jobs or os.cpu_count() or 1,
+            engine=engine,
             cache_folder=cache_folder() if cache else None,
             say=say,
         )

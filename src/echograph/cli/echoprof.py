@@ -12,10 +12,14 @@ import typer
 
 from echograph.cli.analyze import analyze
 from echograph.cli.app import make_app, print_error, print_json, print_table, progress, run
+from echograph.cli.byteprofile import compare3d_command, compare_command, mapping_command, stats_command
+from echograph.cli.byteprofile_replay import critical_command, replay_command
+from echograph.cli.byteprofile_traces import collect_command, combine_command
 from echograph.cli.collectives import collectives_command
 from echograph.cli.comms import comms
 from echograph.cli.graph import graph_command
 from echograph.cli.ops import ops_command
+from echograph.cli.record import record
 from echograph.cli.step import step_command
 from echograph.errors import OutputError, UnknownNameError, UsageError
 
@@ -28,7 +32,16 @@ app.command("graph")(graph_command)
 app.command("ops")(ops_command)
 app.command("step")(step_command)
 app.command("collectives")(collectives_command)
+app.command("stats")(stats_command)
+app.command("combine")(combine_command)
+app.command("compare")(compare_command)
+app.command("critical")(critical_command)
+app.command("replay")(replay_command)
+app.command("collect")(collect_command)
+app.command("compare3d")(compare3d_command)
+app.command("mapping")(mapping_command)
 app.add_typer(comms, name="comms")
+app.add_typer(record, name="record")
 
 Names = Annotated[list[str] | None, typer.Option(help="Only this one (may be given again).")]
 

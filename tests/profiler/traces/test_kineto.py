@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,10 +110,53 @@ def test_processes_and_threads_that_are_text_are_told_apart(tmp_path: Path) -> N
     assert tid[4] < NONE
 
 
-def test_begin_and_end_events_are_not_lost_without_a_word(tmp_path: Path) -> None:
-    halves = [{"ph": ph, "name": "x", "cat": "c", "pid": 1, "tid": 1, "ts": 1} for ph in "BE"]
-    (note,) = trace(tmp_path, [operator("a", 1, 1), *halves]).notes
-    assert "1 pairs of begin and end events are left out" in note
+def half(phase: str, ts: float, *, tid: int = 1, **said: Any) -> dict[str, Any]:
+    return {"ph": phase, "cat": "cpu_op", "pid": 1, "tid": tid, "ts": ts} | said
+
+
+def test_begins_are_paired_with_ends(tmp_path: Path) -> None:
+    events = [
+        half("B", 10, name="outer", args={"External id": 3}),
+        half("B", 11, name="other", tid=2),
+        half("B", 12.5, name="inner"),
+        work("k", 13, 1, bytes=5, stream=7),
+        half("E", 14, args={"External id": 4}),
+        half("E", 20.25),
+        half("E", 30, tid=2, name="not looked at"),
+    ]
+    found = trace(tmp_path, events)
+    assert [found.text(row) for row in range(4)] == ["outer", "other", "inner", "k"]
+    assert found.start.tolist() == [0, US, 2_500_000, 3 * US]
+    assert found.duration.tolist() == [10_250_000, 19 * US, 1_500_000, US]
+    assert found.external_id.tolist() == [3, NONE, 4, NONE]
+    assert found.index.tolist() == [0, 1, 2, 3]
+    assert found.argument("bytes").tolist() == [NONE, NONE, NONE, 5]
+    assert found.notes == ()
+
+
+def test_pairs_keep_nanoseconds_of_the_epoch(tmp_path: Path) -> None:
+    text = '[{"ph":"B","cat":"c","name":"a","ts":1700000000000000.123},{"ph":"E","ts":1700000000000001.125}]'
+    (tmp_path / "t.json").write_text(text)
+    found = read_trace(tmp_path / "t.json")
+    assert (found.origin, found.duration.tolist()) == (1_700_000_000_000_000_123_000, [1_002_000])
+
+
+def test_pairs_come_together_across_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echograph.profiler.traces.events.CHUNK_BYTES", 256)
+    events = [half("B", 0, name="long"), *(operator(f"op {i}", i, 1) for i in range(50)), half("E", 60)]
+    found = trace(tmp_path, events)
+    assert found.text(0) == "long"
+    assert found.duration.tolist() == [60 * US] + [US] * 50
+    assert np.array_equal(found.index, np.arange(51))
+
+
+def test_halves_are_not_lost_without_a_word(tmp_path: Path) -> None:
+    found = trace(tmp_path, [operator("a", 1, 1), half("E", 0), half("B", 2, name="b"), half("B", 3, name="c")])
+    assert [note.partition(": ")[2] for note in found.notes] == [
+        "2 events begin and do not end: they are left out",
+        "1 events end and did not begin: they are left out",
+    ]
+    assert len(found) == 1
 
 
 def test_rank_from_the_file_then_from_its_name(tmp_path: Path) -> None:

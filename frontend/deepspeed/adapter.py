@@ -1,0 +1,123 @@
+"""DeepSpeed to a capture: its engine tells phases and micro-batches, its optimizers what communications carry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+from echograph.errors import CaptureError, InputError
+from echograph.frontend.deepspeed import shims
+from echograph.frontend.pytorch import annotate
+from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.recorder import ScriptRecorder
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
+
+_ENGINE = ("runtime.engine", "DeepSpeedEngine")
+_STAGE_1_AND_2 = ("runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer")
+_STAGE_3 = ("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3")
+_CARRYING = (
+    (*_ENGINE, "allreduce_gradients", "gradient"),
+    (*_STAGE_1_AND_2, "average_tensor", "gradient"),
+    ("runtime.zero.stage_1_and_2", "", "all_gather_dp_groups", "parameter"),
+    (*_STAGE_3, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", "gradient"),
+    ("runtime.zero.partition_parameters", "", "_dist_allgather_fn", "parameter"),
+)
+"""(module, class or "", function, what its communications carry)."""
+
+
+class DeepSpeedAdapter(TorchAdapter):
+    """DeepSpeed 0.19: ZeRO, offload, gradient accumulation, fp16 and bf16.
+
+    Args:
+        config: configuration that stands for the script's own; None: the script's.
+    """
+
+    name: ClassVar[str] = "deepspeed"
+    packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "deepspeed": "deepspeed"}
+    tested: ClassVar[Mapping[str, tuple[str, str]]] = {"deepspeed": ("0.19", "0.20")}
+    counts_optimizer_steps: ClassVar[bool] = False
+
+    def __init__(self, config: Path | None = None) -> None:
+        super().__init__()
+        if config is not None and not config.is_file():
+            raise InputError(f"{config}: no such file: give DeepSpeed's configuration in JSON")
+        self._config = config
+        self._engine: Any = None
+
+    @contextmanager
+    def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
+        """DeepSpeed's shims, and its engine's seams."""
+        shims.load()
+        self._engine = None
+        with ExitStack() as stack:
+            enter = stack.enter_context
+            enter(super().installed(world, recorder))
+            enter(shims.installed(world))
+            for seam in self._seams(recorder):
+                enter(seam)
+            yield
+
+    def axes(self, world: World) -> Mapping[str, int] | None:
+        """One axis of data parallelism, where the engine has no other."""
+        engine = self._engine
+        if engine is None or engine.seq_dp_world_size != world.size or engine.dp_world_size != world.size:
+            return super().axes(world)
+        return {"dp": world.size}
+
+    def _seams(self, recorder: ScriptRecorder) -> Iterator[AbstractContextManager[None]]:
+        engine = shims.seam(*_ENGINE)
+        yield patched(engine, "__init__", lambda f: self._made(f, recorder))
+        yield patched(engine, "forward", lambda f: _in_micro_batch(f, recorder, annotate.FORWARD))
+        yield patched(engine, "backward", lambda f: _in_micro_batch(f, recorder, annotate.BACKWARD))
+        yield patched(engine, "step", lambda f: _stepping(f, recorder))
+        for module, owner, name, payload in _CARRYING:
+            yield patched(shims.seam(module, owner), name, lambda f, payload=payload: _carrying(f, recorder, payload))
+        if self._config is not None:
+            yield patched(shims.seam(""), "initialize", self._configured)
+
+    def _configured(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def initialize(args: Any = None, *others: Any, **kwargs: Any) -> Any:
+            if args is not None and getattr(args, "deepspeed_config", None) is not None:
+                args.deepspeed_config = None
+            return original(args, *others, **kwargs | {"config": str(self._config), "config_params": None})
+
+        return initialize
+
+    def _made(self, original: Callable[..., Any], recorder: ScriptRecorder) -> Callable[..., Any]:
+        def init(engine: Any, *args: Any, **kwargs: Any) -> None:
+            original(engine, *args, **kwargs)
+            self._engine = engine
+
+        return init
+
+
+def _in_micro_batch(original: Callable[..., Any], recorder: ScriptRecorder, phase: str) -> Callable[..., Any]:
+    def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        number = engine.micro_steps % engine.gradient_accumulation_steps()
+        with recorder.in_micro_batch(number), recorder.in_phase(phase):
+            return original(engine, *args, **kwargs)
+
+    return run
+
+
+def _stepping(original: Callable[..., Any], recorder: ScriptRecorder) -> Callable[..., Any]:
+    def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        before = engine.global_steps
+        with recorder.in_phase(annotate.OPTIMIZER):
+            made = original(engine, *args, **kwargs)
+        if engine.global_steps != before:
+            recorder.step_ends()
+        return made
+
+    return step
+
+
+def _carrying(original: Callable[..., Any], recorder: ScriptRecorder, payload: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with recorder.carrying(payload):
+            return original(*args, **kwargs)
+
+    return run

@@ -1,0 +1,147 @@
+"""What DeepSpeed cannot do without ranks, a device and values, and what stands in for it; each for DeepSpeed 0.19.x.
+
+A shim changes nothing that a capture records: each stands for a check, a measurement, or a decision that depends on
+values. What it is for stands beside it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from echograph.errors import CaptureError
+from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.world import World
+
+Around = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def load() -> None:
+    """Imports DeepSpeed, which asks for a device and for values as it is imported: it finds a CPU."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    with unset_fake_temporarily():
+        importlib.import_module("deepspeed")
+
+
+@contextmanager
+def installed(world: World) -> Iterator[None]:
+    """In the context DeepSpeed runs as one rank of a world that is not there; what it kept of it is gone after it."""
+    from deepspeed.accelerator import real_accelerator
+
+    from echograph.frontend.deepspeed.device import CapturedAccelerator
+
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(_as_it_was())
+        real_accelerator.ds_accelerator = CapturedAccelerator(world)
+        enter(patched(nn.Module, "_apply", _convert))
+        for module, owner, name, around in _SHIMS:
+            enter(patched(seam(module, owner), name, around))
+        yield
+
+
+def seam(module: str, owner: str = "") -> Any:
+    """A module of DeepSpeed, or a class in it.
+
+    Raises:
+        CaptureError: it is not there in this version.
+    """
+    where = f"deepspeed.{module}"
+    try:
+        found = importlib.import_module(where)
+        return getattr(found, owner) if owner else found
+    except (ImportError, AttributeError):
+        missing = f"{where}.{owner}" if owner else where
+        raise CaptureError(
+            f"DeepSpeed has no {missing} in this version: install one that the adapter was tested with (0.19.x)"
+        ) from None
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """DeepSpeed keeps its communication backend, its groups and more in global variables of its modules."""
+    modules = [module for name, module in sys.modules.items() if _is_deepspeed(name, module)]
+    before = [(module, dict(vars(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for module, variables in before:
+            vars(module).update(variables)
+
+
+def _is_deepspeed(name: str, module: Any) -> bool:
+    return isinstance(module, ModuleType) and (name == "deepspeed" or name.startswith("deepspeed."))
+
+
+def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`half`, `bfloat16` and `to` of a model that is fake.
+
+    PyTorch would swap the fake parameters for new ones, which it refuses where anything refers to them, and DeepSpeed
+    keeps hooks and attributes on them.
+    """
+    del original
+
+    def apply(module: nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
+        for part in module.modules() if recurse else (module,):
+            for parameter in part._parameters.values():
+                if parameter is not None:
+                    parameter.data = function(parameter.data)
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = function(buffer)
+        return module
+
+    return apply
+
+
+def _never(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Does as the original, and answers no: there are no values, and gradients are taken to be finite."""
+
+    def run(*args: Any, **kwargs: Any) -> bool:
+        original(*args, **kwargs)
+        return False
+
+    return run
+
+
+def _false(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The norm of the gradients is taken to be a number."""
+    del original
+    return lambda *_: False
+
+
+def _nothing(original: Callable[..., Any]) -> Callable[..., Any]:
+    """All ranks are this one, and agree."""
+    del original
+    return lambda *_, **__: None
+
+
+_SHIMS: tuple[tuple[str, str, str, Around], ...] = (
+    # Builds an extension in C++ for ranks of one machine, for minutes.
+    ("comm.torch", "", "build_shm_op", _nothing),
+    # Compare numbers that rank 0 broadcast with this rank's own.
+    ("runtime.zero.partition_parameters", "", "assert_ints_same_as_other_ranks", _nothing),
+    ("runtime.zero.partitioned_param_coordinator", "", "assert_ints_same_as_other_ranks", _nothing),
+    ("runtime.zero.stage3", "", "assert_ints_same_as_other_ranks", _nothing),
+    # A step with gradients that are not finite is left out: by values, which are not there.
+    ("runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", "has_overflow", _never),
+    ("runtime.zero.stage_1_and_2", "", "is_invalid_grad_norm", _false),
+    ("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "has_overflow", _never),
+    ("runtime.zero.stage3", "", "is_invalid_grad_norm", _false),
+    ("runtime.utils", "CheckOverflow", "has_overflow", _never),
+    ("runtime.utils", "CheckOverflow", "check_using_norm", _never),
+    ("runtime.bf16_optimizer", "", "is_invalid_grad_norm", _false),
+    # Measure the memory and the time of a process that does not compute.
+    ("runtime.engine", "", "see_memory_usage", _nothing),
+    ("runtime.zero.stage_1_and_2", "", "see_memory_usage", _nothing),
+    ("runtime.zero.stage3", "", "see_memory_usage", _nothing),
+)
+"""(module of DeepSpeed, class or "", function, what stands in for it)."""

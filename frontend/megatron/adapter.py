@@ -1,0 +1,62 @@
+"""Megatron scripts for `echoc capture megatron`: shims, seams, the mesh of `parallel_state`, one rank a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
+from echograph.frontend.megatron.seams import seams
+from echograph.frontend.megatron.shims import shimmed
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+
+if TYPE_CHECKING:
+    from echograph.frontend.scripts.recorder import ScriptRecorder
+    from echograph.frontend.scripts.world import World
+
+
+class MegatronAdapter(TorchAdapter):
+    """megatron-core, and scripts written with it."""
+
+    name = "megatron"
+    packages = {"torch": "torch", "megatron.core": "megatron"}
+    tested = {DISTRIBUTION: TESTED}
+    counts_optimizer_steps = False
+
+    @contextmanager
+    def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
+        """Shims and seams of megatron-core, around those of plain PyTorch."""
+        with shimmed(), super().installed(world, recorder), in_place(seams(recorder)):
+            try:
+                yield
+            finally:
+                _forget_groups()
+
+    def axes(self, world: World) -> Mapping[str, int] | None:
+        """The mesh in Megatron's order of ranks (tensor parallel innermost, pipeline outermost).
+
+        Experts are divided over ranks that are data-parallel for everything else: where they are, that axis is two,
+        "dp" and "ep".
+        """
+        from megatron.core import parallel_state as state
+
+        if not state.model_parallel_is_initialized():
+            return None
+        experts = state.get_expert_model_parallel_world_size() or 1
+        replicas = state.get_data_parallel_world_size()
+        sizes = {
+            "pp": state.get_pipeline_model_parallel_world_size(),
+            "dp": replicas,
+            "cp": state.get_context_parallel_world_size(),
+            "tp": state.get_tensor_model_parallel_world_size(),
+        }
+        if experts > 1 and replicas % experts == 0 and sizes["cp"] == 1:
+            sizes = {"pp": sizes["pp"], "dp": replicas // experts, "ep": experts, "tp": sizes["tp"]}
+        return sizes
+
+
+def _forget_groups() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()

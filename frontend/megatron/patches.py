@@ -1,0 +1,61 @@
+"""Functions of megatron-core that others take the place of for a while: shims and seams are tables of these."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from echograph.errors import CaptureError
+from echograph.frontend.scripts.adapter import patched
+
+DISTRIBUTION = "megatron-core"
+TESTED = ("0.16", "0.17")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patch:
+    """A function, and what stands in for it.
+
+    Attributes:
+        where: "module:function" or "module:Class.method".
+        reason: why.
+        around: the function -> the one that stands in for it.
+    """
+
+    where: str
+    reason: str
+    around: Callable[[Any], Any]
+
+
+@contextmanager
+def in_place(patches: Sequence[Patch]) -> Iterator[None]:
+    """Puts all of them in, and takes them out at the end.
+
+    Raises:
+        CaptureError: this version has no such function; names it.
+    """
+    with ExitStack() as stack:
+        for patch in patches:
+            owner, name = _find(patch.where)
+            stack.enter_context(patched(owner, name, patch.around))
+        yield
+
+
+def _find(where: str) -> tuple[Any, str]:
+    module, _, path = where.partition(":")
+    *outer, name = path.split(".")
+    try:
+        owner: Any = importlib.import_module(module)
+        for part in outer:
+            owner = getattr(owner, part)
+        getattr(owner, name)
+    except (ImportError, AttributeError):
+        raise CaptureError(
+            f"{DISTRIBUTION} {version(DISTRIBUTION)} has no {module}.{path}: the adapter needs it "
+            f"where versions {TESTED[0]} up to {TESTED[1]} have it; install one of those"
+        ) from None
+    return owner, name

@@ -1,0 +1,201 @@
+"""Where in a step megatron-core is: its schedules, pipeline messages, gradient and parameter buckets, optimizers.
+
+A seam is one of its functions, wrapped so that it tells a `Place` what it begins and ends. The recorder of a capture
+is one (`frontend.scripts.recorder.ScriptRecorder`), and so can be what watches real ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import wraps
+from typing import Any, Protocol
+
+from echograph.frontend.megatron.patches import Patch
+
+_PHASES = {"recv_forward": "forward", "send_forward": "forward", "recv_backward": "backward",
+           "send_backward": "backward", "send_forward_recv_backward": "forward",
+           "send_backward_recv_forward": "backward", "send_forward_recv_forward": "forward",
+           "send_backward_recv_backward": "backward",
+           "send_forward_backward_recv_forward_backward": "forward"}  # fmt: skip
+"""Functions that send and receive, and the phase that their messages count for: that of what is sent, if both."""
+
+_BUCKETS = {"start_grad_sync": "gradient", "finish_grad_sync": "gradient", "start_param_sync": "parameter"}
+_SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_without_interleaving",
+    "forward_backward_pipelining_with_interleaving",
+)
+_OPTIMIZERS = ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
+
+
+class Place(Protocol):
+    """Told where in a step the script is."""
+
+    def in_phase(self, phase: str) -> AbstractContextManager[None]:
+        """What runs is of a phase: "forward", "backward", "optimizer"."""
+        ...
+
+    def in_micro_batch(self, number: int | None) -> AbstractContextManager[None]:
+        """What runs is of a micro-batch; None: of the step."""
+        ...
+
+    def in_chunk(self, number: int) -> AbstractContextManager[None]:
+        """What runs is of a chunk of this rank's layers."""
+        ...
+
+    def carrying(self, payload: str) -> AbstractContextManager[None]:
+        """What communications carry: "gradient", "parameter", "activation"."""
+        ...
+
+    def step_ends(self) -> None:
+        """A training step has ended."""
+        ...
+
+
+def seams(place: Place) -> tuple[Patch, ...]:
+    """All seams, telling one place."""
+    passes = _Passes(place)
+    telling = "which pass of which micro-batch and chunk runs"
+    return (
+        Patch(where="megatron.core.pipeline_parallel.schedules:forward_step", reason=telling, around=passes.forward),
+        Patch(where="megatron.core.pipeline_parallel.schedules:backward_step", reason=telling, around=passes.backward),
+        *(
+            Patch(
+                where=f"megatron.core.pipeline_parallel.schedules:{name}",
+                reason="what ends the passes, which a script gives the schedule, is of the step",
+                around=passes.schedule,
+            )
+            for name in _SCHEDULES
+        ),
+        *(
+            Patch(
+                where=f"megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator.{name}",
+                reason="messages between stages, and the pass that they are for",
+                around=_within(lambda phase=phase: (place.in_phase(phase), place.carrying("activation"))),
+            )
+            for name, phase in _PHASES.items()
+        ),
+        *(
+            Patch(
+                where=f"megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.{name}",
+                reason="buckets of gradients and of gathered parameters",
+                around=_within(lambda payload=payload: (place.carrying(payload),)),
+            )
+            for name, payload in _BUCKETS.items()
+        ),
+        *(
+            Patch(
+                where=f"megatron.core.optimizer.optimizer:{name}.step",
+                reason="the step ends with the outermost optimizer's",
+                around=passes.optimizer,
+            )
+            for name in _OPTIMIZERS
+        ),
+    )
+
+
+def _within(contexts: Callable[[], tuple[AbstractContextManager[None], ...]]) -> Callable[[Any], Any]:
+    """Makes a function run in contexts."""
+
+    def around(original: Any) -> Any:
+        @wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as stack:
+                for context in contexts():
+                    stack.enter_context(context)
+                return original(*args, **kwargs)
+
+        return run
+
+    return around
+
+
+class _Passes:
+    """Which micro-batch and chunk a pass is of: that of a backward pass is known by the output that it begins with."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._outputs: dict[int, tuple[Any, int, int]] = {}
+        self._models: list[Any] = []
+        self._stepping = 0
+
+    def schedule(self, original: Any) -> Any:
+        """Wraps a schedule: its micro-batches are counted from 0, and its end is of the step."""
+
+        @wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            from megatron.core.utils import get_model_config
+
+            model = kwargs["model"]
+            self._models = list(model) if isinstance(model, list) else [model]
+            self._outputs.clear()
+            config = get_model_config(self._models[0])
+            finalize = config.finalize_model_grads_func
+            if finalize is not None:
+                ends = _within(lambda: (self._place.in_phase("optimizer"), self._place.carrying("gradient")))
+                config.finalize_model_grads_func = ends(finalize)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                config.finalize_model_grads_func = finalize
+
+        return run
+
+    def forward(self, original: Any) -> Any:
+        """Wraps the forward pass of a micro-batch through a chunk."""
+
+        @wraps(original)
+        def run(forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            number, chunk = int(kwargs.get("current_microbatch") or 0), self._chunk(model)
+            with (
+                self._place.in_phase("forward"),
+                self._place.in_micro_batch(number),
+                self._place.in_chunk(chunk),
+                self._place.carrying("activation"),
+            ):
+                made = original(forward_step_func, data_iterator, model, *args, **kwargs)
+            output = _first(made[0])
+            self._outputs[id(output)] = output, number, chunk
+            return made
+
+        return run
+
+    def backward(self, original: Any) -> Any:
+        """Wraps the backward pass of a micro-batch through a chunk."""
+
+        @wraps(original)
+        def run(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            _, number, chunk = self._outputs.pop(id(_first(output_tensor)), (None, 0, 0))
+            with (
+                self._place.in_micro_batch(number),
+                self._place.in_chunk(chunk),
+                self._place.carrying("activation"),
+            ):
+                return original(input_tensor, output_tensor, *args, **kwargs)
+
+        return run
+
+    def optimizer(self, original: Any) -> Any:
+        """Wraps the step of an optimizer, which may be one of several of another one."""
+
+        @wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._stepping += 1
+            try:
+                with self._place.in_phase("optimizer"):
+                    made = original(*args, **kwargs)
+            finally:
+                self._stepping -= 1
+            if not self._stepping:
+                self._place.step_ends()
+            return made
+
+        return run
+
+    def _chunk(self, model: Any) -> int:
+        return next((i for i, chunk in enumerate(self._models) if chunk is model), 0)
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) else value

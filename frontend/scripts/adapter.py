@@ -1,0 +1,152 @@
+"""What a framework is to a capture of scripts: its shims and seams, its mesh, and which of its ranks differ.
+
+An adapter of a framework is a class derived from `Adapter` in a module of its own and a line in `ADAPTERS`. It is
+made once per capture and serves the runs of all ranks, one after the other:
+
+    class MyAdapter(TorchAdapter):
+        name = "mine"
+        packages = {"my_framework": "mine"}                    # import name -> extra that installs it
+        tested = {"my-framework": ("1.4", "1.5")}              # distribution -> from, up to but without
+
+        @contextmanager
+        def installed(self, world, recorder):
+            with super().installed(world, recorder), patched(my_framework.Engine, "forward", ...):
+                yield
+
+        def axes(self, world):
+            return {"pp": 2, "dp": world.size // 2}            # outermost first
+
+Most derive from `torch_adapter.TorchAdapter`, which does what scripts of plain PyTorch need (devices, data loaders,
+wrappers such as DDP, values that are read). A seam is a function of the framework that is wrapped with `patched` and
+tells the recorder where in the step it is: `recorder.in_phase`, `in_micro_batch`, `in_chunk`, `carrying`,
+`pausing`, `step_begins`, `step_ends` (`recorder.ScriptRecorder` says what each means).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from echograph.errors import CaptureError, MissingExtraError, UsageError
+
+if TYPE_CHECKING:
+    from echograph.frontend.scripts.recorder import ScriptRecorder
+    from echograph.frontend.scripts.world import World
+
+
+class Adapter:
+    """A framework. Attributes are of the class.
+
+    Attributes:
+        name: in `ADAPTERS`.
+        packages: modules that it needs, and the extra that brings each.
+        tested: distributions and the versions that the adapter was tested with: from, up to but without.
+        counts_optimizer_steps: whether a training step ends where an outermost `torch.optim.Optimizer.step` does;
+            an adapter that says no calls `recorder.step_ends()` itself.
+    """
+
+    name: ClassVar[str] = ""
+    packages: ClassVar[Mapping[str, str]] = {}
+    tested: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    counts_optimizer_steps: ClassVar[bool] = True
+
+    def check(self) -> list[str]:
+        """What is to be said of the installed versions, a line each.
+
+        Raises:
+            MissingExtraError: a package is not installed.
+        """
+        for package, extra in self.packages.items():
+            if importlib.util.find_spec(package) is None:
+                raise MissingExtraError(package, extra, f"capturing {self.name} scripts")
+        return [line for name, bounds in self.tested.items() if (line := _other_version(name, *bounds))]
+
+    def installed(self, world: World, recorder: ScriptRecorder) -> AbstractContextManager[None]:
+        """The framework's shims and seams, in place for one run of the script.
+
+        Entered before the script starts and left when it has ended, however it did; nothing of it may stay.
+        """
+        raise NotImplementedError
+
+    def axes(self, world: World) -> Mapping[str, int] | None:
+        """Axes of the mesh and their sizes, outermost first; asked after a run, before `installed` is left.
+
+        None: the groups that were used tell the axes (`mesh.infer`).
+        """
+        return None
+
+    def roles(self, world: World, axes: Mapping[str, int], messages: Sequence[str]) -> list[int]:
+        """Ranks of which each does something else, and which together stand for all; begins with rank 0.
+
+        Args:
+            world: of the first run.
+            axes: of the mesh.
+            messages: axes along which rank 0 sends messages to single ranks.
+
+        Returns:
+            By default one rank for each place on the axes of messages, the first of each of the others.
+        """
+        places = product(*(range(size) if name in messages else (0,) for name, size in axes.items()))
+        return sorted(_number(place, tuple(axes.values())) for place in places)
+
+
+def _number(place: Sequence[int], sizes: Sequence[int]) -> int:
+    return sum(at * prod(sizes[i + 1 :]) for i, at in enumerate(place))
+
+
+def _other_version(distribution: str, low: str, high: str) -> str:
+    try:
+        version = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    if _numbers(low) <= _numbers(version) < _numbers(high):
+        return ""
+    return f"{distribution} {version}: tested with {low} up to {high}, what the capture sees may be incomplete"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split("+")[0].split(".")
+    return tuple(int(digits) for part in parts if (digits := "".join(filter(str.isdigit, part[:4]))))
+
+
+@contextmanager
+def patched(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
+    """In the context, `owner.name` is `around(original)`.
+
+    Args:
+        owner: a module or class.
+        name: of its attribute.
+        around: original -> what stands in for it.
+
+    Raises:
+        CaptureError: the owner has no such attribute: the framework moved it.
+    """
+    where = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    if not hasattr(owner, name):
+        raise CaptureError(f"{where} has no '{name}' in this version: install one that the adapter was tested with")
+    own = name in vars(owner)
+    original = vars(owner)[name] if own else None
+    setattr(owner, name, around(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def check_ranks(ranks: Sequence[int], size: int) -> None:
+    """Refuses ranks that the world does not have.
+
+    Raises:
+        UsageError: names the rank.
+    """
+    for rank in ranks:
+        if not 0 <= rank < size:
+            raise UsageError(f"--ranks {rank}: the world has ranks 0 to {size - 1}")

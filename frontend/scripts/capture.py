@@ -1,0 +1,71 @@
+"""A script and a world -> a job graph: one run for every distinct rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from echograph.errors import CaptureError
+from echograph.frontend import Imported
+from echograph.frontend.scripts.adapter import Adapter, check_ranks
+from echograph.frontend.scripts.lower import lower_job, messages_of, workload_of
+from echograph.frontend.scripts.mesh import infer, standing_for
+from echograph.frontend.scripts.run import Recorded, Script, run_script
+from echograph.frontend.scripts.world import World
+
+
+def capture_script(
+    script: Script,
+    world: World,
+    adapter: Adapter,
+    *,
+    ranks: Sequence[int] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> Imported:
+    """Runs a script as each of the ranks that differ and makes a job of what they do.
+
+    Args:
+        script: what is run.
+        world: the world; its rank does not count.
+        adapter: of the framework.
+        ranks: those that are run; none: what the adapter says of the first run.
+        say: is told what is going on.
+
+    Returns:
+        The job graph, and notes on what stands for something else.
+
+    Raises:
+        CaptureError: as `run_script`, and where ranks or groups fit no mesh.
+        UsageError: a rank that the world does not have.
+    """
+    check_ranks(ranks, world.size)
+    notes = dict.fromkeys(adapter.check())
+    first = ranks[0] if ranks else 0
+    say(f"running {script.path.name} as rank {first} of {world.size}")
+    runs = [run_script(script, replace(world, rank=first), adapter)]
+    mesh = _mesh(runs[0])
+    if not ranks:
+        ranks = adapter.roles(world, mesh, messages_of(runs[0].recorder.graph, mesh))
+    for rank in ranks[1:]:
+        say(f"running {script.path.name} as rank {rank} of {world.size}")
+        runs.append(run_script(script, replace(world, rank=rank), adapter))
+    places = standing_for(ranks, mesh)
+    say("lowering")
+    job = lower_job(runs, mesh, places, workload_of(runs[0], script.path.stem))
+    for run in runs:
+        notes |= run.recorder.notes
+    return Imported(graph=job, notes=tuple(notes))
+
+
+def _mesh(run: Recorded) -> dict[str, int]:
+    size = run.world.size
+    if run.axes is not None:
+        return {name: extent for name, extent in run.axes.items() if extent > 1} or {"dp": 1}
+    found = infer(run.recorder.groups.values(), size)
+    if found is None:
+        groups = "; ".join(str(list(ranks[:8])) for ranks in run.recorder.groups.values())
+        raise CaptureError(
+            f"the groups of rank {run.world.rank} are formulas of no mesh of {size} ranks: {groups}: make them by "
+            "init_device_mesh"
+        )
+    return found

@@ -1,0 +1,202 @@
+"""Lowers the recorded steps of the distinct ranks of a job to a `JobGraph`: a program for each."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from echograph.errors import CaptureError
+from echograph.frontend.pytorch import annotate
+from echograph.frontend.pytorch.annotate import MODULE, PHASE, VAL
+from echograph.frontend.pytorch.lower import DTYPES, PHASES, Lowering
+from echograph.frontend.scripts.collectives import Communication
+from echograph.frontend.scripts.mesh import axes_of, place_of
+from echograph.frontend.scripts.recorder import AFTER, COMMUNICATION, PAYLOAD, STREAM
+from echograph.frontend.scripts.run import Recorded
+from echograph.ir.builder import Common, GraphBuilder
+from echograph.ir.graph import Axis, JobGraph, Workload
+from echograph.ir.types import DType, Payload, TensorRole
+
+_PAYLOADS = {
+    "parameter": Payload.PARAMETER,
+    "gradient": Payload.GRADIENT,
+    "activation": Payload.ACTIVATION,
+    "optimizer_state": Payload.OPTIMIZER_STATE,
+    "other": Payload.OTHER,
+}
+_OF_ROLES = {
+    TensorRole.PARAMETER: Payload.PARAMETER,
+    TensorRole.GRADIENT: Payload.GRADIENT,
+    TensorRole.OPTIMIZER_STATE: Payload.OPTIMIZER_STATE,
+}
+
+
+def lower_job(
+    recorded: Sequence[Recorded], mesh: Mapping[str, int], places: Sequence[Mapping[str, int]], workload: Workload
+) -> JobGraph:
+    """The job of recorded steps.
+
+    Args:
+        recorded: a step of each role.
+        mesh: axes and sizes, outermost first.
+        places: of each role, the coordinates that it has alone; it stands for all ranks that have them.
+        workload: what the job trains.
+
+    Raises:
+        CaptureError: a group is no formula of the mesh, or a tensor has a type that a graph does not know.
+    """
+    builder = GraphBuilder(name=workload.model, workload=workload)
+    builder.mesh = tuple(Axis(name=name, size=size) for name, size in mesh.items())
+    for run, place in zip(recorded, places, strict=True):
+        begin = builder.op_count()
+        lowering = _Rank(builder, run, mesh)
+        for node in run.recorder.graph.nodes:
+            lowering.add(node)
+        role = " ".join(f"{axis}={at}" for axis, at in place.items()) or "every rank"
+        builder.program([(0, begin, builder.op_count(), 0, 0)], role=role, coordinates=place)
+    return builder.build(JobGraph)
+
+
+class _Rank(Lowering):
+    """Lowers the step of one rank."""
+
+    def __init__(self, builder: GraphBuilder, run: Recorded, mesh: Mapping[str, int]) -> None:
+        super().__init__(builder, run.recorder.graph)
+        self._mesh = mesh
+        self._rank = run.world.rank
+        self._latest: dict[str, int] = {}
+        self._reached: dict[Node, int] = {}
+        self._labels: dict[str, str] = {}
+
+    def add(self, node: Node) -> None:
+        """Adds a node; what waits for it later waits for the last operation that its stream had been given."""
+        before = self.builder.op_count()
+        if COMMUNICATION in node.meta and node.target is not operator.getitem:
+            self._communicate(node)
+        else:
+            super().add(node)
+        stream = node.meta.get(STREAM)
+        if stream is None:
+            return
+        if COMMUNICATION in node.meta:
+            if node.target is not operator.getitem:
+                self._reached[node] = self.builder.op_count() - 1
+            return
+        if self.builder.op_count() > before:
+            self._latest[stream] = self.builder.op_count() - 1
+        if stream in self._latest:
+            self._reached[node] = self._latest[stream]
+
+    def order(self, node: Node, inputs: list[int]) -> Common:
+        """On the stream that it was issued to, after what that waited for."""
+        deps = {self._reached[n] for n in node.meta.get(AFTER, ()) if n in self._reached}
+        stream = self.builder.stream(node.meta.get(STREAM) or "compute")
+        return {"deps": sorted(deps.union(self.earlier_writes(inputs))), "stream": stream}
+
+    # -- communication ---------------------------------------------------------------------------------------
+
+    def _communicate(self, node: Node) -> None:
+        call: Communication = node.meta[COMMUNICATION]
+        read, written = node.args
+        inputs = self.present(read)  # type: ignore[arg-type]
+        common = self.order(node, inputs)
+        group, label = self._group(call)
+        made = self._made(node, written, inputs)  # type: ignore[arg-type]
+        common |= {"phase": PHASES[node.meta[PHASE]], "module": node.meta[MODULE], "inputs": inputs, "outputs": made}
+        kind = call.kind
+        payload = self._payload(node, inputs or made)
+        if kind is not None:
+            common["stream"] = self.builder.stream(f"comm.{label}")
+            dtype = DType.UINT8 if call.dtype is None else DTYPES.get(call.dtype, DType.UINT8)
+            op = self.builder.collective(
+                f"{label}.{call.op}", kind, group=group, bytes_per_rank=call.nbytes, dtype=dtype, payload=payload,
+                asynchronous=call.asynchronous, **common,
+            )  # fmt: skip
+        else:
+            peer = call.ranks.index(call.peer) - call.ranks.index(self._rank)
+            common["stream"] = self.builder.stream(f"comm.{label}.{call.op}{peer:+}")
+            add = self.builder.send if call.op == "send" else self.builder.recv
+            op = add(
+                f"{label}.{call.op}", group=group, peer=peer, tag=call.tag, nbytes=call.nbytes, payload=payload, **common
+            )
+        self.note_writes(made, op)
+        self.made[node] = [op]
+
+    def _made(self, node: Node, written: Sequence[Node], inputs: Sequence[int]) -> list[int]:
+        """The tensors that it makes: new ones of a functional operator, else the next versions of what it writes."""
+        if node.meta[VAL] is None:
+            return [self.next_version(n, node) for n in dict.fromkeys(written)]
+        made: list[int | None] = [
+            self.tensor(node.target._schema.name.partition("::")[2], value, TensorRole.ACTIVATION)  # type: ignore[union-attr]
+            for value in node.meta[VAL]
+        ]
+        self.results[node] = made
+        return [tensor for tensor in made if tensor is not None]
+
+    def _payload(self, node: Node, tensors: Sequence[int]) -> Payload:
+        if PAYLOAD in node.meta:
+            return _PAYLOADS[node.meta[PAYLOAD]]
+        roles = [self.roles[tensor] for tensor in tensors]
+        return _OF_ROLES.get(roles[0], Payload.ACTIVATION) if roles else Payload.OTHER
+
+    def _group(self, call: Communication) -> tuple[int, str]:
+        """Index of a process group, and the label of its communicator."""
+        axes = axes_of(call.ranks, self._mesh)
+        if axes is None:
+            raise CaptureError(
+                f"{call.op} of ranks {_shown(call.ranks)}: they are not all ranks along some axes of the mesh "
+                f"{dict(self._mesh)}"
+            )
+        name = "-".join(axes)
+        label = self._labels.get(call.group)
+        if label is None:
+            others = sum(known.partition(".")[0] == name for known in self._labels.values())
+            label = self._labels[call.group] = f"{name}.{others + 1}" if others else name
+        return self.builder.group(name, axes=axes), label
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def messages_of(graph: Graph, mesh: Mapping[str, int]) -> list[str]:
+    """The axes along which a rank sends messages to single ranks."""
+    found: set[str] = set()
+    for node in graph.nodes:
+        call: Communication | None = node.meta.get(COMMUNICATION)
+        if call is not None and call.peer >= 0:
+            places = [place_of(rank, mesh) for rank in call.ranks]
+            found |= {name for name in mesh if len({place[name] for place in places}) > 1}
+    return [name for name in mesh if name in found]
+
+
+def workload_of(run: Recorded, name: str) -> Workload:
+    """What a recorded step trains, as far as it tells."""
+    recorder = run.recorder
+    shape: Sequence[int] = ()
+    whole = False
+    if recorder.sample is not None:
+        shape, whole = recorder.sample.shape, not recorder.sample.is_floating_point()
+    return Workload(
+        model=name,
+        parameters=recorder.memory.parameter_count(),
+        batch_size=int(shape[0]) if shape else 1,
+        sequence_length=int(shape[1]) if len(shape) == 2 and whole else 0,
+        dtype=_dtype(recorder.graph),
+        optimizer=next((type(o).__name__.lower() for o in recorder.memory.optimizers), ""),
+    )
+
+
+def _dtype(graph: Graph) -> DType:
+    """Type of most of the matrix products' results, which autocast may have chosen."""
+    counts: dict[Any, int] = {}
+    for node in graph.nodes:
+        value = node.meta.get(VAL)
+        if node.op == "call_function" and node.meta[PHASE] == annotate.FORWARD and isinstance(value, Tensor):
+            if value.is_floating_point():
+                counts[value.dtype] = counts.get(value.dtype, 0) + value.numel()
+    return DTYPES[max(counts, key=lambda dtype: counts[dtype])] if counts else DType.FP32

@@ -1,0 +1,155 @@
+"""What lives through the steps of a script: parameters, buffers, gradients, optimizer state, each with its name.
+
+Tensors are told apart by the memory that they lie in, since wrappers of all kinds (DDP's buckets, FSDP's and ZeRO's
+flat parameters) make further tensors of the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.optim import Optimizer
+
+from echograph.frontend.pytorch import annotate
+
+# Of wrappers, whose names are no part of a model's.
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_DDP = "module"
+
+
+class Memory:
+    """Which memory holds what.
+
+    Attributes:
+        roots: modules that a script called, which no other module did.
+        optimizers: those that stepped.
+    """
+
+    def __init__(self) -> None:
+        self.roots: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self._paths: dict[nn.Module, str] = {}
+        self._told: list[tuple[Tensor, str, str]] = []
+        self._known: dict[int, tuple[str, str, Any]] = {}
+        self._nodes: dict[int, tuple[Node, Any]] = {}
+        self._names: dict[int, str] = {}
+        self._unknown = 0
+
+    # -- who is there ----------------------------------------------------------------------------------------
+
+    def add_root(self, module: nn.Module) -> None:
+        """A module that nothing but the script called."""
+        if module in self._paths:
+            return
+        parts = {path: plain(path) for path, _ in module.named_modules()}
+        # A second model of a script (a teacher, say) is told from the first by its class.
+        prefix = type(module).__name__ if self.roots and any(True for _ in module.parameters()) else ""
+        self.roots.append(module)
+        for path, part in module.named_modules():
+            self._paths.setdefault(part, ".".join(filter(None, (prefix, parts[path]))))
+
+    def path_of(self, module: nn.Module) -> str:
+        """Dotted path of a module in its root."""
+        return self._paths.get(module, "")
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """An optimizer that steps."""
+        if not any(optimizer is known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+
+    def name(self, tensor: Tensor, role: str, name: str) -> None:
+        """Says what a tensor is; counts from the next `take_stock` on, and at once if that has been."""
+        self._told.append((tensor, role, name))
+        if self._known:
+            self._keep(tensor, role, name)
+
+    def take_stock(self) -> None:
+        """Looks up all that lives through steps; called where a step begins."""
+        for tensor, role, name in self._told:
+            self._keep(tensor, role, name)
+        for root in self.roots:
+            prefix = self._paths[root]
+            for path, parameter in root.named_parameters():
+                name = ".".join(filter(None, (prefix, plain(path))))
+                self._names.setdefault(id(parameter), name)
+                self._keep(parameter, annotate.PARAMETER, name)
+                if parameter.grad is not None:
+                    self._keep(parameter.grad, annotate.GRADIENT, f"{name}.grad")
+            for path, buffer in root.named_buffers():
+                self._keep(buffer, annotate.BUFFER, ".".join(filter(None, (prefix, plain(path)))))
+        for optimizer in self.optimizers:
+            self._take_state(optimizer)
+
+    def _take_state(self, optimizer: Optimizer) -> None:
+        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            name = self._names.setdefault(id(parameter), f"master.{number}")
+            # What no module has is a copy that the optimizer keeps, or a share of one.
+            self._keep(parameter, annotate.OPTIMIZER_STATE, name)
+            if parameter.grad is not None:
+                self._keep(parameter.grad, annotate.GRADIENT, f"{name}.grad")
+            for slot, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    self._keep(value, annotate.OPTIMIZER_STATE, f"{name}.{slot}")
+
+    def _keep(self, tensor: Tensor, role: str, name: str) -> None:
+        storage = _storage(tensor)
+        if storage is not None:
+            self._known.setdefault(storage._cdata, (role, name, storage))
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Name of a parameter; one that no module and no optimizer has is counted."""
+        return self._names.setdefault(id(parameter), f"parameter_{len(self._names)}")
+
+    def parameter_count(self) -> int:
+        """Trainable elements of the roots, tied ones once; of what ranks have a share of, the share."""
+        found = {id(p): p.numel() for root in self.roots for p in root.parameters() if p.requires_grad}
+        return sum(found.values())
+
+    # -- nodes of a graph ------------------------------------------------------------------------------------
+
+    def node_at(self, tensor: Tensor) -> Node | None:
+        """The node that made, or first stood for, the memory that a tensor lies in."""
+        storage = _storage(tensor)
+        found = None if storage is None else self._nodes.get(storage._cdata)
+        return None if found is None else found[0]
+
+    def made(self, tensor: Tensor, node: Node, of: Tensor | None = None) -> None:
+        """A node stands for a tensor, and so for its memory, or for that of another tensor."""
+        storage = _storage(tensor if of is None else of)
+        if storage is not None:
+            self._nodes.setdefault(storage._cdata, (node, storage))
+
+    def describe(self, tensor: Tensor) -> tuple[str, str, Callable[[], Tensor] | None]:
+        """Role and name of what was there before the step; where a tensor is a part of it, what makes all of it."""
+        storage = _storage(tensor)
+        known = None if storage is None else self._known.get(storage._cdata)
+        if known is None:
+            self._unknown += 1
+            role, name = annotate.INPUT, f"input_{self._unknown}"
+        else:
+            role, name = known[:2]
+        elements = 0 if storage is None else storage.nbytes() // tensor.element_size()
+        if elements <= tensor.numel():
+            return role, name, None
+        dtype, device = tensor.dtype, tensor.device
+        return role, name, lambda: torch.empty(elements, dtype=dtype, device=device)
+
+
+def plain(path: str) -> str:
+    """A module's or parameter's path without the names of wrappers."""
+    parts = [part for part in path.split(".") if part not in _WRAPPERS]
+    while parts and parts[0] == _DDP:
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def _storage(tensor: Tensor) -> Any:
+    local = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return local.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None

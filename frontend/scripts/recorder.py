@@ -1,0 +1,398 @@
+"""Writes down one training step of a script: operators, collectives, messages, and what waits for what.
+
+The recorder is on top of the fake tensors for as long as the script runs, and writes down nothing but the step asked
+for. A step is what lies between the ends of two optimizer steps (of the optimizer that steps first; an outermost
+`step` counts). The graph is that of `frontend.pytorch.annotate`; its nodes hold besides, in `meta`:
+
+    STREAM         name of the stream that a call is issued to
+    AFTER          call nodes that must have ended before it, because its stream waited for them
+    COMMUNICATION  `collectives.Communication`, on collectives and messages
+    MICRO_BATCH    number of the micro-batch, CHUNK of the pipeline chunk, where an adapter said so
+    PAYLOAD        what a communication carries, where an adapter said so
+
+Adapters tell it where the step is, by contexts that nest:
+
+    with recorder.in_phase("forward"):     # or backward, recompute, optimizer: what runs is of that phase
+    with recorder.in_micro_batch(3):       # or None: of the step
+    with recorder.in_chunk(1):             # of a pipeline with several chunks a rank
+    with recorder.carrying("gradient"):    # parameter, gradient, activation, optimizer_state
+    with recorder.pausing():               # what runs is no work of the step (shapes are worked out, say)
+    recorder.step_begins()                 # only where a step begins before its first module runs
+    recorder.step_ends()                   # the step has ended; the next begins here
+    recorder.name(tensor, role, "layers.0.weight")    # a tensor that lives through steps
+    recorder.note("...")                   # a line for the user
+
+Where nobody says the phase: what runs in an optimizer's step is the optimizer; in autograd's backward pass it is
+backward, or recomputation where modules run; after a backward pass, outside modules and without gradients (clipping)
+it is the optimizer's too; all else is forward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx import Graph, Node
+from torch.nn.modules import module as modules
+from torch.optim import Optimizer, optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+
+from echograph.frontend.pytorch import annotate
+from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, MODULE, OPTIMIZER, PHASE
+from echograph.frontend.pytorch.linking import link_recomputed, link_sums
+from echograph.frontend.pytorch.recorder import HANDLES, Recorder
+from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, Communication, communication_of
+from echograph.frontend.scripts.memory import Memory
+from echograph.frontend.scripts.streams import Stream
+from echograph.frontend.scripts.values import answer
+
+STREAM = "stream"
+AFTER = "after"
+COMMUNICATION = "communication"
+MICRO_BATCH = "micro_batch"
+CHUNK = "chunk"
+PAYLOAD = "payload"
+_CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD)
+_SILENT_NAMESPACES = ("prim", "profiler")
+_ATEN = torch.ops.aten
+_ITEM = _ATEN._local_scalar_dense.default
+
+
+class StepRecorded(BaseException):
+    """The step that was asked for is recorded: the script need not go on."""
+
+
+class ScriptRecorder(Recorder):
+    """Records a step of a script.
+
+    Args:
+        mode: of the fake tensors.
+        step: which training step, counted from 1.
+        whole: let the script go on after it.
+        counts_optimizer_steps: whether steps end where optimizers' do, or where `step_ends` is called.
+
+    Attributes:
+        memory: what lives through steps.
+        notes: for the user, each once.
+        steps: training steps that have ended.
+        recorded: whether the step is recorded.
+        groups: communications by the name of their group: its global ranks.
+        sample: shape and type of the first tensor that the model was given in the step.
+        micro_batches: how many an adapter told of.
+    """
+
+    def __init__(
+        self, mode: FakeTensorMode, *, step: int = 2, whole: bool = False, counts_optimizer_steps: bool = True
+    ) -> None:
+        super().__init__(mode)
+        self.memory = Memory()
+        self.notes: dict[str, None] = {}
+        self.steps = 0
+        self.recorded = False
+        self.groups: dict[str, tuple[int, ...]] = {}
+        self.sample: Tensor | None = None
+        self.micro_batches = 0
+        self._step, self._whole, self._counts = step, whole, counts_optimizer_steps
+        self._recording = False
+        self._paused = 0
+        self._forced: str | None = None
+        self._context: dict[str, Any] = {}
+        self._pace: Optimizer | None = None
+        self._optimizing = 0
+        self._after_backward = False
+        self._works: dict[int, tuple[Any, Node]] = {}
+
+    # -- what adapters say -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """What runs is of a phase: "forward", "backward", "recompute", "optimizer"."""
+        before, self._forced = self._forced, phase
+        try:
+            yield
+        finally:
+            self._forced = before
+
+    @contextmanager
+    def _with(self, key: str, value: Any) -> Iterator[None]:
+        before, self._context = self._context, self._context | {key: value}
+        try:
+            yield
+        finally:
+            self._context = before
+
+    def in_micro_batch(self, number: int | None) -> Any:
+        """What runs is of a micro-batch, counted from 0 in each step; None: of the step."""
+        self.micro_batches = max(self.micro_batches, -1 if number is None else number + 1)
+        return self._with(MICRO_BATCH, number)
+
+    def in_chunk(self, number: int) -> Any:
+        """What runs is of a chunk of this rank's layers, counted from 0."""
+        return self._with(CHUNK, number)
+
+    def carrying(self, payload: str) -> Any:
+        """What communications carry: "parameter", "gradient", "activation", "optimizer_state" or "other"."""
+        return self._with(PAYLOAD, payload)
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """What runs is no work of the step."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def step_begins(self) -> None:
+        """A training step begins here; without a call, with the first module that runs, or the last step's end."""
+        if not (self._recording or self.recorded) and self.steps == self._step - 1:
+            self._recording = True
+            self.memory.take_stock()
+
+    def step_ends(self) -> None:
+        """A training step has ended.
+
+        Raises:
+            StepRecorded: it was the one.
+        """
+        self.steps += 1
+        self._after_backward = False
+        if self._recording:
+            self._finish()
+            if not self._whole:
+                raise StepRecorded
+        elif self.steps == self._step - 1:
+            self.step_begins()
+
+    def name(self, tensor: Tensor, role: str, name: str) -> None:
+        """Says what a tensor is that lives through steps; the role is one of `annotate.ROLES`."""
+        self.memory.name(tensor, role, name)
+
+    def note(self, line: str) -> None:
+        """A line for the user."""
+        self.notes[line] = None
+
+    # -- hooks -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """In the context, modules, optimizers, autograd and works of PyTorch tell when they run."""
+        handles = [
+            modules.register_module_forward_pre_hook(self._module_begins),
+            modules.register_module_forward_hook(self._module_ends, always_call=True),
+            optimizer.register_optimizer_step_pre_hook(self._optimizer_begins),
+            optimizer.register_optimizer_step_post_hook(self._optimizer_ends),
+        ]
+        try:
+            with ExitStack() as stack:
+                for wait in self._patches():
+                    stack.enter_context(wait)
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _patches(self) -> Iterator[Any]:
+        from echograph.frontend.scripts.adapter import patched
+
+        works = (torch.distributed.Work, *torch.distributed.Work.__subclasses__())
+        for owner in works:
+            if "wait" in vars(owner):
+                yield patched(owner, "wait", self._waiting)
+        yield patched(torch.autograd.graph, "_engine_run_backward", self._backward)
+        yield patched(torch.autograd, "_engine_run_backward", self._backward)
+
+    def _waiting(self, original: Any) -> Any:
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            _, node = self._works.get(id(work), (None, None))
+            if node is not None:
+                Stream.current.after(frozenset((node,)))
+            return original(work, *args, **kwargs)
+
+        return wait
+
+    def _backward(self, original: Any) -> Any:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            before, self.phase = self.phase, BACKWARD
+            stack, self._stack = self._stack, []
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.phase, self._stack, self._after_backward = before, stack, True
+
+        return backward
+
+    def _module_begins(self, module: Any, args: Any) -> None:
+        if not self._stack:
+            self.memory.add_root(module)
+            if self.phase == FORWARD and any(True for _ in module.parameters()):
+                self._after_backward = False
+                self.step_begins()
+                if self.sample is None and self._recording:
+                    self.sample = next((a for a in args if isinstance(a, Tensor)), None)
+        self._stack.append(self.memory.path_of(module))
+
+    def _module_ends(self, *_: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    def _optimizer_begins(self, stepping: Optimizer, *_: Any) -> None:
+        self.memory.add_optimizer(stepping)
+        if self._recording and not self._optimizing:
+            self._mark_gradients(stepping)
+        self._optimizing += 1
+
+    def _optimizer_ends(self, stepping: Optimizer, *_: Any) -> None:
+        self._optimizing -= 1
+        if self._pace is None:
+            self._pace = stepping
+        if self._counts and not self._optimizing and stepping is self._pace:
+            self.step_ends()
+
+    def _mark_gradients(self, stepping: Optimizer) -> None:
+        for group in stepping.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                local = getattr(gradient, "_local_tensor", gradient)
+                if isinstance(local, FakeTensor):
+                    node = self.node_of(local)
+                    if node.op == "call_function":
+                        node.meta[annotate.GRADIENT_OF] = self.memory.name_of(parameter)
+
+    def _finish(self) -> None:
+        self._recording, self.recorded = False, True
+        link_recomputed(self.graph)
+        link_sums(self.graph)
+        self.graph.output(None)
+        self._works.clear()
+
+    # -- operators -------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # DTensor and its like call the operators of their local tensors
+        if func is _ITEM and isinstance(args[0], FakeTensor):
+            return answer(args[0], self.note)
+        out = func(*args, **kwargs)
+        if not self._recording or self._paused or func.namespace in _SILENT_NAMESPACES:
+            return out
+        if func in HANDLES:
+            if isinstance(out, FakeTensor):
+                self.bind(out, self.node_of(args[0] if isinstance(args[0], FakeTensor) else out))
+        elif func.namespace in NAMESPACES:
+            self._communicate(func, args, kwargs, out)
+        else:
+            self._record(func, args, kwargs, out)
+        return out
+
+    def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if func._schema.name.endswith(WAIT):
+            node = self.node_of(args[0])
+            Stream.current.after(frozenset((node.args[0] if node.target is operator.getitem else node,)))
+            self.bind(out, node)
+            return
+        call = communication_of(func, args, kwargs, out)
+        if call is None:
+            return
+        self.groups[call.group] = call.ranks
+        read = [self.node_of(t) for t in call.inputs]
+        functional = func.namespace == "_c10d_functional" and call.outputs is not call.inputs
+        written = [] if functional else [self.node_of(t) for t in call.outputs]
+        values = tuple(self._snapshot(t) for t in call.outputs) if functional else None
+        node = self.add_call(func, (read, written), {}, values, {})
+        before = Stream.current.reached
+        node.meta |= self._annotations(node) | {COMMUNICATION: call, STREAM: "", AFTER: before}
+        if functional:
+            for i, tensor in enumerate(call.outputs):
+                self.bind(tensor, self.add_call(operator.getitem, (node, i), {}, values[i], node.meta))
+        elif not call.asynchronous:
+            Stream.current.after(frozenset((node,)))
+        else:
+            self._hold(out, node)
+
+    def _hold(self, out: Any, node: Node) -> None:
+        """Keeps the Work, so that PyTorch gives the caller this very object and its wait is known."""
+        made = out[-1] if isinstance(out, tuple | list) else out
+        work = torch.distributed.Work.unbox(made)
+        self._works[id(work)] = work, node
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        super()._record(func, args, kwargs, out)
+
+    def _annotations(self, node: Node) -> dict[str, Any]:
+        made = self._phase_and_module(node)
+        for key in _CONTEXT:
+            if self._context.get(key) is not None:
+                made[key] = self._context[key]
+        if not node.target.namespace.startswith(NAMESPACES):  # type: ignore[union-attr]
+            made |= {STREAM: Stream.current.name, AFTER: Stream.current.issue(node)}
+        return made
+
+    def _phase_and_module(self, node: Node) -> dict[str, Any]:
+        module = self._stack[-1] if self._stack else ""
+        if self._optimizing or self._forced == OPTIMIZER:
+            return {PHASE: OPTIMIZER, MODULE: module}
+        if self.phase == BACKWARD:
+            made = self._backward_annotations(node)
+            return made if self._forced is None else made | {PHASE: self._forced}
+        if self._forced == BACKWARD:
+            return {PHASE: BACKWARD, MODULE: module}
+        if self._forced is None and self._after_backward and not self._stack and not torch.is_grad_enabled():
+            return {PHASE: OPTIMIZER, MODULE: ""}
+        self._number(node)
+        return {PHASE: self._forced or FORWARD, MODULE: module}
+
+    # -- tensors ---------------------------------------------------------------------------------------------
+
+    def bind(self, tensor: Tensor, node: Node) -> None:
+        """Declares that a tensor is the value of a node."""
+        super().bind(tensor, node)
+        self.memory.made(tensor, node)
+
+    def unknown(self, tensor: Tensor) -> Node:
+        """A node for a tensor that was there before the step, or a part of the memory of one that is known."""
+        base = self.memory.node_at(tensor)
+        if base is None:
+            role, name, whole = self.memory.describe(tensor)
+            if whole is not None:
+                with self.pausing(), self._mode:
+                    flat = whole()
+                base = super().add_placeholder(flat, role, name)
+                self.memory.made(flat, base, of=tensor)
+            else:
+                node = super().add_placeholder(tensor, role, name)
+                self.memory.made(tensor, node)
+                return node
+        return self._view(tensor, base)
+
+    def _view(self, tensor: Tensor, base: Node) -> Node:
+        value, here = base.meta[annotate.VAL], self._snapshot(tensor)
+        if _same_layout(value, here):
+            super().bind(tensor, base)
+            return base
+        meta = {key: base.meta[key] for key in (PHASE, MODULE) if key in base.meta} or {PHASE: FORWARD, MODULE: ""}
+        meta |= {STREAM: Stream.current.name, AFTER: frozenset()}
+        if value.dtype != here.dtype:
+            base = self.add_call(_ATEN.view.dtype, (base, here.dtype), {}, here, dict(meta))
+        layout = (tuple(here.shape), tuple(here.stride()), here.storage_offset())
+        node = self.add_call(_ATEN.as_strided.default, (base, *layout), {}, here, dict(meta))
+        super().bind(tensor, node)
+        return node
+
+
+def _same_layout(one: Tensor, other: Tensor) -> bool:
+    return (one.dtype, one.shape, one.stride(), one.storage_offset()) == (
+        other.dtype, other.shape, other.stride(), other.storage_offset(),
+    )  # fmt: skip
+
+
+__all__ = ["AFTER", "CHUNK", "COMMUNICATION", "MICRO_BATCH", "PAYLOAD", "STREAM", "Communication", "Graph",
+           "ScriptRecorder", "StepRecorded", "unset_fake_temporarily"]  # fmt: skip

@@ -1,0 +1,167 @@
+"""Runs a script as one rank, unedited, and records a step of it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from echograph.errors import CaptureError, EchoError, InputError
+from echograph.frontend.pytorch.blame import reason, user_line
+from echograph.frontend.pytorch.capture import capture_mode, plain_attention_masks, quiet_fakes
+from echograph.frontend.pytorch.device_ops import cuda_operators
+from echograph.frontend.scripts.adapter import Adapter
+from echograph.frontend.scripts.recorder import ScriptRecorder, StepRecorded
+from echograph.frontend.scripts.world import World
+
+_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+_UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A script and how it is run.
+
+    Attributes:
+        path: the file.
+        arguments: what it finds behind its name in `sys.argv`.
+        step: which training step is recorded, counted from 1.
+        whole: whether it goes on after that step.
+    """
+
+    path: Path
+    arguments: Sequence[str] = ()
+    step: int = 2
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recorded:
+    """What a run left.
+
+    Attributes:
+        world: which rank it was.
+        recorder: holds the recorded step.
+        axes: the mesh, as the adapter tells it.
+    """
+
+    world: World
+    recorder: ScriptRecorder
+    axes: dict[str, int] | None
+
+
+def run_script(script: Script, world: World, adapter: Adapter) -> Recorded:
+    """Runs a script as a rank and records its step.
+
+    Raises:
+        InputError: there is no such file.
+        CaptureError: the script raised, needs what a capture does not have, or ended before the step; one line with
+            file and line. Its `exit_code` is the script's, where that ended with one.
+    """
+    if not script.path.is_file():
+        raise InputError(f"{script.path}: no such file: give a Python script")
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(_as_main(script))
+        enter(world.entered())
+        mode = enter(capture_mode())
+        recorder = ScriptRecorder(
+            mode, step=script.step, whole=script.whole, counts_optimizer_steps=adapter.counts_optimizer_steps
+        )
+        enter(quiet_fakes())
+        enter(cuda_operators())
+        enter(plain_attention_masks())
+        enter(recorder.hooked())
+        enter(adapter.installed(world, recorder))
+        _run(script, recorder)
+        axes = adapter.axes(world)
+    return Recorded(world=world, recorder=recorder, axes=None if axes is None else dict(axes))
+
+
+def _run(script: Script, recorder: ScriptRecorder) -> None:
+    status: object = 0
+    try:
+        with recorder:
+            runpy.run_path(str(script.path), run_name="__main__")
+    except StepRecorded:
+        return
+    except EchoError:
+        raise
+    except SystemExit as error:
+        status = error.code
+    except Exception as error:
+        raise _explained(script, error) from error
+    if not recorder.recorded:
+        raise _too_short(script, recorder, status)
+
+
+def _too_short(script: Script, recorder: ScriptRecorder, status: object) -> CaptureError:
+    ended = "" if status in (0, None) else f" with exit status {status}"
+    did = f"{recorder.steps} training step{'' if recorder.steps == 1 else 's'}"
+    remedy = f"give --step {recorder.steps}" if recorder.steps else "a step ends where torch.optim's step does"
+    error = CaptureError(f"{script.path.name} ended{ended} after {did}, before step {script.step}: {remedy}")
+    if isinstance(status, int) and status:
+        error.exit_code = status
+    return error
+
+
+def _explained(script: Script, error: Exception) -> CaptureError:
+    where = script_line(script.path, error) or user_line(error) or script.path.name
+    cause = error
+    while cause is not None and not isinstance(cause, EchoError):
+        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+    if isinstance(cause, EchoError):
+        return CaptureError(str(cause))
+    if isinstance(error, _DATA_DEPENDENT):
+        what = str(error.args[0]).strip().splitlines()[0]
+        return CaptureError(
+            f"{where}: '{what}' makes control flow or a shape depend on the values of a tensor, which a capture "
+            "without data does not have: decide on shapes or settings instead"
+        )
+    if isinstance(error, _UNSUPPORTED):
+        return CaptureError(
+            f"{where}: {reason(error)}: PyTorch has no shape rule for it, so register a fake implementation "
+            "(torch.library.register_fake)"
+        )
+    return CaptureError(f"{where}: {reason(error)}: the script raised it, with no values in its tensors")
+
+
+def script_line(path: Path, error: BaseException) -> str:
+    """`name.py:line` of the innermost frame in the script's folder; "" if there is none."""
+    folder = path.resolve().parent
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        here = Path(frame.filename).resolve()
+        if here.is_relative_to(folder) and "site-packages" not in here.parts:
+            return f"{here.relative_to(folder)}:{frame.lineno}"
+    return ""
+
+
+@contextmanager
+def _as_main(script: Script) -> Iterator[None]:
+    """The interpreter as the script finds it, and as it was again; what the script imported beside it is forgotten."""
+    folder = str(script.path.resolve().parent)
+    argv, path, before, here = sys.argv, list(sys.path), set(sys.modules), Path.cwd()
+    hook = sys.excepthook
+    sys.argv = [str(script.path), *script.arguments]
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:], sys.excepthook = argv, path, hook
+        os.chdir(here)
+        for name in sys.modules.keys() - before:
+            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
+                del sys.modules[name]

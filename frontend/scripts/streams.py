@@ -1,0 +1,117 @@
+"""Streams and events of a device that is not there: what waits for what, as CUDA orders it.
+
+Work is issued to the current stream. An event that is recorded on a stream is the work issued to it so far; a stream
+that waits for an event begins its next work after that. The recorder asks for both, and so a script's (or a
+framework's) own streams become those of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Event:
+    """`torch.cuda.Event`: the work of a stream up to a moment."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.after: frozenset[Any] = frozenset()
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Takes in what was issued to a stream so far."""
+        self.after = (stream or Stream.current).reached
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Makes a stream wait for it."""
+        (stream or Stream.current).wait_event(self)
+
+    def query(self) -> bool:
+        """Whether it is over."""
+        return True
+
+    def synchronize(self) -> None:
+        """The host waits: what it issues next comes later."""
+        Stream.current.wait_event(self)
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds from this one to another: there are no times, and none is 0, since scripts divide by it."""
+        del end_event
+        return 1.0
+
+
+class Stream:
+    """`torch.cuda.Stream`.
+
+    Attributes:
+        number: 0 for the default one, then counted as they are made.
+        reached: what must have ended before the next work of the stream: its last work, or others' that it waits
+            for; call nodes of the recorded graph.
+    """
+
+    current: Stream
+    default: Stream
+    made: int = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.number = Stream.made
+        Stream.made += 1
+        self.reached: frozenset[Any] = frozenset()
+        self.cuda_stream = self.stream_id = self.number
+        self.device = self.device_index = 0
+
+    @property
+    def name(self) -> str:
+        """As the graph names it."""
+        return f"compute.{self.number}" if self.number else "compute"
+
+    def issue(self, node: Any) -> frozenset[Any]:
+        """Appends work; returns what it comes after."""
+        before, self.reached = self.reached, frozenset((node,))
+        return before
+
+    def after(self, nodes: frozenset[Any]) -> None:
+        """What is issued next comes after these too."""
+        self.reached |= nodes
+
+    def wait_event(self, event: Event) -> None:
+        """What is issued next comes after an event."""
+        self.after(event.after)
+
+    def wait_stream(self, stream: Stream) -> None:
+        """What is issued next comes after what was issued to another stream so far."""
+        self.after(stream.reached)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event of what was issued so far."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Whether its work is over."""
+        return True
+
+    def synchronize(self) -> None:
+        """The host waits: what it issues next, to any stream, comes later. Of streams the current one waits."""
+        Stream.current.wait_stream(self)
+
+
+def start() -> None:
+    """The default stream, and nothing issued."""
+    Stream.made = 0
+    Stream.default = Stream.current = Stream()
+
+
+@contextmanager
+def on(stream: Stream | None) -> Iterator[None]:
+    """`torch.cuda.stream`: what is issued in the context goes to the stream."""
+    before = Stream.current
+    Stream.current = stream or before
+    try:
+        yield
+    finally:
+        Stream.current = before
+
+
+start()

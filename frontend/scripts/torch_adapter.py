@@ -1,0 +1,174 @@
+"""Scripts of plain PyTorch: DDP, FSDP, DTensor, pipelines; and what other frameworks' adapters begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_map_only
+
+from echograph.frontend.scripts import device
+from echograph.frontend.scripts.adapter import Adapter, patched
+from echograph.frontend.scripts.recorder import ScriptRecorder
+from echograph.frontend.scripts.world import World
+
+
+class TorchAdapter(Adapter):
+    """PyTorch itself."""
+
+    name: ClassVar[str] = "torch"
+    packages: ClassVar[Mapping[str, str]] = {"torch": "torch"}
+    tested: ClassVar[Mapping[str, tuple[str, str]]] = {"torch": ("2.13", "2.14")}
+
+    def __init__(self) -> None:
+        self._meshes: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
+
+    @contextmanager
+    def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
+        """A GPU, data loaders in this process, wrappers that take fake tensors; checkpoints are not written."""
+        from torch.distributed import device_mesh
+        from torch.distributed.tensor import _sharding_prop
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.utils.data import DataLoader, dataloader
+
+        self._meshes.clear()
+        with ExitStack() as stack:
+            enter = stack.enter_context
+            enter(device.present(world))
+            enter(patched(torch, "save", lambda _: _not_saved(recorder)))
+            enter(patched(torch, "compile", lambda _: _not_compiled(recorder)))
+            enter(patched(torch.multiprocessing, "spawn", lambda _: _spawn(world)))
+            enter(patched(DataLoader, "__init__", _in_this_process))
+            enter(patched(dataloader._BaseDataLoaderIter, "__init__", lambda f: _quietly(recorder, _really(f))))
+            enter(patched(dataloader._BaseDataLoaderIter, "__next__", lambda f: _quietly(recorder, f)))
+            enter(patched(dataloader._BaseDataLoaderIter, "_next_index", _really))
+            enter(patched(device_mesh.DeviceMesh, "__init__", self._mesh))
+            for owner in (device_mesh, torch.distributed):
+                if hasattr(owner, "init_device_mesh"):
+                    enter(patched(owner, "init_device_mesh", _cpu_mesh))
+            propagator = _sharding_prop.ShardingPropagator
+            enter(patched(propagator, "_propagate_tensor_meta_non_cached", lambda f: _quietly(recorder, f)))
+            enter(patched(DistributedDataParallel, "__init__", _replicate))
+            enter(patched(torch.distributed.Reducer, "_rebuild_buckets", _really))
+            yield
+
+    def axes(self, world: World) -> Mapping[str, int] | None:
+        """Of the mesh of all ranks that the script made last, if its dimensions have names."""
+        for names, sizes in reversed(self._meshes):
+            whole = 1
+            for size in sizes:
+                whole *= size
+            if whole == world.size and len(names) == len(sizes):
+                return dict(zip(names, sizes, strict=True))
+        return None
+
+    def _mesh(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+            with unset_fake_temporarily():
+                original(mesh, "cpu" if device.is_gpu(device_type) else device_type, *args, **kwargs)
+            names = tuple(mesh.mesh_dim_names or ())
+            self._meshes.append((names, tuple(mesh.mesh.shape)))
+
+        return init
+
+
+def _cpu_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return original("cpu" if device.is_gpu(device_type) else device_type, *args, **kwargs)
+
+    return make
+
+
+def _not_saved(recorder: ScriptRecorder) -> Callable[..., None]:
+    def save(*_: Any, **__: Any) -> None:
+        recorder.note("torch.save writes nothing: there are no values to save")
+
+    return save
+
+
+def _not_compiled(recorder: ScriptRecorder) -> Callable[..., Any]:
+    def compile(model: Any = None, *_: Any, **__: Any) -> Any:
+        recorder.note("torch.compile is left out: the operators are those of the eager model")
+        return (lambda function: function) if model is None else model
+
+    return compile
+
+
+def _spawn(world: World) -> Callable[..., None]:
+    def spawn(fn: Callable[..., None], args: tuple[Any, ...] = (), *_: Any, **__: Any) -> None:
+        fn(world.local_rank, *args)
+
+    return spawn
+
+
+def _in_this_process(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(loader: Any, *args: Any, **kwargs: Any) -> None:
+        args = args[:5]  # dataset, batch size, shuffle, sampler, batch sampler; then comes the number of workers
+        for name in ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory", "timeout"):
+            kwargs.pop(name, None)
+        original(loader, *args, **kwargs)
+
+    return init
+
+
+def _really(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs with values: what shuffles needs them."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _quietly(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs what is no work of the device."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with recorder.pausing():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _replicate(original: Callable[..., Any]) -> Callable[..., Any]:
+    """DDP on fake tensors.
+
+    Ranks need not agree on what they have alike. Its C++ reducer cannot take a fake collective's future, so a hook
+    in Python all-reduces each bucket when it is full, as the reducer does.
+    """
+
+    def init(ddp: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs |= dict(zip(("device_ids", "output_device", "dim", "broadcast_buffers", "init_sync"), args, strict=False))
+        kwargs |= {"device_ids": None, "output_device": None, "init_sync": False}
+        with unset_fake_temporarily():
+            original(ddp, module, **kwargs)
+        ddp.register_comm_hook(None, _all_reduce_hook(ddp.process_group))
+
+    return init
+
+
+def _all_reduce_hook(group: Any) -> Callable[..., Any]:
+    import torch.distributed as dist
+
+    def reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        del state
+        buffer = bucket.buffer()
+        buffer.div_(group.size())
+        dist.all_reduce(buffer, group=group, async_op=True)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+    return reduce
+
+
+def as_fake(value: Any, mode: Any) -> Any:
+    """The tensors of a value as fake ones."""
+    return tree_map_only(Tensor, mode.from_tensor, value)

@@ -1,0 +1,150 @@
+"""A world of ranks that is not there: the environment of a launcher, and process groups that answer at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from echograph.errors import CaptureError, UsageError
+from echograph.frontend.scripts.adapter import patched
+
+MAX_SIZE = 1 << 17
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """One rank of a job, as a launcher (`torchrun`) places it.
+
+    Attributes:
+        rank: which one the script runs as.
+        size: ranks of the job.
+        local_size: ranks of a machine.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_size: int = 8
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= MAX_SIZE or not 0 <= self.rank < self.size or self.local_size < 1:
+            raise UsageError(
+                f"rank {self.rank} of {self.size}, {self.local_size} a machine: give 1 to {MAX_SIZE:,} ranks, at "
+                "least one a machine"
+            )
+
+    @property
+    def local_rank(self) -> int:
+        """Number of the rank on its machine."""
+        return self.rank % self.local_size
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What `torchrun` tells a process by its environment."""
+        on_machine = min(self.local_size, self.size)
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(on_machine),
+            "GROUP_RANK": str(self.rank // self.local_size),
+            "GROUP_WORLD_SIZE": str(-(-self.size // self.local_size)),
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+            "TORCHELASTIC_RUN_ID": "echograph",
+        }
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """In the context, this process is the rank; groups that were made in it are gone after it."""
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d
+
+        before = dict(os.environ)
+        os.environ.update(self.environment)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(patched(distributed_c10d, "rendezvous", self._rendezvous))
+                stack.enter_context(patched(distributed_c10d, "_new_process_group_helper", _fake_group))
+                for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"):
+                    for owner in (distributed_c10d, dist):
+                        stack.enter_context(patched(owner, name, lambda _, name=name: _OBJECTS[name]))
+                stack.enter_context(patched(distributed_c10d, "_store_based_barrier", lambda _: _nothing))
+                stack.enter_context(patched(distributed_c10d, "monitored_barrier", lambda _: _nothing))
+                stack.enter_context(patched(dist, "monitored_barrier", lambda _: _nothing))
+                yield
+        finally:
+            if dist.is_initialized():
+                _destroy()
+            os.environ.clear()
+            os.environ.update(before)
+
+    def _rendezvous(self, original: Any) -> Any:
+        del original
+
+        def rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            if world_size not in (-1, self.size) or rank not in (-1, self.rank):
+                raise CaptureError(
+                    f"the script starts its process group as rank {rank} of {world_size}, and is run as rank "
+                    f"{self.rank} of {self.size}: give --world-size {max(1, world_size)}"
+                )
+            yield FakeStore(), self.rank, self.size
+
+        return rendezvous
+
+
+def _fake_group(original: Any) -> Any:
+    """Makes every process group one of the backend "fake", whose operations end at once."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.distributed import distributed_c10d
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def make(size: int, rank: int, ranks: Any, backend: Any, store: Any, name: Any, **named: Any) -> Any:
+        del backend, store
+        named |= {"backend_options": None, "device_id": None}
+        fake = distributed_c10d.Backend("fake")
+        with unset_fake_temporarily():
+            return original(size, rank, ranks, fake, FakeStore(), name, **named)
+
+    return make
+
+
+def _destroy() -> None:
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        dist.destroy_process_group()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """There is nobody to wait for."""
+
+
+def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *_: Any, **__: Any) -> None:
+    if object_gather_list is not None:
+        object_gather_list[:] = [obj] * len(object_gather_list)
+
+
+def _scatter_object_list(output: list[Any], inputs: list[Any] | None = None, *_: Any, **__: Any) -> None:
+    if inputs:
+        output[0] = inputs[0]
+
+
+# Ranks are taken to have the same objects: these tell settings to each other, before training.
+_OBJECTS: dict[str, Any] = {
+    "all_gather_object": _all_gather_object,
+    "gather_object": _gather_object,
+    "broadcast_object_list": _nothing,
+    "scatter_object_list": _scatter_object_list,
+}

@@ -1,0 +1,181 @@
+"""Dependency graphs: what runs after what, how long each node takes, and the longest path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from echograph.errors import DataError, MissingExtraError
+from echograph.profiler.byteprofile.layout import read_text
+from echograph.profiler.byteprofile.names import UPDATES, category_of
+from echograph.units import PS_PER_US
+
+SHARED = -1
+"""The GPU of a node that belongs to none."""
+
+
+class Node(NamedTuple):
+    """What runs.
+
+    Attributes:
+        name: its name in results.
+        duration: picoseconds.
+        gpu: number of the GPU in the job, or `SHARED`.
+        category: FW, BW, Comm, ...
+    """
+
+    name: str
+    duration: int
+    gpu: int
+    category: str
+
+
+class LongestPath(NamedTuple):
+    """A longest path.
+
+    Attributes:
+        nodes: in order.
+        length: picoseconds of all of them, the last included.
+    """
+
+    nodes: tuple[Node, ...]
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dag:
+    """Nodes, and which of them each waits for.
+
+    Attributes:
+        nodes: by name.
+        waits: the names that a node waits for, for each that waits for any.
+    """
+
+    nodes: dict[str, Node]
+    waits: dict[str, frozenset[str]]
+
+    def order(self) -> list[str]:
+        """Names, each after all it waits for.
+
+        Raises:
+            DataError: they wait for each other in a circle.
+        """
+        sorter = TopologicalSorter({name: sorted(self.waits.get(name, ())) for name in self.nodes})
+        try:
+            return list(sorter.static_order())
+        except CycleError as error:
+            circle = " -> ".join(map(str, error.args[1][:5]))
+            raise DataError(f"the dependencies run in a circle: {circle}: nothing can be first") from None
+
+    def edges(self) -> Iterator[tuple[str, str]]:
+        """Each dependency: what is waited for, what waits."""
+        for name in self.nodes:
+            yield from ((before, name) for before in sorted(self.waits.get(name, ())))
+
+    def longest_path(self) -> LongestPath:
+        """The chain of dependencies that takes longest, from the first start to the last end.
+
+        Raises:
+            DataError: they wait for each other in a circle.
+        """
+        ends: dict[str, int] = {}
+        via: dict[str, str | None] = {}
+        for name in self.order():
+            before = max(self.waits.get(name, ()), key=lambda other: (ends[other], other), default=None)
+            via[name] = before
+            ends[name] = self.nodes[name].duration + (ends[before] if before is not None else 0)
+        last = max(ends, key=lambda name: (ends[name], name), default=None)
+        length = ends[last] if last is not None else 0
+        found = []
+        while last is not None:
+            found.append(self.nodes[last])
+            last = via[last]
+        return LongestPath(tuple(reversed(found)), length)
+
+
+class Drawing:
+    """Grows a `Dag`."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.waits: dict[str, set[str]] = {}
+
+    def node(self, node: Node) -> str:
+        """Adds a node, if its name is new; its name."""
+        self.nodes.setdefault(node.name, node)
+        return node.name
+
+    def edge(self, before: str, after: str) -> None:
+        """Makes one node wait for another."""
+        if before != after:
+            self.waits.setdefault(after, set()).add(before)
+
+    def add(self, dag: Dag) -> None:
+        """Adds all of another graph."""
+        self.nodes |= dag.nodes
+        for after, befores in dag.waits.items():
+            self.waits.setdefault(after, set()).update(befores)
+
+    def dag(self) -> Dag:
+        """What has grown."""
+        return Dag(self.nodes, {name: frozenset(befores) for name, befores in self.waits.items()})
+
+
+def composed(dags: Iterable[Dag]) -> Dag:
+    """Several graphs as one; nodes of one name are one node."""
+    drawing = Drawing()
+    for dag in dags:
+        drawing.add(dag)
+    return drawing.dag()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """A dependency graph as a file has it.
+
+    Attributes:
+        nodes: names, with the picoseconds that the file says they take (attribute `avg`, microseconds), or None.
+        edges: what is waited for, what waits; without those from the update to the next step, which close circles.
+    """
+
+    nodes: dict[str, int | None]
+    edges: tuple[tuple[str, str], ...]
+
+
+def read_dag(path: Path) -> Recorded:
+    """Reads a `dag.gml`.
+
+    Raises:
+        MissingExtraError: networkx is not installed.
+        InputError: the file cannot be read.
+        DataError: it is no GML, or no dependency graph.
+    """
+    text = read_text(path)
+    if find_spec("networkx") is None:
+        raise MissingExtraError("networkx", "report", "a dependency graph in GML")
+    import networkx
+
+    try:
+        network = networkx.parse_gml(text.splitlines())
+    except (networkx.NetworkXError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path}: is no GML ({' '.join(str(error).split())[:80]})") from None
+    if not network.is_directed():
+        raise DataError(f"{path}: the graph is not directed ('directed 1' is missing): nothing says what waits")
+    nodes: dict[str, int | None] = {}
+    for name, found in network.nodes(data=True):
+        average = found.get("avg")
+        nodes[str(name)] = None
+        if isinstance(average, int | float) and 0 <= average < float("inf"):
+            nodes[str(name)] = round(average * PS_PER_US)
+    if not any(category_of(name) for name in nodes):
+        raise DataError(f"{path}: is no dependency graph of a step: no node is called FW., BW., Comm. or STEP")
+    edges = [(str(before), str(after)) for before, after in network.edges() if not _next_step(before, after)]
+    return Recorded(nodes, tuple(dict.fromkeys(edges)))
+
+
+def _next_step(before: object, after: object) -> bool:
+    return category_of(str(before)) in UPDATES and category_of(str(after)) in ("FW", "I/O", "BW")

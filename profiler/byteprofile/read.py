@@ -1,0 +1,154 @@
+"""Trace files of ByteProfile and dPRO, one event at a time."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from echograph.errors import DataError
+from echograph.profiler.byteprofile.events import Events, Growing
+from echograph.profiler.byteprofile.names import COMMUNICATION, PARTS, Label, parse
+from echograph.profiler.traces.events import EventStream
+
+Event = dict[str, Any]
+# What torch.profiler, and our own exporter, say before the events.
+_KINETO = frozenset({"schemaVersion", "deviceProperties", "distributedInfo", "processRanks", "traceName"})
+# dPRO's timelines name the process, and the event only by its part.
+_HOROVOD = re.compile(r"horovod\w*\.(.+)")
+_LINK = re.compile(r"(worker|server)_(\d+)\s*->\s*(worker|server)_(\d+)$")
+_SERVER = re.compile(r"server_\d+$")
+
+
+def is_kineto(path: Path) -> bool:
+    """Whether a trace is PyTorch's or a simulated timeline, by what stands before its events.
+
+    Raises:
+        InputError: the file cannot be read, or is no trace.
+    """
+    return not _KINETO.isdisjoint(EventStream(path).head())
+
+
+def complete_events(path: Path, notes: list[str]) -> Iterator[Event]:
+    """The complete events of a file; pairs of begin and end are made one where they end.
+
+    An end is that of the last begin of its process, thread and name (where it has one) that is still open.
+
+    Args:
+        path: a Chrome trace, gzipped or not.
+        notes: what is left out is added here, one line each.
+
+    Raises:
+        InputError: the file cannot be read.
+        DataError: it is no trace, or broken.
+    """
+    stream = EventStream(path, dict)
+    processes: dict[Any, str] = {}
+    open_: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
+    unmatched = without_time = 0
+    for event in (event for batch in stream for event in batch):
+        phase = event.get("ph")
+        if phase == "M" and event.get("name") == "process_name":
+            processes[_plain(event.get("pid"))] = str(_arguments(event).get("name", ""))
+        if phase not in ("X", "B", "b", "E", "e"):
+            continue
+        if event.get("ts") is None or (phase == "X" and event.get("dur") is None):
+            without_time += 1
+            continue
+        thread = _plain(event.get("pid")), _plain(event.get("tid"))
+        if phase in ("B", "b"):
+            open_[thread].append(event)
+            continue
+        if phase in ("E", "e"):
+            begin = _opened(open_[thread], event.get("name"))
+            if begin is None:
+                unmatched += 1
+                continue
+            _check(path, begin | {"dur": 0})
+            _check(path, event | {"dur": 0})
+            arguments = _arguments(begin) | _arguments(event)
+            event = begin | {"ph": "X", "dur": event["ts"] - begin["ts"], "args": arguments}
+        _check(path, event)
+        yield named(event, processes.get(thread[0], ""))
+    left = sum(map(len, open_.values()))
+    notes += stream.notes
+    notes += [f"{path}: {left} events begin and do not end: they are left out"] * bool(left)
+    notes += [f"{path}: {unmatched} events end and did not begin: they are left out"] * bool(unmatched)
+    notes += [f"{path}: {without_time} events have no time: they are left out"] * bool(without_time)
+
+
+def _opened(begun: list[Event], name: Any) -> Event | None:
+    for place in range(len(begun) - 1, -1, -1):
+        if name in (None, "", begun[place].get("name")):
+            return begun.pop(place)
+    return None
+
+
+def _check(path: Path, event: Event) -> None:
+    times = event["ts"], event["dur"]
+    numbers = all(isinstance(time, int | float) and math.isfinite(time) for time in times)
+    if not numbers or event["dur"] < 0:
+        name = str(event.get("name"))[:60]
+        raise DataError(f"{path}: event '{name}': ts {times[0]!r} and dur {times[1]!r} are no times in us")
+
+
+def _arguments(event: Event) -> dict[str, Any]:
+    arguments = event.get("args")
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _plain(place: Any) -> Any:
+    """A process or thread as a dictionary can hold it."""
+    return place if isinstance(place, str | int) else str(place)
+
+
+def named(event: Event, process: str) -> Event:
+    """An event of dPRO's timelines by the name that it has elsewhere: `host->Comm.tensor.PART~>partition`.
+
+    Horovod names the process after the tensor and the event after the part; of BytePS' messages the process is
+    "worker_0 -> server_1", of its servers "server_0", and the event "tensor~PART2.PUSH".
+    """
+    name = str(event.get("name", ""))
+    if process == "Sync":
+        return event | {"name": f"{COMMUNICATION}.{name}.Sync", "cat": COMMUNICATION}
+    if (found := _HOROVOD.match(process)) and name in PARTS:
+        return event | {"name": f"{COMMUNICATION}.{found[1]}.{name}", "cat": COMMUNICATION}
+    link = _LINK.match(process)
+    if link is None and not _SERVER.match(process):
+        return event
+    tensor, _, part = name.rpartition(".")
+    tensor, _, partition = tensor.partition("~")
+    whose = process
+    if link is not None:
+        whose = f"worker_{link[2] if link[1] == 'worker' else link[4]}"
+        # A request to push carries the gradient to the server, a response to pull the sum back.
+        part = f"{part}_{'REQ' if link[1] == 'worker' else 'RES'}"
+    named_ = f"{COMMUNICATION}.{tensor.removeprefix(COMMUNICATION + '.')}.{part}"
+    return event | {"name": f"{whose}->{named_}~>{partition}".removesuffix("~>"), "cat": COMMUNICATION}
+
+
+def label_of(event: Event) -> Label:
+    """What an event is of."""
+    return parse(str(event.get("name", "")), str(event.get("cat") or ""), str(event.get("tid", "")))
+
+
+def read_events(path: Path) -> Events:
+    """The events of one trace file.
+
+    Raises:
+        InputError: the file cannot be read.
+        DataError: it is no trace, or broken.
+    """
+    notes: list[str] = []
+    return columns_of(path, complete_events(path, notes), notes)
+
+
+def columns_of(path: Path, found: Iterable[Event], notes: list[str]) -> Events:
+    """Events as columns."""
+    growing = Growing(path)
+    for event in found:
+        growing.add(label_of(event), event["ts"], event["dur"])
+    return growing.events(notes)

@@ -1,0 +1,219 @@
+"""Charts as inline SVG that stays readable on any width: places are shares of it, text has its own size.
+
+Numbers go in as they are; where a unit is given it is said, nothing is converted. Colours are those of the page's
+style: series i has colour i (`page.css`), 8 is the colour of what is left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from echograph.profiler.page.frame import key, measure
+
+Floats = npt.NDArray[np.float64]
+
+COLOURS = 8
+_ROW, _BAR, _TEXT = 34, 10, 12
+_HEIGHT, _POINTS, _BINS = 150, 600, 30
+_LABEL, _LONGEST = 160, 400
+
+
+def bars(
+    rows: Sequence[tuple[str, Sequence[float]]], series: Sequence[str], unit: str = "", colours: Sequence[int] = ()
+) -> str:
+    """A bar for each row, made of its parts; negative ones to the left, where there is one series.
+
+    Args:
+        rows: label and one value a series.
+        series: names of the parts.
+        unit: of the values.
+        colours: of the series.
+    """
+    chosen = list(colours) or [i % COLOURS for i in range(len(series))]
+    sums = [sum(values) for _, values in rows]
+    low, high = min(0.0, *sums, 0.0), max(100.0 if unit == "%" else 0.0, *sums, 0.0)
+    scale = 100 / ((high - low) or 1.0)
+    parts = []
+    for place, (label, values) in enumerate(rows):
+        y, at = place * _ROW, -low * scale
+        shown = measure(sum(values), unit)
+        parts.append(_label(label, y))
+        parts.append(f'<text class="muted" x="100%" y="{y + _TEXT}" text-anchor="end">{escape(shown)}</text>')
+        parts.append(f'<rect class="empty" x="0" y="{y + 18}" width="100%" height="{_BAR}"/>')
+        for name, colour, value in zip(series, chosen, values, strict=True):
+            wide = abs(value) * scale
+            start = at - wide if value < 0 else at
+            at += wide if value >= 0 else 0
+            if wide:
+                told = escape(f"{label}: {name} {measure(value, unit)}")
+                parts.append(
+                    f'<rect class="f{colour}" x="{start:.3f}%" y="{y + 18}" width="{wide:.3f}%" '
+                    f'height="{_BAR}"><title>{told}</title></rect>'
+                )
+    legend = key(series, chosen) if len(series) > 1 else ""
+    return legend + _svg(len(rows) * _ROW, parts)
+
+
+def lines(series: Mapping[str, tuple[Floats, Floats]], x_unit: str, y_unit: str) -> str:
+    """Values that hold until the next one, over time; of many in one place the largest is drawn.
+
+    Args:
+        series: name to places, ascending, and the values from there on.
+        x_unit: of the places.
+        y_unit: of the values.
+    """
+    drawn = {name: points for name, points in series.items() if len(points[0])}
+    if not drawn:
+        return ""
+    first = min(float(x[0]) for x, _ in drawn.values())
+    last = max(float(x[-1]) for x, _ in drawn.values())
+    low = min(0.0, *(float(y.min()) for _, y in drawn.values()))
+    high = max(float(y.max()) for _, y in drawn.values())
+    inner = []
+    for colour, (x, y) in enumerate(drawn.values()):
+        at, peak = _envelope(x, y, first, last)
+        down = (1 - (peak - low) / ((high - low) or 1.0)) * _HEIGHT
+        points = " ".join(f"{a:.4g},{b:.4g}" for a, b in zip(at * _POINTS, down, strict=True))
+        inner.append(
+            f'<polyline class="f{colour % COLOURS}" style="fill:none" vector-effect="non-scaling-stroke" '
+            f'points="{points}"/>'
+        )
+    parts = [
+        f'<svg y="{_TEXT}" height="{_HEIGHT}" viewBox="0 0 {_POINTS} {_HEIGHT}" preserveAspectRatio="none">'
+        f"{''.join(inner)}</svg>",
+        _grid(low, high, y_unit),
+        *_ends(first, last, x_unit),
+    ]
+    return (key(list(drawn)) if len(drawn) > 1 else "") + _svg(_HEIGHT + 36, parts)
+
+
+def histogram(values: Floats, unit: str) -> str:
+    """How often values occur, in bins of equal ratio (or of equal width, where they span less than tenfold).
+
+    Args:
+        values: those that are not finite are left out; zeros have a bin of their own, as the first.
+        unit: of the values.
+    """
+    known = values[np.isfinite(values)]
+    above = known[known > 0]
+    if not len(above):
+        return bars([("0", [float(len(known))])], ["count"]) if len(known) else ""
+    low, high = float(above.min()), float(above.max())
+    ratio = high / low >= 10
+    edges = np.geomspace(low, high, _BINS + 1) if ratio else np.linspace(low, high or 1.0, _BINS + 1)
+    edges[0], edges[-1] = low, high
+    if low == high:
+        edges = np.array([low, low])
+        count = np.array([len(above)])
+    else:
+        count = np.histogram(above, edges)[0]
+    zeros = int((known <= 0).sum())
+    bins = [(float(a), float(b), int(n)) for a, b, n in zip(edges, edges[1:], count, strict=False)]
+    if zeros:
+        bins.insert(0, (0.0, 0.0, zeros))
+    most, wide = max(n for *_, n in bins), 100 / len(bins)
+    parts = []
+    for place, (start, end, found) in enumerate(bins):
+        tall = _HEIGHT * found / most
+        told = f"{measure(start, unit)} to {measure(end, unit)}: {found:,}"
+        parts.append(
+            f'<rect class="f0" x="{place * wide + 0.1 * wide:.3f}%" y="{_TEXT + _HEIGHT - tall:.1f}" '
+            f'width="{0.8 * wide:.3f}%" height="{tall:.1f}"><title>{escape(told)}</title></rect>'
+        )
+    parts += [_grid(0.0, float(most), ""), *_ends(0.0 if zeros else low, high, unit)]
+    said = f'<p class="note">{len(known):,} values{", bins of equal ratio" if ratio else ""}.</p>'
+    return said + _svg(_HEIGHT + 36, parts)
+
+
+def ranges(rows: Sequence[tuple[str, Sequence[float]]], unit: str) -> str:
+    """For each row where its values lie: a line from the least to the largest, a box around the middle half.
+
+    The scale is logarithmic where all values are above 0 and span a hundredfold or more.
+
+    Args:
+        rows: label and five values: least, quartiles, largest.
+        unit: of the values.
+    """
+    known = np.array([values for _, values in rows if np.isfinite(values).all()])
+    if not known.size:
+        return ""
+    ratio = bool(known.min() > 0 and known.max() >= 100 * known.min())
+    low, high = float(known.min() if ratio else min(0.0, known.min())), float(known.max())
+
+    def place(value: float) -> float:
+        share = np.log(value / low) / np.log(high / low) if ratio else (value - low) / ((high - low) or 1.0)
+        return float(98 * share)
+
+    parts: list[str] = []
+    drawn = [(label, values) for label, values in rows if np.isfinite(values).all()]
+    for at, (label, values) in enumerate(drawn):
+        y = at * _ROW
+        least, first, middle, third, most = map(place, values)
+        said = measure(values[2], unit)
+        told = escape(f"{label}: " + ", ".join(measure(value, unit) for value in values))
+        parts.append(_label(label, y))
+        parts.append(f'<text class="muted" x="100%" y="{y + _TEXT}" text-anchor="end">{escape(said)}</text>')
+        parts.append(f'<rect class="empty" x="0" y="{y + 18}" width="100%" height="{_BAR}"/>')
+        for x, wide, tall, colour in (
+            (least, most - least, 2, 8),
+            (first, third - first, _BAR, 0),
+            (middle, 0.0, _BAR, 1),
+        ):
+            parts.append(
+                f'<rect class="f{colour}" x="{x:.3f}%" y="{y + 18 + (_BAR - tall) / 2}" '
+                f'width="{max(wide, 0.3):.3f}%" height="{tall}"><title>{told}</title></rect>'
+            )
+    foot = len(drawn) * _ROW
+    parts += _ends(low, high, unit, foot + _TEXT)
+    scale = ", logarithmic" if ratio else ""
+    return f'<p class="note">Least to largest, the middle half, the median{scale}.</p>' + _svg(foot + 20, parts)
+
+
+def _envelope(x: Floats, y: Floats, first: float, last: float) -> tuple[Floats, Floats]:
+    """Steps as points of a line: places from 0 to 1 and values; at most some `_POINTS` columns, each its peak."""
+    share = (x - first) / ((last - first) or 1.0)
+    if len(x) <= _POINTS:
+        at = np.append(np.repeat(share, 2)[1:], 1.0)
+        return at, np.repeat(y, 2)
+    column = np.minimum((share * _POINTS).astype(np.int64), _POINTS - 1)
+    peak = np.full(_POINTS, -np.inf)
+    np.maximum.at(peak, column, y)
+    # What held when a column began belongs to it too.
+    before = np.searchsorted(column, np.arange(_POINTS), "left") - 1
+    held = np.where(before >= 0, y[np.maximum(before, 0)], 0.0)
+    return (np.arange(_POINTS) + 0.5) / _POINTS, np.maximum(peak, held)
+
+
+def _grid(low: float, high: float, unit: str) -> str:
+    """Lines at the least, the middle and the largest value, with these."""
+    drawn = []
+    for share in (0.0, 0.5, 1.0):
+        y = _TEXT + _HEIGHT * (1 - share)
+        shown = escape(measure(low + share * (high - low), unit))
+        drawn.append(f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
+        drawn.append(f'<text class="muted halo" x="0" y="{y - 3:.1f}">{shown}</text>')
+    return "".join(drawn)
+
+
+def _ends(first: float, last: float, unit: str, y: float = _HEIGHT + 30) -> list[str]:
+    """What stands at both ends of the horizontal axis."""
+    left, right = (escape(measure(value, unit)) for value in (first, last))
+    return [
+        f'<text class="muted" x="0" y="{y}">{left}</text>',
+        f'<text class="muted" x="100%" y="{y}" text-anchor="end">{right}</text>',
+    ]
+
+
+def _svg(height: int, parts: Sequence[Any]) -> str:
+    return f'<svg role="img" height="{height}">{"".join(parts)}</svg>'
+
+
+def _label(label: str, y: float) -> str:
+    """A label cut to what stands free on the page; the whole of it when it is pointed at."""
+    told = f"<title>{escape(label[:_LONGEST])}</title>"
+    return f'<svg y="{y}" width="74%" height="17"><text y="{_TEXT}">{escape(label[:_LABEL])}{told}</text></svg>'

@@ -1,0 +1,109 @@
+"""What all pages share: the document around a page, its style, and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from echograph.profiler.analyses.table import Table
+from echograph.units import PS_PER_US, format_time
+
+ROWS = 40
+_LONGEST = 160
+
+
+def document(title: str, parts: Iterable[str], scripts: Sequence[str] = ()) -> str:
+    """A page, whole.
+
+    Args:
+        title: as text.
+        parts: of its body, as HTML; empty ones are left out.
+        scripts: JavaScript, run when the body is there.
+    """
+    style = Path(__file__).with_name("page.css").read_text()
+    body = "\n".join(filter(None, parts))
+    code = "".join(f"<script>{script}</script>\n" for script in scripts)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>\n{style}</style></head>\n'
+        f"<body>\n{body}\n{code}</body></html>\n"
+    )
+
+
+def notes(lines: Iterable[str], title: str = "To look at") -> str:
+    """Lines that a reader must not miss; nothing where there are none."""
+    items = "".join(f"<li>{escape(line)}</li>" for line in dict.fromkeys(lines))
+    return f'<h2>{escape(title)}</h2><ul class="alarm">{items}</ul>' if items else ""
+
+
+def key(names: Sequence[str], colours: Sequence[int] = ()) -> str:
+    """What the colours of a chart mean.
+
+    Args:
+        names: of the series.
+        colours: of each, 0 to 8; counted from 0 where it does not say.
+    """
+    shown = zip(names, colours or range(len(names)), strict=False)
+    return (
+        '<div class="key">' + "".join(f'<span><i class="b{c}"></i>{escape(n)}</span>' for n, c in shown) + "</div>"
+    )
+
+
+def table(content: Table, limit: int = ROWS) -> str:
+    """A table's first rows, numbers to the right; and how many more there are.
+
+    Args:
+        content: what to show.
+        limit: how many rows.
+    """
+    rows = list(islice(content.rows(), limit))
+    texts = [any(isinstance(row[at], str) for row in rows) for at in range(len(content.columns))]
+    head = "".join(f"<th{_kind(text)}>{escape(t)}</th>" for t, text in zip(content.columns, texts, strict=True))
+    lines = (
+        "".join(f"<td{_kind(text)}>{cell(v)}</td>" for v, text in zip(row, texts, strict=True)) for row in rows
+    )
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    more = len(content) - len(rows)
+    said = f'<p class="note">... and {more:,} rows more: ask for them with --csv or --json.</p>' if more else ""
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>{said}'
+
+
+def folded(title: str, content: str) -> str:
+    """Content that a click shows."""
+    return f"<details><summary>{escape(title)}</summary>{content}</details>"
+
+
+def cell(value: Any) -> str:
+    """A value of a table, as HTML: at most four digits behind the point, long names cut."""
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return number(value)
+    if isinstance(value, str) and len(value) > _LONGEST:
+        return escape(value[: _LONGEST - 1]) + "…"
+    return escape(f"{value:,}" if type(value) is int and abs(value) >= 10**5 else str(value))
+
+
+def number(value: float) -> str:
+    """A number that people read: whole from a hundred thousand up, else at most four digits after the point."""
+    if abs(value) >= 1e5:
+        return f"{value:,.0f}"
+    shown = f"{value:,.4f}" if abs(value) < 10 else f"{value:,.2f}"
+    return shown.rstrip("0").rstrip(".") or "0"
+
+
+def measure(value: float, unit: str) -> str:
+    """A number with its unit; microseconds in the largest unit of time that keeps them above one.
+
+    Args:
+        value: in that unit.
+        unit: empty for none.
+    """
+    return format_time(value * PS_PER_US) if unit == "us" else f"{number(value)} {unit}".rstrip()
+
+
+def _kind(text: bool) -> str:
+    return ' class="text"' if text else ""

@@ -1,0 +1,245 @@
+"""The whole picture of a job's traces on one page, and one analysis on one page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from echograph.errors import EchoError
+from echograph.profiler.analyses import ANALYSES
+from echograph.profiler.analyses.critical_edges import critical_graph
+from echograph.profiler.analyses.critical_graph import CriticalGraph
+from echograph.profiler.analyses.critical_path import TITLES, breakdown, path_rows
+from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.page.frame import document, folded, notes, table
+from echograph.profiler.page.plots import draw
+from echograph.profiler.page.timeline import MOST_RANKS, script, timeline
+from echograph.profiler.traces.trace import TraceSet
+from echograph.units import format_count, format_time
+
+Say = Callable[[str], None]
+
+_DRAWN, _DRAWN_ALONE, _ROWS_ALONE = 16, 60, 1000
+# More calls than this on one rank and its critical path is left to the command: it would take minutes.
+_MOST_EVENTS = 2_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page.
+
+    Attributes:
+        title: of the part.
+        text: what it shows.
+        analyses: whose tables and plots are in it; those that the project does not have are passed over.
+        options: of each analysis, where they are not its own.
+    """
+
+    title: str
+    text: str
+    analyses: tuple[str, ...]
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+SECTIONS = (
+    Section(
+        title="Where the devices' time goes",
+        text="From the first to the last work of each rank: something computes, something runs that no "
+        "computation hides, or nothing runs.",
+        analyses=("temporal-breakdown", "kernel-types"),
+    ),
+    Section(
+        title="Kernels",
+        text="What runs on the devices, the costliest first, and how long single launches take.",
+        analyses=("kernels", "kernel-durations"),
+    ),
+    Section(
+        title="Communication beside computation",
+        text="The share of each rank's communication during which it also computes.",
+        analyses=("overlap",),
+    ),
+    Section(
+        title="Idle streams",
+        text="Why a stream stands still before its next work: that was launched too late (host wait), the device "
+        "needs a moment between two (kernel wait), or it waits for something else.",
+        analyses=("idle", "idle-intervals"),
+    ),
+    Section(
+        title="Launches",
+        text="Calls that launch work, and the time from the end of a call to the start of its work.",
+        analyses=("launches", "launch-summary"),
+    ),
+    Section(
+        title="Queues",
+        text="How much launched work has not started: an empty queue is a device that waits for the host.",
+        analyses=("queue-length", "queue-length-summary", "queue-full"),
+    ),
+    Section(
+        title="Memory",
+        text="The bandwidth of copies and sets, and what the allocator holds where the profile says it.",
+        analyses=("memory-bandwidth", "memory-bandwidth-summary", "memory-timeline"),
+    ),
+    Section(
+        title="Critical path",
+        text="The longest chain of dependencies of each rank: what, made faster, would end the trace sooner. It "
+        "is the first lane of each rank in the timeline.",
+        analyses=("critical-path-summary", "critical-path"),
+    ),
+    Section(
+        title="Between ranks",
+        text="Which ranks others wait for, and what collectives wait.",
+        analyses=("stragglers", "collectives", "cross-rank-critical-path"),
+    ),
+    Section(title="Steps", text="The profiler's steps on the host.", analyses=("steps",)),
+    Section(
+        title="Host",
+        text="What takes the host's time itself, and what the user's annotations cover on it.",
+        analyses=("call-stacks", "annotations"),
+        options={"annotations": {"side": "host"}},
+    ),
+)
+
+
+def report(traces: TraceSet, title: str, say: Say = lambda _: None) -> str:
+    """A page with the timeline, all analyses with a plot each, and what is missing.
+
+    An analysis that cannot be made of these traces is a line among what is missing.
+
+    Args:
+        traces: the job's.
+        title: of the page.
+        say: told what is being analysed.
+
+    Returns:
+        HTML that loads nothing.
+    """
+    missing = list(traces.notes)
+    say("finding the critical path")
+    graphs = dict(_graphs(traces, missing))
+    answers: dict[str, Table] = {}
+    for section in SECTIONS:
+        for name in section.analyses:
+            if name in ANALYSES:
+                say(f"analysing {name}")
+                _answer(traces, name, section.options.get(name, {}), graphs, answers, missing)
+    say("drawing")
+    parts = [f"<h1>{escape(title)}</h1>", _tiles(traces, answers)]
+    parts.append(f"<h2>Timeline</h2>{timeline(traces, graphs)}" if _any_row(traces) else "")
+    parts += [_section(section, answers) for section in SECTIONS]
+    parts.append(notes(missing, "What is missing"))
+    return document(title, parts, [script()])
+
+
+def page_of(name: str, answer: Table, title: str) -> str:
+    """A page with one analysis: its plot and its table.
+
+    Args:
+        name: of the analysis.
+        answer: what it answered.
+        title: of the page.
+    """
+    empty = "" if len(answer) else '<p class="note">Nothing: the table has no rows.</p>'
+    parts = [f"<h1>{escape(title)}</h1>", empty, draw(name, answer, _DRAWN_ALONE), notes(answer.notes)]
+    if len(answer):
+        parts.append(f"<h2>{escape(name)}</h2>{table(answer, _ROWS_ALONE)}")
+    return document(title, parts)
+
+
+def _graphs(traces: TraceSet, missing: list[str]) -> Iterator[tuple[int, CriticalGraph]]:
+    for rank in list(traces)[:MOST_RANKS]:
+        trace = traces[rank]
+        if len(trace) > _MOST_EVENTS:
+            missing.append(f"rank {rank}: {len(trace):,} events are too many for a critical path on this page")
+            continue
+        try:
+            graph = critical_graph(trace)
+            graph.path()
+            yield rank, graph
+        except EchoError as error:
+            missing.append(f"critical path of rank {rank}: {error}")
+
+
+def _answer(
+    traces: TraceSet,
+    name: str,
+    options: Mapping[str, Any],
+    graphs: Mapping[int, CriticalGraph],
+    answers: dict[str, Table],
+    missing: list[str],
+) -> None:
+    """Adds one analysis' table, or why there is none."""
+    if name == "critical-path-summary":
+        rows = [(rank, *row) for rank, graph in graphs.items() for row in breakdown(graph)]
+        answers[name] = from_rows(("rank", "bound_by", "duration", "percentage"), rows)
+        return
+    if name == "critical-path":
+        paths = [row for rank, graph in graphs.items() for row in path_rows(rank, graph)]
+        answers[name] = from_rows(TITLES, sorted(paths, key=lambda row: -row[2]))
+        return
+    try:
+        answers[name] = ANALYSES[name](traces, **options)
+        missing += answers[name].notes
+    except EchoError as error:
+        missing.append(f"{name}: {error}")
+
+
+def _section(section: Section, answers: Mapping[str, Table]) -> str:
+    found = [(name, answers[name]) for name in section.analyses if name in answers and len(answers[name])]
+    if not found:
+        return ""
+    parts = []
+    for name, answer in found:
+        rows = folded(f"the table: {len(answer):,} row{'' if len(answer) == 1 else 's'}", table(answer))
+        parts.append(f"<div><h3>{escape(name)}</h3>{draw(name, answer, _DRAWN)}{rows}</div>")
+    return (
+        f'<h2>{escape(section.title)}</h2><p class="note">{escape(section.text)}</p>'
+        f'<div class="two">{"".join(parts)}</div>'
+    )
+
+
+def _tiles(traces: TraceSet, answers: Mapping[str, Table]) -> str:
+    """The few numbers that say most."""
+    rows = [trace for trace in traces.values() if len(trace)]
+    span = max((int(trace.end.max()) for trace in rows), default=0)
+    size = max(trace.world_size for trace in traces.values())
+    tiles = [(f"{len(traces)}" + (f" of {size}" if size > len(traces) else ""), "ranks traced")]
+    tiles += [(format_time(span), "traced"), (format_count(sum(map(len, rows))), "events")]
+    for name, column, said in (
+        ("temporal-breakdown", "compute_time_pctg", "of the devices' time computes"),
+        ("temporal-breakdown", "idle_time_pctg", "of the devices' time is idle"),
+        ("overlap", "comp_comm_overlap_pctg", "of communication is beside computation"),
+    ):
+        known = [row[column] for row in answers[name].records() if row[column] is not None]
+        if known:
+            tiles.append((f"{np.mean(known):.1f} %", f"{said}{', mean of the ranks' if len(known) > 1 else ''}"))
+    bounds = answers["critical-path-summary"].records()
+    if bounds:
+        total: dict[str, float] = {}
+        for row in bounds:
+            total[row["bound_by"]] = total.get(row["bound_by"], 0.0) + row["duration"]
+        most = max(total, key=total.__getitem__)
+        share = 100 * total[most] / max(sum(total.values()), 1e-9)
+        tiles.append((f"{share:.0f} %", f"of the critical path is {most.replace('_', ' ')}"))
+    devices = {str(d["name"]): None for t in rows for d in _devices(t.header) if "name" in d}
+    if devices:
+        tiles.append((", ".join(devices), "devices"))
+    return (
+        '<div class="tiles">'
+        + "".join(
+            f'<div class="tile"><b>{escape(value)}</b><span>{escape(said)}</span></div>' for value, said in tiles
+        )
+        + "</div>"
+    )
+
+
+def _devices(header: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found = header.get("deviceProperties")
+    return [device for device in found if isinstance(device, dict)] if isinstance(found, list) else []
+
+
+def _any_row(traces: TraceSet) -> bool:
+    return any(map(len, traces.values()))

@@ -1,0 +1,130 @@
+"""A recording on disk: what each rank's folder holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from echograph.errors import InputError
+from echograph.ir.files import write_whole
+
+FORMAT, VERSION = "echograph recording", (1, 0)
+TRACE, COMMS, METADATA = "trace.json.gz", "comms.jsonl", "metadata.json"
+MAX_BYTES = 64 << 20
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One step as the wall clock of its rank saw it.
+
+    Attributes:
+        number: how many steps had ended when it began.
+        seconds: from the end of the step before to its own; what the recorder itself did in between is left out.
+        state: "free" where nothing was recorded, "observed" in the step whose dependencies were looked at,
+            "recorded" in the window, "after" in the step behind it, which other ranks may begin later.
+    """
+
+    number: int
+    seconds: float
+    state: str
+
+
+class Metadata(msgspec.Struct, frozen=True, kw_only=True):
+    """`metadata.json`.
+
+    Attributes:
+        format: `FORMAT`.
+        version: major and minor; a reader refuses a newer major.
+        rank: global rank.
+        world_size: number of ranks.
+        local_rank: rank on its machine.
+        host: name of the machine.
+        pid: process.
+        command: of the process.
+        python: version.
+        torch: version.
+        backend: of the default process group, "" without one.
+        device: its name, "cpu" where there is no CUDA.
+        threads: that PyTorch's operators use on the host.
+        start_step: first step of the window.
+        end_step: the step before which it ends.
+        complete: whether the window was recorded to its end.
+        problems: what could not be recorded, a line each.
+        steps: all that ended so far.
+    """
+
+    format: str = FORMAT
+    version: tuple[int, int] = VERSION
+    rank: int
+    world_size: int
+    local_rank: int = 0
+    host: str = ""
+    pid: int = 0
+    command: list[str] = []
+    python: str = ""
+    torch: str = ""
+    backend: str = ""
+    device: str = ""
+    threads: int = 0
+    start_step: int
+    end_step: int
+    complete: bool = False
+    problems: list[str] = []
+    steps: list[Step] = []
+
+    def seconds(self, state: str) -> list[float]:
+        """Durations of the steps of one state."""
+        return [step.seconds for step in self.steps if step.state == state]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFolder:
+    """One rank's part of a recording.
+
+    Attributes:
+        path: the folder.
+        metadata: what it says of itself.
+    """
+
+    path: Path
+    metadata: Metadata
+
+
+def write_metadata(folder: Path, metadata: Metadata) -> None:
+    """Writes `metadata.json`.
+
+    Raises:
+        OutputError: the folder cannot be written to.
+    """
+    write_whole(folder / METADATA, [msgspec.json.format(msgspec.json.encode(metadata), indent=2), b"\n"])
+
+
+def read_recording(folder: Path) -> list[RankFolder]:
+    """The ranks of a recording, in order.
+
+    Args:
+        folder: that `echoprof record` wrote.
+
+    Raises:
+        InputError: there is no recording, or metadata that cannot be read.
+    """
+    files = sorted(folder.glob(f"*/{METADATA}")) if folder.is_dir() else []
+    ranks = [RankFolder(path=file.parent, metadata=_read(file)) for file in files]
+    if not ranks:
+        raise InputError(f"{folder}: no recording: give the folder in which 0/{METADATA} is")
+    return sorted(ranks, key=lambda rank: rank.metadata.rank)
+
+
+def _read(file: Path) -> Metadata:
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise InputError(f"{file}: larger than {MAX_BYTES >> 20} MiB: no metadata of a recording")
+        metadata = msgspec.json.decode(file.read_bytes(), type=Metadata)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: no metadata of a recording: {error}") from None
+    if metadata.format != FORMAT or metadata.version[0] > VERSION[0]:
+        raise InputError(f"{file}: of format '{metadata.format}' {metadata.version[0]}: this reads {FORMAT} 1")
+    return metadata

@@ -1,0 +1,80 @@
+"""PyTorch's profiler over a window of steps."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from echograph.profiler.record.window import Window
+
+
+class Profile:
+    """Warms up before the window and marks its steps, `ProfilerStep#N` with the window's numbers.
+
+    Args:
+        window: which steps.
+        file: where the trace goes.
+    """
+
+    def __init__(self, window: Window, file: Path) -> None:
+        self._window = window
+        self._file = file
+        self._profile: Any = None
+
+    def begin(self, step: int) -> None:
+        """Starts in the step before the window, or in its first.
+
+        Raises:
+            RuntimeError: another profiler is at work.
+        """
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, schedule=self._action, record_shapes=True)
+        self._profile.step_num = step
+        self._profile.current_action = self._action(step)
+        self._profile.start()
+
+    def step(self) -> None:
+        """The next step begins."""
+        if self._profile is not None:
+            self._profile.step()
+
+    def finish(self, rank: int, world: int) -> bool:
+        """Stops, and writes what was seen; false where there is nothing.
+
+        Args:
+            rank: of this process; the file says it where PyTorch does not.
+            world: number of ranks.
+        """
+        if self._profile is None:
+            return False
+        profile, self._profile = self._profile, None
+        recording = profile.current_action.name in ("RECORD", "RECORD_AND_SAVE")
+        if recording:
+            self._add_rank(profile, rank, world)
+        profile.stop()
+        if recording:
+            # Written whole or not at all.
+            scratch = self._file.with_name(f".{self._file.name}")
+            profile.export_chrome_trace(str(scratch))
+            scratch.replace(self._file)
+        return recording
+
+    def _add_rank(self, profile: Any, rank: int, world: int) -> None:
+        with suppress(RuntimeError):
+            if profile._get_distributed_info() is None:
+                profile.add_metadata_json("distributedInfo", json.dumps({"rank": rank, "world_size": world}))
+
+    def _action(self, step: int) -> Any:
+        from torch.profiler import ProfilerAction
+
+        if step < self._window.start:
+            return ProfilerAction.WARMUP
+        # Ended by hand, so that the last step's mark closes where the step does.
+        return ProfilerAction.RECORD

@@ -1,0 +1,303 @@
+"""`record`: two lines in a training script, or none, and a window of its steps stands in a folder."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from echograph.errors import EchoError, MissingExtraError, UsageError
+from echograph.profiler.record.folder import COMMS, TRACE, Metadata, Step, write_metadata
+from echograph.profiler.record.steps import StepEnds
+from echograph.profiler.record.window import Window, choose_window
+
+_recorder: Recorder | None = None
+
+
+def record(
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    start_step: int | None = None,
+    end_step: int | None = None,
+    enabled: bool = True,
+) -> Recorder:
+    """Records a window of the training steps that follow, on every rank that runs this line.
+
+    A step ends with the step of the optimizer; it is found, whatever framework calls it. Each rank writes a folder
+    of its own, `<folder>/<rank>`.
+
+    Args:
+        folder: where those go; what is not given comes from `ECHOGRAPH_RECORD_DIR`, `_START_STEP`, `_END_STEP`,
+            else from `BYTEPS_TRACE_DIR` and so on where `BYTEPS_TRACE_ON` is 1.
+        start_step: first step that is recorded, at least 1: as many have ended before (usual: 10).
+        end_step: the step before which recording ends (usual: three steps).
+        enabled: False does nothing at all, so that a script can leave the line where it is.
+
+    Raises:
+        MissingExtraError: PyTorch is not installed.
+        UsageError: the steps are no window, or this process is being recorded already.
+    """
+    global _recorder
+    window = choose_window(None if folder is None else Path(folder), start_step, end_step)
+    recorder = Recorder(window)
+    if not enabled:
+        return recorder
+    if _recorder is not None and _recorder.running:
+        raise UsageError("record: this process is being recorded already: leave out the line, or echoprof record")
+    try:
+        import torch.optim  # noqa: F401
+    except ImportError:
+        raise MissingExtraError("PyTorch", "torch", "recording a job") from None
+    _recorder = recorder
+    recorder._begin()
+    return recorder
+
+
+class Recorder:
+    """A recording that goes on; made by `record`.
+
+    Attributes:
+        window: what is recorded.
+        running: whether steps are still counted.
+        steps: steps that have ended.
+        folder: of this rank, None before the window is near.
+    """
+
+    def __init__(self, window: Window) -> None:
+        self.window = window
+        self.running = False
+        self.steps = 0
+        self.folder: Path | None = None
+        self._seen: list[Step] = []
+        self._began_ns = 0
+        self._ends = StepEnds(self._step_ended, self._lost)
+        self._by_hand = False
+        self._observer: Any = None
+        self._profile: Any = None
+        self._tracer: Any = None
+        self._complete = False
+        self._problems: list[str] = []
+        self._signal: Any = None
+
+    def step(self) -> None:
+        """Says that a step has ended; from its first call on, only these count."""
+        self._by_hand = True
+        if self.running:
+            self._next()
+
+    def stop(self) -> None:
+        """Ends recording, writes what there is and leaves PyTorch as it was; twice does nothing."""
+        if not self.running:
+            return
+        self.running = False
+        atexit.unregister(self.stop)
+        self._ends.remove()
+        self._try(self._finish)
+        self._try(self._write_metadata)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _begin(self) -> None:
+        self.running = True
+        self._ends.install()
+        atexit.register(self.stop)
+        os.register_at_fork(after_in_child=self._forget)
+        if self.window.start == 1:
+            self._try(self._observe)
+
+    def _step_ended(self) -> None:
+        if self.running and not self._by_hand:
+            self._next()
+
+    def _lost(self) -> None:
+        if self.running and not self._by_hand:
+            self._by_hand = True
+            self._note("steps of the optimizer are called past its method: call step() of the recorder after each")
+
+    def _next(self) -> None:
+        """Between two steps: what the next one needs is turned on or off."""
+        ended, window = self.steps, self.window
+        if ended:
+            seconds = (time.perf_counter_ns() - self._began_ns) / 1e9
+            self._seen.append(Step(number=ended, seconds=seconds, state=self._state(ended)))
+        self.steps = step = ended + 1
+        if step == window.start - 1:
+            self._try(self._prepare)
+        elif step == window.start:
+            self._try(self._record)
+        elif window.start < step < window.end:
+            self._try(self._profile_step)
+        elif step == window.end:
+            self._complete = True
+            self._try(self._finish)
+            self._try(self._write_metadata)
+        self._began_ns = time.perf_counter_ns()
+
+    def _state(self, step: int) -> str:
+        window = self.window
+        if window.start <= step < window.end:
+            return "recorded"
+        return {window.start - 1: "observed", window.end: "after"}.get(step, "free")
+
+    def _observe(self) -> None:
+        from echograph.profiler.comms.tracer import shared_capture
+        from echograph.profiler.record.operators import StepObserver
+
+        self._observer = StepObserver()
+        self._observer.install()
+        shared_capture().add(self._observer)
+
+    def _prepare(self) -> None:
+        self._observe()
+        self._try(self._start_profile)
+
+    def _start_profile(self) -> None:
+        from echograph.profiler.record.profile import Profile
+
+        profile = Profile(self.window, (self.folder or self._open()) / TRACE)
+        profile.begin(self.steps)
+        self._profile = profile
+
+    def _record(self) -> None:
+        from echograph.profiler.comms.tracer import trace_collectives
+
+        roots = self._observed()
+        folder = self.folder or self._open()
+        if self.window.start == 1:
+            self._try(self._start_profile)
+        else:
+            self._profile_step()
+        self._tracer = trace_collectives(folder.parent / "{rank}" / COMMS)
+        # In the first step that is seen to end, hooks of optimizers are being run, and must not be added to.
+        for root in roots if self.window.start > 1 else []:
+            self._tracer.attach(root)
+
+    def _profile_step(self) -> None:
+        if self._profile is not None:
+            self._profile.step()
+
+    def _observed(self) -> list[Any]:
+        """Ends the look at a step, and writes what it saw; the models that ran."""
+        from echograph.profiler.comms.tracer import shared_capture
+        from echograph.profiler.record.dependencies import write_dependencies
+
+        observer, self._observer = self._observer, None
+        if observer is None:
+            return []
+        shared_capture().remove(observer)
+        observer.remove()
+        roots: list[Any] = observer.roots
+        write_dependencies(observer, self.folder or self._open())
+        return roots
+
+    def _finish(self) -> None:
+        tracer, self._tracer = self._tracer, None
+        profile, self._profile = self._profile, None
+        if self._observer is not None:
+            self._try(self._observed)
+        if profile is not None:
+            rank, world = _place()
+            self._try(lambda: profile.finish(rank, world))
+        if tracer is not None:
+            tracer.stop()
+        if self._signal is not None:
+            signal.signal(signal.SIGTERM, self._signal)
+            self._signal = None
+
+    def _open(self) -> Path:
+        """Makes this rank's folder."""
+        rank, _ = _place()
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        folder = self.window.folder / (f"restart{restart}" if restart != "0" else "") / str(rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._write_metadata()
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            # Launchers end the other ranks of a job that failed with this signal.
+            self._signal = signal.signal(signal.SIGTERM, self._terminated)
+        return folder
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        self.stop()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _write_metadata(self) -> None:
+        if self.folder is None:
+            return
+        import torch
+
+        rank, world = _place()
+        cuda = torch.cuda.is_available()
+        write_metadata(
+            self.folder,
+            Metadata(
+                rank=rank,
+                world_size=world,
+                local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                command=list(sys.orig_argv),
+                python=platform.python_version(),
+                torch=str(torch.__version__),
+                backend=_backend(),
+                device=torch.cuda.get_device_name() if cuda else "cpu",
+                threads=torch.get_num_threads(),
+                start_step=self.window.start,
+                end_step=self.window.end,
+                complete=self._complete,
+                problems=self._problems,
+                steps=self._seen,
+            ),
+        )
+
+    def _forget(self) -> None:
+        """In a forked child: nothing is recorded there, and the parent's files are left alone."""
+        self.running = False
+        self._tracer = self._profile = self._observer = None
+        atexit.unregister(self.stop)
+        self._ends.remove()
+
+    def _try(self, action: Callable[[], object]) -> None:
+        """Training goes on, whatever recording meets; what it met is said once and stands in the metadata."""
+        try:
+            action()
+        except Exception as error:
+            line = f"{error}" if isinstance(error, EchoError) else f"{type(error).__name__}: {error}"
+            self._note(" ".join(line.split())[:300])
+
+    def _note(self, line: str) -> None:
+        self._problems.append(line)
+        sys.stderr.write(f"echograph: recording: {line}\n")
+
+
+def _place() -> tuple[int, int]:
+    """Rank and number of ranks."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _backend() -> str:
+    from torch import distributed
+
+    here = distributed.is_available() and distributed.is_initialized()
+    return str(distributed.get_backend()) if here else ""

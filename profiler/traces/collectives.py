@@ -1,0 +1,248 @@
+"""The collectives of a job in its traces: which rank ran which, of what size, and which of them are one."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from echograph.ir.columns import Int64
+from echograph.profiler.traces.details import details
+from echograph.profiler.traces.stacks import Stacks, call_stacks
+from echograph.profiler.traces.trace import KERNELS, NONE, OPERATORS, Bool, Trace, TraceSet
+
+# By the letters of a name alone, so that c10d::_allgather_base_, nccl:all_gather and ncclKernel_AllGather_RING agree;
+# the longer words stand first.
+_KINDS = {
+    "allreduce": "all_reduce",
+    "reducescatter": "reduce_scatter",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "barrier": "barrier",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce": "reduce",
+    "send": "send",
+    "recv": "recv",
+}
+MESSAGES = frozenset({"send", "recv"})
+_KERNEL = re.compile(r"nccl|rccl")
+_GLOO = "gloo:"
+_CALLED = re.compile(r"c10d::|nccl:|record_param_comms")
+_NOT_LETTERS = re.compile(r"[^a-z]")
+# Sizes by the names that torch gives its types, of scalars and of C++.
+_WIDTHS = {
+    "float": 4, "double": 8, "half": 2, "bfloat16": 2, "c10::half": 2, "c10::bfloat16": 2, "long": 8,
+    "long int": 8, "int": 4, "short": 2, "byte": 1, "char": 1, "unsigned char": 1, "signed char": 1, "bool": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A collective on one rank.
+
+    Attributes:
+        rank: the rank.
+        row: of the transfer: a kernel, or what a worker thread of gloo did.
+        issue: row of the host's call that led to it, or -1.
+        kind: "all_reduce", ...; "" where no name tells.
+        group: name of its process group; "" where the trace does not say.
+        ranks: of the group; empty where the trace does not say.
+        nbytes: of the whole buffer of a rank, as nccl-tests counts it; 0 where the trace does not say.
+        dtype: torch's name of its type, in lower case; "" where unknown.
+    """
+
+    rank: int
+    row: int
+    issue: int
+    kind: str
+    group: str = ""
+    ranks: tuple[int, ...] = ()
+    nbytes: int = 0
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """One collective of several ranks: the n-th of its kind in its group on each of them.
+
+    Attributes:
+        kind: "all_reduce", ...
+        group: name of the process group, or "".
+        number: n, from 0 on.
+        calls: by rank.
+    """
+
+    kind: str
+    group: str
+    number: int
+    calls: Mapping[int, Call]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a rank's buffer, or 0."""
+        return max(call.nbytes for call in self.calls.values())
+
+
+def collectives(trace: Trace, stacks: Stacks | None = None) -> list[Call]:
+    """The collectives and messages of one rank, in the order in which they were issued.
+
+    Args:
+        trace: one rank's; its file is read again for the sizes that the columns do not keep.
+        stacks: its call stacks, if they are known.
+    """
+    stacks = stacks or call_stacks(trace)
+    kernel, gloo = (
+        np.array([*(bool(match(text)) for text in trace.strings), False])[trace.name]
+        for match in (_KERNEL.match, lambda text: text.startswith(_GLOO))
+    )
+    rows = np.flatnonzero((kernel & trace.of_category(KERNELS) & (trace.stream >= 0)) | gloo)
+    issues = _issues(trace, stacks, rows)
+    named, operators = trace.argument("Collective name"), trace.of_category(OPERATORS)
+    sized = {row: _described(trace, stacks, row, named, operators) for row in rows.tolist()}
+    asked = sorted({where for _, where in sized.values() if where != NONE})
+    said = dict(zip(asked, details(trace, np.array(asked, np.int64)), strict=True)) if asked else {}
+    found = []
+    for row in rows.tolist():
+        kind, where = sized[row]
+        arguments: dict[str, Any] = said.get(where, {}).get("args") or {}
+        group, ranks = _group(trace, arguments)
+        nbytes, dtype = _size(arguments, kind, len(ranks))
+        found.append(
+            Call(
+                rank=trace.rank, row=row, issue=issues.get(row, NONE), kind=kind, group=group, ranks=ranks,
+                nbytes=nbytes, dtype=dtype,
+            )
+        )  # fmt: skip
+    return sorted(found, key=lambda call: (int(trace.start[call.row if call.issue == NONE else call.issue])))
+
+
+def meetings(calls: Mapping[int, list[Call]]) -> tuple[list[Meeting], list[str]]:
+    """Which collectives are one: the n-th of a kind in a group, on all ranks of the group that were traced.
+
+    Args:
+        calls: of each rank, in order.
+
+    Returns:
+        The meetings, and a line for each kind and group that the ranks did not run equally often.
+    """
+    by_key: dict[tuple[str, object], dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
+    for rank, found in calls.items():
+        for call in found:
+            if call.kind and call.kind not in MESSAGES:
+                by_key[call.kind, call.ranks or call.group][rank].append(call)
+    met, notes = [], []
+    for (kind, group), of_rank in by_key.items():
+        members = set(group) & set(calls) if isinstance(group, tuple) else set(calls)
+        counts = {len(of_rank[rank]) for rank in members}
+        if len(members) < 2:
+            continue
+        if len(counts) > 1:
+            often = ", ".join(f"{len(of_rank[rank])} on rank {rank}" for rank in sorted(members)[:4])
+            notes.append(f"{kind} was run {often}: not matched")
+            continue
+        for number in range(counts.pop()):
+            same = {rank: of_rank[rank][number] for rank in sorted(members)}
+            met.append(Meeting(kind=kind, group=next(iter(same.values())).group, number=number, calls=same))
+    return met, notes
+
+
+def matched(traces: TraceSet) -> tuple[list[Meeting], list[str]]:
+    """The meetings of a job's traces, by the time at which the first of their ranks began.
+
+    Returns:
+        As `meetings`.
+    """
+    met, notes = meetings({rank: collectives(trace) for rank, trace in traces.items()})
+    met.sort(key=lambda one: min(int(traces[rank].start[call.row]) for rank, call in one.calls.items()))
+    return met, notes
+
+
+def kind_of(name: str) -> str:
+    """Which collective a name stands for, or ""."""
+    letters = _NOT_LETTERS.sub("", name.lower())
+    return next((kind for word, kind in _KINDS.items() if word in letters), "")
+
+
+def _issues(trace: Trace, stacks: Stacks, rows: np.ndarray[Any, Any]) -> dict[int, int]:
+    """The host's call of each transfer; gloo's workers take calls in the order in which they were made."""
+    found = {row: int(stacks.parent[row]) for row in rows.tolist() if trace.stream[row] >= 0}
+    operators = np.flatnonzero(
+        trace.of_category(OPERATORS) & np.array([*("c10d::" in text for text in trace.strings), False])[trace.name]
+    )
+    waiting: dict[str, list[int]] = defaultdict(list)
+    for row in operators[np.argsort(-trace.start[operators], kind="stable")].tolist():
+        waiting[kind_of(trace.text(row))].append(row)
+    gloo = [row for row in rows.tolist() if trace.stream[row] < 0]
+    for row in sorted(gloo, key=lambda row: int(trace.start[row])):
+        queue = waiting[kind_of(trace.text(row))]
+        if queue and trace.start[queue[-1]] <= trace.start[row]:
+            found[row] = queue.pop()
+    return found
+
+
+def _described(trace: Trace, stacks: Stacks, row: int, named: Int64, operators: Bool) -> tuple[str, int]:
+    """The kind of a transfer, and the row that says most of it: its own, or one that it was called from."""
+    kind, where, best = kind_of(trace.text(row)), NONE, 0
+    for above in _ancestors(stacks, row):
+        said = int(named[above])
+        text = trace.strings[said] if said != NONE else trace.text(above)
+        if above != row and not (said != NONE or _CALLED.match(text)):
+            continue
+        # NCCL runs an all-to-all as sends and receives: the name of the call, where there is one, is right.
+        kind = kind_of(text) or kind
+        known = 3 if said != NONE else 2 if operators[above] else 1
+        if known > best:
+            best, where = known, above
+        if said != NONE:
+            break
+    return kind, where
+
+
+def _ancestors(stacks: Stacks, row: int) -> Iterator[int]:
+    while row != NONE:
+        yield row
+        row = int(stacks.parent[row])
+
+
+def _group(trace: Trace, arguments: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    name, ranks = str(arguments.get("Process Group Name", "")), _ranks(arguments.get("Process Group Ranks"))
+    job = trace.header.get("distributedInfo")
+    groups = job.get("pg_config") if isinstance(job, dict) else None
+    if ranks or not isinstance(groups, list):
+        return name, ranks
+    known = [g for g in groups if isinstance(g, dict) and (g.get("pg_name") == name or len(groups) == 1)]
+    return (str(known[0].get("pg_name", name)), _ranks(known[0].get("ranks"))) if known else (name, ())
+
+
+def _ranks(text: object) -> tuple[int, ...]:
+    try:
+        ranks = ast.literal_eval(text) if isinstance(text, str) else text
+    except (ValueError, SyntaxError):  # torch shortens long lists: "[0, 1, ..., 7]"
+        return ()
+    whole = isinstance(ranks, list) and ranks and all(type(rank) is int and rank >= 0 for rank in ranks)
+    return tuple(ranks) if whole else ()  # type: ignore[arg-type]
+
+
+def _size(arguments: Mapping[str, Any], kind: str, ranks: int) -> tuple[int, str]:
+    """Bytes of a rank's whole buffer, and their type."""
+    counted = [arguments.get(name) for name in ("In msg nelems", "Out msg nelems")]
+    dtype = str(arguments.get("dtype", "")).lower()
+    if dtype in _WIDTHS and all(isinstance(count, int) and count >= 0 for count in counted):
+        return max(int(count) for count in counted if count is not None) * _WIDTHS[dtype], dtype
+    shapes, types = arguments.get("Input Dims"), arguments.get("Input type")
+    if not isinstance(shapes, list) or not isinstance(types, list):
+        return 0, ""
+    total = 0
+    for shape, text in zip(shapes, types, strict=False):
+        width = _WIDTHS.get(str(text).lower(), 0)
+        if width and isinstance(shape, list) and shape and all(type(extent) is int for extent in shape):
+            total, dtype = total + prod(shape) * width, str(text).lower()
+    return total * (ranks if kind == "all_gather" else 1), dtype
