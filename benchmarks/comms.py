@@ -4,8 +4,8 @@ python -m benchmarks.comms [--steps 20] [--layers 12] [--beside FOLDER]
 
 The bare round trip is a kernel in the dispatcher that only passes the call down: what PyTorch itself takes for a
 call to be seen at all. Turns of all ways alternate, so that whatever else the machine does falls on them alike. A
-call is given in processor time of the thread that makes it, a step in seconds of the clock and of the processor,
-the thread that writes included; all are medians. With `--beside` a copy of collective_trace that lies in FOLDER is
+call is given in processor time of the thread that makes it and of the whole process, whose writing is then counted as
+well; a step in seconds of the clock and of the processor. With `--beside` a copy of collective_trace that lies in FOLDER is
 run as its users run it, writing to a file and not to the screen.
 """
 
@@ -29,6 +29,7 @@ import echograph
 
 CALLS = 1000
 TURNS = 15
+WRITTEN_S = 0.3
 
 
 def main() -> None:
@@ -69,19 +70,21 @@ def calls(folder: Path, beside: Path | None) -> None:
     for way in ways:
         ends[way], theirs = spawn.Pipe()
         spawn.Process(target=calls_of_a_way, args=(way, theirs, folder, beside), daemon=True).start()
-    print(f"{'processor time of the thread, us':34}" + "".join(f"{way:>18}" for way in ways))
+    print(f"{'processor time a call, us':44}" + "".join(f"{way:>18}" for way in ways))
     for kind in KINDS:
-        took: dict[str, list[float]] = {way: [] for way in ways}
+        took: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
         for _ in range(TURNS):
             for way in ways:
                 ends[way].send(kind)
                 took[way].append(ends[way].recv())
-        middle = {way: statistics.median(times) * 1e6 for way, times in took.items()}
-        least = {way: min(times) * 1e6 for way, times in took.items()}
-        for name, found in (("median", middle), ("least", least)):
-            print(f"{kind:26}{name:8}" + "".join(f"{found[way]:18.1f}" for way in ways))
-            more = "".join(f"{found[way] - found['plain']:+18.1f}" for way in ways[1:])
-            print(f"{'':26}{'more':8}{'':18}{more}")
+        for at, clock in enumerate(("thread", "process")):
+            for name, of in (("least", min), ("median", statistics.median)):
+                found = {way: of([turn[at] * 1e6 for turn in turns]) for way, turns in took.items()}
+                more = [found[way] - found["plain"] for way in ways[1:]]
+                print(
+                    f"{kind:26}{clock + ', ' + name:18}{found['plain']:18.1f}"
+                    + "".join(f"{extra:+18.1f}" for extra in more)
+                )
     for end in ends.values():
         end.send("")
 
@@ -96,7 +99,7 @@ def calls_of_a_way(way: str, end: Any, folder: Path, beside: Path | None) -> Non
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.chdir(folder)
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         if way == "collective_trace":
             # As its README asks: before any group is made. Its own file, and nothing on the screen.
             sys.path.insert(0, str(beside))
@@ -137,14 +140,18 @@ def bare() -> Iterator[None]:
     library._destroy()
 
 
-def repeat(call: Callable[[], Any]) -> float:
-    """Seconds of the processor that one call takes, the mean of many."""
+def repeat(call: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of the processor that one call takes, the mean of many: of this thread, and of all."""
     for _ in range(50):
         call()
-    began = time.thread_time()
+    time.sleep(WRITTEN_S)
+    began, all_began = time.thread_time(), time.process_time()
     for _ in range(CALLS):
         call()
-    return (time.thread_time() - began) / CALLS
+    own = time.thread_time() - began
+    # What is written behind the caller's back belongs to the call.
+    time.sleep(WRITTEN_S)
+    return own / CALLS, (time.process_time() - all_began) / CALLS
 
 
 def alternate(

@@ -189,7 +189,10 @@ def _converting_modules() -> Iterator[None]:
                     continue
                 if id(parameter) not in converted:
                     data = fn(parameter.detach())
-                    converted[id(parameter)] = parameter, torch.nn.Parameter(data, parameter.requires_grad)
+                    made = torch.nn.Parameter(data, parameter.requires_grad)
+                    # What a framework wrote on it (which axis it is divided over, say) stays.
+                    vars(made).update({key: v for key, v in vars(parameter).items() if key not in vars(made)})
+                    converted[id(parameter)] = parameter, made
                 owner._parameters[name] = converted[id(parameter)][1]
             for name, buffer in owner._buffers.items():
                 owner._buffers[name] = None if buffer is None else fn(buffer)

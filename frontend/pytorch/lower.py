@@ -273,6 +273,9 @@ class Lowering:
         if before is not None:
             tensor = self.tensor(self._names[before], node.meta[VAL], self.roles[before], before)
             self._owner[tensor] = self._owner.get(before, owner)
+        elif (gradient := self._gradients.get((node, 0))) is not None:
+            tensor = self.tensor(f"{gradient}.grad", node.meta[VAL], TensorRole.GRADIENT)
+            self._owner[tensor] = gradient
         elif owner:
             tensor = self.tensor(f"{owner}.main_grad", node.meta[VAL], TensorRole.GRADIENT)
             self._owner[tensor] = owner

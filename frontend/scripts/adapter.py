@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from echograph.errors import CaptureError, MissingExtraError, UsageError
@@ -65,6 +66,16 @@ class Adapter:
             if importlib.util.find_spec(package) is None:
                 raise MissingExtraError(package, extra, f"capturing {self.name} scripts")
         return [line for name, bounds in self.tested.items() if (line := _other_version(name, *bounds))]
+
+    def arguments(self, arguments: Sequence[str], config: Path | None) -> Sequence[str]:
+        """What the script finds behind its name, where the user gave a configuration of the framework besides.
+
+        Raises:
+            UsageError: the framework has no such configuration.
+        """
+        if config is not None:
+            raise UsageError(f"--config is for scripts of DeepSpeed; give {self.name} scripts their arguments behind --")
+        return arguments
 
     def installed(self, world: World, recorder: ScriptRecorder) -> AbstractContextManager[None]:
         """The framework's shims and seams, in place for one run of the script.

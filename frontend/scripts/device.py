@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 
@@ -87,7 +88,7 @@ def present(world: World) -> Iterator[None]:
         stack.enter_context(patched(torch.amp.GradScaler, "_maybe_opt_step", _always_steps))
         stack.enter_context(patched(torch.accelerator, "is_available", lambda _: lambda: True))
         stack.enter_context(patched(torch.accelerator, "current_accelerator", lambda _: lambda **_: _CPU))
-        for owner in (_foreach_utils, torch.optim.optimizer):
+        for owner in (_foreach_utils, optimizer):
             stack.enter_context(patched(owner, "_get_foreach_kernels_supported_devices", lambda _: lambda: ["cpu"]))
         stack.enter_context(_foreach_of_fakes())
         for owner in (torch.autograd, torch.autograd.graph):

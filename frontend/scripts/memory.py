@@ -6,7 +6,7 @@ flat parameters) make further tensors of the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -71,14 +71,13 @@ class Memory:
         """Looks up all that lives through steps; called where a step begins."""
         for tensor, role, name in self._told:
             self._keep(tensor, role, name)
+        for parameter, name in self.parameters():
+            self._names.setdefault(id(parameter), name)
+            self._keep(parameter, annotate.PARAMETER, name)
+            if parameter.grad is not None:
+                self._keep(parameter.grad, annotate.GRADIENT, f"{name}.grad")
         for root in self.roots:
             prefix = self._paths[root]
-            for path, parameter in root.named_parameters():
-                name = ".".join(filter(None, (prefix, plain(path))))
-                self._names.setdefault(id(parameter), name)
-                self._keep(parameter, annotate.PARAMETER, name)
-                if parameter.grad is not None:
-                    self._keep(parameter.grad, annotate.GRADIENT, f"{name}.grad")
             for path, buffer in root.named_buffers():
                 self._keep(buffer, annotate.BUFFER, ".".join(filter(None, (prefix, plain(path)))))
         for optimizer in self.optimizers:
@@ -100,14 +99,17 @@ class Memory:
         if storage is not None:
             self._known.setdefault(storage._cdata, (role, name, storage))
 
-    def name_of(self, parameter: Tensor) -> str:
-        """Name of a parameter; one that no module and no optimizer has is counted."""
-        return self._names.setdefault(id(parameter), f"parameter_{len(self._names)}")
-
     def parameter_count(self) -> int:
         """Trainable elements of the roots, tied ones once; of what ranks have a share of, the share."""
         found = {id(p): p.numel() for root in self.roots for p in root.parameters() if p.requires_grad}
         return sum(found.values())
+
+    def parameters(self) -> Iterator[tuple[Tensor, str]]:
+        """Parameters of the roots as they are now, with their names, each once."""
+        for root in self.roots:
+            prefix = self._paths[root]
+            for path, parameter in root.named_parameters():
+                yield parameter, ".".join(filter(None, (prefix, plain(path))))
 
     # -- nodes of a graph ------------------------------------------------------------------------------------
 

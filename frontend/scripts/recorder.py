@@ -36,8 +36,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.fx import Graph, Node
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Node
 from torch.nn.modules import module as modules
 from torch.optim import Optimizer, optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
@@ -46,7 +46,8 @@ from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, MODULE, OPTIMIZER, PHASE
 from echograph.frontend.pytorch.linking import link_recomputed, link_sums
 from echograph.frontend.pytorch.recorder import HANDLES, Recorder
-from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, Communication, communication_of
+from echograph.frontend.pytorch.schema import is_in_place
+from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communication_of
 from echograph.frontend.scripts.memory import Memory
 from echograph.frontend.scripts.streams import Stream
 from echograph.frontend.scripts.values import answer
@@ -224,6 +225,9 @@ class ScriptRecorder(Recorder):
                 return original(*args, **kwargs)
             finally:
                 self.phase, self._stack, self._after_backward = before, stack, True
+                if self._recording and before != BACKWARD:
+                    with self.pausing():
+                        self._mark_gradients()
 
         return backward
 
@@ -243,8 +247,6 @@ class ScriptRecorder(Recorder):
 
     def _optimizer_begins(self, stepping: Optimizer, *_: Any) -> None:
         self.memory.add_optimizer(stepping)
-        if self._recording and not self._optimizing:
-            self._mark_gradients(stepping)
         self._optimizing += 1
 
     def _optimizer_ends(self, stepping: Optimizer, *_: Any) -> None:
@@ -254,15 +256,15 @@ class ScriptRecorder(Recorder):
         if self._counts and not self._optimizing and stepping is self._pace:
             self.step_ends()
 
-    def _mark_gradients(self, stepping: Optimizer) -> None:
-        for group in stepping.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                local = getattr(gradient, "_local_tensor", gradient)
-                if isinstance(local, FakeTensor):
-                    node = self.node_of(local)
-                    if node.op == "call_function":
-                        node.meta[annotate.GRADIENT_OF] = self.memory.name_of(parameter)
+    def _mark_gradients(self) -> None:
+        for parameter, name in self.memory.parameters():
+            gradient = getattr(parameter.grad, "_local_tensor", parameter.grad)
+            if isinstance(gradient, FakeTensor):
+                node = self.node_of(gradient)
+                while node.op == "call_function" and is_in_place(node) and isinstance(node.args[0], Node):
+                    node = node.args[0]
+                if node.op == "call_function":
+                    node.meta.setdefault(annotate.GRADIENT_OF, name)
 
     def _finish(self) -> None:
         self._recording, self.recorded = False, True
@@ -323,9 +325,6 @@ class ScriptRecorder(Recorder):
         made = out[-1] if isinstance(out, tuple | list) else out
         work = torch.distributed.Work.unbox(made)
         self._works[id(work)] = work, node
-
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        super()._record(func, args, kwargs, out)
 
     def _annotations(self, node: Node) -> dict[str, Any]:
         made = self._phase_and_module(node)
@@ -393,6 +392,3 @@ def _same_layout(one: Tensor, other: Tensor) -> bool:
         other.dtype, other.shape, other.stride(), other.storage_offset(),
     )  # fmt: skip
 
-
-__all__ = ["AFTER", "CHUNK", "COMMUNICATION", "MICRO_BATCH", "PAYLOAD", "STREAM", "Communication", "Graph",
-           "ScriptRecorder", "StepRecorded", "unset_fake_temporarily"]  # fmt: skip

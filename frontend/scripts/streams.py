@@ -45,8 +45,8 @@ class Stream:
 
     Attributes:
         number: 0 for the default one, then counted as they are made.
-        reached: what must have ended before the next work of the stream: its last work, or others' that it waits
-            for; call nodes of the recorded graph.
+        last: the last work that was issued to it, a call node of the recorded graph.
+        awaited: work of other streams that its next work comes after.
     """
 
     current: Stream
@@ -56,7 +56,8 @@ class Stream:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.number = Stream.made
         Stream.made += 1
-        self.reached: frozenset[Any] = frozenset()
+        self.last: Any = None
+        self.awaited: frozenset[Any] = frozenset()
         self.cuda_stream = self.stream_id = self.number
         self.device = self.device_index = 0
 
@@ -65,14 +66,19 @@ class Stream:
         """As the graph names it."""
         return f"compute.{self.number}" if self.number else "compute"
 
+    @property
+    def reached(self) -> frozenset[Any]:
+        """What must have ended before the next work of the stream begins."""
+        return self.awaited if self.last is None else self.awaited | {self.last}
+
     def issue(self, node: Any) -> frozenset[Any]:
-        """Appends work; returns what it comes after."""
-        before, self.reached = self.reached, frozenset((node,))
+        """Appends work; returns what of other streams it comes after."""
+        before, self.awaited, self.last = self.awaited, frozenset(), node
         return before
 
     def after(self, nodes: frozenset[Any]) -> None:
         """What is issued next comes after these too."""
-        self.reached |= nodes
+        self.awaited |= nodes - {self.last}
 
     def wait_event(self, event: Event) -> None:
         """What is issued next comes after an event."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
@@ -9,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_map_only
 
 from echograph.frontend.scripts import device
 from echograph.frontend.scripts.adapter import Adapter, patched
+from echograph.frontend.scripts.pipelining import Stages
 from echograph.frontend.scripts.recorder import ScriptRecorder
 from echograph.frontend.scripts.world import World
 
@@ -25,6 +26,7 @@ class TorchAdapter(Adapter):
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {"torch": ("2.13", "2.14")}
 
     def __init__(self) -> None:
+        self._stages = Stages()
         self._meshes: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
 
     @contextmanager
@@ -52,8 +54,13 @@ class TorchAdapter(Adapter):
                     enter(patched(owner, "init_device_mesh", _cpu_mesh))
             propagator = _sharding_prop.ShardingPropagator
             enter(patched(propagator, "_propagate_tensor_meta_non_cached", lambda f: _quietly(recorder, f)))
-            enter(patched(DistributedDataParallel, "__init__", _replicate))
-            enter(patched(torch.distributed.Reducer, "_rebuild_buckets", _really))
+            enter(patched(DistributedDataParallel, "__init__", lambda f: _replicate(recorder, f)))
+            enter(patched(torch.distributed.Reducer, "_rebuild_buckets", lambda f: _quietly(recorder, _really(f))))
+            enter(self._stages.installed(recorder))
+            groups = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+            group = importlib.import_module(groups)
+            enter(patched(group, "foreach_all_gather", lambda f: _carrying(recorder, "parameter", f)))
+            enter(patched(group, "foreach_reduce", lambda f: _carrying(recorder, "gradient", f)))
             yield
 
     def axes(self, world: World) -> Mapping[str, int] | None:
@@ -136,7 +143,15 @@ def _quietly(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable
     return run
 
 
-def _replicate(original: Callable[..., Any]) -> Callable[..., Any]:
+def _carrying(recorder: ScriptRecorder, payload: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with recorder.carrying(payload):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _replicate(recorder: ScriptRecorder, original: Callable[..., Any]) -> Callable[..., Any]:
     """DDP on fake tensors.
 
     Ranks need not agree on what they have alike. Its C++ reducer cannot take a fake collective's future, so a hook
@@ -148,19 +163,20 @@ def _replicate(original: Callable[..., Any]) -> Callable[..., Any]:
         kwargs |= {"device_ids": None, "output_device": None, "init_sync": False}
         with unset_fake_temporarily():
             original(ddp, module, **kwargs)
-        ddp.register_comm_hook(None, _all_reduce_hook(ddp.process_group))
+        ddp.register_comm_hook(None, _all_reduce_hook(recorder, ddp.process_group))
 
     return init
 
 
-def _all_reduce_hook(group: Any) -> Callable[..., Any]:
+def _all_reduce_hook(recorder: ScriptRecorder, group: Any) -> Callable[..., Any]:
     import torch.distributed as dist
 
     def reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         del state
         buffer = bucket.buffer()
         buffer.div_(group.size())
-        dist.all_reduce(buffer, group=group, async_op=True)
+        with recorder.carrying("gradient"):
+            dist.all_reduce(buffer, group=group, async_op=True)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
@@ -168,7 +184,3 @@ def _all_reduce_hook(group: Any) -> Callable[..., Any]:
     reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
     return reduce
 
-
-def as_fake(value: Any, mode: Any) -> Any:
-    """The tensors of a value as fake ones."""
-    return tree_map_only(Tensor, mode.from_tensor, value)

@@ -70,6 +70,7 @@ class World:
             with ExitStack() as stack:
                 stack.enter_context(patched(distributed_c10d, "rendezvous", self._rendezvous))
                 stack.enter_context(patched(distributed_c10d, "_new_process_group_helper", _fake_group))
+                stack.enter_context(patched(distributed_c10d, "_get_default_timeout", lambda f: lambda _: f("gloo")))
                 for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"):
                     for owner in (distributed_c10d, dist):
                         stack.enter_context(patched(owner, name, lambda _, name=name: _OBJECTS[name]))

@@ -42,7 +42,14 @@ ANALYSES = Table(
         "critical-path-summary": f"{_HERE}.critical_path:critical_path_summary",
         "call-stacks": f"{_HERE}.call_times:call_times",
         "counters": f"{_HERE}.counters:counters",
+        "memory-timeline": f"{_HERE}.memory:memory_timeline",
+        "memory-categories": f"{_HERE}.memory:memory_categories",
+        "execution-trace": f"{_HERE}.execution_trace:execution_trace",
+        "hardware-counters": f"{_HERE}.hardware_counters:hardware_counters",
         "trace-diff": f"{_HERE}.diff:trace_diff",
+        "cross-rank-critical-path": f"{_HERE}.cross_rank:cross_rank_critical_path",
+        "cross-rank-critical-path-summary": f"{_HERE}.cross_rank:cross_rank_critical_path_summary",
+        "collectives": f"{_HERE}.collective_times:collective_times",
     },
 )
 # Analyses that a copy of the trace can show: a function of a `TraceSet` and the same options gives its text.

@@ -239,7 +239,7 @@ def iteration_table(job: Job) -> Table:
         computed = [step.computed for step in steps if step.computed is not None]
         fw_bw = sum(computed) / len(computed) / PS_PER_MS if computed else None
         duration = sum(step.duration for step in steps) / len(steps) / PS_PER_MS
-        rows.append((job.prefix(gpu).removesuffix(".") or f"rank{gpu.rank}", len(steps), fw_bw, duration))
+        rows.append((job.title(gpu), len(steps), fw_bw, duration))
     return from_rows(("gpu", "steps", "fw_bw_ms", "iteration_ms"), rows, notes)
 
 

@@ -113,6 +113,8 @@ def _events(gpu: Gpu) -> Iterator[Event]:
 def combined_events(combined: Combined, only: Collection[str] = ()) -> Iterator[Event]:
     """The events of all traces: names have the rank before them, processes the worker and the rank.
 
+    Names that have a prefix in the file keep it.
+
     Args:
         combined: the traces and their clocks.
         only: keep these communications alone (`Comm.w`); computation is kept in any case.
@@ -125,7 +127,11 @@ def combined_events(combined: Combined, only: Collection[str] = ()) -> Iterator[
             if only and label.category == COMMUNICATION and not names.intersection(only):
                 continue
             rank = f"rank{gpu.rank}."
-            event |= {"name": f"{rank}{event.get('name', '')}", "pid": f"wk{worker}.{rank}{event.get('pid', '')}"}
+            prefix = f"{gpu.host}.rank{gpu.rank}->" if gpu.host else rank
+            event |= {
+                "name": f"{'' if label.prefix else prefix}{event.get('name', '')}",
+                "pid": f"wk{worker}.{rank}{event.get('pid', '')}",
+            }
             if shift:
                 event["ts"] = _shifted(event["ts"], shift)
             yield event

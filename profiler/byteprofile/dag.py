@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import html
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import find_spec
@@ -10,9 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from echograph.errors import DataError, MissingExtraError
+from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.byteprofile.layout import read_text
 from echograph.profiler.byteprofile.names import UPDATES, category_of
-from echograph.units import PS_PER_US
+from echograph.units import PS_PER_MS, PS_PER_US
 
 SHARED = -1
 """The GPU of a node that belongs to none."""
@@ -179,3 +182,60 @@ def read_dag(path: Path) -> Recorded:
 
 def _next_step(before: object, after: object) -> bool:
     return category_of(str(before)) in UPDATES and category_of(str(after)) in ("FW", "I/O", "BW")
+
+
+def table(dag: Dag, head: int | None = None) -> Table:
+    """One row a node, in an order in which they can run: `name`, what it takes, `avg_ms`, and what it `waits_for`.
+
+    Args:
+        dag: a graph.
+        head: only so many rows.
+
+    Raises:
+        DataError: the dependencies run in a circle.
+    """
+    rows = [
+        (name, dag.nodes[name].duration / PS_PER_MS, ", ".join(sorted(dag.waits.get(name, ()))))
+        for name in dag.order()
+    ]
+    return from_rows(("name", "avg_ms", "waits_for"), rows[:head])
+
+
+def as_dot(dag: Dag) -> Iterator[str]:
+    """A drawing for Graphviz: a cluster a GPU, a colour a category."""
+    numbers = {name: number for number, name in enumerate(dag.nodes)}
+    clusters: dict[int, list[Node]] = {}
+    for node in dag.nodes.values():
+        clusters.setdefault(node.gpu, []).append(node)
+    yield "digraph step {\n  node [shape=box, style=filled, fontname=Helvetica, fontsize=10];\n"
+    for gpu, nodes in sorted(clusters.items()):
+        if gpu != SHARED:
+            yield f"  subgraph cluster_{gpu} {{\n    label={json.dumps(f'GPU {gpu}')};\n"
+        for node in nodes:
+            label = json.dumps(f"{node.name}\n{node.duration / PS_PER_MS:.4f} ms")
+            yield f"    n{numbers[node.name]} [label={label}, fillcolor={json.dumps(_colour(node.category))}];\n"
+        if gpu != SHARED:
+            yield "  }\n"
+    yield from (f"  n{numbers[before]} -> n{numbers[after]};\n" for before, after in dag.edges())
+    yield "}\n"
+
+
+def _colour(category: str) -> str:
+    colours = {"FW": "#d4e6f7", "BW": "#fbdcc4", "Comm": "#e3d4f2", "STEP": "#d7eed2", "UPDATE": "#d7eed2"}
+    return colours.get(category, "#e8e8e8")
+
+
+def as_gml(dag: Dag) -> Iterator[str]:
+    """The graph as `dag.gml`, with the microseconds of each node (`avg`), which `read_dag` reads."""
+    numbers = {name: number for number, name in enumerate(dag.nodes)}
+    yield "graph [\n  directed 1\n"
+    for name, node in dag.nodes.items():
+        label, category = (html.escape(text, quote=True) for text in (name, node.category))
+        yield f'  node [\n    id {numbers[name]}\n    label "{label}"\n    op "{category}"\n'
+        yield f"    avg {node.duration / PS_PER_US!r}\n  ]\n"
+    for before, after in dag.edges():
+        yield f"  edge [\n    source {numbers[before]}\n    target {numbers[after]}\n  ]\n"
+    yield "]\n"
+
+
+FORMS: Mapping[str, Callable[[Dag], Iterator[str]]] = {"dot": as_dot, "gml": as_gml}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from echograph.errors import InputError
+from echograph.errors import DataError, InputError
 from echograph.profiler.byteprofile.dag import Dag, Drawing, Node, Recorded, read_dag
 from echograph.profiler.byteprofile.events import Events, joined
 from echograph.profiler.byteprofile.layout import Gpu, Job, events_of, gradient_names
@@ -18,7 +18,9 @@ from echograph.profiler.byteprofile.names import (
     COMMUNICATION,
     COMPUTATION,
     MESSAGES,
+    PARTS,
     PLACE,
+    QUEUE_TYPES,
     WAITING,
     Label,
     by_number,
@@ -91,10 +93,15 @@ def dependencies(job: Job, *, queues: bool = False) -> list[Dependencies]:
         sent = messages.rows(messages.where(lambda m, w=gpu.worker: m.prefix == f"worker_{w}->"))  # type: ignore[misc]
         events = gpu.events()
         measured = joined([events, sent] if root else [events])
-        averages = _own(statistics(measured).average_ps() if len(measured) else {})
         names = gradient_names((gpu.folder, gpu.folder.parent, gpu.folder.parent.parent))
+        averages = _own(statistics(measured).average_ps() if len(measured) else {}, names)
         prefix = job.prefix(gpu)
         drawing, chains = _weighted(read_dag(gpu.dag), averages, names, number, prefix, queues)
+        if not any(node.duration for node in drawing.nodes.values()):
+            raise DataError(
+                f"{gpu.dag}: none of its nodes has an event in the trace, or a time of its own ('avg'): nothing "
+                "says how long they take"
+            )
         found.append(
             Dependencies(
                 gpu=gpu,
@@ -110,8 +117,15 @@ def dependencies(job: Job, *, queues: bool = False) -> list[Dependencies]:
     return found
 
 
-def _own(averages: Averages) -> Averages:
-    return {label._replace(prefix="", mark="."): average for label, average in averages.items()}
+def _own(averages: Averages, names: Sequence[str]) -> Averages:
+    """Averages by labels without prefix, and gradients by name where the trace has their index."""
+    found = {}
+    for label, average in averages.items():
+        index = label.operation.removeprefix(f"{COMMUNICATION}.")
+        known = label.category == COMMUNICATION and index.isdigit() and int(index) < len(names)
+        operation = f"{COMMUNICATION}.{names[int(index)]}" if known else label.operation
+        found[label._replace(prefix="", operation=operation, mark=".")] = average
+    return found
 
 
 def _weighted(
@@ -190,15 +204,19 @@ def _chains(operation: str, averages: Averages, prefix: str) -> list[tuple[Chain
     said = {label.part for label in averages if label.part in PLACE and averages[label]}
     dropped = set(WAITING) if ALLREDUCE in said else set()
     dropped |= {"PUSH", "PULL"} if said & set(MESSAGES) else set()
-    partitions: dict[str, list[Label]] = {}
-    for label, average in averages.items():
-        if label.part in said - dropped and average:
-            partitions.setdefault(label.key, []).append(label)
+    kept = [label for label, average in averages.items() if label.part in said - dropped and average]
+    partitions: dict[int, list[Label]] = {}
+    # Queues and messages name partitions differently, but count them in the same order.
+    for seen in (QUEUE_TYPES, tuple(PARTS - set(QUEUE_TYPES))):
+        labels = [label for label in kept if label.part in seen]
+        keys = sorted({label.key for label in labels}, key=by_number)
+        for label in labels:
+            partitions.setdefault(keys.index(label.key), []).append(label)
     found = []
-    for position, key in enumerate(sorted(partitions, key=by_number)):
-        labels = sorted(partitions[key], key=lambda label: PLACE[label.part])
-        names = {label.part: f"{prefix}{label.name}" for label in labels}
-        found.append((Chain(operation, position, names), {label.part: averages[label] for label in labels}))
+    for position, labels in sorted(partitions.items()):
+        labels.sort(key=lambda label: PLACE[label.part])
+        nodes = {label.part: f"{prefix}{label.name}" for label in labels}
+        found.append((Chain(operation, position, nodes), {label.part: averages[label] for label in labels}))
     return found
 
 

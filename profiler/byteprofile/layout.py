@@ -27,6 +27,7 @@ FINAL = re.compile(r"bps_trace\D*(?P<rank>\d+)?\D*?(?P<end>\d+)?\D*\.json(\.gz)?
 _TRACES = ("trace.json.gz", "trace.json")
 SOURCES = ("temp.json", "comm.json", "comm_detail.json", "io.json")
 _GPU = re.compile(r"(?:(?P<outer>\d+)_|rank[-_]?|gpu[-_]?)?(?P<rank>\d+)$")
+_HOST = re.compile(r"host\d+$")
 _MESSAGES, _SERVERS = "comm_timeline.json", "server_timeline.json"
 
 
@@ -36,12 +37,14 @@ class Gpu:
 
     Attributes:
         worker: number of the worker (the machine), from 0.
+        host: what dPRO calls it ("host0"); empty elsewhere.
         rank: local rank.
         folder: where its files are; of a trace that is given alone, the trace itself.
         files: its trace, or the files that make up one; none where the final trace is still to be made.
     """
 
     worker: int
+    host: str = ""
     rank: int
     folder: Path
     files: tuple[Path, ...]
@@ -83,10 +86,16 @@ class Job:
         return len({gpu.worker for gpu in self.gpus})
 
     def prefix(self, gpu: Gpu) -> str:
-        """What stands before the names of a GPU's events where several are together; empty where it is alone."""
-        if len(self.gpus) == 1 and not self.messages:
+        """What stands before the names of a GPU's events; nothing where it is alone, and no host has a name."""
+        if gpu.host:
+            return f"{gpu.host}.rank{gpu.rank}->"
+        if len(self.gpus) == 1:
             return ""
         return f"wk{gpu.worker}.rank{gpu.rank}." if self.workers > 1 else f"rank{gpu.rank}."
+
+    def title(self, gpu: Gpu) -> str:
+        """A GPU's name in tables."""
+        return self.prefix(gpu).removesuffix(".").removesuffix("->") or f"rank{gpu.rank}"
 
     def events(self) -> Events:
         """The events of all GPUs, and of messages and servers, prefixed where there are several.
@@ -170,7 +179,10 @@ def _worker(folders: Sequence[Path], number: int) -> list[Gpu]:
 
 
 def _gpu(folder: Path, worker: int, rank: int) -> Gpu:
-    return Gpu(worker=worker, rank=rank, folder=folder, files=_files(folder))
+    host = folder.resolve().parent.name
+    return Gpu(
+        worker=worker, host=host if _HOST.match(host) else "", rank=rank, folder=folder, files=_files(folder)
+    )
 
 
 def _files(folder: Path) -> tuple[Path, ...]:
@@ -184,14 +196,22 @@ def _files(folder: Path) -> tuple[Path, ...]:
 
 
 def _plain_traces(path: Path) -> list[Gpu]:
+    from echograph.profiler.traces.events import EventStream
     from echograph.profiler.traces.folder import trace_files
+    from echograph.profiler.traces.kineto import rank_in
 
     try:
         files = trace_files(path)
     except InputError:
         return []
     files.sort(key=lambda file: by_number(file.name))
-    return [Gpu(worker=0, rank=rank, folder=file, files=(file,)) for rank, file in enumerate(files)]
+    said = [rank_in(EventStream(file).head()) for file in files]
+    # A trace of several ranks, or of a program without any, says none.
+    ranks = [rank for rank in said if rank is not None]
+    if len(set(ranks)) < len(files):
+        ranks = list(range(len(files)))
+    gpus = [Gpu(worker=0, rank=rank, folder=file, files=(file,)) for rank, file in zip(ranks, files, strict=True)]
+    return sorted(gpus, key=lambda gpu: gpu.rank)
 
 
 def _rank_of(path: Path) -> int:

@@ -87,9 +87,9 @@ def parse(name: str, category: str, key: str) -> Label:
     whole, _, part = operation.rpartition(".")
     if part not in PARTS or whole in ("", COMMUNICATION):
         return Label(prefix, known, operation, "", suffix, mark or ".")
-    if suffix or part in NCCL:
-        return Label(prefix, known, whole, part, suffix, mark or ".")
-    return Label(prefix, known, whole, part, key)
+    # Only of BytePS' queues is the thread a partition.
+    queued = part in QUEUE_TYPES and not suffix
+    return Label(prefix, known, whole, part, key if queued else suffix, mark or ".")
 
 
 def category_of(name: str) -> str:

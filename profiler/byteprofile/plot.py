@@ -53,9 +53,11 @@ def draw_settings(settings: Sequence[Setting], output: Path) -> None:
         for number, category in enumerate(categories):
             averages = one.averages.get(category, {})
             x = [places[category, name] for name in averages]
-            label = category if row == 0 else None
+            first = all(category not in other.averages for other in settings[:row])
+            label = category if averages and first else None
             axes.bar(x, list(averages.values()), zs=row, zdir="y", color=f"C{number % 10}", alpha=0.8, label=label)
     axes.set_xlabel("operation")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_zlabel("average, ms")
     several = len({one.worker for one in settings}) > 1
     names = [f"{Path(one.name).name} wk{one.worker}" if several else Path(one.name).name for one in settings]

@@ -20,6 +20,8 @@ _KINETO = frozenset({"schemaVersion", "deviceProperties", "distributedInfo", "pr
 # dPRO's timelines name the process, and the event only by its part.
 _HOROVOD = re.compile(r"horovod\w*\.(.+)")
 _LINK = re.compile(r"(worker|server)_(\d+)\s*->\s*(worker|server)_(\d+)$")
+# Of a message inside an all-reduce of NCCL.
+_PLACE = ("loop", "channel", "chunk", "slice")
 _SERVER = re.compile(r"server_\d+$")
 
 
@@ -112,6 +114,8 @@ def named(event: Event, process: str) -> Event:
     "worker_0 -> server_1", of its servers "server_0", and the event "tensor~PART2.PUSH".
     """
     name = str(event.get("name", ""))
+    if (place := [_arguments(event).get(f"{of}Id") for of in _PLACE]).count(None) == 0 and "~>" not in name:
+        return event | {"name": f"{name}~>{'_'.join(map(str, place))}"}
     if process == "Sync":
         return event | {"name": f"{COMMUNICATION}.{name}.Sync", "cat": COMMUNICATION}
     if (found := _HOROVOD.match(process)) and name in PARTS:

@@ -147,7 +147,7 @@ def comparison(first: Statistics, second: Statistics, *, sort: bool = False, hea
         one, two = averages[0][name], averages[1][name]
         rows.append((name, one, two, two - one, (two - one) / one if one else None))
     if sort:
-        rows.sort(key=lambda row: -row[4] if row[4] is not None else 0.0)
+        rows.sort(key=lambda row: (row[4] is None, -(row[4] or 0.0)))
     alone = [len(average) - len(shared) for average in averages]
     notes = [f"{alone[0]} names are only in the first and {alone[1]} only in the second"] * any(alone)
     titles = ("name", "avg1_ms", "avg2_ms", "difference_ms", "relative")

@@ -252,8 +252,9 @@ class Capture:
             self._lingering[id(call)] = call
             if len(self._lingering) > MAX_LINGERING:
                 self.settle(0)
-        else:
-            self._tell(call)
+            return
+        for listener in call.listeners:
+            listener.ended(call)
 
     def settle(self, linger_ns: int = LINGER_NS) -> None:
         """Lets go of calls whose Work is gone, or that ended some time ago and that nobody has waited for.

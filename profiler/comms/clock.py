@@ -40,7 +40,8 @@ class HostClock:
             return False
         if future.done():
             # What would call back at once costs as much as all else here.
-            self._ended(call, None)
+            call.end = time.perf_counter_ns()
+            self._finished(call)
             return True
         # A future that nobody holds would never call back.
         call.work = work

@@ -8,7 +8,7 @@ from echograph.profiler.comms.bandwidth import message_bytes
 from echograph.profiler.comms.call import Kind
 from echograph.profiler.comms.context import Site
 from echograph.profiler.comms.groups import Group
-from echograph.profiler.comms.operations import OPERATIONS, Arguments, Operation
+from echograph.profiler.comms.operations import Arguments, Operation
 
 SHOWN_SHAPES = 8
 MAX_KINDS = 1 << 16
@@ -21,13 +21,6 @@ class Kinds:
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Kind] = {}
-        # Where numbers stand among the arguments that tell calls apart.
-        self._numbers = {
-            operation: tuple(
-                at for at in (operation.asynchronous, operation.root, operation.peer, operation.tag) if at >= 0
-            )
-            for operation in OPERATIONS.values()
-        }
 
     def of(
         self,
@@ -54,19 +47,23 @@ class Kinds:
         inputs = operation.inputs(arguments, root)
         outputs = inputs if operation.in_place else operation.outputs(arguments, root)
         first = inputs[0] if inputs else outputs[0] if outputs else None
-        given = len(arguments)
+        # The default of the operators, and so what is not passed on, is asynchronous.
+        position = operation.asynchronous
+        asynchronous = position >= 0 and (bool(arguments[position]) if len(arguments) > position else True)
+        peer = arguments[operation.peer] if operation.peer >= 0 else -1
+        tag = arguments[operation.tag] if operation.tag >= 0 else -1
         stream = _stream(first) if device == "cuda" and first is not None else 0
-        site, phase, module = place
+        given = tuple([tensor.shape for tensor in inputs])
+        got = given if outputs is inputs else tuple([tensor.shape for tensor in outputs])
+        dtype = None if first is None else first.dtype
         signature = (
-            operation, group, site, phase, module, coalesced, device, stream,
-            None if first is None else first.dtype,
-            *[arguments[at] if at < given else None for at in self._numbers[operation]],
-            *[tensor.shape for tensor in inputs],
-            *(() if outputs is inputs else [None, *[tensor.shape for tensor in outputs]]),
+            operation, group, given, got, dtype, asynchronous, peer, tag, coalesced, device, stream, place,
         )  # fmt: skip
         kind = self._known.get(signature)
         if kind is None or sparse:
-            kind = _make(operation, arguments, group, inputs, outputs, coalesced, device, stream, place)
+            kind = _make(
+                operation, group, inputs, outputs, (peer, tag), asynchronous, coalesced, device, stream, place
+            )
             if len(self._known) >= MAX_KINDS:
                 self._known.clear()
             self._known[signature] = kind
@@ -75,10 +72,11 @@ class Kinds:
 
 def _make(
     operation: Operation,
-    arguments: Arguments,
     group: Group,
     inputs: Any,
     outputs: Any,
+    other: tuple[int, int],
+    asynchronous: bool,
     coalesced: bool,
     device: str,
     stream: int,
@@ -89,12 +87,8 @@ def _make(
     given, got = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
     site, phase, module = place
     peer, channel = -1, group.name
-    # The default of the operators, and so what is not passed on, is asynchronous.
-    position = operation.asynchronous
-    asynchronous = position >= 0 and (bool(arguments[position]) if len(arguments) > position else True)
     if operation.point_to_point:
-        peer = arguments[operation.peer] if operation.peer >= 0 else -1
-        peer, channel = _channel(operation, group, peer, arguments[operation.tag])
+        peer, channel = _channel(operation, group, *other)
         asynchronous = site.api in _ASYNCHRONOUS_APIS
     return Kind(
         op=operation.name,

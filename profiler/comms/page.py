@@ -7,21 +7,7 @@ from html import escape
 from typing import Any
 
 from echograph.profiler.comms.report import Report
-
-_STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:78rem;padding:0 1rem;color:#1c2430}
-body{background:#fff}
-h1{font-size:1.5rem}h2{font-size:1.1rem;margin:2rem 0 .4rem}table{border-collapse:collapse;width:100%}
-td,th{padding:.25rem .6rem;text-align:right;border-bottom:1px solid #e3e7ec;white-space:nowrap}
-td:first-child,th:first-child{text-align:left}th{color:#566173;font-weight:600}.scroll{overflow-x:auto}
-.bar{display:flex;width:14rem;height:.8rem;background:#f0f2f5}.wait{background:#d9822b}
-.transfer{background:#2b6cb0}
-.rest{background:#a0aec0}p.note{color:#566173}
-.key span{display:inline-block;width:.8rem;height:.8rem;margin:0 .3rem 0 1rem}
-.alarm{border-left:4px solid #c53030;padding-left:.8rem}
-@media (prefers-color-scheme:dark){body{background:#14181f;color:#e4e8ee}td,th{border-color:#2c3440}
-th,p.note{color:#9aa6b6}.bar{background:#252c37}}
-"""
+from echograph.profiler.page.frame import document, key, notes
 
 
 def page(report: Report, title: str) -> str:
@@ -37,8 +23,8 @@ def page(report: Report, title: str) -> str:
         f"<h1>{escape(title)}</h1><p>{report.calls:,} calls on {ranks} ranks, {len(report.groups)} group{many}."
         "</p>",
         _alarms(report),
-        '<p class="note key">Time of all ranks together: <span class="wait"></span>waiting for the last rank '
-        '<span class="transfer"></span>transfer <span class="rest"></span>not told apart</p>',
+        '<p class="note">Time of all ranks together:</p>',
+        key(["waiting for the last rank", "transfer", "not told apart"], list(_COLOURS.values())),
     ]
     operations = sorted(report.operations, key=lambda row: -row["total_s"])
     rates = ("algbw_GBps", "busbw_GBps")
@@ -46,14 +32,11 @@ def page(report: Report, title: str) -> str:
     parts.append(_table("Groups", report.groups, ("name",), ()))
     parts.append(_table("Phases", report.phases, ("name",), ()))
     parts.append(_table("Ranks", report.ranks, ("rank",), ("times_last", "lateness_s")))
-    body = "\n".join(part for part in parts if part)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>{body}</body>'
-        "</html>\n"
-    )
+    return document(title, parts)
 
 
+# Of the page's style.
+_COLOURS = {"wait": 1, "transfer": 0, "rest": 8}
 _TITLES = {
     "name": "name",
     "bytes": "size",
@@ -85,7 +68,9 @@ def _bar(row: Mapping[str, Any], longest: float) -> str:
     rest = max(0.0, row["total_s"] - row["wait_s"] - row["transfer_s"])
     shares = (("wait", row["wait_s"]), ("transfer", row["transfer_s"]), ("rest", rest))
     told = ", ".join(f"{name} {seconds(value)}" for name, value in shares)
-    inside = "".join(f'<div class="{name}" style="width:{100 * v / longest:.2f}%"></div>' for name, v in shares)
+    inside = "".join(
+        f'<div class="b{_COLOURS[name]}" style="width:{100 * v / longest:.2f}%"></div>' for name, v in shares
+    )
     return f'<div class="bar" title="{told}">{inside}</div>'
 
 
@@ -101,8 +86,7 @@ def _alarms(report: Report) -> str:
     ]
     lines += [f"{count:,} {problem}" for problem, count in report.problems.items()]
     lines += report.skipped
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f'<h2>To look at</h2><ul class="alarm">{items}</ul>' if items else ""
+    return notes(lines)
 
 
 def _cell(name: str, value: Any) -> str:

@@ -6,6 +6,7 @@ style: series i has colour i (`page.css`), 8 is the colour of what is left over.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -145,15 +146,11 @@ def ranges(rows: Sequence[tuple[str, Sequence[float]]], unit: str) -> str:
     ratio = bool(known.min() > 0 and known.max() >= 100 * known.min())
     low, high = float(known.min() if ratio else min(0.0, known.min())), float(known.max())
 
-    def place(value: float) -> float:
-        share = np.log(value / low) / np.log(high / low) if ratio else (value - low) / ((high - low) or 1.0)
-        return float(98 * share)
-
     parts: list[str] = []
     drawn = [(label, values) for label, values in rows if np.isfinite(values).all()]
     for at, (label, values) in enumerate(drawn):
         y = at * _ROW
-        least, first, middle, third, most = map(place, values)
+        least, first, middle, third, most = (98 * _share(value, low, high, ratio=ratio) for value in values)
         said = measure(values[2], unit)
         told = escape(f"{label}: " + ", ".join(measure(value, unit) for value in values))
         parts.append(_label(label, y))
@@ -172,6 +169,40 @@ def ranges(rows: Sequence[tuple[str, Sequence[float]]], unit: str) -> str:
     parts += _ends(low, high, unit, foot + _TEXT)
     scale = ", logarithmic" if ratio else ""
     return f'<p class="note">Least to largest, the middle half, the median{scale}.</p>' + _svg(foot + 20, parts)
+
+
+def points(named: Sequence[tuple[str, float, float]], x_unit: str, y_unit: str) -> str:
+    """A mark for each pair of numbers above 0, both on a logarithmic scale.
+
+    Args:
+        named: label, place and value.
+        x_unit: of the places.
+        y_unit: of the values.
+    """
+    drawn = [(label, x, y) for label, x, y in named if 0 < x < np.inf and 0 < y < np.inf]
+    if not drawn:
+        return ""
+    xs, ys = [x for _, x, _ in drawn], [y for *_, y in drawn]
+    left, right, low, high = min(xs), max(xs), min(ys), max(ys)
+    parts = []
+    for label, x, y in drawn:
+        told = escape(f"{label[:_LONGEST]}: {measure(x, x_unit)}, {measure(y, y_unit)}")
+        across, up = _share(x, left, right, ratio=True), _share(y, low, high, ratio=True)
+        parts.append(
+            f'<circle class="f0" cx="{1 + 98 * across:.2f}%" cy="{_TEXT + _HEIGHT * (1 - up):.1f}" r="4" '
+            f'fill-opacity="0.6"><title>{told}</title></circle>'
+        )
+    parts.append(f'<text class="muted halo" x="0" y="{_TEXT - 2}">{escape(measure(high, y_unit))}</text>')
+    parts.append(f'<text class="muted halo" x="0" y="{_TEXT + _HEIGHT}">{escape(measure(low, y_unit))}</text>')
+    parts += _ends(left, right, x_unit)
+    return '<p class="note">Both scales logarithmic.</p>' + _svg(_HEIGHT + 36, parts)
+
+
+def _share(value: float, low: float, high: float, *, ratio: bool) -> float:
+    """How far a value is from one end to the other, 0 to 1; of a scale of equal ratios, or of equal steps."""
+    if low == high:
+        return 0.5 if ratio else 0.0
+    return math.log(value / low) / math.log(high / low) if ratio else (value - low) / (high - low)
 
 
 def _envelope(x: Floats, y: Floats, first: float, last: float) -> tuple[Floats, Floats]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from echograph.profiler.analyses.table import Table
-from echograph.units import PS_PER_US, format_time
+from echograph.units import PS_PER_US, format_bytes, format_time
 
 ROWS = 40
 _LONGEST = 160
@@ -96,13 +96,15 @@ def number(value: float) -> str:
 
 
 def measure(value: float, unit: str) -> str:
-    """A number with its unit; microseconds in the largest unit of time that keeps them above one.
+    """A number with its unit; times and sizes in the largest unit that keeps them above one.
 
     Args:
         value: in that unit.
-        unit: empty for none.
+        unit: "us", "bytes", another, or empty for none.
     """
-    return format_time(value * PS_PER_US) if unit == "us" else f"{number(value)} {unit}".rstrip()
+    if unit == "us":
+        return format_time(value * PS_PER_US)
+    return format_bytes(value) if unit == "bytes" else f"{number(value)} {unit}".rstrip()
 
 
 def _kind(text: bool) -> str:

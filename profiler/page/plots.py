@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from echograph.profiler.analyses.memory import CATEGORIES
 from echograph.profiler.analyses.table import Table
 from echograph.profiler.page import charts
 
@@ -98,6 +99,48 @@ class Lines:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Columns:
+    """A line for each of several columns.
+
+    Attributes:
+        x: column of the time, microseconds.
+        ys: columns of the values.
+        unit: of the values.
+    """
+
+    x: str
+    ys: Sequence[str]
+    unit: str = ""
+
+    def draw(self, table: Table, most: int = MOST) -> str:
+        """The table as lines; those that are 0 throughout are left out."""
+        x, *ys = (np.asarray(table.columns[name], np.float64) for name in (self.x, *self.ys))
+        return charts.lines({n: (x, y) for n, y in zip(self.ys, ys, strict=True) if y.any()}, "us", self.unit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """A mark for each row that has both numbers, both above 0.
+
+    Attributes:
+        label: column that names it.
+        x: column of the place.
+        y: column of the value.
+        units: of both.
+    """
+
+    label: str
+    x: str
+    y: str
+    units: tuple[str, str]
+
+    def draw(self, table: Table, most: int = MOST) -> str:
+        """The table as points."""
+        rows = [(r[self.label], r[self.x], r[self.y]) for r in table.records() if r[self.x] and r[self.y]]
+        return charts.points(rows, *self.units)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Histogram:
     """How often the values of a column occur."""
 
@@ -174,6 +217,12 @@ PLOTS: Mapping[str, Plot] = {
     "critical-path-summary": Bars(label=["rank"], value="duration", by="bound_by", parts=_BOUNDS),
     "call-stacks": Bars(label=["name"], value="self_time(us)", largest=True),
     "counters": Lines(x="ts", y="value", by=["rank", "counter"]),
+    "memory-timeline": Lines(x="ts", y="allocated_bytes", by=["rank", "device"], unit="bytes"),
+    "memory-categories": Columns(x="ts", ys=CATEGORIES, unit="bytes"),
+    "execution-trace": Bars(label=["et_node_name"], value="dur", largest=True),
+    "hardware-counters": Points(
+        label="name", x="flops_per_byte", y="GFLOP/s", units=("operations a byte", "GFLOP/s")
+    ),
     "trace-diff": Bars(label=["name"], value="diff_duration", largest=True),
 }
 

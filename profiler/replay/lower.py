@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from echograph.errors import InputError
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.graph import JobGraph, Workload
 from echograph.ir.types import CollectiveKind, CopyDirection, DType, Duration, Payload, Phase, Source
+from echograph.profiler.replay.job import JobPieces, Say, Together, job_pieces
 from echograph.profiler.replay.pieces import Piece, Work
-from echograph.profiler.replay.rank import rank_pieces
-from echograph.profiler.traces.alignment import align, clocks
-from echograph.profiler.traces.collectives import Meeting, meetings
 from echograph.profiler.traces.trace import NONE, TraceSet
 
 STEP = "step"
@@ -47,11 +43,8 @@ class Lowered:
     notes: tuple[str, ...] = ()
 
 
-def lower(traces: TraceSet, name: str = "", say: Callable[[str], None] = lambda _: None) -> Lowered:
+def lower(traces: TraceSet, name: str = "", say: Say = lambda _: None) -> Lowered:
     """The job graph of the traces of a job.
-
-    Clocks are aligned where they contradict one another: where a collective would have ended on one rank before
-    another one had begun it.
 
     Args:
         traces: one a rank; they are replayed from first to last event.
@@ -61,74 +54,38 @@ def lower(traces: TraceSet, name: str = "", say: Callable[[str], None] = lambda 
     Raises:
         InputError: a trace's file is gone, or no trace has anything in it.
     """
-    if not any(len(trace) for trace in traces.values()):
-        raise InputError(f"{next(iter(traces.values())).path}: no complete event in it: nothing to replay")
-    return _Lowering(traces, name, say).run()
+    return _Lowering(job_pieces(traces, say), name).run()
 
 
 @dataclass(slots=True)
 class _Lowering:
-    traces: TraceSet
+    job: JobPieces
     name: str
-    say: Callable[[str], None]
-    notes: list[str] = field(default_factory=list)
     builder: GraphBuilder = field(init=False)
+    device: str = CPU
     groups: dict[int, tuple[int, int]] = field(default_factory=dict)
-    left_out: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> Lowered:
         self.builder = GraphBuilder(name=self.name, workload=Workload(model=self.name), streams=("main",))
-        pieces = self._pieces()
-        met = self._meet(pieces)
-        if clocks(self.traces, met).apart:
-            self.traces, found = align(self.traces)
-            self.say(f"clocks aligned to {found.residual_ps / 1e6:.1f} us")
-            pieces = self._pieces()
-            met = self._meet(pieces)
-        self._groups(met, pieces)
-        for rank, order in pieces.items():
+        self.device = _device(self.job.traces)
+        for one in self.job.together:
+            number = self._group(one)
+            for piece in one.pieces.values():
+                self.groups[id(piece)] = number, max(0, piece.end - one.begun)
+        for rank, order in self.job.of_rank.items():
             begin = self.builder.op_count()
             self._program(rank, order)
             calls = [(0, begin, self.builder.op_count(), 0, 0)]
             self.builder.program(calls, role=f"rank {rank}", ranks=(rank,))
-        notes = [*self.traces.notes, *self.notes, *(f"{n:,} {what}" for what, n in self.left_out.items())]
-        return Lowered(graph=self.builder.build(JobGraph), notes=tuple(dict.fromkeys(notes)))
+        return Lowered(graph=self.builder.build(JobGraph), notes=self.job.notes)
 
-    def _pieces(self) -> dict[int, list[Piece]]:
-        found = {}
-        self.left_out.clear()
-        for rank, trace in self.traces.items():
-            self.say(f"rank {rank}: {len(trace):,} events")
-            found[rank], dropped = rank_pieces(trace).in_order()
-            if dropped:
-                self.left_out["waits left out: by the trace's clock, what was waited for came later"] += dropped
-        return found
-
-    def _meet(self, pieces: Mapping[int, Sequence[Piece]]) -> list[Meeting]:
-        calls = {rank: [p.call for p in order if p.call is not None] for rank, order in pieces.items()}
-        met, self.notes = meetings(calls)
-        return met
-
-    def _groups(self, met: Sequence[Meeting], pieces: Mapping[int, Sequence[Piece]]) -> None:
-        """Finds the group of each collective, and its duration: from when the last of its ranks had begun."""
-        of_call = {id(p.call): p for order in pieces.values() for p in order if p.call is not None}
-        for one in met:
-            same = {rank: of_call[id(call)] for rank, call in one.calls.items()}
-            ranks = tuple(sorted(same))
-            if len(pieces) > len(ranks) or one.group == "":
-                name = ",".join(map(str, ranks)) if len(ranks) < len(pieces) else "world"
-            else:
-                name = f"group {one.group}"
-            number = self.builder.group(name, ranks=ranks)
-            begun = max(piece.start for piece in same.values())
-            for piece in same.values():
-                self.groups[id(piece)] = number, max(0, piece.end - begun)
-        alone = sum(p.work is Work.COLLECTIVE and id(p) not in self.groups for o in pieces.values() for p in o)
-        if alone:
-            self.left_out["collectives whose other ranks were not traced: as long as they took, waiting included"] = alone
+    def _group(self, one: Together) -> int:
+        """A group is of the ranks that were traced; one of all of them is the world."""
+        ranks = tuple(sorted(one.pieces))
+        every = len(ranks) == len(self.job.of_rank)
+        return self.builder.group("world" if every else f"ranks {','.join(map(str, ranks))}", ranks=ranks)
 
     def _program(self, rank: int, order: Sequence[Piece]) -> None:
-        device = self._device(rank)
         number: dict[int, int] = {}
         forward: dict[int, int] = {}
         for piece in order:
@@ -136,7 +93,7 @@ class _Lowering:
                 "phase": piece.phase,
                 "stream": self.builder.stream(piece.line),
                 "deps": sorted({number[id(one)] for one in piece.after}),
-                "durations": (_duration(device, piece.duration),),
+                "durations": (_duration(self.device, piece.duration),),
             }
             number[id(piece)] = at = self._add(rank, piece, common, forward)
             if piece.sequence != NONE and piece.work is Work.COMPUTE:
@@ -162,7 +119,7 @@ class _Lowering:
         assert piece.call is not None
         if id(piece) in self.groups:
             group, duration = self.groups[id(piece)]
-            common["durations"] = (_duration(self._device(rank), duration),)
+            common["durations"] = (_duration(self.device, duration),)
         else:
             group = self.builder.group("not traced", ranks=(rank,))
         return self.builder.collective(
@@ -171,14 +128,14 @@ class _Lowering:
             asynchronous=True, **common,
         )  # fmt: skip
 
-    def _device(self, rank: int) -> str:
-        """The first device that any trace names: ranks of one job have the same kind."""
-        del rank
-        for trace in self.traces.values():
-            known = trace.header.get("deviceProperties")
-            if isinstance(known, list) and known and isinstance(known[0], dict) and known[0].get("name"):
-                return str(known[0]["name"])
-        return CPU
+
+def _device(traces: TraceSet) -> str:
+    """The first device that any trace names: ranks of one job have the same kind."""
+    for trace in traces.values():
+        known = trace.header.get("deviceProperties")
+        if isinstance(known, list) and known and isinstance(known[0], dict) and known[0].get("name"):
+            return str(known[0]["name"])
+    return CPU
 
 
 def _duration(device: str, picoseconds: int) -> Duration:

@@ -251,7 +251,12 @@ class _Rank:
         name = _name(trace.text(operator if operator != NONE else row))
         work = Work.COPY if trace.strings[trace.category[row]] in COPIES else Work.COMPUTE
         piece = Piece(
-            work=work, name=name, line=line, start=self.start[row], duration=self.end[row] - self.start[row], key=key
+            work=work,
+            name=name,
+            line=line,
+            start=self.start[row],
+            duration=self.end[row] - self.start[row],
+            key=key,
         )
         self._describe(piece, row)
         if work is Work.COPY:

@@ -99,7 +99,9 @@ def clocks(traces: TraceSet, met: Sequence[Meeting], notes: Sequence[str] = ()) 
     said = list(notes)
     if len(ranks) > 1 and alone:
         names = ", ".join(map(str, alone[:8]))
-        said.append(f"clocks of ranks {names} are as they were: no matched collective joins them to rank {ranks[0]}")
+        said.append(
+            f"clocks of ranks {names} are as they were: no matched collective joins them to rank {ranks[0]}"
+        )
     fit = _Fit(traces, sorted(reached), used)
     before = fit.residual(fit.nothing)
     if not used:
@@ -182,7 +184,9 @@ class _Fit:
         left = wanted - offsets @ self._least(offsets, wanted, _NOISE_PS)
         return max(_NOISE_PS, 1.4826 * float(np.median(np.abs(left))))
 
-    def _least(self, rows: Float64, wanted: Float64, noise: float, heavy: tuple[Float64, Float64] | None = None) -> Float64:
+    def _least(
+        self, rows: Float64, wanted: Float64, noise: float, heavy: tuple[Float64, Float64] | None = None
+    ) -> Float64:
         """Iterated least squares, in which what is far off weighs by its root (a rank held up while it ended)."""
         drifts = np.arange(1, len(self.nothing), 2)
         prior = np.zeros((len(drifts), len(self.nothing)))

@@ -90,6 +90,11 @@ class Meeting:
         """Bytes of a rank's buffer, or 0."""
         return max(call.nbytes for call in self.calls.values())
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the group, traced or not, as far as the traces say."""
+        return next(iter(self.calls.values())).ranks or tuple(self.calls)
+
 
 def collectives(trace: Trace, stacks: Stacks | None = None) -> list[Call]:
     """The collectives and messages of one rank, in the order in which they were issued.
@@ -121,7 +126,7 @@ def collectives(trace: Trace, stacks: Stacks | None = None) -> list[Call]:
                 nbytes=nbytes, dtype=dtype,
             )
         )  # fmt: skip
-    return sorted(found, key=lambda call: (int(trace.start[call.row if call.issue == NONE else call.issue])))
+    return sorted(found, key=lambda call: int(trace.start[call.row if call.issue == NONE else call.issue]))
 
 
 def meetings(calls: Mapping[int, list[Call]]) -> tuple[list[Meeting], list[str]]:

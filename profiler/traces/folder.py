@@ -28,6 +28,7 @@ def read_traces(
     ranks: Collection[int] | None = None,
     *,
     last_step: bool = False,
+    align: bool = False,
     workers: int = 1,
     engine: str = "local",
     cache_folder: Path | None = None,
@@ -40,6 +41,7 @@ def read_traces(
         ranks: the ranks to read; None reads all.
         last_step: keep what runs in the last profiler step and after it; its work is often cut off by the end of
             the profile, so it is left out unless asked for.
+        align: put all ranks on one clock, that of the first, found from their collectives (`alignment`).
         workers: processes that read; beyond 1, the caller's main module must be importable.
         engine: "local", or "ray" for a task a file on a Ray cluster.
         cache_folder: where columns of traces that were read before are kept; None keeps nothing.
@@ -71,7 +73,12 @@ def read_traces(
     if unknown := sorted(set(chosen) - set(traces)):
         raise UsageError(f"{path}: no trace of rank {unknown[0]}; there is {_shown(traces)}")
     kept = {rank: traces[rank] for rank in chosen}
-    return TraceSet(kept if last_step else {rank: complete_steps(trace) for rank, trace in kept.items()})
+    found_set = TraceSet(kept if last_step else {rank: complete_steps(trace) for rank, trace in kept.items()})
+    if align:
+        from echograph.profiler.traces.alignment import align as on_one_clock
+
+        found_set, _ = on_one_clock(found_set)
+    return found_set
 
 
 def trace_files(path: Path) -> list[Path]:
@@ -85,6 +92,8 @@ def trace_files(path: Path) -> list[Path]:
     if not path.is_dir():
         raise InputError(f"{path}: no such file or folder")
     files = sorted(file for file in path.iterdir() if file.name.endswith(_ENDINGS) and file.is_file())
+    # A recording has a folder for each rank.
+    files = files or sorted(path.glob("*/trace.json")) + sorted(path.glob("*/trace.json.gz"))
     if not files:
         raise InputError(f"{path}: no trace in it: expected *.json or *.json.gz, one a rank")
     return files

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from echograph.profiler.analyses.table import Table
     from echograph.profiler.byteprofile.statistics import Statistics
 
+_WIDEST = 72
+
 Traces = Annotated[Path, typer.Argument(help="A trace; or the folder of a GPU, a worker or a job.")]
 Sort = Annotated[bool, typer.Option("--sort", help="The largest first, rather than as in the trace.")]
 Head = Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")]
@@ -33,10 +35,16 @@ def show(tables: Mapping[str, Table], *, as_json: bool) -> None:
     for number, (name, table) in enumerate(tables.items()):
         if len(tables) > 1:
             print_line(f"\n{name}" if number else name)
-        rows = ([f"{cell:.4f}" if isinstance(cell, float) else cell for cell in row] for row in table.rows())
-        print_table(list(table.columns), rows)
+        print_table(list(table.columns), ([_short(cell) for cell in row] for row in table.rows()))
     for note in notes:
         print_error(f"note: {note}")
+
+
+def _short(cell: object) -> object:
+    """A cell as wide as it is worth: milliseconds to a tenth of a microsecond; names of kernels cut."""
+    if isinstance(cell, str) and len(cell) > _WIDEST:
+        return cell[: _WIDEST - 3] + "..."
+    return f"{cell:.4f}" if isinstance(cell, float) else cell
 
 
 def _statistics(path: Path) -> Statistics:

@@ -23,6 +23,9 @@ Folder = Annotated[Path, typer.Argument(help="Folder of a worker or a job: trace
 Queues = Annotated[
     bool, typer.Option("--del-queue", help="Take communications apart, a chain a partition, without queueing.")
 ]
+RunOrder = Annotated[
+    bool, typer.Option("--run-time", help="Operators in the order in which they ran, not as the model demands.")
+]
 
 
 class Prepared:
@@ -41,7 +44,7 @@ class Prepared:
 
         self.job: Job = find_job(path)
         found = dependencies.dependencies(self.job, queues=queues)
-        self.names = {one.number: one.prefix.removesuffix(".") or f"rank{one.gpu.rank}" for one in found}
+        self.names = {one.number: self.job.title(one.gpu) for one in found}
         self.swept: list[RunTime] = [dependencies.run_time(one) for one in found] if run_time else []
         self.dags: list[Dag] = [one.dag for one in self.swept or found]
         self.all: Dag = coupled(self.job, found, self.dags)
@@ -56,10 +59,7 @@ class Prepared:
 def critical_command(
     traces: Folder,
     del_queue: Queues = False,
-    run_time: Annotated[
-        bool,
-        typer.Option("--run-time", help="Operators in the order in which they ran, not as the model demands."),
-    ] = False,
+    run_time: RunOrder = False,
     head: Head = None,
     as_json: AsJson = False,
 ) -> None:

@@ -97,7 +97,7 @@ def _collected(job: Job, output: Path | None, *, operators_only: bool) -> Job:
     for gpu, collected in made:
         folder = gpu.folder
         if output is not None:
-            folder = output / job.prefix(gpu).replace(".", "/")
+            folder = output / job.title(gpu).replace(".", "/")
             make_folder(folder)
         file = folder / final_name(gpu, collected)
         check_writable(file)

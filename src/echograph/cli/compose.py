@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from echograph.cli.lowering import lower, record
 from echograph.cli.plan import Plan, PlanOptions
+from echograph.cli.replay import is_traced, replay_plan
 from echograph.cli.study import Study
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph
@@ -174,6 +175,8 @@ def predict_plan(
     from echograph.simulator.simulate import simulate
 
     study = study or Study()
+    if isinstance(graph, JobGraph) and is_traced(graph):
+        return replay_plan(graph, plan, study)
     if plan.cluster.endswith(".pb"):
         from echograph.cli.measured import predict_measured
 

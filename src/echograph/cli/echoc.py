@@ -18,6 +18,7 @@ from echograph.cli.app import (
     require_torch,
     run,
 )
+from echograph.cli.capture import capture_command
 from echograph.cli.export import export_command
 from echograph.cli.imports import import_command
 from echograph.cli.plan import Plan
@@ -173,6 +174,7 @@ def show(graph: GraphFile, as_json: Json = False) -> None:
 
 
 app.command("annotate")(annotate_command)
+app.command("capture")(capture_command)
 app.command("export")(export_command)
 app.command("import")(import_command)
 

@@ -13,6 +13,7 @@ import typer
 from echograph.cli.analyze import analyze
 from echograph.cli.app import make_app, print_error, print_json, print_table, progress, run
 from echograph.cli.byteprofile import compare3d_command, compare_command, mapping_command, stats_command
+from echograph.cli.byteprofile_dag import dag_command
 from echograph.cli.byteprofile_replay import critical_command, replay_command
 from echograph.cli.byteprofile_traces import collect_command, combine_command
 from echograph.cli.collectives import collectives_command
@@ -40,6 +41,7 @@ app.command("replay")(replay_command)
 app.command("collect")(collect_command)
 app.command("compare3d")(compare3d_command)
 app.command("mapping")(mapping_command)
+app.command("dag")(dag_command)
 app.add_typer(comms, name="comms")
 app.add_typer(record, name="record")
 

@@ -11,6 +11,7 @@ import typer
 from echograph.cli.app import make_app, print_error, print_json, print_line, print_table, progress, run
 from echograph.cli.plan import Plan
 from echograph.cli.plan_options import with_plan
+from echograph.cli.replay import replay_command
 from echograph.errors import UsageError
 from echograph.units import format_bytes
 
@@ -147,6 +148,9 @@ def run_command(
 
         files.write_whole(trace, chrome_trace(job, result.traced or result.timeline, ranks=study.trace_ranks))
         print_error(f"wrote {trace} (Chrome trace: open in ui.perfetto.dev)")
+
+
+app.command("replay")(replay_command)
 
 
 @app.command("compare")

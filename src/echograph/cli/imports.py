@@ -8,22 +8,27 @@ from typing import Annotated, Any
 import typer
 
 from echograph.cli.app import print_error, print_json, print_line, progress
-from echograph.errors import UsageError
+from echograph.cli.imports_traces import TRACES
+from echograph.errors import UnknownNameError, UsageError
 from echograph.frontend import FRONTENDS, Imported
 from echograph.ir.graph import Graph, JobGraph
 from echograph.units import format_bytes
 
+FORMATS = (*FRONTENDS, *TRACES)
+
 
 def import_command(
-    format_name: Annotated[str, typer.Argument(metavar="FORMAT", help=f"{', '.join(sorted(FRONTENDS))}.")],
-    source: Annotated[Path, typer.Argument(help="The file; for chakra the folder of the ranks' traces.")],
+    format_name: Annotated[str, typer.Argument(metavar="FORMAT", help=f"{', '.join(sorted(FORMATS))}.")],
+    source: Annotated[Path, typer.Argument(help="The file; for chakra and kineto the folder of the ranks.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the graph goes.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Read what another tool wrote, and write it as a graph; say what a graph cannot hold of it."""
     from echograph.ir import files, serde
 
-    load = FRONTENDS[format_name]
+    if format_name not in FORMATS:
+        raise UnknownNameError("format", format_name, FORMATS)
+    load = (TRACES if format_name in TRACES else FRONTENDS)[format_name]
     if source.resolve() == output.resolve():
         raise UsageError(f"--output {output}: is the source itself: give the graph a file of its own")
     files.check_writable(output)

@@ -34,7 +34,7 @@ def main():
     device = torch.device(f"cuda:{rank}" if use_cuda else "cpu")
     model = DDP(Model(args.width, args.depth).to(device), device_ids=[rank] if use_cuda else None, bucket_cap_mb=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = TensorDataset(torch.randn(256, args.width), torch.randint(0, 10, (256,)))
+    data = TensorDataset(torch.randn(1024, args.width), torch.randint(0, 10, (1024,)))
     loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data, shuffle=True))
     loss_function = nn.CrossEntropyLoss()
     for step, (x, y) in zip(range(args.steps), loader):

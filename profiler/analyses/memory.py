@@ -1,0 +1,148 @@
+"""What the allocator held when, from the trace itself or from PyTorch's own memory timeline."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from echograph.errors import DataError, InputError, UsageError
+from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.work import US
+from echograph.profiler.traces.details import whole_events
+from echograph.profiler.traces.trace import Trace, TraceSet
+
+TITLES = ("rank", "ts", "device", "change_bytes", "allocated_bytes", "reserved_bytes")
+# What `torch.profiler` sorts memory into, in the order of its numbers.
+CATEGORIES = (
+    "parameter",
+    "optimizer_state",
+    "input",
+    "temporary",
+    "activation",
+    "gradient",
+    "autograd_detail",
+    "unknown",
+)
+# c10's device types that have an allocator with a name that people know.
+_DEVICES = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 19: "mtia"}
+_MAX_BYTES = 2**31
+_GZIP_MAGIC, _ANY_WINDOW = b"\x1f\x8b", 47
+_NS_PER_US = 1000
+
+
+class _Said(NamedTuple):
+    ts: int
+    device: str
+    change: int
+    allocated: int | None
+    reserved: int | None
+
+
+def memory_timeline(traces: TraceSet) -> Table:
+    """What the allocator of each device held, whenever that changed (a profile with `profile_memory=True`).
+
+    Columns: `rank`; `ts` microseconds since the first event of the job; `device` ("cuda:1", "cpu");
+    `change_bytes` what was allocated, or freed if negative; `allocated_bytes` what tensors held then;
+    `reserved_bytes` what the allocator had of the device. By time, rank by rank; files that say less leave the
+    last two empty.
+
+    Args:
+        traces: the job's; their files are still where they were.
+
+    Raises:
+        InputError: a file is gone.
+    """
+    rows: list[tuple[Any, ...]] = []
+    notes = list(traces.notes)
+    for rank, trace in traces.items():
+        end = int(trace.end.max()) if len(trace) else 0
+        own = sorted((said for said in _said(trace) if said.ts <= end), key=lambda said: said.ts)
+        if not own:
+            notes.append(f"rank {rank}: no memory in its profile: profile with profile_memory=True")
+        rows += [(rank, said.ts / US, *said[1:]) for said in own]
+    return from_rows(TITLES, rows, notes)
+
+
+def _said(trace: Trace) -> Iterator[_Said]:
+    # Newer files say whether memory was profiled; they need not be read for nothing.
+    if trace.header.get("profile_memory") == 0:
+        return
+    ranks = trace.header.get("processRanks") or {}
+    for _, event in whole_events(Path(trace.path)):
+        if event.get("name") != "[memory]" or ranks.get(str(event.get("pid")), trace.rank) != trace.rank:
+            continue
+        args, ts = event.get("args", {}), event.get("ts", 0)
+        number = args.get("Device Id", -1)
+        device = _DEVICES.get(args.get("Device Type", 0), f"type {args.get('Device Type')}")
+        yield _Said(
+            ts=int(ts) * US + round((ts - int(ts)) * US) - trace.origin,
+            device=f"{device}:{number}" if number >= 0 else device,
+            change=args.get("Bytes", 0),
+            allocated=args.get("Total Allocated"),
+            reserved=args.get("Total Reserved"),
+        )
+
+
+def memory_categories(traces: TraceSet, *, file: str = "") -> Table:
+    """What the memory of one device was for, whenever that changed, from PyTorch's memory timeline.
+
+    The file is what `torch.profiler.profile.export_memory_timeline` writes to a name that ends in `.raw.json.gz`.
+
+    Columns: `ts` microseconds since its first event (0 for what was there before); bytes of each of the eight
+    categories of `torch.profiler`: `parameter`, `optimizer_state`, `input`, `temporary`, `activation`, `gradient`,
+    `autograd_detail`, `unknown`; `total`. One row a moment.
+
+    Args:
+        traces: the job's; nothing of them is used but their notes.
+        file: the memory timeline.
+
+    Raises:
+        UsageError: no file is named.
+        InputError: it cannot be read.
+        DataError: it is no such timeline.
+    """
+    if not file:
+        raise UsageError("memory-categories: name the file, for instance --option file=memory.raw.json.gz")
+    events = _raw_events(Path(file))
+    time, _, size, category = events.T if len(events) else np.zeros((4, 0), np.int64)
+    first = int(time[time >= 0].min(initial=np.iinfo(np.int64).max))
+    time = np.where(time < 0, 0, time - first)
+    order = np.argsort(time, kind="stable")
+    change = np.zeros((len(time), len(CATEGORIES)), np.int64)
+    change[np.arange(len(time)), category[order]] = size[order]
+    held, time = np.cumsum(change, axis=0), time[order]
+    last = np.flatnonzero(np.append(time[1:] != time[:-1], [True])[: len(time)])
+    columns: dict[str, Any] = {"ts": time[last] / _NS_PER_US}
+    columns |= {name: held[last, at] for at, name in enumerate(CATEGORIES)}
+    columns["total"] = held[last].sum(axis=1)
+    return Table(columns=columns, notes=traces.notes)
+
+
+def _raw_events(path: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Time (ns, -1 for before the profile), action, bytes and category of each change."""
+    try:
+        raw = path.read_bytes()
+        if raw.startswith(_GZIP_MAGIC):
+            inflate = zlib.decompressobj(_ANY_WINDOW)
+            raw = inflate.decompress(raw, _MAX_BYTES)
+            if inflate.unconsumed_tail:
+                raise DataError(f"{path}: more than {_MAX_BYTES >> 30} GiB of text: profile fewer steps")
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from None
+    except zlib.error as error:
+        raise DataError(f"{path}: the gzip stream is damaged ({error})") from None
+    try:
+        rows = msgspec.json.decode(raw, type=list[tuple[int, int, int, int]])
+        events = np.array(rows, np.int64).reshape(-1, 4)
+    except (msgspec.DecodeError, UnicodeDecodeError, OverflowError) as error:
+        raise DataError(
+            f"{path}: no memory timeline as export_memory_timeline writes .raw.json.gz ({error})"
+        ) from None
+    if len(events) and not 0 <= events[:, 3].min() <= events[:, 3].max() < len(CATEGORIES):
+        raise DataError(f"{path}: a category beyond 0 to {len(CATEGORIES) - 1}: of another version of PyTorch")
+    return events

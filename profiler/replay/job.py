@@ -1,0 +1,103 @@
+"""The pieces of all ranks of a job, on one clock, and which of them are one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from echograph.errors import InputError
+from echograph.profiler.replay.pieces import Piece, Work
+from echograph.profiler.replay.rank import rank_pieces
+from echograph.profiler.traces.alignment import align, clocks
+from echograph.profiler.traces.collectives import Meeting, meetings
+from echograph.profiler.traces.trace import TraceSet
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """A collective of several ranks.
+
+    Attributes:
+        meeting: what it is.
+        pieces: by rank.
+    """
+
+    meeting: Meeting
+    pieces: Mapping[int, Piece]
+
+    @property
+    def begun(self) -> int:
+        """When the last of its ranks had begun: from then on it takes what it takes, before that it waits."""
+        return max(piece.start for piece in self.pieces.values())
+
+    @property
+    def last(self) -> int:
+        """The rank that began last."""
+        return max(self.pieces, key=lambda rank: (self.pieces[rank].start, -rank))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPieces:
+    """A traced job in pieces.
+
+    Attributes:
+        traces: the traces, on one clock.
+        of_rank: the pieces of each rank, each after all that it waits for.
+        together: the collectives that several of the traced ranks ran.
+        notes: what was taken for something, or could not be matched, a line each.
+    """
+
+    traces: TraceSet
+    of_rank: Mapping[int, Sequence[Piece]]
+    together: Sequence[Together]
+    notes: tuple[str, ...]
+
+
+def job_pieces(traces: TraceSet, say: Say = lambda _: None) -> JobPieces:
+    """The pieces of a job.
+
+    Clocks are aligned where they contradict one another: where a collective would have ended on one rank before
+    another one had begun it.
+
+    Args:
+        traces: one a rank.
+        say: told how far it is.
+
+    Raises:
+        InputError: a trace's file is gone, or no trace has anything in it.
+    """
+    if not any(len(trace) for trace in traces.values()):
+        raise InputError(f"{next(iter(traces.values())).path}: no complete event in it: nothing to replay")
+    found = _on_their_clocks(traces, say)
+    if clocks(traces, [one.meeting for one in found.together]).apart:
+        traces, fit = align(traces)
+        say(f"clocks aligned to {fit.residual_ps / 1e6:.1f} us")
+        found = _on_their_clocks(traces, say)
+    return found
+
+
+def _on_their_clocks(traces: TraceSet, say: Say) -> JobPieces:
+    of_rank, dropped = {}, 0
+    for rank, trace in traces.items():
+        say(f"rank {rank}: {len(trace):,} events")
+        of_rank[rank], against = rank_pieces(trace).in_order()
+        dropped += against
+    of_call = {id(piece.call): piece for order in of_rank.values() for piece in order if piece.call is not None}
+    met, notes = meetings({rank: [p.call for p in order if p.call is not None] for rank, order in of_rank.items()})
+    together = [
+        Together(meeting=one, pieces={rank: of_call[id(call)] for rank, call in one.calls.items()}) for one in met
+    ]
+    matched = {id(piece) for one in together for piece in one.pieces.values()}
+    alone = sum(p.work is Work.COLLECTIVE and id(p) not in matched for order in of_rank.values() for p in order)
+    if alone:
+        notes.append(
+            f"{alone:,} collectives whose other ranks are not in the traces: as long as they took, with what they "
+            "waited"
+        )
+    if dropped:
+        notes.append(f"{dropped:,} waits left out: by the trace's clocks, what was waited for came later")
+    return JobPieces(
+        traces=traces, of_rank=of_rank, together=together, notes=tuple(dict.fromkeys((*traces.notes, *notes)))
+    )

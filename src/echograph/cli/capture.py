@@ -1,0 +1,74 @@
+"""`echoc capture`: a user's own training script as a job graph, without its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from echograph.cli.app import print_error, print_json, progress, require_torch
+from echograph.cli.show_job import print_job, summarize_job
+from echograph.errors import UsageError
+from echograph.units import format_bytes
+
+
+def capture_command(
+    framework: Annotated[str, typer.Argument(help="torch, deepspeed or megatron.")],
+    script: Annotated[Path, typer.Option("--script", help="The training script; it is not edited.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="What the script finds behind its name; give it behind --.")
+    ] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = 8,
+    local_size: Annotated[int, typer.Option(min=1, help="Ranks of a machine.")] = 8,
+    ranks: Annotated[
+        str, typer.Option(help="Which ranks to run: roles (one of each that differ), or numbers as 0,5.")
+    ] = "roles",
+    step: Annotated[int, typer.Option(min=1, help="Which training step to record.")] = 2,
+    whole: Annotated[bool, typer.Option("--whole", help="Let the script go on after that step.")] = False,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="DeepSpeed: the configuration, for scripts that take one.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the job goes.")] = Path("job.pb"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; the script prints on stderr.")] = False,
+) -> None:
+    """Run a training script as one rank of a job without GPUs, and write what all ranks do as a job graph."""
+    from echograph.ir import files, serde
+
+    chosen = _ranks(ranks)
+    files.check_writable(output)
+    require_torch("capturing scripts")
+    from echograph.frontend.scripts import ADAPTERS
+    from echograph.frontend.scripts.capture import capture_script
+    from echograph.frontend.scripts.run import Script
+    from echograph.frontend.scripts.world import World
+
+    adapter = ADAPTERS[framework]()
+    given = adapter.arguments(tuple(arguments or ()), config)
+    asked = Script(path=script, arguments=given, step=step, whole=whole)
+    world = World(size=world_size, local_size=local_size)
+    with progress("starting") as say, contextlib.ExitStack() as stack:
+        if as_json:
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        captured = capture_script(asked, world, adapter, ranks=chosen, say=say)
+        say(f"writing {output}")
+        size = serde.save(captured.graph, output)
+    for note in captured.notes:
+        print_error(f"note: {note}")
+    summary = summarize_job(captured.graph)  # type: ignore[arg-type]
+    if as_json:
+        print_json({"output": str(output), "bytes": size, "notes": list(captured.notes), **summary})
+    else:
+        print_job(summary)
+    print_error(f"wrote {output} ({format_bytes(size)})")
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    if text == "roles":
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise UsageError(f"--ranks {text}: give roles, or numbers of ranks as 0,5")
+    return tuple(dict.fromkeys(int(part) for part in parts))

@@ -1,0 +1,77 @@
+"""What a script communicates: captured without ranks, and on real ones over gloo with the tracer on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from echograph.frontend.scripts.adapter import Adapter
+from echograph.frontend.scripts.recorder import COMMUNICATION
+from echograph.frontend.scripts.run import Recorded, Script, run_script
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
+from echograph.ir.comms_native import NativeSource
+from echograph.profiler.comms.bandwidth import family
+from echograph.profiler.comms.launch import STARTUP
+
+PROGRAMS = Path(__file__).with_name("programs")
+Call = tuple[str, tuple[int, ...], int, str, int]
+"""Operation, ranks of its group, bytes, type, the other rank of a message (or -1)."""
+
+
+def captured(
+    script: Path, size: int, *arguments: str, step: int = 2, adapter: Adapter | None = None
+) -> dict[int, list[Call]]:
+    """Of each rank, what it communicates in a step, in order."""
+    adapter = adapter or TorchAdapter()
+    return {
+        rank: calls_of(run_script(Script(path=script, arguments=arguments, step=step), World(rank=rank, size=size), adapter))
+        for rank in range(size)
+    }
+
+
+def calls_of(run: Recorded) -> list[Call]:
+    """The communications of a recorded step."""
+    found = []
+    for node in run.recorder.graph.nodes:
+        call = node.meta.get(COMMUNICATION)
+        if call is not None and node.target.__class__.__name__ == "OpOverload":
+            dtype = str(call.dtype).removeprefix("torch.") if call.dtype else ""
+            found.append((family(call.op), call.ranks, call.nbytes, dtype, call.peer))
+    return found
+
+
+def traced(script: Path, size: int, folder: Path, *arguments: str, timeout_s: float = 240) -> dict[int, list[Call]]:
+    """Of each rank of a real run over gloo, all that it communicates, in order."""
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "ECHOGRAPH_TRACE": str(folder / "trace.jsonl"),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(STARTUP), os.environ.get("PYTHONPATH", "")))),
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    done = subprocess.run(
+        [*command, str(script), *arguments], env=env, capture_output=True, text=True, timeout=timeout_s, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {rank: list(_rows(folder / f"trace.{rank}.jsonl")) for rank in range(size)}
+
+
+def _rows(path: Path) -> list[Call]:
+    source = NativeSource(path)
+    source.open()
+    rows = [(int(queued), int(number)) for batch in source.rows() for number, _, queued, *_ in batch.tolist()]
+    found = []
+    for _, number in sorted(set(rows)):
+        what = source.whats[number]
+        assert what is not None
+        found.append((family(what.op), source.groups[what.group], what.bytes, what.dtype, what.peer))
+    return found
+
+
+def repeats(step: list[Call], whole: list[Call], times: int = 2) -> bool:
+    """Whether a run holds a step's calls, that many times one after the other."""
+    wanted = step * times
+    return any(whole[i : i + len(wanted)] == wanted for i in range(len(whole) - len(wanted) + 1))

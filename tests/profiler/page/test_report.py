@@ -1,0 +1,96 @@
+"""The page of a job's traces holds the whole picture, and says what is missing."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from html_pages import Page
+from small_traces import job, launched, operator, step, work
+
+from echograph.profiler.analyses import ANALYSES
+from echograph.profiler.page.plots import PLOTS, draw
+from echograph.profiler.page.report import SECTIONS, page_of, report
+from echograph.profiler.traces import TraceSet, read_traces
+
+NEED_A_FILE = {"memory-categories", "execution-trace"}
+
+
+@pytest.fixture(scope="module")
+def dlrm(measured_data: Path) -> TraceSet:
+    return read_traces(measured_data / "traces" / "dlrm-v100-8-ranks")
+
+
+def test_the_whole_picture_of_eight_ranks(dlrm: TraceSet) -> None:
+    text = report(dlrm, "Traces of dlrm")
+    page = Page(text)
+    assert len(text) < 2 << 20
+    assert "http" not in text
+    assert not page.all("link") and not [a for a in page.all("script") if "src" in a]
+    titles = page.texts("h2")
+    assert titles[0] == "Timeline"
+    assert {section.title for section in SECTIONS} <= set(titles)
+    drawn = page.texts("h3")
+    assert {"temporal-breakdown", "kernels", "stragglers", "critical-path", "queue-length"} <= set(drawn)
+    (row,) = [row for row in ANALYSES["temporal-breakdown"](dlrm).records() if row["rank"] == 3]
+    assert f"{row['kernel_time(us)']:,.2f}".rstrip("0").rstrip(".") in text
+    assert report(dlrm, "Traces of dlrm") == text, "the same traces give the same bytes"
+
+
+def test_every_analysis_has_a_plot(dlrm: TraceSet) -> None:
+    assert set(PLOTS) <= set(ANALYSES)
+    for name in sorted(set(ANALYSES) - NEED_A_FILE):
+        options = {"operator": "aten::"} if name == "kernel-sequences" else {}
+        options |= {"test_rank": 1} if name == "trace-diff" else {}
+        table = ANALYSES[name](dlrm, **options)
+        drawn = Page(draw(name, table))
+        assert bool(drawn.all("svg")) == bool(len(table)), name
+        page = Page(page_of(name, table, name))
+        assert name in page.texts("h1")[0]
+
+
+def test_without_devices_or_events_the_page_says_so(tmp_path: Path) -> None:
+    host = [step(1, 0, 10), operator("aten::mm", 1, 2)]
+    text = report(job(tmp_path, host), "host alone")
+    assert "rank 0: nothing ran on a device" in text
+    assert "needs two ranks" in text
+    assert "What is missing" in Page(report(job(tmp_path / "none", []), "nothing")).texts("h2")
+
+
+def test_an_analysis_that_fails_is_a_line_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = job(tmp_path, [operator("a<b>", 0, 10), *launched("k", 1, 4, 1, 1)])
+    (tmp_path / "rank0.json").unlink()
+    monkeypatch.setattr("echograph.profiler.page.report._MOST_EVENTS", 1)
+    page = Page(report(traces, "<title>"))
+    (missing,) = page.texts("ul")
+    assert "3 events are too many for a critical path" in missing
+    assert "memory-timeline: " in missing and "rank0.json: No such file" in missing
+    assert page.texts("h1") == ["<title>"]
+    assert "temporal-breakdown" in page.texts("h3")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_draws_the_timeline(dlrm: TraceSet, tmp_path: Path) -> None:
+    target = tmp_path / "page.html"
+    target.write_text(report(dlrm, "dlrm"))
+    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    done = subprocess.run(
+        ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", target.as_uri()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    page = Page(done.stdout)
+    where = [
+        text
+        for (tag, a, _), text in zip(page.found, map("".join, (t for *_, t in page.found)), strict=True)
+        if a.get("class") == "where"
+    ]
+    assert where == ["0 ns to 20.87 ms"]
+    (canvas,) = page.all("canvas")
+    assert int(canvas["width"] or 0) > 300
+    assert int(canvas["height"] or 0) > 8 * 60
