@@ -4,9 +4,9 @@ python -m benchmarks.comms [--steps 20] [--layers 12] [--beside FOLDER]
 
 The bare round trip is a kernel in the dispatcher that only passes the call down: what PyTorch itself takes for a
 call to be seen at all. Turns of all ways alternate, so that whatever else the machine does falls on them alike. A
-call is given in processor time of the thread that makes it and of the whole process, whose writing is then counted as
-well; a step in seconds of the clock and of the processor. With `--beside` a copy of collective_trace that lies in FOLDER is
-run as its users run it, writing to a file and not to the screen.
+call is given in processor time of the thread that makes it and of the whole process, whose writing is then counted
+as well; a step in seconds of the clock and of the processor. With `--beside` a copy of collective_trace that lies in
+FOLDER is run as its users run it, writing to a file and not to the screen.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import echograph
 
 CALLS = 1000
 TURNS = 15
-WRITTEN_S = 0.3
+WRITTEN_S = 0.25
 
 
 def main() -> None:
@@ -142,9 +142,8 @@ def bare() -> Iterator[None]:
 
 def repeat(call: Callable[[], Any]) -> tuple[float, float]:
     """Seconds of the processor that one call takes, the mean of many: of this thread, and of all."""
-    for _ in range(50):
+    for _ in range(20):
         call()
-    time.sleep(WRITTEN_S)
     began, all_began = time.thread_time(), time.process_time()
     for _ in range(CALLS):
         call()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from echograph.ir.columns import Int64
+from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.types import COMMUNICATIONS, MultiTensor, OpKind
 
@@ -33,6 +33,7 @@ class Host:
             still while the host issues.
         threads: whether its own work runs on threads, which are the streams that it stands on, as in a job that
             was traced; issuing is then part of that work.
+        name: under which a graph itself may say how long issuing an operation takes, which then comes first.
     """
 
     op_ps: int
@@ -42,6 +43,7 @@ class Host:
     waits: bool = False
     blocking: bool = False
     threads: bool = False
+    name: str = ""
 
     def runs(self, job: JobGraph) -> JobGraph:
         """The job as this host runs it: where it waits for messages, these waits are its own work."""
@@ -74,8 +76,10 @@ class Host:
         issue[ops.is_view] = self.op_ps - self.launch_ps
         if self.communication_ps is not None:
             issue[np.isin(ops.kind, COMMUNICATIONS)] = self.communication_ps
+        known = ops.duration_on(self.name)[0] if self.name in ops.strings else np.full(len(ops), NONE)
         follows = [i for i, a in enumerate(ops.attribute_values) if isinstance(a, MultiTensor) and not a.leads]
         issue[np.isin(ops.attributes, follows)] = 0
+        issue = np.where(known == NONE, issue, known)
         own = ops.kind == OpKind.HOST
         issue[own] = 0
         rows = ops.duration.rows

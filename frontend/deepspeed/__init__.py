@@ -1,1 +1,1 @@
-"""DeepSpeed scripts: what a capture of them needs (`shims`, `device`) and how DeepSpeed tells where it is (`adapter`)."""
+"""DeepSpeed scripts: what a capture of them needs (`shims`, `device`), what tells where they are (`adapter`)."""

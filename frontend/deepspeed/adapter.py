@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
-from echograph.errors import CaptureError, InputError
+from torch import Tensor
+
+from echograph.errors import InputError
 from echograph.frontend.deepspeed import shims
+from echograph.frontend.deepspeed.memory import name_memory
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.recorder import ScriptRecorder
@@ -24,28 +29,38 @@ _CARRYING = (
     ("runtime.zero.stage_1_and_2", "", "all_gather_dp_groups", "parameter"),
     (*_STAGE_3, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", "gradient"),
     ("runtime.zero.partition_parameters", "", "_dist_allgather_fn", "parameter"),
+    ("runtime.zero.partition_parameters", "Init", "_allgather_param", "parameter"),
+    ("runtime.zero.partition_parameters", "Init", "_allgather_params_coalesced", "parameter"),
+    ("runtime.zero.partition_parameters", "Init", "_allgather_params", "parameter"),
 )
 """(module, class or "", function, what its communications carry)."""
+_GATHER = "_PartitionedParameterCoordinator__all_gather_params_"
 
 
 class DeepSpeedAdapter(TorchAdapter):
-    """DeepSpeed 0.19: ZeRO, offload, gradient accumulation, fp16 and bf16.
-
-    Args:
-        config: configuration that stands for the script's own; None: the script's.
-    """
+    """DeepSpeed 0.19: ZeRO, offload, gradient accumulation, fp16 and bf16."""
 
     name: ClassVar[str] = "deepspeed"
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "deepspeed": "deepspeed"}
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {"deepspeed": ("0.19", "0.20")}
     counts_optimizer_steps: ClassVar[bool] = False
 
-    def __init__(self, config: Path | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self._config: Path | None = None
+        self._engine: Any = None
+        self._names: dict[int, str] = {}
+
+    def arguments(self, arguments: Sequence[str], config: Path | None) -> Sequence[str]:
+        """The arguments as they are; the configuration stands for whichever the script gives DeepSpeed.
+
+        Raises:
+            InputError: there is no such file.
+        """
         if config is not None and not config.is_file():
             raise InputError(f"{config}: no such file: give DeepSpeed's configuration in JSON")
         self._config = config
-        self._engine: Any = None
+        return arguments
 
     @contextmanager
     def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
@@ -74,7 +89,10 @@ class DeepSpeedAdapter(TorchAdapter):
         yield patched(engine, "backward", lambda f: _in_micro_batch(f, recorder, annotate.BACKWARD))
         yield patched(engine, "step", lambda f: _stepping(f, recorder))
         for module, owner, name, payload in _CARRYING:
-            yield patched(shims.seam(module, owner), name, lambda f, payload=payload: _carrying(f, recorder, payload))
+            around = partial(_carrying, recorder=recorder, payload=payload)
+            yield patched(shims.seam(module, owner), name, around)
+        coordinator = shims.seam("runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
+        yield patched(coordinator, _GATHER, lambda f: self._gathering(f, recorder))
         if self._config is not None:
             yield patched(shims.seam(""), "initialize", self._configured)
 
@@ -90,13 +108,32 @@ class DeepSpeedAdapter(TorchAdapter):
         def init(engine: Any, *args: Any, **kwargs: Any) -> None:
             original(engine, *args, **kwargs)
             self._engine = engine
+            self._names = {id(p): name for name, p in engine.module.named_parameters()}
 
         return init
+
+    def _gathering(self, original: Callable[..., Any], recorder: ScriptRecorder) -> Callable[..., Any]:
+        """Parameters are gathered ahead, while other modules run: what they are for is their own module."""
+
+        def gather(coordinator: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+            with recorder.in_module(common_module(self._names.get(id(p), "") for p in params)):
+                return original(coordinator, params, *args, **kwargs)
+
+        return gather
+
+
+def common_module(parameters: Iterable[str]) -> str:
+    """Path of the innermost module that has all of some parameters."""
+    paths = [name.split(".")[:-1] for name in parameters]
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return ".".join(parts[0] for parts in shared)
 
 
 def _in_micro_batch(original: Callable[..., Any], recorder: ScriptRecorder, phase: str) -> Callable[..., Any]:
     def run(engine: Any, *args: Any, **kwargs: Any) -> Any:
         number = engine.micro_steps % engine.gradient_accumulation_steps()
+        if recorder.sample is None and phase == annotate.FORWARD:
+            recorder.sample = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
         with recorder.in_micro_batch(number), recorder.in_phase(phase):
             return original(engine, *args, **kwargs)
 
@@ -106,9 +143,10 @@ def _in_micro_batch(original: Callable[..., Any], recorder: ScriptRecorder, phas
 def _stepping(original: Callable[..., Any], recorder: ScriptRecorder) -> Callable[..., Any]:
     def step(engine: Any, *args: Any, **kwargs: Any) -> Any:
         before = engine.global_steps
-        with recorder.in_phase(annotate.OPTIMIZER):
+        with recorder.in_phase(annotate.OPTIMIZER), recorder.carrying("other"):
             made = original(engine, *args, **kwargs)
         if engine.global_steps != before:
+            name_memory(engine, recorder)
             recorder.step_ends()
         return made
 

@@ -91,34 +91,21 @@ class CapturedAccelerator(CPU_Accelerator):  # type: ignore[misc]
         """Memory of the host is what it was."""
         return tensor
 
-    def create_op_builder(self, op_name: str) -> Any:
-        """The builder of one of DeepSpeed's compiled operators, of those that have a stand-in."""
-        return None if op_name == "ShareMemCommBuilder" else _Builder(op_name)
 
-    def get_op_builder(self, class_name: str) -> Callable[[], Any]:
-        """As `create_op_builder`, not called yet."""
-        return lambda: self.create_op_builder(class_name)
+def stand_in(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `OpBuilder.load`, which would compile an operator: PyTorch's own, where one does the same."""
+    del original
 
-
-class _Builder:
-    """Stands for a builder of an operator in C++ or CUDA."""
-
-    NAME = "captured"
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def is_compatible(self, *_: Any, **__: Any) -> bool:
-        return self._name in _OPERATORS
-
-    def load(self, *_: Any, **__: Any) -> Any:
-        if self._name not in _OPERATORS:
-            operator = self._name.removesuffix("Builder")
+    def load(builder: Any, *_: Any, **__: Any) -> Any:
+        name = type(builder).__name__
+        if name not in _OPERATORS:
             raise CaptureError(
-                f"DeepSpeed's operator {operator} is compiled code that a capture cannot look into: leave the feature "
-                "that uses it out of the configuration"
+                f"DeepSpeed's operator {name.removesuffix('Builder')} is compiled code that a capture cannot look "
+                "into: leave the feature that uses it out of the configuration"
             )
-        return _OPERATORS[self._name]
+        return _OPERATORS[name]
+
+    return load
 
 
 def _fused_adam(

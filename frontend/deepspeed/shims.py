@@ -1,7 +1,7 @@
-"""What DeepSpeed cannot do without ranks, a device and values, and what stands in for it; each for DeepSpeed 0.19.x.
+"""What DeepSpeed 0.19 cannot do without ranks, a device and values, and what stands in for it.
 
-A shim changes nothing that a capture records: each stands for a check, a measurement, or a decision that depends on
-values. What it is for stands beside it.
+A shim changes nothing that a capture records: each stands for a check, a measurement, or a decision that depends
+on values. What it is for stands beside it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ def load() -> None:
 
 @contextmanager
 def installed(world: World) -> Iterator[None]:
-    """In the context DeepSpeed runs as one rank of a world that is not there; what it kept of it is gone after it."""
+    """In the context DeepSpeed runs as one rank of a world that is not there; nothing of that stays."""
     from deepspeed.accelerator import real_accelerator
 
-    from echograph.frontend.deepspeed.device import CapturedAccelerator
+    from echograph.frontend.deepspeed.device import CapturedAccelerator, stand_in
 
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(_as_it_was())
         real_accelerator.ds_accelerator = CapturedAccelerator(world)
         enter(patched(nn.Module, "_apply", _convert))
+        enter(patched(seam("ops.op_builder.builder", "OpBuilder"), "load", stand_in))
         for module, owner, name, around in _SHIMS:
             enter(patched(seam(module, owner), name, around))
         yield
@@ -84,8 +85,8 @@ def _is_deepspeed(name: str, module: Any) -> bool:
 def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
     """`half`, `bfloat16` and `to` of a model that is fake.
 
-    PyTorch would swap the fake parameters for new ones, which it refuses where anything refers to them, and DeepSpeed
-    keeps hooks and attributes on them.
+    PyTorch would swap the fake parameters for new ones, which it refuses where anything refers to them, and
+    DeepSpeed keeps hooks and attributes on them.
     """
     del original
 

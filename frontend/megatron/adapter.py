@@ -27,7 +27,7 @@ class MegatronAdapter(TorchAdapter):
     @contextmanager
     def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
         """Shims and seams of megatron-core, around those of plain PyTorch."""
-        with shimmed(), super().installed(world, recorder), in_place(seams(recorder)):
+        with shimmed(), super().installed(world, recorder), in_place(seams(recorder, lambda: recorder.is_early)):
             try:
                 yield
             finally:

@@ -53,9 +53,15 @@ class Place(Protocol):
         ...
 
 
-def seams(place: Place) -> tuple[Patch, ...]:
-    """All seams, telling one place."""
-    passes = _Passes(place)
+def seams(place: Place, short: Callable[[], bool] = lambda: False) -> tuple[Patch, ...]:
+    """All seams, telling one place.
+
+    Args:
+        place: is told.
+        short: whether the step that begins is only there to come before another one: it is then run with as few
+            micro-batches as its schedule takes.
+    """
+    passes = _Passes(place, short)
     telling = "which pass of which micro-batch and chunk runs"
     return (
         Patch(where="megatron.core.pipeline_parallel.schedules:forward_step", reason=telling, around=passes.forward),
@@ -114,8 +120,8 @@ def _within(contexts: Callable[[], tuple[AbstractContextManager[None], ...]]) ->
 class _Passes:
     """Which micro-batch and chunk a pass is of: that of a backward pass is known by the output that it begins with."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, place: Place, short: Callable[[], bool]) -> None:
+        self._place, self._short = place, short
         self._outputs: dict[int, tuple[Any, int, int]] = {}
         self._models: list[Any] = []
         self._stepping = 0
@@ -125,11 +131,16 @@ class _Passes:
 
         @wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
+            from megatron.core import parallel_state
             from megatron.core.utils import get_model_config
 
             model = kwargs["model"]
             self._models = list(model) if isinstance(model, list) else [model]
             self._outputs.clear()
+            if self._short():
+                # Stages that are interleaved take as many at a time as there are stages.
+                fewest = parallel_state.get_pipeline_model_parallel_world_size() if len(self._models) > 1 else 1
+                kwargs["num_microbatches"] = min(fewest, kwargs["num_microbatches"])
             config = get_model_config(self._models[0])
             finalize = config.finalize_model_grads_func
             if finalize is not None:

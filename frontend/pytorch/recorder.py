@@ -174,8 +174,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         if func in HANDLES:
             if isinstance(out, FakeTensor):
-                source = self.node_of(args[0] if isinstance(args[0], FakeTensor) else out)
-                out.__dict__[_NODE] = source
+                self.stands_for(self.node_of(args[0] if isinstance(args[0], FakeTensor) else out), out)
             return out
         self._record(func, args, kwargs, out)
         return out
@@ -186,11 +185,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node = self.add_call(func, self._as_nodes(args), self._as_nodes(kwargs), values, {})
         node.meta.update(self._annotations(node))
         if isinstance(out, Tensor):
-            out.__dict__[_NODE] = node
+            self.stands_for(node, out)
         elif several:
             for i, (item, value) in enumerate(zip(out, values, strict=True)):
                 if isinstance(item, Tensor):
-                    item.__dict__[_NODE] = self.add_call(operator.getitem, (node, i), {}, value, node.meta)
+                    self.stands_for(self.add_call(operator.getitem, (node, i), {}, value, node.meta), item)
+
+    def stands_for(self, node: Node, tensor: Tensor) -> None:
+        """A tensor is the value of a node; it is not held, since autograd looks who holds a gradient."""
+        tensor.__dict__[_NODE] = node
 
     def _value(self, item: Any) -> Any:
         return self._snapshot(item) if isinstance(item, Tensor) else item

@@ -10,6 +10,7 @@ from echograph.frontend import Imported
 from echograph.frontend.scripts.adapter import Adapter, check_ranks
 from echograph.frontend.scripts.lower import lower_job, messages_of, workload_of
 from echograph.frontend.scripts.mesh import infer, standing_for
+from echograph.frontend.scripts.recorder import COMMUNICATION
 from echograph.frontend.scripts.run import Recorded, Script, run_script
 from echograph.frontend.scripts.world import World
 
@@ -61,9 +62,10 @@ def _mesh(run: Recorded) -> dict[str, int]:
     size = run.world.size
     if run.axes is not None:
         return {name: extent for name, extent in run.axes.items() if extent > 1} or {"dp": 1}
-    found = infer(run.recorder.groups.values(), size)
+    calls = [node.meta[COMMUNICATION] for node in run.recorder.graph.nodes if COMMUNICATION in node.meta]
+    found = infer({c.ranks for c in calls}, size, {c.ranks for c in calls if c.peer >= 0})
     if found is None:
-        groups = "; ".join(str(list(ranks[:8])) for ranks in run.recorder.groups.values())
+        groups = "; ".join(sorted({str(list(call.ranks[:8])) for call in calls}))
         raise CaptureError(
             f"the groups of rank {run.world.rank} are formulas of no mesh of {size} ranks: {groups}: make them by "
             "init_device_mesh"

@@ -13,9 +13,10 @@ from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import MODULE, PHASE, VAL
 from echograph.frontend.pytorch.lower import DTYPES, PHASES, Lowering
+from echograph.frontend.pytorch.schema import is_getitem, is_in_place, is_view
 from echograph.frontend.scripts.collectives import Communication
 from echograph.frontend.scripts.mesh import axes_of, place_of
-from echograph.frontend.scripts.recorder import AFTER, COMMUNICATION, PAYLOAD, STREAM
+from echograph.frontend.scripts.recorder import AFTER, COMMUNICATION, MICRO_BATCH, PAYLOAD, STREAM
 from echograph.frontend.scripts.run import Recorded
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.graph import Axis, JobGraph, Workload
@@ -57,7 +58,7 @@ def lower_job(
         for node in run.recorder.graph.nodes:
             lowering.add(node)
         role = " ".join(f"{axis}={at}" for axis, at in place.items()) or "every rank"
-        builder.program([(0, begin, builder.op_count(), 0, 0)], role=role, coordinates=place)
+        builder.program(lowering.calls(begin), role=role, coordinates=place)
     return builder.build(JobGraph)
 
 
@@ -71,14 +72,37 @@ class _Rank(Lowering):
         self._latest: dict[str, int] = {}
         self._reached: dict[Node, int] = {}
         self._labels: dict[str, str] = {}
+        self._outliving = _outliving(run.recorder.graph)
+        self._lives_on = False
+        self._ends: list[tuple[int, int]] = []
+
+    def calls(self, begin: int) -> list[tuple[int, int, int, int, int]]:
+        """Its operations as calls, one for each stretch of a micro-batch."""
+        made = []
+        for end, micro_batch in self._ends:
+            made.append((0, begin, end, 0, micro_batch))
+            begin = end
+        return made
+
+    def tensor(self, name: str, value: Tensor, role: TensorRole, alias_of: int | None = None) -> int:
+        """A tensor; one that other micro-batches use as well is a buffer."""
+        if self._lives_on and role in (TensorRole.ACTIVATION, TensorRole.INPUT):
+            role = TensorRole.BUFFER
+        return super().tensor(name, value, role, alias_of)
 
     def add(self, node: Node) -> None:
         """Adds a node; what waits for it later waits for the last operation that its stream had been given."""
         before = self.builder.op_count()
+        self._lives_on = node in self._outliving
         if COMMUNICATION in node.meta and node.target is not operator.getitem:
             self._communicate(node)
         else:
             super().add(node)
+        if self.builder.op_count() > before:
+            micro_batch = node.meta.get(MICRO_BATCH) or 0
+            if self._ends and self._ends[-1][1] == micro_batch:
+                self._ends.pop()
+            self._ends.append((self.builder.op_count(), micro_batch))
         stream = node.meta.get(STREAM)
         if stream is None:
             return
@@ -157,6 +181,21 @@ class _Rank(Lowering):
             others = sum(known.partition(".")[0] == name for known in self._labels.values())
             label = self._labels[call.group] = f"{name}.{others + 1}" if others else name
         return self.builder.group(name, axes=axes), label
+
+
+def _outliving(graph: Graph) -> set[Node]:
+    """Nodes whose memory operations of several micro-batches use."""
+    root: dict[Node, Node] = {}
+    users: dict[Node, set[int]] = {}
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        same = bool(inputs) and (is_view(node) or is_in_place(node)) and COMMUNICATION not in node.meta
+        picked = is_getitem(node) and is_view(inputs[0])
+        root[node] = root[inputs[0]] if same or picked else node
+        if node.op == "call_function":
+            for used in (node, *inputs):
+                users.setdefault(root[used], set()).add(node.meta.get(MICRO_BATCH) or 0)
+    return {node for node in root if len(users.get(root[node], ())) > 1}
 
 
 def _shown(ranks: Sequence[int]) -> str:

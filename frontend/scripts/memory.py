@@ -27,11 +27,13 @@ class Memory:
     Attributes:
         roots: modules that a script called, which no other module did.
         optimizers: those that stepped.
+        trained: trainable elements, where an adapter counted them.
     """
 
     def __init__(self) -> None:
         self.roots: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
+        self.trained: int | None = None
         self._paths: dict[nn.Module, str] = {}
         self._told: list[tuple[Tensor, str, str]] = []
         self._known: dict[int, tuple[str, str, Any]] = {}
@@ -101,6 +103,8 @@ class Memory:
 
     def parameter_count(self) -> int:
         """Trainable elements of the roots, tied ones once; of what ranks have a share of, the share."""
+        if self.trained is not None:
+            return self.trained
         found = {id(p): p.numel() for root in self.roots for p in root.parameters() if p.requires_grad}
         return sum(found.values())
 

@@ -12,18 +12,21 @@ from math import prod
 
 from echograph.errors import CaptureError
 
-_ONE = "dp"
 
 
-def infer(groups: Iterable[Sequence[int]], size: int) -> dict[str, int] | None:
+def infer(
+    groups: Iterable[Sequence[int]], size: int, messages: Iterable[Sequence[int]] = ()
+) -> dict[str, int] | None:
     """The axes that groups of ranks tell of; None where they are no formulas of any mesh.
 
     Args:
         groups: global ranks of each, as one rank sees them.
         size: of the world.
+        messages: those of the groups in which single ranks send to each other.
 
     Returns:
-        A mesh of the fewest axes that every group is some of: of one axis, "dp"; else "axis0", "axis1", ...
+        A mesh of the fewest axes that every group is some of. An axis of messages is called "pp", the only other
+        one "dp"; several others "axis0", "axis1", ...
     """
     bounds = {1, size}
     for ranks in groups:
@@ -36,8 +39,16 @@ def infer(groups: Iterable[Sequence[int]], size: int) -> dict[str, int] | None:
     sizes = [high // low for high, low in pairwise(ordered)]
     if prod(sizes) != size or any(high % low for high, low in pairwise(ordered)):
         return None
-    names = [_ONE] if len(sizes) <= 1 else [f"axis{i}" for i in range(len(sizes))]
-    return dict(zip(names, sizes or [1], strict=True))
+    numbers = dict(zip(map(str, range(len(sizes))), sizes, strict=True)) or {"0": 1}
+    stages = {axis for ranks in messages for axis in axes_of(ranks, numbers) or ()}
+    others = len(numbers) - len(stages)
+    return {_name(axis, stages, others): extent for axis, extent in numbers.items()}
+
+
+def _name(axis: str, stages: set[str], others: int) -> str:
+    if axis in stages:
+        return "pp" if len(stages) == 1 else f"pp{axis}"
+    return "dp" if others == 1 else f"axis{axis}"
 
 
 def _strides(ranks: Sequence[int]) -> list[tuple[int, int]] | None:

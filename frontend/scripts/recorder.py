@@ -7,14 +7,15 @@ for. A step is what lies between the ends of two optimizer steps (of the optimiz
     STREAM         name of the stream that a call is issued to
     AFTER          call nodes that must have ended before it, because its stream waited for them
     COMMUNICATION  `collectives.Communication`, on collectives and messages
-    MICRO_BATCH    number of the micro-batch, CHUNK of the pipeline chunk, where an adapter said so
-    PAYLOAD        what a communication carries, where an adapter said so
+    MICRO_BATCH    number of the micro-batch; None or absent: of the step
+    CHUNK          number of the pipeline's chunk, PAYLOAD what a communication carries, where an adapter said so
 
 Adapters tell it where the step is, by contexts that nest:
 
     with recorder.in_phase("forward"):     # or backward, recompute, optimizer: what runs is of that phase
     with recorder.in_micro_batch(3):       # or None: of the step
     with recorder.in_chunk(1):             # of a pipeline with several chunks a rank
+    with recorder.in_module("layers.0"):   # what runs is done for it
     with recorder.carrying("gradient"):    # parameter, gradient, activation, optimizer_state
     with recorder.pausing():               # what runs is no work of the step (shapes are worked out, say)
     recorder.step_begins()                 # only where a step begins before its first module runs
@@ -22,6 +23,7 @@ Adapters tell it where the step is, by contexts that nest:
     recorder.name(tensor, role, "layers.0.weight")    # a tensor that lives through steps
     recorder.note("...")                   # a line for the user
 
+Where nobody says the micro-batch, a new one begins with a forward pass that follows a backward pass.
 Where nobody says the phase: what runs in an optimizer's step is the optimizer; in autograd's backward pass it is
 backward, or recomputation where modules run; after a backward pass, outside modules and without gradients (clipping)
 it is the optimizer's too; all else is forward.
@@ -58,7 +60,7 @@ COMMUNICATION = "communication"
 MICRO_BATCH = "micro_batch"
 CHUNK = "chunk"
 PAYLOAD = "payload"
-_CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD)
+_CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE)
 _SILENT_NAMESPACES = ("prim", "profiler")
 _ATEN = torch.ops.aten
 _ITEM = _ATEN._local_scalar_dense.default
@@ -68,7 +70,7 @@ class StepRecorded(BaseException):
     """The step that was asked for is recorded: the script need not go on."""
 
 
-class ScriptRecorder(Recorder):
+class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
     """Records a step of a script.
 
     Args:
@@ -82,9 +84,7 @@ class ScriptRecorder(Recorder):
         notes: for the user, each once.
         steps: training steps that have ended.
         recorded: whether the step is recorded.
-        groups: communications by the name of their group: its global ranks.
         sample: shape and type of the first tensor that the model was given in the step.
-        micro_batches: how many an adapter told of.
     """
 
     def __init__(
@@ -95,9 +95,7 @@ class ScriptRecorder(Recorder):
         self.notes: dict[str, None] = {}
         self.steps = 0
         self.recorded = False
-        self.groups: dict[str, tuple[int, ...]] = {}
         self.sample: Tensor | None = None
-        self.micro_batches = 0
         self._step, self._whole, self._counts = step, whole, counts_optimizer_steps
         self._recording = False
         self._paused = 0
@@ -106,6 +104,7 @@ class ScriptRecorder(Recorder):
         self._pace: Optimizer | None = None
         self._optimizing = 0
         self._after_backward = False
+        self._pass = 0
         self._works: dict[int, tuple[Any, Node]] = {}
 
     # -- what adapters say -----------------------------------------------------------------------------------
@@ -129,12 +128,15 @@ class ScriptRecorder(Recorder):
 
     def in_micro_batch(self, number: int | None) -> Any:
         """What runs is of a micro-batch, counted from 0 in each step; None: of the step."""
-        self.micro_batches = max(self.micro_batches, -1 if number is None else number + 1)
         return self._with(MICRO_BATCH, number)
 
     def in_chunk(self, number: int) -> Any:
         """What runs is of a chunk of this rank's layers, counted from 0."""
         return self._with(CHUNK, number)
+
+    def in_module(self, path: str) -> Any:
+        """What runs is done for a module, whichever is running."""
+        return self._with(MODULE, path)
 
     def carrying(self, payload: str) -> Any:
         """What communications carry: "parameter", "gradient", "activation", "optimizer_state" or "other"."""
@@ -155,6 +157,11 @@ class ScriptRecorder(Recorder):
             self._recording = True
             self.memory.take_stock()
 
+    @property
+    def is_early(self) -> bool:
+        """Whether what runs is of a step before the one that is recorded."""
+        return self.steps < self._step - 1
+
     def step_ends(self) -> None:
         """A training step has ended.
 
@@ -162,7 +169,7 @@ class ScriptRecorder(Recorder):
             StepRecorded: it was the one.
         """
         self.steps += 1
-        self._after_backward = False
+        self._after_backward, self._pass = False, 0
         if self._recording:
             self._finish()
             if not self._whole:
@@ -235,6 +242,7 @@ class ScriptRecorder(Recorder):
         if not self._stack:
             self.memory.add_root(module)
             if self.phase == FORWARD and any(True for _ in module.parameters()):
+                self._pass += self._after_backward
                 self._after_backward = False
                 self.step_begins()
                 if self.sample is None and self._recording:
@@ -288,7 +296,7 @@ class ScriptRecorder(Recorder):
             return out
         if func in HANDLES:
             if isinstance(out, FakeTensor):
-                self.bind(out, self.node_of(args[0] if isinstance(args[0], FakeTensor) else out))
+                self.stands_for(self.node_of(args[0] if isinstance(args[0], FakeTensor) else out), out)
         elif func.namespace in NAMESPACES:
             self._communicate(func, args, kwargs, out)
         else:
@@ -299,12 +307,11 @@ class ScriptRecorder(Recorder):
         if func._schema.name.endswith(WAIT):
             node = self.node_of(args[0])
             Stream.current.after(frozenset((node.args[0] if node.target is operator.getitem else node,)))
-            self.bind(out, node)
+            self.stands_for(node, out)
             return
         call = communication_of(func, args, kwargs, out)
         if call is None:
             return
-        self.groups[call.group] = call.ranks
         read = [self.node_of(t) for t in call.inputs]
         functional = func.namespace == "_c10d_functional" and call.outputs is not call.inputs
         written = [] if functional else [self.node_of(t) for t in call.outputs]
@@ -312,9 +319,9 @@ class ScriptRecorder(Recorder):
         node = self.add_call(func, (read, written), {}, values, {})
         before = Stream.current.reached
         node.meta |= self._annotations(node) | {COMMUNICATION: call, STREAM: "", AFTER: before}
-        if functional:
+        if values is not None:
             for i, tensor in enumerate(call.outputs):
-                self.bind(tensor, self.add_call(operator.getitem, (node, i), {}, values[i], node.meta))
+                self.stands_for(self.add_call(operator.getitem, (node, i), {}, values[i], node.meta), tensor)
         elif not call.asynchronous:
             Stream.current.after(frozenset((node,)))
         else:
@@ -328,8 +335,10 @@ class ScriptRecorder(Recorder):
 
     def _annotations(self, node: Node) -> dict[str, Any]:
         made = self._phase_and_module(node)
+        if made[PHASE] != OPTIMIZER:
+            made[MICRO_BATCH] = self._pass
         for key in _CONTEXT:
-            if self._context.get(key) is not None:
+            if key in self._context:
                 made[key] = self._context[key]
         if not node.target.namespace.startswith(NAMESPACES):  # type: ignore[union-attr]
             made |= {STREAM: Stream.current.name, AFTER: Stream.current.issue(node)}
@@ -351,9 +360,9 @@ class ScriptRecorder(Recorder):
 
     # -- tensors ---------------------------------------------------------------------------------------------
 
-    def bind(self, tensor: Tensor, node: Node) -> None:
-        """Declares that a tensor is the value of a node."""
-        super().bind(tensor, node)
+    def stands_for(self, node: Node, tensor: Tensor) -> None:
+        """A tensor is the value of a node, and its memory is known by it."""
+        super().stands_for(node, tensor)
         self.memory.made(tensor, node)
 
     def unknown(self, tensor: Tensor) -> Node:

@@ -26,6 +26,7 @@ PASSES = Table(
         "pipeline": "echograph.ir.passes.pipeline:Pipeline",
         "mesh_order": "echograph.ir.passes.mesh_order:MeshOrder",
         "forget_communication": "echograph.ir.passes.forget_communication:forget_communication",
+        "one_communicator": "echograph.ir.passes.one_communicator:one_communicator",
         "resize_world": "echograph.ir.passes.resize_world:ResizeWorld",
         "unfold_ranks": "echograph.ir.passes.unfold_ranks:UnfoldRanks",
     },

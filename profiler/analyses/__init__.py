@@ -58,5 +58,6 @@ COPIES = Table(
     {
         "counters": f"{_HERE}.counters:trace_with_counters",
         "critical-path": f"{_HERE}.critical_path:trace_with_path",
+        "kernel-sequences": f"{_HERE}.sequences:trace_with_sequences",
     },
 )

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import io
-import json
 import zipfile
 from collections.abc import Iterator
-from decimal import Decimal
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from echograph.errors import DataError, FormatError, InputError
 from echograph.ir.files import write_whole
 from echograph.profiler.analyses.critical_graph import CriticalGraph, Edge
+from echograph.profiler.analyses.marked_copy import Places, exact_json, marked_copy
 from echograph.profiler.analyses.work import US
-from echograph.profiler.traces.events import EventStream
 from echograph.profiler.traces.trace import Trace
 
 _COLUMNS = ("rows", "source", "target", "kind", "weight", "event")
 _FLOWS = (Edge.dependency, Edge.kernel_launch_delay, Edge.sync_dependency)
-_PS_DIGITS = 6
 
 
 def save_graph(graph: CriticalGraph, path: Path) -> None:
@@ -82,42 +77,23 @@ def overlaid(graph: CriticalGraph) -> Iterator[bytes]:
         InputError: the file is gone.
         DataError: it is not the file that was read.
     """
-    trace, found = graph.trace, graph.path()
+    found = graph.path()
     on_path = np.unique(graph.rows[found.nodes // 2])
-    names = dict(zip(trace.index[on_path].tolist(), map(trace.text, on_path.tolist()), strict=True))
-    starts = dict(zip(trace.index.tolist(), trace.start.tolist(), strict=True))
-    stream, header = EventStream(Path(trace.path), dict), EventStream(Path(trace.path)).head()
-    yield (json.dumps(header)[:-1] + (", " if header else "") + '"traceEvents": [').encode()
-    threads: dict[int, dict[str, Any]] = {}
-    separator = "\n"
-    for index, event in enumerate(chain.from_iterable(stream)):
-        marked = event
-        if index in names:
-            if event.get("name") != names[index]:
-                raise DataError(f"{trace.path}: changed since it was read: event {index} is another; read anew")
-            threads[index] = {"pid": event["pid"], "tid": event["tid"]}
-            marked = event | {"args": event.get("args", {}) | {"critical": 1}}
-        yield (separator + _exact(marked, trace, starts.get(index))).encode()
-        separator = ",\n"
-    for number, edge in enumerate(found.edges.tolist()):
-        if graph.kind[edge] in _FLOWS:
-            yield "".join(separator + arrow for arrow in _arrow(graph, edge, number, threads)).encode()
-    after = {key: value for key, value in stream.header.items() if key not in header}
-    yield ("\n]" + (", " + json.dumps(after)[1:] if after else "}") + "\n").encode()
+    return marked_copy(
+        graph.trace,
+        {row: {"critical": 1} for row in on_path.tolist()},
+        lambda places: _arrows(graph, found.edges.tolist(), places),
+    )
 
 
-def _arrow(graph: CriticalGraph, edge: int, number: int, threads: dict[int, dict[str, Any]]) -> Iterator[str]:
-    kind, weight = Edge(int(graph.kind[edge])).name, int(graph.weight[edge]) / US
-    time, named = graph.time, {"cat": "critical_path", "name": "critical_path", "id": number}
-    for phase, node in (("s", int(graph.source[edge])), ("f", int(graph.target[edge]))):
-        flow = {"ph": phase, **named, **threads[int(graph.trace.index[graph.rows[node // 2]])]}
-        flow |= {"bp": "e", "args": {"weight": weight, "type": kind, "critical": 1}}
-        yield _exact(flow, graph.trace, int(time[node]))
-
-
-def _exact(event: dict[str, Any], trace: Trace, start: int | None) -> str:
-    """An event as JSON; a float has too few digits for nanoseconds since 1970."""
-    if start is None:
-        return json.dumps(event)
-    rest = json.dumps({key: value for key, value in event.items() if key != "ts"})
-    return f'{rest[:-1]}, "ts": {Decimal(trace.origin + start).scaleb(-_PS_DIGITS):f}}}'
+def _arrows(graph: CriticalGraph, edges: list[int], places: Places) -> Iterator[str]:
+    time = graph.time
+    for number, edge in enumerate(edges):
+        if graph.kind[edge] not in _FLOWS:
+            continue
+        kind, weight = Edge(int(graph.kind[edge])).name, int(graph.weight[edge]) / US
+        named = {"cat": "critical_path", "name": "critical_path", "id": number}
+        for phase, node in (("s", int(graph.source[edge])), ("f", int(graph.target[edge]))):
+            flow = {"ph": phase, **named, **places[int(graph.rows[node // 2])]}
+            flow |= {"bp": "e", "args": {"weight": weight, "type": kind, "critical": 1}}
+            yield exact_json(flow, graph.trace, int(time[node]))

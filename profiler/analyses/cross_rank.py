@@ -11,7 +11,8 @@ from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US, Kind, kind_of_name
 from echograph.profiler.replay.job import JobPieces, Together, job_pieces
 from echograph.profiler.replay.pieces import Piece, Work
-from echograph.profiler.replay.rank import GAP, LAUNCH, START
+from echograph.profiler.replay.rank import LAUNCH
+from echograph.profiler.replay.walk import GAP, START
 from echograph.profiler.traces.trace import NONE, TraceSet
 
 _TITLES = ("rank", "line", "name", "bound_by", "start(us)", "duration(us)", "waited_for")
@@ -35,9 +36,9 @@ def cross_rank_critical_path(traces: TraceSet, *, step: int = NONE) -> Table:
     wait for, and from a collective to the rank that began it last. The ranks' clocks are aligned first where
     they contradict one another.
 
-    Columns, in order of time: `rank`; `line` (a thread or a stream); `name` of the operator; `bound_by` (`compute`,
+    Columns, in order of time: `rank`; `line`, a thread or a stream; `name` of the operator; `bound_by`: `compute`,
     `communication`, `memory`, `host`, `host_gap` between operators, `launch` from when work could have begun to
-    when it did); `start(us)` since the first event of the job; `duration(us)` on the path; `waited_for`, of a
+    when it did; `start(us)` since the first event of the job; `duration(us)` on the path; `waited_for`, of a
     collective that another rank began last: that rank, where the path goes on, or empty.
 
     Args:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from echograph.errors import DataError, InputError, UsageError
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
-from echograph.profiler.traces.trace import NONE, OPERATORS, TraceSet
+from echograph.profiler.traces.details import details
+from echograph.profiler.traces.trace import NONE, OPERATORS, Bool, Trace, TraceSet
 
 TITLES = (
     "rank",
@@ -65,8 +65,9 @@ class _File(msgspec.Struct, gc=False):
 def execution_trace(traces: TraceSet, *, file: str = "") -> Table:
     """The events of a profile with their nodes of an execution trace that was recorded at the same time.
 
-    An event and a node belong together where the event's "External id" is the node's `rf_id`; so calls and kernels
-    have the node of the operator that they were made under.
+    A node's `rf_id` is the number that PyTorch gave a call: an operator's "Record function id", or in files that
+    do not say that, its "External id". (Both are equal only where nothing was profiled before in the process.)
+    What an operator called or launched has its external id, and so its node.
 
     Columns: `rank`; `index` of the event in its file; its `name`, `cat`, `ts` (microseconds since the first event
     of the job) and `dur`; `et_node` and `et_node_name`; `op_schema`; `input_shapes`, `input_types`,
@@ -86,25 +87,32 @@ def execution_trace(traces: TraceSet, *, file: str = "") -> Table:
     if len(traces) > 1:
         raise UsageError(f"execution-trace: a file is of one rank, and there are {len(traces)}: add --ranks 0")
     ((rank, trace),) = traces.items()
-    nodes = _nodes(Path(file))
-    rows = [row for row in np.flatnonzero(trace.external_id >= 0).tolist() if int(trace.external_id[row]) in nodes]
-    operators = trace.of_category(OPERATORS)
-    own = [row for row in rows if operators[row]]
-    same = sum(nodes[int(trace.external_id[row])].name == trace.text(row) for row in own)
+    nodes, operators = _nodes(Path(file)), trace.of_category(OPERATORS)
+    number = _call_numbers(trace, operators | trace.of_category({"user_annotation"}))
+    node_of = {row: nodes[n] for row, n in enumerate(number) if n in nodes}
+    node_of = {r: node for r, node in node_of.items() if not operators[r] or node.name == trace.text(r)}
+    same = int(operators[list(node_of)].sum())
     if not same:
         raise DataError(f"{file}: no operator of {trace.path} has a node in it: it is of another run or rank")
     notes = list(traces.notes)
     if left_out := int(operators.sum()) - same:
         notes.append(f"rank {rank}: {left_out} of {int(operators.sum())} operators have no node of their name")
     found = []
-    for row in rows:
-        node = nodes[int(trace.external_id[row])]
-        if operators[row] and node.name != trace.text(row):
-            continue
+    for row, node in node_of.items():
         times = (float(trace.start[row]) / US, float(trace.duration[row]) / US)
         event = (int(trace.index[row]), trace.text(row), trace.strings[trace.category[row]], *times)
         found.append((rank, *event, node.id, node.name, node.op_schema, *map(json.dumps, _shapes_and_types(node))))
     return from_rows(TITLES, found, notes)
+
+
+def _call_numbers(trace: Trace, calls: Bool) -> list[int]:
+    """The number of each row's call, by which an execution trace knows it; -1 where there is none."""
+    of_external: dict[int, int] = {}
+    for external, event in zip(trace.external_id[calls].tolist(), details(trace, calls), strict=True):
+        number = event.get("args", {}).get("Record function id", external)
+        if external != NONE and isinstance(number, int):
+            of_external[external] = number
+    return [of_external.get(external, external) for external in trace.external_id.tolist()]
 
 
 def _nodes(path: Path) -> dict[int, _Node]:

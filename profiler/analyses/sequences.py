@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from echograph.errors import UsageError
 from echograph.ir.columns import Int64
+from echograph.profiler.analyses.marked_copy import marked_copy
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.launches import launches
@@ -36,19 +39,53 @@ def kernel_sequences(traces: TraceSet, *, operator: str = "", min_length: int = 
         raise UsageError("kernel-sequences: name the operator, for instance --option operator=aten::linear")
     rows = []
     for rank, trace in traces.items():
-        named = np.array([operator in text for text in trace.strings] or [False])[trace.name]
-        stacks = call_stacks(trace)
         counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-        for row, works in works_within(trace, stacks, outermost(stacks, np.flatnonzero(named))):
-            if len(works) >= min_length:
-                pattern = "|".join((trace.text(row), *(trace.text(work) for work in works)))
-                spent = (1, int(trace.duration[works].sum()), int(trace.duration[row]))
-                counts[pattern] = [a + b for a, b in zip(counts[pattern], spent, strict=True)]
+        for row, works, pattern in _calls(trace, call_stacks(trace), operator, min_length):
+            spent = (1, int(trace.duration[works].sum()), int(trace.duration[row]))
+            counts[pattern] = [a + b for a, b in zip(counts[pattern], spent, strict=True)]
         found = sorted(counts.items(), key=lambda item: (-item[1][0], -item[1][1], item[0]))
         rows += [(pattern, count, gpu / US, cpu / US, rank) for pattern, (count, gpu, cpu) in found]
     if not rows and not any(operator in text for trace in traces.values() for text in trace.strings):
         raise UsageError(f"kernel-sequences: no event's name contains '{operator}'; try --option operator=aten::")
     return from_rows(TITLES, rows, traces.notes)
+
+
+def trace_with_sequences(traces: TraceSet, *, operator: str = "", min_length: int = 3) -> Iterator[bytes]:
+    """A copy of one rank's file in which `args.Patterns` says to which sequence an event belongs, and its count.
+
+    Marked are the calls of the operator, what ran within them on the host, and what that launched.
+
+    Args:
+        traces: one rank's.
+        operator: as for `kernel_sequences`.
+        min_length: as for `kernel_sequences`.
+
+    Raises:
+        UsageError: several ranks, or as for `kernel_sequences`.
+        InputError: the file is gone or cannot be read.
+    """
+    if len(traces) > 1:
+        raise UsageError(
+            f"kernel-sequences: a copy is of one rank's trace, and there are {len(traces)}: add --ranks 0"
+        )
+    counts = {
+        row["pattern"]: row["count"]
+        for row in kernel_sequences(traces, operator=operator, min_length=min_length).records()
+    }
+    (trace,) = traces.values()
+    stacks, marks = call_stacks(trace), dict[int, dict[str, Any]]()
+    for row, works, pattern in _calls(trace, stacks, operator, min_length):
+        for marked in (*stacks.within(row).tolist(), *works.tolist()):
+            marks[marked] = {"Patterns": {pattern: counts[pattern]}}
+    return marked_copy(trace, marks)
+
+
+def _calls(trace: Trace, stacks: Stacks, operator: str, min_length: int) -> Iterator[tuple[int, Int64, str]]:
+    """The outermost calls of an operator: row, what they launched, and the pattern of that."""
+    named = np.array([operator in text for text in trace.strings] or [False])[trace.name]
+    for row, works in works_within(trace, stacks, outermost(stacks, np.flatnonzero(named))):
+        if len(works) >= min_length:
+            yield row, works, "|".join((trace.text(row), *(trace.text(work) for work in works)))
 
 
 def outermost(stacks: Stacks, rows: Int64) -> Int64:

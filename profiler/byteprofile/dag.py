@@ -232,7 +232,8 @@ def as_gml(dag: Dag) -> Iterator[str]:
     for name, node in dag.nodes.items():
         label, category = (html.escape(text, quote=True) for text in (name, node.category))
         yield f'  node [\n    id {numbers[name]}\n    label "{label}"\n    op "{category}"\n'
-        yield f"    avg {node.duration / PS_PER_US!r}\n  ]\n"
+        # In full, since GML has no number like 1e-06.
+        yield f"    avg {node.duration / PS_PER_US:.6f}\n  ]\n"
     for before, after in dag.edges():
         yield f"  edge [\n    source {numbers[before]}\n    target {numbers[after]}\n  ]\n"
     yield "]\n"

@@ -26,6 +26,7 @@ from echograph.profiler.byteprofile.names import (
     by_number,
     category_of,
 )
+from echograph.profiler.byteprofile.read import is_kineto
 from echograph.profiler.byteprofile.statistics import statistics
 
 Averages = dict[Label, int]
@@ -88,7 +89,9 @@ def dependencies(job: Job, *, queues: bool = False) -> list[Dependencies]:
     found = []
     for number, gpu in enumerate(job.gpus):
         if not gpu.dag.is_file():
-            raise InputError(f"{gpu.dag}: no such file: the dependency graph of that GPU is needed")
+            ours = bool(gpu.files) and is_kineto(gpu.files[0])
+            hint = "; of a PyTorch trace: echoprof analyze TRACES critical-path" if ours else ""
+            raise InputError(f"{gpu.dag}: no such file: the dependency graph of that GPU is needed{hint}")
         root = gpu.rank == max(other.rank for other in job.gpus if other.worker == gpu.worker)
         sent = messages.rows(messages.where(lambda m, w=gpu.worker: m.prefix == f"worker_{w}->"))  # type: ignore[misc]
         events = gpu.events()
@@ -155,7 +158,8 @@ def _weighted(
         else:
             total = by_name.get(operation, by_name.get(name))
             if total is None and own:
-                total = max(sum(labels.values()) for _, labels in own)
+                whole = _chains(operation, parts[operation], prefix, waiting=True)
+                total = max(sum(labels.values()) for _, labels in whole)
             node = drawing.node(
                 Node(f"{prefix}{operation}", total if total is not None else said or 0, gpu, category)
             )
@@ -196,13 +200,17 @@ def _measured_as(node: str, names: Sequence[str], parts: Collection[str]) -> str
     return node
 
 
-def _chains(operation: str, averages: Averages, prefix: str) -> list[tuple[Chain, dict[str, int]]]:
-    """A chain for each partition of a communication, and what its parts take; without waiting and empty parts.
+def _chains(
+    operation: str, averages: Averages, prefix: str, *, waiting: bool = False
+) -> list[tuple[Chain, dict[str, int]]]:
+    """A chain for each partition of a communication, and what its parts take; without empty parts.
+
+    Of Horovod's parts, those that only wait are left out, unless they are asked for.
 
     What messages were seen on the network stands for PUSH and PULL, which a worker measured around them.
     """
     said = {label.part for label in averages if label.part in PLACE and averages[label]}
-    dropped = set(WAITING) if ALLREDUCE in said else set()
+    dropped = set(WAITING) if ALLREDUCE in said and not waiting else set()
     dropped |= {"PUSH", "PULL"} if said & set(MESSAGES) else set()
     kept = [label for label, average in averages.items() if label.part in said - dropped and average]
     partitions: dict[int, list[Label]] = {}

@@ -28,6 +28,8 @@ MESSAGES = ("PUSH_REQ", "PUSH_RES", "PULL_REQ", "PULL_RES")
 WAITING = frozenset({"Sync", "QUEUE"})
 ALLREDUCE = "NCCL_ALLREDUCE"
 NCCL = ("Sync", "QUEUE", "MEMCPY_IN_FUSION_BUFFER", ALLREDUCE, "MEMCPY_OUT_FUSION_BUFFER")
+# The thread of a communication as a whole; its parts' are partitions.
+TOTAL = "total"
 # Messages inside an NCCL_ALLREDUCE.
 TRANSFERS = frozenset({"SEND", "RECV"})
 _PUSHED, _PULLED = QUEUE_TYPES.index("PUSH"), QUEUE_TYPES.index("PULL") + 1
@@ -85,7 +87,7 @@ def parse(name: str, category: str, key: str) -> Label:
     if known != COMMUNICATION:
         return Label(prefix, known or category or operation.split(".")[0], operation, "", suffix, mark or ".")
     whole, _, part = operation.rpartition(".")
-    if part not in PARTS or whole in ("", COMMUNICATION):
+    if part not in PARTS or whole in ("", COMMUNICATION) or key == TOTAL:
         return Label(prefix, known, operation, "", suffix, mark or ".")
     # Only of BytePS' queues is the thread a partition.
     queued = part in QUEUE_TYPES and not suffix

@@ -343,8 +343,10 @@ class Capture:
     def _coalescing_starts(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def start(process_group: Any, *arguments: Any, **named: Any) -> Any:
+            result = original(process_group, *arguments, **named)
+            # Not before: a backend that has no such blocks refuses, and then none begins.
             self._coalescing[process_group.group_name] = []
-            return original(process_group, *arguments, **named)
+            return result
 
         return start
 

@@ -110,6 +110,9 @@ class Phases:
     by the hooks that PyTorch has for all optimizers. A module that runs forward during the backward pass is
     recomputed. In the backward pass the module is the last one whose output's gradient was reached. Hooks only
     look.
+
+    Attributes:
+        optimizing: how many steps of optimizers are under way; who knows of steps around PyTorch's own adds them.
     """
 
     def __init__(self) -> None:
@@ -118,7 +121,7 @@ class Phases:
         self._graph_task: Callable[[], int] = torch._C._current_graph_task_id
         self._stack: list[str] = []
         self._backward = ""
-        self._optimizing = 0
+        self.optimizing = 0
         self._handles: list[Any] = []
 
     def attach(self, model: Any) -> None:
@@ -148,7 +151,7 @@ class Phases:
             return "recompute" if in_backward else "forward", self._stack[-1]
         if in_backward:
             return "backward", self._backward
-        return ("optimizer", "") if self._optimizing else ("", "")
+        return ("optimizer", "") if self.optimizing else ("", "")
 
     def _enter(self, path: str) -> Callable[..., None]:
         def hook(module: Any, inputs: Any) -> None:
@@ -171,10 +174,10 @@ class Phases:
         return hook
 
     def _optimizer_begins(self, *_: Any) -> None:
-        self._optimizing += 1
+        self.optimizing += 1
 
     def _optimizer_ends(self, *_: Any) -> None:
-        self._optimizing = max(0, self._optimizing - 1)
+        self.optimizing = max(0, self.optimizing - 1)
 
 
 def _tensors(output: Any) -> list[Any]:

@@ -114,6 +114,11 @@ class Tracer:
             _capture.phases.attach(model)
         return self
 
+    def optimizing(self, entered: int) -> None:
+        """Says that a step around those of PyTorch's optimizers, a framework's own, is entered (1) or left (-1)."""
+        if self._running:
+            _capture.phases.optimizing += entered
+
     def counts(self) -> dict[tuple[str, str, int], int]:
         """Calls so far by operation, group and message size in bytes."""
         counts = self._counted.copy()

@@ -2,10 +2,10 @@
 
     I/O -> FW.<operator> -> ... -> OUTPUT<k> -> BW.<operator> -> ... -> Comm.<gradients> -> STEP -> Comm.<...>
 
-Operators follow autograd's graph exactly. A reduction of gradients follows the operators that make them. What else
-is communicated is placed where it was issued: in the forward pass between the operators made before and after it, in
-the backward pass behind the one that was running, or before it where that one is a function that communicates.
-ByteProfile closes the circle from STEP to the next step's FW nodes; here it stays open.
+Operators follow autograd's graph exactly. A reduction of gradients follows the operators that make them. What
+else is communicated is placed where it was issued: in the forward pass between the operators made before and after
+it, in the backward pass behind the one that was running, or before it where that one is a function that
+communicates. ByteProfile closes the circle from STEP to the next step's FW nodes; here it stays open.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What runs in one training step, seen from outside: operators by autograd, modules by hooks, calls by the tracer.
 
-A node of autograd's graph is an operator of the forward pass, and is what runs for it in the backward pass. Nodes
-are found from the inputs and outputs of modules; each belongs to the innermost module that had been entered when it
-was made. Hooks look only, and for one step.
+A node of autograd's graph is an operator of the forward pass, and is what runs for it in the backward pass.
+Nodes are found from the inputs and outputs of modules; each belongs to the innermost module that had been entered
+when it was made. Hooks look only, and for one step.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class StepObserver:
         communication = Communication(
             call=call,
             phase=phase,
-            order=torch.autograd._get_sequence_nr(),
+            order=torch._C._autograd._get_sequence_nr(),
             during=during,
             for_gradients=(reduces or after) and not self._optimizing,
         )
@@ -296,7 +296,7 @@ def _in_python(node: Any) -> bool:
 
 
 def _nodes(tensors: Any) -> list[Any]:
-    """The nodes of autograd that tensors come from, wherever they stand in tuples, lists, dictionaries, objects."""
+    """The nodes of autograd that tensors come from, wherever they stand in tuples, lists, dictionaries."""
     import torch
     from torch.utils import _pytree as tree
 

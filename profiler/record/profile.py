@@ -29,11 +29,10 @@ class Profile:
         Raises:
             RuntimeError: another profiler is at work.
         """
-        import torch
         from torch.profiler import ProfilerActivity, profile
 
         activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
+        if sees_cuda():
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities, schedule=self._action, record_shapes=True)
         self._profile.step_num = step
@@ -78,3 +77,12 @@ class Profile:
             return ProfilerAction.WARMUP
         # Ended by hand, so that the last step's mark closes where the step does.
         return ProfilerAction.RECORD
+
+
+def sees_cuda() -> bool:
+    """Whether there is a CUDA device that this PyTorch can profile; scripts may have been told so of a CPU."""
+    import torch
+    from torch.profiler import ProfilerActivity, supported_activities
+
+    activities = supported_activities()  # type: ignore[no-untyped-call]
+    return torch.cuda.is_available() and ProfilerActivity.CUDA in activities

@@ -79,7 +79,7 @@ class Recorder:
         self.folder: Path | None = None
         self._seen: list[Step] = []
         self._began_ns = 0
-        self._ends = StepEnds(self._step_ended, self._lost)
+        self._ends = StepEnds(self._step_ended, self._lost, self._in_step)
         self._by_hand = False
         self._observer: Any = None
         self._profile: Any = None
@@ -123,6 +123,10 @@ class Recorder:
     def _step_ended(self) -> None:
         if self.running and not self._by_hand:
             self._next()
+
+    def _in_step(self, entered: int) -> None:
+        if self._tracer is not None:
+            self._tracer.optimizing(entered)
 
     def _lost(self) -> None:
         if self.running and not self._by_hand:
@@ -243,8 +247,9 @@ class Recorder:
             return
         import torch
 
+        from echograph.profiler.record.profile import sees_cuda
+
         rank, world = _place()
-        cuda = torch.cuda.is_available()
         write_metadata(
             self.folder,
             Metadata(
@@ -257,7 +262,7 @@ class Recorder:
                 python=platform.python_version(),
                 torch=str(torch.__version__),
                 backend=_backend(),
-                device=torch.cuda.get_device_name() if cuda else "cpu",
+                device=torch.cuda.get_device_name() if sees_cuda() else "cpu",
                 threads=torch.get_num_threads(),
                 start_step=self.window.start,
                 end_step=self.window.end,

@@ -1,8 +1,9 @@
 """Where training steps end, in a script that nobody edited.
 
-PyTorch tells of every step of every `torch.optim.Optimizer`. A framework's own optimizer or engine calls those from
-a method `step` of its own, several times a step where it cuts parameters into parts, and gathers them afterwards;
-so a step ends where the outermost `step` method on the stack returns. It is looked for once, and wrapped.
+PyTorch tells of every step of every `torch.optim.Optimizer`. A framework's own optimizer or engine calls those
+from a method `step` of its own, several times a step where it cuts parameters into parts, and gathers them
+afterwards; so a step ends where the outermost `step` method on the stack returns. It is looked for once, and
+wrapped.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ class StepEnds:
     Args:
         ended: told, on the thread that trains.
         lost: told when a step could not be followed: called by a name that was taken before its first time.
+        within: told 1 where the outermost `step` is entered, -1 where it is left.
     """
 
-    def __init__(self, ended: Callable[[], None], lost: Callable[[], None]) -> None:
+    def __init__(
+        self, ended: Callable[[], None], lost: Callable[[], None], within: Callable[[int], None]
+    ) -> None:
         self._ended = ended
         self._lost = lost
+        self._within = within
         self._depth = 0
         self._outer = 0
         self._stepped = False
@@ -81,10 +86,12 @@ class StepEnds:
         def step(*arguments: Any, **named: Any) -> Any:
             self._unwrapped = None
             self._outer += 1
+            self._within(1)
             try:
                 return function(*arguments, **named)
             finally:
                 self._outer -= 1
+                self._within(-1)
                 if self._outer == 0 and self._stepped:
                     self._stepped = False
                     self._ended()

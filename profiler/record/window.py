@@ -33,7 +33,9 @@ class Window:
         if self.start < 1:
             raise UsageError(f"start step {self.start}: give 1 or more; where step 0 begins is not known")
         if self.end <= self.start:
-            raise UsageError(f"end step {self.end}: give more than the start step, {self.start}; it is not recorded")
+            raise UsageError(
+                f"end step {self.end}: give more than the start step, {self.start}; it is not recorded"
+            )
 
     def environment(self) -> dict[str, str]:
         """The variables that say the same to another process."""

@@ -1,7 +1,7 @@
 """What one rank did, as pieces: work on a line (a thread or a stream), and the pieces that had to end before it.
 
-Pieces of a line follow each other. What lies between the moment at which a piece could have begun and that at which
-it did is a piece of its own, so that running the pieces again gives the measured times.
+Pieces of a line follow each other. What lies between the moment at which a piece could have begun and that at
+which it did is a piece of its own, so that running the pieces again gives the measured times.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 As dPRO does, the clock of each rank is moved so that what must be simultaneous is: a collective cannot end on any
 rank before the last one has begun it, and its ranks end it at nearly the same moment. Each rank but the first gets
-an offset and a drift; the squares of what the ends of the collectives then differ by are least, under that condition.
+an offset and a drift; the squares of what the ends of collectives then differ by are least, on that condition.
 """
 
 from __future__ import annotations
@@ -105,9 +105,8 @@ def clocks(traces: TraceSet, met: Sequence[Meeting], notes: Sequence[str] = ()) 
     fit = _Fit(traces, sorted(reached), used)
     before = fit.residual(fit.nothing)
     if not used:
-        return Alignment(
-            clocks={r: Clock() for r in reached}, meetings=0, residual_ps=0.0, before_ps=0.0, apart=0, notes=tuple(said)
-        )  # fmt: skip
+        own = {rank: Clock() for rank in reached}
+        return Alignment(clocks=own, meetings=0, residual_ps=0.0, before_ps=0.0, apart=0, notes=tuple(said))
     values = fit.solve()
     return Alignment(
         clocks=fit.clocks(values),

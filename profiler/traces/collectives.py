@@ -17,8 +17,8 @@ from echograph.profiler.traces.details import details
 from echograph.profiler.traces.stacks import Stacks, call_stacks
 from echograph.profiler.traces.trace import KERNELS, NONE, OPERATORS, Bool, Trace, TraceSet
 
-# By the letters of a name alone, so that c10d::_allgather_base_, nccl:all_gather and ncclKernel_AllGather_RING agree;
-# the longer words stand first.
+# By the letters of a name alone, so that c10d::_allgather_base_, nccl:all_gather and ncclKernel_AllGather_RING are
+# the same; the longer words stand first.
 _KINDS = {
     "allreduce": "all_reduce",
     "reducescatter": "reduce_scatter",

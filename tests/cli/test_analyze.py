@@ -131,6 +131,39 @@ def test_counters_go_into_a_copy_of_the_trace(cli, folder: Path, tmp_path: Path,
     assert target.read_bytes() == raw
 
 
+def test_a_page_of_the_whole_and_of_one_analysis(cli, folder: Path, tmp_path: Path) -> None:
+    outcome = cli("echoprof", "analyze", folder, "--html", tmp_path / "all.html")
+    assert (outcome.status, outcome.out) == (0, "")
+    whole = (tmp_path / "all.html").read_text()
+    for word in ("Traces of traces", "<canvas>", "temporal-breakdown", "critical-path", "What is missing"):
+        assert word in whole
+    words = ("echoprof", "analyze", folder, "kernels", "--option", "top=1", "--html", tmp_path / "one.html")
+    assert cli(*words).status == 0
+    one = (tmp_path / "one.html").read_text()
+    assert "<h1>kernels of traces</h1>" in one and "<svg" in one and "<td" in one
+    assert "--html: a page is written alone" in cli(*words, "--csv").err
+    assert "cannot write" in cli(*words[:-1], tmp_path / "none" / "x.html").err
+
+
+@pytest.mark.slow
+def test_ray_reads_the_same(cli, folder: Path) -> None:
+    pytest.importorskip("ray")
+    words = ("echoprof", "analyze", folder, "launches", "--json", "--no-cache")
+    assert cli(*words, "--engine", "ray").out == cli(*words).out
+    whole = (folder / "0.json").read_text()
+    (folder / "0.json").write_text(whole.replace('"dur"', '"dur', 1))
+    outcome = cli(*words, "--engine", "ray")
+    assert (outcome.status, outcome.err.count("\n")) == (1, 1)
+    assert "0.json: event 0 is broken" in outcome.err
+
+
+def test_without_ray_its_engine_is_refused(cli, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    outcome = cli("echoprof", "analyze", folder, "idle", "--engine", "ray", "--no-cache")
+    assert "pip install 'echograph[ray]'" in outcome.err
+    assert "unknown engine 'spark'" in cli("echoprof", "analyze", folder, "idle", "--engine", "spark").err
+
+
 def test_notes_are_said_beside_the_answer(cli, folder: Path) -> None:
     (folder / "0.json").write_text(json.dumps({"distributedInfo": {"rank": 0}, "traceEvents": []}))
     outcome = cli("echoprof", "analyze", folder, "overlap", "--csv")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,34 @@ def test_measured_durations_come_before_those_of_a_cluster(cli, measured: dict[s
     works = [op for op in graph.ops if not getattr(op, "is_view", True)]
     of_device = [[d for d in op.durations if d.device == "h100-sxm"] for op in works]
     assert all([d.source for d in found] == [Source.MEASURED] for found in of_device)
+
+
+def test_an_annotated_graph_runs_without_its_profile(cli, measured: dict[str, Any], tmp_path: Path) -> None:
+    output, where = tmp_path / "alone.pb", ("--cluster", "dgx-h100")
+    profile = ("--profile", measured["profile"])
+    record = cli("echoc", "annotate", measured["graph"], *profile, *where, "-o", output, "--json").json()
+    assert record["profile"]["host"] == "h100-sxm/host"
+    assert record["durations"]["host"]["measured"] == record["operations"]
+    # A processor computes itself, so that nothing is issued meanwhile.
+    alone = cli("echosim", "run", output, *where, "--gpus", 1, "--launch-blocking", "--json").json()
+    beside = cli("echosim", "run", measured["graph"], "--cluster", measured["profile"], "--json").json()
+    assert alone["step_time_s"] == beside["step_time_s"]
+    modelled = cli("echosim", "run", measured["graph"], *where, "--gpus", 1, "--launch-blocking", "--json").json()
+    assert modelled["step_time_s"] != alone["step_time_s"]
+
+
+def test_a_profile_is_a_cluster_of_one_device_everywhere(cli, measured: dict[str, Any], tmp_path: Path) -> None:
+    job = tmp_path / "job.pb"
+    assert cli("echoc", "lower", measured["graph"], "--cluster", measured["profile"], "-o", job).status == 0
+    assert serde.load(job).world_size == 1
+    run = ("echosim", "run", measured["graph"], "--cluster", measured["profile"])
+    assert cli(*run, "--strict-memory").status == 0
+    # With less memory than the step needs, plans that might fit are looked for, and there are none.
+    small = tmp_path / "small.pb"
+    profile = load_profile(measured["profile"])
+    save_profile(replace(profile, environment=replace(profile.environment, memory_bytes=1000)), small)
+    outcome = cli("echosim", "run", measured["graph"], "--cluster", small, "--strict-memory")
+    assert outcome.status == 1 and "the plan needs" in outcome.err
 
 
 def test_the_machine_that_was_measured_runs_the_step(cli, measured: dict[str, Any]) -> None:

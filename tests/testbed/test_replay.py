@@ -28,10 +28,10 @@ def train(bed: Bed, world: int, folder: Path) -> dict[str, list[float]]:
     folder.mkdir()
     started = []
     for rank in range(world):
-        said = [str(rank), str(world), bed.address(0), str(PORT + world), str(folder), str(STEPS)]
-        command = bed.command(rank, "env", "GLOO_SOCKET_IFNAME=eth0", sys.executable, str(WORKER), *said)
+        arguments = [str(rank), str(world), bed.address(0), str(PORT + world), str(folder), str(STEPS)]
+        command = bed.command(rank, "env", "GLOO_SOCKET_IFNAME=eth0", sys.executable, str(WORKER), *arguments)
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    said = []
+    said: list[dict[str, list[float]]] = []
     for process in started:
         output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors[-2000:]
@@ -53,6 +53,7 @@ def test_two_ranks_are_replayed_and_say_what_four_take(tmp_path: Path) -> None:
             made = fit(tmp_path, NIC, rows(ranks, [4]))
         cluster(tmp_path, Links(NIC), made)
         two, four = train(bed, 2, tmp_path / "two"), train(bed, 4, tmp_path / "four")
+    print(f"two: {two}\nfour: {four}")
     job = lower(read_traces(tmp_path / "two", last_step=True), "two").graph
     result, ran = replay(job)
     again = of_job(steps(ran, result.timeline))
@@ -61,7 +62,7 @@ def test_two_ranks_are_replayed_and_say_what_four_take(tmp_path: Path) -> None:
     result, ran = replay(job, gpus=4, cluster=str(tmp_path / "bed.toml"))
     predicted = statistics.median(step.replayed_s for step in of_job(steps(ran, result.timeline)))
     real = statistics.median(four["profiled"])
-    print(f"two: {two}\nfour: {four}\npredicted {predicted:.4f} s, real {real:.4f} s: {predicted / real - 1:+.1%}")
+    print(f"predicted {predicted:.4f} s, real {real:.4f} s: {predicted / real - 1:+.1%}")
     assert predicted == pytest.approx(real, rel=PREDICTED)
     # It is not what two ranks take: the links have half as much again to carry.
-    assert statistics.median(two["profiled"]) < 0.9 * real
+    assert statistics.median(two["profiled"]) < 0.85 * real

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar, cast
 import numpy as np
 import typer
 
-from echograph.cli.annotate_profile import annotate_measured, print_coverage
+from echograph.cli.annotate_profile import annotate_measured, host_name, print_coverage
 from echograph.cli.app import print_error, print_json, print_line, progress
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph, JobGraph
@@ -46,7 +46,7 @@ def annotate_command(
         say("annotating")
         measured: dict[str, Any] = {}
         if profile is not None:
-            device = "" if cluster is None else load_cluster(cluster).device
+            device = "" if cluster is None else _device_name(cluster)
             loaded, measured = annotate_measured(loaded, profile, device)
         annotated, where = loaded, None
         if cluster is not None or profile is None:
@@ -70,9 +70,10 @@ def annotate_command(
     print_error(f"wrote {output} ({format_bytes(size)})")
 
 
-def host_name(device: str) -> str:
-    """The name under which a file says how long the host takes to issue an operation for a device."""
-    return f"{device}/host"
+def _device_name(cluster: str) -> str:
+    from echograph.profiler.costs import load_device
+
+    return load_device(load_cluster(cluster).device).name
 
 
 def annotate(graph: G, cluster: str) -> tuple[G, Cluster]:

@@ -145,7 +145,9 @@ def _one_line_errors(name: str) -> Iterator[None]:
 
 def lower_graph(graph: StepGraph | JobGraph, plan: Plan) -> JobGraph:
     """The job that a graph becomes under a plan; a job graph is taken as it is."""
-    return lower(graph, plan, load_cluster(plan.cluster))
+    from echograph.cli.measured import cluster_of
+
+    return lower(graph, plan, cluster_of(plan.cluster))
 
 
 def predict(
@@ -212,6 +214,8 @@ def predict_plan(
 
 def host_of(device: DeviceProfile, *, waits: bool = False, blocking: bool = False) -> Host:
     """The host that feeds a device, and what it waits for (`Host`)."""
+    from echograph.cli.annotate_profile import host_name
+
     model = device.host
     communication = None if model.communication_s is None else to_ps(model.communication_s)
     return Host(
@@ -221,6 +225,7 @@ def host_of(device: DeviceProfile, *, waits: bool = False, blocking: bool = Fals
         spread=host_spread(),
         waits=waits,
         blocking=blocking,
+        name=host_name(device.name),
     )
 
 

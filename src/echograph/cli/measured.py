@@ -56,6 +56,11 @@ def predict_measured(
     return result, job
 
 
+def cluster_of(name: str) -> Cluster:
+    """What `--cluster` names: a preset, a TOML file, or the one device of a profile."""
+    return machine(load_profile(name), Path(name).stem) if name.endswith(".pb") else load_cluster(name)
+
+
 def machine(profile: Profile, name: str) -> Cluster:
     """A cluster of one device; what stands there of links joins nothing."""
     return replace(

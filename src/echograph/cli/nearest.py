@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from echograph.cli.lowering import lower
+from echograph.cli.measured import cluster_of
 from echograph.cli.plan import Plan, option_name
 from echograph.errors import EchoError
 from echograph.ir.graph import JobGraph, StepGraph
-from echograph.simulator.clusters import Cluster, load_cluster
+from echograph.simulator.clusters import Cluster
 from echograph.simulator.memory import Memory, largest_memory
 from echograph.units import format_bytes
 
@@ -35,7 +36,7 @@ def plans_that_fit(
     if isinstance(graph, JobGraph) or memory is None or memory.fits:
         return found
     say("looking for a plan that fits")
-    cluster = load_cluster(plan.cluster)
+    cluster = cluster_of(plan.cluster)
     for tried, changes in enumerate(_changes(plan, cluster)):
         if len(found) == ENOUGH or tried == MOST_TRIED:
             break

@@ -123,6 +123,7 @@ def replay(
         UsageError: another number of ranks without a cluster, or collectives whose sizes the trace does not say.
         PlanError: another number of ranks of a job that is not purely data-parallel.
     """
+    from echograph.ir.passes.one_communicator import one_communicator
     from echograph.simulator.simulate import simulate
 
     if gpus not in (None, job.world_size):
@@ -133,12 +134,12 @@ def replay(
         from echograph.ir.passes.resize_world import ResizeWorld
 
         _check_sizes(job)
-        job = ResizeWorld(gpus=int(gpus or 0))(job)
+        job = one_communicator(ResizeWorld(gpus=int(gpus or 0))(job))
     elif cluster is not None:
         from echograph.ir.passes.forget_communication import forget_communication
 
         _check_sizes(job)
-        job = forget_communication(job)
+        job = one_communicator(forget_communication(job))
     where = machine(job, cluster)
     threads = Host(op_ps=0, launch_ps=0, threads=True)
     result = simulate(job, where, threads, engine="static", scales=scales, memory=False)

@@ -1,4 +1,4 @@
-"""A training script as users of ZeRO-3 write it: the model is made in shares, from a configuration of transformers.
+"""A training script as users of ZeRO-3 write it: the model is made in shares, from a configuration.
 
 deepspeed_llama.py --deepspeed_config FILE [--layers N] [--hidden N] [--length N]
 """

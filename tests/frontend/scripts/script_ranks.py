@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +39,7 @@ def calls_of(run: Recorded) -> list[Call]:
     found = []
     for node in run.recorder.graph.nodes:
         call = node.meta.get(COMMUNICATION)
-        if call is not None and node.target.__class__.__name__ == "OpOverload":
+        if call is not None and node.target is not operator.getitem:
             dtype = str(call.dtype).removeprefix("torch.") if call.dtype else ""
             found.append((family(call.op), call.ranks, call.nbytes, dtype, call.peer))
     return found
@@ -45,17 +47,31 @@ def calls_of(run: Recorded) -> list[Call]:
 
 def traced(script: Path, size: int, folder: Path, *arguments: str, timeout_s: float = 240) -> dict[int, list[Call]]:
     """Of each rank of a real run over gloo, all that it communicates, in order."""
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "ECHOGRAPH_TRACE": str(folder / "trace.jsonl"),
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(STARTUP), os.environ.get("PYTHONPATH", "")))),
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    done = subprocess.run(
-        [*command, str(script), *arguments], env=env, capture_output=True, text=True, timeout=timeout_s, cwd=folder
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    began = []
+    for rank in range(size):
+        env = {
+            **os.environ,
+            **World(rank=rank, size=size).environment,
+            "OMP_NUM_THREADS": "1",
+            "MASTER_PORT": str(port),
+            "ECHOGRAPH_TRACE": str(folder / "trace.jsonl"),
+            "ECHOGRAPH_TRACE_TIMEOUT_S": "200",
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(STARTUP), os.environ.get("PYTHONPATH", "")))),
+        }
+        with (folder / f"{rank}.log").open("wb") as log:
+            command = [sys.executable, str(script), *arguments]
+            began.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=folder))
+    try:
+        status = [process.wait(timeout_s) for process in began]
+    finally:
+        for process in began:
+            process.kill()
+            process.wait()
+    logs = "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in range(size))
+    assert status == [0] * size, logs
     return {rank: list(_rows(folder / f"trace.{rank}.jsonl")) for rank in range(size)}
 
 

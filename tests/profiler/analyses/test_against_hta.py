@@ -274,7 +274,8 @@ def test_memory_bandwidth_summary(measured_data: Path, name: str) -> None:
         assert all(ours[key] == pytest.approx(other[key], rel=0.01) for key in ("mean", "std", "50%", "75%"))
 
 
-@pytest.mark.parametrize("analysis", sorted(ANALYSES))
+# Those that need another file than the trace have tests of their own.
+@pytest.mark.parametrize("analysis", sorted(set(ANALYSES) - {"memory-categories", "execution-trace"}))
 @everywhere
 def test_every_trace_is_answered_with_all_its_digits(measured_data: Path, name: str, analysis: str) -> None:
     options: dict[str, Any] = {"operator": "aten::"} if analysis == "kernel-sequences" else {}
@@ -287,7 +288,10 @@ def test_every_trace_is_answered_with_all_its_digits(measured_data: Path, name: 
     silent |= {"steps"} if name in WITH_WAITS else set()
     on_device = ("a100-nccl-args", "mi300x-resnet", "v100-float-timestamps")
     silent |= {"annotations", "annotated-kernels"} if name not in on_device else set()
-    assert (len(table) == 0) == (analysis in silent)
+    silent |= {"hardware-counters"} | ({"memory-timeline"} if name != "v100-ddp-216k-events" else set())
+    # What is said between ranks depends on clocks and names too: it has tests of its own.
+    if not analysis.startswith(("cross-rank", "collectives")):
+        assert (len(table) == 0) == (analysis in silent)
     json.dumps(table.records(), allow_nan=False)
 
 

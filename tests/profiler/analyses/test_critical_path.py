@@ -211,6 +211,37 @@ def test_a_slower_host_delays_kernels_by_launch_edges(tmp_path: Path) -> None:
     assert slow[1].path().length == (900 + 50 + 1000 + 400) * US
 
 
+def loading() -> list[Event]:
+    loader = operator("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 100)
+    within = operator("aten::stack", 20, 30)
+    return [
+        operator("aten::mm", 0, 10),
+        loader | {"cat": "user_annotation"},
+        within,
+        operator("aten::add", 115, 40),
+    ]
+
+
+def test_loading_data_is_on_the_path_where_it_is_named(tmp_path: Path) -> None:
+    def summary(**options: Any) -> dict[str, float]:
+        table = ANALYSES["critical-path-summary"](job(tmp_path, loading()), **options)
+        return {row["bound_by"]: row["duration"] for row in table.records()}
+
+    # What lies between two operators that nothing is around is free; annotations count where they are named.
+    assert summary() == {"cpu_bound": 10 + 30 + 40}
+    assert summary(data_load_events="DataLoader") == {"cpu_bound": 80, "data_loading": 10 + 60}
+    assert summary(data_load_events="Data.*next", scale="data_loading=0.5")["data_loading"] == 35
+    with pytest.raises(UsageError, match="not a regular expression"):
+        summary(data_load_events="(")
+
+
+def test_what_loads_data_is_kept_with_the_graph(tmp_path: Path) -> None:
+    graph = critical_graph(trace(tmp_path, loading()), data_load_events="DataLoader")
+    save_graph(graph, tmp_path / "graph.npz")
+    assert breakdown(load_graph(tmp_path / "graph.npz", graph.trace)) == breakdown(graph)
+    assert "data_loading" in [name for name, *_ in breakdown(graph)]
+
+
 def test_an_awaited_event_delays_another_stream(tmp_path: Path) -> None:
     wait = work("Stream Wait Event", 56, 1, 4, stream=20, cat="cuda_sync")
     wait["args"] |= {"wait_on_stream": 7, "wait_on_cuda_event_record_corr_id": 3}

@@ -65,6 +65,9 @@ def test_shapes_are_those_of_the_profile(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     observer = torch.profiler.ExecutionTraceObserver().register_callback(str(tmp_path / "et.json"))
     model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU())
+    # What was profiled before sets the external ids of events apart from the numbers of calls.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        model(torch.randn(3, 8))
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, execution_trace_observer=observer
     ) as profiler:

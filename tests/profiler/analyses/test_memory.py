@@ -92,7 +92,7 @@ def test_both_are_what_pytorch_says(tmp_path: Path) -> None:
     theirs = dict(zip(times, (tuple(size[1:]) for size in sizes), strict=True))
     ours = {times[0] + row["ts"]: tuple(row[name] for name in CATEGORIES) for row in table}
     assert ours[max(ours)] == theirs[max(theirs)]
-    assert {row for row in theirs.values()} <= {*ours.values(), theirs[times[0]]}
+    assert set(theirs.values()) <= {*ours.values(), theirs[times[0]]}
     assert max(row["total"] for row in table) == max(map(sum, theirs.values()))
     changes = sum(row["change_bytes"] for row in ANALYSES["memory-timeline"](traces).records())
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -38,6 +38,7 @@ US = 10**6
         ("FW.conv0", "3", Label("", "FW", "FW.conv0"), "FW.conv0"),
         ("Comm.conv.weight", "total", Label("", "Comm", "Comm.conv.weight"), "Comm.conv.weight"),
         ("Comm.w.PUSH", "9", Label("", "Comm", "Comm.w", "PUSH", "9"), "Comm.w.PUSH.9"),
+        ("Comm.a.SUM", "total", Label("", "Comm", "Comm.a.SUM"), "Comm.a.SUM"),
         ("Comm.PUSH", "total", Label("", "Comm", "Comm.PUSH"), "Comm.PUSH"),
         ("rank0.BW.a", "0", Label("rank0.", "BW", "BW.a"), "rank0.BW.a"),
         ("wk1.rank0.Comm.w.SUM", "9", Label("wk1.rank0.", "Comm", "Comm.w", "SUM"), "wk1.rank0.Comm.w.SUM"),
@@ -202,7 +203,7 @@ def test_wrong_input_is_refused(tmp_path: Path, worker: Path) -> None:
     (tmp_path / "broken.json").write_text('{"traceEvents": [{"ph": "X", "name": }, {"ph": "X", "ts": 0}]}')
     with pytest.raises(DataError, match="is broken"):
         events_of(tmp_path / "broken.json")
-    for ts, dur in (("soon", 1), (0, -1), (float("nan"), 1), (True, "x")):
+    for ts, dur in (("soon", 1), (0, -1), (10**400, 1), (float("nan"), 1), (True, "x")):
         event = complete("FW.a", 0, 1, "operator") | {"ts": ts, "dur": dur}
         with pytest.raises(DataError, match="are no times in us"):
             events_of(write(tmp_path / "t.json", [event]))

@@ -61,9 +61,9 @@ def test_objects_and_calls_without_a_wait_are_there_and_a_refused_one_is_not(raw
     for answer in raw[0]:
         assert answer["refused"]
         added = [call for call in answer["all"] if call not in answer["plain"]]
-        assert [call[2] for call in added if call[0] == "all_reduce"] == [2800, 3200]
+        assert [call[2] for call in added if call[0] == "all_reduce"] == [2800, 3200, 3600]
         # An object travels as its length and its bytes.
-        assert Counter(call[0] for call in added) == {"all_gather": 2, "broadcast": 2, "all_reduce": 2}
+        assert Counter(call[0] for call in added) == {"all_gather": 2, "broadcast": 2, "all_reduce": 3}
         assert answer["calls"] == sum(call[3] for call in answer["all"])
 
 
@@ -118,6 +118,14 @@ def test_async_calls_end_when_they_are_done(raw: tuple[list[Any], Path]) -> None
         (*_, start, end, wait) = rows[3200]
         assert 0 <= start <= end < 400e6 < wait
         assert rows[2800][4] >= 0
+
+
+def test_a_block_that_the_backend_refuses_does_not_begin(raw: tuple[list[Any], Path]) -> None:
+    for rank in range(2):
+        values = [json.loads(line) for line in (raw[1] / "traces" / f"raw.{rank}.jsonl").read_text().splitlines()]
+        (what,) = [v for v in values if isinstance(v, dict) and v["line"] == "what" and v["bytes"] == 3600]
+        (row,) = [v for v in values if isinstance(v, list) and v[0] == what["id"]]
+        assert not what.get("coalesced", False) and row[4] > 0
 
 
 @pytest.fixture(scope="module")

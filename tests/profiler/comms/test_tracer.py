@@ -127,8 +127,8 @@ def test_stopping_puts_everything_back(tmp_path: Path) -> None:
             *[has(name, "BackendSelect") for name in ("c10d::allreduce_", "c10d::send", "c10d::barrier")],
             has("_c10d_functional::wait_tensor", "BackendSelect"),
             dist.Work.wait,
-            dist.ProcessGroup._start_coalescing,
-            dist.ProcessGroup._end_coalescing,
+            # As it lies in the class, where how it is bound is told as well.
+            *[vars(dist.ProcessGroup)[name] for name in ("_start_coalescing", "_end_coalescing")],
             c10d._register_process_group,
             c10d._unregister_process_group,
             c10d._unregister_all_process_groups,
@@ -143,6 +143,41 @@ def test_stopping_puts_everything_back(tmp_path: Path) -> None:
     dist.all_reduce(ones(1))
     assert tracer.counts() == {}
     assert not list(tmp_path.iterdir())
+
+
+def block(*sizes: int) -> Any:
+    """Reduces in a coalesced block, begun and ended by hand."""
+    world, cpu = dist.group.WORLD, torch.device("cpu")
+    world._start_coalescing(cpu)
+    for size in sizes:
+        world.allreduce([ones(size)])
+    return world._end_coalescing(cpu)
+
+
+def test_calls_of_a_coalesced_block_end_with_it(tmp_path: Path) -> None:
+    with echograph.trace_collectives(tmp_path / "trace.jsonl") as tracer:
+        together = block(1, 2)
+        dist.all_reduce(ones(3))
+        assert [call.kind.bytes for call in tracer_module._capture._lingering.values()] == [4, 8]
+        together.wait()
+        with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as managed:
+            dist.broadcast(ones(4), 0)
+            dist.broadcast(ones(5), 0)
+        managed.wait()
+    assert tracer.counts() == {
+        ("all_reduce", "0-3", 4): 1, ("all_reduce", "0-3", 8): 1, ("all_reduce", "0-3", 12): 1,
+        ("broadcast", "0-3", 16): 1, ("broadcast", "0-3", 20): 1,
+    }  # fmt: skip
+    whats = {what["id"]: what for what in lines(tmp_path / "trace.0.jsonl", "what")}
+    rows = {whats[row[0]]["bytes"] // 4: row for row in lines(tmp_path / "trace.0.jsonl")}
+    assert {size: whats[row[0]].get("coalesced", False) for size, row in rows.items()} == {
+        1: True, 2: True, 3: False, 4: True, 5: True,
+    }  # fmt: skip
+    # The wait for the block is the wait of each of its calls.
+    assert all(rows[size][2] + rows[size][5] > rows[3][2] for size in (1, 2))
+    assert all(row[4] >= 0 and row[5] >= 0 for row in rows.values())
+    # Without a tracer the methods are bound as before.
+    block(1).wait()
 
 
 def test_two_tracers_see_everything_each_and_stop_alone(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from html_pages import Page
-from small_traces import job, launched, operator, step, work
+from small_traces import job, launched, operator, step
 
 from echograph.profiler.analyses import ANALYSES
 from echograph.profiler.page.plots import PLOTS, draw

@@ -1,0 +1,97 @@
+"""Real jobs on gloo: what was measured against what the simulation of the recorded graph says."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the [torch] extra")
+
+from recorded_jobs import EXAMPLES, PROGRAMS, metadata, record, tool
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+WINDOW = (4, 8)
+TOLERANCE = 0.08
+DEEPSPEED = ("--layers", 2, "--hidden", 128, "--heads", 4, "--vocabulary", 2048, "--length", 64, "--steps", 12)
+MEGATRON = ("--num-layers", 4, "--hidden-size", 128, "--seq-length", 64, "--micro-batch-size", 2)
+
+
+def _program(name: str) -> Any:
+    def job(folder: Path) -> Any:
+        small = ("--layers", 2, "--width", 128, "--length", 64, "--steps", 12)
+        return record(folder / "recording", PROGRAMS / name, *small, steps=WINDOW)
+
+    return job
+
+
+def _deepspeed(stage: int) -> Any:
+    def job(folder: Path) -> Any:
+        config = folder / "ds.json"
+        settings = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": stage},
+        }
+        config.write_text(json.dumps(settings))
+        script = EXAMPLES / "deepspeed-gpt2" / "train.py"
+        arguments = ("--deepspeed_config", config, *DEEPSPEED)
+        return record(folder / "recording", script, *arguments, steps=WINDOW, DS_ACCELERATOR="cpu")
+
+    return job
+
+
+def _megatron(*arguments: object) -> Any:
+    def job(folder: Path) -> Any:
+        script = EXAMPLES / "megatron-gpt" / "pretrain.py"
+        return record(folder / "recording", script, *MEGATRON, *arguments, steps=WINDOW)
+
+    return job
+
+
+JOBS = {
+    "ddp": ("torch", _program("ddp.py")),
+    "fsdp2": ("torch", _program("fsdp2.py")),
+    "zero-1": ("deepspeed", _deepspeed(1)),
+    "zero-2": ("deepspeed", _deepspeed(2)),
+    "zero-3": ("deepspeed", _deepspeed(3)),
+    "megatron-tp2": ("megatron", _megatron("--tensor-model-parallel-size", 2)),
+    "megatron-pp2": ("megatron", _megatron("--pipeline-model-parallel-size", 2, "--global-batch-size", 8)),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_recorded_graph_takes_as_long_as_the_job_did(
+    name: str, tmp_path: Path, record_property: pytest.RecordProperty
+) -> None:
+    package, job = JOBS[name]
+    if find_spec(package) is None:
+        pytest.skip(f"needs the [{package}] extra")
+    job(tmp_path)
+    recording, graph = tmp_path / "recording", tmp_path / "job.pb"
+    tool("echoc", "import", "kineto", recording, "-o", graph)
+    replayed = json.loads(tool("echosim", "replay", graph, "--json").stdout)
+    for rank in (0, 1):
+        said = metadata(recording, rank)
+        assert said["complete"] and not said["problems"]
+        assert (recording / str(rank) / "comms.jsonl").stat().st_size > 0
+        # The clock that saw these is the recorder's own, beside the profiler.
+        measured = {s["number"]: s["seconds"] for s in said["steps"] if s["state"] == "recorded"}
+        assert set(measured) == set(range(*WINDOW))
+        simulated = [s["replayed_s"] for s in replayed["steps"] if s["role"] == f"rank {rank}" and "#" in s["name"]]
+        assert len(simulated) == len(measured)
+        assert median(simulated) == pytest.approx(median(measured.values()), rel=TOLERANCE)
+        free = [s["seconds"] for s in said["steps"] if s["state"] == "free"]
+        record_property("step", f"{name} rank {rank}: {_ms(simulated)} ms, wall {_ms(measured.values())}, free {_ms(free)}")
+        print(name, rank, _ms(simulated), _ms(measured.values()), _ms(free))
+
+
+def _ms(seconds: Any) -> str:
+    return f"{median(seconds) * 1e3:.1f}"
