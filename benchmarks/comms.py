@@ -5,8 +5,8 @@ python -m benchmarks.comms [--steps 20] [--layers 12] [--beside FOLDER]
 The bare round trip is a kernel in the dispatcher that only passes the call down: what PyTorch itself takes for a
 call to be seen at all. Turns of all ways alternate, so that whatever else the machine does falls on them alike. A
 call is given in processor time of the thread that makes it and of the whole process, whose writing is then counted
-as well; a step in seconds of the clock and of the processor. With `--beside` a copy of collective_trace that lies in
-FOLDER is run as its users run it, writing to a file and not to the screen.
+as well; a step in seconds of the clock and of the processor. With `--beside` a copy of collective_trace that lies
+in FOLDER is run as its users run it, writing to a file and not to the screen.
 """
 
 from __future__ import annotations

@@ -212,7 +212,9 @@ def _scaled(job: JobGraph, times: Durations, host: Host, scales: Sequence[Scale]
     factor, of_host = factors(job, scales)
     changed = np.rint(times.picoseconds * factor).astype(np.int64) if scales else times.picoseconds
     work, issue = host.times(job, changed)
-    return replace(times, picoseconds=work), np.rint(issue * of_host).astype(np.int64)
+    # What the host does itself has a name, too, by which it may be scaled.
+    longer = of_host * np.where(job.ops.kind == OpKind.HOST, factor, 1.0)
+    return replace(times, picoseconds=work), np.rint(issue * longer).astype(np.int64)
 
 
 def _check_range(job: JobGraph, times: Durations, issue: Int64, host: Host) -> None:

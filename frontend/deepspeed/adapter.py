@@ -14,6 +14,7 @@ from torch import Tensor
 from echograph.errors import InputError
 from echograph.frontend.deepspeed import shims
 from echograph.frontend.deepspeed.memory import name_memory
+from echograph.frontend.deepspeed.slices import GATHER
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.recorder import ScriptRecorder
@@ -31,10 +32,8 @@ _CARRYING = (
     ("runtime.zero.partition_parameters", "", "_dist_allgather_fn", "parameter"),
     ("runtime.zero.partition_parameters", "Init", "_allgather_param", "parameter"),
     ("runtime.zero.partition_parameters", "Init", "_allgather_params_coalesced", "parameter"),
-    ("runtime.zero.partition_parameters", "Init", "_allgather_params", "parameter"),
 )
 """(module, class or "", function, what its communications carry)."""
-_GATHER = "_PartitionedParameterCoordinator__all_gather_params_"
 
 
 class DeepSpeedAdapter(TorchAdapter):
@@ -92,7 +91,7 @@ class DeepSpeedAdapter(TorchAdapter):
             around = partial(_carrying, recorder=recorder, payload=payload)
             yield patched(shims.seam(module, owner), name, around)
         coordinator = shims.seam("runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
-        yield patched(coordinator, _GATHER, lambda f: self._gathering(f, recorder))
+        yield patched(coordinator, GATHER, lambda f: self._gathering(f, recorder))
         if self._config is not None:
             yield patched(shims.seam(""), "initialize", self._configured)
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from echograph.errors import CaptureError
+from echograph.frontend.deepspeed import slices
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.world import World
 
@@ -44,6 +45,7 @@ def installed(world: World) -> Iterator[None]:
         real_accelerator.ds_accelerator = CapturedAccelerator(world)
         enter(patched(nn.Module, "_apply", _convert))
         enter(patched(seam("ops.op_builder.builder", "OpBuilder"), "load", stand_in))
+        enter(slices.at_once(seam, world.rank))
         for module, owner, name, around in _SHIMS:
             enter(patched(seam(module, owner), name, around))
         yield

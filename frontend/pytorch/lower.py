@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from echograph.frontend.pytorch.schema import (
 )
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.frontend.pytorch.traffic import bytes_moved, read_arguments, tensor_bytes
-from echograph.ir.builder import Common, GraphBuilder
+from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import StepGraph, Workload
 from echograph.ir.types import DType, MultiTensor, Phase, TensorRole
 
@@ -112,6 +112,13 @@ def workload_of(
     )
 
 
+class Order(TypedDict, total=False):
+    """Where an operation stands among the others; fields of `ir.types.Op`."""
+
+    stream: int
+    deps: list[int]
+
+
 class Lowering:
     """State of one lowering: which tensor a node's value is now, and which operations (`made`) a node became.
 
@@ -149,7 +156,7 @@ class Lowering:
         else:
             self._call(node)
 
-    def order(self, node: Node, inputs: list[int]) -> Common:
+    def order(self, node: Node, inputs: list[int]) -> Order:
         """What an operation of a node comes after besides those that made its inputs, and on which stream."""
         del node
         return {"deps": self.earlier_writes(inputs)}
@@ -259,6 +266,11 @@ class Lowering:
     # -- tensors -------------------------------------------------------------------------------------------
 
     def tensor(self, name: str, value: Tensor, role: TensorRole, alias_of: int | None = None) -> int:
+        """Adds a tensor of a value's shape and type to the graph.
+
+        Raises:
+            CaptureError: a workload graph does not know the type.
+        """
         dtype = DTYPES.get(value.dtype)
         if dtype is None:
             raise CaptureError(f"tensor '{name}' has the type {value.dtype}, which a workload graph does not know")

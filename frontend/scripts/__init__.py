@@ -7,8 +7,8 @@
     lower       the graphs of the distinct ranks -> `JobGraph`
     capture     all of it: script -> job
 
-Nothing of the script is edited, and no GPU, no memory and no other rank is needed: tensors are fake (a shape and no
-data), "cuda" is where the captured operators stand for a GPU's, and collectives communicate with nobody.
+Nothing of the script is edited, and no GPU, no memory and no other rank is needed: tensors are fake (a shape and
+no data), "cuda" is where the captured operators stand for a GPU's, and collectives communicate with nobody.
 """
 
 from __future__ import annotations

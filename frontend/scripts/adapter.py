@@ -16,10 +16,10 @@ made once per capture and serves the runs of all ranks, one after the other:
         def axes(self, world):
             return {"pp": 2, "dp": world.size // 2}            # outermost first
 
-Most derive from `torch_adapter.TorchAdapter`, which does what scripts of plain PyTorch need (devices, data loaders,
-wrappers such as DDP, values that are read). A seam is a function of the framework that is wrapped with `patched` and
-tells the recorder where in the step it is: `recorder.in_phase`, `in_micro_batch`, `in_chunk`, `carrying`,
-`pausing`, `step_begins`, `step_ends` (`recorder.ScriptRecorder` says what each means).
+Most derive from `torch_adapter.TorchAdapter`, which does what scripts of plain PyTorch need (devices, data
+loaders, wrappers such as DDP, values that are read). A seam is a function of the framework that is wrapped with
+`patched` and tells the recorder where in the step it is: `recorder.in_phase`, `in_micro_batch`, `in_chunk`,
+`carrying`, `pausing`, `step_begins`, `step_ends` (`recorder.ScriptRecorder` says what each means).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Adapter:
             UsageError: the framework has no such configuration.
         """
         if config is not None:
-            raise UsageError(f"--config is for scripts of DeepSpeed; give {self.name} scripts their arguments behind --")
+            raise UsageError(f"--config is for DeepSpeed: give a {self.name} script its arguments behind --")
         return arguments
 
     def installed(self, world: World, recorder: ScriptRecorder) -> AbstractContextManager[None]:
@@ -139,7 +139,7 @@ def patched(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[Non
     """
     where = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
     if not hasattr(owner, name):
-        raise CaptureError(f"{where} has no '{name}' in this version: install one that the adapter was tested with")
+        raise CaptureError(f"{where} has no '{name}' in this version: install one that is tested")
     own = name in vars(owner)
     original = vars(owner)[name] if own else None
     setattr(owner, name, around(getattr(owner, name)))
@@ -150,6 +150,11 @@ def patched(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[Non
             setattr(owner, name, original)
         else:
             delattr(owner, name)
+
+
+def replaced(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
+    """In the context, `owner.name` is a value; as `patched`."""
+    return patched(owner, name, lambda _: value)
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> None:

@@ -1,7 +1,8 @@
 """What a communication operator of PyTorch is: kind, group, bytes, tensors, whether its caller waits.
 
-All of torch.distributed ends in two namespaces of operators: `c10d`, whose operators take a process group and answer
-with a Work to wait for, and `_c10d_functional`, which names its group and answers with tensors to wait for.
+All of torch.distributed ends in two namespaces of operators: `c10d`, whose operators take a process group and
+answer with a Work to wait for, and `_c10d_functional`, which names its group and answers with tensors to wait
+for.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Communication:
         return KINDS[max(names, key=len)] if names else None
 
 
-def communication_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Communication | None:
+def communication_of(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
+) -> Communication | None:
     """What an operator communicates; None for one that only waits, or asks.
 
     Args:
@@ -111,10 +114,10 @@ def communication_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def _functional(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Communication:
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
     named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
-    group = _resolve_process_group(named["group_name"])
+    group = torch.distributed.distributed_c10d._resolve_process_group(  # type: ignore[attr-defined]
+        named["group_name"]
+    )
     inputs, outputs = _tensors(args[0]), _tensors(out)
     if name in _IN_PLACE:
         outputs = inputs

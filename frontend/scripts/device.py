@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 
 from echograph.frontend.scripts import streams
-from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.adapter import patched, replaced
 from echograph.frontend.scripts.streams import Event, Stream
+from echograph.frontend.scripts.values import QUESTIONS, Note
 from echograph.frontend.scripts.world import World
 
 MEMORY_BYTES = 80 * 2**30
@@ -30,11 +31,22 @@ _CPU = torch.device("cpu")
 _MOVES = (Tensor.to, Tensor.cuda)
 
 
-class OnTheDevice(TorchFunctionMode):  # type: ignore[no-untyped-call]
-    """Makes on the CPU what is asked for on a GPU."""
+class OnTheDevice(TorchFunctionMode):
+    """Makes on the CPU what is asked for on a GPU, and answers for values that there are none of.
+
+    Args:
+        note: is told which lines of the script read values.
+    """
+
+    def __init__(self, note: Note) -> None:
+        super().__init__()
+        self._note = note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        question = QUESTIONS.get(func)
+        if question is not None and isinstance(args[0], FakeTensor):
+            return question(self._note, *args)
         if func is Tensor.cuda or func is Tensor.cpu:
             return args[0]
         if func is Tensor.pin_memory:
@@ -70,30 +82,35 @@ def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @contextmanager
-def present(world: World) -> Iterator[None]:
-    """In the context there is a GPU of the kind that captures stand for, one for each rank of the machine."""
+def present(world: World, note: Note = lambda _: None) -> Iterator[None]:
+    """In the context there is a GPU of the kind that captures stand for, one for each rank of the machine.
+
+    Args:
+        world: the ranks.
+        note: is told which lines of the script read values.
+    """
     streams.start()
     answers = _answers(world)
     with ExitStack() as stack:
-        for name, answer in answers.items():
+        for name in answers:
             if hasattr(torch.cuda, name):
-                stack.enter_context(patched(torch.cuda, name, lambda _, answer=answer: answer))
+                stack.enter_context(replaced(torch.cuda, name, answers[name]))
         for name in ("Stream", "Event", "stream", "current_stream"):
-            stack.enter_context(patched(torch.cpu, name, lambda _, name=name: answers[name]))
-        for owner, name in ((torch.nn.Module, "to"), (torch.nn.Module, "cuda")):
-            stack.enter_context(patched(owner, name, _MODULE[name]))
+            stack.enter_context(replaced(torch.cpu, name, answers[name]))
+        stack.enter_context(patched(torch.nn.Module, "to", _to))
+        stack.enter_context(replaced(torch.nn.Module, "cuda", lambda module, *_, **__: module))
         stack.enter_context(patched(Tensor, "record_stream", lambda _: _nothing))
         stack.enter_context(patched(torch.autocast, "__init__", _of_cpu))
         stack.enter_context(patched(torch.amp.GradScaler, "__init__", _scaler))
         stack.enter_context(patched(torch.amp.GradScaler, "_maybe_opt_step", _always_steps))
-        stack.enter_context(patched(torch.accelerator, "is_available", lambda _: lambda: True))
-        stack.enter_context(patched(torch.accelerator, "current_accelerator", lambda _: lambda **_: _CPU))
+        stack.enter_context(replaced(torch.accelerator, "is_available", lambda: True))
+        stack.enter_context(replaced(torch.accelerator, "current_accelerator", lambda *_, **__: _CPU))
         for owner in (_foreach_utils, optimizer):
-            stack.enter_context(patched(owner, "_get_foreach_kernels_supported_devices", lambda _: lambda: ["cpu"]))
+            stack.enter_context(replaced(owner, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]))
         stack.enter_context(_foreach_of_fakes())
         for owner in (torch.autograd, torch.autograd.graph):
-            stack.enter_context(patched(owner, "_engine_run_backward", _again))
-        with OnTheDevice():
+            stack.enter_context(patched(owner, "_engine_run_backward", lambda f: _again(note, f)))
+        with OnTheDevice(note):
             yield
 
 
@@ -151,11 +168,11 @@ def _answers(world: World) -> dict[str, Any]:
     }
 
 
-def _again(original: Callable[..., Any]) -> Callable[..., Any]:
+def _again(note: Note, original: Callable[..., Any]) -> Callable[..., Any]:
     """A function called through the mode runs without it; the backward functions of a script need it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with OnTheDevice():
+        with OnTheDevice(note):
             return original(*args, **kwargs)
 
     return run
@@ -178,14 +195,6 @@ def _to(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(module, *args, **kwargs)
 
     return to
-
-
-def _cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    del original
-    return lambda module, *_, **__: module
-
-
-_MODULE = {"to": _to, "cuda": _cuda}
 
 
 def _of_cpu(original: Callable[..., Any]) -> Callable[..., Any]:

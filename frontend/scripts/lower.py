@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import MODULE, PHASE, VAL
-from echograph.frontend.pytorch.lower import DTYPES, PHASES, Lowering
+from echograph.frontend.pytorch.lower import DTYPES, PHASES, Lowering, Order
 from echograph.frontend.pytorch.schema import is_getitem, is_in_place, is_view
 from echograph.frontend.scripts.collectives import Communication
 from echograph.frontend.scripts.mesh import axes_of, place_of
@@ -115,9 +115,11 @@ class _Rank(Lowering):
         if stream in self._latest:
             self._reached[node] = self._latest[stream]
 
-    def order(self, node: Node, inputs: list[int]) -> Common:
+    def order(self, node: Node, inputs: list[int]) -> Order:
         """On the stream that it was issued to, after what that waited for."""
-        deps = {self._reached[n] for n in node.meta.get(AFTER, ()) if n in self._reached}
+        # Of several operations of a node, the first one waits for all.
+        awaited = () if node in self.made else node.meta.get(AFTER, ())
+        deps = {self._reached[n] for n in awaited if n in self._reached}
         stream = self.builder.stream(node.meta.get(STREAM) or "compute")
         return {"deps": sorted(deps.union(self.earlier_writes(inputs))), "stream": stream}
 
@@ -127,10 +129,13 @@ class _Rank(Lowering):
         call: Communication = node.meta[COMMUNICATION]
         read, written = node.args
         inputs = self.present(read)  # type: ignore[arg-type]
-        common = self.order(node, inputs)
+        order = self.order(node, inputs)
         group, label = self._group(call)
         made = self._made(node, written, inputs)  # type: ignore[arg-type]
-        common |= {"phase": PHASES[node.meta[PHASE]], "module": node.meta[MODULE], "inputs": inputs, "outputs": made}
+        common: Common = {
+            "phase": PHASES[node.meta[PHASE]], "module": node.meta[MODULE], "inputs": inputs, "outputs": made,
+            "deps": order["deps"],
+        }  # fmt: skip
         kind = call.kind
         payload = self._payload(node, inputs or made)
         if kind is not None:
@@ -145,13 +150,14 @@ class _Rank(Lowering):
             common["stream"] = self.builder.stream(f"comm.{label}.{call.op}{peer:+}")
             add = self.builder.send if call.op == "send" else self.builder.recv
             op = add(
-                f"{label}.{call.op}", group=group, peer=peer, tag=call.tag, nbytes=call.nbytes, payload=payload, **common
-            )
+                f"{label}.{call.op}", group=group, peer=peer, tag=call.tag, nbytes=call.nbytes, payload=payload,
+                **common,
+            )  # fmt: skip
         self.note_writes(made, op)
         self.made[node] = [op]
 
     def _made(self, node: Node, written: Sequence[Node], inputs: Sequence[int]) -> list[int]:
-        """The tensors that it makes: new ones of a functional operator, else the next versions of what it writes."""
+        """The tensors that it makes: new ones of a functional operator, else next versions of what it writes."""
         if node.meta[VAL] is None:
             return [self.next_version(n, node) for n in dict.fromkeys(written)]
         made: list[int | None] = [
@@ -231,11 +237,11 @@ def workload_of(run: Recorded, name: str) -> Workload:
 
 
 def _dtype(graph: Graph) -> DType:
-    """Type of most of the matrix products' results, which autocast may have chosen."""
+    """Type of most of what the forward pass makes, which autocast may have chosen."""
     counts: dict[Any, int] = {}
     for node in graph.nodes:
         value = node.meta.get(VAL)
-        if node.op == "call_function" and node.meta[PHASE] == annotate.FORWARD and isinstance(value, Tensor):
-            if value.is_floating_point():
-                counts[value.dtype] = counts.get(value.dtype, 0) + value.numel()
+        forward = node.op == "call_function" and node.meta[PHASE] == annotate.FORWARD
+        if forward and isinstance(value, Tensor) and value.is_floating_point():
+            counts[value.dtype] = counts.get(value.dtype, 0) + value.numel()
     return DTYPES[max(counts, key=lambda dtype: counts[dtype])] if counts else DType.FP32

@@ -1,7 +1,7 @@
 """What lives through the steps of a script: parameters, buffers, gradients, optimizer state, each with its name.
 
-Tensors are told apart by the memory that they lie in, since wrappers of all kinds (DDP's buckets, FSDP's and ZeRO's
-flat parameters) make further tensors of the same memory.
+Tensors are told apart by the memory that they lie in, since wrappers of all kinds (DDP's buckets, FSDP's and
+ZeRO's flat parameters) make further tensors of the same memory.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Memory:
             self._nodes.setdefault(storage._cdata, (node, storage))
 
     def describe(self, tensor: Tensor) -> tuple[str, str, Callable[[], Tensor] | None]:
-        """Role and name of what was there before the step; where a tensor is a part of it, what makes all of it."""
+        """Role and name of what was there before the step; of a part of it, what makes the whole."""
         storage = _storage(tensor)
         known = None if storage is None else self._known.get(storage._cdata)
         if known is None:

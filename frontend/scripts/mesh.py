@@ -13,7 +13,6 @@ from math import prod
 from echograph.errors import CaptureError
 
 
-
 def infer(
     groups: Iterable[Sequence[int]], size: int, messages: Iterable[Sequence[int]] = ()
 ) -> dict[str, int] | None:
@@ -78,7 +77,9 @@ def axes_of(ranks: Sequence[int], mesh: Mapping[str, int]) -> tuple[str, ...] | 
     """
     places = [place_of(rank, mesh) for rank in ranks]
     varied = [len({place[name] for place in places}) for name in mesh]
-    if prod(varied) != len(ranks) or any(n not in (1, size) for n, size in zip(varied, mesh.values(), strict=True)):
+    if prod(varied) != len(ranks) or any(
+        n not in (1, size) for n, size in zip(varied, mesh.values(), strict=True)
+    ):
         return None
     found = tuple(name for name, count in zip(mesh, varied, strict=True) if count > 1)
     # A group of one rank lies along an axis of one.
@@ -113,6 +114,6 @@ def standing_for(ranks: Sequence[int], mesh: Mapping[str, int]) -> list[dict[str
                 return [{name: place[name] for name in fixed} for place in places]
     shown = ", ".join(f"{name}={size}" for name, size in mesh.items())
     raise CaptureError(
-        f"--ranks {','.join(map(str, ranks))}: these do not stand for all ranks of the mesh {shown}: give one rank "
-        "for each place on some of its axes, or leave --ranks out"
+        f"--ranks {','.join(map(str, ranks))}: these do not stand for all ranks of the mesh {shown}: give one "
+        "rank for each place on some of its axes, or leave --ranks out"
     )

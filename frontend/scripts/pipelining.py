@@ -1,14 +1,15 @@
 """torch.distributed.pipelining without the other stages.
 
-Before its first step a stage asks the one before it for the shapes of its inputs and the one behind it for those of
-its outputs' gradients. The stages run one after the other here, so what a stage says is kept for those that are run
-later. A gradient has the shape and type of the output that it is of. The shapes that a stage with several chunks a
-rank asks for before any rank could say them are taken to be those of the last output known; the stage that makes
-them says later whether that was so.
+Before its first step a stage asks the one before it for the shapes of its inputs and the one behind it for those
+of its outputs' gradients. The stages run one after the other here, so what a stage says is kept for those that
+are run later. A gradient has the shape and type of the output that it is of. The shapes that a stage with several
+chunks a rank asks for before any rank could say them are taken to be those of the last output known; the stage
+that makes them says later whether that was so.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 from echograph.errors import CaptureError
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.recorder import ScriptRecorder
+
+_STAGE = "torch.distributed.pipelining.stage"
 
 
 class Stages:
@@ -28,9 +31,9 @@ class Stages:
     @contextmanager
     def installed(self, recorder: ScriptRecorder) -> Iterator[None]:
         """In the context, stages answer for each other, and tell which micro-batch and chunk they run."""
-        from torch.distributed.pipelining import PipelineStage, schedules, stage
+        from torch.distributed.pipelining import PipelineStage, schedules
 
-        base = stage._PipelineStageBase
+        base = importlib.import_module(_STAGE)._PipelineStageBase
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(patched(schedules._PipelineSchedule, "_warmup_p2p", _agree))
@@ -48,8 +51,8 @@ class Stages:
                 guess = self._taken.get(one.stage_index, meta)
                 if not _alike(guess, meta):
                     raise CaptureError(
-                        f"stage {one.stage_index} of the pipeline gives {_shapes(meta)}, where {_shapes(guess)} was "
-                        "taken for it: give its PipelineStage input_args and output_args"
+                        f"stage {one.stage_index} of the pipeline gives {_shapes(meta)}, where {_shapes(guess)} "
+                        "was taken for it: give its PipelineStage input_args and output_args"
                     )
                 self._outputs[one.stage_index] = meta
 
@@ -59,8 +62,7 @@ class Stages:
         del original
 
         def receive(one: Any, source: int) -> Any:
-            from torch.distributed.pipelining import stage
-
+            stage: Any = importlib.import_module(_STAGE)
             if source > one.stage_index:
                 grads = stage._derive_grad_metas(one._stage_meta.outputs)
                 return stage._StageBackwardMeta(backward_metas=grads)
@@ -83,12 +85,11 @@ def _agree(original: Callable[..., Any]) -> Callable[..., Any]:
     del original
 
     def warm_up(schedule: Any, stages: list[Any], has_backward: bool, *_: Any) -> None:
-        from torch.distributed.pipelining.stage import InferenceMode
-
         del schedule
-        dynamic = any(InferenceMode.needs_dynamic(stage._user_meta, has_backward) for stage in stages)
+        modes = importlib.import_module(_STAGE).InferenceMode
+        dynamic = any(modes.needs_dynamic(stage._user_meta, has_backward) for stage in stages)
         for stage in stages:
-            stage._inference_mode = InferenceMode.DYNAMIC if dynamic else InferenceMode.STATIC
+            stage._inference_mode = modes.DYNAMIC if dynamic else modes.STATIC
 
     return warm_up
 

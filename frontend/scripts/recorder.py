@@ -1,8 +1,8 @@
 """Writes down one training step of a script: operators, collectives, messages, and what waits for what.
 
-The recorder is on top of the fake tensors for as long as the script runs, and writes down nothing but the step asked
-for. A step is what lies between the ends of two optimizer steps (of the optimizer that steps first; an outermost
-`step` counts). The graph is that of `frontend.pytorch.annotate`; its nodes hold besides, in `meta`:
+The recorder is on top of the fake tensors for as long as the script runs, and writes down nothing but the step
+asked for. A step is what lies between the ends of two optimizer steps (of the optimizer that steps first; an
+outermost `step` counts). The graph is that of `frontend.pytorch.annotate`; its nodes hold besides, in `meta`:
 
     STREAM         name of the stream that a call is issued to
     AFTER          call nodes that must have ended before it, because its stream waited for them
@@ -23,10 +23,10 @@ Adapters tell it where the step is, by contexts that nest:
     recorder.name(tensor, role, "layers.0.weight")    # a tensor that lives through steps
     recorder.note("...")                   # a line for the user
 
-Where nobody says the micro-batch, a new one begins with a forward pass that follows a backward pass.
-Where nobody says the phase: what runs in an optimizer's step is the optimizer; in autograd's backward pass it is
-backward, or recomputation where modules run; after a backward pass, outside modules and without gradients (clipping)
-it is the optimizer's too; all else is forward.
+Where nobody says the micro-batch, a new one begins with a forward pass that follows a backward pass. Where nobody
+says the phase: what runs in an optimizer's step is the optimizer; in autograd's backward pass it is backward, or
+recomputation where modules run; after a backward pass, outside modules and without gradients (clipping) it is the
+optimizer's too; all else is forward.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, MODULE, OPTIMIZER, PHASE
 from echograph.frontend.pytorch.linking import link_recomputed, link_sums
 from echograph.frontend.pytorch.recorder import HANDLES, Recorder
-from echograph.frontend.pytorch.schema import is_in_place
+from echograph.frontend.pytorch.schema import is_allocation, is_in_place
 from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communication_of
 from echograph.frontend.scripts.memory import Memory
 from echograph.frontend.scripts.streams import Stream
@@ -245,8 +245,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
                 self._pass += self._after_backward
                 self._after_backward = False
                 self.step_begins()
-                if self.sample is None and self._recording:
-                    self.sample = next((a for a in args if isinstance(a, Tensor)), None)
+        if self.sample is None and self._recording:
+            self.sample = next((a for a in args if isinstance(a, Tensor)), None)
         self._stack.append(self.memory.path_of(module))
 
     def _module_ends(self, *_: Any) -> None:
@@ -340,7 +340,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         for key in _CONTEXT:
             if key in self._context:
                 made[key] = self._context[key]
-        if not node.target.namespace.startswith(NAMESPACES):  # type: ignore[union-attr]
+        # Reserving memory is no work: what its stream waits for, the next work waits for.
+        if node.target.namespace not in NAMESPACES and not is_allocation(node):  # type: ignore[union-attr]
             made |= {STREAM: Stream.current.name, AFTER: Stream.current.issue(node)}
         return made
 
@@ -400,4 +401,3 @@ def _same_layout(one: Tensor, other: Tensor) -> bool:
     return (one.dtype, one.shape, one.stride(), one.storage_offset()) == (
         other.dtype, other.shape, other.stride(), other.storage_offset(),
     )  # fmt: skip
-

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from echograph.errors import CaptureError, EchoError, InputError
-from echograph.frontend.pytorch.blame import reason, user_line
+from echograph.frontend.pytorch.blame import reason
 from echograph.frontend.pytorch.capture import capture_mode, plain_attention_masks, quiet_fakes
 from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.scripts.adapter import Adapter
@@ -68,8 +68,8 @@ def run_script(script: Script, world: World, adapter: Adapter) -> Recorded:
 
     Raises:
         InputError: there is no such file.
-        CaptureError: the script raised, needs what a capture does not have, or ended before the step; one line with
-            file and line. Its `exit_code` is the script's, where that ended with one.
+        CaptureError: the script raised, needs what a capture does not have, or ended before the step; one line
+            with file and line. Its `exit_code` is the script's, where that ended with one.
     """
     if not script.path.is_file():
         raise InputError(f"{script.path}: no such file: give a Python script")
@@ -98,6 +98,8 @@ def _run(script: Script, recorder: ScriptRecorder) -> None:
             runpy.run_path(str(script.path), run_name="__main__")
     except StepRecorded:
         return
+    except CaptureError as error:
+        raise _placed(script, error) from error
     except EchoError:
         raise
     except SystemExit as error:
@@ -119,12 +121,14 @@ def _too_short(script: Script, recorder: ScriptRecorder, status: object) -> Capt
 
 
 def _explained(script: Script, error: Exception) -> CaptureError:
-    where = script_line(script.path, error) or user_line(error) or script.path.name
-    cause = error
-    while cause is not None and not isinstance(cause, EchoError):
-        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
-    if isinstance(cause, EchoError):
-        return CaptureError(str(cause))
+    where = script_line(script.path, error) or script.path.name
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        where = f"{Path(error.filename).name}:{error.lineno}"
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, CaptureError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:
+        return _placed(script, cause)
     if isinstance(error, _DATA_DEPENDENT):
         what = str(error.args[0]).strip().splitlines()[0]
         return CaptureError(
@@ -139,6 +143,13 @@ def _explained(script: Script, error: Exception) -> CaptureError:
     return CaptureError(f"{where}: {reason(error)}: the script raised it, with no values in its tensors")
 
 
+def _placed(script: Script, error: BaseException) -> CaptureError:
+    """An error of a capture with the line of the script that led to it in front, where it does not say one."""
+    where = script_line(script.path, error)
+    text = str(error)
+    return CaptureError(text if not where or text.startswith(where.partition(":")[0]) else f"{where}: {text}")
+
+
 def script_line(path: Path, error: BaseException) -> str:
     """`name.py:line` of the innermost frame in the script's folder; "" if there is none."""
     folder = path.resolve().parent
@@ -151,7 +162,7 @@ def script_line(path: Path, error: BaseException) -> str:
 
 @contextmanager
 def _as_main(script: Script) -> Iterator[None]:
-    """The interpreter as the script finds it, and as it was again; what the script imported beside it is forgotten."""
+    """The interpreter as a script finds it, then as it was; what was imported from beside it is forgotten."""
     folder = str(script.path.resolve().parent)
     argv, path, before, here = sys.argv, list(sys.path), set(sys.modules), Path.cwd()
     hook = sys.excepthook

@@ -1,7 +1,7 @@
 """Streams and events of a device that is not there: what waits for what, as CUDA orders it.
 
-Work is issued to the current stream. An event that is recorded on a stream is the work issued to it so far; a stream
-that waits for an event begins its next work after that. The recorder asks for both, and so a script's (or a
+Work is issued to the current stream. An event that is recorded on a stream is the work issued to it so far; a
+stream that waits for an event begins its next work after that. The recorder asks for both, and so a script's (or a
 framework's) own streams become those of the graph.
 """
 

@@ -17,6 +17,8 @@ from echograph.frontend.scripts.pipelining import Stages
 from echograph.frontend.scripts.recorder import ScriptRecorder
 from echograph.frontend.scripts.world import World
 
+_C10D: Any = torch._C._distributed_c10d
+
 
 class TorchAdapter(Adapter):
     """PyTorch itself."""
@@ -40,7 +42,7 @@ class TorchAdapter(Adapter):
         self._meshes.clear()
         with ExitStack() as stack:
             enter = stack.enter_context
-            enter(device.present(world))
+            enter(device.present(world, recorder.note))
             enter(patched(torch, "save", lambda _: _not_saved(recorder)))
             enter(patched(torch, "compile", lambda _: _not_compiled(recorder)))
             enter(patched(torch.multiprocessing, "spawn", lambda _: _spawn(world)))
@@ -55,7 +57,7 @@ class TorchAdapter(Adapter):
             propagator = _sharding_prop.ShardingPropagator
             enter(patched(propagator, "_propagate_tensor_meta_non_cached", lambda f: _quietly(recorder, f)))
             enter(patched(DistributedDataParallel, "__init__", lambda f: _replicate(recorder, f)))
-            enter(patched(torch.distributed.Reducer, "_rebuild_buckets", lambda f: _quietly(recorder, _really(f))))
+            enter(patched(_C10D.Reducer, "_rebuild_buckets", lambda f: _quietly(recorder, _really(f))))
             enter(self._stages.installed(recorder))
             groups = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
             group = importlib.import_module(groups)
@@ -159,10 +161,11 @@ def _replicate(recorder: ScriptRecorder, original: Callable[..., Any]) -> Callab
     """
 
     def init(ddp: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs |= dict(zip(("device_ids", "output_device", "dim", "broadcast_buffers", "init_sync"), args, strict=False))
-        kwargs |= {"device_ids": None, "output_device": None, "init_sync": False}
+        names = ("device_ids", "output_device", "dim", "broadcast_buffers", "init_sync")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        given |= {"device_ids": None, "output_device": None, "init_sync": False}
         with unset_fake_temporarily():
-            original(ddp, module, **kwargs)
+            original(ddp, module, **given)
         ddp.register_comm_hook(None, _all_reduce_hook(recorder, ddp.process_group))
 
     return init
@@ -171,7 +174,7 @@ def _replicate(recorder: ScriptRecorder, original: Callable[..., Any]) -> Callab
 def _all_reduce_hook(recorder: ScriptRecorder, group: Any) -> Callable[..., Any]:
     import torch.distributed as dist
 
-    def reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def reduce(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
         del state
         buffer = bucket.buffer()
         buffer.div_(group.size())
@@ -181,6 +184,5 @@ def _all_reduce_hook(recorder: ScriptRecorder, group: Any) -> Callable[..., Any]
         done.set_result(buffer)
         return done
 
-    reduce.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+    reduce.__annotations__ = {"bucket": _C10D.GradBucket, "return": torch.futures.Future[Tensor]}
     return reduce
-

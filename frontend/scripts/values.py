@@ -1,7 +1,8 @@
 """What a script reads from a tensor that has no data.
 
 A number that is read (a loss for the log) is answered by one that stands for it: 1. It may be printed, added and
-averaged, but not compared: a script that goes one way or another by it would be captured going one of them.
+averaged, but not compared, and no tensor is true or false: a script that goes one way or another by it would be
+captured going one of them. What libraries do with values is answered likewise, and not refused.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _THROUGH = ("torch/_tensor.py", "torch/_ops.py", "torch/overrides.py", "torch/ut
             "torch/_subclasses/fake_tensor.py", "torch/utils/_python_dispatch.py")  # fmt: skip
 
 
-def answer(tensor: Tensor, note: Callable[[str], None]) -> Any:
+Note = Callable[[str], None]
+
+
+def answer(tensor: Tensor, note: Note) -> Any:
     """The number that stands for the one element of a tensor.
 
     Args:
@@ -92,3 +96,36 @@ def _compare(name: str) -> Any:
 
 for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
     setattr(Value, _name, _compare(_name))
+
+
+def _item(note: Note, tensor: Tensor) -> Any:
+    return answer(tensor, note)
+
+
+def _list(note: Note, tensor: Tensor) -> Any:
+    return [_list(note, row) for row in tensor] if tensor.dim() else answer(tensor, note)
+
+
+def _true(note: Note, tensor: Tensor) -> bool:
+    where = caller()
+    if where is not None:
+        raise CaptureError(
+            f"{where}: whether a tensor is true decides what the script does, and a capture has no values: decide "
+            "on steps or settings instead"
+        )
+    return bool(answer(tensor, note))
+
+
+def _format(note: Note, tensor: Tensor, form: str) -> str:
+    return format(answer(tensor, note), form) if tensor.dim() == 0 else object.__format__(tensor, form)
+
+
+QUESTIONS: dict[Any, Callable[..., Any]] = {
+    Tensor.item: _item,
+    Tensor.tolist: _list,
+    Tensor.__bool__: _true,
+    Tensor.__float__: lambda note, tensor: float(answer(tensor, note)),
+    Tensor.__int__: lambda note, tensor: int(answer(tensor, note)),
+    Tensor.__format__: _format,
+}
+"""Methods that read values, and what stands in for each: takes where notes go, and the method's arguments."""

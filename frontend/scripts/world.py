@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from echograph.errors import CaptureError, UsageError
-from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.adapter import patched, replaced
 
 MAX_SIZE = 1 << 17
 
@@ -68,15 +68,14 @@ class World:
         os.environ.update(self.environment)
         try:
             with ExitStack() as stack:
-                stack.enter_context(patched(distributed_c10d, "rendezvous", self._rendezvous))
-                stack.enter_context(patched(distributed_c10d, "_new_process_group_helper", _fake_group))
-                stack.enter_context(patched(distributed_c10d, "_get_default_timeout", lambda f: lambda _: f("gloo")))
-                for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"):
-                    for owner in (distributed_c10d, dist):
-                        stack.enter_context(patched(owner, name, lambda _, name=name: _OBJECTS[name]))
-                stack.enter_context(patched(distributed_c10d, "_store_based_barrier", lambda _: _nothing))
-                stack.enter_context(patched(distributed_c10d, "monitored_barrier", lambda _: _nothing))
-                stack.enter_context(patched(dist, "monitored_barrier", lambda _: _nothing))
+                enter = stack.enter_context
+                enter(patched(distributed_c10d, "rendezvous", self._rendezvous))
+                enter(patched(distributed_c10d, "_new_process_group_helper", _fake_group))
+                enter(patched(distributed_c10d, "_get_default_timeout", _of_gloo))
+                enter(replaced(distributed_c10d, "_store_based_barrier", _nothing))
+                for owner in (distributed_c10d, dist):
+                    for name, stand_in in _ALONE.items():
+                        enter(replaced(owner, name, stand_in))
                 yield
         finally:
             if dist.is_initialized():
@@ -142,10 +141,16 @@ def _scatter_object_list(output: list[Any], inputs: list[Any] | None = None, *_:
         output[0] = inputs[0]
 
 
+def _of_gloo(original: Any) -> Any:
+    """The default time limit, without a warning that this PyTorch has no NCCL."""
+    return lambda _: original("gloo")
+
+
 # Ranks are taken to have the same objects: these tell settings to each other, before training.
-_OBJECTS: dict[str, Any] = {
+_ALONE: dict[str, Any] = {
     "all_gather_object": _all_gather_object,
     "gather_object": _gather_object,
     "broadcast_object_list": _nothing,
     "scatter_object_list": _scatter_object_list,
+    "monitored_barrier": _nothing,
 }

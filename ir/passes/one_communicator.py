@@ -1,4 +1,4 @@
-"""Gives each group one stream for its collectives: they share links that a model gives to one of them at a time."""
+"""Gives each group one stream for its collectives: they share links that a model gives to one at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def one_communicator(graph: G) -> G:
     """The graph with the collectives of each group on a stream of their own, in the order of the program.
 
     Threads of a process (gloo's workers) or several streams run collectives of one group side by side, and each
-    then takes longer. A model that says how long one takes alone is right about their sum if they follow each other.
+    then takes longer. A model that says how long one takes alone is right about their sum if they follow each
+    other.
     """
     ops = graph.ops
     rows = np.flatnonzero(ops.kind == OpKind.COLLECTIVE)

@@ -35,7 +35,7 @@ def collective_times(traces: TraceSet, *, always_align: bool = False) -> Table:
     """
     met, notes = matched(traces)
     notes = [*traces.notes, *notes]
-    if always_align or clocks(traces, met).apart:
+    if always_align or clocks(traces, met).apart_before:
         traces, _ = align(traces)
         notes = list(traces.notes)
     if not met:

@@ -16,7 +16,7 @@ from echograph.profiler.replay.walk import GAP, START
 from echograph.profiler.traces.trace import NONE, TraceSet
 
 _TITLES = ("rank", "line", "name", "bound_by", "start(us)", "duration(us)", "waited_for")
-_BOUND = {GAP: "host_gap", LAUNCH: "launch"}
+_BOUND = {GAP: "host_gap", LAUNCH: "launch", START: "not_traced"}
 
 
 class _Part(NamedTuple):
@@ -38,8 +38,9 @@ def cross_rank_critical_path(traces: TraceSet, *, step: int = NONE) -> Table:
 
     Columns, in order of time: `rank`; `line`, a thread or a stream; `name` of the operator; `bound_by`: `compute`,
     `communication`, `memory`, `host`, `host_gap` between operators, `launch` from when work could have begun to
-    when it did; `start(us)` since the first event of the job; `duration(us)` on the path; `waited_for`, of a
-    collective that another rank began last: that rank, where the path goes on, or empty.
+    when it did, `not_traced` before a rank's first event; `start(us)` since the first event of the job;
+    `duration(us)` on the path; `waited_for`: of a collective that another rank began last, that rank, where the
+    path goes on; or empty.
 
     Args:
         traces: the job's.
@@ -102,7 +103,7 @@ def _path(job: JobPieces, step: int) -> list[_Part]:
             found.append(_Part(rank, piece, start, now, waited))
         now = start
         piece = _cause(piece, one, before)  # type: ignore[assignment]
-    return [part for part in reversed(found) if part.piece.name != START]
+    return found[::-1]
 
 
 def _before(job: JobPieces) -> dict[int, Piece]:

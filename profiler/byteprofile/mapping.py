@@ -7,6 +7,7 @@ from collections import defaultdict
 import numpy as np
 
 from echograph.errors import DataError
+from echograph.ir.columns import NONE, Int64
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.byteprofile.events import Events
 from echograph.profiler.byteprofile.names import COMPUTATION, UPDATES, Label
@@ -37,40 +38,53 @@ def mapping(operators: Events, kernels: Events, *, offset: int = 0) -> Table:
     for what, found in (("operators (FW., BW., STEP)", wanted), ("kernels", work)):
         if not len(found):
             raise DataError(f"nothing to map: the trace has no {what}: give one of operators, then one of kernels")
-    order = np.argsort(wanted.start, kind="stable")
-    start, end = wanted.start[order], wanted.end[order]
-    # Until when any operator up to each lasts: further back than where this is over, none overlaps.
-    lasting = np.maximum.accumulate(end)
-    moved = work.start + (work.origin - wanted.origin) + offset
-    counted: dict[tuple[str, str], list[int]] = defaultdict(list)
-    outside = 0
-    for row, begin in enumerate(moved.tolist()):
-        over = begin + int(work.duration[row])
-        best, place = -1, -1
-        at = int(np.searchsorted(start, over, "right")) - 1
-        while at >= 0 and lasting[at] >= begin:
-            shared = min(over, int(end[at])) - max(begin, int(start[at]))
-            if shared > best:
-                best, place = shared, at
-            at -= 1
-        if place < 0 or best * _HALF < over - begin:
-            outside += 1
-            continue
-        operator = wanted.labels[wanted.label[order[place]]].name
-        counted[operator, work.labels[work.label[row]].name].append(over - begin)
-    runs: dict[str, int] = defaultdict(int)
-    for code, number in zip(*np.unique(wanted.label, return_counts=True), strict=True):
-        runs[wanted.labels[code].name] += int(number)
-    first = {
-        name: place for place, name in enumerate(dict.fromkeys(wanted.labels[c].name for c in wanted.label[order]))
-    }
+    owner = _owners(wanted, work.start + (work.origin - wanted.origin) + offset, work.duration)
+    counted: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for row in np.flatnonzero(owner >= 0).tolist():
+        counted[int(wanted.label[owner[row]]), int(work.label[row])].append(int(work.duration[row]))
+    runs = np.bincount(wanted.label)
+    codes, first = np.unique(wanted.label, return_index=True)
+    place = dict(zip(codes.tolist(), first.tolist(), strict=True))
     rows = [
-        (operator, kernel, len(times), sum(times) / PS_PER_MS, len(times) / runs[operator])
-        for (operator, kernel), times in sorted(counted.items(), key=lambda item: first[item[0][0]])
+        (
+            wanted.labels[operator].name,
+            work.labels[kernel].name,
+            len(times),
+            sum(times) / PS_PER_MS,
+            len(times) / int(runs[operator]),
+        )
+        for (operator, kernel), times in sorted(counted.items(), key=lambda item: place[item[0][0]])
     ]
+    outside = int((owner < 0).sum())
     notes = [f"{outside} of {len(work)} kernels ran outside all operators"] * bool(outside)
     titles = ("operator", "kernel", "count", "total_ms", "per_operator")
     return from_rows(titles, rows, (*operators.notes, *kernels.notes, *notes))
+
+
+def _owners(operators: Events, start: Int64, duration: Int64) -> Int64:
+    """The row of the operator that each kernel ran within, or -1.
+
+    Args:
+        operators: events.
+        start: of the kernels, picoseconds of the operators' clock.
+        duration: of the kernels.
+    """
+    order = np.argsort(operators.start, kind="stable")
+    begins, ends = operators.start[order], operators.end[order]
+    # Until when any operator up to each lasts: further back than where this is over, none overlaps.
+    lasting = np.maximum.accumulate(ends)
+    found = np.full(len(start), NONE, np.int64)
+    last = np.searchsorted(begins, start + duration, "right") - 1
+    for row, (begin, lasts, at) in enumerate(zip(start.tolist(), duration.tolist(), last.tolist(), strict=True)):
+        most, place = -1, NONE
+        while at >= 0 and lasting[at] >= begin:
+            shared = min(begin + lasts, int(ends[at])) - max(begin, int(begins[at]))
+            if shared > most:
+                most, place = shared, at
+            at -= 1
+        if place != NONE and most * _HALF >= lasts:
+            found[row] = order[place]
+    return found
 
 
 def _is_no_operator(label: Label) -> bool:

@@ -22,7 +22,7 @@ _MOST_US = 1e18
 _HOROVOD = re.compile(r"horovod\w*\.(.+)")
 _LINK = re.compile(r"(worker|server)_(\d+)\s*->\s*(worker|server)_(\d+)$")
 # Of a message inside an all-reduce of NCCL.
-_PLACE = ("loop", "channel", "chunk", "slice")
+_PLACE = ("loopId", "channelId", "chunkId", "sliceId")
 _SERVER = re.compile(r"server_\d+$")
 
 
@@ -50,8 +50,8 @@ def complete_events(path: Path, notes: list[str]) -> Iterator[Event]:
     """
     stream = EventStream(path, dict)
     processes: dict[Any, str] = {}
-    open_: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
-    unmatched = without_time = 0
+    pairs = _Pairs()
+    without_time = 0
     for event in (event for batch in stream for event in batch):
         phase = event.get("ph")
         if phase == "M" and event.get("name") == "process_name":
@@ -61,41 +61,63 @@ def complete_events(path: Path, notes: list[str]) -> Iterator[Event]:
         if event.get("ts") is None or (phase == "X" and event.get("dur") is None):
             without_time += 1
             continue
-        thread = _plain(event.get("pid")), _plain(event.get("tid"))
-        if phase in ("B", "b"):
-            open_[thread].append(event)
-            continue
-        if phase in ("E", "e"):
-            begin = _opened(open_[thread], event.get("name"))
-            if begin is None:
-                unmatched += 1
-                continue
-            _check(path, begin | {"dur": 0})
-            _check(path, event | {"dur": 0})
-            arguments = _arguments(begin) | _arguments(event)
-            event = begin | {"ph": "X", "dur": event["ts"] - begin["ts"], "args": arguments}
         _check(path, event)
-        yield named(event, processes.get(thread[0], ""))
-    left = sum(map(len, open_.values()))
+        if phase != "X":
+            complete = pairs.add(event)
+            if complete is None:
+                continue
+            event = complete
+            _check(path, event)
+        process = processes.get(_plain(event.get("pid")), "") if processes else ""
+        yield named(event, process)
     notes += stream.notes
-    notes += [f"{path}: {left} events begin and do not end: they are left out"] * bool(left)
-    notes += [f"{path}: {unmatched} events end and did not begin: they are left out"] * bool(unmatched)
+    notes += [f"{path}: {pairs.open} events begin and do not end: they are left out"] * bool(pairs.open)
+    notes += [f"{path}: {pairs.unmatched} events end and did not begin: they are left out"] * bool(pairs.unmatched)
     notes += [f"{path}: {without_time} events have no time: they are left out"] * bool(without_time)
 
 
-def _opened(begun: list[Event], name: Any) -> Event | None:
-    for place in range(len(begun) - 1, -1, -1):
-        if name in (None, "", begun[place].get("name")):
-            return begun.pop(place)
-    return None
+class _Pairs:
+    """Begins and ends as complete events.
+
+    Attributes:
+        unmatched: ends without a begin, so far.
+    """
+
+    def __init__(self) -> None:
+        self.unmatched = 0
+        self._begun: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
+
+    @property
+    def open(self) -> int:
+        """Begins without an end, so far."""
+        return sum(map(len, self._begun.values()))
+
+    def add(self, event: Event) -> Event | None:
+        """The complete event that ends with this one, if one does."""
+        begun = self._begun[_plain(event.get("pid")), _plain(event.get("tid"))]
+        if event["ph"] in ("B", "b"):
+            begun.append(event)
+            return None
+        name = event.get("name")
+        for place in range(len(begun) - 1, -1, -1):
+            if name in (None, "", begun[place].get("name")):
+                begin = begun.pop(place)
+                arguments = _arguments(begin) | _arguments(event)
+                return begin | {"ph": "X", "dur": event["ts"] - begin["ts"], "args": arguments}
+        self.unmatched += 1
+        return None
 
 
 def _check(path: Path, event: Event) -> None:
-    times = event["ts"], event["dur"]
-    numbers = all(isinstance(time, int | float) and abs(time) < _MOST_US for time in times)
-    if not numbers or event["dur"] < 0:
+    ts, dur = event["ts"], event.get("dur", 0)
+    numbers = isinstance(ts, int | float) and isinstance(dur, int | float)
+    if not numbers or not abs(ts) < _MOST_US or not 0 <= dur < _MOST_US:
         name = str(event.get("name"))[:60]
-        raise DataError(f"{path}: event '{name}': ts {times[0]!r} and dur {times[1]!r} are no times in us")
+        raise DataError(f"{path}: event '{name}': ts {_shown(ts)} and dur {_shown(dur)} are no times in us")
+
+
+def _shown(time: Any) -> str:
+    return repr(time)[:40]
 
 
 def _arguments(event: Event) -> dict[str, Any]:
@@ -115,8 +137,11 @@ def named(event: Event, process: str) -> Event:
     "worker_0 -> server_1", of its servers "server_0", and the event "tensor~PART2.PUSH".
     """
     name = str(event.get("name", ""))
-    if (place := [_arguments(event).get(f"{of}Id") for of in _PLACE]).count(None) == 0 and "~>" not in name:
-        return event | {"name": f"{name}~>{'_'.join(map(str, place))}"}
+    arguments = _arguments(event)
+    if "loopId" in arguments and "~>" not in name:
+        return event | {"name": f"{name}~>{'_'.join(str(arguments.get(place, '')) for place in _PLACE)}"}
+    if not process:
+        return event
     if process == "Sync":
         return event | {"name": f"{COMMUNICATION}.{name}.Sync", "cat": COMMUNICATION}
     if (found := _HOROVOD.match(process)) and name in PARTS:
@@ -154,6 +179,11 @@ def read_events(path: Path) -> Events:
 def columns_of(path: Path, found: Iterable[Event], notes: list[str]) -> Events:
     """Events as columns."""
     growing = Growing(path)
+    known: dict[tuple[str, str, str], Label] = {}
     for event in found:
-        growing.add(label_of(event), event["ts"], event["dur"])
+        said = str(event.get("name", "")), str(event.get("cat")), str(event.get("tid", ""))
+        label = known.get(said)
+        if label is None:
+            label = known[said] = label_of(event)
+        growing.add(label, event["ts"], event["dur"])
     return growing.events(notes)

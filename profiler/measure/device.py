@@ -265,7 +265,9 @@ def _nvml(ask: Callable[[Any, Any], Any]) -> Any:
         return None
     try:
         pynvml.nvmlInit()
-        answer = ask(pynvml, pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device()))
+        # By identity: NVML numbers all devices, PyTorch those of CUDA_VISIBLE_DEVICES.
+        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        answer = ask(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
     except pynvml.NVMLError:
         return None
     return answer.decode() if isinstance(answer, bytes) else answer

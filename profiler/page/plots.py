@@ -170,10 +170,11 @@ class Ranges:
     def draw(self, table: Table, most: int = MOST) -> str:
         """The table as ranges."""
         rows = [
-            (_label(row, self.label), [np.nan if row[name] is None else row[name] for name in self.values])
-            for row in table.records()[:most]
+            (_label(row, self.label), [row[name] for name in self.values])
+            for row in table.records()
+            if all(row[name] is not None for name in self.values)
         ]
-        return charts.ranges(rows, self.unit) + _rest(len(table), most, "rows", False)
+        return charts.ranges(rows[:most], self.unit) + _rest(len(rows), most, "rows", False)
 
 
 _CAUSES = {"host_wait": 1, "kernel_wait": 0, "other": 8}
@@ -185,6 +186,15 @@ _BOUNDS = {
     "data_loading": 4,
     "gpu_kernel_launch_overhead": 5,
     "gpu_kernel_kernel_overhead": 6,
+}
+_ACROSS = {
+    "compute": 0,
+    "communication": 1,
+    "memory": 2,
+    "host": 3,
+    "launch": 5,
+    "host_gap": 8,
+    "not_traced": 7,
 }
 KINDS = {"COMPUTATION": 0, "COMMUNICATION": 1, "MEMORY": 2}
 _QUANTILES = ("1% (us)", "25% (us)", "50% (us)", "75% (us)", "99% (us)")
@@ -223,6 +233,11 @@ PLOTS: Mapping[str, Plot] = {
     "hardware-counters": Points(
         label="name", x="flops_per_byte", y="GFLOP/s", units=("operations a byte", "GFLOP/s")
     ),
+    "collectives": Bars(label=["name", "group", "number"], parts={"duration(us)": 1, "skew(us)": 8}, largest=True),
+    "cross-rank-critical-path": Bars(
+        label=["name"], value="duration(us)", by="bound_by", parts=_ACROSS, largest=True
+    ),
+    "cross-rank-critical-path-summary": Bars(label=["rank"], value="duration(us)", by="bound_by", parts=_ACROSS),
     "trace-diff": Bars(label=["name"], value="diff_duration", largest=True),
 }
 

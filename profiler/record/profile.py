@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from echograph.errors import UsageError
 from echograph.profiler.record.window import Window
 
 
@@ -27,9 +28,13 @@ class Profile:
         """Starts in the step before the window, or in its first.
 
         Raises:
-            RuntimeError: another profiler is at work.
+            UsageError: another profiler is at work; beginning would end it.
         """
+        import torch
         from torch.profiler import ProfilerActivity, profile
+
+        if torch._C._autograd._profiler_enabled():
+            raise UsageError("no trace: the script's own profiler is at work: record other steps")
 
         activities = [ProfilerActivity.CPU]
         if sees_cuda():

@@ -26,9 +26,7 @@ class StepEnds:
         within: told 1 where the outermost `step` is entered, -1 where it is left.
     """
 
-    def __init__(
-        self, ended: Callable[[], None], lost: Callable[[], None], within: Callable[[int], None]
-    ) -> None:
+    def __init__(self, ended: Callable[[], None], lost: Callable[[], None], within: Callable[[int], None]) -> None:
         self._ended = ended
         self._lost = lost
         self._within = within

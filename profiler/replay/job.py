@@ -71,7 +71,7 @@ def job_pieces(traces: TraceSet, say: Say = lambda _: None) -> JobPieces:
     if not any(len(trace) for trace in traces.values()):
         raise InputError(f"{next(iter(traces.values())).path}: no complete event in it: nothing to replay")
     found = _on_their_clocks(traces, say)
-    if clocks(traces, [one.meeting for one in found.together]).apart:
+    if clocks(traces, [one.meeting for one in found.together]).apart_before:
         traces, fit = align(traces)
         say(f"clocks aligned to {fit.residual_ps / 1e6:.1f} us")
         found = _on_their_clocks(traces, say)

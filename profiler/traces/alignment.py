@@ -52,6 +52,7 @@ class Alignment:
         residual_ps: root of the mean square by which ends of one collective differ, after it.
         before_ps: the same before it.
         apart: collectives that a rank would still have ended before the last had begun them.
+        apart_before: the same before it; 0 where the clocks do not contradict one another.
         notes: what could not be told, one line each.
     """
 
@@ -60,6 +61,7 @@ class Alignment:
     residual_ps: float
     before_ps: float
     apart: int
+    apart_before: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -114,6 +116,7 @@ def clocks(traces: TraceSet, met: Sequence[Meeting], notes: Sequence[str] = ()) 
         residual_ps=fit.residual(values),
         before_ps=before,
         apart=fit.apart(values),
+        apart_before=fit.apart(fit.nothing),
         notes=tuple(said),
     )
 

@@ -35,6 +35,8 @@ _KINDS = {
 MESSAGES = frozenset({"send", "recv"})
 _KERNEL = re.compile(r"nccl|rccl")
 _GLOO = "gloo:"
+# It reduces everything everywhere and keeps a part.
+_GLOO_DOES = {"reduce_scatter": "all_reduce"}
 _CALLED = re.compile(r"c10d::|nccl:|record_param_comms")
 _NOT_LETTERS = re.compile(r"[^a-z]")
 # Sizes by the names that torch gives its types, of scalars and of C++.
@@ -182,14 +184,18 @@ def _issues(trace: Trace, stacks: Stacks, rows: np.ndarray[Any, Any]) -> dict[in
     operators = np.flatnonzero(
         trace.of_category(OPERATORS) & np.array([*("c10d::" in text for text in trace.strings), False])[trace.name]
     )
-    waiting: dict[str, list[int]] = defaultdict(list)
-    for row in operators[np.argsort(-trace.start[operators], kind="stable")].tolist():
-        waiting[kind_of(trace.text(row))].append(row)
+    start, kinds = trace.start.tolist(), [kind_of(text) for text in trace.strings]
+    queue = sorted(operators.tolist(), key=start.__getitem__)
     gloo = [row for row in rows.tolist() if trace.stream[row] < 0]
-    for row in sorted(gloo, key=lambda row: int(trace.start[row])):
-        queue = waiting[kind_of(trace.text(row))]
-        if queue and trace.start[queue[-1]] <= trace.start[row]:
-            found[row] = queue.pop()
+    for row in sorted(gloo, key=start.__getitem__):
+        does = kinds[trace.name[row]]
+        for at, call in enumerate(queue):
+            if start[call] > start[row]:
+                break
+            asked = kinds[trace.name[call]]
+            if does in (asked, _GLOO_DOES.get(asked)):
+                found[row] = queue.pop(at)
+                break
     return found
 
 
@@ -223,8 +229,12 @@ def _group(trace: Trace, arguments: Mapping[str, Any]) -> tuple[str, tuple[int, 
     groups = job.get("pg_config") if isinstance(job, dict) else None
     if ranks or not isinstance(groups, list):
         return name, ranks
-    known = [g for g in groups if isinstance(g, dict) and (g.get("pg_name") == name or len(groups) == 1)]
-    return (str(known[0].get("pg_name", name)), _ranks(known[0].get("ranks"))) if known else (name, ())
+    known = [(str(g.get("pg_name", "")), _ranks(g.get("ranks"))) for g in groups if isinstance(g, dict)]
+    if name:
+        return name, next((ranks for other, ranks in known if other == name), ())
+    # Where all groups are of the same ranks, it does not matter which it is.
+    same = {ranks for _, ranks in known}
+    return (known[0][0] if len(known) == 1 else "", same.pop()) if len(same) == 1 else ("", ())
 
 
 def _ranks(text: object) -> tuple[int, ...]:

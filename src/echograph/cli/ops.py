@@ -219,6 +219,8 @@ def _print(summary: dict[str, Any], outcome: Outcome) -> None:
         f"sum {format_time(summary['sum_s'] * 1e12)}; the host adds {format_time(summary['host_op_s'] * 1e12)} "
         f"an operation, {format_time(summary['host_view_s'] * 1e12)} a view"
     )
+    if summary["utilisation"] is not None:
+        print_line(f"the device was busy {summary['utilisation']:.0%} of the last second, says NVML")
     longest = sorted(outcome.profile.measurements, key=lambda m: -m.median_picoseconds * m.runs)
     print_table(
         ("operator", "invocations", "median us", "spread %", "samples", "memory", "invocation"),

@@ -55,7 +55,7 @@ PLANS = {
 def recorded(ranks: int, arguments: list[str], folder: Path) -> list[list[list[Any]]]:
     """What each of the real ranks communicated in its second step."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
         str(RANK), str(folder), str(SCRIPT), *arguments,
     ]  # fmt: skip
     done = subprocess.run(

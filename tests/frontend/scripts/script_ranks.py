@@ -29,7 +29,9 @@ def captured(
     """Of each rank, what it communicates in a step, in order."""
     adapter = adapter or TorchAdapter()
     return {
-        rank: calls_of(run_script(Script(path=script, arguments=arguments, step=step), World(rank=rank, size=size), adapter))
+        rank: calls_of(
+            run_script(Script(path=script, arguments=arguments, step=step), World(rank=rank, size=size), adapter)
+        )
         for rank in range(size)
     }
 
@@ -45,7 +47,9 @@ def calls_of(run: Recorded) -> list[Call]:
     return found
 
 
-def traced(script: Path, size: int, folder: Path, *arguments: str, timeout_s: float = 240) -> dict[int, list[Call]]:
+def traced(
+    script: Path, size: int, folder: Path, *arguments: str, timeout_s: float = 240
+) -> dict[int, list[Call]]:
     """Of each rank of a real run over gloo, all that it communicates, in order."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -65,7 +69,7 @@ def traced(script: Path, size: int, folder: Path, *arguments: str, timeout_s: fl
             command = [sys.executable, str(script), *arguments]
             began.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=folder))
     try:
-        status = [process.wait(timeout_s) for process in began]
+        status = [process.wait(240) for process in began]
     finally:
         for process in began:
             process.kill()

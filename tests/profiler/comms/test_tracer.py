@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -324,6 +325,39 @@ def test_a_forked_child_traces_nothing(tmp_path: Path) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         dist.all_reduce(ones(1))
     assert len(lines(tmp_path / "trace.0.jsonl")) == 2
+
+
+@pytest.mark.slow
+def test_a_file_system_that_fills_up_in_the_middle_of_a_job(tmp_path: Path) -> None:
+    """64 KiB of memory as a disk; what was written is whole, and the job of 20,000 calls goes on."""
+    script = """
+import sys, torch, echograph
+from torch import distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+tracer = echograph.trace_collectives(sys.argv[1])
+for _ in range(20000):
+    dist.all_reduce(torch.ones(1))
+tracer.stop()
+print(tracer.calls, tracer.dropped, len(open(tracer.file, "rb").read().splitlines()))
+from echograph.profiler.comms.report import report_on
+from pathlib import Path
+report = report_on(Path(sys.argv[1]).parent)
+print(report.calls, report.problems)
+"""
+    (tmp_path / "job.py").write_text(script)
+    (tmp_path / "disk").mkdir()
+    mount = f"mount -t tmpfs -o size=64k none {tmp_path}/disk"
+    isolated = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.run([*isolated, mount], capture_output=True).returncode:
+        pytest.skip("may not mount a file system")
+    job = f"{mount} && {sys.executable} {tmp_path}/job.py {tmp_path}/disk/trace.jsonl"
+    done = subprocess.run([*isolated, job], capture_output=True, text=True, check=True)
+    told, found = done.stdout.splitlines()
+    calls, dropped, kept = map(int, told.split())
+    assert calls == 20000 and 0 < calls - dropped < kept
+    assert found.startswith(f"{calls - dropped} ") and "without an end" in found
+    assert done.stderr.count("training goes on") == 1
 
 
 def test_what_a_full_disk_has_taken_is_whole_lines(tmp_path: Path) -> None:

@@ -45,12 +45,20 @@ def tool(name: str, *arguments: object, **named: Any) -> subprocess.CompletedPro
 
 
 def record(
-    folder: Path, script: Path, *arguments: object, steps: tuple[int, int] = (2, 4), ranks: int = 2, **named: Any
+    folder: Path, *script: object, steps: tuple[int, int] = (2, 4), ranks: int = 2, **named: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Records steps of a script on some ranks of this machine."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, "--master-port", free_port()]
+    """Records steps of a script, with its arguments, on some ranks of this machine."""
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        ranks,
+        "--master-port",
+        free_port(),
+    ]
     window = ["--start-step", steps[0], "--end-step", steps[1], "--dir", folder]
-    return tool("echoprof", "record", *window, "--", *launch, script, *arguments, **named)
+    return tool("echoprof", "record", *window, "--", *launch, *script, **named)
 
 
 def metadata(folder: Path, rank: int = 0) -> dict[str, Any]:

@@ -19,7 +19,10 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 WINDOW = (4, 8)
 TOLERANCE = 0.08
 DEEPSPEED = ("--layers", 2, "--hidden", 128, "--heads", 4, "--vocabulary", 2048, "--length", 64, "--steps", 12)
-MEGATRON = ("--num-layers", 4, "--hidden-size", 128, "--seq-length", 64, "--micro-batch-size", 2)
+MEGATRON = (
+    "--num-layers", 4, "--hidden-size", 128, "--seq-length", 64, "--micro-batch-size", 2, "--train-iters", 12,
+    "--distributed-backend", "gloo", "--disable-gloo-process-groups",
+)  # fmt: skip
 
 
 def _program(name: str) -> Any:
@@ -51,7 +54,8 @@ def _deepspeed(stage: int) -> Any:
 def _megatron(*arguments: object) -> Any:
     def job(folder: Path) -> Any:
         script = EXAMPLES / "megatron-gpt" / "pretrain.py"
-        return record(folder / "recording", script, *MEGATRON, *arguments, steps=WINDOW)
+        launcher = ("-m", "echograph.frontend.megatron", script)
+        return record(folder / "recording", *launcher, *MEGATRON, *arguments, steps=WINDOW)
 
     return job
 
@@ -85,11 +89,15 @@ def test_the_recorded_graph_takes_as_long_as_the_job_did(
         # The clock that saw these is the recorder's own, beside the profiler.
         measured = {s["number"]: s["seconds"] for s in said["steps"] if s["state"] == "recorded"}
         assert set(measured) == set(range(*WINDOW))
-        simulated = [s["replayed_s"] for s in replayed["steps"] if s["role"] == f"rank {rank}" and "#" in s["name"]]
+        simulated = [
+            s["replayed_s"] for s in replayed["steps"] if s["role"] == f"rank {rank}" and "#" in s["name"]
+        ]
         assert len(simulated) == len(measured)
         assert median(simulated) == pytest.approx(median(measured.values()), rel=TOLERANCE)
         free = [s["seconds"] for s in said["steps"] if s["state"] == "free"]
-        record_property("step", f"{name} rank {rank}: {_ms(simulated)} ms, wall {_ms(measured.values())}, free {_ms(free)}")
+        record_property(
+            "step", f"{name} rank {rank}: {_ms(simulated)} ms, wall {_ms(measured.values())}, free {_ms(free)}"
+        )
         print(name, rank, _ms(simulated), _ms(measured.values()), _ms(free))
 
 

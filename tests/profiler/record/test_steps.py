@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the [torch] extra")
+pytest.importorskip("torch", reason="needs the [torch] extra")
+
+import torch
 
 from echograph.profiler.record.steps import StepEnds
 
@@ -106,6 +108,7 @@ def test_of_several_optimizers_the_first_counts(log: Log) -> None:
 def test_a_gradient_scaler_is_a_step_too(log: Log) -> None:
     scaler, sgd = torch.amp.GradScaler("cpu"), optimizer()
     for _ in range(3):
+        scaler.scale(torch.ones(1))
         scaler.step(sgd)
         scaler.update()
     assert log.count("end") == len(log) == 3

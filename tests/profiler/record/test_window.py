@@ -40,7 +40,8 @@ def test_a_window_says_itself_to_another_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "said"), [(0, 3, "give 1 or more"), (5, 5, "more than the start step, 5"), (5, 2, "end step 2")]
+    ("start", "end", "said"),
+    [(0, 3, "give 1 or more"), (5, 5, "more than the start step, 5"), (5, 2, "end step 2")],
 )
 def test_what_is_no_window_says_so(start: int, end: int, said: str) -> None:
     with pytest.raises(UsageError, match=said):

@@ -14,7 +14,7 @@ from echograph.profiler.traces import TraceSet, read_trace, read_traces
 from echograph.profiler.traces.alignment import Clock, align, clocks, on_clock
 from echograph.profiler.traces.collectives import collectives, kind_of, matched
 
-REAL = Path("/work/shared/data/traces/dlrm-v100-8-ranks")
+REAL = "traces/dlrm-v100-8-ranks"
 KERNEL = "ncclKernel_AllReduce_RING_LL_Sum_float"
 US = 1_000_000
 
@@ -98,9 +98,8 @@ def test_one_rank_is_its_own_reference(tmp_path: Path) -> None:
     assert (fit.meetings, fit.notes, len(found)) == (0, (), 1)
 
 
-@pytest.mark.skipif(not REAL.exists(), reason="the measured traces are not here")
-def test_a_real_job_of_eight_ranks() -> None:
-    traces = read_traces(REAL, last_step=True, align=True)
+def test_a_real_job_of_eight_ranks(measured_data: Path) -> None:
+    traces = read_traces(measured_data / REAL, last_step=True, align=True)
     met, notes = matched(traces)
     assert (len(met), notes) == (8, [])
     assert all(set(one.calls) == set(range(8)) for one in met)
@@ -142,4 +141,9 @@ def test_sizes_and_groups_are_read_from_whichever_row_has_them(tmp_path: Path) -
     found = collectives(read_trace(write(tmp_path / "rank0.json", events, rank=None, **groups)))
     reduced, gathered = found
     assert (reduced.kind, reduced.nbytes, reduced.ranks, reduced.issue) == ("all_reduce", 2048, (0, 1), 0)
-    assert (gathered.kind, gathered.nbytes, gathered.ranks, gathered.group) == ("all_gather", 64, (0, 2, 4, 6), "3")
+    assert (gathered.kind, gathered.nbytes, gathered.ranks, gathered.group) == (
+        "all_gather",
+        64,
+        (0, 2, 4, 6),
+        "3",
+    )

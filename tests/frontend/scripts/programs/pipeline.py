@@ -17,7 +17,9 @@ def main():
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    )
     torch.manual_seed(rank)
     layers = [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)]
     module = nn.Sequential(*layers, *([nn.Linear(64, 8)] if rank == world - 1 else [])).to(device)

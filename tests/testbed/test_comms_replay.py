@@ -1,0 +1,69 @@
+"""The communication skeleton of a training on shaped links: replayed, on slower links, and on twice the ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from configurations import Links
+from measure import Ranks, cluster, fit, rows
+from namespaces import Bed, why_not
+
+WORKER = Path(__file__).with_name("comms_worker.py")
+NIC, SLOW, STEPS, PORT = 400e6, 200e6, 8, 29_800
+REPLAYED, PREDICTED = 0.05, 0.1
+
+
+def train(bed: Bed, world: int, folder: Path) -> float:
+    """Trains on some ranks; the slowest one's seconds of all steps."""
+    folder.mkdir()
+    started = []
+    for rank in range(world):
+        arguments = [str(rank), str(world), bed.address(0), str(PORT), str(folder), str(STEPS)]
+        command = bed.command(rank, "env", "GLOO_SOCKET_IFNAME=eth0", sys.executable, str(WORKER), *arguments)
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    said: list[float] = []
+    for process in started:
+        output, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors[-2000:]
+        said.append(json.loads(output.splitlines()[-1]))
+    return max(said)
+
+
+@pytest.mark.slow
+def test_two_traced_ranks_say_what_slower_links_and_four_ranks_take(tmp_path: Path, cli: Any) -> None:
+    if reason := why_not():
+        pytest.skip(f"no test bed here: {reason}")
+    real: dict[str, float] = {}
+    with Bed() as bed:
+        bed.shape(NIC)
+        with Ranks(bed) as ranks:
+            made = fit(tmp_path, NIC, rows(ranks, [2, 4]))
+        real["two"], real["four"] = train(bed, 2, tmp_path / "two"), train(bed, 4, tmp_path / "four")
+        bed.shape(SLOW)
+        real["slow"] = train(bed, 2, tmp_path / "slow")
+    wheres = {}
+    for name, nic in (("bed", NIC), ("slower", SLOW)):
+        (tmp_path / name).mkdir()
+        cluster(tmp_path / name, Links(nic), made)
+        wheres[name] = ("--cluster", tmp_path / name / "bed.toml")
+    job = tmp_path / "job.pb"
+    assert cli("echoc", "import", "comms", tmp_path / "two", "-o", job).status == 0
+    asked: dict[str, tuple[Any, ...]] = {
+        "two": (),
+        "four": (*wheres["bed"], "--gpus", 4),
+        "slow": (*wheres["slower"], "--model-communication"),
+    }
+    errors = {}
+    for name, options in asked.items():
+        predicted = cli("echosim", "run", job, *options, "--json").json()["step_time_s"]
+        errors[name] = predicted / real[name] - 1
+        print(f"{name}: predicted {predicted:.3f} s, real {real[name]:.3f} s, {errors[name]:+.1%}")
+    assert abs(errors["two"]) < REPLAYED
+    assert abs(errors["four"]) < PREDICTED and abs(errors["slow"]) < PREDICTED
+    # Neither is what the traced job took.
+    assert min(real["four"], real["slow"]) > 1.15 * real["two"]
