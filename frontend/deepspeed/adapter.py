@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from echograph.errors import InputError
+from echograph.errors import CaptureError, InputError
 from echograph.frontend.deepspeed import shims
 from echograph.frontend.deepspeed.memory import name_memory
 from echograph.frontend.deepspeed.slices import GATHER
@@ -34,6 +35,19 @@ _CARRYING = (
     ("runtime.zero.partition_parameters", "Init", "_allgather_params_coalesced", "parameter"),
 )
 """(module, class or "", function, what its communications carry)."""
+
+
+_UNSUPPORTED = (
+    (("zero_optimization", "offload_optimizer", "device"), ("nvme",)),
+    (("zero_optimization", "offload_param", "device"), ("nvme",)),
+    (("zero_optimization", "zero_quantized_weights"), (True,)),
+    (("zero_optimization", "zero_quantized_gradients"), (True,)),
+    (("optimizer", "type"), ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")),
+    (("compile", "deepcompile"), (True,)),
+    (("hybrid_engine", "enabled"), (True,)),
+    (("autotuning", "enabled"), (True,)),
+)
+"""(where in the configuration, values): what these ask for runs outside of PyTorch's operators."""
 
 
 class DeepSpeedAdapter(TorchAdapter):
@@ -105,7 +119,16 @@ class DeepSpeedAdapter(TorchAdapter):
 
     def _made(self, original: Callable[..., Any], recorder: ScriptRecorder) -> Callable[..., Any]:
         def init(engine: Any, *args: Any, **kwargs: Any) -> None:
+            check(getattr(kwargs.get("config_class"), "_param_dict", {}))
+            if hasattr(engine, "train_batch") and hasattr(engine, "_exec_schedule"):
+                raise CaptureError(
+                    "DeepSpeed's pipeline engine is not captured: give its layers to a plain engine"
+                )
             original(engine, *args, **kwargs)
+            if engine.zero_offload_optimizer() or engine.zero_offload_param():
+                recorder.note(
+                    "offload: copies between host and device, and work of the host, count as the device's"
+                )
             self._engine = engine
             self._names = {id(p): name for name, p in engine.module.named_parameters()}
 
@@ -119,6 +142,21 @@ class DeepSpeedAdapter(TorchAdapter):
                 return original(coordinator, params, *args, **kwargs)
 
         return gather
+
+
+def check(configuration: Mapping[str, Any]) -> None:
+    """Refuses what a capture does not see.
+
+    Raises:
+        CaptureError: names the entry of the configuration.
+    """
+    for path, refused in _UNSUPPORTED:
+        value: Any = configuration
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value in refused:
+            entry = f"{'.'.join(path)} = {json.dumps(value)}"
+            raise CaptureError(f"DeepSpeed's {entry} is not captured: leave it out of the configuration")
 
 
 def common_module(parameters: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 """What ZeRO-3 does slice by slice, for each of 1,024 ranks, done at once: the same bytes in one operator.
 
-To gather parameters, and to scatter gradients, DeepSpeed makes a view for every rank of every parameter. Views cost
-a device nothing; captured, there would be more than a million of them in a step.
+To gather parameters, and to scatter gradients, DeepSpeed makes a view for every rank of every parameter. Views
+cost a device nothing; captured, there would be more than a million of them in a step.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
 from echograph.frontend.megatron.seams import seams
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class MegatronAdapter(TorchAdapter):
     """megatron-core, and scripts written with it."""
 
-    name = "megatron"
-    packages = {"torch": "torch", "megatron.core": "megatron"}
-    tested = {DISTRIBUTION: TESTED}
-    counts_optimizer_steps = False
+    name: ClassVar[str] = "megatron"
+    packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "megatron": "megatron"}
+    tested: ClassVar[Mapping[str, tuple[str, str]]] = {DISTRIBUTION: TESTED}
+    counts_optimizer_steps: ClassVar[bool] = False
 
     @contextmanager
     def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
@@ -36,8 +36,8 @@ class MegatronAdapter(TorchAdapter):
     def axes(self, world: World) -> Mapping[str, int] | None:
         """The mesh in Megatron's order of ranks (tensor parallel innermost, pipeline outermost).
 
-        Experts are divided over ranks that are data-parallel for everything else: where they are, that axis is two,
-        "dp" and "ep".
+        Experts are divided over ranks that are data-parallel for everything else: that axis is then two, "dp" and
+        "ep".
         """
         from megatron.core import parallel_state as state
 

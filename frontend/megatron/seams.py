@@ -1,7 +1,7 @@
 """Where in a step megatron-core is: its schedules, pipeline messages, gradient and parameter buckets, optimizers.
 
-A seam is one of its functions, wrapped so that it tells a `Place` what it begins and ends. The recorder of a capture
-is one (`frontend.scripts.recorder.ScriptRecorder`), and so can be what watches real ranks.
+A seam is one of its functions, wrapped so that it tells a `Place` what it begins and ends. The recorder of a
+capture is one (`frontend.scripts.recorder.ScriptRecorder`), and so can be what watches real ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _PHASES = {"recv_forward": "forward", "send_forward": "forward", "recv_backward"
            "send_forward_backward_recv_forward_backward": "forward"}  # fmt: skip
 """Functions that send and receive, and the phase that their messages count for: that of what is sent, if both."""
 
+_SCHEDULE = "megatron.core.pipeline_parallel.schedules"
 _BUCKETS = {"start_grad_sync": "gradient", "finish_grad_sync": "gradient", "start_param_sync": "parameter"}
 _SCHEDULES = (
     "forward_backward_no_pipelining",
@@ -64,11 +65,11 @@ def seams(place: Place, short: Callable[[], bool] = lambda: False) -> tuple[Patc
     passes = _Passes(place, short)
     telling = "which pass of which micro-batch and chunk runs"
     return (
-        Patch(where="megatron.core.pipeline_parallel.schedules:forward_step", reason=telling, around=passes.forward),
-        Patch(where="megatron.core.pipeline_parallel.schedules:backward_step", reason=telling, around=passes.backward),
+        Patch(where=f"{_SCHEDULE}:forward_step", reason=telling, around=passes.forward),
+        Patch(where=f"{_SCHEDULE}:backward_step", reason=telling, around=passes.backward),
         *(
             Patch(
-                where=f"megatron.core.pipeline_parallel.schedules:{name}",
+                where=f"{_SCHEDULE}:{name}",
                 reason="what ends the passes, which a script gives the schedule, is of the step",
                 around=passes.schedule,
             )
@@ -78,7 +79,7 @@ def seams(place: Place, short: Callable[[], bool] = lambda: False) -> tuple[Patc
             Patch(
                 where=f"megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator.{name}",
                 reason="messages between stages, and the pass that they are for",
-                around=_within(lambda phase=phase: (place.in_phase(phase), place.carrying("activation"))),
+                around=_message(place, phase),
             )
             for name, phase in _PHASES.items()
         ),
@@ -86,7 +87,7 @@ def seams(place: Place, short: Callable[[], bool] = lambda: False) -> tuple[Patc
             Patch(
                 where=f"megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.{name}",
                 reason="buckets of gradients and of gathered parameters",
-                around=_within(lambda payload=payload: (place.carrying(payload),)),
+                around=_bucket(place, payload),
             )
             for name, payload in _BUCKETS.items()
         ),
@@ -117,8 +118,16 @@ def _within(contexts: Callable[[], tuple[AbstractContextManager[None], ...]]) ->
     return around
 
 
+def _message(place: Place, phase: str) -> Callable[[Any], Any]:
+    return _within(lambda: (place.in_phase(phase), place.carrying("activation")))
+
+
+def _bucket(place: Place, payload: str) -> Callable[[Any], Any]:
+    return _within(lambda: (place.carrying(payload),))
+
+
 class _Passes:
-    """Which micro-batch and chunk a pass is of: that of a backward pass is known by the output that it begins with."""
+    """Which micro-batch and chunk a pass is of: a backward pass is known by the output that it begins with."""
 
     def __init__(self, place: Place, short: Callable[[], bool]) -> None:
         self._place, self._short = place, short

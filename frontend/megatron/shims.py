@@ -1,7 +1,7 @@
 """Stand-ins for what megatron-core takes from a GPU, Transformer Engine or Apex. Written for 0.16.
 
-`SHIMS` has them all, each with its reason. They make a script run where none of the three is, on real ranks of CPUs
-or on none, and change nothing of which operators and collectives it asks for. The device itself is the business of
+`SHIMS` has them, each with its reason. They make a script run where none of the three is, on real ranks of CPUs or
+on none, and change nothing of which collectives it asks for. The device itself is the business of
 `frontend.scripts.device`.
 """
 
@@ -46,7 +46,7 @@ def shimmed() -> Iterator[None]:
 
 @contextmanager
 def _coalesced() -> Iterator[None]:
-    """In the context, PyTorch has shape rules for the collectives of several buckets at once: it has none of its own."""
+    """In the context, PyTorch has shape rules for collectives of several buckets at once; it lacks them."""
     library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
     for name in _COALESCED:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta"):
@@ -135,7 +135,7 @@ SHIMS: tuple[Patch, ...] = (
     ),
     Patch(
         where="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        reason="the norm that is left without Transformer Engine and Apex refuses sequence parallelism; theirs do not",
+        reason="the norm that is left without their kernels refuses sequence parallelism; theirs do not",
         around=lambda _: staticmethod(lambda cls, *args, **options: _norm(*args, **options)),
     ),
     Patch(
@@ -153,12 +153,12 @@ SHIMS: tuple[Patch, ...] = (
     ),
     Patch(
         where="torch.optim.adam:Adam.__init__",
-        reason="megatron-core takes Transformer Engine's or Apex's fused Adam if there is one; PyTorch has one, too",
+        reason="megatron-core takes Transformer Engine's or Apex's fused Adam, if there; PyTorch has one, too",
         around=_fused,
     ),
     Patch(
         where="megatron.core.pipeline_parallel.schedules:custom_backward",
-        reason="it calls autograd's engine past the function that PyTorch itself does, where hooks see a pass begin",
+        reason="it calls autograd's engine past PyTorch's own function, where hooks see a pass begin",
         around=lambda _: _backward,
     ),
 )

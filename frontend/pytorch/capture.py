@@ -188,11 +188,7 @@ def _converting_modules() -> Iterator[None]:
                 if parameter is None:
                     continue
                 if id(parameter) not in converted:
-                    data = fn(parameter.detach())
-                    made = torch.nn.Parameter(data, parameter.requires_grad)
-                    # What a framework wrote on it (which axis it is divided over, say) stays.
-                    vars(made).update({key: v for key, v in vars(parameter).items() if key not in vars(made)})
-                    converted[id(parameter)] = parameter, made
+                    converted[id(parameter)] = parameter, _converted(parameter, fn(parameter.detach()))
                 owner._parameters[name] = converted[id(parameter)][1]
             for name, buffer in owner._buffers.items():
                 owner._buffers[name] = None if buffer is None else fn(buffer)
@@ -203,3 +199,13 @@ def _converting_modules() -> Iterator[None]:
         yield
     finally:
         Module._apply = original  # type: ignore[method-assign]
+
+
+def _converted(parameter: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter with other data: itself where nothing but the data, which there is none of, would differ."""
+    if (data.dtype, data.device, data.shape) == (parameter.dtype, parameter.device, parameter.shape):
+        return parameter
+    made = torch.nn.Parameter(data, parameter.requires_grad)
+    # What a framework wrote on it (which axis it is divided over, say) stays.
+    vars(made).update({key: v for key, v in vars(parameter).items() if key not in vars(made)})
+    return made

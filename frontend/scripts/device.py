@@ -47,6 +47,8 @@ class OnTheDevice(TorchFunctionMode):
         question = QUESTIONS.get(func)
         if question is not None and isinstance(args[0], FakeTensor):
             return question(self._note, *args)
+        if func is Tensor.data_ptr and isinstance(args[0], FakeTensor):
+            return _address(args[0])
         if func is Tensor.cuda or func is Tensor.cpu:
             return args[0]
         if func is Tensor.pin_memory:
@@ -71,6 +73,13 @@ def is_gpu(device: Any) -> bool:
     if isinstance(device, int):
         return True
     return isinstance(device, str | torch.device) and str(device).startswith("cuda")
+
+
+def _address(tensor: FakeTensor) -> int:
+    """A number that tells the memory of fake tensors apart, as FSDP does; 0 for memory that was given back."""
+    storage = tensor.untyped_storage()
+    offset = tensor.storage_offset() * tensor.element_size()
+    return storage._cdata + offset if storage.nbytes() else 0
 
 
 def _type_of(func: Any, args: Any, kwargs: Any) -> Any:

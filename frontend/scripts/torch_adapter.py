@@ -35,6 +35,7 @@ class TorchAdapter(Adapter):
     def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
         """A GPU, data loaders in this process, wrappers that take fake tensors; checkpoints are not written."""
         from torch.distributed import device_mesh
+        from torch.distributed.fsdp import FullyShardedDataParallel
         from torch.distributed.tensor import _sharding_prop
         from torch.nn.parallel import DistributedDataParallel
         from torch.utils.data import DataLoader, dataloader
@@ -58,6 +59,10 @@ class TorchAdapter(Adapter):
             enter(patched(propagator, "_propagate_tensor_meta_non_cached", lambda f: _quietly(recorder, f)))
             enter(patched(DistributedDataParallel, "__init__", lambda f: _replicate(recorder, f)))
             enter(patched(_C10D.Reducer, "_rebuild_buckets", lambda f: _quietly(recorder, _really(f))))
+            enter(patched(FullyShardedDataParallel, "__init__", _on_the_cpu))
+            runtime = importlib.import_module("torch.distributed.fsdp._runtime_utils")
+            enter(patched(runtime, "_reduce_grad", lambda f: _carrying(recorder, "gradient", f)))
+            enter(patched(runtime, "_unshard", lambda f: _carrying(recorder, "parameter", f)))
             enter(self._stages.installed(recorder))
             groups = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
             group = importlib.import_module(groups)
@@ -167,6 +172,15 @@ def _replicate(recorder: ScriptRecorder, original: Callable[..., Any]) -> Callab
         with unset_fake_temporarily():
             original(ddp, module, **given)
         ddp.register_comm_hook(None, _all_reduce_hook(recorder, ddp.process_group))
+
+    return init
+
+
+def _on_the_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP, which refuses the CPU where nobody asks for it by name."""
+
+    def init(fsdp: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        original(fsdp, module, *args, **kwargs | {"device_id": torch.device("cpu"), "sync_module_states": False})
 
     return init
 

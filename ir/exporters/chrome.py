@@ -91,6 +91,9 @@ def _events(graph: Graph, timeline: Timeline, programs: list[int]) -> Iterator[d
         if launch[row] != NONE:
             args["correlation"] = int(launch[row])
         name, category = graph.strings[graph.ops.name[op]], "cpu_op"
+        # Host work on another stream than the first is that of a thread, beside the one that issues.
+        of_thread = graph.ops.kind[op] == OpKind.HOST and timeline.stream[row] > 0
+        track = 1 + int(timeline.stream[row]) if device or of_thread else 0
         if device:
             name, category = _on_device(graph, op)
             args["stream"] = int(timeline.stream[row])
@@ -102,7 +105,7 @@ def _events(graph: Graph, timeline: Timeline, programs: list[int]) -> Iterator[d
             "name": name,
             "cat": category,
             "pid": int(timeline.program[row]),
-            "tid": 1 + int(timeline.stream[row]) if device else 0,
+            "tid": track,
             "ts": int(timeline.start[row]) / PS_PER_US,
             "dur": int(timeline.duration[row]) / PS_PER_US,
             "args": args,

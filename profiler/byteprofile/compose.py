@@ -40,7 +40,7 @@ def coupled(job: Job, gpus: Sequence[Dependencies], dags: Sequence[Dag]) -> Dag:
     Partitions of a communication belong together by their place among its partitions. In each:
 
     - What the root of a worker pushes, the others have handed to it before; what it pulled, they copy after.
-    - No worker's pull ends before the pushes of all are in, and the server has summed them.
+    - No worker pulls before the pushes of all are in, and the server has summed them.
     - GPUs that reduce and broadcast among themselves, or all-reduce, wait for each other at a node that takes no
       time (`Sync`).
 

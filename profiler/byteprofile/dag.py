@@ -49,7 +49,7 @@ class LongestPath(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dag:
     """Nodes, and which of them each waits for.
 
@@ -125,7 +125,7 @@ class Drawing:
 
     def dag(self) -> Dag:
         """What has grown."""
-        return Dag(self.nodes, {name: frozenset(befores) for name, befores in self.waits.items()})
+        return Dag(nodes=self.nodes, waits={name: frozenset(befores) for name, befores in self.waits.items()})
 
 
 def composed(dags: Iterable[Dag]) -> Dag:
@@ -136,7 +136,7 @@ def composed(dags: Iterable[Dag]) -> Dag:
     return drawing.dag()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recorded:
     """A dependency graph as a file has it.
 
@@ -177,7 +177,7 @@ def read_dag(path: Path) -> Recorded:
     if not any(category_of(name) for name in nodes):
         raise DataError(f"{path}: is no dependency graph of a step: no node is called FW., BW., Comm. or STEP")
     edges = [(str(before), str(after)) for before, after in network.edges() if not _next_step(before, after)]
-    return Recorded(nodes, tuple(dict.fromkeys(edges)))
+    return Recorded(nodes=nodes, edges=tuple(dict.fromkeys(edges)))
 
 
 def _next_step(before: object, after: object) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,7 +57,6 @@ class Dependencies:
         dag: nodes and what they wait for.
         chains: of communications, where these are taken apart.
         events: what was measured.
-        averages: picoseconds of a repetition of each label.
         root: whether it is the one of its worker that talks to the servers.
     """
 
@@ -67,7 +66,6 @@ class Dependencies:
     dag: Dag
     chains: tuple[Chain, ...]
     events: Events
-    averages: Averages
     root: bool
 
 
@@ -88,36 +86,36 @@ def dependencies(job: Job, *, queues: bool = False) -> list[Dependencies]:
     messages = joined([events_of(file) for file in job.messages])
     found = []
     for number, gpu in enumerate(job.gpus):
-        if not gpu.dag.is_file():
-            ours = bool(gpu.files) and is_kineto(gpu.files[0])
-            hint = "; of a PyTorch trace: echoprof analyze TRACES critical-path" if ours else ""
-            raise InputError(f"{gpu.dag}: no such file: the dependency graph of that GPU is needed{hint}")
+        recorded = _recorded(gpu)
         root = gpu.rank == max(other.rank for other in job.gpus if other.worker == gpu.worker)
-        sent = messages.rows(messages.where(lambda m, w=gpu.worker: m.prefix == f"worker_{w}->"))  # type: ignore[misc]
+        sender = f"worker_{gpu.worker}->" if root else None
         events = gpu.events()
-        measured = joined([events, sent] if root else [events])
+        measured = joined([events, messages.rows(messages.where(_sent_by(sender)))])
         names = gradient_names((gpu.folder, gpu.folder.parent, gpu.folder.parent.parent))
         averages = _own(statistics(measured).average_ps() if len(measured) else {}, names)
         prefix = job.prefix(gpu)
-        drawing, chains = _weighted(read_dag(gpu.dag), averages, names, number, prefix, queues)
+        drawing, chains = _weighted(recorded, averages, names, number, prefix, queues)
         if not any(node.duration for node in drawing.nodes.values()):
             raise DataError(
                 f"{gpu.dag}: none of its nodes has an event in the trace, or a time of its own ('avg'): nothing "
                 "says how long they take"
             )
-        found.append(
-            Dependencies(
-                gpu=gpu,
-                number=number,
-                prefix=prefix,
-                dag=drawing.dag(),
-                chains=tuple(chains),
-                events=events,
-                averages=averages,
-                root=root,
-            )
-        )
+        dag = drawing.dag()
+        facts: dict[str, Any] = {"gpu": gpu, "number": number, "prefix": prefix, "events": events, "root": root}
+        found.append(Dependencies(dag=dag, chains=tuple(chains), **facts))
     return found
+
+
+def _recorded(gpu: Gpu) -> Recorded:
+    if gpu.dag.is_file():
+        return read_dag(gpu.dag)
+    ours = bool(gpu.files) and is_kineto(gpu.files[0])
+    hint = "; of a PyTorch trace: echoprof analyze TRACES critical-path" if ours else ""
+    raise InputError(f"{gpu.dag}: no such file: the dependency graph of that GPU is needed{hint}")
+
+
+def _sent_by(sender: str | None) -> Callable[[Label], bool]:
+    return lambda label: label.prefix == sender
 
 
 def _own(averages: Averages, names: Sequence[str]) -> Averages:

@@ -155,7 +155,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _is_gpu(folder: Path) -> bool:
-    looks = _GPU.match(folder.name) or (folder / "dag.gml").is_file()
+    looks = _GPU.match(folder.name) or any((folder / name).is_file() for name in ("dag.gml", *SOURCES))
     return bool(looks and (_files(folder) or (folder / SOURCES[0]).is_file()))
 
 

@@ -97,6 +97,7 @@ class Capture:
             self.phases.detach()
             self._latest = None
             self._results.clear()
+            self._awaited.clear()
 
     def read_events(self) -> None:
         """Looks which calls on devices have ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import islice
@@ -13,6 +14,7 @@ from echograph.units import PS_PER_US, format_bytes, format_time
 
 ROWS = 40
 _LONGEST = 160
+_OF_RANK = re.compile(r"rank (\d+): (.*)")
 
 
 def document(title: str, parts: Iterable[str], scripts: Sequence[str] = ()) -> str:
@@ -34,9 +36,17 @@ def document(title: str, parts: Iterable[str], scripts: Sequence[str] = ()) -> s
 
 
 def notes(lines: Iterable[str], title: str = "To look at") -> str:
-    """Lines that a reader must not miss; nothing where there are none."""
-    items = "".join(f"<li>{escape(line)}</li>" for line in dict.fromkeys(lines))
+    """Lines that a reader must not miss; nothing where there are none. What several ranks say stands once."""
+    ranks: dict[str, list[str]] = {}
+    for line in dict.fromkeys(lines):
+        said = _OF_RANK.match(line)
+        ranks.setdefault(said[2] if said else line, []).extend([said[1]] if said else [])
+    items = "".join(f"<li>{_of_ranks(of)}{escape(line)}</li>" for line, of in ranks.items())
     return f'<h2>{escape(title)}</h2><ul class="alarm">{items}</ul>' if items else ""
+
+
+def _of_ranks(ranks: Sequence[str]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: " if ranks else ""
 
 
 def key(names: Sequence[str], colours: Sequence[int] = ()) -> str:

@@ -39,7 +39,7 @@ class Profile:
         activities = [ProfilerActivity.CPU]
         if sees_cuda():
             activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities, schedule=self._action, record_shapes=True)
+        self._profile = profile(activities=activities, schedule=self._action, record_shapes=self._window.shapes)
         self._profile.step_num = step
         self._profile.current_action = self._action(step)
         self._profile.start()

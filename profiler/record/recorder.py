@@ -28,6 +28,7 @@ def record(
     *,
     start_step: int | None = None,
     end_step: int | None = None,
+    shapes: bool | None = None,
     enabled: bool = True,
 ) -> Recorder:
     """Records a window of the training steps that follow, on every rank that runs this line.
@@ -40,6 +41,8 @@ def record(
             else from `BYTEPS_TRACE_DIR` and so on where `BYTEPS_TRACE_ON` is 1.
         start_step: first step that is recorded, at least 1: as many have ended before (usual: 10).
         end_step: the step before which recording ends (usual: three steps).
+        shapes: whether the trace has the shapes of operators' inputs (usual: it has); they cost some microseconds
+            an operator, and tell the bytes of collectives.
         enabled: False does nothing at all, so that a script can leave the line where it is.
 
     Raises:
@@ -47,7 +50,7 @@ def record(
         UsageError: the steps are no window, or this process is being recorded already.
     """
     global _recorder
-    window = choose_window(None if folder is None else Path(folder), start_step, end_step)
+    window = choose_window(None if folder is None else Path(folder), start_step, end_step, shapes)
     recorder = Recorder(window)
     if not enabled:
         return recorder

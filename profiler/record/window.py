@@ -20,6 +20,7 @@ class Window:
         folder: where the ranks' folders go.
         start: first step, at least 1: where step 0 began nobody knows.
         end: the step before which recording ends.
+        shapes: whether the trace has the shapes of operators' inputs, which costs some microseconds an operator.
 
     Raises:
         UsageError: the steps are no window.
@@ -28,6 +29,7 @@ class Window:
     folder: Path
     start: int
     end: int
+    shapes: bool = True
 
     def __post_init__(self) -> None:
         if self.start < 1:
@@ -44,6 +46,7 @@ class Window:
             "ECHOGRAPH_RECORD_DIR": str(self.folder.absolute()),
             "ECHOGRAPH_RECORD_START_STEP": str(self.start),
             "ECHOGRAPH_RECORD_END_STEP": str(self.end),
+            "ECHOGRAPH_RECORD_SHAPES": str(int(self.shapes)),
         }
 
 
@@ -51,6 +54,7 @@ def choose_window(
     folder: Path | None = None,
     start: int | None = None,
     end: int | None = None,
+    shapes: bool | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Window:
     """What is given; what is not, from `ECHOGRAPH_RECORD_*`, else from ByteProfile's variables, else as usual.
@@ -59,6 +63,7 @@ def choose_window(
         folder: where the ranks' folders go (usual: `recording`).
         start: first step (usual: 10).
         end: the step before which recording ends (usual: three steps).
+        shapes: whether the trace has shapes (usual: it has).
         environment: variables; those of ByteProfile count where `BYTEPS_TRACE_ON` is 1.
 
     Raises:
@@ -88,4 +93,6 @@ def choose_window(
         end = number("END_STEP")
     if start is None:
         start = START if end is None else max(1, min(START, end - 1))
-    return Window(folder=folder, start=start, end=start + END - START if end is None else end)
+    if shapes is None:
+        shapes = number("SHAPES") != 0
+    return Window(folder=folder, start=start, end=start + END - START if end is None else end, shapes=shapes)

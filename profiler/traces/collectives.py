@@ -14,6 +14,7 @@ import numpy as np
 
 from echograph.ir.columns import Int64
 from echograph.profiler.traces.details import details
+from echograph.profiler.traces.recorded_groups import RecordedGroups
 from echograph.profiler.traces.stacks import Stacks, call_stacks
 from echograph.profiler.traces.trace import KERNELS, NONE, OPERATORS, Bool, Trace, TraceSet
 
@@ -102,7 +103,8 @@ def collectives(trace: Trace, stacks: Stacks | None = None) -> list[Call]:
     """The collectives and messages of one rank, in the order in which they were issued.
 
     Args:
-        trace: one rank's; its file is read again for the sizes that the columns do not keep.
+        trace: one rank's; its file is read again for the sizes that the columns do not keep, and a trace of
+            collectives beside it for groups that the profiler does not say.
         stacks: its call stacks, if they are known.
     """
     stacks = stacks or call_stacks(trace)
@@ -116,11 +118,13 @@ def collectives(trace: Trace, stacks: Stacks | None = None) -> list[Call]:
     sized = {row: _described(trace, stacks, row, named, operators) for row in rows.tolist()}
     asked = sorted({where for _, where in sized.values() if where != NONE})
     said = dict(zip(asked, details(trace, np.array(asked, np.int64)), strict=True)) if asked else {}
-    found = []
+    found, recorded = [], RecordedGroups(trace)
     for row in rows.tolist():
         kind, where = sized[row]
         arguments: dict[str, Any] = said.get(where, {}).get("args") or {}
         group, ranks = _group(trace, arguments)
+        if not ranks and (issue := issues.get(row, NONE)) != NONE:
+            group, ranks = recorded.of(int(trace.start[issue]), int(trace.end[issue]))
         nbytes, dtype = _size(arguments, kind, len(ranks))
         found.append(
             Call(

@@ -14,15 +14,16 @@ pytestmark = pytest.mark.torch
 def test_a_script_becomes_a_job(cli: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     job = tmp_path / "job.pb"
-    made = cli("capture", "torch", "--script", PROGRAMS / "ddp.py", "--world-size", 8, "-o", job, "--json", "--",
+    made = cli("echoc", "capture", "torch", "--script", PROGRAMS / "ddp.py", "--world-size", 8, "-o", job, "--json", "--",
                "--width", "64", "--depth", "2")  # fmt: skip
     assert made.status == 0
-    assert made.json["mesh"] == {"dp": 8}
-    assert any("ddp.py" in note and "1 stands for it" in note for note in made.json["notes"])
+    assert made.json()["mesh"] == {"dp": 8}
+    assert any("ddp.py" in note and "1 stands for it" in note for note in made.json()["notes"])
     assert "step 0 loss 1.000" in made.err
-    assert cli("check", job).status == 0
-    assert cli("show", job).status == 0
-    assert cli("export", job, "--to", "chakra", "-o", tmp_path / "traces").status == 0
+    assert cli("echoc", "check", job).status == 0
+    assert cli("echoc", "show", job).status == 0
+    assert cli("echosim", "run", job, "--json").json()["step_time_s"] > 0
+    assert cli("echoc", "export", job, "--to", "chakra", "-o", tmp_path / "traces").status == 0
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_wrong_use_is_one_line(
     cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], line: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused = cli("capture", *arguments)
+    refused = cli("echoc", "capture", *arguments)
     assert refused.status in (1, 2)
     assert refused.err.startswith(line)
     assert refused.err.count("\n") == 1

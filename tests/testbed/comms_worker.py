@@ -1,4 +1,4 @@
-"""One rank of a data-parallel training on the bed, its collectives traced: compute is a sleep, all-reduces are real.
+"""One rank of a data-parallel training on the bed, its collectives traced: compute is a sleep, the rest is real.
 
     python comms_worker.py RANK WORLD ADDRESS PORT FOLDER STEPS
 

@@ -6,12 +6,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from configurations import Links
+from jobs import DEVICE
 from measure import Ranks, cluster, fit, rows
 from namespaces import Bed, why_not
+
+from echograph.cli.compose import predict
+from echograph.frontend import FRONTENDS
+from echograph.ir.passes.forget_communication import forget_communication
+from echograph.simulator.clusters import load_cluster
+from echograph.units import to_s
 
 WORKER = Path(__file__).with_name("comms_worker.py")
 NIC, SLOW, STEPS, PORT = 400e6, 200e6, 8, 29_800
@@ -35,7 +41,7 @@ def train(bed: Bed, world: int, folder: Path) -> float:
 
 
 @pytest.mark.slow
-def test_two_traced_ranks_say_what_slower_links_and_four_ranks_take(tmp_path: Path, cli: Any) -> None:
+def test_two_traced_ranks_say_what_slower_links_and_four_ranks_take(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(f"no test bed here: {reason}")
     real: dict[str, float] = {}
@@ -50,17 +56,19 @@ def test_two_traced_ranks_say_what_slower_links_and_four_ranks_take(tmp_path: Pa
     for name, nic in (("bed", NIC), ("slower", SLOW)):
         (tmp_path / name).mkdir()
         cluster(tmp_path / name, Links(nic), made)
-        wheres[name] = ("--cluster", tmp_path / name / "bed.toml")
-    job = tmp_path / "job.pb"
-    assert cli("echoc", "import", "comms", tmp_path / "two", "-o", job).status == 0
-    asked: dict[str, tuple[Any, ...]] = {
-        "two": (),
-        "four": (*wheres["bed"], "--gpus", 4),
-        "slow": (*wheres["slower"], "--model-communication"),
+        file = tmp_path / name / "bed.toml"
+        # A device that there is, of which nothing but the name is asked: all work is in the trace.
+        file.write_text(file.read_text().replace(DEVICE, load_cluster().device))
+        wheres[name] = str(file)
+    job = FRONTENDS["comms"](tmp_path / "two").graph
+    asked = {
+        "two": (job, {}),
+        "four": (job, {"cluster": wheres["bed"], "gpus": 4}),
+        "slow": (forget_communication(job), {"cluster": wheres["slower"]}),
     }
     errors = {}
-    for name, options in asked.items():
-        predicted = cli("echosim", "run", job, *options, "--json").json()["step_time_s"]
+    for name, (graph, options) in asked.items():
+        predicted = to_s(predict(graph, **options)[0].step_ps)
         errors[name] = predicted / real[name] - 1
         print(f"{name}: predicted {predicted:.3f} s, real {real[name]:.3f} s, {errors[name]:+.1%}")
     assert abs(errors["two"]) < REPLAYED

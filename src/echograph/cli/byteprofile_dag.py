@@ -9,7 +9,7 @@ import typer
 
 from echograph.cli.app import print_json, print_line, progress
 from echograph.cli.byteprofile import AsJson, Head, show
-from echograph.cli.byteprofile_replay import Folder, Prepared, Queues, RunOrder
+from echograph.cli.byteprofile_replay import Folder, Queues, RunOrder, prepare
 from echograph.errors import UsageError
 from echograph.ir.files import check_writable, write_whole
 
@@ -33,14 +33,13 @@ def dag_command(
             raise UsageError(f"--output {output.name}: the ending is the format: give one of .{', .'.join(FORMS)}")
         check_writable(output)
     with progress(f"reading {traces}"):
-        prepared = Prepared(traces, queues=del_queue, run_time=run_time)
+        prepared = prepare(traces, queues=del_queue, run_time=run_time)
         found = table(prepared.all)
     if output is not None:
         write_whole(output, FORMS[form](prepared.all))
-    most = {prepared.names[number]: one.parallelism for number, one in enumerate(prepared.swept)}
     if as_json:
-        print_json({"parallelism": most, "dag": found.records(), "notes": list(prepared.notes)})
+        print_json({"parallelism": prepared.parallelism, "dag": found.records(), "notes": list(prepared.notes)})
         return
-    for of, parallelism in most.items():
+    for of, parallelism in prepared.parallelism.items():
         print_line(f"{of}: at most {parallelism} operators at once")
     show({"dag": table(prepared.all, head)}, as_json=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +16,6 @@ from echograph.units import PS_PER_MS, format_time
 
 if TYPE_CHECKING:
     from echograph.profiler.byteprofile.dag import Dag, LongestPath
-    from echograph.profiler.byteprofile.dependencies import RunTime
-    from echograph.profiler.byteprofile.layout import Job
     from echograph.profiler.byteprofile.replay import Change, Replay
 
 Folder = Annotated[Path, typer.Argument(help="Folder of a worker or a job: traces with their dag.gml.")]
@@ -28,32 +27,54 @@ RunOrder = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """The graphs of a folder of traces: each GPU's own, and of all together.
+    """The graphs of a folder of traces.
 
-    Args:
-        path: the folder.
-        queues: communications taken apart.
-        run_time: operators in the order in which they ran.
+    Attributes:
+        names: of the GPUs, by their numbers.
+        dags: each GPU's own.
+        all: of all GPUs together.
+        parallelism: the most operators that ran at once, by the GPU's name; empty where nobody looked.
+        notes: what is missing, one line each.
     """
 
-    def __init__(self, path: Path, *, queues: bool, run_time: bool) -> None:
-        from echograph.profiler.byteprofile import dependencies
-        from echograph.profiler.byteprofile.compose import coupled
-        from echograph.profiler.byteprofile.layout import find_job
-
-        self.job: Job = find_job(path)
-        found = dependencies.dependencies(self.job, queues=queues)
-        self.names = {one.number: self.job.title(one.gpu) for one in found}
-        self.swept: list[RunTime] = [dependencies.run_time(one) for one in found] if run_time else []
-        self.dags: list[Dag] = [one.dag for one in self.swept or found]
-        self.all: Dag = coupled(self.job, found, self.dags)
-        self.notes = tuple(dict.fromkeys(note for one in found for note in one.events.notes))
+    names: dict[int, str]
+    dags: list[Dag]
+    all: Dag
+    parallelism: dict[str, int]
+    notes: tuple[str, ...]
 
     def paths(self) -> list[tuple[str, LongestPath]]:
         """The longest path of each GPU, then of all."""
         own = [(self.names[number], dag.longest_path()) for number, dag in enumerate(self.dags)]
         return [*own, ("all", self.all.longest_path())]
+
+
+def prepare(path: Path, *, queues: bool, run_time: bool) -> Prepared:
+    """Reads a folder of traces with their dependencies.
+
+    Args:
+        path: the folder.
+        queues: take communications apart.
+        run_time: operators in the order in which they ran.
+    """
+    from echograph.profiler.byteprofile import dependencies
+    from echograph.profiler.byteprofile.compose import coupled
+    from echograph.profiler.byteprofile.layout import find_job
+
+    job = find_job(path)
+    found = dependencies.dependencies(job, queues=queues)
+    names = {one.number: job.title(one.gpu) for one in found}
+    swept = [dependencies.run_time(one) for one in found] if run_time else []
+    dags = [one.dag for one in swept or found]
+    return Prepared(
+        names=names,
+        dags=dags,
+        all=coupled(job, found, dags),
+        parallelism={names[number]: one.parallelism for number, one in enumerate(swept)},
+        notes=tuple(dict.fromkeys(note for one in found for note in one.events.notes)),
+    )
 
 
 def critical_command(
@@ -67,7 +88,7 @@ def critical_command(
     from echograph.profiler.byteprofile.replay import path_table
 
     with progress(f"reading {traces}"):
-        prepared = Prepared(traces, queues=del_queue, run_time=run_time)
+        prepared = prepare(traces, queues=del_queue, run_time=run_time)
         paths = prepared.paths()
     if as_json:
         lengths = {of: path.length / PS_PER_MS for of, path in paths}
@@ -106,7 +127,7 @@ def replay_command(
     change = _change(delay, delay_ratio, delay_ms)
     check_writable(output)
     with progress(f"reading {traces}") as say:
-        prepared = Prepared(traces, queues=del_queue, run_time=True)
+        prepared = prepare(traces, queues=del_queue, run_time=True)
         say("replaying")
         each = delay.startswith(replay.EACH)
         durations = replay.delayed(prepared.all, delay, change) if delay and not each else None
@@ -141,9 +162,8 @@ def _summary(prepared: Prepared, done: Replay, delayed: bool, *, pretty: bool) -
     if delayed:
         record["step_ms_before"] = replay(prepared.all, steps=len(done.ends)).step / PS_PER_MS
     if not pretty:
-        most = {prepared.names[number]: one.parallelism for number, one in enumerate(prepared.swept)}
         lengths = {of: path.length / PS_PER_MS for of, path in prepared.paths()}
-        record |= {"parallelism": most, "critical_ms": lengths}
+        record |= {"parallelism": prepared.parallelism, "critical_ms": lengths}
     return record
 
 

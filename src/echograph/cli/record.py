@@ -35,6 +35,10 @@ def run_command(
     folder: Annotated[
         Path | None, typer.Option("--dir", help="Where the ranks' folders go (usual: recording).")
     ] = None,
+    shapes: Annotated[
+        bool | None,
+        typer.Option("--shapes/--no-shapes", help="Shapes in the trace: they cost time (usual: shapes)."),
+    ] = None,
 ) -> None:
     """Run a program and record a window of its steps, on every rank.
 
@@ -45,7 +49,7 @@ def run_command(
     from echograph.profiler.comms.launch import run_started
     from echograph.profiler.record.window import choose_window
 
-    window = choose_window(folder, start_step, end_step)
+    window = choose_window(folder, start_step, end_step, shapes)
     status = run_started(command, window.environment())
     if window.folder.is_dir():
         print_error(f"recorded into {window.folder}: echoc import kineto {window.folder} -o job.pb")

@@ -1,8 +1,9 @@
-"""One real rank: runs a DeepSpeed script as it is, and writes down the collectives of each of its steps, in order.
+"""One real rank: runs DeepSpeed scripts as they are, and writes down the collectives of their steps, in order.
 
-    torchrun --nproc-per-node 2 deepspeed_ranks.py FOLDER SCRIPT [ARGUMENT]...
+    torchrun --nproc-per-node 2 deepspeed_ranks.py FOLDER
 
-What is communicated is the collective tracer's account; which phase it belongs to, the engine's own methods tell.
+FOLDER/cases.json holds the cases: name -> [script, argument, ...]. What is communicated is the collective tracer's
+account; which phase it belongs to, the engine's own methods tell.
 """
 
 from __future__ import annotations
@@ -24,23 +25,38 @@ import echograph
 
 RANK = int(os.environ["RANK"])
 
-marks: list[tuple[int, str]] = []
-"""(calls so far, phase from here on); "end" where a step of the optimizer has ended."""
 
+class Marks:
+    """Where phases begin, by the number of calls so far; "end" where a step of the optimizer has ended."""
 
-def tell_phase(tracer: Any, name: str, phase: str) -> None:
-    """Wraps a method of the engine so that it marks where it begins and ends."""
-    method: Callable[..., Any] = getattr(DeepSpeedEngine, name)
+    def __init__(self) -> None:
+        self.tracer: Any = None
+        self.marks: list[tuple[int, str]] = []
 
-    def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        steps = self.global_steps
-        marks.append((tracer.calls, phase))
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            marks.append((tracer.calls, "end" if self.global_steps != steps else ""))
+    def wrap(self, name: str, phase: str) -> None:
+        """Makes a method of the engine mark where it begins and ends."""
+        method: Callable[..., Any] = getattr(DeepSpeedEngine, name)
 
-    setattr(DeepSpeedEngine, name, marked)
+        def marked(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            steps = engine.global_steps
+            self.marks.append((self.tracer.calls, phase))
+            try:
+                return method(engine, *args, **kwargs)
+            finally:
+                self.marks.append((self.tracer.calls, "end" if engine.global_steps != steps else ""))
+
+        setattr(DeepSpeedEngine, name, marked)
+
+    def steps(self, calls: list[Any]) -> list[list[Any]]:
+        """The calls of each step, with their phases; what comes before the first forward pass belongs to none."""
+        begin = next((at for at, phase in self.marks if phase == "forward"), 0)
+        steps: list[list[Any]] = [[]]
+        for number, call in list(enumerate(calls))[begin:]:
+            passed = [phase for at, phase in self.marks if at <= number]
+            while len(steps) <= passed.count("end"):
+                steps.append([])
+            steps[-1].append([*call, "" if passed[-1] == "end" else passed[-1]])
+        return steps
 
 
 def calls_of(path: Path) -> list[tuple[str, str, int, str]]:
@@ -53,35 +69,23 @@ def calls_of(path: Path) -> list[tuple[str, str, int, str]]:
     return [(what["op"], what["group"], what["bytes"], what.get("dtype", "")) for what in ordered]
 
 
-def steps_of(calls: list[tuple[str, str, int, str]]) -> list[list[tuple[str, str, int, str, str]]]:
-    """The calls of each step, with their phases; what comes before the first forward pass belongs to none."""
-    begin = next((at for at, phase in marks if phase == "forward"), 0)
-    steps: list[list[Any]] = [[]]
-    for number, call in enumerate(calls):
-        if number < begin:
-            continue
-        passed = [phase for at, phase in marks if at <= number]
-        while len(steps) <= passed.count("end"):
-            steps.append([])
-        steps[-1].append((*call, "" if passed[-1] == "end" else passed[-1]))
-    return steps
-
-
-def main() -> None:
-    """Traces the script and writes what its steps communicated."""
-    folder = Path(sys.argv[1])
-    sys.argv = sys.argv[2:]
+def main(folder: Path) -> None:
+    """Traces the scripts and writes what their steps communicated."""
     # It would compile an extension for ranks of one machine, for minutes.
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    tracer = echograph.trace_collectives(folder / "trace.jsonl")
+    marks = Marks()
     for name, phase in (("forward", "forward"), ("backward", "backward"), ("step", "optimizer")):
-        tell_phase(tracer, name, phase)
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    tracer.stop()
-    steps = steps_of(calls_of(folder / f"trace.{RANK}.jsonl"))
-    (folder / f"steps.{RANK}.json").write_text(json.dumps(steps))
+        marks.wrap(name, phase)
+    told = {}
+    for name, (script, *arguments) in json.loads((folder / "cases.json").read_text()).items():
+        sys.argv = [script, *arguments]
+        marks.marks.clear()
+        with echograph.trace_collectives(folder / f"{name}.jsonl") as marks.tracer:
+            runpy.run_path(script, run_name="__main__")
+        told[name] = marks.steps(calls_of(folder / f"{name}.{RANK}.jsonl"))
+        (folder / f"steps.{RANK}.json").write_text(json.dumps(told))
     deepspeed.comm.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 megatron_rank.py FOLDER pretrain.py --distributed-backend gloo ...
 
-Each rank writes `FOLDER/<rank>.json`: a list in the order of the calls, [phase, operation, ranks of the group, bytes,
-type, peer]. The calls are those of the tracer of collectives. Phases are what its hooks on modules and autograd tell,
-and, for what runs outside both, what the seams of the adapter say.
+Each rank writes `FOLDER/<rank>.json`: in the order of the calls, [phase, operation, ranks of the group, bytes,
+type, peer]. The calls are those of the tracer of collectives. Phases are what its hooks on modules and autograd
+tell, and, for what runs outside both, what the seams of the adapter say.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ PLANS = {
     "tp2 pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --global-batch-size 2"),
     "tp2 dp2": (
         4,
-        f"--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --global-batch-size 4 {LLAMA}",
+        "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --global-batch-size 4 "
+        f"{LLAMA}",
     ),
     "dp2 overlapped": (
         2,
@@ -78,7 +79,9 @@ def captured(ranks: int, arguments: list[str]) -> list[list[list[Any]]]:
             warnings.simplefilter("ignore")
             script = Script(path=SCRIPT, arguments=arguments)
             run = run_script(script, World(rank=rank, size=ranks), MegatronAdapter())
-        calls = [(n.meta["phase"], n.meta[COMMUNICATION]) for n in run.recorder.graph.nodes if COMMUNICATION in n.meta]
+        calls = [
+            (n.meta["phase"], n.meta[COMMUNICATION]) for n in run.recorder.graph.nodes if COMMUNICATION in n.meta
+        ]
         # The parts of a result stand for the call that made it.
         calls = list({id(call): (phase, call) for phase, call in calls}.values())
         found.append(

@@ -265,7 +265,7 @@ def dags(draw: st.DrawFn) -> Dag:
     waits = {
         f"n{i}": frozenset(f"n{j}" for j in range(i) if draw(st.booleans())) for i in range(size)
     }  # fmt: skip
-    return Dag(nodes, waits)
+    return Dag(nodes=nodes, waits=waits)
 
 
 @given(dags(), st.integers(1, 3))
@@ -292,7 +292,7 @@ def test_a_graph_read_back_is_the_same(tmp_path_factory: pytest.TempPathFactory,
     pytest.importorskip("networkx", reason="needs the [report] extra")
     named = {f"FW.{name}": node for name, node in dag.nodes.items()}
     waits = {f"FW.{name}": frozenset(f"FW.{b}" for b in befores) for name, befores in dag.waits.items()}
-    whole = Dag({name: node._replace(name=name) for name, node in named.items()}, waits)
+    whole = Dag(nodes={name: node._replace(name=name) for name, node in named.items()}, waits=waits)
     path = tmp_path_factory.mktemp("dag") / "dag.gml"
     path.write_text("".join(as_gml(whole)))
     found = read_dag(path)

@@ -20,7 +20,7 @@ WINDOW = (4, 8)
 TOLERANCE = 0.08
 DEEPSPEED = ("--layers", 2, "--hidden", 128, "--heads", 4, "--vocabulary", 2048, "--length", 64, "--steps", 12)
 MEGATRON = (
-    "--num-layers", 4, "--hidden-size", 128, "--seq-length", 64, "--micro-batch-size", 2, "--train-iters", 12,
+    "--num-layers", 4, "--hidden-size", 256, "--seq-length", 64, "--micro-batch-size", 2, "--train-iters", 12,
     "--distributed-backend", "gloo", "--disable-gloo-process-groups",
 )  # fmt: skip
 

@@ -36,7 +36,9 @@ def test_who_says_the_steps() -> None:
 def test_a_window_says_itself_to_another_process() -> None:
     window = Window(folder=Path("here"), start=2, end=9)
     other = choose_window(environment=window.environment())
-    assert (other.folder, other.start, other.end) == (Path("here").absolute(), 2, 9)
+    assert (other.folder, other.start, other.end, other.shapes) == (Path("here").absolute(), 2, 9, True)
+    window = Window(folder=Path("here"), start=2, end=9, shapes=False)
+    assert not choose_window(environment=window.environment()).shapes
 
 
 @pytest.mark.parametrize(

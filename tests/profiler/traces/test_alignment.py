@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from small_traces import Event, job, operator, work, write
+from small_traces import Event, job, operator, work
 
-from echograph.profiler.traces import TraceSet, read_trace, read_traces
+from echograph.profiler.traces import TraceSet, read_traces
 from echograph.profiler.traces.alignment import Clock, align, clocks, on_clock
-from echograph.profiler.traces.collectives import collectives, kind_of, matched
+from echograph.profiler.traces.collectives import matched
 
 REAL = "traces/dlrm-v100-8-ranks"
 KERNEL = "ncclKernel_AllReduce_RING_LL_Sum_float"
@@ -109,41 +108,3 @@ def test_a_real_job_of_eight_ranks(measured_data: Path) -> None:
     again, fit = align(wrong(traces, 6, offset_us=1e6, drift=2e-5))
     assert furthest_us(again, traces) < 5
     assert clocks(again, met).apart == fit.apart == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "reduce_scatter"),
-        ("c10d::_allgather_base_", "all_gather"),
-        ("nccl:all_to_all", "all_to_all"),
-        ("gloo:all_reduce", "all_reduce"),
-        ("c10d::_reduce_oop", "reduce"),
-        ("_reduce_scatter_tensor_coalesced", "reduce_scatter"),
-        ("ncclDevKernel_Generic", ""),
-    ],
-)
-def test_names_of_one_collective(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
-
-
-def test_sizes_and_groups_are_read_from_whichever_row_has_them(tmp_path: Path) -> None:
-    groups = {"distributedInfo": {"rank": 0, "pg_config": [{"pg_name": "0", "ranks": [0, 1]}]}}
-    said: dict[str, Any] = {"Input Dims": [[1024], []], "Input type": ["c10::BFloat16", ""]}
-    named = {"Collective name": "_allgather_base", "In msg nelems": 8, "Out msg nelems": 32, "dtype": "Half"}
-    named |= {"Process Group Name": "3", "Process Group Ranks": "[0, 2, 4, 6]", "Group size": 4}
-    gloo = operator("gloo:all_reduce", 30, 50, tid=2, **said) | {"cat": "user_annotation"}
-    events = [
-        operator("c10d::allreduce_", 10, 5),
-        gloo,
-        work("ncclDevKernel_AllGather_RING_LL", 20, 30, 9, stream=20, **named),
-    ]
-    found = collectives(read_trace(write(tmp_path / "rank0.json", events, rank=None, **groups)))
-    reduced, gathered = found
-    assert (reduced.kind, reduced.nbytes, reduced.ranks, reduced.issue) == ("all_reduce", 2048, (0, 1), 0)
-    assert (gathered.kind, gathered.nbytes, gathered.ranks, gathered.group) == (
-        "all_gather",
-        64,
-        (0, 2, 4, 6),
-        "3",
-    )

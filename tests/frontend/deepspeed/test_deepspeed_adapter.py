@@ -1,0 +1,120 @@
+"""The adapter's rules, without a capture: refusals, names, seams; and ZeRO-3's slices against DeepSpeed's own."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the [torch] extra")
+
+from echograph.errors import CaptureError, InputError
+from echograph.frontend.deepspeed.adapter import DeepSpeedAdapter, check, common_module
+
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the [deepspeed] extra")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "module"),
+    [
+        (["h.1.attn.q.weight", "h.1.attn.k.weight"], "h.1.attn"),
+        (["h.1.attn.q.weight"], "h.1.attn.q"),
+        (["h.1.weight", "h.11.weight"], "h"),
+        (["wte.weight", "h.0.ln.weight"], ""),
+        ([], ""),
+    ],
+)
+def test_what_is_gathered_is_for_the_module_that_has_it_all(parameters: list[str], module: str) -> None:
+    assert common_module(parameters) == module
+
+
+@pytest.mark.parametrize(
+    ("configuration", "line"),
+    [
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 'offload_param.device = "nvme"'),
+        ({"optimizer": {"type": "OneBitAdam"}}, 'optimizer.type = "OneBitAdam"'),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights = true"),
+    ],
+)
+def test_what_is_not_captured_is_refused_in_one_line(configuration: dict[str, Any], line: str) -> None:
+    with pytest.raises(CaptureError) as refused:
+        check(configuration)
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_ordinary_configurations_pass() -> None:
+    check(
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "optimizer": {"type": "AdamW"}}
+    )
+    check({"zero_optimization": None})
+    check({})
+
+
+def test_a_configuration_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"ds\.json: no such file"):
+        DeepSpeedAdapter().arguments((), tmp_path / "ds.json")
+
+
+def test_another_version_is_told_with_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.21.3" if name == "deepspeed" else real(name)
+    )
+    (line,) = (said for said in DeepSpeedAdapter().check() if said.startswith("deepspeed"))
+    assert "0.21.3" in line
+    assert "0.19 up to 0.20" in line
+
+
+# In a process of its own, since importing DeepSpeed changes the one it is imported in.
+_SEAMS = """
+import torch
+from echograph.errors import CaptureError
+from echograph.frontend.deepspeed import shims, slices
+from echograph.frontend.scripts.adapter import patched
+shims.load()
+for module, owner, name in (("runtime.engine", "Engine", ""), ("runtime.nowhere", "", "")):
+    try:
+        shims.seam(module, owner)
+    except CaptureError as error:
+        print(error)
+try:
+    with patched(shims.seam("runtime.engine", "DeepSpeedEngine"), "backwards", lambda f: f):
+        pass
+except CaptureError as error:
+    print(error)
+from deepspeed.runtime.comm import coalesced_collectives as reduce
+import torch.distributed as dist, deepspeed.comm
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
+deepspeed.comm.comm.cdb = deepspeed.comm.torch.TorchBackend.__new__(deepspeed.comm.torch.TorchBackend)
+deepspeed.comm.comm.cdb.initialized = True
+for sizes in ((8,), (7, 8, 3), (1, 2), (5,)):
+    given = []
+    made = []
+    reduce._torch_reduce_scatter_fn = lambda flat, share, group=None: given.append((flat.numel(), share.numel()))
+    for run in (reduce.reduce_scatter_coalesced, lambda tensors, group: slices._scatter(reduce, tensors, group)):
+        made.append([t.numel() for t in run([torch.ones(n) for n in sizes], dist.group.WORLD)])
+    print(given[0] == given[1], made[0] == made[1])
+"""
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_moved_seams_are_one_line_and_slices_are_deepspeeds(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SEAMS], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = [
+        line for line in done.stdout.splitlines() if line.startswith(("True", "False", "DeepSpeed", "deepspeed."))
+    ]
+    assert "deepspeed.runtime.engine.Engine" in said[0]
+    assert "deepspeed.runtime.nowhere" in said[1]
+    assert "deepspeed.runtime.engine.DeepSpeedEngine has no 'backwards'" in said[2]
+    assert said[3:] == ["True True"] * 4

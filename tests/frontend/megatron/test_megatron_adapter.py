@@ -1,0 +1,183 @@
+"""The Megatron adapter: a captured job against closed forms, what is put in place and taken out, and wrong use."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import warnings
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the [torch] extra")
+if find_spec("megatron") is None:
+    pytest.skip("needs the [megatron] extra", allow_module_level=True)
+
+from echograph.cli.compose import predict
+from echograph.errors import CaptureError
+from echograph.frontend.megatron.adapter import MegatronAdapter
+from echograph.frontend.megatron.patches import in_place
+from echograph.frontend.megatron.seams import seams
+from echograph.frontend.megatron.shims import SHIMS, shimmed
+from echograph.frontend.scripts.capture import capture_script
+from echograph.frontend.scripts.run import Script
+from echograph.frontend.scripts.world import World
+from echograph.ir import types as t
+from echograph.ir.graph import JobGraph
+
+pytestmark = pytest.mark.torch
+
+SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "megatron-gpt" / "pretrain.py"
+LAYERS, HIDDEN, LENGTH, VOCABULARY, TENSOR, STAGES, MICRO_BATCHES = 4, 64, 64, 256, 2, 2, 3
+
+
+def captured(size: int, options: str) -> JobGraph:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        script = Script(path=SCRIPT, arguments=options.split())
+        return capture_script(script, World(size=size), MegatronAdapter()).graph  # type: ignore[return-value]
+
+
+@pytest.fixture(scope="module")
+def job() -> JobGraph:
+    return captured(
+        8,
+        f"--num-layers {LAYERS} --hidden-size {HIDDEN} --seq-length {LENGTH} --padded-vocab-size {VOCABULARY} --bf16 "
+        f"--tensor-model-parallel-size {TENSOR} --pipeline-model-parallel-size {STAGES} --sequence-parallel "
+        f"--use-distributed-optimizer --untie-embeddings-and-output-weights --global-batch-size {2 * MICRO_BATCHES} "
+        "--disable-gloo-process-groups",
+    )
+
+
+def calls(job: JobGraph, program: int) -> Counter[tuple[Any, ...]]:
+    """Communications of a role: phase, kind, axes, bytes."""
+    found: Counter[tuple[Any, ...]] = Counter()
+    for _, begin, end, _, _ in job.programs[program].calls.tolist():
+        for op in job.ops[begin:end]:
+            match op:
+                case t.Collective():
+                    found[op.phase.name, op.collective.name, job.groups[op.group].axes, op.bytes_per_rank] += 1
+                case t.Send() | t.Recv():
+                    found[op.phase.name, type(op).__name__, op.peer, op.nbytes] += 1
+    return found
+
+
+def test_a_job_has_the_mesh_and_a_role_for_each_stage(job: JobGraph) -> None:
+    assert [(axis.name, axis.size) for axis in job.mesh] == [("pp", 2), ("dp", 2), ("tp", 2)]
+    assert [dict(program.coordinates) for program in job.programs] == [{"pp": 0}, {"pp": 1}]
+    assert job.world_size == 8
+
+
+def test_a_stage_communicates_as_the_papers_count(job: JobGraph) -> None:
+    """Narayanan et al. 2021 and Korthikanti et al. 2022: what a stage exchanges in a micro-batch and in a step."""
+    activation = 2 * HIDDEN * LENGTH
+    layer = 12 * HIDDEN * HIDDEN // TENSOR + 4 * HIDDEN // TENSOR + 3 * HIDDEN // TENSOR + 2 * HIDDEN + 4 * HIDDEN
+    first = calls(job, 0)
+    layers = LAYERS // STAGES
+    gathers, scatters = 2 * layers * MICRO_BATCHES, 2 * layers * MICRO_BATCHES
+    assert first["FORWARD", "ALL_GATHER", ("tp",), activation] == gathers
+    assert first["FORWARD", "REDUCE_SCATTER", ("tp",), activation] == scatters + MICRO_BATCHES
+    # The backward pass gathers again the inputs of the column-parallel products, and the embedding's gradient.
+    assert first["BACKWARD", "ALL_GATHER", ("tp",), activation] == 2 * gathers + MICRO_BATCHES
+    assert first["BACKWARD", "REDUCE_SCATTER", ("tp",), activation] == scatters
+    sent = {verb: sum(n for key, n in first.items() if key[1] == verb) for verb in ("Send", "Recv")}
+    assert sent == {"Send": MICRO_BATCHES, "Recv": MICRO_BATCHES}
+    assert {key[2:] for key in first if key[1] in ("Send", "Recv")} == {(1, activation // TENSOR)}
+    buckets = [key for key in first if key[2] == ("dp",)]
+    elements = layers * layer + VOCABULARY * HIDDEN // TENSOR
+    assert {key[1] for key in buckets} == {"REDUCE_SCATTER", "ALL_GATHER"}
+    for _, _, _, nbytes in buckets:
+        # Buffers are padded so that their shards begin at aligned places.
+        assert 2 * elements <= nbytes < 2 * (elements + 128 * (12 * layers + 1))
+
+
+def test_a_job_has_its_micro_batches_and_is_simulated(job: JobGraph) -> None:
+    for program in job.programs:
+        assert set(program.calls[:, 4].tolist()) == set(range(MICRO_BATCHES))
+    result, _ = predict(job)
+    assert result.step_ps > 0
+
+
+def test_shims_and_seams_are_taken_out_again() -> None:
+    import torch
+    from megatron.core.transformer.moe import moe_utils
+
+    patches = (*SHIMS, *seams(Nowhere()))
+
+    def now() -> list[Any]:
+        found = []
+        for patch in patches:
+            module, _, path = patch.where.partition(":")
+            owner: Any = importlib.import_module(module)
+            *outer, name = path.split(".")
+            for part in outer:
+                owner = getattr(owner, part)
+            found.append(vars(owner)[name])
+        return found
+
+    before = now()
+    with shimmed(), in_place(seams(Nowhere())):
+        during = now()
+    assert all(a is b for a, b in zip(before, now(), strict=True))
+    assert all(a is not b for a, b in zip(before, during, strict=True))
+    assert all(patch.reason for patch in patches)
+    assert not hasattr(moe_utils, "te_general_gemm")
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_coalesced_", "Meta")
+
+
+class Nowhere:
+    """A place that nobody asks."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [
+        ("megatron.core.pipeline_parallel.schedules:forward_step", "forward_step"),
+        ("megatron.core.optimizer.optimizer:ChainedOptimizer.step", "ChainedOptimizer.step"),
+        ("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup", "_ParamAndGradBucketGroup"),
+    ],
+)
+def test_a_seam_that_has_moved_is_named(where: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, _, path = where.partition(":")
+    owner: Any = importlib.import_module(module)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    monkeypatch.delattr(owner, name)
+    moved = pytest.raises(CaptureError, match=rf"has no megatron\.core.*{named}.*0\.16")
+    with moved as raised, in_place(seams(Nowhere())):
+        pass
+    assert "\n" not in str(raised.value)
+
+
+def test_another_version_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MegatronAdapter().check() == []
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.18.0" if name == "megatron-core" else real(name)
+    )
+    (line,) = MegatronAdapter().check()
+    assert "0.18.0" in line
+    assert "0.16" in line
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "said"),
+    [
+        (4, "--tensor-model-parallel-size 3", "pretrain.py:"),
+        (2, "--context-parallel-size 2 --attention-backend unfused", "TEDotProductAttention"),
+        (2, "--train-iters 1", "before step 2"),
+        (2, "--no-such-option", "pretrain.py"),
+    ],
+)
+def test_wrong_use_is_one_line(size: int, options: str, said: str) -> None:
+    with pytest.raises(CaptureError) as raised:
+        captured(size, f"--num-layers 1 --disable-gloo-process-groups {options}")
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)

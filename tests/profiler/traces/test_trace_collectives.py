@@ -1,0 +1,110 @@
+"""Which collectives a trace holds, of what size, of which group."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_traces import job, launched, operator, work, write
+
+from echograph.ir.comms_record import FORMAT, GroupLine, Header, Line, What, encode
+from echograph.profiler.traces import read_trace
+from echograph.profiler.traces.collectives import collectives, kind_of, matched
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "reduce_scatter"),
+        ("c10d::_allgather_base_", "all_gather"),
+        ("nccl:all_to_all", "all_to_all"),
+        ("gloo:all_reduce", "all_reduce"),
+        ("c10d::_reduce_oop", "reduce"),
+        ("_reduce_scatter_tensor_coalesced", "reduce_scatter"),
+        ("ncclDevKernel_Generic", ""),
+    ],
+)
+def test_names_of_one_collective(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_sizes_and_groups_are_read_from_whichever_row_has_them(tmp_path: Path) -> None:
+    groups = {"distributedInfo": {"rank": 0, "pg_config": [{"pg_name": "0", "ranks": [0, 1]}]}}
+    said: dict[str, Any] = {"Input Dims": [[1024], []], "Input type": ["c10::BFloat16", ""]}
+    named = {"Collective name": "_allgather_base", "In msg nelems": 8, "Out msg nelems": 32, "dtype": "Half"}
+    named |= {"Process Group Name": "3", "Process Group Ranks": "[0, 2, 4, 6]", "Group size": 4}
+    gloo = operator("gloo:all_reduce", 30, 50, tid=2, **said) | {"cat": "user_annotation"}
+    events = [
+        operator("c10d::allreduce_", 10, 5),
+        gloo,
+        work("ncclDevKernel_AllGather_RING_LL", 20, 30, 9, stream=20, **named),
+    ]
+    found = collectives(read_trace(write(tmp_path / "rank0.json", events, rank=None, **groups)))
+    reduced, gathered = found
+    assert (reduced.kind, reduced.nbytes, reduced.ranks, reduced.issue) == ("all_reduce", 2048, (0, 1), 0)
+    assert (gathered.kind, gathered.nbytes, gathered.ranks, gathered.group) == (
+        "all_gather",
+        64,
+        (0, 2, 4, 6),
+        "3",
+    )
+
+
+def gloo(name: str, called: str, ts: float) -> list[dict[str, Any]]:
+    """A call and, 20 us later, what a thread of gloo did for it."""
+    said: dict[str, Any] = {"Input Dims": [[100]], "Input type": ["float"]}
+    done = operator(f"gloo:{name}", ts + 20, 30, tid=9, **said) | {"cat": "user_annotation"}
+    return [operator(f"c10d::{called}", ts, 10), done]
+
+
+def test_gloo_reduces_everything_where_a_part_is_asked_for(tmp_path: Path) -> None:
+    events = [
+        *gloo("all_reduce", "_reduce_scatter_base_", 0),
+        *gloo("all_reduce", "allreduce_", 100),
+        *gloo("all_gather", "_allgather_base_", 200),
+    ]
+    found = collectives(job(tmp_path, events)[0])
+    assert [(call.kind, call.issue) for call in found] == [("all_reduce", 0), ("all_reduce", 2), ("all_gather", 4)]
+
+
+def test_groups_come_from_a_trace_of_collectives_beside_it(tmp_path: Path) -> None:
+    base = 1_700_000_000_000_000_000
+    several = [{"pg_name": "0", "ranks": [0, 1, 2, 3]}, {"pg_name": "1", "ranks": [0, 1]}]
+    job_says = {"distributedInfo": {"rank": 0, "world_size": 4, "pg_config": several}, "baseTimeNanoseconds": base}
+    events = [*gloo("all_reduce", "allreduce_", 1000), *gloo("all_reduce", "allreduce_", 2000)]
+    path = write(tmp_path / "0" / "trace.json", events, rank=None, **job_says)
+    assert [call.ranks for call in collectives(read_trace(path))] == [(), ()]
+    said: list[Line] = [Header(format=FORMAT, version=(1, 0), rank=0, world=4, host="here")]
+    for number, ranks in enumerate(((0, 1), (0, 1, 2, 3))):
+        name = ",".join(map(str, ranks))
+        said.append(GroupLine(name=name, ranks=ranks))
+        said.append(
+            What(id=number, op="all_reduce", group=name, channel=name, bytes=4, input_bytes=4, output_bytes=4)
+        )
+    queued = [base + 1_004_000, base + 2_003_000]
+    lines = [json.dumps([number, number, at, 0, 40_000, 0]).encode() + b"\n" for number, at in enumerate(queued)]
+    (tmp_path / "0" / "comms.jsonl").write_bytes(b"".join([*map(encode, said), *lines]))
+    found = collectives(read_trace(path))
+    assert [(call.group, call.ranks) for call in found] == [("0,1", (0, 1)), ("0,1,2,3", (0, 1, 2, 3))]
+
+
+def test_collectives_of_groups_are_matched_in_their_groups(tmp_path: Path) -> None:
+    """Two pairs of ranks, each of which reduces twice, and all of them once."""
+
+    def rank(pair: list[int]) -> list[dict[str, Any]]:
+        kernels = []
+        for number, ranks in enumerate((pair, [0, 1, 2, 3], pair)):
+            said = {"Collective name": "allreduce", "In msg nelems": 4, "Out msg nelems": 4, "dtype": "Float"}
+            said |= {"Process Group Name": str(ranks[0]), "Process Group Ranks": str(ranks)}
+            kernels += launched(
+                "ncclDevKernel", 10.0 * number, 10.0 * number + 2, 5, number + 1, stream=20, **said
+            )
+        return kernels
+
+    met, notes = matched(job(tmp_path, rank([0, 1]), rank([0, 1]), rank([2, 3]), rank([2, 3])))
+    assert notes == []
+    assert sorted((tuple(one.calls), one.number) for one in met) == [
+        ((0, 1), 0), ((0, 1), 1), ((0, 1, 2, 3), 0), ((2, 3), 0), ((2, 3), 1),
+    ]  # fmt: skip
