@@ -15,6 +15,7 @@ from torch import Tensor
 from echograph.errors import CaptureError, InputError
 from echograph.frontend.deepspeed import shims
 from echograph.frontend.deepspeed.memory import name_memory
+from echograph.frontend.deepspeed.offload import mark_copies
 from echograph.frontend.deepspeed.slices import GATHER
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts.adapter import patched
@@ -57,6 +58,8 @@ class DeepSpeedAdapter(TorchAdapter):
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "deepspeed": "deepspeed"}
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {"deepspeed": ("0.19", "0.20")}
     counts_optimizer_steps: ClassVar[bool] = False
+    # ZeRO-3 learns in a first forward pass in which order parameters are used, and ranks compare that in a second.
+    steady_step: ClassVar[int] = 3
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,9 +129,7 @@ class DeepSpeedAdapter(TorchAdapter):
                 )
             original(engine, *args, **kwargs)
             if engine.zero_offload_optimizer() or engine.zero_offload_param():
-                recorder.note(
-                    "offload: copies between host and device, and work of the host, count as the device's"
-                )
+                recorder.note("offload: the optimizer's work on the host counts as the device's")
             self._engine = engine
             self._names = {id(p): name for name, p in engine.module.named_parameters()}
 
@@ -183,7 +184,7 @@ def _stepping(original: Callable[..., Any], recorder: ScriptRecorder) -> Callabl
         with recorder.in_phase(annotate.OPTIMIZER), recorder.carrying("other"):
             made = original(engine, *args, **kwargs)
         if engine.global_steps != before:
-            name_memory(engine, recorder)
+            mark_copies(recorder.graph, name_memory(engine, recorder))
             recorder.step_ends()
         return made
 

@@ -10,46 +10,68 @@ from torch import Tensor
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts.recorder import ScriptRecorder
 
-_LISTS = (
-    ("bit16_groups_flat", annotate.PARAMETER, "flat"),
-    ("fp16_partitioned_groups_flat", annotate.PARAMETER, "share"),
-    ("single_partition_of_fp32_groups", annotate.OPTIMIZER_STATE, "master"),
-    ("fp32_partitioned_groups_flat", annotate.OPTIMIZER_STATE, "master"),
-    ("fp32_groups_flat_partition", annotate.OPTIMIZER_STATE, "master"),
+_PARAMETERS = (("bit16_groups_flat", "flat"), ("fp16_partitioned_groups_flat", "share"))
+_MASTERS = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
+_HOST_BUFFERS = (
+    "param_buffer_of_bit16_for_cpu_offload_groups",
+    "accumulated_grads_in_cpu",
+    "temp_grad_buffer_for_cpu_offload",
+    "offload_gradient_dict",
 )
-"""(attribute of an optimizer, which is a tensor for each of its groups; role; name)."""
+"""Attributes of ZeRO's optimizers; of the last ones, what they keep where the optimizer is offloaded."""
 
 
-def name_memory(engine: Any, recorder: ScriptRecorder) -> None:
+def name_memory(engine: Any, recorder: ScriptRecorder) -> set[str]:
     """Tells a recorder what an engine's memory is, between two steps.
 
     ZeRO keeps the parameters of a group in one flat tensor, or this rank's share of it, and a model's parameters
     are parts of that, or (ZeRO-3) nothing until they are gathered.
+
+    Returns:
+        The names of what lies on the host.
     """
     zero = engine.optimizer
     trained = [p for p in engine.module.parameters() if p.requires_grad]
     recorder.memory.trained = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
-    for tensor, role, name in _flat(zero):
+    for attribute, name in _PARAMETERS:
+        for number, tensor in enumerate(_tensors(getattr(zero, attribute, ()))):
+            recorder.name(tensor, annotate.PARAMETER, f"{name}.{number}")
+    offloaded = bool(engine.zero_offload_optimizer())
+    host: set[str] = set()
+    for tensor, role, name in _optimizer_memory(zero):
         recorder.name(tensor, role, name)
-        _name_moments(zero, tensor, name, recorder)
+        host |= {name} if offloaded else set()
     gradients = getattr(zero, "grad_partitions_flat_buffer", None)
     if isinstance(gradients, Tensor):
         recorder.name(gradients, annotate.GRADIENT, "share.grad")
-    for name, parameter in engine.module.named_parameters():
+    for path, parameter in engine.module.named_parameters():
         share = getattr(parameter, "ds_tensor", None)
         if isinstance(share, Tensor):
-            recorder.name(share, annotate.PARAMETER, f"{name}.share")
+            recorder.name(share, annotate.PARAMETER, f"{path}.share")
+    return host
 
 
-def _flat(zero: Any) -> Iterator[tuple[Tensor, str, str]]:
-    for attribute, role, name in _LISTS:
-        for number, tensor in enumerate(getattr(zero, attribute, ())):
-            if isinstance(tensor, Tensor):
-                yield tensor, role, f"{name}.{number}"
+def _optimizer_memory(zero: Any) -> Iterator[tuple[Tensor, str, str]]:
+    """Tensor, role and name of the masters, their gradients and moments, and of buffers for these."""
+    state = getattr(getattr(zero, "optimizer", None), "state", {})
+    masters = [tensor for attribute in _MASTERS for tensor in _tensors(getattr(zero, attribute, ()))]
+    for number, master in enumerate(masters):
+        yield master, annotate.OPTIMIZER_STATE, f"master.{number}"
+        if master.grad is not None:
+            yield master.grad, annotate.GRADIENT, f"master.{number}.grad"
+        for slot, value in state[master].items() if master in state else ():
+            if isinstance(value, Tensor):
+                yield value, annotate.OPTIMIZER_STATE, f"master.{number}.{slot}"
+    for attribute in _HOST_BUFFERS:
+        for number, tensor in enumerate(_tensors(getattr(zero, attribute, ()))):
+            yield tensor, annotate.BUFFER, f"{attribute}.{number}"
 
 
-def _name_moments(zero: Any, master: Tensor, name: str, recorder: ScriptRecorder) -> None:
-    states = getattr(zero.optimizer, "state", {})
-    for slot, value in states.get(master, {}).items() if master in states else ():
-        if isinstance(value, Tensor):
-            recorder.name(value, annotate.OPTIMIZER_STATE, f"{name}.{slot}")
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

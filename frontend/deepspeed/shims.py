@@ -52,19 +52,19 @@ def installed(world: World) -> Iterator[None]:
 
 
 def seam(module: str, owner: str = "") -> Any:
-    """A module of DeepSpeed, or a class in it.
+    """DeepSpeed (""), a module of it, or a class in that.
 
     Raises:
         CaptureError: it is not there in this version.
     """
-    where = f"deepspeed.{module}"
+    where = f"deepspeed.{module}".rstrip(".")
     try:
         found = importlib.import_module(where)
         return getattr(found, owner) if owner else found
     except (ImportError, AttributeError):
         missing = f"{where}.{owner}" if owner else where
         raise CaptureError(
-            f"DeepSpeed has no {missing} in this version: install one that the adapter was tested with (0.19.x)"
+            f"this version of DeepSpeed has no {missing}: install one that the adapter was tested with (0.19.x)"
         ) from None
 
 

@@ -52,11 +52,11 @@ class _Slice:
     whole: Tensor
 
 
-class _OwnSlices(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class _OwnSlices(TorchFunctionMode):
     """Makes no view of one of the equal parts of a tensor, where that is another rank's."""
 
     def __init__(self, rank: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._rank = rank
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,8 +1,8 @@
 """Scripts that train with megatron-core: what they need besides a GPU, and where in a step they are.
 
-`shims` stands in for what megatron-core takes from a GPU, Transformer Engine or Apex; `seams` has the
-functions that tell phases, micro-batches, chunks and buckets; both are tables of `patches`. `adapter` puts them in,
-and knows the mesh from megatron-core's `parallel_state`. `__main__` runs a script for GPUs on this machine's CPUs.
+`shims` stands in for what megatron-core takes from a GPU, Transformer Engine or Apex; `seams` has its functions
+that tell phases, micro-batches, chunks and buckets; both are tables of `patches`. `adapter` puts them in and knows
+the mesh from `parallel_state`. `__main__` runs a script for GPUs on the CPUs of this machine.
 """
 
 from __future__ import annotations

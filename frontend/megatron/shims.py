@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from echograph.errors import CaptureError
 from echograph.frontend.megatron.patches import Patch, in_place
@@ -112,6 +113,19 @@ def _name_it(tracker: Any, name: str, seed: int) -> None:
     tracker.states_[name] = seed
 
 
+def _counted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Where experts take a fixed number of tokens, that number is known without any values."""
+
+    def preprocess(dispatcher: Any, routing_map: Tensor) -> Tensor:
+        counts = original(dispatcher, routing_map)
+        if not dispatcher.drop_and_pad:
+            return counts
+        with unset_fake_temporarily():
+            return torch.full(counts.shape, dispatcher.capacity * dispatcher.tp_size * dispatcher.ep_size)
+
+    return preprocess
+
+
 SHIMS: tuple[Patch, ...] = (
     Patch(
         where="megatron.core.tensor_parallel.random:CudaRNGStatesTracker.add",
@@ -150,6 +164,11 @@ SHIMS: tuple[Patch, ...] = (
             around=lambda _: _scale_all,
         )
         for module in ("clip_grads", "optimizer")
+    ),
+    Patch(
+        where="megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess",
+        reason="the host reads how many tokens each expert takes; padded to a capacity, they are known",
+        around=_counted,
     ),
     Patch(
         where="torch.optim.adam:Adam.__init__",

@@ -49,11 +49,10 @@ def link_recomputed(graph: Graph) -> None:
                     source = forward[start + i]
                     node.meta |= {FORWARD_NODE: source.name, MODULE: source.meta[MODULE]}
                     recomputed[node.name] = source.name
-            continue
-        for node in nodes:
-            # Under a re-entrant checkpoint, autograd differentiates the recomputed operation.
-            if node.meta.get(FORWARD_NODE) in recomputed:
-                node.meta[FORWARD_NODE] = recomputed[node.meta[FORWARD_NODE]]
+    for node in graph.nodes:
+        # Under a re-entrant checkpoint, autograd differentiates the recomputed operation.
+        if node.meta.get(FORWARD_NODE) in recomputed:
+            node.meta[FORWARD_NODE] = recomputed[node.meta[FORWARD_NODE]]
 
 
 def _last_stretch(targets: Sequence[object], run: Sequence[object], last: int) -> int | None:

@@ -136,7 +136,8 @@ class Lowering:
         self._root: dict[int, int] = {}
         self.roles: dict[int, TensorRole] = {}
         self._names: dict[int, str] = {}
-        self._writes: dict[int, tuple[int, int]] = {}
+        self._spans: dict[int, tuple[int, int]] = {}
+        self._writes: dict[int, list[tuple[int, int]]] = {}
         self._gradients = _gradient_nodes(graph)
         self.made: dict[Node, list[int]] = {}
 
@@ -184,8 +185,8 @@ class Lowering:
         if written:
             results = [self.next_version(n, node) for n in _nodes(written)]
         bytes_read, bytes_written = bytes_moved(node)
-        op = self.builder.compute(
-            qualified_name(node),
+        op = self.operation(
+            node,
             phase=PHASES[node.meta[PHASE]],
             module=node.meta[MODULE],
             inputs=inputs,
@@ -215,6 +216,10 @@ class Lowering:
         suffix = f".{index}" if isinstance(node.meta[VAL], tuple) else ""
         role = TensorRole.ACTIVATION if view_of is None else self.roles[view_of]
         return self.tensor(_result_name(node) + suffix, value, role, view_of)
+
+    def operation(self, node: Node, **fields: Any) -> int:
+        """Adds what a node is, an operation of `builder.compute`'s fields."""
+        return self.builder.compute(qualified_name(node), **fields)
 
     # -- one operation per element of a list -----------------------------------------------------------------
 
@@ -276,6 +281,7 @@ class Lowering:
             raise CaptureError(f"tensor '{name}' has the type {value.dtype}, which a workload graph does not know")
         tensor = self.builder.tensor(name, value.shape, dtype, role, alias_of=alias_of)
         self._root[tensor] = tensor if alias_of is None else self._root[alias_of]
+        self._spans[tensor] = _span(value)
         self.roles[tensor], self._names[tensor] = role, name
         return tensor
 
@@ -308,12 +314,22 @@ class Lowering:
     def note_writes(self, versions: list[int], op: int) -> None:
         """An operation wrote memory that has had other names."""
         for tensor in versions:
-            self._writes[self._root[tensor]] = tensor, op
+            begin, end = self._spans[tensor]
+            writes = self._writes.setdefault(self._root[tensor], [])
+            # What is written over all of it is forgotten: the later write comes after.
+            writes[:] = [w for w in writes if self._spans[w[0]][0] < begin or self._spans[w[0]][1] > end]
+            writes.append((tensor, op))
 
     def earlier_writes(self, inputs: list[int]) -> list[int]:
-        """Operations that wrote, through another view, memory that these tensors name."""
-        writes = ((t, self._writes.get(self._root[t])) for t in inputs)
-        return sorted({write[1] for t, write in writes if write is not None and t < write[0]})
+        """Operations that wrote, through another view, memory that these tensors name: of each, the last one."""
+        found = set()
+        for tensor in inputs:
+            begin, end = self._spans[tensor]
+            for other, op in reversed(self._writes.get(self._root[tensor], ())):
+                if self._spans[other][0] < end and begin < self._spans[other][1]:
+                    found |= {op} if tensor < other else set()
+                    break
+        return sorted(found)
 
 
 def _gradient_nodes(graph: Graph) -> dict[tuple[Node, int], str]:
@@ -330,6 +346,13 @@ def _gradient_nodes(graph: Graph) -> dict[tuple[Node, int], str]:
                 break
             node = node.all_input_nodes[0]
     return gradients
+
+
+def _span(value: Tensor) -> tuple[int, int]:
+    """First byte of a tensor in its storage, and the one after its last."""
+    size, begin = value.element_size(), int(value.storage_offset()) * value.element_size()
+    last = sum((int(extent) - 1) * int(stride) for extent, stride in zip(value.shape, value.stride(), strict=True))
+    return begin, begin + (last + 1) * size if value.numel() else begin
 
 
 def _result_name(node: Node) -> str:

@@ -49,12 +49,14 @@ class Adapter:
         tested: distributions and the versions that the adapter was tested with: from, up to but without.
         counts_optimizer_steps: whether a training step ends where an outermost `torch.optim.Optimizer.step` does;
             an adapter that says no calls `recorder.step_ends()` itself.
+        steady_step: the first training step that is as all later ones.
     """
 
     name: ClassVar[str] = ""
     packages: ClassVar[Mapping[str, str]] = {}
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {}
     counts_optimizer_steps: ClassVar[bool] = True
+    steady_step: ClassVar[int] = 2
 
     def check(self) -> list[str]:
         """What is to be said of the installed versions, a line each.

@@ -13,10 +13,10 @@ from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import MODULE, PHASE, VAL
 from echograph.frontend.pytorch.lower import DTYPES, PHASES, Lowering, Order
-from echograph.frontend.pytorch.schema import is_getitem, is_in_place, is_view
+from echograph.frontend.pytorch.schema import is_getitem, is_in_place, is_view, qualified_name
 from echograph.frontend.scripts.collectives import Communication
 from echograph.frontend.scripts.mesh import axes_of, place_of
-from echograph.frontend.scripts.recorder import AFTER, COMMUNICATION, MICRO_BATCH, PAYLOAD, STREAM
+from echograph.frontend.scripts.recorder import AFTER, COMMUNICATION, COPY, MICRO_BATCH, PAYLOAD, STREAM
 from echograph.frontend.scripts.run import Recorded
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.graph import Axis, JobGraph, Workload
@@ -114,6 +114,14 @@ class _Rank(Lowering):
             self._latest[stream] = self.builder.op_count() - 1
         if stream in self._latest:
             self._reached[node] = self._latest[stream]
+
+    def operation(self, node: Node, **fields: Any) -> int:
+        """A kernel, or a copy between host and device."""
+        direction = node.meta.get(COPY)
+        if direction is None:
+            return super().operation(node, **fields)
+        common = {key: fields[key] for key in ("phase", "module", "inputs", "outputs", "deps", "stream")}
+        return self.builder.copy(qualified_name(node), direction, nbytes=fields["bytes_written"], **common)
 
     def order(self, node: Node, inputs: list[int]) -> Order:
         """On the stream that it was issued to, after what that waited for."""

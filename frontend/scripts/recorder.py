@@ -60,6 +60,7 @@ COMMUNICATION = "communication"
 MICRO_BATCH = "micro_batch"
 CHUNK = "chunk"
 PAYLOAD = "payload"
+COPY = "copy"
 _CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE)
 _SILENT_NAMESPACES = ("prim", "profiler")
 _ATEN = torch.ops.aten

@@ -41,6 +41,7 @@ class TorchAdapter(Adapter):
         from torch.utils.data import DataLoader, dataloader
 
         self._meshes.clear()
+        _forget_meshes()
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(device.present(world, recorder.note))
@@ -88,6 +89,16 @@ class TorchAdapter(Adapter):
             self._meshes.append((names, tuple(mesh.mesh.shape)))
 
         return init
+
+
+def _forget_meshes() -> None:
+    """Drops what DTensor remembers by its meshes: those of a rank that was run before are equal, but are gone."""
+    debug = importlib.import_module("torch.distributed.tensor.debug")
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+    redistribute = importlib.import_module("torch.distributed.tensor._redistribute")
+    redistribute._planner_cache.clear()
+    redistribute._gen_transform_infos.cache_clear()
 
 
 def _cpu_mesh(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ class Section:
     Attributes:
         title: of the part.
         text: what it shows.
-        analyses: whose tables and plots are in it; those that the project does not have are passed over.
+        analyses: whose tables and plots are in it.
         options: of each analysis, where they are not its own.
     """
 
@@ -124,9 +124,8 @@ def report(traces: TraceSet, title: str, say: Say = lambda _: None) -> str:
     answers: dict[str, Table] = {}
     for section in SECTIONS:
         for name in section.analyses:
-            if name in ANALYSES:
-                say(f"analysing {name}")
-                _answer(traces, name, section.options.get(name, {}), graphs, answers, missing)
+            say(f"analysing {name}")
+            _answer(traces, name, section.options.get(name, {}), graphs, answers, missing)
     say("drawing")
     parts = [f"<h1>{escape(title)}</h1>", _tiles(traces, answers)]
     parts.append(f"<h2>Timeline</h2>{timeline(traces, graphs)}" if _any_row(traces) else "")
@@ -151,6 +150,8 @@ def page_of(name: str, answer: Table, title: str) -> str:
 
 
 def _graphs(traces: TraceSet, missing: list[str]) -> Iterator[tuple[int, CriticalGraph]]:
+    if len(traces) > MOST_RANKS:
+        missing.append(f"critical path: of the first {MOST_RANKS} of {len(traces)} ranks; --ranks chooses others")
     for rank in list(traces)[:MOST_RANKS]:
         trace = traces[rank]
         if len(trace) > _MOST_EVENTS:

@@ -25,6 +25,7 @@ Key: TypeAlias = tuple[str, str, str]
 
 _BACKWARD = "autograd::engine::evaluate_function"
 _OPTIMIZER = "Optimizer.step#"
+UNKNOWN = "other"
 SHARE = 0.01
 """Of a step: an operator that only the recording has, and that takes less, is not listed."""
 
@@ -77,7 +78,9 @@ class Comparison:
 def compare_recording(job: JobGraph, recording: Path) -> Comparison:
     """Counts what a step of each recorded rank has, there and in the program that the graph has for it.
 
-    Collectives count by operation, phase, bytes as nccl-tests defines them, and number of ranks. Operators are
+    Collectives count by operation, phase, bytes as nccl-tests defines them, and number of ranks. What is
+    communicated outside modules, autograd and optimizers has no phase in the recording, and is taken to have that
+    of the graph's call in the same place, if that is the same otherwise. Operators are
     those of the graph that do something; in the recording one inside another that the graph has is a part of it,
     and what neither holds one of the graph's nor takes 1 % of the steps is left out. Operators that are computed
     again count as backward, where the recording sees them.
@@ -97,7 +100,8 @@ def compare_recording(job: JobGraph, recording: Path) -> Comparison:
         if job.world_size != world:
             raise UsageError(f"the graph is of {job.world_size} ranks, the recording of {world}: capture {world}")
         program = program_of(job, rank)
-        graphs, recorded = _captured_calls(job, program), _recorded_calls(folder)
+        graphs = _captured_calls(job, program)
+        recorded = _told(_recorded_calls(folder), graphs)
         order[rank] = _first_difference(graphs, recorded)
         steps = folder.metadata.end_step - folder.metadata.start_step
         operators = _captured_operators(job, program)
@@ -168,9 +172,18 @@ def _recorded_calls(folder: RankFolder) -> list[Key]:
             # One that stands twice had not ended when it was first written.
             calls[what.channel, sequence] = queued, what
     return [
-        _call_key(family(what.op), what.phase or "other", what.bytes, len(source.groups[what.group]))
+        _call_key(family(what.op), what.phase or UNKNOWN, what.bytes, len(source.groups[what.group]))
         for _, what in sorted(calls.values(), key=lambda call: call[0])
     ]
+
+
+def _told(recorded: Sequence[Key], captured: Sequence[Key]) -> list[Key]:
+    """The recorded calls; of those whose phase no hook knew, with that of the captured call in the same place."""
+    told = []
+    for place, call in enumerate(recorded):
+        same = captured[place % len(captured)] if captured else call
+        told.append(same if call[1] == UNKNOWN and same[2] == call[2] else call)
+    return told
 
 
 def _call_key(name: str, phase: str, nbytes: int, ranks: int) -> Key:

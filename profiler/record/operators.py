@@ -247,7 +247,8 @@ class StepObserver:
             if number not in self._ready:
                 self._ready.append(number)
 
-        node.register_prehook(ready)
+        # These nodes may live as long as the parameter.
+        self._restore.append(node.register_prehook(ready).remove)
         return number
 
     def _begins_backward(self, gradients: Any) -> None:

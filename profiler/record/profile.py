@@ -23,6 +23,7 @@ class Profile:
         self._window = window
         self._file = file
         self._profile: Any = None
+        self._marks: list[Any] = []
 
     def begin(self, step: int) -> None:
         """Starts in the step before the window, or in its first.
@@ -48,6 +49,17 @@ class Profile:
         """The next step begins."""
         if self._profile is not None:
             self._profile.step()
+
+    def optimizing(self, entered: int) -> None:
+        """Marks a step around PyTorch's own, as PyTorch marks those: entered (1) or left (-1)."""
+        from torch.profiler import record_function
+
+        if entered > 0:
+            mark = record_function("Optimizer.step#outermost")
+            mark.__enter__()  # type: ignore[no-untyped-call]
+            self._marks.append(mark)
+        elif self._marks:
+            self._marks.pop().__exit__(None, None, None)
 
     def finish(self, rank: int, world: int) -> bool:
         """Stops, and writes what was seen; false where there is nothing.

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from msgspec import structs
+
 from echograph.errors import EchoError, MissingExtraError, UsageError
 from echograph.profiler.record.folder import COMMS, TRACE, Metadata, Step, write_metadata
 from echograph.profiler.record.steps import StepEnds
@@ -89,6 +91,7 @@ class Recorder:
         self._tracer: Any = None
         self._complete = False
         self._problems: list[str] = []
+        self._about: Any = None
         self._signal: Any = None
 
     def step(self) -> None:
@@ -128,8 +131,11 @@ class Recorder:
             self._next()
 
     def _in_step(self, entered: int) -> None:
+        """An outermost step is entered or left: what runs in it belongs to the optimizer."""
         if self._tracer is not None:
             self._tracer.optimizing(entered)
+        if self._profile is not None:
+            self._profile.optimizing(entered)
 
     def _lost(self) -> None:
         if self.running and not self._by_hand:
@@ -218,8 +224,8 @@ class Recorder:
         if self._observer is not None:
             self._try(self._observed)
         if profile is not None:
-            rank, world = _place()
-            self._try(lambda: profile.finish(rank, world))
+            about = self._about
+            self._try(lambda: profile.finish(about.rank, about.world_size))
         if tracer is not None:
             tracer.stop()
         if self._signal is not None:
@@ -228,9 +234,10 @@ class Recorder:
 
     def _open(self) -> Path:
         """Makes this rank's folder."""
-        rank, _ = _place()
+        # Asked once: a script may take its process group down before it ends.
+        about = self._about = _about(self.window)
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        folder = self.window.folder / (f"restart{restart}" if restart != "0" else "") / str(rank)
+        folder = self.window.folder / (f"restart{restart}" if restart != "0" else "") / str(about.rank)
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._write_metadata()
@@ -246,34 +253,9 @@ class Recorder:
         os.kill(os.getpid(), number)
 
     def _write_metadata(self) -> None:
-        if self.folder is None:
-            return
-        import torch
-
-        from echograph.profiler.record.profile import sees_cuda
-
-        rank, world = _place()
-        write_metadata(
-            self.folder,
-            Metadata(
-                rank=rank,
-                world_size=world,
-                local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                command=list(sys.orig_argv),
-                python=platform.python_version(),
-                torch=str(torch.__version__),
-                backend=_backend(),
-                device=torch.cuda.get_device_name() if sees_cuda() else "cpu",
-                threads=torch.get_num_threads(),
-                start_step=self.window.start,
-                end_step=self.window.end,
-                complete=self._complete,
-                problems=self._problems,
-                steps=self._seen,
-            ),
-        )
+        if self.folder is not None and self._about is not None:
+            now = {"complete": self._complete, "problems": self._problems, "steps": self._seen}
+            write_metadata(self.folder, structs.replace(self._about, **now))
 
     def _forget(self) -> None:
         """In a forked child: nothing is recorded there, and the parent's files are left alone."""
@@ -295,17 +277,26 @@ class Recorder:
         sys.stderr.write(f"echograph: recording: {line}\n")
 
 
-def _place() -> tuple[int, int]:
-    """Rank and number of ranks."""
+def _about(window: Window) -> Metadata:
+    """What is known of this process before anything is recorded."""
+    import torch
     from torch import distributed
 
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _backend() -> str:
-    from torch import distributed
+    from echograph.profiler.record.profile import sees_cuda
 
     here = distributed.is_available() and distributed.is_initialized()
-    return str(distributed.get_backend()) if here else ""
+    return Metadata(
+        rank=distributed.get_rank() if here else int(os.environ.get("RANK", "0")),
+        world_size=distributed.get_world_size() if here else int(os.environ.get("WORLD_SIZE", "1")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        command=list(sys.orig_argv),
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        backend=str(distributed.get_backend()) if here else "",
+        device=torch.cuda.get_device_name() if sees_cuda() else "cpu",
+        threads=torch.get_num_threads(),
+        start_step=window.start,
+        end_step=window.end,
+    )

@@ -9,7 +9,7 @@ from echograph.errors import InputError
 from echograph.profiler.replay.pieces import Piece, Work
 from echograph.profiler.replay.rank import rank_pieces
 from echograph.profiler.traces.alignment import align, clocks
-from echograph.profiler.traces.collectives import Meeting, meetings
+from echograph.profiler.traces.collectives import MESSAGES, Meeting, meetings
 from echograph.profiler.traces.trace import TraceSet
 
 Say = Callable[[str], None]
@@ -90,8 +90,13 @@ def _on_their_clocks(traces: TraceSet, say: Say) -> JobPieces:
         Together(meeting=one, pieces={rank: of_call[id(call)] for rank, call in one.calls.items()}) for one in met
     ]
     matched = {id(piece) for one in together for piece in one.pieces.values()}
-    alone = sum(p.work is Work.COLLECTIVE and id(p) not in matched for order in of_rank.values() for p in order)
-    if alone:
+    every = [piece for order in of_rank.values() for piece in order if piece.call is not None]
+    unmatched = [piece for piece in every if piece.work is Work.COLLECTIVE and id(piece) not in matched]
+    if messages := sum(piece.call is not None and piece.call.kind in MESSAGES for piece in every):
+        notes.append(
+            f"{messages:,} sends and receives take what they took: ranks do not wait for each other there"
+        )
+    if alone := sum(piece.call is not None and len(piece.call.ranks) != 1 for piece in unmatched):
         notes.append(
             f"{alone:,} collectives whose other ranks are not in the traces: as long as they took, with what they "
             "waited"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -64,10 +65,13 @@ class _Lowering:
     builder: GraphBuilder = field(init=False)
     device: str = CPU
     groups: dict[int, tuple[int, int]] = field(default_factory=dict)
+    names: dict[tuple[int, ...], set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def run(self) -> Lowered:
         self.builder = GraphBuilder(name=self.name, workload=Workload(model=self.name), streams=("main",))
         self.device = _device(self.job.traces)
+        for one in self.job.together:
+            self.names[tuple(sorted(one.pieces))].add(one.meeting.group)
         for one in self.job.together:
             number = self._group(one)
             for piece in one.pieces.values():
@@ -80,10 +84,15 @@ class _Lowering:
         return Lowered(graph=self.builder.build(JobGraph), notes=self.job.notes)
 
     def _group(self, one: Together) -> int:
-        """A group is of the ranks that were traced; one of all of them is the world."""
+        """A group is of the ranks that were traced; one of all of them is the world.
+
+        Groups of the same ranks have an order each: what runs in one says nothing of the other.
+        """
         ranks = tuple(sorted(one.pieces))
-        every = len(ranks) == len(self.job.of_rank)
-        return self.builder.group("world" if every else f"ranks {','.join(map(str, ranks))}", ranks=ranks)
+        name = "world" if len(ranks) == len(self.job.of_rank) else f"ranks {','.join(map(str, ranks))}"
+        return self.builder.group(
+            f"{name} ({one.meeting.group})" if len(self.names[ranks]) > 1 else name, ranks=ranks
+        )
 
     def _program(self, rank: int, order: Sequence[Piece]) -> None:
         number: dict[int, int] = {}
@@ -121,7 +130,8 @@ class _Lowering:
             group, duration = self.groups[id(piece)]
             common["durations"] = (_duration(self.device, duration),)
         else:
-            group = self.builder.group("not traced", ranks=(rank,))
+            alone = len(piece.call.ranks) == 1
+            group = self.builder.group("one rank" if alone else "not traced", ranks=(rank,))
         return self.builder.collective(
             piece.name, CollectiveKind[piece.call.kind.upper()], group=group, bytes_per_rank=piece.nbytes,
             dtype=_DTYPES.get(piece.call.dtype, DType.UINT8), payload=_PAYLOADS.get(piece.phase, Payload.OTHER),

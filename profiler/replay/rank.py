@@ -44,7 +44,8 @@ def rank_pieces(trace: Trace) -> Pieces:
 class _Rank(Walk):
     """The walk through a rank's threads, with the device and the collectives that they use.
 
-    `issued` has what was put on each line: when it was launched, and the piece.
+    `issued` has what was put on each stream: when it was launched, and the piece; `ends` until when each line of a
+    stream or thread is taken.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -56,6 +57,7 @@ class _Rank(Walk):
         self.outstanding: list[Piece] = []
         devices = np.unique(trace.pid[trace.on_device])
         self.several = len(devices) > 1
+        self.ends: dict[str, list[int]] = defaultdict(list)
 
     def run(self) -> Pieces:
         """Walks the trace."""
@@ -72,24 +74,31 @@ class _Rank(Walk):
         rows = np.flatnonzero(self.trace.on_device)
         latest: dict[str, int] = {}
         for row in rows[np.lexsort((self.trace.index[rows], self.trace.start[rows]))].tolist():
-            call, line = call_of.get(row, NONE), self._line(row)
+            call, line = call_of.get(row, NONE), self._free_line(self._stream(row), row)
             latest[line] = time = max(self.start[call] if call != NONE else 0, latest.get(line, 0))
-            self.at(time, ISSUE, self._launch, row, call, time)
+            self.at(time, ISSUE, self._launch, row, call, line, time)
         for row in np.flatnonzero(self.trace.of_category(CALLS)).tolist():
             if _WAIT_EVENT in self.trace.text(row):
                 self.at(self.start[row], RELEASE, self._unsaid)
 
-    def _line(self, row: int) -> str:
+    def _stream(self, row: int) -> str:
         stream = f"stream {int(self.trace.stream[row])}"
         return f"device {int(self.trace.pid[row])} {stream}" if self.several else stream
+
+    def _free_line(self, name: str, row: int) -> str:
+        """A line on which nothing runs when a row begins: what a thread or stream shows at once needs several."""
+        ends = self.ends[name]
+        at = next((at for at, end in enumerate(ends) if end <= self.start[row] + _NEAR), len(ends))
+        ends[at : at + 1] = [self.end[row]]
+        return f"{name} ({at + 1})" if at else name
 
     def _unsaid(self) -> None:
         self.unsaid_wait = True
 
-    def _launch(self, row: int, call: int, time: int) -> None:
+    def _launch(self, row: int, call: int, line: str, time: int) -> None:
         number = self.thread(call) if call != NONE else NONE
         after = self.point(number, min(time, self.start[call])) if number != NONE else []
-        stream, line = int(self.trace.stream[row]), self._line(row)
+        stream = int(self.trace.stream[row])
         after = [*after, *self.stream_waits.pop(stream, [])]
         if self.unsaid_wait and call != NONE:
             after += self._likely(line, row, after)
@@ -199,7 +208,7 @@ class _Rank(Walk):
         waits: dict[tuple[int, int, int], int] = {}
         for row in rows:
             place, issue = (int(self.trace.pid[row]), int(self.trace.tid[row])), self.calls[row].issue
-            line = workers.setdefault(place, f"gloo {len(workers)}")
+            line = self._free_line(workers.setdefault(place, f"gloo {len(workers)}"), row)
             time = self.start[issue if issue != NONE else row]
             self.at(time, ISSUE, self._transfer, row, line, time)
             number = self.thread(issue) if issue != NONE else 0

@@ -184,6 +184,10 @@ class Walk:
         return piece
 
     def _step(self, name: str, time: int, took: int) -> None:
+        if not self.states:
+            # Nothing is known of the thread that was in that step but the time.
+            now = self.pieces.last[MAIN].end
+            self.pieces.add(self.host(GAP, MAIN, now, time - now, now))
         self._mark(name, time, took, self.point(0, time))
 
     def _mark(self, name: str, time: int, took: int, after: list[Piece]) -> None:

@@ -144,17 +144,12 @@ def meetings(calls: Mapping[int, list[Call]]) -> tuple[list[Meeting], list[str]]
     Returns:
         The meetings, and a line for each kind and group that the ranks did not run equally often.
     """
-    by_key: dict[tuple[str, object], dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
-    for rank, found in calls.items():
-        for call in found:
-            if call.kind and call.kind not in MESSAGES:
-                by_key[call.kind, call.ranks or call.group][rank].append(call)
     met, notes = [], []
-    for (kind, group), of_rank in by_key.items():
-        members = set(group) & set(calls) if isinstance(group, tuple) else set(calls)
-        counts = {len(of_rank[rank]) for rank in members}
+    for (kind, ranks, _), of_rank in _alike(calls).items():
+        members = (set(ranks) or set(calls)) & set(calls)
         if len(members) < 2:
             continue
+        counts = {len(of_rank[rank]) for rank in members}
         if len(counts) > 1:
             often = ", ".join(f"{len(of_rank[rank])} on rank {rank}" for rank in sorted(members)[:4])
             notes.append(f"{kind} was run {often}: not matched")
@@ -163,6 +158,21 @@ def meetings(calls: Mapping[int, list[Call]]) -> tuple[list[Meeting], list[str]]
             same = {rank: of_rank[rank][number] for rank in sorted(members)}
             met.append(Meeting(kind=kind, group=next(iter(same.values())).group, number=number, calls=same))
     return met, notes
+
+
+def _alike(calls: Mapping[int, list[Call]]) -> dict[tuple[str, tuple[int, ...], str], dict[int, list[Call]]]:
+    """The calls of each rank by kind, ranks of the group, and its name where all ranks have the same names."""
+    named: dict[tuple[int, ...], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for rank, found in calls.items():
+        for call in found:
+            named[call.ranks][rank].add(call.group)
+    same = {ranks for ranks, names in named.items() if len({frozenset(known) for known in names.values()}) == 1}
+    alike: dict[tuple[str, tuple[int, ...], str], dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
+    for rank, found in calls.items():
+        for call in found:
+            if call.kind and call.kind not in MESSAGES:
+                alike[call.kind, call.ranks, call.group if call.ranks in same else ""][rank].append(call)
+    return alike
 
 
 def matched(traces: TraceSet) -> tuple[list[Meeting], list[str]]:

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.torch
 def test_a_script_becomes_a_job(cli: Any, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     job = tmp_path / "job.pb"
-    made = cli("echoc", "capture", "torch", "--script", PROGRAMS / "ddp.py", "--world-size", 8, "-o", job, "--json", "--",
-               "--width", "64", "--depth", "2")  # fmt: skip
+    asked = ("--script", PROGRAMS / "ddp.py", "--world-size", 8, "-o", job, "--json")
+    made = cli("echoc", "capture", "torch", *asked, "--", "--width", "64", "--depth", "2")
     assert made.status == 0
     assert made.json()["mesh"] == {"dp": 8}
     assert any("ddp.py" in note and "1 stands for it" in note for note in made.json()["notes"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from layered import layered_step, timed
 
+from echograph.ir.columns import NONE
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import fold
@@ -56,6 +57,16 @@ def test_blocking_launches_add_host_and_device_up() -> None:
     expected = sum(int(max(0, busy[row]) + issue[row]) for row in rows)
     assert step_time(job, CLUSTER, replace(HOST, blocking=True)) == expected
     assert step_time(job, CLUSTER, HOST) < expected
+
+
+def test_what_the_graph_says_of_the_host_comes_first() -> None:
+    job = timed(DataParallel(replicas=1)(fold(layered_step(3))), CLUSTER.device, 10**5)
+    said = timed(job, "here/host", 7_000_000)
+    known = said.ops.duration_on("here/host")[0] != NONE
+    issue = replace(HOST, name="here/host").issue(said)
+    assert known.any() and (issue[known] == 7_000_000).all()
+    assert (issue[~known] == HOST.issue(job)[~known]).all()
+    assert (HOST.issue(said) == HOST.issue(job)).all()
 
 
 def test_communication_costs_the_host_what_the_process_group_takes() -> None:

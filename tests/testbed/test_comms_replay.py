@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from configurations import Links
@@ -61,7 +62,7 @@ def test_two_traced_ranks_say_what_slower_links_and_four_ranks_take(tmp_path: Pa
         file.write_text(file.read_text().replace(DEVICE, load_cluster().device))
         wheres[name] = str(file)
     job = FRONTENDS["comms"](tmp_path / "two").graph
-    asked = {
+    asked: dict[str, tuple[Any, dict[str, Any]]] = {
         "two": (job, {}),
         "four": (job, {"cluster": wheres["bed"], "gpus": 4}),
         "slow": (forget_communication(job), {"cluster": wheres["slower"]}),

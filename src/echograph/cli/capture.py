@@ -26,7 +26,9 @@ def capture_command(
     ranks: Annotated[
         str, typer.Option(help="Which ranks to run: roles (one of each that differ), or numbers as 0,5.")
     ] = "roles",
-    step: Annotated[int, typer.Option(min=1, help="Which training step to record.")] = 2,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Which training step to record; by default the first steady one.")
+    ] = None,
     whole: Annotated[bool, typer.Option("--whole", help="Let the script go on after that step.")] = False,
     config: Annotated[
         Path | None, typer.Option("--config", help="DeepSpeed: the configuration, for scripts that take one.")
@@ -47,7 +49,7 @@ def capture_command(
 
     adapter = ADAPTERS[framework]()
     given = adapter.arguments(tuple(arguments or ()), config)
-    asked = Script(path=script, arguments=given, step=step, whole=whole)
+    asked = Script(path=script, arguments=given, step=step or adapter.steady_step, whole=whole)
     world = World(size=world_size, local_size=local_size)
     with progress("starting") as say, contextlib.ExitStack() as stack:
         if as_json:

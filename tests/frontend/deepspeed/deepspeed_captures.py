@@ -14,5 +14,6 @@ from echograph.ir import serde
 
 folder = Path(sys.argv[1])
 for name, (script, *arguments) in json.loads((folder / "cases.json").read_text()).items():
-    asked = Script(path=Path(script), arguments=arguments)
-    serde.save(capture_script(asked, World(size=2), DeepSpeedAdapter()).graph, folder / f"{name}.pb")
+    adapter = DeepSpeedAdapter()
+    asked = Script(path=Path(script), arguments=arguments, step=adapter.steady_step)
+    serde.save(capture_script(asked, World(size=2), adapter).graph, folder / f"{name}.pb")

@@ -6,6 +6,8 @@ deepspeed_llama.py --deepspeed_config FILE [--layers N] [--hidden N] [--length N
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -27,7 +29,9 @@ config = LlamaConfig(
     num_hidden_layers=args.layers, num_attention_heads=args.hidden // 128, num_key_value_heads=args.hidden // 512,
     max_position_embeddings=args.length, rope_theta=500000.0, use_cache=False,
 )  # fmt: skip
-with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config):
+settings = json.loads(Path(args.deepspeed_config).read_text())
+sharded = settings["zero_optimization"]["stage"] == 3
+with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config, enabled=sharded):
     model = LlamaForCausalLM(config)
 if args.recompute:
     model.gradient_checkpointing_enable()

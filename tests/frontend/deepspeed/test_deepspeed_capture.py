@@ -15,8 +15,9 @@ import pytest
 
 pytest.importorskip("torch", reason="needs the [torch] extra")
 
+from echograph.frontend.deepspeed.adapter import DeepSpeedAdapter
 from echograph.ir import serde
-from echograph.ir.types import Collective
+from echograph.ir.types import Collective, Copy, CopyDirection, Phase
 
 pytestmark = [
     pytest.mark.torch,
@@ -107,8 +108,9 @@ def captured_calls(path: Path) -> list[list[Any]]:
 
 
 def real_calls(path: Path, name: str) -> list[list[Any]]:
-    """The same of a real rank's second step."""
-    return [_told(*call) for call in json.loads(path.read_text())[name][1]]
+    """The same of the step of a real rank that is captured."""
+    step = json.loads(path.read_text())[name][DeepSpeedAdapter.steady_step - 1]
+    return [_told(*call) for call in step]
 
 
 def _told(operation: str, group: str, nbytes: int, dtype: str, phase: str) -> list[Any]:
@@ -123,3 +125,68 @@ def test_a_step_communicates_what_it_does_on_real_ranks(name: str, both: Path) -
     assert first == second
     assert len(first) > 0
     assert captured_calls(both / f"{name}.pb") == first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero2-offload", "zero3-offload"])
+def test_what_is_offloaded_is_copied(name: str, both: Path) -> None:
+    """This rank's half of the parameters comes back from the host once a step; its gradients go there in fp32."""
+    job = serde.load(both / f"{name}.pb")
+    copies = [op for op in (job.ops[i] for i in range(len(job.ops))) if isinstance(op, Copy)]
+    half = job.workload.parameters // 2
+    back = [op.nbytes for op in copies if op.phase is Phase.OPTIMIZER]
+    assert {op.direction for op in copies if op.phase is Phase.OPTIMIZER} == {CopyDirection.HOST_TO_DEVICE}
+    assert sum(back) == 2 * half
+    away = [op.nbytes for op in copies if op.direction is CopyDirection.DEVICE_TO_HOST]
+    # With two micro-batches the first one's gradients go too, to be added up.
+    assert sum(away) == 4 * half if name == "zero3-offload" else sum(away) >= 4 * half
+
+
+@pytest.mark.slow
+def test_llama_in_shares_of_1024_ranks_moves_what_its_parameters_weigh(tmp_path: Path) -> None:
+    """Each gradient is scattered once; each parameter gathered for both passes, or once where it persists."""
+    zero = {"stage": 3, "stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 1}
+    config = configure(tmp_path / "ds.json", zero, BF16, 1)
+    given = ("--layers", "2", "--hidden", "1024", "--length", "256", "--deepspeed_config", str(config))
+    script = str(HERE / "deepspeed_llama.py")
+    echo("echoc", "capture", "deepspeed", "--script", script, "--world-size", "1024", "-o",
+         str(tmp_path / "job.pb"), "--", *given)  # fmt: skip
+    moved: dict[str, int] = {}
+    for operation, ranks, nbytes, dtype, _ in captured_calls(tmp_path / "job.pb"):
+        assert ranks == 1024
+        if dtype == "bf16":
+            moved[operation] = moved.get(operation, 0) + nbytes
+    shapes = _llama_shapes()
+    padded = {name: -(-numel // 1024) * 1024 * 2 for name, numel in shapes.items()}
+    assert moved["reduce_scatter_tensor"] == sum(padded.values())
+    small = sum(nbytes for name, nbytes in padded.items() if shapes[name] <= 100_000)
+    assert moved["all_gather_into_tensor"] == 2 * (sum(padded.values()) - small) + small
+    told = json.loads(echo("echosim", "run", str(tmp_path / "job.pb"), "--json"))
+    assert told["gpus"] == 1024
+    assert told["step_time_s"] > 0
+    echo(
+        "echoc", "export", str(tmp_path / "job.pb"), "--to", "chakra", "--per-role", "-o", str(tmp_path / "traces")
+    )
+    assert list((tmp_path / "traces").iterdir())
+
+
+def _llama_shapes() -> dict[str, int]:
+    """Elements of each parameter of the model of `deepspeed_llama.py`, as transformers makes it."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=1024, intermediate_size=3584, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    return {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+
+def echo(command: str, *arguments: str) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    program = [str(Path(sys.executable).with_name(command)), *arguments]
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

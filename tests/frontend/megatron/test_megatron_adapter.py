@@ -45,10 +45,10 @@ def captured(size: int, options: str) -> JobGraph:
 def job() -> JobGraph:
     return captured(
         8,
-        f"--num-layers {LAYERS} --hidden-size {HIDDEN} --seq-length {LENGTH} --padded-vocab-size {VOCABULARY} --bf16 "
+        f"--num-layers {LAYERS} --hidden-size {HIDDEN} --seq-length {LENGTH} --padded-vocab-size {VOCABULARY} "
         f"--tensor-model-parallel-size {TENSOR} --pipeline-model-parallel-size {STAGES} --sequence-parallel "
-        f"--use-distributed-optimizer --untie-embeddings-and-output-weights --global-batch-size {2 * MICRO_BATCHES} "
-        "--disable-gloo-process-groups",
+        "--bf16 --use-distributed-optimizer --untie-embeddings-and-output-weights --disable-gloo-process-groups "
+        f"--global-batch-size {2 * MICRO_BATCHES}",
     )
 
 
@@ -139,7 +139,7 @@ class Nowhere:
     ("where", "named"),
     [
         ("megatron.core.pipeline_parallel.schedules:forward_step", "forward_step"),
-        ("megatron.core.optimizer.optimizer:ChainedOptimizer.step", "ChainedOptimizer.step"),
+        ("megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator.recv_forward", "recv_forward"),
         ("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup", "_ParamAndGradBucketGroup"),
     ],
 )

@@ -48,6 +48,11 @@ PLANS = {
     ),
     "dp2 all-reduced": (2, "--overlap-grad-reduce --ddp-bucket-size 30000 --global-batch-size 4"),
     "cp2": (2, "--context-parallel-size 2"),
+    "ep2": (
+        2,
+        "--expert-model-parallel-size 2 --num-experts 4 --moe-expert-capacity-factor 1.0 "
+        "--moe-pad-expert-input-to-capacity",
+    ),
     "recomputed in full": (2, "--tensor-model-parallel-size 2 --recompute-granularity full"),
     "recomputed selectively": (2, "--tensor-model-parallel-size 2 --recompute-granularity selective"),
 }

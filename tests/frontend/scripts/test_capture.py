@@ -54,14 +54,17 @@ def test_work_and_gradients_are_those_of_the_model(ddp: JobGraph) -> None:
         for i in range(len(ddp.tensors))
         if ddp.tensors[i].role is TensorRole.PARAMETER and ddp.tensors[i].alias_of is None
     }
-    assert named == {f"{layer}.{what}" for layer in ("layers.0", "layers.1", "head") for what in ("weight", "bias")}
+    assert named == {
+        f"{layer}.{what}" for layer in ("layers.0", "layers.1", "head") for what in ("weight", "bias")
+    }
 
 
 def test_the_optimizer_waits_for_the_reduced_gradients(ddp: JobGraph) -> None:
     """From any optimizer operation on parameters one comes back to all reductions, by inputs and deps."""
     ops = [ddp.ops[i] for i in range(len(ddp.ops))]
     before = [
-        {int(ddp.maker[ddp.origin[t]]) for t in op.inputs if ddp.maker[ddp.origin[t]] >= 0} | set(op.deps) for op in ops
+        {int(ddp.maker[ddp.origin[t]]) for t in op.inputs if ddp.maker[ddp.origin[t]] >= 0} | set(op.deps)
+        for op in ops
     ]
     last: dict[int, int] = {}
     for op in ops:  # work on one stream is in order

@@ -1,7 +1,8 @@
-"""The same script without ranks and on real ones communicates the same, in order: the captured step repeats there."""
+"""A script without ranks and on real ones communicates the same, in order: the captured step repeats there."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,4 +31,6 @@ def test_operation_group_bytes_and_type_in_order(tmp_path: Path, case: str) -> N
     for rank in range(size):
         assert without[rank]
         assert repeats(without[rank], real[rank]), rank
-        assert not repeats([*without[rank], without[rank][0]], real[rank])
+        # Five steps, of which the first may differ (DDP has its final buckets from the second on).
+        for call, count in Counter(without[rank]).items():
+            assert 4 * count <= real[rank].count(call) <= 5 * count

@@ -213,3 +213,22 @@ def test_wrong_input_is_refused(tmp_path: Path, worker: Path) -> None:
     (tmp_path / "list" / "gradient_name_list.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="is no text"):
         gradient_names([tmp_path / "list"])
+
+
+def test_pytorch_traces_have_the_ranks_that_they_say(tmp_path: Path) -> None:
+    for name, rank in (("a", 1), ("b", 0)):
+        kernel = complete("gemm", 5.125, 2.5 + rank, "kernel") | {"args": {"stream": 7}}
+        trace = {"distributedInfo": {"rank": rank, "world_size": 2}, "traceEvents": [kernel]}
+        write(tmp_path / f"{name}.json.gz", trace)
+    found = find_job(tmp_path)
+    assert [(gpu.rank, gpu.files[0].name) for gpu in found.gpus] == [(0, "b.json.gz"), (1, "a.json.gz")]
+    averages = {label.name: ps for label, ps in statistics(found.events()).average_ps().items()}
+    assert averages == {"rank0.gemm": 2.5 * US, "rank1.gemm": 3.5 * US}
+    assert {label.category for label in found.events().labels} == {"kernel"}
+
+
+def test_ranks_in_one_simulated_trace_are_apart(tmp_path: Path) -> None:
+    events = [complete("gemm", 0, 2 + pid, "kernel", pid=pid) for pid in (0, 1)]  # type: ignore[arg-type]
+    path = write(tmp_path / "t.json", {"processRanks": {"0": 0, "1": 8}, "traceEvents": events})
+    averages = {label.name: ps for label, ps in statistics(find_job(path).events()).average_ps().items()}
+    assert averages == {"rank0.gemm": 2 * US, "rank8.gemm": 3 * US}

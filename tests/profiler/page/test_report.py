@@ -41,7 +41,7 @@ def test_the_whole_picture_of_eight_ranks(dlrm: TraceSet) -> None:
 
 def test_every_analysis_has_a_plot(dlrm: TraceSet) -> None:
     dlrm = TraceSet({rank: dlrm[rank] for rank in (0, 1)})
-    assert set(PLOTS) <= set(ANALYSES)
+    assert {*PLOTS, *(name for section in SECTIONS for name in section.analyses)} <= set(ANALYSES)
     for name in sorted(set(ANALYSES) - NEED_A_FILE):
         options = {"operator": "aten::"} if name == "kernel-sequences" else {}
         options |= {"test_rank": 1} if name == "trace-diff" else {}
@@ -58,6 +58,8 @@ def test_without_devices_or_events_the_page_says_so(tmp_path: Path) -> None:
     assert "rank 0: nothing ran on a device" in text
     assert "needs two ranks" in text
     assert "What is missing" in Page(report(job(tmp_path / "none", []), "nothing")).texts("h2")
+    many = report(job(tmp_path / "many", *([operator("aten::mm", 0, 1)] for _ in range(17))), "many")
+    assert "critical path: of the first 16 of 17 ranks" in many
 
 
 def test_an_analysis_that_fails_is_a_line_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,11 +210,14 @@ def test_the_file_reads_as_it_was(tmp_path: Path, four: None) -> None:
     assert names == ["first.weight", "first.bias", "second.weight"]
 
 
-def test_nothing_is_left_behind() -> None:
+def test_nothing_is_left_behind(four: None) -> None:
     from torch.nn.modules import module
 
     backward = torch.autograd.backward
-    observer = observe(train(Residual()))
+    step = train(replicate(Residual()))
+    observer = observe(step)
+    step()
+    assert not observer._ready
     assert torch.autograd.backward is backward
     assert not module._global_forward_hooks and not module._global_forward_pre_hooks
     assert not observer._known

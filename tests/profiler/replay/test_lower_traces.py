@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_traces import Event, call, job, launched, operator, step, trace, work
+from small_traces import Event, call, job, launched, operator, step, trace, work, write
 
 from echograph.cli.replay import replay, steps
 from echograph.errors import InputError, UsageError
@@ -241,3 +241,62 @@ def test_several_devices_of_one_rank_have_streams_of_their_own(tmp_path: Path) -
 def test_a_trace_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no complete event in it: nothing to replay"):
         lower(TraceSet({0: trace(tmp_path, [])}))
+
+
+def test_a_launched_graph_of_kernels_on_two_streams(tmp_path: Path) -> None:
+    """All of them are launched by one call; the second stream's is held up by nothing else."""
+    kernels = [work("a", 8, 10, 1), work("b", 18, 4, 1), work("c", 9, 30, 1, stream=8)]
+    events = [operator("aten::mm", 0, 12), call(4, 6, 1, "cudaGraphLaunch"), *kernels]
+    traces = job(tmp_path, events)
+    assert step_us(traces) == pytest.approx(39)
+    assert step_us(traces, "compute=0.5") == pytest.approx(9 + 15)
+    assert step_us(traces, "compute=0") == pytest.approx(12)
+
+
+def test_a_trace_without_a_host(tmp_path: Path) -> None:
+    traces = job(tmp_path, [step(1, 0, 50), work("a", 5, 10), work("b", 20, 10)])
+    assert step_us(traces, name="ProfilerStep#1") == pytest.approx(50)
+    assert step_us(traces, "compute=2") == pytest.approx(max(50, 5 + 20 + 5 + 20))
+
+
+def test_ranks_of_one_file(tmp_path: Path) -> None:
+    """A file that says which of its processes are ranks is a job of several."""
+    events = []
+    for rank, found in enumerate(two_ranks()):
+        events += [one | {"pid": rank} for one in found]
+    path = write(tmp_path / "all.json", events, rank=None, processRanks={"0": 0, "1": 1})
+    graph = graph_of(read_traces(path, last_step=True))
+    assert [program.role for program in graph.programs] == ["rank 0", "rank 1"]
+    assert replay(graph)[0].step_ps == 200 * 1_000_000
+
+
+def test_what_one_thread_shows_at_once_runs_at_once(tmp_path: Path) -> None:
+    """Receives of gloo lie on one thread, whatever they overlap."""
+    events = [
+        operator("aten::mm", 0, 10),
+        operator("c10d::recv_", 11, 2),
+        operator("c10d::recv_", 14, 2),
+        *(operator("gloo:recv", 12 + 3 * n, 50, tid=9) | {"cat": "user_annotation"} for n in range(2)),
+        operator("aten::add", 70, 5),
+    ]
+    lowered = lower(job(tmp_path, events), "messages")
+    assert any("2 sends and receives take what they took" in note for note in lowered.notes)
+    assert replay(lowered.graph)[0].step_ps == 75 * 1_000_000
+
+
+def test_groups_of_the_same_ranks_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """The ranks begin two collectives of two groups in two orders, side by side."""
+
+    def rank(names: str) -> list[Event]:
+        found = [operator("aten::mm", 0, 10)]
+        for number, name in enumerate(names):
+            said = {"Collective name": "allreduce", "In msg nelems": 4, "Out msg nelems": 4, "dtype": "Float"}
+            said |= {"Process Group Name": name, "Process Group Ranks": "[0, 1]"}
+            begin = 2.0 + number
+            found += launched("ncclDevKernel", begin, begin + 2, 20 - begin, number + 1, stream=ord(name), **said)
+        return found
+
+    graph = graph_of(job(tmp_path, rank("AB"), rank("BA")))
+    assert {group.name for group in graph.groups} == {"world (A)", "world (B)"}
+    result, ran = replay(graph)
+    assert max(abs(found.error) for found in steps(ran, result.timeline)) < 1e-9

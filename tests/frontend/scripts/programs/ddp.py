@@ -37,7 +37,7 @@ def main():
     data = TensorDataset(torch.randn(1024, args.width), torch.randint(0, 10, (1024,)))
     loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data, shuffle=True))
     loss_function = nn.CrossEntropyLoss()
-    for step, (x, y) in zip(range(args.steps), loader):
+    for step, (x, y) in zip(range(args.steps), loader, strict=False):
         x, y = x.to(device), y.to(device)
         optimizer.zero_grad()
         loss = loss_function(model(x), y)

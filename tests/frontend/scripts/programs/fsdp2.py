@@ -68,7 +68,7 @@ def main():
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for step in range(args.steps):
-        for micro_batch in range(args.accumulate):
+        for _ in range(args.accumulate):
             tokens = torch.randint(0, 512, (2, 32), device=device_type)
             logits = model(tokens)
             loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
