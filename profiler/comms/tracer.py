@@ -115,7 +115,7 @@ class Tracer:
         return self
 
     def optimizing(self, entered: int) -> None:
-        """Says that a step around those of PyTorch's optimizers, a framework's own, is entered (1) or left (-1)."""
+        """Says that a step of a framework, around those of PyTorch's optimizers, is entered (1) or left (-1)."""
         if self._running:
             _capture.phases.optimizing += entered
 

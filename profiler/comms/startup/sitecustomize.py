@@ -1,8 +1,8 @@
 """Starts the tracer or the recorder in every Python process that `echoprof comms --` or `echoprof record --` runs.
 
 Python imports this by its name, because the folder stands first in PYTHONPATH. Whatever `sitecustomize` it hides
-is run as well; both begin once PyTorch has been imported; the tracer makes no file before the first collective, the recorder none
-before its window is near.
+is run as well; both begin once PyTorch has been imported. The tracer makes no file before the first collective,
+the recorder none before its window is near.
 """
 
 from __future__ import annotations

@@ -142,11 +142,8 @@ def test_moved_seams_are_one_line_and_slices_are_deepspeeds(tmp_path: Path) -> N
         [sys.executable, "-c", _SEAMS], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    said = [
-        line
-        for line in done.stdout.splitlines()
-        if line.startswith(("True", "False", "this version", "deepspeed."))
-    ]
+    wanted = ("True", "False", "this version", "deepspeed.")
+    said = [line for line in done.stdout.splitlines() if line.startswith(wanted)]
     assert "deepspeed.runtime.engine.Engine" in said[0]
     assert "deepspeed.runtime.nowhere" in said[1]
     assert "deepspeed.runtime.engine.DeepSpeedEngine has no 'backwards'" in said[2]
