@@ -1,4 +1,4 @@
-"""Parts of one buffer, written one after the other: who reads a part waits for its write, not for its neighbour's."""
+"""Parts of one buffer, written one after the other: who reads a part waits for its write, not a neighbour's."""
 
 from __future__ import annotations
 

@@ -120,10 +120,12 @@ try:
 except CaptureError as error:
     print(error)
 from deepspeed.runtime.comm import coalesced_collectives as reduce
+import sys
 import torch.distributed as dist, deepspeed.comm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
-deepspeed.comm.comm.cdb = deepspeed.comm.torch.TorchBackend.__new__(deepspeed.comm.torch.TorchBackend)
+backend = sys.modules["deepspeed.comm.torch"].TorchBackend
+deepspeed.comm.comm.cdb = backend.__new__(backend)
 deepspeed.comm.comm.cdb.initialized = True
 for sizes in ((8,), (7, 8, 3), (1, 2), (5,)):
     given = []
