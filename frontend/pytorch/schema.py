@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -19,56 +19,92 @@ _FILLS = frozenset(
 _MULTI_TENSOR = ("_foreach_", "_fused_adam", "_fused_sgd_", "_amp_foreach_")
 
 
+class _Operator(NamedTuple):
+    """What a schema says, read from PyTorch once: each look at it makes new objects there.
+
+    Attributes:
+        name: with its namespace ("aten::add_").
+        arguments: name, whether it is given by name only, and default of each.
+        written: names of the arguments that it writes in place.
+        is_view: whether all its results alias an argument, and it writes none.
+        is_in_place: whether it writes an argument.
+    """
+
+    name: str
+    arguments: tuple[tuple[str, bool, Any], ...]
+    written: tuple[str, ...]
+    is_view: bool
+    is_in_place: bool
+
+    @property
+    def plain_name(self) -> str:
+        """The name without its namespace."""
+        return self.name.partition("::")[2]
+
+
+@cache
+def _operator(target: Any) -> _Operator | None:
+    schema: torch.FunctionSchema | None = getattr(target, "_schema", None)
+    if schema is None:
+        return None
+    aliases = [result.alias_info for result in schema.returns]
+    renames = bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    name = str(schema.name)
+    return _Operator(
+        name=name,
+        arguments=tuple((a.name, a.kwarg_only, a.default_value) for a in schema.arguments),
+        written=tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
+        is_view=renames or name.endswith("::_unsafe_view"),
+        is_in_place=bool(schema.is_mutable),
+    )
+
+
+def _called(node: Node) -> _Operator:
+    found = _operator(node.target)
+    if found is None:
+        raise TypeError(f"node '{node.name}' calls no operator")
+    return found
+
+
 def plain_name(node: Node) -> str:
     """Operator name without namespace and overload ("add_"); "" for `getitem`."""
-    schema = getattr(node.target, "_schema", None)
-    return "" if schema is None else str(schema.name).partition("::")[2]
+    found = _operator(node.target)
+    return "" if found is None else found.plain_name
 
 
 def qualified_name(node: Node) -> str:
     """Operator name with its namespace and without its overload ("aten.add_")."""
-    schema: torch.FunctionSchema = node.target._schema  # type: ignore[union-attr]
-    return str(schema.name).replace("::", ".")
+    return _called(node).name.replace("::", ".")
 
 
 def arguments(node: Node) -> dict[str, Any]:
     """Arguments of a call node by their names in the schema, defaults filled in."""
-    schema: torch.FunctionSchema = node.target._schema  # type: ignore[union-attr]
-    values: dict[str, Any] = {}
-    for i, argument in enumerate(schema.arguments):
-        if i < len(node.args) and not argument.kwarg_only:
-            values[argument.name] = node.args[i]
-        else:
-            values[argument.name] = node.kwargs.get(argument.name, argument.default_value)
-    return values
+    given, named = node.args, node.kwargs
+    return {
+        name: given[i] if i < len(given) and not by_name else named.get(name, default)
+        for i, (name, by_name, default) in enumerate(_called(node).arguments)
+    }
 
 
-def written_arguments(node: Node) -> Iterator[str]:
+def written_arguments(node: Node) -> tuple[str, ...]:
     """Names of the arguments that the operator writes in place."""
-    schema: torch.FunctionSchema = node.target._schema  # type: ignore[union-attr]
+    found = _called(node)
     # The fused optimizers write the gradients only when they also unscale them.
-    keeps_gradients = plain_name(node).startswith("_fused_") and node.kwargs.get("grad_scale") is None
-    for argument in schema.arguments:
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written and not (argument.name == "grads" and keeps_gradients):
-            yield argument.name
+    if found.plain_name.startswith("_fused_") and node.kwargs.get("grad_scale") is None:
+        return tuple(name for name in found.written if name != "grads")
+    return found.written
 
 
 def is_view(node: Node) -> bool:
     """Whether a call node only renames memory: all its results alias an argument, and it writes none."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return False
-    if plain_name(node) == "_unsafe_view":
-        return True
-    aliases = [r.alias_info for r in schema.returns]
-    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+    found = _operator(node.target)
+    return found is not None and found.is_view
 
 
 def is_in_place(node: Node) -> bool:
     """Whether a call node writes to one of its arguments."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
+    found = _operator(node.target)
+    return found is not None and found.is_in_place
 
 
 def is_allocation(node: Node) -> bool:

@@ -2,7 +2,8 @@
 
 recorder.py is what a user starts, and says when what is on; window.py which steps are meant; steps.py finds where
 they end, profile.py drives PyTorch's profiler, operators.py and dependencies.py make the graph of what depends on
-what, folder.py knows the files, compare.py holds a recording against a captured graph.
+what, durations.py says how long that took, folder.py knows the files, compare.py holds a recording against a
+captured graph.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from echograph.ir.files import write_whole
+from echograph.profiler.record.folder import DAG
 from echograph.profiler.record.operators import Communication, Operator, StepObserver
 
 STEP = "STEP"
@@ -34,20 +35,23 @@ def write_dependencies(observer: StepObserver, folder: Path) -> None:
     from networkx import generate_gml
 
     graph = dependencies(observer)
-    write_whole(folder / "dag.gml", (line + "\n" for line in generate_gml(graph)))
+    write_whole(folder / DAG, (line + "\n" for line in generate_gml(graph)))
     names = (f"{parameter.name}\n" for parameter in observer.parameters)
     write_whole(folder / "gradient_name_list.txt", names)
 
 
 def dependencies(observer: StepObserver) -> Any:
-    """The graph, a `networkx.DiGraph`; nodes have `op`, the part of their name before the first point."""
+    """The graph, a `networkx.DiGraph`.
+
+    Nodes have `op`, the part of their name before the first point; operators `order`, autograd's number of them.
+    """
     from networkx import DiGraph
 
     graph: Any = DiGraph()
     names = _distinct(observer.operators)
     for operator in observer.operators:
         for phase in ("FW", "BW"):
-            graph.add_node(f"{phase}.{names[operator]}", op=phase)
+            graph.add_node(f"{phase}.{names[operator]}", op=phase, order=operator.order)
     graph.add_node(STEP, op=STEP)
     communications = _called(observer.communications)
     for one, name in communications.items():

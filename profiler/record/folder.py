@@ -11,7 +11,7 @@ from echograph.errors import InputError
 from echograph.ir.files import write_whole
 
 FORMAT, VERSION = "echograph recording", (1, 0)
-TRACE, COMMS, METADATA = "trace.json.gz", "comms.jsonl", "metadata.json"
+TRACE, COMMS, METADATA, DAG = "trace.json.gz", "comms.jsonl", "metadata.json", "dag.gml"
 MAX_BYTES = 64 << 20
 
 

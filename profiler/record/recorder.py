@@ -18,7 +18,7 @@ from typing import Any
 from msgspec import structs
 
 from echograph.errors import EchoError, MissingExtraError, UsageError
-from echograph.profiler.record.folder import COMMS, TRACE, Metadata, Step, write_metadata
+from echograph.profiler.record.folder import COMMS, DAG, TRACE, Metadata, Step, write_metadata
 from echograph.profiler.record.steps import StepEnds
 from echograph.profiler.record.window import Window, choose_window
 
@@ -89,6 +89,7 @@ class Recorder:
         self._observer: Any = None
         self._profile: Any = None
         self._tracer: Any = None
+        self._traced = False
         self._complete = False
         self._problems: list[str] = []
         self._about: Any = None
@@ -107,8 +108,7 @@ class Recorder:
         self.running = False
         atexit.unregister(self.stop)
         self._ends.remove()
-        self._try(self._finish)
-        self._try(self._write_metadata)
+        self._close()
 
     def __enter__(self) -> Recorder:
         return self
@@ -157,8 +157,7 @@ class Recorder:
             self._try(self._profile_step)
         elif step == window.end:
             self._complete = True
-            self._try(self._finish)
-            self._try(self._write_metadata)
+            self._close()
         self._began_ns = time.perf_counter_ns()
 
     def _state(self, step: int) -> str:
@@ -218,6 +217,16 @@ class Recorder:
         write_dependencies(observer, self.folder or self._open())
         return roots
 
+    def _close(self) -> None:
+        self._try(self._finish)
+        self._try(self._write_metadata)
+        # It takes longest, and a launcher that ends the job does not wait.
+        self._try(self._add_durations)
+        self._try(self._write_metadata)
+
+    def _write_trace(self, profile: Any, about: Metadata) -> None:
+        self._traced = profile.finish(about.rank, about.world_size)
+
     def _finish(self) -> None:
         tracer, self._tracer = self._tracer, None
         profile, self._profile = self._profile, None
@@ -225,12 +234,21 @@ class Recorder:
             self._try(self._observed)
         if profile is not None:
             about = self._about
-            self._try(lambda: profile.finish(about.rank, about.world_size))
+            self._try(lambda: self._write_trace(profile, about))
         if tracer is not None:
             tracer.stop()
         if self._signal is not None:
             signal.signal(signal.SIGTERM, self._signal)
             self._signal = None
+
+    def _add_durations(self) -> None:
+        from echograph.profiler.record.durations import add_durations
+
+        traced, self._traced = self._traced, False
+        if traced and self.folder is not None and (self.folder / DAG).is_file():
+            problem = add_durations(self.folder)
+            if problem:
+                self._note(problem)
 
     def _open(self) -> Path:
         """Makes this rank's folder."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -99,6 +99,25 @@ def test_the_recorded_graph_takes_as_long_as_the_job_did(
             "step", f"{name} rank {rank}: {_ms(simulated)} ms, wall {_ms(measured.values())}, free {_ms(free)}"
         )
         print(name, rank, _ms(simulated), _ms(measured.values()), _ms(free))
+
+
+def test_the_dependencies_take_at_most_as_long_as_the_step(tmp_path: Path, record_property: Any) -> None:
+    JOBS["ddp"][1](tmp_path)
+    recording, trace = tmp_path / "recording", tmp_path / "replay.json"
+    replayed = json.loads(tool("echoprof", "replay", recording, "--pretty", "-o", trace, "--json").stdout)
+    critical = json.loads(tool("echoprof", "critical", recording, "--json").stdout)
+    nodes = json.loads(tool("echoprof", "dag", recording, "--json").stdout)["dag"]
+    assert {"rank0.STEP", "rank1.STEP"} <= {node["name"] for node in nodes}
+    for rank in (0, 1):
+        said = metadata(recording, rank)
+        assert not said["problems"]
+        measured = 1e3 * fmean(s["seconds"] for s in said["steps"] if s["state"] == "recorded")
+        (step,) = (s["step_ms"] for s in replayed["steps"] if s["gpu"] == f"rank{rank}")
+        # Ranks are not coupled, and what is on a path ran one after another: the rest of the step is Python.
+        assert step == pytest.approx(critical["length_ms"][f"rank{rank}"])
+        assert measured / 2 < step < measured * 1.01
+        record_property("dependencies", f"rank {rank}: {step:.1f} ms, wall {measured:.1f}")
+        print(rank, step, measured)
 
 
 def _ms(seconds: Any) -> str:
