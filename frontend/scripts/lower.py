@@ -20,7 +20,7 @@ from echograph.frontend.scripts.recorder import AFTER, COMMUNICATION, COPY, MICR
 from echograph.frontend.scripts.run import Recorded
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.graph import Axis, JobGraph, Workload
-from echograph.ir.types import DType, Payload, TensorRole
+from echograph.ir.types import CollectiveKind, DType, Payload, TensorRole
 
 _PAYLOADS = {
     "parameter": Payload.PARAMETER,
@@ -29,6 +29,8 @@ _PAYLOADS = {
     "optimizer_state": Payload.OPTIMIZER_STATE,
     "other": Payload.OTHER,
 }
+# Of what two ranks exchange in place of an all-reduce: no message of a schedule has it.
+_EXCHANGE = 1 << 30
 _OF_ROLES = {
     TensorRole.PARAMETER: Payload.PARAMETER,
     TensorRole.GRADIENT: Payload.GRADIENT,
@@ -51,6 +53,9 @@ def lower_job(
         CaptureError: a group is no formula of the mesh, or a tensor has a type that a graph does not know.
     """
     builder = GraphBuilder(name=workload.model, workload=workload)
+    if 1 not in mesh.values() and any(_has_single_ranks(run.recorder.graph) for run in recorded):
+        # Frameworks call collectives of single ranks, too: such a group lies along an axis of one.
+        mesh = {**mesh, "self": 1}
     builder.mesh = tuple(Axis(name=name, size=size) for name, size in mesh.items())
     for run, place in zip(recorded, places, strict=True):
         begin = builder.op_count()
@@ -138,6 +143,9 @@ class _Rank(Lowering):
         read, written = node.args
         inputs = self.present(read)  # type: ignore[arg-type]
         order = self.order(node, inputs)
+        if call.kind is CollectiveKind.ALL_REDUCE and (axis := self._pair(call)) is not None:
+            self._exchange(node, call, axis, order)
+            return
         group, label = self._group(call)
         made = self._made(node, written, inputs)  # type: ignore[arg-type]
         common: Common = {
@@ -163,6 +171,43 @@ class _Rank(Lowering):
             )  # fmt: skip
         self.note_writes(made, op)
         self.made[node] = [op]
+
+    def _pair(self, call: Communication) -> str | None:
+        """The axis on which two ranks out of more lie: a group that no axes can say, as of tied embeddings."""
+        if len(call.ranks) != 2 or axes_of(call.ranks, self._mesh) is not None:
+            return None
+        one, other = (place_of(rank, self._mesh) for rank in call.ranks)
+        differing = [axis for axis in self._mesh if one[axis] != other[axis]]
+        return differing[0] if len(differing) == 1 else None
+
+    def _exchange(self, node: Node, call: Communication, axis: str, order: Order) -> None:
+        """An all-reduce of two ranks: both send, and both add, as the pipeline pass has it."""
+        read, written = node.args
+        inputs = self.present(read)  # type: ignore[arg-type]
+        (value,) = call.inputs
+        other = next(rank for rank in call.ranks if rank != self._rank)
+        peer = place_of(other, self._mesh)[axis] - place_of(self._rank, self._mesh)[axis]
+        phase, module = PHASES[node.meta[PHASE]], node.meta[MODULE]
+        group, payload = self.builder.group(axis, axes=(axis,)), self._payload(node, inputs)
+        theirs = self.tensor(f"{call.op}.of_peer", value, TensorRole.ACTIVATION)
+        sent = self.builder.send(
+            f"{axis}.{call.op}.send", group=group, peer=peer, tag=_EXCHANGE, nbytes=call.nbytes, payload=payload,
+            phase=phase, module=module, inputs=inputs, deps=order["deps"],
+            stream=self.builder.stream(f"comm.{axis}.{call.op}.send{peer:+}"),
+        )  # fmt: skip
+        received = self.builder.recv(
+            f"{axis}.{call.op}.recv", group=group, peer=peer, tag=_EXCHANGE, nbytes=call.nbytes, payload=payload,
+            phase=phase, module=module, outputs=[theirs], deps=order["deps"],
+            stream=self.builder.stream(f"comm.{axis}.{call.op}.recv{peer:+}"),
+        )  # fmt: skip
+        made = self._made(node, written, inputs)  # type: ignore[arg-type]
+        op = self.builder.compute(
+            "aten.add_", phase=phase, module=module, inputs=[*inputs, theirs], outputs=made, deps=[sent],
+            bytes_read=2 * call.nbytes, bytes_written=call.nbytes,
+            stream=self.builder.stream(f"comm.{axis}.{call.op}"),
+        )  # fmt: skip
+        self.note_writes(made, op)
+        self.made[node] = [sent, received, op]
 
     def _made(self, node: Node, written: Sequence[Node], inputs: Sequence[int]) -> list[int]:
         """The tensors that it makes: new ones of a functional operator, else next versions of what it writes."""
@@ -195,6 +240,10 @@ class _Rank(Lowering):
             others = sum(known.partition(".")[0] == name for known in self._labels.values())
             label = self._labels[call.group] = f"{name}.{others + 1}" if others else name
         return self.builder.group(name, axes=axes), label
+
+
+def _has_single_ranks(graph: Graph) -> bool:
+    return any(len(n.meta[COMMUNICATION].ranks) == 1 for n in graph.nodes if COMMUNICATION in n.meta)
 
 
 def _outliving(graph: Graph) -> set[Node]:

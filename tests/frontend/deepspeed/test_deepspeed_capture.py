@@ -78,9 +78,14 @@ def run(folder: Path, *command: str) -> None:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what two real ranks told of all cases, and with what was captured of them."""
-    folder = tmp_path_factory.mktemp("deepspeed")
+    return told_of(tuple(CASES), tmp_path_factory.mktemp("deepspeed"))
+
+
+def told_of(names: tuple[str, ...], folder: Path) -> Path:
+    """The folder, in which two real ranks, and a capture of each, have written down what they communicate."""
     cases = {}
-    for name, (zero, precision, micro_batches, arguments) in CASES.items():
+    for name in names:
+        zero, precision, micro_batches, arguments = CASES[name]
         config = configure(folder / f"{name}.json", zero, precision, micro_batches)
         cases[name] = [str(EXAMPLE / "train.py"), "--deepspeed_config", str(config), *arguments]
     (folder / "cases.json").write_text(json.dumps(cases))
@@ -118,9 +123,17 @@ def _told(operation: str, group: str, nbytes: int, dtype: str, phase: str) -> li
     return [operation, len(ranks), nbytes, DTYPES[dtype], phase]
 
 
+def test_the_example_runs_on_two_ranks_and_communicates_as_captured(tmp_path: Path) -> None:
+    compare("zero3", told_of(("zero3",), tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_communicates_what_it_does_on_real_ranks(name: str, both: Path) -> None:
+    compare(name, both)
+
+
+def compare(name: str, both: Path) -> None:
     first, second = (real_calls(both / f"steps.{rank}.json", name) for rank in range(2))
     assert first == second
     assert len(first) > 0

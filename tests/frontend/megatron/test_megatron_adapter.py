@@ -181,3 +181,23 @@ def test_wrong_use_is_one_line(size: int, options: str, said: str) -> None:
         captured(size, f"--num-layers 1 --disable-gloo-process-groups {options}")
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_tied_embeddings_of_four_stages_are_exchanged() -> None:
+    """The group of the first and the last stage is no axis: both send the gradient and add what they receive."""
+    job = captured(
+        8,
+        f"--num-layers 4 --hidden-size {HIDDEN} --seq-length {LENGTH} --padded-vocab-size {VOCABULARY} "
+        "--pipeline-model-parallel-size 4 --bf16 --disable-gloo-process-groups --global-batch-size 8",
+    )
+    for program, peer in enumerate((3, None, None, -3)):
+        found = [
+            (type(op), op.peer, op.nbytes)
+            for _, begin, end, _, _ in job.programs[program].calls.tolist()
+            for op in job.ops[begin:end]
+            if isinstance(op, t.Send | t.Recv) and op.payload is t.Payload.GRADIENT
+        ]
+        expected = [] if peer is None else [(kind, peer, VOCABULARY * HIDDEN * 2) for kind in (t.Send, t.Recv)]
+        assert found == expected
+    result, _ = predict(job)
+    assert result.step_ps > 0

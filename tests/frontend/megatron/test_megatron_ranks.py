@@ -17,7 +17,6 @@ pytest.importorskip("torch", reason="needs the [torch] extra")
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.slow,
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the [megatron] extra"),
 ]
 
@@ -98,7 +97,9 @@ def captured(ranks: int, arguments: list[str]) -> list[list[list[Any]]]:
     return found
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", [plan if plan == "tp2 sequence" else pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS]
+)
 def test_captured_calls_are_those_of_real_ranks(plan: str, tmp_path: Path) -> None:
     ranks, options = PLANS[plan]
     arguments = [*SMALL.split(), *options.split()]
