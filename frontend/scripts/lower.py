@@ -30,7 +30,7 @@ _PAYLOADS = {
     "other": Payload.OTHER,
 }
 # Of what two ranks exchange in place of an all-reduce: no message of a schedule has it.
-_EXCHANGE = 1 << 30
+_EXCHANGE = 1 << 19
 _OF_ROLES = {
     TensorRole.PARAMETER: Payload.PARAMETER,
     TensorRole.GRADIENT: Payload.GRADIENT,
