@@ -45,7 +45,7 @@ from echograph.simulator.tasks import expand
 from echograph.units import to_ps, to_s
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     cluster=st.sampled_from(cluster_names()).map(load_cluster),
     kind=st.sampled_from([kind for kind in KINDS if kind != "send_recv"]),
