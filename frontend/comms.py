@@ -17,6 +17,7 @@ from echograph.errors import FormatError, InputError
 from echograph.frontend import Imported
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.comms_native import NativeSource
+from echograph.ir.comms_operations import kind_of
 from echograph.ir.comms_record import UNKNOWN, What
 from echograph.ir.graph import JobGraph, Workload
 from echograph.ir.types import CollectiveKind, DType, Duration, Phase, Source
@@ -27,18 +28,6 @@ DEVICE = "trace"
 
 MAX_CALLS = 5_000_000
 
-_KINDS = {
-    "all_reduce": CollectiveKind.ALL_REDUCE,
-    "all_gather": CollectiveKind.ALL_GATHER,
-    "reduce_scatter": CollectiveKind.REDUCE_SCATTER,
-    "all_to_all": CollectiveKind.ALL_TO_ALL,
-    "broadcast": CollectiveKind.BROADCAST,
-    "reduce": CollectiveKind.REDUCE,
-    "gather": CollectiveKind.GATHER,
-    "scatter": CollectiveKind.SCATTER,
-    "barrier": CollectiveKind.BARRIER,
-    "monitored_barrier": CollectiveKind.BARRIER,
-}
 _DTYPES = {
     "float32": DType.FP32,
     "float16": DType.FP16,
@@ -319,10 +308,10 @@ def _ranks(what: What, group: tuple[int, ...]) -> tuple[int, ...]:
 
 def _kind(call: _Call) -> CollectiveKind:
     op = call.what.op
-    names = [name for name in _KINDS if op == name or op.startswith(f"{name}_")]
-    if not names:
+    kind = kind_of(op)
+    if kind is None:
         raise FormatError(f"rank {call.rank}: {op[:40]} is no collective that a graph holds: leave it out")
-    return _KINDS[max(names, key=len)]
+    return kind
 
 
 def _duration(nanoseconds: int) -> Duration:

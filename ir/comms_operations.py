@@ -10,9 +10,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from echograph.ir.types import CollectiveKind
+
 Tensors = Sequence[Any]
 Arguments = tuple[Any, ...]
 Take = Callable[[Arguments, bool], Tensors]
+
+_KINDS = {
+    "all_reduce": CollectiveKind.ALL_REDUCE,
+    "all_gather": CollectiveKind.ALL_GATHER,
+    "reduce_scatter": CollectiveKind.REDUCE_SCATTER,
+    "all_to_all": CollectiveKind.ALL_TO_ALL,
+    "broadcast": CollectiveKind.BROADCAST,
+    "reduce": CollectiveKind.REDUCE,
+    "gather": CollectiveKind.GATHER,
+    "scatter": CollectiveKind.SCATTER,
+    "barrier": CollectiveKind.BARRIER,
+    "monitored_barrier": CollectiveKind.BARRIER,
+}
+
+
+def kind_of(operation: str) -> CollectiveKind | None:
+    """What a graph calls an operation of torch.distributed ("reduce_scatter_tensor"); None for what it has not."""
+    names = [name for name in _KINDS if operation == name or operation.startswith(f"{name}_")]
+    return _KINDS[max(names, key=len)] if names else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

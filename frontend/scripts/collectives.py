@@ -15,20 +15,9 @@ import torch
 from torch import Tensor
 
 from echograph.errors import CaptureError
-from echograph.ir.comms_operations import OPERATIONS
+from echograph.ir.comms_operations import OPERATIONS, kind_of
 from echograph.ir.types import CollectiveKind
 
-KINDS = {
-    "all_reduce": CollectiveKind.ALL_REDUCE,
-    "all_gather": CollectiveKind.ALL_GATHER,
-    "reduce_scatter": CollectiveKind.REDUCE_SCATTER,
-    "all_to_all": CollectiveKind.ALL_TO_ALL,
-    "broadcast": CollectiveKind.BROADCAST,
-    "reduce": CollectiveKind.REDUCE,
-    "gather": CollectiveKind.GATHER,
-    "scatter": CollectiveKind.SCATTER,
-    "barrier": CollectiveKind.BARRIER,
-}
 MESSAGES = ("send", "recv")
 NAMESPACES = ("c10d", "_c10d_functional")
 WAIT = "wait_tensor"
@@ -67,8 +56,7 @@ class Communication:
     @property
     def kind(self) -> CollectiveKind | None:
         """Of a collective; None for a message."""
-        names = [name for name in KINDS if self.op == name or self.op.startswith(f"{name}_")]
-        return KINDS[max(names, key=len)] if names else None
+        return kind_of(self.op)
 
 
 def communication_of(
