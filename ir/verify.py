@@ -101,6 +101,9 @@ def blocks_cover_tables(graph: Graph) -> None:
 
 def sizes_sane(graph: Graph) -> None:
     """Extents, work and times are not negative, and no tensor is beyond 2^60 bytes."""
+    for name in ("parameters", "batch_size", "sequence_length"):
+        if not 0 <= (count := getattr(graph.workload, name)) < 2**63:
+            _fail("sizes_sane", "the workload", f"has {name} {count}")
     shape = graph.tensors.shape
     if (at := _first(shape.values < 0)) is not None:
         _fail("sizes_sane", f"tensor {int(shape.rows[at])}", f"has the extent {int(shape.values[at])}")
@@ -225,6 +228,8 @@ def streams_and_groups(graph: Graph) -> None:
         if not set(group.axes) <= set(names) or len(set(group.ranks)) != len(group.ranks):
             where = f"group '{group.name}'"
             _fail("streams_and_groups", where, "names an axis that the mesh lacks, or a rank twice")
+        if not (group.axes or group.ranks):
+            _fail("streams_and_groups", f"group '{group.name}'", "has neither axes nor ranks")
 
 
 def instances_bound(graph: Graph) -> None:

@@ -52,6 +52,10 @@ def extent(index: int, value: int) -> Break:
     return change
 
 
+def workload(**fields: int) -> Break:
+    return lambda g: replace(g, workload=replace(g.workload, **fields))
+
+
 def sharded(name: str | int) -> Break:
     """Tensor 0 divided over an axis of that name, or of that index into the strings."""
 
@@ -114,6 +118,8 @@ CASES: list[tuple[str, str, Break, str]] = [
     ("sizes_sane", "two_layers", extent(0, -8), "tensor 0 has the extent -8"),
     ("sizes_sane", "two_layers", extent(1, 2**61), "beyond 2^60 bytes"),
     ("sizes_sane", "two_layers", op_column("flops", 3, -1), "operation 3 has negative flops"),
+    ("sizes_sane", "two_layers", workload(parameters=-1), "the workload has parameters -1"),
+    ("sizes_sane", "two_layers", workload(batch_size=2**63), "the workload has batch_size"),
     ("shards_in_mesh", "two_layers", sharded("tp"), "tensor 0 is divided over an axis that the mesh lacks"),
     ("shards_in_mesh", "two_layers", sharded(10**6), "tensor 0 is divided over an axis that the mesh lacks"),
     ("shards_in_mesh", "two_layers", sharded(-1), "tensor 0 is divided over an axis that the mesh lacks"),
@@ -140,6 +146,7 @@ CASES: list[tuple[str, str, Break, str]] = [
     ("streams_and_groups", "job", axis("x", 2**40), "2^40 ranks"),
     ("streams_and_groups", "job", group(axes=("z",)), "group 'new'"),
     ("streams_and_groups", "job", group(ranks=(1, 1)), "a rank twice"),
+    ("streams_and_groups", "job", group(), "group 'new' has neither axes nor ranks"),
     ("streams_and_groups", "job", group(ranks=(1, 8)), "rank 8 is listed"),
     ("streams_and_groups", "ranks", group(ranks=(-1, 1)), "rank -1 is listed"),
     ("instances_bound", "two_layers", block(0, instances=(Instance(),)), "binds 0 of 1 ports"),

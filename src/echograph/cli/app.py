@@ -121,7 +121,7 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None
 
 
 def _cell(value: object) -> str:
-    if value is None or value == "0":
+    if value is None:
         return "-"
     return f"{value:g}" if isinstance(value, float) else str(value)
 

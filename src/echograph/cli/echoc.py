@@ -145,14 +145,18 @@ def models(
             (
                 row["name"],
                 row["family"],
-                format_count(row["parameters"] or 0),
+                _known_count(row["parameters"]),
                 row["sample"],
-                *(format_count(row["flops_per_sample"][k] or 0) for k in ("forward", "backward")),
+                *(_known_count(row["flops_per_sample"][k]) for k in ("forward", "backward")),
                 ", ".join(row["aliases"]),
             )
             for row in rows
         ),
     )
+
+
+def _known_count(value: float | None) -> str | None:
+    return None if value is None else format_count(value)
 
 
 @app.command()
