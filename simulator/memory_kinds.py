@@ -227,7 +227,8 @@ def _held(job: JobGraph) -> dict[int, list[Held]]:
     """What the collectives of each block hold longer than its readers need it.
 
     A unit of FSDP2 drops its gathered parameters all at once: after forward those that it gathers again, all
-    others just before it reduces its gradients. The buffer of a collective lives as long as the token (one element
+    others just before it reduces its gradients. (A gather that names what it makes, as captured ones do, is held by
+    its readers alone.) The buffer of a collective lives as long as the token (one element
     of type bool) that tells others that it is done; that of a gather in forward until the next gather is told so,
     since FSDP2 holds it to overlap the two.
     """
@@ -241,7 +242,7 @@ def _held(job: JobGraph) -> dict[int, list[Held]]:
             made = np.concatenate([ops.outputs[maker] for maker in makers]).astype(np.int64)
             made = made[np.array([not TensorRole(int(role)).persistent for role in tensors.role[made]], np.bool_)]
             token = (tensors.dtype[made] == DType.BOOL) & (numel[made] == 1)
-            if op in gathers and not token.all():
+            if op in gathers and not (token.all() or len(ops.outputs.row(op))):
                 found.setdefault(block, []).append(Held(op, made[~token], False, dropped[op]))
             if buffers[op] and token.any() and (ops.phase[op] == Phase.FORWARD or op not in gathers):
                 found.setdefault(block, []).append(Held(op, made[token], True))

@@ -10,6 +10,7 @@ import numpy as np
 
 from echograph.ir.timeline import Timeline
 from echograph.simulator.breakdown import Breakdown
+from echograph.simulator.durations import Durations
 from echograph.simulator.flows import LinkUse
 from echograph.simulator.goodput import Goodput
 from echograph.simulator.memory import Memory
@@ -46,6 +47,7 @@ class Result:
         tasks: number of tasks.
         wall_s: seconds that the simulation took.
         write_timeline: writes down what ran when, which a prediction itself does not always need.
+        times: what each operation of the job takes and where that comes from, for those who look into the step.
         traced: what the ranks did whose timelines were asked for.
         ranks: the times of every rank, where each was simulated.
         draws_ps: step times under several draws of noise.
@@ -76,6 +78,7 @@ class Result:
     network: str = "closed-form"
     degraded: tuple[str, ...] = ()
     links: tuple[LinkUse, ...] = ()
+    times: Durations | None = field(default=None, repr=False, compare=False)
     traced: Timeline | None = field(default=None, repr=False, compare=False)
     ranks: RankTimes | None = field(default=None, repr=False, compare=False)
     draws_ps: tuple[int, ...] = ()

@@ -116,6 +116,7 @@ def simulate(
         tasks=2 * job.unfolded_ops * ran.columns,
         wall_s=time.perf_counter() - began,
         write_timeline=step.write,
+        times=times,
         traced=ran.traced,
     )
 

@@ -16,6 +16,7 @@ from echograph.errors import CaptureError, InputError
 from echograph.frontend.deepspeed import shims
 from echograph.frontend.deepspeed.memory import name_memory
 from echograph.frontend.deepspeed.offload import mark_copies
+from echograph.frontend.deepspeed.pipeline import Pipelines, axes
 from echograph.frontend.deepspeed.slices import GATHER
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts.adapter import patched
@@ -52,7 +53,7 @@ _UNSUPPORTED = (
 
 
 class DeepSpeedAdapter(TorchAdapter):
-    """DeepSpeed 0.19: ZeRO, offload, gradient accumulation, fp16 and bf16."""
+    """DeepSpeed 0.19: ZeRO, offload, gradient accumulation, fp16 and bf16, pipelines."""
 
     name: ClassVar[str] = "deepspeed"
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "deepspeed": "deepspeed"}
@@ -66,6 +67,7 @@ class DeepSpeedAdapter(TorchAdapter):
         self._config: Path | None = None
         self._engine: Any = None
         self._names: dict[int, str] = {}
+        self._pipelines = Pipelines()
 
     def arguments(self, arguments: Sequence[str], config: Path | None) -> Sequence[str]:
         """The arguments as they are; the configuration stands for whichever the script gives DeepSpeed.
@@ -92,8 +94,10 @@ class DeepSpeedAdapter(TorchAdapter):
             yield
 
     def axes(self, world: World) -> Mapping[str, int] | None:
-        """One axis of data parallelism, where the engine has no other."""
+        """A pipeline's own; else one axis of data parallelism, where the engine has no other."""
         engine = self._engine
+        if engine is not None and engine.pipeline_parallelism:
+            return axes(engine)
         if engine is None or engine.seq_dp_world_size != world.size or engine.dp_world_size != world.size:
             return super().axes(world)
         return {"dp": world.size}
@@ -104,6 +108,7 @@ class DeepSpeedAdapter(TorchAdapter):
         yield patched(engine, "forward", lambda f: _in_micro_batch(f, recorder, annotate.FORWARD))
         yield patched(engine, "backward", lambda f: _in_micro_batch(f, recorder, annotate.BACKWARD))
         yield patched(engine, "step", lambda f: _stepping(f, recorder))
+        yield from self._pipelines.seams(recorder, lambda engine: _step_ends(engine, recorder))
         for module, owner, name, payload in _CARRYING:
             around = partial(_carrying, recorder=recorder, payload=payload)
             yield patched(shims.seam(module, owner), name, around)
@@ -123,10 +128,8 @@ class DeepSpeedAdapter(TorchAdapter):
     def _made(self, original: Callable[..., Any], recorder: ScriptRecorder) -> Callable[..., Any]:
         def init(engine: Any, *args: Any, **kwargs: Any) -> None:
             check(getattr(kwargs.get("config_class"), "_param_dict", {}))
-            if hasattr(engine, "train_batch") and hasattr(engine, "_exec_schedule"):
-                raise CaptureError(
-                    "DeepSpeed's pipeline engine is not captured: give its layers to a plain engine"
-                )
+            if type(engine).__name__ == "DualPipeVEngine":
+                raise CaptureError("DeepSpeed's DualPipeV is not captured: give its layers to a PipelineModule")
             original(engine, *args, **kwargs)
             if engine.zero_offload_optimizer() or engine.zero_offload_param():
                 recorder.note("offload: the optimizer's work on the host counts as the device's")
@@ -172,6 +175,8 @@ def _in_micro_batch(original: Callable[..., Any], recorder: ScriptRecorder, phas
         number = engine.micro_steps % engine.gradient_accumulation_steps()
         if recorder.sample is None and phase == annotate.FORWARD:
             recorder.sample = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        if engine.pipeline_parallelism:
+            return original(engine, *args, **kwargs)  # the schedule has told
         with recorder.in_micro_batch(number), recorder.in_phase(phase):
             return original(engine, *args, **kwargs)
 
@@ -184,11 +189,15 @@ def _stepping(original: Callable[..., Any], recorder: ScriptRecorder) -> Callabl
         with recorder.in_phase(annotate.OPTIMIZER), recorder.carrying("other"):
             made = original(engine, *args, **kwargs)
         if engine.global_steps != before:
-            mark_copies(recorder.graph, name_memory(engine, recorder))
-            recorder.step_ends()
+            _step_ends(engine, recorder)
         return made
 
     return step
+
+
+def _step_ends(engine: Any, recorder: ScriptRecorder) -> None:
+    mark_copies(recorder.graph, name_memory(engine, recorder))
+    recorder.step_ends()
 
 
 def _carrying(original: Callable[..., Any], recorder: ScriptRecorder, payload: str) -> Callable[..., Any]:

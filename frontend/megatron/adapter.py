@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
+from echograph.frontend.megatron import checkout
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
 from echograph.frontend.megatron.seams import seams
 from echograph.frontend.megatron.shims import shimmed
@@ -27,7 +29,13 @@ class MegatronAdapter(TorchAdapter):
     @contextmanager
     def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
         """Shims and seams of megatron-core, around those of plain PyTorch."""
-        with shimmed(), super().installed(world, recorder), in_place(seams(recorder, lambda: recorder.is_early)):
+        # Scripts that launch Megatron-LM set it, and it refuses to go on without; the world restores what was.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        with (
+            shimmed(),
+            super().installed(world, recorder),
+            in_place((*checkout.LEFT_OUT, *seams(recorder, lambda: recorder.is_early))),
+        ):
             try:
                 yield
             finally:

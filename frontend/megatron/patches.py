@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 from echograph.errors import CaptureError
@@ -24,11 +25,13 @@ class Patch:
         where: "module:function" or "module:Class.method".
         reason: why.
         around: the function -> the one that stands in for it.
+        optional: whether the module may be absent: it is of Megatron-LM, and scripts may do without.
     """
 
     where: str
     reason: str
     around: Callable[[Any], Any]
+    optional: bool = False
 
 
 @contextmanager
@@ -40,9 +43,18 @@ def in_place(patches: Sequence[Patch]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for patch in patches:
+            if patch.optional and not _is_there(patch.where.partition(":")[0]):
+                continue
             owner, name = _find(patch.where)
             stack.enter_context(patched(owner, name, patch.around))
         yield
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _find(where: str) -> tuple[Any, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from echograph.errors import CaptureError
+from echograph.frontend.megatron.absent import standing_in
 from echograph.frontend.megatron.patches import Patch, in_place
 
 _COALESCED = ("allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
@@ -30,10 +32,10 @@ def shimmed() -> Iterator[None]:
     Raises:
         CaptureError: this megatron-core does not have what a shim stands in for.
     """
-    from megatron.core.transformer.moe import moe_utils
-
     # What megatron-core has compiled would be kernels of this machine's compiler: its operators run one by one.
-    with in_place(SHIMS), _coalesced(), torch.compiler.set_stance("force_eager"):
+    with standing_in(), in_place(SHIMS), _coalesced(), torch.compiler.set_stance("force_eager"):
+        from megatron.core.transformer.moe import moe_utils
+
         # The router's module defines this name only where Transformer Engine is, and asks whether it is None.
         without = not hasattr(moe_utils, "te_general_gemm")
         if without:
@@ -151,6 +153,11 @@ SHIMS: tuple[Patch, ...] = (
         where="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
         reason="the norm that is left without their kernels refuses sequence parallelism; theirs do not",
         around=lambda _: staticmethod(lambda cls, *args, **options: _norm(*args, **options)),
+    ),
+    Patch(
+        where="megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available",
+        reason="the kernel is Apex's; what is left without it is scale, mask and softmax one by one",
+        around=lambda original: original if find_spec("scaled_masked_softmax_cuda") else _same(False)(original),
     ),
     Patch(
         where="megatron.core.optimizer.clip_grads:l2_norm_impl",

@@ -48,6 +48,8 @@ def node_flops(node: Node) -> int:
     if formula is None:
         return 0
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta[VAL])
+    if args and isinstance(args[-1], torch.dtype):
+        args = args[:-1]  # the result's, of which not every formula knows
     return int(formula(*args, **kwargs, out_val=node.meta[VAL]))
 
 

@@ -39,6 +39,7 @@ from echograph.frontend.pytorch.annotate import (
     VAL,
 )
 from echograph.frontend.pytorch.linking import link_recomputed, link_sums
+from echograph.frontend.pytorch.shapes import Shapes
 from echograph.frontend.pytorch.step import TrainingStep
 
 _ATEN = torch.ops.aten
@@ -84,12 +85,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.graph = Graph()
         self.phase = FORWARD
         self._mode = mode
+        self._shapes = Shapes(mode)
         self._stack: list[str] = []
         self._by_sequence: dict[int, Node] = {}
         self._handles: list[Tensor] = []
         self._first_call: Node | None = None
         self._constants = 0
         self._failure: tuple[BaseException, str] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in a capture, so `__torch_dispatch__` needs no guard against that around each call."""
+        return False
 
     def failed_path(self, error: BaseException) -> str | None:
         """Path of the innermost module whose forward raised this exception; None if none did."""
@@ -169,9 +176,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         if func.namespace in _SILENT_NAMESPACES:
-            return out
+            return func(*args, **kwargs)
+        out = self._shapes.call(func, args, kwargs)
         if func in HANDLES:
             if isinstance(out, FakeTensor):
                 self.stands_for(self.node_of(args[0] if isinstance(args[0], FakeTensor) else out), out)
@@ -194,6 +201,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def stands_for(self, node: Node, tensor: Tensor) -> None:
         """A tensor is the value of a node; it is not held, since autograd looks who holds a gradient."""
         tensor.__dict__[_NODE] = node
+
+    def forget(self, tensor: Tensor) -> None:
+        """A tensor is no longer the value of the node that it was."""
+        tensor.__dict__.pop(_NODE, None)
 
     def _value(self, item: Any) -> Any:
         return self._snapshot(item) if isinstance(item, Tensor) else item

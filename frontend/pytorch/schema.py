@@ -24,22 +24,21 @@ class _Operator(NamedTuple):
 
     Attributes:
         name: with its namespace ("aten::add_").
-        arguments: name, whether it is given by name only, and default of each.
+        plain_name: without its namespace.
+        by_position: names of the arguments that may be given by position.
+        defaults: default of each argument, None for one without, in the order of the schema.
         written: names of the arguments that it writes in place.
         is_view: whether all its results alias an argument, and it writes none.
         is_in_place: whether it writes an argument.
     """
 
     name: str
-    arguments: tuple[tuple[str, bool, Any], ...]
+    plain_name: str
+    by_position: tuple[str, ...]
+    defaults: dict[str, Any]
     written: tuple[str, ...]
     is_view: bool
     is_in_place: bool
-
-    @property
-    def plain_name(self) -> str:
-        """The name without its namespace."""
-        return self.name.partition("::")[2]
 
 
 @cache
@@ -52,7 +51,9 @@ def _operator(target: Any) -> _Operator | None:
     name = str(schema.name)
     return _Operator(
         name=name,
-        arguments=tuple((a.name, a.kwarg_only, a.default_value) for a in schema.arguments),
+        plain_name=name.partition("::")[2],
+        by_position=tuple(a.name for a in schema.arguments if not a.kwarg_only),
+        defaults={a.name: a.default_value for a in schema.arguments},
         written=tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
         is_view=renames or name.endswith("::_unsafe_view"),
         is_in_place=bool(schema.is_mutable),
@@ -79,11 +80,8 @@ def qualified_name(node: Node) -> str:
 
 def arguments(node: Node) -> dict[str, Any]:
     """Arguments of a call node by their names in the schema, defaults filled in."""
-    given, named = node.args, node.kwargs
-    return {
-        name: given[i] if i < len(given) and not by_name else named.get(name, default)
-        for i, (name, by_name, default) in enumerate(_called(node).arguments)
-    }
+    found = _called(node)
+    return {**found.defaults, **dict(zip(found.by_position, node.args, strict=False)), **node.kwargs}
 
 
 def written_arguments(node: Node) -> tuple[str, ...]:

@@ -91,13 +91,16 @@ def _total(value: Any) -> int:
 
 
 def distinct_tensors(value: Any) -> Iterator[Tensor]:
-    """The fake tensors in a value (nodes stand for theirs), each node and each tensor once."""
-    seen: set[int] = set()
+    """The fake tensors in a value; each node stands for its own, once."""
+    seen: set[Node] = set()
     for item in _flat(value):
-        tensor = item.meta[VAL] if isinstance(item, Node) else item
-        if isinstance(tensor, Tensor) and id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield tensor
+        if isinstance(item, Node):
+            if item in seen:
+                continue
+            seen.add(item)
+            item = item.meta[VAL]
+        if isinstance(item, Tensor):
+            yield item
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -46,7 +46,7 @@ def capture_script(
     runs = [run_script(script, replace(world, rank=first), adapter)]
     mesh = _mesh(runs[0])
     if not ranks:
-        ranks = adapter.roles(world, mesh, messages_of(runs[0].recorder.graph, mesh))
+        ranks = adapter.roles(world, mesh, messages_of(runs[0], mesh))
     for rank in ranks[1:]:
         say(f"running {script.path.name} as rank {rank} of {world.size}")
         runs.append(run_script(script, replace(world, rank=rank), adapter))

@@ -1,15 +1,16 @@
-"""The GPU that a script finds: as many as a machine has, each the device on which the capture's fake tensors are.
+"""The device that a script finds: a GPU for each rank of a machine, on which the fake tensors are, or none.
 
 Fake tensors are on the CPU (the one device whose fake backward works without a GPU), where
 `frontend.pytorch.device_ops` makes composite operators choose as CUDA does. So "cuda", wherever a script says it,
-is the CPU here, and what asks the device is told of one that is there.
+is the CPU here, and what asks the device is told of one that is there (`gpu`). In a world without GPUs a script
+that wants one is refused at the line where it does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +20,15 @@ from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 
+from echograph.errors import CaptureError
 from echograph.frontend.scripts import streams
 from echograph.frontend.scripts.adapter import patched, replaced
+from echograph.frontend.scripts.gpu import answers, is_gpu
 from echograph.frontend.scripts.streams import Event, Stream
-from echograph.frontend.scripts.values import QUESTIONS, Note
-from echograph.frontend.scripts.world import World
+from echograph.frontend.scripts.values import QUESTIONS, Note, deciding, keep_finite
+from echograph.frontend.scripts.world import NO_GPU, World
 
-MEMORY_BYTES = 80 * 2**30
 _CPU = torch.device("cpu")
-# Their second argument may be a device.
-_MOVES = (Tensor.to, Tensor.cuda)
 
 
 class OnTheDevice(TorchFunctionMode):
@@ -36,11 +36,15 @@ class OnTheDevice(TorchFunctionMode):
 
     Args:
         note: is told which lines of the script read values.
+        gpus: whether there are any to ask for.
+
+    Raises:
+        CaptureError: there are none, and the script asks for one.
     """
 
-    def __init__(self, note: Note) -> None:
+    def __init__(self, note: Note, *, gpus: bool = True) -> None:
         super().__init__()
-        self._note = note
+        self._note, self._gpus = note, gpus
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,30 +53,39 @@ class OnTheDevice(TorchFunctionMode):
             return question(self._note, *args)
         if func is Tensor.data_ptr and isinstance(args[0], FakeTensor):
             return _address(args[0])
-        if func is Tensor.cuda or func is Tensor.cpu:
-            return args[0]
-        if func is Tensor.pin_memory:
+        if func is Tensor.cpu or func is Tensor.pin_memory:
             return args[0]
         if func is Tensor.is_pinned:
             return False
+        if func is Tensor.cuda:
+            return self._on_gpu(args[0])
         if "device" in kwargs and is_gpu(kwargs["device"]):
-            kwargs = kwargs | {"device": _CPU}
+            kwargs = kwargs | {"device": self._on_gpu(_CPU)}
         if kwargs.get("pin_memory"):
             kwargs = kwargs | {"pin_memory": False}
         if func is Tensor.to and len(args) > 1 and is_gpu(args[1]):
-            args = (args[0], _CPU, *args[2:])
+            args = (args[0], self._on_gpu(_CPU), *args[2:])
         if func is Tensor.type:
             return _type_of(func, args, kwargs)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        keep_finite(func, args, out)
+        return out
+
+    def _on_gpu(self, what: Any) -> Any:
+        if not self._gpus:
+            raise CaptureError(f"this {NO_GPU}")
+        return what
 
 
-def is_gpu(device: Any) -> bool:
-    """Whether a device, as PyTorch takes it, is a GPU."""
-    if isinstance(device, bool):
-        return False
-    if isinstance(device, int):
-        return True
-    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
+def kind(world: World, name: str) -> str:
+    """Of the device that stands for one that a script names.
+
+    Raises:
+        CaptureError: it is a GPU, and there are none.
+    """
+    if is_gpu(name) and not world.gpus:
+        raise CaptureError(f"'{name}' {NO_GPU}")
+    return "cpu" if is_gpu(name) else name
 
 
 def _address(tensor: FakeTensor) -> int:
@@ -92,35 +105,45 @@ def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def present(world: World, note: Note = lambda _: None) -> Iterator[None]:
-    """In the context there is a GPU of the kind that captures stand for, one for each rank of the machine.
+    """In the context there is a GPU of the kind that captures stand for, one for each rank, or none.
 
     Args:
-        world: the ranks.
+        world: the ranks, whether they have GPUs, and which way the script goes where values decide.
         note: is told which lines of the script read values.
     """
     streams.start()
-    answers = _answers(world)
+    make = partial(OnTheDevice, note, gpus=world.gpus)
     with ExitStack() as stack:
-        for name in answers:
-            if hasattr(torch.cuda, name):
-                stack.enter_context(replaced(torch.cuda, name, answers[name]))
-        for name in ("Stream", "Event", "stream", "current_stream"):
-            stack.enter_context(replaced(torch.cpu, name, answers[name]))
-        stack.enter_context(patched(torch.nn.Module, "to", _to))
-        stack.enter_context(replaced(torch.nn.Module, "cuda", lambda module, *_, **__: module))
-        stack.enter_context(patched(Tensor, "record_stream", lambda _: _nothing))
-        stack.enter_context(patched(torch.autocast, "__init__", _of_cpu))
-        stack.enter_context(patched(torch.amp.GradScaler, "__init__", _scaler))
-        stack.enter_context(patched(torch.amp.GradScaler, "_maybe_opt_step", _always_steps))
-        stack.enter_context(replaced(torch.accelerator, "is_available", lambda: True))
-        stack.enter_context(replaced(torch.accelerator, "current_accelerator", lambda *_, **__: _CPU))
+        enter = stack.enter_context
+        for answer in (*answers(world), *_moves(world), *_streams()):
+            enter(answer)
+        enter(patched(torch.amp.GradScaler, "_maybe_opt_step", _always_steps))
         for owner in (_foreach_utils, optimizer):
-            stack.enter_context(replaced(owner, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]))
-        stack.enter_context(_foreach_of_fakes())
+            enter(replaced(owner, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]))
+        enter(_foreach_of_fakes())
         for owner in (torch.autograd, torch.autograd.graph):
-            stack.enter_context(patched(owner, "_engine_run_backward", lambda f: _again(note, f)))
-        with OnTheDevice(note):
+            enter(patched(owner, "_engine_run_backward", lambda f: _again(make, f)))
+        enter(deciding(world.decided))
+        with make():
             yield
+
+
+def _streams() -> Iterator[AbstractContextManager[None]]:
+    """Of the CPU, as libraries ask for those of the device that tensors are on."""
+    yield replaced(torch.cpu, "Stream", Stream)
+    yield replaced(torch.cpu, "Event", Event)
+    yield replaced(torch.cpu, "stream", streams.on)
+    yield replaced(torch.cpu, "current_stream", lambda *_, **__: Stream.current)
+    yield patched(Tensor, "record_stream", lambda _: _nothing)
+
+
+def _moves(world: World) -> Iterator[AbstractContextManager[None]]:
+    """What brings models to a GPU, and what is set up for one."""
+    if world.gpus:
+        yield replaced(torch.nn.Module, "cuda", lambda module, *_, **__: module)
+        yield patched(torch.nn.Module, "to", _to)
+        yield patched(torch.autocast, "__init__", _of_cpu)
+        yield patched(torch.amp.GradScaler, "__init__", _scaler)
 
 
 @contextmanager
@@ -134,61 +157,14 @@ def _foreach_of_fakes() -> Iterator[None]:
         kinds.remove(FakeTensor)
 
 
-def _answers(world: World) -> dict[str, Any]:
-    properties = SimpleNamespace(
-        name="captured device", major=9, minor=0, total_memory=MEMORY_BYTES, multi_processor_count=132,
-        warp_size=32, is_integrated=False,
-    )  # fmt: skip
-    return {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "is_bf16_supported": lambda *_, **__: True,
-        "init": _nothing,
-        "_lazy_init": _nothing,
-        "device_count": lambda: min(world.local_size, world.size),
-        "current_device": lambda: world.local_rank,
-        "set_device": _nothing,
-        "device": lambda *_: streams.on(None),
-        "get_device_name": lambda *_: properties.name,
-        "get_device_capability": lambda *_: (properties.major, properties.minor),
-        "get_device_properties": lambda *_: properties,
-        "synchronize": lambda *_: None,
-        "empty_cache": _nothing,
-        "ipc_collect": _nothing,
-        "manual_seed": _nothing,
-        "manual_seed_all": _nothing,
-        "get_rng_state": lambda *_: torch.get_rng_state(),
-        "set_rng_state": _nothing,
-        "memory_allocated": lambda *_: 0,
-        "max_memory_allocated": lambda *_: 0,
-        "memory_reserved": lambda *_: 0,
-        "max_memory_reserved": lambda *_: 0,
-        "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
-        "memory_stats": lambda *_: {},
-        "reset_peak_memory_stats": _nothing,
-        "reset_max_memory_allocated": _nothing,
-        "set_per_process_memory_fraction": _nothing,
-        "Stream": Stream,
-        "Event": Event,
-        "stream": streams.on,
-        "current_stream": lambda *_, **__: Stream.current,
-        "default_stream": lambda *_, **__: Stream.default,
-        "set_stream": _set_stream,
-    }
-
-
-def _again(note: Note, original: Callable[..., Any]) -> Callable[..., Any]:
+def _again(make: Callable[[], OnTheDevice], original: Callable[..., Any]) -> Callable[..., Any]:
     """A function called through the mode runs without it; the backward functions of a script need it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with OnTheDevice(note):
+        with make():
             return original(*args, **kwargs)
 
     return run
-
-
-def _set_stream(stream: Stream) -> None:
-    Stream.current = stream
 
 
 def _nothing(*_: Any, **__: Any) -> None:

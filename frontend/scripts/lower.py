@@ -76,7 +76,7 @@ class _Rank(Lowering):
         self._rank = run.world.rank
         self._latest: dict[str, int] = {}
         self._reached: dict[Node, int] = {}
-        self._labels: dict[str, str] = {}
+        self._labels: dict[tuple[str, str], str] = {}
         self._outliving = _outliving(run.recorder.graph)
         self._lives_on = False
         self._ends: list[tuple[int, int]] = []
@@ -162,7 +162,7 @@ class _Rank(Lowering):
                 asynchronous=call.asynchronous, **common,
             )  # fmt: skip
         else:
-            peer = call.ranks.index(call.peer) - call.ranks.index(self._rank)
+            peer = _offset(self._rank, call.peer, self._mesh)
             common["stream"] = self.builder.stream(f"comm.{label}.{call.op}{peer:+}")
             add = self.builder.send if call.op == "send" else self.builder.recv
             op = add(
@@ -227,19 +227,33 @@ class _Rank(Lowering):
         return _OF_ROLES.get(roles[0], Payload.ACTIVATION) if roles else Payload.OTHER
 
     def _group(self, call: Communication) -> tuple[int, str]:
-        """Index of a process group, and the label of its communicator."""
-        axes = axes_of(call.ranks, self._mesh)
+        """Index of a process group, or of the axes that a message crosses, and the label of its communicator."""
+        axes = axes_of(call.ranks, self._mesh) if call.peer < 0 else _crossed(self._rank, call.peer, self._mesh)
         if axes is None:
             raise CaptureError(
                 f"{call.op} of ranks {_shown(call.ranks)}: they are not all ranks along some axes of the mesh "
                 f"{dict(self._mesh)}"
             )
         name = "-".join(axes)
-        label = self._labels.get(call.group)
+        label = self._labels.get((call.group, name))
         if label is None:
             others = sum(known.partition(".")[0] == name for known in self._labels.values())
-            label = self._labels[call.group] = f"{name}.{others + 1}" if others else name
+            label = self._labels[call.group, name] = f"{name}.{others + 1}" if others else name
         return self.builder.group(name, axes=axes), label
+
+
+def _crossed(rank: int, peer: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes on which two ranks differ."""
+    here, there = place_of(rank, mesh), place_of(peer, mesh)
+    return tuple(axis for axis in mesh if here[axis] != there[axis])
+
+
+def _offset(rank: int, peer: int, mesh: Mapping[str, int]) -> int:
+    """How far behind a rank another one stands in their group along the axes on which they differ."""
+    here, there, offset = place_of(rank, mesh), place_of(peer, mesh), 0
+    for axis in _crossed(rank, peer, mesh):
+        offset = offset * mesh[axis] + there[axis] - here[axis]
+    return offset
 
 
 def _has_single_ranks(graph: Graph) -> bool:
@@ -265,14 +279,10 @@ def _shown(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-def messages_of(graph: Graph, mesh: Mapping[str, int]) -> list[str]:
+def messages_of(run: Recorded, mesh: Mapping[str, int]) -> list[str]:
     """The axes along which a rank sends messages to single ranks."""
-    found: set[str] = set()
-    for node in graph.nodes:
-        call: Communication | None = node.meta.get(COMMUNICATION)
-        if call is not None and call.peer >= 0:
-            places = [place_of(rank, mesh) for rank in call.ranks]
-            found |= {name for name in mesh if len({place[name] for place in places}) > 1}
+    calls = [node.meta[COMMUNICATION] for node in run.recorder.graph.nodes if COMMUNICATION in node.meta]
+    found = {axis for c in calls if c.peer >= 0 for axis in _crossed(run.world.rank, c.peer, mesh)}
     return [name for name in mesh if name in found]
 
 

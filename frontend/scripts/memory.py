@@ -39,6 +39,8 @@ class Memory:
         self._known: dict[int, tuple[str, str, Any]] = {}
         self._nodes: dict[int, tuple[Node, Any]] = {}
         self._names: dict[int, str] = {}
+        self._lies: dict[Node, int] = {}
+        self._renewed: dict[int, tuple[Node | None, Any]] = {}
         self._unknown = 0
 
     # -- who is there ----------------------------------------------------------------------------------------
@@ -127,22 +129,50 @@ class Memory:
         """A node stands for a tensor, and so for its memory, or for that of another tensor."""
         storage = _storage(tensor if of is None else of)
         if storage is not None:
+            self._lies.setdefault(node, storage._cdata)
             self._nodes.setdefault(storage._cdata, (node, storage))
 
-    def describe(self, tensor: Tensor) -> tuple[str, str, Callable[[], Tensor] | None]:
-        """Role and name of what was there before the step; of a part of it, what makes the whole."""
+    def renew(self, storage: Any, last: Node | None) -> None:
+        """Memory that was given back is taken again, after the last node so far: it holds something else now."""
+        key = storage._cdata
+        self._known.pop(key, None)
+        self._nodes.pop(key, None)
+        self._renewed[key] = last, storage
+
+    def is_renewed(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that was taken again in the step."""
+        return bool(self._renewed) and (storage := _storage(tensor)) is not None and storage._cdata in self._renewed
+
+    def stands(self, node: Node, tensor: Tensor) -> bool:
+        """Whether a node that stood for a tensor still does.
+
+        It does not once the tensor has been given other memory (`parameter.data = ...`), or its memory was given
+        back and taken again.
+        """
+        storage, lies = _storage(tensor), self._lies.get(node)
+        if storage is None or lies is None:
+            return True
+        last, _ = self._renewed.get(storage._cdata, (None, None))
+        return bool(lies == storage._cdata and (last is None or last < node))
+
+    def describe(self, tensor: Tensor) -> tuple[str, str]:
+        """Role and name of what was there before the step."""
         storage = _storage(tensor)
         known = None if storage is None else self._known.get(storage._cdata)
         if known is None:
             self._unknown += 1
-            role, name = annotate.INPUT, f"input_{self._unknown}"
-        else:
-            role, name = known[:2]
+            return annotate.INPUT, f"input_{self._unknown}"
+        return known[:2]
+
+    @staticmethod
+    def whole(tensor: Tensor) -> Callable[[], Tensor] | None:
+        """Of a part of some memory, what makes a tensor of the whole; None for a tensor that is all there is."""
+        storage = _storage(tensor)
         elements = 0 if storage is None else storage.nbytes() // tensor.element_size()
         if elements <= tensor.numel():
-            return role, name, None
+            return None
         dtype, device = tensor.dtype, tensor.device
-        return role, name, lambda: torch.empty(elements, dtype=dtype, device=device)
+        return lambda: torch.empty(elements, dtype=dtype, device=device)
 
 
 def plain(path: str) -> str:

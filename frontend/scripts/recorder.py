@@ -34,6 +34,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ _CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE)
 _SILENT_NAMESPACES = ("prim", "profiler")
 _ATEN = torch.ops.aten
 _ITEM = _ATEN._local_scalar_dense.default
+_DEVICE = torch.ops.prim.device.default
+_is_wrapper = cache(is_traceable_wrapper_subclass_type)
 
 
 class StepRecorded(BaseException):
@@ -107,6 +110,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         self._after_backward = False
         self._pass = 0
         self._works: dict[int, tuple[Any, Node]] = {}
+        self._layouts: dict[tuple[Any, ...], Tensor] = {}
 
     # -- what adapters say -----------------------------------------------------------------------------------
 
@@ -215,6 +219,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
                 yield patched(owner, "wait", self._waiting)
         yield patched(torch.autograd.graph, "_engine_run_backward", self._backward)
         yield patched(torch.autograd, "_engine_run_backward", self._backward)
+        yield patched(torch.UntypedStorage, "resize_", self._resizing)
 
     def _waiting(self, original: Any) -> Any:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,6 +229,15 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
             return original(work, *args, **kwargs)
 
         return wait
+
+    def _resizing(self, original: Any) -> Any:
+        def resize(storage: Any, size: int) -> Any:
+            # FSDP gives memory back and takes it again under the same tensors: what stood for it stands no more.
+            if self._recording and size and not storage.nbytes():
+                self.memory.renew(storage, next(reversed(self.graph.nodes), None))
+            return original(storage, size)
+
+        return resize
 
     def _backward(self, original: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:
@@ -287,12 +301,18 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].device  # asked more often than all else, and no operator
+        if any(_is_wrapper(kind) for kind in types):
             return NotImplemented  # DTensor and its like call the operators of their local tensors
+        # In a backward pass, the modes that answer a script's own calls would see each look at a tensor here.
+        with torch._C.DisableTorchFunction():
+            return self._called(func, args, kwargs or {})
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _ITEM and isinstance(args[0], FakeTensor):
             return answer(args[0], self.note)
-        out = func(*args, **kwargs)
+        out = self._shapes.call(func, args, kwargs)
         if not self._recording or self._paused or func.namespace in _SILENT_NAMESPACES:
             return out
         if func in HANDLES:
@@ -362,16 +382,35 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     # -- tensors ---------------------------------------------------------------------------------------------
 
+    def _snapshot(self, tensor: Tensor) -> Tensor:
+        """One handle for all tensors of a layout, since nothing else is asked of recorded values."""
+        layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.device)
+        found = self._layouts.get(layout)
+        if found is None:
+            found = self._layouts[layout] = super()._snapshot(tensor)
+        return found
+
     def stands_for(self, node: Node, tensor: Tensor) -> None:
         """A tensor is the value of a node, and its memory is known by it."""
         super().stands_for(node, tensor)
         self.memory.made(tensor, node)
 
+    def node_of(self, tensor: Tensor) -> Node:
+        """The node that stands for a tensor, unless it was given other memory since, or its own anew."""
+        node = super().node_of(tensor)
+        if self.memory.stands(node, tensor):
+            return node
+        self.forget(tensor)
+        return self.unknown(tensor)
+
     def unknown(self, tensor: Tensor) -> Node:
         """A node for a tensor that was there before the step, or a part of the memory of one that is known."""
         base = self.memory.node_at(tensor)
+        if base is None and self.memory.is_renewed(tensor):
+            base = self._taken(tensor)
         if base is None:
-            role, name, whole = self.memory.describe(tensor)
+            role, name = self.memory.describe(tensor)
+            whole = self.memory.whole(tensor)
             if whole is not None:
                 with self.pausing(), self._mode:
                     flat = whole()
@@ -382,6 +421,16 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
                 self.memory.made(tensor, node)
                 return node
         return self._view(tensor, base)
+
+    def _taken(self, tensor: Tensor) -> Node:
+        """Memory that was taken anew: an allocation, with nothing in it yet."""
+        whole = self.memory.whole(tensor)
+        with self.pausing(), self._mode:
+            flat = tensor.new_empty(tensor.shape) if whole is None else whole()
+        meta = {PHASE: FORWARD, MODULE: "", STREAM: Stream.current.name, AFTER: frozenset()}
+        node = self.add_call(_ATEN.empty.memory_format, (list(flat.shape),), {}, self._snapshot(flat), meta)
+        self.memory.made(tensor, node)
+        return node
 
     def _view(self, tensor: Tensor, base: Node) -> Node:
         value, here = base.meta[annotate.VAL], self._snapshot(tensor)
@@ -395,6 +444,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         layout = (tuple(here.shape), tuple(here.stride()), here.storage_offset())
         node = self.add_call(_ATEN.as_strided.default, (base, *layout), {}, here, dict(meta))
         super().bind(tensor, node)
+        self.memory.made(tensor, node)
         return node
 
 

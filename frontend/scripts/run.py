@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -23,7 +25,8 @@ from echograph.errors import CaptureError, EchoError, InputError
 from echograph.frontend.pytorch.blame import reason
 from echograph.frontend.pytorch.capture import capture_mode, plain_attention_masks, quiet_fakes
 from echograph.frontend.pytorch.device_ops import cuda_operators
-from echograph.frontend.scripts.adapter import Adapter
+from echograph.frontend.scripts.adapter import Adapter, replaced
+from echograph.frontend.scripts.gpu import remedy
 from echograph.frontend.scripts.recorder import ScriptRecorder, StepRecorded
 from echograph.frontend.scripts.world import World
 
@@ -81,6 +84,7 @@ def run_script(script: Script, world: World, adapter: Adapter) -> Recorded:
         recorder = ScriptRecorder(
             mode, step=script.step, whole=script.whole, counts_optimizer_steps=adapter.counts_optimizer_steps
         )
+        enter(replaced(torch, "compile", _left_out))
         enter(quiet_fakes())
         enter(cuda_operators())
         enter(plain_attention_masks())
@@ -89,6 +93,11 @@ def run_script(script: Script, world: World, adapter: Adapter) -> Recorded:
         _run(script, recorder)
         axes = adapter.axes(world)
     return Recorded(world=world, recorder=recorder, axes=None if axes is None else dict(axes))
+
+
+def _left_out(model: Any = None, *_: Any, **__: Any) -> Any:
+    """`torch.compile`, for what frameworks compile where they are imported: the compiler's import takes seconds."""
+    return (lambda function: function) if model is None else model
 
 
 def _run(script: Script, recorder: ScriptRecorder) -> None:
@@ -140,7 +149,8 @@ def _explained(script: Script, error: Exception) -> CaptureError:
             f"{where}: {reason(error)}: PyTorch has no shape rule for it, so register a fake implementation "
             "(torch.library.register_fake)"
         )
-    return CaptureError(f"{where}: {reason(error)}: the script raised it, with no values in its tensors")
+    what = remedy(error) or "the script raised it, with no values in its tensors"
+    return CaptureError(f"{where}: {reason(error)}: {what}")
 
 
 def _placed(script: Script, error: BaseException) -> CaptureError:
@@ -155,7 +165,7 @@ def script_line(path: Path, error: BaseException) -> str:
     folder = path.resolve().parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         here = Path(frame.filename).resolve()
-        if here.is_relative_to(folder) and "site-packages" not in here.parts:
+        if not frame.filename.startswith("<") and here.is_relative_to(folder) and "site-packages" not in here.parts:
             return f"{here.relative_to(folder)}:{frame.lineno}"
     return ""
 

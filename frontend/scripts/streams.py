@@ -98,6 +98,10 @@ class Stream:
         """Whether its work is over."""
         return True
 
+    def is_capturing(self) -> bool:
+        """Whether what is issued becomes a CUDA graph: never."""
+        return False
+
     def synchronize(self) -> None:
         """The host waits: what it issues next, to any stream, comes later. Of streams the current one waits."""
         Stream.current.wait_stream(self)

@@ -52,10 +52,10 @@ class TorchAdapter(Adapter):
             enter(patched(dataloader._BaseDataLoaderIter, "__init__", lambda f: _quietly(recorder, _really(f))))
             enter(patched(dataloader._BaseDataLoaderIter, "__next__", lambda f: _quietly(recorder, f)))
             enter(patched(dataloader._BaseDataLoaderIter, "_next_index", _really))
-            enter(patched(device_mesh.DeviceMesh, "__init__", self._mesh))
+            enter(patched(device_mesh.DeviceMesh, "__init__", lambda f: self._mesh(world, f)))
             for owner in (device_mesh, torch.distributed):
                 if hasattr(owner, "init_device_mesh"):
-                    enter(patched(owner, "init_device_mesh", _cpu_mesh))
+                    enter(patched(owner, "init_device_mesh", lambda f: _cpu_mesh(world, f)))
             propagator = _sharding_prop.ShardingPropagator
             enter(patched(propagator, "_propagate_tensor_meta_non_cached", lambda f: _quietly(recorder, f)))
             enter(patched(DistributedDataParallel, "__init__", lambda f: _replicate(recorder, f)))
@@ -81,10 +81,10 @@ class TorchAdapter(Adapter):
                 return dict(zip(names, sizes, strict=True))
         return None
 
-    def _mesh(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _mesh(self, world: World, original: Callable[..., Any]) -> Callable[..., Any]:
         def init(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
             with unset_fake_temporarily():
-                original(mesh, "cpu" if device.is_gpu(device_type) else device_type, *args, **kwargs)
+                original(mesh, device.kind(world, device_type), *args, **kwargs)
             names = tuple(mesh.mesh_dim_names or ())
             self._meshes.append((names, tuple(mesh.mesh.shape)))
 
@@ -101,10 +101,10 @@ def _forget_meshes() -> None:
     redistribute._gen_transform_infos.cache_clear()
 
 
-def _cpu_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
+def _cpu_mesh(world: World, original: Callable[..., Any]) -> Callable[..., Any]:
     def make(device_type: str, *args: Any, **kwargs: Any) -> Any:
         with unset_fake_temporarily():
-            return original("cpu" if device.is_gpu(device_type) else device_type, *args, **kwargs)
+            return original(device.kind(world, device_type), *args, **kwargs)
 
     return make
 

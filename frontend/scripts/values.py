@@ -2,13 +2,17 @@
 
 A number that is read (a loss for the log) is answered by one that stands for it: 1. It may be printed, added and
 averaged, but not compared, and no tensor is true or false: a script that goes one way or another by it would be
-captured going one of them. What libraries do with values is answered likewise, and not refused.
+captured going one of them, so it is refused unless the user said which (`deciding`). All values are taken to be
+finite: who asks whether one is not a number is told that it is one. What libraries do with values is answered
+likewise, and not refused.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,12 +24,16 @@ from echograph.errors import CaptureError
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
+# Frameworks that are also run from a checkout, beside which scripts lie.
+_FRAMEWORKS = ("megatron.",)
 # Where PyTorch itself passes a question to a tensor on.
 _THROUGH = ("torch/_tensor.py", "torch/_ops.py", "torch/overrides.py", "torch/utils/_device.py",
             "torch/_subclasses/fake_tensor.py", "torch/utils/_python_dispatch.py")  # fmt: skip
 
-
 Note = Callable[[str], None]
+
+_DECIDED: ContextVar[Mapping[str, bool]] = ContextVar("decided")
+_FINITE = "_echograph_finite"
 
 
 def answer(tensor: Tensor, note: Note) -> Any:
@@ -35,6 +43,9 @@ def answer(tensor: Tensor, note: Note) -> Any:
         tensor: of one element.
         note: is told which line of the script read it.
     """
+    known: bool | None = getattr(tensor, _FINITE, None)
+    if known is not None:
+        return known
     line = caller()
     if line is not None:
         note(f"{line} reads a tensor's value, which a capture does not have: 1 stands for it")
@@ -43,13 +54,39 @@ def answer(tensor: Tensor, note: Note) -> Any:
     return Value(1.0) if tensor.is_floating_point() else 1
 
 
+@contextmanager
+def deciding(lines: Mapping[str, bool]) -> Iterator[None]:
+    """In the context, a script goes the way that was chosen where values decide: `file.py:line` -> which."""
+    token = _DECIDED.set(lines)
+    try:
+        yield
+    finally:
+        _DECIDED.reset(token)
+
+
+def _decided(where: str, what: str) -> bool:
+    """Which way the script goes at a line.
+
+    Raises:
+        CaptureError: nobody said.
+    """
+    chosen = _DECIDED.get({}).get(where)
+    if chosen is None:
+        raise CaptureError(
+            f"{where}: {what} decides what the script does, and a capture has no values: decide on steps or "
+            f"settings instead, or say which way it goes by --decide {where}=yes (or =no)"
+        )
+    return chosen
+
+
 def caller() -> str | None:
     """`file:line` of the script, where it was its own code that asked a tensor; None where a library did."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith((_OWN, "<")) and not name.endswith(_THROUGH):
-            library = name.startswith(_TORCH) or "site-packages" in name
+            module = str(frame.f_globals.get("__name__", ""))
+            library = name.startswith(_TORCH) or "site-packages" in name or module.startswith(_FRAMEWORKS)
             return None if library else f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return None
@@ -61,12 +98,7 @@ class Value(float):
     def _unknown(self, other: Any) -> Any:
         del other
         where = caller()
-        if where is None:
-            return NotImplemented
-        raise CaptureError(
-            f"{where}: a comparison with a tensor's value decides what the script does, and a capture has no "
-            "values: decide on steps or settings instead"
-        )
+        return NotImplemented if where is None else _decided(where, "a comparison with a tensor's value")
 
 
 def _arithmetic(name: str) -> Any:
@@ -108,12 +140,9 @@ def _list(note: Note, tensor: Tensor) -> Any:
 
 def _true(note: Note, tensor: Tensor) -> bool:
     where = caller()
-    if where is not None:
-        raise CaptureError(
-            f"{where}: whether a tensor is true decides what the script does, and a capture has no values: decide "
-            "on steps or settings instead"
-        )
-    return bool(answer(tensor, note))
+    if where is None or hasattr(tensor, _FINITE):
+        return bool(answer(tensor, note))
+    return _decided(where, "whether a tensor is true")
 
 
 def _format(note: Note, tensor: Tensor, form: str) -> str:
@@ -129,3 +158,22 @@ QUESTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.__format__: _format,
 }
 """Methods that read values, and what stands in for each: takes where notes go, and the method's arguments."""
+
+_ASKING = {
+    **dict.fromkeys((torch.isnan, Tensor.isnan, torch.isinf, Tensor.isinf), False),
+    **dict.fromkeys((torch.isfinite, Tensor.isfinite), True),
+}
+_PASSING = (torch.any, Tensor.any, torch.all, Tensor.all, Tensor.detach, Tensor.cpu, Tensor.to, Tensor.cuda)
+_NOT = (Tensor.__invert__, torch.logical_not, Tensor.logical_not)
+
+
+def keep_finite(func: Any, args: tuple[Any, ...], out: Any) -> None:
+    """Marks a tensor that says whether values are finite, or is made of one that does, with what it says."""
+    if not isinstance(out, Tensor):
+        return
+    known = _ASKING.get(func)
+    if known is None and (func in _PASSING or func in _NOT):
+        known = getattr(args[0], _FINITE, None)
+        known = (not known) if known is not None and func in _NOT else known
+    if known is not None:
+        setattr(out, _FINITE, known)

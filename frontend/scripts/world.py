@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from echograph.errors import CaptureError, UsageError
 from echograph.frontend.scripts.adapter import patched, replaced
 
 MAX_SIZE = 1 << 17
+NO_GPU = (
+    "asks for a GPU, and --device cpu captures without: leave that out, or ask torch.cuda.is_available() first"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +25,15 @@ class World:
         rank: which one the script runs as.
         size: ranks of the job.
         local_size: ranks of a machine.
+        gpus: whether it has a GPU for each of them.
+        decided: which way the script goes at lines (`file.py:line`) where a tensor's value decides.
     """
 
     rank: int = 0
     size: int = 1
     local_size: int = 8
+    gpus: bool = True
+    decided: Mapping[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= MAX_SIZE or not 0 <= self.rank < self.size or self.local_size < 1:
@@ -70,7 +77,7 @@ class World:
             with ExitStack() as stack:
                 enter = stack.enter_context
                 enter(patched(distributed_c10d, "rendezvous", self._rendezvous))
-                enter(patched(distributed_c10d, "_new_process_group_helper", _fake_group))
+                enter(patched(distributed_c10d, "_new_process_group_helper", self._fake_group))
                 enter(patched(distributed_c10d, "_get_default_timeout", _of_gloo))
                 enter(replaced(distributed_c10d, "_store_based_barrier", _nothing))
                 for owner in (distributed_c10d, dist):
@@ -98,21 +105,22 @@ class World:
 
         return rendezvous
 
+    def _fake_group(self, original: Any) -> Any:
+        """Makes every process group one of the backend "fake", whose operations end at once."""
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+        from torch.distributed import distributed_c10d
+        from torch.testing._internal.distributed.fake_pg import FakeStore
 
-def _fake_group(original: Any) -> Any:
-    """Makes every process group one of the backend "fake", whose operations end at once."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from torch.distributed import distributed_c10d
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+        def make(size: int, rank: int, ranks: Any, backend: Any, store: Any, name: Any, **named: Any) -> Any:
+            del store
+            if not self.gpus and str(backend) == "nccl":
+                raise CaptureError(f"the backend 'nccl' {NO_GPU}")
+            named |= {"backend_options": None, "device_id": None}
+            fake = distributed_c10d.Backend("fake")
+            with unset_fake_temporarily():
+                return original(size, rank, ranks, fake, FakeStore(), name, **named)
 
-    def make(size: int, rank: int, ranks: Any, backend: Any, store: Any, name: Any, **named: Any) -> Any:
-        del backend, store
-        named |= {"backend_options": None, "device_id": None}
-        fake = distributed_c10d.Backend("fake")
-        with unset_fake_temporarily():
-            return original(size, rank, ranks, fake, FakeStore(), name, **named)
-
-    return make
+        return make
 
 
 def _destroy() -> None:

@@ -79,6 +79,11 @@ class Capture:
         self._latest: Any = None
         self._restore: list[Callable[[], None]] = []
 
+    @property
+    def listening(self) -> bool:
+        """Whether anyone is told of calls."""
+        return bool(self._listeners)
+
     def add(self, listener: Listener) -> None:
         """Tells of every call from now on."""
         if not self._restore:

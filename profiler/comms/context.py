@@ -133,6 +133,10 @@ class Phases:
                 optimizer.register_optimizer_step_pre_hook(self._optimizer_begins),
                 optimizer.register_optimizer_step_post_hook(self._optimizer_ends),
             ]
+        self.watch(model)
+
+    def watch(self, model: Any) -> None:
+        """Looks at the modules of a model alone, not at optimizers."""
         for path, module in model.named_modules():
             self._handles.append(module.register_forward_pre_hook(self._enter(path), prepend=True))
             self._handles.append(module.register_forward_hook(self._leave(path), always_call=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -79,6 +80,28 @@ def table(content: Table, limit: int = ROWS) -> str:
     more = len(content) - len(rows)
     said = f'<p class="note">... and {more:,} rows more: ask for them with --csv or --json.</p>' if more else ""
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>{said}'
+
+
+def data(name: str, content: Any) -> str:
+    """Data that stands in the page as JSON.
+
+    Args:
+        name: `id` of its element.
+        content: of what JSON has.
+    """
+    # No text within can end the element, or begin a comment.
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>'
+
+
+def tiles(shown: Iterable[tuple[str, str]]) -> str:
+    """The few numbers that say most.
+
+    Args:
+        shown: each with what it is.
+    """
+    boxes = (f'<div class="tile"><b>{escape(value)}</b><span>{escape(said)}</span></div>' for value, said in shown)
+    return f'<div class="tiles">{"".join(boxes)}</div>'
 
 
 def folded(title: str, content: str) -> str:

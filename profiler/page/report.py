@@ -15,9 +15,10 @@ from echograph.profiler.analyses.critical_edges import critical_graph
 from echograph.profiler.analyses.critical_graph import CriticalGraph
 from echograph.profiler.analyses.critical_path import TITLES, breakdown, path_rows
 from echograph.profiler.analyses.table import Table, from_rows
-from echograph.profiler.page.frame import document, folded, notes, table
+from echograph.profiler.page.frame import document, folded, notes, table, tiles
+from echograph.profiler.page.lanes import script
 from echograph.profiler.page.plots import draw
-from echograph.profiler.page.timeline import MOST_RANKS, script, timeline
+from echograph.profiler.page.timeline import MOST_RANKS, timeline
 from echograph.profiler.traces.trace import TraceSet
 from echograph.units import format_count, format_time
 
@@ -208,8 +209,8 @@ def _tiles(traces: TraceSet, answers: Mapping[str, Table]) -> str:
     rows = [trace for trace in traces.values() if len(trace)]
     span = max((int(trace.end.max()) for trace in rows), default=0)
     size = max(trace.world_size for trace in traces.values())
-    tiles = [(f"{len(traces)}" + (f" of {size}" if size > len(traces) else ""), "ranks traced")]
-    tiles += [(format_time(span), "traced"), (format_count(sum(map(len, rows))), "events")]
+    shown = [(f"{len(traces)}" + (f" of {size}" if size > len(traces) else ""), "ranks traced")]
+    shown += [(format_time(span), "traced"), (format_count(sum(map(len, rows))), "events")]
     for name, column, said in (
         ("temporal-breakdown", "compute_time_pctg", "of the devices' time computes"),
         ("temporal-breakdown", "idle_time_pctg", "of the devices' time is idle"),
@@ -217,7 +218,7 @@ def _tiles(traces: TraceSet, answers: Mapping[str, Table]) -> str:
     ):
         known = [row[column] for row in answers[name].records() if row[column] is not None]
         if known:
-            tiles.append((f"{np.mean(known):.1f} %", f"{said}{', mean of the ranks' if len(known) > 1 else ''}"))
+            shown.append((f"{np.mean(known):.1f} %", f"{said}{', mean of the ranks' if len(known) > 1 else ''}"))
     bounds = answers["critical-path-summary"].records()
     if bounds:
         total: dict[str, float] = {}
@@ -225,17 +226,11 @@ def _tiles(traces: TraceSet, answers: Mapping[str, Table]) -> str:
             total[row["bound_by"]] = total.get(row["bound_by"], 0.0) + row["duration"]
         most = max(total, key=total.__getitem__)
         share = 100 * total[most] / max(sum(total.values()), 1e-9)
-        tiles.append((f"{share:.0f} %", f"of the critical path is {most.replace('_', ' ')}"))
+        shown.append((f"{share:.0f} %", f"of the critical path is {most.replace('_', ' ')}"))
     devices = {str(d["name"]): None for t in rows for d in _devices(t.header) if "name" in d}
     if devices:
-        tiles.append((", ".join(devices), "devices"))
-    return (
-        '<div class="tiles">'
-        + "".join(
-            f'<div class="tile"><b>{escape(value)}</b><span>{escape(said)}</span></div>' for value, said in tiles
-        )
-        + "</div>"
-    )
+        shown.append((", ".join(devices), "devices"))
+    return tiles(shown)
 
 
 def _devices(header: Mapping[str, Any]) -> list[dict[str, Any]]:

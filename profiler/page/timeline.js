@@ -8,10 +8,8 @@
   const pen = canvas.getContext("2d");
   const AXIS = 22, LANE = 15, GAP = 7, HEAD = 17;
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  let colours, gutter, wide, from = 0, to = data.span, asked = false;
+  let colours, gutter, wide, tall, from = 0, to = data.span, asked = false, detail = false;
 
-  // Where each lane stands: a line above the lanes of a rank, a gap between threads and streams.
-  let tall = AXIS, rank = null, label = null;
   for (const lane of data.lanes) {
     let at = 0;
     lane.start = lane.start.map((step) => (at += step));
@@ -19,16 +17,25 @@
     let latest = 0;
     lane.latest = lane.start.map((start, i) => (latest = Math.max(latest, start + lane.dur[i])));
     lane.several = new Map(lane.count[0].map((place, i) => [place, lane.count[1][i]]));
-    lane.head = lane.rank !== rank;
-    lane.first = lane.head || lane.label !== label;
-    if (lane.head) tall += HEAD;
-    else if (lane.first) tall += GAP / 2;
-    lane.y = tall;
-    tall += LANE;
-    rank = lane.rank;
-    label = lane.label;
   }
-  tall += GAP;
+  const shown = () => data.lanes.filter((lane) => detail || !lane.detail);
+  // Where each lane stands: a line above the lanes of a rank, a gap between threads and streams.
+  function place() {
+    let head = "", label = null;
+    tall = AXIS;
+    for (const lane of shown()) {
+      lane.opens = lane.head !== "" && lane.head !== head;
+      lane.first = lane.opens || lane.label !== label || lane.head !== head;
+      if (lane.opens) tall += HEAD;
+      else if (lane.first) tall += GAP / 2;
+      lane.tall = lane.under && !lane.detail ? 1.4 * LANE : LANE;
+      lane.y = tall;
+      tall += lane.tall;
+      head = lane.head;
+      label = lane.label;
+    }
+    tall += GAP;
+  }
 
   const time = (ns) => {
     for (const [unit, size] of [["s", 1e9], ["ms", 1e6], ["us", 1e3]])
@@ -75,16 +82,16 @@
     pen.font = "11px system-ui, sans-serif";
     pen.textBaseline = "middle";
     axis();
-    for (const lane of data.lanes) {
-      if (lane.head) {
+    for (const lane of shown()) {
+      if (lane.opens) {
         pen.fillStyle = colours.panel;
         pen.fillRect(0, lane.y - HEAD, wide, HEAD - 1);
         pen.fillStyle = colours.fg;
-        pen.fillText(`rank ${lane.rank}`, 4, lane.y - HEAD / 2);
+        pen.fillText(lane.head, 4, lane.y - HEAD / 2);
       }
       if (lane.first) {
         pen.fillStyle = colours.muted;
-        pen.fillText(lane.label, 8, lane.y + LANE / 2, gutter - 12);
+        pen.fillText(lane.label, 8, lane.y + lane.tall / 2, gutter - 12);
       }
       let drawn = -1;
       for (let i = before(lane.latest, from); i < lane.start.length && lane.start[i] <= to; i++) {
@@ -93,15 +100,21 @@
         if (right < gutter || (right - left < 1 && left - drawn < 0.5)) continue;
         const size = Math.max(right - left, 1);
         drawn = left + size;
+        const part = lane.filled ? lane.filled[i] / 9 : 1, room = size > 3 ? size - 0.6 : size;
+        const own = lane.tall - 2;
+        if (part < 1 && lane.under && lane.under[i] !== "-") {
+          pen.fillStyle = colours.of[lane.under.charCodeAt(i) - 48];
+          pen.fillRect(left, lane.y, room, own);
+        }
         pen.fillStyle = colours.of[lane.colour.charCodeAt(i) - 48];
-        pen.fillRect(left, lane.y, size > 3 ? size - 0.6 : size, LANE - 2);
+        pen.fillRect(left, lane.y, room, own * part);
         if (size > 46) {
           pen.save();
           pen.beginPath();
-          pen.rect(left, lane.y, size - 3, LANE);
+          pen.rect(left, lane.y, size - 3, lane.tall);
           pen.clip();
-          pen.fillStyle = lane.colour[i] === "8" ? colours.fg : colours.bg;
-          pen.fillText(data.names[lane.name[i]], left + 3, lane.y + LANE / 2 - 0.5);
+          pen.fillStyle = lane.colour[i] === "8" || part < 0.5 ? colours.fg : colours.bg;
+          pen.fillText(data.names[lane.name[i]], left + 3, lane.y + lane.tall / 2 - 0.5);
           pen.restore();
         }
       }
@@ -116,6 +129,7 @@
     const scale = devicePixelRatio || 1;
     wide = canvas.clientWidth;
     gutter = wide < 600 ? 64 : 104;
+    place();
     canvas.style.height = `${tall}px`;
     canvas.width = wide * scale;
     canvas.height = tall * scale;
@@ -135,14 +149,16 @@
   function tell(event) {
     const place = canvas.getBoundingClientRect();
     const at = ns(event.clientX - place.left), y = event.clientY - place.top;
-    const lane = data.lanes.find((one) => y >= one.y && y < one.y + LANE);
+    const lane = shown().find((one) => y >= one.y && y < one.y + one.tall);
     if (!lane || event.clientX - place.left < gutter) return;
     const near = (2 * (to - from)) / (wide - gutter);
     for (let i = before(lane.start, at + near) - 1; i >= 0 && lane.latest[i] >= at - near; i--) {
       if (lane.start[i] + lane.dur[i] < at - near) continue;
       const many = lane.several.get(i), name = data.names[lane.name[i]];
       const what = many ? `${many} short spans, the longest ${name}` : name;
-      told.textContent = `rank ${lane.rank}, ${lane.label}, at ${time(lane.start[i])} for ${time(lane.dur[i])}: ${what}`;
+      const own = lane.filled && lane.filled[i] < 9 ? ` (${Math.round((100 * lane.filled[i]) / 9)} % of it)` : "";
+      const whose = lane.head ? `${lane.head}, ${lane.label}` : lane.label;
+      told.textContent = `${whose}, at ${time(lane.start[i])} for ${time(lane.dur[i])}: ${what}${own}`;
       return;
     }
   }
@@ -178,6 +194,12 @@
   });
   for (const button of box.querySelectorAll("[data-zoom]"))
     button.addEventListener("click", () => zoom(Number(button.dataset.zoom)));
+  const toggle = box.querySelector("[data-detail]");
+  toggle?.addEventListener("click", () => {
+    detail = !detail;
+    toggle.setAttribute("aria-pressed", detail);
+    resize();
+  });
   new ResizeObserver(resize).observe(box);
   dark.addEventListener("change", resize);
 })();

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +17,13 @@ from echograph.errors import UsageError
 from echograph.units import format_bytes
 
 
+class Device(str, Enum):
+    """What a script finds."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
 def capture_command(
     framework: Annotated[str, typer.Argument(help="torch, deepspeed or megatron.")],
     script: Annotated[Path, typer.Option("--script", help="The training script; it is not edited.")],
@@ -23,6 +32,13 @@ def capture_command(
     ] = None,
     world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = 8,
     local_size: Annotated[int, typer.Option(min=1, help="Ranks of a machine.")] = 8,
+    device: Annotated[
+        Device, typer.Option(help="What the script finds: a GPU for each rank (cuda), or none (cpu).")
+    ] = Device.CUDA,
+    decide: Annotated[
+        list[str] | None,
+        typer.Option(help="Which way the script goes where a tensor's value decides: train.py:12=no; any number."),
+    ] = None,
     ranks: Annotated[
         str, typer.Option(help="Which ranks to run: roles (one of each that differ), or numbers as 0,5.")
     ] = "roles",
@@ -50,7 +66,8 @@ def capture_command(
     adapter = ADAPTERS[framework]()
     given = adapter.arguments(tuple(arguments or ()), config)
     asked = Script(path=script, arguments=given, step=step or adapter.steady_step, whole=whole)
-    world = World(size=world_size, local_size=local_size)
+    gpus = _gpus(device, framework)
+    world = World(size=world_size, local_size=local_size, gpus=gpus, decided=_decided(decide or ()))
     with progress("starting") as say, contextlib.ExitStack() as stack:
         if as_json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
@@ -65,6 +82,27 @@ def capture_command(
     else:
         print_job(summary)
     print_error(f"wrote {output} ({format_bytes(size)})")
+
+
+def _gpus(device: Device, framework: str) -> bool:
+    if device is Device.CPU and framework != "torch":
+        raise UsageError(
+            f"--device cpu is for scripts of plain PyTorch: {framework} is captured as it runs on GPUs"
+        )
+    return device is Device.CUDA
+
+
+def _decided(given: Sequence[str]) -> dict[str, bool]:
+    chosen = {}
+    for text in given:
+        where, _, which = text.rpartition("=")
+        name, _, line = where.rpartition(":")
+        if not name or not line.isdecimal() or which not in ("yes", "no"):
+            raise UsageError(
+                f"--decide {text}: give a line of the script and which way it goes, as train.py:12=no"
+            )
+        chosen[where] = which == "yes"
+    return chosen
 
 
 def _ranks(text: str) -> tuple[int, ...]:

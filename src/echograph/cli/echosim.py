@@ -89,6 +89,9 @@ def run_command(
     trace_ranks: Annotated[
         str | None, typer.Option(help="Ranks to trace, as 0,17 [default: each role]", show_default=False)
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page that shows why: one file, which loads nothing.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict the time of one training step, spread over the GPUs by a parallel plan."""
@@ -117,9 +120,9 @@ def run_command(
     )
     if trace_ranks is not None and trace is None:
         raise UsageError("--trace-ranks: says whose timelines a trace holds, give --trace as well")
-    results = [path for path in (output, trace) if path is not None]
+    results = [path for path in (output, trace, html) if path is not None]
     if len({path.resolve() for path in (graph, *results)}) <= len(results):
-        raise UsageError("the graph, --output and --trace are one file: give each its own")
+        raise UsageError("the graph, --output, --trace and --html are one file: give each its own")
     for path in results:
         files.check_writable(path)
     with progress(f"reading {graph}") as say:
@@ -131,7 +134,8 @@ def run_command(
         say("simulating")
         result, job = predict_plan(loaded, plan, engine=engine, study=study)
         near = plans_that_fit(loaded, plan, result.memory, say) if strict_memory else []
-    for note in notes(loaded, plan):
+    said = notes(loaded, plan)
+    for note in said:
         print_error(f"note: {note}")
     if strict_memory:
         refuse_if_it_does_not_fit(result, near)
@@ -148,6 +152,11 @@ def run_command(
 
         files.write_whole(trace, chrome_trace(job, result.traced or result.timeline, ranks=study.trace_ranks))
         print_error(f"wrote {trace} (Chrome trace: open in ui.perfetto.dev)")
+    if html is not None:
+        from echograph.cli.page.prediction import page
+
+        files.write_whole(html, [page(result, job, plan, study, said)])
+        print_error(f"wrote {html} (page: open it in a browser)")
 
 
 app.command("replay")(replay_command)

@@ -1,9 +1,9 @@
-"""One real rank: runs DeepSpeed scripts as they are, and writes down the collectives of their steps, in order.
+"""One real rank: runs DeepSpeed scripts as they are, and writes down what their steps communicate, in order.
 
     torchrun --nproc-per-node 2 deepspeed_ranks.py FOLDER
 
 FOLDER/cases.json holds the cases: name -> [script, argument, ...]. What is communicated is the collective tracer's
-account; which phase it belongs to, the engine's own methods tell.
+account; which phase it belongs to, the engine's own methods and a pipeline's instructions tell.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import echograph
 
 RANK = int(os.environ["RANK"])
+FORWARD = ("LoadMicroBatch", "RecvActivation", "ForwardPass", "SendActivation")
+BACKWARD = ("RecvGrad", "BackwardPass", "SendGrad")
 
 
 class Marks:
@@ -38,6 +41,8 @@ class Marks:
         method: Callable[..., Any] = getattr(DeepSpeedEngine, name)
 
         def marked(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            if engine.pipeline_parallelism:
+                return method(engine, *args, **kwargs)
             steps = engine.global_steps
             self.marks.append((self.tracer.calls, phase))
             try:
@@ -46,6 +51,23 @@ class Marks:
                 self.marks.append((self.tracer.calls, "end" if engine.global_steps != steps else ""))
 
         setattr(DeepSpeedEngine, name, marked)
+
+    def wrap_pipelines(self) -> None:
+        """The same of a pipeline's instructions; what `train_batch` does after all of them ends the step."""
+        for kind, method in list(PipelineEngine._INSTRUCTION_MAP.items()):
+            name = kind.__name__
+            phase = "forward" if name in FORWARD else "backward" if name in BACKWARD else "optimizer"
+            PipelineEngine._INSTRUCTION_MAP[kind] = self._between(method, phase, "optimizer")
+        PipelineEngine.train_batch = self._between(PipelineEngine.train_batch, "optimizer", "end")
+
+    def _between(self, method: Callable[..., Any], phase: str, then: str) -> Callable[..., Any]:
+        def marked(engine: Any, *args: Any, **kwargs: Any) -> Any:
+            self.marks.append((self.tracer.calls, phase))
+            made = method(engine, *args, **kwargs)
+            self.marks.append((self.tracer.calls, then))
+            return made
+
+        return marked
 
     def steps(self, calls: list[Any]) -> list[list[Any]]:
         """The calls of each step, with their phases; what comes before the first forward pass belongs to none."""
@@ -59,14 +81,16 @@ class Marks:
         return steps
 
 
-def calls_of(path: Path) -> list[tuple[str, str, int, str]]:
-    """(operation, group, bytes, type) of every call of a trace, in the order they were made."""
+def calls_of(path: Path) -> list[tuple[str, str, int, str, int]]:
+    """(operation, group, bytes, type, peer) of every call of a trace, in the order they were made."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     whats = {line["id"]: line for line in lines if isinstance(line, dict) and line["line"] == "what"}
     # A call that had not ended when it was first written stands twice.
     calls = {(whats[row[0]]["channel"], row[1]): row for row in lines if isinstance(row, list)}
     ordered = (whats[row[0]] for row in sorted(calls.values(), key=lambda row: row[2]))
-    return [(what["op"], what["group"], what["bytes"], what.get("dtype", "")) for what in ordered]
+    return [
+        (what["op"], what["group"], what["bytes"], what.get("dtype", ""), what.get("peer", -1)) for what in ordered
+    ]
 
 
 def main(folder: Path) -> None:
@@ -76,6 +100,7 @@ def main(folder: Path) -> None:
     marks = Marks()
     for name, phase in (("forward", "forward"), ("backward", "backward"), ("step", "optimizer")):
         marks.wrap(name, phase)
+    marks.wrap_pipelines()
     told = {}
     for name, (script, *arguments) in json.loads((folder / "cases.json").read_text()).items():
         sys.argv = [script, *arguments]

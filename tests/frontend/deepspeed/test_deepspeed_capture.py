@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,8 @@ import pytest
 
 pytest.importorskip("torch", reason="needs the [torch] extra")
 
-from echograph.frontend.deepspeed.adapter import DeepSpeedAdapter
+from deepspeed_both import BF16, FP32, captured_calls, configure, echo, real_calls, told_of
+
 from echograph.ir import serde
 from echograph.ir.types import Collective, Copy, CopyDirection, Phase
 
@@ -36,8 +33,6 @@ MANY_BUCKETS = {
     "stage3_max_reuse_distance": 1000,
 }  # fmt: skip
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
-BF16: dict[str, Any] = {"bf16": {"enabled": True}}
-FP32: dict[str, Any] = {}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = {
     "zero0-fp32": ({"stage": 0}, FP32, 1, SMALL),
     "zero1-accumulated-buckets": ({"stage": 1, "reduce_bucket_size": 20000}, BF16, 2, SMALL),
@@ -50,55 +45,26 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = 
     "zero3-offload": ({**MANY_BUCKETS, **OFFLOADED}, BF16, 1, SMALL),
 }
 """name -> zero_optimization, precision, micro-batches, arguments of the script."""
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "uint8": "uint8"}
-
-
-def configure(path: Path, zero: dict[str, Any], precision: dict[str, Any], micro_batches: int) -> Path:
-    value = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": micro_batches,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "gradient_clipping": 1.0,
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,
-        **precision,
-    }
-    path.write_text(json.dumps(value))
-    return path
-
-
-def run(folder: Path, *command: str) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=1500, check=False
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "uint8": "uint8"}
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what two real ranks told of all cases, and with what was captured of them."""
-    return told_of(tuple(CASES), tmp_path_factory.mktemp("deepspeed"))
+    return both_of(tuple(CASES), tmp_path_factory.mktemp("deepspeed"))
 
 
-def told_of(names: tuple[str, ...], folder: Path) -> Path:
+def both_of(names: tuple[str, ...], folder: Path) -> Path:
     """The folder, in which two real ranks, and a capture of each, have written down what they communicate."""
     cases = {}
     for name in names:
         zero, precision, micro_batches, arguments = CASES[name]
         config = configure(folder / f"{name}.json", zero, precision, micro_batches)
         cases[name] = [str(EXAMPLE / "train.py"), "--deepspeed_config", str(config), *arguments]
-    (folder / "cases.json").write_text(json.dumps(cases))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port))
-    run(folder, *ranks, str(HERE / "deepspeed_ranks.py"), str(folder))
-    run(folder, str(HERE / "deepspeed_captures.py"), str(folder))
-    return folder
+    return told_of(cases, folder)
 
 
-def captured_calls(path: Path) -> list[list[Any]]:
+def calls_of_job(path: Path) -> list[list[Any]]:
     """Operation, size of the group, bytes, type and phase of each collective of the one role, in program order."""
     job = serde.load(path)
     (program,) = job.programs
@@ -112,19 +78,8 @@ def captured_calls(path: Path) -> list[list[Any]]:
     return found
 
 
-def real_calls(path: Path, name: str) -> list[list[Any]]:
-    """The same of the step of a real rank that is captured."""
-    step = json.loads(path.read_text())[name][DeepSpeedAdapter.steady_step - 1]
-    return [_told(*call) for call in step]
-
-
-def _told(operation: str, group: str, nbytes: int, dtype: str, phase: str) -> list[Any]:
-    ranks = group.partition("#")[0].split(",")
-    return [operation, len(ranks), nbytes, DTYPES[dtype], phase]
-
-
 def test_the_example_runs_on_two_ranks_and_communicates_as_captured(tmp_path: Path) -> None:
-    compare("zero3", told_of(("zero3",), tmp_path))
+    compare("zero3", both_of(("zero3",), tmp_path))
 
 
 @pytest.mark.slow
@@ -134,10 +89,11 @@ def test_a_step_communicates_what_it_does_on_real_ranks(name: str, both: Path) -
 
 
 def compare(name: str, both: Path) -> None:
-    first, second = (real_calls(both / f"steps.{rank}.json", name) for rank in range(2))
-    assert first == second
-    assert len(first) > 0
-    assert captured_calls(both / f"{name}.pb") == first
+    calls = real_calls(both, name, 0)
+    assert len(calls) > 0
+    assert calls == real_calls(both, name, 1) == captured_calls(both, name, 0) == captured_calls(both, name, 1)
+    told = [[op, len(ranks), nbytes, DTYPES[dtype], phase] for op, ranks, nbytes, dtype, _, phase in calls]
+    assert calls_of_job(both / f"{name}.pb") == told
 
 
 @pytest.mark.slow
@@ -165,7 +121,7 @@ def test_llama_in_shares_of_1024_ranks_moves_what_its_parameters_weigh(tmp_path:
     echo("echoc", "capture", "deepspeed", "--script", script, "--world-size", "1024", "-o",
          str(tmp_path / "job.pb"), "--", *given)  # fmt: skip
     moved: dict[str, int] = {}
-    for operation, ranks, nbytes, dtype, _ in captured_calls(tmp_path / "job.pb"):
+    for operation, ranks, nbytes, dtype, _ in calls_of_job(tmp_path / "job.pb"):
         assert ranks == 1024
         if dtype == "bf16":
             moved[operation] = moved.get(operation, 0) + nbytes
@@ -197,11 +153,3 @@ def _llama_shapes() -> dict[str, int]:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     return {name: parameter.numel() for name, parameter in model.named_parameters()}
-
-
-def echo(command: str, *arguments: str) -> str:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    program = [str(Path(sys.executable).with_name(command)), *arguments]
-    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=1500, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from small_traces import job, launched, operator, step, work
 
 from echograph.profiler.analyses.critical_edges import critical_graph
-from echograph.profiler.page.timeline import Lane, Spans, coarse, timeline
+from echograph.profiler.page.lanes import Lane, Spans, coarse
+from echograph.profiler.page.timeline import timeline
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 spans = st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**5)), min_size=1, max_size=400)
@@ -25,7 +26,7 @@ def lane_of(times: list[tuple[int, int]]) -> Lane:
     end = start + np.array([d for _, d in times], np.int64)
     index = np.arange(len(times))
     found = Spans(start, end, index, index % 3, np.ones(len(times), np.int64))
-    return Lane(rank=0, label="stream 7", spans=found, strings=tuple(map(str, index)))
+    return Lane(head="rank 0", label="stream 7", spans=found, strings=tuple(map(str, index)))
 
 
 @given(spans, st.integers(20, 200))
@@ -92,5 +93,5 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     traces = job(tmp_path, *([work("k", 0, 1)] for _ in range(20)))
     text = timeline(traces, {})
     assert "Ranks 0 to 15 of 20." in text
-    assert {lane["rank"] for lane in content(text)["lanes"]} == set(range(16))
+    assert {lane["head"] for lane in content(text)["lanes"]} == {f"rank {n}" for n in range(16)}
     assert timeline(job(tmp_path / "none", []), {}) == ""

@@ -1,0 +1,100 @@
+"""Modules that take a GPU's packages to import, and what stands in for them where those are not installed.
+
+A stand-in is a module in `sys.modules` for as long as a script runs. It has what megatron-core imports from the
+real one, and refuses what cannot be done without it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from echograph.errors import CaptureError
+
+_MEGATRON = "megatron"
+_GRADIENTS = "fused_weight_gradient_mlp_cuda"
+_INVARIANT = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """In the context, what is not installed of what megatron-core imports has a stand-in.
+
+    megatron-core looks for some of it once, where it is imported: in the context it is imported anew.
+    """
+    modules = {name: make() for name, make in _STAND_INS.items() if not _is_installed(name)}
+    before = _taken_out()
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        _taken_out()
+        for name in modules:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
+
+
+def _taken_out() -> dict[str, ModuleType]:
+    """Forgets what is imported of Megatron; returns it."""
+    found = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == _MEGATRON}
+    for name in found:
+        del sys.modules[name]
+    return found
+
+
+def _is_installed(name: str) -> bool:
+    return find_spec("triton" if name == _INVARIANT else name) is not None
+
+
+def _batch_invariant() -> ModuleType:
+    """Kernels in Triton, which Megatron-LM imports whether or not it runs them."""
+
+    def enable(*_: Any, **__: Any) -> None:
+        raise CaptureError("--batch-invariant-mode runs kernels of Triton, which is not installed: leave it out")
+
+    return _module(
+        _INVARIANT,
+        enable_batch_invariant_mode=enable,
+        set_batch_invariant_mode=enable,
+        disable_batch_invariant_mode=lambda: None,
+        is_batch_invariant_mode_enabled=lambda: False,
+    )
+
+
+def accumulate(given: Tensor, gradient: Tensor, total: Tensor) -> None:
+    """Adds the gradient of a weight to the sum of its gradients, by a product that adds.
+
+    Args:
+        given: input of the linear layer [tokens, in].
+        gradient: of its output [tokens, out].
+        total: [out, in], of a wider type, perhaps.
+    """
+    if isinstance(total, FakeTensor):
+        torch.ops.aten.addmm.dtype_out(total, gradient.t(), given, total.dtype, out=total)
+    else:
+        total.add_(gradient.t() @ given)  # on CPUs there is no product of two types
+
+
+def _weight_gradients() -> ModuleType:
+    """Apex's kernels of `--gradient-accumulation-fusion`."""
+    return _module(_GRADIENTS, wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)
+
+
+def _module(name: str, **contents: Any) -> ModuleType:
+    module = ModuleType(name)
+    module.__dict__.update(contents)
+    return module
+
+
+_STAND_INS: dict[str, Callable[[], ModuleType]] = {
+    _INVARIANT: _batch_invariant,
+    _GRADIENTS: _weight_gradients,
+}

@@ -1,0 +1,234 @@
+"""Steps of a small model, free and observed: where what recording costs is measured."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from echograph.profiler.record.overhead import BACKWARD, FORWARD, PARTS, kind_of
+
+ROUNDS, STEPS, CALLS = 3, 6, 60
+BLOCKS, WIDTH, HEADS, TOKENS = 2, 64, 4, 32
+_MARK = "echograph: "
+Call: TypeAlias = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """Seconds of the parts of steps and of calls, with nothing on, with hooks on modules, under the profiler.
+
+    Attributes:
+        free: of steps, by part.
+        hooked: likewise.
+        profiled: likewise.
+        calls: of calls with nothing on; none where there is no group to make them in.
+        observed_calls: of calls under the profiler, with a listener.
+        counts: operators of each kind in each part of a step.
+        modules: how many run in a step.
+    """
+
+    free: list[dict[str, float]] = field(default_factory=list)
+    hooked: list[dict[str, float]] = field(default_factory=list)
+    profiled: list[dict[str, float]] = field(default_factory=list)
+    calls: list[float] = field(default_factory=list)
+    observed_calls: list[float] = field(default_factory=list)
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    modules: int
+
+
+def sampled(*, shapes: bool, collectives: bool) -> Sampled:
+    """Takes the steps, and makes the calls in a group of this rank alone.
+
+    Args:
+        shapes: whether the profiler looks at shapes.
+        collectives: whether calls are made: not without gloo, nor where a tracer listens, which would count them.
+    """
+    sample, call = _Sample(), _call_alone() if collectives else None
+    found = Sampled(modules=sample.modules)
+    for _ in range(ROUNDS):
+        # In turn, since the machine may do other things meanwhile.
+        found.free.extend(_steps(sample))
+        found.calls.extend(_calls(call))
+        with _hooks(sample.blocks):
+            found.hooked.extend(_steps(sample))
+        with _profiler(shapes) as profile:
+            found.profiled.extend(_steps(sample))
+            sample.step(_mark)
+            _mark("")
+            with _listener(call):
+                found.observed_calls.extend(_calls(call))
+        found.counts.update(_counted(profile))
+    return found
+
+
+class _Sample:
+    """The model, and what a step of it does."""
+
+    def __init__(self) -> None:
+        from torch import float32, nn, ones
+
+        plain: dict[str, Any] = {"device": "cpu", "dtype": float32}
+
+        def block() -> list[Any]:
+            first, second = (nn.LayerNorm(WIDTH, **plain) for _ in range(2))
+            mix, out = nn.Linear(WIDTH, 3 * WIDTH, **plain), nn.Linear(WIDTH, WIDTH, **plain)
+            up, down = nn.Linear(WIDTH, 4 * WIDTH, **plain), nn.Linear(4 * WIDTH, WIDTH, **plain)
+            return [first, mix, out, second, up, nn.GELU(), down]
+
+        self.blocks: Any = nn.ModuleList(nn.ModuleList(block()) for _ in range(BLOCKS))
+        self.modules = sum(len(list(block.children())) for block in self.blocks)
+        self.parameters: Any = list(self.blocks.parameters())
+        self.moments = [parameter.detach().clone() for parameter in self.parameters]
+        self.input = ones(2, TOKENS, WIDTH, **plain)
+
+    def forward(self) -> Any:
+        x: Any = self.input
+        for first, mix, out, second, up, bend, down in self.blocks:
+            parts = mix(first(x)).split(WIDTH, dim=-1)
+            query, key, value = (part.view(2, TOKENS, HEADS, -1).transpose(1, 2) for part in parts)
+            weights = (query @ key.transpose(-2, -1) * HEADS**-0.5).softmax(dim=-1)
+            x = x + out((weights @ value).transpose(1, 2).reshape(2, TOKENS, WIDTH))
+            x = x + down(bend(up(second(x))))
+        return x.square().mean()
+
+    def update(self) -> None:
+        import torch
+
+        with torch.no_grad():
+            gradients: Any = [parameter.grad for parameter in self.parameters]
+            torch._foreach_lerp_(self.moments, gradients, 0.1)
+            roots: Any = torch._foreach_sqrt(torch._foreach_mul(gradients, gradients))
+            torch._foreach_add_(roots, 1e-8)
+            torch._foreach_addcdiv_(self.parameters, self.moments, roots, value=-1e-6)
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def step(self, begins: Callable[[str], object] = lambda part: None) -> dict[str, float]:
+        """Seconds that each part took; `begins` is told of each before its time begins."""
+        took, loss = {}, None
+        for part in PARTS:
+            begins(part)
+            start = time.thread_time_ns()
+            if part == FORWARD:
+                loss = self.forward()
+            elif part == BACKWARD:
+                loss.backward()  # type: ignore[union-attr]
+            else:
+                self.update()
+            took[part] = (time.thread_time_ns() - start) / 1e9
+        return took
+
+
+def _steps(sample: _Sample) -> list[dict[str, float]]:
+    sample.step()
+    return [sample.step() for _ in range(STEPS)]
+
+
+def _mark(part: str) -> None:
+    from torch.profiler import record_function
+
+    with record_function(_MARK + part):
+        pass
+
+
+@contextmanager
+def _profiler(shapes: bool) -> Iterator[Any]:
+    # Without the steps of `profile`, which others may count.
+    from torch import profiler
+
+    kind: Any = profiler._KinetoProfile  # type: ignore[attr-defined]
+    profile = kind(activities=[profiler.ProfilerActivity.CPU], record_shapes=shapes)
+    profile.start()
+    try:
+        yield profile
+    finally:
+        profile.stop()
+
+
+@contextmanager
+def _hooks(model: Any) -> Iterator[None]:
+    from echograph.profiler.comms.context import Phases
+
+    phases = Phases()
+    phases.watch(model)
+    try:
+        yield
+    finally:
+        phases.detach()
+
+
+def _counted(profile: Any) -> dict[str, Counter[str]]:
+    """Operators behind the marks of the parts."""
+    counts: dict[str, Counter[str]] = {"": Counter(), **{part: Counter() for part in PARTS}}
+    events = profile.profiler.kineto_results.events()
+    part, above = "", list[tuple[int, str]]()
+    for event in sorted(events, key=lambda event: (event.start_ns(), -event.duration_ns())):
+        name: str = event.name()
+        if name.startswith(_MARK):
+            part = name.removeprefix(_MARK)
+            continue
+        while above and above[-1][0] <= event.start_ns():
+            above.pop()
+        kind = kind_of(name, above[-1][1] if above else None)
+        if kind is not None:
+            counts[part][kind] += 1
+        above.append((event.start_ns() + event.duration_ns(), name))
+    return counts
+
+
+class _Listener:
+    """Listens to calls as the tracer does, and keeps nothing."""
+
+    def issued(self, call: Any) -> None:
+        """Told by the capture."""
+
+    refused = ended = issued
+
+
+@contextmanager
+def _listener(call: Call | None) -> Iterator[None]:
+    from echograph.profiler.comms.tracer import shared_capture
+
+    if call is None:
+        yield
+        return
+    listener, capture = _Listener(), shared_capture()
+    capture.add(listener)
+    try:
+        yield
+    finally:
+        capture.remove(listener)
+
+
+def _call_alone() -> Call | None:
+    """A call in a group that has this rank alone, which no other rank and no one else knows."""
+    import torch.distributed
+
+    from echograph.profiler.comms.tracer import shared_capture
+
+    distributed: Any = torch.distributed
+    if not distributed.is_gloo_available() or shared_capture().listening:
+        return None
+    gloo: Any = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(interface="lo")]
+    group: Any = distributed.ProcessGroup(distributed.HashStore(), 0, 1)
+    backend = gloo(distributed.HashStore(), 0, 1, options)
+    group._register_backend(torch.device("cpu"), distributed.ProcessGroup.BackendType.GLOO, backend)
+    tensor = torch.ones(4, device="cpu")
+    return lambda: group.allreduce(tensor).wait()
+
+
+def _calls(call: Call | None) -> list[float]:
+    """Seconds of a call, several times."""
+    took = []
+    for _ in range(STEPS + 1 if call is not None else 0):
+        start = time.thread_time_ns()
+        for _ in range(CALLS):
+            call()  # type: ignore[misc]
+        took.append((time.thread_time_ns() - start) / 1e9 / CALLS)
+    return took[1:]

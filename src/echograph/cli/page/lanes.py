@@ -1,0 +1,221 @@
+"""A simulated step on lanes: the critical path, what every role does at each moment, and its streams."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from echograph.cli.page.moments import Kinds, Moments, Runs, runs
+from echograph.ir.columns import NONE, Int64, distinct
+from echograph.ir.graph import JobGraph
+from echograph.ir.timeline import Lane as Side
+from echograph.ir.timeline import Timeline
+from echograph.ir.types import Phase
+from echograph.profiler.page.lanes import Lane, Spans, drawing
+
+MOST_SPANS = 24_000
+# What is shorter than this share of the step and between work of one kind is drawn within that.
+_GAP = 1 / 400
+_OF_PHASE = {Phase.FORWARD: 0, Phase.BACKWARD: 2, Phase.RECOMPUTE: 5, Phase.OPTIMIZER: 3, Phase.OTHER: 6}
+OF_COMMUNICATION = (1, 4, 6, 5, 3)
+HOST, IDLE = 7, 8
+_LEVELS = ("each operation", "all work of a layer", "all work of a micro-batch")
+Flags = npt.NDArray[np.bool_]
+
+
+def colours(kinds: Kinds) -> list[int]:
+    """The colour of every kind of moment."""
+    cycle = [OF_COMMUNICATION[i % len(OF_COMMUNICATION)] for i in range(len(kinds.labels))]
+    return [0, *cycle, HOST, IDLE]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Names:
+    """Texts by number, as they are needed."""
+
+    texts: dict[str, int] = field(default_factory=dict)
+
+    def code(self, text: str) -> int:
+        return self.texts.setdefault(text, len(self.texts))
+
+
+class Step:
+    """What is put on lanes: a job, when it ran, and what its roles did at each moment."""
+
+    def __init__(self, job: JobGraph, timeline: Timeline, kinds: Kinds) -> None:
+        self.job, self.timeline, self.kinds = job, timeline, kinds
+        self.colours = colours(kinds)
+        self.phases = np.zeros(256, np.int64)
+        self.phases[[int(phase) for phase in _OF_PHASE]] = list(_OF_PHASE.values())
+        self.several = int(timeline.micro_batch.max(initial=0)) > 0
+        self.gap_ps = int(timeline.makespan * _GAP)
+
+    def drawing(self, found: dict[int, Moments], idle: str, note: str) -> str:
+        """The lanes as HTML.
+
+        Args:
+            found: moments of the programs that are shown.
+            idle: what it is called when nothing runs.
+            note: on what is shown.
+        """
+        lanes = [self.path(), *(self.role(number, moments, idle) for number, moments in found.items())]
+        streams, level = self.streams(list(found), MOST_SPANS - sum(len(lane.spans.start) for lane in lanes))
+        lanes += streams
+        used = np.bincount(np.concatenate([m.kind for m in found.values()]), minlength=self.kinds.idle + 1) > 0
+        phases = distinct(self.job.ops.phase[self.timeline.op]).tolist()
+        shown = {phase.name.lower(): colour for phase, colour in _OF_PHASE.items() if phase in phases}
+        names = (*(f"{label} communication" for label in self.kinds.labels), "host", idle)
+        shown |= {name: self.colours[1 + at] for at, name in enumerate(names) if used[1 + at]}
+        said = f" {note} On the streams, {level} is a bar." if streams else f" {note}"
+        return drawing(lanes, MOST_SPANS, shown, said)
+
+    def path(self) -> Lane:
+        """The critical path."""
+        timeline, rows = self.timeline, self.timeline.critical_path()
+        rows = rows[timeline.duration[rows] > 0]
+        kind = np.where(timeline.lane[rows] == Side.HOST, self.kinds.host, self.kinds.of_op[timeline.op[rows]])
+        key = np.where(kind == 0, self._work(rows) * len(timeline.programs) + timeline.program[rows], NONE)
+        start, end = timeline.start[rows], timeline.end[rows]
+        found = runs(start, end, kind, key, self.gap_ps)
+        return self._lane("critical path", start, end, kind, rows, found, of_program=len(timeline.programs) > 1)
+
+    def role(self, number: int, moments: Moments, idle: str) -> Lane:
+        """What a program does at each moment."""
+        key = np.where(moments.kind == 0, self._work(moments.row), NONE)
+        found = runs(moments.start, moments.end, moments.kind, key, self.gap_ps)
+        label = self.timeline.programs[number]
+        return self._lane(label, moments.start, moments.end, moments.kind, moments.row, found, idle=idle)
+
+    def _work(self, rows: Int64) -> Int64:
+        """One number for phase and micro-batch."""
+        phase = self.job.ops.phase[self.timeline.op[rows]].astype(np.int64)
+        return np.asarray(phase * (int(self.timeline.micro_batch.max(initial=0)) + 2) + self._micro_batch(rows))
+
+    def _micro_batch(self, rows: Int64) -> Int64:
+        return np.asarray(np.maximum(self.timeline.micro_batch[rows].astype(np.int64), 0))
+
+    def _lane(
+        self,
+        label: str,
+        start: Int64,
+        end: Int64,
+        kind: Int64,
+        rows: Int64,
+        found: Runs,
+        *,
+        of_program: bool = False,
+        idle: str = "",
+    ) -> Lane:
+        names, first, longest = _Names(), found.first, found.longest
+        last = np.append(first[1:], len(start)) - 1
+        colour = np.array(self.colours)[kind[longest]]
+        computes = kind[longest] == 0
+        at = rows[longest]
+        colour[computes] = self.phases[self.job.ops.phase[self.timeline.op[at[computes]]]]
+        codes = []
+        for row, of in zip(at.tolist(), kind[longest].tolist(), strict=True):
+            text = self._said(row, of, idle)
+            codes.append(
+                names.code(f"{self.timeline.programs[self.timeline.program[row]]}: {text}" if of_program else text)
+            )
+        length = np.maximum(end[last] - start[first], 1)
+        under = np.where(found.other < 0, NONE, np.array([*self.colours, NONE])[found.other])
+        spans = Spans(
+            start[first],
+            end[last],
+            np.array(codes, np.int64),
+            colour,
+            np.ones(len(first), np.int64),
+            found.own / length,
+            under,
+        )
+        return Lane(head="", label=label, spans=spans, strings=tuple(names.texts))
+
+    def _said(self, row: int, kind: int, idle: str) -> str:
+        """What a run is."""
+        if kind >= self.kinds.host:
+            return "the host issues, nothing runs" if kind == self.kinds.host else idle
+        if kind > 0:
+            return f"exposed: {self.kinds.labels[kind - 1]} communication"
+        return self._phase(row)
+
+    def _phase(self, row: int) -> str:
+        phase = Phase(int(self.job.ops.phase[self.timeline.op[row]])).name.lower()
+        return f"{phase}, micro-batch {max(int(self.timeline.micro_batch[row]), 0)}" if self.several else phase
+
+    def streams(self, programs: Sequence[int], most: int) -> tuple[list[Lane], str]:
+        """The host and the streams of programs, and what a bar of them is: the finest that there is room for."""
+        tracks = [(number, *self._tracks(number)) for number in programs]
+        for level in _LEVELS:
+            parted = [self._parted(rows, track, level) for _, rows, track in tracks]
+            if sum(int(new.sum()) for new in parted) <= most:
+                break
+        lanes = [
+            self._stream(number, rows[track == at], new[track == at], level, at, detail=len(programs) > 1)
+            for (number, rows, track), new in zip(tracks, parted, strict=True)
+            for at in distinct(track).tolist()
+        ]
+        return lanes, level
+
+    def _tracks(self, number: int) -> tuple[Int64, Int64]:
+        """Rows of a program that take time, by host and stream and start; and for each which of these it is on."""
+        timeline = self.timeline
+        rows = np.flatnonzero((timeline.program == number) & (timeline.duration > 0))
+        track = np.where(timeline.lane[rows] == Side.DEVICE, 1 + timeline.stream[rows].astype(np.int64), 0)
+        order = np.lexsort((timeline.start[rows], track))
+        return rows[order], track[order]
+
+    def _parted(self, rows: Int64, track: Int64, level: str) -> Flags:
+        """Where a bar begins."""
+        new = np.full(len(rows), level == _LEVELS[0])
+        op = self.timeline.op[rows]
+        columns = [track, self._work(rows), np.where(track > 0, self.kinds.of_op[op], 0)]
+        if level == _LEVELS[1]:
+            columns += [self.job.block_of_op[op], self.timeline.instance[rows].astype(np.int64)]
+        for column in columns:
+            new[1:] |= column[1:] != column[:-1]
+        new[:1] = True
+        return new
+
+    def _stream(self, number: int, rows: Int64, new: Flags, level: str, track: int, *, detail: bool) -> Lane:
+        """What runs on the host (track 0) or a stream, in bars."""
+        timeline, first = self.timeline, np.flatnonzero(new)
+        length = timeline.duration[rows]
+        longest = rows[np.lexsort((-length, np.cumsum(new)))[first]]
+        start, end = timeline.start[rows[first]], np.maximum.reduceat(timeline.end[rows], first)
+        kind = self.kinds.of_op[timeline.op[longest]]
+        phase = self.phases[self.job.ops.phase[timeline.op[longest]]]
+        colour = np.where(kind == 0, phase, np.array(self.colours)[kind]) if track else np.full(len(first), HOST)
+        strings, name = self._texts(longest, level, host=track == 0)
+        filled = np.minimum(np.add.reduceat(length, first) / np.maximum(end - start, 1), 1.0)
+        many = np.diff(np.append(first, len(rows)))
+        return Lane(
+            head=f"{timeline.programs[number]}: streams",
+            label=timeline.streams[track - 1] if track else "host",
+            spans=Spans(start, end, name, colour, many, filled),
+            strings=strings,
+            detail=detail,
+        )
+
+    def _texts(self, rows: Int64, level: str, *, host: bool) -> tuple[tuple[str, ...], Int64]:
+        """What bars are called, each text once, and for each bar which."""
+        columns = (self.timeline.op[rows], self.timeline.instance[rows], self._micro_batch(rows))
+        _, one, name = np.unique(np.stack(columns), axis=1, return_index=True, return_inverse=True)
+        return tuple(self._text(row, level, host=host) for row in rows[one].tolist()), name.ravel()
+
+    def _text(self, row: int, level: str, *, host: bool) -> str:
+        """What a bar on a stream is called."""
+        job, op = self.job, int(self.timeline.op[row])
+        name = job.strings[job.ops.name[op]]
+        number = int(job.block_of_op[op])
+        label = job.blocks[number].instances[int(self.timeline.instance[row])].label if number else ""
+        if level == _LEVELS[0]:
+            module = job.strings[job.ops.module[op]].replace("{}", label)
+            return f"{name} ({module}), {self._phase(row)}" if module else f"{name}, {self._phase(row)}"
+        if self.kinds.of_op[op] and not host:
+            return f"{name}, {self._phase(row)}"
+        layer = f"{job.blocks[number].name}.{label}, " if level == _LEVELS[1] and number else ""
+        return f"{layer}{self._phase(row)}"

@@ -1,0 +1,275 @@
+"""The page of a prediction: the number, where it goes, what limits it, what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from echograph.cli.page import parts
+from echograph.cli.page.assumptions import assumptions
+from echograph.cli.page.details import details
+from echograph.cli.page.lanes import Step
+from echograph.cli.page.moments import kinds_of, moments
+from echograph.cli.plan import Plan
+from echograph.cli.study import Study
+from echograph.ir.graph import JobGraph
+from echograph.profiler.page import charts
+from echograph.profiler.page.frame import data, document, folded, tiles
+from echograph.profiler.page.lanes import script
+from echograph.simulator.result import Result
+from echograph.units import format_bytes, format_count
+
+Record = Mapping[str, Any]
+
+MOST_ROLES = 16
+RESULT, DETAILS = "result", "details"
+_WHERE = (
+    "Each moment counts once: a kernel runs (compute); else a communication does (exposed, by the axes of its "
+    "group); else the host issues; else nothing (bubble in a pipeline, wait elsewhere). The table is of the role "
+    "that ends last."
+)
+_STEP = (
+    "The first lane is the critical path. Each lane below is a role, what it does at every moment: a bar's colour "
+    "is its work, the strip at its foot the share of the bar in which the device communicated or waited instead."
+)
+_LIMITS = (
+    "The longest chain of work in which each piece had to wait for the one before, by kind. To make a kind faster "
+    "shortens the step by at most its share of this path; to make faster what runs beside it shortens nothing."
+)
+_PATH = "What the critical path is made of: an operation in all layers (as *) and micro-batches is one row."
+_MEMORY = "What is allocated at the moment when most is, on the role that needs most."
+_COMMUNICATION = (
+    "All communication of a rank in one step, by the axes of its groups. What is not exposed is hidden."
+)
+_DATA = (
+    "The JSON of echosim run stands in this file as the element 'result', what the page shows beyond it as "
+    "'details'. echosim compare takes the page where it takes the JSON."
+)
+
+_LOSSES = {
+    "host": "the host, which alone is at work",
+    "bubble": "bubble: waiting for another pipeline stage",
+    "wait": "waiting for other ranks",
+}
+
+
+def page(result: Result, job: JobGraph, plan: Plan, study: Study, notes: Sequence[str] = ()) -> str:
+    """A prediction as HTML that loads nothing, with its JSON in it.
+
+    Args:
+        result: the prediction.
+        job: what was simulated.
+        plan: as it was asked for.
+        study: what was asked beyond it.
+        notes: what the plan could not do.
+    """
+    timeline, kinds = result.timeline, kinds_of(job)
+    shown = _shown(len(timeline.programs))
+    found = {number: moments(timeline, kinds, number) for number in shown}
+    record, more = result.to_json(), details(result, job, timeline, kinds, found)
+    more["assumptions"] = [part._asdict() for part in assumptions(result, job, plan, study, notes)]
+    some = (
+        ""
+        if len(shown) == len(timeline.programs)
+        else f" Of {len(timeline.programs)} roles {len(shown)} are shown."
+    )
+    drawn = Step(job, timeline, kinds).drawing(
+        found, more["idle"], f"{result.tasks:,} tasks: --trace writes them all."
+    )
+    body = [
+        *_head(record),
+        _where(record, more, some),
+        parts.section("One step", _STEP + some, drawn),
+        _limits(record),
+        _path(record, more["critical_path"]),
+        _memory(record),
+        _communication(record),
+        _links(record),
+        _rests(record, more),
+        parts.section("This page as data", _DATA, data(RESULT, record), data(DETAILS, more)),
+    ]
+    return document(f"{record['model']} on {record['gpus']:,} GPUs", body, [script()])
+
+
+def _shown(count: int) -> list[int]:
+    """The roles that are shown: all, or some evenly chosen, with the first and the last."""
+    if count <= MOST_ROLES:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (MOST_ROLES - 1)) for i in range(MOST_ROLES)})
+
+
+def _head(record: Record) -> list[str]:
+    low, high = (parts.seconds(value) for value in record["step_time_interval_s"])
+    shown = [(parts.seconds(record["step_time_s"]), f"step time; 90 % interval {low} to {high}")]
+    if record["tokens_per_s"]:
+        shown.append((format_count(record["tokens_per_s"]), "tokens/s"))
+    shown.append((format_count(record["samples_per_s"]), "samples/s"))
+    if record["mfu"] is not None:
+        shown.append((parts.percent(record["mfu"]), "of the devices' peak (model FLOPs)"))
+    memory = record["memory"]
+    if memory is not None:
+        verdict = "fits" if memory["fits"] else "DOES NOT FIT"
+        of = f"of {format_bytes(memory['capacity_bytes'])} device memory: {verdict}"
+        shown.append((format_bytes(memory["device_bytes"]), of))
+    for name, value in record.get("step_time_percentiles_s", {}).items():
+        shown.append((parts.seconds(value), f"{name.upper()} of the draws with noise"))
+    if "failures" in record:
+        shown.append((parts.percent(record["failures"]["share"]), "of the time trains, with failures"))
+    where = f"One training step on {record['gpus']:,} GPUs of {record['cluster']} ({record['device']})"
+    said = ": ".join(filter(None, (where, parts.plan_line(record))))
+    return [f"<h1>{escape(record['model'])}</h1>", f"<p>{escape(said)}</p>", tiles(shown), _verdict(record)]
+
+
+def _verdict(record: Record) -> str:
+    """The page in two sentences."""
+    step, limits = record["step_time_s"], record["limits_s"]
+    if not step or not limits:
+        return ""
+    split = parts.flat(record["breakdown_s"])
+    computes = split.pop("compute")
+    lost = max(split, key=split.__getitem__)
+    most = max(limits, key=limits.__getitem__)
+    text = f"The device computes for {parts.percent(computes / step)} of the step"
+    text += (
+        f"; most of the rest is {_LOSSES.get(lost, f'{lost} communication')}, {parts.percent(split[lost] / step)}. "
+        if split[lost]
+        else ". "
+    )
+    text += f"What limits it most is {most}: {parts.percent(limits[most] / step)} of the critical path."
+    return f"<p>{escape(text)}</p>"
+
+
+def _where(record: Record, more: Record, some: str) -> str:
+    step = record["step_time_s"] or 1.0
+    rows = [
+        (f"{role['role']}: computes {parts.percent(role['breakdown_s']['compute'] / step)}", role["breakdown_s"])
+        for role in more["roles"]
+    ]
+    split = parts.flat(record["breakdown_s"])
+    lines = [
+        (name, parts.seconds(value), parts.percent(value / step))
+        for name, value in split.items()
+        if value or name == "compute"
+    ]
+    table = parts.grid(("part", "time", "of the step"), lines)
+    return parts.section("Where the step goes", _WHERE + some, parts.stacked(rows), table)
+
+
+def _limits(record: Record) -> str:
+    step = record["step_time_s"] or 1.0
+    rows = [
+        (name, parts.seconds(value), parts.percent(value / step), parts.seconds(0.1 * value))
+        for name, value in record["limits_s"].items()
+    ]
+    titles = ("kind of work", "on the critical path", "of the step", "10 % less time saves at most")
+    drawn = parts.limit_bars([("critical path", record["limits_s"])])
+    return parts.section("What limits the step", _LIMITS, drawn, parts.grid(titles, rows))
+
+
+def _path(record: Record, path: Record) -> str:
+    step = record["step_time_s"] or 1.0
+    spent = ("on the path", "of the step", "times", "each", "duration")
+    operations = [
+        (row["module"] or "–", (_named(row), row["shapes"]), *_spent(row, step)) for row in path["operations"]
+    ]
+    communication = [
+        (
+            _named(row),
+            f"{row['group']}, {row['ranks']:,} ranks",
+            " to ".join(dict.fromkeys(map(format_bytes, row["bytes"]))),
+            ", ".join(row["algorithms"]) or "–",
+            *_spent(row, step),
+        )
+        for row in path["collectives"]
+    ]
+    tables = (
+        ("Operations", parts.grid(("module", "operation, shapes", *spent), operations, (1, 6))),
+        ("Communication", parts.grid(("what", "group", "bytes", "algorithms", *spent), communication, (1, 3, 8))),
+    )
+    drawn = [f"<h3>{escape(title)}</h3>{table}" for title, table in tables if table]
+    rest = f" What is not listed takes {parts.seconds(path['rest_s'])} of the path." if path["rest_s"] else ""
+    return parts.section("On the critical path", _PATH + rest, *drawn)
+
+
+def _named(row: Record) -> str:
+    """An operation with its phase, where its name does not say it."""
+    return row["name"] if row["phase"] in row["name"] else f"{row['name']}, {row['phase']}"
+
+
+def _spent(row: Record, step: float) -> tuple[str, ...]:
+    """What the critical path spends on an operation, and where its duration comes from."""
+    spread = f" ± {100 * row['spread']:.0f} %" if row["spread"] else ""
+    on_path = row["on_path_s"]
+    times = f"{row['count']:,}"
+    share = parts.percent(on_path / step)
+    return (parts.seconds(on_path), share, times, parts.seconds(row["each_s"]), f"{row['source']}{spread}" or "–")
+
+
+def _memory(record: Record) -> str:
+    memory = record["memory"]
+    if memory is None:
+        return ""
+    bar = parts.memory_bars([(f"{memory['program'] or 'each rank'}: {parts.memory_said(memory)}", memory)])
+    peak = memory["peak_bytes"] or 1
+    rows = [
+        (
+            row["where"],
+            row["role"].replace("_", " "),
+            format_bytes(row["bytes"]),
+            parts.percent(row["bytes"] / peak),
+        )
+        for row in memory["contributors"]
+    ]
+    figures = [("allocated at the peak", "torch.cuda.max_memory_allocated", memory["peak_bytes"])]
+    if memory["reserved_bytes"] is not None:
+        figures.append(("reserved", "torch.cuda.max_memory_reserved", memory["reserved_bytes"]))
+    figures += [(name, "", nbytes) for name, nbytes in memory["overhead_bytes"].items()]
+    figures += [("in all", "nvidia-smi", memory["device_bytes"]), ("the device has", "", memory["capacity_bytes"])]
+    told = parts.grid(("figure", "as shown by", "bytes"), [(a, b, format_bytes(c)) for a, b, c in figures], (1,))
+    peaks = list(memory["peak_bytes_by_program"].items())
+    by_role = charts.bars([(role, [nbytes]) for role, nbytes in peaks[:MOST_ROLES]], ["allocated"], "bytes")
+    return parts.section(
+        "Memory at the peak",
+        _MEMORY,
+        bar,
+        parts.grid(("held by", "as", "bytes", "of what is allocated"), rows, (1,)),
+        folded("the figures as tools report them", told),
+        folded("what is allocated at the peak, role by role", by_role) if len(peaks) > 1 else "",
+    )
+
+
+def _communication(record: Record) -> str:
+    exposed = record["breakdown_s"]["exposed_communication"]
+    rows = [
+        (
+            axis,
+            f"{entry['calls']:,}",
+            format_bytes(entry["bytes_per_rank"]),
+            parts.seconds(entry["busy_s"]),
+            parts.seconds(exposed.get(axis, 0.0)),
+            ", ".join(entry["algorithms"]) or "–",
+        )
+        for axis, entry in record["collectives"].items()
+    ]
+    titles = ("group", "calls", "bytes per rank", "busy", "exposed", "algorithms")
+    return parts.section("Communication", _COMMUNICATION, parts.grid(titles, rows, (5,)))
+
+
+def _links(record: Record) -> str:
+    rows = [
+        (link["name"], parts.percent(link["utilisation"]), f"{link['alike']:,}")
+        for link in record.get("links", ())
+    ]
+    table = parts.grid(("link", "used", "links used alike"), rows)
+    return parts.section("Links", "Those used most, as a share of their bandwidth over the step.", table)
+
+
+def _rests(record: Record, more: Record) -> str:
+    shares = ", ".join(
+        f"{parts.percent(share)} {name}" for name, share in record["durations"].items() if share > 0
+    )
+    text = f"By the time that devices are busy, durations are {shares}. " if shares else ""
+    text += "Assumed is a guess, analytical a formula from a datasheet, fitted a model of measurements."
+    rows = [(part["part"], part["basis"], part["text"]) for part in more["assumptions"]]
+    return parts.section("What it rests on", text, parts.grid(("part", "is", "from"), rows, (1, 2)))
