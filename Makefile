@@ -17,7 +17,7 @@ test: $(VENV)/.ready-dev
 
 test-all: $(VENV)/.ready-dev
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered
+	$(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile thorough --cov --cov-report=term:skip-covered
 
 bench: $(VENV)/.ready-dev
 	$(BIN)/python -m benchmarks

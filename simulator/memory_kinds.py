@@ -192,12 +192,20 @@ class Memories:
 
 
 def _fresh(job: JobGraph) -> Flags:
-    """For every output, whether its operation does not read the same memory."""
+    """For every output, whether its operation takes memory for it.
+
+    It does not where it reads the same memory, nor where it writes over (part of) a gradient that no operation
+    makes as a whole: that is a buffer which was there before.
+    """
     keys = [
         ragged.rows * len(job.tensors) + job.root[ragged.values] for ragged in (job.ops.inputs, job.ops.outputs)
     ]
     read = distinct(keys[0])
-    return np.asarray(np.append(read, NONE)[np.searchsorted(read, keys[1])] != keys[1])
+    unread = np.append(read, NONE)[np.searchsorted(read, keys[1])] != keys[1]
+    made = job.ops.outputs.values
+    there = (job.tensors.role == TensorRole.GRADIENT) & ~job.tensors.port
+    there[made] = False
+    return np.asarray(unread & ~there[job.root[made]])
 
 
 def buffer_bytes(job: JobGraph) -> Int64:

@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
 # Test helpers are plain modules beside the tests that use them.
-sys.path.insert(0, str(ROOT / "tests" / "simulator"))
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("simulator", "processes")]
+
+# As the commands do: what is built lives until a test ends, and the usual thresholds look for garbage in vain.
+gc.set_threshold(100_000, 50, 50)
+
+# A test that says nothing of how many examples it takes takes these; `make test-all` is thorough.
+hypothesis.settings.register_profile("quick", max_examples=60, deadline=None)
+hypothesis.settings.register_profile("thorough", max_examples=400, deadline=None)
+hypothesis.settings.load_profile("quick")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests are no garbage; what is made from here on may be."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Path]:
+    """The folder of `python` and the commands that start at once."""
+    pytest.importorskip("transformers", reason="needs the [torch] extra")
+    from warm_python import warm_programs
+
+    with warm_programs() as folder:
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 8 pretrain.py --tensor-model-parallel-size 4 --sequence-parallel --bf16 ...
 
 The options are Megatron-LM's. Of megatron-core it uses the layers, the schedules, the data parallelism and the
-optimizers as they are; attention is PyTorch's fused kernel, so neither Transformer Engine nor Apex is needed.
+optimizers as they are; attention is PyTorch's fused kernel, so neither Transformer Engine nor Apex is needed. With
+`--transformer-impl transformer_engine` layers are Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -51,12 +55,14 @@ def arguments() -> argparse.Namespace:
     model.add_argument("--swiglu", action="store_true")
     model.add_argument("--disable-bias-linear", action="store_true")
     model.add_argument("--untie-embeddings-and-output-weights", action="store_true")
+    model.add_argument("--transformer-impl", choices=["local", "transformer_engine"], default="local")
     model.add_argument("--attention-backend", choices=["flash", "unfused"], default="flash")
     experts = parser.add_argument_group("experts")
     experts.add_argument("--num-experts", type=int)
     experts.add_argument("--moe-router-topk", type=int, default=2)
     experts.add_argument("--moe-ffn-hidden-size", type=int)
     experts.add_argument("--moe-token-dispatcher-type", choices=["allgather", "alltoall"], default="alltoall")
+    experts.add_argument("--moe-grouped-gemm", action="store_true", help="of Transformer Engine's layers")
     experts.add_argument("--moe-expert-capacity-factor", type=float, help="tokens beyond it are dropped")
     experts.add_argument("--moe-pad-expert-input-to-capacity", action="store_true")
     plan = parser.add_argument_group("parallelism")
@@ -186,6 +192,7 @@ def configure(args: argparse.Namespace) -> TransformerConfig:
         num_moe_experts=args.num_experts,
         moe_router_topk=args.moe_router_topk,
         moe_ffn_hidden_size=args.moe_ffn_hidden_size,
+        moe_grouped_gemm=args.moe_grouped_gemm,
         moe_token_dispatcher_type=args.moe_token_dispatcher_type,
         moe_expert_capacity_factor=args.moe_expert_capacity_factor,
         moe_pad_expert_input_to_capacity=args.moe_pad_expert_input_to_capacity,
@@ -213,8 +220,13 @@ def configure(args: argparse.Namespace) -> TransformerConfig:
 
 def build_chunk(args: argparse.Namespace, config: TransformerConfig, chunk: int | None) -> DistributedDataParallel:
     """What a rank holds of the model, or one chunk of it where stages are interleaved."""
-    layer = get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=args.normalization)
-    if args.attention_backend == "flash":
+    if args.transformer_impl == "transformer_engine":
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=args.num_experts, moe_grouped_gemm=args.moe_grouped_gemm
+        )
+    else:
+        layer = get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=args.normalization)
+    if args.transformer_impl == "local" and args.attention_backend == "flash":
         layer.submodules.self_attention.submodules.core_attention = ModuleSpec(module=FlashAttention)
     module = GPTModel(
         config=config,

@@ -15,7 +15,7 @@ from torch import Tensor
 from echograph.errors import CaptureError, InputError
 from echograph.frontend.deepspeed import shims
 from echograph.frontend.deepspeed.memory import name_memory
-from echograph.frontend.deepspeed.offload import mark_copies
+from echograph.frontend.deepspeed.offload import gathering, is_offloaded, mark_copies
 from echograph.frontend.deepspeed.pipeline import Pipelines, axes
 from echograph.frontend.deepspeed.slices import GATHER
 from echograph.frontend.pytorch import annotate
@@ -27,14 +27,14 @@ from echograph.frontend.scripts.world import World
 _ENGINE = ("runtime.engine", "DeepSpeedEngine")
 _STAGE_1_AND_2 = ("runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer")
 _STAGE_3 = ("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3")
+_GATHERS = ("_allgather_param", "_allgather_params_coalesced")
 _CARRYING = (
     (*_ENGINE, "allreduce_gradients", "gradient"),
     (*_STAGE_1_AND_2, "average_tensor", "gradient"),
     ("runtime.zero.stage_1_and_2", "", "all_gather_dp_groups", "parameter"),
     (*_STAGE_3, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", "gradient"),
     ("runtime.zero.partition_parameters", "", "_dist_allgather_fn", "parameter"),
-    ("runtime.zero.partition_parameters", "Init", "_allgather_param", "parameter"),
-    ("runtime.zero.partition_parameters", "Init", "_allgather_params_coalesced", "parameter"),
+    *(("runtime.zero.partition_parameters", "Init", name, "parameter") for name in _GATHERS),
 )
 """(module, class or "", function, what its communications carry)."""
 
@@ -113,7 +113,10 @@ class DeepSpeedAdapter(TorchAdapter):
             around = partial(_carrying, recorder=recorder, payload=payload)
             yield patched(shims.seam(module, owner), name, around)
         coordinator = shims.seam("runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
+        init = shims.seam("runtime.zero.partition_parameters", "Init")
         yield patched(coordinator, GATHER, lambda f: self._gathering(f, recorder))
+        for owner, name in ((coordinator, GATHER), *((init, name) for name in _GATHERS)):
+            yield patched(owner, name, lambda f: gathering(f, self._offloads_parameters))
         if self._config is not None:
             yield patched(shims.seam(""), "initialize", self._configured)
 
@@ -131,12 +134,15 @@ class DeepSpeedAdapter(TorchAdapter):
             if type(engine).__name__ == "DualPipeVEngine":
                 raise CaptureError("DeepSpeed's DualPipeV is not captured: give its layers to a PipelineModule")
             original(engine, *args, **kwargs)
-            if engine.zero_offload_optimizer() or engine.zero_offload_param():
+            if is_offloaded(engine.zero_offload_optimizer()):
                 recorder.note("offload: the optimizer's work on the host counts as the device's")
             self._engine = engine
             self._names = {id(p): name for name, p in engine.module.named_parameters()}
 
         return init
+
+    def _offloads_parameters(self) -> bool:
+        return bool(getattr(getattr(self._engine, "optimizer", None), "offload_param", False))
 
     def _gathering(self, original: Callable[..., Any], recorder: ScriptRecorder) -> Callable[..., Any]:
         """Parameters are gathered ahead, while other modules run: what they are for is their own module."""

@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from echograph.frontend.deepspeed.offload import is_offloaded
 from echograph.frontend.pytorch import annotate
+from echograph.frontend.scripts.collectives import ranks_of
 from echograph.frontend.scripts.recorder import ScriptRecorder
 
 _PARAMETERS = (("bit16_groups_flat", "flat"), ("fp16_partitioned_groups_flat", "share"))
@@ -33,22 +35,33 @@ def name_memory(engine: Any, recorder: ScriptRecorder) -> set[str]:
     zero = engine.optimizer
     trained = [p for p in engine.module.parameters() if p.requires_grad]
     recorder.memory.trained = sum(getattr(p, "ds_numel", p.numel()) for p in trained)
-    for attribute, name in _PARAMETERS:
-        for number, tensor in enumerate(_tensors(getattr(zero, attribute, ()))):
-            recorder.name(tensor, annotate.PARAMETER, f"{name}.{number}")
-    offloaded = bool(engine.zero_offload_optimizer())
     host: set[str] = set()
+    stage, over = engine.zero_optimization_stage(), ranks_of(engine.seq_data_parallel_group)
+    for tensor, name in _parameter_memory(zero, engine.module):
+        recorder.memory.divide(tensor, [over] if stage == 3 else [])
+        recorder.name(tensor, annotate.PARAMETER, name)
+        host |= {name} if getattr(zero, "offload_param", False) else set()
     for tensor, role, name in _optimizer_memory(zero):
+        if tensor.dim() and role != annotate.BUFFER:
+            recorder.memory.divide(tensor, [over] if stage else [])
         recorder.name(tensor, role, name)
-        host |= {name} if offloaded else set()
+        host |= {name} if is_offloaded(engine.zero_offload_optimizer()) else set()
     gradients = getattr(zero, "grad_partitions_flat_buffer", None)
     if isinstance(gradients, Tensor):
+        recorder.memory.divide(gradients, [over])
         recorder.name(gradients, annotate.GRADIENT, "share.grad")
-    for path, parameter in engine.module.named_parameters():
+    return host
+
+
+def _parameter_memory(zero: Any, module: Any) -> Iterator[tuple[Tensor, str]]:
+    """Flat parameters, shares of them, and shares that have memory of their own, with names."""
+    for attribute, name in _PARAMETERS:
+        for number, tensor in enumerate(_tensors(getattr(zero, attribute, ()))):
+            yield tensor, f"{name}.{number}"
+    for path, parameter in module.named_parameters():
         share = getattr(parameter, "ds_tensor", None)
         if isinstance(share, Tensor):
-            recorder.name(share, annotate.PARAMETER, f"{path}.share")
-    return host
+            yield share, f"{path}.share"
 
 
 def _optimizer_memory(zero: Any) -> Iterator[tuple[Tensor, str, str]]:

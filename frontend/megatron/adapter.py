@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from echograph.frontend.megatron import checkout
+from echograph.frontend.megatron import checkout, engine, experts
+from echograph.frontend.megatron.memory import tell
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
 from echograph.frontend.megatron.seams import seams
 from echograph.frontend.megatron.shims import shimmed
+from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 
 if TYPE_CHECKING:
@@ -33,9 +36,13 @@ class MegatronAdapter(TorchAdapter):
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         with (
             shimmed(),
+            patched(engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),
             super().installed(world, recorder),
-            in_place((*checkout.LEFT_OUT, *seams(recorder, lambda: recorder.is_early))),
+            in_place(checkout.LEFT_OUT),
+            in_place(experts.balanced(recorder.note)),
+            in_place(seams(recorder, lambda: recorder.is_early)),
         ):
+            recorder.memory.tellers.append(lambda: tell(recorder.memory))
             try:
                 yield
             finally:
@@ -44,24 +51,59 @@ class MegatronAdapter(TorchAdapter):
     def axes(self, world: World) -> Mapping[str, int] | None:
         """The mesh in Megatron's order of ranks (tensor parallel innermost, pipeline outermost).
 
-        Experts are divided over ranks that are data-parallel for everything else: that axis is then two, "dp" and
-        "ep".
+        Experts are divided over ranks that have other places for everything else (`axes_with_experts`).
         """
         from megatron.core import parallel_state as state
 
         if not state.model_parallel_is_initialized():
             return None
-        experts = state.get_expert_model_parallel_world_size() or 1
-        replicas = state.get_data_parallel_world_size()
         sizes = {
             "pp": state.get_pipeline_model_parallel_world_size(),
-            "dp": replicas,
+            "dp": state.get_data_parallel_world_size(),
             "cp": state.get_context_parallel_world_size(),
             "tp": state.get_tensor_model_parallel_world_size(),
         }
-        if experts > 1 and replicas % experts == 0 and sizes["cp"] == 1:
-            sizes = {"pp": sizes["pp"], "dp": replicas // experts, "ep": experts, "tp": sizes["tp"]}
-        return sizes
+        experts = state.get_expert_model_parallel_world_size() or 1
+        if experts == 1:
+            return sizes
+        return axes_with_experts(sizes, experts, state.get_expert_tensor_parallel_world_size() or 1)
+
+
+def axes_with_experts(sizes: Mapping[str, int], experts: int, tensor: int) -> dict[str, int]:
+    """Axes of which both the groups of dense layers and those of experts are some.
+
+    Both number the same ranks: the first by `sizes`, the others with `tensor` ranks of an expert innermost and
+    then `experts` of expert parallelism. An axis that a group of experts takes a part of is two: of "dp", the
+    inner part is "ep"; of another, it is named after both ("tp_ep").
+
+    Args:
+        sizes: of the axes of dense layers, outermost first.
+        experts: ranks over which experts are divided.
+        tensor: ranks over which an expert is.
+    """
+    made: dict[str, int] = {}
+    low = 1
+    for name, size in reversed(list(sizes.items())):
+        high = low * size
+        cuts = sorted({low, high, *(cut for cut in (tensor, tensor * experts) if low < cut < high)})
+        for begin, end in pairwise(cuts):
+            of_experts = tensor <= begin and end <= tensor * experts
+            whole = len(cuts) == 2 and name != "dp"
+            made[name if whole or not of_experts else "ep" if name == "dp" else f"{name}_ep"] = end // begin
+        made.setdefault(name, 1)
+        low = high
+    return dict(reversed(made.items()))
+
+
+def _noted(recorder: ScriptRecorder, original: Callable[..., None]) -> Callable[..., None]:
+    def init(*args: Any, **named: Any) -> None:
+        recorder.note(
+            "Transformer Engine is not installed: layers of PyTorch's operators stand in for its, with its shapes "
+            "and collectives, and without FP8, user buffers and kernels that do several things at once"
+        )
+        original(*args, **named)
+
+    return init
 
 
 def _forget_groups() -> None:

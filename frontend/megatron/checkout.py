@@ -56,8 +56,8 @@ def _build(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
             if builder.config.mock:
                 return original(builder)  # type: ignore[no-any-return]
             raise CaptureError(
-                f"{builder.cls.__name__}: a capture has samples of GPTDataset's shapes alone: give --mock-data, or "
-                "leave out what chooses another dataset"
+                f"{builder.cls.__name__}: a capture has samples of GPTDataset's shapes alone: leave out what "
+                "chooses another dataset"
             )
         if not builder.is_built_on_rank():
             return [None] * len(Split)
@@ -69,7 +69,7 @@ def _build(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _unrejected(original: Callable[..., None]) -> Callable[..., None]:
     """Looks for values that are no numbers as the script asks, and finds none."""
 
-    def validate(machine: Any, result: Any, rejection_func: Callable[[Any], Any], *args: Any, **named: Any) -> None:
+    def validate(machine: Any, result: Any, rejection_func: Callable[..., Any], *args: Any, **named: Any) -> Any:
         def reject(value: Any) -> bool:
             if rejection_func in (torch.isnan, torch.isinf):
                 rejection_func(value)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from echograph.errors import CaptureError
 from echograph.frontend.megatron.absent import standing_in
@@ -34,17 +33,7 @@ def shimmed() -> Iterator[None]:
     """
     # What megatron-core has compiled would be kernels of this machine's compiler: its operators run one by one.
     with standing_in(), in_place(SHIMS), _coalesced(), torch.compiler.set_stance("force_eager"):
-        from megatron.core.transformer.moe import moe_utils
-
-        # The router's module defines this name only where Transformer Engine is, and asks whether it is None.
-        without = not hasattr(moe_utils, "te_general_gemm")
-        if without:
-            moe_utils.te_general_gemm = None
-        try:
-            yield
-        finally:
-            if without:
-                del moe_utils.te_general_gemm
+        yield
 
 
 @contextmanager
@@ -115,19 +104,6 @@ def _name_it(tracker: Any, name: str, seed: int) -> None:
     tracker.states_[name] = seed
 
 
-def _counted(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Where experts take a fixed number of tokens, that number is known without any values."""
-
-    def preprocess(dispatcher: Any, routing_map: Tensor) -> Tensor:
-        counts = original(dispatcher, routing_map)
-        if not dispatcher.drop_and_pad:
-            return counts
-        with unset_fake_temporarily():
-            return torch.full(counts.shape, dispatcher.capacity * dispatcher.tp_size * dispatcher.ep_size)
-
-    return preprocess
-
-
 SHIMS: tuple[Patch, ...] = (
     Patch(
         where="megatron.core.tensor_parallel.random:CudaRNGStatesTracker.add",
@@ -171,11 +147,6 @@ SHIMS: tuple[Patch, ...] = (
             around=lambda _: _scale_all,
         )
         for module in ("clip_grads", "optimizer")
-    ),
-    Patch(
-        where="megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess",
-        reason="the host reads how many tokens each expert takes; padded to a capacity, they are known",
-        around=_counted,
     ),
     Patch(
         where="torch.optim.adam:Adam.__init__",

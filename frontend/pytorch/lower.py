@@ -270,7 +270,14 @@ class Lowering:
 
     # -- tensors -------------------------------------------------------------------------------------------
 
-    def tensor(self, name: str, value: Tensor, role: TensorRole, alias_of: int | None = None) -> int:
+    def tensor(
+        self,
+        name: str,
+        value: Tensor,
+        role: TensorRole,
+        alias_of: int | None = None,
+        sharded: tuple[str, ...] = (),
+    ) -> int:
         """Adds a tensor of a value's shape and type to the graph.
 
         Raises:
@@ -279,7 +286,7 @@ class Lowering:
         dtype = DTYPES.get(value.dtype)
         if dtype is None:
             raise CaptureError(f"tensor '{name}' has the type {value.dtype}, which a workload graph does not know")
-        tensor = self.builder.tensor(name, value.shape, dtype, role, alias_of=alias_of)
+        tensor = self.builder.tensor(name, value.shape, dtype, role, alias_of=alias_of, sharded=sharded)
         self._root[tensor] = tensor if alias_of is None else self._root[alias_of]
         self._spans[tensor] = _span(value)
         self.roles[tensor], self._names[tensor] = role, name

@@ -89,13 +89,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack: list[str] = []
         self._by_sequence: dict[int, Node] = {}
         self._handles: list[Tensor] = []
+        self._names: dict[Any, str] = {}
         self._first_call: Node | None = None
         self._constants = 0
         self._failure: tuple[BaseException, str] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in a capture, so `__torch_dispatch__` needs no guard against that around each call."""
+        """Nothing is compiled in a capture: `__torch_dispatch__` needs no guard against that at each call."""
         return False
 
     def failed_path(self, error: BaseException) -> str | None:
@@ -129,7 +130,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def add_call(self, target: Any, args: Any, kwargs: Any, value: Any, annotations: dict[str, Any]) -> Node:
         """Appends a call node, its arguments nodes already."""
-        node = self.graph.call_function(target, args, kwargs)
+        name = self._names.get(target) or self._names.setdefault(target, self.graph._target_to_str(target))
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
         if self._first_call is None:
             self._first_call = node
         node.meta.update(annotations)

@@ -2,30 +2,44 @@
 
 PyTorch's fake tensors ask an operator's shape rule, or a cache of their own behind a long key, each time that it
 runs. A training step runs the same operators on the same layouts thousands of times over, and most of a capture
-would be spent there. What is remembered here is what that cache remembers (after `FakeTensorMode.
-_validate_cache_key` and `_make_cache_entry` of PyTorch 2.13), under less conditions: operators of ATen whose results
-follow from the layouts of their arguments, each result new memory, a view of the first argument, or an argument.
+would be spent there. Remembered are operators of ATen whose results follow from layouts and plain values, each
+result new memory, a view of the first argument, or an argument; all others go to the fake mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 _ATEN = torch.ops.aten
 _UNSAID_VIEW = _ATEN._unsafe_view.default
-# They keep the values of what they are given, or take part in what the fake mode does besides shapes.
-_LEFT_OUT = (_ATEN.lift_fresh.default, _ATEN.lift_fresh_copy.default, _ATEN.detach.default, _ATEN.alias.default)
+# What they make may keep the values that they are given.
+_LIFTS = (_ATEN.lift_fresh.default, _ATEN.lift_fresh_copy.default)
 _TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 _PLAIN = frozenset(
     {type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
+
+
+class _Rule(NamedTuple):
+    """An operator.
+
+    Attributes:
+        func: the overload.
+        remembered: whether what it returns follows from layouts and plain values, and it changes no layout.
+        renames: whether its results lie in the memory of its first argument.
+        communicates: whether it is one of torch.distributed's.
+    """
+
+    func: Any
+    remembered: bool = False
+    renames: bool = False
+    communicates: bool = False
 
 
 class _Made(NamedTuple):
@@ -50,6 +64,8 @@ class _Made(NamedTuple):
     device: torch.device = torch.device("cpu")
 
 
+Results = dict[tuple[Any, ...], Any]
+"""What calls make, by what that depends on."""
 _REFUSED = object()
 _UNKNOWN = object()
 
@@ -59,43 +75,60 @@ class Shapes:
 
     Args:
         mode: of the fake tensors; no other dispatch mode may stand between it and the caller.
+        results: of earlier calls, of any mode; those to come are added.
     """
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, results: Results | None = None) -> None:
         self._mode = mode
-        self._results: dict[tuple[Any, ...], Any] = {}
+        self._results = {} if results is None else results
+        self._rules: dict[int, _Rule] = {}
         self._blank: dict[torch.device, dict[str, Any]] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What `func(*args, **kwargs)` is in the mode."""
-        key = self._key(func, args, kwargs) if _follows_layouts(func) else None
+        # By its number, since operators take long to say their hash.
+        rule = self._rules.get(id(func))
+        if rule is None:
+            rule = self._rules[id(func)] = _rule(func)
+        key = self._key(rule, args, kwargs) if rule.remembered else None
         if key is None:
-            return func(*args, **kwargs)
+            return self._ask(rule, args, kwargs)
         result = self._results.get(key, _UNKNOWN)
-        if result is _REFUSED:
-            return func(*args, **kwargs)
         if result is _UNKNOWN:
             out = func(*args, **kwargs)
-            self._results[key] = self._learn(func, args, kwargs, out)
+            self._results[key] = self._learn(rule, args, kwargs, out)
             return out
+        if result is _REFUSED:
+            return func(*args, **kwargs)
         if result is None or type(result) is _Made:
             return self._make(result, args)
         kind, parts = result
         return kind([self._make(part, args) for part in parts])
 
+    def _ask(self, rule: _Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        tensors = list(_tensors(args)) if rule.communicates else []
+        if not tensors or not all(map(self._owns, tensors)):
+            return rule.func(*args, **kwargs)
+        # It gives back what it is given, with something to wait for: there are no shapes to ask for.
+        with in_kernel_invocation_manager(self._mode):
+            return rule.func(*args, **kwargs)
+
+    def _owns(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._mode and tensor.constant is None
+
     # -- what a call is known by -----------------------------------------------------------------------------
 
-    def _key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    def _key(self, rule: _Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
         if torch.is_inference_mode_enabled():
             return None
-        key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
+        key = [id(rule.func), torch.get_default_dtype(), torch._C._get_default_device()]
         if not self._describe(key, args):
             return None
         for name, value in kwargs.items():
             key.append(name)
             if not self._describe(key, (value,)):
                 return None
-        if _renames(func):
+        if rule.renames:
             if not isinstance(args[0], FakeTensor):
                 return None
             key.append(args[0].untyped_storage().nbytes())
@@ -106,9 +139,7 @@ class Shapes:
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
-                if value.fake_mode is not self._mode or value.constant is not None:
-                    return False
-                if value.layout is not torch.strided or value.dtype.is_complex:
+                if not self._owns(value) or value.layout is not torch.strided or value.dtype.is_complex:
                     return False
                 key += (
                     value.dtype, value.shape, value.stride(), value.storage_offset(), value.requires_grad,
@@ -126,17 +157,17 @@ class Shapes:
 
     # -- what is remembered ----------------------------------------------------------------------------------
 
-    def _learn(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Any:
+    def _learn(self, rule: _Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> Any:
         if out is None:
             return None
         given = [t for value in (*args, *kwargs.values()) for t in _tensors(value)]
         memory = {t.untyped_storage()._cdata for t in given}
         if type(out) in (list, tuple):
-            parts = [None if part is None else self._learn_one(func, args, part, memory) for part in out]
+            parts = [None if part is None else self._learn_one(rule, args, part, memory) for part in out]
             return _REFUSED if _REFUSED in parts else (type(out), tuple(parts))
-        return self._learn_one(func, args, out, memory)
+        return self._learn_one(rule, args, out, memory)
 
-    def _learn_one(self, func: Any, args: tuple[Any, ...], out: Any, memory: set[int]) -> Any:
+    def _learn_one(self, rule: _Rule, args: tuple[Any, ...], out: Any, memory: set[int]) -> Any:
         """How a result is made; refused where it would not be the same if made so."""
         for i, value in enumerate(args):
             if out is value:
@@ -145,19 +176,19 @@ class Shapes:
             return _REFUSED
         if out.layout is not torch.strided or out.dtype.is_complex:
             return _REFUSED
-        views = _renames(func)
         storage = out.untyped_storage()
-        if (storage._cdata in memory) != views:
+        if (storage._cdata in memory) != rule.renames:
             return _REFUSED
         made = _Made(
-            views=views, shape=tuple(out.shape), stride=out.stride(), offset=out.storage_offset(), dtype=out.dtype,
-            device=out.fake_device,
+            views=rule.renames, shape=tuple(out.shape), stride=out.stride(),
+            offset=int(out.storage_offset()), dtype=out.dtype, device=out.fake_device,
         )  # fmt: skip
         # Two results may share memory of their own, which no two made apart would.
         memory.add(storage._cdata)
         again = self._make(made, args)
         same = (
-            (again.shape, again.stride(), again.storage_offset()) == (out.shape, out.stride(), out.storage_offset())
+            (again.shape, again.stride(), again.storage_offset())
+            == (out.shape, out.stride(), out.storage_offset())
             and again.untyped_storage().nbytes() == storage.nbytes()
             and torch._C._dispatch_keys(again).raw_repr() == torch._C._dispatch_keys(out).raw_repr()
         )
@@ -168,41 +199,38 @@ class Shapes:
             return None
         if made.argument >= 0:
             return args[made.argument]
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             data = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
             if made.views:
-                data.set_(args[0].untyped_storage(), made.offset, made.shape, made.stride)  # type: ignore[call-overload]
+                data.set_(args[0].untyped_storage(), made.offset, made.shape, made.stride)
         blank = self._blank.get(made.device)
         if blank is None:
             blank = self._blank[made.device] = dict(vars(FakeTensor(self._mode, data, made.device)))
         # As the constructor of fake tensors does, which takes five times as long to find out what to write.
         tensor = Tensor._make_subclass(
             FakeTensor, data, False, dispatch_device=True, device_for_backend_keys=made.device
-        )  # type: ignore[call-arg]
+        )
         torch._C._set_throw_on_mutable_data_ptr(tensor)
         vars(tensor).update(blank)
         return tensor
 
 
-@cache
-def _follows_layouts(func: Any) -> bool:
-    """Whether what an operator returns follows from layouts and plain values alone, and it changes no layout."""
-    if not isinstance(func, OpOverload) or func.namespace != "aten" or func in _LEFT_OUT:
-        return False
-    if any(tag in func.tags for tag in _TAGS):
-        return False
+def _rule(func: Any) -> _Rule:
+    if not isinstance(func, OpOverload):
+        return _Rule(func)
     # What is given as `out=` takes the shape of the result.
     by_name = [a.alias_info for a in func._schema.arguments if a.kwarg_only]
-    return not any(alias is not None and alias.is_write for alias in by_name)
+    remembered = (
+        func.namespace == "aten"
+        and func not in _LIFTS
+        and not any(tag in func.tags for tag in _TAGS)
+        and not any(alias is not None and alias.is_write for alias in by_name)
+    )
+    return _Rule(func, remembered, bool(func.is_view) or func is _UNSAID_VIEW, func.namespace == "c10d")
 
 
-@cache
-def _renames(func: Any) -> bool:
-    return bool(func.is_view) or func is _UNSAID_VIEW
-
-
-def _tensors(value: Any) -> Iterable[FakeTensor]:
-    if isinstance(value, FakeTensor):
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from echograph.errors import CaptureError
 from echograph.frontend import Imported
+from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.scripts.adapter import Adapter, check_ranks
-from echograph.frontend.scripts.lower import lower_job, messages_of, workload_of
+from echograph.frontend.scripts.lower import lower_job
 from echograph.frontend.scripts.mesh import infer, standing_for
 from echograph.frontend.scripts.recorder import COMMUNICATION
 from echograph.frontend.scripts.run import Recorded, Script, run_script
+from echograph.frontend.scripts.workload import called_by_use, messages_of, workload_of
 from echograph.frontend.scripts.world import World
 
 
@@ -43,16 +45,19 @@ def capture_script(
     notes = dict.fromkeys(adapter.check())
     first = ranks[0] if ranks else 0
     say(f"running {script.path.name} as rank {first} of {world.size}")
-    runs = [run_script(script, replace(world, rank=first), adapter)]
+    results: Results = {}
+    runs = [run_script(script, replace(world, rank=first), adapter, results)]
     mesh = _mesh(runs[0])
+    names = called_by_use(runs[0], mesh)
+    mesh = {names.get(axis, axis): size for axis, size in mesh.items()}
     if not ranks:
         ranks = adapter.roles(world, mesh, messages_of(runs[0], mesh))
     for rank in ranks[1:]:
         say(f"running {script.path.name} as rank {rank} of {world.size}")
-        runs.append(run_script(script, replace(world, rank=rank), adapter))
+        runs.append(run_script(script, replace(world, rank=rank), adapter, results))
     places = standing_for(ranks, mesh)
     say("lowering")
-    job = lower_job(runs, mesh, places, workload_of(runs[0], script.path.stem))
+    job = lower_job(runs, mesh, places, workload_of(runs, places, mesh, script.path.stem))
     for run in runs:
         notes |= run.recorder.notes
     return Imported(graph=job, notes=tuple(notes))

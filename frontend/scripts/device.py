@@ -8,6 +8,7 @@ that wants one is refused at the line where it does.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 
 from echograph.errors import CaptureError
-from echograph.frontend.scripts import streams
+from echograph.frontend.scripts import host, streams
 from echograph.frontend.scripts.adapter import patched, replaced
 from echograph.frontend.scripts.gpu import answers, is_gpu
 from echograph.frontend.scripts.streams import Event, Stream
@@ -48,33 +49,39 @@ class OnTheDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        known = host.read(func, args, kwargs)
+        if known is not None:
+            return known[0]
         question = QUESTIONS.get(func)
         if question is not None and isinstance(args[0], FakeTensor):
             return question(self._note, *args)
         if func is Tensor.data_ptr and isinstance(args[0], FakeTensor):
             return _address(args[0])
+        if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor) and args[0].is_leaf:
+            return _copied(*args)
         if func is Tensor.cpu or func is Tensor.pin_memory:
             return args[0]
         if func is Tensor.is_pinned:
             return False
-        if func is Tensor.cuda:
-            return self._on_gpu(args[0])
-        if "device" in kwargs and is_gpu(kwargs["device"]):
-            kwargs = kwargs | {"device": self._on_gpu(_CPU)}
         if kwargs.get("pin_memory"):
             kwargs = kwargs | {"pin_memory": False}
-        if func is Tensor.to and len(args) > 1 and is_gpu(args[1]):
-            args = (args[0], self._on_gpu(_CPU), *args[2:])
         if func is Tensor.type:
             return _type_of(func, args, kwargs)
+        if "device" in kwargs and is_gpu(kwargs["device"]):
+            return self._on_gpu(func, args, kwargs | {"device": _CPU})
+        if func is Tensor.cuda:
+            return self._on_gpu(lambda tensor: tensor, args[:1], {})
+        if func is Tensor.to and len(args) > 1 and is_gpu(args[1]):
+            return self._on_gpu(func, (args[0], _CPU, *args[2:]), kwargs)
         out = func(*args, **kwargs)
+        host.follow(func, args, kwargs, out)
         keep_finite(func, args, out)
         return out
 
-    def _on_gpu(self, what: Any) -> Any:
+    def _on_gpu(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not self._gpus:
             raise CaptureError(f"this {NO_GPU}")
-        return what
+        return func(*args, **kwargs)
 
 
 def kind(world: World, name: str) -> str:
@@ -93,6 +100,19 @@ def _address(tensor: FakeTensor) -> int:
     storage = tensor.untyped_storage()
     offset = tensor.storage_offset() * tensor.element_size()
     return storage._cdata + offset if storage.nbytes() else 0
+
+
+def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
+    """What `copy.deepcopy` makes, which would look at memory: a parameter of a module that is copied, mostly."""
+    if id(tensor) not in memo:
+        made: Any = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made.detach(), tensor.requires_grad)
+        memo[id(tensor)] = made
+        made.grad = copy.deepcopy(tensor.grad, memo)
+        for name in vars(tensor).keys() - vars(made).keys():
+            setattr(made, name, copy.deepcopy(vars(tensor)[name], memo))
+    return memo[id(tensor)]
 
 
 def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
@@ -115,7 +135,7 @@ def present(world: World, note: Note = lambda _: None) -> Iterator[None]:
     make = partial(OnTheDevice, note, gpus=world.gpus)
     with ExitStack() as stack:
         enter = stack.enter_context
-        for answer in (*answers(world), *_moves(world), *_streams()):
+        for answer in (*answers(world), *_moves(world), *_streams(), *host.forgetting()):
             enter(answer)
         enter(patched(torch.amp.GradScaler, "_maybe_opt_step", _always_steps))
         for owner in (_foreach_utils, optimizer):

@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from echograph.errors import CaptureError
-from echograph.frontend.pytorch import annotate
-from echograph.frontend.pytorch.annotate import MODULE, PHASE, VAL
+from echograph.frontend.pytorch.annotate import FQN, MODULE, PHASE, VAL
 from echograph.frontend.pytorch.lower import DTYPES, PHASES, Lowering, Order
 from echograph.frontend.pytorch.schema import is_getitem, is_in_place, is_view, qualified_name
 from echograph.frontend.scripts.collectives import Communication
-from echograph.frontend.scripts.mesh import axes_of, place_of
-from echograph.frontend.scripts.recorder import AFTER, COMMUNICATION, COPY, MICRO_BATCH, PAYLOAD, STREAM
+from echograph.frontend.scripts.memory_recorder import SHARES
+from echograph.frontend.scripts.mesh import axes_of, crossed, offset, place_of
+from echograph.frontend.scripts.recorder import COMMUNICATION, COPY, MICRO_BATCH, PAYLOAD
 from echograph.frontend.scripts.run import Recorded
+from echograph.frontend.scripts.streams import AFTER, STREAM
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.graph import Axis, JobGraph, Workload
 from echograph.ir.types import CollectiveKind, DType, Payload, TensorRole
@@ -79,6 +80,8 @@ class _Rank(Lowering):
         self._labels: dict[tuple[str, str], str] = {}
         self._outliving = _outliving(run.recorder.graph)
         self._lives_on = False
+        self._sharded: dict[int, tuple[str, ...]] = {}
+        self._divided = self._of_names(run.recorder.graph)
         self._ends: list[tuple[int, int]] = []
 
     def calls(self, begin: int) -> list[tuple[int, int, int, int, int]]:
@@ -89,11 +92,38 @@ class _Rank(Lowering):
             begin = end
         return made
 
-    def tensor(self, name: str, value: Tensor, role: TensorRole, alias_of: int | None = None) -> int:
-        """A tensor; one that other micro-batches use as well is a buffer."""
+    def tensor(
+        self,
+        name: str,
+        value: Tensor,
+        role: TensorRole,
+        alias_of: int | None = None,
+        sharded: tuple[str, ...] = (),
+    ) -> int:
+        """A tensor; one that other micro-batches use as well is a buffer.
+
+        What lives through steps is divided as what has its name, a gradient as its parameter, and all else as what
+        it shares its memory with.
+        """
         if self._lives_on and role in (TensorRole.ACTIVATION, TensorRole.INPUT):
             role = TensorRole.BUFFER
-        return super().tensor(name, value, role, alias_of)
+        if role.persistent and not sharded:
+            sharded = self._divided.get(name) or self._divided.get(name.removesuffix(".grad"), ())
+            if not sharded and alias_of is not None:
+                sharded = self._sharded.get(alias_of, ())
+        made = super().tensor(name, value, role, alias_of, sharded)
+        if sharded:
+            self._sharded[made] = sharded
+        return made
+
+    def _of_names(self, graph: Graph) -> dict[str, tuple[str, ...]]:
+        """The axes over which what lives through steps is divided, by its name."""
+        found = {}
+        for node in graph.nodes:
+            axes = {axis for ranks in node.meta.get(SHARES, ()) for axis in axes_of(ranks, self._mesh) or ()}
+            if axes:
+                found[node.meta[FQN]] = tuple(axis for axis in self._mesh if axis in axes)
+        return found
 
     def add(self, node: Node) -> None:
         """Adds a node; what waits for it later waits for the last operation that its stream had been given."""
@@ -162,7 +192,7 @@ class _Rank(Lowering):
                 asynchronous=call.asynchronous, **common,
             )  # fmt: skip
         else:
-            peer = _offset(self._rank, call.peer, self._mesh)
+            peer = offset(self._rank, call.peer, self._mesh)
             common["stream"] = self.builder.stream(f"comm.{label}.{call.op}{peer:+}")
             add = self.builder.send if call.op == "send" else self.builder.recv
             op = add(
@@ -228,7 +258,7 @@ class _Rank(Lowering):
 
     def _group(self, call: Communication) -> tuple[int, str]:
         """Index of a process group, or of the axes that a message crosses, and the label of its communicator."""
-        axes = axes_of(call.ranks, self._mesh) if call.peer < 0 else _crossed(self._rank, call.peer, self._mesh)
+        axes = axes_of(call.ranks, self._mesh) if call.peer < 0 else crossed(self._rank, call.peer, self._mesh)
         if axes is None:
             raise CaptureError(
                 f"{call.op} of ranks {_shown(call.ranks)}: they are not all ranks along some axes of the mesh "
@@ -240,20 +270,6 @@ class _Rank(Lowering):
             others = sum(known.partition(".")[0] == name for known in self._labels.values())
             label = self._labels[call.group, name] = f"{name}.{others + 1}" if others else name
         return self.builder.group(name, axes=axes), label
-
-
-def _crossed(rank: int, peer: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes on which two ranks differ."""
-    here, there = place_of(rank, mesh), place_of(peer, mesh)
-    return tuple(axis for axis in mesh if here[axis] != there[axis])
-
-
-def _offset(rank: int, peer: int, mesh: Mapping[str, int]) -> int:
-    """How far behind a rank another one stands in their group along the axes on which they differ."""
-    here, there, offset = place_of(rank, mesh), place_of(peer, mesh), 0
-    for axis in _crossed(rank, peer, mesh):
-        offset = offset * mesh[axis] + there[axis] - here[axis]
-    return offset
 
 
 def _has_single_ranks(graph: Graph) -> bool:
@@ -277,38 +293,3 @@ def _outliving(graph: Graph) -> set[Node]:
 
 def _shown(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-
-
-def messages_of(run: Recorded, mesh: Mapping[str, int]) -> list[str]:
-    """The axes along which a rank sends messages to single ranks."""
-    calls = [node.meta[COMMUNICATION] for node in run.recorder.graph.nodes if COMMUNICATION in node.meta]
-    found = {axis for c in calls if c.peer >= 0 for axis in _crossed(run.world.rank, c.peer, mesh)}
-    return [name for name in mesh if name in found]
-
-
-def workload_of(run: Recorded, name: str) -> Workload:
-    """What a recorded step trains, as far as it tells."""
-    recorder = run.recorder
-    shape: Sequence[int] = ()
-    whole = False
-    if recorder.sample is not None:
-        shape, whole = recorder.sample.shape, not recorder.sample.is_floating_point()
-    return Workload(
-        model=name,
-        parameters=recorder.memory.parameter_count(),
-        batch_size=int(shape[0]) if shape else 1,
-        sequence_length=int(shape[1]) if len(shape) == 2 and whole else 0,
-        dtype=_dtype(recorder.graph),
-        optimizer=next((type(o).__name__.lower() for o in recorder.memory.optimizers), ""),
-    )
-
-
-def _dtype(graph: Graph) -> DType:
-    """Type of most of what the forward pass makes, which autocast may have chosen."""
-    counts: dict[Any, int] = {}
-    for node in graph.nodes:
-        value = node.meta.get(VAL)
-        forward = node.op == "call_function" and node.meta[PHASE] == annotate.FORWARD
-        if forward and isinstance(value, Tensor) and value.is_floating_point():
-            counts[value.dtype] = counts.get(value.dtype, 0) + value.numel()
-    return DTYPES[max(counts, key=lambda dtype: counts[dtype])] if counts else DType.FP32

@@ -1,12 +1,14 @@
 """What lives through the steps of a script: parameters, buffers, gradients, optimizer state, each with its name.
 
 Tensors are told apart by the memory that they lie in, since wrappers of all kinds (DDP's buckets, FSDP's and
-ZeRO's flat parameters) make further tensors of the same memory.
+ZeRO's flat parameters) make further tensors of the same memory. What ranks have shares of is known with the groups of
+ranks that share it: of PyTorch's own wrappers here, of frameworks as their adapters say (`Memory.tellers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.fx import Node
 from torch.optim import Optimizer
 
 from echograph.frontend.pytorch import annotate
+from echograph.frontend.scripts.shards import Groups, fsdp_shards, groups_of
 
 # Of wrappers, whose names are no part of a model's.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -28,15 +31,18 @@ class Memory:
         roots: modules that a script called, which no other module did.
         optimizers: those that stepped.
         trained: trainable elements, where an adapter counted them.
+        tellers: asked where a step begins, to say what an adapter knows of what lives then (`name`, `divide`).
     """
 
     def __init__(self) -> None:
         self.roots: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.trained: int | None = None
+        self.tellers: list[Callable[[], None]] = []
         self._paths: dict[nn.Module, str] = {}
         self._told: list[tuple[Tensor, str, str]] = []
-        self._known: dict[int, tuple[str, str, Any]] = {}
+        self._known: dict[int, tuple[str, str, Groups, Any]] = {}
+        self._divided: dict[int, tuple[Tensor, Groups, int]] = {}
         self._nodes: dict[int, tuple[Node, Any]] = {}
         self._names: dict[int, str] = {}
         self._lies: dict[Node, int] = {}
@@ -71,15 +77,41 @@ class Memory:
         if self._known:
             self._keep(tensor, role, name)
 
+    def call(self, parameter: Tensor, name: str) -> None:
+        """Says what an optimizer's own parameter is called, and so its moments (`name.exp_avg`)."""
+        self._names[id(parameter)] = name
+
+    def divide(self, tensor: Tensor, over: Iterable[Sequence[int]], elements: int | None = None) -> None:
+        """Says that a tensor is this rank's share.
+
+        Args:
+            tensor: the share.
+            over: global ranks of each group whose ranks have a share each.
+            elements: of the whole; None: as many from each rank.
+        """
+        groups = tuple(tuple(ranks) for ranks in over if len(ranks) > 1)
+        whole = tensor.numel() * prod(map(len, groups)) if elements is None else elements
+        self._divided[id(tensor)] = tensor, groups, whole
+
+    def shares_of(self, tensor: Tensor) -> Groups:
+        """Global ranks of each group over whose ranks the elements of a tensor are divided."""
+        told = self._divided.get(id(tensor))
+        return groups_of(tensor) if told is None else told[1]
+
     def take_stock(self) -> None:
         """Looks up all that lives through steps; called where a step begins."""
+        for root in self.roots:
+            for share in fsdp_shards(root):
+                self.divide(*share)
+        for tell in self.tellers:
+            tell()
         for tensor, role, name in self._told:
             self._keep(tensor, role, name)
         for parameter, name in self.parameters():
             self._names.setdefault(id(parameter), name)
             self._keep(parameter, annotate.PARAMETER, name)
             if parameter.grad is not None:
-                self._keep(parameter.grad, annotate.GRADIENT, f"{name}.grad")
+                self._keep(parameter.grad, annotate.GRADIENT, f"{name}.grad", self.shares_of(parameter))
         for root in self.roots:
             prefix = self._paths[root]
             for path, buffer in root.named_buffers():
@@ -96,19 +128,21 @@ class Memory:
                 self._keep(parameter.grad, annotate.GRADIENT, f"{name}.grad")
             for slot, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    self._keep(value, annotate.OPTIMIZER_STATE, f"{name}.{slot}")
+                    over = self.shares_of(parameter) if value.numel() == parameter.numel() else ()
+                    self._keep(value, annotate.OPTIMIZER_STATE, f"{name}.{slot}", over)
 
-    def _keep(self, tensor: Tensor, role: str, name: str) -> None:
+    def _keep(self, tensor: Tensor, role: str, name: str, shares: Groups | None = None) -> None:
         storage = _storage(tensor)
         if storage is not None:
-            self._known.setdefault(storage._cdata, (role, name, storage))
+            over = self.shares_of(tensor) if shares is None else shares
+            self._known.setdefault(storage._cdata, (role, name, over, storage))
 
     def parameter_count(self) -> int:
-        """Trainable elements of the roots, tied ones once; of what ranks have a share of, the share."""
+        """Trainable elements of the roots, tied ones once; of what ranks have shares of, the whole."""
         if self.trained is not None:
             return self.trained
-        found = {id(p): p.numel() for root in self.roots for p in root.parameters() if p.requires_grad}
-        return sum(found.values())
+        found = {id(p): p for root in self.roots for p in root.parameters() if p.requires_grad}
+        return sum(self._divided[k][2] if k in self._divided else p.numel() for k, p in found.items())
 
     def parameters(self) -> Iterator[tuple[Tensor, str]]:
         """Parameters of the roots as they are now, with their names, each once."""
@@ -141,7 +175,8 @@ class Memory:
 
     def is_renewed(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in memory that was taken again in the step."""
-        return bool(self._renewed) and (storage := _storage(tensor)) is not None and storage._cdata in self._renewed
+        storage = _storage(tensor) if self._renewed else None
+        return storage is not None and storage._cdata in self._renewed
 
     def stands(self, node: Node, tensor: Tensor) -> bool:
         """Whether a node that stood for a tensor still does.
@@ -155,14 +190,14 @@ class Memory:
         last, _ = self._renewed.get(storage._cdata, (None, None))
         return bool(lies == storage._cdata and (last is None or last < node))
 
-    def describe(self, tensor: Tensor) -> tuple[str, str]:
-        """Role and name of what was there before the step."""
+    def describe(self, tensor: Tensor) -> tuple[str, str, Groups]:
+        """Role and name of what was there before the step, and the groups of ranks that have shares of it."""
         storage = _storage(tensor)
         known = None if storage is None else self._known.get(storage._cdata)
         if known is None:
             self._unknown += 1
-            return annotate.INPUT, f"input_{self._unknown}"
-        return known[:2]
+            return annotate.INPUT, f"input_{self._unknown}", ()
+        return known[:3]
 
     @staticmethod
     def whole(tensor: Tensor) -> Callable[[], Tensor] | None:

@@ -117,3 +117,17 @@ def standing_for(ranks: Sequence[int], mesh: Mapping[str, int]) -> list[dict[str
         f"--ranks {','.join(map(str, ranks))}: these do not stand for all ranks of the mesh {shown}: give one "
         "rank for each place on some of its axes, or leave --ranks out"
     )
+
+
+def crossed(rank: int, peer: int, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes on which two ranks differ."""
+    here, there = place_of(rank, mesh), place_of(peer, mesh)
+    return tuple(axis for axis in mesh if here[axis] != there[axis])
+
+
+def offset(rank: int, peer: int, mesh: Mapping[str, int]) -> int:
+    """How far behind a rank another one stands in their group along the axes on which they differ."""
+    here, there, behind = place_of(rank, mesh), place_of(peer, mesh), 0
+    for axis in crossed(rank, peer, mesh):
+        behind = behind * mesh[axis] + there[axis] - here[axis]
+    return behind

@@ -48,15 +48,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, MODULE, OPTIMIZER, PHASE
 from echograph.frontend.pytorch.linking import link_recomputed, link_sums
-from echograph.frontend.pytorch.recorder import HANDLES, Recorder
+from echograph.frontend.pytorch.recorder import HANDLES
 from echograph.frontend.pytorch.schema import is_allocation, is_in_place
+from echograph.frontend.pytorch.shapes import Results, Shapes
 from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communication_of
-from echograph.frontend.scripts.memory import Memory
-from echograph.frontend.scripts.streams import Stream
+from echograph.frontend.scripts.memory_recorder import MemoryRecorder
+from echograph.frontend.scripts.streams import AFTER, STREAM, Stream
 from echograph.frontend.scripts.values import answer
 
-STREAM = "stream"
-AFTER = "after"
 COMMUNICATION = "communication"
 MICRO_BATCH = "micro_batch"
 CHUNK = "chunk"
@@ -74,7 +73,7 @@ class StepRecorded(BaseException):
     """The step that was asked for is recorded: the script need not go on."""
 
 
-class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
+class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     """Records a step of a script.
 
     Args:
@@ -82,6 +81,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         step: which training step, counted from 1.
         whole: let the script go on after it.
         counts_optimizer_steps: whether steps end where optimizers' do, or where `step_ends` is called.
+        results: of operators, as other runs learnt them (`frontend.pytorch.shapes`); those to come are added.
 
     Attributes:
         memory: what lives through steps.
@@ -92,17 +92,21 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
     """
 
     def __init__(
-        self, mode: FakeTensorMode, *, step: int = 2, whole: bool = False, counts_optimizer_steps: bool = True
+        self,
+        mode: FakeTensorMode,
+        *,
+        step: int = 2,
+        whole: bool = False,
+        counts_optimizer_steps: bool = True,
+        results: Results | None = None,
     ) -> None:
         super().__init__(mode)
-        self.memory = Memory()
+        self._shapes = Shapes(mode, results)
         self.notes: dict[str, None] = {}
         self.steps = 0
         self.recorded = False
         self.sample: Tensor | None = None
         self._step, self._whole, self._counts = step, whole, counts_optimizer_steps
-        self._recording = False
-        self._paused = 0
         self._forced: str | None = None
         self._context: dict[str, Any] = {}
         self._pace: Optimizer | None = None
@@ -146,15 +150,6 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
     def carrying(self, payload: str) -> Any:
         """What communications carry: "parameter", "gradient", "activation", "optimizer_state" or "other"."""
         return self._with(PAYLOAD, payload)
-
-    @contextmanager
-    def pausing(self) -> Iterator[None]:
-        """What runs is no work of the step."""
-        self._paused += 1
-        try:
-            yield
-        finally:
-            self._paused -= 1
 
     def step_begins(self) -> None:
         """A training step begins here; without a call, with the first module that runs, or the last step's end."""
@@ -219,7 +214,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
                 yield patched(owner, "wait", self._waiting)
         yield patched(torch.autograd.graph, "_engine_run_backward", self._backward)
         yield patched(torch.autograd, "_engine_run_backward", self._backward)
-        yield patched(torch.UntypedStorage, "resize_", self._resizing)
+        yield patched(torch.UntypedStorage, "resize_", self.resizing)
 
     def _waiting(self, original: Any) -> Any:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -229,15 +224,6 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
             return original(work, *args, **kwargs)
 
         return wait
-
-    def _resizing(self, original: Any) -> Any:
-        def resize(storage: Any, size: int) -> Any:
-            # FSDP gives memory back and takes it again under the same tensors: what stood for it stands no more.
-            if self._recording and size and not storage.nbytes():
-                self.memory.renew(storage, next(reversed(self.graph.nodes), None))
-            return original(storage, size)
-
-        return resize
 
     def _backward(self, original: Any) -> Any:
         def backward(*args: Any, **kwargs: Any) -> Any:
@@ -297,6 +283,14 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
         self._works.clear()
 
     # -- operators -------------------------------------------------------------------------------------------
+
+    def _snapshot(self, tensor: Tensor) -> Tensor:
+        """One handle for all tensors of a layout, since nothing else is asked of recorded values."""
+        layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.device)
+        found = self._layouts.get(layout)
+        if found is None:
+            found = self._layouts[layout] = super()._snapshot(tensor)
+        return found
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -372,83 +366,11 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]
             return {PHASE: OPTIMIZER, MODULE: module}
         if self.phase == BACKWARD:
             made = self._backward_annotations(node)
-            return made if self._forced is None else made | {PHASE: self._forced}
+            # Who says that a backward pass runs does not say that nothing is recomputed in it.
+            return made if self._forced in (None, BACKWARD) else made | {PHASE: self._forced}
         if self._forced == BACKWARD:
             return {PHASE: BACKWARD, MODULE: module}
         if self._forced is None and self._after_backward and not self._stack and not torch.is_grad_enabled():
             return {PHASE: OPTIMIZER, MODULE: ""}
         self._number(node)
         return {PHASE: self._forced or FORWARD, MODULE: module}
-
-    # -- tensors ---------------------------------------------------------------------------------------------
-
-    def _snapshot(self, tensor: Tensor) -> Tensor:
-        """One handle for all tensors of a layout, since nothing else is asked of recorded values."""
-        layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.device)
-        found = self._layouts.get(layout)
-        if found is None:
-            found = self._layouts[layout] = super()._snapshot(tensor)
-        return found
-
-    def stands_for(self, node: Node, tensor: Tensor) -> None:
-        """A tensor is the value of a node, and its memory is known by it."""
-        super().stands_for(node, tensor)
-        self.memory.made(tensor, node)
-
-    def node_of(self, tensor: Tensor) -> Node:
-        """The node that stands for a tensor, unless it was given other memory since, or its own anew."""
-        node = super().node_of(tensor)
-        if self.memory.stands(node, tensor):
-            return node
-        self.forget(tensor)
-        return self.unknown(tensor)
-
-    def unknown(self, tensor: Tensor) -> Node:
-        """A node for a tensor that was there before the step, or a part of the memory of one that is known."""
-        base = self.memory.node_at(tensor)
-        if base is None and self.memory.is_renewed(tensor):
-            base = self._taken(tensor)
-        if base is None:
-            role, name = self.memory.describe(tensor)
-            whole = self.memory.whole(tensor)
-            if whole is not None:
-                with self.pausing(), self._mode:
-                    flat = whole()
-                base = super().add_placeholder(flat, role, name)
-                self.memory.made(flat, base, of=tensor)
-            else:
-                node = super().add_placeholder(tensor, role, name)
-                self.memory.made(tensor, node)
-                return node
-        return self._view(tensor, base)
-
-    def _taken(self, tensor: Tensor) -> Node:
-        """Memory that was taken anew: an allocation, with nothing in it yet."""
-        whole = self.memory.whole(tensor)
-        with self.pausing(), self._mode:
-            flat = tensor.new_empty(tensor.shape) if whole is None else whole()
-        meta = {PHASE: FORWARD, MODULE: "", STREAM: Stream.current.name, AFTER: frozenset()}
-        node = self.add_call(_ATEN.empty.memory_format, (list(flat.shape),), {}, self._snapshot(flat), meta)
-        self.memory.made(tensor, node)
-        return node
-
-    def _view(self, tensor: Tensor, base: Node) -> Node:
-        value, here = base.meta[annotate.VAL], self._snapshot(tensor)
-        if _same_layout(value, here):
-            super().bind(tensor, base)
-            return base
-        meta = {key: base.meta[key] for key in (PHASE, MODULE) if key in base.meta} or {PHASE: FORWARD, MODULE: ""}
-        meta |= {STREAM: Stream.current.name, AFTER: frozenset()}
-        if value.dtype != here.dtype:
-            base = self.add_call(_ATEN.view.dtype, (base, here.dtype), {}, here, dict(meta))
-        layout = (tuple(here.shape), tuple(here.stride()), here.storage_offset())
-        node = self.add_call(_ATEN.as_strided.default, (base, *layout), {}, here, dict(meta))
-        super().bind(tensor, node)
-        self.memory.made(tensor, node)
-        return node
-
-
-def _same_layout(one: Tensor, other: Tensor) -> bool:
-    return (one.dtype, one.shape, one.stride(), one.storage_offset()) == (
-        other.dtype, other.shape, other.stride(), other.storage_offset(),
-    )  # fmt: skip

@@ -25,6 +25,7 @@ from echograph.errors import CaptureError, EchoError, InputError
 from echograph.frontend.pytorch.blame import reason
 from echograph.frontend.pytorch.capture import capture_mode, plain_attention_masks, quiet_fakes
 from echograph.frontend.pytorch.device_ops import cuda_operators
+from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.scripts.adapter import Adapter, replaced
 from echograph.frontend.scripts.gpu import remedy
 from echograph.frontend.scripts.recorder import ScriptRecorder, StepRecorded
@@ -66,8 +67,14 @@ class Recorded:
     axes: dict[str, int] | None
 
 
-def run_script(script: Script, world: World, adapter: Adapter) -> Recorded:
+def run_script(script: Script, world: World, adapter: Adapter, results: Results | None = None) -> Recorded:
     """Runs a script as a rank and records its step.
+
+    Args:
+        script: what is run.
+        world: and as which rank.
+        adapter: of the framework.
+        results: of operators, as runs of other ranks learnt them; this run adds its own.
 
     Raises:
         InputError: there is no such file.
@@ -82,8 +89,9 @@ def run_script(script: Script, world: World, adapter: Adapter) -> Recorded:
         enter(world.entered())
         mode = enter(capture_mode())
         recorder = ScriptRecorder(
-            mode, step=script.step, whole=script.whole, counts_optimizer_steps=adapter.counts_optimizer_steps
-        )
+            mode, step=script.step, whole=script.whole, counts_optimizer_steps=adapter.counts_optimizer_steps,
+            results=results,
+        )  # fmt: skip
         enter(replaced(torch, "compile", _left_out))
         enter(quiet_fakes())
         enter(cuda_operators())
@@ -96,7 +104,7 @@ def run_script(script: Script, world: World, adapter: Adapter) -> Recorded:
 
 
 def _left_out(model: Any = None, *_: Any, **__: Any) -> Any:
-    """`torch.compile`, for what frameworks compile where they are imported: the compiler's import takes seconds."""
+    """`torch.compile`, for what frameworks compile where they are imported: its own import takes seconds."""
     return (lambda function: function) if model is None else model
 
 
@@ -165,7 +173,11 @@ def script_line(path: Path, error: BaseException) -> str:
     folder = path.resolve().parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         here = Path(frame.filename).resolve()
-        if not frame.filename.startswith("<") and here.is_relative_to(folder) and "site-packages" not in here.parts:
+        if (
+            not frame.filename.startswith("<")
+            and here.is_relative_to(folder)
+            and "site-packages" not in here.parts
+        ):
             return f"{here.relative_to(folder)}:{frame.lineno}"
     return ""
 

@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+STREAM = "stream"
+AFTER = "after"
+"""Of nodes: the stream that a call is issued to, and the call nodes that this stream had waited for."""
+
 
 class Event:
     """`torch.cuda.Event`: the work of a stream up to a moment."""

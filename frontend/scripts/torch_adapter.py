@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from echograph.frontend.scripts import device
+from echograph.frontend.scripts import device, host
 from echograph.frontend.scripts.adapter import Adapter, patched
 from echograph.frontend.scripts.pipelining import Stages
 from echograph.frontend.scripts.recorder import ScriptRecorder
@@ -84,6 +84,8 @@ class TorchAdapter(Adapter):
     def _mesh(self, world: World, original: Callable[..., Any]) -> Callable[..., Any]:
         def init(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
             with unset_fake_temporarily():
+                args = tuple(map(host.real, args))
+                kwargs = {name: host.real(given) for name, given in kwargs.items()}
                 original(mesh, device.kind(world, device_type), *args, **kwargs)
             names = tuple(mesh.mesh_dim_names or ())
             self._meshes.append((names, tuple(mesh.mesh.shape)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -113,6 +114,7 @@ class Phases:
 
     Attributes:
         optimizing: how many steps of optimizers are under way; who knows of steps around PyTorch's own adds them.
+        entered: when modules were, in nanoseconds of `perf_counter`, from when someone puts a list there.
     """
 
     def __init__(self) -> None:
@@ -122,6 +124,7 @@ class Phases:
         self._stack: list[str] = []
         self._backward = ""
         self.optimizing = 0
+        self.entered: list[int] | None = None
         self._handles: list[Any] = []
 
     def attach(self, model: Any) -> None:
@@ -147,6 +150,7 @@ class Phases:
             handle.remove()
         self._handles.clear()
         self._stack.clear()
+        self.entered = None
 
     def here(self) -> tuple[str, str]:
         """Phase and module of this moment, each "" where not known."""
@@ -160,6 +164,8 @@ class Phases:
     def _enter(self, path: str) -> Callable[..., None]:
         def hook(module: Any, inputs: Any) -> None:
             self._stack.append(path)
+            if self.entered is not None:
+                self.entered.append(time.perf_counter_ns())
 
         return hook
 

@@ -97,7 +97,10 @@
       for (let i = before(lane.latest, from); i < lane.start.length && lane.start[i] <= to; i++) {
         const right = Math.min(x(lane.start[i] + lane.dur[i]), wide);
         let left = Math.max(x(lane.start[i]), gutter);
-        if (right < gutter || (right - left < 1 && left - drawn < 0.5)) continue;
+        const tiny = right - left < 1;
+        if (right < gutter || (tiny && right <= drawn)) continue;
+        // Beside each other, so that many short spans look as busy as they are.
+        if (tiny && left < drawn) left = drawn;
         const size = Math.max(right - left, 1);
         drawn = left + size;
         const part = lane.filled ? lane.filled[i] / 9 : 1, room = size > 3 ? size - 0.6 : size;
@@ -113,7 +116,7 @@
           pen.beginPath();
           pen.rect(left, lane.y, size - 3, lane.tall);
           pen.clip();
-          pen.fillStyle = lane.colour[i] === "8" || part < 0.5 ? colours.fg : colours.bg;
+          pen.fillStyle = lane.colour[i] === "8" || part < (lane.under ? 0.5 : 0.85) ? colours.fg : colours.bg;
           pen.fillText(data.names[lane.name[i]], left + 3, lane.y + lane.tall / 2 - 0.5);
           pen.restore();
         }

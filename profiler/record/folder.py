@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from echograph.errors import InputError
 from echograph.ir.files import write_whole
+from echograph.profiler.record.overhead import Overhead
 
-FORMAT, VERSION = "echograph recording", (1, 0)
+FORMAT, VERSION = "echograph recording", (1, 1)
 TRACE, COMMS, METADATA, DAG = "trace.json.gz", "comms.jsonl", "metadata.json", "dag.gml"
+HOOKS = "hooks.json"
 MAX_BYTES = 64 << 20
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,12 +25,14 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         number: how many steps had ended when it began.
         seconds: from the end of the step before to its own; what the recorder itself did in between is left out.
+        processor_s: of that, what the thread that trains spent on a processor; 0 where it is not known.
         state: "free" where nothing was recorded, "observed" in the step whose dependencies were looked at,
             "recorded" in the window, "after" in the step behind it, which other ranks may begin later.
     """
 
     number: int
     seconds: float
+    processor_s: float = 0.0
     state: str
 
 
@@ -52,6 +58,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
         complete: whether the window was recorded to its end.
         problems: what could not be recorded, a line each.
         steps: all that ended so far.
+        overhead: what recording costs; None where it was not measured.
     """
 
     format: str = FORMAT
@@ -72,10 +79,21 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool = False
     problems: list[str] = []
     steps: list[Step] = []
+    overhead: Overhead | None = None
 
     def seconds(self, state: str) -> list[float]:
         """Durations of the steps of one state."""
         return [step.seconds for step in self.steps if step.state == state]
+
+
+class Hooks(msgspec.Struct, frozen=True, kw_only=True):
+    """`hooks.json`: when hooks ran in the window, which the trace does not show; nanoseconds of the trace's clock.
+
+    Attributes:
+        entered_ns: modules were entered.
+    """
+
+    entered_ns: list[int] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +118,38 @@ def write_metadata(folder: Path, metadata: Metadata) -> None:
     write_whole(folder / METADATA, [msgspec.json.format(msgspec.json.encode(metadata), indent=2), b"\n"])
 
 
+def write_hooks(folder: Path, hooks: Hooks) -> None:
+    """Writes `hooks.json`.
+
+    Raises:
+        OutputError: the folder cannot be written to.
+    """
+    write_whole(folder / HOOKS, [msgspec.json.encode(hooks), b"\n"])
+
+
+def read_hooks(folder: Path) -> Hooks:
+    """What `hooks.json` holds; nothing where there is none.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    file = folder / HOOKS
+    return _decoded(file, Hooks) if file.exists() else Hooks()
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What a rank's folder says of itself.
+
+    Raises:
+        InputError: it cannot be read, or is of a newer major version.
+    """
+    file = folder / METADATA
+    metadata = _decoded(file, Metadata)
+    if metadata.format != FORMAT or metadata.version[0] > VERSION[0]:
+        raise InputError(f"{file}: of format '{metadata.format}' {metadata.version[0]}: this reads {FORMAT} 1")
+    return metadata
+
+
 def read_recording(folder: Path) -> list[RankFolder]:
     """The ranks of a recording, in order.
 
@@ -110,21 +160,18 @@ def read_recording(folder: Path) -> list[RankFolder]:
         InputError: there is no recording, or metadata that cannot be read.
     """
     files = sorted(folder.glob(f"*/{METADATA}")) if folder.is_dir() else []
-    ranks = [RankFolder(path=file.parent, metadata=_read(file)) for file in files]
+    ranks = [RankFolder(path=file.parent, metadata=read_metadata(file.parent)) for file in files]
     if not ranks:
         raise InputError(f"{folder}: no recording: give the folder in which 0/{METADATA} is")
     return sorted(ranks, key=lambda rank: rank.metadata.rank)
 
 
-def _read(file: Path) -> Metadata:
+def _decoded(file: Path, kind: type[T]) -> T:
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise InputError(f"{file}: larger than {MAX_BYTES >> 20} MiB: no metadata of a recording")
-        metadata = msgspec.json.decode(file.read_bytes(), type=Metadata)
+            raise InputError(f"{file}: larger than {MAX_BYTES >> 20} MiB: not of a recording")
+        return msgspec.json.decode(file.read_bytes(), type=kind)
     except OSError as error:
         raise InputError(f"{file}: cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: no metadata of a recording: {error}") from None
-    if metadata.format != FORMAT or metadata.version[0] > VERSION[0]:
-        raise InputError(f"{file}: of format '{metadata.format}' {metadata.version[0]}: this reads {FORMAT} 1")
-    return metadata
+        raise InputError(f"{file}: no {kind.__name__.lower()} of a recording: {error}") from None

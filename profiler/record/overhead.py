@@ -14,7 +14,7 @@ from statistics import median
 import msgspec
 
 EVALUATES = "autograd::engine::evaluate_function: "
-OPERATOR, NESTED, NODE = "operator", "nested", "node"
+OPERATOR, NESTED, NODE, COLLECTIVE = "operator", "nested", "node", "collective"
 FORWARD, BACKWARD, UPDATE = PARTS = ("forward", "backward", "update")
 _COMPILED = re.compile(r"Backward\d+$")
 
@@ -26,9 +26,9 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True):
         operator_s: an operator that Python called.
         nested_s: an operator that another operator called.
         node_s: a node of autograd's graph in the backward pass, without the operators in it.
-        module_s: a module's forward pass, by hooks.
-        reached_s: the output of a module in the backward pass, by a hook.
+        module_s: a module's forward pass, by hooks. What they cost in the backward pass is too little to measure.
         collective_s: a call of torch.distributed; None where it could not be measured.
+        issue_s: of that, what comes before the call is made.
         how: how it was measured, in a line.
     """
 
@@ -36,8 +36,8 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True):
     nested_s: float
     node_s: float
     module_s: float
-    reached_s: float
     collective_s: float | None = None
+    issue_s: float = 0.0
     how: str = ""
 
 
@@ -92,13 +92,14 @@ def measure_overhead(*, shapes: bool, collectives: bool) -> Overhead | None:
     counts, adds = found.counts, {part: profiled[part] - free[part] for part in PARTS}
     operator, nested = two_kinds(adds, counts)
     inside = counts[BACKWARD][OPERATOR] * operator + counts[BACKWARD][NESTED] * nested
+    observed, issue = (median(column) for column in zip(*found.observed_calls or [(0.0, 0.0)], strict=True))
     return Overhead(
         operator_s=operator,
         nested_s=nested,
         node_s=max(0.0, (adds[BACKWARD] - inside) / counts[BACKWARD][NODE]),
         module_s=max(0.0, (hooked[FORWARD] - free[FORWARD]) / found.modules),
-        reached_s=max(0.0, (hooked[BACKWARD] - free[BACKWARD]) / found.modules),
-        collective_s=max(0.0, median(found.observed_calls) - median(found.calls)) if found.calls else None,
+        collective_s=max(0.0, observed - median(took for took, _ in found.calls)) if found.calls else None,
+        issue_s=issue,
         how=f"processor time, medians of {ROUNDS * STEPS} steps of a small model, observed less free",
     )
 

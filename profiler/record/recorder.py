@@ -18,7 +18,16 @@ from typing import Any
 from msgspec import structs
 
 from echograph.errors import EchoError, MissingExtraError, UsageError
-from echograph.profiler.record.folder import COMMS, DAG, TRACE, Metadata, Step, write_metadata
+from echograph.profiler.record.folder import (
+    COMMS,
+    DAG,
+    TRACE,
+    Hooks,
+    Metadata,
+    Step,
+    write_hooks,
+    write_metadata,
+)
 from echograph.profiler.record.steps import StepEnds
 from echograph.profiler.record.window import Window, choose_window
 
@@ -83,16 +92,18 @@ class Recorder:
         self.steps = 0
         self.folder: Path | None = None
         self._seen: list[Step] = []
-        self._began_ns = 0
+        self._began_ns = self._spent_ns = 0
         self._ends = StepEnds(self._step_ended, self._lost, self._in_step)
         self._by_hand = False
         self._observer: Any = None
         self._profile: Any = None
         self._tracer: Any = None
         self._traced = False
+        self._entered: list[int] = []
         self._complete = False
         self._problems: list[str] = []
         self._about: Any = None
+        self._overhead: Any = None
         self._signal: Any = None
 
     def step(self) -> None:
@@ -147,7 +158,8 @@ class Recorder:
         ended, window = self.steps, self.window
         if ended:
             seconds = (time.perf_counter_ns() - self._began_ns) / 1e9
-            self._seen.append(Step(number=ended, seconds=seconds, state=self._state(ended)))
+            spent = (time.thread_time_ns() - self._spent_ns) / 1e9
+            self._seen.append(Step(number=ended, seconds=seconds, processor_s=spent, state=self._state(ended)))
         self.steps = step = ended + 1
         if step == window.start - 1:
             self._try(self._prepare)
@@ -158,7 +170,7 @@ class Recorder:
         elif step == window.end:
             self._complete = True
             self._close()
-        self._began_ns = time.perf_counter_ns()
+        self._began_ns, self._spent_ns = time.perf_counter_ns(), time.thread_time_ns()
 
     def _state(self, step: int) -> str:
         window = self.window
@@ -175,8 +187,18 @@ class Recorder:
         shared_capture().add(self._observer)
 
     def _prepare(self) -> None:
+        self._try(self._measure_overhead)
         self._observe()
         self._try(self._start_profile)
+
+    def _measure_overhead(self) -> None:
+        """Before anything is on: hooks that look at all modules would see the measuring."""
+        from torch import distributed
+
+        from echograph.profiler.record.overhead import measure_overhead
+
+        here = distributed.is_available() and distributed.is_initialized()
+        self._overhead = measure_overhead(shapes=self.window.shapes, collectives=here)
 
     def _start_profile(self) -> None:
         from echograph.profiler.record.profile import Profile
@@ -186,11 +208,12 @@ class Recorder:
         self._profile = profile
 
     def _record(self) -> None:
-        from echograph.profiler.comms.tracer import trace_collectives
+        from echograph.profiler.comms.tracer import shared_capture, trace_collectives
 
         roots = self._observed()
         folder = self.folder or self._open()
         if self.window.start == 1:
+            self._try(self._measure_overhead)
             self._try(self._start_profile)
         else:
             self._profile_step()
@@ -198,6 +221,7 @@ class Recorder:
         # In the first step that is seen to end, hooks of optimizers are being run, and must not be added to.
         for root in roots if self.window.start > 1 else []:
             self._tracer.attach(root)
+        self._entered = shared_capture().phases.entered = []
 
     def _profile_step(self) -> None:
         if self._profile is not None:
@@ -237,15 +261,23 @@ class Recorder:
             self._try(lambda: self._write_trace(profile, about))
         if tracer is not None:
             tracer.stop()
+            self._try(self._write_hooks)
         if self._signal is not None:
             signal.signal(signal.SIGTERM, self._signal)
             self._signal = None
 
-    def _add_durations(self) -> None:
-        from echograph.profiler.record.durations import add_durations
+    def _write_hooks(self) -> None:
+        from echograph.profiler.comms.call import WALL_NS
 
+        if self.folder is not None and self._entered:
+            write_hooks(self.folder, Hooks(entered_ns=[time_ns + WALL_NS for time_ns in self._entered]))
+
+    def _add_durations(self) -> None:
         traced, self._traced = self._traced, False
         if traced and self.folder is not None and (self.folder / DAG).is_file():
+            # Not where nothing was recorded: a process that ends may no longer import everything.
+            from echograph.profiler.record.durations import add_durations
+
             problem = add_durations(self.folder)
             if problem:
                 self._note(problem)
@@ -272,7 +304,10 @@ class Recorder:
 
     def _write_metadata(self) -> None:
         if self.folder is not None and self._about is not None:
-            now = {"complete": self._complete, "problems": self._problems, "steps": self._seen}
+            now = {
+                "complete": self._complete, "problems": self._problems, "steps": self._seen,
+                "overhead": self._overhead,
+            }  # fmt: skip
             write_metadata(self.folder, structs.replace(self._about, **now))
 
     def _forget(self) -> None:

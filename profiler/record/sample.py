@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from echograph.profiler.record.overhead import BACKWARD, FORWARD, PARTS, kind_of
 
-ROUNDS, STEPS, CALLS = 3, 6, 60
+ROUNDS, STEPS, CALLS = 3, 12, 100
 BLOCKS, WIDTH, HEADS, TOKENS = 2, 64, 4, 32
 _MARK = "echograph: "
 Call: TypeAlias = Callable[[], object]
@@ -25,8 +25,8 @@ class Sampled:
         free: of steps, by part.
         hooked: likewise.
         profiled: likewise.
-        calls: of calls with nothing on; none where there is no group to make them in.
-        observed_calls: of calls under the profiler, with a listener.
+        calls: of calls, and until they were issued, with nothing on; none where there is no group to make them in.
+        observed_calls: likewise, under the profiler, with a listener.
         counts: operators of each kind in each part of a step.
         modules: how many run in a step.
     """
@@ -34,8 +34,8 @@ class Sampled:
     free: list[dict[str, float]] = field(default_factory=list)
     hooked: list[dict[str, float]] = field(default_factory=list)
     profiled: list[dict[str, float]] = field(default_factory=list)
-    calls: list[float] = field(default_factory=list)
-    observed_calls: list[float] = field(default_factory=list)
+    calls: list[tuple[float, float]] = field(default_factory=list)
+    observed_calls: list[tuple[float, float]] = field(default_factory=list)
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     modules: int
 
@@ -52,15 +52,15 @@ def sampled(*, shapes: bool, collectives: bool) -> Sampled:
     for _ in range(ROUNDS):
         # In turn, since the machine may do other things meanwhile.
         found.free.extend(_steps(sample))
-        found.calls.extend(_calls(call))
+        found.calls.extend(_calls(call, _Listener()))
         with _hooks(sample.blocks):
             found.hooked.extend(_steps(sample))
         with _profiler(shapes) as profile:
             found.profiled.extend(_steps(sample))
             sample.step(_mark)
             _mark("")
-            with _listener(call):
-                found.observed_calls.extend(_calls(call))
+            with _listener(call) as listener:
+                found.observed_calls.extend(_calls(call, listener))
         found.counts.update(_counted(profile))
     return found
 
@@ -154,6 +154,7 @@ def _hooks(model: Any) -> Iterator[None]:
     from echograph.profiler.comms.context import Phases
 
     phases = Phases()
+    phases.entered = []
     phases.watch(model)
     try:
         yield
@@ -181,27 +182,33 @@ def _counted(profile: Any) -> dict[str, Counter[str]]:
 
 
 class _Listener:
-    """Listens to calls as the tracer does, and keeps nothing."""
+    """Listens to calls as the tracer does; `heard` is the time of the thread when a call was about to be made."""
+
+    def __init__(self) -> None:
+        self.heard = 0
 
     def issued(self, call: Any) -> None:
         """Told by the capture."""
+        self.heard = time.thread_time_ns()
 
-    refused = ended = issued
+    def refused(self, call: Any) -> None:
+        """Told by the capture."""
+
+    ended = refused
 
 
 @contextmanager
-def _listener(call: Call | None) -> Iterator[None]:
+def _listener(call: Call | None) -> Iterator[_Listener]:
     from echograph.profiler.comms.tracer import shared_capture
 
-    if call is None:
-        yield
-        return
-    listener, capture = _Listener(), shared_capture()
-    capture.add(listener)
+    listener, capture = _Listener(), shared_capture() if call is not None else None
+    if capture is not None:
+        capture.add(listener)
     try:
-        yield
+        yield listener
     finally:
-        capture.remove(listener)
+        if capture is not None:
+            capture.remove(listener)
 
 
 def _call_alone() -> Call | None:
@@ -223,12 +230,12 @@ def _call_alone() -> Call | None:
     return lambda: group.allreduce(tensor).wait()
 
 
-def _calls(call: Call | None) -> list[float]:
-    """Seconds of a call, several times."""
+def _calls(call: Call | None, listener: _Listener) -> list[tuple[float, float]]:
+    """Seconds of calls, and of those until they were issued, where the listener hears them."""
     took = []
-    for _ in range(STEPS + 1 if call is not None else 0):
+    for _ in range(CALLS if call is not None else 0):
         start = time.thread_time_ns()
-        for _ in range(CALLS):
-            call()  # type: ignore[misc]
-        took.append((time.thread_time_ns() - start) / 1e9 / CALLS)
-    return took[1:]
+        call()  # type: ignore[misc]
+        end = time.thread_time_ns()
+        took.append(((end - start) / 1e9, max(0, listener.heard - start) / 1e9))
+    return took[CALLS // 10 :]

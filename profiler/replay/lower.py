@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.graph import JobGraph, Workload
 from echograph.ir.types import CollectiveKind, CopyDirection, DType, Duration, Payload, Phase, Source
 from echograph.profiler.replay.job import JobPieces, Say, Together, job_pieces
+from echograph.profiler.replay.observing import Observed
 from echograph.profiler.replay.pieces import Piece, Work
+from echograph.profiler.replay.walk import TRACE
 from echograph.profiler.traces.trace import NONE, TraceSet
 
 STEP = "step"
 """What stands for the device in a duration that is not of the operation, but of the step that it ends."""
+FREE = "free step"
+"""Likewise, where the duration is that of a step in which nothing was observed."""
 CPU = "cpu"
 
 _DIRECTIONS = {
@@ -44,38 +49,48 @@ class Lowered:
     notes: tuple[str, ...] = ()
 
 
-def lower(traces: TraceSet, name: str = "", say: Say = lambda _: None) -> Lowered:
+def lower(
+    traces: TraceSet,
+    name: str = "",
+    say: Say = lambda _: None,
+    *,
+    seen: Mapping[int, Observed] = MappingProxyType({}),
+) -> Lowered:
     """The job graph of the traces of a job.
 
     Args:
         traces: one a rank; they are replayed from first to last event.
         name: of the graph.
         say: told how far it is.
+        seen: how ranks were observed: durations are without what that cost, where it is known.
 
     Raises:
         InputError: a trace's file is gone, or no trace has anything in it.
     """
-    return _Lowering(job_pieces(traces, say), name).run()
+    return _Lowering(job_pieces(traces, say, seen), name, seen).run()
 
 
 @dataclass(slots=True)
 class _Lowering:
     job: JobPieces
     name: str
+    seen: Mapping[int, Observed]
     builder: GraphBuilder = field(init=False)
     device: str = CPU
     groups: dict[int, tuple[int, int]] = field(default_factory=dict)
+    tags: dict[str, int] = field(default_factory=dict)
     names: dict[tuple[int, ...], set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def run(self) -> Lowered:
         self.builder = GraphBuilder(name=self.name, workload=Workload(model=self.name), streams=("main",))
         self.device = _device(self.job.traces)
-        for one in self.job.together:
+        together = (*self.job.together, *self.job.messages)
+        for one in together:
             self.names[tuple(sorted(one.pieces))].add(one.meeting.group)
-        for one in self.job.together:
-            number = self._group(one)
+        for one in together:
+            number, begun = self._group(one), one.begun + one.pieces[one.last].cost
             for piece in one.pieces.values():
-                self.groups[id(piece)] = number, max(0, piece.end - one.begun)
+                self.groups[id(piece)] = number, max(0, piece.end - begun)
         for rank, order in self.job.of_rank.items():
             begin = self.builder.op_count()
             self._program(rank, order)
@@ -102,7 +117,7 @@ class _Lowering:
                 "phase": piece.phase,
                 "stream": self.builder.stream(piece.line),
                 "deps": sorted({number[id(one)] for one in piece.after}),
-                "durations": (_duration(self.device, piece.duration),),
+                "durations": (_duration(self.device, piece.duration - piece.cost),),
             }
             number[id(piece)] = at = self._add(rank, piece, common, forward)
             if piece.sequence != NONE and piece.work is Work.COMPUTE:
@@ -113,7 +128,7 @@ class _Lowering:
             case Work.HOST:
                 if piece.step != NONE:
                     # What runs a host's work takes the last of its durations.
-                    common["durations"] = (_duration(STEP, piece.step), *common["durations"])
+                    common["durations"] = (*self._of_step(rank, piece), *common["durations"])
                 return self.builder.host(piece.name, **common)
             case Work.COMPUTE:
                 return self.builder.compute(piece.name, forward_op=forward.get(piece.forward), **common)
@@ -123,6 +138,13 @@ class _Lowering:
                 return self.builder.copy(piece.name, direction, nbytes=piece.nbytes, **common)
             case Work.COLLECTIVE:
                 return self._collective(rank, piece, common)
+            case Work.MESSAGE:
+                return self._message(piece, common)
+
+    def _of_step(self, rank: int, piece: Piece) -> Iterator[Duration]:
+        yield _duration(STEP, piece.step)
+        if piece.name != TRACE and rank in self.seen and self.seen[rank].free_ps:
+            yield _duration(FREE, self.seen[rank].free_ps)
 
     def _collective(self, rank: int, piece: Piece, common: Common) -> int:
         assert piece.call is not None
@@ -137,6 +159,15 @@ class _Lowering:
             dtype=_DTYPES.get(piece.call.dtype, DType.UINT8), payload=_PAYLOADS.get(piece.phase, Payload.OTHER),
             asynchronous=True, **common,
         )  # fmt: skip
+
+    def _message(self, piece: Piece, common: Common) -> int:
+        assert piece.call is not None
+        group, duration = self.groups[id(piece)]
+        common["durations"] = (_duration(self.device, duration),)
+        add = self.builder.send if piece.call.kind == "send" else self.builder.recv
+        tag = self.tags.setdefault(piece.call.channel, len(self.tags))
+        # Of the two ranks in the group, the other one.
+        return add(piece.name, group=group, peer=1, tag=tag, nbytes=piece.nbytes, **common)
 
 
 def _device(traces: TraceSet) -> str:

@@ -23,6 +23,7 @@ class Work(Enum):
     COMPUTE = "compute"
     COPY = "copy"
     COLLECTIVE = "collective"
+    MESSAGE = "message"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -43,6 +44,7 @@ class Piece:
         call: the collective that it is.
         nbytes: bytes copied.
         step: picoseconds that a step took which ends here; -1 for all else.
+        cost: of the duration, what recording added to it.
     """
 
     work: Work
@@ -58,6 +60,7 @@ class Piece:
     call: Call | None = None
     nbytes: int = 0
     step: int = NONE
+    cost: int = 0
 
     @property
     def end(self) -> int:

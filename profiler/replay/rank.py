@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from echograph.profiler.replay.observing import Observed
 from echograph.profiler.replay.pieces import Piece, Pieces, Work
 from echograph.profiler.replay.walk import BLOCK, END_STEP, ISSUE, RELEASE, WAIT, Walk, operator_name
 from echograph.profiler.traces.collectives import MESSAGES, Call, collectives
 from echograph.profiler.traces.launches import launches, of_device_queue
 from echograph.profiler.traces.trace import CALLS, COPIES, NONE, Trace
+from echograph.units import to_ps
 
 LAUNCH = "launch"
 """From when work could have begun on its stream to when it did."""
@@ -29,16 +31,17 @@ _OPTIMIZER = "Optimizer.step"
 _NEAR = 1_000_000
 
 
-def rank_pieces(trace: Trace) -> Pieces:
+def rank_pieces(trace: Trace, seen: Observed | None = None) -> Pieces:
     """The pieces of a rank.
 
     Args:
         trace: with times since the origin of the job's traces.
+        seen: how the rank was observed, where that counts.
 
     Raises:
         InputError: the trace's file is gone.
     """
-    return _Rank(trace).run()
+    return _Rank(trace, seen).run()
 
 
 class _Rank(Walk):
@@ -48,8 +51,10 @@ class _Rank(Walk):
     stream or thread is taken.
     """
 
-    def __init__(self, trace: Trace) -> None:
-        super().__init__(trace)
+    def __init__(self, trace: Trace, seen: Observed | None = None) -> None:
+        super().__init__(trace, seen)
+        overhead = None if seen is None else seen.overhead
+        self.issue_ps = 0 if overhead is None else to_ps(overhead.issue_s)
         self.calls: Mapping[int, Call] = {call.row: call for call in collectives(trace, self.stacks)}
         self.issued: dict[int, tuple[list[int], list[Piece]]] = defaultdict(lambda: ([], []))
         self.stream_waits: dict[int, list[Piece]] = defaultdict(list)
@@ -74,7 +79,7 @@ class _Rank(Walk):
         rows = np.flatnonzero(self.trace.on_device)
         latest: dict[str, int] = {}
         for row in rows[np.lexsort((self.trace.index[rows], self.trace.start[rows]))].tolist():
-            call, line = call_of.get(row, NONE), self._free_line(self._stream(row), row)
+            call, line = call_of.get(row, NONE), self._free_line(self._stream(row), row, self.start[row])
             latest[line] = time = max(self.start[call] if call != NONE else 0, latest.get(line, 0))
             self.at(time, ISSUE, self._launch, row, call, line, time)
         for row in np.flatnonzero(self.trace.of_category(CALLS)).tolist():
@@ -85,10 +90,10 @@ class _Rank(Walk):
         stream = f"stream {int(self.trace.stream[row])}"
         return f"device {int(self.trace.pid[row])} {stream}" if self.several else stream
 
-    def _free_line(self, name: str, row: int) -> str:
+    def _free_line(self, name: str, row: int, begins: int) -> str:
         """A line on which nothing runs when a row begins: what a thread or stream shows at once needs several."""
         ends = self.ends[name]
-        at = next((at for at, end in enumerate(ends) if end <= self.start[row] + _NEAR), len(ends))
+        at = next((at for at, end in enumerate(ends) if end <= begins + _NEAR), len(ends))
         ends[at : at + 1] = [self.end[row]]
         return f"{name} ({at + 1})" if at else name
 
@@ -136,14 +141,14 @@ class _Rank(Walk):
         at = bisect_left(sizes.rows, row) if sizes else 0
         return int(sizes.values[at]) if sizes and at < len(sizes.rows) and sizes.rows[at] == row else 0
 
-    def _begin_after(self, piece: Piece, after: Sequence[Piece]) -> None:
-        """Puts a piece on its line, and before it what passed until it began."""
+    def _begin_after(self, piece: Piece, after: Sequence[Piece], cost: int = 0) -> None:
+        """Puts a piece on its line, and before it what passed until it began, part of which recording cost."""
         ready, before = self.pieces.ready(piece.line, after), self.pieces.last.get(piece.line)
         piece.after = list(after)
         if piece.start > ready:
             late = self.host(LAUNCH, f"{piece.line} {LAUNCH}", ready, piece.start - ready, piece.key)
             late.after = [*after, *([before] if before else [])]
-            late.phase = piece.phase
+            late.phase, late.cost = piece.phase, min(cost, late.duration)
             piece.after = [self.pieces.add(late)]
         self.pieces.add(piece)
 
@@ -204,11 +209,11 @@ class _Rank(Walk):
 
     def _plan_gloo(self) -> None:
         workers: dict[tuple[int, int], str] = {}
-        rows = sorted((row for row in self.calls if self.trace.stream[row] < 0), key=self.start.__getitem__)
+        rows = sorted((row for row in self.calls if self.trace.stream[row] < 0), key=self._posted)
         waits: dict[tuple[int, int, int], int] = {}
         for row in rows:
             place, issue = (int(self.trace.pid[row]), int(self.trace.tid[row])), self.calls[row].issue
-            line = self._free_line(workers.setdefault(place, f"gloo {len(workers)}"), row)
+            line = self._free_line(workers.setdefault(place, f"gloo {len(workers)}"), row, self._posted(row))
             time = self.start[issue if issue != NONE else row]
             self.at(time, ISSUE, self._transfer, row, line, time)
             number = self.thread(issue) if issue != NONE else 0
@@ -220,14 +225,21 @@ class _Rank(Walk):
             if self.trace.text(row).startswith(_OPTIMIZER):
                 self.at(self.start[row], END_STEP, self._settle, row)
 
+    def _posted(self, row: int) -> int:
+        """When a transfer began. A message can go as soon as its call is made, whenever it shows in the trace."""
+        call = self.calls[row]
+        return self.start[call.issue if call.kind in MESSAGES and call.issue != NONE else row]
+
     def _transfer(self, row: int, line: str, time: int) -> None:
-        call, start = self.calls[row], self.start[row]
+        call, start = self.calls[row], self._posted(row)
         after = self.point(self.thread(call.issue), time) if call.issue != NONE else []
         work, text = Work.COMPUTE, self.trace.text(row)
         piece = Piece(work=work, name=text, line=line, start=start, duration=self.end[row] - start, key=time)
         piece.phase = self.facts.phase[call.issue if call.issue != NONE else row]
         self._communicates(piece, call)
-        self._begin_after(piece, after)
+        if call.kind in MESSAGES:
+            piece.cost = min(self.issue_ps, piece.duration)
+        self._begin_after(piece, after, self.issue_ps - piece.cost)
         self.outstanding.append(piece)
 
     def _waiting_at(self, number: int, time: int) -> tuple[int, int] | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from echograph.ir.types import Phase
+from echograph.profiler.replay.observing import NO_COSTS, Observed, costs
 from echograph.profiler.replay.pieces import Piece, Pieces, Work
 from echograph.profiler.replay.threads import Facts, Thread, facts, handovers, threads
 from echograph.profiler.traces.stacks import Stacks, call_stacks
@@ -43,6 +45,7 @@ class State:
         self.now = 0
         self.at = 0
         self.after: list[Piece] = []
+        self.owed = 0
 
 
 class Walk:
@@ -54,11 +57,12 @@ class Walk:
         facts: what rows have from those around them.
         states: of the threads; 0 is the main one.
         pieces: as far as they are.
+        costs: what recording cost the threads.
         start: when each row began.
         end: when it ended.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, seen: Observed | None = None) -> None:
         self.trace = trace
         self.stacks: Stacks = call_stacks(trace)
         self.facts: Facts = facts(trace, self.stacks)
@@ -69,6 +73,7 @@ class Walk:
         self._has_device = bool(trace.on_device.any())
         self._events: list[_Event] = []
         self._thread_of = {self._place(row): number for number, row in self._first_rows()}
+        self.costs = costs(trace, self.stacks, self.thread, seen)
 
     def at(self, time: int, order: int, act: Callable[..., None], *arguments: Any) -> None:
         """Plans what is done when the walk comes to a moment."""
@@ -100,7 +105,8 @@ class Walk:
     def flush(self, number: int, until: int) -> None:
         """Puts a thread in pieces until a moment."""
         state = self.states[number]
-        segments, spent = state.thread.segments, dict[int, int]()
+        segments, spent, paid = state.thread.segments, dict[int, int](), Counter[int]()
+        cost = self.costs.get(number, NO_COSTS)
         at, now = state.at, state.now
         while now < until:
             while at < len(segments) and segments[at].end <= now:
@@ -110,11 +116,16 @@ class Walk:
             end = segments[at].end if inside else segments[at].begin if at < len(segments) else until
             stop = min(end, until)
             spent[row] = spent.get(row, 0) + stop - now
+            # What an event cost is spent in it, else behind it: as much as there is.
+            state.owed += cost.between(now, stop)
+            pays = min(state.owed, stop - now)
+            paid[row], state.owed = paid[row] + pays, state.owed - pays
             now = stop
         start, line = state.now, state.thread.name
         for row, duration in spent.items():
             piece = self._of_row(row, line, start, duration)
             piece.after, state.after = state.after, []
+            piece.cost = paid[row]
             self.pieces.add(piece)
             start += duration
         state.at, state.now = at, max(state.now, until)
@@ -137,7 +148,7 @@ class Walk:
         self.flush(number, since)
         state = self.states[number]
         state.after += awaited
-        state.now = max(state.now, until)
+        state.now, state.owed = max(state.now, until), 0
         self._carry(state, name)
 
     def host(self, name: str, line: str, start: int, duration: int, key: int) -> Piece:
@@ -172,7 +183,7 @@ class Walk:
             self.flush(target, idle)
         state = self.states[target]
         state.after += point
-        state.now = max(state.now, time)
+        state.now, state.owed = max(state.now, time), 0
 
     def _of_row(self, row: int, line: str, start: int, duration: int) -> Piece:
         if row == NONE:

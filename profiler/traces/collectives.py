@@ -60,6 +60,7 @@ class Call:
         ranks: of the group; empty where the trace does not say.
         nbytes: of the whole buffer of a rank, as nccl-tests counts it; 0 where the trace does not say.
         dtype: torch's name of its type, in lower case; "" where unknown.
+        channel: of a message: what the n-th send goes into, the n-th receive takes out; "" where unknown.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class Call:
     ranks: tuple[int, ...] = ()
     nbytes: int = 0
     dtype: str = ""
+    channel: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +124,14 @@ def collectives(trace: Trace, stacks: Stacks | None = None) -> list[Call]:
     for row in rows.tolist():
         kind, where = sized[row]
         arguments: dict[str, Any] = said.get(where, {}).get("args") or {}
-        group, ranks = _group(trace, arguments)
+        (group, ranks), channel = _group(trace, arguments), ""
         if not ranks and (issue := issues.get(row, NONE)) != NONE:
-            group, ranks = recorded.of(int(trace.start[issue]), int(trace.end[issue]))
+            group, ranks, channel = recorded.of(int(trace.start[issue]), int(trace.end[issue]))
         nbytes, dtype = _size(arguments, kind, len(ranks))
         found.append(
             Call(
                 rank=trace.rank, row=row, issue=issues.get(row, NONE), kind=kind, group=group, ranks=ranks,
-                nbytes=nbytes, dtype=dtype,
+                nbytes=nbytes, dtype=dtype, channel=channel if kind in MESSAGES else "",
             )
         )  # fmt: skip
     return sorted(found, key=lambda call: int(trace.start[call.row if call.issue == NONE else call.issue]))

@@ -23,7 +23,7 @@ class RecordedGroups:
 
     def __init__(self, trace: Trace) -> None:
         self.times: list[int] = []
-        self.groups: list[tuple[str, tuple[int, ...]]] = []
+        self.groups: list[tuple[str, tuple[int, ...], str]] = []
         path, base = Path(trace.path).with_name(NAME), trace.header.get("baseTimeNanoseconds")
         if not path.is_file() or not isinstance(base, int):
             return
@@ -31,7 +31,7 @@ class RecordedGroups:
         try:
             source.open()
             found = [
-                (queued * PS_PER_NS - base * PS_PER_NS - trace.origin, what.group)
+                (queued * PS_PER_NS - base * PS_PER_NS - trace.origin, what.group, what.channel)
                 for rows in source.rows()
                 for number, _, queued, *_ in rows.tolist()
                 if (what := source.whats[number]) is not None
@@ -39,14 +39,14 @@ class RecordedGroups:
         except (InputError, FormatError):
             return
         found.sort()
-        self.times = [time for time, _ in found]
-        self.groups = [(name, source.groups.get(name, ())) for _, name in found]
+        self.times = [time for time, *_ in found]
+        self.groups = [(name, source.groups.get(name, ()), channel) for _, name, channel in found]
 
-    def of(self, begin: int, end: int) -> tuple[str, tuple[int, ...]]:
-        """Name and ranks of the group that a call between two moments was of; "" and none where unknown."""
+    def of(self, begin: int, end: int) -> tuple[str, tuple[int, ...], str]:
+        """Name, ranks and channel of what was called between two moments; "", none and "" where unknown."""
         at = bisect_left(self.times, begin - _NEAR_PS)
         fitting = range(at, bisect_left(self.times, end + _NEAR_PS))
         nearest = min(
             fitting, key=lambda one: max(begin - self.times[one], self.times[one] - end, 0), default=None
         )
-        return ("", ()) if nearest is None else self.groups[nearest]
+        return ("", (), "") if nearest is None else self.groups[nearest]

@@ -59,9 +59,10 @@ class Example:
 
 @dataclass(slots=True)
 class Session:
-    """The folder and the namespace that a page's examples run in."""
+    """The folder and the namespace that a page's examples run in, and where its commands are."""
 
     folder: Path
+    programs: Path = Path(sys.executable).parent
     module: ModuleType = field(default_factory=lambda: ModuleType("page"))
 
     def run(self, example: Example) -> list[str]:
@@ -95,7 +96,7 @@ class Session:
 
     def _shell(self, example: Example, command: list[str]) -> list[str]:
         line = "\n".join(command).removeprefix(COMMAND)
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        path = os.pathsep.join([str(self.programs), os.environ["PATH"]])
         done = subprocess.run(
             ["bash", "-c", line],
             cwd=self.folder, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=TIMEOUT_S,

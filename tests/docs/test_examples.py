@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,18 +30,18 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="session")
-def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def graph(tmp_path_factory: pytest.TempPathFactory, warm: Path) -> Path:
     """The graph that all pages begin with, compiled once."""
     folder = tmp_path_factory.mktemp("docs")
     compile_bert = ["$ echoc compile --model bert-base-uncased -o graph.pb"]
-    Session(folder).run(Example(page=ROOT, line=0, language="console", file="", lines=compile_bert))
+    Session(folder, warm).run(Example(page=ROOT, line=0, language="console", file="", lines=compile_bert))
     return folder / "graph.pb"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page(page: Path, graph: Path, tmp_path: Path) -> None:
+def test_page(page: Path, graph: Path, warm: Path, tmp_path: Path) -> None:
     shutil.copy(graph, tmp_path)
-    session = Session(tmp_path)
+    session = Session(tmp_path, warm)
     for example in examples(page):
         printed, shown = session.run(example), expected(example)
         if shown is not None:
@@ -52,9 +51,9 @@ def test_page(page: Path, graph: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_script(script: Path, graph: Path, tmp_path: Path) -> None:
+def test_script(script: Path, graph: Path, warm: Path, tmp_path: Path) -> None:
     shutil.copy(graph, tmp_path)
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([warm / "python", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.torch
+MODEL = {"model_type": "bert", "architectures": ["BertForPreTraining"], "num_hidden_layers": 3}
 SCRIPT = "import sys; from echograph.cli.{0} import main; sys.argv = {1!r}; main()"
 
 
@@ -22,10 +23,12 @@ def run(seed: int, *arguments: object) -> None:
 
 
 def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps(MODEL))
     records: list[dict[str, Any]] = []
     for seed in (1, 2):
         graph, result, trace = (tmp_path / f"{name}{seed}" for name in ("graph", "result", "trace"))
-        run(seed, "echoc", "compile", "-m", "bert-base-uncased", "--batch-size", 4, "-o", graph)
+        run(seed, "echoc", "compile", "-m", model, "--batch-size", 4, "-o", graph)
         run(seed, "echosim", "run", graph, "--gpus", 64, "-o", result, "--trace", trace)
         records.append(json.loads(result.read_text()))
         records[-1]["simulation"].pop("wall_s")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from echograph.cli.show import summarize
 from echograph.frontend.pytorch.capture import capture, capture_mode
 from echograph.frontend.pytorch.lower import lower
 from echograph.frontend.pytorch.step import StepSpec
+from echograph.ir.graph import StepGraph
 from echograph.ir.passes.fold import fold
 from echograph.ir.types import DType, OpKind, Phase, TensorRole
 from echograph.ir.unfold import difference, unfold
@@ -21,6 +23,27 @@ from echograph.models import build, dense_flops, get_model
 pytestmark = pytest.mark.torch
 families = pytest.mark.parametrize("name", TEN)
 LAYERS = 4  # T5's first and last layers differ from those between
+DEPTHS = {name: (LAYERS, LAYERS + 2) for name in TEN if name != "resnet-50"} | {"deepseek-v3": (5, 7)}
+"""The first three layers of DeepSeek-V3 are not as the others are, and a residual network has the depth it has."""
+SPEC = StepSpec(clip_grad_norm=1.0)
+
+
+@pytest.fixture(scope="module")
+def step() -> Callable[..., tuple[StepGraph, StepGraph]]:
+    """`step(name, layers)`: a model's step as captured, and folded; each made once."""
+
+    @cache
+    def make(name: str, layers: int = LAYERS) -> tuple[StepGraph, StepGraph]:
+        with capture_mode():
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                built = build(shallow(get_model(name), layers), attention=TEN[name], **sizes(name))
+            finally:
+                torch.set_default_dtype(torch.float32)
+        captured = lower(capture(*built, SPEC), SPEC, name=name)
+        return captured, fold(captured)
+
+    return make
 
 
 def counted_by_torch(name: str) -> dict[str, int]:
@@ -51,8 +74,8 @@ def counted_by_torch(name: str) -> dict[str, int]:
 
 
 @families
-def test_flops_are_exactly_those_that_torch_counts(compiled, name: str) -> None:
-    shown = summarize(compiled(name, LAYERS, attention=TEN[name], **sizes(name)))
+def test_flops_are_exactly_those_that_torch_counts(step, name: str) -> None:
+    shown = summarize(step(name)[1])
     expected = counted_by_torch(name)
     assert {phase: shown["flops"][phase] for phase in expected} == expected
     assert shown["flops"].get("optimizer", 0) == 0
@@ -66,8 +89,8 @@ def test_flops_are_within_a_hundredth_of_the_closed_form(compiled, name: str) ->
 
 
 @families
-def test_every_operation_and_tensor_is_described(compiled, name: str) -> None:
-    graph = unfold(compiled(name, LAYERS, attention=TEN[name], **sizes(name)))
+def test_every_operation_and_tensor_is_described(step, name: str) -> None:
+    graph, _ = step(name)
     ops, tensors = graph.ops, graph.tensors
     assert np.isin(tensors.role, [int(role) for role in TensorRole]).all()
     assert np.isin(tensors.dtype, [int(dtype) for dtype in DType]).all()
@@ -84,8 +107,8 @@ def test_every_operation_and_tensor_is_described(compiled, name: str) -> None:
 
 
 @families
-def test_the_modules_named_are_the_models_own(compiled, name: str) -> None:
-    graph = unfold(compiled(name, LAYERS, attention=TEN[name], **sizes(name)))
+def test_the_modules_named_are_the_models_own(step, name: str) -> None:
+    graph, _ = step(name)
     with capture_mode():
         module = build(shallow(get_model(name), LAYERS), **sizes(name)).module
     own = {path for path, _ in module.named_modules()}
@@ -93,26 +116,16 @@ def test_the_modules_named_are_the_models_own(compiled, name: str) -> None:
 
 
 @families
-def test_unfolding_gives_back_what_was_captured(name: str) -> None:
-    spec = StepSpec(clip_grad_norm=1.0)
-    with capture_mode():
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            built: tuple[Any, Any, Any] = build(shallow(get_model(name), LAYERS), **sizes(name))
-        finally:
-            torch.set_default_dtype(torch.float32)
-    captured = lower(capture(*built, spec), spec, name=name)
-    folded = fold(captured)
+def test_unfolding_gives_back_what_was_captured(step, name: str) -> None:
+    captured, folded = step(name)
     assert len(folded.blocks) > 1, "every one of these models repeats something"
     assert len(folded.ops) < len(captured.ops)
     assert difference(unfold(folded), captured) is None
 
 
-@families
-def test_every_layer_is_in_a_block(compiled, name: str) -> None:
+@pytest.mark.parametrize(("name", "depths"), DEPTHS.items())
+def test_every_layer_is_in_a_block(step, name: str, depths: tuple[int, int]) -> None:
     """More layers make more instances, not more stored operations."""
-    few, more = (compiled(name, layers, attention=TEN[name], **sizes(name)) for layers in (LAYERS + 1, LAYERS + 3))
-    if name == "resnet-50":
-        pytest.skip("its depth is fixed")
+    few, more = (step(name, layers)[1] for layers in depths)
     assert len(few.ops) == len(more.ops)
     assert few.unfolded_ops < more.unfolded_ops

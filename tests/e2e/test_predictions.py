@@ -17,14 +17,14 @@ def exposed(record: dict[str, Any]) -> float:
 
 
 def test_one_gpu_does_not_communicate(compiled, simulated) -> None:
-    record = simulated(compiled("bert-base-uncased"), 1)
+    record = simulated(compiled("bert-base-uncased", batch_size=8), 1)
     assert exposed(record) == 0
     assert record["collectives"] == {}
     assert record["breakdown_s"]["bubble"] == record["breakdown_s"]["wait"] == 0
     assert record["step_time_s"] > 0
 
 
-@pytest.mark.parametrize("name", ["bert-large-uncased", "bert-base-uncased"])
+@pytest.mark.parametrize("name", ["bert-base-uncased", pytest.param("bert-large-uncased", marks=pytest.mark.slow)])
 def test_weak_scaling_costs_communication_and_nothing_else(compiled, simulated, name: str) -> None:
     records = [simulated(compiled(name, batch_size=8), gpus) for gpus in WEAK_SCALING]
     steps = [r["step_time_s"] for r in records]
@@ -39,7 +39,7 @@ def test_weak_scaling_costs_communication_and_nothing_else(compiled, simulated, 
 
 
 def test_a_node_that_is_not_full(compiled, simulated) -> None:
-    graph = compiled("bert-base-uncased")
+    graph = compiled("bert-base-uncased", batch_size=8)
     records = {gpus: simulated(graph, gpus) for gpus in (1, 2, 5, 8, 12, 16)}
     busy = {gpus: record["collectives"]["dp"]["busy_s"] for gpus, record in records.items() if gpus > 1}
     assert records[1]["step_time_s"] < records[2]["step_time_s"]
@@ -56,17 +56,17 @@ def test_a_node_that_is_not_full(compiled, simulated) -> None:
         ("azure-nd-a100-v4", "dgx-a100"),
     ],
 )
-@pytest.mark.parametrize(("name", "layers"), [("bert-large-uncased", None), ("llama-3-8b", 4)])
+@pytest.mark.parametrize(("name", "layers"), [("bert-large-uncased", 6), ("llama-3-8b", 4)])
 @pytest.mark.parametrize("gpus", [1, 8, 256])
 def test_a_faster_machine_is_faster(
-    compiled, simulated, slower: str, faster: str, name: str, layers: int | None, gpus: int
+    compiled, simulated, slower: str, faster: str, name: str, layers: int, gpus: int
 ) -> None:
     graph = compiled(name, layers, batch_size=8, seq_len=512)
     assert simulated(graph, gpus, faster)["step_time_s"] <= 1.001 * simulated(graph, gpus, slower)["step_time_s"]
 
 
 def test_ethernet_is_slower_than_infiniband(compiled, simulated) -> None:
-    graph = compiled("bert-large-uncased", batch_size=8)
+    graph = compiled("bert-base-uncased", batch_size=8)
     times = [
         simulated(graph, 64, cluster)["collectives"]["dp"]["busy_s"] for cluster in ("ethernet-100g", "dgx-a100")
     ]
@@ -88,7 +88,7 @@ def test_folding_changes_no_prediction(
 
 
 def test_a_larger_micro_batch_uses_the_device_better(compiled, simulated) -> None:
-    records = [simulated(compiled("bert-base-uncased", batch_size=size), 8) for size in (1, 4, 16)]
+    records = [simulated(compiled("bert-base-uncased", batch_size=size), 8) for size in (2, 8, 32)]
     assert [r["mfu"] for r in records] == sorted(r["mfu"] for r in records)
     assert all(0 < r["mfu"] < 0.7 for r in records)
 
@@ -100,7 +100,7 @@ def test_a_small_batch_is_bound_by_the_host(compiled, simulated) -> None:
 
 
 def test_memory_grows_with_the_batch_alone(compiled, simulated) -> None:
-    small, large = (simulated(compiled("bert-base-uncased", batch_size=b), 8)["memory"] for b in (4, 16))
+    small, large = (simulated(compiled("bert-base-uncased", batch_size=b), 8)["memory"] for b in (2, 8))
     kept = ("parameter", "optimizer_state", "buffer")
     assert [small["at_peak_bytes"][k] for k in kept] == [large["at_peak_bytes"][k] for k in kept]
     assert small["at_peak_bytes"]["activation"] < large["at_peak_bytes"]["activation"]
@@ -108,7 +108,7 @@ def test_memory_grows_with_the_batch_alone(compiled, simulated) -> None:
 
 
 def test_a_model_beyond_the_memory_is_said_not_to_fit(compiled, simulated) -> None:
-    record = simulated(compiled("llama-3-8b", 32, batch_size=1, seq_len=2048), 8)
+    record = simulated(compiled("llama-3-70b", 8, batch_size=1, seq_len=2048), 8)
     assert record["memory"]["peak_bytes"] > record["memory"]["capacity_bytes"]
     assert not record["memory"]["fits"]
 

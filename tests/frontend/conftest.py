@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,29 +20,42 @@ Build = Callable[[], tuple[Any, ...]]
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers")
 
 
+def _capture(build: Build, *, producer: str = "recorder", **spec: Any) -> Any:
+    with capture_mode():
+        module, inputs, *loss = build()
+    return capture(module, inputs, loss[0] if loss else None, StepSpec(**spec), producer=producer)
+
+
+def _cut(name: str, layers: int | None = 2, **options: Any) -> Build:
+    from echograph.models import build, get_model
+
+    entry = get_model(name)
+    if layers is not None:
+        cut = {k: layers for k in _DEPTH_KEYS if k in entry.config}
+        entry = dataclasses.replace(entry, config={**entry.config, **cut})
+    return lambda: build(entry, **options)
+
+
 @pytest.fixture
 def capture_step() -> Callable[..., Any]:
     """`capture_step(build, producer=..., **spec)`: builds under the capture mode and captures."""
-
-    def run(build: Build, *, producer: str = "recorder", **spec: Any) -> Any:
-        with capture_mode():
-            module, inputs, *loss = build()
-        return capture(module, inputs, loss[0] if loss else None, StepSpec(**spec), producer=producer)
-
-    return run
+    return _capture
 
 
 @pytest.fixture
 def zoo() -> Callable[..., Build]:
     """`zoo(name, layers=2, **build options)`: a builder of a model of the zoo, cut to a few layers."""
-    from echograph.models import build, get_model
+    return _cut
 
-    def make(name: str, layers: int | None = 2, **options: Any) -> Build:
-        entry = get_model(name)
-        if layers is not None:
-            cut = {k: layers for k in _DEPTH_KEYS if k in entry.config}
-            entry = dataclasses.replace(entry, config={**entry.config, **cut})
-        return lambda: build(entry, **options)
+
+@pytest.fixture(scope="session")
+def captured() -> Callable[..., Any]:
+    """`captured(name, producer)`: two layers of a model of the zoo, gradients clipped; each made once."""
+
+    @cache
+    def make(name: str, producer: str = "recorder") -> Any:
+        sizes = {} if name.startswith(("resnet", "vit", "vgg")) else {"seq_len": 64}
+        return _capture(_cut(name, batch_size=2, **sizes), producer=producer, clip_grad_norm=1.0)
 
     return make
 

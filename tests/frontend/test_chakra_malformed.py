@@ -123,7 +123,7 @@ def check_bytes(fuzzed: tuple[Path, bytes], data: bytes) -> None:
             assert len(str(error)) < 1000
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(edits=changes)
 @example(edits=[("cut", 0, b"")])
 def test_changed_bytes(fuzzed: tuple[Path, bytes], edits: list[Change]) -> None:
@@ -133,7 +133,6 @@ def test_changed_bytes(fuzzed: tuple[Path, bytes], edits: list[Change]) -> None:
     check_bytes(fuzzed, data)
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.binary(max_size=400))
 def test_random_bytes(fuzzed: tuple[Path, bytes], data: bytes) -> None:
     check_bytes(fuzzed, data)
@@ -184,7 +183,7 @@ def encoded(one: ChakraNode) -> pb.Node:
     return message
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(ranks=st.lists(st.lists(any_node, max_size=5), min_size=1, max_size=3), groups=any_groups)
 def test_nodes_that_mean_nothing(tmp_path_factory: pytest.TempPathFactory, ranks: Any, groups: Any) -> None:
     """Whatever well-formed nodes say, they are read and checked, or refused in one line."""

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.torch
 MODELS = ["bert-base-uncased", "gpt2", "llama-3-8b", "t5-small", "mixtral-8x7b", "deepseek-v3", "resnet-50"]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+# In 16 bits, the tests of whole graphs ask the same of these and more models each time.
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp32"])
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_to_flop_counter(capture_step: Any, zoo: Any, name: str, dtype: str) -> None:
     from torch.utils.flop_counter import FlopCounterMode
@@ -30,7 +31,7 @@ def test_equal_to_flop_counter(capture_step: Any, zoo: Any, name: str, dtype: st
     assert graph_flops(graph) == counter.get_total_flops() > 0
 
 
-@pytest.mark.parametrize("name", ["bert-base-uncased", "gpt2", "llama-3-8b"])
+@pytest.mark.parametrize("name", ["bert-base-uncased", "gpt2", pytest.param("llama-3-8b", marks=pytest.mark.slow)])
 def test_equal_to_closed_form(capture_step: Any, zoo: Any, name: str) -> None:
     """The product of the whole model, all layers, against arithmetic on its configuration."""
     from echograph.models import dense_flops, get_model

@@ -27,7 +27,7 @@ FORMS = ("json", "gml", "text")
 ODD = st.sampled_from(
     [b"[", b"]", b'"', b"{", b"\n", b"99999999999999999999", b"-1", b"..", b"\xff", b"#", b"&#0;", b"", b"null"]
 )
-quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def refused(form: str, path: Path) -> str | None:

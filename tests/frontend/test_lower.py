@@ -21,6 +21,7 @@ from echograph.ir.types import Attention, Convolution, DType, Gemm, MultiTensor,
 pytestmark = pytest.mark.torch
 
 MODELS = ["bert-base-uncased", "gpt2", "llama-3-8b", "t5-small", "mixtral-8x7b", "resnet-50"]
+CLIPPED = StepSpec(clip_grad_norm=1.0)
 
 
 @pytest.fixture
@@ -41,12 +42,11 @@ def find(graph: Any, operator: str, phase: Phase = Phase.FORWARD) -> list[Any]:
 
 @pytest.mark.parametrize("producer", ["recorder", "aot"])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_operation_and_tensor_is_lowered(capture_step: Any, zoo: Any, name: str, producer: str) -> None:
-    spec = StepSpec(clip_grad_norm=1.0)
-    captured = capture_step(small(zoo, name), producer=producer, clip_grad_norm=1.0)
-    graph = lower(captured, spec, name=name)
-    assert int(graph.ops.flops.sum()) == graph_flops(captured)
-    launches = [n for n in call_nodes(captured) if not n.target._schema.name.startswith("aten::empty")]
+def test_every_operation_and_tensor_is_lowered(captured: Any, name: str, producer: str) -> None:
+    step = captured(name, producer)
+    graph = lower(step, CLIPPED, name=name)
+    assert int(graph.ops.flops.sum()) == graph_flops(step)
+    launches = [n for n in call_nodes(step) if not n.target._schema.name.startswith("aten::empty")]
     shares = [op for op in graph.ops if isinstance(op.attributes, MultiTensor)]
     assert len(graph.ops) - len(shares) + sum(op.attributes.leads for op in shares) == len(launches)
     backward = [op for op in graph.ops if op.phase is Phase.BACKWARD]
@@ -57,8 +57,8 @@ def test_every_operation_and_tensor_is_lowered(capture_step: Any, zoo: Any, name
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parameters_counted_and_updated_once(lowered: Any, zoo: Any, name: str) -> None:
-    graph = lowered(small(zoo, name))
+def test_parameters_counted_and_updated_once(captured: Any, name: str) -> None:
+    graph = lower(captured(name), CLIPPED, name=name)
     tensors = list(graph.tensors)
     parameters = {t.name: t for t in tensors if t.role is TensorRole.PARAMETER and t.alias_of is None}
     assert graph.workload.parameters == sum(t.numel for t in parameters.values())
@@ -97,11 +97,11 @@ def test_workload(lowered: Any, zoo: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_aliases_are_the_tensors_that_share_memory(capture_step: Any, zoo: Any, name: str) -> None:
+def test_aliases_are_the_tensors_that_share_memory(captured: Any, name: str) -> None:
     """PyTorch's own storages are the oracle of `alias_of`."""
-    captured = capture_step(small(zoo, name))
-    graph = lower(captured, StepSpec(), name=name)
-    nodes = [n for n in call_nodes(captured) if not is_allocation(n) and not is_multi_tensor(n)]
+    step = captured(name)
+    graph = lower(step, CLIPPED, name=name)
+    nodes = [n for n in call_nodes(step) if not is_allocation(n) and not is_multi_tensor(n)]
     ops = [op for op in graph.ops if not isinstance(op.attributes, MultiTensor)]
     root_of_storage: dict[int, int] = {}
     storage_of_root: dict[int, int] = {}

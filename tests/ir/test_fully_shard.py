@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections import Counter
 from math import ceil
 from pathlib import Path
@@ -152,10 +151,12 @@ def test_wrong_plans_are_refused(options: dict[str, int]) -> None:
         lower(**options)
 
 
-def fsdp2(model: str, changes: dict[str, int], ranks: int, seq_len: int | None) -> Counter[tuple[str, int, str]]:
+def fsdp2(
+    warm: Path, model: str, changes: dict[str, int], ranks: int, seq_len: int | None
+) -> Counter[tuple[str, int, str]]:
     """What torch's FSDP2 does with the model, in a process of its own since it makes a default process group."""
     program = Path(__file__).with_name("torch_fsdp2.py")
-    command = [sys.executable, str(program), model, json.dumps(changes), str(ranks), str(seq_len or 0)]
+    command = [warm / "python", program, model, json.dumps(changes), str(ranks), str(seq_len or 0)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout.splitlines()[-1])
@@ -176,7 +177,7 @@ def fsdp2(model: str, changes: dict[str, int], ranks: int, seq_len: int | None) 
         pytest.param("bert-base-uncased", 1024, marks=pytest.mark.slow),
     ],
 )
-def test_collectives_are_those_of_fsdp2(model: str, ranks: int) -> None:
+def test_collectives_are_those_of_fsdp2(warm: Path, model: str, ranks: int) -> None:
     pytest.importorskip("torch")
     from echograph.cli.compose import compile_entry
     from echograph.frontend.pytorch.step import StepSpec
@@ -187,4 +188,4 @@ def test_collectives_are_those_of_fsdp2(model: str, ranks: int) -> None:
     entry = get_model(model).with_config(**changes)
     step = compile_entry(entry, StepSpec(dtype="bf16"), batch_size=1, seq_len=seq_len)
     job = FullyShard(replicas=ranks, reduce_dtype=DType.FP32)(step)
-    assert collectives(job) == fsdp2(model, changes, ranks, seq_len)
+    assert collectives(job) == fsdp2(warm, model, changes, ranks, seq_len)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
@@ -72,7 +71,7 @@ def step_of(model: str) -> StepGraph:
     return compile_entry(entry, StepSpec(), batch_size=1, seq_len=POSITIONS)
 
 
-def recorded(model: str, ranks: int, plan: str) -> tuple[Work, Work]:
+def recorded(warm: Path, model: str, ranks: int, plan: str) -> tuple[Work, Work]:
     """Products and collectives of torch, in a process of its own since it makes a default process group."""
     case = {
         "model": MODELS[model].name,
@@ -83,7 +82,7 @@ def recorded(model: str, ranks: int, plan: str) -> tuple[Work, Work]:
         "plans": [plan],
     }
     program = Path(__file__).with_name("torch_parallel.py")
-    command = [sys.executable, str(program), json.dumps(case)]
+    command = [warm / "python", program, json.dumps(case)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     name, *tables = json.loads(done.stdout.splitlines()[-1])
@@ -163,9 +162,9 @@ def differences(model: str, ranks: int, plan: str) -> Work:
 
 
 @pytest.mark.parametrize(("model", "ranks", "plan"), CASES)
-def test_products_and_collectives_are_those_of_torch(model: str, ranks: int, plan: str) -> None:
+def test_products_and_collectives_are_those_of_torch(warm: Path, model: str, ranks: int, plan: str) -> None:
     products, collectives = work(planned(model, ranks, plan))
-    theirs, communicated = recorded(model, ranks, plan)
+    theirs, communicated = recorded(warm, model, ranks, plan)
     assert products == theirs
     collectives.subtract(differences(model, ranks, plan))
     assert collectives == communicated

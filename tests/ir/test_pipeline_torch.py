@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections import defaultdict
 from functools import cache
 from itertools import groupby
@@ -43,11 +42,11 @@ AHEAD = ("interleaved", "zb-h1")
 Event = tuple[Any, ...]
 
 
-def theirs(plan: dict[str, Any]) -> list[list[Event]]:
+def theirs(warm: Path, plan: dict[str, Any]) -> list[list[Event]]:
     """What torch does on each stage."""
     script = Path(__file__).with_name("torch_pipelining.py")
     done = subprocess.run(
-        [sys.executable, str(script), json.dumps(plan)], capture_output=True, text=True, check=False, timeout=600
+        [warm / "python", script, json.dumps(plan)], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr[-2000:]
     stages = [[tuple(event) for event in json.loads(line)] for line in done.stdout.splitlines()]
@@ -115,16 +114,17 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "layers", "schedule", "stages", "chunks", "micro_batches", "world"), CASES)
 def test_stages_do_what_those_of_torch_do(
-    model: str, layers: int, schedule: str, stages: int, chunks: int, micro_batches: int, world: int
+    warm: Path, model: str, layers: int, schedule: str, stages: int, chunks: int, micro_batches: int, world: int
 ) -> None:
     plan = Pipeline(stages=stages, micro_batches=micro_batches, schedule=schedule, chunks=chunks)
     job = DataParallel(replicas=world // stages)(plan(step(model, layers)))
     assert job.world_size == world
     recorded = theirs(
+        warm,
         {
             "model": model, "layers": layers, "schedule": schedule, "stages": stages, "chunks": chunks,
             "micro_batches": micro_batches, "world": world,
-        }
+        },
     )  # fmt: skip
     for stage in range(stages):
         torch_does, we_do = recorded[stage], ours(job, stage, stages)

@@ -31,7 +31,7 @@ def nodes(draw: st.DrawFn) -> ChakraNode:
     )  # fmt: skip
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(trace=st.lists(nodes(), max_size=5))
 def test_what_is_written_is_read(trace: list[ChakraNode], tmp_path: Path) -> None:
     file = tmp_path / "a.0.et"
@@ -70,7 +70,7 @@ SAMPLE = [
 ]
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_files_end_in_one_line(data: st.DataObject, tmp_path: Path) -> None:
     file = tmp_path / "a.et"
@@ -90,7 +90,7 @@ def test_damaged_files_end_in_one_line(data: st.DataObject, tmp_path: Path) -> N
 
 
 @given(content=st.binary(min_size=1, max_size=200))
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_bytes_end_in_one_line(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.et").write_bytes(content)
     try:

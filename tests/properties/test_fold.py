@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphs import Model, build, copy_with, models
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echograph.ir import types as t
@@ -14,7 +14,6 @@ from echograph.ir.passes.fold import fold
 from echograph.ir.unfold import difference, unfold
 from echograph.ir.verify import verify
 
-few = settings(max_examples=200, deadline=None)
 layered = models(min_layers=2, odd=False)
 
 
@@ -22,7 +21,6 @@ def in_layers(graph: StepGraph, model: Model) -> list[int]:
     return [op.id for op in graph.ops if op.module.startswith(f"{model.prefix}.")]
 
 
-@few
 @given(models())
 def test_unfolding_a_folded_graph_gives_it_back(model: Model) -> None:
     graph = build(model)
@@ -33,7 +31,6 @@ def test_unfolding_a_folded_graph_gives_it_back(model: Model) -> None:
     assert fold(folded) is folded
 
 
-@few
 @given(layered)
 def test_layers_that_repeat_stand_once(model: Model) -> None:
     graph = build(model)
@@ -61,7 +58,6 @@ MUTATIONS = {
 }
 
 
-@few
 @given(layered, st.sampled_from(sorted(MUTATIONS)), st.data())
 def test_a_layer_with_one_operation_changed_is_left_out(model: Model, what: str, data: st.DataObject) -> None:
     graph = build(model)
@@ -77,7 +73,6 @@ def test_a_layer_with_one_operation_changed_is_left_out(model: Model, what: str,
         assert sum(len(b.instances) for b in whole_layers) == model.layers - 1
 
 
-@few
 @given(layered, st.sampled_from(["role", "dtype", "shape", "name"]), st.data())
 def test_a_layer_with_one_tensor_changed_is_left_out(model: Model, what: str, data: st.DataObject) -> None:
     graph = build(replace(model, kinds=(*model.kinds, "linear")))

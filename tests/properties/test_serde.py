@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from graphs import Model, build, models
-from hypothesis import given, settings
+from hypothesis import given
 
 from echograph.ir.passes.fold import fold
 from echograph.ir.serde import decode, encode
 from echograph.ir.text import to_text
 
 
-@settings(max_examples=100, deadline=None)
 @given(models())
 def test_a_graph_comes_back_from_its_file(model: Model) -> None:
     for graph in (build(model), fold(build(model))):

@@ -20,7 +20,7 @@ from flow_jobs import (
     step_alone,
     worse,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from layered import layered_step, timed
 
@@ -45,7 +45,6 @@ from echograph.simulator.tasks import expand
 from echograph.units import to_ps, to_s
 
 
-@settings(deadline=None, max_examples=100)
 @given(
     cluster=st.sampled_from(cluster_names()).map(load_cluster),
     kind=st.sampled_from([kind for kind in KINDS if kind != "send_recv"]),

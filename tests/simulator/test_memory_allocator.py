@@ -3,7 +3,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echograph.simulator.memory_allocator import Block, CachingAllocator, rounded
@@ -104,7 +104,6 @@ def _traffic(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     return draw(st.lists(st.tuples(size, st.integers(0, 2), st.integers(-1, 20)), min_size=1, max_size=60))
 
 
-@settings(max_examples=200, deadline=None)
 @given(_traffic(), st.booleans(), st.one_of(st.none(), st.integers(20, 400)))
 def test_blocks_never_overlap_and_nothing_is_lost(
     traffic: list[tuple[int, int, int]], expandable: bool, limit_mib: int | None

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,9 +32,9 @@ STEPS = [
 ]
 
 
-def tracked(function: str, *arguments: object) -> dict[str, int]:
+def tracked(warm: Path, function: str, *arguments: object) -> dict[str, int]:
     """Torch's figures, from a process of its own: a process group stands for the whole process."""
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("torch_memory.py")), function]
+    command = [warm / "python", Path(__file__).with_name("torch_memory.py"), function]
     done = subprocess.run([*command, json.dumps(arguments)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
@@ -53,9 +52,9 @@ def of(job: JobGraph) -> Memory:
     [STEPS[0], *(pytest.param(*step, marks=pytest.mark.slow) for step in STEPS[1:])],
 )
 def test_the_peak_of_a_step_is_what_torch_tracks(
-    model: str, changes: dict[str, int], dtype: str, batch_size: int, seq_len: int
+    warm: Path, model: str, changes: dict[str, int], dtype: str, batch_size: int, seq_len: int
 ) -> None:
-    theirs = tracked("step", model, changes, dtype, batch_size, seq_len)
+    theirs = tracked(warm, "step", model, changes, dtype, batch_size, seq_len)
     spec = StepSpec(dtype=dtype)  # type: ignore[arg-type]
     entry = get_model(model).with_config(**changes)
     graph = compile_entry(entry, spec, batch_size=batch_size, seq_len=seq_len)
@@ -76,11 +75,11 @@ def test_the_peak_of_a_step_is_what_torch_tracks(
     ("vocab", "batch_size", "seq_len"), [(8000, 2, 1024), (32000, 1, 64), (500, 1, 64), (500, 1, 512)]
 )
 def test_the_peak_of_a_sharded_step_is_what_torch_tracks_under_fsdp2(
-    vocab: int, batch_size: int, seq_len: int
+    warm: Path, vocab: int, batch_size: int, seq_len: int
 ) -> None:
     # Activations dominate, then the root's parameters, then the gathered and reduced layers.
     changes = {**SMALL, "num_hidden_layers": 6, "vocab_size": vocab}
-    theirs = tracked("fully_sharded", "llama-2-7b", changes, batch_size, seq_len, 8)
+    theirs = tracked(warm, "fully_sharded", "llama-2-7b", changes, batch_size, seq_len, 8)
     entry = get_model("llama-2-7b").with_config(**changes)
     graph = compile_entry(
         entry, StepSpec(dtype="bf16", master_weights=False), batch_size=batch_size, seq_len=seq_len

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,7 @@ from echograph.errors import UsageError
 from echograph.units import format_bytes
 
 
-class Device(str, Enum):
+class Device(StrEnum):
     """What a script finds."""
 
     CUDA = "cuda"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ from echograph.cli.app import print_line, print_table
 from echograph.errors import DataError, InputError
 from echograph.units import format_bytes
 
+# What stands in an element of JSON has no "<".
+_IN_PAGE = re.compile(r'<script type="application/json" id="result">([^<]*)</script>')
 MAX_BYTES = 64 * 2**20
 _PLAIN = ("step_time_s", "tokens_per_s", "samples_per_s", "mfu")
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A result that `echosim run --output` or `--json` wrote.
+    """A result that `echosim run --output` or `--json` wrote, or the one in a page that `--html` did.
 
     Raises:
         InputError: the file cannot be read.
@@ -24,11 +27,12 @@ def read_result(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise DataError(f"{path}: is over {MAX_BYTES // 2**20} MiB, no result is that long")
-        record = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        record = json.loads(_IN_PAGE.split(text)[1] if text.startswith("<!doctype html>") else text)
         _figures(record)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise DataError(f"{path}: is no result of echosim run --json") from None
     return dict(record)
 

@@ -164,15 +164,27 @@ app.command("replay")(replay_command)
 
 @app.command("compare")
 def compare_command(
-    before: Annotated[Path, typer.Argument(help="A result written by echosim run --output.")],
+    before: Annotated[Path, typer.Argument(help="A result written by echosim run --output or --html.")],
     after: Annotated[Path, typer.Argument(help="Another one.")],
+    html: Annotated[Path | None, typer.Option(help="Write a page with both side by side.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare two predictions figure by figure, and say which options of their plans differ."""
     from echograph.cli.compare import compare, print_comparison, read_result
+    from echograph.ir import files
 
-    record = compare(read_result(before), read_result(after))
+    if html is not None:
+        if html.resolve() in (before.resolve(), after.resolve()):
+            raise UsageError(f"--html {html}: is one of the results to compare: give another file")
+        files.check_writable(html)
+    results = read_result(before), read_result(after)
+    record = compare(*results)
     print_json(record) if as_json else print_comparison(record)
+    if html is not None:
+        from echograph.cli.page.comparison import comparison_page
+
+        files.write_whole(html, [comparison_page(record, *results, (before.stem, after.stem))])
+        print_error(f"wrote {html} (page: open it in a browser)")
 
 
 @app.command("validate")

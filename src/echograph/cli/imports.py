@@ -21,6 +21,9 @@ def import_command(
     format_name: Annotated[str, typer.Argument(metavar="FORMAT", help=f"{', '.join(sorted(FORMATS))}.")],
     source: Annotated[Path, typer.Argument(help="The file; for chakra and kineto the folder of the ranks.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the graph goes.")],
+    keep_overhead: Annotated[
+        bool, typer.Option("--keep-overhead", help="kineto: durations as recorded, with what recording cost.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Read what another tool wrote, and write it as a graph; say what a graph cannot hold of it."""
@@ -29,11 +32,13 @@ def import_command(
     if format_name not in FORMATS:
         raise UnknownNameError("format", format_name, FORMATS)
     load = (TRACES if format_name in TRACES else FRONTENDS)[format_name]
+    if keep_overhead and format_name not in TRACES:
+        raise UsageError(f"--keep-overhead: is for kineto: {format_name} has no recording")
     if source.resolve() == output.resolve():
         raise UsageError(f"--output {output}: is the source itself: give the graph a file of its own")
     files.check_writable(output)
     with progress(f"reading {source}") as say:
-        loaded = load(source)
+        loaded = load(source, keep_overhead=True) if keep_overhead else load(source)
         imported = loaded if isinstance(loaded, Imported) else Imported(graph=loaded)
         say(f"writing {output}")
         size = serde.save(imported.graph, output)

@@ -26,6 +26,7 @@ from echograph.units import format_bytes, format_time, to_s
 
 # As profiler.replay writes it: beside an operation's own, the time of the step that it ends.
 STEP = "step"
+FREE = "free step"
 TRACE = "trace"
 
 
@@ -44,6 +45,8 @@ class StepTime:
         measured_s: as it was.
         replayed_s: as the simulation has it.
         error: relative.
+        free_s: a step of the rank in which nothing was recorded, the median; None where that is not known.
+        free_error: of the simulation against that.
     """
 
     role: str
@@ -51,6 +54,8 @@ class StepTime:
     measured_s: float
     replayed_s: float
     error: float
+    free_s: float | None = None
+    free_error: float | None = None
 
 
 def replay_command(
@@ -174,9 +179,7 @@ def machine(job: JobGraph, cluster: str | None) -> Cluster:
 def steps(job: JobGraph, timeline: Timeline) -> list[StepTime]:
     """The steps of all programs, as they were measured and as they are simulated."""
     ops, found = job.ops, []
-    step = [index for index, text in enumerate(job.strings) if text == STEP]
-    said = np.flatnonzero(np.isin(ops.duration_device, step))
-    measured = dict(zip(ops.duration.rows[said].tolist(), ops.duration.values[said].tolist(), strict=True))
+    measured, free = _durations(job, STEP), _durations(job, FREE)
     names = {int(ops.name[row]) for row in measured}
     marks = np.flatnonzero((ops.kind == OpKind.HOST) & np.isin(ops.name, list(names)))
     rows = np.flatnonzero(np.isin(timeline.op, marks) & (timeline.lane == 0))
@@ -187,7 +190,7 @@ def steps(job: JobGraph, timeline: Timeline) -> list[StepTime]:
         if op not in measured:
             began[key] = time
         elif key in began:
-            took, was = time - began[key], measured[op]
+            took, was, nothing = time - began[key], measured[op], free.get(op)
             found.append(
                 StepTime(
                     role=timeline.programs[program],
@@ -195,13 +198,32 @@ def steps(job: JobGraph, timeline: Timeline) -> list[StepTime]:
                     measured_s=to_s(was),
                     replayed_s=to_s(took),
                     error=took / was - 1 if was else 0.0,
+                    free_s=to_s(nothing) if nothing else None,
+                    free_error=took / nothing - 1 if nothing else None,
                 )
             )
     return found
 
 
+def step_medians(found: Sequence[StepTime]) -> tuple[float, float, float] | None:
+    """Seconds of a step as it was measured, as it is simulated, and free; None where no free step is known."""
+    known = [(s.measured_s, s.replayed_s, s.free_s) for s in found if s.free_s is not None]
+    if not known:
+        return None
+    measured, replayed, free = (float(np.median(column)) for column in zip(*known, strict=True))
+    return measured, replayed, free
+
+
+def _durations(job: JobGraph, device: str) -> dict[int, int]:
+    """Picoseconds that stand under a name, by operation."""
+    codes = [index for index, text in enumerate(job.strings) if text == device]
+    said = np.flatnonzero(np.isin(job.ops.duration_device, codes))
+    durations = job.ops.duration
+    return dict(zip(durations.rows[said].tolist(), durations.values[said].tolist(), strict=True))
+
+
 def _own_device(job: JobGraph) -> int:
-    used = [code for code in np.unique(job.ops.duration_device).tolist() if job.strings[code] != STEP]
+    used = [code for code in np.unique(job.ops.duration_device).tolist() if job.strings[code] not in (STEP, FREE)]
     if len(used) != 1:
         raise UsageError(f"the job has durations of {len(used)} devices: a traced job has those of one")
     return int(used[0])
@@ -230,6 +252,7 @@ def _record(result: Result, found: Sequence[StepTime], *, changed: bool) -> dict
         "measured_step_s": float(np.mean([s.measured_s for s in shown])),
         "replayed_step_s": float(np.mean([s.replayed_s for s in shown])),
         "largest_error": None if changed else max((abs(s.error) for s in found), default=0.0),
+        "free_step_s": free[2] if (free := step_medians(found)) else None,
         "steps": [asdict(step) for step in found],
     }
     record = result.to_json()
@@ -244,6 +267,9 @@ def _print(result: Result, found: Sequence[StepTime], *, changed: bool) -> None:
     ratio = replayed / measured - 1 if measured else 0.0
     said = "measured, other" if changed else "measured"
     print_line(f"  {what:<14}{format_time(replayed)}   ({said}: {format_time(measured)}, {ratio:+.2%})")
+    if free := step_medians(found):
+        ratio = free[1] / free[2] - 1
+        print_line(f"  not recorded  {free[2] * 1e3:.4g} ms   (median of the free steps; replayed: {ratio:+.2%})")
     parts = record["breakdown_s"]
     flat = {"compute": parts["compute"], "host": parts["host"], "wait": parts["wait"] + parts["bubble"]}
     flat |= {f"{axis} communication": value for axis, value in parts["exposed_communication"].items()}

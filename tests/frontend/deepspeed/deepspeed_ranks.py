@@ -19,8 +19,10 @@ from typing import Any
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.nn.modules import module as modules
 
 import echograph
 
@@ -59,6 +61,25 @@ class Marks:
             phase = "forward" if name in FORWARD else "backward" if name in BACKWARD else "optimizer"
             PipelineEngine._INSTRUCTION_MAP[kind] = self._between(method, phase, "optimizer")
         PipelineEngine.train_batch = self._between(PipelineEngine.train_batch, "optimizer", "end")
+
+    def watch_modules(self) -> None:
+        """Marks what modules do in a backward pass, where they recompute."""
+        depth = 0
+
+        def begins(*_: Any) -> None:
+            nonlocal depth
+            if torch._C._current_autograd_node() is not None:
+                self.marks += [(self.tracer.calls, "recompute")] if depth == 0 else []
+                depth += 1
+
+        def ends(*_: Any) -> None:
+            nonlocal depth
+            if depth:
+                depth -= 1
+                self.marks += [(self.tracer.calls, "backward")] if depth == 0 else []
+
+        modules.register_module_forward_pre_hook(begins)
+        modules.register_module_forward_hook(ends, always_call=True)
 
     def _between(self, method: Callable[..., Any], phase: str, then: str) -> Callable[..., Any]:
         def marked(engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,6 +122,7 @@ def main(folder: Path) -> None:
     for name, phase in (("forward", "forward"), ("backward", "backward"), ("step", "optimizer")):
         marks.wrap(name, phase)
     marks.wrap_pipelines()
+    marks.watch_modules()
     told = {}
     for name, (script, *arguments) in json.loads((folder / "cases.json").read_text()).items():
         sys.argv = [script, *arguments]

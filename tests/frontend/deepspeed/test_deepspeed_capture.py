@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="needs the [torch] extra")
 from deepspeed_both import BF16, FP32, captured_calls, configure, echo, real_calls, told_of
 
 from echograph.ir import serde
-from echograph.ir.types import Collective, Copy, CopyDirection, Phase
+from echograph.ir.types import Collective, Copy, CopyDirection, Payload, Phase
 
 pytestmark = [
     pytest.mark.torch,
@@ -33,6 +33,7 @@ MANY_BUCKETS = {
     "stage3_max_reuse_distance": 1000,
 }  # fmt: skip
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+PARAMETERS_OFFLOADED = {"offload_param": {"device": "cpu"}}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = {
     "zero0-fp32": ({"stage": 0}, FP32, 1, SMALL),
     "zero1-accumulated-buckets": ({"stage": 1, "reduce_bucket_size": 20000}, BF16, 2, SMALL),
@@ -43,6 +44,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = 
     "zero3-fp32": (MANY_BUCKETS, FP32, 1, SMALL),
     "zero2-offload": ({"stage": 2, **OFFLOADED}, BF16, 2, SMALL),
     "zero3-offload": ({**MANY_BUCKETS, **OFFLOADED}, BF16, 1, SMALL),
+    "zero3-offload-parameters": ({**MANY_BUCKETS, **OFFLOADED, **PARAMETERS_OFFLOADED}, BF16, 2, SMALL),
 }
 """name -> zero_optimization, precision, micro-batches, arguments of the script."""
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "uint8": "uint8"}
@@ -109,6 +111,21 @@ def test_what_is_offloaded_is_copied(name: str, both: Path) -> None:
     away = [op.nbytes for op in copies if op.direction is CopyDirection.DEVICE_TO_HOST]
     # With two micro-batches the first one's gradients go too, to be added up.
     assert sum(away) == 4 * half if name == "zero3-offload" else sum(away) >= 4 * half
+
+
+@pytest.mark.slow
+def test_parameters_on_the_host_are_copied_to_be_gathered(both: Path) -> None:
+    """What a rank gives to gathers is its half, from the host; the optimizer, there too, copies none back."""
+    job = serde.load(both / "zero3-offload-parameters.pb")
+    ops = [job.ops[i] for i in range(len(job.ops))]
+    to_device = sum(
+        op.nbytes for op in ops if isinstance(op, Copy) and op.direction is CopyDirection.HOST_TO_DEVICE
+    )
+    gathered = sum(
+        op.bytes_per_rank for op in ops if isinstance(op, Collective) and op.payload is Payload.PARAMETER
+    )
+    assert to_device > job.workload.parameters
+    assert 2 * to_device == gathered
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ CASES: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str,
         "pp2-dp2-zero0": ({"stage": 0}, FP32, 4, ("--tied",)),
         "pp2-dp2-zero1": ({"stage": 1, "reduce_bucket_size": 20000}, BF16, 4, ("--tied",)),
         "pp2-dp2-zero1-fp32-gradients": ({"stage": 1}, HELD_IN_FP32, 4, ()),
-        "pp4-tied": ({"stage": 0}, BF16, 6, ("--tied", "--stages", "4")),
+        "pp4-tied": ({"stage": 0}, BF16, 6, ("--tied", "--stages", "4", "--blocks", "6")),
     },
 }
 """ranks -> name -> zero_optimization, precision, micro-batches, arguments of the script."""

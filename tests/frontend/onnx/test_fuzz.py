@@ -133,7 +133,7 @@ def test_changed_models(
     _survives(path, dims, train)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(data=st.binary(max_size=300))
 def test_random_bytes(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "random.onnx"

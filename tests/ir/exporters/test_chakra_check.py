@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from chakra_sets import NAME, Groups, Ranks, changed, collective, good_set, node, write_set
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echograph.errors import FormatError, InputError
@@ -223,7 +223,6 @@ def test_a_send_does_not_wait_for_its_receive(tmp_path: Path) -> None:
 MEMBERS = {"1": [0, 1], "2": [1, 2], "3": [0, 2], "4": [0, 1, 2]}
 
 
-@settings(max_examples=200, deadline=None)
 @given(calls=st.lists(st.sampled_from(sorted(MEMBERS)), max_size=6), data=st.data())
 def test_a_run_hangs_exactly_where_its_order_is_circular(
     calls: list[str], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

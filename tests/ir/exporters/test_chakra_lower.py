@@ -195,7 +195,6 @@ def reached(before: list[set[int]]) -> list[set[int]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
 @given(program=programs())
 def test_nodes_come_after_just_what_their_operations_come_after(
     program: list[Op], tmp_path_factory: pytest.TempPathFactory

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from html.parser import HTMLParser
+from typing import Any
 
-VOID = {"meta", "br", "hr", "img", "input", "link"}
+VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 
 
 class Page(HTMLParser):
@@ -51,3 +54,23 @@ class Page(HTMLParser):
 def share(attributes: dict[str, str | None], name: str) -> float:
     """An attribute in percent."""
     return float((attributes[name] or "").removesuffix("%"))
+
+
+def element(text: str, name: str) -> Any:
+    """The data that stands in a page under a name."""
+    found = re.findall(rf'<script type="application/json" id="{name}">([^<]*)</script>', text)
+    assert len(found) == 1
+    return json.loads(found[0])
+
+
+def rows(text: str, title: str) -> list[list[str]]:
+    """The rows of the first table in a section of the page."""
+    section = text.split(f"<h2>{title}</h2>")[1].split("<h2>")[0]
+    found = Page(section.split("<table>")[1].split("</table>")[0].join(("<table>", "</table>")))
+    cells: list[list[str]] = []
+    for tag, _, content in found.found:
+        if tag == "tr":
+            cells.append([])
+        if tag == "td":
+            cells[-1].append("".join(content))
+    return cells[1:]

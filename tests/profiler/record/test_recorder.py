@@ -20,7 +20,7 @@ import echograph
 from echograph.errors import InputError, UsageError
 from echograph.ir.comms_native import NativeSource
 from echograph.profiler.comms.readers import find_sources
-from echograph.profiler.record.folder import read_recording
+from echograph.profiler.record.folder import read_hooks, read_recording
 
 pytestmark = pytest.mark.torch
 
@@ -64,7 +64,7 @@ def test_the_window_and_nothing_else_is_recorded(tmp_path: Path, four: None) -> 
         # As scripts do before they end; what is written then is still of this rank.
         dist.destroy_process_group()
     assert {file.name for file in (tmp_path / "2").iterdir()} == {
-        "trace.json.gz", "comms.jsonl", "dag.gml", "gradient_name_list.txt", "metadata.json",
+        "trace.json.gz", "comms.jsonl", "dag.gml", "gradient_name_list.txt", "hooks.json", "metadata.json",
     }  # fmt: skip
     marks = [e["name"] for e in events(tmp_path / "2") if e["name"].startswith("ProfilerStep")]
     assert sorted(marks) == ["ProfilerStep#3", "ProfilerStep#4"]
@@ -80,7 +80,17 @@ def test_the_window_and_nothing_else_is_recorded(tmp_path: Path, four: None) -> 
     assert (said.rank, said.world_size, said.backend, said.complete, said.problems) == (2, 4, "fake", True, [])
     states = ["free", "observed", "recorded", "recorded", "after", "free", "free"]
     assert [(step.number, step.state) for step in said.steps] == list(enumerate(states, start=1))
-    assert all(step.seconds > 0 for step in said.steps)
+    assert all(step.seconds > 0 and step.processor_s > 0 for step in said.steps)
+    assert said.overhead is not None and said.overhead.collective_s is not None
+    # Two steps of a model of three modules.
+    entered = read_hooks(tmp_path / "2").entered_ns
+    assert len(entered) == 2 * 3
+    with gzip.open(tmp_path / "2" / "trace.json.gz") as stream:
+        base = json.load(stream)["baseTimeNanoseconds"]
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in events(tmp_path / "2") if "ProfilerStep" in e["name"]]
+    # The clocks of the trace and of the hooks are read apart, and agree to a little.
+    inside = [any(a * 1e3 - 1e6 < time - base < b * 1e3 + 1e6 for a, b in spans) for time in entered]
+    assert all(inside)
     assert (tmp_path / "2" / "gradient_name_list.txt").read_text().split() == ["0.weight", "0.bias", "1.weight"]
     assert 'label "Comm.0+1+2"' in (tmp_path / "2" / "dag.gml").read_text()
     hooks = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_traces import Event, call, operator, step, trace, work, write
 
@@ -53,7 +53,6 @@ def test_a_row_for_every_complete_event_in_the_order_of_the_file(tmp_path: Path)
     assert (found.rank, found.world_size, found.tick, found.notes) == (0, 2, US, ())
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     origin=st.sampled_from([0, 86_902, 4_458_676_522_690, 1_712_195_495_519_689]),
     nanoseconds=st.lists(st.tuples(st.integers(0, 10**12), st.integers(0, 10**10)), min_size=1, max_size=8),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from small_traces import Event, call, launched, operator, step, trace, work
 
@@ -82,7 +82,6 @@ def test_an_event_without_duration_at_the_end_of_another(tmp_path: Path) -> None
     assert parents == {"view": None, "as_strided": "view", "cudaA": None, "cudaB": None}
 
 
-@settings(max_examples=200, deadline=None)
 @given(spans=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30), st.integers(1, 2)), max_size=25))
 def test_a_parent_contains_its_child_and_is_the_last_that_does(
     tmp_path_factory: pytest.TempPathFactory, spans: list[tuple[int, int, int]]

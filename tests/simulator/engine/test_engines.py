@@ -33,7 +33,6 @@ def assert_same(one: Starts | DeadlockError, other: Starts | DeadlockError) -> N
         assert np.array_equal(one.cause, other.cause)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.one_of(random_tasks(), random_meetings(), random_meetings(crossed=True)))
 def test_the_static_pass_and_the_event_engine_agree_to_the_picosecond(tasks: TaskGraph) -> None:
     assert_same(outcome(static.run, tasks), outcome(reference.run, tasks))

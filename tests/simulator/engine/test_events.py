@@ -83,7 +83,6 @@ def test_it_agrees_with_the_reference_on_thousands_of_programs(crossed: bool) ->
             assert np.array_equal(one.cause, other.cause)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.one_of(random_tasks(), random_meetings(), random_meetings(crossed=True)))
 def test_it_agrees_with_the_static_pass(tasks: TaskGraph) -> None:
     one, other = outcome(engine.ENGINES["static"], tasks), outcome(engine.ENGINES["events"], tasks)
@@ -201,7 +200,6 @@ def test_members_of_a_meeting_share_one_route_and_end_each_in_its_time() -> None
     assert found.carried.tolist() == [4.0 * 300 / 1e12]
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 60))
 def test_nothing_is_faster_than_its_work_its_links_or_the_run_without_sharing(seed: int, size: int) -> None:
     tasks, every, sharing = random_scene(seed, size)

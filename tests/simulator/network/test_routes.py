@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -24,19 +25,21 @@ def by_name(links: Topology, found: Loads, group: int = 0) -> dict[str, float]:
 
 def counted(links: Topology, messages: Iterable[tuple[int, int, float]]) -> dict[str, float]:
     """Bytes on each link between domains, for messages (from, to, bytes)."""
-    cluster, found = links.cluster, defaultdict(float)
+    cluster, found = links.cluster, defaultdict[int, float](float)
+
+    @cache
+    def way_up(gpu: int) -> tuple[int, ...]:
+        port = links.port(np.array(gpu))
+        return (int(links.of_port(port)), *(int(links.above(tier, port)) for tier in links.tiers))
+
     for source, target, size in messages:
         if source // cluster.domain_gpus == target // cluster.domain_gpus:
             continue
-        ends = [int(links.port(np.array(gpu))) for gpu in (source, target)]
-        found[links.name(int(links.of_port(np.array(ends[0]))))] += size
-        found[links.name(int(links.of_port(np.array(ends[1]))) + 1)] += size
-        for tier in links.tiers:
-            up, down = (int(links.above(tier, np.array(port))) for port in ends)
-            if up != down:
-                found[links.name(up)] += size
-                found[links.name(down + 1)] += size
-    return dict(found)
+        for number, (up, down) in enumerate(zip(way_up(source), way_up(target), strict=True)):
+            if number == 0 or up != down:
+                found[up] += size
+                found[down + 1] += size
+    return {links.name(link): size for link, size in found.items()}
 
 
 def same_shape(found: dict[str, float], expected: dict[str, float]) -> None:

@@ -13,8 +13,7 @@ from echograph.profiler.costs import load_device
 from echograph.profiler.costs.device import DeviceProfile, Label
 from echograph.simulator.clusters import NetworkFabric, NodeFabric, load_cluster
 from echograph.simulator.result import Result
-
-LEFT_OUT = "left out"
+from echograph.units import format_bytes
 
 
 class Assumption(NamedTuple):
@@ -22,7 +21,7 @@ class Assumption(NamedTuple):
 
     Attributes:
         part: of the prediction.
-        basis: "measured", "fitted", "analytical", "assumed", "as traced", "simulated", "formula" or "left out".
+        basis: what it is: "measured", "fitted", "analytical", "assumed" (a guess), "left out", ...
         text: in words.
     """
 
@@ -43,66 +42,80 @@ def assumptions(
         study: what was asked beyond it.
         notes: what the plan could not do.
     """
-    found = list(_durations(result, job, plan))
-    if result.collectives and not is_traced(job) and not plan.cluster.endswith(".pb"):
-        found += _network(result, plan, study)
-    found += [Assumption("plan", "as given", note) for note in notes]
+    modelled = not is_traced(job) and not plan.cluster.endswith(".pb")
+    found = [*_given(result, job, plan), *(_fitted(result, job, plan) if modelled else ())]
+    found += _network(result, plan, study) if modelled and result.collectives else ()
+    found += [Assumption("plan", "as asked", note) for note in notes]
     if "ep" in {axis.name for axis in job.mesh}:
-        rows = (
-            "as many rows as the mean"
-            if plan.expert_imbalance == 1
-            else f"{plan.expert_imbalance:g} times the mean"
-        )
-        found.append(
-            Assumption("experts", "assumed", f"the busiest rank's experts get {rows} (--expert-imbalance)")
-        )
+        rows = f"{plan.expert_imbalance:g} times the mean of all ranks (--expert-imbalance)"
+        found.append(Assumption("experts", "assumed", f"rows of the busiest rank's experts: {rows}"))
     if result.ranks is None:
-        alike = "equal ranks take equal time: no jitter, no slow node (--jitter, --straggler, --degrade)"
+        alike = "ranks of one role take equal time: no jitter, no slow node (--jitter, --straggler, --degrade)"
         found.append(Assumption("ranks", "assumed", alike))
     if result.memory is not None:
         found += [
-            Assumption("memory", "assumed" if "assumed" in name else "measured elsewhere", name)
-            for name in result.memory.overhead_bytes
+            Assumption(
+                "memory", "assumed" if "assumed" in name else "as users measured", f"{name}: {format_bytes(size)}"
+            )
+            for name, size in result.memory.overhead_bytes.items()
         ]
-    found.append(
-        Assumption("overlap", LEFT_OUT, "kernels and collectives that run at once do not slow each other")
-    )
-    more = "data loading, checkpoints, logging, and what one step leaves to the next"
-    found.append(Assumption("the step", LEFT_OUT, more))
-    held = "covers the errors of the durations above, and nothing that is left out"
-    found.append(Assumption("interval", "formula", held))
-    return found
+    return [*found, *_ALWAYS]
 
 
-def _durations(result: Result, job: JobGraph, plan: Plan) -> Iterator[Assumption]:
+_ALWAYS = (
+    Assumption("overlap", "left out", "kernels and collectives that run at once do not slow each other"),
+    Assumption("the step", "left out", "data loading, checkpoints, logging, and what one step leaves to the next"),
+    Assumption("interval", "formula", "covers the errors of the durations above, and nothing that is left out"),
+)
+
+
+def asked(study: Study) -> list[str]:
+    """What a study changes of a prediction, in words; none for a plain one."""
+    said = [f"{scale.selector} takes {scale.factor:g} times as long" for scale in study.scales]
+    said += [f"{key} is {value}" for key, value in study.settings.items()]
+    said += [
+        f"{where.replace(':', ' ') if ':' in where else f'rank {where}'} is {factor:g} times as slow"
+        for where, factor in study.slow
+    ]
+    said += [f"kernels vary by {100 * study.jitter:g} %"] if study.jitter else []
+    said += ["the host waits for what a stage receives"] if study.host_waits else []
+    said += ["every launch waits for its kernel"] if study.launch_blocking else []
+    return said
+
+
+def _given(result: Result, job: JobGraph, plan: Plan) -> Iterator[Assumption]:
+    """Durations that the graph or a profile holds."""
     if is_traced(job):
         yield Assumption("durations", "as traced", "every operation takes what it took in the trace")
         return
-    if plan.cluster.endswith(".pb"):
-        yield Assumption("durations", "measured", f"every operation takes what {plan.cluster} holds of it")
-        return
-    device = load_device(plan_device(plan, result))
-    family = set(result.limits)
-    precision = job.workload.dtype.text if result.plan.get("precision") in ("", None) else result.plan["precision"]
+    for source, text in (("measured", "of this device"), ("imported", "as the imported graph has them")):
+        share = result.sources.get(source, 0.0)
+        if share > 0:
+            yield Assumption("durations", source, f"{100 * share:.1f} % of the busy time, {text}")
+
+
+def _fitted(result: Result, job: JobGraph, plan: Plan) -> Iterator[Assumption]:
+    """The models of kernels and of the host."""
+    device = load_device(load_cluster(plan.cluster).device)
+    precision = str(result.plan.get("precision") or job.workload.dtype.text)
     gemm = device.gemm.get("fp8" if "fp8" in precision else "bf16" if precision == "fp16" else precision)
-    if gemm is not None:
-        yield _labelled("matrix products", gemm.label)
-    attention = device.attention[device.default_attention]
-    if "attention" in family:
-        yield _labelled(f"attention ({device.default_attention})", attention.forward.label)
-        if attention.backward is not None:
-            yield _labelled(f"attention ({device.default_attention}), backward", attention.backward.label)
-    yield from _other_kernels(device)
+    if result.sources.get("fitted", 0.0) + result.sources.get("analytical", 0.0) > 0:
+        if gemm is not None and "matrix products" in result.limits:
+            yield _labelled("matrix products", gemm.label)
+        if "attention" in result.limits:
+            attention = device.attention[device.default_attention]
+            for name, one in (("forward", attention.forward), ("backward", attention.backward)):
+                if one is not None:
+                    yield _labelled(f"attention ({device.default_attention}), {name}", one.label)
+        if "other kernels" in result.limits:
+            yield from _other_kernels(device)
     yield Assumption("host", device.host.source, device.host.basis)
 
 
-def plan_device(plan: Plan, result: Result) -> str:
-    """The device to load: a cluster may name the file of one."""
-    return load_cluster(plan.cluster).device or result.device
-
-
 def _labelled(part: str, label: Label) -> Assumption:
-    return Assumption(part, label.source, f"{label.basis}; error {label.spread:.0%} (one standard deviation)")
+    return Assumption(
+        part, label.source, f"{label.basis}; error {100 * label.spread:.0f} % (one standard deviation)"
+    )
 
 
 def _other_kernels(device: DeviceProfile) -> Iterator[Assumption]:
@@ -115,7 +128,7 @@ def _other_kernels(device: DeviceProfile) -> Iterator[Assumption]:
         spreads.setdefault(key, []).append(model.label.spread)
     for (source, basis), kinds in by_basis.items():
         low, high = min(spreads[source, basis]), max(spreads[source, basis])
-        error = f"{low:.0%}" if round(low, 2) == round(high, 2) else f"{low:.0%} to {high:.0%}"
+        error = " to ".join(dict.fromkeys(f"{100 * spread:.0f} %" for spread in (low, high)))
         yield Assumption(f"other kernels: {', '.join(kinds)}", source, f"{basis}; error {error}")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echograph.cli.page.moments import Kinds, Moments, totals
+from echograph.cli.page.moments import COMPUTE, Kinds, Moments, totals
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, Phase, Source
@@ -40,7 +40,11 @@ def details(
     idle = "bubble" if staged else "wait"
     return {
         "roles": [
-            {"role": timeline.programs[number], "breakdown_s": _parts(totals(moments, kinds), kinds, idle)}
+            {
+                "role": timeline.programs[number],
+                "breakdown_s": _parts(totals(moments, kinds), kinds, idle),
+                "compute_s": _by_phase(job, timeline, moments),
+            }
             for number, moments in found.items()
         ],
         "idle": idle,
@@ -57,6 +61,15 @@ def _parts(spent: list[int], kinds: Kinds, idle: str) -> dict[str, Any]:
         "wait": to_s(spent[kinds.idle]) if idle == "wait" else 0.0,
         "host": to_s(spent[kinds.host]),
     }
+
+
+def _by_phase(job: JobGraph, timeline: Timeline, moments: Moments) -> dict[str, float]:
+    """The compute of one role by phase."""
+    computes = moments.kind == COMPUTE
+    phase = job.ops.phase[timeline.op[moments.row[computes]]]
+    length = (moments.end - moments.start)[computes]
+    spent = {one.name.lower(): to_s(int(length[phase == one].sum())) for one in Phase}
+    return {name: value for name, value in spent.items() if value}
 
 
 class _Path:

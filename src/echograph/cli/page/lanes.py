@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from echograph.cli.page.moments import Kinds, Moments, Runs, runs
+from echograph.cli.page.moments import COMPUTE, Kinds, Moments, runs
 from echograph.ir.columns import NONE, Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane as Side
@@ -21,6 +20,7 @@ MOST_SPANS = 24_000
 _GAP = 1 / 400
 _OF_PHASE = {Phase.FORWARD: 0, Phase.BACKWARD: 2, Phase.RECOMPUTE: 5, Phase.OPTIMIZER: 3, Phase.OTHER: 6}
 OF_COMMUNICATION = (1, 4, 6, 5, 3)
+_PHASE_COLOURS = np.array([_OF_PHASE.get(Phase(n), 6) if n else 6 for n in range(len(Phase) + 1)])
 HOST, IDLE = 7, 8
 _LEVELS = ("each operation", "all work of a layer", "all work of a micro-batch")
 Flags = npt.NDArray[np.bool_]
@@ -32,28 +32,16 @@ def colours(kinds: Kinds) -> list[int]:
     return [0, *cycle, HOST, IDLE]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Names:
-    """Texts by number, as they are needed."""
-
-    texts: dict[str, int] = field(default_factory=dict)
-
-    def code(self, text: str) -> int:
-        return self.texts.setdefault(text, len(self.texts))
-
-
 class Step:
     """What is put on lanes: a job, when it ran, and what its roles did at each moment."""
 
     def __init__(self, job: JobGraph, timeline: Timeline, kinds: Kinds) -> None:
         self.job, self.timeline, self.kinds = job, timeline, kinds
         self.colours = colours(kinds)
-        self.phases = np.zeros(256, np.int64)
-        self.phases[[int(phase) for phase in _OF_PHASE]] = list(_OF_PHASE.values())
         self.several = int(timeline.micro_batch.max(initial=0)) > 0
         self.gap_ps = int(timeline.makespan * _GAP)
 
-    def drawing(self, found: dict[int, Moments], idle: str, note: str) -> str:
+    def drawing(self, found: Mapping[int, Moments], idle: str, note: str) -> str:
         """The lanes as HTML.
 
         Args:
@@ -64,75 +52,71 @@ class Step:
         lanes = [self.path(), *(self.role(number, moments, idle) for number, moments in found.items())]
         streams, level = self.streams(list(found), MOST_SPANS - sum(len(lane.spans.start) for lane in lanes))
         lanes += streams
+        busy = f" On the streams, {level} is a bar, as tall as the stream is busy." if streams else ""
+        return drawing(lanes, MOST_SPANS, self._key(found, level, idle), f" {note}{busy}")
+
+    def _key(self, found: Mapping[int, Moments], level: str, idle: str) -> dict[str, int]:
+        """What the colours mean that occur."""
         used = np.bincount(np.concatenate([m.kind for m in found.values()]), minlength=self.kinds.idle + 1) > 0
         phases = distinct(self.job.ops.phase[self.timeline.op]).tolist()
         shown = {phase.name.lower(): colour for phase, colour in _OF_PHASE.items() if phase in phases}
+        if level != _LEVELS[0] and shown.pop("recompute", None) is not None:
+            shown = {"backward, with what it recomputes" if n == "backward" else n: c for n, c in shown.items()}
         names = (*(f"{label} communication" for label in self.kinds.labels), "host", idle)
-        shown |= {name: self.colours[1 + at] for at, name in enumerate(names) if used[1 + at]}
-        said = f" {note} On the streams, {level} is a bar." if streams else f" {note}"
-        return drawing(lanes, MOST_SPANS, shown, said)
+        return shown | {name: self.colours[1 + at] for at, name in enumerate(names) if used[1 + at]}
 
     def path(self) -> Lane:
         """The critical path."""
         timeline, rows = self.timeline, self.timeline.critical_path()
         rows = rows[timeline.duration[rows] > 0]
         kind = np.where(timeline.lane[rows] == Side.HOST, self.kinds.host, self.kinds.of_op[timeline.op[rows]])
-        key = np.where(kind == 0, self._work(rows) * len(timeline.programs) + timeline.program[rows], NONE)
-        start, end = timeline.start[rows], timeline.end[rows]
-        found = runs(start, end, kind, key, self.gap_ps)
-        return self._lane("critical path", start, end, kind, rows, found, of_program=len(timeline.programs) > 1)
+        pieces = Moments(timeline.start[rows], timeline.end[rows], kind, rows)
+        of_role = timeline.program[rows].astype(np.int64)
+        key = self._work(rows) * len(timeline.programs) + of_role
+        several = len(timeline.programs) > 1
 
-    def role(self, number: int, moments: Moments, idle: str) -> Lane:
+        def said(row: int, kind: int) -> str:
+            role = timeline.programs[int(timeline.program[row])]
+            return f"{role}: {self._said(row, kind, '')}" if several else self._said(row, kind, "")
+
+        return self._lane("critical path", pieces, key, said)
+
+    def role(self, number: int, pieces: Moments, idle: str) -> Lane:
         """What a program does at each moment."""
-        key = np.where(moments.kind == 0, self._work(moments.row), NONE)
-        found = runs(moments.start, moments.end, moments.kind, key, self.gap_ps)
-        label = self.timeline.programs[number]
-        return self._lane(label, moments.start, moments.end, moments.kind, moments.row, found, idle=idle)
+        return self._lane(
+            self.timeline.programs[number],
+            pieces,
+            self._work(pieces.row),
+            lambda row, kind: self._said(row, kind, idle),
+        )
 
     def _work(self, rows: Int64) -> Int64:
         """One number for phase and micro-batch."""
-        phase = self.job.ops.phase[self.timeline.op[rows]].astype(np.int64)
+        phase = self._phase(rows)
         return np.asarray(phase * (int(self.timeline.micro_batch.max(initial=0)) + 2) + self._micro_batch(rows))
+
+    def _phase(self, rows: Int64, *, apart: bool = False) -> Int64:
+        """Phases; what backward computes again is apart only where each operation is drawn."""
+        phase = self.job.ops.phase[self.timeline.op[rows]].astype(np.int64)
+        return phase if apart else np.where(phase == Phase.RECOMPUTE, Phase.BACKWARD, phase)
 
     def _micro_batch(self, rows: Int64) -> Int64:
         return np.asarray(np.maximum(self.timeline.micro_batch[rows].astype(np.int64), 0))
 
-    def _lane(
-        self,
-        label: str,
-        start: Int64,
-        end: Int64,
-        kind: Int64,
-        rows: Int64,
-        found: Runs,
-        *,
-        of_program: bool = False,
-        idle: str = "",
-    ) -> Lane:
-        names, first, longest = _Names(), found.first, found.longest
-        last = np.append(first[1:], len(start)) - 1
-        colour = np.array(self.colours)[kind[longest]]
-        computes = kind[longest] == 0
-        at = rows[longest]
-        colour[computes] = self.phases[self.job.ops.phase[self.timeline.op[at[computes]]]]
-        codes = []
-        for row, of in zip(at.tolist(), kind[longest].tolist(), strict=True):
-            text = self._said(row, of, idle)
-            codes.append(
-                names.code(f"{self.timeline.programs[self.timeline.program[row]]}: {text}" if of_program else text)
-            )
-        length = np.maximum(end[last] - start[first], 1)
-        under = np.where(found.other < 0, NONE, np.array([*self.colours, NONE])[found.other])
-        spans = Spans(
-            start[first],
-            end[last],
-            np.array(codes, np.int64),
-            colour,
-            np.ones(len(first), np.int64),
-            found.own / length,
-            under,
-        )
-        return Lane(head="", label=label, spans=spans, strings=tuple(names.texts))
+    def _lane(self, label: str, pieces: Moments, key: Int64, said: Callable[[int, int], str]) -> Lane:
+        """Pieces of one key as one bar, with what is short and lies between them as its strip."""
+        found = runs(pieces, np.where(pieces.kind == COMPUTE, key, NONE), self.gap_ps)
+        start = pieces.start[found.first]
+        end = pieces.end[np.append(found.first[1:], len(key)) - 1]
+        kind, rows = pieces.kind[found.longest], pieces.row[found.longest]
+        colour = np.where(kind == COMPUTE, _PHASE_COLOURS[self._phase(rows)], np.array(self.colours)[kind])
+        names: dict[str, int] = {}
+        texts = (said(row, of) for row, of in zip(rows.tolist(), kind.tolist(), strict=True))
+        name = np.array([names.setdefault(text, len(names)) for text in texts], np.int64)
+        under = np.array([*self.colours, NONE])[found.other]
+        filled = found.own / np.maximum(end - start, 1)
+        spans = Spans(start, end, name, colour, np.ones(len(name), np.int64), filled, under)
+        return Lane(head="", label=label, spans=spans, strings=tuple(names))
 
     def _said(self, row: int, kind: int, idle: str) -> str:
         """What a run is."""
@@ -140,10 +124,11 @@ class Step:
             return "the host issues, nothing runs" if kind == self.kinds.host else idle
         if kind > 0:
             return f"exposed: {self.kinds.labels[kind - 1]} communication"
-        return self._phase(row)
+        return self._when(row)
 
-    def _phase(self, row: int) -> str:
-        phase = Phase(int(self.job.ops.phase[self.timeline.op[row]])).name.lower()
+    def _when(self, row: int, *, apart: bool = False) -> str:
+        """Phase and micro-batch."""
+        phase = Phase(int(self._phase(np.array([row]), apart=apart)[0])).name.lower()
         return f"{phase}, micro-batch {max(int(self.timeline.micro_batch[row]), 0)}" if self.several else phase
 
     def streams(self, programs: Sequence[int], most: int) -> tuple[list[Lane], str]:
@@ -187,7 +172,7 @@ class Step:
         longest = rows[np.lexsort((-length, np.cumsum(new)))[first]]
         start, end = timeline.start[rows[first]], np.maximum.reduceat(timeline.end[rows], first)
         kind = self.kinds.of_op[timeline.op[longest]]
-        phase = self.phases[self.job.ops.phase[timeline.op[longest]]]
+        phase = _PHASE_COLOURS[self._phase(longest, apart=level == _LEVELS[0])]
         colour = np.where(kind == 0, phase, np.array(self.colours)[kind]) if track else np.full(len(first), HOST)
         strings, name = self._texts(longest, level, host=track == 0)
         filled = np.minimum(np.add.reduceat(length, first) / np.maximum(end - start, 1), 1.0)
@@ -214,8 +199,9 @@ class Step:
         label = job.blocks[number].instances[int(self.timeline.instance[row])].label if number else ""
         if level == _LEVELS[0]:
             module = job.strings[job.ops.module[op]].replace("{}", label)
-            return f"{name} ({module}), {self._phase(row)}" if module else f"{name}, {self._phase(row)}"
+            when = self._when(row, apart=True)
+            return f"{name} ({module}), {when}" if module else f"{name}, {when}"
         if self.kinds.of_op[op] and not host:
-            return f"{name}, {self._phase(row)}"
+            return f"{self.kinds.labels[self.kinds.of_op[op] - 1]} communication, {self._when(row)}"
         layer = f"{job.blocks[number].name}.{label}, " if level == _LEVELS[1] and number else ""
-        return f"{layer}{self._phase(row)}"
+        return f"{layer}{self._when(row)}"

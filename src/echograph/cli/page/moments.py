@@ -116,34 +116,29 @@ def totals(found: Moments, kinds: Kinds) -> list[int]:
     return [int(length[found.kind == kind].sum()) for kind in range(kinds.idle + 1)]
 
 
-def runs(start: Int64, end: Int64, kind: Int64, key: Int64, gap_ps: int) -> Runs:
+def runs(pieces: Moments, key: Int64, gap_ps: int) -> Runs:
     """Pieces of one key as one each, with what is short and lies between them.
 
     Args:
-        start: of pieces that follow each other without a gap.
-        end: of the same.
-        kind: numbers of `Kinds`.
-        key: of the compute pieces, >= 0: what they belong to; of others -1.
+        pieces: one at least; they follow each other without a gap.
+        key: of compute pieces, >= 0: what they belong to; of others -1.
         gap_ps: what is longer and no compute stands alone.
     """
-    length, computes = end - start, key >= 0
-    place = np.arange(len(key))
+    start, kind, length, computes = pieces.start, pieces.kind, pieces.end - pieces.start, key >= 0
+    place, final = np.arange(len(key)), len(key) - 1
+    # The compute pieces before and after each; of a compute piece, itself.
     before = np.maximum.accumulate(np.where(computes, place, NONE))
     after = np.minimum.accumulate(np.where(computes, place, len(key))[::-1])[::-1]
-    inside = (before >= 0) & (after < len(key))
-    own = np.where(inside, key[np.maximum(before, 0)], NONE)
-    inside &= own == key[np.minimum(after, len(key) - 1)]
-    began = start[np.minimum(np.maximum(before, 0) + 1, len(key) - 1)]
-    inside &= start[np.minimum(after, len(key) - 1)] - began < gap_ps
-    belongs = np.where(computes, key, np.where(inside, own, -2 - kind))
-    first = np.flatnonzero(np.concatenate([[True], belongs[1:] != belongs[:-1]])[: len(key)])
-    group = np.cumsum(np.isin(place, first)) - 1
-    # Of a run of compute pieces, those are its own; of another, all.
+    inside = (before >= 0) & (after <= final)
+    before, after = np.maximum(before, 0), np.minimum(after, final)
+    inside &= (key[before] == key[after]) & (start[after] - start[np.minimum(before + 1, final)] < gap_ps)
+    belongs = np.where(computes | inside, key[before], -2 - kind)
+    new = np.concatenate([[True], belongs[1:] != belongs[:-1]])
+    first, group = np.flatnonzero(new), np.cumsum(new) - 1
     mine = computes | ~inside
     longest = np.lexsort((-length, ~mine, group))[first]
-    return Runs(
-        first, longest, np.add.reduceat(np.where(mine, length, 0), first), _rest(group, kind, length, ~mine)
-    )
+    own: Int64 = np.add.reduceat(np.where(mine, length, 0), first)
+    return Runs(first, longest, own, _rest(group, kind, length, ~mine))
 
 
 def _rest(group: Int64, kind: Int64, length: Int64, of_rest: npt.NDArray[np.bool_]) -> Int64:

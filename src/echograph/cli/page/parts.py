@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -11,6 +12,7 @@ from echograph.profiler.page import charts
 from echograph.units import format_bytes, format_time
 
 US_PER_S = 1e6
+_MAY_BREAK = re.compile(r"(?<=\w[._])(?=[A-Za-z]{3})|(?<=\*\.)")
 _OF_KIND = {
     "matrix products": 0,
     "attention": 5,
@@ -55,29 +57,33 @@ def stacked(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     Args:
         rows: label and a breakdown as in the result.
     """
-    parts = [(label, flat(breakdown)) for label, breakdown in rows]
-    names = list(dict.fromkeys(name for _, part in parts for name, value in part.items() if value))
-    axes = [name for name in names if name.startswith("exposed ")]
-    of_axis = {name: OF_COMMUNICATION[i % len(OF_COMMUNICATION)] for i, name in enumerate(axes)}
-    colours = [
-        {"compute": 0, "host": HOST, "bubble": IDLE, "wait": IDLE}.get(name, of_axis.get(name, 0))
-        for name in names
-    ]
-    drawn = [(label, [part.get(name, 0.0) * US_PER_S for name in names]) for label, part in parts]
-    return charts.bars(drawn, names, "us", colours)
+    split = [(label, flat(breakdown)) for label, breakdown in rows]
+    of_axis = {f"exposed {axis}": colour for axis, colour in _axes([breakdown for _, breakdown in rows]).items()}
+    return _seconds_bars(split, {"compute": 0, **of_axis, "host": HOST, "bubble": IDLE, "wait": IDLE})
 
 
-def limit_bars(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+def limit_bars(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """Critical paths as bars of one colour a kind of work.
 
     Args:
-        rows: label and seconds of each kind.
+        rows: label and the result.
     """
-    names = list(dict.fromkeys(name for _, kinds in rows for name, value in kinds.items() if value))
-    others = [name for name in names if name not in _OF_KIND]
-    colours = {**_OF_KIND, **{name: OF_COMMUNICATION[i % len(OF_COMMUNICATION)] for i, name in enumerate(others)}}
-    drawn = [(label, [kinds.get(name, 0.0) * US_PER_S for name in names]) for label, kinds in rows]
-    return charts.bars(drawn, names, "us", [colours[name] for name in names])
+    split = [(label, record["limits_s"]) for label, record in rows]
+    axes = _axes([record["breakdown_s"] for _, record in rows])
+    of_axis = {f"{axis} communication": colour for axis, colour in axes.items()}
+    return _seconds_bars(split, {**_OF_KIND, **of_axis})
+
+
+def _axes(breakdowns: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """The colour of each axis, the same in all charts of a page."""
+    names = dict.fromkeys(axis for breakdown in breakdowns for axis in breakdown["exposed_communication"])
+    return {axis: OF_COMMUNICATION[i % len(OF_COMMUNICATION)] for i, axis in enumerate(names)}
+
+
+def _seconds_bars(rows: Sequence[tuple[str, Mapping[str, float]]], colours: Mapping[str, int]) -> str:
+    names = list(dict.fromkeys(name for _, split in rows for name, value in split.items() if value))
+    drawn = [(label, [split.get(name, 0.0) * US_PER_S for name in names]) for label, split in rows]
+    return charts.bars(drawn, names, "us", [colours.get(name, IDLE) for name in names])
 
 
 def flat(breakdown: Mapping[str, Any]) -> dict[str, float]:
@@ -103,8 +109,8 @@ def grid(titles: Sequence[str], rows: Sequence[Row], texts: Sequence[int] = ()) 
 
 def _cell(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"{escape(value[0])}<br><small>{escape(value[1])}</small>"
-    return escape(str(value))
+        return f"{_cell(value[0])}<br><small>{escape(value[1])}</small>"
+    return _MAY_BREAK.sub("<wbr>", escape(str(value)))
 
 
 def section(title: str, text: str, *parts: str) -> str:
@@ -162,3 +168,18 @@ def memory_said(memory: Mapping[str, Any]) -> str:
     """Whether it fits."""
     room = f"{format_bytes(memory['device_bytes'])} of {format_bytes(memory['capacity_bytes'])}"
     return f"{room}: {'fits' if memory['fits'] else 'DOES NOT FIT'}"
+
+
+COMMUNICATION = ("group", "calls", "bytes per rank", "busy", "exposed", "algorithms")
+
+
+def communication(record: Mapping[str, Any], axis: str) -> tuple[str, ...]:
+    """What `COMMUNICATION` names, of one axis, but for the first."""
+    entry = record["collectives"][axis]
+    return (
+        f"{entry['calls']:,}",
+        format_bytes(entry["bytes_per_rank"]),
+        seconds(entry["busy_s"]),
+        seconds(record["breakdown_s"]["exposed_communication"].get(axis, 0.0)),
+        ", ".join(entry["algorithms"]) or "–",
+    )

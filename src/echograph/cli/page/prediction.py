@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from echograph.cli.page import parts
-from echograph.cli.page.assumptions import assumptions
+from echograph.cli.page.assumptions import asked, assumptions
 from echograph.cli.page.details import details
 from echograph.cli.page.lanes import Step
 from echograph.cli.page.moments import kinds_of, moments
@@ -69,16 +69,14 @@ def page(result: Result, job: JobGraph, plan: Plan, study: Study, notes: Sequenc
     found = {number: moments(timeline, kinds, number) for number in shown}
     record, more = result.to_json(), details(result, job, timeline, kinds, found)
     more["assumptions"] = [part._asdict() for part in assumptions(result, job, plan, study, notes)]
-    some = (
-        ""
-        if len(shown) == len(timeline.programs)
-        else f" Of {len(timeline.programs)} roles {len(shown)} are shown."
-    )
-    drawn = Step(job, timeline, kinds).drawing(
-        found, more["idle"], f"{result.tasks:,} tasks: --trace writes them all."
-    )
+    more["asked"] = asked(study)
+    roles = len(timeline.programs)
+    some = "" if len(shown) == roles else f" Of {roles} roles {len(shown)} are shown."
+    note = f"{result.tasks:,} tasks: --trace writes them all."
+    note += "" if result.ranks is None else " Of each role, those ranks are drawn that end last."
+    drawn = Step(job, timeline, kinds).drawing(found, more["idle"], note) if result.step_ps else ""
     body = [
-        *_head(record),
+        *_head(record, more),
         _where(record, more, some),
         parts.section("One step", _STEP + some, drawn),
         _limits(record),
@@ -99,7 +97,7 @@ def _shown(count: int) -> list[int]:
     return sorted({round(i * (count - 1) / (MOST_ROLES - 1)) for i in range(MOST_ROLES)})
 
 
-def _head(record: Record) -> list[str]:
+def _head(record: Record, more: Record) -> list[str]:
     low, high = (parts.seconds(value) for value in record["step_time_interval_s"])
     shown = [(parts.seconds(record["step_time_s"]), f"step time; 90 % interval {low} to {high}")]
     if record["tokens_per_s"]:
@@ -115,10 +113,18 @@ def _head(record: Record) -> list[str]:
     for name, value in record.get("step_time_percentiles_s", {}).items():
         shown.append((parts.seconds(value), f"{name.upper()} of the draws with noise"))
     if "failures" in record:
-        shown.append((parts.percent(record["failures"]["share"]), "of the time trains, with failures"))
+        shown.append((parts.percent(record["failures"]["goodput"]), "of the time trains, with failures"))
     where = f"One training step on {record['gpus']:,} GPUs of {record['cluster']} ({record['device']})"
     said = ": ".join(filter(None, (where, parts.plan_line(record))))
-    return [f"<h1>{escape(record['model'])}</h1>", f"<p>{escape(said)}</p>", tiles(shown), _verdict(record)]
+    changes = [*more["asked"], *record.get("degraded", ())]
+    what_if = f"<p><b>What if:</b> {escape('; '.join(changes))}</p>" if changes else ""
+    return [
+        f"<h1>{escape(record['model'])}</h1>",
+        f"<p>{escape(said)}</p>",
+        what_if,
+        tiles(shown),
+        _verdict(record),
+    ]
 
 
 def _verdict(record: Record) -> str:
@@ -130,12 +136,9 @@ def _verdict(record: Record) -> str:
     computes = split.pop("compute")
     lost = max(split, key=split.__getitem__)
     most = max(limits, key=limits.__getitem__)
+    said = _LOSSES.get(lost, f"{lost} communication")
     text = f"The device computes for {parts.percent(computes / step)} of the step"
-    text += (
-        f"; most of the rest is {_LOSSES.get(lost, f'{lost} communication')}, {parts.percent(split[lost] / step)}. "
-        if split[lost]
-        else ". "
-    )
+    text += f"; most of the rest is {said}, {parts.percent(split[lost] / step)}. " if split[lost] else ". "
     text += f"What limits it most is {most}: {parts.percent(limits[most] / step)} of the critical path."
     return f"<p>{escape(text)}</p>"
 
@@ -153,7 +156,13 @@ def _where(record: Record, more: Record, some: str) -> str:
         if value or name == "compute"
     ]
     table = parts.grid(("part", "time", "of the step"), lines)
-    return parts.section("Where the step goes", _WHERE + some, parts.stacked(rows), table)
+    phases = list(dict.fromkeys(phase for role in more["roles"] for phase in role["compute_s"]))
+    computed = [
+        (role["role"], *(parts.seconds(role["compute_s"].get(phase, 0.0)) for phase in phases))
+        for role in more["roles"]
+    ]
+    by_phase = folded("what the roles compute, by phase", parts.grid(("role", *phases), computed))
+    return parts.section("Where the step goes", _WHERE + some, parts.stacked(rows), table, by_phase)
 
 
 def _limits(record: Record) -> str:
@@ -163,7 +172,7 @@ def _limits(record: Record) -> str:
         for name, value in record["limits_s"].items()
     ]
     titles = ("kind of work", "on the critical path", "of the step", "10 % less time saves at most")
-    drawn = parts.limit_bars([("critical path", record["limits_s"])])
+    drawn = parts.limit_bars([("critical path", record)])
     return parts.section("What limits the step", _LIMITS, drawn, parts.grid(titles, rows))
 
 
@@ -199,7 +208,7 @@ def _named(row: Record) -> str:
 
 def _spent(row: Record, step: float) -> tuple[str, ...]:
     """What the critical path spends on an operation, and where its duration comes from."""
-    spread = f" ± {100 * row['spread']:.0f} %" if row["spread"] else ""
+    spread = f" ±\u00a0{100 * row['spread']:.0f}\u00a0%" if row["spread"] else ""
     on_path = row["on_path_s"]
     times = f"{row['count']:,}"
     share = parts.percent(on_path / step)
@@ -240,20 +249,8 @@ def _memory(record: Record) -> str:
 
 
 def _communication(record: Record) -> str:
-    exposed = record["breakdown_s"]["exposed_communication"]
-    rows = [
-        (
-            axis,
-            f"{entry['calls']:,}",
-            format_bytes(entry["bytes_per_rank"]),
-            parts.seconds(entry["busy_s"]),
-            parts.seconds(exposed.get(axis, 0.0)),
-            ", ".join(entry["algorithms"]) or "–",
-        )
-        for axis, entry in record["collectives"].items()
-    ]
-    titles = ("group", "calls", "bytes per rank", "busy", "exposed", "algorithms")
-    return parts.section("Communication", _COMMUNICATION, parts.grid(titles, rows, (5,)))
+    rows = [(axis, *parts.communication(record, axis)) for axis in record["collectives"]]
+    return parts.section("Communication", _COMMUNICATION, parts.grid(parts.COMMUNICATION, rows, (5,)))
 
 
 def _links(record: Record) -> str:

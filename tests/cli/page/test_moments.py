@@ -1,0 +1,95 @@
+"""What a role does at every moment: the breakdown of the simulator, laid out in time."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echograph.cli.page.moments import Moments, kinds_of, moments, runs, totals
+from echograph.ir.graph import JobGraph
+from echograph.ir.timeline import Lane, Timeline
+from echograph.simulator.breakdown import breakdown
+from echograph.simulator.result import Result
+
+Staged = tuple[Result, JobGraph]
+work = st.tuples(
+    st.integers(0, 10**6), st.sampled_from(Lane), st.integers(0, 1), st.integers(0, 40), st.integers(0, 9)
+)
+
+
+def timeline_of(job: JobGraph, tasks: list[tuple[int, Lane, int, int, int]]) -> Timeline:
+    op, lane, program, start, duration = (np.array(column, np.int64) for column in zip(*tasks, strict=True))
+    op %= len(job.ops)
+    zero = np.zeros(len(op), np.int32)
+    return Timeline(
+        program=program.astype(np.int32),
+        lane=lane.astype(np.uint8),
+        stream=job.ops.stream[op],
+        op=op,
+        instance=zero,
+        micro_batch=zero,
+        start=start,
+        duration=duration,
+        cause=np.full(len(op), -1),
+        programs=("first", "second"),
+        streams=job.streams,
+    )
+
+
+@given(tasks=st.lists(work, min_size=1, max_size=60))
+def test_moments_are_the_breakdown_in_time(staged: Staged, tasks: list[tuple[int, Lane, int, int, int]]) -> None:
+    job = staged[1]
+    timeline, kinds = timeline_of(job, tasks), kinds_of(job)
+    for program in range(2):
+        found, parts = moments(timeline, kinds, program), breakdown(job, timeline, program)
+        communication = list(parts.exposed_communication.values())
+        assert totals(found, kinds) == [parts.compute, *communication, parts.host, parts.bubble]
+        if timeline.makespan:
+            assert (found.start[0], found.end[-1]) == (0, timeline.makespan)
+        assert (found.start[1:] == found.end[:-1]).all()
+        runs_then = found.row >= 0
+        assert (runs_then == (found.kind != kinds.idle)).all()
+        row = found.row[runs_then]
+        assert (timeline.program[row] == program).all()
+        assert (timeline.start[row] <= found.start[runs_then]).all()
+
+
+def test_roles_of_a_pipeline_add_up_to_the_step(staged: Staged) -> None:
+    result, job = staged
+    kinds, parts = kinds_of(job), []
+    for program in range(3):
+        found = moments(result.timeline, kinds, program)
+        assert sum(totals(found, kinds)) == result.step_ps
+        parts.append(totals(found, kinds))
+    said = result.breakdown
+    assert [said.compute, *said.exposed_communication.values(), said.host, said.bubble] in parts
+
+
+pieces = st.lists(st.tuples(st.integers(1, 20), st.integers(-3, 2)), min_size=1, max_size=60)
+
+
+@given(pieces, st.integers(1, 40))
+def test_runs_hold_every_piece_once_and_nothing_long_between(drawn: list[tuple[int, int]], gap: int) -> None:
+    """Keys of 0 and more are compute; below, other kinds."""
+    length, key = (np.array(column, np.int64) for column in zip(*drawn, strict=True))
+    end = np.cumsum(length)
+    kind = np.where(key >= 0, 0, -key)
+    found = runs(Moments(end - length, end, kind, np.arange(len(key))), np.maximum(key, -1), gap)
+    last = np.append(found.first[1:], len(key))
+    for first, stop, longest, own, other in zip(
+        found.first, last, found.longest, found.own, found.other, strict=True
+    ):
+        inner = range(first, stop)
+        mine = [at for at in inner if kind[at] == kind[longest] and (kind[at] or key[at] == key[longest])]
+        assert own == sum(length[at] for at in mine)
+        assert length[longest] == max(length[at] for at in mine)
+        rest = [at for at in inner if at not in mine]
+        assert (other >= 0) == bool(rest)
+        # Only between work of one key is anything taken in, each stretch of it shorter than the gap.
+        stretch = 0
+        for at in inner:
+            stretch = 0 if at in mine else stretch + length[at]
+            assert stretch < gap
+        assert not rest or (kind[first] == 0 and kind[stop - 1] == 0)
+        assert not rest or length[rest].sum() >= max(length[at] for at in rest if kind[at] == other)

@@ -1,0 +1,125 @@
+"""Tensors of the host have the values that PyTorch itself gives them, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from echograph.errors import CaptureError
+from echograph.frontend.pytorch.capture import capture_mode
+from echograph.frontend.scripts import device, values
+from echograph.frontend.scripts.host import MOST_INTEGERS
+from echograph.frontend.scripts.world import World
+
+
+@pytest.fixture(autouse=True)
+def _captured() -> Iterator[None]:
+    world = World(size=2)
+    with world.entered(), capture_mode(), device.present(world):
+        yield
+
+
+CALLS = {
+    "add": lambda x: x + 3,
+    "in place": lambda x: x.mul_(2).add_(x),
+    "view, then its base": lambda x: (x[1:].zero_(), x)[1],
+    "set": lambda x: (x.__setitem__(slice(0, 2), 7), x)[1],
+    "sort": lambda x: x.sort()[0],
+    "split": lambda x: torch.cat(list(reversed(x.split(1)))),
+    "stack": lambda x: torch.stack([x, x + 1]).t().contiguous(),
+    "cumulate": lambda x: x.cumsum(0) // 2,
+    "compare": lambda x: (x > 2).to(torch.int64),
+    "number": lambda x: torch.full((2,), x.sum().item()),
+    "moved": lambda x: x.cuda().to("cuda", non_blocking=True) * 2,
+    "shape": lambda x: x.reshape(1, -1).expand(2, -1),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-9, 9), min_size=2, max_size=6), st.lists(st.sampled_from(sorted(CALLS)), max_size=4))
+def test_values_are_those_of_pytorch(numbers: list[int], calls: list[str]) -> None:
+    fake = torch.tensor(numbers)
+    assert isinstance(fake, FakeTensor)
+    for call in calls:
+        fake = CALLS[call](fake.flatten())
+    with unset_fake_temporarily():
+        true = torch.tensor(numbers)
+        for call in calls:
+            true = CALLS[call](true.flatten().clone() if call in ("in place", "set") else true.flatten())
+        expected = true.tolist()
+    assert fake.tolist() == expected
+
+
+def test_indices_of_a_batch_are_random_as_seeded() -> None:
+    torch.manual_seed(3)
+    fake = torch.randint(1000, (4,))
+    rows = [list(range(2000))[i : i + 3] for i in fake]
+    with unset_fake_temporarily():
+        torch.manual_seed(3)
+        starts = torch.randint(1000, (4,)).tolist()
+    assert rows == [[start, start + 1, start + 2] for start in starts]
+
+
+def test_an_array_of_numpy_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    import numpy as np
+
+    batch = torch.stack([torch.from_numpy(np.arange(i, i + 3)) for i in torch.tensor([5, 9])])
+    assert batch.numpy().tolist() == [[5, 6, 7], [9, 10, 11]]
+    print(batch[0, 0])
+    assert "5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("write", ["sum", "view", "copy"])
+def test_what_comes_from_elsewhere_is_not_known(write: str) -> None:
+    count = torch.zeros(4, dtype=torch.int64)
+    part = count[1:]
+    assert int(part[0]) == 0
+    unknown = torch.empty(3, dtype=torch.int64)
+    if write == "sum":
+        dist.init_process_group()
+        dist.all_reduce(count)
+    elif write == "view":
+        part += unknown
+    else:
+        count[:3].copy_(unknown)
+    for tensor in (count[1], part[0], count.sum()):
+        with pytest.raises(CaptureError, match="decides what the script does"):
+            bool(tensor == 0)
+
+
+def test_what_is_large_is_not_computed() -> None:
+    with pytest.raises(CaptureError):
+        bool(torch.arange(MOST_INTEGERS + 1)[0] == 0)
+    assert bool(torch.arange(MOST_INTEGERS)[1] == 1)
+
+
+def test_parameters_have_no_values() -> None:
+    model = torch.nn.BatchNorm1d(4)
+    with pytest.raises(CaptureError):
+        bool(model.weight.sum() > 3)
+
+
+def test_values_are_finite_where_somebody_asks() -> None:
+    loss = torch.empty(3, requires_grad=True).sum()
+    assert not torch.isnan(loss)
+    assert not loss.isinf().any().item()
+    assert torch.isfinite(loss).all()
+    assert not (~torch.isfinite(loss)).any()
+    with pytest.raises(CaptureError):
+        bool(loss > 0)
+
+
+def test_the_user_says_which_way() -> None:
+    loss = torch.empty(3).sum()
+    here = values.caller()
+    assert here is not None
+    line = int(here.rpartition(":")[2]) + 5
+    with values.deciding({f"test_host_values.py:{line}": True, f"test_host_values.py:{line + 1}": False}):
+        assert loss > 3
+        assert not loss.item() < 3
