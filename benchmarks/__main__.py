@@ -5,7 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 
-ALL = ("commands", "capture", "engines", "large_graph", "steps", "memory", "traces", "chakra", "comms", "testbed")
+ALL = (
+    "commands",
+    "capture",
+    "scripts",
+    "engines",
+    "large_graph",
+    "steps",
+    "memory",
+    "traces",
+    "chakra",
+    "comms",
+    "testbed",
+)
 
 
 def main() -> None:

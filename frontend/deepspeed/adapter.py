@@ -20,6 +20,7 @@ from echograph.frontend.deepspeed.pipeline import Pipelines, axes
 from echograph.frontend.deepspeed.slices import GATHER
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.collectives import ranks_of
 from echograph.frontend.scripts.recorder import ScriptRecorder
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
@@ -94,13 +95,18 @@ class DeepSpeedAdapter(TorchAdapter):
             yield
 
     def axes(self, world: World) -> Mapping[str, int] | None:
-        """A pipeline's own; else one axis of data parallelism, where the engine has no other."""
+        """A pipeline's own; else data parallelism, of whose ranks experts are divided over the innermost."""
         engine = self._engine
         if engine is not None and engine.pipeline_parallelism:
             return axes(engine)
         if engine is None or engine.seq_dp_world_size != world.size or engine.dp_world_size != world.size:
             return super().axes(world)
-        return {"dp": world.size}
+        experts = {ranks_of(group) for group in _expert_groups().values()} if engine.has_moe_layers else set()
+        if not experts:
+            return {"dp": world.size}
+        ranks = experts.pop()
+        neighbours = not experts and sorted(ranks) == list(range(min(ranks), min(ranks) + len(ranks)))
+        return {"dp": world.size // len(ranks), "ep": len(ranks)} if neighbours else None
 
     def _seams(self, recorder: ScriptRecorder) -> Iterator[AbstractContextManager[None]]:
         engine = shims.seam(*_ENGINE)
@@ -152,6 +158,11 @@ class DeepSpeedAdapter(TorchAdapter):
                 return original(coordinator, params, *args, **kwargs)
 
         return gather
+
+
+def _expert_groups() -> Mapping[str, Any]:
+    found: Mapping[str, Any] = shims.seam("utils.groups")._get_expert_parallel_group_dict()
+    return found
 
 
 def check(configuration: Mapping[str, Any]) -> None:

@@ -127,6 +127,20 @@ def _nothing(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *_, **__: None
 
 
+def _with_capacity(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Experts take as many tokens as their capacity says; as many as come is a shape that only values tell."""
+
+    def init(gate: Any, *args: Any, **kwargs: Any) -> None:
+        original(gate, *args, **kwargs)
+        if not gate.drop_tokens:
+            raise CaptureError(
+                "deepspeed.moe with drop_tokens=False gives experts as many tokens as come, which only values tell: "
+                "leave it out, with a capacity_factor"
+            )
+
+    return init
+
+
 _SHIMS: tuple[tuple[str, str, str, Around], ...] = (
     # Builds an extension in C++ for ranks of one machine, for minutes.
     ("comm.torch", "", "build_shm_op", _nothing),
@@ -142,6 +156,7 @@ _SHIMS: tuple[tuple[str, str, str, Around], ...] = (
     ("runtime.utils", "CheckOverflow", "has_overflow", _never),
     ("runtime.utils", "CheckOverflow", "check_using_norm", _never),
     ("runtime.bf16_optimizer", "", "is_invalid_grad_norm", _false),
+    ("moe.sharded_moe", "TopKGate", "__init__", _with_capacity),
     # Measure the memory and the time of a process that does not compute.
     ("runtime.engine", "", "see_memory_usage", _nothing),
     ("runtime.zero.stage_1_and_2", "", "see_memory_usage", _nothing),

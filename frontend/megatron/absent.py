@@ -23,6 +23,8 @@ from echograph.errors import CaptureError
 _MEGATRON = "megatron"
 _ENGINE = "transformer_engine"
 _GRADIENTS = "fused_weight_gradient_mlp_cuda"
+_PERMUTATIONS = ("moe_permute", "moe_permute_with_probs", "moe_unpermute", "moe_sort_chunks_by_index",
+                 "moe_sort_chunks_by_index_with_probs")  # fmt: skip
 _INVARIANT = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
 
 
@@ -103,7 +105,7 @@ def _engine() -> list[ModuleType]:
         is_fp8_enabled = staticmethod(lambda: False)
 
     names = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm", "DotProductAttention")
-    recipe = _module(f"{_ENGINE}.common.recipe", DelayedScaling=engine.DelayedScaling)
+    recipe = _module(f"{_ENGINE}.common.recipe", DelayedScaling=engine.DelayedScaling, Format=engine.Formats())
     common = _module(f"{_ENGINE}.common", recipe=recipe)
     fp8 = _module(f"{_ENGINE}.pytorch.fp8", FP8GlobalStateManager=Manager, fp8_autocast=engine.without_fp8)
     distributed = _module(
@@ -115,8 +117,10 @@ def _engine() -> list[ModuleType]:
     tensor = _module(f"{_ENGINE}.pytorch.tensor", QuantizedTensor=type("QuantizedTensor", (), {}))
     rope = _module(f"{_ENGINE}.pytorch.attention.rope", apply_rotary_pos_emb=engine.apply_rotary_pos_emb)
     attention = _module(f"{_ENGINE}.pytorch.attention", rope=rope)
+    permutation = _module(f"{_ENGINE}.pytorch.permutation", **dict.fromkeys(_PERMUTATIONS, engine.not_at_once))
     fused = _module(f"{_ENGINE}.pytorch.ops", Sequential=None, FusibleOperation=None)
     within = {"fp8": fp8, "distributed": distributed, "tensor": tensor, "attention": attention, "ops": fused}
+    within["permutation"] = permutation
     pytorch = _module(f"{_ENGINE}.pytorch", **within, **{name: getattr(engine, name) for name in names})
     whole = _module(_ENGINE, __version__=engine.VERSION, common=common, pytorch=pytorch)
     return [whole, pytorch, common, recipe, rope, *within.values()]

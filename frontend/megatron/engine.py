@@ -307,6 +307,13 @@ class DelayedScaling:
         raise refused("FP8", "leave out --fp8-format")
 
 
+class Formats:
+    """`transformer_engine.common.recipe.Format`."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise refused("FP8", "leave out --fp8-format")
+
+
 class CudaRNGStatesTracker:
     """`transformer_engine.pytorch.distributed.CudaRNGStatesTracker`: a capture draws no random numbers."""
 
@@ -317,6 +324,11 @@ class CudaRNGStatesTracker:
 def without_fp8(*_: Any, **__: Any) -> Any:
     """What begins FP8."""
     raise refused("FP8", "leave out --fp8-format")
+
+
+def not_at_once(*_: Any, **__: Any) -> Any:
+    """Kernels that permute tokens: `experts` runs their single operators in place of them."""
+    raise refused("--moe-permute-fusion with this dispatcher", "leave it out")
 
 
 def checkpoint(function: Any, *args: Any, **_: Any) -> Any:

@@ -22,6 +22,7 @@ from echograph.frontend.pytorch.annotate import (
 )
 
 _ADD = torch.ops.aten.add.Tensor
+_PART = torch.ops.aten.as_strided.default
 # What one result of an operator does not share with the operator.
 _OWN = (VAL, GRADIENT_OF)
 
@@ -32,32 +33,34 @@ def link_recomputed(graph: Graph) -> None:
     A checkpoint repeats a region of the forward pass in its order (and may stop early), so each run of
     recomputed operations equals a stretch of the forward pass: the last one that starts no later than the
     operation whose backward asked for it, which the recorder left as the link. A run that equals none stays
-    unlinked.
+    unlinked. Views of memory that was there before are none of its operations: they stand where a part of it is
+    first used.
     """
-    forward = [n for n in call_nodes(graph) if n.meta[PHASE] == FORWARD]
+    forward = [n for n in call_nodes(graph) if n.meta[PHASE] == FORWARD and n.target is not _PART]
     targets: list[object] = [n.target for n in forward]
     position = {n.name: i for i, n in enumerate(forward)}
-    recomputed: dict[str, str] = {}
+    recomputed: dict[str, str | None] = {}
     for is_run, nodes in groupby(call_nodes(graph), key=lambda n: n.meta[PHASE] == RECOMPUTE):
         if is_run:
-            run = list(nodes)
-            asked_by = position.get(run[0].meta.pop(FORWARD_NODE, ""), len(forward) - 1)
-            start = _last_stretch(targets, [n.target for n in run], asked_by)
-            for i, node in enumerate(run):
-                node.meta.pop(FORWARD_NODE, None)
+            links = [(node, node.meta.pop(FORWARD_NODE, "")) for node in nodes]
+            run = [(node, link) for node, link in links if node.target is not _PART]
+            asked_by = position.get(run[0][1] if run else "", len(forward) - 1)
+            start = _last_stretch(targets, [node.target for node, _ in run], asked_by)
+            recomputed |= {node.name: None for node, _ in links}
+            for i, (node, _) in enumerate(run):
                 if start is not None:
                     source = forward[start + i]
                     node.meta |= {FORWARD_NODE: source.name, MODULE: source.meta[MODULE]}
                     recomputed[node.name] = source.name
     for node in graph.nodes:
         # Under a re-entrant checkpoint, autograd differentiates the recomputed operation.
-        if node.meta.get(FORWARD_NODE) in recomputed:
-            node.meta[FORWARD_NODE] = recomputed[node.meta[FORWARD_NODE]]
+        if node.meta.get(FORWARD_NODE) in recomputed and (link := node.meta.pop(FORWARD_NODE)):
+            node.meta |= {FORWARD_NODE: recomputed[link]} if recomputed[link] else {}
 
 
 def _last_stretch(targets: Sequence[object], run: Sequence[object], last: int) -> int | None:
     """Largest start <= last where `targets` holds `run`, or None."""
-    for start in range(min(last, len(targets) - len(run)), -1, -1):
+    for start in range(min(last, len(targets) - len(run)), -1, -1) if run else ():
         if targets[start] is run[0] and targets[start : start + len(run)] == run:
             return start
     return None

@@ -62,6 +62,8 @@ def read_arguments(node: Node) -> dict[str, Any]:
     if is_fill(node):
         return {}
     skipped = _NOT_READ.get(plain_name(node), ())
+    if "out" in written_arguments(node):
+        skipped = (*skipped, "out")  # where the result goes: `torch.mm(a, b, out=c)`
     return {name: value for name, value in arguments(node).items() if name not in skipped}
 
 

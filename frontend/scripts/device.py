@@ -135,7 +135,7 @@ def present(world: World, note: Note = lambda _: None) -> Iterator[None]:
     make = partial(OnTheDevice, note, gpus=world.gpus)
     with ExitStack() as stack:
         enter = stack.enter_context
-        for answer in (*answers(world), *_moves(world), *_streams(), *host.forgetting()):
+        for answer in (*answers(world), *_moves(world), *_streams(), *host.installed()):
             enter(answer)
         enter(patched(torch.amp.GradScaler, "_maybe_opt_step", _always_steps))
         for owner in (_foreach_utils, optimizer):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -23,18 +23,22 @@ from echograph.frontend.scripts.world import NO_GPU, World
 
 MEMORY_BYTES = 80 * 2**30
 _CUDA, _NCCL = "13.0", (2, 28, 9)
-_ON_ITS_OWN = "runs code of its own on a GPU, which a capture neither sees nor has: leave it out, or make it a "
-_OPERATOR = f"{_ON_ITS_OWN}custom operator with a fake implementation (torch.library.register_fake)"
+_CUSTOM = "custom operator with a fake implementation (torch.library.register_fake)"
+_OPERATOR = (
+    f"runs code of its own on a GPU, which a capture neither sees nor has: leave it out, or make it a {_CUSTOM}"
+)
 _GRAPHS = "CUDA graphs are not captured: leave them out, the operators are those of the eager model"
 _DRIVER = "this asks a real GPU, and a capture has only the answers of one: leave it out if you can"
 _NOT_ANSWERED = "the GPU of a capture, where PyTorch has no CUDA, does not answer it: leave it out if you can"
 # What raises by itself where there is no GPU: text of the exception -> what to do.
 _REMEDIES = (
     (r"active drivers|[Tt]riton", f"a Triton kernel {_OPERATOR}"),
-    (r"lib(cuda|cudart|cublas|cudnn|nccl|nvrtc|nvidia-ml)\w*[.\d]*\.so|NVML|nvml|no NVIDIA", _DRIVER),
+    (r"lib(cuda|cudart|cublas|cudnn|nccl|nvrtc|nvidia-ml)\w*[.\d]*\.so|NVML|nvml|nvidia-ml|no NVIDIA", _DRIVER),
     (r"not compiled with CUDA|dummy base class|'_cuda_\w+'|No CUDA GPUs|nvrtc", _NOT_ANSWERED),
     (r"the GPU of a capture has no", "decide on something else, or leave it out"),
 )
+_FOR_GPUS = ("triton", "pynvml", "cupy", "flash_attn", "apex", "transformer_engine", "xformers", "bitsandbytes")
+_NEEDS_GPU = f"its kernels need a GPU: choose PyTorch's own operators, or make it a {_CUSTOM}"
 
 
 class Properties:
@@ -57,9 +61,25 @@ class Properties:
         raise AttributeError(f"the GPU of a capture has no property '{name}'")
 
 
+class Chosen:
+    """`torch.cuda.device`: a context with another current GPU; a class, since types are made of it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Whichever is chosen, it is the one that the rank has."""
+
+    def __enter__(self) -> None:
+        """It is the current one already."""
+
+    def __exit__(self, *_: Any) -> None:
+        """It stays so."""
+
+
 def remedy(error: BaseException) -> str:
     """What to do about an exception that a missing GPU led to; "" for any other."""
     text = str(error)
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return _NEEDS_GPU if package in _FOR_GPUS else f"install {package} beside echograph"
     return next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
 
 
@@ -106,8 +126,8 @@ def _answers(world: World) -> dict[Any, dict[str, Any]]:
         "_lazy_init": _nothing,
         "current_device": lambda: world.local_rank,
         "set_device": _nothing,
-        "device": lambda *_: streams.on(None),
-        "device_of": lambda *_: streams.on(None),
+        "device": Chosen,
+        "device_of": Chosen,
         "get_device_name": lambda *_: properties.name,
         "get_device_properties": lambda *_: properties,
         "get_arch_list": lambda: ["sm_90"],
@@ -139,7 +159,7 @@ def _answers(world: World) -> dict[Any, dict[str, Any]]:
         "current_device_idx": lambda: world.local_rank,
         "set_device_index": _nothing,
         "set_device_idx": _nothing,
-        "device_index": lambda *_: streams.on(None),
+        "device_index": Chosen,
         "get_memory_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
         "reset_accumulated_memory_stats": _nothing,
     }
@@ -188,11 +208,14 @@ def _needs_its_own() -> Iterator[tuple[Any, str, str]]:
         yield cpp_extension, name, _OPERATOR
 
 
-def _refuse(why: str) -> Callable[..., NoReturn]:
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise CaptureError(why)
+def _refuse(why: str) -> type[Any]:
+    """What cannot be called, nor made; a class, since types are made of some."""
 
-    return refuse
+    class Refused:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise CaptureError(why)
+
+    return Refused
 
 
 def _set_stream(stream: Stream) -> None:

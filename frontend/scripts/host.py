@@ -28,7 +28,7 @@ _WRITING = ("__set__", "__setitem__")
 _ASKING = ("__index__", "__int__", "__invert__", "__iter__")
 # Makes tensors of settings alone; torch.empty has no values to know.
 _MADE = (
-    torch.tensor, torch.as_tensor, torch.from_numpy, torch.arange, torch.linspace, torch.zeros, torch.ones,
+    torch.tensor, torch.as_tensor, torch.arange, torch.linspace, torch.zeros, torch.ones,
     torch.full, torch.eye, torch.rand, torch.randint, torch.randperm, torch.tril_indices, torch.triu_indices,
 )  # fmt: skip
 _READS = (
@@ -89,10 +89,22 @@ def forget(tensor: Any) -> None:
                 values.untyped_storage().resize_(0)
 
 
-def forgetting() -> Iterator[AbstractContextManager[None]]:
-    """In the contexts, what a communication is given to write to, or to send, is forgotten."""
+def installed() -> Iterator[AbstractContextManager[None]]:
+    """In the contexts, arrays of NumPy give their values, and what a communication is given is forgotten."""
+    yield patched(torch, "from_numpy", _from_array)
     for name in ("_check_single_tensor", "_check_tensor_list"):
         yield patched(distributed_c10d, name, _checked)
+
+
+def _from_array(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make(array: Any) -> Tensor:
+        made: Tensor = original(array)
+        if isinstance(made, FakeTensor) and _is_small(made):
+            with _disable_current_modes():
+                setattr(made, _VALUES, original(array))
+        return made
+
+    return make
 
 
 def _checked(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
 """What lives through the steps of a script: parameters, buffers, gradients, optimizer state, each with its name.
 
 Tensors are told apart by the memory that they lie in, since wrappers of all kinds (DDP's buckets, FSDP's and
-ZeRO's flat parameters) make further tensors of the same memory. What ranks have shares of is known with the groups of
-ranks that share it: of PyTorch's own wrappers here, of frameworks as their adapters say (`Memory.tellers`).
+ZeRO's flat parameters) make further tensors of the same memory. What ranks have shares of is known with the groups
+of ranks that share it: of PyTorch's own wrappers here, of frameworks as their adapters say (`Memory.tellers`).
 """
 
 from __future__ import annotations
@@ -76,6 +76,9 @@ class Memory:
         self._told.append((tensor, role, name))
         if self._known:
             self._keep(tensor, role, name)
+            node = self.node_at(tensor)
+            if node is not None and node.op == "placeholder" and node.meta[annotate.ROLE] == annotate.INPUT:
+                node.meta |= {annotate.ROLE: role, annotate.FQN: name}
 
     def call(self, parameter: Tensor, name: str) -> None:
         """Says what an optimizer's own parameter is called, and so its moments (`name.exp_avg`)."""

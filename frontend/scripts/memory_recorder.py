@@ -59,6 +59,10 @@ class MemoryRecorder(Recorder):  # type: ignore[no-untyped-call]
 
         return resize
 
+    def of_micro_batch(self) -> dict[str, Any]:
+        """Annotations that say whose micro-batch runs."""
+        return {}
+
     def stands_for(self, node: Node, tensor: Tensor) -> None:
         """A tensor is the value of a node, and its memory is known by it."""
         super().stands_for(node, tensor)
@@ -99,6 +103,7 @@ class MemoryRecorder(Recorder):  # type: ignore[no-untyped-call]
         with self.pausing(), self._mode:
             flat = tensor.new_empty(tensor.shape) if whole is None else whole()
         meta = {PHASE: FORWARD, MODULE: "", STREAM: Stream.current.name, AFTER: frozenset()}
+        meta |= self.of_micro_batch()
         node = self.add_call(_ATEN.empty.memory_format, (list(flat.shape),), {}, self._snapshot(flat), meta)
         self.memory.made(tensor, node)
         return node
@@ -109,7 +114,7 @@ class MemoryRecorder(Recorder):  # type: ignore[no-untyped-call]
             super().bind(tensor, base)
             return base
         meta = {key: base.meta[key] for key in (PHASE, MODULE) if key in base.meta} or {PHASE: FORWARD, MODULE: ""}
-        meta |= {STREAM: Stream.current.name, AFTER: frozenset()}
+        meta |= {STREAM: Stream.current.name, AFTER: frozenset()} | self.of_micro_batch()
         if value.dtype != here.dtype:
             base = self.add_call(_ATEN.view.dtype, (base, here.dtype), {}, here, dict(meta))
         layout = (tuple(here.shape), tuple(here.stride()), here.storage_offset())

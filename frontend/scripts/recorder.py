@@ -352,13 +352,17 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         made = self._phase_and_module(node)
         if made[PHASE] != OPTIMIZER:
             made[MICRO_BATCH] = self._pass
-        for key in _CONTEXT:
-            if key in self._context:
-                made[key] = self._context[key]
+        made |= {key: value for key, value in self._context.items() if key in _CONTEXT}
         # Reserving memory is no work: what its stream waits for, the next work waits for.
         if node.target.namespace not in NAMESPACES and not is_allocation(node):  # type: ignore[union-attr]
             made |= {STREAM: Stream.current.name, AFTER: Stream.current.issue(node)}
         return made
+
+    def of_micro_batch(self) -> dict[str, Any]:
+        """The micro-batch of what runs, as annotations have it."""
+        if self._optimizing or self._forced == OPTIMIZER:
+            return {}
+        return {MICRO_BATCH: self._context.get(MICRO_BATCH, self._pass)}
 
     def _phase_and_module(self, node: Node) -> dict[str, Any]:
         module = self._stack[-1] if self._stack else ""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts import device, host
 from echograph.frontend.scripts.adapter import Adapter, patched
 from echograph.frontend.scripts.pipelining import Stages
@@ -61,6 +62,8 @@ class TorchAdapter(Adapter):
             enter(patched(DistributedDataParallel, "__init__", lambda f: _replicate(recorder, f)))
             enter(patched(_C10D.Reducer, "_rebuild_buckets", lambda f: _quietly(recorder, _really(f))))
             enter(patched(FullyShardedDataParallel, "__init__", _on_the_cpu))
+            flat = importlib.import_module("torch.distributed.fsdp._flat_param")
+            enter(patched(flat, "_same_storage", lambda _: _same_memory))
             runtime = importlib.import_module("torch.distributed.fsdp._runtime_utils")
             enter(patched(runtime, "_reduce_grad", lambda f: _carrying(recorder, "gradient", f)))
             enter(patched(runtime, "_unshard", lambda f: _carrying(recorder, "parameter", f)))
@@ -198,12 +201,18 @@ def _on_the_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share memory, which FSDP asks by addresses: fake tensors have none."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
 def _all_reduce_hook(recorder: ScriptRecorder, group: Any) -> Callable[..., Any]:
     import torch.distributed as dist
 
     def reduce(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
         del state
         buffer = bucket.buffer()
+        recorder.name(buffer, annotate.BUFFER, f"bucket.{bucket.index()}")
         buffer.div_(group.size())
         with recorder.carrying("gradient"):
             dist.all_reduce(buffer, group=group, async_op=True)

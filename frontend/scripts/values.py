@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from echograph.errors import CaptureError
 
@@ -46,6 +47,11 @@ def answer(tensor: Tensor, note: Note) -> Any:
     known: bool | None = getattr(tensor, _FINITE, None)
     if known is not None:
         return known
+    constant = getattr(tensor, "constant", None)
+    if constant is not None and not tensor.is_floating_point():
+        # Numbers that follow from a script's own are known: how many tokens an expert takes, say.
+        with unset_fake_temporarily():
+            return constant.item()
     line = caller()
     if line is not None:
         note(f"{line} reads a tensor's value, which a capture does not have: 1 stands for it")

@@ -8,7 +8,7 @@ of the job is looked at, so that its free steps remain what the answer can be he
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 import msgspec
@@ -79,17 +79,14 @@ def measure_overhead(*, shapes: bool, collectives: bool) -> Overhead | None:
     import torch
     from torch.nn.modules import module
 
-    from echograph.profiler.record.sample import ROUNDS, STEPS, sampled
+    from echograph.profiler.record.sample import STEPS, sampled
 
     if torch._C._autograd._profiler_enabled() or module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return None
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         found = sampled(shapes=shapes, collectives=collectives)
-    free, hooked, profiled = (
-        {part: median(step[part] for step in steps) for part in PARTS}
-        for steps in (found.free, found.hooked, found.profiled)
-    )
-    counts, adds = found.counts, {part: profiled[part] - free[part] for part in PARTS}
+    counts, free = found.counts, found.free
+    adds = {part: _added(found.profiled, free, part) for part in PARTS}
     operator, nested = two_kinds(adds, counts)
     inside = counts[BACKWARD][OPERATOR] * operator + counts[BACKWARD][NESTED] * nested
     observed, issue = (median(column) for column in zip(*found.observed_calls or [(0.0, 0.0)], strict=True))
@@ -97,11 +94,16 @@ def measure_overhead(*, shapes: bool, collectives: bool) -> Overhead | None:
         operator_s=operator,
         nested_s=nested,
         node_s=max(0.0, (adds[BACKWARD] - inside) / counts[BACKWARD][NODE]),
-        module_s=max(0.0, (hooked[FORWARD] - free[FORWARD]) / found.modules),
+        module_s=max(0.0, _added(found.hooked, free, FORWARD) / found.modules),
         collective_s=max(0.0, observed - median(took for took, _ in found.calls)) if found.calls else None,
         issue_s=issue,
-        how=f"processor time, medians of {ROUNDS * STEPS} steps of a small model, observed less free",
+        how=f"processor time, medians of {STEPS} steps of a small model, observed less free",
     )
+
+
+def _added(observed: Sequence[Mapping[str, float]], free: Sequence[Mapping[str, float]], part: str) -> float:
+    """Seconds that a part takes longer than in the free step before."""
+    return median(one[part] - other[part] for one, other in zip(observed, free, strict=True))
 
 
 def two_kinds(adds: Mapping[str, float], counts: Mapping[str, Mapping[str, int]]) -> tuple[float, float]:

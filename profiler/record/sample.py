@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 from echograph.profiler.record.overhead import BACKWARD, FORWARD, PARTS, kind_of
 
-ROUNDS, STEPS, CALLS = 3, 12, 100
+STEPS, WARMUP = 30, 5
+ROUNDS, CALLS = 3, 100
 BLOCKS, WIDTH, HEADS, TOKENS = 2, 64, 4, 32
 _MARK = "echograph: "
 Call: TypeAlias = Callable[[], object]
@@ -23,8 +24,8 @@ class Sampled:
 
     Attributes:
         free: of steps, by part.
-        hooked: likewise.
-        profiled: likewise.
+        hooked: of a step right after each.
+        profiled: of a step right after that.
         calls: of calls, and until they were issued, with nothing on; none where there is no group to make them in.
         observed_calls: likewise, under the profiler, with a listener.
         counts: operators of each kind in each part of a step.
@@ -49,19 +50,28 @@ def sampled(*, shapes: bool, collectives: bool) -> Sampled:
     """
     sample, call = _Sample(), _call_alone() if collectives else None
     found = Sampled(modules=sample.modules)
-    for _ in range(ROUNDS):
-        # In turn, since the machine may do other things meanwhile.
-        found.free.extend(_steps(sample))
-        found.calls.extend(_calls(call, _Listener()))
-        with _hooks(sample.blocks):
-            found.hooked.extend(_steps(sample))
-        with _profiler(shapes) as profile:
-            found.profiled.extend(_steps(sample))
-            sample.step(_mark)
-            _mark("")
-            with _listener(call) as listener:
+    with _profiler(shapes) as profile:
+        for take in range(STEPS + WARMUP):
+            # In turn, since the machine may do other things meanwhile.
+            with _unseen():
+                free = sample.step()
+                with _hooks(sample.blocks):
+                    hooked = sample.step()
+            profiled = sample.step()
+            if take >= WARMUP:
+                found.free.append(free)
+                found.hooked.append(hooked)
+                found.profiled.append(profiled)
+        sample.step(_mark)
+        _mark("")
+        for _ in range(ROUNDS):
+            if call is None:
+                break
+            with _unseen():
+                found.calls.extend(_calls(call, _Listener()))
+            with _listener() as listener:
                 found.observed_calls.extend(_calls(call, listener))
-        found.counts.update(_counted(profile))
+    found.counts.update(_counted(profile))
     return found
 
 
@@ -123,11 +133,6 @@ class _Sample:
         return took
 
 
-def _steps(sample: _Sample) -> list[dict[str, float]]:
-    sample.step()
-    return [sample.step() for _ in range(STEPS)]
-
-
 def _mark(part: str) -> None:
     from torch.profiler import record_function
 
@@ -147,6 +152,18 @@ def _profiler(shapes: bool) -> Iterator[Any]:
         yield profile
     finally:
         profile.stop()
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Operators tell the profiler nothing, as if there were none: to start one takes longer than the steps."""
+    import torch
+
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 @contextmanager
@@ -198,17 +215,15 @@ class _Listener:
 
 
 @contextmanager
-def _listener(call: Call | None) -> Iterator[_Listener]:
+def _listener() -> Iterator[_Listener]:
     from echograph.profiler.comms.tracer import shared_capture
 
-    listener, capture = _Listener(), shared_capture() if call is not None else None
-    if capture is not None:
-        capture.add(listener)
+    listener, capture = _Listener(), shared_capture()
+    capture.add(listener)
     try:
         yield listener
     finally:
-        if capture is not None:
-            capture.remove(listener)
+        capture.remove(listener)
 
 
 def _call_alone() -> Call | None:
@@ -230,12 +245,12 @@ def _call_alone() -> Call | None:
     return lambda: group.allreduce(tensor).wait()
 
 
-def _calls(call: Call | None, listener: _Listener) -> list[tuple[float, float]]:
+def _calls(call: Call, listener: _Listener) -> list[tuple[float, float]]:
     """Seconds of calls, and of those until they were issued, where the listener hears them."""
     took = []
-    for _ in range(CALLS if call is not None else 0):
+    for _ in range(CALLS):
         start = time.thread_time_ns()
-        call()  # type: ignore[misc]
+        call()
         end = time.thread_time_ns()
         took.append(((end - start) / 1e9, max(0, listener.heard - start) / 1e9))
     return took[CALLS // 10 :]

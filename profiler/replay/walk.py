@@ -118,7 +118,7 @@ class Walk:
             spent[row] = spent.get(row, 0) + stop - now
             # What an event cost is spent in it, else behind it: as much as there is.
             state.owed += cost.between(now, stop)
-            pays = min(state.owed, stop - now)
+            pays = min(state.owed, stop - now) if self._is_own(row) else 0
             paid[row], state.owed = paid[row] + pays, state.owed - pays
             now = stop
         start, line = state.now, state.thread.name
@@ -170,6 +170,10 @@ class Walk:
         for number, state in self.states.items():
             state.now = first
             state.after = [mark] if number else []
+
+    def _is_own(self, row: int) -> bool:
+        """Whether it is the host's own time: between events or of an operator, not of a call to a device."""
+        return row == NONE or self.facts.operator[row] == row
 
     def _carry(self, state: State, name: str) -> None:
         """A piece of no time that waits for what the thread waits for."""

@@ -29,7 +29,7 @@ FENCE = re.compile(r"```(\w+)\s*(?:file=(\S+))?\s*$")
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->$")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
 COMMAND = "$ "
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 
 class ExampleError(Exception):

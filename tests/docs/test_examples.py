@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from examples import Example, ExampleError, Session, examples, expected, words
+from examples import TIMEOUT_S, Example, ExampleError, Session, examples, expected, words
 
 pytest.importorskip("torch")
 
@@ -53,7 +53,9 @@ def test_page(page: Path, graph: Path, warm: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
 def test_script(script: Path, graph: Path, warm: Path, tmp_path: Path) -> None:
     shutil.copy(graph, tmp_path)
-    done = subprocess.run([warm / "python", script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [warm / "python", script], cwd=tmp_path, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 

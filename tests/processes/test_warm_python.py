@@ -44,6 +44,16 @@ def test_a_program_leaves_nothing_behind(warm: Path, tmp_path: Path) -> None:
     assert done.stdout == "torch.float32\n"
 
 
+def test_a_program_ends_with_its_caller(warm: Path, tmp_path: Path) -> None:
+    forever = "import time; open('begun', 'w').close(); time.sleep(600)"
+    with subprocess.Popen([warm / "python", "-c", forever], cwd=tmp_path, stdout=subprocess.PIPE) as caller:
+        while not (tmp_path / "begun").exists():
+            assert caller.poll() is None
+        caller.kill()
+        assert caller.stdout is not None
+        assert caller.stdout.read() == b"", "its end of the pipe is closed when it ends"
+
+
 def test_a_command_is_the_installed_one(warm: Path, tmp_path: Path) -> None:
     installed = Path(sys.executable).with_name("echosim")
     if not installed.exists():

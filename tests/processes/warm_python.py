@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,10 +109,18 @@ def answered(connection: socket.socket) -> Call:
     if program:
         for descriptor in descriptors:
             os.close(descriptor)
+        threading.Thread(target=end_with_its_caller, args=(connection, program), daemon=True).start()
         _, status = os.waitpid(program, 0)
         connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
         os._exit(0)
     return Call(name=name, arguments=arguments, folder=folder, environment=environment, descriptors=descriptors)
+
+
+def end_with_its_caller(connection: socket.socket, program: int) -> None:
+    """Kills a program whose caller was killed."""
+    if not connection.recv(1):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(program, signal.SIGKILL)
 
 
 def become(call: Call) -> None:

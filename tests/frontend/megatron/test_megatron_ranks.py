@@ -52,6 +52,10 @@ PLANS = {
         "--expert-model-parallel-size 2 --num-experts 4 --moe-expert-capacity-factor 1.0 "
         "--moe-pad-expert-input-to-capacity",
     ),
+    "tp2 sequence, Transformer Engine": (
+        2,
+        "--tensor-model-parallel-size 2 --sequence-parallel --transformer-impl transformer_engine",
+    ),
     "recomputed in full": (2, "--tensor-model-parallel-size 2 --recompute-granularity full"),
     "recomputed selectively": (2, "--tensor-model-parallel-size 2 --recompute-granularity selective"),
 }

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from echograph.frontend.pytorch.annotate import PHASE
 from echograph.frontend.scripts.adapter import Adapter
 from echograph.frontend.scripts.recorder import COMMUNICATION
 from echograph.frontend.scripts.run import Recorded, Script, run_script
@@ -19,8 +20,9 @@ from echograph.profiler.comms.bandwidth import family
 from echograph.profiler.comms.launch import STARTUP
 
 PROGRAMS = Path(__file__).with_name("programs")
-Call = tuple[str, tuple[int, ...], int, str, int]
-"""Operation, ranks of its group, bytes, type, the other rank of a message (or -1)."""
+RANK = Path(__file__).with_name("script_rank.py")
+Call = tuple[str, tuple[int, ...], int, str, int, str]
+"""Operation, ranks of its group, bytes, type, the other rank of a message (or -1), phase ("": nobody knows)."""
 
 
 def captured(
@@ -43,19 +45,17 @@ def calls_of(run: Recorded) -> list[Call]:
         call = node.meta.get(COMMUNICATION)
         if call is not None and node.target is not operator.getitem:
             dtype = str(call.dtype).removeprefix("torch.") if call.dtype else ""
-            found.append((family(call.op), call.ranks, call.nbytes, dtype, call.peer))
+            found.append((family(call.op), call.ranks, call.nbytes, dtype, call.peer, node.meta[PHASE]))
     return found
 
 
-def traced(
-    script: Path, size: int, folder: Path, *arguments: str, timeout_s: float = 240
-) -> dict[int, list[Call]]:
-    """Of each rank of a real run over gloo, all that it communicates, in order."""
+def traced(script: Path, size: int, folder: Path, *arguments: str, spawns: bool = False) -> dict[int, list[Call]]:
+    """Of each rank of a real run over gloo, all that it communicates, in order; some scripts start their ranks."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     began = []
-    for rank in range(size):
+    for rank in range(1 if spawns else size):
         env = {
             **os.environ,
             **World(rank=rank, size=size).environment,
@@ -66,16 +66,16 @@ def traced(
             "PYTHONPATH": os.pathsep.join(filter(None, (str(STARTUP), os.environ.get("PYTHONPATH", "")))),
         }
         with (folder / f"{rank}.log").open("wb") as log:
-            command = [sys.executable, str(script), *arguments]
+            command = [sys.executable, *([] if spawns else [str(RANK)]), str(script), *arguments]
             began.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=folder))
     try:
-        status = [process.wait(240) for process in began]
+        status = [process.wait(400) for process in began]
     finally:
         for process in began:
             process.kill()
             process.wait()
-    logs = "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in range(size))
-    assert status == [0] * size, logs
+    logs = "\n".join((folder / f"{rank}.log").read_text()[-3000:] for rank in range(len(began)))
+    assert status == [0] * len(began), logs
     return {rank: list(_rows(folder / f"trace.{rank}.jsonl")) for rank in range(size)}
 
 
@@ -87,11 +87,20 @@ def _rows(path: Path) -> list[Call]:
     for _, number in sorted(set(rows)):
         what = source.whats[number]
         assert what is not None
-        found.append((family(what.op), source.groups[what.group], what.bytes, what.dtype, what.peer))
+        found.append((family(what.op), source.groups[what.group], what.bytes, what.dtype, what.peer, what.phase))
     return found
 
 
 def repeats(step: list[Call], whole: list[Call], times: int = 2) -> bool:
     """Whether a run holds a step's calls, that many times one after the other."""
     wanted = step * times
-    return any(whole[i : i + len(wanted)] == wanted for i in range(len(whole) - len(wanted) + 1))
+    return any(all(map(_alike, wanted, whole[i : i + len(wanted)])) for i in range(len(whole) - len(wanted) + 1))
+
+
+def phases(calls: list[Call]) -> set[str]:
+    """Those that somebody knows."""
+    return {call[-1] for call in calls} - {""}
+
+
+def _alike(one: Call, real: Call) -> bool:
+    return one[:-1] == real[:-1] and real[-1] in ("", one[-1])

@@ -119,7 +119,7 @@ def test_the_user_says_which_way() -> None:
     loss = torch.empty(3).sum()
     here = values.caller()
     assert here is not None
-    line = int(here.rpartition(":")[2]) + 5
+    line = int(here.rpartition(":")[2]) + 4
     with values.deciding({f"test_host_values.py:{line}": True, f"test_host_values.py:{line + 1}": False}):
         assert loss > 3
         assert not loss.item() < 3

@@ -15,5 +15,5 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What recording costs is measured from a few steps: most tests ask whether it is, not how well."""
     from echograph.profiler.record import sample
 
-    for name, value in {"ROUNDS": 1, "STEPS": 3, "CALLS": 20}.items():
+    for name, value in {"ROUNDS": 1, "STEPS": 3, "WARMUP": 1, "CALLS": 20}.items():
         monkeypatch.setattr(sample, name, value)

@@ -91,7 +91,7 @@ def test_operators_of_a_step_are_counted_as_the_trace_has_them() -> None:
     from echograph.profiler.record import sample
 
     found = sample.sampled(shapes=False, collectives=False)
-    assert len(found.free) == len(found.hooked) == len(found.profiled) == sample.ROUNDS * sample.STEPS
+    assert len(found.free) == len(found.hooked) == len(found.profiled) == sample.STEPS
     # Every parameter's gradient is accumulated by a node, and every linear layer has one.
     parameters = sample.BLOCKS * 12
     assert found.counts[BACKWARD][NODE] > parameters + 4 * sample.BLOCKS

@@ -49,6 +49,8 @@ def assumptions(
     if "ep" in {axis.name for axis in job.mesh}:
         rows = f"{plan.expert_imbalance:g} times the mean of all ranks (--expert-imbalance)"
         found.append(Assumption("experts", "assumed", f"rows of the busiest rank's experts: {rows}"))
+    if is_traced(job):
+        return found
     if result.ranks is None:
         alike = "ranks of one role take equal time: no jitter, no slow node (--jitter, --straggler, --degrade)"
         found.append(Assumption("ranks", "assumed", alike))

@@ -22,6 +22,7 @@ _OF_PHASE = {Phase.FORWARD: 0, Phase.BACKWARD: 2, Phase.RECOMPUTE: 5, Phase.OPTI
 OF_COMMUNICATION = (1, 4, 6, 5, 3)
 _PHASE_COLOURS = np.array([_OF_PHASE.get(Phase(n), 6) if n else 6 for n in range(len(Phase) + 1)])
 HOST, IDLE = 7, 8
+_EXPOSED = "exposed: "
 _LEVELS = ("each operation", "all work of a layer", "all work of a micro-batch")
 Flags = npt.NDArray[np.bool_]
 
@@ -76,8 +77,8 @@ class Step:
         several = len(timeline.programs) > 1
 
         def said(row: int, kind: int) -> str:
-            role = timeline.programs[int(timeline.program[row])]
-            return f"{role}: {self._said(row, kind, '')}" if several else self._said(row, kind, "")
+            text = self._said(row, kind, "").removeprefix(_EXPOSED)
+            return f"{timeline.programs[int(timeline.program[row])]}: {text}" if several else text
 
         return self._lane("critical path", pieces, key, said)
 
@@ -121,15 +122,17 @@ class Step:
     def _said(self, row: int, kind: int, idle: str) -> str:
         """What a run is."""
         if kind >= self.kinds.host:
-            return "the host issues, nothing runs" if kind == self.kinds.host else idle
+            return "the host, nothing runs" if kind == self.kinds.host else idle
         if kind > 0:
-            return f"exposed: {self.kinds.labels[kind - 1]} communication"
+            return f"{_EXPOSED}{self.kinds.labels[kind - 1]} communication"
         return self._when(row)
 
     def _when(self, row: int, *, apart: bool = False) -> str:
-        """Phase and micro-batch."""
-        phase = Phase(int(self._phase(np.array([row]), apart=apart)[0])).name.lower()
-        return f"{phase}, micro-batch {max(int(self.timeline.micro_batch[row]), 0)}" if self.several else phase
+        """Phase and micro-batch; the optimizer is of none."""
+        phase = Phase(int(self._phase(np.array([row]), apart=apart)[0]))
+        number = max(int(self.timeline.micro_batch[row]), 0)
+        of_none = not self.several or phase == Phase.OPTIMIZER
+        return phase.name.lower() if of_none else f"{phase.name.lower()}, micro-batch {number}"
 
     def streams(self, programs: Sequence[int], most: int) -> tuple[list[Lane], str]:
         """The host and the streams of programs, and what a bar of them is: the finest that there is room for."""

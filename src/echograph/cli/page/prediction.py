@@ -35,7 +35,8 @@ _STEP = (
 )
 _LIMITS = (
     "The longest chain of work in which each piece had to wait for the one before, by kind. To make a kind faster "
-    "shortens the step by at most its share of this path; to make faster what runs beside it shortens nothing."
+    "shortens the step by its share of this path, until another path is the longest; to make faster what runs beside "
+    "it shortens nothing."
 )
 _PATH = "What the critical path is made of: an operation in all layers (as *) and micro-batches is one row."
 _MEMORY = "What is allocated at the moment when most is, on the role that needs most."
@@ -171,7 +172,9 @@ def _limits(record: Record) -> str:
         (name, parts.seconds(value), parts.percent(value / step), parts.seconds(0.1 * value))
         for name, value in record["limits_s"].items()
     ]
-    titles = ("kind of work", "on the critical path", "of the step", "10 % less time saves at most")
+    # Where links are shared, other times load them otherwise: the path's share is then no bound.
+    bound = "about" if record["simulation"]["network"] == "flows" else "at most"
+    titles = ("kind of work", "on the critical path", "of the step", f"10 % less time saves {bound}")
     drawn = parts.limit_bars([("critical path", record)])
     return parts.section("What limits the step", _LIMITS, drawn, parts.grid(titles, rows))
 

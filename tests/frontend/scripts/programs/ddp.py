@@ -7,18 +7,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 class Model(nn.Module):
-    def __init__(self, width, depth):
+    def __init__(self, width, depth, recompute):
         super().__init__()
+        self.recompute = recompute
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
         self.head = nn.Linear(width, 10)
 
     def forward(self, x):
         for layer in self.layers:
-            x = torch.relu(layer(x))
+            if self.recompute == "none":
+                x = torch.relu(layer(x))
+            else:
+                x = torch.relu(checkpoint(layer, x, use_reentrant=self.recompute == "reentrant"))
         return self.head(x)
 
 
@@ -27,12 +32,14 @@ def main():
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--recompute", default="none", choices=("none", "reentrant", "not-reentrant"))
     args = parser.parse_args()
     use_cuda = torch.cuda.is_available()
     dist.init_process_group("nccl" if use_cuda else "gloo")
     rank = int(os.environ["LOCAL_RANK"])
     device = torch.device(f"cuda:{rank}" if use_cuda else "cpu")
-    model = DDP(Model(args.width, args.depth).to(device), device_ids=[rank] if use_cuda else None, bucket_cap_mb=1)
+    model = Model(args.width, args.depth, args.recompute).to(device)
+    model = DDP(model, device_ids=[rank] if use_cuda else None, bucket_cap_mb=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = TensorDataset(torch.randn(1024, args.width), torch.randint(0, 10, (1024,)))
     loader = DataLoader(data, batch_size=16, sampler=DistributedSampler(data, shuffle=True))

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
@@ -29,8 +30,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, vocabulary, width, heads, depth):
+    def __init__(self, vocabulary, width, heads, depth, recompute):
         super().__init__()
+        self.recompute = recompute
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.head = nn.Linear(width, vocabulary, bias=False)
@@ -38,7 +40,7 @@ class Transformer(nn.Module):
     def forward(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if self.recompute is None else checkpoint(block, x, use_reentrant=self.recompute)
         return self.head(x)
 
 
@@ -49,6 +51,7 @@ def main():
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--recompute", choices=("reentrant", "not-reentrant"))
     args = parser.parse_args()
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group()
@@ -61,7 +64,8 @@ def main():
         sizes, names = (world,), ("shard",)
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
     torch.manual_seed(0)
-    model = Transformer(512, args.width, 4, args.depth).to(device_type)
+    recompute = args.recompute and args.recompute == "reentrant"
+    model = Transformer(512, args.width, 4, args.depth, recompute).to(device_type)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -24,6 +25,7 @@ def main():
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--sequence", action="store_true")
+    parser.add_argument("--fsdp", action="store_true")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group()
@@ -34,12 +36,16 @@ def main():
     for layer in model:
         plan = {"up": ColwiseParallel(input_layouts=between), "down": RowwiseParallel(output_layouts=between)}
         parallelize_module(layer, mesh["tp"], plan)
+        if args.fsdp:
+            fully_shard(layer, mesh=mesh["dp"])
+    if args.fsdp:
+        fully_shard(model, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(args.steps):
         x = torch.randn(32, 128, device=device)
         loss = model(x).pow(2).mean()
         loss.backward()
-        if mesh["dp"].size() > 1:
+        if mesh["dp"].size() > 1 and not args.fsdp:
             for parameter in model.parameters():
                 gradient = parameter.grad.to_local()
                 dist.all_reduce(gradient, group=mesh["dp"].get_group())

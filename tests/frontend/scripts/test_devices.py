@@ -1,0 +1,144 @@
+"""The GPU that a script finds, what it cannot do, and scripts that find none: refused where they want one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from echograph.errors import CaptureError
+from echograph.frontend.scripts.run import Recorded, Script, run_script
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
+
+BEGIN = """import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    loss = model(torch.ones(4, 8)).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def run(folder: Path, text: str, *, gpus: bool = True) -> Recorded:
+    path = folder / "train.py"
+    path.write_text(text)
+    return run_script(Script(path=path), World(size=16, gpus=gpus), TorchAdapter())
+
+
+def refused(folder: Path, text: str, *, gpus: bool = True) -> str:
+    with pytest.raises(CaptureError) as caught:
+        run(folder, text, gpus=gpus)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert len(line) < 400
+    return line
+
+
+ONLY_A_REAL_ONE = {
+    "CUDA graph": ("torch.cuda.CUDAGraph()", "CUDA graphs are not captured"),
+    "graphed callables": ("torch.cuda.make_graphed_callables(model, (torch.ones(4, 8),))", "CUDA graphs"),
+    "extension": ("import torch.utils.cpp_extension as e; e.load('x', ['x.cu'])", "torch.library.register_fake"),
+    "runtime": ("import ctypes; ctypes.CDLL('libcudart.so.12')", "a real GPU"),
+    "triton": ("import triton", "torch.library.register_fake"),
+    "other package": ("import no_such_package_here", "install no_such_package_here"),
+    "property": ("torch.cuda.get_device_properties(0).uuid", "no property 'uuid'"),
+    "what nobody answers": ("torch.cuda.current_blas_handle()", "does not answer it: leave it out"),
+    "driver": ("torch.cuda.utilization()", "a real GPU"),
+}
+
+
+@pytest.mark.parametrize("what", ONLY_A_REAL_ONE)
+def test_what_needs_a_real_gpu_ends_in_one_line(tmp_path: Path, what: str) -> None:
+    call, said = ONLY_A_REAL_ONE[what]
+    line = refused(tmp_path, BEGIN + f"    {call}\n")
+    assert line.startswith("train.py:11: ")
+    assert said in line
+
+
+WANTS = {
+    "moves a tensor": "torch.ones(2).cuda()",
+    "moves to": "torch.ones(2).to('cuda:1')",
+    "makes": "torch.ones(2, device='cuda')",
+    "moves a model": "model.to('cuda')",
+    "moves a model by name": "model.cuda()",
+    "sets": "torch.cuda.set_device(0)",
+    "stream": "torch.cuda.Stream()",
+    "mesh": "dist.init_device_mesh('cuda', (16,))",
+    "nccl": "dist.new_group([0, 1], backend='nccl')",
+    "accelerator": "torch.accelerator.set_device_index(0)",
+}
+
+
+@pytest.mark.parametrize("what", WANTS)
+def test_a_gpu_that_is_not_there(tmp_path: Path, what: str) -> None:
+    assert run(tmp_path, BEGIN + f"    {WANTS[what]}\n").recorder.recorded
+    line = refused(tmp_path, BEGIN + f"    {WANTS[what]}\n", gpus=False)
+    assert line.startswith("train.py:11: ")
+    assert "--device cpu" in line
+
+
+ASKS = """import torch
+assert torch.cuda.is_available() == torch.accelerator.is_available() == {gpus}
+assert (torch.accelerator.current_accelerator() is not None) == {gpus}
+assert torch.cuda.device_count() == torch.accelerator.device_count() == (8 if {gpus} else 0)
+assert (torch.version.cuda is not None) == {gpus}
+assert torch.distributed.is_nccl_available() == {gpus}
+where = "cuda" if torch.cuda.is_available() else "cpu"
+scaler = torch.amp.GradScaler(where)
+def moved(x: torch.Tensor, device: torch.cuda.device | torch.device | None = None) -> torch.Tensor:
+    return x.to(where)
+with torch.autocast(where, dtype=torch.bfloat16):
+    assert (moved(torch.ones(2, 2)) @ moved(torch.ones(2, 2))).dtype == torch.bfloat16
+torch.manual_seed(0)
+"""
+
+
+@pytest.mark.parametrize("gpus", [True, False])
+def test_a_script_that_asks_first_runs_with_and_without(tmp_path: Path, gpus: bool) -> None:
+    assert run(tmp_path, ASKS.format(gpus=gpus) + BEGIN, gpus=gpus).recorder.recorded
+
+
+GPU = """import torch
+with torch.cuda.nvtx.range("step"), torch.cuda.device(0), torch.accelerator.device_index(1):
+    torch.cuda.nvtx.mark("x")
+free, total = torch.cuda.mem_get_info()
+assert torch.cuda.get_device_properties(0).total_memory == total
+assert "H100" in torch.cuda.get_device_name()
+print(torch.cuda.memory_stats()["active_bytes.all.peak"], torch.cuda.memory_summary(), torch.cuda.nccl.version())
+assert torch.accelerator.current_accelerator().type == "cuda"
+torch.accelerator.synchronize()
+"""
+
+
+def test_what_scripts_ask_a_gpu_is_answered(tmp_path: Path) -> None:
+    assert run(tmp_path, GPU + BEGIN).recorder.recorded
+
+
+def echoc(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from echograph.cli.echoc import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_command_captures_with_and_without_a_gpu(tmp_path: Path) -> None:
+    script, job = tmp_path / "train.py", tmp_path / "job.pb"
+    script.write_text(BEGIN + "    if loss > 3:\n        model.cuda()\n")
+    given = ("capture", "torch", "--script", str(script), "--world-size", "16", "-o", str(job), "--json")
+    for which, device, status in (("no", "cpu", 0), ("yes", "cuda", 0), ("yes", "cpu", 1)):
+        done = echoc(*given, "--device", device, "--decide", f"train.py:11={which}")
+        assert done.returncode == status, done.stderr
+        if status == 0:
+            assert json.loads(done.stdout)["ranks"] == 16
+    assert done.stderr.startswith("echoc: train.py:12: ")
+    assert "--decide train.py:11=" in echoc(*given).stderr
+    assert echoc(*given, "--decide", "11").returncode == 2
+    assert echoc(*given, "--device", "tpu").returncode == 2
+    assert echoc("capture", "megatron", *given[2:], "--device", "cpu").returncode == 2

@@ -1,0 +1,179 @@
+"""What training scripts do besides training: it runs, unedited, and the step is the one that would be done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echograph.errors import CaptureError
+from echograph.frontend.scripts.capture import capture_script
+from echograph.frontend.scripts.collectives import Communication
+from echograph.frontend.scripts.recorder import COMMUNICATION
+from echograph.frontend.scripts.run import Recorded, Script, run_script
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
+from echograph.ir.graph import JobGraph
+
+TRAIN = """import argparse, copy, json, os, random
+from pathlib import Path
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+from parts.model import Model
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--init", default="env://")
+parser.add_argument("--local-rank", type=int, default=int(os.environ["LOCAL_RANK"]))
+parser.add_argument("--length", type=int, default=16)
+args = parser.parse_args()
+settings = json.loads(Path(__file__).with_name("settings.json").read_text())
+torch.cuda.set_device(args.local_rank)
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+dist.init_process_group("nccl", init_method=args.init, rank=rank, world_size=world)
+torch.manual_seed(rank); np.random.seed(rank); random.seed(rank)
+
+
+class Tokens(Dataset):
+    def __init__(self):
+        self.tokens = np.memmap("tokens.bin", dtype=np.uint16, mode="r")
+
+    def __len__(self):
+        return (len(self.tokens) - 1) // args.length
+
+    def __getitem__(self, i):
+        i = i * args.length
+        x = torch.from_numpy(self.tokens[i : i + args.length + 1].astype(np.int64))
+        return x[:-1], x[1:]
+
+
+data = Tokens()
+sampler = DistributedSampler(data, shuffle=True)
+loader = DataLoader(data, batch_size=settings["batch"], sampler=sampler, num_workers=4, pin_memory=True)
+model = Model(settings["width"]).cuda()
+ema = copy.deepcopy(model)
+model = torch.compile(DDP(model, device_ids=[args.local_rank]))
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+scaler = torch.amp.GradScaler("cuda")
+start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+step = 0
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        start.record()
+        x, y = x.cuda(non_blocking=True), y.to("cuda", non_blocking=True)
+        with torch.autocast("cuda", dtype=torch.float16):
+            logits = model(x)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+        if not torch.isfinite(loss):
+            raise SystemExit("loss is not a number")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        total = loss.detach().clone()
+        dist.all_reduce(total, op=dist.ReduceOp.AVG)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        scheduler.step()
+        with torch.no_grad():
+            for mine, averaged in zip(model.parameters(), ema.parameters()):
+                averaged.lerp_(mine, 0.01)
+        end.record()
+        torch.cuda.synchronize()
+        dist.barrier()
+        if rank == 0:
+            rate = scheduler.get_last_lr()[0]
+            print(f"{step} {total.item():.3f} {norm.item():.2f} {rate:.1e} {start.elapsed_time(end)}")
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model.train()
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+        step += 1
+        if step == 3:
+            break
+    else:
+        continue
+    break
+print("ended")
+"""
+MODEL = """import torch
+from .head import Head
+
+class Model(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.embed = torch.nn.Embedding(65536, width)
+        self.head = Head(width)
+
+    def forward(self, x):
+        return self.head(self.embed(x))
+"""
+HEAD = """import torch
+
+class Head(torch.nn.Linear):
+    def __init__(self, width):
+        super().__init__(width, 512)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for name, text in (("__init__", ""), ("model", MODEL), ("head", HEAD)):
+        (parts / f"{name}.py").write_text(text)
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "settings.json").write_text('{"batch": 4, "width": 32}')
+    (tmp_path / "tokens.bin").write_bytes(bytes(2 * 16 * 4 * 16 * 3 + 2))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str, world: World, step: int = 2, whole: bool = False) -> Recorded:
+    script = Script(path=folder / "train.py", arguments=arguments, step=step, whole=whole)
+    return run_script(script, world, TorchAdapter())
+
+
+def calls(run: Recorded) -> list[Communication]:
+    return [node.meta[COMMUNICATION] for node in run.recorder.graph.nodes if COMMUNICATION in node.meta]
+
+
+def test_a_step_is_recorded_whatever_is_around_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = run(folder, world=World(rank=9, size=16))
+    assert made.recorder.sample is not None
+    assert tuple(made.recorder.sample.shape) == (4, 16)  # what NumPy cut out of the file
+    elements = 65536 * 32 + 512 * 32 + 512
+    reduced = [call for call in calls(made) if call.op in ("all_reduce", "allreduce_")]
+    assert sum(call.nbytes for call in reduced) == 4 * (elements + 1)  # gradients, and the loss for the log
+    assert capsys.readouterr().out == ""
+
+
+def test_the_first_step_of_all_ranks_of_one_machine(folder: Path) -> None:
+    made = run(folder, "--init", f"file://{folder}/rendezvous", world=World(rank=5, size=6, local_size=6), step=1)
+    assert calls(made)[0].ranks == tuple(range(6))
+    assert not (folder / "rendezvous").exists()
+
+
+@pytest.mark.slow
+def test_it_may_go_on_to_its_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = run(folder, "--init", "tcp://10.0.0.1:29500", world=World(size=16), whole=True)
+    assert made.recorder.steps == 3
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()] == ["0", "1", "2", "ended"]
+    assert not (folder / "last.pt").exists()
+
+
+@pytest.mark.slow
+def test_ranks_that_are_named(folder: Path) -> None:
+    script = Script(path=folder / "train.py")
+    job = capture_script(script, World(size=4), TorchAdapter(), ranks=(0, 1, 2, 3)).graph
+    assert isinstance(job, JobGraph)
+    assert [dict(program.coordinates) for program in job.programs] == [{"dp": rank} for rank in range(4)]
+    with pytest.raises(CaptureError, match="do not stand for all ranks"):
+        capture_script(script, World(size=4), TorchAdapter(), ranks=(1, 3))
