@@ -235,10 +235,10 @@ def _held(job: JobGraph) -> dict[int, list[Held]]:
     """What the collectives of each block hold longer than its readers need it.
 
     A unit of FSDP2 drops its gathered parameters all at once: after forward those that it gathers again, all
-    others just before it reduces its gradients. (A gather that names what it makes, as captured ones do, is held by
-    its readers alone.) The buffer of a collective lives as long as the token (one element
-    of type bool) that tells others that it is done; that of a gather in forward until the next gather is told so,
-    since FSDP2 holds it to overlap the two.
+    others just before it reduces its gradients. (A gather that names what it makes, as captured ones do, is held
+    by its readers alone.) The buffer of a collective lives as long as the token (one element of type bool) that
+    tells others that it is done; that of a gather in forward until the next gather is told so, since FSDP2 holds
+    it to overlap the two.
     """
     ops, tensors, buffers, numel = job.ops, job.tensors, buffer_bytes(job), job.tensors.numel
     found: dict[int, list[Held]] = {}

@@ -43,6 +43,7 @@ _CARRYING = (
 _UNSUPPORTED = (
     (("zero_optimization", "offload_optimizer", "device"), ("nvme",)),
     (("zero_optimization", "offload_param", "device"), ("nvme",)),
+    (("zero_optimization", "zenflow"), ()),
     (("zero_optimization", "zero_quantized_weights"), (True,)),
     (("zero_optimization", "zero_quantized_gradients"), (True,)),
     (("optimizer", "type"), ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")),
@@ -50,7 +51,7 @@ _UNSUPPORTED = (
     (("hybrid_engine", "enabled"), (True,)),
     (("autotuning", "enabled"), (True,)),
 )
-"""(where in the configuration, values): what these ask for runs outside of PyTorch's operators."""
+"""(where in the configuration, values; none: any): these ask for what runs outside of PyTorch's operators."""
 
 
 class DeepSpeedAdapter(TorchAdapter):
@@ -175,8 +176,8 @@ def check(configuration: Mapping[str, Any]) -> None:
         value: Any = configuration
         for key in path:
             value = value.get(key) if isinstance(value, Mapping) else None
-        if value in refused:
-            entry = f"{'.'.join(path)} = {json.dumps(value)}"
+        if value in refused or (value and not refused):
+            entry = f"{'.'.join(path)} = {json.dumps(value)}" if refused else ".".join(path)
             raise CaptureError(f"DeepSpeed's {entry} is not captured: leave it out of the configuration")
 
 

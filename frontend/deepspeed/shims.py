@@ -134,8 +134,8 @@ def _with_capacity(original: Callable[..., Any]) -> Callable[..., Any]:
         original(gate, *args, **kwargs)
         if not gate.drop_tokens:
             raise CaptureError(
-                "deepspeed.moe with drop_tokens=False gives experts as many tokens as come, which only values tell: "
-                "leave it out, with a capacity_factor"
+                "deepspeed.moe with drop_tokens=False gives experts as many tokens as come, which only values "
+                "tell: leave it out, with a capacity_factor"
             )
 
     return init

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
+from echograph.errors import CaptureError
 from echograph.frontend.megatron.patches import Patch
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
@@ -33,6 +34,11 @@ def balanced(note: Callable[[str], None]) -> tuple[Patch, ...]:
             where=f"{_DISPATCHER}:MoEAlltoAllTokenDispatcher.preprocess",
             reason="the host reads how many tokens each expert takes",
             around=lambda original: _preprocess(original, note),
+        ),
+        Patch(
+            where=f"{_DISPATCHER}:MoEAllGatherTokenDispatcher.__init__",
+            reason="it has tokens of which only values tell how many they are",
+            around=lambda _: _refuse,
         ),
         *(
             Patch(
@@ -68,6 +74,13 @@ def _preprocess(original: Callable[..., Tensor], note: Callable[[str], None]) ->
             return _take(dispatcher, routing_map.shape[0])
 
     return preprocess
+
+
+def _refuse(*_: Any, **__: Any) -> None:
+    raise CaptureError(
+        "--moe-token-dispatcher-type allgather: how many tokens it handles only values tell: "
+        "give --moe-token-dispatcher-type alltoall"
+    )
 
 
 def _take(dispatcher: Any, tokens: int) -> Tensor:
@@ -114,9 +127,9 @@ def _of_known_size(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def run(tokens: Tensor, *args: Any, **named: Any) -> Any:
-        if not isinstance(tokens, FakeTensor):
-            return original(tokens, *args, **named)
         size = named["num_out_tokens"] if "num_out_tokens" in named else tokens.shape[0]
+        if not isinstance(tokens, FakeTensor) or not isinstance(size, int):
+            return original(tokens, *args, **named)
         with _Selecting(size):
             return original(tokens, *args, **named | {"fused": False})
 

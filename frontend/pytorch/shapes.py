@@ -16,6 +16,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+_stack_length = torch._C._len_torch_dispatch_stack
+_active = torch._C._get_dispatch_mode
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 _ATEN = torch.ops.aten
 _UNSAID_VIEW = _ATEN._unsafe_view.default
 # What they make may keep the values that they are given.
@@ -74,7 +77,7 @@ class Shapes:
     """Calls operators for fake tensors of one mode; a call like an earlier one does not ask the mode.
 
     Args:
-        mode: of the fake tensors; no other dispatch mode may stand between it and the caller.
+        mode: of the fake tensors.
         results: of earlier calls, of any mode; those to come are added.
     """
 
@@ -85,7 +88,10 @@ class Shapes:
         self._blank: dict[torch.device, dict[str, Any]] = {}
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What `func(*args, **kwargs)` is in the mode."""
+        """What `func(*args, **kwargs)` is."""
+        if _stack_length() != 1 or _active(_FAKE) is not self._mode:
+            # Somebody else looks on, or the mode is put aside for real values.
+            return func(*args, **kwargs)
         # By its number, since operators take long to say their hash.
         rule = self._rules.get(id(func))
         if rule is None:

@@ -204,11 +204,10 @@ def _to(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if args and is_gpu(args[0]):
-            args = ("cpu", *args[1:])
-        for name in ("device", "device_type"):
-            if is_gpu(kwargs.get(name)):
-                kwargs[name] = "cpu"
+        if is_gpu(args[0] if args else kwargs.get("device_type")):
+            args, kwargs = ("cpu", *args[1:]), {k: v for k, v in kwargs.items() if k != "device_type"}
+            if len(args) < 2 and kwargs.get("dtype") is None:  # those of CPUs and GPUs differ
+                kwargs["dtype"] = torch.get_autocast_dtype("cuda")
         original(self, *args, **kwargs)
 
     return init

@@ -64,7 +64,7 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     made = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
     if not any(isinstance(tensor, FakeTensor) for tensor in (made if made or not in_place else (first,))):
         return  # a real tensor was written already
-    given = _with_values((args, kwargs)) if all(_is_small(tensor) for tensor in made) else _UNKNOWN
+    given: Any = _with_values((args, kwargs)) if all(_is_small(tensor) for tensor in made) else _UNKNOWN
     if given is _UNKNOWN:
         if in_place:
             forget(kwargs.get("out", first))

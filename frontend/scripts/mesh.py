@@ -7,6 +7,7 @@ multiples of those axes' strides; from the strides of all groups together follow
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise, product
 from math import prod
 
@@ -75,15 +76,22 @@ def axes_of(ranks: Sequence[int], mesh: Mapping[str, int]) -> tuple[str, ...] | 
         ranks: global.
         mesh: axes and sizes, outermost first.
     """
-    places = [place_of(rank, mesh) for rank in ranks]
-    varied = [len({place[name] for place in places}) for name in mesh]
+    return _axes_of(tuple(ranks), tuple(mesh.items()))
+
+
+@lru_cache(maxsize=256)
+def _axes_of(ranks: tuple[int, ...], mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...] | None:
+    # A group is asked for at each of its calls, and may have all ranks of a large world.
+    sizes = dict(mesh)
+    places = [place_of(rank, sizes) for rank in ranks]
+    varied = [len({place[name] for place in places}) for name in sizes]
     if prod(varied) != len(ranks) or any(
-        n not in (1, size) for n, size in zip(varied, mesh.values(), strict=True)
+        n not in (1, size) for n, size in zip(varied, sizes.values(), strict=True)
     ):
         return None
-    found = tuple(name for name, count in zip(mesh, varied, strict=True) if count > 1)
+    found = tuple(name for name, count in zip(sizes, varied, strict=True) if count > 1)
     # A group of one rank lies along an axis of one.
-    return found or tuple(name for name, size in mesh.items() if size == 1)[-1:]
+    return found or tuple(name for name, size in sizes.items() if size == 1)[-1:]
 
 
 def place_of(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:

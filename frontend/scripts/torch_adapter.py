@@ -46,6 +46,8 @@ class TorchAdapter(Adapter):
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(device.present(world, recorder.note))
+            # It draws until all values are within bounds, which without values is for ever.
+            enter(patched(torch.nn.init, "_no_grad_trunc_normal_", lambda _: lambda tensor, *_, **__: tensor))
             enter(patched(torch, "save", lambda _: _not_saved(recorder)))
             enter(patched(torch, "compile", lambda _: _not_compiled(recorder)))
             enter(patched(torch.multiprocessing, "spawn", lambda _: _spawn(world)))

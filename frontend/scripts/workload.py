@@ -52,9 +52,7 @@ def workload_of(
     )
 
 
-def _parameters(
-    runs: Sequence[Recorded], places: Sequence[Mapping[str, int]], mesh: Mapping[str, int]
-) -> int:
+def _parameters(runs: Sequence[Recorded], places: Sequence[Mapping[str, int]], mesh: Mapping[str, int]) -> int:
     """Trainable elements of all stages; roles that differ elsewhere have the same ones."""
     along = {axis for run in runs for axis in messages_of(run, mesh)}
     of_stages: dict[tuple[tuple[str, int], ...], int] = {}

@@ -146,7 +146,7 @@ def _bound_by(piece: Piece) -> str:
     match piece.work:
         case Work.HOST:
             return _BOUND.get(piece.name, "host")
-        case Work.COLLECTIVE:
+        case Work.COLLECTIVE | Work.MESSAGE:
             return "communication"
         case Work.COPY:
             return "memory"

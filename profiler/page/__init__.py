@@ -1,5 +1,5 @@
-"""HTML pages of what was measured: one file each, in one look, that loads nothing from anywhere.
+"""HTML pages: one file each, in one look, that loads nothing from anywhere.
 
-`frame` is what all pages share, `charts` draws, `plots` says which chart shows which table, `timeline` puts what
-ran on lanes, and `report` puts it all on one page.
+`frame` is what all pages share, `charts` draws, and `lanes` draws time. Of what was measured, `plots` says which
+chart shows which table, `timeline` puts what ran on lanes, and `report` puts it all on one page.
 """

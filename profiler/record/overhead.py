@@ -26,7 +26,7 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True):
         operator_s: an operator that Python called.
         nested_s: an operator that another operator called.
         node_s: a node of autograd's graph in the backward pass, without the operators in it.
-        module_s: a module's forward pass, by hooks. What they cost in the backward pass is too little to measure.
+        module_s: a module's forward pass and its output's turn in the backward pass, by hooks.
         collective_s: a call of torch.distributed; None where it could not be measured.
         issue_s: of that, what comes before the call is made.
         how: how it was measured, in a line.
@@ -86,6 +86,7 @@ def measure_overhead(*, shapes: bool, collectives: bool) -> Overhead | None:
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         found = sampled(shapes=shapes, collectives=collectives)
     counts, free = found.counts, found.free
+    hooks = sum(_added(found.hooked, free, part) for part in (FORWARD, BACKWARD))
     adds = {part: _added(found.profiled, free, part) for part in PARTS}
     operator, nested = two_kinds(adds, counts)
     inside = counts[BACKWARD][OPERATOR] * operator + counts[BACKWARD][NESTED] * nested
@@ -94,7 +95,7 @@ def measure_overhead(*, shapes: bool, collectives: bool) -> Overhead | None:
         operator_s=operator,
         nested_s=nested,
         node_s=max(0.0, (adds[BACKWARD] - inside) / counts[BACKWARD][NODE]),
-        module_s=max(0.0, _added(found.hooked, free, FORWARD) / found.modules),
+        module_s=max(0.0, hooks / found.modules),
         collective_s=max(0.0, observed - median(took for took, _ in found.calls)) if found.calls else None,
         issue_s=issue,
         how=f"processor time, medians of {STEPS} steps of a small model, observed less free",
@@ -114,7 +115,8 @@ def two_kinds(adds: Mapping[str, float], counts: Mapping[str, Mapping[str, int]]
         counts: operators of each kind in each part.
 
     Returns:
-        The two that explain both parts; where one would be below 0 it is 0, and the other explains the sum.
+        The two that explain both parts. A call from Python costs no less than one from compiled code, and neither
+        less than 0: where the parts say otherwise, noise does, and what is possible explains their sum.
     """
     (a, b), (c, d) = ([counts[part][kind] for kind in (OPERATOR, NESTED)] for part in (FORWARD, UPDATE))
     forward, update = max(0.0, adds[FORWARD]), max(0.0, adds[UPDATE])
@@ -122,6 +124,6 @@ def two_kinds(adds: Mapping[str, float], counts: Mapping[str, Mapping[str, int]]
     operator, nested = (forward * d - update * b) / determinant, (update * a - forward * c) / determinant
     if nested < 0:
         return (forward + update) / (a + c), 0.0
-    if operator < 0:
-        return 0.0, (forward + update) / (b + d)
+    if operator < nested:
+        operator = nested = (forward + update) / (a + b + c + d)
     return operator, nested

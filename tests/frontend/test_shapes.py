@@ -10,7 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils.flop_counter import FlopCounterMode
 
 from echograph.frontend.pytorch.shapes import Shapes
 
@@ -147,6 +153,25 @@ def test_what_depends_on_values_is_asked_each_time(mode: FakeTensorMode) -> None
         assert shapes.call(ATEN.mul.Tensor, (number, number), {}).item() == 9.0
 
 
+def test_where_the_mode_is_put_aside_values_are_real(mode: FakeTensorMode) -> None:
+    shapes = Shapes(mode)
+    given = ([3],), {"dtype": torch.float32, "device": torch.device("cpu")}
+    for _ in range(2):
+        assert type(shapes.call(ATEN.ones.default, *given)) is FakeTensor
+        with unset_fake_temporarily():
+            assert shapes.call(ATEN.ones.default, *given).tolist() == [1.0, 1.0, 1.0]
+    with FakeTensorMode() as other:
+        assert shapes.call(ATEN.ones.default, *given).fake_mode is other
+
+
+def test_a_mode_beneath_sees_every_call(mode: FakeTensorMode) -> None:
+    shapes = Shapes(mode)
+    with FlopCounterMode(display=False) as counter:
+        for _ in range(3):
+            shapes.call(ATEN.mm.default, (fake(2, 4), fake(4, 8)), {})
+    assert counter.get_total_flops() == 3 * 2 * 2 * 4 * 8
+
+
 def test_a_layout_that_changed_in_place_is_another_one(mode: FakeTensorMode) -> None:
     shapes = Shapes(mode)
     tensor = fake(4, 8)
@@ -181,7 +206,7 @@ def test_gradients_pass_through_remembered_results(mode: FakeTensorMode) -> None
             hidden[0].mul_(3)
             hidden.detach().add_(1)
             version = hidden._version
-            hidden.sum().backward()
+            hidden.sum().backward()  # type: ignore[no-untyped-call]
             assert version == 2
             assert x.grad is not None and weight.grad is not None
             assert (x.grad.shape, weight.grad.shape) == ((4, 8), (8, 8))

@@ -43,6 +43,7 @@ def test_what_is_gathered_is_for_the_module_that_has_it_all(parameters: list[str
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 'offload_param.device = "nvme"'),
         ({"optimizer": {"type": "OneBitAdam"}}, 'optimizer.type = "OneBitAdam"'),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_quantized_weights = true"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow is not captured"),
     ],
 )
 def test_what_is_not_captured_is_refused_in_one_line(configuration: dict[str, Any], line: str) -> None:

@@ -47,7 +47,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int, tuple[str, ...]]] = 
     "zero3-offload-parameters": ({**MANY_BUCKETS, **OFFLOADED, **PARAMETERS_OFFLOADED}, BF16, 2, SMALL),
 }
 """name -> zero_optimization, precision, micro-batches, arguments of the script."""
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "uint8": "uint8"}
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64", "uint8": "uint8"}
 
 
 @pytest.fixture(scope="module")

@@ -103,8 +103,6 @@ def _peer(what: dict[str, Any]) -> int:
 
 
 def main() -> None:
-    from megatron.core.distributed import DistributedDataParallel
-
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     folder = Path(sys.argv[1])
     del sys.argv[:2]
@@ -113,9 +111,12 @@ def main() -> None:
         shimmed(),
         device.present(World(rank=rank, size=size)),
         in_place(seams(place)),
-        patched(DistributedDataParallel, "__init__", noted),
     ):
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        # The shims have megatron-core imported anew.
+        from megatron.core.distributed import DistributedDataParallel
+
+        with patched(DistributedDataParallel, "__init__", noted):
+            runpy.run_path(sys.argv[0], run_name="__main__")
     (folder / f"{rank}.json").write_text(json.dumps(calls_of(folder / f"trace.{rank}.jsonl")))
 
 

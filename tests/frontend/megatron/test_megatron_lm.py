@@ -33,17 +33,22 @@ SMALL = (
     "--micro-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 1000 --bf16 --lr 1e-4 --train-iters 10 "
     "--eval-interval 10 --eval-iters 1"
 )
-EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --disable-bias-linear"
+EXPERTS = (
+    "--moe-token-dispatcher-type alltoall --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 "
+    "--disable-bias-linear"
+)
 OVERLAPPED = "--sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 PLANS = {
-    "local": "--mock-data --transformer-impl local --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    "local": "--mock-data --transformer-impl local --tensor-model-parallel-size 2 "
+    "--pipeline-model-parallel-size 2",
     "interleaved": "--mock-data --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
     f"--global-batch-size 8 --num-layers-per-virtual-pipeline-stage 1 {OVERLAPPED}",
     "recomputed": "--tensor-model-parallel-size 2 --recompute-granularity full --recompute-method uniform "
     "--recompute-num-layers 1 --mock-data",
     "experts": f"--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 "
     f"--moe-grouped-gemm --moe-permute-fusion --mock-data {EXPERTS} {OVERLAPPED}",
-    "data elsewhere": "--data-path 0.5 /none/a 0.5 /none/b --split 99,1,0 --save /none/c --exit-signal-handler",
+    "data elsewhere": "--data-path 0.5 /none/a 0.5 /none/b --split 99,1,0 --save /none/c --save-interval 100 "
+    "--exit-signal-handler",
 }
 
 

@@ -115,6 +115,9 @@ assert "H100" in torch.cuda.get_device_name()
 print(torch.cuda.memory_stats()["active_bytes.all.peak"], torch.cuda.memory_summary(), torch.cuda.nccl.version())
 assert torch.accelerator.current_accelerator().type == "cuda"
 torch.accelerator.synchronize()
+for given in (torch.autocast("cuda"), torch.autocast(device_type="cuda", enabled=True), torch.cuda.amp.autocast()):
+    with given:
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
 """
 
 

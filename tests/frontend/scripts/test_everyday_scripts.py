@@ -119,6 +119,7 @@ HEAD = """import torch
 class Head(torch.nn.Linear):
     def __init__(self, width):
         super().__init__(width, 512)
+        torch.nn.init.trunc_normal_(self.weight, std=0.02)
 """
 
 

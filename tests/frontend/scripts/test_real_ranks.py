@@ -20,15 +20,12 @@ CASES = {
     "dtensor": ("tensor_parallel", 2, ()),
     "dtensor, sequence": ("tensor_parallel", 2, ("--sequence",)),
     "dtensor and data": ("tensor_parallel", 4, ("--sequence",)),
-    "dtensor and fsdp2": ("tensor_parallel", 4, ("--sequence", "--fsdp")),
     "1f1b": ("pipeline", 2, ()),
     "gpipe": ("pipeline", 3, ("--schedule", "gpipe")),
     "interleaved 1f1b": ("pipeline", 2, ("--schedule", "interleaved")),
     "looped breadth first": ("pipeline", 2, ("--schedule", "looped")),
     "interleaved zero bubble": ("pipeline", 2, ("--schedule", "zero-bubble")),
     "zero bubble, V": ("pipeline", 2, ("--schedule", "zbv")),
-    "1f1b and ddp": ("pipeline", 4, ("--data", "ddp")),
-    "1f1b and fsdp2": ("pipeline", 4, ("--data", "fsdp")),
     "spawned": ("spawned", 2, ()),
 }
 

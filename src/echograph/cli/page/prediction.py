@@ -35,8 +35,8 @@ _STEP = (
 )
 _LIMITS = (
     "The longest chain of work in which each piece had to wait for the one before, by kind. To make a kind faster "
-    "shortens the step by its share of this path, until another path is the longest; to make faster what runs beside "
-    "it shortens nothing."
+    "shortens the step by its share of this path, until another path is the longest; to make faster what runs "
+    "beside it shortens nothing."
 )
 _PATH = "What the critical path is made of: an operation in all layers (as *) and micro-batches is one row."
 _MEMORY = "What is allocated at the moment when most is, on the role that needs most."
