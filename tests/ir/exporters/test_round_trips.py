@@ -154,7 +154,7 @@ SAID: dict[str, list[tuple[str, str, str]]] = {
             r"blocks\[0\].ops\[0\].kind: is missing: known: compute, collective",
         ),
         ('"flops":64', f'"flops":{2**64}', r"blocks\[0\].ops\[0\].flops: is beyond 64 bits"),
-        ('"parameters":32', '"parameters":-32', "no valid graph: Workload has the negative number -32"),
+        ('"parameters":32', '"parameters":-32', "no valid graph: the workload has parameters -32"),
         ('"id":2,"name":"aten.mm"', '"id":2,"name":5', r"blocks\[1\].ops\[0\].name: is 5: give a text"),
         ('"id":4,', '"id":7,', "tensor 7 stands where 4 is next"),
         ('"bindings":[4,2]', '"bindings":[4,99]', "no valid graph: .*instances_bound"),
