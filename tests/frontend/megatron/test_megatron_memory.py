@@ -5,12 +5,11 @@ Two ways of tensor, two of pipeline and four of data parallelism, sequence paral
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+from megatron_plans import capture, options
 
 pytest.importorskip("transformers")
 
@@ -30,31 +29,17 @@ pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the [megatron] extra"),
 ]
 
-SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "megatron-gpt" / "pretrain.py"
 LAYERS, HIDDEN, CHANNELS, HEADS, KV_HEADS, VOCABULARY, LENGTH = 4, 512, 1408, 8, 4, 16384, 256
 RANKS, TENSOR, STAGES, MICRO_BATCHES = 16, 2, 2, 4
-OPTIONS = (
-    f"--tensor-model-parallel-size {TENSOR} --pipeline-model-parallel-size {STAGES} --sequence-parallel --bf16 "
-    f"--num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {CHANNELS} --num-attention-heads {HEADS} "
-    f"--num-query-groups {KV_HEADS} --seq-length {LENGTH} --padded-vocab-size {VOCABULARY} "
-    "--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
-    "--use-distributed-optimizer --accumulate-allreduce-grads-in-fp32 --overlap-grad-reduce "
-    "--no-align-grad-reduce --disable-gloo-process-groups "
-    f"--global-batch-size {MICRO_BATCHES * RANKS // (TENSOR * STAGES)}"
-)
+OPTIONS = options(
+    world=RANKS, tensor=TENSOR, stages=STAGES, micro_batches=MICRO_BATCHES, layers=LAYERS, hidden=HIDDEN,
+    channels=CHANNELS, heads=HEADS, kv_heads=KV_HEADS, vocabulary=VOCABULARY, length=LENGTH,
+)  # fmt: skip
 
 
 @cache
 def captured() -> JobGraph:
-    from echograph.frontend.megatron.adapter import MegatronAdapter
-    from echograph.frontend.scripts.capture import capture_script
-    from echograph.frontend.scripts.run import Script
-    from echograph.frontend.scripts.world import World
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        script = Script(path=SCRIPT, arguments=OPTIONS.split())
-        return capture_script(script, World(size=RANKS), MegatronAdapter()).graph  # type: ignore[return-value]
+    return capture(OPTIONS, RANKS)
 
 
 @cache

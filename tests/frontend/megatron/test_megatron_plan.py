@@ -7,14 +7,13 @@ distributed optimizer over 32 ranks, 1,024 in all.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_plans import capture, options
 
 pytest.importorskip("transformers")
 
@@ -33,31 +32,17 @@ pytestmark = [
     pytest.mark.skipif(find_spec("megatron") is None, reason="needs the [megatron] extra"),
 ]
 
-SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "megatron-gpt" / "pretrain.py"
 WORLD, TENSOR, STAGES, MICRO_BATCHES, LAYERS, LENGTH = 1024, 8, 4, 8, 32, 8192
 HIDDEN, CHANNELS, HEADS, KV_HEADS, VOCABULARY = 4096, 14336, 32, 8, 129_024
-OPTIONS = (
-    f"--tensor-model-parallel-size {TENSOR} --pipeline-model-parallel-size {STAGES} --sequence-parallel --bf16 "
-    f"--num-layers {LAYERS} --hidden-size {HIDDEN} --ffn-hidden-size {CHANNELS} --num-attention-heads {HEADS} "
-    f"--num-query-groups {KV_HEADS} --seq-length {LENGTH} --padded-vocab-size {VOCABULARY} "
-    "--normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights "
-    "--use-distributed-optimizer --accumulate-allreduce-grads-in-fp32 --overlap-grad-reduce "
-    "--no-align-grad-reduce --disable-gloo-process-groups "
-    f"--global-batch-size {MICRO_BATCHES * WORLD // (TENSOR * STAGES)}"
-)
+OPTIONS = options(
+    world=WORLD, tensor=TENSOR, stages=STAGES, micro_batches=MICRO_BATCHES, layers=LAYERS, hidden=HIDDEN,
+    channels=CHANNELS, heads=HEADS, kv_heads=KV_HEADS, vocabulary=VOCABULARY, length=LENGTH,
+)  # fmt: skip
 
 
 @cache
 def captured() -> JobGraph:
-    from echograph.frontend.megatron.adapter import MegatronAdapter
-    from echograph.frontend.scripts.capture import capture_script
-    from echograph.frontend.scripts.run import Script
-    from echograph.frontend.scripts.world import World
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        script = Script(path=SCRIPT, arguments=OPTIONS.split())
-        return capture_script(script, World(size=WORLD), MegatronAdapter()).graph  # type: ignore[return-value]
+    return capture(OPTIONS, WORLD)
 
 
 @cache
