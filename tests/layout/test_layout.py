@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import echograph
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("frontend", "ir", "models", "profiler", "proto", "simulator")
 FOLDERS = (*PACKAGES, "src", "tests", "benchmarks", "docs", "examples")
 TEXT_ENDINGS = {".py", ".md", ".toml", ".txt", ".proto", ".json", ".js", ".yml", ".yaml", ".csv", ".cfg", ""}
-MAX_LINES = 450
 
 
 def files() -> Iterator[Path]:
@@ -23,14 +25,10 @@ def files() -> Iterator[Path]:
         for path in top.rglob("*") if top.is_dir() else [top]:
             linked = any(parent.is_symlink() for parent in path.parents if parent != ROOT)
             hidden = {"__pycache__", "node_modules"} & set(path.parts)
-            # What a run leaves behind (.coverage, a database) is not the project's text.
-            left_behind = path.name.startswith(".coverage")
+            # What a run leaves behind (.coverage, a database) is not the project's text, nor is a worktree's .git.
+            left_behind = path.name.startswith(".coverage") or path.name == ".git"
             if path.is_file() and not linked and not hidden and not left_behind and path.suffix in TEXT_ENDINGS:
                 yield path
-
-
-def sources() -> list[Path]:
-    return [path for path in files() if path.suffix == ".py" and not path.stem.endswith("_pb2")]
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -43,13 +41,16 @@ def test_each_folder_is_linked_into_the_one_namespace(name: str) -> None:
 
 def test_the_namespace_holds_nothing_else() -> None:
     found = {p.name for p in (ROOT / "src" / "echograph").iterdir()} - {"__pycache__"}
-    assert found == {*PACKAGES, "cli", "__init__.py", "errors.py", "registry.py", "units.py", "py.typed"}
-
-
-def test_no_file_is_too_long_to_read() -> None:
-    assert len(sources()) > 100
-    long = {str(p.relative_to(ROOT)): n for p in sources() if (n := len(p.read_text().splitlines())) > MAX_LINES}
-    assert long == {}
+    assert found == {
+        *PACKAGES,
+        "cli",
+        "__init__.py",
+        "__main__.py",
+        "errors.py",
+        "registry.py",
+        "units.py",
+        "py.typed",
+    }
 
 
 def test_the_project_speaks_of_itself_alone() -> None:
@@ -102,3 +103,21 @@ def test_the_tests_mirror_the_folders() -> None:
     helping = {"processes", "testbed"}
     found = {p.name for p in (ROOT / "tests").iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert found <= {*PACKAGES, *beside, *helping}
+
+
+def test_the_package_names_its_commands() -> None:
+    def asked(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "echograph", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    listed = asked()
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert listed.stdout == asked("--version").stdout
+    first, *commands = listed.stdout.splitlines()
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert first == f"echograph {echograph.__version__}"
+    assert {line.split()[0] for line in commands} == scripts.keys()
+    assert asked("echosim", "--version").stdout == f"{echograph.__version__}\n"
+    wrong = asked("echoism")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("echograph: unknown command 'echoism': did you mean 'echosim'?")
