@@ -113,16 +113,19 @@ def alone(topology: Topology) -> Callable[[Kind, float, Sequence[int]], Collecti
 
     def estimate(kind: Kind, nbytes: float, ranks: Sequence[int]) -> CollectiveEstimate:
         placement, members = cluster.place(ranks), np.asarray(ranks, np.int64)
-        offered = topology.group_bytes_per_s(members)
+        ports = topology.group_bytes_per_s(members)
+        # What its GPUs get out over PCIe may be less than the ports that they share with others.
+        offered = min(ports, placement.ranks_per_domain * cluster.pcie_bytes_per_s)
         found = collective_time(kind, nbytes, placement, cluster, network_bytes_per_s=offered)
         if placement.domains == 1:
             return found
         # A group as large as all that a level joins is bound by that level even when nobody else is there.
         over = loads(topology, members[None], _pattern(found, kind)).overload(topology)
-        if over > 1:
+        if ports / over < offered:
             found = collective_time(
-                kind, nbytes, placement, cluster, algorithm=found.algorithm, network_bytes_per_s=offered / over
+                kind, nbytes, placement, cluster, algorithm=found.algorithm, network_bytes_per_s=ports / over
             )
+        over = max(over, ports / offered)
         return replace(found, network_s=found.network_s / over)
 
     return estimate

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from echograph.errors import PlanError, UnknownNameError
+from echograph.errors import PlanError, UnavailableError, UnknownNameError
 from echograph.ir import types as t
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.precision_fp8 import Recipe, to_fp8
@@ -38,6 +38,7 @@ RECIPES = {
     "mxfp8": Recipe(scales="block", gradients=t.DType.FP8_E4M3, kept="bf16"),
 }
 _STEPS = {"bf16": t.DType.BF16, "fp16": t.DType.FP16, "fp32": t.DType.FP32}
+_TYPES = {"tf32", *(dtype.text for dtype in t.DType)} - {*_STEPS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,7 @@ class Precision:
         Raises:
             PlanError: the step has another type, or no linear layer can have products in FP8.
             UnknownNameError: no such type or recipe.
+            UnavailableError: a type in which no step computes, or no gradients add up.
         """
         return self._gradients(self._products(graph))
 
@@ -79,6 +81,8 @@ class Precision:
                 f"compile the model with --dtype {self.dtype}"
             )
         if self.dtype not in RECIPES:
+            if self.dtype in _TYPES:
+                raise UnavailableError(f"precision {self.dtype}: no step computes in it", (*RECIPES, *_STEPS))
             raise UnknownNameError("precision", self.dtype, (*RECIPES, *_STEPS))
         if own != t.DType.BF16:
             raise PlanError(
@@ -95,6 +99,8 @@ class Precision:
         if self.grad_dtype is None:
             return graph
         if self.grad_dtype not in _STEPS:
+            if self.grad_dtype in (*_TYPES, *RECIPES):
+                raise UnavailableError(f"gradients do not add up in {self.grad_dtype}", _STEPS)
             raise UnknownNameError("type of gradients", self.grad_dtype, _STEPS)
         wanted, own = _STEPS[self.grad_dtype], graph.workload.dtype
         if wanted == own:

@@ -21,9 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from echograph.errors import UnknownNameError
+from echograph.errors import UnavailableError, UnknownNameError
 from echograph.profiler.costs.cost import Cost, FloatArray, as_floats, make_cost
 from echograph.profiler.costs.device import AttentionModel, AttentionPass, Datasheet, DeviceProfile
+
+ATTENTION_KERNELS = ("trtllm", "flash1", "flash2", "flash3", "cudnn")
+"""Kernels that some device has a model of; a profile may name others of its own."""
 
 TILE = 128.0
 BACKWARD_FLOPS = 2.5
@@ -93,7 +96,8 @@ def attention_forward(
         kernel: "flash2", "flash3", "cudnn", "trtllm", ...: default, the device's training kernel.
 
     Raises:
-        UnknownNameError: the device has no model of this kernel.
+        UnknownNameError: no such kernel.
+        UnavailableError: the device has no model of it.
     """
     model = _model(device, kernel)
     shape = attention_shape(batch, heads, seq, head_dim, kv_heads, kv_seq, v_head_dim)
@@ -116,12 +120,14 @@ def attention_backward(
     """Cost of the gradients of Q, K and V, recomputing the scores; arguments as in `attention_forward`.
 
     Raises:
-        UnknownNameError: the device has no model of this kernel, or the kernel has no backward pass.
+        UnknownNameError: no such kernel.
+        UnavailableError: the device has no model of this kernel, or the kernel has no backward pass.
     """
     model = _model(device, kernel)
     if model.backward is None:
         known = [name for name, other in device.attention.items() if other.backward is not None]
-        raise UnknownNameError("attention kernel", kernel or "", known, hint="kernels with a backward pass")
+        name = kernel or device.default_attention
+        raise UnavailableError(f"attention kernel '{name}' has no backward pass on {device.name}", known)
     shape = attention_shape(batch, heads, seq, head_dim, kv_heads, kv_seq, v_head_dim)
     seconds = pass_seconds(model, model.backward, device.datasheet, shape, causal=causal, backward=True)
     return _cost(model.backward, seconds)
@@ -213,7 +219,9 @@ def _model(device: DeviceProfile, kernel: str | None) -> AttentionModel:
     name = device.default_attention if kernel is None else kernel
     model = device.attention.get(name)
     if model is None:
-        raise UnknownNameError("attention kernel", name, device.attention, hint=f"on {device.name}")
+        if name in ATTENTION_KERNELS:
+            raise UnavailableError(f"device {device.name} has no attention kernel '{name}'", device.attention)
+        raise UnknownNameError("attention kernel", name, ATTENTION_KERNELS)
     return model
 
 

@@ -43,7 +43,8 @@ def convolution(
         dtype: of the operands.
 
     Raises:
-        UnknownNameError: no such pass, or no model of this dtype.
+        UnknownNameError: no such pass or dtype.
+        UnavailableError: the device has no units for this dtype, or no model of them.
     """
     if pass_ not in PASSES:
         raise UnknownNameError("pass", pass_, PASSES)

@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from echograph.errors import GraphError, UnknownNameError
+from echograph.errors import GraphError, UnavailableError
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph
 from echograph.ir.passes.annotate import Annotate
@@ -242,7 +242,7 @@ def _or_slower(cost: Callable[[str], Cost], dtype: DType, device: DeviceProfile)
     if name is not None:
         try:
             return cost(name)
-        except UnknownNameError:
+        except UnavailableError:
             if name in ("fp32", "fp8"):  # no wider unit computes on 8-bit operands
                 raise
     single = cost("fp32")

@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from echograph.errors import UnknownNameError
+from echograph.errors import UnavailableError, UnknownNameError
 from echograph.profiler.costs.cost import Cost, FloatArray, as_floats, make_cost, widen
 from echograph.profiler.costs.device import Datasheet, DeviceProfile, GemmModel, Quantize
 from echograph.profiler.costs.grid import correction
@@ -85,7 +85,8 @@ def gemm(
         quantize: fp8 only: include the cast of A from bf16 with its scale, as the measured rows do.
 
     Raises:
-        UnknownNameError: the device has no model of this dtype, or the layout is unknown.
+        UnknownNameError: no such dtype or layout.
+        UnavailableError: the device has no units for this dtype, or no model of them.
     """
     model = gemm_model(device, dtype)
     if layout not in LAYOUTS:
@@ -114,13 +115,18 @@ def gemm_model(device: DeviceProfile, dtype: str) -> GemmModel:
     """The model that answers for a dtype.
 
     Raises:
-        UnknownNameError: the device has none.
+        UnknownNameError: no such dtype.
+        UnavailableError: the device has no units for it, or no model of them.
     """
     name = DTYPES.get(dtype, dtype)
     model = device.gemm.get(name) or device.gemm.get(STAND_IN.get(name, name))
-    if model is None:
-        raise UnknownNameError("dtype", dtype, device.gemm, hint=f"matrix products on {device.name}")
-    return model
+    if model is not None:
+        return model
+    if name not in DTYPES:
+        raise UnknownNameError("dtype", dtype, DTYPES)
+    what = "model of matrix products" if name in device.datasheet.peak_flops_per_s else "units"
+    able = [n for n in dict.fromkeys(DTYPES.values()) if n in device.gemm or STAND_IN.get(n) in device.gemm]
+    raise UnavailableError(f"device {device.name} has no {name.upper()} {what}", able)
 
 
 def gemm_seconds(

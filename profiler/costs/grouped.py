@@ -35,7 +35,8 @@ def grouped_gemm(
         accumulate: weight gradients are added into fp32.
 
     Raises:
-        UnknownNameError: no such pass, or no model of this dtype.
+        UnknownNameError: no such pass or dtype.
+        UnavailableError: the device has no units for this dtype, or no model of them.
     """
     if pass_ not in PASSES:
         raise UnknownNameError("pass", pass_, PASSES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from echograph.errors import UnknownNameError
+from echograph.errors import UnavailableError, UnknownNameError
 from echograph.profiler.costs.cost import Cost, make_cost
 from echograph.profiler.costs.device import DeviceProfile
 
@@ -34,11 +34,14 @@ def memory_bound(
 
     Raises:
         UnknownNameError: no such kind.
+        UnavailableError: the device has no model of it.
         ValueError: a size is negative.
     """
     model = device.memory.get(kind)
     if model is None:
-        raise UnknownNameError("memory-bound kind", kind, device.memory)
+        if kind in KINDS:
+            raise UnavailableError(f"device {device.name} has no model of memory-bound kind '{kind}'", device.memory)
+        raise UnknownNameError("memory-bound kind", kind, KINDS)
     moved = np.asarray(bytes_read, dtype=np.float64) + np.asarray(bytes_written, dtype=np.float64)
     if np.any(~(moved >= 0)):
         raise ValueError("bytes read and written are numbers >= 0")

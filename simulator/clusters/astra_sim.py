@@ -70,7 +70,7 @@ def dimensions(cluster: Cluster, ranks: int) -> tuple[Dimension, ...]:
     rate = node.bytes_per_s(domain) * share
     found, inside = [Dimension(name="domain", ranks=domain, bytes_per_s=rate, latency_s=hop)], domain
     between, share = _best(network.fabric.protocols)
-    rate = network.nics_per_node * network.nic_bytes_per_s / cluster.gpus_per_node * share
+    rate = cluster.gpu_network_bytes_per_s * share
     latency = max(hop, between * network.fabric.ring_hop_share)
     for level in network.crossed(ranks):
         rate, latency = rate / level.oversubscription, latency + level.hop_s

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from echograph.errors import UsageError
 
+LEAST_PART = 1e-6
+"""Of a link's bandwidth or a node's speed that may be left: with less, a step takes years."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DegradedLink:
@@ -14,7 +17,7 @@ class DegradedLink:
 
     Args:
         link: its name, or words of it that several have: "node 3 nic 5", "leaf 2 up", "node 3".
-        bandwidth: share of its bandwidth that is left, over 0 and at most 1.
+        bandwidth: share of its bandwidth that is left, `LEAST_PART` to 1.
     """
 
     link: str
@@ -32,7 +35,7 @@ class SlowNode:
 
     Args:
         node: its number.
-        compute: its speed over that of the others, over 0 and at most 1.
+        compute: its speed over that of the others, `LEAST_PART` to 1.
     """
 
     node: int
@@ -56,9 +59,9 @@ def parse_degraded(text: str) -> DegradedLink | SlowNode:
         factor = float(value)
     except ValueError:
         factor = 0.0
-    if not what or not 0 < factor <= 1:
+    if not what or not LEAST_PART <= factor <= 1:
         raise UsageError(
-            f"--degrade '{text[:60]}': give LINK=FACTOR with a factor over 0 and up to 1, as 'node 3 nic 5=0.5'"
+            f"--degrade '{text[:60]}': give LINK=FACTOR with a factor from {LEAST_PART:g} to 1, as 'node 3 nic 5=0.5'"
         )
     if slow := re.fullmatch(r"node (\d{1,9}) compute", what):
         return SlowNode(node=int(slow[1]), compute=factor)

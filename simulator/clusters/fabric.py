@@ -7,14 +7,17 @@ that the fit did not see. Files hold microseconds and GB/s (1e9 bytes a second);
 
 from __future__ import annotations
 
+import copy
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from echograph.errors import DataError, UnknownNameError
+from echograph.records import convert, parse_json, read_limited
 from echograph.units import GB
 
 FABRICS = Path(__file__).parent / "fabrics"
@@ -106,11 +109,25 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLink:
+    """The link that joins a GPU to the others of its domain.
+
+    Args:
+        kind: NVLink, or the host's PCIe.
+        bytes_per_s: data-sheet bandwidth of one GPU in one direction.
+    """
+
+    kind: Literal["nvlink", "pcie"]
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFabric:
     """The links inside one NVLink domain or PCIe host.
 
     Args:
         name: the profile's name.
+        link: what its bandwidths were measured on, or scaled to.
         levels: (largest group, bytes a second through one rank), by growing group: on PCIe hosts a larger
             group crosses a slower link (switch, socket, socket to socket); NVLink has one level.
         fill: steps' worth of traffic that a ring pays on top of its closed form, for copying the rank's own part
@@ -122,6 +139,7 @@ class NodeFabric:
     """
 
     name: str
+    link: NodeLink
     levels: tuple[tuple[int, float], ...]
     fill: float
     protocols: Protocols
@@ -167,15 +185,20 @@ class NetworkFabric:
     about: Origin
 
 
-class _Cost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    base_us: float
-    hop_us: float
-    efficiency: float
+Microseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Efficiency = Annotated[float, msgspec.Meta(gt=0, le=1.05)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Bandwidth = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]
+"""GB/s: from what a thousandth of the slowest link that a cluster may have leaves, to a petabyte a second."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+Words = Annotated[str, msgspec.Meta(min_length=1, max_length=10_000)]
+Error = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
-    def __post_init__(self) -> None:
-        _require(0 <= self.base_us < 1e6, "base_us is a time from 0 to 1e6 microseconds")
-        _require(0 <= self.hop_us < 1e6, "hop_us is a time from 0 to 1e6 microseconds")
-        _require(0 < self.efficiency <= 1.05, "efficiency is above 0 and at most 1.05")
+
+class _Cost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    base_us: Microseconds
+    hop_us: Microseconds
+    efficiency: Efficiency
 
     def value(self) -> ProtocolCost:
         return ProtocolCost(base_s=self.base_us * US, hop_s=self.hop_us * US, efficiency=self.efficiency)
@@ -191,21 +214,18 @@ class _Protocols(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class _Level(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    ranks: int
-    bandwidth_GBps: float
+    ranks: Annotated[int, msgspec.Meta(ge=2, le=10**6)]
+    bandwidth_GBps: Bandwidth
 
-    def __post_init__(self) -> None:
-        _require(self.ranks >= 2, "ranks is at least 2")
-        _require(self.bandwidth_GBps > 0, "bandwidth_GBps is above 0")
+
+class _Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    kind: Literal["nvlink", "pcie"]
+    bandwidth_GBps: Bandwidth
 
 
 class _Nvls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    base_us: float
-    bandwidth_GBps: float
-
-    def __post_init__(self) -> None:
-        _require(self.base_us >= 0, "base_us is at least 0")
-        _require(self.bandwidth_GBps > 0, "bandwidth_GBps is above 0")
+    base_us: Microseconds
+    bandwidth_GBps: Bandwidth
 
     def value(self) -> NvlsCost:
         return NvlsCost(base_s=self.base_us * US, bytes_per_s=self.bandwidth_GBps * GB)
@@ -214,12 +234,8 @@ class _Nvls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class _Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     LL: _Cost
     Simple: _Cost
-    bandwidth_GBps: float
-    local_share: float
-
-    def __post_init__(self) -> None:
-        _require(self.bandwidth_GBps > 0, "bandwidth_GBps is above 0")
-        _require(0 <= self.local_share <= 1, "local_share is from 0 to 1")
+    bandwidth_GBps: Bandwidth
+    local_share: Share
 
     def value(self) -> PeerCost:
         return PeerCost(
@@ -232,17 +248,13 @@ class _Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class _About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     origin: Literal["fitted", "partly assumed", "assumed"]
-    source: str
+    source: Words
     date: str
-    rows: int = 0
-    held_out_rows: int = 0
-    assumed_error: float
-    held_out_error: dict[str, float] = msgspec.field(default_factory=dict)
+    rows: Count = 0
+    held_out_rows: Count = 0
+    assumed_error: Error
+    held_out_error: dict[str, Annotated[float, msgspec.Meta(ge=0, le=100)]] = msgspec.field(default_factory=dict)
     note: str = ""
-
-    def __post_init__(self) -> None:
-        _require(bool(self.source), "source is not empty")
-        _require(0 < self.assumed_error < 1, "assumed_error is above 0 and below 1")
 
     def value(self) -> Origin:
         return Origin(**{name: getattr(self, name) for name in self.__struct_fields__})
@@ -252,8 +264,9 @@ class _NodeFile(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="node", tag_field="kind"
 ):
     about: _About
+    link: _Link
     levels: list[_Level]
-    fill: float
+    fill: Share
     protocols: _Protocols
     peer: _Peer
     nvls: _Nvls | None = None
@@ -263,12 +276,12 @@ class _NodeFile(
         _require(bool(sizes) and sizes == sorted(set(sizes)), "levels is not empty and its ranks grow")
         rates = [level.bandwidth_GBps for level in self.levels]
         _require(rates == sorted(rates, reverse=True), "levels' bandwidth_GBps does not grow with ranks")
-        _require(0 <= self.fill <= 1, "fill is from 0 to 1")
 
     def value(self, name: str) -> NodeFabric:
         nvls = self.nvls
         return NodeFabric(
             name=name,
+            link=NodeLink(kind=self.link.kind, bytes_per_s=self.link.bandwidth_GBps * GB),
             levels=tuple((level.ranks, level.bandwidth_GBps * GB) for level in self.levels),
             fill=self.fill,
             protocols=self.protocols.value(),
@@ -283,17 +296,12 @@ class _NetworkFile(
 ):
     about: _About
     protocols: _Protocols
-    tree_efficiency: float
-    ring_hop_share: float
-    two_domain_volume: float
+    tree_efficiency: Annotated[float, msgspec.Meta(gt=0, le=2)]
+    ring_hop_share: Annotated[float, msgspec.Meta(gt=0, le=1)]
+    two_domain_volume: Annotated[float, msgspec.Meta(ge=1, le=2)]
     peer: _Cost
     pat: bool
     nvls_tree: _Cost | None = None
-
-    def __post_init__(self) -> None:
-        _require(0 < self.tree_efficiency <= 2, "tree_efficiency is above 0 and at most 2")
-        _require(0 < self.ring_hop_share <= 1, "ring_hop_share is above 0 and at most 1")
-        _require(1 <= self.two_domain_volume <= 2, "two_domain_volume is from 1 to 2")
 
     def value(self, name: str) -> NetworkFabric:
         return NetworkFabric(
@@ -307,6 +315,10 @@ class _NetworkFile(
             peer=self.peer.value(),
             about=self.about.value(),
         )
+
+
+FILES: dict[str, type[_NodeFile] | type[_NetworkFile]] = {"node": _NodeFile, "network": _NetworkFile}
+"""What a fabric's file holds, by its `kind`."""
 
 
 def _require(holds: bool, rule: str) -> None:
@@ -324,10 +336,54 @@ def parse_fabric(document: Mapping[str, Any], name: str) -> NodeFabric | Network
     Raises:
         DataError: a key is missing, unknown or breaks its rule.
     """
-    try:
-        return msgspec.convert(document, _NodeFile | _NetworkFile).value(name)
-    except msgspec.ValidationError as error:
-        raise DataError(f"fabric {name}: {error}") from error
+    kind = document.get("kind")
+    if not isinstance(kind, str) or kind not in FILES:
+        raise DataError(f"fabric {name}: kind = {reprlib.repr(kind)}: give one of {', '.join(FILES)}")
+    if kind == "node" and "link" not in document:
+        raise DataError(
+            f"fabric {name}: link is missing: say of what link its bandwidths are, as "
+            '{"kind": "nvlink", "bandwidth_GBps": 450}'
+        )
+    return convert(document, FILES[kind], f"fabric {name}").value(name)
+
+
+def over_link(document: dict[str, Any], link: NodeLink, name: str) -> dict[str, Any]:
+    """The document of a node fabric as it is over a link of other data-sheet bandwidth.
+
+    Bandwidths change in proportion; latencies, and shares of bandwidth, stay. What was measured on another link
+    is no test of that, so the errors of rows held out make way for the assumed one.
+
+    Args:
+        document: the JSON object.
+        link: of the machine that it is to describe.
+        name: of the fabric, for errors.
+
+    Raises:
+        DataError: the document is no node fabric, or one of another kind of link.
+    """
+    fabric = parse_fabric(document, name)
+    if not isinstance(fabric, NodeFabric):
+        raise DataError(f"fabric {name}: is a network fabric; name it under [network]")
+    if fabric.link.kind != link.kind:
+        rule = "nvlink_GBps is above 0" if fabric.link.kind == "nvlink" else "nvlink_GBps is 0"
+        raise DataError(
+            f"fabric {name}: was measured on {fabric.link.kind}, so node.{rule} beside it; "
+            f"name a fabric of {link.kind} as node.fabric for other links"
+        )
+    if fabric.link == link:
+        return document
+    factor, scaled = link.bytes_per_s / fabric.link.bytes_per_s, copy.deepcopy(document)
+    for holder in (scaled["link"], *scaled["levels"], scaled["peer"], scaled.get("nvls")):
+        if holder is not None:
+            holder["bandwidth_GBps"] *= factor
+    about, before = fabric.about, fabric.link.bytes_per_s / GB
+    scaled["about"] |= {
+        "origin": "assumed" if about.origin == "assumed" else "partly assumed",
+        "source": f"{about.source}; bandwidths scaled from {before:g} to {link.bytes_per_s / GB:g} GB/s a link",
+        "held_out_rows": 0,
+        "held_out_error": {},
+    }
+    return scaled
 
 
 def read_fabric_document(name_or_path: str | Path) -> dict[str, Any]:
@@ -347,24 +403,23 @@ def read_fabric_document(name_or_path: str | Path) -> dict[str, Any]:
         path = FABRICS / f"{name}.json"
     else:
         raise UnknownNameError("fabric", name, fabric_names(), hint="or give the path of a .json file")
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise DataError(f"fabric {path}: larger than {MAX_FILE_BYTES} bytes")
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except OSError as error:
-        raise DataError(f"fabric {path}: cannot be read ({error.strerror})") from error
-    except msgspec.DecodeError as error:
-        raise DataError(f"fabric {path}: {error}") from error
+    what = f"fabric {path}"
+    return parse_json(read_limited(path, MAX_FILE_BYTES, what), what)
 
 
-def load_node_fabric(name_or_path: str | Path) -> NodeFabric:
+def load_node_fabric(name_or_path: str | Path, link: NodeLink | None = None) -> NodeFabric:
     """Loads a node fabric: a shipped one by name, or a file by path.
+
+    Args:
+        name_or_path: the profile.
+        link: of the machine that it is to describe, if not that which it was measured on (`over_link`).
 
     Raises:
         UnknownNameError: no shipped profile of that name.
-        DataError: the file cannot be read, breaks a rule, or is a network fabric.
+        DataError: the file cannot be read, breaks a rule, is a network fabric, or of another kind of link.
     """
-    fabric = _load(name_or_path)
+    document, name = read_fabric_document(name_or_path), Path(name_or_path).stem
+    fabric = parse_fabric(document if link is None else over_link(document, link, name), name)
     if not isinstance(fabric, NodeFabric):
         raise DataError(f"fabric {name_or_path}: is a network fabric; name it under [network]")
     return fabric
@@ -377,14 +432,10 @@ def load_network_fabric(name_or_path: str | Path) -> NetworkFabric:
         UnknownNameError: no shipped profile of that name.
         DataError: the file cannot be read, breaks a rule, or is a node fabric.
     """
-    fabric = _load(name_or_path)
+    fabric = parse_fabric(read_fabric_document(name_or_path), Path(name_or_path).stem)
     if not isinstance(fabric, NetworkFabric):
         raise DataError(f"fabric {name_or_path}: is a node fabric; name it under [node]")
     return fabric
-
-
-def _load(name_or_path: str | Path) -> NodeFabric | NetworkFabric:
-    return parse_fabric(read_fabric_document(name_or_path), Path(name_or_path).stem)
 
 
 def fabric_names() -> tuple[str, ...]:

@@ -4,79 +4,125 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from echograph.errors import DataError, UnknownNameError
-from echograph.simulator.clusters.degraded import DegradedLink, SlowNode
-from echograph.simulator.clusters.fabric import MAX_FILE_BYTES, load_network_fabric, load_node_fabric
+from echograph.records import convert, parse_toml, read_limited
+from echograph.simulator.clusters.degraded import LEAST_PART, DegradedLink, SlowNode
+from echograph.simulator.clusters.fabric import (
+    MAX_FILE_BYTES,
+    NodeFabric,
+    NodeLink,
+    load_network_fabric,
+    load_node_fabric,
+)
 from echograph.simulator.clusters.types import Cluster, FabricLevel, Network
 from echograph.units import GB, GIB
 
 PRESETS = Path(__file__).parent / "presets"
 DEFAULT_CLUSTER = "dgx-h100"
+SLOWEST_GBPS = 1e-3
+"""Of a link: 8 Mb/s. Slower ones give steps of years."""
+
+
+Gpus = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
+Few = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+Bandwidth = Annotated[float, msgspec.Meta(ge=SLOWEST_GBPS, le=1e6)]
+Part = Annotated[float, msgspec.Meta(ge=LEAST_PART, le=1)]
+Ratio = Annotated[float, msgspec.Meta(ge=1, le=64)]
+Microseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 
 
 class _Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    device: str
-    memory_GiB: float
-    gpus: int
-    nvlink_domain: int
-    nvlink_GBps: float
-    pcie_GBps: float
+    device: Name
+    memory_GiB: Annotated[float, msgspec.Meta(ge=1e-3, le=1e6)]
+    gpus: Few
+    nvlink_domain: Gpus
+    nvlink_GBps: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+    pcie_GBps: Bandwidth
     nvls: bool
-    fabric: str
+    fabric: Name
 
     def __post_init__(self) -> None:
-        _require(self.memory_GiB > 0, "memory_GiB is above 0")
-        _require(1 <= self.gpus <= 1024, "gpus is from 1 to 1024")
         _require(self.nvlink_domain % self.gpus == 0, "nvlink_domain is a multiple of gpus")
-        _require(self.nvlink_domain >= self.gpus, "nvlink_domain is at least gpus")
-        _require(self.nvlink_GBps >= 0, "nvlink_GBps is at least 0")
-        _require(self.pcie_GBps > 0, "pcie_GBps is above 0")
+        slowest = f"nvlink_GBps is 0 (no NVLink: PCIe joins the GPUs) or at least {SLOWEST_GBPS:g}"
+        _require(not self.nvlink_GBps or self.nvlink_GBps >= SLOWEST_GBPS, slowest)
         _require(not self.nvls or self.nvlink_GBps > 0, "nvls needs nvlink_GBps above 0")
+
+    def fabric_of(self, folder: Path) -> NodeFabric:
+        """The fabric over this node's links, with in-switch reduction only where the node has it."""
+        rate = self.nvlink_GBps or self.pcie_GBps
+        link = NodeLink(kind="nvlink" if self.nvlink_GBps else "pcie", bytes_per_s=rate * GB)
+        fabric = load_node_fabric(_beside(folder, self.fabric), link)
+        if self.nvls and fabric.nvls is None:
+            raise DataError(
+                f"node.nvls = true: fabric {fabric.name} has no numbers of NVLS, so collectives cannot use it; "
+                "give nvls = false, or a fabric that has them"
+            )
+        return fabric if self.nvls else replace(fabric, nvls=None)
 
 
 class _Level(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: str
-    gpus: int
-    hop_us: float
-    oversubscription: float
+    name: Name
+    gpus: Gpus
+    hop_us: Microseconds
+    oversubscription: Ratio
 
-    def __post_init__(self) -> None:
-        _require(self.gpus >= 1, "gpus is at least 1")
-        _require(0 <= self.hop_us < 1e6, "hop_us is from 0 to 1e6")
-        _require(1 <= self.oversubscription <= 64, "oversubscription is from 1 to 64")
+    def value(self) -> FabricLevel:
+        return FabricLevel(
+            name=self.name, gpus=self.gpus, hop_s=self.hop_us * 1e-6, oversubscription=self.oversubscription
+        )
+
+
+class _Growth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the network grows beyond its last level: more levels, each `ratio` times as large as the one below."""
+
+    ratio: Annotated[int, msgspec.Meta(ge=2, le=10**6)]
+    hop_us: Microseconds
+    oversubscription: Ratio
+
+    def above(self, last: _Level, gpus: int) -> list[_Level]:
+        """The levels above the last one until they join so many GPUs; "core-2" is the first above "core"."""
+        grown: list[_Level] = []
+        size = last.gpus
+        while size < gpus:
+            size *= self.ratio
+            name = f"{last.name}-{len(grown) + 2}"
+            grown.append(
+                _Level(name=name, gpus=size, hop_us=self.hop_us, oversubscription=self.oversubscription)
+            )
+        return grown
 
 
 class _Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    nics_per_node: int
-    nic_GBps: float
-    rails: int
-    fabric: str
-    level: list[_Level]
+    nics_per_node: Few
+    nic_GBps: Bandwidth
+    rails: Few
+    fabric: Name
+    level: Annotated[list[_Level], msgspec.Meta(min_length=1, max_length=16)]
+    growth: _Growth | None = None
 
     def __post_init__(self) -> None:
-        _require(self.nics_per_node >= 1, "nics_per_node is at least 1")
-        _require(self.nic_GBps > 0, "nic_GBps is above 0")
-        _require(self.rails >= 1, "rails is at least 1")
         sizes = [level.gpus for level in self.level]
-        _require(bool(sizes) and sizes == sorted(set(sizes)), "level has an entry and its gpus grow")
+        _require(sizes == sorted(set(sizes)), f"level: gpus grow from one to the next, not {sizes}")
+        names = [level.name for level in self.level]
+        _require(len(set(names)) == len(names), f"level: names differ, not {names}")
 
 
 class _Degraded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    link: str | None = None
-    node: int | None = None
-    bandwidth: float = 1.0
-    compute: float = 1.0
+    link: Name | None = None
+    node: Annotated[int, msgspec.Meta(ge=0, le=10**9)] | None = None
+    bandwidth: Part = 1.0
+    compute: Part = 1.0
 
     def __post_init__(self) -> None:
         _require((self.link is None) != (self.node is None), "degraded names a link or a node")
-        _require(self.node is None or self.node >= 0, "node is at least 0")
-        _require(0 < self.bandwidth <= 1 and 0 < self.compute <= 1, "bandwidth and compute are above 0, at most 1")
         _require(self.compute == 1 or self.node is not None, "compute is that of a node")
         _require(min(self.bandwidth, self.compute) < 1, "degraded has a bandwidth or a compute below 1")
 
@@ -86,18 +132,36 @@ class _Degraded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    max_gpus: int
+    max_gpus: Gpus
     node: _Node
     network: _Network
     degraded: list[_Degraded] = msgspec.field(default_factory=list)
-    collectives: dict[str, str] = msgspec.field(default_factory=dict)
+    collectives: dict[str, Name] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require(self.max_gpus >= self.node.gpus, "max_gpus is at least node.gpus")
-        _require(self.max_gpus <= self.network.level[-1].gpus, "max_gpus is at most the last level's gpus")
+        last, growth = self.network.level[-1], self.network.growth
+        _require(self.max_gpus >= self.node.gpus, f"max_gpus is at least node.gpus, not {self.max_gpus}")
+        _require(
+            self.max_gpus <= last.gpus or growth is not None,
+            f"max_gpus is at most the last level's gpus, {last.gpus}, without [network.growth], not {self.max_gpus}",
+        )
+        nodes = -(-self.max_gpus // self.node.gpus)
+        for entry in self.degraded:
+            known = entry.node is None or entry.node < nodes
+            _require(known, f"degraded: node = {entry.node} is beyond the nodes 0 to {nodes - 1}")
 
     def value(self, name: str, folder: Path) -> Cluster:
+        """The cluster, and its fabrics from their files.
+
+        Raises:
+            DataError: a fabric is broken, or none for this node's links; nvls where the fabric has no such numbers.
+            UsageError: `collectives` names what is no collective, or an algorithm that does not run it.
+        """
+        from echograph.simulator.collectives.select import check_named
+
         node, network = self.node, self.network
+        check_named(self.collectives)
+        grown = network.growth.above(network.level[-1], self.max_gpus) if network.growth else []
         return Cluster(
             name=name,
             device=node.device,
@@ -106,22 +170,14 @@ class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             domain_gpus=node.nvlink_domain,
             nvlink_bytes_per_s=node.nvlink_GBps * GB,
             pcie_bytes_per_s=node.pcie_GBps * GB,
-            nvls=node.nvls,
             max_gpus=self.max_gpus,
-            node_fabric=load_node_fabric(_beside(folder, node.fabric)),
+            stated_gpus=min(self.max_gpus, network.level[-1].gpus),
+            node_fabric=node.fabric_of(folder),
             network=Network(
                 nics_per_node=network.nics_per_node,
                 nic_bytes_per_s=network.nic_GBps * GB,
                 rails=network.rails,
-                levels=tuple(
-                    FabricLevel(
-                        name=level.name,
-                        gpus=level.gpus,
-                        hop_s=level.hop_us * 1e-6,
-                        oversubscription=level.oversubscription,
-                    )
-                    for level in network.level
-                ),
+                levels=tuple(level.value() for level in (*network.level, *grown)),
                 fabric=load_network_fabric(_beside(folder, network.fabric)),
             ),
             degraded=tuple(
@@ -172,37 +228,60 @@ def load_cluster(
     return _read(PRESETS / f"{text}.toml", settings)
 
 
+def _read(path: Path, settings: Mapping[str, str]) -> Cluster:
+    what = f"cluster file {path}"
+    document = parse_toml(read_limited(path, MAX_FILE_BYTES, what), what)
+    convert(document, _ClusterFile, what)
+    if settings:
+        _set(document, settings)
+    try:
+        return convert(document, _ClusterFile, what).value(path.stem, path.parent)
+    except DataError as error:
+        line = str(error)
+        raise DataError(line if line.startswith(what) else f"{what}: {line}") from error
+
+
 def _set(document: dict[str, Any], settings: Mapping[str, str]) -> None:
-    """Changes values of the file; levels of the network are named: network.level.spine.oversubscription."""
-    places: dict[str, tuple[dict[str, Any], str]] = {"max_gpus": (document, "max_gpus")}
-    for table in ("node", "network"):
-        places |= {f"{table}.{key}": (document[table], key) for key in document[table] if key != "level"}
-    for level in document["network"]["level"]:
-        places |= {f"network.level.{level['name']}.{key}": (level, key) for key in level if key != "name"}
-    named = document.setdefault("collectives", {})
+    """Changes values of a document that converts.
+
+    Levels of the network are named: network.level.spine.oversubscription.
+    """
+    places = _places(document)
     for key, text in settings.items():
         if key.startswith("collectives."):
-            places[key] = (named, key.removeprefix("collectives."))
+            places[key] = document.setdefault("collectives", {}), key.removeprefix("collectives.")
         if key not in places:
             raise UnknownNameError("cluster key", key, places)
         where, name = places[key]
-        try:
-            where[name] = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
-            where[name] = text
+        where[name] = _value(text)
+        # A path that is typed is relative to where it is typed, not to the preset.
+        if name == "fabric" and text.endswith(".json"):
+            where[name] = str(Path(text).absolute())
+    if document["network"].get("growth") == {}:
+        del document["network"]["growth"]
 
 
-def _read(path: Path, settings: Mapping[str, str]) -> Cluster:
+def _places(document: dict[str, Any]) -> dict[str, tuple[dict[str, Any], str]]:
+    """Every key that can be set: the table of the document that holds it, and its name there."""
+    network = document["network"]
+    tables: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
+        "node": (_Node, document["node"]),
+        "network": (_Network, network),
+        "network.growth": (_Growth, network.setdefault("growth", {})),
+        **{f"network.level.{level['name']}": (_Level, level) for level in network["level"]},
+    }
+    places: dict[str, tuple[dict[str, Any], str]] = {"max_gpus": (document, "max_gpus")}
+    for prefix, (record, table) in tables.items():
+        places |= {f"{prefix}.{key}": (table, key) for key in record.__struct_fields__}
+    for key in ("network.level", "network.growth", *(f"network.level.{lv['name']}.name" for lv in network["level"])):
+        del places[key]
+    return places
+
+
+def _value(text: str) -> Any:
+    """A value as it is typed: TOML's number or boolean; anything else is text."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise DataError(f"cluster file {path}: larger than {MAX_FILE_BYTES} bytes")
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-        msgspec.convert(document, _ClusterFile)
-        _set(document, settings)
-        return msgspec.convert(document, _ClusterFile).value(path.stem, path.parent)
-    except OSError as error:
-        raise DataError(f"cluster file {path}: cannot be read ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"cluster file {path}: is not TOML ({error})") from error
-    except msgspec.ValidationError as error:
-        raise DataError(f"cluster file {path}: {error}") from error
+        found = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return found["value"] if list(found) == ["value"] else text

@@ -63,10 +63,11 @@ class Cluster:
         gpus_per_node: GPUs of one host.
         domain_gpus: GPUs of one NVLink domain; on a PCIe machine, those of the host.
         nvlink_bytes_per_s: data-sheet NVLink bandwidth of one GPU in one direction, 0 without NVLink.
-        pcie_bytes_per_s: data-sheet PCIe bandwidth of one GPU in one direction.
-        nvls: whether the NVLink switch reduces (NVLink SHARP).
+        pcie_bytes_per_s: data-sheet PCIe bandwidth of one GPU in one direction; its way to the NICs as well.
         max_gpus: largest size that the network's levels can join.
-        node_fabric: fitted links inside a domain.
+        stated_gpus: of these, what the levels that the file itself states join; those above are grown by its rule.
+        node_fabric: fitted links inside a domain, over links of this bandwidth, with `nvls` only where the NVLink
+            switch reduces.
         network: what joins the domains.
         degraded: links with less bandwidth than their like.
         slow_nodes: nodes whose GPUs compute slower than the others.
@@ -80,13 +81,19 @@ class Cluster:
     domain_gpus: int
     nvlink_bytes_per_s: float
     pcie_bytes_per_s: float
-    nvls: bool
     max_gpus: int
+    stated_gpus: int
     node_fabric: NodeFabric
     network: Network
     degraded: tuple[DegradedLink, ...] = ()
     slow_nodes: tuple[SlowNode, ...] = ()
     collectives: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def gpu_network_bytes_per_s(self) -> float:
+        """Data-sheet bandwidth of a GPU into the network: an even share of its node's NICs, over its PCIe."""
+        network = self.network
+        return min(network.nics_per_node * network.nic_bytes_per_s / self.gpus_per_node, self.pcie_bytes_per_s)
 
     def with_degraded(self, worse: Sequence[DegradedLink | SlowNode]) -> Cluster:
         """The cluster with more of it degraded."""
@@ -109,7 +116,7 @@ class Cluster:
         largest = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else int(max(ranks))
         if largest >= self.max_gpus:
             raise PlanError(
-                f"cluster {self.name}: rank {largest} is beyond its {self.max_gpus} GPUs; see max_gpus"
+                f"cluster {self.name}: rank {largest} is beyond its {self.max_gpus} GPUs (max_gpus)"
             )
         return placement
 

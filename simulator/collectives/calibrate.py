@@ -20,9 +20,10 @@ from echograph.simulator.clusters.types import Cluster
 from echograph.simulator.collectives.model import Kind
 from echograph.simulator.collectives.select import collective_curve
 
-# Not to be fitted: a factor of a bandwidth that is itself fitted, or a ratio that usual rows do not separate.
+# Not to be fitted: the link measured on, a factor of a bandwidth that is itself fitted, or a ratio that usual rows
+# do not separate.
 HELD = {
-    "node": ("protocols.Simple.efficiency", "peer.Simple.efficiency"),
+    "node": ("link", "protocols.Simple.efficiency", "peer.Simple.efficiency"),
     "network": ("tree_efficiency", "ring_hop_share", "two_domain_volume"),
 }
 # Largest value by the last part of a parameter's name, as the files' own rules have it.

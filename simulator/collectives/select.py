@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from echograph.errors import UnknownNameError
+from echograph.errors import UnavailableError, UnknownNameError
 from echograph.registry import Table
 from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.clusters.placement import Placement
@@ -89,7 +89,8 @@ def collective_time(
         The estimate; a group of one rank takes 0 seconds.
 
     Raises:
-        UnknownNameError: an unknown kind, algorithm or protocol, or one that does not run this collective here.
+        UnknownNameError: an unknown kind, algorithm or protocol.
+        UnavailableError: one that does not run this collective here.
         ValueError: a negative size.
     """
     if not 0 <= bytes_per_rank < float("inf"):
@@ -153,28 +154,43 @@ def _candidates(
     offered = [a for a in table if runs in a.kinds and (links.ranks == 1 or a.applies(runs, links))]
     pairs = [(a, p) for a in offered for p in a.protocols if protocol in (None, p)]
     if not pairs:
-        possible = {f"{name}" for name in ALGORITHMS if runs in ALGORITHMS[name].kinds}
+        usual: list[Algorithm] = [ALGORITHMS[name] for name in ALGORITHMS]
+        able = [a for a in usual if runs in a.kinds and (links.ranks == 1 or a.applies(runs, links))]
         asked = "+".join(word for word in (algorithm, protocol) if word)
-        raise UnknownNameError(f"algorithm for {kind} on {links.domains} domains", asked, possible)
+        raise UnavailableError(
+            f"{asked} does not run {kind} of {links.ranks} ranks in {links.domains} domain(s)",
+            sorted(f"{a.name}+{p}" for a in able for p in a.protocols),
+        )
     if links.ranks > 1:
         yield from ((a, p, a.cost(runs, size, links, p)) for a, p in pairs)
+
+
+def check_named(named: Mapping[str, str]) -> None:
+    """Checks what a cluster says of its library's algorithms.
+
+    Args:
+        named: algorithm by kind of collective.
+
+    Raises:
+        UnknownNameError: no such collective or algorithm.
+        UnavailableError: the algorithm does not run this kind of collective.
+    """
+    for kind, name in named.items():
+        if kind not in KINDS:
+            raise UnknownNameError("collective", kind, KINDS)
+        if kind not in ALGORITHMS[name].kinds:
+            runs = sorted(n for n in ALGORITHMS if kind in ALGORITHMS[n].kinds)
+            raise UnavailableError(f"algorithm '{name}' does not run {kind}", runs)
 
 
 def _named(kind: Kind, links: Links, cluster: Cluster) -> str | None:
     """The algorithm that a cluster names for a kind, where it applies."""
     named = dict(cluster.collectives)
-    for asked in named:
-        if asked not in KINDS:
-            raise UnknownNameError("collective", asked, KINDS)
+    check_named(named)
     if kind not in named:
         return None
-    name = named[kind]
-    algorithm: Algorithm = ALGORITHMS[name]
-    if kind not in algorithm.kinds:
-        raise UnknownNameError(
-            f"algorithm for {kind}", name, (n for n in ALGORITHMS if kind in ALGORITHMS[n].kinds)
-        )
-    return name if links.ranks > 1 and algorithm.applies(kind, links) else None
+    algorithm: Algorithm = ALGORITHMS[named[kind]]
+    return algorithm.name if links.ranks > 1 and algorithm.applies(kind, links) else None
 
 
 def _spread(kind: Kind, links: Links, chosen: Algorithm) -> float:

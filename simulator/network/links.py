@@ -55,8 +55,7 @@ def group_links(placement: Placement, cluster: Cluster, network_bytes_per_s: flo
     crossed = network.crossed(placement.span)
     share = network_bytes_per_s
     if share is None:
-        per_gpu = network.nics_per_node * network.nic_bytes_per_s / cluster.gpus_per_node
-        share = placement.ranks_per_domain * per_gpu
+        share = placement.ranks_per_domain * cluster.gpu_network_bytes_per_s
         for level in crossed:
             share /= level.oversubscription
     return Links(

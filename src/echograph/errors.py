@@ -2,7 +2,8 @@
 
 EchoError                  exit 1: one line saying what, where, and what to do
 ├── UsageError             exit 2: an option or argument is wrong
-│   └── UnknownNameError   a name that is in no table; lists the choices and the nearest
+│   ├── UnknownNameError   a name that is in no table; lists the choices and the nearest
+│   └── UnavailableError   a known name that means nothing here; says why, and lists what does
 ├── MissingExtraError      an optional dependency is not installed; names the extra
 ├── InputError             a file cannot be read, or does not hold what it should
 │   ├── FormatError        a graph or profile file is truncated, corrupted or of a newer version
@@ -45,6 +46,20 @@ class UnknownNameError(UsageError):
         line += f": did you mean '{nearest}'?" if nearest else ":"
         super().__init__(f"{line} known: {shown}" + (f" ({hint})" if hint else ""))
         self.nearest = nearest
+
+
+class UnavailableError(UsageError):
+    """A known name that is not available where it is asked for.
+
+    Args:
+        why: what is asked for, and why it is not there ("device a100-sxm-80 has no FP8 units").
+        available: what is there instead.
+    """
+
+    def __init__(self, why: str, available: Iterable[str]) -> None:
+        shown = list(available)
+        most = ", ".join(shown[:12]) + (f", ... ({len(shown)} in all)" if len(shown) > 12 else "")
+        super().__init__(f"{why}; available: {most or 'nothing'}")
 
 
 class MissingExtraError(EchoError):

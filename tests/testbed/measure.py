@@ -275,6 +275,7 @@ def fabric_to_start_from() -> Fabric:
     node = {
         "about": about,
         "kind": "node",
+        "link": {"kind": "pcie", "bandwidth_GBps": 100},
         "levels": [{"ranks": 2, "bandwidth_GBps": 1e6}],
         "fill": 0.5,
         "protocols": {"LL": free, "LL128": free, "Simple": free},

@@ -192,7 +192,7 @@ def predict_plan(
         links_of(job, where).find(entry.where)
     job = estimate(job, device)(job)
     host = host_of(device, waits=study.host_waits, blocking=study.launch_blocking)
-    peak = device.datasheet.peak_flops_per_s.get(_peak_name(job), 0.0)
+    peak = _peak(job, device)
     result = simulate(
         job,
         where,
@@ -236,8 +236,10 @@ def host_spread() -> float:
     return SPREAD
 
 
-def _peak_name(job: JobGraph) -> str:
+def _peak(job: JobGraph, device: DeviceProfile) -> float:
+    """FLOP/s of the device in the step's type; 0 where it has none."""
     from echograph.profiler.costs.estimate import DTYPE_NAMES
+    from echograph.profiler.costs.gemm import STAND_IN
 
-    name = DTYPE_NAMES.get(job.workload.dtype, "fp32")
-    return "bf16" if name == "fp16" else name
+    peaks, name = device.datasheet.peak_flops_per_s, DTYPE_NAMES.get(job.workload.dtype, "fp32")
+    return peaks.get(name) or peaks.get(STAND_IN.get(name, name), 0.0)

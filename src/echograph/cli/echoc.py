@@ -25,7 +25,8 @@ from echograph.cli.plan import Plan
 from echograph.cli.plan_options import with_plan
 from echograph.cli.show import micro_batch, print_summary, summarize
 from echograph.cli.show_job import print_job, summarize_job
-from echograph.errors import UnknownNameError, UsageError
+from echograph.cli.formats import refuse_format
+from echograph.errors import UsageError
 from echograph.units import format_bytes, format_count
 
 app = make_app("echoc", "Compile a training step into a workload graph, without a GPU; look at graphs.")
@@ -223,7 +224,7 @@ def check(
 ) -> None:
     """Read a graph and check every invariant; exit 1 if one does not hold."""
     if what not in ("graph", "chakra"):
-        raise UnknownNameError("format", what, ("graph", "chakra"))
+        refuse_format(what, ("graph", "chakra"), "checked")
     if what == "chakra":
         from echograph.cli.check_chakra import check_chakra
 

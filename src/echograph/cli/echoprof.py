@@ -22,7 +22,7 @@ from echograph.cli.graph import graph_command
 from echograph.cli.ops import ops_command
 from echograph.cli.record import record
 from echograph.cli.step import step_command
-from echograph.errors import OutputError, UnknownNameError, UsageError
+from echograph.errors import OutputError, UnavailableError, UnknownNameError, UsageError
 
 if TYPE_CHECKING:
     from echograph.profiler.costs.device import DeviceProfile
@@ -147,10 +147,13 @@ def fit_the_fabrics(table: Path, names: list[str], output: Path, date: str) -> l
     from echograph.cli.fabric_recipes import RECIPES
     from echograph.ir.files import write_whole
     from echograph.profiler.fit.collectives import read_collectives_csv
+    from echograph.simulator.clusters import fabric_names
 
     known = {recipe.fabric: recipe for recipe in RECIPES}
     for name in names:
         if name not in known:
+            if name in fabric_names():
+                raise UnavailableError(f"fabric '{name}' is assumed: no measured rows make it", sorted(known))
             raise UnknownNameError("fabric", name, known)
     records: list[dict[str, object]] = []
     with progress(f"reading {table}") as say:

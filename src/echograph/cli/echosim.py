@@ -96,7 +96,8 @@ def run_command(
 ) -> None:
     """Predict the time of one training step, spread over the GPUs by a parallel plan."""
     from echograph.cli.compose import predict_plan
-    from echograph.cli.lowering import notes
+    from echograph.cli.lowering import cluster_notes, notes
+    from echograph.cli.measured import cluster_of
     from echograph.cli.nearest import plans_that_fit
     from echograph.cli.report import print_result, refuse_if_it_does_not_fit
     from echograph.cli.study import make_study
@@ -133,8 +134,9 @@ def run_command(
             loaded = forget_communication(loaded)
         say("simulating")
         result, job = predict_plan(loaded, plan, engine=engine, study=study)
-        near = plans_that_fit(loaded, plan, result.memory, say) if strict_memory else []
-    said = notes(loaded, plan)
+        where = cluster_of(plan.cluster, study.settings)
+        near = plans_that_fit(loaded, plan, where, result.memory, say) if strict_memory else []
+    said = (*notes(loaded, plan), *cluster_notes(where, job.world_size))
     for note in said:
         print_error(f"note: {note}")
     if strict_memory:
@@ -239,7 +241,9 @@ def clusters(name: Annotated[str | None, typer.Argument()] = None, as_json: Json
                 "gpus_per_node": c.gpus_per_node,
                 "nvlink_domain_gpus": c.domain_gpus,
                 "nvlink_GBps": c.nvlink_bytes_per_s / 1e9,
-                "nvls": c.nvls,
+                "pcie_GBps": c.pcie_bytes_per_s / 1e9,
+                "domain_GBps": round(c.node_fabric.bytes_per_s(c.domain_gpus) / 1e9, 2),
+                "nvls": c.node_fabric.nvls is not None,
                 "nics_per_node": c.network.nics_per_node,
                 "nic_GBps": c.network.nic_bytes_per_s / 1e9,
                 "max_gpus": c.max_gpus,

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from echograph.cli.app import print_error, print_json, print_line, progress
-from echograph.errors import UnknownNameError, UsageError
+from echograph.cli.formats import refuse_format
+from echograph.errors import UsageError
 from echograph.ir.exporters import EXPORTERS, Exported
 from echograph.ir.graph import Graph, JobGraph
 from echograph.registry import Table
@@ -95,7 +96,7 @@ def job_of(graph: Graph) -> JobGraph:
 
 def _check(to: str, options: ExportOptions) -> None:
     if to not in EXPORTERS and to not in COMPOSED:
-        raise UnknownNameError("format", to, (*EXPORTERS, *COMPOSED))
+        refuse_format(to, (*EXPORTERS, *COMPOSED), "exported")
     for option in fields(options):
         if getattr(options, option.name) not in (None, False) and option.name not in TAKES.get(to, ()):
             takers = ", ".join(sorted(known for known, taken in TAKES.items() if option.name in taken))

@@ -40,11 +40,14 @@ def _cost(base: float, hop: float, efficiency: float) -> dict[str, float]:
     return {"base_us": base, "hop_us": hop, "efficiency": efficiency}
 
 
-def node_start(levels: dict[int, float], nvls: tuple[float, float] | None = None) -> dict[str, Any]:
+def node_start(
+    link: tuple[str, float], levels: dict[int, float], nvls: tuple[float, float] | None = None
+) -> dict[str, Any]:
     """A node fabric to start from: NCCL's tuning table has hops of 0.6, 1.9 and 3.4 us on NVLink."""
     rate = next(iter(levels.values()))
     return {
         "kind": "node",
+        "link": {"kind": link[0], "bandwidth_GBps": link[1]},
         "levels": [{"ranks": ranks, "bandwidth_GBps": value} for ranks, value in levels.items()],
         "fill": 0.4,
         "protocols": {"LL": _cost(5, 1, 0.4), "LL128": _cost(8, 1.9, 0.8), "Simple": _cost(15, 3.4, 1)},
@@ -110,7 +113,7 @@ RECIPES = (
         fabric="nvlink3",
         cluster="dgx-a100",
         rows=_one_node("A100-SXM4-80GB"),
-        start=lambda: node_start({8: 230}),
+        start=lambda: node_start(("nvlink", 300), {8: 230}),
         source=f"{_AIC}, 2-8 A100-SXM4-80GB, NCCL 2.27.3",
         note="NCCL of 2022 takes up to twice as long from 64 KiB to 16 MiB; larger sizes agree.",
     ),
@@ -118,7 +121,7 @@ RECIPES = (
         fabric="nvlink3-one-process",
         cluster="azure-nd-a100-v4",
         rows=lambda row: _echo(row) and row.nodes == 1 and row.ranks > 1,
-        start=lambda: node_start({8: 230}),
+        start=lambda: node_start(("nvlink", 300), {8: 230}),
         source="nccl-tests logs of NetX-lab/Echo (MIT), 2-8 A100-SXM4-40GB, fp32, one process for all GPUs",
         note="One process launches on all GPUs in turn: small sizes are host-bound; training runs otherwise. "
         "Point-to-point traffic is that of nvlink3's start, unfitted.",
@@ -129,7 +132,7 @@ RECIPES = (
         fabric="nvlink4",
         cluster="dgx-h100",
         rows=_one_node("H100-SXM5-80GB"),
-        start=lambda: node_start({8: 380}, (70, 300)),
+        start=lambda: node_start(("nvlink", 450), {8: 380}, (70, 300)),
         source=f"{_AIC}, 2-8 H100-SXM5-80GB, NCCL 2.29.2",
         note="NVLS is seen on 8 GPUs only; on fewer, its (1 + 1/n) law is taken from H200.",
     ),
@@ -145,7 +148,7 @@ RECIPES = (
                 and row.dtype == "float"
             )
         ),
-        start=lambda: node_start({8: 380}, (70, 300)),
+        start=lambda: node_start(("nvlink", 450), {8: 380}, (70, 300)),
         source=f"{_AIC}, 2-8 H200-SXM, NCCL 2.29.2; "
         "4-8 H200 at 8 and 16 GiB of stas00/ml-engineering, NCCL 2.27.7",
         note="",
@@ -154,7 +157,7 @@ RECIPES = (
         fabric="nvlink5",
         cluster="dgx-b200",
         rows=_one_node("B200-SXM"),
-        start=lambda: node_start({8: 780}),
+        start=lambda: node_start(("nvlink", 900), {8: 780}),
         source=f"{_AIC}, 2-8 B200-SXM, NCCL 2.29.2",
         note="No NVLS: NCCL chose ring up to 4 GiB, above which NVLS is a tenth faster.",
     ),
@@ -162,7 +165,7 @@ RECIPES = (
         fabric="nvlink5-nvl72",
         cluster="gb200-nvl72",
         rows=lambda row: _one_node("GB200")(row) or ("coreweave" in row.source and row.ranks == 72),
-        start=lambda: node_start({72: 750}, (400, 420)),
+        start=lambda: node_start(("nvlink", 900), {72: 750}, (400, 420)),
         source=f"{_AIC}, 2-4 GB200, NCCL 2.29.2; "
         "72 GB200 of one rack, 512 MiB to 8 GiB, coreweave/nccl-tests, NCCL 2.26.2",
         note="Between 4 and 72 GPUs nothing is measured; NVLS rests on five sizes of one run on 72.",
@@ -171,7 +174,7 @@ RECIPES = (
         fabric="pcie4",
         cluster="ethernet-100g",
         rows=_one_node("L40S"),
-        start=lambda: node_start({2: 20, 4: 5.5, 8: 1.5}),
+        start=lambda: node_start(("pcie", 32), {2: 20, 4: 5.5, 8: 1.5}),
         source=f"{_AIC}, 2-8 L40S on PCIe 4.0, NCCL 2.27.3",
         note="The eight-GPU rows of this host scatter by a factor of three between neighbouring sizes.",
     ),
@@ -179,7 +182,7 @@ RECIPES = (
         fabric="pcie5",
         cluster="ethernet-100g",
         rows=_one_node("RTX PRO 6000"),
-        start=lambda: node_start({2: 38, 4: 26, 8: 24}),
+        start=lambda: node_start(("pcie", 64), {2: 38, 4: 26, 8: 24}),
         source=f"{_AIC}, 2-8 RTX PRO 6000 on PCIe 5.0, NCCL 2.29.2",
         note="No preset names it: for clusters of PCIe 5.0 GPUs.",
     ),

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from echograph.cli.app import print_error, print_json, print_line, progress
+from echograph.cli.formats import refuse_format
 from echograph.cli.imports_traces import TRACES
-from echograph.errors import UnknownNameError, UsageError
+from echograph.errors import UsageError
 from echograph.frontend import FRONTENDS, Imported
 from echograph.ir.graph import Graph, JobGraph
 from echograph.units import format_bytes
@@ -30,7 +31,7 @@ def import_command(
     from echograph.ir import files, serde
 
     if format_name not in FORMATS:
-        raise UnknownNameError("format", format_name, FORMATS)
+        refuse_format(format_name, FORMATS, "imported")
     load = (TRACES if format_name in TRACES else FRONTENDS)[format_name]
     if keep_overhead and format_name not in TRACES:
         raise UsageError(f"--keep-overhead: is for kineto: {format_name} has no recording")

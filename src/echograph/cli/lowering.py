@@ -117,6 +117,16 @@ def notes(graph: StepGraph | JobGraph, plan: Plan) -> tuple[str, ...]:
     return tuple(line for line in lines if not (plan.sequence_parallel and ": gathers " in line))
 
 
+def cluster_notes(cluster: Cluster, gpus: int) -> tuple[str, ...]:
+    """What of a cluster is extrapolated for so many GPUs."""
+    if gpus <= cluster.stated_gpus:
+        return ()
+    return (
+        f"{gpus} GPUs: cluster {cluster.name} states levels for {cluster.stated_gpus}; those above are grown by its "
+        "[network.growth], which is assumed",
+    )
+
+
 def _replicate(graph: StepGraph, plan: Plan, replicas: int, count: int) -> JobGraph:
     staged: StepGraph | JobGraph = graph
     if plan.pp > 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from echograph.cli.lowering import lower, record
 from echograph.cli.plan import Plan
@@ -56,9 +58,16 @@ def predict_measured(
     return result, job
 
 
-def cluster_of(name: str) -> Cluster:
-    """What `--cluster` names: a preset, a TOML file, or the one device of a profile."""
-    return machine(load_profile(name), Path(name).stem) if name.endswith(".pb") else load_cluster(name)
+def cluster_of(name: str, settings: Mapping[str, str] = MappingProxyType({})) -> Cluster:
+    """What `--cluster` names: a preset, a TOML file, or the one device of a profile.
+
+    Args:
+        name: of the cluster.
+        settings: keys of its file with other values, as `load_cluster` takes them; of a profile there are none.
+    """
+    if name.endswith(".pb"):
+        return machine(load_profile(name), Path(name).stem)
+    return load_cluster(name, settings)
 
 
 def machine(profile: Profile, name: str) -> Cluster:
@@ -71,8 +80,8 @@ def machine(profile: Profile, name: str) -> Cluster:
         gpus_per_node=1,
         domain_gpus=1,
         nvlink_bytes_per_s=0.0,
-        nvls=False,
         max_gpus=1,
+        stated_gpus=1,
     )
 
 

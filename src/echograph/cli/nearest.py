@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from echograph.cli.lowering import lower
-from echograph.cli.measured import cluster_of
 from echograph.cli.plan import Plan, option_name
 from echograph.errors import EchoError
 from echograph.ir.graph import JobGraph, StepGraph
@@ -20,7 +19,7 @@ MOST_TRIED = 12
 
 
 def plans_that_fit(
-    graph: StepGraph | JobGraph, plan: Plan, memory: Memory | None, say: Callable[[str], None]
+    graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster, memory: Memory | None, say: Callable[[str], None]
 ) -> list[str]:
     """What to change so that a plan fits, least first: "--recompute full (61.2 GiB)"; at most two.
 
@@ -29,6 +28,7 @@ def plans_that_fit(
     Args:
         graph: the step; for a job graph, whose plan is made, nothing can be said.
         plan: of the step.
+        cluster: that it runs on.
         memory: that it needs; nothing is tried where it fits.
         say: told what goes on.
     """
@@ -36,7 +36,6 @@ def plans_that_fit(
     if isinstance(graph, JobGraph) or memory is None or memory.fits:
         return found
     say("looking for a plan that fits")
-    cluster = cluster_of(plan.cluster)
     for tried, changes in enumerate(_changes(plan, cluster)):
         if len(found) == ENOUGH or tried == MOST_TRIED:
             break

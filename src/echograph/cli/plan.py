@@ -240,7 +240,7 @@ def spread(plan: Plan, node: int, most: int, where: str) -> tuple[int, int]:
     model, at_once = plan.model_ranks, plan.model_ranks * plan.expert_ranks * plan.hsdp_replicas
     gpus = plan.gpus or (model * plan.dp if plan.dp else max(node, at_once) // at_once * at_once)
     if gpus > most:
-        raise UsageError(f"--gpus {gpus}: cluster {where} has 1 to {most} GPUs")
+        raise UsageError(f"--gpus {gpus}: cluster {where} has 1 to {most} GPUs (max_gpus of its file)")
     sizes = " ".join(f"{option_name(n)} {getattr(plan, n)}" for n in ("tp", "cp", "pp") if getattr(plan, n) > 1)
     if gpus % model:
         raise UsageError(

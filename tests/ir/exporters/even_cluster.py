@@ -47,7 +47,8 @@ def even_cluster(folder: Path) -> Cluster:
     about = {"origin": "assumed", "source": "closed form", "date": "2026-11", "assumed_error": 0.1}
     protocols = {"LL": free, "LL128": free, "Simple": free}
     node = {
-        "kind": "node", "about": about, "levels": [{"ranks": 4096, "bandwidth_GBps": GBPS}], "fill": 0,
+        "kind": "node", "about": about, "link": {"kind": "nvlink", "bandwidth_GBps": GBPS}, "fill": 0,
+        "levels": [{"ranks": 4096, "bandwidth_GBps": GBPS}],
         "protocols": protocols,
         "peer": {"LL": free, "Simple": free, "bandwidth_GBps": GBPS, "local_share": 0},
     }  # fmt: skip

@@ -96,9 +96,9 @@ def _given(result: Result, job: JobGraph, plan: Plan) -> Iterator[Assumption]:
             yield Assumption("durations", source, f"{100 * share:.1f} % of the busy time, {text}")
 
 
-def _fitted(result: Result, job: JobGraph, plan: Plan) -> Iterator[Assumption]:
+def _fitted(result: Result, job: JobGraph, plan: Plan, study: Study) -> Iterator[Assumption]:
     """The models of kernels and of the host."""
-    device = load_device(load_cluster(plan.cluster).device)
+    device = load_device(load_cluster(plan.cluster, study.settings).device)
     precision = str(result.plan.get("precision") or job.workload.dtype.text)
     gemm = device.gemm.get("fp8" if "fp8" in precision else "bf16" if precision == "fp16" else precision)
     if result.sources.get("fitted", 0.0) + result.sources.get("analytical", 0.0) > 0:

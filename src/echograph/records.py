@@ -1,0 +1,175 @@
+"""Files that people write, as typed records: a value that breaks its type or range is one line that names it.
+
+Types are msgspec structs whose fields carry their ranges (`Annotated[float, msgspec.Meta(gt=0, le=1e6)]`), so that
+what is permitted stands once, beside the field.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import inspect
+
+from echograph.errors import DataError, FormatError, InputError
+
+Record = TypeVar("Record", bound=msgspec.Struct)
+
+
+def read_limited(path: Path, most: int, what: str) -> bytes:
+    """The content of a file.
+
+    Args:
+        path: of the file.
+        most: bytes that it may have.
+        what: it is, for errors ("cluster file mine.toml").
+
+    Raises:
+        DataError: the file cannot be read or is larger.
+    """
+    try:
+        if path.stat().st_size > most:
+            raise DataError(f"{what}: larger than {most} bytes")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        # A path that no file system takes (a null byte) is a ValueError.
+        raise DataError(f"{what}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+
+
+def parse_toml(data: bytes, what: str) -> dict[str, Any]:
+    """The table that a TOML file holds.
+
+    Raises:
+        DataError: it is not TOML, or beyond what the parser takes (deep tables, integers of thousands of digits).
+    """
+    try:
+        return tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise DataError(f"{what}: is not TOML ({reason})") from error
+
+
+def parse_json(data: bytes, what: str) -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Raises:
+        DataError: it is no JSON object, or beyond what the parser takes.
+    """
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise DataError(f"{what}: is no JSON object ({reason})") from error
+
+
+def convert(document: Mapping[str, Any], record: type[Record], what: str) -> Record:
+    """A document as a record.
+
+    Args:
+        document: what a file holds.
+        record: the type.
+        what: the file is, for errors.
+
+    Raises:
+        DataError: a key is missing, unknown, or has a value that is not permitted; names the key, the value, and
+            what is permitted.
+    """
+    try:
+        return msgspec.convert(document, record)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise DataError(f"{what}: {_line(str(error), document, record)}") from error
+
+
+def read_json_record(path: Path, record: type[Record], most: int, what: str) -> Record:
+    """The record that a JSON file holds, decoded in one go.
+
+    Raises:
+        InputError: the file cannot be read.
+        FormatError: it is larger than `most`, or no JSON object.
+        DataError: as `convert`.
+    """
+    try:
+        size = path.stat().st_size
+        data = path.read_bytes() if size <= most else b""
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: {reason}: give the path of a {what}") from error
+    if size > most:
+        raise FormatError(f"{path}: larger than {most} bytes: no {what} is")
+    try:
+        return msgspec.json.decode(data, type=record)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        try:
+            document = parse_json(data, str(path))
+        except DataError as second:
+            raise FormatError(f"{path}: not a {what}: {second}") from error
+        raise DataError(f"{path}: not a {what}: {_line(str(error), document, record)}") from error
+
+
+def _line(message: str, document: Mapping[str, Any], record: type[Record]) -> str:
+    """What msgspec says of a value, with the value and what is permitted in its place."""
+    words, _, place = message.partition(" - at ")
+    found = re.fullmatch(r"`\$(.*)`", place)
+    if place and found is None:
+        return message
+    dotted, value, kind = "", document, record
+    for name, number in re.findall(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]", found[1]) if found else ():
+        name, value, kind = _step(value, kind, name, number)
+        dotted += f".{name}"
+    dotted = dotted.removeprefix(".")
+    if not re.match("Expected|Number out|Integer value out|Invalid", words):
+        return f"{dotted}: {words}" if dotted else words
+    shown = reprlib.repr(value)
+    return f"{dotted or 'the file'} = {shown[:60]}: give {_permitted(inspect.type_info(kind))}"
+
+
+def _step(value: Any, kind: Any, name: str, number: str) -> tuple[str, Any, Any]:
+    """One step along msgspec's path: the name of the step, what the document holds there, and its type."""
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(one for one in get_args(kind) if one is not type(None))
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if name:
+        return name, value.get(name), get_type_hints(kind, include_extras=True)[name]
+    inner = get_args(kind)[-1]
+    if number != "...":
+        return number, value[int(number)], get_args(kind)[int(number)] if get_origin(kind) is tuple else inner
+    # msgspec does not say which entry of a mapping, or of a list of numbers, it is.
+    for key, entry in value.items():
+        try:
+            msgspec.convert(entry, inner, str_keys=True)
+        except (msgspec.ValidationError, RecursionError):
+            return str(key), entry, inner
+    return "...", value, inner
+
+
+def _permitted(kind: Any) -> str:
+    """What a type takes, in words."""
+    if isinstance(kind, inspect.UnionType):
+        return " or ".join(dict.fromkeys(map(_permitted, kind.types)))
+    if isinstance(kind, inspect.FloatType | inspect.IntType):
+        noun = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
+        low = f"above {kind.gt:g}" if kind.gt is not None else f"from {kind.ge:g}" if kind.ge is not None else ""
+        high = f"below {kind.lt:g}" if kind.lt is not None else f"to {_most(kind.le)}" if kind.le is not None else ""
+        high = f"up {high}" if kind.gt is not None and high.startswith("to") else high
+        return " ".join(filter(None, (noun, low, high)))
+    if isinstance(kind, inspect.LiteralType):
+        return f"one of {', '.join(map(str, kind.values))}"
+    names = {
+        inspect.BoolType: "true or false",
+        inspect.StrType: "text",
+        inspect.NoneType: "nothing",
+        inspect.StructType: "a table of keys",
+        inspect.DictType: "a table of keys",
+    }
+    return names.get(type(kind), "a list")
+
+
+def _most(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
