@@ -106,14 +106,10 @@ class Job:
     def members(self, group: int, rank: int) -> tuple[int, ...]:
         """The set of a group that a rank is in, in the order of positions."""
         said = self.graph.groups[group]
-        mine = self.place(rank)
-        if said.axes:
-            return tuple(self.ranks({axis: at for axis, at in mine.items() if axis not in said.axes}))
-        listed = [self.place(member) for member in said.ranks]
-        along = [axis for axis in mine if any(place[axis] != listed[0][axis] for place in listed)]
-        if not self.graph.mesh:
+        if said.ranks:
             return tuple(said.ranks)
-        return tuple(self.rank(mine | {axis: place[axis] for axis in along}) for place in listed)
+        along = self.ranks({axis: at for axis, at in self.place(rank).items() if axis not in said.axes})
+        return tuple(along[position] for position in said.positions or range(len(along)))
 
 
 @dataclass(eq=False)
