@@ -74,7 +74,7 @@ def _begin(head: Head) -> GraphBuilder:
     builder = GraphBuilder(name=head.name, producer=head.producer, workload=head.workload, streams=head.streams)
     builder.unknown, builder.mesh = head.unknown, head.mesh
     for number, group in enumerate(head.groups):
-        if builder.group(group.name, axes=group.axes, ranks=group.ranks) != number:
+        if builder.add_group(group) != number:
             raise FormatError(f"group {number} ({group.name}) repeats an earlier one")
     for text in head.strings:
         builder.string(text)

@@ -135,9 +135,16 @@ class GraphBuilder:
             self.streams.append(name)
         return self.streams.index(name)
 
-    def group(self, name: str, *, axes: Iterable[str] = (), ranks: Iterable[int] = ()) -> int:
+    def group(
+        self, name: str, *, axes: Iterable[str] = (), ranks: Iterable[int] = (), positions: Iterable[int] = ()
+    ) -> int:
+        """Index of a process group (`Group` has the fields); added when it is new."""
+        return self.add_group(
+            Group(name=name, axes=tuple(axes), ranks=tuple(ranks), positions=tuple(positions))
+        )
+
+    def add_group(self, group: Group) -> int:
         """Index of a process group; added when it is new."""
-        group = Group(name=name, axes=tuple(axes), ranks=tuple(ranks))
         return self._groups.setdefault(group, len(self._groups))
 
     def tensor(

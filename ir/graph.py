@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from operator import itemgetter
 
 import numpy as np
@@ -90,11 +91,24 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Ranks that communicate: those that differ only along `axes`, or an explicit list."""
+    """Ranks that communicate: those that differ only along `axes`, or an explicit list.
+
+    Attributes:
+        name: for people.
+        axes: mesh axes; the group stands for one set of ranks at each place on the other axes.
+        ranks: or one set of ranks, in the order of their positions.
+        positions: with `axes`, the positions of its members among the ranks along them, ascending; empty for all.
+    """
 
     name: str
     axes: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """What results call it: its axes, or its name where it is not the whole of them."""
+        return self.name if self.positions else "+".join(self.axes) or self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -144,6 +158,11 @@ class Graph:
                 size *= axis.size
             return size
         return max(1, sum(len(p.ranks) for p in self.programs))
+
+    def group_size(self, group: Group) -> int:
+        """Ranks of one set of a group."""
+        whole = prod(axis.size for axis in self.mesh if axis.name in group.axes)
+        return len(group.ranks) or len(group.positions) or whole
 
     @property
     def unfolded_ops(self) -> int:

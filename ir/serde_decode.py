@@ -39,7 +39,8 @@ class Decoder:
         self.builder.unknown = unknown
         self.builder.mesh = tuple(Axis(name=a.name, size=a.size) for a in head.mesh)
         for number, group in enumerate(head.groups):
-            if self.builder.group(group.name, axes=group.axes, ranks=group.ranks) != number:
+            known = {"axes": group.axes, "ranks": group.ranks, "positions": group.positions}
+            if self.builder.group(group.name, **known) != number:
                 raise FormatError(f"corrupted: group {number} repeats an earlier one")
         self.strings = list(head.strings)
         if self.strings[:1] != [""] or len(set(self.strings)) != len(self.strings):

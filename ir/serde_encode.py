@@ -33,7 +33,7 @@ def header(graph: Graph, magic: str, level: pb.Level.ValueType) -> pb.Graph:
         attributes=[encode_attributes(a) for a in graph.ops.attribute_values],
         streams=graph.streams,
         mesh=[pb.Axis(name=a.name, size=a.size) for a in graph.mesh],
-        groups=[pb.Group(name=g.name, axes=g.axes, ranks=g.ranks) for g in graph.groups],
+        groups=[pb.Group(name=g.name, axes=g.axes, ranks=g.ranks, positions=g.positions) for g in graph.groups],
     )  # fmt: skip
 
 

@@ -189,7 +189,9 @@ def _duration(d: t.Duration) -> str:
 
 def _group(group: Group) -> str:
     axes = f"axes=({', '.join(map(_word, group.axes))})" if group.axes else ""
-    return _join("group", _word(group.name), axes, f"ranks=({_runs(group.ranks)})" if group.ranks else "")
+    positions = f"positions=({_runs(group.positions)})" if group.positions else ""
+    ranks = f"ranks=({_runs(group.ranks)})" if group.ranks else ""
+    return _join("group", _word(group.name), axes, positions, ranks)
 
 
 def _instance(number: int, instance: Instance) -> str:

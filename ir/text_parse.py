@@ -107,7 +107,9 @@ class _Parser:
     def _group(self, line: Line) -> Group:
         name = line.word()
         axes = line.options("axes=(", lambda: line.listed(line.word))
-        return Group(name=name, axes=axes, ranks=line.options("ranks=(", lambda: self._runs(line)))
+        positions = line.options("positions=(", lambda: self._runs(line))
+        ranks = line.options("ranks=(", lambda: self._runs(line))
+        return Group(name=name, axes=axes, ranks=ranks, positions=positions)
 
     # -- blocks ------------------------------------------------------------------------------------------
 

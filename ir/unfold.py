@@ -25,7 +25,7 @@ def unfold(graph: StepGraph) -> StepGraph:
     builder.unknown = graph.unknown
     builder.mesh = graph.mesh
     for group in graph.groups:
-        builder.group(group.name, axes=group.axes, ranks=group.ranks)
+        builder.add_group(group)
     writer = _Unfolder(graph, builder)
     for block, begin, end, instance, _ in graph.programs[0].calls.tolist():
         for index in range(begin, end):

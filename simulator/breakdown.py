@@ -74,7 +74,7 @@ def _labels(job: JobGraph) -> list[str]:
 
 
 def _label(job: JobGraph, group: int) -> str:
-    return "+".join(job.groups[group].axes) or job.groups[group].name or f"group{group}"
+    return job.groups[group].label or f"group{group}"
 
 
 def _cover(timeline: Timeline, layers: list[Mask], end: int) -> list[int]:

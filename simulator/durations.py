@@ -133,8 +133,14 @@ def group_ranks(job: JobGraph, group: Group, fixed: dict[str, int] | None = None
     """Ranks of a group whose coordinates along other axes are `fixed` (0 where not named)."""
     if not group.axes:
         return list(group.ranks)
+    whole = _along(job, group, fixed or {})
+    return [whole[position] for position in group.positions] or whole
+
+
+def _along(job: JobGraph, group: Group, fixed: dict[str, int]) -> range | list[int]:
+    """All ranks along the axes of a group."""
     strides = _strides(job)
-    start = sum(strides[axis] * value for axis, value in (fixed or {}).items() if axis not in group.axes)
+    start = sum(strides[axis] * value for axis, value in fixed.items() if axis not in group.axes)
     sizes = {a.name: a.size for a in job.mesh}
     if len(group.axes) == 1:
         (axis,) = group.axes
@@ -143,11 +149,6 @@ def group_ranks(job: JobGraph, group: Group, fixed: dict[str, int] | None = None
     for axis in group.axes:
         ranks = (ranks[:, None] + np.arange(sizes[axis]) * strides[axis]).ravel()
     return sorted(ranks.tolist())
-
-
-def group_size(job: JobGraph, group: Group) -> int:
-    """Ranks of a group."""
-    return prod(a.size for a in job.mesh if a.name in group.axes) if group.axes else len(group.ranks)
 
 
 def meeting(job: JobGraph, number: int, row: int) -> object:
@@ -167,7 +168,7 @@ def meeting(job: JobGraph, number: int, row: int) -> object:
     if ops.kind[row] == OpKind.COLLECTIVE:
         return key
     here = place_in_group(job, group, program)
-    there = (here + int(ops.peer[row])) % group_size(job, group)
+    there = (here + int(ops.peer[row])) % job.group_size(group)
     sender, receiver = (here, there) if ops.kind[row] == OpKind.SEND else (there, here)
     return (*key, sender, receiver, int(ops.tag[row]))
 
@@ -179,7 +180,7 @@ def _within(job: JobGraph, number: int, row: int) -> object:
     if ops.kind[row] == OpKind.COLLECTIVE or not group.axes or set(group.axes) & program.coordinates.keys():
         return None
     towards = int(ops.peer[row]) if ops.kind[row] == OpKind.SEND else -int(ops.peer[row])
-    return number, int(ops.group[row]), towards % group_size(job, group), int(ops.tag[row])
+    return number, int(ops.group[row]), towards % job.group_size(group), int(ops.tag[row])
 
 
 def _meet(job: JobGraph, group: Group, one: Program, other: Program) -> bool:
@@ -213,4 +214,4 @@ def place_in_group(job: JobGraph, group: Group, program: Program) -> int:
     for axis in job.mesh:
         if axis.name in group.axes:
             place = place * axis.size + program.coordinates.get(axis.name, 0)
-    return place
+    return group.positions.index(place) if group.positions else place

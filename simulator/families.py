@@ -23,7 +23,7 @@ def family_of(job: JobGraph) -> tuple[Int64, tuple[str, ...]]:
     of_attribute = [next((i for i, k in enumerate(_KINDS) if isinstance(a, k)), 3) for a in ops.attribute_values]
     family = np.array([*of_attribute, 3])[ops.attributes].astype(np.int64)
     communicates = np.isin(ops.kind, COMMUNICATIONS)
-    names = ["+".join(group.axes) or group.name for group in job.groups]
+    names = [group.label for group in job.groups]
     labels = tuple(dict.fromkeys(names))
     number = np.array([labels.index(name) for name in names] or [0])
     family[communicates] = len(KERNELS) + number[ops.group[communicates]]

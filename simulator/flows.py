@@ -250,7 +250,7 @@ def _coordinates(job: JobGraph, group: Group, ranks: Int64) -> Int64:
         stride //= axis.size
         if axis.name in group.axes:
             here = here * axis.size + ranks // stride % axis.size
-    return here
+    return np.searchsorted(group.positions, here) if group.positions else here
 
 
 def _pattern(found: CollectiveEstimate, kind: Kind) -> Pattern:

@@ -197,10 +197,8 @@ def _nccl_bytes(job: JobGraph, program: int, runtime: Runtime) -> int:
     communicates = np.isin(job.ops.kind, COMMUNICATIONS)
     for begin, end in {(begin, end) for _, begin, end, _, _ in job.programs[program].calls.tolist()}:
         groups.update(job.ops.group[begin:end][communicates[begin:end]].tolist())
-    sizes = {axis.name: axis.size for axis in job.mesh}
     total = 0
-    for group in (job.groups[number] for number in groups):
-        ranks = len(group.ranks) or int(np.prod([sizes[axis] for axis in group.axes]))
+    for ranks in (job.group_size(job.groups[number]) for number in groups):
         total += 0 if ranks < 2 else runtime.nccl_pair_bytes if ranks == 2 else runtime.nccl_bytes
     return total
 

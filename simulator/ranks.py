@@ -19,7 +19,6 @@ from echograph.errors import SimulationError, UsageError
 from echograph.ir.columns import NONE, Int32, Int64
 from echograph.ir.graph import Axis, Group, JobGraph
 from echograph.ir.types import COMMUNICATIONS, OpKind
-from echograph.simulator.durations import group_size
 from echograph.simulator.engine.numbering import number
 from echograph.simulator.engine.schedule import Starts
 from echograph.simulator.engine.static import run_in_order
@@ -226,13 +225,13 @@ class Mesh:
         if collective:
             for axis in inside:
                 at[axis.name][:] = 0
-        elif group_size(self.job, group) != prod(a.size for a in inside):
+        elif self.job.group_size(group) != prod(a.size for a in inside):
             raise SimulationError(f"messages in group '{group.name}' cross roles: simulate roles, not every rank")
         else:
             place = np.zeros(self.columns, np.int64)
             for axis in inside:
                 place = place * axis.size + at[axis.name]
-            place = (place + shift) % group_size(self.job, group)
+            place = (place + shift) % self.job.group_size(group)
             for axis in reversed(inside):
                 place, at[axis.name] = np.divmod(place, axis.size)
         column = np.zeros(self.columns, np.int64)

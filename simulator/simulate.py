@@ -262,7 +262,7 @@ def _collectives(job: JobGraph, step: Step, times: Durations) -> dict[str, dict[
     communicates = np.isin(ops.kind, COMMUNICATIONS)
     for row in np.flatnonzero(communicates & (count_of > 0)).tolist():
         group, count = job.groups[int(ops.group[row])], int(count_of[row])
-        label = "+".join(group.axes) or group.name
+        label = group.label
         entry = found.setdefault(label, {"calls": 0, "bytes_per_rank": 0, "busy_s": 0.0, "algorithms": []})
         entry["calls"] += count
         entry["bytes_per_rank"] += count * int(ops.nbytes[row])

@@ -67,13 +67,13 @@ def _selected(job: JobGraph, selector: str) -> Mask:
     ops = job.ops
     communicates = np.isin(ops.kind, COMMUNICATIONS)
     kind, _, name = selector.partition(":")
-    axes = sorted({"+".join(group.axes) or group.name for group in job.groups})
+    axes = sorted({group.label for group in job.groups})
     if selector == "compute":
         return np.asarray(ops.kind == OpKind.COMPUTE)
     if selector == "comm":
         return communicates
     if selector.startswith("comm."):
-        mine = [("+".join(g.axes) or g.name) == selector[5:] or selector[5:] in g.axes for g in job.groups]
+        mine = [g.label == selector[5:] or selector[5:] in g.axes for g in job.groups]
         chosen = communicates & np.array([*mine, False])[np.where(communicates, ops.group, -1)]
         return _some(chosen, selector, ", ".join(f"comm.{axis}" for axis in axes))
     if kind == "collective" and name:

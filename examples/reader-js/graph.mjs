@@ -133,12 +133,14 @@ export class Graph {
     return this.ranksAt((axis) => (fixed.has(axis.name) ? [fixed.get(axis.name)] : range(0, Number(axis.size))));
   }
 
-  // Every set of ranks that a group stands for: one for each coordinate along the axes that it does not name.
+  // Every set of ranks that a group stands for: one for each coordinate along the axes that it does not name. Of those
+  // along its axes it may have some positions alone.
   membersOf(group) {
     if (group.ranks.length > 0) return [group.ranks.map(Number)];
     const first = this.ranksAt((axis) => (group.axes.includes(axis.name) ? [0] : range(0, Number(axis.size))));
     const steps = this.ranksAt((axis) => (group.axes.includes(axis.name) ? range(0, Number(axis.size)) : [0]));
-    return first.map((rank) => steps.map((step) => rank + step));
+    const kept = group.positions.length > 0 ? group.positions.map((position) => steps[Number(position)]) : steps;
+    return first.map((rank) => kept.map((step) => rank + step));
   }
 }
 

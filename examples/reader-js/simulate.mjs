@@ -118,7 +118,8 @@ function members(graph, group, rank) {
     rest = Math.floor(rest / Number(size));
   }
   const all = (axis) => Array.from({ length: Number(axis.size) }, (_, at) => at);
-  return graph.ranksAt((axis) => (group.axes.includes(axis.name) ? all(axis) : [place.get(axis.name)]));
+  const along = graph.ranksAt((axis) => (group.axes.includes(axis.name) ? all(axis) : [place.get(axis.name)]));
+  return group.positions.length > 0 ? group.positions.map((position) => along[Number(position)]) : along;
 }
 
 // Starts every task when its resource is free, what it waits for has ended, and all who meet are there.

@@ -88,23 +88,19 @@ class Communicators:
         group = self.job.groups[index]
         if group.axes:
             return rank - sum(self._coordinate(rank, axis) * self._strides[axis] for axis in group.axes)
-        moved = sum(self._coordinate(rank, axis.name) * self._strides[axis.name] for axis in self._free())
-        if rank - moved not in group.ranks:
-            raise PlanError(f"rank {rank} communicates in the group '{group.name}', of which it is no member")
-        return moved + group.ranks[0]
+        return group.ranks[0]
 
     def _number(self, group: Group, first: int) -> _Numbered:
-        offsets = self._offsets(group)
-        others = [a for a in self.job.mesh if a.name not in group.axes] if group.axes else self._free()
-        return _Numbered(
-            first=first, starts=self._spread(others, 0 if group.axes else group.ranks[0]), offsets=offsets
-        )
+        others = [a for a in self.job.mesh if a.name not in group.axes] if group.axes else []
+        starts = self._spread(others, 0 if group.axes else group.ranks[0])
+        return _Numbered(first=first, starts=starts, offsets=self._offsets(group))
 
     def _offsets(self, group: Group) -> Int64:
         """The ranks of a group in order, as distances from where it starts."""
         if not group.axes:
             return np.array(group.ranks, np.int64) - group.ranks[0]
-        return self._spread([a for a in self.job.mesh if a.name in group.axes], 0)
+        whole = self._spread([a for a in self.job.mesh if a.name in group.axes], 0)
+        return whole[list(group.positions)] if group.positions else whole
 
     def _spread(self, axes: list[Axis], start: int) -> Int64:
         """Ranks at all places along some axes, ascending."""
@@ -112,10 +108,6 @@ class Communicators:
         for axis in axes:
             ranks = (ranks[:, None] + np.arange(axis.size) * self._strides[axis.name]).ravel()
         return ranks
-
-    def _free(self) -> list[Axis]:
-        pinned = self.job.programs[0].coordinates
-        return [axis for axis in self.job.mesh if axis.name not in pinned]
 
     def _place(self, program: Program) -> int:
         return sum(self._strides[axis] * value for axis, value in program.coordinates.items())

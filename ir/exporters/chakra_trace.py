@@ -123,6 +123,8 @@ def _within(job: JobGraph, inner: int, outer: int) -> bool:
     one, other = job.groups[inner], job.groups[outer]
     if one.ranks or other.ranks:
         return bool(one.ranks) and set(one.ranks) <= set(other.ranks)
+    if other.positions:
+        return one.axes == other.axes and bool(one.positions) and set(one.positions) <= set(other.positions)
     return set(one.axes) <= set(other.axes)
 
 

@@ -120,7 +120,7 @@ def _communication(graph: Graph, row: int) -> str:
     what = (
         kind.name.lower().replace("_", "-") if kind is not None else OpKind(int(graph.ops.kind[row])).name.lower()
     )
-    return _cut(f"{what} {'+'.join(group.axes) or group.name} {format_bytes(int(graph.ops.nbytes[row]))}")
+    return _cut(f"{what} {group.label} {format_bytes(int(graph.ops.nbytes[row]))}")
 
 
 def _names(graph: Graph, rows: Sequence[int]) -> str:

@@ -192,7 +192,7 @@ class _Stage:
 def _suffix(job: JobGraph, group: Group) -> str | None:
     """Which of SimAI's groups a group is (TP, DP, EP, DP_EP); "" if it has one rank, None if it is no such."""
     wide = {axis.name for axis in job.mesh if axis.size > 1}
-    if not group.axes:
+    if not group.axes or group.positions:
         return None
     axes = wide & set(group.axes)
     data = wide - {"tp", "pp"}

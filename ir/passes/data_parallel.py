@@ -98,8 +98,7 @@ class DataParallel:
         if self.zero not in (0, 1, 2):
             raise PlanError(f"zero {self.zero}: choose 0, 1 or 2 here; fully sharded data parallelism is stage 3")
         mesh = data_mesh(graph.mesh, (Axis(name=DATA, size=self.replicas),))
-        outer = [axis for axis in graph.mesh if axis.name == STAGES]
-        builder = empty_copy(graph, inside=1 if len(graph.mesh) > len(outer) else self.replicas)
+        builder = empty_copy(graph)
         builder.mesh = mesh
         builder.group(DATA, axes=(DATA,))
         none = self.zero == 0 or not reduction_axes(mesh, ())

@@ -96,8 +96,7 @@ class _Writer:
     def __init__(self, options: FullyShard, graph: StepGraph | JobGraph, division: Division, how: How) -> None:
         self.options, self.graph, self.division, self.how = options, graph, division, how
         self.staged = isinstance(graph, JobGraph)
-        outer = [axis for axis in graph.mesh if axis.name == STAGES]
-        self.builder = empty_copy(graph, inside=1 if len(graph.mesh) > len(outer) else options.replicas)
+        self.builder = empty_copy(graph)
         self.builder.mesh = division.mesh
         self.units = Units(graph, sorted(division.gradients))
         self.names = [

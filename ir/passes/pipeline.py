@@ -99,10 +99,7 @@ class Pipeline:
             raise PlanError("the graph has a pipeline already: give its step graph without one")
 
     def _groups(self, graph: StepGraph, placement: Placement, builder: GraphBuilder) -> dict[int, int | None]:
-        """The group of every gradient that several chunks have a share of.
-
-        Without other axes a group may list its ranks; with them it has whole axes, so two stages of more exchange.
-        """
+        """The group of every gradient that several chunks have a share of; None where two stages exchange it."""
         sharers: dict[int, list[int]] = {}
         for chunk, gradient in placement.shares:
             sharers.setdefault(gradient, []).append(chunk % self.stages)
@@ -113,15 +110,10 @@ class Pipeline:
                 raise PlanError(f"parameter of {name} is in two chunks of a stage: use one chunk a stage")
             if len(stages) == self.stages:
                 groups[gradient] = builder.group("embedding", axes=(AXIS,))
-            elif not graph.mesh:
-                groups[gradient] = builder.group("embedding", ranks=sorted(stages))
-            elif len(stages) == 2:
+            elif graph.mesh and len(stages) == 2:
                 groups[gradient] = None
             else:
-                raise PlanError(
-                    f"{name} is shared by {len(stages)} of {self.stages} stages, which is supported without other "
-                    f"axes only: use {len(stages)} stages"
-                )
+                groups[gradient] = builder.group("embedding", axes=(AXIS,), positions=sorted(stages))
         return groups
 
     def _calls(self, plan: Plan, builder: GraphBuilder, chunks: list[Chunk], stage: int) -> list[Call]:

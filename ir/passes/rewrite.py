@@ -26,21 +26,15 @@ ACCUMULATE = "accumulate"
 """Name of the blocks that add a micro-batch's gradients to those of the ones before it."""
 
 
-def empty_copy(graph: Graph, inside: int = 1) -> GraphBuilder:
-    """A builder with what a graph says of itself, its streams and groups, but nothing in its tables.
-
-    Args:
-        graph: the graph.
-        inside: ranks that each of its ranks becomes, counted by a new innermost axis; groups of listed ranks are
-            then those of the axis' first position.
-    """
+def empty_copy(graph: Graph) -> GraphBuilder:
+    """A builder with what a graph says of itself, its streams and groups, but nothing in its tables."""
     builder = GraphBuilder(
         name=graph.name, workload=graph.workload, producer=graph.producer, streams=graph.streams
     )
     builder.unknown = graph.unknown
     builder.mesh = graph.mesh
     for group in graph.groups:
-        builder.group(group.name, axes=group.axes, ranks=[rank * inside for rank in group.ranks])
+        builder.add_group(group)
     return builder
 
 

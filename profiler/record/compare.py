@@ -151,9 +151,7 @@ def _captured_calls(job: JobGraph, program: Program) -> list[Key]:
             continue
         collective = kind is OpKind.COLLECTIVE
         name = CollectiveKind(int(ops.variant[op])).name.lower() if collective else kind.name.lower()
-        group = job.groups[int(ops.group[op])]
-        sizes = {axis.name: axis.size for axis in job.mesh}
-        ranks = len(group.ranks) or int(np.prod([sizes[axis] for axis in group.axes]))
+        ranks = job.group_size(job.groups[int(ops.group[op])])
         found.append(_call_key(name, Phase(int(ops.phase[op])).name.lower(), int(ops.nbytes[op]), ranks))
     return found
 

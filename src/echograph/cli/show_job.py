@@ -73,7 +73,7 @@ def _communication(job: JobGraph, runs: list[Int64]) -> list[dict[str, Any]]:
         if ops.kind[row] == OpKind.COLLECTIVE:
             kind = CollectiveKind(int(ops.variant[row])).name.lower()
         payload = Payload(int(ops.payload[row])).name.lower()
-        key = ("+".join(group.axes) or group.name, _group_size(job, row), kind, payload, int(ops.nbytes[row]))
+        key = (group.label, job.group_size(group), kind, payload, int(ops.nbytes[row]))
         for number, count in enumerate(runs):
             if count[row]:
                 found[key][number] += int(count[row])
@@ -82,11 +82,6 @@ def _communication(job: JobGraph, runs: list[Int64]) -> list[dict[str, Any]]:
         {**dict(zip(names, key, strict=True)), "calls": {_name(job, n): c for n, c in sorted(calls.items())}}
         for key, calls in sorted(found.items())
     ]
-
-
-def _group_size(job: JobGraph, row: int) -> int:
-    group = job.groups[int(job.ops.group[row])]
-    return len(group.ranks) or prod(axis.size for axis in job.mesh if axis.name in group.axes)
 
 
 def _name(job: JobGraph, number: int) -> str:

@@ -13,7 +13,7 @@ from echograph.cli.page.moments import COMPUTE, Kinds, Moments, totals
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, Phase, Source
-from echograph.simulator.durations import Durations, group_size
+from echograph.simulator.durations import Durations
 from echograph.simulator.result import Result
 from echograph.units import to_s
 
@@ -119,8 +119,8 @@ class _Path:
 
     def _communication(self, op: int) -> dict[str, Any]:
         group = self.job.groups[int(self.job.ops.group[op])]
-        ranks = group_size(self.job, group)
-        return {**self._named(op), "group": "+".join(group.axes) or group.name, "ranks": ranks}
+        ranks = self.job.group_size(group)
+        return {**self._named(op), "group": group.label, "ranks": ranks}
 
     def _named(self, op: int) -> dict[str, Any]:
         name = _LAST_NUMBER.sub("*", self.job.strings[self.job.ops.name[op]])
