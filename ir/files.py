@@ -1,22 +1,32 @@
-"""How every binary file of echograph is framed, read and written, whatever message it holds.
+"""How files are read and written, whatever they hold, and how every binary file of echograph is framed.
 
-A file is one protobuf message whose last field, number 2047, is the CRC-32 of all bytes before it. One that does
-not end with it is truncated. Nothing here knows a schema, so nothing here imports protobuf.
+What is read has a limit: of its bytes, and, where gzip or zip packed it, of what it unpacks to. Devices are refused.
+
+A binary file is one protobuf message whose last field, number 2047, is the CRC-32 of all bytes before it. One that
+does not end with it is truncated. Nothing here knows a schema, so nothing here imports protobuf.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from echograph.errors import FormatError, InputError, OutputError
+from echograph.errors import DataError, FormatError, InputError, OutputError
 from echograph.units import format_bytes
 
 MAX_FILE_BYTES = 16 * 2**30
+# Profilers' traces shrink to a twentieth, tables of equal rows to a hundredth; gzip packs zeros to a thousandth.
+MAX_UNPACKED_BYTES = 128 * 2**30
+MAX_RATIO = 200
+# What any file may unpack to, however small it is.
+FREE_BYTES = 64 * 2**20
+_PIECE_BYTES, _PACKED_BYTES = 1 << 20, 1 << 15
+_GZIP_MAGIC, _GZIP_WINDOW = b"\x1f\x8b", 31
 CHECKSUM_FIELD = 2047
 _CHECKSUM_TAG = bytes([0xFD, 0x7F])  # field 2047, wire type 5 (fixed32)
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -94,6 +104,30 @@ def with_checksum(pieces: Iterable[bytes]) -> Iterator[bytes]:
     yield _CHECKSUM_TAG + crc.to_bytes(4, "little")
 
 
+def open_file(path: Path, hint: str = "give the path of a file") -> BinaryIO:
+    """A file or a pipe, open for reading.
+
+    Args:
+        path: the file.
+        hint: what to do where there is none.
+
+    Raises:
+        InputError: the file does not exist or cannot be read, or is a device, which may have no end.
+    """
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+            raise InputError(f"{path}: a device, not a file; {hint}")
+        return path.open("rb")
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error, hint) from None
+
+
+def _unreadable(path: Path, error: OSError | ValueError, hint: str) -> InputError:
+    # A path with a NUL in it is a ValueError.
+    return InputError(f"{path}: {getattr(error, 'strerror', None) or error}; {hint}")
+
+
 def read_whole(path: Path, hint: str, limit: int = MAX_FILE_BYTES) -> bytes:
     """A file's bytes.
 
@@ -106,12 +140,117 @@ def read_whole(path: Path, hint: str, limit: int = MAX_FILE_BYTES) -> bytes:
         InputError: the file does not exist or cannot be read.
         FormatError: it is larger than the limit.
     """
-    try:
-        if path.stat().st_size > limit:
-            raise FormatError(f"{path}: larger than {format_bytes(limit)}, not read")
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}; {hint}") from None
+    with open_file(path, hint) as source:
+        try:
+            size = os.fstat(source.fileno()).st_size
+            # What does not know its size, a pipe for instance, is read until its end or the limit.
+            data = source.read(size) if 0 < size <= limit else b"".join(_until(source, limit)) if not size else b""
+        except OSError as error:
+            raise _unreadable(path, error, hint) from None
+    if max(size, len(data)) > limit:
+        raise FormatError(f"{path}: larger than {format_bytes(limit)}, not read")
+    return data
+
+
+def _until(source: BinaryIO, limit: int) -> Iterator[bytes]:
+    total = 0
+    while total <= limit and (piece := source.read(_PIECE_BYTES)):
+        total += len(piece)
+        yield piece
+
+
+class Unpacked:
+    """A file's bytes, piece by piece; unpacked, where gzip packed them.
+
+    Args:
+        path: the file, gzipped or not, whatever its name.
+        limit: bytes of the most that is given.
+        hint: what to do where there is no such file.
+
+    Attributes:
+        cut_off: whether a gzip stream has no end; known when the pieces have ended.
+    """
+
+    def __init__(self, path: Path, limit: int = MAX_UNPACKED_BYTES, hint: str = "give the path of a file") -> None:
+        self.path, self.limit, self.hint = path, limit, hint
+        self.cut_off = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Pieces of about 1 MiB.
+
+        Raises:
+            InputError: the file does not exist or cannot be read.
+            FormatError: it is larger than the limit, or unpacks to more than the limit or `MAX_RATIO` times its size.
+            DataError: the gzip stream is damaged.
+        """
+        total = 0
+        with open_file(self.path, self.hint) as source:
+            try:
+                for piece, packed in self._pieces(source):
+                    total += len(piece)
+                    self._check(total, packed)
+                    yield piece
+            except OSError as error:
+                raise _unreadable(self.path, error, self.hint) from None
+            except zlib.error as error:
+                raise DataError(
+                    f"{self.path}: the gzip stream is damaged after {format_bytes(total)} of text ({error})"
+                ) from None
+
+    def _check(self, total: int, packed: int) -> None:
+        if total > self.limit:
+            how = "unpacks to more" if packed else "larger"
+            raise FormatError(f"{self.path}: {how} than {format_bytes(self.limit)}, not read")
+        if packed and total > max(FREE_BYTES, MAX_RATIO * packed):
+            raise FormatError(
+                f"{self.path}: unpacks to more than {MAX_RATIO} times its size, which no measurement does; "
+                "not read: unpack it yourself if you trust it"
+            )
+
+    def _pieces(self, source: BinaryIO) -> Iterator[tuple[bytes, int]]:
+        """Pieces, and the packed bytes up to their end: 0 where nothing is packed."""
+        following = source.read(len(_GZIP_MAGIC))
+        if following != _GZIP_MAGIC:
+            while following:
+                yield following, 0
+                following = source.read(_PIECE_BYTES)
+            return
+        inflate, packed = zlib.decompressobj(_GZIP_WINDOW), len(following)
+        while following:
+            # A gzip file may have several members, one after the other, and zeros after each.
+            if inflate.eof:
+                inflate = zlib.decompressobj(_GZIP_WINDOW)
+            if piece := inflate.decompress(following, _PIECE_BYTES):
+                yield piece, packed
+            following = inflate.unconsumed_tail or inflate.unused_data.lstrip(b"\0")
+            while not following and (read := source.read(_PACKED_BYTES)):
+                following = read.lstrip(b"\0") if inflate.eof else read
+                packed += len(read)
+        if piece := inflate.flush():
+            yield piece, packed
+        self.cut_off = not inflate.eof
+
+
+def read_unpacked(path: Path, hint: str, limit: int) -> bytes:
+    """A file's bytes; unpacked, where gzip packed them.
+
+    Args:
+        path: the file.
+        hint: what to do where there is none.
+        limit: bytes of the most that is given.
+
+    Raises:
+        InputError: the file does not exist or cannot be read.
+        FormatError: it is larger than the limit, or unpacks to more than that or than a measurement does.
+        DataError: the gzip stream is damaged, or cut off.
+    """
+    unpacked = Unpacked(path, limit, hint)
+    data = b"".join(unpacked)
+    if unpacked.cut_off:
+        raise DataError(
+            f"{path}: the gzip stream is cut off after {format_bytes(len(data))} of text: copy it anew"
+        )
+    return data
 
 
 def write_whole(path: Path, pieces: Iterable[str | bytes]) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from echograph.errors import DataError, FormatError, InputError
+from echograph.errors import DataError, FormatError
+from echograph.ir.arrays import read_arrays
 from echograph.ir.files import write_whole
 from echograph.profiler.analyses.critical_graph import CriticalGraph, Edge
 from echograph.profiler.analyses.marked_copy import Places, exact_json, marked_copy
@@ -47,12 +47,9 @@ def load_graph(path: Path, trace: Trace) -> CriticalGraph:
         DataError: it is of another trace.
     """
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in (*_COLUMNS, "index", "time", "data_load_events")}
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None
-    except (EOFError, ValueError, KeyError, zipfile.BadZipFile):
-        raise FormatError(f"{path}: no critical path graph; save one with --option save=FILE.npz") from None
+        arrays = read_arrays(path, (*_COLUMNS, "index", "time", "data_load_events"))
+    except FormatError as error:
+        raise FormatError(f"{error}: save a critical path graph with --option save=FILE.npz") from None
     index, time = arrays.pop("index"), arrays.pop("time")
     rows = arrays["rows"]
     known = not len(rows) or (rows.min() >= 0 and rows.max() < len(trace))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from echograph.errors import DataError, InputError, UsageError
+from echograph.errors import DataError, UsageError
+from echograph.ir.files import read_unpacked
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.details import whole_events
@@ -31,7 +31,6 @@ CATEGORIES = (
 # c10's device types that have an allocator with a name that people know.
 _DEVICES = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 13: "mps", 19: "mtia"}
 _MAX_BYTES = 2**31
-_GZIP_MAGIC, _ANY_WINDOW = b"\x1f\x8b", 47
 _NS_PER_US = 1000
 
 
@@ -125,17 +124,7 @@ def memory_categories(traces: TraceSet, *, file: str = "") -> Table:
 
 def _raw_events(path: Path) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Time (ns, -1 for before the profile), action, bytes and category of each change."""
-    try:
-        raw = path.read_bytes()
-        if raw.startswith(_GZIP_MAGIC):
-            inflate = zlib.decompressobj(_ANY_WINDOW)
-            raw = inflate.decompress(raw, _MAX_BYTES)
-            if inflate.unconsumed_tail:
-                raise DataError(f"{path}: more than {_MAX_BYTES >> 30} GiB of text: profile fewer steps")
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None
-    except zlib.error as error:
-        raise DataError(f"{path}: the gzip stream is damaged ({error})") from None
+    raw = read_unpacked(path, "give the file of export_memory_timeline", _MAX_BYTES)
     try:
         rows = msgspec.json.decode(raw, type=list[tuple[int, int, int, int]])
         events = np.array(rows, np.int64).reshape(-1, 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import re
 from collections.abc import Iterable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from echograph.errors import DataError
+from echograph.ir.files import read_unpacked
 
 Kind: TypeAlias = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv", "barrier"
@@ -197,11 +197,5 @@ def _kind_guessed(table: list[_TableRow], ranks: int) -> Kind | None:
 
 
 def _text(path: Path) -> str:
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-    except (OSError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
-    if len(content) > MAX_BYTES:
-        raise DataError(f"{path}: holds more than {MAX_BYTES} bytes")
+    content = read_unpacked(path, "give a table of collectives (CSV, may be gzipped)", MAX_BYTES)
     return content.decode("utf-8", errors="replace")

@@ -8,7 +8,6 @@ required in every row.
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,13 +16,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from echograph.errors import DataError, InputError
+from echograph.errors import DataError
+from echograph.ir.files import read_unpacked
 from echograph.profiler.costs.cost import FloatArray
 
 TEXT = ("source", "gpu", "op", "dtype", "layout", "causal", "notes")
 NUMBERS = ("m", "n", "k", "batch", "seq", "heads", "kv_heads", "head_dim", "latency_ms", "tflops")
 REQUIRED = ("op", "dtype", "latency_ms")
-MAX_TABLE_BYTES = 2**30
+MAX_TABLE_BYTES = 2**29
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +71,9 @@ def read_table(path: Path) -> KernelTable:
         DataError: a column is missing, or a cell is no number.
     """
     try:
-        raw = path.read_bytes()
-        data = gzip.GzipFile(fileobj=io.BytesIO(raw)).read(MAX_TABLE_BYTES) if raw[:2] == b"\x1f\x8b" else raw
+        data = read_unpacked(path, "give a kernels.csv or kernels.csv.gz", MAX_TABLE_BYTES)
         lines = list(csv.reader(io.StringIO(data.decode("utf-8"))))
-    except OSError as error:
-        raise InputError(f"{path}: {error}: give a kernels.csv or kernels.csv.gz") from error
-    except (UnicodeDecodeError, csv.Error, EOFError) as error:
+    except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path}: not a CSV table: {error}") from error
     return _columns(path, lines)
 

@@ -10,13 +10,13 @@ import hashlib
 import io
 import json
 import os
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from echograph.errors import InputError, OutputError
+from echograph.ir.arrays import read_arrays
 from echograph.ir.files import write_whole
 from echograph.profiler.traces.trace import Trace, Values
 
@@ -49,8 +49,7 @@ def content_key(path: Path) -> str:
 def load(folder: Path, key: str, path: Path) -> Trace | None:
     """The cached trace, as if read from `path`; None where there is none, or it is damaged."""
     try:
-        with np.load(folder / f"{key}.npz", allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
+        arrays = read_arrays(folder / f"{key}.npz")
         facts: dict[str, Any] = json.loads(arrays.pop("facts").tobytes())
         strings: list[str] = json.loads(arrays.pop("strings").tobytes())
         rows = {name: arrays.pop(f"rows.{name}") for name in facts.pop("arguments")}
@@ -59,7 +58,7 @@ def load(folder: Path, key: str, path: Path) -> Trace | None:
         facts["path"] = str(path)
         columns = {name: arrays[name] for name in _COLUMNS}
         return Trace(strings=tuple(strings), arguments=arguments, **facts, **columns)
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile):
+    except (InputError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 

@@ -12,22 +12,20 @@ import functools
 import json
 import operator
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from echograph.errors import DataError, InputError
+from echograph.errors import DataError
+from echograph.ir.files import Unpacked
 from echograph.profiler.traces.trace import DEVICE, KERNELS, OPERATORS
 
 CHUNK_BYTES = 1 << 20
 # Beyond this, text without the end of an event, or before the first, is not a trace.
 MAX_EVENT_BYTES = 1 << 26
-_COMPRESSED_BYTES = 1 << 15
-_GZIP_MAGIC, _GZIP_WINDOW = b"\x1f\x8b", 31
 _LITERAL = len("false") + 1
 _BLANK = b" \t\r\n"
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -245,35 +243,9 @@ class EventStream:
         yield from pieces
 
     def _pieces(self) -> Iterator[bytes]:
-        try:
-            with self.path.open("rb") as source:
-                compressed = source.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-                source.seek(0)
-                if not compressed:
-                    while piece := source.read(CHUNK_BYTES):
-                        yield piece
-                    return
-                yield from self._inflated(source)
-        except OSError as error:
-            raise InputError(f"{self.path}: {error.strerror or error}") from None
-        except zlib.error as error:
-            raise DataError(
-                f"{self.path}: the gzip stream is damaged after {self._count} events ({error})"
-            ) from None
-
-    def _inflated(self, source: BinaryIO) -> Iterator[bytes]:
-        inflate = zlib.decompressobj(_GZIP_WINDOW)
-        following = b""
-        while piece := following or source.read(_COMPRESSED_BYTES):
-            # A gzip file may have several members, one after the other.
-            if inflate.eof:
-                inflate = zlib.decompressobj(_GZIP_WINDOW)
-            if text := inflate.decompress(piece, CHUNK_BYTES):
-                yield text
-            following = inflate.unconsumed_tail or inflate.unused_data.lstrip(b"\0")
-        if text := inflate.flush():
-            yield text
-        self._cut_off = not inflate.eof
+        unpacked = Unpacked(self.path)
+        yield from unpacked
+        self._cut_off = unpacked.cut_off
 
     def _find_events(self, pieces: Iterator[bytes]) -> bytes:
         head = b""
