@@ -184,7 +184,7 @@ def read(path: Path | str) -> Iterator[ChakraNode]:
     """
     path = Path(path)
     messages = _read_messages(path)
-    _decode_metadata(path, next(messages)[1])
+    decode_metadata(path, next(messages)[1])
     for number, data in messages:
         yield _decode_node(path, number, data)
 
@@ -196,7 +196,7 @@ def read_metadata(path: Path | str) -> tuple[str, dict[str, Value]]:
         InputError: the file does not exist or cannot be read.
         FormatError: it does not begin as a trace.
     """
-    return _decode_metadata(Path(path), next(_read_messages(Path(path)))[1])
+    return decode_metadata(Path(path), next(_read_messages(Path(path)))[1])
 
 
 def _read_messages(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -242,7 +242,12 @@ def _read_length(path: Path, file: BinaryIO, number: int) -> int | None:
     raise FormatError(f"{path}: message {number} has no length: not a Chakra trace, or corrupted")
 
 
-def _decode_metadata(path: Path, data: bytes) -> tuple[str, dict[str, Value]]:
+def decode_metadata(path: Path, data: bytes) -> tuple[str, dict[str, Value]]:
+    """Version and attributes of the whole trace from the message that a file begins with.
+
+    Raises:
+        FormatError: it is none; names the file.
+    """
     try:
         message = pb.GlobalMetadata.FromString(data)
     except DecodeError:
@@ -281,6 +286,16 @@ def _value(attribute: pb.AttributeProto) -> Value:
         return ""
     value = getattr(attribute, chosen)
     return tuple(value.values) if chosen.endswith("_list") else value
+
+
+def decode_attribute(data: bytes) -> tuple[str, Value]:
+    """Name and value of an attribute from its message.
+
+    Raises:
+        DecodeError: it is none.
+    """
+    attribute = pb.AttributeProto.FromString(data)
+    return attribute.name, _value(attribute)
 
 
 def encode_attributes(attributes: Mapping[str, Value]) -> bytes:
