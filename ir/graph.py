@@ -28,7 +28,7 @@ from echograph.ir.ports import Ports
 from echograph.ir.types import DType
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
 
 CALL_FIELDS = ("block", "begin", "end", "instance", "micro_batch")
 
@@ -45,6 +45,9 @@ class Workload:
         dtype: of the forward pass.
         optimizer: its name ("adamw"); "" when the step has none.
         master_weights: whether the optimizer keeps fp32 copies of 16-bit parameters.
+        model_flops: what the model asks of one micro-batch, forward and backward, on however many ranks it runs:
+            nothing computed again, padded or computed by several ranks; 0 where unknown.
+        causal_attention_flops: those of them in attention with a causal mask, masked pairs included.
     """
 
     model: str = ""
@@ -54,6 +57,8 @@ class Workload:
     dtype: DType = DType.FP32
     optimizer: str = ""
     master_weights: bool = False
+    model_flops: int = 0
+    causal_attention_flops: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

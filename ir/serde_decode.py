@@ -32,7 +32,8 @@ class Decoder:
             workload=Workload(
                 model=w.model, parameters=w.parameters, batch_size=w.batch_size,
                 sequence_length=w.sequence_length, dtype=t.DType(w.dtype), optimizer=w.optimizer,
-                master_weights=w.master_weights,
+                master_weights=w.master_weights, model_flops=w.model_flops,
+                causal_attention_flops=w.causal_attention_flops,
             ),
             streams=head.streams,
         )  # fmt: skip

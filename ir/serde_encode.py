@@ -26,6 +26,7 @@ def header(graph: Graph, magic: str, level: pb.Level.ValueType) -> pb.Graph:
         workload=pb.Workload(
             model=w.model, parameters=w.parameters, batch_size=w.batch_size, sequence_length=w.sequence_length,
             dtype=pb.DType.ValueType(w.dtype), optimizer=w.optimizer, master_weights=w.master_weights,
+            model_flops=w.model_flops, causal_attention_flops=w.causal_attention_flops,
         ),
         tensor_count=len(graph.tensors),
         op_count=len(graph.ops),

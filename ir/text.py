@@ -82,6 +82,8 @@ class _Printer:
             f"dtype={w.dtype.text}",
             f"optimizer={_word(w.optimizer)}" if w.optimizer else "",
             "master_weights" if w.master_weights else "",
+            f"model_flops={w.model_flops}" if w.model_flops else "",
+            f"causal_attention_flops={w.causal_attention_flops}" if w.causal_attention_flops else "",
         )
         if graph.mesh:
             yield _join("mesh", *(f"{_word(a.name)}={a.size}" for a in graph.mesh))

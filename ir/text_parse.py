@@ -278,9 +278,10 @@ def _workload(line: Line) -> Workload:
     line.take(" dtype=")
     dtype = line.member(t.DType)
     optimizer = line.option("optimizer=", line.word, "")
-    return Workload(
-        model=model, dtype=dtype, optimizer=optimizer, master_weights=line.has(" master_weights"), **sizes
-    )
+    master_weights = line.has(" master_weights")
+    for key in ("model_flops", "causal_attention_flops"):
+        sizes[key] = line.option(f"{key}=", line.integer, 0)
+    return Workload(model=model, dtype=dtype, optimizer=optimizer, master_weights=master_weights, **sizes)
 
 
 def _tensor(line: Line, tensors: dict[int, t.Tensor]) -> int:

@@ -101,7 +101,7 @@ def blocks_cover_tables(graph: Graph) -> None:
 
 def sizes_sane(graph: Graph) -> None:
     """Extents, work and times are not negative, and no tensor is beyond 2^60 bytes."""
-    for name in ("parameters", "batch_size", "sequence_length"):
+    for name in ("parameters", "batch_size", "sequence_length", "model_flops", "causal_attention_flops"):
         if not 0 <= (count := getattr(graph.workload, name)) < 2**63:
             _fail("sizes_sane", "the workload", f"has {name} {count}")
     shape = graph.tensors.shape

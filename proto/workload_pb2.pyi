@@ -333,6 +333,8 @@ class Workload(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     OPTIMIZER_FIELD_NUMBER: _builtins.int
     MASTER_WEIGHTS_FIELD_NUMBER: _builtins.int
+    MODEL_FLOPS_FIELD_NUMBER: _builtins.int
+    CAUSAL_ATTENTION_FLOPS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     parameters: _builtins.int
     """trainable elements, tied ones once"""
@@ -345,6 +347,10 @@ class Workload(_message.Message):
     optimizer: _builtins.str
     master_weights: _builtins.bool
     """the optimizer keeps fp32 copies of 16-bit parameters"""
+    model_flops: _builtins.int
+    """what the model asks of a micro-batch, forward and backward; 0 where unknown"""
+    causal_attention_flops: _builtins.int
+    """those of them in attention with a causal mask, masked pairs included"""
     def __init__(
         self,
         *,
@@ -355,10 +361,12 @@ class Workload(_message.Message):
         dtype: Global___DType.ValueType = ...,
         optimizer: _builtins.str = ...,
         master_weights: _builtins.bool = ...,
+        model_flops: _builtins.int = ...,
+        causal_attention_flops: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "dtype", b"dtype", "master_weights", b"master_weights", "model", b"model", "optimizer", b"optimizer", "parameters", b"parameters", "sequence_length", b"sequence_length"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "causal_attention_flops", b"causal_attention_flops", "dtype", b"dtype", "master_weights", b"master_weights", "model", b"model", "model_flops", b"model_flops", "optimizer", b"optimizer", "parameters", b"parameters", "sequence_length", b"sequence_length"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -32,7 +32,9 @@ class Result:
         interval_ps: 90 % interval of the step time from the errors of its durations.
         samples: samples of one step over all ranks.
         tokens: tokens of one step over all ranks; 0 where samples have none.
-        model_flops: forward and backward FLOPs of a rank on average, recomputation not counted.
+        model_flops: what the model asks, forward and backward, of a rank on average: nothing computed again,
+            padded or computed by several ranks (`ir.passes.model_flops`); 0 where unknown.
+        causal_attention_flops: those of them in attention with a causal mask, masked pairs included.
         peak_flops_per_s: the device's dense peak for the model's type; 0 where unknown.
         breakdown: where the time goes, for the program that ends last.
         limits: kind of work -> picoseconds on the critical path, the derivative of the step by it.
@@ -64,6 +66,7 @@ class Result:
     samples: int
     tokens: int
     model_flops: int
+    causal_attention_flops: int
     peak_flops_per_s: float
     breakdown: Breakdown
     limits: dict[str, int]
@@ -91,10 +94,21 @@ class Result:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation: model FLOPs over what the devices could do in the step."""
-        if not self.peak_flops_per_s or not self.step_ps:
+        """Model FLOPs utilisation: model FLOPs over what the devices could do in the step; None where unknown.
+
+        Attention is counted in full, the pairs that a causal mask leaves out included.
+        """
+        return self._utilisation(self.model_flops)
+
+    @property
+    def mfu_causal(self) -> float | None:
+        """`mfu` with attention that has a causal mask counted by half."""
+        return self._utilisation(self.model_flops - self.causal_attention_flops / 2)
+
+    def _utilisation(self, flops: float) -> float | None:
+        if not self.model_flops or not self.peak_flops_per_s or not self.step_ps:
             return None
-        return self.model_flops / (to_s(self.step_ps) * self.peak_flops_per_s)
+        return flops / (to_s(self.step_ps) * self.peak_flops_per_s)
 
     @property
     def percentiles_s(self) -> dict[str, float]:
@@ -116,6 +130,7 @@ class Result:
             "tokens_per_s": self.tokens / step if step else 0.0,
             "samples_per_s": self.samples / step if step else 0.0,
             "mfu": self.mfu,
+            "mfu_causal": self.mfu_causal,
             "gpus": self.gpus,
             "plan": self.plan,
             "breakdown_s": {

@@ -16,7 +16,7 @@ from echograph.ir.columns import Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel_axes import MICRO_BATCH_AXES
 from echograph.ir.timeline import Timeline
-from echograph.ir.types import COMMUNICATIONS, OpKind, Phase, Source
+from echograph.ir.types import COMMUNICATIONS, OpKind, Source
 from echograph.simulator import engine as engines
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.durations import Durations, durations, meeting
@@ -99,7 +99,8 @@ def simulate(
         interval_ps=(low, high),
         samples=samples,
         tokens=samples * job.workload.sequence_length,
-        model_flops=sum(_model_flops(job, n) for n in range(len(job.programs))) // max(1, len(job.programs)),
+        model_flops=_on_average(job, job.workload.model_flops, samples),
+        causal_attention_flops=_on_average(job, job.workload.causal_attention_flops, samples),
         peak_flops_per_s=peak_flops_per_s,
         breakdown=step.breakdown,
         limits=step.limits,
@@ -239,11 +240,9 @@ def _who_waits(job: JobGraph, tasks: TaskGraph, stuck: tuple[int, ...]) -> str:
     return f"deadlock: {', '.join(waits[:4]) or 'tasks'} wait for each other; {len(stuck)} streams stand still"
 
 
-def _model_flops(job: JobGraph, program: int) -> int:
-    counted = np.isin(job.ops.phase, (Phase.FORWARD, Phase.BACKWARD)) & (job.ops.kind == OpKind.COMPUTE)
-    before = np.concatenate([[0], np.cumsum(np.where(counted, job.ops.flops, 0))])
-    calls = job.programs[program].calls
-    return int((before[calls[:, 2]] - before[calls[:, 1]]).sum())
+def _on_average(job: JobGraph, flops: int, samples: int) -> int:
+    """What a rank has of FLOPs of a micro-batch, on average over all ranks."""
+    return flops * samples // (max(1, job.workload.batch_size) * job.world_size)
 
 
 def _micro_batches(job: JobGraph, program: int) -> int:

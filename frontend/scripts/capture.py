@@ -15,6 +15,7 @@ from echograph.frontend.scripts.recorder import COMMUNICATION
 from echograph.frontend.scripts.run import Recorded, Script, run_script
 from echograph.frontend.scripts.workload import called_by_use, messages_of, workload_of
 from echograph.frontend.scripts.world import World
+from echograph.ir.passes.model_flops import count_job_flops
 
 
 def capture_script(
@@ -60,7 +61,7 @@ def capture_script(
     job = lower_job(runs, mesh, places, workload_of(runs, places, mesh, script.path.stem))
     for run in runs:
         notes |= run.recorder.notes
-    return Imported(graph=job, notes=tuple(notes))
+    return Imported(graph=count_job_flops(job), notes=tuple(notes))
 
 
 def _mesh(run: Recorded) -> dict[str, int]:

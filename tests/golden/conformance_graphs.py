@@ -219,7 +219,8 @@ def ranks() -> Graph:
 
 def large_numbers() -> Graph:
     """Numbers beyond 2^53, names that are not plain words, a scalar and an extent of zero."""
-    b = GraphBuilder(name='a "name"\nof two lines', producer="Größe 大", workload=Workload(parameters=2**60 + 1))
+    workload = Workload(parameters=2**60 + 1, model_flops=2**62 + 5, causal_attention_flops=2**61 + 1)
+    b = GraphBuilder(name='a "name"\nof two lines', producer="Größe 大", workload=workload)
     big = b.tensor("big", (2**28 + 1, 2**28 - 1), D.FP32, R.PARAMETER)
     b.tensor("scalar", (), D.INT64, R.BUFFER)
     none = b.tensor("none", (0, 5), D.INT8, R.BUFFER)

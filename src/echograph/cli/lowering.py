@@ -8,6 +8,7 @@ from typing import Any
 from echograph.cli.plan import Plan, micro_batches, spread
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.passes.model_flops import count_model_flops
 from echograph.simulator.clusters import Cluster
 
 
@@ -58,6 +59,7 @@ def prepare(graph: StepGraph, plan: Plan) -> StepGraph:
         from echograph.ir.passes.micro_batch import MicroBatch
 
         graph = MicroBatch(size=plan.micro_batch)(graph)
+    graph = count_model_flops(graph)
     if plan.recompute != "none":
         from echograph.ir.passes.recompute import Recompute
 
