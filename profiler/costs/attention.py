@@ -221,7 +221,7 @@ def _model(device: DeviceProfile, kernel: str | None) -> AttentionModel:
     if model is None:
         if name in ATTENTION_KERNELS:
             raise UnavailableError(f"device {device.name} has no attention kernel '{name}'", device.attention)
-        raise UnknownNameError("attention kernel", name, ATTENTION_KERNELS)
+        raise UnknownNameError("attention kernel", name, device.attention, hint=f"on {device.name}")
     return model
 
 

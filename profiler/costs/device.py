@@ -6,17 +6,50 @@ without measurements of its own borrows a relative's models and brings its own d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
+from math import prod
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from echograph.errors import DataError, FormatError, InputError, UnknownNameError
+from echograph.errors import DataError, FormatError, UnknownNameError
 from echograph.profiler.costs.cost import Source
+from echograph.records import read_json_record
 
 FORMAT = 1
 MAX_PROFILE_BYTES = 4 * 2**20
+
+# What a file may hold: far beyond any device, and within what the formulas can be evaluated with.
+Rate = Annotated[float, msgspec.Meta(ge=1e6, le=1e21)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Factor = Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)]
+Weight = Annotated[float, msgspec.Meta(ge=0, le=1e3)]
+Work = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Efficiency = Annotated[float, msgspec.Meta(ge=1e-4, le=2)]
+Spread = Annotated[float, msgspec.Meta(ge=0, le=10)]
+Error = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+Positive = Annotated[float, msgspec.Meta(ge=1, le=1e30)]
+Nbytes = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=10**6)]
+Rows = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
+Knots = Annotated[list[Positive], msgspec.Meta(min_length=2, max_length=1000)]
+
+
+_GROUPED_PASSES = ("forward", "input_gradient", "weight_gradient")
+ALIGNED = 16
+"""Bytes from which on alignment no longer matters."""
+
+
+def _require(holds: bool, rule: str) -> None:
+    if not holds:
+        raise ValueError(rule)
+
+
+def _grows(sizes: Sequence[float]) -> bool:
+    return all(low < high for low, high in pairwise(sizes))
 
 
 class Datasheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,13 +57,16 @@ class Datasheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     title: str
     architecture: str
-    peak_flops_per_s: dict[str, float]
-    memory_bandwidth_bytes_per_s: float
-    memory_bytes: int
-    sm_count: int
-    l2_bytes: int
-    clock_hz: float
+    peak_flops_per_s: dict[str, Rate]
+    memory_bandwidth_bytes_per_s: Rate
+    memory_bytes: Nbytes
+    sm_count: Count
+    l2_bytes: Nbytes
+    clock_hz: Rate
     source: str
+
+    def __post_init__(self) -> None:
+        _require("fp32" in self.peak_flops_per_s, "peak_flops_per_s has fp32")
 
 
 class FitError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,11 +75,11 @@ class FitError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `bias` is the mean signed error (positive: predicted too long), `rms` the root mean square.
     """
 
-    rows: int
-    median_abs: float
-    mean_abs: float
-    bias: float
-    rms: float
+    rows: Rows
+    median_abs: Error
+    mean_abs: Error
+    bias: Error
+    rms: Error
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,16 +94,21 @@ class Label(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     source: Source
     basis: str
-    spread: float
-    spread_short: float
+    spread: Spread
+    spread_short: Spread
     held_out: HeldOut = HeldOut()
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A correction of log time over log2 of three sizes: per mille at the knots, last axis fastest."""
 
-    knots: tuple[list[float], list[float], list[float]]
-    permille: list[int]
+    knots: tuple[Knots, Knots, Knots]
+    permille: list[Annotated[int, msgspec.Meta(ge=-10_000, le=10_000)]]
+
+    def __post_init__(self) -> None:
+        _require(all(map(_grows, self.knots)), "knots grow along each axis")
+        cells = prod(map(len, self.knots))
+        _require(len(self.permille) == cells, f"permille has a number for each of {cells} knots")
 
 
 class Quantize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,11 +117,11 @@ class Quantize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     The price rises from `cached` to `cached + streamed` around `knee_elements`, where the operand leaves L2.
     """
 
-    launch_s: float
-    cached_s_per_element: float
-    streamed_s_per_element: float
-    knee_elements: float
-    sharpness: float
+    launch_s: Seconds
+    cached_s_per_element: Seconds
+    streamed_s_per_element: Seconds
+    knee_elements: Positive
+    sharpness: Weight
 
 
 class Alignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,9 +130,13 @@ class Alignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     `operand` applies to what is read (a narrower load pipeline), `output` to what is written.
     """
 
-    operand: dict[int, float]
-    output: dict[int, float]
+    operand: dict[int, Factor]
+    output: dict[int, Factor]
     source: str
+
+    def __post_init__(self) -> None:
+        _require(max(self.operand, default=0) >= ALIGNED, f"operand has an entry for {ALIGNED} bytes")
+        _require(max(self.output, default=0) >= ALIGNED, f"output has an entry for {ALIGNED} bytes")
 
 
 class GemmModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,59 +144,70 @@ class GemmModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     label: Label
     peak: str
-    element_bytes: float
-    tiles: list[tuple[int, int]]
-    efficiency: list[float]
-    overhead_k: list[float]
-    splits: list[int]
-    split_traffic: float
-    split_s: float
-    wave_rounding: float
-    launch_s: float
-    bandwidth_fraction: float
-    overlap_power: float
-    throttle: float
-    throttle_flops: float
-    time_scale: float = 1.0
-    transposed_scale: dict[str, float] = {}
-    accumulate_exposure: float = 1.0
-    batched_scale: float = 1.0
-    batched_spread: float = 0.0
+    element_bytes: Annotated[float, msgspec.Meta(ge=0.125, le=16)]
+    tiles: Annotated[list[tuple[Count, Count]], msgspec.Meta(min_length=1)]
+    efficiency: list[Efficiency]
+    overhead_k: list[Work]
+    splits: Annotated[list[Count], msgspec.Meta(min_length=1)]
+    split_traffic: Weight
+    split_s: Seconds
+    wave_rounding: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    launch_s: Seconds
+    bandwidth_fraction: Factor
+    overlap_power: Annotated[float, msgspec.Meta(ge=0.1, le=1e3)]
+    throttle: Weight
+    throttle_flops: Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+    time_scale: Factor = 1.0
+    transposed_scale: dict[str, Factor] = {}
+    accumulate_exposure: Weight = 1.0
+    batched_scale: Factor = 1.0
+    batched_spread: Spread = 0.0
     alignment: Alignment | None = None
     quantize: Quantize | None = None
     residual: Grid | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.tiles), len(self.efficiency), len(self.overhead_k)}
+        _require(len(lengths) == 1, "tiles, efficiency and overhead_k are of one length")
 
 
 class GroupedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Expert products run as one GEMM after another: time over the sum of single products, by pass."""
 
     label: Label
-    scale: dict[str, float]
+    scale: dict[str, Factor]
+
+    def __post_init__(self) -> None:
+        _require(set(_GROUPED_PASSES) <= set(self.scale), f"scale has {', '.join(_GROUPED_PASSES)}")
 
 
 class AttentionPass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pass (forward or backward) of one fused attention kernel; see `attention.py`."""
 
     label: Label
-    head_dims: list[int]
-    efficiency: list[float]
-    overhead: float
-    overhead_per_element: float
-    tail: float
-    launch_s: float
-    query_traffic: float = 0.0
-    kv_traffic: float = 0.0
-    traffic_knee_bytes: float = 1.0
-    traffic_sharpness: float = 1.0
-    traffic_cached: float = 1.0
-    time_scale: float = 1.0
+    head_dims: Annotated[list[Count], msgspec.Meta(min_length=1)]
+    efficiency: list[Efficiency]
+    overhead: Work
+    overhead_per_element: Work
+    tail: Weight
+    launch_s: Seconds
+    query_traffic: Weight = 0.0
+    kv_traffic: Weight = 0.0
+    traffic_knee_bytes: Positive = 1.0
+    traffic_sharpness: Weight = 1.0
+    traffic_cached: Weight = 1.0
+    time_scale: Factor = 1.0
+
+    def __post_init__(self) -> None:
+        _require(_grows(self.head_dims), "head_dims grow")
+        _require(len(self.efficiency) == len(self.head_dims), "efficiency has a number for each of head_dims")
 
 
 class AttentionModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A fused attention kernel: an inference kernel has no backward pass."""
 
     peak: str
-    padded_head_dims: list[int]
+    padded_head_dims: Annotated[list[Count], msgspec.Meta(min_length=1)]
     forward: AttentionPass
     backward: AttentionPass | None = None
 
@@ -160,8 +216,13 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A memory-bound kind: fraction of the datasheet bandwidth at the knots of the row length."""
 
     label: Label
-    row_bytes: list[float]
-    bandwidth_fraction: list[float]
+    row_bytes: Annotated[list[Positive], msgspec.Meta(min_length=1)]
+    bandwidth_fraction: list[Factor]
+
+    def __post_init__(self) -> None:
+        _require(_grows(self.row_bytes), "row_bytes grow")
+        alike = len(self.bandwidth_fraction) == len(self.row_bytes)
+        _require(alike, "bandwidth_fraction has a number for each of row_bytes")
 
 
 class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -172,12 +233,15 @@ class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     as `op_s`.
     """
 
-    launch_s: float
-    op_s: float
+    launch_s: Seconds
+    op_s: Seconds
     source: Literal["measured", "assumed"]
     basis: str
-    view_s: float | None = None
-    communication_s: float | None = None
+    view_s: Seconds | None = None
+    communication_s: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.view_s is None or self.view_s <= self.op_s, "view_s is at most op_s")
 
     @property
     def kernel_s(self) -> float:
@@ -197,18 +261,18 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that the cost functions know of a device."""
 
-    format: int
-    name: str
+    format: Annotated[int, msgspec.Meta(ge=1)]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
     datasheet: Datasheet
     gemm: dict[str, GemmModel]
     grouped: GroupedModel
     attention: dict[str, AttentionModel]
     default_attention: str
     memory: dict[str, MemoryModel]
-    memory_launch_s: float
+    memory_launch_s: Seconds
     host: HostModel
     provenance: Provenance
-    sustained_gemm_slowdown: float = 1.0
+    sustained_gemm_slowdown: Factor = 1.0
     sustained_basis: str = ""
 
 
@@ -223,7 +287,8 @@ def load_device(name: str | Path) -> DeviceProfile:
     Raises:
         UnknownNameError: no shipped profile has this name.
         InputError: the file cannot be read.
-        FormatError: the file is no device profile, or one of a newer format.
+        FormatError: the file is no JSON object, or a profile of a newer format.
+        DataError: it breaks a rule of profiles; names the key, the value and what is permitted.
     """
     text = str(name)
     if text.endswith(".json"):
@@ -238,18 +303,10 @@ def read_profile(path: Path) -> DeviceProfile:
 
     Raises:
         InputError: the file cannot be read.
-        FormatError: the file is no device profile, or one of a newer format.
+        FormatError: the file is no JSON object, or a profile of a newer format.
+        DataError: it breaks a rule of profiles; names the key, the value and what is permitted.
     """
-    try:
-        if path.stat().st_size > MAX_PROFILE_BYTES:
-            raise FormatError(f"{path}: larger than {MAX_PROFILE_BYTES} bytes: no device profile is")
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}: give the path of a device profile") from error
-    try:
-        profile = msgspec.json.decode(data, type=DeviceProfile)
-    except msgspec.DecodeError as error:
-        raise FormatError(f"{path}: not a device profile: {error}: make one with 'echoprof fit'") from error
+    profile = read_json_record(path, DeviceProfile, MAX_PROFILE_BYTES, "device profile")
     if profile.format > FORMAT:
         raise FormatError(f"{path}: profile format {profile.format} is newer than {FORMAT}: upgrade echograph")
     _check(profile, path)
@@ -257,9 +314,10 @@ def read_profile(path: Path) -> DeviceProfile:
 
 
 def _check(profile: DeviceProfile, path: Path) -> None:
-    for key, model in profile.gemm.items():
-        if model.peak not in profile.datasheet.peak_flops_per_s:
-            raise DataError(f"{path}: gemm '{key}' needs peak '{model.peak}': add it to the datasheet")
+    for table in ("gemm", "attention"):
+        for key, model in getattr(profile, table).items():
+            if model.peak not in profile.datasheet.peak_flops_per_s:
+                raise DataError(f"{path}: {table} '{key}' needs peak '{model.peak}': add it to the datasheet")
     if profile.default_attention not in profile.attention:
         raise DataError(f"{path}: default_attention '{profile.default_attention}' is not in 'attention'")
 

@@ -122,10 +122,10 @@ def gemm_model(device: DeviceProfile, dtype: str) -> GemmModel:
     model = device.gemm.get(name) or device.gemm.get(STAND_IN.get(name, name))
     if model is not None:
         return model
-    if name not in DTYPES:
-        raise UnknownNameError("dtype", dtype, DTYPES)
     what = "model of matrix products" if name in device.datasheet.peak_flops_per_s else "units"
     able = [n for n in dict.fromkeys(DTYPES.values()) if n in device.gemm or STAND_IN.get(n) in device.gemm]
+    if name not in DTYPES:
+        raise UnknownNameError("dtype", dtype, able, hint=f"matrix products on {device.name}")
     raise UnavailableError(f"device {device.name} has no {name.upper()} {what}", able)
 
 

@@ -40,8 +40,10 @@ def memory_bound(
     model = device.memory.get(kind)
     if model is None:
         if kind in KINDS:
-            raise UnavailableError(f"device {device.name} has no model of memory-bound kind '{kind}'", device.memory)
-        raise UnknownNameError("memory-bound kind", kind, KINDS)
+            raise UnavailableError(
+                f"device {device.name} has no model of memory-bound kind '{kind}'", device.memory
+            )
+        raise UnknownNameError("memory-bound kind", kind, device.memory)
     moved = np.asarray(bytes_read, dtype=np.float64) + np.asarray(bytes_written, dtype=np.float64)
     if np.any(~(moved >= 0)):
         raise ValueError("bytes read and written are numbers >= 0")

@@ -61,7 +61,8 @@ def parse_degraded(text: str) -> DegradedLink | SlowNode:
         factor = 0.0
     if not what or not LEAST_PART <= factor <= 1:
         raise UsageError(
-            f"--degrade '{text[:60]}': give LINK=FACTOR with a factor from {LEAST_PART:g} to 1, as 'node 3 nic 5=0.5'"
+            f"--degrade '{text[:60]}': give LINK=FACTOR with a factor from {LEAST_PART:g} to 1, "
+            "as 'node 3 nic 5=0.5'"
         )
     if slow := re.fullmatch(r"node (\d{1,9}) compute", what):
         return SlowNode(node=int(slow[1]), compute=factor)

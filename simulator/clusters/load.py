@@ -94,9 +94,7 @@ class _Growth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         while size < gpus:
             size *= self.ratio
             name = f"{last.name}-{len(grown) + 2}"
-            grown.append(
-                _Level(name=name, gpus=size, hop_us=self.hop_us, oversubscription=self.oversubscription)
-            )
+            grown.append(_Level(name=name, gpus=size, hop_us=self.hop_us, oversubscription=self.oversubscription))
         return grown
 
 
@@ -113,6 +111,9 @@ class _Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _require(sizes == sorted(set(sizes)), f"level: gpus grow from one to the next, not {sizes}")
         names = [level.name for level in self.level]
         _require(len(set(names)) == len(names), f"level: names differ, not {names}")
+        _require(not {"gpu", "node"} & set(names), "level: name is not gpu or node, whose links have these names")
+        joined = self.rails == 1 or len(sizes) > 1
+        _require(joined, f"rails = {self.rails} of one level meet nowhere: give a level above them, or rails = 1")
 
 
 class _Degraded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,7 +132,9 @@ class _Degraded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return f"node {self.node}" if self.link is None else self.link
 
 
-class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a cluster's TOML file holds: its keys, and what each may be."""
+
     max_gpus: Gpus
     node: _Node
     network: _Network
@@ -143,7 +146,7 @@ class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _require(self.max_gpus >= self.node.gpus, f"max_gpus is at least node.gpus, not {self.max_gpus}")
         _require(
             self.max_gpus <= last.gpus or growth is not None,
-            f"max_gpus is at most the last level's gpus, {last.gpus}, without [network.growth], not {self.max_gpus}",
+            f"max_gpus = {self.max_gpus} is above the last level's gpus, {last.gpus}: give [network.growth]",
         )
         nodes = -(-self.max_gpus // self.node.gpus)
         for entry in self.degraded:
@@ -154,7 +157,7 @@ class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """The cluster, and its fabrics from their files.
 
         Raises:
-            DataError: a fabric is broken, or none for this node's links; nvls where the fabric has no such numbers.
+            DataError: a fabric is broken or of other links than the node's, or has no numbers for its nvls.
             UsageError: `collectives` names what is no collective, or an algorithm that does not run it.
         """
         from echograph.simulator.collectives.select import check_named
@@ -231,11 +234,11 @@ def load_cluster(
 def _read(path: Path, settings: Mapping[str, str]) -> Cluster:
     what = f"cluster file {path}"
     document = parse_toml(read_limited(path, MAX_FILE_BYTES, what), what)
-    convert(document, _ClusterFile, what)
+    convert(document, ClusterFile, what)
     if settings:
         _set(document, settings)
     try:
-        return convert(document, _ClusterFile, what).value(path.stem, path.parent)
+        return convert(document, ClusterFile, what).value(path.stem, path.parent)
     except DataError as error:
         line = str(error)
         raise DataError(line if line.startswith(what) else f"{what}: {line}") from error
@@ -273,9 +276,8 @@ def _places(document: dict[str, Any]) -> dict[str, tuple[dict[str, Any], str]]:
     places: dict[str, tuple[dict[str, Any], str]] = {"max_gpus": (document, "max_gpus")}
     for prefix, (record, table) in tables.items():
         places |= {f"{prefix}.{key}": (table, key) for key in record.__struct_fields__}
-    for key in ("network.level", "network.growth", *(f"network.level.{lv['name']}.name" for lv in network["level"])):
-        del places[key]
-    return places
+    names = {f"network.level.{level['name']}.name" for level in network["level"]}
+    return {key: place for key, place in places.items() if key not in {"network.level", "network.growth", *names}}
 
 
 def _value(text: str) -> Any:

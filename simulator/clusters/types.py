@@ -115,9 +115,7 @@ class Cluster:
         placement = place(ranks, self.gpus_per_node, self.domain_gpus)
         largest = max(ranks[0], ranks[-1]) if isinstance(ranks, range) else int(max(ranks))
         if largest >= self.max_gpus:
-            raise PlanError(
-                f"cluster {self.name}: rank {largest} is beyond its {self.max_gpus} GPUs (max_gpus)"
-            )
+            raise PlanError(f"cluster {self.name}: rank {largest} is beyond its {self.max_gpus} GPUs (max_gpus)")
         return placement
 
     def place_strided(self, size: int, stride: int = 1) -> Placement:

@@ -155,10 +155,7 @@ def _permitted(kind: Any) -> str:
         return " or ".join(dict.fromkeys(map(_permitted, kind.types)))
     if isinstance(kind, inspect.FloatType | inspect.IntType):
         noun = "a whole number" if isinstance(kind, inspect.IntType) else "a number"
-        low = f"above {kind.gt:g}" if kind.gt is not None else f"from {kind.ge:g}" if kind.ge is not None else ""
-        high = f"below {kind.lt:g}" if kind.lt is not None else f"to {_most(kind.le)}" if kind.le is not None else ""
-        high = f"up {high}" if kind.gt is not None and high.startswith("to") else high
-        return " ".join(filter(None, (noun, low, high)))
+        return f"{noun}{_range(kind)}"
     if isinstance(kind, inspect.LiteralType):
         return f"one of {', '.join(map(str, kind.values))}"
     names = {
@@ -171,5 +168,11 @@ def _permitted(kind: Any) -> str:
     return names.get(type(kind), "a list")
 
 
-def _most(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+def _range(kind: inspect.FloatType | inspect.IntType) -> str:
+    words = [("above", kind.gt), ("from", kind.ge), ("below", kind.lt), ("up to", kind.le)]
+    said = "".join(
+        f" {word} {bound:,}" if isinstance(bound, int) else f" {word} {bound:g}"
+        for word, bound in words
+        if bound is not None
+    )
+    return said.replace("up to", "to") if kind.ge is not None else said

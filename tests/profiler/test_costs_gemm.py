@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echograph.errors import UnknownNameError
+from echograph.errors import UnavailableError, UnknownNameError
 from echograph.profiler.costs import device_names, gemm, grouped_gemm, load_device
 from echograph.profiler.costs.gemm import DTYPES, LAYOUTS, gemm_model
 
@@ -28,7 +28,7 @@ def test_never_beats_the_datasheet_and_never_runs_wild(
     device = load_device(name)
     try:
         model = gemm_model(device, dtype)
-    except UnknownNameError:
+    except UnavailableError:
         return
     seconds, spread, source = gemm(device, m, n, k, dtype=dtype, layout=layout)
     sheet = device.datasheet
@@ -97,8 +97,10 @@ def test_accumulating_into_fp32_costs_traffic() -> None:
 
 
 def test_unknown_names_list_the_choices() -> None:
-    with pytest.raises(UnknownNameError, match="known: bf16, fp32, tf32"):
+    with pytest.raises(UnavailableError, match="a100-sxm-80 has no FP8 units; available: bf16, fp16, fp32, tf32"):
         gemm(load_device("a100-sxm-80"), 1, 1, 1, dtype="fp8")
+    with pytest.raises(UnknownNameError, match="unknown dtype 'fp9'.*known: bf16, fp16, fp32, tf32"):
+        gemm(load_device("a100-sxm-80"), 1, 1, 1, dtype="fp9")
     with pytest.raises(UnknownNameError, match="layout"):
         gemm(load_device("a100-sxm-80"), 1, 1, 1, layout="TT")
     with pytest.raises(ValueError, match="positive"):

@@ -20,12 +20,12 @@ from echograph.cli.app import (
 )
 from echograph.cli.capture import capture_command
 from echograph.cli.export import export_command
+from echograph.cli.formats import refuse_format
 from echograph.cli.imports import import_command
 from echograph.cli.plan import Plan
 from echograph.cli.plan_options import with_plan
 from echograph.cli.show import micro_batch, print_summary, summarize
 from echograph.cli.show_job import print_job, summarize_job
-from echograph.cli.formats import refuse_format
 from echograph.errors import UsageError
 from echograph.units import format_bytes, format_count
 

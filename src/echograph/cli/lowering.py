@@ -124,8 +124,8 @@ def cluster_notes(cluster: Cluster, gpus: int) -> tuple[str, ...]:
     if gpus <= cluster.stated_gpus:
         return ()
     return (
-        f"{gpus} GPUs: cluster {cluster.name} states levels for {cluster.stated_gpus}; those above are grown by its "
-        "[network.growth], which is assumed",
+        f"{gpus} GPUs: cluster {cluster.name} states levels for {cluster.stated_gpus}; those above are grown by "
+        "its [network.growth], which is assumed",
     )
 
 

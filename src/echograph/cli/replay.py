@@ -173,7 +173,8 @@ def machine(job: JobGraph, cluster: str | None) -> Cluster:
     name = job.strings[_own_device(job)]
     if cluster is not None:
         return replace(load_cluster(cluster), device=name)
-    return replace(load_cluster(), name="as traced", device=name, max_gpus=job.world_size, stated_gpus=job.world_size)
+    size = job.world_size
+    return replace(load_cluster(), name="as traced", device=name, max_gpus=size, stated_gpus=size)
 
 
 def steps(job: JobGraph, timeline: Timeline) -> list[StepTime]:

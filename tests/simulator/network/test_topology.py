@@ -65,11 +65,11 @@ def test_ports_carry_what_the_nics_of_a_node_do(name: str) -> None:
 
 def test_what_climbs_has_the_bandwidth_below_over_the_oversubscription() -> None:
     links = topology("ethernet-100g", 512)
-    (leaf,) = links.tiers
+    leaf = links.tiers[0]
     assert (leaf.name, leaf.groups, leaf.oversubscription) == ("leaf", 4, 2)
     assert links.full[leaf.first] == pytest.approx(16 * 12.5e9 * 0.8 / 2)
     railed = topology("dgx-h100", 2048)
-    leaf, spine = railed.tiers
+    leaf, spine = railed.tiers[:2]
     assert (leaf.groups, leaf.rails, spine.groups, spine.rails) == (8, 8, 2, 1)
     assert railed.full[leaf.first] == pytest.approx(32 * 50e9 * 0.95)
     assert railed.full[spine.first] == pytest.approx(1024 * 50e9 * 0.95)
@@ -78,7 +78,7 @@ def test_what_climbs_has_the_bandwidth_below_over_the_oversubscription() -> None
 def test_a_level_that_nodes_overload_is_a_link_of_each_node() -> None:
     cluster = load_cluster("ethernet-100g", {"network.level.leaf.oversubscription": "2"})
     links = Topology(cluster=cluster, gpus=256)
-    node, leaf = links.tiers
+    node, leaf = links.tiers[:2]
     assert links.name(node.first) == "node 0 up"
     assert links.full[node.first] == pytest.approx(12.5e9 * 0.8 / 2)
     assert links.full[leaf.first] == pytest.approx(16 * 12.5e9 * 0.8 / 4)
@@ -119,8 +119,8 @@ def test_one_nic_of_several_is_a_share_of_its_port() -> None:
 def test_what_the_job_does_not_touch_changes_nothing_but_must_be_there() -> None:
     far = Topology(cluster=degraded(load_cluster("dgx-h100"), node_900_nic_1=0.5), gpus=16)
     assert (far.capacity == far.full).all()
-    with pytest.raises(UsageError, match="no link 'node 99999 nic 1': there is node 0 to 16383"):
-        _ = Topology(cluster=degraded(load_cluster("dgx-h100"), node_99999_nic_1=0.5), gpus=16).capacity
+    with pytest.raises(UsageError, match="no link 'node 999999 nic 1': there is node 0 to 131071"):
+        _ = Topology(cluster=degraded(load_cluster("dgx-h100"), node_999999_nic_1=0.5), gpus=16).capacity
 
 
 @pytest.mark.parametrize(
@@ -176,10 +176,10 @@ compute = 0.9
         ("bandwidth = 0.5", "names a link or a node"),
         ('link = "leaf 0"\nnode = 1\nbandwidth = 0.5', "names a link or a node"),
         ("node = 1", "a bandwidth or a compute below 1"),
-        ("node = -1\ncompute = 0.5", "node is at least 0"),
+        ("node = -1\ncompute = 0.5", "node = -1: give a whole number from 0"),
         ('link = "leaf 0"\ncompute = 0.5', "compute is that of a node"),
-        ("node = 1\nbandwidth = 0", "above 0, at most 1"),
-        ("node = 1\nbandwidth = 1.5", "above 0, at most 1"),
+        ("node = 1\nbandwidth = 0", "bandwidth = 0: give a number from 1e-06 to 1"),
+        ("node = 1\nbandwidth = 1.5", "bandwidth = 1.5: give a number from 1e-06 to 1"),
         ("node = 1\nspeed = 0.5", "speed"),
     ],
 )

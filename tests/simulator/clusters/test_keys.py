@@ -1,0 +1,191 @@
+"""Every key of a cluster's file acts on a prediction, or is refused by name.
+
+Keys come from the types that files are read into, so that a new one is tried as well. A key is changed to several
+values, in one mode after the other, until something of a prediction is another, or an error names the key.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flow_jobs import IDLE, communications
+from layered import layered_step
+from msgspec import inspect
+
+from echograph.cli.compose import predict_plan
+from echograph.cli.plan import Plan
+from echograph.cli.study import Study
+from echograph.errors import EchoError
+from echograph.ir.graph import StepGraph
+from echograph.ir.passes.fold import fold
+from echograph.simulator.clusters import cluster_names, fabric_names, load_cluster
+from echograph.simulator.clusters.astra_sim import dimensions
+from echograph.simulator.clusters.load import PRESETS, ClusterFile
+from echograph.simulator.simulate import simulate
+
+Keys = tuple[str | int, ...]
+"""The way to a key: names of tables; `*` is every entry of a list, or every name of a table."""
+
+EXPORT, FLOWS = "export", "flows"
+# What a file holds beside what the preset has, for keys of tables that presets leave out.
+EXTRAS: dict[str, Any] = {
+    "degraded": [{"link": "node 0 nic 0", "bandwidth": 0.5}, {"node": 1, "compute": 0.5}],
+    "collectives": {"all_reduce": "ring"},
+    "growth": {"ratio": 4, "hop_us": 1, "oversubscription": 1},
+}
+NAMES = {
+    "device": ("a100-sxm-80", "h100-sxm"),
+    "fabric": fabric_names(),
+    "link": ("node 1 nic 0",),
+    "all_reduce": ("tree", "hierarchical"),
+}
+
+
+def leaves(kind: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Every key of a type, with its own type; entries of a list of tables are `*`."""
+    if isinstance(kind, inspect.UnionType):
+        kind = next(one for one in kind.types if not isinstance(one, inspect.NoneType))
+    if isinstance(kind, inspect.StructType):
+        for field in kind.fields:
+            yield from leaves(field.type, (*path, field.encode_name))
+    elif isinstance(kind, inspect.ListType):
+        yield from leaves(kind.item_type, (*path, "*"))
+    elif isinstance(kind, inspect.DictType):
+        yield from leaves(kind.value_type, (*path, "*"))
+    else:
+        yield path, kind
+
+
+KEYS = [path for path, _ in leaves(inspect.type_info(ClusterFile))]
+
+
+def places(document: Any, path: Keys) -> Iterator[tuple[Any, str | int]]:
+    """Where a document holds a key: each table or list, and the key in it."""
+    if len(path) == 1:
+        names = document if path[0] == "*" else [path[0]]
+        yield from ((document, name) for name in names if name in document)
+        return
+    steps = [path[0]] if path[0] != "*" else range(len(document)) if isinstance(document, list) else list(document)
+    for step in steps:
+        if isinstance(document, list) or step in document:
+            yield from places(document[step], path[1:])
+
+
+def others(name: str | int, value: Any) -> list[Any]:
+    """Other values of a key."""
+    return [other for other in changes(name, value) if other != value]
+
+
+def changes(name: str | int, value: Any) -> Iterator[Any]:
+    """Values of a key's type, far from its own and near."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (2 * value, max(1, value // 2), max(1, value // 100), value + 1)
+    elif isinstance(value, float):
+        yield from (2 * value, value / 2, value / 100, value + 1)
+    else:
+        yield from NAMES.get(str(name), (f"{value}x",))
+
+
+def prepared(name: str, path: Keys) -> dict[str, Any]:
+    """A preset's document, with the table that a key is of, and room for growth above its last level."""
+    document = tomllib.loads((PRESETS / f"{name}.toml").read_text())
+    for table in ("degraded", "collectives"):
+        if path[0] == table:
+            document[table] = copy.deepcopy(EXTRAS[table])
+    if "growth" in path:
+        document["network"].setdefault("growth", dict(EXTRAS["growth"]))
+        document["max_gpus"] = document["network"]["growth"]["ratio"] * document["network"]["level"][-1]["gpus"]
+    return document
+
+
+def modes(document: dict[str, Any], path: Keys) -> list[str | int]:
+    """Where a key may act: on so many GPUs in closed form, in what is exported, and as flows over links."""
+    if path[0] == "degraded":
+        return [FLOWS]
+    levels = [level["gpus"] for level in document["network"]["level"]]
+    sizes = {document["node"]["gpus"], document["node"]["nvlink_domain"], *levels, document["max_gpus"]}
+    return [*sorted(size for size in sizes if size <= document["max_gpus"]), EXPORT, FLOWS]
+
+
+@cache
+def step() -> StepGraph:
+    return fold(layered_step(1))
+
+
+def outcome(document: dict[str, Any], mode: str | int, base: dict[str, Any], folder: Path) -> Any:
+    """What is predicted on a cluster, or the line that refuses it."""
+    path = folder / "mine.toml"
+    path.write_text(written(document))
+    top, domain = base["max_gpus"], base["node"]["nvlink_domain"]
+    try:
+        if mode == EXPORT:
+            return dimensions(load_cluster(path), top // domain * domain)
+        gpus = min(top, 2 * base["network"]["level"][0]["gpus"], 1152) if mode == FLOWS else mode
+        study = Study(network="flows" if mode == FLOWS else "auto")
+        result, job = predict_plan(step(), Plan(gpus=gpus, cluster=str(path)), study=study)
+        record = result.to_json()
+        if mode != FLOWS:
+            reduced = communications({"dp": job.world_size}, ("all_reduce", "dp", 2**30, 0))
+            record["reduced"] = simulate(reduced, load_cluster(path), IDLE, memory=False).step_ps
+    except EchoError as error:
+        return error
+    record["simulation"].pop("wall_s")
+    return json.dumps(record, sort_keys=True)
+
+
+def written(table: dict[str, Any], name: str = "") -> str:
+    """A document as TOML: values first, then tables, then lists of tables."""
+    rows = [f"{k} = {json.dumps(v)}" for k, v in table.items() if not isinstance(v, dict | list)]
+    for key, value in table.items():
+        path = f"{name}.{key}" if name else key
+        if isinstance(value, dict):
+            rows += [f"[{path}]", written(value, path)]
+        if isinstance(value, list):
+            rows += [f"[[{path}]]\n{written(entry, path)}" for entry in value]
+    return "\n".join(rows)
+
+
+def acts(name: str, path: Keys, folder: Path) -> bool:
+    """Whether some other value of a key gives another prediction or, if none does, is refused by name."""
+    base = prepared(name, path)
+    before: dict[str | int, Any] = {}
+    refused = False
+    for number, (holder, key) in enumerate(places(base, path)):
+        for value in others(key, holder[key]):
+            document = copy.deepcopy(base)
+            other, _ = list(places(document, path))[number]
+            other[key] = value
+            for mode in modes(base, path):
+                if mode not in before:
+                    before[mode] = outcome(base, mode, base, folder)
+                    assert not isinstance(before[mode], EchoError), (name, mode, before[mode])
+                after = outcome(document, mode, base, folder)
+                if isinstance(after, EchoError):
+                    assert re.search(rf"\b{key}\b|{re.escape(str(value))}", str(after)), (name, path, after)
+                    refused = True
+                    break
+                if after != before[mode]:
+                    return True
+    return refused
+
+
+FEW = ("dgx-h100", "ethernet-100g")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in cluster_names()]
+)
+def test_every_key_acts_or_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    assert len(KEYS) > 20
+    idle = [".".join(map(str, path)) for path in KEYS if not acts(name, path, tmp_path)]
+    assert idle == []
