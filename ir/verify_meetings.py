@@ -178,6 +178,8 @@ class _Messages:
                 for role in [_Role(number, {})] if graph.groups[index].ranks else roles.of(number):
                     self._add(role, index, rows[mine], counts[mine])
         *keys, rows, counts = (np.concatenate(column) for column in zip(*self.columns, strict=True))
+        if not len(rows):
+            return
         order = np.lexsort(keys)
         ends = np.stack([key[order] for key in keys])
         starts = np.flatnonzero(np.concatenate([[True], (ends[:, 1:] != ends[:, :-1]).any(axis=0)]))

@@ -203,12 +203,12 @@ CASES: list[tuple[str, str, Break, str]] = [
     ("members_only", "positions", members(axes=(), positions=(), ranks=(0, 4)),
      "operation 1 (shared gradient) is run by rank 1, which is not in its group 'embedding'"),
     ("members_only", "positions", members(positions=(0, 1)), "operation 1 (shared gradient) is run by rank 4"),
-    ("members_only", "positions", roles({"pp": 0, "dp": 0}, {"pp": 1}, {"dp": 1}), "is run by rank 3"),
+    ("members_only", "positions", roles({"dp": 0}, {"pp": 0, "dp": 1}, {"pp": 1, "dp": 1}), "is run by rank 2"),
     ("members_only", "ranks", ranks_of((0,), (2,)), "operation 4 (nccl all reduce) is run by rank 2"),
     ("messages_meet", "job", communication(t.OpKind.RECV, 0, tag=7), "in group 'pp' with its tag"),
     ("messages_meet", "job", communication(t.OpKind.SEND, 0, peer=2), "names peer +2 in a group of 2"),
-    ("messages_meet", "job", communication(t.OpKind.SEND, 1, group=1), "operation 4 (gradient) receives what is not"),
-    ("messages_meet", "job", lambda g: replace(g, programs=g.programs[:1]), "operation 3 (activation) sends what"),
+    ("messages_meet", "job", communication(t.OpKind.SEND, 1, group=1), "operation 3 (gradient) receives what is not"),
+    ("messages_meet", "job", lambda g: replace(g, programs=g.programs[:1]), "operation 2 (activation) sends what"),
 ]  # fmt: skip
 
 
