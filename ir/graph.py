@@ -29,6 +29,7 @@ from echograph.ir.types import DType
 
 FORMAT_MAJOR = 1
 FORMAT_MINOR = 1
+"""The newest that is known: 1 has `Group.positions` and what the model asks, `Workload.model_flops`."""
 
 CALL_FIELDS = ("block", "begin", "end", "instance", "micro_batch")
 
@@ -153,6 +154,11 @@ class Graph:
     def strings(self) -> tuple[str, ...]:
         """The table that the name columns index."""
         return self.ops.strings
+
+    @property
+    def format_minor(self) -> int:
+        """The lowest minor version of the format that can say the graph: its file has that one."""
+        return FORMAT_MINOR if any(group.positions for group in self.groups) else 0
 
     @property
     def world_size(self) -> int:

@@ -24,7 +24,6 @@ from echograph.ir.columns import Int64
 from echograph.ir.graph import (
     CALL_FIELDS,
     FORMAT_MAJOR,
-    FORMAT_MINOR,
     Block,
     Graph,
     JobGraph,
@@ -49,7 +48,7 @@ _LEVELS: dict[str, type[StepGraph] | type[JobGraph]] = {"step": StepGraph, "job"
 def header(graph: Graph) -> Record:
     """Everything but the blocks and the programs; `strings` and `attributes` are the tables in their order."""
     record = {
-        "echograph": f"{FORMAT_MAJOR}.{FORMAT_MINOR}",
+        "echograph": f"{FORMAT_MAJOR}.{graph.format_minor}",
         "level": "job" if isinstance(graph, JobGraph) else "step",
         "name": graph.name,
         "producer": graph.producer,

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from echograph.ir import types as t
 from echograph.ir.columns import NONE, OpTable, Ragged, TensorTable
-from echograph.ir.graph import FORMAT_MAJOR, FORMAT_MINOR, Graph
+from echograph.ir.graph import FORMAT_MAJOR, Graph
 from echograph.proto import workload_pb2 as pb
 
 CHUNK = 65_536
@@ -19,7 +19,7 @@ def header(graph: Graph, magic: str, level: pb.Level.ValueType) -> pb.Graph:
     return pb.Graph(
         magic=magic,
         format_major=FORMAT_MAJOR,
-        format_minor=FORMAT_MINOR,
+        format_minor=graph.format_minor,
         level=level,
         name=graph.name,
         producer=graph.producer,

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from echograph.errors import FormatError
 from echograph.ir import types as t
 from echograph.ir.files import fields, with_checksum
-from echograph.ir.graph import FORMAT_MAJOR, FORMAT_MINOR
+from echograph.ir.graph import FORMAT_MAJOR
 from echograph.ir.profile import Environment, Measurement, Profile, TensorType
 from echograph.ir.serde import HEADER_FIELDS, check_header
 from echograph.ir.serde_decode import decode_attributes
@@ -29,7 +29,7 @@ def encode_profile(profile: Profile) -> Iterator[bytes]:
     message = pb.Profile(
         magic=MAGIC,
         format_major=FORMAT_MAJOR,
-        format_minor=FORMAT_MINOR,
+        format_minor=0,
         environment=pb.Environment(**{name: getattr(profile.environment, name) for name in _ENVIRONMENT}),
         measurements=[_measurement(m) for m in profile.measurements],
     )

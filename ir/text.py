@@ -31,7 +31,7 @@ import numpy as np
 
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
-from echograph.ir.graph import FORMAT_MAJOR, FORMAT_MINOR, Block, Graph, Group, Instance, JobGraph, Program
+from echograph.ir.graph import FORMAT_MAJOR, Block, Graph, Group, Instance, JobGraph, Program
 
 _WORD = re.compile(r"[A-Za-z0-9_.{}]+")
 
@@ -73,7 +73,7 @@ class _Printer:
     def _header(self) -> Iterator[str]:
         graph, w = self.graph, self.graph.workload
         level = "job" if isinstance(graph, JobGraph) else "step"
-        version = f"{FORMAT_MAJOR}.{FORMAT_MINOR}"
+        version = f"{FORMAT_MAJOR}.{graph.format_minor}"
         yield f"echograph {version} {level} {_word(graph.name)} producer={_word(graph.producer)}"
         yield _join(
             "workload",

@@ -18,6 +18,7 @@ from echograph.ir import types as t
 from echograph.ir.columns import NONE, Int64, distinct
 from echograph.ir.graph import Block, Graph, JobGraph, StepGraph
 from echograph.ir.schedule import Schedule
+from echograph.ir.verify_meetings import groups_sound, members_only, messages_meet, programs_apart
 
 MAX_TENSOR_BYTES = 2**60
 MAX_RANKS = 2**40
@@ -424,8 +425,12 @@ CHECKS: tuple[Callable[[Graph], None], ...] = (
     made_before_read,
     forward_ops_earlier,
     streams_and_groups,
+    groups_sound,
     instances_bound,
     calls_in_range,
     totals_fit,
     calls_in_order,
+    programs_apart,
+    members_only,
+    messages_meet,
 )

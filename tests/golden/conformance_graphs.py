@@ -137,7 +137,7 @@ def job() -> Graph:
     b = GraphBuilder(name="job", workload=Workload(model="mlp", batch_size=4), streams=("compute", "dp", "pp"))
     b.mesh = (Axis(name="pp", size=2), Axis(name="dp", size=2), Axis(name="tp", size=2))
     pp, dp, tp = (b.group(axis, axes=(axis,)) for axis in ("pp", "dp", "tp"))
-    both, ends = b.group("dp x tp", axes=("dp", "tp")), b.group("first and last", ranks=(0, 1, 6, 7))
+    both, ends = b.group("dp x tp", axes=("dp", "tp")), b.group("first and last", ranks=range(8))
     calls: list[list[tuple[int, int, int, int, int]]] = []
     for stage in range(2):
         number = b.begin_block(f"stage.{stage}")
@@ -217,6 +217,19 @@ def ranks() -> Graph:
     return b.build(JobGraph)
 
 
+def positions() -> Graph:
+    """Three stages of two ranks each on a mesh pp=3 dp=2, of which the first and the last share a gradient."""
+    b = GraphBuilder(name="positions", streams=("compute", "pp"))
+    b.mesh = (Axis(name="pp", size=3), Axis(name="dp", size=2))
+    ends = b.group("embedding", axes=("pp",), positions=(0, 2))
+    b.compute("aten.mm", flops=128, bytes_read=128, bytes_written=64, **BACKWARD)
+    b.collective("shared gradient", t.CollectiveKind.ALL_REDUCE, group=ends, bytes_per_rank=64, dtype=D.FP32,
+                 payload=t.Payload.GRADIENT, stream=1, deps=(0,), **BACKWARD)  # fmt: skip
+    for stage, last in enumerate((2, 1, 2)):
+        b.program([(0, 0, last, 0, 0)], role=f"stage {stage}", coordinates={"pp": stage})
+    return b.build(JobGraph)
+
+
 def large_numbers() -> Graph:
     """Numbers beyond 2^53, names that are not plain words, a scalar and an extent of zero."""
     workload = Workload(parameters=2**60 + 1, model_flops=2**62 + 5, causal_attention_flops=2**61 + 1)
@@ -232,5 +245,5 @@ def large_numbers() -> Graph:
 
 
 GRAPHS: dict[str, Callable[[], Graph]] = {
-    make.__name__: make for make in (empty, kinds, two_layers, aliases, job, ranks, large_numbers)
+    make.__name__: make for make in (empty, kinds, two_layers, aliases, job, ranks, positions, large_numbers)
 }

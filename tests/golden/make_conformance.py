@@ -27,13 +27,13 @@ FOLDER = Path(__file__).parent / "conformance"
 FUTURE = b"\xa2\x06\x03new"  # field 100, a string
 
 
-def summary(graph: Graph, version: str = f"{FORMAT_MAJOR}.{FORMAT_MINOR}") -> dict[str, Any]:
+def summary(graph: Graph, version: str = "") -> dict[str, Any]:
     """What a reader must find. Sums that may exceed 2^53 are decimal strings."""
     work, durations = Counter[str](), Counter[str]()
     programs = [_program(graph, program, work, durations) for program in graph.programs]
     ops, tensors = graph.ops, graph.tensors
     return {
-        "format": version,
+        "format": version or f"{FORMAT_MAJOR}.{graph.format_minor}",
         "level": "job" if isinstance(graph, JobGraph) else "step",
         "name": graph.name,
         "producer": graph.producer,
@@ -118,7 +118,8 @@ def _members(graph: Graph, group: Group) -> Iterator[list[int]]:
     fixed = [range(1) if a.name in group.axes else range(a.size) for a in graph.mesh]
     for outer in product(*fixed):
         free = [range(a.size) if a.name in group.axes else [o] for a, o in zip(graph.mesh, outer, strict=True)]
-        yield [_rank(graph, coordinates) for coordinates in product(*free)]
+        whole = [_rank(graph, coordinates) for coordinates in product(*free)]
+        yield [whole[position] for position in group.positions] or whole
 
 
 def files() -> Iterator[tuple[str, bytes]]:

@@ -128,8 +128,8 @@ def test_interleaved_stages_take_chunks_in_turn() -> None:
     assert first == [0, 1, 4, 5, 8, 9]
 
 
-@pytest.mark.parametrize(("stages", "ranks"), [(2, ()), (4, (0, 3))])
-def test_a_shared_weight_is_on_both_ends_and_its_gradient_all_reduced(stages: int, ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("stages", "positions"), [(2, ()), (4, (0, 3))])
+def test_a_shared_weight_is_on_both_ends_and_its_gradient_all_reduced(stages: int, positions: tuple[int, ...]) -> None:
     graph = tied_step(8)
     job = Pipeline(stages=stages, micro_batches=3)(graph)
     ends = (0, stages - 1)
@@ -142,7 +142,7 @@ def test_a_shared_weight_is_on_both_ends_and_its_gradient_all_reduced(stages: in
     for row in reduce.tolist():
         assert job.ops[row].collective == CollectiveKind.ALL_REDUCE
         assert job.ops[row].bytes_per_rank == 8 * 16 * 4
-        assert job.groups[job.ops[row].group].ranks == ranks
+        assert job.groups[job.ops[row].group].positions == positions
     assert sum(parameter_bytes(job, s) for s in range(stages)) == (8 + 2) * 8 * 16 * 4
     keys = {meeting(job, s, row) for s, row in zip(ends, sorted(reduce.tolist()), strict=True)}
     assert len(keys) == 1 and None not in keys

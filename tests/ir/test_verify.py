@@ -14,7 +14,7 @@ from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import Ragged
 from echograph.ir.graph import Axis, Graph, Group, Instance, StepGraph
-from echograph.ir.verify import CHECKS, verify
+from echograph.ir.verify import CHECKS, calls_in_order, verify
 
 Break = Callable[[Graph], Graph]
 
@@ -85,6 +85,36 @@ def axis(name: str, size: int) -> Break:
 
 def group(**members: tuple[object, ...]) -> Break:
     return lambda g: replace(g, groups=(*g.groups, Group(name="new", **members)))
+
+
+def communication(kind: t.OpKind, nth: int, **changes: object) -> Break:
+    """The n-th operation of a kind with other fields."""
+
+    def change(graph: Graph) -> Graph:
+        row = int(np.flatnonzero(graph.ops.kind == kind)[nth])
+        columns = {name: at(getattr(graph.ops, name), row, value) for name, value in changes.items()}
+        return replace(graph, ops=replace(graph.ops, **columns))
+
+    return change
+
+
+def members(**changes: tuple[object, ...]) -> Break:
+    """The last group with other members."""
+    return lambda g: replace(g, groups=(*g.groups[:-1], replace(g.groups[-1], **changes)))
+
+
+def roles(*places: dict[str, int]) -> Break:
+    """The programs at other places."""
+    return lambda g: replace(
+        g, programs=tuple(replace(p, coordinates=place) for p, place in zip(g.programs, places, strict=True))
+    )
+
+
+def ranks_of(*ranks: tuple[int, ...]) -> Break:
+    """The programs on other ranks."""
+    return lambda g: replace(
+        g, programs=tuple(replace(p, ranks=its) for p, its in zip(g.programs, ranks, strict=True))
+    )
 
 
 def coordinates(**place: int) -> Break:
@@ -163,6 +193,22 @@ CASES: list[tuple[str, str, Break, str]] = [
     ("calls_in_order", "two_layers", calls((1, 2, 3, 1, 0), (1, 2, 3, 0, 0)), "call 0 of program 0 reads"),
     ("totals_fit", "two_layers", op_column("flops", 3, 2**63 - 1), "flops in all, beyond 2^63"),
     ("calls_in_order", "job", calls((1, 0, 3, 0, 0), (1, 3, 6, 0, 1)), "call 1 of program 0"),
+    ("groups_sound", "positions", members(ranks=(0, 1)), "has axes and ranks"),
+    ("groups_sound", "positions", members(positions=(2, 0)), "do not ascend"),
+    ("groups_sound", "positions", members(positions=(0, 3)), "within the extent of one axis"),
+    ("groups_sound", "positions", members(axes=("pp", "dp")), "within the extent of one axis"),
+    ("programs_apart", "positions", roles({"pp": 0}, {"pp": 1}, {"pp": 1, "dp": 1}), "rank 3 runs programs 1 and 2"),
+    ("programs_apart", "positions", roles({"pp": 0}, {"pp": 1}, {}), "rank 0 runs programs 0 and 2"),
+    ("programs_apart", "ranks", ranks_of((4,), (4,)), "rank 4 runs two programs"),
+    ("members_only", "positions", members(axes=(), positions=(), ranks=(0, 4)),
+     "operation 1 (shared gradient) is run by rank 1, which is not in its group 'embedding'"),
+    ("members_only", "positions", members(positions=(0, 1)), "operation 1 (shared gradient) is run by rank 4"),
+    ("members_only", "positions", roles({"dp": 0}, {"pp": 0, "dp": 1}, {"pp": 1, "dp": 1}), "is run by rank 2"),
+    ("members_only", "ranks", ranks_of((0,), (2,)), "operation 4 (nccl all reduce) is run by rank 2"),
+    ("messages_meet", "job", communication(t.OpKind.RECV, 0, tag=7), "in group 'pp' with its tag"),
+    ("messages_meet", "job", communication(t.OpKind.SEND, 0, peer=2), "names peer +2 in a group of 2"),
+    ("messages_meet", "job", communication(t.OpKind.SEND, 1, group=1), "operation 3 (gradient) receives what is not"),
+    ("messages_meet", "job", lambda g: replace(g, programs=g.programs[:1]), "operation 2 (activation) sends what"),
 ]  # fmt: skip
 
 
@@ -222,4 +268,4 @@ def test_persistent_values_may_come_from_an_earlier_micro_batch() -> None:
     gradient = next(tensor for tensor in graph.tensors if tensor.role == t.TensorRole.GRADIENT)
     reader = int(graph.ops.inputs.rows[np.flatnonzero(graph.ops.inputs.values == gradient.id)[0]])
     assert reader == 6
-    verify(calls((1, 0, 6, 0, 0), (1, 6, 8, 0, 3))(graph))
+    calls_in_order(calls((1, 0, 6, 0, 0), (1, 6, 8, 0, 3))(graph))

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
-from graphlib import TopologicalSorter
+from functools import cache
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -26,6 +25,10 @@ PERSISTENT = {
 COMMUNICATIONS = ("collective", "send", "recv")
 
 
+class WaitForEver(Exception):
+    """Ranks wait for each other for ever."""
+
+
 def step_time_ps(path: Path, device: str, cluster: str) -> int:
     """Picoseconds from idle devices to the end of the last operation of the last rank.
 
@@ -35,8 +38,12 @@ def step_time_ps(path: Path, device: str, cluster: str) -> int:
         cluster: the cluster's name in them.
     """
     job = Job(pb.Graph.FromString(path.read_bytes()), device, cluster)
-    ranks = [Rank(job, rank, program) for rank, program in job.programs()]
-    return max(run(ranks).values(), default=0)
+    moments = Moments(job)
+    for program in job.graph.programs:
+        script = Script(job, program)
+        for rank in job.ranks_of(program):
+            moments.add(rank, script)
+    return moments.last()
 
 
 class Job:
@@ -74,12 +81,9 @@ class Job:
                 return None
         return instance, self.maker[row], row
 
-    def programs(self) -> Iterator[tuple[int, pb.Program]]:
-        """Every rank with its program."""
-        for program in self.graph.programs:
-            fixed = {c.axis: c.value for c in program.coordinates}
-            for rank in program.ranks or (self.ranks(fixed) if self.graph.mesh else [0]):
-                yield rank, program
+    def ranks_of(self, program: pb.Program) -> list[int]:
+        """The ranks that run a program."""
+        return list(program.ranks) or self.ranks({c.axis: c.value for c in program.coordinates})
 
     def ranks(self, fixed: dict[str, int]) -> list[int]:
         """Ranks with these coordinates, whatever the others are."""
@@ -103,6 +107,7 @@ class Job:
             axis.name: rank // prod(sizes[number + 1 :]) % axis.size for number, axis in enumerate(self.graph.mesh)
         }
 
+    @cache  # noqa: B019 (a job lives as long as its test)
     def members(self, group: int, rank: int) -> tuple[int, ...]:
         """The set of a group that a rank is in, in the order of positions."""
         said = self.graph.groups[group]
@@ -112,99 +117,110 @@ class Job:
         return tuple(along[position] for position in said.positions or range(len(along)))
 
 
-@dataclass(eq=False)
-class Task:
-    """One operation that one rank runs.
+class Script:
+    """What every rank of a program does, in the order in which the host issues it.
 
     Attributes:
-        rank: the rank.
-        kind: of the operation, as the oneof has it.
-        host_ps: time that the host takes to issue it, or to do it.
-        device_ps: time that it takes once it has begun.
-        stream: its stream.
-        waits: tasks that must have ended.
-        meets: for a communication, what all who take part in it share.
+        rows: of the operation table.
+        waits: for each the positions in `rows` of those that must have ended before it starts.
     """
 
-    rank: int
-    kind: str
-    host_ps: int
-    device_ps: int
-    stream: int
-    waits: list[Task] = field(default_factory=list)
-    meets: Hashable = None
-
-
-class Rank:
-    """The tasks of a rank, in the order in which its host issues them."""
-
-    def __init__(self, job: Job, rank: int, program: pb.Program) -> None:
-        self.job, self.rank = job, rank
-        self.tasks: list[Task] = []
-        self.ran: dict[tuple[int, ...], Task] = {}
-        self.met: dict[Hashable, int] = defaultdict(int)
+    def __init__(self, job: Job, program: pb.Program) -> None:
+        self.job = job
+        self.rows: list[int] = []
+        self.waits: list[set[int]] = []
+        self.ran: dict[tuple[int, ...], int] = {}
         columns = program.block, program.begin, program.end, program.instance, program.micro_batch
         for block, begin, end, instance, micro_batch in zip(*columns, strict=True):
             for row in range(begin, end):
-                self.issue(row, block, instance, micro_batch)
+                self.waits.append({*self._made(row, block, instance, micro_batch), *self._named(row, instance, micro_batch)})
+                self.ran[instance, row, micro_batch] = self.ran[instance, row] = len(self.rows)
+                self.rows.append(row)
 
-    def issue(self, row: int, block: int, instance: int, micro_batch: int) -> None:
-        """Adds an operation to the rank's tasks."""
-        job, op, kind = self.job, self.job.ops[row], self.job.kinds[row]
-        task = Task(self.rank, kind, job.on_host[row], job.on_device[row], op.stream)
+    def _made(self, row: int, block: int, instance: int, micro_batch: int) -> Iterator[int]:
+        """The makers of what an operation reads."""
+        job, op = self.job, self.job.ops[row]
         for tensor in op.inputs:
-            if made := job.source(block, instance, tensor):
-                at, maker, value = made
-                here = self.ran.get((at, maker, micro_batch))
-                if here is None and job.tensors[value].role in PERSISTENT:
-                    here = self.ran[at, maker]
-                if here is None:
-                    raise ValueError(f"operation {row} reads what has not been made")
-                if kind != "host" or here.stream != op.stream:
-                    task.waits.append(here)
-        for before in op.deps:
-            here = self.ran.get((instance, before, micro_batch)) or self.ran.get((instance, before))
+            if (made := job.source(block, instance, tensor)) is None:
+                continue
+            at, maker, value = made
+            here = self.ran.get((at, maker, micro_batch))
+            if here is None and job.tensors[value].role in PERSISTENT:
+                here = self.ran[at, maker]
+            if here is None:
+                raise ValueError(f"operation {row} reads what has not been made")
+            if job.kinds[row] != "host" or job.ops[maker].stream != op.stream:
+                yield here
+
+    def _named(self, row: int, instance: int, micro_batch: int) -> Iterator[int]:
+        """What an operation names in `deps`."""
+        for before in self.job.ops[row].deps:
+            here = self.ran.get((instance, before, micro_batch), self.ran.get((instance, before)))
             if here is not None:
-                task.waits.append(here)
-        if kind in COMMUNICATIONS:
-            task.meets = self.meeting(kind, getattr(op, kind))
-        self.ran[instance, row, micro_batch] = self.ran[instance, row] = task
-        self.tasks.append(task)
-
-    def meeting(self, kind: str, said: pb.Collective | pb.PointToPoint) -> Hashable:
-        """A name of the communication that all who take part in it find, each for itself."""
-        members = self.job.members(said.group, self.rank)
-        line: tuple[Hashable, ...] = (said.group, members)
-        if kind != "collective":
-            peer = members[(members.index(self.rank) + said.peer) % len(members)]
-            line += (said.tag, *((self.rank, peer) if kind == "send" else (peer, self.rank)))
-        self.met[kind, line] += 1
-        return (*line, self.met[kind, line])
+                yield here
 
 
-def run(ranks: list[Rank]) -> dict[Task, int]:
-    """When every task ends.
+class Moments:
+    """Three moments of every operation that a rank runs: it is issued, it is ready, it has ended.
 
-    A task has three moments: its host has issued it, it is ready, and it has ended. A `graphlib.CycleError` is a
-    job that hangs.
+    A moment is a number. It comes some picoseconds after the last of those before it.
     """
-    meetings: dict[Hashable, list[Task]] = defaultdict(list)
-    before: dict[tuple[str, Task], list[tuple[str, Task]]] = {}
-    for rank in ranks:
-        host: list[tuple[str, Task]] = []
-        streams: dict[int, list[tuple[str, Task]]] = defaultdict(list)
-        for task in rank.tasks:
-            waits = [("ended", other) for other in task.waits]
-            before["issued", task] = host + (waits if task.kind == "host" else [])
-            before["ready", task] = [("issued", task), *streams[task.stream], *waits]
-            meetings[task.meets if task.meets is not None else task].append(task)
-            host, streams[task.stream] = [("issued", task)], [("ended", task)]
-    for together in meetings.values():
-        for task in together:
-            before["ended", task] = [("ready", other) for other in together]
-    moments: dict[tuple[str, Task], int] = {}
-    for moment, task in TopologicalSorter(before).static_order():
-        began = max((moments[other] for other in before[moment, task]), default=0)
-        takes = {"issued": task.host_ps, "ready": 0, "ended": 0 if task.kind == "host" else task.device_ps}
-        moments[moment, task] = began + takes[moment]
-    return {task: at for (moment, task), at in moments.items() if moment == "ended"}
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.before: list[list[int]] = []
+        self.after_ps: list[int] = []
+        self.meetings: dict[Hashable, list[int]] = defaultdict(list)
+
+    def add(self, rank: int, script: Script) -> None:
+        """The moments of a rank. Those of the operation at position p are first + 3 p and the next two."""
+        job, first = self.job, len(self.before)
+        streams: dict[int, int] = {}
+        met: dict[Hashable, int] = defaultdict(int)
+        for row, positions in zip(script.rows, script.waits, strict=True):
+            op, kind, issued = job.ops[row], job.kinds[row], len(self.before)
+            waits = [first + 3 * position + 2 for position in positions]
+            host = [issued - 3] if issued > first else []
+            stream = [streams[op.stream]] if op.stream in streams else []
+            self.before += [host + (waits if kind == "host" else []), [issued, *stream, *waits], [issued + 1]]
+            self.after_ps += [job.on_host[row], 0, 0 if kind == "host" else job.on_device[row]]
+            streams[op.stream] = issued + 2
+            if kind in COMMUNICATIONS:
+                name = meeting(job, rank, kind, getattr(op, kind))
+                met[kind, name] += 1
+                self.meetings[name, met[kind, name]].append(issued)
+
+    def last(self) -> int:
+        """When the last of all moments is.
+
+        Raises:
+            WaitForEver: some do.
+        """
+        for together in self.meetings.values():
+            for issued in together:
+                self.before[issued + 2] = [other + 1 for other in together]
+        missing = [len(those) for those in self.before]
+        followers: list[list[int]] = [[] for _ in self.before]
+        for moment, those in enumerate(self.before):
+            for one in those:
+                followers[one].append(moment)
+        at = [0] * len(self.before)
+        known = [moment for moment, count in enumerate(missing) if not count]
+        for moment in known:
+            at[moment] = max((at[one] for one in self.before[moment]), default=0) + self.after_ps[moment]
+            for later in followers[moment]:
+                missing[later] -= 1
+                if not missing[later]:
+                    known.append(later)
+        if len(known) < len(self.before):
+            raise WaitForEver
+        return max(at, default=0)
+
+
+def meeting(job: Job, rank: int, kind: str, said: pb.Collective | pb.PointToPoint) -> Hashable:
+    """A name of a communication that all who take part in it find, each for itself."""
+    members = job.members(said.group, rank)
+    if kind == "collective":
+        return said.group, members
+    peer = members[(members.index(rank) + said.peer) % len(members)]
+    return said.group, members, said.tag, (rank, peer) if kind == "send" else (peer, rank)
