@@ -9,6 +9,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from echograph.profiler.traces.kernel_names import communicates
 from echograph.profiler.traces.trace import COPIES, SETS, Trace
 
 US = 1_000_000
@@ -24,20 +25,16 @@ class Kind(IntEnum):
 
 
 # Copies and sets are told first: some profilers name them after the call ("hipMemcpyAsync").
-_MEMORY = re.compile(r"(cuda|hip)?(Memcpy|Memset)|dma")
-# Collectives of NCCL, RCCL and HCCL under their old and new names; then those that go round them: vLLM's and
-# TensorRT's own all-reduces, PyTorch's symmetric memory, NVSHMEM and DeepEP.
-_COMMUNICATION = re.compile(
-    r"nccl|rccl|hccl|.*nccl(Dev)?Kernel|.*cross_device_reduce|.*(one|two)_shot_all_reduce|nvshmem|.*deep_ep::"
-)
-_WAITS = re.compile(r".*Sync$|Stream Wait Event")
+_MEMORY = re.compile(r"(cuda|hip)?(Memcpy|Memset)|dma(?![a-z])")
+# What profilers show on a device's tracks though it only waits; the last is MTIA's.
+_WAITS = re.compile(r"(Event|Stream|Context|Device) Sync$|Stream Wait Event|event_wait")
 
 
 def kind_of_name(name: str) -> Kind:
     """What a kernel, copy or set is for, by its name."""
     if _MEMORY.match(name):
         return Kind.MEMORY
-    if _COMMUNICATION.match(name):
+    if communicates(name):
         return Kind.COMMUNICATION
     return Kind.OTHER if _WAITS.match(name) else Kind.COMPUTATION
 
@@ -60,7 +57,7 @@ def device_work(traces: Mapping[int, Trace], notes: list[str]) -> Iterator[tuple
         notes: gets a line for each rank that has no such row.
     """
     for rank, trace in traces.items():
-        rows = np.flatnonzero(trace.on_device)
+        rows = np.flatnonzero(trace.on_device & (kinds(trace) != Kind.OTHER))
         if not len(rows):
             notes.append(f"rank {rank}: nothing ran on a device while it was profiled")
             continue
