@@ -95,9 +95,8 @@ def critical_graph(
     device = np.flatnonzero(trace.on_device & called)
     rows = np.sort(np.concatenate((host, device)))
     if not len(rows):
-        raise UsageError(
-            f"{trace.path}: no operator or call began within '{annotation}'; choose another annotation"
-        )
+        where = f"within '{annotation}'; choose another annotation" if annotation else "in it"
+        raise UsageError(f"{trace.path}: no operator or call began {where}")
     edges = _Edges(trace=trace, event={row: event for event, row in enumerate(rows.tolist())})
     _threads(edges, host)
     streams = _Streams(trace, device, launch)

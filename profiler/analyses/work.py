@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.profiler.traces.kernel_names import communicates
-from echograph.profiler.traces.trace import COPIES, SETS, Trace
+from echograph.profiler.traces.trace import COPIES, SETS, WAITS, Trace
 
 US = 1_000_000
 
@@ -26,8 +26,6 @@ class Kind(IntEnum):
 
 # Copies and sets are told first: some profilers name them after the call ("hipMemcpyAsync").
 _MEMORY = re.compile(r"(cuda|hip)?(Memcpy|Memset)|dma(?![a-z])")
-# What profilers show on a device's tracks though it only waits; the last is MTIA's.
-_WAITS = re.compile(r"(Event|Stream|Context|Device) Sync$|Stream Wait Event|event_wait")
 
 
 def kind_of_name(name: str) -> Kind:
@@ -36,7 +34,7 @@ def kind_of_name(name: str) -> Kind:
         return Kind.MEMORY
     if communicates(name):
         return Kind.COMMUNICATION
-    return Kind.OTHER if _WAITS.match(name) else Kind.COMPUTATION
+    return Kind.OTHER if name in WAITS else Kind.COMPUTATION
 
 
 def kinds(trace: Trace) -> npt.NDArray[np.int8]:
@@ -57,7 +55,7 @@ def device_work(traces: Mapping[int, Trace], notes: list[str]) -> Iterator[tuple
         notes: gets a line for each rank that has no such row.
     """
     for rank, trace in traces.items():
-        rows = np.flatnonzero(trace.on_device & (kinds(trace) != Kind.OTHER))
+        rows = np.flatnonzero(trace.on_device)
         if not len(rows):
             notes.append(f"rank {rank}: nothing ran on a device while it was profiled")
             continue

@@ -251,7 +251,7 @@ class _Rank(Walk):
         if number not in self.states:
             return None
         thread = self.states[number].thread
-        if gap := thread.gap_at(time):
+        if (gap := thread.gap_at(time)) or not thread.segments:
             return gap
         segment = thread.segments[bisect_left(thread.begins, time) - 1]
         inside = segment.row != NONE and segment.begin < time <= segment.end

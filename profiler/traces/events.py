@@ -227,6 +227,15 @@ class EventStream:
         self._find_events(self._pieces())
         return self.header
 
+    def text(self, limit: int) -> bytes:
+        """The file's text, not compressed: all of it, or the first bytes up to a limit."""
+        found = bytearray()
+        for piece in self._pieces():
+            found += piece
+            if len(found) >= limit:
+                break
+        return bytes(found[:limit])
+
     def with_events(self, added: Iterable[bytes]) -> Iterator[bytes]:
         """The file's text, not compressed, with further events before its first; the rest byte for byte.
 

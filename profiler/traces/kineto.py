@@ -77,7 +77,7 @@ def read_trace(path: Path, say: Say = lambda _: None) -> Trace:
         return _read(path, ExactEvent, say)
 
 
-def rank_in(header: dict[str, Any]) -> int | None:
+def rank_in(header: dict[str, Any], path: Path) -> int | None:
     """The rank that a file says it is of; None where it does not say.
 
     Raises:
@@ -86,7 +86,7 @@ def rank_in(header: dict[str, Any]) -> int | None:
     job = header.get("distributedInfo")
     rank = job.get("rank") if isinstance(job, dict) else None
     if rank is not None and not (type(rank) is int and 0 <= rank < _MAX_RANK):
-        raise DataError(f"distributedInfo: rank {str(rank)[:40]!r} is no number of a rank")
+        raise DataError(f"{path}: distributedInfo: rank {str(rank)[:40]!r} is no number of a rank")
     return rank
 
 
@@ -98,10 +98,7 @@ def _read(path: Path, event: type[Event], say: Say) -> Trace:
         say(f"reading {path.name}: {columns.events} events")
     job = stream.header.get("distributedInfo")
     size = job.get("world_size") if isinstance(job, dict) else None
-    try:
-        rank = rank_in(stream.header)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from None
+    rank = rank_in(stream.header, path)
     if rank is None:
         named = _RANK_IN_NAME.search(path.name)
         rank = int(named[1]) if named else 0

@@ -35,6 +35,8 @@ CALLS = frozenset(
     }
 )
 OPERATORS = frozenset({"cpu_op"})
+# What profilers show on a device's tracks though it only waits there; some carry no stream. The last is MTIA's.
+WAITS = frozenset({"Event Sync", "Context Sync", "Stream Sync", "Stream Wait Event", "event_wait"})
 # Times lie at most this far apart, and nothing takes longer: 50 days. Picoseconds are 64 bits.
 LONGEST_US = 2**42
 # Numbers of processes and threads are above this, be they negative, as some profilers write them.
@@ -126,8 +128,8 @@ class Trace:
 
     @property
     def on_device(self) -> Bool:
-        """Which rows are work on a device stream: kernels, copies, sets."""
-        return self.of_category(DEVICE) & (self.stream >= 0)
+        """Which rows are work on a device stream: kernels, copies, sets; not waits."""
+        return self.of_category(DEVICE) & (self.stream >= 0) & ~self.named(WAITS)
 
     @property
     def tick(self) -> int:
@@ -248,6 +250,10 @@ class TraceSet(Mapping[int, Trace]):
 
     def __len__(self) -> int:
         return len(self._traces)
+
+    def replaced(self, traces: Mapping[int, Trace]) -> TraceSet:
+        """The same job with other traces, and what is missing from it as a whole."""
+        return TraceSet(traces, self._notes)
 
     @property
     def notes(self) -> tuple[str, ...]:
