@@ -54,9 +54,7 @@ def counters_of(trace: Trace, which: str = "all") -> Iterator[Counter]:
         raise UsageError(f"which: '{which}' is none of all, queue-length, memory-bandwidth")
     if which != "memory-bandwidth":
         for stream, queue in sorted(queues(trace), key=lambda item: item[0]):
-            yield Counter(
-                f"queue length, stream {stream.number}", stream.device, queue.time, queue.length
-            )
+            yield Counter(f"queue length, stream {stream.number}", stream.device, queue.time, queue.length)
     if which != "queue-length":
         work = trace.rows(np.flatnonzero(trace.on_device))
         for sort, rate in rates(work):

@@ -87,9 +87,7 @@ def idle_intervals(traces: TraceSet, *, kernel_delay_us: float = 30.0) -> Table:
     return from_rows(("idle_category", "rank", "device", "stream", *DESCRIPTION), rows, notes)
 
 
-def _streams(
-    traces: TraceSet, delay_us: float, notes: list[str]
-) -> Iterator[tuple[int, int | str, int, Gaps]]:
+def _streams(traces: TraceSet, delay_us: float, notes: list[str]) -> Iterator[tuple[int, int | str, int, Gaps]]:
     if not delay_us >= 0:
         raise UsageError(f"kernel_delay_us: {delay_us:g} is negative; try 30")
     for rank, trace in traces.items():

@@ -46,7 +46,7 @@ class _Said(NamedTuple):
 class _Arguments(msgspec.Struct, gc=False):
     """What an allocator says in a profile."""
 
-    change: int = msgspec.field(default=0, name="Bytes")
+    change: int = msgspec.field(name="Bytes")
     type: int = msgspec.field(default=0, name="Device Type")
     number: int = msgspec.field(default=-1, name="Device Id")
     allocated: int | None = msgspec.field(default=None, name="Total Allocated")
@@ -78,7 +78,9 @@ def memory_timeline(traces: TraceSet) -> Table:
         end = int(trace.end.max()) if len(trace) else 0
         found = list(_said(trace))
         if broken := found.count(None):
-            notes.append(f"rank {rank}: {broken} records of memory have no time or are no numbers: they are left out")
+            notes.append(
+                f"rank {rank}: {broken} records of memory have no time or are no numbers: they are left out"
+            )
         own = sorted((said for said in found if said and said.ts <= end), key=lambda said: said.ts)
         if not found:
             notes.append(f"rank {rank}: no memory in its profile: profile with profile_memory=True")

@@ -181,6 +181,7 @@ class _Rank(Walk):
                 self.at(self.start[call], BLOCK, self._synchronize, call, row, event)
             elif event is not None and _WAIT_EVENT in trace.text(call):
                 self.at(self.start[call], RELEASE, self._wait_event, int(self.place[row]), event)
+
     def _wait_event(self, stream: int, event: tuple[int, int]) -> None:
         self.stream_waits[stream] += self._last_before(*event)
 
@@ -199,9 +200,7 @@ class _Rank(Walk):
             awaited = self._last_before(int(self.place[sync]), begin)
         elif "Device" in text:
             device = int(self.trace.pid[sync]) if sync != NONE else NONE
-            awaited = [
-                piece for stream, piece in last.items() if device in (NONE, self.streams[stream].device)
-            ]
+            awaited = [piece for stream, piece in last.items() if device in (NONE, self.streams[stream].device)]
         else:
             done = [piece for piece in last.values() if piece.end <= end + _NEAR]
             awaited = [max(done, key=lambda piece: piece.end)] if done else []

@@ -19,7 +19,11 @@ from echograph.profiler.traces.trace import Trace, TraceSet
 # What lies beside profiles, by how it begins, and the analysis that reads it.
 _HEAD_BYTES = 1 << 16
 _BESIDE = (
-    (re.compile(rb'\s*\{(?!.*"traceEvents").*"nodes"\s*:\s*\[', re.DOTALL), "an execution trace", "execution-trace"),
+    (
+        re.compile(rb'\s*\{(?!.*"traceEvents").*"nodes"\s*:\s*\[', re.DOTALL),
+        "an execution trace",
+        "execution-trace",
+    ),
     (re.compile(rb"\s*\[\s*\["), "a memory timeline", "memory-categories"),
 )
 _PROCESS = re.compile(r"[0-9]{1,18}$")
@@ -127,7 +131,9 @@ def profiles(files: list[Path]) -> tuple[list[Path], list[str]]:
         if known is None:
             kept.append(file)
         else:
-            notes.append(f"{file}: {known[0]}, no profile: the analysis {known[1]} reads it with --option file=...")
+            notes.append(
+                f"{file}: {known[0]}, no profile: the analysis {known[1]} reads it with --option file=..."
+            )
     if not kept:
         raise InputError(f"{files[0].parent}: no trace in it, but {notes[0].partition(': ')[2].partition(',')[0]}")
     return kept, notes
@@ -143,7 +149,9 @@ def trace_of_each_rank(trace: Trace) -> Iterator[Trace]:
     if ranks is None:
         yield trace
         return
-    named = isinstance(ranks, dict) and all(_PROCESS.match(p) and type(r) is int and r >= 0 for p, r in ranks.items())
+    named = isinstance(ranks, dict) and all(
+        _PROCESS.match(p) and type(r) is int and r >= 0 for p, r in ranks.items()
+    )
     if not named:
         raise DataError(f'{trace.path}: processRanks: give the rank of each process by its number, as {{"0": 8}}')
     for process, rank in ranks.items():
