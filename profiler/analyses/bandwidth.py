@@ -31,7 +31,7 @@ class Rate(NamedTuple):
 
 
 def rates(work: Trace) -> Iterator[tuple[str, Rate]]:
-    """The bandwidth of each sort of transfer ("Memcpy HtoD", "Memset") on one rank.
+    """The bandwidth of each sort of transfer ("Memcpy HtoD", "Memset") of each device of one rank.
 
     A transfer that took less than a tick of the clock counts as one tick long.
 
@@ -41,8 +41,9 @@ def rates(work: Trace) -> Iterator[tuple[str, Rate]]:
     gbps = work.argument(BANDWIDTH, np.nan)
     moving = np.flatnonzero((kinds(work) == Kind.MEMORY) & ~np.isnan(gbps))
     sorts = np.array([sort_of_transfer(text) for text in work.strings], object)
-    for sort in sorted(set(sorts[work.name[moving]].tolist())):
-        rows = moving[sorts[work.name[moving]] == sort]
+    of_row = sorts[work.name[moving]]
+    for sort, device in sorted(set(zip(of_row.tolist(), work.pid[moving].tolist(), strict=True))):
+        rows = moving[(of_row == sort) & (work.pid[moving] == device)]
         end = np.where(work.duration[rows] == 0, work.start[rows] + work.tick, work.end[rows])
         # Of what happens in one moment, ends come first: a transfer that follows another does not add to it.
         time = np.concatenate((end, work.start[rows]))
@@ -64,7 +65,7 @@ def memory_bandwidth(traces: TraceSet) -> Table:
 
     Columns: `rank`; `ts` microseconds since the first event of the job; `pid` the device; `name` the sort of
     transfer; `memory_bw_gbps` in 1e9 bytes a second, as the profiler says it for each transfer, summed over those
-    of that sort that run at once. Transfers without a bandwidth are left out.
+    of that sort that run at once on the device. Transfers without a bandwidth are left out.
     """
     parts, notes = [], list(traces.notes)
     for rank, work in device_work(traces, notes):
@@ -84,14 +85,14 @@ def memory_bandwidth(traces: TraceSet) -> Table:
 def memory_bandwidth_summary(traces: TraceSet) -> Table:
     """Statistics of the bandwidth of each sort of transfer while there is any.
 
-    Columns: `rank`, `name`, `count` of changes after which something is moving, then mean, deviation (of a
+    Columns: `rank`, `device`, `name`, `count` of changes after which something is moving, then mean, deviation (of a
     sample), least, quartiles and largest in 1e9 bytes a second. Each change counts once, however long the rate
     lasted.
     """
     notes = list(traces.notes)
     rows = [
-        (rank, sort, *describe(rate.gbps[rate.gbps > 0]))
+        (rank, work.process(int(work.pid[rate.rows[0]])), sort, *describe(rate.gbps[rate.gbps > 0]))
         for rank, work in device_work(traces, notes)
         for sort, rate in rates(work)
     ]
-    return from_rows(("rank", "name", *DESCRIPTION), rows, notes)
+    return from_rows(("rank", "device", "name", *DESCRIPTION), rows, notes)

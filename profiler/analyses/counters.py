@@ -54,9 +54,7 @@ def counters_of(trace: Trace, which: str = "all") -> Iterator[Counter]:
         raise UsageError(f"which: '{which}' is none of all, queue-length, memory-bandwidth")
     if which != "memory-bandwidth":
         for stream, queue in sorted(queues(trace), key=lambda item: item[0]):
-            yield Counter(
-                f"queue length, stream {stream}", int(trace.pid[queue.works[0]]), queue.time, queue.length
-            )
+            yield Counter(f"queue length, stream {stream.number}", stream.device, queue.time, queue.length)
     if which != "queue-length":
         work = trace.rows(np.flatnonzero(trace.on_device))
         for sort, rate in rates(work):
@@ -112,8 +110,7 @@ def trace_with_counters(traces: TraceSet, *, which: str = "all") -> Iterator[byt
 
 def _events(trace: Trace, which: str) -> Iterator[bytes]:
     for name, pid, time, value in counters_of(trace, which):
-        process = pid if pid >= 0 else trace.strings[-2 - pid]
-        head = json.dumps({"ph": "C", "name": name, "pid": process})[:-1]
+        head = json.dumps({"ph": "C", "name": name, "pid": trace.process(pid)})[:-1]
         for at, number in zip(time.tolist(), value.tolist(), strict=True):
             # As text from whole picoseconds: a float has too few digits for nanoseconds since 1970.
             ts = f"{Decimal(trace.origin + at).scaleb(-_PS_DIGITS):f}"

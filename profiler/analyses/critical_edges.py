@@ -17,7 +17,7 @@ from echograph.profiler.analyses.queue import queues
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.launches import launch_of_rows, launches, of_device_queue
 from echograph.profiler.traces.stacks import Stacks, call_stacks
-from echograph.profiler.traces.trace import CALLS, NONE, OPERATORS, Bool, Trace
+from echograph.profiler.traces.trace import CALLS, NONE, OPERATORS, Bool, Trace, place_of_stream
 
 # Calls that return when the device is done: what they wait for, and not their own time, is on the path.
 _BLOCKING = frozenset(
@@ -95,9 +95,8 @@ def critical_graph(
     device = np.flatnonzero(trace.on_device & called)
     rows = np.sort(np.concatenate((host, device)))
     if not len(rows):
-        raise UsageError(
-            f"{trace.path}: no operator or call began within '{annotation}'; choose another annotation"
-        )
+        where = f"within '{annotation}'; choose another annotation" if annotation else "in it"
+        raise UsageError(f"{trace.path}: no operator or call began {where}")
     edges = _Edges(trace=trace, event={row: event for event, row in enumerate(rows.tolist())})
     _threads(edges, host)
     streams = _Streams(trace, device, launch)
@@ -187,10 +186,15 @@ class _Streams:
     def __init__(self, trace: Trace, device: Int64, launch: Int64) -> None:
         self.trace, self.launch = trace, launch
         order = device[np.lexsort((trace.index[device], trace.start[device]))]
+        self.place, self.known = trace.streams()
         self.works: dict[int, list[int]] = {
-            int(stream): order[trace.stream[order] == stream].tolist() for stream in np.unique(trace.stream[order])
+            at: order[self.place[order] == at].tolist() for at in np.unique(self.place[order]).tolist()
         }
         self.called = {s: np.maximum.accumulate(trace.start[launch[w]]).tolist() for s, w in self.works.items()}
+
+    def of_device(self, wait: int) -> list[int]:
+        """The places of the streams of the device that a wait is shown on."""
+        return [at for at in self.works if self.known[at].device == int(self.trace.pid[wait])]
 
     def last_before(self, stream: int, time: int) -> int:
         """The last work that a stream was given before a time, or -1."""
@@ -218,14 +222,15 @@ def _waits(edges: _Edges, streams: _Streams, inside: Bool) -> dict[int, int]:
         if not sync[wait] or not inside[call]:
             continue
         what, record = trace.text(wait), record_of.get(int(recorded[wait]), NONE)
-        by_event = streams.last_before(int(awaited[wait]), int(trace.start[record])) if record != NONE else NONE
+        asked = place_of_stream(streams.known, int(awaited[wait]), int(trace.pid[wait]))
+        by_event = streams.last_before(asked, int(trace.start[record])) if record != NONE else NONE
         if what == "Stream Wait Event":
-            waiter = streams.next_after(int(trace.stream[wait]), call)
+            waiter = streams.next_after(int(streams.place[wait]), call)
             if NONE not in (by_event, waiter):
                 edges.add(edges.end(by_event), edges.begin(waiter), Edge.sync_dependency)
                 latest[waiter] = max(latest.get(waiter, 0), int(trace.end[by_event]))
             continue
-        on = {"Stream Sync": [int(trace.stream[wait])], "Context Sync": list(streams.works)}.get(what, [])
+        on = {"Stream Sync": [int(streams.place[wait])], "Context Sync": streams.of_device(wait)}.get(what, [])
         done = [by_event, *(streams.last_before(stream, int(trace.start[call])) for stream in on)]
         for work in done if call in edges.event else ():
             if work != NONE:

@@ -57,11 +57,12 @@ def critical_path(
     rows: list[tuple[Any, ...]] = []
     if save:
         _one_rank(traces)
-    for rank, graph in _graphs(traces, scale=scale, **window):
+    notes = list(traces.notes)
+    for rank, graph in _graphs(traces, notes, scale=scale, **window):
         if save:
             save_graph(graph, Path(save))
         rows += path_rows(rank, graph)
-    return from_rows(TITLES, rows, traces.notes)
+    return from_rows(TITLES, rows, notes)
 
 
 def critical_path_summary(
@@ -96,10 +97,10 @@ def critical_path_summary(
     """
     window: dict[str, Any] = {"annotation": annotation, "instance": instance, "last": last}
     window |= {"launch_edges": launch_edges, "data_load_events": data_load_events}
-    rows = []
-    for rank, graph in _graphs(traces, scale=scale, **window):
+    rows, notes = [], list(traces.notes)
+    for rank, graph in _graphs(traces, notes, scale=scale, **window):
         rows += [(rank, *row) for row in breakdown(graph)]
-    return from_rows(("rank", "bound_by", "duration", "percentage"), rows, traces.notes)
+    return from_rows(("rank", "bound_by", "duration", "percentage"), rows, notes)
 
 
 def trace_with_path(traces: TraceSet, *, save: str = "", **options: Any) -> Iterator[bytes]:
@@ -115,7 +116,7 @@ def trace_with_path(traces: TraceSet, *, save: str = "", **options: Any) -> Iter
         InputError: the file is gone or cannot be read.
     """
     _one_rank(traces)
-    ((_, graph),) = _graphs(traces, **options)
+    ((_, graph),) = _graphs(traces, [], **options)
     if save:
         save_graph(graph, Path(save))
     return overlaid(graph)
@@ -149,10 +150,20 @@ def _one_rank(traces: TraceSet) -> None:
         raise UsageError(f"critical-path: a file is of one rank, and there are {len(traces)}: add --ranks 0")
 
 
-def _graphs(traces: TraceSet, *, scale: str = "", **window: Any) -> Iterator[tuple[int, CriticalGraph]]:
-    factors = _factors(scale)
+def _graphs(
+    traces: TraceSet, notes: list[str], *, scale: str = "", **window: Any
+) -> Iterator[tuple[int, CriticalGraph]]:
+    """The graph of each rank; notes get a line for each that has none, unless none of them has one."""
+    factors, without = _factors(scale), list[UsageError]()
     for rank, trace in traces.items():
-        graph = critical_graph(trace, **window)
+        try:
+            graph = critical_graph(trace, **window)
+        except UsageError as error:
+            without.append(error)
+            if len(without) == len(traces):
+                raise
+            notes.append(f"rank {rank}: {error}")
+            continue
         for what, factor in factors:
             if isinstance(what, Edge):
                 graph = graph.scaled(factor, edges=[what])

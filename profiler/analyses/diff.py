@@ -137,7 +137,7 @@ def _of_rank(job: TraceSet, rank: int, label: str) -> Trace:
 
 def _of_step(trace: Trace, step: int, label: str, notes: list[str]) -> Bool:
     """Which rows are of a step; notes get a line where none is marked and all rows are."""
-    known = profiler_steps(trace).number.tolist()
+    known = list(dict.fromkeys(profiler_steps(trace).number.tolist()))
     if step != NONE and step not in known:
         raise UsageError(
             f"{label}_step: no step {step} in {trace.path}; there is {', '.join(map(str, known)) or 'none'}"

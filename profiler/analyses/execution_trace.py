@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
-from echograph.errors import DataError, InputError, UsageError
+from echograph.errors import DataError, UsageError
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.details import details
+from echograph.profiler.traces.events import EventStream
 from echograph.profiler.traces.trace import NONE, OPERATORS, Bool, Trace, TraceSet
 
 TITLES = (
@@ -75,7 +76,7 @@ def execution_trace(traces: TraceSet, *, file: str = "") -> Table:
 
     Args:
         traces: of one rank.
-        file: its execution trace (JSON, of `torch.profiler.ExecutionTraceObserver`).
+        file: its execution trace (JSON, gzipped or not, of `torch.profiler.ExecutionTraceObserver`).
 
     Raises:
         UsageError: no file is named, or there are several ranks.
@@ -117,13 +118,12 @@ def _call_numbers(trace: Trace, calls: Bool) -> list[int]:
 
 def _nodes(path: Path) -> dict[int, _Node]:
     """Nodes by the number that the profiler knows them by."""
+    text = EventStream(path).text(_MAX_BYTES + 1)
+    if len(text) > _MAX_BYTES:
+        raise DataError(f"{path}: more than {_MAX_BYTES >> 30} GiB: record fewer steps")
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise DataError(f"{path}: more than {_MAX_BYTES >> 30} GiB: record fewer steps")
-        nodes = msgspec.json.decode(path.read_bytes(), type=_File).nodes
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        nodes = msgspec.json.decode(text, type=_File).nodes
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path}: no execution trace of PyTorch ({error})") from None
     found = {}
     for node in nodes:

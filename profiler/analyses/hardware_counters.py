@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -63,7 +64,7 @@ def hardware_counters(traces: TraceSet, *, peak_gflops: float = 0.0, peak_gbps: 
         UsageError: a negative peak.
         InputError: a file is gone.
     """
-    if peak_gflops < 0 or peak_gbps < 0:
+    if not (0 <= peak_gflops < math.inf and 0 <= peak_gbps < math.inf):
         raise UsageError("peak_gflops and peak_gbps: give what the datasheet says, or leave them out")
     rows: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
     notes = list(traces.notes)
@@ -79,12 +80,17 @@ def hardware_counters(traces: TraceSet, *, peak_gflops: float = 0.0, peak_gbps: 
             counters = event.get("args") or {}
             around = stacks[call] if call != NONE else []
             ends = (around[0], around[-1], "|".join(around)) if around else ("", "", "")
-            time = counters.get(_TIME_NS, 0) / 1e3 or kernel.get(call)
-            known = _roofline(counters, time, peak_gflops, peak_gbps)
+            counted = {name: value for name, value in counters.items() if _is_number(value)}
+            time = counted.get(_TIME_NS, 0) / 1e3 or kernel.get(call)
+            known = _roofline(counted, time, peak_gflops, peak_gbps)
             rows.append(((rank, int(trace.index[row]), trace.text(row), *ends, *known), counters))
     names = list(dict.fromkeys(name for _, counters in rows for name in counters))
     found = ((*row, *(counters.get(name) for name in names)) for row, counters in rows)
     return from_rows((*TITLES, *names), found, notes)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def flops_of(counters: Mapping[str, Any]) -> float | None:

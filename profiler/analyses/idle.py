@@ -41,7 +41,7 @@ class Gaps(NamedTuple):
 def idle_breakdown(traces: TraceSet, *, kernel_delay_us: float = 30.0) -> Table:
     """How long each stream was idle between two of its kernels, and for which cause.
 
-    Columns: `rank`; `stream`; `idle_category`; `idle_time` microseconds; `idle_time_ratio` share of the stream's
+    Columns: `rank`; `device` and its `stream`; `idle_category`; `idle_time` microseconds; `idle_time_ratio` share of the stream's
     idle time, two decimals. The categories:
 
     - `host_wait`: the next kernel was launched only after the one before it had ended; the host is late.
@@ -57,18 +57,18 @@ def idle_breakdown(traces: TraceSet, *, kernel_delay_us: float = 30.0) -> Table:
         UsageError: a negative delay.
     """
     rows, notes = [], list(traces.notes)
-    for rank, stream, gaps in _streams(traces, kernel_delay_us, notes):
+    for rank, device, stream, gaps in _streams(traces, kernel_delay_us, notes):
         total = int(gaps.length.sum())
         for cause in _found(gaps):
             idle = int(gaps.length[gaps.cause == cause].sum())
-            rows.append((rank, stream, cause.name, idle / US, round(idle / total, 2) if total else None))
-    return from_rows(("rank", "stream", "idle_category", "idle_time", "idle_time_ratio"), rows, notes)
+            rows.append((rank, device, stream, cause.name, idle / US, round(idle / total, 2) if total else None))
+    return from_rows(("rank", "device", "stream", "idle_category", "idle_time", "idle_time_ratio"), rows, notes)
 
 
 def idle_intervals(traces: TraceSet, *, kernel_delay_us: float = 30.0) -> Table:
     """How the gaps between kernels are distributed, for each stream and cause.
 
-    Columns: `idle_category` (see the idle breakdown), `rank`, `stream`, `count`, then mean, deviation (of a
+    Columns: `idle_category` (see the idle breakdown), `rank`, `device`, `stream`, `count`, then mean, deviation (of a
     sample), least, quartiles and largest of the gaps in microseconds, two decimals. A stream's first kernel has no
     gap before it.
 
@@ -80,24 +80,26 @@ def idle_intervals(traces: TraceSet, *, kernel_delay_us: float = 30.0) -> Table:
         UsageError: a negative delay.
     """
     rows, notes = [], list(traces.notes)
-    for rank, stream, gaps in _streams(traces, kernel_delay_us, notes):
+    for rank, device, stream, gaps in _streams(traces, kernel_delay_us, notes):
         for cause in _found(gaps):
             own = gaps.length[1:][gaps.cause[1:] == cause] / US
-            rows.append((cause.name, rank, stream, *(round(value, 2) for value in describe(own))))
-    return from_rows(("idle_category", "rank", "stream", *DESCRIPTION), rows, notes)
+            rows.append((cause.name, rank, device, stream, *(round(value, 2) for value in describe(own))))
+    return from_rows(("idle_category", "rank", "device", "stream", *DESCRIPTION), rows, notes)
 
 
-def _streams(traces: TraceSet, delay_us: float, notes: list[str]) -> Iterator[tuple[int, int, Gaps]]:
-    if delay_us < 0:
+def _streams(traces: TraceSet, delay_us: float, notes: list[str]) -> Iterator[tuple[int, int | str, int, Gaps]]:
+    if not delay_us >= 0:
         raise UsageError(f"kernel_delay_us: {delay_us:g} is negative; try 30")
     for rank, trace in traces.items():
         device, launch = trace.on_device, launch_of_rows(trace)
         if not device.any():
             notes.append(f"rank {rank}: nothing ran on a device while it was profiled")
-        for stream in dict.fromkeys(trace.stream[device].tolist()):
-            rows = np.flatnonzero(device & (trace.stream == stream))
+        place, streams = trace.streams()
+        for at in dict.fromkeys(place[device].tolist()):
+            rows = np.flatnonzero(device & (place == at))
             rows = rows[np.argsort(trace.start[rows], kind="stable")]
-            yield rank, stream, _gaps(trace, rows, launch[rows], delay_us)
+            gaps = _gaps(trace, rows, launch[rows], delay_us)
+            yield rank, trace.process(streams[at].device), streams[at].number, gaps
 
 
 def _gaps(trace: Trace, rows: Int64, launch: Int64, delay_us: float) -> Gaps:

@@ -46,8 +46,9 @@ def marked_copy(
         if (row := rows.get(index)) is not None:
             if event.get("name") != trace.text(row):
                 raise DataError(f"{trace.path}: changed since it was read: event {index} is another; read anew")
-            places[row] = {"pid": event["pid"], "tid": event["tid"]}
-            marked = event | {"args": event.get("args", {}) | dict(marks[row])}
+            places[row] = {name: event.get(name) for name in ("pid", "tid")}
+            args = event.get("args")
+            marked = event | {"args": (args if isinstance(args, dict) else {}) | dict(marks[row])}
         yield (separator + exact_json(marked, trace, starts.get(index))).encode()
         separator = ",\n"
     yield "".join(separator + event for event in after(places)).encode()

@@ -14,7 +14,7 @@ from echograph.ir.files import read_unpacked
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.details import whole_events
-from echograph.profiler.traces.trace import Trace, TraceSet
+from echograph.profiler.traces.trace import LONGEST_US, Trace, TraceSet
 
 TITLES = ("rank", "ts", "device", "change_bytes", "allocated_bytes", "reserved_bytes")
 # What `torch.profiler` sorts memory into, in the order of its numbers.
@@ -42,6 +42,21 @@ class _Said(NamedTuple):
     reserved: int | None
 
 
+class _Arguments(msgspec.Struct, gc=False):
+    """What an allocator says in a profile."""
+
+    change: int = msgspec.field(name="Bytes")
+    type: int = msgspec.field(default=0, name="Device Type")
+    number: int = msgspec.field(default=-1, name="Device Id")
+    allocated: int | None = msgspec.field(default=None, name="Total Allocated")
+    reserved: int | None = msgspec.field(default=None, name="Total Reserved")
+
+
+class _Memory(msgspec.Struct, gc=False):
+    ts: int | float
+    args: _Arguments
+
+
 def memory_timeline(traces: TraceSet) -> Table:
     """What the allocator of each device held, whenever that changed (a profile with `profile_memory=True`).
 
@@ -60,14 +75,20 @@ def memory_timeline(traces: TraceSet) -> Table:
     notes = list(traces.notes)
     for rank, trace in traces.items():
         end = int(trace.end.max()) if len(trace) else 0
-        own = sorted((said for said in _said(trace) if said.ts <= end), key=lambda said: said.ts)
-        if not own:
+        found = list(_said(trace))
+        if broken := found.count(None):
+            notes.append(
+                f"rank {rank}: {broken} records of memory have no time or are no numbers: they are left out"
+            )
+        own = sorted((said for said in found if said and said.ts <= end), key=lambda said: said.ts)
+        if not found:
             notes.append(f"rank {rank}: no memory in its profile: profile with profile_memory=True")
         rows += [(rank, said.ts / US, *said[1:]) for said in own]
     return from_rows(TITLES, rows, notes)
 
 
-def _said(trace: Trace) -> Iterator[_Said]:
+def _said(trace: Trace) -> Iterator[_Said | None]:
+    """What the allocator said, in the order of the file; None where that is no record of memory."""
     # Newer files say whether memory was profiled; they need not be read for nothing.
     if trace.header.get("profile_memory") == 0:
         return
@@ -75,15 +96,22 @@ def _said(trace: Trace) -> Iterator[_Said]:
     for _, event in whole_events(Path(trace.path)):
         if event.get("name") != "[memory]" or ranks.get(str(event.get("pid")), trace.rank) != trace.rank:
             continue
-        args, ts = event.get("args", {}), event.get("ts", 0)
-        number = args.get("Device Id", -1)
-        device = _DEVICES.get(args.get("Device Type", 0), f"type {args.get('Device Type')}")
+        try:
+            said = msgspec.convert(event, _Memory, strict=False)
+        except msgspec.ValidationError:
+            yield None
+            continue
+        args, ts = said.args, said.ts
+        if not abs(ts) < LONGEST_US * 2**19:
+            yield None
+            continue
+        device = _DEVICES.get(args.type, f"type {args.type}")
         yield _Said(
             ts=int(ts) * US + round((ts - int(ts)) * US) - trace.origin,
-            device=f"{device}:{number}" if number >= 0 else device,
-            change=args.get("Bytes", 0),
-            allocated=args.get("Total Allocated"),
-            reserved=args.get("Total Reserved"),
+            device=f"{device}:{args.number}" if args.number >= 0 else device,
+            change=args.change,
+            allocated=args.allocated,
+            reserved=args.reserved,
         )
 
 

@@ -13,7 +13,7 @@ from echograph.profiler.analyses.launches import launched_work
 from echograph.profiler.analyses.statistics import DESCRIPTION, describe
 from echograph.profiler.analyses.table import Table, from_rows, stacked
 from echograph.profiler.analyses.work import US
-from echograph.profiler.traces.trace import Trace, TraceSet
+from echograph.profiler.traces.trace import Stream, Trace, TraceSet
 
 TITLES = ("rank", "index", "ts", "pid", "tid", "stream", "queue_length")
 
@@ -34,19 +34,20 @@ class Queue(NamedTuple):
     length: Int64
 
 
-def queues(trace: Trace) -> Iterator[tuple[int, Queue]]:
+def queues(trace: Trace) -> Iterator[tuple[Stream, Queue]]:
     """The queue of each stream: longer by one when a call launches something, shorter when that starts.
 
     A CUDA graph counts as many as it has kernels. Of what happens in one moment, launches come first.
     """
     calls, works = launched_work(trace)
-    for stream in dict.fromkeys(trace.stream[works].tolist()):
-        own = trace.stream[works] == stream
+    place, streams = trace.streams()
+    for at in dict.fromkeys(place[works].tolist()):
+        own = place[works] == at
         rows = np.concatenate((calls[own], works[own]))
         change = np.repeat((1, -1), int(own.sum()))
         order = np.argsort(trace.start[rows], kind="stable")
         both = np.concatenate((works[own], works[own]))[order]
-        yield stream, Queue(both, rows[order], trace.start[rows][order], np.cumsum(change[order]))
+        yield streams[at], Queue(both, rows[order], trace.start[rows][order], np.cumsum(change[order]))
 
 
 def queue_length(traces: TraceSet) -> Table:
@@ -81,21 +82,21 @@ def queue_length(traces: TraceSet) -> Table:
 def queue_length_summary(traces: TraceSet) -> Table:
     """How long each stream's queue is over all its changes.
 
-    Columns: `rank`, `stream`, `count` of changes, then mean, deviation (of a sample), least, quartiles and largest
+    Columns: `rank`, `device`, `stream`, `count` of changes, then mean, deviation (of a sample), least, quartiles and largest
     length. Each change counts once, however long the length lasted.
     """
     rows = [
-        (rank, stream, *describe(queue.length))
+        (rank, trace.process(stream.device), stream.number, *describe(queue.length))
         for rank, trace in traces.items()
         for stream, queue in sorted(queues(trace), key=lambda item: item[0])
     ]
-    return from_rows(("rank", "stream", *DESCRIPTION), rows, traces.notes)
+    return from_rows(("rank", "device", "stream", *DESCRIPTION), rows, traces.notes)
 
 
 def time_on_full_queue(traces: TraceSet, *, max_queue_length: int = 1024) -> Table:
     """How long each stream's queue was full, so that the host's next launch had to wait.
 
-    Columns: `rank`; `stream`; `duration_at_max_queue_length` microseconds at which at least `max_queue_length`
+    Columns: `rank`; `device`; `stream`; `duration_at_max_queue_length` microseconds at which at least `max_queue_length`
     waited; `relative_duration_at_max_queue_length`, of the time from the first to the last start of an event of
     that rank. Streams whose queue was never full are left out.
 
@@ -113,8 +114,9 @@ def time_on_full_queue(traces: TraceSet, *, max_queue_length: int = 1024) -> Tab
         for stream, queue in sorted(queues(trace), key=lambda item: item[0]):
             full = int(np.diff(queue.time)[queue.length[:-1] >= max_queue_length].sum())
             if full:
-                rows.append((rank, stream, full / US, full / int(np.ptp(trace.start))))
-    titles = ("rank", "stream", "duration_at_max_queue_length", "relative_duration_at_max_queue_length")
+                device = trace.process(stream.device)
+                rows.append((rank, device, stream.number, full / US, full / int(np.ptp(trace.start))))
+    titles = ("rank", "device", "stream", "duration_at_max_queue_length", "relative_duration_at_max_queue_length")
     return from_rows(titles, rows, traces.notes)
 
 

@@ -17,6 +17,14 @@ from echograph.profiler.traces.trace import Trace, TraceSet
 _LEAST_SHARE = 0.01
 
 
+class _Key(NamedTuple):
+    """What is the same kernel on all ranks; the device is the n-th of its rank."""
+
+    device: int
+    stream: int
+    kernel: str
+
+
 class _Collective(NamedTuple):
     """The last run of one communication kernel in one step of one rank."""
 
@@ -28,7 +36,7 @@ def stragglers(traces: TraceSet, *, candidates: int = 2) -> Table:
     """The ranks that others wait for most often.
 
     In each step a rank that comes late to a collective starts it last and is through with it first. Among the
-    communication kernels (by stream and name, the last of each step, at least 1 % of a mean step long) the one is
+    communication kernels (by device, stream and name, the last of each step, at least 1 % of a mean step long) the one is
     taken whose durations differ most between ranks, in the mean of steps; in each step, the ranks that start it
     last are counted.
 
@@ -56,7 +64,7 @@ def stragglers(traces: TraceSet, *, candidates: int = 2) -> Table:
         )
         return from_rows(titles, [], notes)
     least = _LEAST_SHARE * float(np.mean(spans))
-    found: dict[tuple[int, str], dict[int, dict[int, _Collective]]] = defaultdict(lambda: defaultdict(dict))
+    found: dict[_Key, dict[int, dict[int, _Collective]]] = defaultdict(lambda: defaultdict(dict))
     for rank, trace in traces.items():
         for key, step, run in _collectives(trace, least):
             found[key][step][rank] = run
@@ -64,27 +72,31 @@ def stragglers(traces: TraceSet, *, candidates: int = 2) -> Table:
     if not shared:
         notes.append("stragglers: no collective of at least 1 % of a step runs on two ranks")
         return from_rows(titles, [], notes)
-    stream, kernel = max(shared, key=lambda key: _spread(shared[key]))
+    chosen = max(shared, key=lambda key: _spread(shared[key]))
     late, delays = Counter[int](), defaultdict[int, list[int]](list)
-    for ranks in shared[stream, kernel].values():
+    for ranks in shared[chosen].values():
         first = min(run.start for run in ranks.values())
         for place, rank in enumerate(sorted(ranks, key=lambda rank: (-ranks[rank].start, rank))):
             late[rank] += place < candidates
             delays[rank].append(ranks[rank].start - first)
     order = sorted(late, key=lambda rank: (-late[rank], -float(np.mean(delays[rank])), rank))[:candidates]
-    steps = len(shared[stream, kernel])
-    rows = [(rank, late[rank], float(np.mean(delays[rank])) / US, kernel, stream, steps) for rank in order]
+    steps = len(shared[chosen])
+    rows = [
+        (rank, late[rank], float(np.mean(delays[rank])) / US, chosen.kernel, chosen.stream, steps)
+        for rank in order
+    ]
     return from_rows(titles, rows, notes)
 
 
-def _collectives(trace: Trace, least: float) -> list[tuple[tuple[int, str], int, _Collective]]:
+def _collectives(trace: Trace, least: float) -> list[tuple[_Key, int, _Collective]]:
+    devices = {pid: at for at, pid in enumerate(np.unique(trace.pid[trace.on_device]).tolist())}
     step = step_of_rows(trace)
     chosen = trace.on_device & (kinds(trace) == Kind.COMMUNICATION) & (step >= 0) & (trace.duration >= least)
     rows = np.flatnonzero(chosen)
     rows = rows[np.argsort(trace.start[rows], kind="stable")]
     return [
         (
-            (int(trace.stream[row]), trace.text(row)),
+            _Key(devices[int(trace.pid[row])], int(trace.stream[row]), trace.text(row)),
             int(step[row]),
             _Collective(int(trace.start[row]), int(trace.duration[row])),
         )

@@ -9,7 +9,8 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from echograph.profiler.traces.trace import COPIES, SETS, Trace
+from echograph.profiler.traces.kernel_names import communicates
+from echograph.profiler.traces.trace import COPIES, SETS, WAITS, Trace
 
 US = 1_000_000
 
@@ -24,22 +25,16 @@ class Kind(IntEnum):
 
 
 # Copies and sets are told first: some profilers name them after the call ("hipMemcpyAsync").
-_MEMORY = re.compile(r"(cuda|hip)?(Memcpy|Memset)|dma")
-# Collectives of NCCL, RCCL and HCCL under their old and new names; then those that go round them: vLLM's and
-# TensorRT's own all-reduces, PyTorch's symmetric memory, NVSHMEM and DeepEP.
-_COMMUNICATION = re.compile(
-    r"nccl|rccl|hccl|.*nccl(Dev)?Kernel|.*cross_device_reduce|.*(one|two)_shot_all_reduce|nvshmem|.*deep_ep::"
-)
-_WAITS = re.compile(r".*Sync$|Stream Wait Event")
+_MEMORY = re.compile(r"(cuda|hip)?(Memcpy|Memset)|dma(?![a-z])")
 
 
 def kind_of_name(name: str) -> Kind:
     """What a kernel, copy or set is for, by its name."""
     if _MEMORY.match(name):
         return Kind.MEMORY
-    if _COMMUNICATION.match(name):
+    if communicates(name):
         return Kind.COMMUNICATION
-    return Kind.OTHER if _WAITS.match(name) else Kind.COMPUTATION
+    return Kind.OTHER if name in WAITS else Kind.COMPUTATION
 
 
 def kinds(trace: Trace) -> npt.NDArray[np.int8]:

@@ -205,7 +205,7 @@ def _plain_traces(path: Path) -> list[Gpu]:
     except InputError:
         return []
     files.sort(key=lambda file: by_number(file.name))
-    said = [rank_in(EventStream(file).head()) for file in files]
+    said = [rank_in(EventStream(file).head(), file) for file in files]
     # A trace of several ranks, or of a program without any, says none.
     ranks = [rank for rank in said if rank is not None]
     if len(set(ranks)) < len(files):

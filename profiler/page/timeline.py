@@ -94,26 +94,26 @@ def _thread_lanes(rank: int, trace: Trace, threads: int, depths: int) -> Iterato
             if of.any():
                 rows_here = own[of]
                 spans = _spans(host.start[rows_here], host.end[rows_here], host.name[rows_here], colour[of])
-                label = f"thread {_place(tid, host.strings)}"
+                label = f"thread {host.process(int(tid))}"
                 yield Lane(head=f"rank {rank}", label=label, spans=spans, strings=host.strings)
-
-
-def _place(tid: int, strings: tuple[str, ...]) -> int | str:
-    """A thread as the file names it: one that is text is the negative of a code (see `Trace`)."""
-    return strings[-2 - tid] if 0 <= -2 - tid < len(strings) else tid
 
 
 def _stream_lanes(rank: int, trace: Trace) -> Iterator[Lane]:
     rows = np.flatnonzero(trace.on_device)
-    streams, at = np.unique(trace.stream[rows], return_inverse=True)
+    place, streams = trace.streams()
+    several, at = len(np.unique(trace.pid[rows])) > 1, place[rows]
     busy = np.bincount(at, trace.duration[rows], len(streams))
     of_kind = np.array([_OF_KIND[kind] for kind in sorted(_OF_KIND)])
     colour = of_kind[kinds(trace)[rows]]
     for chosen in np.sort(np.argsort(-busy, kind="stable")[:_STREAMS]):
         of = at == chosen
         own = rows[of]
+        if not len(own):
+            continue
         spans = _spans(trace.start[own], trace.end[own], trace.name[own], colour[of])
-        yield Lane(head=f"rank {rank}", label=f"stream {streams[chosen]}", spans=spans, strings=trace.strings)
+        label = f"stream {streams[chosen].number}"
+        label = f"device {trace.process(streams[chosen].device)}, {label}" if several else label
+        yield Lane(head=f"rank {rank}", label=label, spans=spans, strings=trace.strings)
 
 
 def _spans(start: Int64, end: Int64, name: npt.NDArray[Any], colour: npt.NDArray[Any]) -> Spans:

@@ -14,13 +14,20 @@ from echograph.profiler.replay.job import JobPieces, Say, Together, job_pieces
 from echograph.profiler.replay.observing import Observed
 from echograph.profiler.replay.pieces import Piece, Work
 from echograph.profiler.replay.walk import TRACE
+from echograph.profiler.traces.collectives import Call
 from echograph.profiler.traces.trace import NONE, TraceSet
 
 STEP = "step"
 """What stands for the device in a duration that is not of the operation, but of the step that it ends."""
 FREE = "free step"
 """Likewise, where the duration is that of a step in which nothing was observed."""
+NOT_TRACED = "not traced"
+"""The group of collectives whose other ranks were not traced, or are not known."""
+NOT_TRACED_WORLD = "not traced (all ranks)"
+"""Likewise, where the trace says that the group is of all ranks of the job."""
 CPU = "cpu"
+UNNAMED = "unnamed device"
+"""The device of traces in which one ran and none is named."""
 
 _DIRECTIONS = {
     "HtoD": CopyDirection.HOST_TO_DEVICE,
@@ -152,13 +159,19 @@ class _Lowering:
             group, duration = self.groups[id(piece)]
             common["durations"] = (_duration(self.device, duration),)
         else:
-            alone = len(piece.call.ranks) == 1
-            group = self.builder.group("one rank" if alone else "not traced", ranks=(rank,))
+            group = self.builder.group(self._name_alone(rank, piece.call), ranks=(rank,))
         return self.builder.collective(
             piece.name, CollectiveKind[piece.call.kind.upper()], group=group, bytes_per_rank=piece.nbytes,
             dtype=_DTYPES.get(piece.call.dtype, DType.UINT8), payload=_PAYLOADS.get(piece.phase, Payload.OTHER),
             asynchronous=True, **common,
         )  # fmt: skip
+
+    def _name_alone(self, rank: int, call: Call) -> str:
+        """The group of a collective of which only this rank is known to have been in it."""
+        world = self.job.traces[rank].world_size
+        if len(call.ranks) == 1 or (world == 1 and not call.ranks):
+            return "one rank"
+        return NOT_TRACED_WORLD if world > 1 and len(set(call.ranks)) == world else NOT_TRACED
 
     def _message(self, piece: Piece, common: Common) -> int:
         assert piece.call is not None
@@ -171,12 +184,17 @@ class _Lowering:
 
 
 def _device(traces: TraceSet) -> str:
-    """The first device that any trace names: ranks of one job have the same kind."""
+    """The first device that ran something and is named: ranks of one job have the same kind."""
+    ran = False
     for trace in traces.values():
-        known = trace.header.get("deviceProperties")
-        if isinstance(known, list) and known and isinstance(known[0], dict) and known[0].get("name"):
-            return str(known[0]["name"])
-    return CPU
+        used = set(trace.pid[trace.on_device].tolist())
+        ran = ran or bool(used)
+        listed = trace.header.get("deviceProperties")
+        known = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) and used else []
+        for one in sorted(known, key=lambda one: one.get("id") not in used):
+            if isinstance(one.get("name"), str) and one["name"].strip():
+                return str(one["name"])
+    return UNNAMED if ran else CPU
 
 
 def _duration(device: str, picoseconds: int) -> Duration:

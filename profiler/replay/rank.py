@@ -17,7 +17,7 @@ from echograph.profiler.replay.pieces import Piece, Pieces, Work
 from echograph.profiler.replay.walk import BLOCK, END_STEP, ISSUE, RELEASE, WAIT, Walk, operator_name
 from echograph.profiler.traces.collectives import MESSAGES, Call, collectives
 from echograph.profiler.traces.launches import launches, of_device_queue
-from echograph.profiler.traces.trace import CALLS, COPIES, NONE, Trace
+from echograph.profiler.traces.trace import CALLS, COPIES, NONE, Trace, place_of_stream
 from echograph.units import to_ps
 
 LAUNCH = "launch"
@@ -60,8 +60,8 @@ class _Rank(Walk):
         self.stream_waits: dict[int, list[Piece]] = defaultdict(list)
         self.unsaid_wait = False
         self.outstanding: list[Piece] = []
-        devices = np.unique(trace.pid[trace.on_device])
-        self.several = len(devices) > 1
+        self.place, self.streams = trace.streams()
+        self.several = len(np.unique(trace.pid[trace.on_device])) > 1
         self.ends: dict[str, list[int]] = defaultdict(list)
 
     def run(self) -> Pieces:
@@ -88,7 +88,7 @@ class _Rank(Walk):
 
     def _stream(self, row: int) -> str:
         stream = f"stream {int(self.trace.stream[row])}"
-        return f"device {int(self.trace.pid[row])} {stream}" if self.several else stream
+        return f"device {self.trace.process(int(self.trace.pid[row]))} {stream}" if self.several else stream
 
     def _free_line(self, name: str, row: int, begins: int) -> str:
         """A line on which nothing runs when a row begins: what a thread or stream shows at once needs several."""
@@ -103,7 +103,7 @@ class _Rank(Walk):
     def _launch(self, row: int, call: int, line: str, time: int) -> None:
         number = self.thread(call) if call != NONE else NONE
         after = self.point(number, min(time, self.start[call])) if number != NONE else []
-        stream = int(self.trace.stream[row])
+        stream = int(self.place[row])
         after = [*after, *self.stream_waits.pop(stream, [])]
         if self.unsaid_wait and call != NONE:
             after += self._likely(line, row, after)
@@ -173,12 +173,14 @@ class _Rank(Walk):
             row = said.get(call, NONE)
             row = row if row != NONE and sync[row] else NONE
             record = records.get(int(recorded[row]), NONE) if row != NONE else NONE
-            event = (int(awaited[row]), self.start[record]) if record != NONE else None
+            event = None
+            if record != NONE:
+                on = place_of_stream(self.streams, int(awaited[row]), int(trace.pid[row]))
+                event = on, self.start[record]
             if any(word in trace.text(call) for word in _BLOCKING):
-                stream = int(trace.stream[row]) if row != NONE and "Stream" in trace.text(row) else NONE
-                self.at(self.start[call], BLOCK, self._synchronize, call, stream, event)
+                self.at(self.start[call], BLOCK, self._synchronize, call, row, event)
             elif event is not None and _WAIT_EVENT in trace.text(call):
-                self.at(self.start[call], RELEASE, self._wait_event, int(trace.stream[row]), event)
+                self.at(self.start[call], RELEASE, self._wait_event, int(self.place[row]), event)
 
     def _wait_event(self, stream: int, event: tuple[int, int]) -> None:
         self.stream_waits[stream] += self._last_before(*event)
@@ -188,18 +190,19 @@ class _Rank(Walk):
         at = bisect_right(times, time)
         return [pieces[at - 1]] if at else []
 
-    def _synchronize(self, call: int, stream: int, event: tuple[int, int] | None) -> None:
-        """A call that returns when work is done: that of a stream or of all, or the one that the times tell of."""
+    def _synchronize(self, call: int, sync: int, event: tuple[int, int] | None) -> None:
+        """A call that returns when work is done: that of a stream or device, or the one that the times tell of."""
         begin, end, text = self.start[call], self.end[call], self.trace.text(call)
-        last = [pieces[-1] for _, pieces in self.issued.values() if pieces]
+        last = {stream: pieces[-1] for stream, (_, pieces) in self.issued.items() if pieces}
         if event is not None:
             awaited = self._last_before(*event)
-        elif stream != NONE:
-            awaited = self._last_before(stream, begin)
+        elif sync != NONE and "Stream" in self.trace.text(sync) and self.place[sync] != NONE:
+            awaited = self._last_before(int(self.place[sync]), begin)
         elif "Device" in text:
-            awaited = last
+            device = int(self.trace.pid[sync]) if sync != NONE else NONE
+            awaited = [piece for stream, piece in last.items() if device in (NONE, self.streams[stream].device)]
         else:
-            done = [piece for piece in last if piece.end <= end + _NEAR]
+            done = [piece for piece in last.values() if piece.end <= end + _NEAR]
             awaited = [max(done, key=lambda piece: piece.end)] if done else []
         awaited = [piece for piece in awaited if piece.end <= end + _NEAR]
         until = min(end, max((piece.end for piece in awaited), default=begin))
@@ -247,7 +250,7 @@ class _Rank(Walk):
         if number not in self.states:
             return None
         thread = self.states[number].thread
-        if gap := thread.gap_at(time):
+        if (gap := thread.gap_at(time)) or not thread.segments:
             return gap
         segment = thread.segments[bisect_left(thread.begins, time) - 1]
         inside = segment.row != NONE and segment.begin < time <= segment.end

@@ -54,15 +54,22 @@ class Thread:
 
     Attributes:
         name: "main", "thread 1", ...
+        place: process and thread, as the trace has them.
         segments: ascending, without gaps.
         begins: where each of them begins.
         busy: events that nothing is around, ascending: when each begins and ends.
     """
 
     name: str
+    place: tuple[int, int]
     segments: list[Segment] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
     busy: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+
+    @property
+    def end(self) -> int:
+        """Until when it ran something; events of no time count where it ran nothing else."""
+        return self.segments[-1].end if self.segments else max(self.busy[1], default=0)
 
     def gap_at(self, time: int) -> tuple[int, int] | None:
         """The stretch without events that a moment lies in or at the end of; None where an event runs."""
@@ -126,11 +133,14 @@ def threads(trace: Trace) -> dict[int, Thread]:
     calls = trace.rows(host)
     calls = _plain(calls)
     stacks = call_stacks(calls)
-    _, number = np.unique(np.stack([calls.pid, calls.tid]), axis=1, return_inverse=True)
+    places, number = np.unique(np.stack([calls.pid, calls.tid]), axis=1, return_inverse=True)
     number = number.ravel()
     main = _main(trace, calls, number)
     order = sorted(set(number.tolist()), key=lambda one: (one != main, -int((number == one).sum()), one))
-    found = {one: Thread("main" if not at else f"thread {at}") for at, one in enumerate(order)}
+    found = {
+        one: Thread("main" if not at else f"thread {at}", (int(places[0, one]), int(places[1, one])))
+        for at, one in enumerate(order)
+    }
     of_row = number.tolist()
     for one, begin, end, row in _segments(calls, stacks, of_row):
         thread = found[one]

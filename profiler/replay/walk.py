@@ -72,7 +72,7 @@ class Walk:
         self.end: list[int] = trace.end.tolist()
         self._has_device = bool(trace.on_device.any())
         self._events: list[_Event] = []
-        self._thread_of = {self._place(row): number for number, row in self._first_rows()}
+        self._thread_of = {state.thread.place: number for number, state in self.states.items()}
         self.costs = costs(trace, self.stacks, self.thread, seen)
 
     def at(self, time: int, order: int, act: Callable[..., None], *arguments: Any) -> None:
@@ -92,7 +92,7 @@ class Walk:
         for event in sorted(self._events, key=lambda event: event[:3]):
             event.act(*event.arguments)
         for number, state in self.states.items():
-            self.flush(number, state.thread.segments[-1].end)
+            self.flush(number, state.thread.end)
         self._mark(TRACE, last, last - first, list(self.pieces.last.values()))
         return self.pieces
 
@@ -100,7 +100,7 @@ class Walk:
 
     def thread(self, row: int) -> int:
         """The thread that a row is of; the main one for those that ran nothing else."""
-        return self._thread_of.get(self._place(row), 0)
+        return self._thread_of.get((int(self.trace.pid[row]), int(self.trace.tid[row])), 0)
 
     def flush(self, number: int, until: int) -> None:
         """Puts a thread in pieces until a moment."""
@@ -209,15 +209,6 @@ class Walk:
         mark = self.host(name, MAIN, time, 0, time)
         mark.after, mark.step = after, took
         self.pieces.add(mark)
-
-    def _place(self, row: int) -> tuple[int, int]:
-        return int(self.trace.pid[row]), int(self.trace.tid[row])
-
-    def _first_rows(self) -> list[tuple[int, int]]:
-        found = []
-        for number, state in self.states.items():
-            found += [(number, one.row) for one in state.thread.segments if one.row != NONE][:1]
-        return found
 
 
 def operator_name(text: str) -> str:

@@ -77,7 +77,7 @@ def align(traces: TraceSet) -> tuple[TraceSet, Alignment]:
     first = min(moved)
     said = (*moved[first].notes, *_said(found))
     moved[first] = dataclasses.replace(moved[first], notes=said)
-    return TraceSet(moved), found
+    return traces.replaced(moved), found
 
 
 def on_clock(trace: Trace, clock: Clock) -> Trace:

@@ -21,7 +21,7 @@ from echograph.ir.files import write_whole
 from echograph.profiler.traces.trace import Trace, Values
 
 # Part of a cached file's name: a new one when what the reader keeps, or how, changes.
-VERSION = 2
+VERSION = 3
 MAX_CACHE_BYTES = 2 * 2**30
 _COLUMNS = ("start", "duration", "name", "category", "pid", "tid", "stream", "correlation", "external_id", "index")
 

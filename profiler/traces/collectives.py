@@ -14,6 +14,7 @@ import numpy as np
 
 from echograph.ir.columns import Int64
 from echograph.profiler.traces.details import details
+from echograph.profiler.traces.kernel_names import communicates, function_name
 from echograph.profiler.traces.recorded_groups import RecordedGroups
 from echograph.profiler.traces.stacks import Stacks, call_stacks
 from echograph.profiler.traces.trace import KERNELS, NONE, OPERATORS, Bool, Trace, TraceSet
@@ -21,6 +22,7 @@ from echograph.profiler.traces.trace import KERNELS, NONE, OPERATORS, Bool, Trac
 # By the letters of a name alone, so that c10d::_allgather_base_, nccl:all_gather and ncclKernel_AllGather_RING are
 # the same; the longer words stand first.
 _KINDS = {
+    "crossdevicereduce": "all_reduce",
     "allreduce": "all_reduce",
     "reducescatter": "reduce_scatter",
     "allgather": "all_gather",
@@ -34,7 +36,8 @@ _KINDS = {
     "recv": "recv",
 }
 MESSAGES = frozenset({"send", "recv"})
-_KERNEL = re.compile(r"nccl|rccl")
+# Kernels of which the n-th is the n-th of the other ranks.
+_IN_ORDER = re.compile(r"nccl|rccl")
 _GLOO = "gloo:"
 # It reduces everything everywhere and keeps a part.
 _GLOO_DOES = {"reduce_scatter": "all_reduce"}
@@ -61,6 +64,8 @@ class Call:
         nbytes: of the whole buffer of a rank, as nccl-tests counts it; 0 where the trace does not say.
         dtype: torch's name of its type, in lower case; "" where unknown.
         channel: of a message: what the n-th send goes into, the n-th receive takes out; "" where unknown.
+        known: whether something tells of which ranks it is: a process group, or an order that all ranks share. Kernels
+            that go round NCCL have neither.
     """
 
     rank: int
@@ -72,6 +77,7 @@ class Call:
     nbytes: int = 0
     dtype: str = ""
     channel: str = ""
+    known: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +116,9 @@ def collectives(trace: Trace, stacks: Stacks | None = None) -> list[Call]:
         stacks: its call stacks, if they are known.
     """
     stacks = stacks or call_stacks(trace)
-    kernel, gloo = (
+    kernel, gloo, ordered = (
         np.array([*(bool(match(text)) for text in trace.strings), False])[trace.name]
-        for match in (_KERNEL.match, lambda text: text.startswith(_GLOO))
+        for match in (communicates, lambda text: text.startswith(_GLOO), _IN_ORDER.match)
     )
     rows = np.flatnonzero((kernel & trace.of_category(KERNELS) & (trace.stream >= 0)) | gloo)
     issues = _issues(trace, stacks, rows)
@@ -132,6 +138,7 @@ def collectives(trace: Trace, stacks: Stacks | None = None) -> list[Call]:
             Call(
                 rank=trace.rank, row=row, issue=issues.get(row, NONE), kind=kind, group=group, ranks=ranks,
                 nbytes=nbytes, dtype=dtype, channel=channel if kind in MESSAGES else "",
+                known=bool(ranks or gloo[row] or ordered[row]),
             )
         )  # fmt: skip
     return sorted(found, key=lambda call: int(trace.start[call.row if call.issue == NONE else call.issue]))
@@ -172,7 +179,7 @@ def _alike(calls: Mapping[int, list[Call]]) -> dict[tuple[str, tuple[int, ...], 
     alike: dict[tuple[str, tuple[int, ...], str], dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
     for rank, found in calls.items():
         for call in found:
-            if call.kind and call.kind not in MESSAGES:
+            if call.known and call.kind and call.kind not in MESSAGES:
                 alike[call.kind, call.ranks, call.group if call.ranks in same else ""][rank].append(call)
     return alike
 
@@ -217,7 +224,7 @@ def _issues(trace: Trace, stacks: Stacks, rows: np.ndarray[Any, Any]) -> dict[in
 
 def _described(trace: Trace, stacks: Stacks, row: int, named: Int64, operators: Bool) -> tuple[str, int]:
     """The kind of a transfer, and the row that says most of it: its own, or one that it was called from."""
-    kind, where, best = kind_of(trace.text(row)), NONE, 0
+    kind, where, best = kind_of(function_name(trace.text(row))), NONE, 0
     for above in _ancestors(stacks, row):
         said = int(named[above])
         text = trace.strings[said] if said != NONE else trace.text(above)

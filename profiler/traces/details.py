@@ -15,7 +15,7 @@ from echograph.profiler.traces.trace import Bool, Trace
 
 
 def whole_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every event of a file with its position, whatever its phase, as the file has it.
+    """Every event of a file with its position, whatever its phase, as the file has it; `args` are always a dict.
 
     Times that need more digits than a float has are rounded; a `Trace` has them exactly.
 
@@ -25,6 +25,8 @@ def whole_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     index = 0
     for batch in EventStream(path, dict):
         for event in batch:
+            if not isinstance(event.get("args"), dict):
+                event["args"] = {}
             yield index, event
             index += 1
 

@@ -8,6 +8,7 @@ event, the end of the array, broken text), the events are walked one by one.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import json
 import operator
@@ -69,19 +70,23 @@ GROUPS = (
     ),
 )
 NAMES = {field: name for group in GROUPS for field, name in group.names.items()}
+# PyTorch 1.8 wrote "external id" of what ran on a device.
+_RENAMED = NAMES | {"external_id": "External id", "old_external_id": "external id"}
 TEXTS = frozenset({"Collective name", "dtype", "Process Group Name", "Process Group Ranks"})
 
 
-class Arguments(msgspec.Struct, frozen=True, gc=False, rename=NAMES | {"external_id": "External id"}):
+class Arguments(msgspec.Struct, frozen=True, gc=False, rename=_RENAMED):
     """What analyses need of an event's `args`; -1 or None where it does not say."""
 
     external_id: int | None = -1
+    old_external_id: int | None = None
     sequence: int | None = None
     forward_thread: int | None = None
-    stream: int | None = -1
+    stream: int | str | None = -1
     correlation: int | None = -1
     bytes: int | float | None = None
-    bandwidth: float | None = None
+    # "N/A" where a transfer took no time.
+    bandwidth: float | str | None = None
     python_id: int | None = None
     python_parent: int | None = None
     collective: str | None = None
@@ -97,6 +102,7 @@ class Arguments(msgspec.Struct, frozen=True, gc=False, rename=NAMES | {"external
 
 
 NOTHING = Arguments()
+_TYPES = {field.encode_name: field.type for field in msgspec.structs.fields(Arguments)}
 
 
 class Event(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
@@ -104,8 +110,8 @@ class Event(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
 
     cat: str = ""
     name: str = ""
-    ts: int | float = 0
-    dur: float | None = None
+    ts: int | float | None = None
+    dur: int | float | None = None
     pid: int | str | None = None
     tid: int | str | None = None
     args: Arguments | None = NOTHING
@@ -114,7 +120,7 @@ class Event(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
 class ExactEvent(Event, gc=False, tag_field="ph", tag="X"):
     """A complete event whose time needs more digits than a float has (nanoseconds since 1970)."""
 
-    ts: Decimal = Decimal(0)  # type: ignore[assignment]
+    ts: Decimal | None = None  # type: ignore[assignment]
 
 
 class Begin(msgspec.Struct, gc=False, tag_field="ph", tag="B"):
@@ -122,7 +128,7 @@ class Begin(msgspec.Struct, gc=False, tag_field="ph", tag="B"):
 
     cat: str = ""
     name: str = ""
-    ts: Decimal = Decimal(0)
+    ts: Decimal | None = None
     pid: int | str | None = None
     tid: int | str | None = None
     args: Arguments | None = NOTHING
@@ -131,7 +137,7 @@ class Begin(msgspec.Struct, gc=False, tag_field="ph", tag="B"):
 class End(msgspec.Struct, gc=False, tag_field="ph", tag="E"):
     """The end of the last event of its thread that is open; microseconds."""
 
-    ts: Decimal = Decimal(0)
+    ts: Decimal | None = None
     pid: int | str | None = None
     tid: int | str | None = None
     args: Arguments | None = NOTHING
@@ -176,6 +182,8 @@ class EventStream:
         exact = Decimal if event is ExactEvent else float
         self._json = json.JSONDecoder(strict=False, parse_float=exact)
         self._count = 0
+        self._misfits = 0
+        self._misfit: str | None = None
         self._cut_off = False
         self._enough = CHUNK_BYTES
 
@@ -202,6 +210,11 @@ class EventStream:
             self._finish(bytes(buffer[1:]), pieces)
         if self._cut_off:
             self.notes.append(f"{self.path}: cut off after {self._count} events; what follows is missing")
+        if self._misfits:
+            self.notes.append(
+                f"{self.path}: {self._misfits} events have arguments that are not of their type, which are left out "
+                f"({self._misfit} first)"
+            )
 
     def head(self) -> dict[str, Any]:
         """What the file says before the events, without reading on.
@@ -211,6 +224,15 @@ class EventStream:
         """
         self._find_events(self._pieces())
         return self.header
+
+    def text(self, limit: int) -> bytes:
+        """The file's text, not compressed: all of it, or the first bytes up to a limit."""
+        found = bytearray()
+        for piece in self._pieces():
+            found += piece
+            if len(found) >= limit:
+                break
+        return bytes(found[:limit])
 
     def with_events(self, added: Iterable[bytes]) -> Iterator[bytes]:
         """The file's text, not compressed, with further events before its first; the rest byte for byte.
@@ -250,7 +272,7 @@ class EventStream:
     def _find_events(self, pieces: Iterator[bytes]) -> bytes:
         head = b""
         for piece in pieces:
-            head += piece
+            head = (head + piece).removeprefix(codecs.BOM_UTF8)
             if head.lstrip(_BLANK).startswith(b"["):
                 return head.lstrip(_BLANK)[1:]
             if found := _EVENTS.search(head):
@@ -271,9 +293,12 @@ class EventStream:
 
     def _read_header(self, text: bytes) -> None:
         try:
-            self.header |= json.loads(text.decode("utf-8", "replace"), strict=False)
-        except (ValueError, TypeError) as error:
+            said = printable(json.loads(text.decode("utf-8", "replace"), strict=False))
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{self.path}: what stands beside the events is not valid JSON ({error})") from None
+        if "traceEvents" in said:
+            raise DataError(f"{self.path}: has traceEvents twice: split it into a file for each")
+        self.header |= said
 
     def _decode(self, buffer: bytearray, *, last: bool) -> _Walked:
         cut = _last_gap(buffer)
@@ -287,7 +312,7 @@ class EventStream:
         after, buffer[cut] = buffer[cut], ord("]")
         try:
             events = self._decoder.decode(buffer[: cut + 1])
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             buffer[cut] = after
             return self._walk(bytes(buffer[1:]), last=last)
         self._count += len(events)
@@ -308,18 +333,59 @@ class EventStream:
             if text.startswith("]", at):
                 return _Walked(events, kept[at + 1 :].encode("utf-8", "surrogateescape"), True)
             try:
-                event, at = self._json.raw_decode(text, at)
-                other = self._typed and isinstance(event, dict) and event.get("ph") not in ("X", "B", "E")
-                events.append(_OTHERS[0]() if other else msgspec.convert(event, self._kinds, strict=False))
+                said, at = self._json.raw_decode(text, at)
+                events.append(self._event(said))
                 self._count += 1
             except json.JSONDecodeError as error:
                 rest = kept[at:].encode("utf-8", "surrogateescape")
                 open_ended = error.pos >= len(text) - _LITERAL or error.msg.startswith("Unterminated")
                 if not open_ended or len(rest) > MAX_EVENT_BYTES:
-                    raise DataError(f"{self.path}: event {self._count} is broken: {error.msg}") from None
+                    raise self._broken(error.msg) from None
                 return _Walked(events, rest, False)
-            except msgspec.ValidationError as error:
-                raise DataError(f"{self.path}: event {self._count} is broken: {error}") from None
+            except RecursionError:
+                raise self._broken("it is nested too deeply") from None
+            except (msgspec.ValidationError, ValueError, OverflowError) as error:
+                raise self._broken(str(error)) from None
+
+    def _event(self, said: Any) -> Any:
+        if not self._typed:
+            return msgspec.convert(printable(said), self._kinds, strict=False)
+        if isinstance(said, dict) and said.get("ph") not in ("X", "B", "E"):
+            return _OTHERS[0]()
+        try:
+            return msgspec.convert(said, self._kinds, strict=False)
+        except (msgspec.ValidationError, OverflowError):
+            if not isinstance(said, dict) or "args" not in said:
+                raise
+        args = said["args"] if isinstance(said["args"], dict) else {}
+        fitting = {name: value for name, value in args.items() if _fits(name, value)}
+        event = msgspec.convert(said | {"args": fitting}, self._kinds, strict=False)
+        self._misfits += 1
+        if self._misfit is None:
+            name = next(iter(args.keys() - fitting.keys()), None)
+            self._misfit = f"event {self._count}" if name is None else f"event {self._count}: '{name}'"
+        return event
+
+    def _broken(self, why: str) -> DataError:
+        return DataError(f"{self.path}: event {self._count} is broken: {why}")
+
+
+def printable(value: Any) -> Any:
+    """What JSON spelled, without halves of characters, which no terminal or file takes."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {printable(name): printable(inner) for name, inner in value.items()}
+    return [printable(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether an argument is of its type; those that are not kept may be anything."""
+    try:
+        msgspec.convert(value, _TYPES.get(name, Any), strict=False)
+    except (msgspec.ValidationError, OverflowError):
+        return False
+    return True
 
 
 def _last_gap(buffer: bytearray) -> int:

@@ -16,6 +16,16 @@ from echograph.profiler.traces.kineto import Say, rank_in, read_trace
 from echograph.profiler.traces.steps import complete_steps
 from echograph.profiler.traces.trace import Trace, TraceSet
 
+# What lies beside profiles, by how it begins, and the analysis that reads it.
+_HEAD_BYTES = 1 << 16
+_BESIDE = (
+    (
+        re.compile(rb'\s*\{(?!.*"traceEvents").*"nodes"\s*:\s*\[', re.DOTALL),
+        "an execution trace",
+        "execution-trace",
+    ),
+    (re.compile(rb"\s*\[\s*\["), "a memory timeline", "memory-categories"),
+)
 _PROCESS = re.compile(r"[0-9]{1,18}$")
 ENGINES = ("local", "ray")
 _ENDINGS = (".json", ".json.gz", ".gz")
@@ -55,7 +65,7 @@ def read_traces(
     """
     if engine not in ENGINES:
         raise UnknownNameError("engine", engine, ENGINES)
-    files = trace_files(Path(path))
+    files, notes = profiles(trace_files(Path(path)))
     if ranks is not None and len(files) > 1:
         files = _of_ranks(files, ranks)
     found: dict[Path, Trace] = {}
@@ -73,7 +83,8 @@ def read_traces(
     if unknown := sorted(set(chosen) - set(traces)):
         raise UsageError(f"{path}: no trace of rank {unknown[0]}; there is {_shown(traces)}")
     kept = {rank: traces[rank] for rank in chosen}
-    found_set = TraceSet(kept if last_step else {rank: complete_steps(trace) for rank, trace in kept.items()})
+    steps = kept if last_step else {rank: complete_steps(trace) for rank, trace in kept.items()}
+    found_set = TraceSet(steps, notes)
     if align:
         from echograph.profiler.traces.alignment import align as on_one_clock
 
@@ -99,6 +110,35 @@ def trace_files(path: Path) -> list[Path]:
     return files
 
 
+def profiles(files: list[Path]) -> tuple[list[Path], list[str]]:
+    """The files that are no execution trace and no memory timeline, which lie beside profiles.
+
+    Args:
+        files: of a folder; one alone is taken for a profile.
+
+    Returns:
+        The files, and a line for each that is left out.
+
+    Raises:
+        InputError: a file cannot be read, or none is left.
+    """
+    if len(files) < 2:
+        return files, []
+    kept, notes = [], []
+    for file in files:
+        head = EventStream(file).text(_HEAD_BYTES)
+        known = next(((what, name) for pattern, what, name in _BESIDE if pattern.match(head)), None)
+        if known is None:
+            kept.append(file)
+        else:
+            notes.append(
+                f"{file}: {known[0]}, no profile: the analysis {known[1]} reads it with --option file=..."
+            )
+    if not kept:
+        raise InputError(f"{files[0].parent}: no trace in it, but {notes[0].partition(': ')[2].partition(',')[0]}")
+    return kept, notes
+
+
 def trace_of_each_rank(trace: Trace) -> Iterator[Trace]:
     """The traces in a file: several where it says which of its processes are ranks (`processRanks`).
 
@@ -109,7 +149,9 @@ def trace_of_each_rank(trace: Trace) -> Iterator[Trace]:
     if ranks is None:
         yield trace
         return
-    named = isinstance(ranks, dict) and all(_PROCESS.match(p) and type(r) is int for p, r in ranks.items())
+    named = isinstance(ranks, dict) and all(
+        _PROCESS.match(p) and type(r) is int and r >= 0 for p, r in ranks.items()
+    )
     if not named:
         raise DataError(f'{trace.path}: processRanks: give the rank of each process by its number, as {{"0": 8}}')
     for process, rank in ranks.items():
@@ -143,7 +185,7 @@ def _by_rank(traces: Iterable[Trace]) -> dict[int, Trace]:
 
 def _of_ranks(files: list[Path], ranks: Collection[int]) -> list[Path]:
     """Files of these ranks, and those whose rank is known only when they are read."""
-    found = {file: rank_in(EventStream(file).head()) for file in files}
+    found = {file: rank_in(EventStream(file).head(), file) for file in files}
     known = {rank for rank in found.values() if rank is not None}
     if None not in found.values() and (unknown := sorted(set(ranks) - known)):
         raise UsageError(f"{files[0].parent}: no trace of rank {unknown[0]}; there are {_shown(known)}")

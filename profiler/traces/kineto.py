@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -12,7 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from echograph.errors import DataError
 from echograph.ir.columns import Int64
+from echograph.profiler.traces.categories import ANNOTATIONS, STREAM, category
 from echograph.profiler.traces.events import (
     GROUPS,
     NOTHING,
@@ -24,9 +27,10 @@ from echograph.profiler.traces.events import (
     EventStream,
     ExactEvent,
     Group,
+    printable,
 )
 from echograph.profiler.traces.pairs import Pairs
-from echograph.profiler.traces.trace import DEVICE, NONE, Bool, Trace, Values
+from echograph.profiler.traces.trace import DEVICE, LONGEST_US, NONE, TEXT, Bool, Trace, Values
 
 Say = Callable[[str], None]
 
@@ -35,7 +39,16 @@ _PS_PER_US = 1_000_000
 _LEFT_OUT = ("", "Trace")
 # A float of microseconds keeps whole nanoseconds below the first bound (100 days), picoseconds below the second.
 _EXACT_NS_US, _EXACT_PS_US = 2.0**43, 2.0**30
-_RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_ ]?(\d+)", re.IGNORECASE)
+_RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,9})(?!\d)", re.IGNORECASE)
+_MAX_RANK = 10**9
+# Whole microseconds beyond this are no time, whatever the epoch; differences of two stay within 64 bits.
+_LATEST_US = 2**61
+_NUMBER = re.compile(r"(0[xX][0-9a-fA-F]{1,16}|\d{1,18})$")
+_PLACE = re.compile(r"(-?\d{1,18})$")
+# CUPTI's number of no stream.
+_NO_STREAM = 2**32 - 1
+# Streams that have no number get one beyond all numbers that streams have, but for addresses.
+_UNNUMBERED = 2**32
 
 
 class _TooLarge(Exception):
@@ -46,7 +59,9 @@ def read_trace(path: Path, say: Say = lambda _: None) -> Trace:
     """One rank's trace.
 
     Rows are the complete events ("ph": "X" with a duration), and those of which begin and end stand apart, that
-    have a category, without the profiler's own ("Trace").
+    have a category, without the profiler's own ("Trace"). Events without a time, with one that is no number, or with
+    a negative duration are left out, and so are those more than 25 days from most others; notes say how many.
+    Categories have the names of today, whatever the version that wrote them.
 
     Args:
         path: a Kineto or Chrome trace, JSON, gzipped or not.
@@ -62,11 +77,17 @@ def read_trace(path: Path, say: Say = lambda _: None) -> Trace:
         return _read(path, ExactEvent, say)
 
 
-def rank_in(header: dict[str, Any]) -> int | None:
-    """The rank that a file says it is of."""
+def rank_in(header: dict[str, Any], path: Path) -> int | None:
+    """The rank that a file says it is of; None where it does not say.
+
+    Raises:
+        DataError: it says what is no rank.
+    """
     job = header.get("distributedInfo")
     rank = job.get("rank") if isinstance(job, dict) else None
-    return rank if isinstance(rank, int) else None
+    if rank is not None and not (type(rank) is int and 0 <= rank < _MAX_RANK):
+        raise DataError(f"{path}: distributedInfo: rank {str(rank)[:40]!r} is no number of a rank")
+    return rank
 
 
 def _read(path: Path, event: type[Event], say: Say) -> Trace:
@@ -77,7 +98,7 @@ def _read(path: Path, event: type[Event], say: Say) -> Trace:
         say(f"reading {path.name}: {columns.events} events")
     job = stream.header.get("distributedInfo")
     size = job.get("world_size") if isinstance(job, dict) else None
-    rank = rank_in(stream.header)
+    rank = rank_in(stream.header, path)
     if rank is None:
         named = _RANK_IN_NAME.search(path.name)
         rank = int(named[1]) if named else 0
@@ -89,10 +110,30 @@ def _read(path: Path, event: type[Event], say: Say) -> Trace:
     return columns.trace(
         path=str(path),
         rank=rank,
-        world_size=size if isinstance(size, int) else 0,
+        world_size=size if type(size) is int and 0 <= size < _MAX_RANK else 0,
         header=stream.header,
-        notes=tuple(notes),
+        notes=notes,
     )
+
+
+class _LeftOut:
+    """How many events are left out for a reason, and which comes first."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, int]] = {}
+
+    def add(self, why: str, events: Int64) -> None:
+        """Counts events, by their positions in the file."""
+        if len(events):
+            known, first = self._found.get(why, (0, int(events[0])))
+            self._found[why] = known + len(events), min(first, int(events.min()))
+
+    def notes(self, path: str) -> list[str]:
+        """A line for each reason."""
+        return [
+            f"{path}: {count} events left out: {why} (event {first} first)"
+            for why, (count, first) in self._found.items()
+        ]
 
 
 class _Codes(dict[str, int]):
@@ -114,7 +155,8 @@ class _Columns:
         self._codes = _Codes()
         self._parts: dict[str, list[npt.NDArray[Any]]] = {}
         self._arguments: dict[str, list[Values]] = {}
-        self._origin: int | None = None
+        self._left_out = _LeftOut()
+        self._places_of = dict[Any, int]()
 
     def add(self, batch: Sequence[Any]) -> None:
         """Appends the complete events of a batch, and those that end in it."""
@@ -128,37 +170,54 @@ class _Columns:
         if not all(keep):
             events, index = list(compress(events, keep)), list(compress(index, keep))
         if events:
-            self._add(events, np.array(index, np.int64) + self.events)
+            self._add(*self._timed(events, np.array(index, np.int64) + self.events))
         self.events += len(batch)
 
+    def _timed(self, events: list[Any], index: Int64) -> tuple[list[Any], Int64]:
+        """The events that have a time and a duration."""
+        start, duration = _floats([e.ts for e in events]), _floats([e.dur for e in events])
+        at, took = np.abs(start) < _LATEST_US, (duration >= 0) & (duration < LONGEST_US)
+        kept = at & took
+        if kept.all():
+            return events, index
+        self._left_out.add("when they began is missing or no time", index[~at])
+        self._left_out.add("their duration is negative or no time", index[at & ~took])
+        return list(compress(events, kept.tolist())), index[kept]
+
     def _complete(self, begin: Begin, duration: float, args: Arguments) -> Event:
-        exact = self._event is ExactEvent
-        ts: Any = begin.ts if exact else int(begin.ts) if begin.ts == int(begin.ts) else float(begin.ts)
+        ts: Any = begin.ts
+        if self._event is not ExactEvent and ts is not None and ts.is_finite():
+            ts = int(ts) if ts == int(ts) else float(ts)
         return self._event(begin.cat, begin.name, ts, duration, begin.pid, begin.tid, args)
 
     def _add(self, events: list[Any], index: Int64) -> None:
+        if not events:
+            return
         codes = self._codes
         arguments = [NOTHING if e.args is None else e.args for e in events]
+        whole, part = _times([e.ts for e in events])
         columns: dict[str, npt.NDArray[Any]] = {
-            "start": self._times([e.ts for e in events]),
+            "whole": whole,
+            "start": part,
             "duration": _durations([e.dur for e in events]),
             "name": np.array([codes[e.name] for e in events], np.int32),
-            "category": np.array([codes[e.cat] for e in events], np.int32),
+            "category": np.array([codes[category(e.cat)] for e in events], np.int32),
             "pid": self._places([e.pid for e in events]),
             "tid": self._places([e.tid for e in events]),
-            "stream": _numbers([a.stream for a in arguments], np.int32),
-            "correlation": _numbers([a.correlation for a in arguments], np.int64),
-            "external_id": _numbers([a.external_id for a in arguments], np.int64),
+            "stream": _streams([a.stream for a in arguments]),
+            "correlation": _numbers([a.correlation for a in arguments]),
+            "external_id": _numbers(
+                [a.external_id if a.old_external_id is None else a.old_external_id for a in arguments]
+            ),
             "index": index,
         }
         for name, column in columns.items():
             self._parts.setdefault(name, []).append(column)
-        category = columns["category"]
-        present = set(np.unique(category).tolist())
+        present = set(np.unique(columns["category"]).tolist())
         for group in GROUPS:
             of = {codes[text] for text in group.of if text in codes} & present
             if of:
-                self._add_arguments(group, arguments, np.isin(category, list(of)))
+                self._add_arguments(group, arguments, np.isin(columns["category"], list(of)))
         self._rows += len(events)
 
     def _add_arguments(self, group: Group, arguments: list[Arguments], of: Bool) -> None:
@@ -168,67 +227,85 @@ class _Columns:
         rows = [row for row, value in enumerate(said) if value is not None and of[row]]
         for field, name in group.names.items():
             values = [getattr(arguments[row], field) for row in rows]
-            places = [row for row, value in zip(rows, values, strict=True) if value is not None]
-            found = [self._codes[v] if isinstance(v, str) else v for v in values if v is not None]
-            if found:
-                column = np.array(found, np.int32 if name in TEXTS else np.float64)
-                where = np.array(places, np.int64) + self._rows
+            if name in TEXTS:
+                said = [value is not None for value in values]
+                column: npt.NDArray[Any] = np.array([self._codes[v] for v in values if v is not None], np.int32)
+            else:
+                numbers = _floats(values)
+                said = np.isfinite(numbers).tolist()
+                column = numbers[said]
+            if len(column):
+                where = np.array(list(compress(rows, said)), np.int64) + self._rows
                 self._arguments.setdefault(name, []).append(Values(where, column))
 
-    def _times(self, microseconds: list[Any]) -> Int64:
-        times = np.array(microseconds)
-        first = int(times[0])
-        if times.dtype == np.int64:
-            times_ps = (times - first) * _PS_PER_US
-        elif times.dtype == np.float64:
-            largest = float(np.abs(times).max())
-            if largest >= _EXACT_NS_US:
-                raise _TooLarge
-            whole = np.floor(times)
-            per_tick = 1 if largest < _EXACT_PS_US else 1000
-            ticks = np.rint((times - whole) * (_PS_PER_US // per_tick)).astype(np.int64) * per_tick
-            times_ps = (whole.astype(np.int64) - first) * _PS_PER_US + ticks
-        else:
-            times_ps = np.array([int((time - first) * _PS_PER_US) for time in microseconds], np.int64)
-        if self._origin is None:
-            self._origin = first
-        shifted: Int64 = times_ps + (first - self._origin) * _PS_PER_US
-        return shifted
-
     def _places(self, places: list[Any]) -> Int64:
-        try:
+        """Processes or threads: the same number for the same one, whatever else is in the batch."""
+        if set(map(type, places)) == {int} and TEXT < min(places) <= max(places) < 2**63:
             return np.array(places, np.int64)
-        except (TypeError, ValueError, OverflowError):
-            codes = self._codes
-            return np.array(
-                [p if isinstance(p, int) and 0 <= p < 2**63 else -2 - codes[str(p)] for p in places],
-                np.int64,
-            )
+        known = self._places_of
+        for place in set(places) - known.keys():
+            known[place] = self._place(place)
+        return np.array([known[place] for place in places], np.int64)
 
-    def trace(self, **facts: Any) -> Trace:
-        """The columns so far as a trace."""
-        empty = {name: np.zeros(0, np.int32) for name in ("name", "category", "stream")}
-        empty |= {
-            n: np.zeros(0, np.int64)
-            for n in ("start", "duration", "pid", "tid", "correlation", "external_id", "index")
-        }
+    def _place(self, place: Any) -> int:
+        text = str(place)
+        number = _PLACE.match(text) or STREAM.match(text)
+        return int(number[1]) if number else TEXT - self._codes[text]
+
+    def trace(self, *, path: str, notes: Sequence[str], **facts: Any) -> Trace:
+        """The columns so far as a trace.
+
+        Args:
+            path: the file that they came from.
+            notes: what is missing from it; what is left out here is added.
+            facts: what else the trace holds.
+        """
+        empty = dict.fromkeys(("name", "category"), np.zeros(0, np.int32))
+        long = ("whole", "start", "duration", "pid", "tid", "stream", "correlation", "external_id", "index")
+        empty |= dict.fromkeys(long, np.zeros(0, np.int64))
         columns = {name: np.concatenate(self._parts.pop(name, [none])) for name, none in empty.items()}
-        # JSON can spell halves of characters, which no terminal or file takes.
-        strings = tuple(text.encode("utf-8", "replace").decode() for text in self._codes)
+        annotation = self._codes["user_annotation"]
+        strings = tuple(map(printable, self._codes))
         arguments = {name: _joined(parts, text=name in TEXTS) for name, parts in self._arguments.items()}
         _restore_order(columns, arguments)
-        if len(columns["start"]):
-            first = int(columns["start"].min())
-            columns["start"] -= first
-        else:
-            first = 0
-        # Where work on a device names no stream, its thread is the stream.
-        device = np.array([text in DEVICE for text in strings] or [False])[columns["category"]]
-        unnamed = device & (columns["stream"] == NONE) & (columns["tid"] >= 0) & (columns["tid"] < 2**31)
-        columns["stream"] = np.where(unnamed, columns["tid"], columns["stream"]).astype(np.int32)
-        origin = (self._origin or 0) * _PS_PER_US + first
+        near = _near(columns["whole"])
+        self._left_out.add("they began more than 25 days before or after most others", columns["index"][~near])
+        origin = _from_first(columns, near)
+        _name_streams(columns, np.array([text in DEVICE for text in strings])[columns["category"]])
+        operators = np.array([text == "cpu_op" for text in strings])[columns["category"]]
+        marks = np.array([bool(ANNOTATIONS.match(text)) for text in strings])[columns["name"]]
+        columns["category"][operators & marks] = annotation
+        said = (*notes, *self._left_out.notes(path))
         rest: dict[str, Any] = {**columns, **facts}
-        return Trace(origin=origin, strings=strings, arguments=arguments, **rest)
+        found = Trace(path=path, origin=origin, strings=strings, arguments=arguments, notes=said, **rest)
+        return found if near.all() else found.rows(near)
+
+
+def _near(whole: Int64) -> Bool:
+    """Which times are not so far from most others that one of them is wrong."""
+    if not len(whole) or int(whole.max()) - int(whole.min()) < LONGEST_US:
+        return np.ones(len(whole), np.bool_)
+    middle = np.partition(whole, len(whole) // 2)[len(whole) // 2]
+    near: Bool = np.abs(whole - middle) < LONGEST_US // 2
+    return near
+
+
+def _from_first(columns: dict[str, npt.NDArray[Any]], near: Bool) -> int:
+    """Counts times from the first event; its picoseconds."""
+    whole, part = columns.pop("whole"), columns["start"]
+    first = int(whole[near].min(initial=_LATEST_US)) if near.any() else 0
+    start = np.where(near, whole - first, 0) * _PS_PER_US + part
+    earliest = int(start[near].min()) if near.any() else 0
+    columns["start"] = start - earliest
+    return first * _PS_PER_US + earliest
+
+
+def _name_streams(columns: dict[str, npt.NDArray[Any]], device: Bool) -> None:
+    """Where work on a device names no stream, its thread is the stream."""
+    unnamed, tid = device & (columns["stream"] == NONE), columns["tid"]
+    if unnamed.any():
+        number = _UNNUMBERED + np.unique(tid, return_inverse=True)[1].ravel()
+        columns["stream"] = np.where(unnamed, np.where(tid >= 0, tid, number), columns["stream"])
 
 
 def _restore_order(columns: dict[str, npt.NDArray[Any]], arguments: dict[str, Values]) -> None:
@@ -245,19 +322,65 @@ def _restore_order(columns: dict[str, npt.NDArray[Any]], arguments: dict[str, Va
         arguments[name] = Values(place[rows][by_row], values[by_row])
 
 
+def _times(microseconds: list[Any]) -> tuple[Int64, Int64]:
+    """Whole microseconds, and the picoseconds beyond them."""
+    times = np.array(microseconds)
+    if times.dtype == np.int64:
+        return times, np.zeros(len(times), np.int64)
+    if times.dtype != np.float64:
+        floors = [math.floor(time) for time in microseconds]
+        parts = [int((time - whole) * _PS_PER_US) for time, whole in zip(microseconds, floors, strict=True)]
+        return np.array(floors, np.int64), np.array(parts, np.int64)
+    largest = float(np.abs(times).max())
+    if largest >= _EXACT_NS_US:
+        raise _TooLarge
+    whole = np.floor(times)
+    per_tick = 1 if largest < _EXACT_PS_US else 1000
+    ticks = np.rint((times - whole) * (_PS_PER_US // per_tick)).astype(np.int64) * per_tick
+    return whole.astype(np.int64), ticks
+
+
 def _durations(microseconds: list[float]) -> Int64:
     times = np.array(microseconds, np.float64)
     per_tick = 1 if times.max() < _EXACT_PS_US else 1000
     ticks: Int64 = np.rint(times * (_PS_PER_US // per_tick)).astype(np.int64) * per_tick
-    return np.maximum(ticks, 0)
+    return ticks
 
 
-def _numbers(values: list[int | None], dtype: type[np.signedinteger[Any]]) -> npt.NDArray[Any]:
+def _floats(values: list[Any]) -> npt.NDArray[np.float64]:
+    """Numbers as floats; NaN for what is none, infinite for what is too large."""
     try:
-        return np.array(values, dtype)
+        return np.array(values, np.float64)
+    except (TypeError, ValueError, OverflowError):
+        return np.array([_float(value) for value in values])
+
+
+def _float(value: Any) -> float:
+    try:
+        return math.nan if value is None else float(value)
+    except ValueError:
+        return math.nan
+    except OverflowError:
+        return math.inf
+
+
+def _numbers(values: list[int | None]) -> Int64:
+    try:
+        return np.array(values, np.int64)
     except (TypeError, OverflowError):
-        wide = np.iinfo(dtype)
-        return np.array([v if v is not None and wide.min <= v <= wide.max else NONE for v in values], dtype)
+        return np.array([v if v is not None and -(2**63) <= v < 2**63 else NONE for v in values], np.int64)
+
+
+def _streams(said: list[int | str | None]) -> Int64:
+    """Numbers of streams, which some profilers write as text, or as an address."""
+    numbers = _numbers([value if value is None or type(value) is int else _stream(str(value)) for value in said])
+    return np.where((numbers < 0) | (numbers == _NO_STREAM), NONE, numbers)
+
+
+def _stream(text: str) -> int:
+    if number := _NUMBER.match(text):
+        return int(number[0], 16 if number[0].lower().startswith("0x") else 10)
+    return int(stream[1]) if (stream := STREAM.match(text)) else NONE
 
 
 def _joined(parts: list[Values], *, text: bool) -> Values:

@@ -7,10 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from echograph.ir.columns import Int64
-from echograph.profiler.traces.trace import NONE, Bool, Trace
-
-# Kineto puts these on a device's tracks, though they wait rather than work; some carry no stream.
-_WAITS = frozenset({"Event Sync", "Context Sync"})
+from echograph.profiler.traces.trace import NONE, WAITS, Bool, Trace
 
 
 class Launches(NamedTuple):
@@ -27,7 +24,7 @@ class Launches(NamedTuple):
 
 def of_device_queue(trace: Trace) -> Bool:
     """Which rows are on a device's side: work, and waits of a stream."""
-    queued: Bool = ((trace.stream >= 0) & (trace.correlation >= 0)) | trace.named(_WAITS)
+    queued: Bool = ((trace.stream >= 0) & (trace.correlation >= 0)) | trace.named(WAITS)
     return queued
 
 

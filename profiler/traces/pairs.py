@@ -18,7 +18,7 @@ class Pair(NamedTuple):
     Attributes:
         at: position of the begin among the file's events.
         begin: what it says.
-        duration: microseconds, exact.
+        duration: microseconds, exact; NaN where one of the two does not say when it was.
         args: of both; where they differ, the end's.
     """
 
@@ -37,7 +37,7 @@ class Pairs:
 
     def __init__(self) -> None:
         self.unmatched = 0
-        self._open: dict[tuple[Any, Any], list[tuple[int, Begin]]] = defaultdict(list)
+        self._open: dict[tuple[str, str], list[tuple[int, Begin]]] = defaultdict(list)
 
     @property
     def open(self) -> int:
@@ -52,13 +52,19 @@ class Pairs:
         """
         for index, event in events:
             if type(event) is Begin:
-                self._open[event.pid, event.tid].append((index, event))
+                self._open[str(event.pid), str(event.tid)].append((index, event))
             elif type(event) is End:
-                if around := self._open[event.pid, event.tid]:
+                if around := self._open[str(event.pid), str(event.tid)]:
                     at, begin = around.pop()
-                    yield Pair(at, begin, event.ts - begin.ts, _joined(begin.args, event.args))
+                    yield Pair(at, begin, _between(begin.ts, event.ts), _joined(begin.args, event.args))
                 else:
                     self.unmatched += 1
+
+
+def _between(begin: Decimal | None, end: Decimal | None) -> Decimal:
+    if begin is None or end is None or not (begin.is_finite() and end.is_finite()):
+        return Decimal("NaN")
+    return end - begin
 
 
 def _joined(first: Arguments | None, last: Arguments | None) -> Arguments:

@@ -69,9 +69,14 @@ def step_of_rows(trace: Trace) -> Int64:
     step = np.full(len(trace), NONE, np.int64)
     if not len(steps.number):
         return step
-    at = np.searchsorted(steps.start, trace.start, "right") - 1
-    within = (at >= 0) & (trace.start < steps.end[at])
-    step[within] = steps.number[at[within]]
+    if (steps.end[:-1] <= steps.start[1:]).all():
+        at = np.searchsorted(steps.start, trace.start, "right") - 1
+        within = (at >= 0) & (trace.start < steps.end[at])
+        step[within] = steps.number[at[within]]
+    else:
+        # Of steps that overlap, the one counts that began last.
+        for number, start, end in zip(*(column.tolist() for column in steps), strict=True):
+            step[(trace.start >= start) & (trace.start < end)] = number
     device = of_device_queue(trace)
     step[device] = NONE
     calls, works = launches(trace)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,13 +16,32 @@ from echograph.ir.columns import Int32, Int64
 Bool = npt.NDArray[np.bool_]
 NONE = -1
 
-# What Kineto calls the categories of work on a device; the capitalised names are those of PyTorch 1.8 to 1.11.
-KERNELS = frozenset({"kernel", "Kernel"})
-COPIES = frozenset({"gpu_memcpy", "Memcpy"})
-SETS = frozenset({"gpu_memset", "Memset"})
+# What Kineto calls the categories of work on a device, of calls to its runtime, and of operators; older versions
+# had other names, which the reader translates (`categories`).
+KERNELS = frozenset({"kernel"})
+COPIES = frozenset({"gpu_memcpy"})
+SETS = frozenset({"gpu_memset"})
 DEVICE = KERNELS | COPIES | SETS | {"mtia_ccp_events"}
-CALLS = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "mtia_runtime", "Runtime"})
-OPERATORS = frozenset({"cpu_op", "Operator"})
+CALLS = frozenset(
+    {
+        "cuda_runtime",
+        "cuda_driver",
+        "hip_runtime",
+        "mtia_runtime",
+        "xpu_runtime",
+        "xpu_driver",
+        "privateuse1_runtime",
+        "privateuse1_driver",
+    }
+)
+OPERATORS = frozenset({"cpu_op"})
+# What profilers show on a device's tracks though it only waits there; some carry no stream. The last is MTIA's.
+WAITS = frozenset({"Event Sync", "Context Sync", "Stream Sync", "Stream Wait Event", "event_wait"})
+# Times lie at most this far apart, and nothing takes longer: 50 days. Picoseconds are 64 bits.
+LONGEST_US = 2**42
+# Numbers of processes and threads are above this, be they negative, as some profilers write them.
+TEXT = -(2**62)
+_PS_PER_US = 1_000_000
 
 
 class Values(NamedTuple):
@@ -35,6 +54,24 @@ class Values(NamedTuple):
 
     rows: Int64
     values: npt.NDArray[Any]
+
+
+class Stream(NamedTuple):
+    """A stream of a device; numbers of streams are those of their device.
+
+    Attributes:
+        device: `Trace.pid` of what runs on it.
+        number: `Trace.stream`.
+    """
+
+    device: int
+    number: int
+
+
+def place_of_stream(streams: Sequence[Stream], number: int, device: int) -> int:
+    """The place of the stream with a number: on this device, if it has one, or else on the first that has; or -1."""
+    named = [at for at, stream in enumerate(streams) if stream.number == number]
+    return next(iter([at for at in named if streams[at].device == device] or named), NONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,9 +87,9 @@ class Trace:
         duration: picoseconds, >= 0.
         name: code into `strings`.
         category: code into `strings`.
-        pid: process; of device work, the device. One that is text is a negative number, -2 less its code.
+        pid: process; of device work, the device. One that is text is `TEXT` less its code.
         tid: thread, likewise; of device work, the stream.
-        stream: stream of work on a device and of calls that name one, or -1.
+        stream: stream of work on a device and of calls that name one, or -1; see `streams`.
         correlation: what a call to the runtime shares with the work that it launched, or -1.
         external_id: the operator under which a call was made, or -1.
         index: position of the event among the file's.
@@ -72,7 +109,7 @@ class Trace:
     category: Int32
     pid: Int64
     tid: Int64
-    stream: Int32
+    stream: Int64
     correlation: Int64
     external_id: Int64
     index: Int64
@@ -91,8 +128,8 @@ class Trace:
 
     @property
     def on_device(self) -> Bool:
-        """Which rows are work on a device stream: kernels, copies, sets."""
-        return self.of_category(DEVICE) & (self.stream >= 0)
+        """Which rows are work on a device stream: kernels, copies, sets; not waits."""
+        return self.of_category(DEVICE) & (self.stream >= 0) & ~self.named(WAITS)
 
     @property
     def tick(self) -> int:
@@ -105,6 +142,19 @@ class Trace:
     def text(self, row: int) -> str:
         """Name of the event in one row."""
         return self.strings[int(self.name[row])]
+
+    def streams(self) -> tuple[Int64, list[Stream]]:
+        """The streams of the trace, ascending; and for each row the place of its stream among them, or -1."""
+        place = np.full(len(self), NONE, np.int64)
+        rows = np.flatnonzero(self.stream != NONE)
+        both = np.stack((self.pid[rows], self.stream[rows]))
+        known, at = np.unique(both, axis=1, return_inverse=True)
+        place[rows] = at.ravel()
+        return place, [Stream(device, number) for device, number in known.T.tolist()]
+
+    def process(self, pid: int) -> int | str:
+        """A process or thread as the file names it: by a number, or by a text."""
+        return pid if pid > TEXT else self.strings[TEXT - pid]
 
     def of_category(self, categories: frozenset[str] | set[str]) -> Bool:
         """Which rows are of one of the categories."""
@@ -159,19 +209,38 @@ class Trace:
 class TraceSet(Mapping[int, Trace]):
     """The traces of a job by rank, with one origin: that of the event that starts first on any rank.
 
+    A rank whose clock is more than 25 days from that of the first one counts from its own first event; a note says so.
+
     Args:
         traces: one trace a rank.
+        notes: what is missing beside what the traces say, one line each.
 
     Raises:
         UsageError: there is none.
     """
 
-    def __init__(self, traces: Mapping[int, Trace]) -> None:
+    def __init__(self, traces: Mapping[int, Trace], notes: Iterable[str] = ()) -> None:
         if not traces:
             raise UsageError("no trace to analyse")
-        firsts = [trace.origin + int(trace.start.min()) for trace in traces.values() if len(trace)]
-        origin = min(firsts, default=0)
-        self._traces = {rank: traces[rank].since(origin) for rank in sorted(traces)}
+        said = list(notes)
+        firsts = {
+            rank: traces[rank].origin + int(traces[rank].start.min())
+            for rank in sorted(traces)
+            if len(traces[rank])
+        }
+        reference = next(iter(firsts.values()), 0)
+        near = {r: first for r, first in firsts.items() if abs(first - reference) < LONGEST_US * _PS_PER_US // 2}
+        origin = min(near.values(), default=0)
+        self._traces = {
+            rank: traces[rank].since(origin if rank in near else firsts.get(rank, traces[rank].origin))
+            for rank in sorted(traces)
+        }
+        said += [
+            f"rank {rank}: its clock is more than 25 days from that of rank {next(iter(firsts))}: "
+            "its times count from its own first event"
+            for rank in firsts.keys() - near.keys()
+        ]
+        self._notes = tuple(dict.fromkeys(said))
 
     def __getitem__(self, rank: int) -> Trace:
         return self._traces[rank]
@@ -182,7 +251,11 @@ class TraceSet(Mapping[int, Trace]):
     def __len__(self) -> int:
         return len(self._traces)
 
+    def replaced(self, traces: Mapping[int, Trace]) -> TraceSet:
+        """The same job with other traces, and what is missing from it as a whole."""
+        return TraceSet(traces, self._notes)
+
     @property
     def notes(self) -> tuple[str, ...]:
         """What is missing from the traces, one line each."""
-        return tuple(note for trace in self.values() for note in trace.notes)
+        return (*self._notes, *(note for trace in self.values() for note in trace.notes))

@@ -28,6 +28,7 @@ from echograph.units import format_bytes, format_time, to_s
 STEP = "step"
 FREE = "free step"
 TRACE = "trace"
+NOT_TRACED, NOT_TRACED_WORLD = "not traced", "not traced (all ranks)"
 
 
 KEPT = (
@@ -125,7 +126,8 @@ def replay(
         scales: what is longer or shorter than it was.
 
     Raises:
-        UsageError: another number of ranks without a cluster, or collectives whose sizes the trace does not say.
+        UsageError: another number of ranks without a cluster, or of a job in which nothing is communicated, or
+            collectives of which the trace does not say the sizes, or whose ranks were not traced.
         PlanError: another number of ranks of a job that is not purely data-parallel.
     """
     from echograph.ir.passes.one_communicator import one_communicator
@@ -139,11 +141,18 @@ def replay(
         from echograph.ir.passes.resize_world import ResizeWorld
 
         _check_sizes(job)
+        _check_traced(job, f"--gpus {gpus}", {NOT_TRACED})
+        if not np.isin(job.ops.kind, COMMUNICATIONS).any():
+            raise UsageError(
+                f"--gpus {gpus}: the trace has no collective, so it does not say what {gpus} ranks would exchange: "
+                "trace a job that communicates"
+            )
         job = one_communicator(ResizeWorld(gpus=int(gpus or 0))(job))
     elif cluster is not None:
         from echograph.ir.passes.forget_communication import forget_communication
 
         _check_sizes(job)
+        _check_traced(job, f"--cluster {cluster}", {NOT_TRACED, NOT_TRACED_WORLD})
         job = one_communicator(forget_communication(job))
     where = machine(job, cluster)
     threads = Host(op_ps=0, launch_ps=0, threads=True)
@@ -239,6 +248,21 @@ def _check_sizes(job: JobGraph) -> None:
         raise UsageError(
             f"{int(rows.sum())} collectives, '{first}' first, have no size in the trace: record with shapes "
             "(record_shapes=True), or leave --cluster out"
+        )
+
+
+def _check_traced(job: JobGraph, option: str, names: set[str]) -> None:
+    """Refuses to time collectives of which it is not known how many ranks take part."""
+    ops = job.ops
+    unknown = [index for index, group in enumerate(job.groups) if group.name in names]
+    rows = np.isin(ops.kind, COMMUNICATIONS) & np.isin(ops.group, unknown)
+    if rows.any():
+        at = int(np.argmax(rows))
+        everyone = job.groups[int(ops.group[at])].name == NOT_TRACED_WORLD
+        raise UsageError(
+            f"{option}: {int(rows.sum())} collectives, '{job.strings[ops.name[at]]}' first, are of ranks that were "
+            "not traced, so what a network takes for them is not known: import the traces of all ranks"
+            + (", or say with --gpus how many ranks the job has" if everyone else "")
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,16 @@ def test_events_get_the_node_of_their_number(tmp_path: Path) -> None:
     )
     # Node 8 has another name: that is of another run, and the operator of it has none.
     assert table.notes == ("rank 0: 2 of 3 operators have no node of their name",)
+
+
+def test_a_gzipped_file_says_the_same(tmp_path: Path) -> None:
+    plain = write(tmp_path / "et.json", node(20, "aten::mm", 7))
+    (tmp_path / "et.json.gz").write_bytes(gzip.compress(Path(plain).read_bytes()))
+    traces = job(tmp_path / "t", EVENTS)
+    known, found = (
+        ANALYSES["execution-trace"](traces, file=str(tmp_path / f"et.{e}")) for e in ("json", "json.gz")
+    )
+    assert found.records() == known.records() and len(known) == 2
 
 
 def test_older_files_have_it_beside_the_name(tmp_path: Path) -> None:

@@ -135,12 +135,12 @@ def test_phases_that_no_format_knows_are_passed_over(tmp_path: Path) -> None:
 
 def test_numbers_as_text_and_null_arguments(tmp_path: Path) -> None:
     rows = [
-        operator("a", 1, 1, stream="3", bytes="64"),
+        operator("a", 1, 1, correlation="3", stream="3", bytes="64"),
         operator("b", 1, 1, stream=None),
         operator("c", 1, 1) | {"args": None},
     ]
     (batch,) = (list(batch) for batch in EventStream(write(tmp_path / "t.json", rows)))
-    assert [event.args and event.args.stream for event in batch] == [3, None, None]
+    assert [event.args and event.args.correlation for event in batch] == [3, -1, None]
     assert batch[0].args.bytes == 64
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 from pathlib import Path
 
@@ -162,3 +164,44 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ECHOGRAPH_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "caches")
     assert cache.cache_folder() == Path("caches") / "echograph" / "traces"
+
+
+EXECUTION = {
+    "schema": "1.1.1-chakra.0.0.4",
+    "pid": 5,
+    "time": "now",
+    "nodes": [{"id": 1, "name": "[pytorch|profiler]"}],
+}
+TIMELINE = [[-1, 0, 512, 0], [5, 1, 64, 3]]
+
+
+@pytest.mark.parametrize("ending", [".json", ".json.gz"])
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [(EXECUTION, "an execution trace, no profile: the analysis execution-trace"),
+     (TIMELINE, "a memory timeline, no profile: the analysis memory-categories")],
+)  # fmt: skip
+def test_what_lies_beside_profiles_is_left_out_and_named(
+    tmp_path: Path, content: object, what: str, ending: str
+) -> None:
+    write(tmp_path / "rank0.json", [operator("aten::mm", 0, 5)])
+    text = json.dumps(content, indent=1).encode()
+    (tmp_path / f"beside{ending}").write_bytes(gzip.compress(text) if ending.endswith("gz") else text)
+    traces = read_traces(tmp_path, ranks=[0], align=True)
+    assert list(traces) == [0]
+    (note,) = traces.notes
+    assert note.startswith(f"{tmp_path / f'beside{ending}'}: {what} reads it")
+
+
+def test_a_folder_of_execution_traces_alone_has_no_trace(tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text(json.dumps(EXECUTION))
+    with pytest.raises(InputError, match="no trace in it, but an execution trace"):
+        read_traces(tmp_path)
+
+
+def test_a_file_that_nothing_here_reads_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "rank0.json", [operator("aten::mm", 0, 5)])
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 5}))
+    with pytest.raises(InputError, match=r"config\.json: not a trace"):
+        read_traces(tmp_path)
