@@ -185,6 +185,9 @@ class _Import:
         free: dict[tuple[str, int], int] = {}
         kept: list[_Call] = []
         for (channel, _), met in sorted(meetings.items()):
+            if len(groups := {call.what.group for call in met}) > 1:
+                named = " and ".join(f"'{name[:40]}'" for name in sorted(groups)[:2])
+                raise FormatError(f"channel '{channel[:40]}': a call of two groups, {named}: trace it again")
             ranks = _ranks(met[0].what, self.groups.get(met[0].what.group, ()))
             if {call.rank for call in met} != set(ranks) or all(call.end == UNKNOWN for call in met):
                 self.notes[_ALONE] += len(met)

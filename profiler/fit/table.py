@@ -23,8 +23,19 @@ from echograph.profiler.costs.cost import FloatArray
 TEXT = ("source", "gpu", "op", "dtype", "layout", "causal", "notes")
 NUMBERS = ("m", "n", "k", "batch", "seq", "heads", "kv_heads", "head_dim", "latency_ms", "tflops")
 REQUIRED = ("op", "dtype", "latency_ms")
+NEEDED = {
+    ("gemm", "gemm_best", "matmul", "linear", "bmm"): ("m", "n", "k"),
+    ("ln", "softmax", "add", "mul", "div", "pow", "addu", "mulu", "divu", "powu", "relu", "gelu", "tanh"): (
+        "m",
+        "n",
+    ),
+    ("attn_fwd", "attn_fwd_bwd", "sdp_fwd", "sdp_bwd"): ("batch", "seq", "heads", "kv_heads", "head_dim"),
+}
+"""Operations that are fitted, and the sizes that each row of theirs has."""
 MAX_TABLE_BYTES = 2**29
-MAX_ROWS, MAX_TEXT, MAX_NUMBER = 5_000_000, 300, 1e18
+MAX_ROWS, MAX_TEXT, MAX_NUMBER = 5_000_000, 300, 1e10
+# A tenth of a nanosecond, and a day.
+MIN_LATENCY_MS, MAX_LATENCY_MS = 1e-7, 8.64e7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +110,26 @@ def _columns(path: Path, lines: Iterator[list[str]]) -> KernelTable:
     if not rows:
         raise DataError(f"{path}: no rows: the first line names the columns, each further line is a kernel")
     blank = [""] * rows
-    return KernelTable(
+    table = KernelTable(
         text={name: _texts(path, name, known.get(name, blank)) for name in TEXT},
         number={name: _numbers(path, name, known.get(name, blank)) for name in NUMBERS},
     )
+    _check_sizes(path, table)
+    return table
+
+
+def _check_sizes(path: Path, table: KernelTable) -> None:
+    """Every row of an operation that is fitted has its sizes, and a time or a rate."""
+    untimed = np.isnan(table.number["latency_ms"]) & np.isnan(table.number["tflops"])
+    for ops, sizes in NEEDED.items():
+        of_these = np.isin(table.text["op"], ops)
+        for what, absent in (("latency_ms", untimed), *((size, np.isnan(table.number[size])) for size in sizes)):
+            rows = np.flatnonzero(of_these & absent)
+            if len(rows):
+                op = table.text["op"][rows[0]]
+                raise DataError(
+                    f"{path}: line {rows[0] + 2}: {op} without '{what}': give it, or leave the row out"
+                )
 
 
 def _texts(path: Path, name: str, cells: list[str]) -> npt.NDArray[np.str_]:
@@ -120,10 +147,14 @@ def _numbers(path: Path, name: str, cells: list[str]) -> FloatArray:
         at = next(at for at, cell in enumerate(cells) if cell and not _is_number(cell))
         raise DataError(f"{path}: line {at + 2}: '{name}' is '{cells[at][:40]}', no number") from None
     given = np.array([bool(cell) for cell in cells])
-    wrong = np.flatnonzero(given & ~((found >= 0) & (found <= MAX_NUMBER)))
+    timed = name == "latency_ms"
+    least, most = (MIN_LATENCY_MS, MAX_LATENCY_MS) if timed else (1e-6 if name == "tflops" else 1, MAX_NUMBER)
+    wrong = np.flatnonzero(given & ~((found >= least) & (found <= most)))
     if len(wrong):
         at = int(wrong[0])
-        raise DataError(f"{path}: line {at + 2}: '{name}' is {cells[at][:40]}: give a number from 0 on")
+        raise DataError(
+            f"{path}: line {at + 2}: '{name}' is {cells[at][:40]}: give a number from {least:g} to {most:g}"
+        )
     return found
 
 

@@ -203,9 +203,8 @@ def _opcodes(value: Any) -> Iterator[bytes]:
                 yield from _opcodes(item)
             yield b"u"
         case Shared():
-            yield b"]q\x00"
-            for number in range(value.depth):
-                yield b"](h%ch%ceq%c" % (number, number, number + 1)
+            yield b"](" * value.depth + b"]q\x00"
+            yield b"".join(b"h%ceq%c" % (number, number + 1) for number in range(value.depth))
 
 
 # -- tables and other text -----------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def show(target: Target, seed: int, number: int, keep: Path | None) -> None:
     """Runs one case, and prints the command, what it said and what was wrong."""
     prepare(target)
     case = Case(target, seed, number)
-    folder = keep or Path("fuzz-case")
+    folder = (keep or Path("fuzz-case")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     case.write(folder)
     print(" ".join(case.words(folder)))

@@ -7,7 +7,6 @@ has is refused.
 
 from __future__ import annotations
 
-import json
 import pickletools
 import re
 from collections.abc import Iterator
@@ -161,16 +160,12 @@ def read_dump(data: bytes, name: str) -> dict[str, Any]:
     """
     try:
         plain = data[:1] in (b"{", b" ", b"\n")
-        dump = json.loads(data, parse_constant=_no_number) if plain else plain_pickle(data)
+        dump = msgspec.json.decode(data) if plain else plain_pickle(data)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise FormatError(f"{name}: no dump of the flight recorder: {str(error)[:200]}") from None
     if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
         raise FormatError(f"{name}: no dump of the flight recorder: it has no entries (dump with collectives)")
     return dump
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number")
 
 
 def plain_pickle(data: bytes) -> Any:
@@ -216,9 +211,10 @@ def plain_pickle(data: bytes) -> Any:
             case "SETITEM":
                 value, key = stack.pop(), _key(stack.pop())
                 stack[-1][key] = value
-            case "BINUNICODE" | "SHORT_BINUNICODE" | "BINUNICODE8" | "BININT" | "BININT1" | "BININT2" | "LONG1":
+            case "BINUNICODE" | "SHORT_BINUNICODE" | "BINUNICODE8":
+                argument.encode()  # a half of a character is none
                 stack.append(argument)
-            case "BINFLOAT":
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
                 stack.append(argument)
             case other:
                 raise ValueError(f"a pickle with {other}, which plain values do not have")
