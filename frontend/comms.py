@@ -8,9 +8,11 @@ end on each rank; so a simulation with these durations gives the traced times ag
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from echograph.errors import FormatError, InputError
@@ -27,6 +29,7 @@ DEVICE = "trace"
 """Of the durations: the machines of the job."""
 
 MAX_CALLS = 5_000_000
+_RANK = re.compile("[0-9]{1,9}")
 
 _DTYPES = {
     "float32": DType.FP32,
@@ -84,8 +87,8 @@ def _sources(source: Path) -> list[NativeSource]:
     if not found:
         raise InputError(f"{source}: no trace of collectives here: give the folder where trace.<rank>.jsonl are")
     world = max(trace.world for trace in found.values())
-    if missing := sorted(set(range(world)) - found.keys()):
-        ranks = ", ".join(map(str, missing[:8]))
+    if missing := list(islice((rank for rank in range(world) if rank not in found), 8)):
+        ranks = ", ".join(map(str, missing))
         raise InputError(f"{source}: of {world} ranks those of {ranks} are missing: put their files beside it")
     return [found[rank] for rank in sorted(found)]
 
@@ -182,6 +185,9 @@ class _Import:
         free: dict[tuple[str, int], int] = {}
         kept: list[_Call] = []
         for (channel, _), met in sorted(meetings.items()):
+            if len(groups := {call.what.group for call in met}) > 1:
+                named = " and ".join(f"'{name[:40]}'" for name in sorted(groups)[:2])
+                raise FormatError(f"channel '{channel[:40]}': a call of two groups, {named}: trace it again")
             ranks = _ranks(met[0].what, self.groups.get(met[0].what.group, ()))
             if {call.rank for call in met} != set(ranks) or all(call.end == UNKNOWN for call in met):
                 self.notes[_ALONE] += len(met)
@@ -302,7 +308,7 @@ def _ranks(what: What, group: tuple[int, ...]) -> tuple[int, ...]:
     if what.op not in ("send", "recv"):
         return group
     sender, _, receiver = what.channel.rpartition(":")[2].partition("/")[0].partition(">")
-    ends = [int(end) for end in (sender, receiver) if end.isdigit()]
+    ends = [int(end) for end in (sender, receiver) if _RANK.fullmatch(end)]
     return tuple(ends) if len(set(ends)) == 2 and set(ends) <= set(group) else ()
 
 

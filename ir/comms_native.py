@@ -13,6 +13,9 @@ from echograph.ir.comms_record import (
     DECODER,
     FORMAT,
     MAJOR,
+    MAX_NS,
+    MAX_SEQUENCE,
+    MAX_WALL_NS,
     UNREADABLE,
     Beat,
     End,
@@ -22,16 +25,26 @@ from echograph.ir.comms_record import (
     Stuck,
 )
 from echograph.ir.comms_source import Rows, Source, known_rows, no_rows
+from echograph.ir.files import open_file
 
 BLOCK_BYTES = 1 << 20
-MAX_WHATS = 1 << 22
+# A line that is longer is none of the tracer's.
+MAX_LINE_BYTES = 1 << 26
+_MOST = np.array([np.iinfo(np.int64).max, MAX_SEQUENCE, MAX_WALL_NS, MAX_NS, MAX_NS, MAX_NS])
+_LEAST = np.array([0, 0, 0, -MAX_NS, -MAX_NS, -MAX_NS])
+_COLUMN_NAMES = ("what", "sequence", "queued", "start", "end", "wait")
 _NUMBERS = msgspec.json.Decoder(list[int])
 
 
 class NativeSource(Source):
-    """A file that `trace_collectives` wrote; half a line at its end, or a broken one inside, costs that line."""
+    """A file that `trace_collectives` wrote.
+
+    Half a line at its end, or a broken one inside, costs that line; one that is whole and says what cannot be, as
+    that a message has less than no bytes, is refused.
+    """
 
     kind = "echograph"
+    _line = 0
 
     def open(self) -> None:
         """Reads the header.
@@ -42,13 +55,14 @@ class NativeSource(Source):
         """
         self.complete = False
         try:
-            with self.path.open("rb") as stream:
+            with open_file(self.path) as stream:
                 first = stream.readline(1 << 20)
         except OSError as error:
             raise InputError(f"{self.path}: {error.strerror or error}") from None
         try:
             header = DECODER.decode(first)
-        except UNREADABLE:
+        except UNREADABLE as error:
+            self._refuse_what_cannot_be(error, 1)
             header = None
         if not isinstance(header, Header) or header.format != FORMAT:
             raise FormatError(f"{self.path}: its first line is no header of a trace of collectives")
@@ -62,37 +76,52 @@ class NativeSource(Source):
             self.problems[f"operators that the tracer does not see: {', '.join(header.unknown)}"] += 1
 
     def rows(self) -> Iterator[Rows]:
-        """Rows of the file."""
+        """Rows of the file.
+
+        Raises:
+            FormatError: a line says what cannot be; names line and field.
+        """
         rest = b""
-        with self.path.open("rb") as stream:
+        self._line = 0
+        with open_file(self.path) as stream:
             while block := stream.read(BLOCK_BYTES):
+                if len(rest) > MAX_LINE_BYTES:
+                    raise FormatError(
+                        f"{self.path}: line {self._line + 1}: longer than {MAX_LINE_BYTES >> 20} MiB: no trace"
+                    )
                 block = rest + block
                 cut = block.rfind(b"\n") + 1
                 rest = block[cut:]
                 yield self._block(block[:cut])
+                self._line += block.count(b"\n", 0, cut)
         if rest:
             self.problems["half-written last lines"] += 1
 
     def _block(self, block: bytes) -> Rows:
+        """Rows of whole lines, the first of which is the one after `_line`."""
+        numbered = None
         if b"{" in block or block[:1] != b"[":
-            lines = block.splitlines()
-            for line in lines:
-                if line[:1] != b"[":
-                    self._object(line)
-            block = b"\n".join([line for line in lines if line[:1] == b"["])
+            lines = list(enumerate(block.split(b"\n"), start=self._line + 1))
+            for number, line in lines:
+                if line and line[:1] != b"[":
+                    self._object(line, number)
+            numbered = [number for number, line in lines if line[:1] == b"["]
+            block = b"\n".join([line for _, line in lines if line[:1] == b"["])
         if not block:
             return no_rows()
-        return known_rows(self._numbers(block), self)
+        return known_rows(self._numbers(block, numbered), self)
 
-    def _numbers(self, block: bytes) -> Rows:
+    def _numbers(self, block: bytes, numbered: list[int] | None) -> Rows:
+        """Rows of a block of arrays alone; `numbered` are its lines' numbers, None where they follow each other."""
+        block = block.strip()
         try:
-            flat = _NUMBERS.decode(b"[%b]" % block.translate(None, b"[]").strip().replace(b"\n", b","))
-            if len(flat) == COLUMNS * (block.strip().count(b"\n") + 1):
-                return np.array(flat, dtype=np.int64).reshape(-1, COLUMNS)
+            flat = _NUMBERS.decode(b"[%b]" % block.translate(None, b"[]").replace(b"\n", b","))
+            if len(flat) == COLUMNS * (block.count(b"\n") + 1):
+                return self._in_range(np.array(flat, dtype=np.int64).reshape(-1, COLUMNS), numbered)
         except UNREADABLE:
             pass
-        good = []
-        for line in block.splitlines():
+        good, places = [], []
+        for place, line in enumerate(block.split(b"\n")):
             try:
                 numbers = _NUMBERS.decode(line)
                 np.array(numbers, dtype=np.int64)
@@ -100,14 +129,27 @@ class NativeSource(Source):
                 numbers = []
             if len(numbers) == COLUMNS:
                 good.append(numbers)
+                places.append(numbered[place] if numbered else self._line + 1 + place)
             else:
                 self.problems["unreadable lines"] += 1
-        return np.array(good, dtype=np.int64).reshape(-1, COLUMNS)
+        return self._in_range(np.array(good, dtype=np.int64).reshape(-1, COLUMNS), places)
 
-    def _object(self, text: bytes) -> None:
+    def _in_range(self, rows: Rows, numbered: list[int] | None) -> Rows:
+        wrong = np.argwhere((rows < _LEAST) | (rows > _MOST))
+        if len(wrong):
+            row, column = wrong[0].tolist()
+            line = numbered[row] if numbered else self._line + 1 + row
+            raise FormatError(
+                f"{self.path}: line {line}: {_COLUMN_NAMES[column]} is {rows[row, column]}: no call has that; "
+                "leave the line out"
+            )
+        return rows
+
+    def _object(self, text: bytes, number: int) -> None:
         try:
             line: Line = DECODER.decode(text)
-        except UNREADABLE:
+        except UNREADABLE as error:
+            self._refuse_what_cannot_be(error, number)
             self.problems["unreadable lines"] += 1
             return
         match line:
@@ -120,8 +162,14 @@ class NativeSource(Source):
             case Header() | Beat():
                 pass
             case what:
-                if not 0 <= what.id < MAX_WHATS:
-                    self.problems["unreadable lines"] += 1
-                    return
                 self.whats += [None] * (what.id + 1 - len(self.whats))
                 self.whats[what.id] = what
+
+    def _refuse_what_cannot_be(self, error: Exception, number: int) -> None:
+        """Damage costs a line; a value of a known kind of line that is of another type or out of range is an error."""
+        if (
+            isinstance(error, msgspec.ValidationError)
+            and " - at `$." in (said := str(error))
+            and "`$.line`" not in said
+        ):
+            raise FormatError(f"{self.path}: line {number}: {said}: leave the line out") from None

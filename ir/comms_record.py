@@ -15,14 +15,23 @@ written; a later row of the same channel and sequence replaces it.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 MAJOR, MINOR = 1, 0
 FORMAT = "echograph collective trace"
 COLUMNS = 6
 UNKNOWN = -1
+MAX_WHATS = 1 << 22
+# Nanoseconds: 73 years after a call, 146 years of the wall clock; sums of both are 64-bit integers.
+MAX_NS, MAX_WALL_NS = 1 << 61, 1 << 62
+MAX_SEQUENCE = (1 << 40) - 1
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
+Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=2**24)]
+Peer: TypeAlias = Annotated[int, Meta(ge=-1, lt=2**24)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e12)]
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", omit_defaults=True):
@@ -45,12 +54,12 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
     """
 
     format: str
-    version: tuple[int, int]
-    rank: int
-    world: int
+    version: tuple[Count, Count]
+    rank: Rank
+    world: Annotated[int, Meta(ge=1, le=2**24)]
     host: str = ""
-    pid: int = 0
-    began_ns: int = 0
+    pid: Count = 0
+    began_ns: Count = 0
     torch: str = ""
     unknown: tuple[str, ...] = ()
 
@@ -67,7 +76,7 @@ class GroupLine(_Line, frozen=True, kw_only=True, tag="group"):
     """
 
     name: str
-    ranks: tuple[int, ...]
+    ranks: tuple[Rank, ...]
     torch_name: str = ""
     about: str = ""
     backend: str = ""
@@ -98,25 +107,25 @@ class What(_Line, frozen=True, kw_only=True, tag="what"):
         peer: global rank of the other side (point to point), or -1.
     """
 
-    id: int
+    id: Annotated[int, Meta(ge=0, lt=MAX_WHATS)]
     op: str
     group: str
     channel: str
-    bytes: int
-    input_bytes: int
-    output_bytes: int
-    shapes: tuple[tuple[int, ...], ...] = ()
-    tensors: int = 1
+    bytes: Count
+    input_bytes: Count
+    output_bytes: Count
+    shapes: tuple[tuple[Count, ...], ...] = ()
+    tensors: Count = 1
     dtype: str = ""
     asynchronous: bool = False
     coalesced: bool = False
     device: str = "cpu"
-    stream: int = 0
+    stream: Count = 0
     api: str = ""
     site: str = ""
     phase: str = ""
     module: str = ""
-    peer: int = -1
+    peer: Peer = -1
 
 
 class Beat(_Line, frozen=True, kw_only=True, tag="beat"):
@@ -127,8 +136,8 @@ class Beat(_Line, frozen=True, kw_only=True, tag="beat"):
         issued: calls issued so far, by channel; of the channels that moved last.
     """
 
-    at_ns: int
-    issued: dict[str, int]
+    at_ns: Count
+    issued: dict[str, Count]
 
 
 class Stuck(_Line, frozen=True, kw_only=True, tag="stuck"):
@@ -147,11 +156,11 @@ class Stuck(_Line, frozen=True, kw_only=True, tag="stuck"):
 
     op: str
     channel: str
-    sequence: int
-    seconds: float
-    arrived: tuple[int, ...]
-    missing: tuple[int, ...]
-    unheard: tuple[int, ...]
+    sequence: Count
+    seconds: Seconds
+    arrived: tuple[Rank, ...]
+    missing: tuple[Rank, ...]
+    unheard: tuple[Rank, ...]
     site: str = ""
 
 
@@ -165,10 +174,10 @@ class End(_Line, frozen=True, kw_only=True, tag="end"):
         errors: calls that the tracer failed to describe.
     """
 
-    calls: int
-    dropped: int = 0
-    failed: int = 0
-    errors: int = 0
+    calls: Count
+    dropped: Count = 0
+    failed: Count = 0
+    errors: Count = 0
 
 
 Line: TypeAlias = Header | GroupLine | What | Beat | Stuck | End

@@ -287,7 +287,8 @@ def _replace(path: Path, pieces: Iterable[str | bytes]) -> int:
 
 
 def _bytes(piece: str | bytes) -> bytes:
-    return piece.encode() if isinstance(piece, str) else piece
+    # Names in files may have halves of characters, which no encoding has: they stand as their numbers.
+    return piece.encode("utf-8", "backslashreplace") if isinstance(piece, str) else piece
 
 
 def check_writable(path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from echograph.errors import OutputError
+from echograph.ir.files import check_writable, write_whole
 from echograph.profiler.comms.merge import Batch, Merge
 from echograph.profiler.comms.report import wait_and_transfer
 
@@ -14,15 +15,17 @@ from echograph.profiler.comms.report import wait_and_transfer
 class ChromeTrace:
     """A sink for `report_on`; opens in Perfetto. Times are microseconds from the first call that was read.
 
+    The file is there when all calls are in it.
+
     Args:
         path: file.
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._stream = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror or error}") from None
+        check_writable(path)
+        self._path = path
+        # What a report reads may be larger than memory, so that its trace waits on disk.
+        self._stream = tempfile.TemporaryFile("w+", encoding="utf-8", dir=path.parent)  # noqa: SIM115
         self._stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
         self._first: int | None = None
         self._comma = ""
@@ -83,3 +86,6 @@ class ChromeTrace:
     ) -> None:
         with self._stream:
             self._stream.write("\n]}\n")
+            if error is None:
+                self._stream.seek(0)
+                write_whole(self._path, iter(lambda: self._stream.read(1 << 20), ""))

@@ -6,6 +6,7 @@ small, however long the job ran.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 MAX_WAITING = 1 << 19
+_RANK = re.compile("[0-9]{1,9}")
 BATCH = 1 << 17
 _TOGETHER = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "monitored_barrier"}
 
@@ -199,7 +201,7 @@ class Merge:
         here = {source.rank for source in self.sources if source.timed}
         if what.channel != what.group:
             ends = what.channel.rpartition(":")[2].partition("/")[0].partition(">")
-            return max(1, sum(end.isdigit() and int(end) in here for end in (ends[0], ends[2])))
+            return max(1, sum(bool(_RANK.fullmatch(end)) and int(end) in here for end in (ends[0], ends[2])))
         ranks = next((s.groups[what.group] for s in self.sources if s.groups.get(what.group)), ())
         return max(1, len(here & set(ranks))) if ranks else len(here)
 

@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
@@ -18,6 +19,8 @@ Kind: TypeAlias = Literal[
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
 MAX_BYTES = 256 << 20
+MAX_ROWS = 2_000_000
+MAX_RANKS, MAX_SIZE_BYTES, MAX_SECONDS = 1 << 24, 1 << 53, 86_400
 _SPELLINGS = {
     "alltoall": "all_to_all",
     "allreduce": "all_reduce",
@@ -114,11 +117,17 @@ def read_collectives_csv(path: str | Path) -> list[CollectiveRow]:
     Raises:
         DataError: the file cannot be read, lacks a column, or a value is not what it should be (names the line).
     """
-    reader = csv.DictReader(io.StringIO(_text(Path(path))))
-    missing = {"collective", "n_gpus", "n_nodes", "size_bytes", "time_us"} - set(reader.fieldnames or ())
-    if missing:
-        raise DataError(f"collectives table {path}: lacks column {', '.join(sorted(missing))}")
-    return list(_csv_rows(reader, path))
+    reader = csv.DictReader(io.StringIO(_text(Path(path)), newline=""), strict=True)
+    try:
+        missing = {"collective", "n_gpus", "n_nodes", "size_bytes", "time_us"} - set(reader.fieldnames or ())
+        if missing:
+            raise DataError(f"collectives table {path}: lacks column {', '.join(sorted(missing))}")
+        rows = list(islice(_csv_rows(reader, path), MAX_ROWS + 1))
+    except csv.Error as error:
+        raise DataError(f"collectives table {path}: line {reader.line_num}: {error}: not a CSV table") from None
+    if len(rows) > MAX_ROWS:
+        raise DataError(f"collectives table {path}: more than {MAX_ROWS:,} rows: fit a part of it")
+    return rows
 
 
 def _csv_rows(reader: Iterable[dict[str, str]], path: str | Path) -> Iterator[CollectiveRow]:
@@ -128,7 +137,7 @@ def _csv_rows(reader: Iterable[dict[str, str]], path: str | Path) -> Iterator[Co
                 kind=_kind(line["collective"]),
                 ranks=int(line["n_gpus"]),
                 nodes=int(line["n_nodes"]),
-                size_bytes=int(float(line["size_bytes"])),
+                size_bytes=_bytes(line["size_bytes"]),
                 seconds=float(line["time_us"]) * 1e-6,
                 dtype=line.get("dtype") or "",
                 gpu=line.get("gpu") or "",
@@ -137,13 +146,20 @@ def _csv_rows(reader: Iterable[dict[str, str]], path: str | Path) -> Iterator[Co
                 source=line.get("source") or "",
                 note=line.get("notes") or "",
             )
-        except (ValueError, TypeError) as error:
-            raise DataError(f"collectives table {path}: line {number}: {error}") from error
-        if not (row.ranks >= row.nodes >= 1 and row.size_bytes >= 0 and 0 <= row.seconds < float("inf")):
+        except (ValueError, TypeError, OverflowError) as error:
+            raise DataError(f"collectives table {path}: line {number}: {str(error)[:100]}") from error
+        sized = MAX_RANKS >= row.ranks >= row.nodes >= 1 and MAX_SIZE_BYTES >= row.size_bytes >= 0
+        if not (sized and 0 <= row.seconds <= MAX_SECONDS):
             raise DataError(
-                f"collectives table {path}: line {number}: needs n_gpus >= n_nodes >= 1, size and time >= 0"
+                f"collectives table {path}: line {number}: needs n_gpus >= n_nodes >= 1, size and time >= 0, and "
+                f"no more than {MAX_RANKS:,} GPUs, 2^53 bytes and a day"
             )
         yield row
+
+
+def _bytes(text: str) -> int:
+    # Some tables have sizes as decimal numbers.
+    return int(text) if text.strip().isdecimal() else int(float(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +179,13 @@ def _table_row(line: str) -> _TableRow | None:
         return None
     try:
         time, alg, bus = (float(word) for word in words[-8:-5])
+        size = int(words[0])
     except ValueError:
         return None
+    if size > MAX_SIZE_BYTES or not all(0 <= value < float("inf") for value in (time, alg, bus)):
+        return None
     rooted = len(words) == 13 and words[4] != "-1"
-    return _TableRow(int(words[0]), words[2], words[3], rooted, time, bus / alg if alg > 0 else 0.0)
+    return _TableRow(size, words[2], words[3], rooted, time, bus / alg if alg > 0 else 0.0)
 
 
 def _kind(name: str) -> Kind:

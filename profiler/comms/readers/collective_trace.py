@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import count
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from echograph.errors import FormatError, InputError
 from echograph.ir.comms_record import COLUMNS, UNKNOWN, What
 from echograph.ir.comms_source import NO_TIME, Rows, Source
+from echograph.ir.files import open_file
 
 BATCH = 1 << 16
 MAX_WHATS = 1 << 20
+MAX_LINE_BYTES = 1 << 16
+MAX_RANK, MAX_SIZE, MAX_MS = 1 << 24, 1 << 62, 1e12
+T = TypeVar("T", int, float)
 TAG = re.compile(r"\[(?:TRACE|BATCH|BARRIER|COALESCE)\]")
 _ITEM_BYTES = {
     "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
@@ -54,23 +59,32 @@ class CollectiveTraceSource(Source):
             FormatError: no line of it is one of collective_trace.
         """
         try:
-            for line in self._lines():
+            for number, line in self._lines():
                 if found := _LINE.search(line):
-                    self.rank = int(found["rank"])
+                    self.rank = _whole(found["rank"], "global rank", MAX_RANK)
                     return
         except OSError as error:
             raise InputError(f"{self.path}: {error.strerror or error}") from None
+        except ValueError as error:
+            raise FormatError(f"{self.path}: line {number}: {error}") from None
         raise FormatError(f"{self.path}: no [TRACE], [BATCH], [BARRIER] or [COALESCE] line")
 
     def rows(self) -> Iterator[Rows]:
-        """Rows with a sequence by group, and a duration in the end's place."""
+        """Rows with a sequence by group, and a duration in the end's place.
+
+        Raises:
+            FormatError: a line says what cannot be; names line and field.
+        """
         known: dict[tuple[Any, ...], int] = {}
         issued: dict[str, int] = {}
         batch: list[tuple[int, ...]] = []
-        for line in self._lines():
+        for number, line in self._lines():
             if not TAG.search(line):
                 continue
-            parsed = _parse(line)
+            try:
+                parsed = _parse(line)
+            except ValueError as error:
+                raise FormatError(f"{self.path}: line {number}: {error}: leave the line out") from None
             if parsed is None or len(known) >= MAX_WHATS:
                 self.problems["unreadable lines"] += 1
                 continue
@@ -87,9 +101,15 @@ class CollectiveTraceSource(Source):
                 batch.clear()
         yield np.array(batch, dtype=np.int64).reshape(-1, COLUMNS)
 
-    def _lines(self) -> Iterator[str]:
-        with self.path.open(encoding="utf-8", errors="replace") as stream:
-            yield from stream
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        """Lines with their numbers; of one that is longer than a call's, its beginning."""
+        with open_file(self.path) as stream:
+            for number in count(1):
+                if not (line := stream.readline(MAX_LINE_BYTES)):
+                    return
+                yield number, line.decode("utf-8", errors="replace")
+                while not line.endswith(b"\n") and (line := stream.readline(MAX_LINE_BYTES)):
+                    pass
 
 
 def _parse(line: str) -> tuple[tuple[Any, ...], tuple[int, ...], int] | None:
@@ -102,9 +122,9 @@ def _parse(line: str) -> tuple[tuple[Any, ...], tuple[int, ...], int] | None:
     if duration is None and found["tag"] != "BATCH":
         return None
     members = _RANKS.search(rest)
-    ranks = tuple(int(r) for r in members[1].split(",") if r.strip()) if members else ()
+    ranks = tuple(_whole(r, "rank", MAX_RANK) for r in members[1].split(",") if r.strip()) if members else ()
     shape = _SHAPE.search(rest)
-    dims = tuple(int(d) for d in shape[1].split(",") if d.strip()) if shape else ()
+    dims = tuple(_whole(d, "shape", MAX_SIZE) for d in shape[1].split(",") if d.strip()) if shape else ()
     dtype = _DTYPE.search(rest)
     name = _NAME.search(rest)
     asynchronous = _ASYNC.search(rest)
@@ -113,17 +133,35 @@ def _parse(line: str) -> tuple[tuple[Any, ...], tuple[int, ...], int] | None:
     group = f"{group}={','.join(map(str, ranks))}" if ranks else group
     size = _size(rest, dims, dtype[1] if dtype else "")
     what = (op, group, size, dims, dtype[1] if dtype else "", bool(asynchronous and asynchronous[1] == "1"))
-    nanoseconds = NO_TIME if duration is None else round(float(duration[1]) * 1e6)
+    nanoseconds = NO_TIME if duration is None else round(_decimal(duration[1], "duration", MAX_MS) * 1e6)
     return what, ranks, nanoseconds
 
 
 def _size(rest: str, dims: tuple[int, ...], dtype: str) -> int:
     if dims and dtype in _ITEM_BYTES:
-        return prod(dims) * _ITEM_BYTES[dtype]
+        return _at_most(prod(dims) * _ITEM_BYTES[dtype], "shape", MAX_SIZE)
     if (plain := _BYTES.search(rest)) is not None:
-        return int(plain[1] or plain[2])
+        return _whole(plain[1] or plain[2], "size", MAX_SIZE)
     size = _SIZE.search(rest)
-    return round(float(size[1]) * _UNITS[size[2]]) if size else 0
+    return round(_decimal(size[1], "size", MAX_SIZE / _UNITS[size[2]]) * _UNITS[size[2]]) if size else 0
+
+
+def _whole(text: str, name: str, most: int) -> int:
+    # A text that is longer has more digits than any limit, or zeros before them.
+    return _at_most(int(text.strip()) if len(text) < 100 and text.strip().isdecimal() else most + 1, name, most)
+
+
+def _decimal(text: str, name: str, most: float) -> float:
+    try:
+        return _at_most(float(text), name, most)
+    except ValueError:
+        raise ValueError(f"its {name} is '{text[:20]}', which no call has") from None
+
+
+def _at_most(value: T, name: str, most: float) -> T:
+    if not 0 <= value <= most:
+        raise ValueError(f"its {name} is above {most:g}, which no call has")
+    return value
 
 
 def _what(number: int, what: tuple[Any, ...]) -> What:

@@ -7,22 +7,31 @@ has is refused.
 
 from __future__ import annotations
 
-import json
 import pickletools
 import re
 from collections.abc import Iterator
 from math import prod
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
-from echograph.errors import FormatError, InputError
-from echograph.ir.comms_record import COLUMNS, UNKNOWN, What
+from echograph.errors import FormatError
+from echograph.ir.comms_record import COLUMNS, MAX_SEQUENCE, MAX_WALL_NS, UNKNOWN, Count, What
 from echograph.ir.comms_source import NO_TIME, Rows, Source
+from echograph.ir.files import read_whole
 from echograph.profiler.comms.bandwidth import message_bytes
 from echograph.profiler.comms.groups import spell_ranks
 
 MAX_BYTES = 1 << 30
+MAX_MESSAGE_BYTES = 1 << 62
+MAX_DIMS, MAX_DIGITS = 64, 7
+WallClock: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_WALL_NS)]
+Sequence: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_SEQUENCE)]
+_NEEDED = (
+    "profiling_name", "process_group", "input_sizes", "output_sizes", "input_dtypes", "output_dtypes", "time_created_ns",
+)  # fmt: skip
 _ITEM_BYTES = {
     "Double": 8, "Long": 8, "ComplexFloat": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2,
     "Byte": 1, "Char": 1, "Bool": 1, "Float8_e4m3fn": 1, "Float8_e5m2": 1,
@@ -32,7 +41,31 @@ _NAMES = {
     "_reduce_scatter_base": "reduce_scatter_tensor",
     "all_gather_into_tensor_coalesced": "all_gather_into_tensor_coalesced",
 }
-_RANK = re.compile(r"(\d+)(?:\.\w+)?$")
+_RANK = re.compile(r"(?<![0-9])([0-9]{1,7})(?:\.\w+)?$")
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of an entry; all else that it holds, of whatever form, is not looked at."""
+
+    process_group: Annotated[list[str | int], Meta(min_length=1)]
+    profiling_name: str
+    input_sizes: list[list[Count]]
+    output_sizes: list[list[Count]]
+    input_dtypes: list[str]
+    output_dtypes: list[str]
+    time_created_ns: WallClock
+    time_discovered_started_ns: WallClock | None = None
+    time_discovered_completed_ns: WallClock | None = None
+    duration_ms: Annotated[float, Meta(ge=0, le=1e12)] | None = None
+    state: str = ""
+    retired: bool | None = None
+    is_p2p: bool | None = None
+    collective_seq_id: Sequence | None = None
+    p2p_seq_id: Sequence | None = None
+
+
+class _Group(msgspec.Struct, frozen=True, kw_only=True):
+    ranks: str = ""
 
 
 class FlightRecorderSource(Source):
@@ -45,56 +78,74 @@ class FlightRecorderSource(Source):
 
         Raises:
             InputError: the file cannot be read, or is larger than 1 GiB.
-            FormatError: it is no dump.
+            FormatError: it is no dump, or says what cannot be; names the field.
         """
-        try:
-            with self.path.open("rb") as stream:
-                data = stream.read(MAX_BYTES + 1)
-        except OSError as error:
-            raise InputError(f"{self.path}: {error.strerror or error}") from None
-        if len(data) > MAX_BYTES:
-            raise InputError(f"{self.path}: holds more than {MAX_BYTES} bytes")
+        data = read_whole(self.path, "give a dump of the flight recorder", MAX_BYTES)
         self._dump = read_dump(data, str(self.path))
         number = _RANK.search(self.path.name)
         self.rank = int(number[1]) if number else 0
-        for name, config in (self._dump.get("pg_config") or {}).items():
-            ranks = tuple(int(r) for r in re.findall(r"\d+", str(config.get("ranks", ""))))
+        configs = self._dump.get("pg_config") or {}
+        for name, config in _converted(configs, dict[str | int, _Group], f"{self.path}: pg_config").items():
+            ranks = re.findall(r"[0-9]+", config.ranks)
+            if any(len(rank) > MAX_DIGITS for rank in ranks):
+                raise FormatError(f"{self.path}: pg_config: the ranks of group {str(name)[:40]} are no ranks")
             if ranks:
-                self.groups[str(name)] = ranks
-                self.world = max(self.world, ranks[-1] + 1)
+                self.groups[str(name)] = tuple(map(int, ranks))
+                self.world = max(self.world, int(ranks[-1]) + 1)
 
     def rows(self) -> Iterator[Rows]:
-        """Rows of the dump."""
+        """Rows of the dump.
+
+        Raises:
+            FormatError: an entry says what cannot be; names entry and field.
+        """
         known: dict[tuple[Any, ...], int] = {}
         names: dict[str, str] = {}
         rows = []
-        for entry in self._dump["entries"]:
-            try:
-                what, sequence = self._what(entry, names)
-                times = _times(entry)
-            except (KeyError, TypeError, ValueError, IndexError):
+        for number, found in enumerate(self._dump["entries"]):
+            entry = self._entry(found, number)
+            if entry is None:
                 self.problems["unreadable entries"] += 1
                 continue
+            what, sequence = self._what(entry, names, number)
             if what not in known:
                 known[what] = len(self.whats)
                 self.whats.append(_as_what(len(self.whats), what))
-            rows.append((known[what], sequence, *times))
+            rows.append((known[what], sequence, *_times(entry)))
         yield np.array(rows, dtype=np.int64).reshape(-1, COLUMNS)
 
-    def _what(self, entry: dict[str, Any], names: dict[str, str]) -> tuple[tuple[Any, ...], int]:
-        group = str(entry["process_group"][0])
+    def _entry(self, found: Any, number: int) -> _Entry | None:
+        """An entry; None where it lacks a field, as those of calls that never began do."""
+        needed = "p2p_seq_id" if isinstance(found, dict) and found.get("is_p2p") is True else "collective_seq_id"
+        if not isinstance(found, dict) or any(found.get(name) is None for name in (*_NEEDED, needed)):
+            return None
+        return _converted(found, _Entry, f"{self.path}: entry {number}")
+
+    def _what(self, entry: _Entry, names: dict[str, str], number: int) -> tuple[tuple[Any, ...], int]:
+        group = str(entry.process_group[0])
         ranks = self.groups.get(group, ())
         name = names.setdefault(group, spell_ranks(ranks) + f"={group}" if ranks else f"group {group}")
         self.groups.setdefault(name, ranks)
-        op, _, peer = str(entry["profiling_name"]).partition(":")[2].partition(" ")
+        op, _, peer = entry.profiling_name.partition(":")[2].partition(" ")
         op = _NAMES.get(op, op)
-        given, got = (_bytes(entry[f"{side}_sizes"], entry[f"{side}_dtypes"]) for side in ("input", "output"))
-        shapes = tuple(tuple(int(n) for n in shape) for shape in entry["input_sizes"])[:8]
-        dtype = str((entry["input_dtypes"] or [""])[0]).lower()
-        point_to_point = bool(entry.get("is_p2p"))
-        channel = f"{name}:{peer}@{self.rank}" if point_to_point else name
-        sequence = int(entry["p2p_seq_id" if point_to_point else "collective_seq_id"])
-        return (op, name, channel, message_bytes(op, given, got, len(ranks)), given, got, shapes, dtype), sequence
+        given, got = _bytes(entry.input_sizes, entry.input_dtypes), _bytes(entry.output_sizes, entry.output_dtypes)
+        size = message_bytes(op, given, got, len(ranks))
+        if max(given, got, size) > MAX_MESSAGE_BYTES:
+            raise FormatError(
+                f"{self.path}: entry {number}: sizes of more than {MAX_MESSAGE_BYTES} bytes: no message has"
+            )
+        shapes = tuple(tuple(shape) for shape in entry.input_sizes)[:8]
+        dtype = (entry.input_dtypes or [""])[0].lower()
+        channel = f"{name}:{peer}@{self.rank}" if entry.is_p2p else name
+        sequence = entry.p2p_seq_id if entry.is_p2p else entry.collective_seq_id
+        return (op, name, channel, size, given, got, shapes, dtype), sequence or 0
+
+
+def _converted(value: Any, kind: Any, where: str) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, RecursionError, OverflowError) as error:
+        raise FormatError(f"{where}: {str(error)[:200]}: no dump of the flight recorder says that") from None
 
 
 def read_dump(data: bytes, name: str) -> dict[str, Any]:
@@ -108,8 +159,9 @@ def read_dump(data: bytes, name: str) -> dict[str, Any]:
         FormatError: it is no dump, or a pickle with anything but plain values.
     """
     try:
-        dump = json.loads(data) if data[:1] in (b"{", b" ", b"\n") else plain_pickle(data)
-    except (ValueError, IndexError, TypeError, KeyError, RecursionError) as error:
+        plain = data[:1] in (b"{", b" ", b"\n")
+        dump = msgspec.json.decode(data) if plain else plain_pickle(data)
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise FormatError(f"{name}: no dump of the flight recorder: {str(error)[:200]}") from None
     if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
         raise FormatError(f"{name}: no dump of the flight recorder: it has no entries (dump with collectives)")
@@ -157,11 +209,12 @@ def plain_pickle(data: bytes) -> Any:
                 item = stack.pop()
                 stack[-1].append(item)
             case "SETITEM":
-                value, key = stack.pop(), stack.pop()
+                value, key = stack.pop(), _key(stack.pop())
                 stack[-1][key] = value
-            case "BINUNICODE" | "SHORT_BINUNICODE" | "BINUNICODE8" | "BININT" | "BININT1" | "BININT2" | "LONG1":
+            case "BINUNICODE" | "SHORT_BINUNICODE" | "BINUNICODE8":
+                argument.encode()  # a half of a character is none
                 stack.append(argument)
-            case "BINFLOAT":
+            case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
                 stack.append(argument)
             case other:
                 raise ValueError(f"a pickle with {other}, which plain values do not have")
@@ -174,25 +227,33 @@ def _put_in(stack: list[Any], how: str, items: list[Any]) -> None:
     elif how == "APPENDS":
         stack[-1].extend(items)
     else:
-        stack[-1].update(zip(items[::2], items[1::2], strict=True))
+        stack[-1].update(zip(map(_key, items[::2]), items[1::2], strict=True))
 
 
-def _times(entry: dict[str, Any]) -> tuple[int, int, int, int]:
+def _key(value: Any) -> Any:
+    # A tuple of tuples that are shared takes for ever to hash.
+    if not isinstance(value, str | int):
+        raise ValueError(f"a dictionary with a key that is a {type(value).__name__}")
+    return value
+
+
+def _times(entry: _Entry) -> tuple[int, int, int, int]:
     """Queued, start, end and wait, as in the trace format."""
-    created = int(entry["time_created_ns"])
-    started = int(entry.get("time_discovered_started_ns") or 0)
-    completed = int(entry.get("time_discovered_completed_ns") or 0)
-    done = bool(entry.get("retired")) or entry.get("state") == "completed"
+    created = entry.time_created_ns
+    started = entry.time_discovered_started_ns or 0
+    completed = entry.time_discovered_completed_ns or 0
+    done = bool(entry.retired) or entry.state == "completed"
     end = completed - created if completed else NO_TIME if done else UNKNOWN
-    duration_ms = entry.get("duration_ms")
-    if completed and duration_ms is not None:
-        return created, max(0, end - round(float(duration_ms) * 1e6)), end, UNKNOWN
+    if completed and entry.duration_ms is not None:
+        return created, max(0, end - round(entry.duration_ms * 1e6)), end, UNKNOWN
     return created, started - created if started else UNKNOWN, end, UNKNOWN
 
 
 def _bytes(sizes: list[list[int]], dtypes: list[str]) -> int:
     kinds = list(dtypes) + list(dtypes[-1:]) * (len(sizes) - len(dtypes))
-    return sum(prod(shape) * _ITEM_BYTES.get(str(kind), 0) for shape, kind in zip(sizes, kinds, strict=False))
+    return sum(
+        prod(shape[:MAX_DIMS]) * _ITEM_BYTES.get(kind, 0) for shape, kind in zip(sizes, kinds, strict=False)
+    )
 
 
 def _as_what(number: int, what: tuple[Any, ...]) -> What:

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,9 @@ from echograph.cli.plain import read_plainly
 from echograph.errors import EchoError, MissingExtraError
 
 EXIT_INTERRUPTED = 130
+MAX_LINE = 500
+# What a terminal obeys rather than shows, and halves of characters, which no encoding has: names in files may hold them.
+_UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def make_app(name: str, summary: str) -> typer.Typer:
@@ -90,8 +94,11 @@ def _report(name: str, error: BaseException) -> int:
 
 
 def _say(name: str, message: str, status: int) -> int:
-    # One line, whatever an error's text holds.
-    print_error(f"{name}: {' '.join(message.split())}")
+    # One line that can be read, whatever an error's text holds: what and where stand first, what to do last.
+    line = f"{name}: {' '.join(message.split())}"
+    if len(line) > MAX_LINE:
+        line = f"{line[: MAX_LINE - 160]} ... {line[-150:]}"
+    print_error(line)
     return status
 
 
@@ -107,7 +114,7 @@ def require_torch(purpose: str = "compiling models") -> None:
 
 def print_line(text: str = "") -> None:
     """A line of the result."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(shown(text) + "\n")
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -128,7 +135,16 @@ def _cell(value: object) -> str:
 
 def print_error(text: str) -> None:
     """A line beside the result: progress, notes, errors."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(shown(text) + "\n")
+
+
+def shown(text: str) -> str:
+    """A text as a terminal can show it: control characters stand as their numbers.
+
+    Args:
+        text: lines, with names that files gave.
+    """
+    return _UNSHOWN.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def print_json(value: Any) -> None:
@@ -143,6 +159,7 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
         yield lambda _: None
         return
     from rich.console import Console
+    from rich.markup import escape
 
-    with Console(stderr=True).status(text) as status:
-        yield lambda new: status.update(new)
+    with Console(stderr=True).status(escape(shown(text))) as status:
+        yield lambda new: status.update(escape(shown(new)))

@@ -22,7 +22,7 @@ from echograph.cli.graph import graph_command
 from echograph.cli.ops import ops_command
 from echograph.cli.record import record
 from echograph.cli.step import step_command
-from echograph.errors import OutputError, UnavailableError, UnknownNameError, UsageError
+from echograph.errors import DataError, OutputError, UnavailableError, UnknownNameError, UsageError
 
 if TYPE_CHECKING:
     from echograph.profiler.costs.device import DeviceProfile
@@ -156,6 +156,7 @@ def fit_the_fabrics(table: Path, names: list[str], output: Path, date: str) -> l
                 raise UnavailableError(f"fabric '{name}' is assumed: no measured rows make it", sorted(known))
             raise UnknownNameError("fabric", name, known)
     records: list[dict[str, object]] = []
+    fitted: list[str] = []
     with progress(f"reading {table}") as say:
         measured = read_collectives_csv(table)
         for name in names or known:
@@ -172,6 +173,11 @@ def fit_the_fabrics(table: Path, names: list[str], output: Path, date: str) -> l
                 {"profile": name, "what": kind, **held, "mean error": round(value, 4)}
                 for kind, value in error.items()
             ]
+            fitted.append(name)
+    if not fitted:
+        raise DataError(
+            f"{table}: no rows of {', '.join(names) or 'any fabric'}: nothing to fit (see docs/accuracy.md)"
+        )
     return records
 
 

@@ -229,3 +229,137 @@ def test_a_pickle_of_anything_else_is_refused(value: Any) -> None:
 def test_arbitrary_bytes_are_refused_in_a_line(data: bytes) -> None:
     with pytest.raises(FormatError, match="no dump"):
         read_dump(b"\x80\x02" + data, "dump")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"bytes": -8}, "$.bytes"), ({"input_bytes": -1}, "$.input_bytes"), ({"bytes": 1.5}, "$.bytes"),
+        ({"bytes": True}, "$.bytes"), ({"bytes": 2**63}, "$.bytes"), ({"shapes": [[-2]]}, "$.shapes[0][0]"),
+        ({"tensors": -1}, "$.tensors"), ({"id": -1}, "$.id"), ({"peer": -2}, "$.peer"), ({"stream": -1}, "$.stream"),
+    ],
+)  # fmt: skip
+def test_what_no_call_has_is_refused_by_line_and_field(tmp_path: Path, change: dict[str, Any], field: str) -> None:
+    wrong = json.dumps(json.loads(encode(WHAT)) | change).encode() + b"\n"
+    path = write(tmp_path, HEADER, GroupLine(name="0", ranks=(0,)), wrong, row(0, 0, 100, 0, 10, 0))
+    with pytest.raises(FormatError) as refused:
+        report_on(tmp_path)
+    assert str(refused.value).startswith(f"{path}: line 3: ")
+    assert field in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "name"),
+    [
+        ((-1, 0, 100, 0, 10, 0), "what"), ((0, -1, 100, 0, 10, 0), "sequence"), ((0, 0, -100, 0, 10, 0), "queued"),
+        ((0, 0, 100, 0, 2**62, 0), "end"), ((0, 0, 100, -(2**63), 1, 0), "start"), ((0, 2**41, 1, 0, 1, 0), "sequence"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("garbage", [False, True])
+def test_a_row_that_no_call_has_is_refused_by_line_and_column(
+    tmp_path: Path, numbers: tuple[int, ...], name: str, garbage: bool
+) -> None:
+    before = (b"no row\n",) if garbage else (row(0, 0, 1, 0, 5, 0),)
+    path = write(tmp_path, HEADER, GroupLine(name="0", ranks=(0,)), WHAT, *before, row(*numbers))
+    with pytest.raises(FormatError) as refused:
+        report_on(tmp_path)
+    assert str(refused.value).startswith(f"{path}: line 5: {name} is ")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"input_sizes": [[-256]]}, "$.input_sizes[0][0]"), ({"output_sizes": [[1.5]]}, "$.output_sizes[0][0]"),
+        ({"time_created_ns": -1}, "$.time_created_ns"), ({"duration_ms": -1}, "$.duration_ms"),
+        ({"time_created_ns": True}, "$.time_created_ns"), ({"collective_seq_id": 2**50}, "$.collective_seq_id"),
+        ({"process_group": [[]]}, "$.process_group[0]"), ({"profiling_name": ["x"]}, "$.profiling_name"),
+        ({"input_sizes": [[2**40, 2**40]]}, "sizes"),
+    ],
+)  # fmt: skip
+def test_an_entry_that_no_call_has_is_refused_by_field(tmp_path: Path, change: dict[str, Any], field: str) -> None:
+    path = tmp_path / "nccl_trace_rank_0"
+    path.write_text(json.dumps({"version": "2.10", "pg_config": {}, "entries": [ENTRY, ENTRY | change]}))
+    with pytest.raises(FormatError) as refused:
+        report_on(tmp_path)
+    assert str(refused.value).startswith(f"{path}: entry 1: ")
+    assert field in str(refused.value)
+
+
+@pytest.mark.parametrize("config", [3, {"0": 3}, {"0": {"ranks": [0, 1]}}, {"0": {"ranks": "9" * 30}}])
+def test_groups_that_are_none_are_refused(tmp_path: Path, config: Any) -> None:
+    path = tmp_path / "nccl_trace_rank_0"
+    path.write_text(json.dumps({"version": "2.10", "pg_config": config, "entries": [ENTRY]}))
+    with pytest.raises(InputError, match="pg_config"):
+        report_on(tmp_path)
+
+
+DEPTH = 80
+DOUBLED = b"](" * DEPTH + b"]q\x00" + b"".join(b"h%ceq%c" % (n, n + 1) for n in range(DEPTH))
+TUPLES = b")q\x00" + b"".join(b"h%c\x86q%c" % (n, n + 1) for n in range(DEPTH))
+
+
+@pytest.mark.parametrize(
+    "place", ["process_group", "profiling_name", "input_sizes", "pg_config", "entries", "state"]
+)
+def test_lists_that_are_shared_are_not_written_out(tmp_path: Path, place: str) -> None:
+    """Eighty lists, each of twice the one before: a kilobyte, whose text would have 2^80 brackets."""
+    def pickled(value: Any) -> bytes:
+        match value:
+            case {"shared": _}:
+                return DOUBLED
+            case dict():
+                return b"}(" + b"".join(map(pickled, (x for pair in value.items() for x in pair))) + b"u"
+            case list():
+                return b"](" + b"".join(map(pickled, value)) + b"e"
+            case bool() | None:
+                return {True: b"\x88", False: b"\x89", None: b"N"}[value]
+            case int():
+                return b"\x8a\x08" + value.to_bytes(8, "little", signed=True)
+            case float():
+                return b"N"
+            case text:
+                return b"X" + len(text).to_bytes(4, "little") + text.encode()
+
+    bomb = {"shared": True}
+    entry: Any = ENTRY | ({place: [bomb] if place == "process_group" else bomb} if place in ENTRY else {})
+    dump = {
+        "entries": [bomb] if place == "entries" else [entry],
+        "pg_config": {"0": {"ranks": bomb}} if place == "pg_config" else {},
+    }
+    path = tmp_path / "nccl_trace_rank_0"
+    path.write_bytes(b"\x80\x02" + pickled(dump) + b".")
+    assert path.stat().st_size < 2000
+    if place == "entries":
+        assert report_on(tmp_path).problems == {"unreadable entries": 1}
+    else:
+        with pytest.raises(InputError, match=place):
+            report_on(tmp_path)
+
+
+@pytest.mark.parametrize("key", [b"]", b"}", TUPLES, b"G" + bytes(8)])
+def test_keys_are_texts_and_numbers(key: bytes) -> None:
+    for how in (b"}(%bNu.", b"}%bNs."):
+        with pytest.raises(FormatError, match="key"):
+            read_dump(b"\x80\x02" + how % key, "dump")
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x80\x02Na.", b"\x80\x02N(e.", b"\x80\x02N(Nu.", b"\x80\x02.", b"\x80\x02(.", b'{"entries": [NaN]}']
+)
+def test_opcodes_on_what_they_do_not_fit(data: bytes) -> None:
+    with pytest.raises(FormatError):
+        read_dump(data, "dump")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "name"),
+    [
+        ("10.5 ms", "1.0.5 ms", "duration"), ("global rank 0", "global rank " + "9" * 30, "global rank"),
+        ("(1024, 1024)", "(1024, " + "9" * 5000 + ")", "shape"), ("(1024, 1024)", f"({2**40}, {2**40})", "shape"),
+        ("[0, 1]", "[0, 99999999999]", "rank"), ("16 bytes", "9" * 40 + " bytes", "size"),
+    ],
+)  # fmt: skip
+def test_a_log_that_says_what_no_call_has(tmp_path: Path, before: str, after: str, name: str) -> None:
+    (tmp_path / "trace-0").write_text(LOG.format(rank=0).replace(before, after))
+    with pytest.raises(InputError, match=rf"trace-0: line \d: its {name} is"):
+        report_on(tmp_path)
