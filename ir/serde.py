@@ -16,7 +16,8 @@ from echograph.errors import FormatError, GraphError
 from echograph.ir.files import fields, read_whole, with_checksum, write_whole
 from echograph.ir.graph import FORMAT_MAJOR, Graph, JobGraph, StepGraph
 from echograph.ir.serde_decode import Decoder
-from echograph.ir.serde_encode import header, op_chunks, tensor_chunks, trailer
+from echograph.ir.serde_encode import header, tensor_chunks, trailer
+from echograph.ir.serde_encode_ops import op_chunks
 from echograph.proto import workload_pb2 as pb
 
 MAGIC = "echograph"
@@ -58,7 +59,7 @@ def _messages(graph: Graph) -> Iterator[Message | bytes]:
     level = pb.LEVEL_JOB if isinstance(graph, JobGraph) else pb.LEVEL_STEP
     yield header(graph, MAGIC, level)
     yield from (pb.Graph(tensor_chunks=[chunk]) for chunk in tensor_chunks(graph.tensors))
-    yield from (pb.Graph(op_chunks=[chunk]) for chunk in op_chunks(graph.ops))
+    yield from op_chunks(graph.ops, pb.Graph.OP_CHUNKS_FIELD_NUMBER)
     yield trailer(graph)
     yield graph.unknown
 
