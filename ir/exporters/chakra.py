@@ -22,7 +22,7 @@ from echograph.ir.exporters import Exported
 from echograph.ir.exporters.chakra_lower import Lowered, Lowering
 from echograph.ir.exporters.chakra_ranks import Communicators, Differs
 from echograph.ir.exporters.chakra_trace import Trace
-from echograph.ir.exporters.folder import whole_folder
+from echograph.ir.files import whole_folder
 from echograph.ir.graph import JobGraph
 from echograph.ir.serde_chakra import NodeType, encode_attributes
 from echograph.ir.serde_chakra_bulk import Template, encode_name
