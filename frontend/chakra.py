@@ -8,7 +8,7 @@ for each peer, or the stream that PyTorch's traces state.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -27,6 +27,7 @@ from echograph.ir.exporters.chakra_dry_run import free_run, who_waits
 from echograph.ir.graph import JobGraph, Workload
 from echograph.ir.serde_chakra import CommType, NodeType, read_metadata
 from echograph.ir.types import CollectiveKind, CopyDirection, DType, OpKind, Payload, Phase, Source
+from echograph.progress import Progress, silent
 from echograph.units import PS_PER_NS, PS_PER_US
 
 DEVICE = "chakra"
@@ -57,7 +58,7 @@ _HANGS = "the ranks wait for each other, and a simulation will hang"
 _LEFT_OUT = (NodeType.INVALID, NodeType.METADATA)
 
 
-def load(source: Path, progress: Callable[[str], None] = lambda _: None) -> Imported:
+def load(source: Path, progress: Progress = silent) -> Imported:
     """Reads the traces of all ranks in a folder, or those whose names begin with a path (`FOLDER/NAME`).
 
     Args:
@@ -74,7 +75,7 @@ def load(source: Path, progress: Callable[[str], None] = lambda _: None) -> Impo
 @dataclass(slots=True)
 class _Import:
     traces: Traces
-    progress: Callable[[str], None]
+    progress: Progress
     notes: Counter[str] = field(default_factory=Counter)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     members: dict[str, frozenset[int]] = field(default_factory=dict)
@@ -109,7 +110,7 @@ class _Import:
         self._run_dry(shapes)
         for done, (trace, shape) in enumerate(zip(traces.ranks, shapes, strict=True)):
             self._rank(trace, shape)
-            self.progress(f"building the job: {done + 1:,} of {len(traces.ranks):,} ranks")
+            self.progress("building the job, by ranks", done + 1, len(traces.ranks))
         for begin, end, ranks in self.programs.values():
             role = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} and {len(ranks) - 1} alike"
             self.builder.program([(0, begin, end, 0, 0)], role=role, ranks=ranks)
@@ -496,7 +497,7 @@ class _Joined:
 
 
 def _chains(trace: RankTrace) -> Int64 | None:
-    """For every row the first of its chain of control dependencies, -1 where it has none; None where they are none.
+    """For every row the first of its chain of control dependencies, -1 where it has none; None: no chains.
 
     In a chain a node has one control dependency at most, and is that of one at most. There is no cycle.
     """

@@ -11,7 +11,7 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from pathlib import Path
@@ -24,6 +24,7 @@ from echograph.errors import FormatError, InputError
 from echograph.ir.columns import NONE, Int32, Int64, Ragged
 from echograph.ir.serde_chakra import ChakraNode, Value, decode_metadata, read, read_metadata
 from echograph.ir.serde_chakra_columns import NodeColumns, decode, eights, split, varints
+from echograph.progress import Progress, silent
 
 ABSENT = -(2**63)
 """In place of a number that a node does not state."""
@@ -181,12 +182,12 @@ class Traces:
         return self.names[int(trace.name[row])]
 
 
-def read_traces(source: Path, progress: Callable[[str], None] = lambda _: None) -> Traces:
+def read_traces(source: Path, progress: Progress = silent) -> Traces:
     """Reads the traces of a folder, or those whose names begin with a path (`FOLDER/NAME`).
 
     Args:
         source: the folder, or the path.
-        progress: told now and then how much has been read.
+        progress: told how many ranks have been read.
 
     Raises:
         InputError: there are none, or a file cannot be read.
@@ -200,7 +201,7 @@ def read_traces(source: Path, progress: Callable[[str], None] = lambda _: None) 
     ranks: list[RankTrace] = []
     for trace in _read_ranks(files, shared):
         ranks.append(trace)
-        progress(f"reading traces: {len(ranks):,} of {len(files):,} ranks, {shared.nodes:,} nodes")
+        progress(f"reading traces of ranks in {folder}", len(ranks), len(files))
     return Traces(
         prefix=prefix,
         ranks=tuple(ranks),

@@ -240,8 +240,8 @@ def _restore(scratch: Path, path: Path) -> None:
         (scratch / _OLD).rename(path)
 
 
-# What is written beside its place bears a name that begins like this, and is locked by the process that writes it: the
-# lock goes with the process, however it ends. It gets the name when it is locked, so what is not is nobody's.
+# What is written beside its place bears a name that begins like this, and is locked by the process that writes it:
+# the lock goes with the process, however it ends. It gets the name when it is locked, so what is not is nobody's.
 _NEW, _OLD, _LOCK = "new", "old", "lock"
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from echograph.ir.columns import NONE, Int64, OpTable, Ragged
 from echograph.ir.types import OpKind
+from echograph.progress import Progress, silent
 
 CHUNK = 65_536
 _OPS = 1
@@ -43,12 +44,13 @@ class _Part(Protocol):
         """Writes it where it stands."""
 
 
-def op_chunks(ops: OpTable, first: int) -> Iterator[bytes]:
+def op_chunks(ops: OpTable, first: int, progress: Progress = silent) -> Iterator[bytes]:
     """The operation table as pieces of a graph's message, a chunk of operations each.
 
     Args:
         ops: the table.
         first: the field of a graph that holds chunks.
+        progress: told how many operations have been written.
     """
     for low in range(0, len(ops), CHUNK):
         body = _chunk(ops, low, min(low + CHUNK, len(ops)))
@@ -58,6 +60,7 @@ def op_chunks(ops: OpTable, first: int) -> Iterator[bytes]:
         _put(out, np.cumsum(sizes) - sizes, head, sizes)
         yield out.tobytes()
         yield body
+        progress("writing operations", min(low + CHUNK, len(ops)), len(ops))
 
 
 def _chunk(ops: OpTable, low: int, high: int) -> bytes:

@@ -9,15 +9,27 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
 
 from echograph import __version__
 from echograph.cli.plain import read_plainly
+from echograph.cli.progress import progress
 from echograph.errors import EchoError, MissingExtraError
+
+__all__ = [
+    "EXIT_INTERRUPTED",
+    "make_app",
+    "print_error",
+    "print_json",
+    "print_line",
+    "print_table",
+    "progress",
+    "require_torch",
+    "run",
+]
 
 EXIT_INTERRUPTED = 130
 
@@ -134,15 +146,3 @@ def print_error(text: str) -> None:
 def print_json(value: Any) -> None:
     """A result for programs."""
     print_line(json.dumps(value, indent=2, allow_nan=False))
-
-
-@contextmanager
-def progress(text: str) -> Iterator[Callable[[str], None]]:
-    """Shows what is going on while stderr is a terminal; yields a function that changes the text."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(text) as status:
-        yield lambda new: status.update(new)
