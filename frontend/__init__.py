@@ -18,7 +18,10 @@ FRONTENDS = Table(
         "text": "echograph.frontend.graph_files:load_text",
     },
 )
-"""Formats of other tools that are read: name -> `load(source: Path) -> Graph | Imported`."""
+"""Formats of other tools that are read: name -> `load(source: Path) -> Graph | Imported`.
+
+Those that read many files also take `progress: Progress`.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

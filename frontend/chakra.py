@@ -8,21 +8,26 @@ for each peer, or the stream that PyTorch's traces state.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from echograph.errors import FormatError, InputError
 from echograph.frontend import Imported
 from echograph.ir.builder import GraphBuilder
+from echograph.ir.chakra_ends import surely_end
 from echograph.ir.chakra_traces import ABSENT, MAX_DEPENDENCIES, RankTrace, Traces, read_traces
-from echograph.ir.columns import NONE
+from echograph.ir.columns import NONE, Int64, Ragged
 from echograph.ir.exporters.chakra_dry_run import free_run, who_waits
 from echograph.ir.graph import JobGraph, Workload
 from echograph.ir.serde_chakra import CommType, NodeType, read_metadata
 from echograph.ir.types import CollectiveKind, CopyDirection, DType, OpKind, Payload, Phase, Source
+from echograph.progress import Progress, silent
 from echograph.units import PS_PER_NS, PS_PER_US
 
 DEVICE = "chakra"
@@ -53,25 +58,33 @@ _HANGS = "the ranks wait for each other, and a simulation will hang"
 _LEFT_OUT = (NodeType.INVALID, NodeType.METADATA)
 
 
-def load(source: Path) -> Imported:
+def load(source: Path, progress: Progress = silent) -> Imported:
     """Reads the traces of all ranks in a folder, or those whose names begin with a path (`FOLDER/NAME`).
+
+    Args:
+        source: the folder, or the path.
+        progress: told what is being done, and how much of it has been.
 
     Raises:
         InputError: there are no traces, or those of ranks are missing.
         FormatError: a trace is malformed, or does not say what a communication needs; names the node.
     """
-    return _Import(read_traces(source)).run()
+    return _Import(read_traces(source, progress), progress).run()
 
 
 @dataclass(slots=True)
 class _Import:
     traces: Traces
+    progress: Progress
     notes: Counter[str] = field(default_factory=Counter)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     members: dict[str, frozenset[int]] = field(default_factory=dict)
     timed: bool = False
     buffered: bool = False
     waits: int = 0
+    shapes: dict[int, _Shape] = field(default_factory=dict)
+    programs: dict[tuple[int, bytes], tuple[int, int, list[int]]] = field(default_factory=dict)
+    names: Int64 = field(init=False)
     builder: GraphBuilder = field(init=False)
     streams: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
@@ -91,20 +104,27 @@ class _Import:
         self.groups = dict(traces.groups or {})
         self._add_groups()
         self.timed = any(bool((t.duration_us[t.type == NodeType.COMP] > 0).any()) for t in traces.ranks)
-        self._run_dry()
-        for trace in traces.ranks:
-            begin = self.builder.op_count()
-            self._rank(trace)
-            self.builder.program(
-                [(0, begin, self.builder.op_count(), 0, 0)], role=f"rank {trace.rank}", ranks=(trace.rank,)
-            )
+        self.names = np.array([self.builder.string(name) for name in traces.names], np.int64)
+        shapes = [self._shape(trace) for trace in traces.ranks]
+        self.progress("looking for ranks that wait for each other")
+        self._run_dry(shapes)
+        for done, (trace, shape) in enumerate(zip(traces.ranks, shapes, strict=True)):
+            self._rank(trace, shape)
+            self.progress("building the job, by ranks", done + 1, len(traces.ranks))
+        for begin, end, ranks in self.programs.values():
+            role = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} and {len(ranks) - 1} alike"
+            self.builder.program([(0, begin, end, 0, 0)], role=role, ranks=ranks)
         if not self.streams:
             self.builder.stream("compute")
+        self.progress("verifying the job")
         return Imported(graph=self.builder.build(JobGraph), notes=tuple(self._said()))
 
-    def _run_dry(self) -> None:
+    def _run_dry(self, shapes: Sequence[_Shape]) -> None:
         """Finds out whether ranks come to an end, and whether only because sends do not wait for receives."""
-        if not free_run(self.traces, buffered=False):
+        ranks = [trace.rank for trace in self.traces.ranks]
+        edges = {rank: shape.edges for rank, shape in zip(ranks, shapes, strict=True)}
+        chains = {rank: shape.chains for rank, shape in zip(ranks, shapes, strict=True)}
+        if surely_end(self.traces, edges, chains) or not free_run(self.traces, buffered=False):
             return
         if waits := free_run(self.traces, buffered=True):
             self.notes[f"{_HANGS}: {who_waits(self.traces, waits)[1]}"] = 1
@@ -137,66 +157,85 @@ class _Import:
         everyone = named is None or named == "" or (str(named) == "0" and "0" not in (self.traces.groups or {}))
         return WORLD if everyone else str(named)
 
-    # -- a rank ----------------------------------------------------------------------------------------------
+    # -- what ranks alike have in common ---------------------------------------------------------------------
 
-    def _rank(self, trace: RankTrace) -> None:
-        if len(missing := np.flatnonzero(trace.data_deps.values == NONE)):
-            row = int(trace.data_deps.rows[missing[0]])
-            raise FormatError(f"{_where(self.traces, trace, row)}: waits for a node that the file does not have")
-        order, control = self._order(trace)
-        self.notes[_NO_NODES] += int((trace.ctrl_deps.values == NONE).sum()) if control else 0
-        streams, before = self._streams(trace, order, control=control)
-        made: dict[int, tuple[int, ...]] = {}
-        types = trace.type.tolist()
-        for row in order:
-            deps = {op for dep in before(row) for op in made[dep]}
-            self.waits += len(deps)
-            if self.waits > MAX_DEPENDENCIES:
-                where = _where(self.traces, trace, row)
-                raise FormatError(f"{where}: over {MAX_DEPENDENCIES:,} dependencies where nodes are left out")
-            if types[row] in _LEFT_OUT:
-                self.notes[f"{NodeType(types[row]).name} nodes left out, their dependencies joined"] += 1
-                made[row] = tuple(sorted(deps))
-            else:
-                op = self._add(trace, row, streams[row], sorted(deps))
-                buffered = self.buffered and types[row] == NodeType.SEND
-                self.notes[_BUFFERED] += int(buffered)
-                made[row] = tuple(sorted(deps)) if buffered else (op,)
+    def _shape(self, trace: RankTrace) -> _Shape:
+        """The order of a rank's nodes; of ranks with the same nodes and dependencies it is worked out once."""
+        key = id(trace.id)  # ranks that were found alike share their columns
+        if key not in self.shapes:
+            self.shapes[key] = self._ordered(trace)
+        return self.shapes[key]
 
-    def _order(self, trace: RankTrace) -> tuple[list[int], bool]:
-        """Rows in the order of the program, and whether control dependencies are kept.
+    def _ordered(self, trace: RankTrace) -> _Shape:
+        """Rows in the order of the program, with control dependencies unless data dependencies contradict them.
 
         In traces of PyTorch they are the stack of calls, which data dependencies may contradict.
         """
+        if len(missing := np.flatnonzero(trace.data_deps.values == NONE)):
+            row = int(trace.data_deps.rows[missing[0]])
+            raise FormatError(f"{_where(self.traces, trace, row)}: waits for a node that the file does not have")
         order = trace.order()
-        if len(order) == len(trace):
-            return order, True
+        if control := len(order) == len(trace):
+            return _Shape(trace, order, control=control)
         if len(alone := trace.order(control=False)) == len(trace):
-            self.notes[_CONTRADICTED] += len(trace.ctrl_deps.values)
-            return alone, False
+            return _Shape(trace, alone, control=control)
         stuck = min(set(range(len(trace))) - set(alone), key=lambda row: int(trace.id[row]))
         raise FormatError(f"{_where(self.traces, trace, stuck)}: waits for itself, in a cycle of dependencies")
 
-    def _streams(
-        self, trace: RankTrace, order: list[int], *, control: bool
-    ) -> tuple[dict[int, int], Callable[[int], set[int]]]:
-        """The stream of every row, and what a row waits for beyond the one before it there."""
-        chains = _chains(trace) if control and not self.buffered else None
+    # -- a rank ----------------------------------------------------------------------------------------------
+
+    def _rank(self, trace: RankTrace, shape: _Shape) -> None:
+        """Adds the operations of a rank; where another has the very same, it runs those."""
+        layout = shape.layout(buffered=self.buffered)
+        if self.waits + layout.waits > MAX_DEPENDENCIES or layout.too_many is not None:
+            row = int(shape.order[-1]) if layout.too_many is None else layout.too_many
+            where = _where(self.traces, trace, row)
+            raise FormatError(f"{where}: over {MAX_DEPENDENCIES:,} dependencies where nodes are left out")
+        self.waits += layout.waits
+        if shape.control:
+            self.notes[_NO_NODES] += int((trace.ctrl_deps.values == NONE).sum())
+        else:
+            self.notes[_CONTRADICTED] += len(trace.ctrl_deps.values)
+        for kind, count in zip(
+            *np.unique(trace.type[np.isin(trace.type, _LEFT_OUT)], return_counts=True), strict=True
+        ):
+            self.notes[f"{NodeType(kind).name} nodes left out, their dependencies joined"] += int(count)
+        if self.buffered:
+            self.notes[_BUFFERED] += int((trace.type == NodeType.SEND).sum())
+        streams = self._streams(trace, layout)
+        columns = {name: column[layout.rows] for name, column in self._columns(trace, shape).items()}
+        columns["stream"] = streams[layout.rows]
+        # Of ranks that were found alike nothing else differs.
+        own = np.stack([columns[name] for name in ("stream", "group", "peer")]).astype(np.int32)
+        begin = self.builder.op_count()
+        first: tuple[int, int, list[int]] = (begin, begin + len(layout.rows), [])
+        _, _, ranks = self.programs.setdefault((id(trace.id), blake2b(own, digest_size=32).digest()), first)
+        ranks.append(trace.rank)
+        if ranks is first[2]:
+            durations = columns.pop("picoseconds"), DEVICE, Source.IMPORTED
+            deps = Ragged(layout.deps.offsets, layout.deps.values + begin)
+            self.builder.op_columns(columns, deps, durations)
+
+    def _streams(self, trace: RankTrace, layout: _Layout) -> Int64:
+        """The stream of every row: that of its chain, which its first row names, or else one by kind."""
         taken: dict[int | str, int] = {}
-        found: dict[int, int] = {}
         counts: Counter[str] = Counter()
-        for row in order:
-            kind = self._kind(trace, row)
-            key = (chains or {}).get(row, kind)
+        found = np.zeros(len(trace), np.int64)
+        rows = layout.leads
+        facts = (trace.host, trace.stream, trace.type, trace.group, trace.comm_src, trace.comm_dst, trace.comm_tag)
+        kinds: dict[tuple[int, ...], str] = {}
+        each = zip(rows.tolist(), zip(*(fact[rows].tolist() for fact in facts), strict=True), strict=True)
+        chained = layout.chained[rows].tolist()
+        streams = []
+        for (row, fact), in_chain in zip(each, chained, strict=True):
+            kind = kinds.get(fact) or kinds.setdefault(fact, self._kind(trace, row))
+            key = row if in_chain else kind
             if key not in taken:
                 counts[kind] += 1
                 taken[key] = self._stream(kind if counts[kind] == 1 else f"{kind} {counts[kind]}")
-            found[row] = taken[key]
-        kinds = (trace.data_deps,) if chains is not None or not control else (trace.data_deps, trace.ctrl_deps)
-        lists = [(kind.offsets.tolist(), kind.values.tolist()) for kind in kinds]
-        return found, lambda row: {
-            dep for offsets, deps in lists for dep in deps[offsets[row] : offsets[row + 1]] if dep != NONE
-        }
+            streams.append(taken[key])
+        found[rows] = streams
+        return found[layout.lead]
 
     def _stream(self, name: str) -> int:
         if name not in self.streams:
@@ -226,83 +265,102 @@ class _Import:
         """Where sends do not wait for their receives, messages of another tag may overtake."""
         return f" tag {max(0, int(trace.comm_tag[row]))}" if self.buffered else ""
 
-    # -- a node ----------------------------------------------------------------------------------------------
+    # -- its nodes -------------------------------------------------------------------------------------------
 
-    def _add(self, trace: RankTrace, row: int, stream: int, deps: list[int]) -> int:
-        builder, kind = self.builder, NodeType(int(trace.type[row]))
-        values = self._values(trace, row, kind)
-        op = OpKind.HOST if trace.host[row] else _OPS[kind]
-        name = builder.string(self.traces.name(trace, row))
-        times = self._durations(trace, row, kind)
-        builder.op_row(op, name, Phase.OTHER, 0, stream, (), (), deps, times, **values)
-        return builder.op_count() - 1
+    def _columns(self, trace: RankTrace, shape: _Shape) -> dict[str, npt.NDArray[Any]]:
+        """What the nodes of a rank become, a row each, whatever their kind.
 
-    def _durations(self, trace: RankTrace, row: int, kind: NodeType) -> list[tuple[int, int, int, int, float]]:
-        micros = int(trace.duration_us[row])
-        if micros >= MAX_STEP_US:
-            raise FormatError(f"{_where(self.traces, trace, row)}: takes {micros:,} microseconds, beyond 63 bits")
-        works = kind == NodeType.COMP or bool(trace.host[row])
-        if not micros and not (works and self.timed):
-            return []
-        # What is 0 in whole microseconds is a nanosecond to readers of the format.
-        picoseconds = micros * PS_PER_US or PS_PER_NS
-        return [(self.builder.string(DEVICE), picoseconds, Source.IMPORTED, 0, 0.0)]
+        Raises:
+            FormatError: one does not say what it needs; names the first.
+        """
+        device = ~trace.host & ~np.isin(trace.type, _LEFT_OUT)
+        work = device & (trace.type == NodeType.COMP)
+        copies = device & np.isin(trace.type, tuple(_COPIES))
+        collective = device & (trace.type == NodeType.COLLECTIVE)
+        sends, receives = (device & (trace.type == kind) for kind in (NodeType.SEND, NodeType.RECV))
+        talks = sends | receives
+        code = np.clip(trace.comm_type, -1, len(CommType))
+        barrier = collective & (code == CommType.BARRIER)
+        numbers, sizes, inside = self._groups_of(trace)
+        shares = np.where(
+            np.isin(code, (CommType.ALL_GATHER, CommType.GATHER)) & collective, sizes[trace.group], 1
+        )
+        peer = np.where(sends, trace.comm_dst, trace.comm_src)
+        wrong = collective & ((code < 0) | (code >= len(CommType)) | ~inside[trace.group])
+        wrong |= (collective & ~barrier | talks) & ((trace.comm_size < 0) | (trace.comm_size > _MAX // shares))
+        wrong |= talks & ((peer < 0) | (peer >= len(self.traces.ranks)) | (peer == trace.rank))
+        wrong |= (trace.duration_us >= MAX_STEP_US) & ~np.isin(trace.type, _LEFT_OUT)
+        if wrong.any():
+            self._refuse(trace, int(shape.order[np.flatnonzero(wrong[shape.order])[0]]))
+        timed = (trace.duration_us > 0) | (work | trace.host if self.timed else np.zeros(len(trace), np.bool_))
+        micros = trace.duration_us.astype(np.int64)
+        moved = np.where(barrier, 0, trace.comm_size * shares)
+        zero = np.zeros(len(trace), np.int64)
+        return {
+            "kind": np.where(trace.host, OpKind.HOST, _OF_TYPE[0][trace.type]),
+            "name": self.names[trace.name],
+            "phase": np.full(len(trace), Phase.OTHER),
+            "flops": np.where(work, np.maximum(trace.num_ops, 0), zero),
+            "bytes_read": np.where(work, np.maximum(trace.tensor_size, 0), zero),
+            "variant": np.where(collective, _VARIANT[code], np.where(copies, _OF_TYPE[1][trace.type], zero)),
+            "dtype": np.where(collective, DType.UINT8, zero),
+            "payload": np.where(collective | talks, Payload.OTHER, zero),
+            "asynchronous": collective,
+            "group": np.where(collective, numbers[trace.group], np.where(talks, self.numbers.get(WORLD, 0), NONE)),
+            "peer": np.where(talks, peer - trace.rank, zero),
+            "tag": np.where(talks, np.maximum(trace.comm_tag, 0), zero),
+            "nbytes": np.where(
+                copies, np.maximum(trace.tensor_size, 0), np.where(collective | talks, moved, zero)
+            ),
+            # What is 0 in whole microseconds is a nanosecond to readers of the format.
+            "picoseconds": np.where(timed, np.where(micros > 0, micros * PS_PER_US, PS_PER_NS), NONE),
+        }  # fmt: skip
 
-    def _values(self, trace: RankTrace, row: int, kind: NodeType) -> dict[str, int]:
-        if trace.host[row]:
-            return {}
-        match kind:
-            case NodeType.COMP:
-                flops, moved = int(trace.num_ops[row]), int(trace.tensor_size[row])
-                return {"flops": max(0, flops), "bytes_read": max(0, moved)}
-            case NodeType.MEM_LOAD | NodeType.MEM_STORE:
-                return {"variant": _COPIES[kind], "nbytes": max(0, int(trace.tensor_size[row]))}
-            case NodeType.COLLECTIVE:
-                return self._collective(trace, row)
-            case _:
-                return self._message(trace, row, kind)
+    def _groups_of(self, trace: RankTrace) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
+        """For what a rank's nodes state as their group: its number, its size, whether the rank is in it."""
+        count = len(self.traces.groups_named)
+        numbers, sizes, inside = np.full(count, NONE), np.ones(count, np.int64), np.zeros(count, np.bool_)
+        for index in np.unique(trace.group).tolist():
+            if (name := self._group(index)) in self.numbers:
+                numbers[index], sizes[index] = self.numbers[name], max(1, len(self.groups[name]))
+                inside[index] = trace.rank in self.members[name]
+        return numbers, sizes, inside
 
-    def _collective(self, trace: RankTrace, row: int) -> dict[str, int]:
-        name, code = self._group(int(trace.group[row])), int(trace.comm_type[row])
+    def _refuse(self, trace: RankTrace, row: int) -> NoReturn:
+        """Says what is wrong with a node."""
+        where, kind = _where(self.traces, trace, row), NodeType(int(trace.type[row]))
+        if not trace.host[row] and kind == NodeType.COLLECTIVE:
+            self._refuse_collective(trace, row, where)
+        if not trace.host[row] and kind in (NodeType.SEND, NodeType.RECV):
+            self._refuse_message(trace, row, where, kind)
+        raise FormatError(f"{where}: takes {int(trace.duration_us[row]):,} microseconds, beyond 63 bits")
+
+    def _refuse_collective(self, trace: RankTrace, row: int, where: str) -> None:
+        name, code, size = self._group(int(trace.group[row])), int(trace.comm_type[row]), int(trace.comm_size[row])
         if not 0 <= code < len(CommType):
             said = "no comm_type" if code == ABSENT else f"the unknown comm_type {code}"
-            raise FormatError(f"{_where(self.traces, trace, row)}: a collective of {said}")
+            raise FormatError(f"{where}: a collective of {said}")
         if trace.rank not in self.members[name]:
-            where = _where(self.traces, trace, row)
             raise FormatError(
                 f"{where}: a collective of group {name[:40]}, of which rank {trace.rank} is no member"
             )
-        size = 0 if code == CommType.BARRIER else self._size(trace, row)
-        if code in (CommType.ALL_GATHER, CommType.GATHER):
-            size *= len(self.groups[name])  # the format counts the part of a rank
-        if size >= 2**63:
-            raise FormatError(f"{_where(self.traces, trace, row)}: gathers {size:,} bytes, beyond 63 bits")
-        return {
-            "variant": _KINDS[CommType(code)], "group": self.numbers[name], "nbytes": size, "dtype": DType.UINT8,
-            "payload": Payload.OTHER, "asynchronous": True,
-        }  # fmt: skip
+        if code != CommType.BARRIER:
+            _refuse_size(size, where)
+            # The format counts the part of a rank.
+            size *= len(self.groups[name]) if code in (CommType.ALL_GATHER, CommType.GATHER) else 1
+            if size >= 2**63:
+                raise FormatError(f"{where}: gathers {size:,} bytes, beyond 63 bits")
 
-    def _message(self, trace: RankTrace, row: int, kind: NodeType) -> dict[str, int]:
-        stated = trace.comm_dst if kind == NodeType.SEND else trace.comm_src
-        peer, tag = int(stated[row]), max(0, int(trace.comm_tag[row]))
-        ranks = len(self.traces.ranks)
+    def _refuse_message(self, trace: RankTrace, row: int, where: str, kind: NodeType) -> None:
+        peer, ranks = (
+            int((trace.comm_dst if kind == NodeType.SEND else trace.comm_src)[row]),
+            len(self.traces.ranks),
+        )
         if not 0 <= peer < ranks or peer == trace.rank:
             which = "no other rank" if peer == ABSENT else f"rank {peer}"
             towards = "to" if kind == NodeType.SEND else "from"
-            raise FormatError(
-                f"{_where(self.traces, trace, row)}: a message {towards} {which} of 0 to {ranks - 1}"
-            )
-        return {
-            "group": self.numbers[WORLD], "peer": peer - trace.rank, "tag": tag, "nbytes": self._size(trace, row),
-            "payload": Payload.OTHER,
-        }  # fmt: skip
-
-    def _size(self, trace: RankTrace, row: int) -> int:
-        size = int(trace.comm_size[row])
-        if size < 0:
-            said = "no comm_size" if size == ABSENT else f"the comm_size {size}"
-            raise FormatError(f"{_where(self.traces, trace, row)}: a communication of {said}")
-        return size
+            raise FormatError(f"{where}: a message {towards} {which} of 0 to {ranks - 1}")
+        _refuse_size(int(trace.comm_size[row]), where)
 
     def _said(self) -> Iterator[str]:
         for what, count in self.notes.items():
@@ -324,24 +382,142 @@ _OPS = {
     NodeType.SEND: OpKind.SEND,
     NodeType.RECV: OpKind.RECV,
 }
+_OF_TYPE = np.array(
+    [[_OPS.get(kind, OpKind.HOST) for kind in NodeType], [_COPIES.get(kind, 0) for kind in NodeType]], np.int64
+)
+_VARIANT = np.array([*(_KINDS[kind] for kind in CommType), 0, 0], np.int64)
+_MAX = np.int64(2**63 - 1)
 
 
-def _chains(trace: RankTrace) -> dict[int, int] | None:
-    """For rows in chains of control dependencies the first of their chain; None where they are no chains.
+class _Shape:
+    """What ranks with the same nodes and dependencies have in common.
 
-    In a chain a node has one control dependency at most, and is that of one at most.
+    Attributes:
+        order: rows in the order of the program.
+        control: whether control dependencies are kept.
+        edges: rows (before, after) of the dependencies that are kept, each pair once.
+        chains: for every row the first one of its chain of control dependencies, -1 where it is in none; None
+            where these are no chains.
+    """
+
+    def __init__(self, trace: RankTrace, order: Sequence[int], *, control: bool) -> None:
+        self.order, self.control = np.array(order, np.int64), control
+        self.edges = trace.edges(control=control)
+        self.chains = _chains(trace) if control else None
+        self._data_alone = trace.edges(control=False) if self.chains is not None else self.edges
+        self._type = trace.type
+        self._layout: _Layout | None = None
+
+    def layout(self, *, buffered: bool) -> _Layout:
+        """What becomes of the nodes; the same in every call."""
+        if self._layout is None:
+            chains = None if buffered else self.chains
+            own = np.arange(len(self.order))
+            lead = own if chains is None else np.where(chains == NONE, own, chains)
+            place = np.empty(len(self.order), np.int64)
+            place[self.order] = own
+            before, after = self.edges if chains is None else self._data_alone
+            left_out = np.isin(self._type, _LEFT_OUT)
+            through = left_out | (self._type == NodeType.SEND) if buffered else left_out
+            joined = _Joined(place[before], place[after], left_out[self.order], through[self.order])
+            leads = np.unique(lead)
+            self._layout = _Layout(
+                rows=self.order[~left_out[self.order]],
+                deps=joined.deps,
+                waits=joined.waits,
+                too_many=None if joined.too_many is None else int(self.order[joined.too_many]),
+                lead=lead,
+                leads=leads[np.argsort(place[leads])],
+                chained=np.zeros(len(own), np.bool_) if chains is None else chains != NONE,
+            )
+        return self._layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Layout:
+    """What becomes of the nodes of ranks alike.
+
+    Attributes:
+        rows: those that become operations, in order.
+        deps: of each of these, what it waits for beyond the one before it on its stream, as places among them.
+        waits: how many dependencies there are, those of nodes that are left out among them.
+        too_many: the row at which there are more than is read; None where there are not.
+        lead: for every row the one that says on which stream it is.
+        leads: these, in order.
+        chained: for every row, whether it is in a chain.
+    """
+
+    rows: Int64
+    deps: Ragged
+    waits: int
+    too_many: int | None
+    lead: Int64
+    leads: Int64
+    chained: npt.NDArray[np.bool_]
+
+
+class _Joined:
+    """Dependencies between places, without those left out: what waits for one waits for what it waits for.
+
+    Args:
+        before: places.
+        after: places that wait for them, each pair once.
+        left_out: bool [places].
+        through: bool [places], which are not waited for themselves.
+    """
+
+    def __init__(
+        self, before: Int64, after: Int64, left_out: npt.NDArray[np.bool_], through: npt.NDArray[np.bool_]
+    ) -> None:
+        self.too_many: int | None = None
+        count = len(left_out)
+        order = np.lexsort((before, after))
+        before, after = before[order], after[order]
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(after, minlength=count))])
+        if not through.any():
+            self.deps, self.waits = Ragged(offsets, before), len(before)
+            return
+        number = np.cumsum(~left_out) - 1
+        made: list[tuple[int, ...]] = []
+        values: list[int] = []
+        ends = [0]
+        self.waits = 0
+        for place in range(count):
+            found = {op for dep in before[offsets[place] : offsets[place + 1]].tolist() for op in made[dep]}
+            self.waits += len(found)
+            if self.waits > MAX_DEPENDENCIES:
+                self.too_many = place
+                break
+            deps = tuple(sorted(found))
+            made.append(deps if through[place] else (int(number[place]),))
+            if not left_out[place]:
+                values += deps
+                ends.append(len(values))
+        self.deps = Ragged(np.array(ends, np.int64), np.array(values, np.int64))
+
+
+def _chains(trace: RankTrace) -> Int64 | None:
+    """For every row the first of its chain of control dependencies, -1 where it has none; None: no chains.
+
+    In a chain a node has one control dependency at most, and is that of one at most. There is no cycle.
     """
     rows, deps = trace.ctrl_deps.rows, trace.ctrl_deps.values
     if not len(deps) or len(np.unique(rows)) < len(rows) or len(np.unique(deps)) < len(deps) or deps.min() == NONE:
         return None
-    after = dict(zip(deps.tolist(), rows.tolist(), strict=True))
-    first: dict[int, int] = {}
-    for row in after.keys() - set(rows.tolist()):
-        at: int | None = row
-        while at is not None:
-            first[at] = row
-            at = after.get(at)
+    first = np.arange(len(trace))
+    first[rows] = deps
+    while not np.array_equal(further := first[first], first):
+        first = further
+    alone = np.ones(len(trace), np.bool_)
+    alone[rows] = alone[deps] = False
+    first[alone] = NONE
     return first
+
+
+def _refuse_size(size: int, where: str) -> None:
+    if size < 0:
+        said = "no comm_size" if size == ABSENT else f"the comm_size {size}"
+        raise FormatError(f"{where}: a communication of {said}")
 
 
 def _check_ranks(traces: Traces) -> None:

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack
 
 import numpy as np
+import numpy.typing as npt
 
 from echograph.ir import types as t
-from echograph.ir.columns import NONE, OpTable, Ragged, TensorTable
+from echograph.ir.columns import NONE, Int64, OpTable, Ragged, TensorTable
 from echograph.ir.graph import Axis, Block, Graph, Group, Instance, Program, Workload
 from echograph.ir.verify import verify
 
@@ -68,6 +69,12 @@ class _RaggedColumn:
     def append(self, row: Iterable[int]) -> None:
         self.values.items.extend(row)
         self.offsets.items.append(len(self.values.items))
+
+    def extend(self, lengths: Int64, values: npt.ArrayLike) -> None:
+        """Appends rows of these lengths, given one after the other."""
+        offsets = len(self.values.items) + np.cumsum(lengths)
+        self.offsets.items.frombytes(offsets.astype(np.int64).tobytes())
+        self.values.items.frombytes(np.asarray(values, self.values.dtype).tobytes())
 
     def freeze(self) -> Ragged:
         return Ragged(self.offsets.freeze(), self.values.freeze())
@@ -398,6 +405,36 @@ class GraphBuilder:
         else:
             for _, push, default in self._value_appends:
                 push(default)
+
+    def op_columns(
+        self,
+        columns: Mapping[str, npt.NDArray[Any]],
+        deps: Ragged,
+        durations: tuple[npt.NDArray[Any], str, t.Source],
+    ) -> None:
+        """Appends operations given as columns, without inputs and outputs.
+
+        Args:
+            columns: by name, a value for each operation; those not named take their default.
+            deps: of each, indices of operations.
+            durations: picoseconds of each, -1 where unknown; of which device; where they come from.
+        """
+        count = len(deps)
+        for name, column in self._o.items():
+            values = columns.get(name)
+            if values is None:
+                values = np.full(count, _DEFAULTS.get(name, 0))
+            column.items.frombytes(np.ascontiguousarray(values, column.dtype).tobytes())
+        self._inputs.extend(np.zeros(count, np.int64), ())
+        self._outputs.extend(np.zeros(count, np.int64), ())
+        self._deps.extend(deps.lengths, deps.values)
+        picoseconds, device, source = durations
+        known = picoseconds >= 0
+        self._duration.extend(known.astype(np.int64), picoseconds[known])
+        made = int(known.sum())
+        stated = {"duration_device": self.string(device) if made else 0, "duration_source": source}
+        for name, column in self._d.items():
+            column.items.frombytes(np.full(made, stated.get(name, 0), column.dtype).tobytes())
 
     def set_blocks(self, begins: Sequence[tuple[str, int, int]], ends: Sequence[tuple[int, int]]) -> None:
         """Declares all blocks at once: (name, first tensor, first operation), and where each ends."""

@@ -11,7 +11,7 @@ import json
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from pathlib import Path
@@ -24,6 +24,7 @@ from echograph.errors import FormatError, InputError
 from echograph.ir.columns import NONE, Int32, Int64, Ragged
 from echograph.ir.serde_chakra import ChakraNode, Value, decode_metadata, read, read_metadata
 from echograph.ir.serde_chakra_columns import NodeColumns, decode, eights, split, varints
+from echograph.progress import Progress, silent
 
 ABSENT = -(2**63)
 """In place of a number that a node does not state."""
@@ -181,12 +182,12 @@ class Traces:
         return self.names[int(trace.name[row])]
 
 
-def read_traces(source: Path, progress: Callable[[str], None] = lambda _: None) -> Traces:
+def read_traces(source: Path, progress: Progress = silent) -> Traces:
     """Reads the traces of a folder, or those whose names begin with a path (`FOLDER/NAME`).
 
     Args:
         source: the folder, or the path.
-        progress: told now and then how much has been read.
+        progress: told how many ranks have been read.
 
     Raises:
         InputError: there are none, or a file cannot be read.
@@ -200,7 +201,7 @@ def read_traces(source: Path, progress: Callable[[str], None] = lambda _: None) 
     ranks: list[RankTrace] = []
     for trace in _read_ranks(files, shared):
         ranks.append(trace)
-        progress(f"reading traces: {len(ranks):,} of {len(files):,} ranks, {shared.nodes:,} nodes")
+        progress(f"reading traces of ranks in {folder}", len(ranks), len(files))
     return Traces(
         prefix=prefix,
         ranks=tuple(ranks),
@@ -289,12 +290,12 @@ class _Shared:
         return self._index(path, node, self.groups, (type(value), value), value)
 
     def take_names(self, indices: Int64, texts: Iterable[tuple[int, str]]) -> bool:
-        """Writes the index of each (place, name) to its place; whether all of them are of a length that is read."""
-        return all([self._take(indices, at, self.names, text, text) for at, text in texts])
+        """Writes the index of each (place, name) to its place; whether all are of a length that is read."""
+        return all(self._take(indices, at, self.names, text, text) for at, text in texts)
 
     def take_groups(self, indices: Int64, values: Iterable[tuple[int, Value]]) -> bool:
         """The same for what nodes state as their group."""
-        return all([self._take(indices, at, self.groups, (type(value), value), value) for at, value in values])
+        return all(self._take(indices, at, self.groups, (type(value), value), value) for at, value in values)
 
     def _take(self, indices: Int64, at: int, known: dict[Any, int], key: object, value: object) -> bool:
         found = self.index(known, key, value)
@@ -315,8 +316,8 @@ class _Shared:
         found = self.index(known, key, value)
         if found is None:
             raise FormatError(
-                f"{path}: node {node.id} has a name or group of {_letters(value):,} letters, or all names are over "
-                f"{MAX_TEXT_LETTERS:,} letters together: corrupted"
+                f"{path}: node {node.id} has a name or group of {_letters(value):,} letters, or all names are "
+                f"over {MAX_TEXT_LETTERS:,} letters together: corrupted"
             )
         return found
 
@@ -544,7 +545,7 @@ class _Window:
             part[kind] = counts[low:high], ids[begin:end]
         file.parts.append(part)
         file.count(high - low, sum(len(part[kind][1]) for kind in ("ctrl_deps", "data_deps")), shared)
-        nodes, which, ends = found.attributes.others
+        nodes, which, _ = found.attributes.others
         inside = which[(nodes >= low) & (nodes < high)]
         file.places = self._places(low, high, start)
         for at, times in zip(*(part.tolist() for part in np.unique(inside, return_counts=True)), strict=True):
@@ -557,8 +558,10 @@ class _Window:
         places = {}
         for name in _OWN:
             nodes, _, at = attributes.numbers[name]
-            kept = slice(*np.searchsorted(nodes, (low, high)).tolist()) if (np.diff(nodes) > 0).all() else (
-                (nodes >= low) & (nodes < high)
+            kept = (
+                slice(*np.searchsorted(nodes, (low, high)).tolist())
+                if (np.diff(nodes) > 0).all()
+                else ((nodes >= low) & (nodes < high))
             )
             places[name] = nodes[kept] - low, at[kept] - start
         nodes, which, ends = attributes.others
@@ -577,7 +580,9 @@ def _group_length(attribute: bytes) -> int:
 
 def _new(known: Int64, used: Int64) -> list[int]:
     """Those used that are not known yet."""
-    fresh: list[int] = np.flatnonzero(np.bincount(used, minlength=len(known)).astype(np.bool_) & (known == NONE)).tolist()
+    fresh: list[int] = np.flatnonzero(
+        np.bincount(used, minlength=len(known)).astype(np.bool_) & (known == NONE)
+    ).tolist()
     return fresh
 
 

@@ -8,11 +8,15 @@ does not end with it is truncated. Nothing here knows a schema, so nothing here 
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import os
+import shutil
 import stat
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -271,19 +275,162 @@ def write_whole(path: Path, pieces: Iterable[str | bytes]) -> int:
 
 
 def _replace(path: Path, pieces: Iterable[str | bytes]) -> int:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".echograph-")
-    scratch = Path(name)
+    _remove_stale(path)
+    scratch, handle = _claimed_file(path)
     try:
         with os.fdopen(handle, "wb") as out:
             total = sum(out.write(_bytes(piece)) for piece in pieces)
-        mask = os.umask(0)
-        os.umask(mask)
-        scratch.chmod(0o666 & ~mask)
-        scratch.replace(path)
+            mask = os.umask(0)
+            os.umask(mask)
+            scratch.chmod(0o666 & ~mask)
+            out.flush()
+            scratch.replace(path)
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
     return total
+
+
+@contextmanager
+def whole_folder(path: Path, mark: str = "") -> Iterator[Path]:
+    """A folder to write in, empty at first, whose files come to stand in `path` at the end, if nothing went wrong.
+
+    Until then they are in one hidden folder beside `path`. What a process that was killed leaves of it is removed
+    when the same folder is written again.
+
+    Args:
+        path: where the files are to be.
+        mark: name of a file that every such folder holds: one that has it is replaced as a whole, another one that
+            holds anything is left alone. "": there may be a folder with anything, to which the files are added.
+
+    Raises:
+        OutputError: the path is a file, holds something else, or cannot be written.
+    """
+    path = path.resolve()
+    try:
+        if not mark:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        check_replaceable(path, mark)
+        _remove_stale(path)
+        scratch, lock = _claimed_folder(path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from None
+    try:
+        new = scratch / _NEW
+        new.mkdir()
+        yield new
+        if mark or (not path.exists() and any(new.iterdir())):
+            _take_the_place(new, path, scratch / _OLD)
+        elif not mark:
+            _add(new, path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        _restore(scratch, path)
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.close(lock)
+
+
+def check_replaceable(path: Path, mark: str) -> None:
+    """Fails where a folder cannot be written, or would replace what it is not an older version of.
+
+    Raises:
+        OutputError: as `whole_folder`.
+    """
+    if not path.parent.is_dir():
+        raise OutputError(f"cannot write {path}: no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise OutputError(f"cannot write {path}: {path.parent} is read-only")
+    if path.exists() and not path.is_dir():
+        raise OutputError(f"cannot write {path}: it is a file, and a folder is written")
+    if mark and path.is_dir() and any(path.iterdir()) and not (path / mark).is_file():
+        raise OutputError(f"cannot write {path}: it is not empty, and no earlier export: give another folder")
+
+
+def _take_the_place(new: Path, path: Path, old: Path) -> None:
+    """Puts a folder where another one may be; at once where the system can exchange two names."""
+    if path.exists() and not _exchange(new, path):
+        path.rename(old)
+        new.rename(path)
+    elif not path.exists():
+        new.rename(path)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two names; whether the system could."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), both) == 0
+
+
+def _add(new: Path, path: Path) -> None:
+    """Moves every file to its place in a folder that there is."""
+    for file in sorted(new.rglob("*")):
+        target = path / file.relative_to(new)
+        if file.is_dir():
+            target.mkdir(exist_ok=True)
+        else:
+            file.replace(target)
+
+
+def _restore(scratch: Path, path: Path) -> None:
+    """Puts back a folder that was moved out of the way of one that never came."""
+    if (scratch / _OLD).exists() and not path.exists():
+        (scratch / _OLD).rename(path)
+
+
+# What is written beside its place bears a name that begins like this, and is locked by the process that writes it:
+# the lock goes with the process, however it ends. It gets the name when it is locked, so what is not is nobody's.
+_NEW, _OLD, _LOCK = "new", "old", "lock"
+
+
+def _prefix(path: Path) -> str:
+    return f".{path.name[:64]}.echograph-"
+
+
+def _claimed_file(path: Path) -> tuple[Path, int]:
+    """A file beside a path, and its handle, which holds its lock."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".echograph-")
+    return _claim(Path(name), handle, path), handle
+
+
+def _claimed_folder(path: Path) -> tuple[Path, int]:
+    """A folder beside a path, and the handle of its lock."""
+    scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=".echograph-"))
+    handle = os.open(scratch / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    return _claim(scratch, handle, path), handle
+
+
+def _claim(scratch: Path, handle: int, path: Path) -> Path:
+    with suppress(OSError):  # a file system without locks: what is left there stays
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        claimed = scratch.with_name(_prefix(path) + scratch.name.removeprefix(".echograph-"))
+        scratch.rename(claimed)
+        return claimed
+    return scratch
+
+
+def _remove_stale(path: Path) -> None:
+    """Removes what a process that was killed has left of the same file or folder."""
+    with suppress(OSError):
+        for entry in os.scandir(path.parent):
+            if entry.name.startswith(_prefix(path)):
+                with suppress(OSError):
+                    _remove_unless_locked(Path(entry.path), path)
+
+
+def _remove_unless_locked(scratch: Path, path: Path) -> None:
+    folder = scratch.is_dir() and not scratch.is_symlink()
+    handle = os.open(scratch / _LOCK if folder else scratch, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if folder:
+            _restore(scratch, path)
+            shutil.rmtree(scratch)
+        else:
+            scratch.unlink()
+    finally:
+        os.close(handle)
 
 
 def _bytes(piece: str | bytes) -> bytes:

@@ -16,7 +16,9 @@ from echograph.errors import FormatError, GraphError
 from echograph.ir.files import fields, read_whole, with_checksum, write_whole
 from echograph.ir.graph import FORMAT_MAJOR, Graph, JobGraph, StepGraph
 from echograph.ir.serde_decode import Decoder
-from echograph.ir.serde_encode import header, op_chunks, tensor_chunks, trailer
+from echograph.ir.serde_encode import header, tensor_chunks, trailer
+from echograph.ir.serde_encode_ops import op_chunks
+from echograph.progress import Progress, silent
 from echograph.proto import workload_pb2 as pb
 
 MAGIC = "echograph"
@@ -24,17 +26,26 @@ HEADER_FIELDS = range(1, 4)
 _KNOWN_FIELDS = {field.number for field in pb.Graph.DESCRIPTOR.fields}
 
 
-def save(graph: Graph, path: Path | str) -> int:
+def save(graph: Graph, path: Path | str, progress: Progress = silent) -> int:
     """Writes a graph whole or not at all; returns the bytes written.
+
+    Args:
+        graph: the graph.
+        path: the file.
+        progress: told how many operations have been written.
 
     Raises:
         OutputError: the path cannot be written.
     """
-    return write_whole(Path(path), encode(graph))
+    return write_whole(Path(path), encode(graph, progress))
 
 
-def load(path: Path | str) -> StepGraph | JobGraph:
+def load(path: Path | str, progress: Progress = silent) -> StepGraph | JobGraph:
     """Reads and verifies a graph.
+
+    Args:
+        path: the file.
+        progress: told how many operations have been read.
 
     Raises:
         InputError: the file does not exist or cannot be read.
@@ -43,27 +54,28 @@ def load(path: Path | str) -> StepGraph | JobGraph:
     path = Path(path)
     data = read_whole(path, f"write one with: echoc compile --model NAME -o {path.name}")
     try:
-        return decode(data)
+        return decode(data, progress)
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None
 
 
-def encode(graph: Graph) -> Iterator[bytes]:
+def encode(graph: Graph, progress: Progress = silent) -> Iterator[bytes]:
     """The file's bytes, piece by piece."""
-    pieces = (m if isinstance(m, bytes) else m.SerializeToString(deterministic=True) for m in _messages(graph))
+    messages = _messages(graph, progress)
+    pieces = (m if isinstance(m, bytes) else m.SerializeToString(deterministic=True) for m in messages)
     return with_checksum(pieces)
 
 
-def _messages(graph: Graph) -> Iterator[Message | bytes]:
+def _messages(graph: Graph, progress: Progress) -> Iterator[Message | bytes]:
     level = pb.LEVEL_JOB if isinstance(graph, JobGraph) else pb.LEVEL_STEP
     yield header(graph, MAGIC, level)
     yield from (pb.Graph(tensor_chunks=[chunk]) for chunk in tensor_chunks(graph.tensors))
-    yield from (pb.Graph(op_chunks=[chunk]) for chunk in op_chunks(graph.ops))
+    yield from op_chunks(graph.ops, pb.Graph.OP_CHUNKS_FIELD_NUMBER, progress)
     yield trailer(graph)
     yield graph.unknown
 
 
-def decode(data: bytes) -> StepGraph | JobGraph:
+def decode(data: bytes, progress: Progress = silent) -> StepGraph | JobGraph:
     """Parses and verifies the bytes of a file.
 
     Raises:
@@ -72,7 +84,7 @@ def decode(data: bytes) -> StepGraph | JobGraph:
     if not data:
         raise FormatError("the file is empty")
     try:
-        return _decode(data)
+        return _decode(data, progress)
     except GraphError as error:
         raise FormatError(f"corrupted: {error}") from None
     except (DecodeError, OverflowError, ValueError, IndexError, UnicodeDecodeError) as error:
@@ -80,7 +92,7 @@ def decode(data: bytes) -> StepGraph | JobGraph:
         raise FormatError(f"not an echograph graph, or truncated or corrupted ({line})") from None
 
 
-def _decode(data: bytes) -> StepGraph | JobGraph:
+def _decode(data: bytes, progress: Progress) -> StepGraph | JobGraph:
     identity, small, unknown = bytearray(), bytearray(), bytearray()
     tensor_chunks: list[tuple[int, int]] = []
     op_chunks: list[tuple[int, int]] = []
@@ -102,8 +114,12 @@ def _decode(data: bytes) -> StepGraph | JobGraph:
     decoder = Decoder(head, bytes(unknown))
     for body, end in tensor_chunks:
         decoder.tensors(pb.TensorChunk.FromString(data[body:end]))
+    done = 0
     for body, end in op_chunks:
-        decoder.ops(pb.OpChunk.FromString(data[body:end]))
+        chunk = pb.OpChunk.FromString(data[body:end])
+        decoder.ops(chunk)
+        progress("reading operations", done := done + len(chunk.ops), head.op_count)
+    progress("verifying the graph")
     return decoder.finish()
 
 

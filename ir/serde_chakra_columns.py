@@ -257,7 +257,7 @@ class _Decoding:
         return Attributes(numbers=numbers, others=(nodes[rows], which, ends[rows]), values=values, texts=texts)
 
     def _plain(self, at: Int64, ends: Int64, *, flags: bool) -> tuple[Int64, Int64, Bools]:
-        """Values that begin with their tag, where they stand, and which are numbers that end with their attribute."""
+        """Values that begin with their tag, where they stand, which are numbers that end with their attribute."""
         tag = self.bytes[at]
         flag = flags & (tag == _BOOL[0]) & (self.bytes[at + 1] == _BOOL[1])
         body = at + 1 + flag
@@ -267,7 +267,9 @@ class _Decoding:
         plain = (length > 0) & (body + length == ends) & (flag | (value < limit[tag]))
         return np.where(flag, value != 0, value).astype(np.int64), body, plain
 
-    def _distinct(self, nodes: Int64, begins: Int64, ends: Int64) -> tuple[Int64, list[tuple[str, Value]], list[bytes]]:
+    def _distinct(
+        self, nodes: Int64, begins: Int64, ends: Int64
+    ) -> tuple[Int64, list[tuple[str, Value]], list[bytes]]:
         found: dict[bytes, int] = {}
         data = self.data
         which = np.array(
@@ -318,7 +320,7 @@ def eights(data: bytes) -> tuple[npt.NDArray[np.uint8], Words]:
 
 
 def varints(words: Words) -> tuple[Words, Int64]:
-    """Numbers in sevens of bits from the eight bytes that they begin, and their lengths; 0 where they are longer."""
+    """Numbers in sevens of bits from the eight bytes that they begin, and lengths: 0 where they are longer."""
     stops = ~words & np.uint64(0x8080808080808080)
     low = stops & (~stops + np.uint64(1))
     mask = low | (low - np.uint64(1))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from echograph.ir import types as t
-from echograph.ir.columns import NONE, OpTable, Ragged, TensorTable
+from echograph.ir.columns import NONE, Ragged, TensorTable
 from echograph.ir.graph import FORMAT_MAJOR, Graph
 from echograph.proto import workload_pb2 as pb
 
@@ -83,102 +83,11 @@ def tensor_chunks(tensors: TensorTable) -> Iterator[pb.TensorChunk]:
         yield chunk
 
 
-def op_chunks(ops: OpTable) -> Iterator[pb.OpChunk]:
-    """The operation table, a chunk at a time."""
-    for low in range(0, len(ops), CHUNK):
-        high = min(low + CHUNK, len(ops))
-        chunk = pb.OpChunk()
-        columns = (ops.kind, ops.name, ops.phase, ops.module, ops.stream)
-        ragged = (ops.inputs, ops.outputs, ops.deps)
-        rows = zip(*(c[low:high].tolist() for c in columns), *(_rows(r, low, high) for r in ragged), strict=True)
-        for row, (kind, name, phase, module, stream, inputs, outputs, deps) in enumerate(rows, low):
-            op = chunk.ops.add(name=name, phase=phase, module=module, stream=stream)
-            op.inputs.extend(inputs)
-            op.outputs.extend(outputs)
-            if deps:
-                op.deps.extend(deps)
-            _KINDS[kind](op, ops, row)
-            if ops.duration.offsets[row] != ops.duration.offsets[row + 1]:
-                _durations(op, ops, row)
-        yield chunk
-
-
 def _rows(ragged: Ragged, low: int, high: int) -> Iterator[list[int]]:
     offsets = ragged.offsets[low : high + 1].tolist()
     first = offsets[0] if offsets else 0
     values = ragged.values[first : offsets[-1]].tolist() if offsets else []
     return (values[a - first : b - first] for a, b in pairwise(offsets))
-
-
-def _durations(op: pb.Op, ops: OpTable, row: int) -> None:
-    for i in range(int(ops.duration.offsets[row]), int(ops.duration.offsets[row + 1])):
-        op.durations.add(
-            device=int(ops.duration_device[i]),
-            picoseconds=int(ops.duration.values[i]),
-            source=pb.Source.ValueType(int(ops.duration_source[i])),
-            samples=int(ops.duration_samples[i]),
-            spread=float(ops.duration_spread[i]),
-        )
-
-
-def _compute(op: pb.Op, ops: OpTable, row: int) -> None:
-    compute = op.compute
-    compute.SetInParent()
-    forward = int(ops.forward_op[row])
-    if forward >= 0:
-        compute.forward_op = forward
-    elif forward < NONE:
-        compute.forward_op_port = -2 - forward
-    compute.flops = int(ops.flops[row])
-    compute.bytes_read = int(ops.bytes_read[row])
-    compute.bytes_written = int(ops.bytes_written[row])
-    if ops.attributes[row] != NONE:
-        compute.attributes = int(ops.attributes[row])
-
-
-def _collective(op: pb.Op, ops: OpTable, row: int) -> None:
-    op.collective.MergeFrom(
-        pb.Collective(
-            collective=pb.CollectiveKind.ValueType(int(ops.variant[row])),
-            group=int(ops.group[row]),
-            bytes_per_rank=int(ops.nbytes[row]),
-            dtype=pb.DType.ValueType(int(ops.dtype[row])),
-            payload=pb.Payload.ValueType(int(ops.payload[row])),
-            asynchronous=bool(ops.asynchronous[row]),
-        )
-    )
-
-
-def _point_to_point(op: pb.Op, ops: OpTable, row: int) -> None:
-    target = op.send if ops.kind[row] == t.OpKind.SEND else op.recv
-    target.MergeFrom(
-        pb.PointToPoint(
-            group=int(ops.group[row]),
-            peer=int(ops.peer[row]),
-            tag=int(ops.tag[row]),
-            bytes=int(ops.nbytes[row]),
-            payload=pb.Payload.ValueType(int(ops.payload[row])),
-        )
-    )
-
-
-def _copy(op: pb.Op, ops: OpTable, row: int) -> None:
-    op.copy.direction = pb.CopyDirection.ValueType(int(ops.variant[row]))
-    op.copy.bytes = int(ops.nbytes[row])
-
-
-def _host(op: pb.Op, ops: OpTable, row: int) -> None:
-    op.host.SetInParent()
-
-
-_KINDS = {
-    t.OpKind.COMPUTE: _compute,
-    t.OpKind.COLLECTIVE: _collective,
-    t.OpKind.SEND: _point_to_point,
-    t.OpKind.RECV: _point_to_point,
-    t.OpKind.COPY: _copy,
-    t.OpKind.HOST: _host,
-}
 
 
 def encode_attributes(value: t.Attributes) -> pb.Attributes:

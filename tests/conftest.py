@@ -31,6 +31,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def quiet_commands() -> None:
+    """Commands that a loaded machine makes slow say no more than quick ones."""
+    from echograph.cli import progress
+
+    progress.QUIET_S = 3600.0
+
+
 @pytest.fixture(scope="session")
 def warm() -> Iterator[Path]:
     """The folder of `python` and the commands that start at once."""

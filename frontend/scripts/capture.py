@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from echograph.errors import CaptureError
@@ -16,6 +16,7 @@ from echograph.frontend.scripts.run import Recorded, Script, run_script
 from echograph.frontend.scripts.workload import called_by_use, messages_of, workload_of
 from echograph.frontend.scripts.world import World
 from echograph.ir.passes.model_flops import count_job_flops
+from echograph.progress import Progress, silent
 
 
 def capture_script(
@@ -24,7 +25,7 @@ def capture_script(
     adapter: Adapter,
     *,
     ranks: Sequence[int] = (),
-    say: Callable[[str], None] = lambda _: None,
+    say: Progress = silent,
 ) -> Imported:
     """Runs a script as each of the ranks that differ and makes a job of what they do.
 
@@ -45,7 +46,7 @@ def capture_script(
     check_ranks(ranks, world.size)
     notes = dict.fromkeys(adapter.check())
     first = ranks[0] if ranks else 0
-    say(f"running {script.path.name} as rank {first} of {world.size}")
+    say(f"running {script.path.name} as a rank of {world.size}")
     results: Results = {}
     runs = [run_script(script, replace(world, rank=first), adapter, results)]
     mesh = _mesh(runs[0])
@@ -53,8 +54,8 @@ def capture_script(
     mesh = {names.get(axis, axis): size for axis, size in mesh.items()}
     if not ranks:
         ranks = adapter.roles(world, mesh, messages_of(runs[0], mesh))
-    for rank in ranks[1:]:
-        say(f"running {script.path.name} as rank {rank} of {world.size}")
+    for done, rank in enumerate(ranks[1:], start=1):
+        say(f"running {script.path.name} as further ranks of {world.size}", done, len(ranks))
         runs.append(run_script(script, replace(world, rank=rank), adapter, results))
     places = standing_for(ranks, mesh)
     say("lowering")

@@ -22,11 +22,12 @@ from echograph.ir.exporters import Exported
 from echograph.ir.exporters.chakra_lower import Lowered, Lowering
 from echograph.ir.exporters.chakra_ranks import Communicators, Differs
 from echograph.ir.exporters.chakra_trace import Trace
-from echograph.ir.exporters.folder import whole_folder
+from echograph.ir.files import whole_folder
 from echograph.ir.graph import JobGraph
 from echograph.ir.serde_chakra import NodeType, encode_attributes
 from echograph.ir.serde_chakra_bulk import Template, encode_name
 from echograph.ir.types import OpKind, Source
+from echograph.progress import Progress, silent
 from echograph.units import format_time
 
 MAX_NODES = 100_000_000
@@ -62,6 +63,7 @@ def write_chakra(
     name: str = "",
     per_role: bool = False,
     beside: Mapping[str, str] = MappingProxyType({}),
+    progress: Progress = silent,
 ) -> ChakraExport:
     """Writes `NAME.<rank>.et` for every rank and `comm_groups.json`, all of them or none.
 
@@ -72,6 +74,7 @@ def write_chakra(
         name: of the files; "" takes the model's.
         per_role: writes `NAME.role<number>.et`, the trace of a role's first rank, and `roles.json`: whose it is.
         beside: other files to write into the folder, by name.
+        progress: told how many ranks have been written.
 
     Raises:
         PlanError: the job is too large to be written out, or a rank communicates in a group that it is not in.
@@ -82,7 +85,7 @@ def write_chakra(
     name = name or re.sub(r"[^\w.-]", "-", job.workload.model or job.name) or "job"
     if not re.fullmatch(r"\w[\w.-]{0,99}", name):
         raise UsageError(f"name '{name[:40]}': give letters, digits, '-', '_' and '.'")
-    writer = _Writer(job=job, picoseconds=_times(job, device), name=name, per_role=per_role)
+    writer = _Writer(job=job, picoseconds=_times(job, device), name=name, per_role=per_role, progress=progress)
     with whole_folder(Path(output), MARK) as folder:
         writer.write(folder)
         for file, text in beside.items():
@@ -96,9 +99,12 @@ class _Writer:
     picoseconds: Int64
     name: str
     per_role: bool
+    progress: Progress = silent
+    written: int = 0
     nodes: int = 0
     drift_ps: int = 0
     roles: dict[int, dict[str, object]] = field(default_factory=dict)
+    total: int = field(init=False)
     _lowering: Lowering = field(init=False)
     _ranks: Communicators = field(init=False)
     _rows: dict[int, Lowered] = field(init=False)
@@ -119,6 +125,7 @@ class _Writer:
         if (longest := max(lengths)) > MAX_ROLE_NODES:
             raise PlanError(f"a rank runs {longest:,} operations: at most {MAX_ROLE_NODES:,} are written out")
         ranks = [1 if self.per_role else len(self._ranks.ranks(n)) for n in range(len(lengths))]
+        self.total = sum(ranks)
         total = sum(length * count for length, count in zip(lengths, ranks, strict=True))
         if total > MAX_NODES:
             raise PlanError(
@@ -156,6 +163,8 @@ class _Writer:
             own = {key: self._ranks.attributes(key, rank) for key in template.keys}
             with (folder / self._file(place)).open("wb") as file:
                 file.writelines(template.fill(own))
+            self.written += 1
+            self.progress("writing traces", self.written, self.total)
         label = self.job.programs[number].role or f"program {number}"
         self.roles[number] = {"role": label, "file": self._file(number), "ranks": ranks}
         return len(places)

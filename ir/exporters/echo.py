@@ -19,10 +19,10 @@ from typing import Any
 
 import msgspec
 
-from echograph.errors import OutputError, PlanError
+from echograph.errors import PlanError
 from echograph.ir.columns import NONE
 from echograph.ir.exporters import Exported
-from echograph.ir.files import write_whole
+from echograph.ir.files import whole_folder, write_whole
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.types import Compute, DType, Phase, Source
 from echograph.ir.unfold import unfold
@@ -55,7 +55,7 @@ def export_echo(graph: Graph, folder: Path) -> Exported:
 
     Args:
         graph: a step, with measured durations.
-        folder: made if there is none.
+        folder: made if there is none; else the files are added to it.
 
     Raises:
         PlanError: a job graph: Echo's files hold one rank's step.
@@ -69,18 +69,16 @@ def export_echo(graph: Graph, folder: Path) -> Exported:
     model = flat.workload.model or flat.name or "model"
     stem = f"bs{flat.workload.batch_size}_seq{flat.workload.sequence_length}"
     written = 0
-    for name, phases in _PHASES.items():
-        chosen = [node for node, op in zip(nodes, flat.ops, strict=True) if op.phase in phases]
-        runtime = {node["name"]: times[node["id"]] for node in chosen if node["id"] in times}
-        listed = [{key: value for key, value in node.items() if key != "id"} for node in chosen]
-        for kind, content in (("ops_profiling", runtime), ("graph_profiling", listed)):
-            place = folder / "PyTorch" / f"pytorch_{kind}" / model.replace("/", "_")
-            target = place / f"{name}_{kind}_{stem}.json"
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise OutputError(f"cannot write {target.parent}: {error.strerror or error}") from None
-            written += write_whole(target, [json.dumps(content, indent=1) + "\n"])
+    with whole_folder(folder) as scratch:
+        for name, phases in _PHASES.items():
+            chosen = [node for node, op in zip(nodes, flat.ops, strict=True) if op.phase in phases]
+            runtime = {node["name"]: times[node["id"]] for node in chosen if node["id"] in times}
+            listed = [{key: value for key, value in node.items() if key != "id"} for node in chosen]
+            for kind, content in (("ops_profiling", runtime), ("graph_profiling", listed)):
+                place = scratch / "PyTorch" / f"pytorch_{kind}" / model.replace("/", "_")
+                place.mkdir(parents=True, exist_ok=True)
+                text = json.dumps(content, indent=1) + "\n"
+                written += write_whole(place / f"{name}_{kind}_{stem}.json", [text])
     missing = len(flat.ops) - len(times)
     notes = (f"{missing} operations have no measured duration",) if missing else ()
     return Exported(files=2 * len(_PHASES), bytes=written, notes=notes)

@@ -18,6 +18,7 @@ from echograph.ir.profile import Environment, Measurement, Profile
 from echograph.profiler.measure.device import Device
 from echograph.profiler.measure.operands import Operands, Prepared, operator_of
 from echograph.profiler.measure.sampling import Samples, sample
+from echograph.progress import Progress, silent
 from echograph.units import format_bytes, to_ps
 
 _WARM_UP = 2
@@ -27,7 +28,6 @@ _DATA_DEPENDENT = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_outp
 _COMPARED = ("device", "hardware", "driver", "torch", "cuda", "threads")
 
 Save = Callable[[Profile], None]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def measure(
     options: Options,
     *,
     save: Save = lambda _: None,
-    say: Say = lambda _: None,
+    say: Progress = silent,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
     """Measures the invocations that a profile does not have yet.
@@ -100,7 +100,7 @@ def measure(
             save(profile)
             return Outcome(profile=profile, refused=tuple(refused), left=tuple(label(c) for c in waiting[done:]))
         share = left_s / (len(waiting) - done)
-        say(f"{done} of {len(waiting)} measured, at most {left_s:.0f} s left: {invocation.operator}")
+        say("measuring operations", done, len(waiting))
         try:
             found = measurer.measure(invocation, share)
         except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, IndexError) as error:

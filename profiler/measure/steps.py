@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from echograph.profiler.measure.device import Device
 from echograph.profiler.measure.sampling import Samples
+from echograph.progress import Progress, silent
 
 
 def time_steps(
-    step: Callable[[], None], device: Device, steps: int, warm_up: int, say: Callable[[str], None] = lambda _: None
+    step: Callable[[], None], device: Device, steps: int, warm_up: int, say: Progress = silent
 ) -> Samples:
     """Runs a step `warm_up` + `steps` times; the seconds of the latter, host and device together.
 
@@ -17,7 +18,7 @@ def time_steps(
     """
     seconds = []
     for number in range(warm_up + steps):
-        say(f"step {number + 1} of {warm_up + steps}")
+        say("running steps", number + 1, warm_up + steps)
         device.synchronize()
         began = device.host_clock()
         step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -20,9 +20,8 @@ from echograph.profiler.page.lanes import script
 from echograph.profiler.page.plots import draw
 from echograph.profiler.page.timeline import MOST_RANKS, timeline
 from echograph.profiler.traces.trace import TraceSet
+from echograph.progress import Progress, silent
 from echograph.units import format_count, format_time
-
-Say = Callable[[str], None]
 
 _DRAWN, _DRAWN_ALONE, _ROWS_ALONE = 16, 60, 1000
 # More calls than this on one rank and its critical path is left to the command: it would take minutes.
@@ -106,7 +105,7 @@ SECTIONS = (
 )
 
 
-def report(traces: TraceSet, title: str, say: Say = lambda _: None) -> str:
+def report(traces: TraceSet, title: str, say: Progress = silent) -> str:
     """A page with the timeline, all analyses with a plot each, and what is missing.
 
     An analysis that cannot be made of these traces is a line among what is missing.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -14,8 +14,7 @@ from echograph.profiler.replay.rank import rank_pieces
 from echograph.profiler.traces.alignment import align, clocks
 from echograph.profiler.traces.collectives import MESSAGES, Call, Meeting, meetings
 from echograph.profiler.traces.trace import TraceSet
-
-Say = Callable[[str], None]
+from echograph.progress import Progress, silent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +60,7 @@ class JobPieces:
 
 
 def job_pieces(
-    traces: TraceSet, say: Say = lambda _: None, seen: Mapping[int, Observed] = MappingProxyType({})
+    traces: TraceSet, say: Progress = silent, seen: Mapping[int, Observed] = MappingProxyType({})
 ) -> JobPieces:
     """The pieces of a job.
 
@@ -86,10 +85,10 @@ def job_pieces(
     return found
 
 
-def _on_their_clocks(traces: TraceSet, say: Say, seen: Mapping[int, Observed]) -> JobPieces:
+def _on_their_clocks(traces: TraceSet, say: Progress, seen: Mapping[int, Observed]) -> JobPieces:
     of_rank, dropped = {}, 0
-    for rank, trace in traces.items():
-        say(f"rank {rank}: {len(trace):,} events")
+    for done, (rank, trace) in enumerate(traces.items()):
+        say("going through the events of ranks", done, len(traces))
         of_rank[rank], against = rank_pieces(trace, seen.get(rank)).in_order()
         dropped += against
     of_call = {id(piece.call): piece for order in of_rank.values() for piece in order if piece.call is not None}

@@ -10,12 +10,13 @@ from types import MappingProxyType
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.graph import JobGraph, Workload
 from echograph.ir.types import CollectiveKind, CopyDirection, DType, Duration, Payload, Phase, Source
-from echograph.profiler.replay.job import JobPieces, Say, Together, job_pieces
+from echograph.profiler.replay.job import JobPieces, Together, job_pieces
 from echograph.profiler.replay.observing import Observed
 from echograph.profiler.replay.pieces import Piece, Work
 from echograph.profiler.replay.walk import TRACE
 from echograph.profiler.traces.collectives import Call
 from echograph.profiler.traces.trace import NONE, TraceSet
+from echograph.progress import Progress, silent
 
 STEP = "step"
 """What stands for the device in a duration that is not of the operation, but of the step that it ends."""
@@ -59,7 +60,7 @@ class Lowered:
 def lower(
     traces: TraceSet,
     name: str = "",
-    say: Say = lambda _: None,
+    say: Progress = silent,
     *,
     seen: Mapping[int, Observed] = MappingProxyType({}),
 ) -> Lowered:

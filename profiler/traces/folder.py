@@ -12,9 +12,10 @@ from pathlib import Path
 from echograph.errors import DataError, InputError, UnknownNameError, UsageError
 from echograph.profiler.traces import cache
 from echograph.profiler.traces.events import EventStream
-from echograph.profiler.traces.kineto import Say, rank_in, read_trace
+from echograph.profiler.traces.kineto import rank_in, read_trace
 from echograph.profiler.traces.steps import complete_steps
 from echograph.profiler.traces.trace import Trace, TraceSet
+from echograph.progress import Progress, silent
 
 # What lies beside profiles, by how it begins, and the analysis that reads it.
 _HEAD_BYTES = 1 << 16
@@ -42,7 +43,7 @@ def read_traces(
     workers: int = 1,
     engine: str = "local",
     cache_folder: Path | None = None,
-    say: Say = lambda _: None,
+    say: Progress = silent,
 ) -> TraceSet:
     """The traces in a folder, or of one file.
 
@@ -158,19 +159,21 @@ def trace_of_each_rank(trace: Trace) -> Iterator[Trace]:
         yield dataclasses.replace(trace.rows(trace.pid == int(process)), rank=rank)
 
 
-def _read(files: list[Path], workers: int, engine: str, say: Say) -> Iterator[Trace]:
+def _read(files: list[Path], workers: int, engine: str, say: Progress) -> Iterator[Trace]:
     if engine == "ray":
         from echograph.profiler.traces.ray_engine import read_on_ray
 
         yield from read_on_ray(files)
         return
     if workers < 2 or len(files) < 2 or sum(file.stat().st_size for file in files) < _PARALLEL_BYTES:
-        yield from (read_trace(file, say) for file in files)
+        for done, file in enumerate(files, start=1):
+            yield read_trace(file, say if len(files) == 1 else silent)
+            say("reading traces", done, len(files))
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(files)), mp_context=context) as pool:
         for done, trace in enumerate(pool.map(read_trace, files), start=1):
-            say(f"read {done} of {len(files)} traces")
+            say("reading traces", done, len(files))
             yield trace
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from operator import attrgetter
 from pathlib import Path
@@ -31,8 +31,7 @@ from echograph.profiler.traces.events import (
 )
 from echograph.profiler.traces.pairs import Pairs
 from echograph.profiler.traces.trace import DEVICE, LONGEST_US, NONE, TEXT, Bool, Trace, Values
-
-Say = Callable[[str], None]
+from echograph.progress import Progress, silent
 
 _PS_PER_US = 1_000_000
 # The profiler's own spans are no work of the job.
@@ -55,7 +54,7 @@ class _TooLarge(Exception):
     """Times have more digits than floats hold."""
 
 
-def read_trace(path: Path, say: Say = lambda _: None) -> Trace:
+def read_trace(path: Path, say: Progress = silent) -> Trace:
     """One rank's trace.
 
     Rows are the complete events ("ph": "X" with a duration), and those of which begin and end stand apart, that
@@ -90,12 +89,12 @@ def rank_in(header: dict[str, Any], path: Path) -> int | None:
     return rank
 
 
-def _read(path: Path, event: type[Event], say: Say) -> Trace:
+def _read(path: Path, event: type[Event], say: Progress) -> Trace:
     stream = EventStream(path, event)
     columns = _Columns(event)
     for batch in stream:
         columns.add(batch)
-        say(f"reading {path.name}: {columns.events} events")
+        say(f"reading events of {path.name}", columns.events)
     job = stream.header.get("distributedInfo")
     size = job.get("world_size") if isinstance(job, dict) else None
     rank = rank_in(stream.header, path)

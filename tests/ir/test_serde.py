@@ -10,7 +10,7 @@ import pytest
 from conformance_graphs import GRAPHS, two_layers
 
 from echograph.errors import FormatError, InputError, OutputError
-from echograph.ir import serde_encode
+from echograph.ir import serde_encode, serde_encode_ops
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.files import fields, with_checksum
 from echograph.ir.graph import StepGraph
@@ -48,12 +48,20 @@ def test_a_graph_comes_back_from_its_file(name: str, tmp_path: Path) -> None:
 def test_chunks_are_one_message(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file parses as one protobuf message, however the tables are cut, and the cut does not matter."""
     graph = GRAPHS[name]()
-    monkeypatch.setattr(serde_encode, "CHUNK", 3)
+    for module in (serde_encode, serde_encode_ops):
+        monkeypatch.setattr(module, "CHUNK", 3)
     data = b"".join(encode(graph))
     message = pb.Graph.FromString(data)
     assert sum(len(chunk.ops) for chunk in message.op_chunks) == message.op_count == len(graph.ops)
     assert all(len(chunk.ops) <= 3 for chunk in message.op_chunks)
     assert list(to_text(decode(data))) == list(to_text(graph))
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_operations_are_written_as_protobuf_writes_them(name: str) -> None:
+    """Fields by number, shortest numbers, defaults left out: read and written again the bytes are the same."""
+    chunks = b"".join(serde_encode_ops.op_chunks(GRAPHS[name]().ops, pb.Graph.OP_CHUNKS_FIELD_NUMBER))
+    assert pb.Graph.FromString(chunks).SerializeToString(deterministic=True) == chunks
 
 
 def test_tables_that_hold_unused_entries_come_back() -> None:

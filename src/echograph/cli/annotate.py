@@ -42,7 +42,7 @@ def annotate_command(
 
     files.check_writable(output)
     with progress(f"reading {graph}") as say:
-        loaded = serde.load(graph)
+        loaded = serde.load(graph, say)
         say("annotating")
         measured: dict[str, Any] = {}
         if profile is not None:
@@ -52,7 +52,7 @@ def annotate_command(
         if cluster is not None or profile is None:
             annotated, where = annotate(loaded, cluster or DEFAULT_CLUSTER)
         say(f"writing {output}")
-        size = serde.save(annotated, output)
+        size = serde.save(annotated, output, say)
     if measured and not as_json:
         print_coverage(measured)
     names = {} if where is None else {

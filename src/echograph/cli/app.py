@@ -7,23 +7,31 @@ import gc
 import importlib.util
 import json
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
 
 from echograph import __version__
 from echograph.cli.plain import read_plainly
+from echograph.cli.progress import progress
 from echograph.errors import EchoError, MissingExtraError
 
+__all__ = [
+    "EXIT_INTERRUPTED",
+    "make_app",
+    "print_error",
+    "print_json",
+    "print_line",
+    "print_table",
+    "progress",
+    "require_torch",
+    "run",
+]
+
 EXIT_INTERRUPTED = 130
-MAX_LINE = 500
-# What a terminal obeys rather than shows, and halves of characters, which no encoding has: names in files may hold them.
-_UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def make_app(name: str, summary: str) -> typer.Typer:
@@ -94,11 +102,8 @@ def _report(name: str, error: BaseException) -> int:
 
 
 def _say(name: str, message: str, status: int) -> int:
-    # One line that can be read, whatever an error's text holds: what and where stand first, what to do last.
-    line = f"{name}: {' '.join(message.split())}"
-    if len(line) > MAX_LINE:
-        line = f"{line[: MAX_LINE - 160]} ... {line[-150:]}"
-    print_error(line)
+    # One line, whatever an error's text holds.
+    print_error(f"{name}: {' '.join(message.split())}")
     return status
 
 
@@ -114,7 +119,7 @@ def require_torch(purpose: str = "compiling models") -> None:
 
 def print_line(text: str = "") -> None:
     """A line of the result."""
-    sys.stdout.write(shown(text) + "\n")
+    sys.stdout.write(text + "\n")
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -135,31 +140,9 @@ def _cell(value: object) -> str:
 
 def print_error(text: str) -> None:
     """A line beside the result: progress, notes, errors."""
-    sys.stderr.write(shown(text) + "\n")
-
-
-def shown(text: str) -> str:
-    """A text as a terminal can show it: control characters stand as their numbers.
-
-    Args:
-        text: lines, with names that files gave.
-    """
-    return _UNSHOWN.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    sys.stderr.write(text + "\n")
 
 
 def print_json(value: Any) -> None:
     """A result for programs."""
     print_line(json.dumps(value, indent=2, allow_nan=False))
-
-
-@contextmanager
-def progress(text: str) -> Iterator[Callable[[str], None]]:
-    """Shows what is going on while stderr is a terminal; yields a function that changes the text."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.markup import escape
-
-    with Console(stderr=True).status(escape(shown(text))) as status:
-        yield lambda new: status.update(escape(shown(new)))

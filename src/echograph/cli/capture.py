@@ -73,7 +73,7 @@ def capture_command(
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         captured = capture_script(asked, world, adapter, ranks=chosen, say=say)
         say(f"writing {output}")
-        size = serde.save(captured.graph, output)
+        size = serde.save(captured.graph, output, say)
     for note in captured.notes:
         print_error(f"note: {note}")
     summary = summarize_job(captured.graph)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from echograph.ir.exporters.chakra_check import Checked, check
 def check_chakra(source: Path, *, as_json: bool) -> None:
     """Prints the findings; exits with 1 where one is an error."""
     with progress(f"reading {source}") as say:
-        traces = read_traces(source)
+        traces = read_traces(source, say)
         say("checking")
         found = check(traces)
     if as_json:

@@ -43,8 +43,7 @@ def _measure(
     import torch
     from torch import distributed
 
-    from echograph.cli.echoprof import folder_for_results
-    from echograph.ir.files import write_whole
+    from echograph.ir.files import whole_folder, write_whole
     from echograph.profiler.comms.sweep import facts_of_ranks, header, sweep, table_row
 
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -77,9 +76,9 @@ def _measure(
                 }
             )
         if speaks and output is not None:
-            with folder_for_results(output):
+            with whole_folder(output) as folder:
                 for name, log in logs.items():
-                    write_whole(output / f"{name}.log", ["\n".join(log) + "\n"])
+                    write_whole(folder / f"{name}.log", ["\n".join(log) + "\n"])
             print_error(f"wrote {output}: echoprof fit --nccl-tests {output / wanted[0]}.log --cluster ...")
         if speaks and as_json:
             print_json(records)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echograph.errors import UsageError
+from echograph.progress import Progress, silent
 
 if TYPE_CHECKING:
     from echograph.frontend.onnx.compile import Compiled
@@ -42,7 +43,7 @@ def compile_onnx_file(
     optimizer: str,
     clip_grad_norm: float | None,
     master_weights: bool | None,
-    say: Callable[[str], None] = lambda _: None,
+    say: Progress = silent,
 ) -> Compiled:
     """The step graph of a model: its forward pass, or with `train` a whole training step.
 

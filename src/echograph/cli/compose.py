@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from echograph.cli.replay import is_traced, replay_plan
 from echograph.cli.study import Study
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph
+from echograph.progress import Progress, silent
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.flows import links_of
 from echograph.simulator.goodput import goodput
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from echograph.profiler.costs import DeviceProfile
     from echograph.simulator.result import Result
 
-Say = Callable[[str], None]
-
 
 def compile_model(
     model: str,
@@ -39,7 +38,7 @@ def compile_model(
     seq_len: int | None,
     attention: str | None,
     producer: str = "recorder",
-    say: Say = lambda _: None,
+    say: Progress = silent,
 ) -> StepGraph:
     """Captures and folds one training step of a zoo model, a Hugging Face configuration or `file.py:function`."""
     from echograph.frontend.pytorch.capture import capture_mode
@@ -58,7 +57,7 @@ def build_model(
     batch_size: int | None = None,
     seq_len: int | None = None,
     attention: str | None = None,
-    say: Say = lambda _: None,
+    say: Progress = silent,
 ) -> tuple[str, tuple[Any, Any, Any]]:
     """A model's name, and its module, inputs and loss: fake tensors under `capture_mode`, real ones elsewhere."""
     _quiet_libraries()
@@ -86,7 +85,7 @@ def compile_entry(
     seq_len: int | None = None,
     attention: str | None = None,
     producer: str = "recorder",
-    say: Say = lambda _: None,
+    say: Progress = silent,
 ) -> StepGraph:
     """Captures and folds one training step of a model of the zoo."""
     from echograph.frontend.pytorch.capture import capture_mode
@@ -112,7 +111,7 @@ def _build_entry(entry: ModelEntry, spec: StepSpec, **sizes: Any) -> tuple[Any, 
         torch.set_default_dtype(before)
 
 
-def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: str, say: Say) -> StepGraph:
+def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: str, say: Progress) -> StepGraph:
     from echograph.frontend.pytorch.capture import capture
     from echograph.frontend.pytorch.lower import lower
     from echograph.ir.passes.fold import fold

@@ -103,7 +103,7 @@ def compile_command(
                 model, spec, batch_size=batch_size, seq_len=seq_len, attention=attention, producer=capture, say=say
             )
         say(f"writing {output}")
-        size = serde.save(graph, output)
+        size = serde.save(graph, output, say)
     summary = summarize(graph)
     if as_json:
         print_json({"output": str(output), "bytes": size, **summary} | ({"loss": note} if note else {}))
@@ -166,7 +166,8 @@ def show(graph: GraphFile, as_json: Json = False) -> None:
     from echograph.ir import serde
     from echograph.ir.graph import JobGraph
 
-    loaded = serde.load(graph)
+    with progress(f"reading {graph}") as say:
+        loaded = serde.load(graph, say)
     summary = summarize(loaded)
     if isinstance(loaded, JobGraph):
         summary |= summarize_job(loaded)
@@ -201,11 +202,11 @@ def lower_command(
         raise UsageError(f"--output {output}: is the graph itself: give the job a file of its own")
     files.check_writable(output)
     with progress(f"reading {graph}") as say:
-        loaded = serde.load(graph)
+        loaded = serde.load(graph, say)
         say("lowering")
         job = lower_graph(loaded, plan)
         say(f"writing {output}")
-        size = serde.save(job, output)
+        size = serde.save(job, output, say)
     for note in notes(loaded, plan):
         print_error(f"note: {note}")
     summary = summarize_job(job)
@@ -233,7 +234,8 @@ def check(
     from echograph.ir import serde
     from echograph.ir.verify import CHECKS
 
-    loaded = serde.load(graph)
+    with progress(f"reading {graph}") as say:
+        loaded = serde.load(graph, say)
     names = [c.__name__ for c in CHECKS]
     if as_json:
         print_json({"graph": str(graph), "valid": True, "checks": names})
@@ -252,9 +254,11 @@ def text(
     from echograph.ir.text import to_text
     from echograph.ir.unfold import unfold as unfolded
 
-    loaded = serde.load(graph)
-    if unfold and isinstance(loaded, StepGraph):
-        loaded = unfolded(loaded)
+    with progress(f"reading {graph}") as say:
+        loaded = serde.load(graph, say)
+        if unfold and isinstance(loaded, StepGraph):
+            say("unfolding")
+            loaded = unfolded(loaded)
     for piece in to_text(loaded):
         print_line(piece.rstrip("\n"))
 

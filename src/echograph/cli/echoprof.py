@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,16 +69,20 @@ def fit(
     """Turn measurement tables into device and fabric profiles; say how far they are off on rows held out."""
     if kernels is None and collectives is None and not nccl_tests:
         raise UsageError("nothing to fit: give --kernels TABLE, --collectives TABLE or --nccl-tests LOG")
+    from echograph.ir.files import whole_folder
+
     rows: list[dict[str, object]] = []
-    with folder_for_results(output):
+    with whole_folder(output) as folder:
         if kernels is not None and base is not None:
-            rows += refit_device(kernels, base, output, date)
+            rows += refit_device(kernels, base, folder, date)
         elif kernels is not None:
-            rows += fit_devices(kernels, device or [], output, date)
+            rows += fit_devices(kernels, device or [], folder, date)
         if collectives is not None:
-            rows += fit_the_fabrics(collectives, fabric or [], output, date)
+            rows += fit_the_fabrics(collectives, fabric or [], folder, date)
         if nccl_tests:
-            rows += fit_the_logs(nccl_tests, cluster, collective, name, output, date)
+            rows += fit_the_logs(nccl_tests, cluster, collective, name, folder, date)
+    if nccl_tests:
+        print_error(f"wrote {output / name}.toml: echosim run GRAPH --cluster {output / name}.toml")
     if as_json:
         print_json(rows)
     else:
@@ -197,27 +200,7 @@ def fit_the_logs(
         rows = [row for log in logs for row in read_nccl_tests(log, kind)]
         say(f"fitting {len(rows)} rows")
         records = fit_logs(rows, cluster, name, output, date)
-    print_error(f"wrote {output / name}.toml: echosim run GRAPH --cluster {output / name}.toml")
     return records
-
-
-@contextmanager
-def folder_for_results(folder: Path) -> Iterator[None]:
-    """Makes a folder, if there is none; takes it away again where nothing came of it.
-
-    Raises:
-        OutputError: it cannot be made.
-    """
-    new = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from None
-    try:
-        yield
-    finally:
-        if new and not any(folder.iterdir()):
-            folder.rmdir()
 
 
 def main() -> None:

@@ -127,7 +127,7 @@ def run_command(
     for path in results:
         files.check_writable(path)
     with progress(f"reading {graph}") as say:
-        loaded = serde.load(graph)
+        loaded = serde.load(graph, say)
         if model_communication:
             from echograph.ir.passes.forget_communication import forget_communication
 

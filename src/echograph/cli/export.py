@@ -13,6 +13,7 @@ from echograph.cli.formats import refuse_format
 from echograph.errors import UsageError
 from echograph.ir.exporters import EXPORTERS, Exported
 from echograph.ir.graph import Graph, JobGraph
+from echograph.progress import Progress
 from echograph.registry import Table
 from echograph.units import format_bytes
 
@@ -40,7 +41,9 @@ COMPOSED = Table(
         "simai": "echograph.cli.export_timed:export_simai",
     },
 )
-"""Formats for which rooms meet: name -> `export(graph: Graph, output: Path, o: ExportOptions) -> Exported`."""
+"""Formats for which rooms meet: name -> `export(graph: Graph, output: Path, o: ExportOptions, say: Progress)`, which
+returns what was `Exported`.
+"""
 
 TAKES = {"chakra": {"cluster", "per_role", "name"}, "chrome": {"cluster"}, "simai": {"cluster"}}
 """The options that each format has; none where it is not named."""
@@ -68,9 +71,9 @@ def export_command(
     if graph.resolve() == output.resolve():
         raise UsageError(f"--output {output}: is the graph itself: give the export a path of its own")
     with progress(f"reading {graph}") as say:
-        loaded = serde.load(graph)
+        loaded = serde.load(graph, say)
         say(f"writing {output}")
-        done = _export(loaded, to, output, options)
+        done = _export(loaded, to, output, options, say)
     if as_json:
         print_json({"output": str(output), "format": to, **asdict(done)})
         return
@@ -105,6 +108,9 @@ def _check(to: str, options: ExportOptions) -> None:
             )
 
 
-def _export(graph: Graph, to: str, output: Path, options: ExportOptions) -> Exported:
-    done: Exported = EXPORTERS[to](graph, output) if to in EXPORTERS else COMPOSED[to](graph, output, options)
+def _export(graph: Graph, to: str, output: Path, options: ExportOptions, say: Progress) -> Exported:
+    if to in EXPORTERS:
+        done: Exported = EXPORTERS[to](graph, output)
+    else:
+        done = COMPOSED[to](graph, output, options, say)
     return done

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from echograph.cli.export import ExportOptions, job_of
 from echograph.ir.exporters.chakra import ChakraExport, write_chakra
 from echograph.ir.graph import Graph
+from echograph.progress import Progress, silent
 from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
 from echograph.simulator.clusters.astra_sim import astra_sim_files
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from echograph.profiler.costs import DeviceProfile
 
 
-def export_chakra(graph: Graph, output: Path, options: ExportOptions) -> ChakraExport:
+def export_chakra(graph: Graph, output: Path, options: ExportOptions, say: Progress = silent) -> ChakraExport:
     """Writes the traces of a job, and the configuration of ASTRA-sim for the cluster that it runs on.
 
     Durations are those of `echosim run`: those that the graph has, else estimated ones.
@@ -32,12 +33,15 @@ def export_chakra(graph: Graph, output: Path, options: ExportOptions) -> ChakraE
     job = job_of(graph)
     cluster = load_cluster(options.cluster or DEFAULT_CLUSTER)
     device = load_device(cluster.device)
+    say("estimating durations")
+    timed = estimate(job, device)(job)
     done = write_chakra(
-        estimate(job, device)(job),
+        timed,
         output,
         device=device.name,
         name=options.name or "",
         per_role=options.per_role,
+        progress=say,
         beside=astra_sim_files(
             cluster,
             job.world_size,

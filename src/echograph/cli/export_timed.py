@@ -9,10 +9,11 @@ from echograph.cli.export import ExportOptions, job_of
 from echograph.ir.exporters import Exported
 from echograph.ir.files import write_whole
 from echograph.ir.graph import Graph, JobGraph, StepGraph
+from echograph.progress import Progress, silent
 from echograph.simulator.clusters import DEFAULT_CLUSTER
 
 
-def export_chrome(graph: Graph, output: Path, options: ExportOptions) -> Exported:
+def export_chrome(graph: Graph, output: Path, options: ExportOptions, say: Progress = silent) -> Exported:
     """Writes the timeline of a simulation without options, as `echosim run --trace` does; a step is one node's.
 
     Raises:
@@ -24,7 +25,9 @@ def export_chrome(graph: Graph, output: Path, options: ExportOptions) -> Exporte
 
     assert isinstance(graph, StepGraph | JobGraph)
     cluster = options.cluster or DEFAULT_CLUSTER
+    say("simulating")
     result, job = predict(graph, cluster=cluster)
+    say(f"writing {output}")
     written = write_whole(output, chrome_trace(job, result.timeline))
     note = (
         f"the times are simulated, of {job.world_size} GPUs of {result.cluster}; echosim run --trace has options"
@@ -32,7 +35,7 @@ def export_chrome(graph: Graph, output: Path, options: ExportOptions) -> Exporte
     return Exported(files=1, bytes=written, notes=(note,))
 
 
-def export_simai(graph: Graph, output: Path, options: ExportOptions) -> Exported:
+def export_simai(graph: Graph, output: Path, options: ExportOptions, say: Progress = silent) -> Exported:
     """Writes SimAI's workload text with the durations of a cluster's device.
 
     Raises:
@@ -42,5 +45,6 @@ def export_simai(graph: Graph, output: Path, options: ExportOptions) -> Exported
     """
     from echograph.ir.exporters.simai import write_simai
 
+    say("estimating durations")
     job, where = annotate(job_of(graph), options.cluster or DEFAULT_CLUSTER)
     return write_simai(job, output, device=where.device)

@@ -33,7 +33,7 @@ def graph_command(
         raise UsageError(f"--output {output}: is the graph itself: give the picture a file of its own")
     files.check_writable(output)
     with progress(f"reading {graph}") as say:
-        loaded = serde.load(graph)
+        loaded = serde.load(graph, say)
         say(f"drawing {output}")
         done = EXPORTERS[to](loaded, output)
     if as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,10 +40,11 @@ def import_command(
         raise UsageError(f"--output {output}: is the source itself: give the graph a file of its own")
     files.check_writable(output)
     with progress(f"reading {source}") as say:
-        loaded = load(source, keep_overhead=True) if keep_overhead else load(source)
+        counts = {"progress": say} if "progress" in signature(load).parameters else {}
+        loaded = load(source, **counts, **({"keep_overhead": True} if keep_overhead else {}))
         imported = loaded if isinstance(loaded, Imported) else Imported(graph=loaded)
         say(f"writing {output}")
-        size = serde.save(imported.graph, output)
+        size = serde.save(imported.graph, output, say)
     summary = _summary(imported.graph)
     for note in imported.notes:
         print_error(f"note: {note}")

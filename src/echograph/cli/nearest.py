@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from echograph.cli.lowering import lower
 from echograph.cli.plan import Plan, option_name
 from echograph.errors import EchoError
 from echograph.ir.graph import JobGraph, StepGraph
+from echograph.progress import Progress
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.memory import Memory, largest_memory
 from echograph.units import format_bytes
@@ -19,7 +20,7 @@ MOST_TRIED = 12
 
 
 def plans_that_fit(
-    graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster, memory: Memory | None, say: Callable[[str], None]
+    graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster, memory: Memory | None, say: Progress
 ) -> list[str]:
     """What to change so that a plan fits, least first: "--recompute full (61.2 GiB)"; at most two.
 

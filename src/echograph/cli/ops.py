@@ -22,11 +22,10 @@ from echograph.cli.step_options import (
     device_and_spec,
 )
 from echograph.errors import UsageError
+from echograph.progress import Progress
 from echograph.units import format_bytes, format_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from echograph.frontend.pytorch.step import StepSpec
     from echograph.ir.graph import StepGraph
     from echograph.ir.invocations import Invocation
@@ -113,9 +112,7 @@ def _report(summary: dict[str, Any], outcome: Outcome, output: Path, as_json: bo
     print_error(f"wrote {output} (profile of {outcome.profile.environment.device})")
 
 
-def capture_invocations(
-    model: str, spec: StepSpec, cache_bytes: int, say: Callable[[str], None], **sizes: Any
-) -> Captured:
+def capture_invocations(model: str, spec: StepSpec, cache_bytes: int, say: Progress, **sizes: Any) -> Captured:
     """Captures a step as graph and as the invocations that it is made of."""
     from echograph.cli.compose import build_model
     from echograph.frontend.pytorch.capture import capture, capture_mode
@@ -137,7 +134,7 @@ def measure_invocations(
     profile: Profile,
     options: Any,
     output: Path,
-    say: Callable[[str], None],
+    say: Progress,
 ) -> Outcome:
     """Measures invocations, and writes the profile as it grows."""
     from echograph.ir.profile import save_profile
@@ -153,7 +150,7 @@ def measure_invocations(
     return measure(invocations, device, profile, options, save=save, say=say)
 
 
-def _start(device: Device, output: Path, name: str, resume: bool, say: Callable[[str], None]) -> Profile:
+def _start(device: Device, output: Path, name: str, resume: bool, say: Progress) -> Profile:
     """The profile to begin with: the one that there is, or an empty one with the host's times."""
     from echograph.ir.profile import Profile, load_profile
     from echograph.profiler.measure.ops import continued

@@ -85,7 +85,7 @@ def replay_command(
         files.check_writable(path)
     scales = [parse_scale(text) for text in (*(scale or ()), *(f"{what}=0" for what in without or ()))]
     with progress(f"reading {job}") as say:
-        loaded = serde.load(job)
+        loaded = serde.load(job, say)
         if not is_traced(loaded):
             raise UsageError(
                 f"{job}: holds no measured step: echosim run it, or give a job of echoc import kineto"

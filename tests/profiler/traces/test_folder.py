@@ -103,10 +103,13 @@ def test_processes_read_what_one_reads(tmp_path: Path, monkeypatch: pytest.Monke
         events = [work(f"k{i % 5}", i, 1, i, bytes=i) for i in range(rank * 100 + 50)]
         write(tmp_path / f"{rank}.json.gz", events, rank=rank)
     monkeypatch.setattr(folder, "_PARALLEL_BYTES", 0)
-    told: list[str] = []
-    alone, together = read_traces(tmp_path), read_traces(tmp_path, workers=2, say=told.append)
+    told: list[tuple[str, int, int]] = []
+    alone, together = (
+        read_traces(tmp_path),
+        read_traces(tmp_path, workers=2, say=lambda *told_of: told.append(told_of)),
+    )
     assert all(equal(alone[rank], together[rank]) for rank in range(3))
-    assert told == [f"read {n} of 3 traces" for n in (1, 2, 3)]
+    assert told == [("reading traces", n, 3) for n in (1, 2, 3)]
 
 
 def test_a_second_look_reads_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

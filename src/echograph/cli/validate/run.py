@@ -23,6 +23,7 @@ from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.depth import FEWEST, Depth
 from echograph.ir.passes.mesh_size import resized
 from echograph.ir.passes.micro_batch import MicroBatch
+from echograph.progress import Progress, silent
 from echograph.simulator.clusters import Cluster, load_cluster
 from echograph.simulator.step_time import step_time
 from echograph.units import to_s
@@ -31,7 +32,7 @@ PIECE = 90
 """Rows that a process takes at once: they share a capture, and no process is left alone with a large family."""
 
 
-def validate(rows: Sequence[Row], jobs: int = 1, say: Callable[[str], None] = lambda _: None) -> list[Outcome]:
+def validate(rows: Sequence[Row], jobs: int = 1, say: Progress = silent) -> list[Outcome]:
     """A prediction for every row that can be simulated, in the order of the rows.
 
     Args:
@@ -50,7 +51,7 @@ def validate(rows: Sequence[Row], jobs: int = 1, say: Callable[[str], None] = la
             done[row.id] = _skipped(row, str(why))
     for outcomes in _run(list(_pieces(groups.values())), jobs):
         done |= {outcome.id: outcome for outcome in outcomes}
-        say(f"{len(done)} of {len(rows)} rows")
+        say("predicting measured steps", len(done), len(rows))
     return [done[row.id] for row in rows]
 
 

@@ -1,0 +1,22 @@
+"""What long work tells of itself: functions of the library take a `Progress`, and never print."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Is told what is being done, and how much of it has been."""
+
+    def __call__(self, stage: str, done: int = 0, total: int = 0) -> None:
+        """Takes note.
+
+        Args:
+            stage: what is being done, in the same words as long as it is the same.
+            done: how much of it.
+            total: of how much; 0 where that is not known, or nothing is counted.
+        """
+
+
+def silent(stage: str, done: int = 0, total: int = 0) -> None:
+    """Takes no note."""
