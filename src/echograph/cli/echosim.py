@@ -97,7 +97,7 @@ def run_command(
     """Predict the time of one training step, spread over the GPUs by a parallel plan."""
     from echograph.cli.compose import predict_plan
     from echograph.cli.lowering import notes
-    from echograph.cli.nearest import plans_that_fit
+    from echograph.cli.nearest import FEW, MOST_TRIED, plans_that_fit
     from echograph.cli.report import print_result, refuse_if_it_does_not_fit
     from echograph.cli.study import make_study
     from echograph.ir import files, serde
@@ -133,7 +133,9 @@ def run_command(
             loaded = forget_communication(loaded)
         say("simulating")
         result, job = predict_plan(loaded, plan, engine=engine, study=study)
-        near = plans_that_fit(loaded, plan, result.memory, say) if strict_memory else []
+        # Who reads only the JSON is told whether it fits, and saves the time.
+        most = MOST_TRIED if strict_memory else FEW if html or not as_json else 0
+        near = plans_that_fit(loaded, plan, result.memory, say, most)
     said = notes(loaded, plan)
     for note in said:
         print_error(f"note: {note}")
@@ -143,7 +145,7 @@ def run_command(
     if as_json:
         print_json(record)
     else:
-        print_result(result)
+        print_result(result, near)
     if output is not None:
         files.write_whole(output, [json.dumps(record, indent=2) + "\n"])
         print_error(f"wrote {output} (result)")
@@ -155,7 +157,7 @@ def run_command(
     if html is not None:
         from echograph.cli.page.prediction import page
 
-        files.write_whole(html, [page(result, job, plan, study, said)])
+        files.write_whole(html, [page(result, job, plan, study, said, near)])
         print_error(f"wrote {html} (page: open it in a browser)")
 
 

@@ -54,7 +54,10 @@ def comparison_page(found: Record, before: Record, after: Record, names: tuple[s
 
 
 def _timed(name: str, record: Record) -> str:
-    return f"{name}: {parts.seconds(record['step_time_s'])}"
+    """A prediction with its step time, and whose step is split."""
+    last = record.get("breakdown_of")
+    of_role = f", {last['name']}" if last else ""
+    return f"{name}: {parts.seconds(record['step_time_s'])}{of_role}"
 
 
 def _head(found: Record, both: Pair) -> list[str]:
