@@ -172,7 +172,8 @@ def compare_command(
     as_json: Json = False,
 ) -> None:
     """Compare two predictions figure by figure, and say which options of their plans differ."""
-    from echograph.cli.compare import compare, print_comparison, read_result
+    from echograph.cli.compare import compare, print_comparison
+    from echograph.cli.result_file import read_result
     from echograph.ir import files
 
     if html is not None:

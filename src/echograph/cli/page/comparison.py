@@ -141,8 +141,10 @@ def _figures(found: Record, names: tuple[str, str]) -> str:
     return parts.grid(("figure", *names, "difference", "ratio"), rows)
 
 
-def _figure(name: str, value: float) -> str:
+def _figure(name: str, value: float | None) -> str:
     """A figure of the comparison as people read it."""
+    if value is None:
+        return "–"
     if name == "peak_bytes":
         return format_bytes(value)
     if name in ("tokens_per_s", "samples_per_s"):
