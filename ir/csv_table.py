@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,11 +19,23 @@ def csv_text(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         titles: of the columns.
         rows: numbers, texts, or None for an empty cell.
     """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    lines = _Lines()
+    # Cells are quoted that hold a character of the line's end: with "\n" alone, a "\r" would begin a row of its own.
+    writer = csv.writer(lines, lineterminator="\r\n")
     writer.writerow(map(_cell, titles))
     writer.writerows(map(_cell, row) for row in rows)
-    return text.getvalue()
+    return "".join(lines.all)
+
+
+class _Lines:
+    """Collects lines that end with a line feed."""
+
+    def __init__(self) -> None:
+        self.all: list[str] = []
+
+    def write(self, line: str) -> None:
+        """Takes a line as the writer ends it."""
+        self.all.append(f"{line[:-2]}\n")
 
 
 def _cell(value: Any) -> Any:

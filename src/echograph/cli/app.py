@@ -94,6 +94,8 @@ def _report(name: str, error: BaseException) -> int:
         return _say(name, f"{message()} (see {name} --help)", 2)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return _say(name, "cannot write the result: no space left", 1)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return _say(name, f"{error.filename}: {error.strerror}", 1)
     if isinstance(error, MemoryError):
         return _say(name, "out of memory: the input is too large for this machine", 1)
     line = " ".join(f"{type(error).__name__}: {error}".split())[:300]

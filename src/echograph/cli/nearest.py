@@ -76,7 +76,8 @@ def _may_be_enough(changes: dict[str, Any], memory: Memory) -> bool:
             smaller |= {*(_SHARDED if value == 3 else _STATES)}
         else:
             smaller |= {*_ACTIVATIONS}
-    missing = memory.device_bytes - memory.capacity_bytes
+    # What the allocator holds beyond the tensors may become less by any change.
+    missing = memory.peak_bytes + sum(memory.overhead_bytes.values()) - memory.capacity_bytes
     return sum(size for role, size in memory.by_role.items() if role in smaller) > missing
 
 

@@ -135,7 +135,7 @@ def _print_path(result: Result, path: RankPath) -> None:
             break
         slower = "" if one.slower == 1 else f", {one.slower:g} times as slow,"
         role = f" ({one.role})" if one.role and len(result.roles) > 1 else ""
-        head = "  through       " if not number else " " * 16
+        head = "  on the path   " if not number else " " * 16
         print_line(f"{head}rank {one.rank}{role}{slower} for {share:.0%}: {_limits(one.limits)}")
 
 
