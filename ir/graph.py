@@ -321,3 +321,19 @@ class StepGraph(Graph):
 
 class JobGraph(Graph):
     """What every rank of a job executes: one program per role, a mesh, process groups and streams."""
+
+    def rank_count(self, program: int) -> int:
+        """How many ranks a program stands for."""
+        its = self.programs[program]
+        if not self.mesh:
+            return max(1, len(its.ranks))
+        return prod(axis.size for axis in self.mesh if axis.name not in its.coordinates)
+
+    def lowest_rank(self, program: int) -> int:
+        """The lowest rank that a program stands for; its number where it lists none."""
+        its, rank = self.programs[program], 0
+        if not self.mesh:
+            return min(its.ranks, default=program)
+        for axis in self.mesh:
+            rank = rank * axis.size + its.coordinates.get(axis.name, 0)
+        return rank

@@ -80,6 +80,12 @@ def check_effort(job: JobGraph, tasks: TaskGraph, runs: int) -> None:
         )
 
 
+def left_over(job: JobGraph, tasks: TaskGraph, runs: int) -> int:
+    """How often all ranks may run besides, as of `check_effort`."""
+    count = len(tasks) * (job.world_size // len(job.programs))
+    return max(0, MAX_EVENTS // max(1, count) - runs)
+
+
 def _slow_ranks(job: JobGraph, cluster: Cluster) -> dict[int, float]:
     """Factor on the durations of kernels by rank."""
     slow: dict[int, float] = {}

@@ -70,10 +70,12 @@ class RankTimes:
         end_ps: int64 [ranks], the end of its last task.
         waited_ps: int64 [ranks], how long its streams together stood ready for other ranks of its role. The one
             that they wait for has waited least.
+        column: of `Mesh`, the ranks whose tasks are told.
     """
 
     end_ps: Int64
     waited_ps: Int64
+    column: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Lowest, middle and highest of each time, and the ranks that waited least."""
@@ -131,12 +133,13 @@ def run_every_rank(
     )
     order = number(tasks)
     run = partial(_on_events if engine == "events" else _in_order, tasks, order, columns, sharing)
-    ends = run(column or 0)
-    if column is None and (last := int(np.argmax(ends.end.max(axis=0)))) != 0:
-        ends = run(last)
+    told = column or 0
+    ends = run(told)
+    if column is None and (last := int(np.argmax(ends.end.max(axis=0)))) != told:
+        ends, told = run(last), last
     its = replace(tasks, duration=ends.duration)
     starts = run_in_order(its, order, ends.start)
-    return its, starts, _times(mesh, tasks, ends.end, ends.waited)
+    return its, starts, replace(_times(mesh, tasks, ends.end, ends.waited), column=told)
 
 
 def _in_order(tasks: TaskGraph, order: Int32, columns: Columns, _: Sharing | None, record: int) -> Ends:

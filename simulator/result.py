@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from echograph.ir.timeline import Timeline
-from echograph.simulator.breakdown import Breakdown
+from echograph.simulator.breakdown import Breakdown, Role, Spread
 from echograph.simulator.durations import Durations
 from echograph.simulator.flows import LinkUse
 from echograph.simulator.goodput import Goodput
 from echograph.simulator.memory import Memory
+from echograph.simulator.rank_path import RankPath
 from echograph.simulator.ranks import RankTimes
 from echograph.units import to_s
 
@@ -36,7 +37,10 @@ class Result:
             padded or computed by several ranks (`ir.passes.model_flops`); 0 where unknown.
         causal_attention_flops: those of them in attention with a causal mask, masked pairs included.
         peak_flops_per_s: the device's dense peak for the model's type; 0 where unknown.
-        breakdown: where the time goes, for the program that ends last.
+        breakdown: where the time goes, for the role that ends last.
+        ends_last: that role.
+        roles: names of all roles.
+        write_spread: works out how breakdowns differ between ranks.
         limits: kind of work -> picoseconds on the critical path, the derivative of the step by it.
         memory: of the program that needs most; None where the graph has no tensors.
         sources: share of the busy time by source of the duration.
@@ -52,6 +56,7 @@ class Result:
         times: what each operation of the job takes and where that comes from, for those who look into the step.
         traced: what the ranks did whose timelines were asked for.
         ranks: the times of every rank, where each was simulated.
+        path: which ranks the critical path goes through, where each was simulated.
         draws_ps: step times under several draws of noise.
         goodput: what failures leave of the throughput, where it was asked for.
     """
@@ -69,6 +74,8 @@ class Result:
     causal_attention_flops: int
     peak_flops_per_s: float
     breakdown: Breakdown
+    ends_last: Role
+    roles: tuple[str, ...]
     limits: dict[str, int]
     memory: Memory | None
     sources: dict[str, float]
@@ -78,12 +85,14 @@ class Result:
     tasks: int
     wall_s: float
     write_timeline: Callable[[], Timeline] = field(repr=False, compare=False)
+    write_spread: Callable[[], Spread] = field(repr=False, compare=False)
     network: str = "closed-form"
     degraded: tuple[str, ...] = ()
     links: tuple[LinkUse, ...] = ()
     times: Durations | None = field(default=None, repr=False, compare=False)
     traced: Timeline | None = field(default=None, repr=False, compare=False)
     ranks: RankTimes | None = field(default=None, repr=False, compare=False)
+    path: RankPath | None = None
     draws_ps: tuple[int, ...] = ()
     goodput: Goodput | None = None
 
@@ -91,6 +100,14 @@ class Result:
     def timeline(self) -> Timeline:
         """What ran when; written when it is asked for first."""
         return self.write_timeline()
+
+    @property
+    def spread(self) -> Spread:
+        """How the parts of the step differ between ranks: of all roles, each as often as it has ranks.
+
+        Where every rank was simulated, it is of one rank of each role, those that work with the last one.
+        """
+        return self.write_spread()
 
     @property
     def mfu(self) -> float | None:
@@ -119,8 +136,7 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """The stable schema of `echosim run --json`."""
-        step = to_s(self.step_ps)
-        parts = self.breakdown
+        step, spread = to_s(self.step_ps), self.spread
         return {
             "model": self.model,
             "cluster": self.cluster,
@@ -133,13 +149,12 @@ class Result:
             "mfu_causal": self.mfu_causal,
             "gpus": self.gpus,
             "plan": self.plan,
-            "breakdown_s": {
-                "compute": to_s(parts.compute),
-                "exposed_communication": {k: to_s(v) for k, v in parts.exposed_communication.items()},
-                "bubble": to_s(parts.bubble),
-                "wait": to_s(parts.wait),
-                "host": to_s(parts.host),
-            },
+            "breakdown_s": self.breakdown.to_json(),
+            "breakdown_of": asdict(self.ends_last),
+            "breakdown_mean_s": spread.mean.to_json(),
+            "breakdown_least_s": spread.least.to_json(),
+            "breakdown_most_s": spread.most.to_json(),
+            "breakdown_ranks": spread.ranks,
             "limits_s": {name: to_s(value) for name, value in self.limits.items()},
             "memory": None if self.memory is None else self.memory.to_json(),
             "durations": self.sources,
@@ -154,6 +169,7 @@ class Result:
             **({} if self.network != "flows" else {"links": [link.to_json() for link in self.links]}),
             **({} if not self.degraded else {"degraded": list(self.degraded)}),
             **({} if self.ranks is None else {"ranks": self.ranks.to_json()}),
+            **({} if self.path is None else {"limits_by_rank": [one.to_json() for one in self.path.ranks]}),
             **({} if not self.draws_ps else {"step_time_percentiles_s": self.percentiles_s}),
             **({} if self.goodput is None else {"failures": self.goodput.to_json()}),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from math import prod
 from typing import Any
 
@@ -18,17 +18,19 @@ from echograph.ir.passes.data_parallel_axes import MICRO_BATCH_AXES
 from echograph.ir.timeline import Timeline
 from echograph.ir.types import COMMUNICATIONS, OpKind, Source
 from echograph.simulator import engine as engines
+from echograph.simulator.breakdown import Spread, role_of, spread
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.durations import Durations, durations, meeting
-from echograph.simulator.fidelity import Fidelity, check_effort, fidelity
+from echograph.simulator.fidelity import Fidelity, check_effort, fidelity, left_over
 from echograph.simulator.flows import LinkUse, alone, flows, links_of
 from echograph.simulator.host import Host
 from echograph.simulator.interval import bounds, interval, scenarios
 from echograph.simulator.memory import largest_memory
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.pieces.predict import run_pieces, runs
+from echograph.simulator.rank_path import MOST_COLUMNS, RankPath, rank_path
 from echograph.simulator.rank_timelines import of_ranks
-from echograph.simulator.ranks import EveryRank, RankTimes, run_every_rank
+from echograph.simulator.ranks import EveryRank, Mesh, RankTimes, run_every_rank
 from echograph.simulator.result import Result
 from echograph.simulator.steps import Step, of_pieces, of_tasks, write_timeline
 from echograph.simulator.tasks import TaskGraph, check_tasks, expand
@@ -103,7 +105,11 @@ def simulate(
         causal_attention_flops=_on_average(job, job.workload.causal_attention_flops, samples),
         peak_flops_per_s=peak_flops_per_s,
         breakdown=step.breakdown,
-        limits=step.limits,
+        ends_last=role_of(job, last, ran.rank_of(job, last)),
+        roles=tuple(program.role for program in job.programs),
+        write_spread=cache(partial(_spread, job, step, every=ran.ranks is not None)),
+        limits=step.limits if ran.path is None else ran.path.limits,
+        path=ran.path,
         memory=largest_memory(job, cluster.memory_bytes) if memory else None,
         sources=_shares(step, times),
         collectives=_collectives(job, step, times),
@@ -131,8 +137,13 @@ class _Run:
     columns: int = 1
     ranks: RankTimes | None = None
     draws_ps: tuple[int, ...] = ()
+    path: RankPath | None = None
     links: tuple[LinkUse, ...] = ()
     traced: Timeline | None = None
+
+    def rank_of(self, job: JobGraph, program: int) -> int | None:
+        """The rank of a program whose tasks are told; None where all of its ranks are alike."""
+        return None if self.ranks is None else int(Mesh(job).ranks()[program, self.ranks.column])
 
 
 class _Roles:
@@ -189,8 +200,10 @@ def _run_ranks(
     shared = flows(job, tasks, times, topology) if topology else None
     if engine == "auto":
         engine = "events" if shared is not None and shared.contended else "columns"
+    runs, most = every.draws + len(trace_ranks), MOST_COLUMNS
     if engine == "events":
-        check_effort(job, tasks, every.draws + len(trace_ranks))
+        check_effort(job, tasks, runs)
+        most = min(MOST_COLUMNS, left_over(job, tasks, runs))
     run = partial(run_every_rank, job, tasks, engine=engine, sharing=shared.sharing if shared else None)
     noisy = [replace(every, seed=every.seed + draw) for draw in range(1, every.draws)]
     steps = [int(run(one, column=0)[2].end_ps.max()) for one in noisy]
@@ -199,8 +212,10 @@ def _run_ranks(
     traced = None
     if trace_ranks:
         traced = of_ranks(job, trace_ranks, lambda c: write_timeline(job, *run(every, column=c)[:2]))
+    path = rank_path(job, every, ends, (its, starts), lambda c: run(every, column=c)[:2], most)
     return _Run(
         step=step,
+        path=path,
         engine=engine,
         columns=job.world_size // len(job.programs),
         ranks=ends,
@@ -208,6 +223,12 @@ def _run_ranks(
         links=shared.busiest(step.end_ps) if shared else (),
         traced=traced,
     )
+
+
+def _spread(job: JobGraph, step: Step, *, every: bool) -> Spread:
+    """How breakdowns differ: between roles, or where every rank is simulated, between those of one column."""
+    roles = range(len(job.programs))
+    return spread(step.breakdowns(), [1 if every else job.rank_count(number) for number in roles])
 
 
 def _scaled(job: JobGraph, times: Durations, host: Host, scales: Sequence[Scale]) -> tuple[Durations, Int64]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
-from echograph.simulator.breakdown import Breakdown, breakdown
+from echograph.simulator.breakdown import Breakdown, breakdown, breakdowns
 from echograph.simulator.engine.schedule import Starts
 from echograph.simulator.limits import families, largest_first, limits
 from echograph.simulator.pieces.path import critical_path
@@ -31,6 +31,7 @@ class Step:
         end_ps: when the last task ends.
         last: the program that ends last.
         breakdown: of that program.
+        breakdowns: works out those of all programs.
         limits: picoseconds of each family on the critical path.
         busy: float64 [rows], picoseconds that the devices of all programs work on each row.
         busy_of_last: the same of the last program.
@@ -40,6 +41,7 @@ class Step:
     end_ps: int
     last: int
     breakdown: Breakdown
+    breakdowns: Callable[[], list[Breakdown]]
     limits: dict[str, int]
     busy: Float64
     busy_of_last: Float64
@@ -59,6 +61,7 @@ def of_tasks(job: JobGraph, tasks: TaskGraph, starts: Starts) -> Step:
         end_ps=timeline.makespan,
         last=last,
         breakdown=breakdown(job, timeline, last),
+        breakdowns=lambda: breakdowns(job, timeline),
         limits=limits(job, timeline),
         busy=busy,
         busy_of_last=mine,
@@ -70,10 +73,15 @@ def of_pieces(job: JobGraph, run: Run, write: Callable[[], Timeline]) -> Step:
     """A step whose programs ran in pieces, and whose tasks are run one by one if they have to be written down."""
     last, total = critical_path(run, families(job))
     end, work = int(run.ends[0]), run.work.device[:, 0].astype(np.float64)
+
+    def of_program(number: int) -> Breakdown:
+        return breakdown(job, program_timeline(run, number), number, end)
+
     return Step(
         end_ps=end,
         last=last,
-        breakdown=breakdown(job, program_timeline(run, last), last),
+        breakdown=of_program(last),
+        breakdowns=lambda: [of_program(number) for number in range(len(job.programs))],
         limits=largest_first(job, total, end),
         busy=runs(job) * work,
         busy_of_last=runs(job, last) * work,

@@ -37,17 +37,10 @@ def count_job_flops(job: JobGraph) -> JobGraph:
         return job
     # Samples are counted in micro-batches of every replica.
     replicas = int(np.prod([axis.size for axis in job.mesh if axis.name != _STAGES], dtype=np.int64))
-    counts = [np.array(_of_program(job, p), object) * _ranks(job, p) for p in job.programs]
+    counts = [np.array(_of_program(job, p), object) * job.rank_count(n) for n, p in enumerate(job.programs)]
     batches = replicas * max((len(np.unique(p.calls[:, 4])) for p in job.programs), default=1)
     counted, causal = (int(n) // batches for n in sum(counts, np.zeros(2, object)))
     return replace(job, workload=replace(job.workload, model_flops=counted, causal_attention_flops=causal))
-
-
-def _ranks(job: JobGraph, program: Program) -> int:
-    if not job.mesh:
-        return max(1, len(program.ranks))
-    free = [axis.size for axis in job.mesh if axis.name not in program.coordinates]
-    return int(np.prod(free, dtype=np.int64))
 
 
 def _of_program(graph: Graph, program: Program) -> tuple[int, int]:

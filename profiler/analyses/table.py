@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from echograph.ir.csv_table import csv_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,11 +38,7 @@ class Table:
 
     def csv(self) -> str:
         """The table as comma-separated values with a line of titles; what is not a number is empty."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.columns)
-        writer.writerows(self.rows())
-        return text.getvalue()
+        return csv_text(list(self.columns), self.rows())
 
 
 def from_rows(titles: Sequence[str], rows: Iterable[Sequence[Any]], notes: Iterable[str] = ()) -> Table:

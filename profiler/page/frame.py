@@ -104,6 +104,11 @@ def tiles(shown: Iterable[tuple[str, str]]) -> str:
     return f'<div class="tiles">{"".join(boxes)}</div>'
 
 
+def banner(title: str, text: str) -> str:
+    """What a reader must see before anything else."""
+    return f'<p class="banner" role="alert"><b>{escape(title)}</b> {escape(text)}</p>'
+
+
 def folded(title: str, content: str) -> str:
     """Content that a click shows."""
     return f"<details><summary>{escape(title)}</summary>{content}</details>"

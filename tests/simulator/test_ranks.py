@@ -22,7 +22,9 @@ from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.durations import durations, meeting
 from echograph.simulator.engine import reference
+from echograph.simulator.families import KERNELS
 from echograph.simulator.host import Host
+from echograph.simulator.rank_path import MOST_TOLD, RankPath, rank_path
 from echograph.simulator.ranks import EveryRank, Mesh, run_every_rank
 from echograph.simulator.simulate import simulate
 from echograph.simulator.tasks import TaskGraph, expand
@@ -136,6 +138,65 @@ def test_slow_ranks_are_those_of_the_written_out_job(name: str, slow: dict[int, 
         assert np.array_equal((starts.start + its.duration)[mine], end[programs == rank])
     known = starts.cause >= 0
     assert np.array_equal(starts.start[known], (starts.start + its.duration)[starts.cause[known]])
+
+
+def slower_each(job: JobGraph) -> EveryRank:
+    """Ranks of which no two are alike, so that the critical path is one."""
+    return EveryRank(slow={rank: 1 + 0.0137 * ((5 * rank) % 11) + 0.0001 * rank for rank in range(job.world_size)})
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_critical_path_goes_on_in_the_rank_that_was_waited_for(name: str) -> None:
+    """As in the job that is written out, which has one program a rank, by the reference engine."""
+    job, tasks = expanded(JOBS[name]())
+    every = slower_each(job)
+    its, starts, times = run_every_rank(job, tasks, every)
+    path = rank_path(
+        job, every, times, (its, starts), lambda c: run_every_rank(job, tasks, every, column=c)[:2], job.world_size
+    )
+    assert sum(path.limits.values()) == times.end_ps.max()
+    assert "other ranks" not in path.limits
+    alone, unfolded = expanded(UnfoldRanks()(job))
+    slower = np.array([every.slow[rank] for rank in range(job.world_size)])[unfolded.program]
+    kernel = (unfolded.lane == 1) & (alone.ops.kind[unfolded.op] == OpKind.COMPUTE)
+    duration = np.where(kernel, np.rint(unfolded.duration * slower), unfolded.duration).astype(np.int64)
+    found = reference.run(replace(unfolded, duration=duration))
+    spent, task = np.zeros(job.world_size, np.int64), int(np.argmax(found.start + duration))
+    while task >= 0:
+        spent[unfolded.program[task]] += duration[task]
+        task = int(found.cause[task])
+    told = {one.rank: one.total_ps for one in path.ranks}
+    assert told == {rank: value for rank, value in enumerate(spent.tolist()) if rank in told}
+    assert max(spent.tolist()) in told.values()
+    if np.count_nonzero(spent) <= MOST_TOLD:
+        assert sum(told.values()) == times.end_ps.max()
+
+
+@pytest.mark.parametrize(("name", "rank"), [("data-parallel", 5), ("pipelines", 3), ("hybrid sharded", 2)])
+def test_a_straggler_is_named_and_its_share_is_the_derivative(name: str, rank: int) -> None:
+    job, tasks = expanded(JOBS[name]())
+
+    def run(factor: float) -> tuple[RankPath, int]:
+        every = EveryRank(slow={rank: factor})
+        its, starts, times = run_every_rank(job, tasks, every)
+        found = rank_path(
+            job, every, times, (its, starts), lambda c: run_every_rank(job, tasks, every, column=c)[:2]
+        )
+        return found, int(times.end_ps.max())
+
+    (path, step), (_, later) = run(3.0), run(3.001)
+    first = path.ranks[0]
+    assert (first.rank, first.slower) == (rank, 3.0)
+    kernels = sum(value for work, value in first.limits.items() if work in KERNELS)
+    assert later - step == pytest.approx(kernels * 0.001 / 3, rel=1e-3)
+
+
+def test_where_no_rank_may_be_looked_at_again_the_rest_is_left_to_others() -> None:
+    job, tasks = expanded(JOBS["pipelines"]())
+    every = slower_each(job)
+    its, starts, times = run_every_rank(job, tasks, every)
+    path = rank_path(job, every, times, (its, starts), lambda _: pytest.fail("looks again"), 0)
+    assert sum(path.limits.values()) == times.end_ps.max()
 
 
 def test_the_one_that_all_wait_for_waits_least() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echograph.cli.app import print_error, print_json, print_line, print_table, progress
+from echograph.cli.app import print_error, print_json, print_line, print_table, print_text, progress
 from echograph.errors import UnknownNameError, UsageError
 from echograph.ir.files import check_writable, write_whole
 
@@ -100,7 +100,7 @@ def analyze(
     elif as_csv:
         text = tables[name].csv()
         if output is None:
-            print_line(text.removesuffix("\n"))
+            print_text(text)
         else:
             write_whole(output, [text])
     else:
@@ -187,7 +187,9 @@ def _ranks(text: str) -> list[int] | None:
 def _show(tables: dict[str, Table]) -> None:
     for number, (name, table) in enumerate(tables.items()):
         if len(tables) > 1:
-            print_line(f"\n{name}" if number else name)
+            if number:
+                print_line()
+            print_line(name)
         rows = ([_short(value) for value in row] for row in table.rows())
         print_table(list(table.columns), rows)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import gc
 import importlib.util
+import io
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -26,12 +28,18 @@ __all__ = [
     "print_json",
     "print_line",
     "print_table",
+    "print_text",
+    "printable",
     "progress",
     "require_torch",
     "run",
+    "shortened",
 ]
 
 EXIT_INTERRUPTED = 130
+MOST_OF_ERROR = 500
+_CUT = " ... "
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def make_app(name: str, summary: str) -> typer.Typer:
@@ -63,6 +71,10 @@ def run(app: typer.Typer, name: str) -> None:
     """Runs a command line: exit 0, 1 for an error, 2 for wrong usage; never a traceback without --debug."""
     # What a command builds lives until it ends: the usual thresholds make it look for garbage in vain.
     gc.set_threshold(100_000, 50, 50)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What the terminal's encoding lacks is spelt out, too.
+            stream.reconfigure(errors="backslashreplace")
     try:
         command = typer.main.get_command(app)
         read_plainly(command)
@@ -70,7 +82,8 @@ def run(app: typer.Typer, name: str) -> None:
         sys.stdout.flush()
     except BaseException as error:
         if os.environ.get("ECHOGRAPH_DEBUG") and not isinstance(error, SystemExit):
-            traceback.print_exc()
+            for line in traceback.format_exc().splitlines():
+                print_error(line)
         status = _report(name, error)
     sys.exit(status if isinstance(status, int) else 0)
 
@@ -88,13 +101,16 @@ def _report(name: str, error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return _say(name, "interrupted", EXIT_INTERRUPTED)
     if type(error).__name__ == "NoArgsIsHelpError":
-        print_error(error.ctx.get_help())  # type: ignore[attr-defined]
+        for line in error.ctx.get_help().splitlines():  # type: ignore[attr-defined]
+            print_error(line)
         return 2
     message = getattr(error, "format_message", None)
     if callable(message):
         return _say(name, f"{message()} (see {name} --help)", 2)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return _say(name, "cannot write the result: no space left", 1)
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return _say(name, f"{error.filename}: {error.strerror}", 1)
     if isinstance(error, MemoryError):
         return _say(name, "out of memory: the input is too large for this machine", 1)
     line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -103,7 +119,7 @@ def _report(name: str, error: BaseException) -> int:
 
 def _say(name: str, message: str, status: int) -> int:
     # One line, whatever an error's text holds.
-    print_error(f"{name}: {' '.join(message.split())}")
+    print_error(shortened(printable(f"{name}: {' '.join(message.split())}")))
     return status
 
 
@@ -117,14 +133,45 @@ def require_torch(purpose: str = "compiling models") -> None:
         raise MissingExtraError("PyTorch", "torch", purpose)
 
 
-def print_line(text: str = "") -> None:
-    """A line of the result."""
-    sys.stdout.write(text + "\n")
+def printable(text: str) -> str:
+    """Text as a terminal may show it: what would control the terminal or turn the line around is spelt out.
+
+    These are the control characters (C0, DEL, C1), the ends of lines and paragraphs, the marks of bidirectional
+    text, and what no encoding has. They are spelt as JSON spells them, so what programs read stays what it was.
+    """
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def shortened(line: str, most: int = MOST_OF_ERROR) -> str:
+    """A line, cut in the middle where it is longer: what happened stands first, what to do last."""
+    if len(line) <= most:
+        return line
+    last = most // 2
+    return f"{line[: most - last - len(_CUT)]}{_CUT}{line[-last:]}"
+
+
+def print_line(text: str = "", *, alarm: bool = False) -> None:
+    """A line of the result.
+
+    Args:
+        text: the line, as it comes.
+        alarm: whether nobody may miss it: bold and red where a terminal shows it.
+    """
+    line = printable(text)
+    if alarm and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        line = f"\x1b[1;31m{line}\x1b[0m"
+    sys.stdout.write(line + "\n")
+
+
+def print_text(text: str) -> None:
+    """Lines of the result that are one text already."""
+    for line in text.removesuffix("\n").split("\n"):
+        print_line(line)
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Aligned columns, numbers to the right; as wide as they need to be, so that other programs can cut them."""
-    cells = [list(titles), *([_cell(value) for value in row] for row in rows)]
+    cells = [list(map(printable, titles)), *([_cell(value) for value in row] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(titles))]
     right = [all(line[i][:1].isdigit() or line[i] == "-" for line in cells[1:]) for i in range(len(titles))]
     for line in cells:
@@ -135,14 +182,14 @@ def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else printable(str(value))
 
 
 def print_error(text: str) -> None:
     """A line beside the result: progress, notes, errors."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(printable(text) + "\n")
 
 
 def print_json(value: Any) -> None:
     """A result for programs."""
-    print_line(json.dumps(value, indent=2, allow_nan=False))
+    print_text(json.dumps(value, indent=2, allow_nan=False))

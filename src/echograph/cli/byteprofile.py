@@ -34,7 +34,9 @@ def show(tables: Mapping[str, Table], *, as_json: bool) -> None:
         return
     for number, (name, table) in enumerate(tables.items()):
         if len(tables) > 1:
-            print_line(f"\n{name}" if number else name)
+            if number:
+                print_line()
+            print_line(name)
         print_table(list(table.columns), ([_short(cell) for cell in row] for row in table.rows()))
     for note in notes:
         print_error(f"note: {note}")

@@ -95,7 +95,9 @@ def critical_command(
         print_json({"length_ms": lengths, "paths": path_table(paths).records(), "notes": list(prepared.notes)})
         return
     for number, (of, path) in enumerate(paths):
-        print_line(f"\n{of}: {format_time(path.length)}" if number else f"{of}: {format_time(path.length)}")
+        if number:
+            print_line()
+        print_line(f"{of}: {format_time(path.length)}")
         longest = sorted(path.nodes, key=lambda node: -node.duration)[: head or len(path.nodes)]
         for node in path.nodes:
             if node in longest:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from echograph.cli.app import print_error, print_json, print_line, require_torch
+from echograph.cli.app import print_error, print_json, print_text, require_torch
 from echograph.errors import UsageError
 
 
@@ -65,7 +65,7 @@ def _measure(
             log = logs[measured.operation]
             log.append(table_row(measured, len(facts)))
             if speaks and not as_json:
-                print_line("\n".join(log) if len(log) == 2 else log[-1])
+                print_text("\n".join(log) if len(log) == 2 else log[-1])
             records.append(
                 {
                     "operation": measured.operation,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +12,7 @@ from typer.core import TyperGroup
 
 from echograph.cli.app import print_json, print_line, print_table, progress, require_torch
 from echograph.errors import UsageError
+from echograph.ir.csv_table import csv_text
 
 if TYPE_CHECKING:
     from echograph.profiler.comms.report import Report
@@ -86,11 +85,8 @@ def report_command(
 
 
 def _csv(rows: list[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else ["operation"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    titles = list(rows[0]) if rows else ["operation"]
+    return csv_text(titles, ([row[title] for title in titles] for row in rows))
 
 
 def print_report(report: Report) -> None:

@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
+import math
 from typing import Any
 
-from echograph.cli.app import print_line, print_table
-from echograph.errors import DataError, InputError
+from echograph.cli.app import print_line, print_table, shortened
 from echograph.units import format_bytes
 
-# What stands in an element of JSON has no "<".
-_IN_PAGE = re.compile(r'<script type="application/json" id="result">([^<]*)</script>')
-MAX_BYTES = 64 * 2**20
 _PLAIN = ("step_time_s", "tokens_per_s", "samples_per_s", "mfu")
-
-
-def read_result(path: Path) -> dict[str, Any]:
-    """A result that `echosim run --output` or `--json` wrote, or the one in a page that `--html` did.
-
-    Raises:
-        InputError: the file cannot be read.
-        DataError: it is no result.
-    """
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise DataError(f"{path}: is over {MAX_BYTES // 2**20} MiB, no result is that long")
-        text = path.read_text(encoding="utf-8")
-        record = json.loads(_IN_PAGE.split(text)[1] if text.startswith("<!doctype html>") else text)
-        _figures(record)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise DataError(f"{path}: is no result of echosim run --json") from None
-    return dict(record)
+_LONGEST = 160
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +19,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     for name in [*old, *(n for n in new if n not in old)]:
         a, b = old.get(name, 0.0), new.get(name, 0.0)
         if a or b:
-            rows[name] = {"before": a, "after": b, "difference": b - a, "ratio": b / a if a else None}
+            rows[name] = {"before": a, "after": b, **_apart(a, b)}
     plans = before["plan"], after["plan"]
     different = {
         k: [p.get(k) for p in plans] for k in {**plans[0], **plans[1]} if plans[0].get(k) != plans[1].get(k)
@@ -52,15 +27,21 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     return {"figures": rows, "plan": different}
 
 
-def _figures(record: dict[str, Any]) -> dict[str, float]:
-    parts = record["breakdown_s"]
-    seconds = {name: parts[name] for name in ("compute", "host", "bubble", "wait")}
-    seconds |= {f"exposed {axis}": value for axis, value in parts["exposed_communication"].items()}
-    found = {name: float(record[name] or 0.0) for name in _PLAIN} | {k: float(v) for k, v in seconds.items()}
-    if record["memory"]:
-        found["peak_bytes"] = float(record["memory"]["peak_bytes"])
-    record["plan"].get("gpus")  # no dictionary: no result
-    return found
+def _apart(before: float | None, after: float | None) -> dict[str, float | None]:
+    """Difference and ratio, where both are known."""
+    if before is None or after is None:
+        return {"difference": None, "ratio": None}
+    ratio = after / before if before else math.inf
+    return {"difference": after - before, "ratio": ratio if math.isfinite(ratio) else None}
+
+
+def _figures(record: dict[str, Any]) -> dict[str, float | None]:
+    """Every figure; None where it is not known."""
+    parts, memory = record["breakdown_s"], record["memory"]
+    found = {name: None if record[name] is None else float(record[name]) for name in _PLAIN}
+    found |= {name: float(parts[name]) for name in ("compute", "host", "bubble", "wait")}
+    found |= {f"exposed {axis}": float(value) for axis, value in parts["exposed_communication"].items()}
+    return {**found, "peak_bytes": None if memory is None else float(memory["peak_bytes"])}
 
 
 def print_comparison(record: dict[str, Any]) -> None:
@@ -71,10 +52,12 @@ def print_comparison(record: dict[str, Any]) -> None:
         lines.append((name, *(_shown(name, row[k]) for k in ("before", "after", "difference")), ratio))
     print_table(("figure", "before", "after", "difference", "ratio"), lines)
     for name, (old, new) in record["plan"].items():
-        print_line(f"plan: {name} {old} -> {new}")
+        print_line(shortened(f"plan: {name} {old} -> {new}", _LONGEST))
 
 
-def _shown(name: str, value: float) -> str:
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
     if name == "peak_bytes":
         return ("-" if value < 0 else "") + format_bytes(abs(int(value)))
     if name in ("tokens_per_s", "samples_per_s"):

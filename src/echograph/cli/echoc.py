@@ -14,6 +14,7 @@ from echograph.cli.app import (
     print_json,
     print_line,
     print_table,
+    print_text,
     progress,
     require_torch,
     run,
@@ -260,7 +261,7 @@ def text(
             say("unfolding")
             loaded = unfolded(loaded)
     for piece in to_text(loaded):
-        print_line(piece.rstrip("\n"))
+        print_text(piece.rstrip("\n"))
 
 
 def main() -> None:

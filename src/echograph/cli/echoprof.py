@@ -21,7 +21,7 @@ from echograph.cli.graph import graph_command
 from echograph.cli.ops import ops_command
 from echograph.cli.record import record
 from echograph.cli.step import step_command
-from echograph.errors import DataError, OutputError, UnavailableError, UnknownNameError, UsageError
+from echograph.errors import DataError, UnavailableError, UnknownNameError, UsageError
 
 if TYPE_CHECKING:
     from echograph.profiler.costs.device import DeviceProfile

@@ -98,7 +98,7 @@ def run_command(
     from echograph.cli.compose import predict_plan
     from echograph.cli.lowering import cluster_notes, notes
     from echograph.cli.measured import cluster_of
-    from echograph.cli.nearest import plans_that_fit
+    from echograph.cli.nearest import FEW, MOST_TRIED, plans_that_fit
     from echograph.cli.report import print_result, refuse_if_it_does_not_fit
     from echograph.cli.study import make_study
     from echograph.ir import files, serde
@@ -135,7 +135,9 @@ def run_command(
         say("simulating")
         result, job = predict_plan(loaded, plan, engine=engine, study=study)
         where = cluster_of(plan.cluster, study.settings)
-        near = plans_that_fit(loaded, plan, where, result.memory, say) if strict_memory else []
+        # Who reads only the JSON is told whether it fits, and saves the time.
+        most = MOST_TRIED if strict_memory else FEW if html or not as_json else 0
+        near = plans_that_fit(loaded, plan, where, result.memory, say, most)
     said = (*notes(loaded, plan), *cluster_notes(where, job.world_size))
     for note in said:
         print_error(f"note: {note}")
@@ -145,7 +147,7 @@ def run_command(
     if as_json:
         print_json(record)
     else:
-        print_result(result)
+        print_result(result, near)
     if output is not None:
         files.write_whole(output, [json.dumps(record, indent=2) + "\n"])
         print_error(f"wrote {output} (result)")
@@ -157,7 +159,7 @@ def run_command(
     if html is not None:
         from echograph.cli.page.prediction import page
 
-        files.write_whole(html, [page(result, job, plan, study, said)])
+        files.write_whole(html, [page(result, job, plan, study, said, near)])
         print_error(f"wrote {html} (page: open it in a browser)")
 
 
@@ -172,7 +174,8 @@ def compare_command(
     as_json: Json = False,
 ) -> None:
     """Compare two predictions figure by figure, and say which options of their plans differ."""
-    from echograph.cli.compare import compare, print_comparison, read_result
+    from echograph.cli.compare import compare, print_comparison
+    from echograph.cli.result_file import read_result
     from echograph.ir import files
 
     if html is not None:

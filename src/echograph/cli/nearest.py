@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from echograph.cli.lowering import lower
@@ -17,14 +18,25 @@ from echograph.units import format_bytes
 
 ENOUGH = 2
 MOST_TRIED = 12
+FEW = 3
+"""Plans that are tried where nobody asked for them: each takes about as long as the prediction."""
+_ACTIVATIONS = ("activation", "input", "workspace", "communication")
+_STATES = ("optimizer_state",)
+_SHARDED = ("parameter", "gradient", *_STATES)
 
 
 def plans_that_fit(
-    graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster, memory: Memory | None, say: Progress
+    graph: StepGraph | JobGraph,
+    plan: Plan,
+    cluster: Cluster,
+    memory: Memory | None,
+    say: Progress,
+    most: int = MOST_TRIED,
 ) -> list[str]:
     """What to change so that a plan fits, least first: "--recompute full (61.2 GiB)"; at most two.
 
-    One option is changed at a time, and where that is not enough, another one with everything recomputed.
+    One option is changed at a time, and where that is not enough, another one with everything recomputed. What
+    cannot be enough, since all that it makes smaller is less than what is missing, is not tried.
 
     Args:
         graph: the step; for a job graph, whose plan is made, nothing can be said.
@@ -32,13 +44,15 @@ def plans_that_fit(
         cluster: that it runs on.
         memory: that it needs; nothing is tried where it fits.
         say: told what goes on.
+        most: plans that are tried.
     """
     found: list[str] = []
     if isinstance(graph, JobGraph) or memory is None or memory.fits:
         return found
     say("looking for a plan that fits")
-    for tried, changes in enumerate(_changes(plan, cluster)):
-        if len(found) == ENOUGH or tried == MOST_TRIED:
+    hopeful = (changes for changes in _changes(plan, cluster) if _may_be_enough(changes, memory))
+    for changes in islice(hopeful, most):
+        if len(found) == ENOUGH:
             break
         try:
             needed = largest_memory(lower(graph, replace(plan, **changes), cluster), memory.capacity_bytes)
@@ -51,6 +65,21 @@ def plans_that_fit(
             )
             found.append(f"{' '.join(words)} ({format_bytes(needed.device_bytes)})")
     return found
+
+
+def _may_be_enough(changes: dict[str, Any], memory: Memory) -> bool:
+    """Whether what changes make smaller is more than what is missing."""
+    smaller: set[str] = set()
+    for name, value in changes.items():
+        if name in ("tp", "pp"):
+            return True
+        if name == "zero":
+            smaller |= {*(_SHARDED if value == 3 else _STATES)}
+        else:
+            smaller |= {*_ACTIVATIONS}
+    # What the allocator holds beyond the tensors may become less by any change.
+    missing = memory.peak_bytes + sum(memory.overhead_bytes.values()) - memory.capacity_bytes
+    return sum(size for role, size in memory.by_role.items() if role in smaller) > missing
 
 
 def _changes(plan: Plan, cluster: Cluster) -> Iterator[dict[str, Any]]:

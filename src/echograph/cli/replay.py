@@ -32,7 +32,8 @@ NOT_TRACED, NOT_TRACED_WORLD = "not traced", "not traced (all ranks)"
 
 
 KEPT = (
-    "model", "cluster", "device", "gpus", "breakdown_s", "limits_s", "durations", "collectives", "simulation",
+    "model", "cluster", "device", "gpus", "breakdown_s", "breakdown_of", "breakdown_mean_s", "breakdown_least_s",
+    "breakdown_most_s", "breakdown_ranks", "limits_s", "durations", "collectives", "simulation",
 )  # fmt: skip
 
 
@@ -299,7 +300,8 @@ def _print(result: Result, found: Sequence[StepTime], *, changed: bool) -> None:
     flat = {"compute": parts["compute"], "host": parts["host"], "wait": parts["wait"] + parts["bubble"]}
     flat |= {f"{axis} communication": value for axis, value in parts["exposed_communication"].items()}
     times = ", ".join(f"{name} {format_time(round(value * 1e12))}" for name, value in flat.items() if value)
-    print_line(f"  where it goes {times} (all of the trace, the rank that ends last)")
+    whose = f"rank {result.ends_last.rank}"
+    print_line(f"  where it goes {times} (all of the trace, {whose}, which ends last)")
     limits = ", ".join(f"{name} {value / record['trace_s']:.0%}" for name, value in record["limits_s"].items())
     print_line(f"  limited by    {limits} (of the critical path)")
     for axis, entry in result.collectives.items():

@@ -31,6 +31,11 @@ def made(
     return json.loads((folder / "result.json").read_text()), (folder / "page.html").read_text()
 
 
+def flat(parts: dict[str, Any]) -> dict[str, float]:
+    exposed = {f"exposed {axis}": value for axis, value in parts["exposed_communication"].items()}
+    return {**exposed, **{name: parts[name] for name in ("compute", "host", "bubble", "wait")}}
+
+
 def test_numbers_on_the_page_are_those_of_the_json(made: tuple[dict[str, Any], str]) -> None:
     record, text = made
     assert element(text, "result") == record
@@ -49,7 +54,11 @@ def test_numbers_on_the_page_are_those_of_the_json(made: tuple[dict[str, Any], s
     split |= {name: parts[name] for name in ("host", "bubble", "wait")}
     assert sum(split.values()) == pytest.approx(step)
     shown = [[name, seconds(v), f"{100 * v / step:.1f} %"] for name, v in split.items() if v]
-    assert rows(text, "Where the step goes") == shown
+    where = rows(text, "Where the step goes")
+    assert [row[:3] for row in where] == shown
+    for (name, *_), row in zip(shown, where, strict=True):
+        of_ranks = [flat(record[f"breakdown_{which}_s"])[name] for which in ("mean", "least", "most")]
+        assert row[3:] == [f"{100 * value / step:.1f} %" for value in of_ranks]
     limits = [
         [name, seconds(v), f"{100 * v / step:.1f} %", seconds(v / 10)] for name, v in record["limits_s"].items()
     ]

@@ -106,8 +106,12 @@ def model_flops(job: JobGraph) -> int:
 
 def test_what_is_trained_is_the_same(both: tuple[JobGraph, JobGraph]) -> None:
     captured, compiled = (job.workload for job in both)
-    for name in ("parameters", "batch_size", "sequence_length", "dtype", "optimizer", "master_weights"):
+    for name in (
+        "parameters", "batch_size", "sequence_length", "dtype", "optimizer", "master_weights", "model_flops",
+        "causal_attention_flops",
+    ):  # fmt: skip
         assert getattr(captured, name) == getattr(compiled, name), name
+    assert captured.model_flops > 0
     assert model_flops(both[0]) == model_flops(both[1])
 
 

@@ -54,7 +54,10 @@ def comparison_page(found: Record, before: Record, after: Record, names: tuple[s
 
 
 def _timed(name: str, record: Record) -> str:
-    return f"{name}: {parts.seconds(record['step_time_s'])}"
+    """A prediction with its step time, and whose step is split."""
+    last = record.get("breakdown_of")
+    of_role = f", {last['name']}" if last else ""
+    return f"{name}: {parts.seconds(record['step_time_s'])}{of_role}"
 
 
 def _head(found: Record, both: Pair) -> list[str]:
@@ -138,8 +141,10 @@ def _figures(found: Record, names: tuple[str, str]) -> str:
     return parts.grid(("figure", *names, "difference", "ratio"), rows)
 
 
-def _figure(name: str, value: float) -> str:
+def _figure(name: str, value: float | None) -> str:
     """A figure of the comparison as people read it."""
+    if value is None:
+        return "–"
     if name == "peak_bytes":
         return format_bytes(value)
     if name in ("tokens_per_s", "samples_per_s"):

@@ -12,10 +12,11 @@ from echograph.cli.page.details import details
 from echograph.cli.page.lanes import Step
 from echograph.cli.page.moments import kinds_of, moments
 from echograph.cli.plan import Plan
+from echograph.cli.report import shortage
 from echograph.cli.study import Study
 from echograph.ir.graph import JobGraph
 from echograph.profiler.page import charts
-from echograph.profiler.page.frame import data, document, folded, tiles
+from echograph.profiler.page.frame import banner, data, document, folded, tiles
 from echograph.profiler.page.lanes import script
 from echograph.simulator.result import Result
 from echograph.units import format_bytes, format_count
@@ -26,8 +27,7 @@ MOST_ROLES = 16
 RESULT, DETAILS = "result", "details"
 _WHERE = (
     "Each moment counts once: a kernel runs (compute); else a communication does (exposed, by the axes of its "
-    "group); else the host issues; else nothing (bubble in a pipeline, wait elsewhere). The table is of the role "
-    "that ends last."
+    "group); else the host issues; else nothing (bubble in a pipeline, wait elsewhere)."
 )
 _STEP = (
     "The first lane is the critical path. Each lane below is a role, what it does at every moment: a bar's colour "
@@ -55,7 +55,14 @@ _LOSSES = {
 }
 
 
-def page(result: Result, job: JobGraph, plan: Plan, study: Study, notes: Sequence[str] = ()) -> str:
+def page(
+    result: Result,
+    job: JobGraph,
+    plan: Plan,
+    study: Study,
+    notes: Sequence[str] = (),
+    near: Sequence[str] = (),
+) -> str:
     """A prediction as HTML that loads nothing, with its JSON in it.
 
     Args:
@@ -64,6 +71,7 @@ def page(result: Result, job: JobGraph, plan: Plan, study: Study, notes: Sequenc
         plan: as it was asked for.
         study: what was asked beyond it.
         notes: what the plan could not do.
+        near: where it does not fit in memory, what to change so that it does.
     """
     timeline, kinds = result.timeline, kinds_of(job)
     shown = _shown(len(timeline.programs))
@@ -76,8 +84,9 @@ def page(result: Result, job: JobGraph, plan: Plan, study: Study, notes: Sequenc
     note = f"{result.tasks:,} tasks: --trace writes them all."
     note += "" if result.ranks is None else " Of each role, those ranks are drawn that end last."
     drawn = Step(job, timeline, kinds).drawing(found, more["idle"], note) if result.step_ps else ""
+    does_not_fit = result.memory is not None and not result.memory.fits
     body = [
-        *_head(record, more),
+        *_head(record, more, banner("DOES NOT FIT", f"needs {shortage(result, near)}") if does_not_fit else ""),
         _where(record, more, some),
         parts.section("One step", _STEP + some, drawn),
         _limits(record),
@@ -98,14 +107,14 @@ def _shown(count: int) -> list[int]:
     return sorted({round(i * (count - 1) / (MOST_ROLES - 1)) for i in range(MOST_ROLES)})
 
 
-def _head(record: Record, more: Record) -> list[str]:
+def _head(record: Record, more: Record, alarm: str) -> list[str]:
     low, high = (parts.seconds(value) for value in record["step_time_interval_s"])
     shown = [(parts.seconds(record["step_time_s"]), f"step time; 90 % interval {low} to {high}")]
     if record["tokens_per_s"]:
         shown.append((format_count(record["tokens_per_s"]), "tokens/s"))
     shown.append((format_count(record["samples_per_s"]), "samples/s"))
     if record["mfu"] is not None:
-        shown.append((parts.percent(record["mfu"]), "of the devices' peak (model FLOPs)"))
+        shown.append((parts.percent(record["mfu"]), _utilisation(record)))
     memory = record["memory"]
     if memory is not None:
         verdict = "fits" if memory["fits"] else "DOES NOT FIT"
@@ -122,10 +131,18 @@ def _head(record: Record, more: Record) -> list[str]:
     return [
         f"<h1>{escape(record['model'])}</h1>",
         f"<p>{escape(said)}</p>",
+        alarm,
         what_if,
         tiles(shown),
         _verdict(record),
     ]
+
+
+def _utilisation(record: Record) -> str:
+    """By which FLOPs the devices' peak is used, and how much of it with causal attention by half."""
+    text = "of the devices' peak (model FLOPs, none recomputed or padded)"
+    causal = record["mfu_causal"]
+    return text if causal == record["mfu"] else f"{text}; {parts.percent(causal)} with causal attention by half"
 
 
 def _verdict(record: Record) -> str:
@@ -150,20 +167,43 @@ def _where(record: Record, more: Record, some: str) -> str:
         (f"{role['role']}: computes {parts.percent(role['breakdown_s']['compute'] / step)}", role["breakdown_s"])
         for role in more["roles"]
     ]
-    split = parts.flat(record["breakdown_s"])
-    lines = [
-        (name, parts.seconds(value), parts.percent(value / step))
-        for name, value in split.items()
-        if value or name == "compute"
-    ]
-    table = parts.grid(("part", "time", "of the step"), lines)
+    several, last = record["breakdown_ranks"] > 1, record["breakdown_of"]
+    whose = (
+        f" The table is of {last['name']} (rank {last['rank']}), which ends last, beside what "
+        f"{record['breakdown_ranks']:,} ranks have of each part on average, at least and at most."
+    )
+    table = _of_ranks(record, step) if several else _of_one(record, step)
+    said = _WHERE + (whose if several else "") + some
     phases = list(dict.fromkeys(phase for role in more["roles"] for phase in role["compute_s"]))
     computed = [
         (role["role"], *(parts.seconds(role["compute_s"].get(phase, 0.0)) for phase in phases))
         for role in more["roles"]
     ]
     by_phase = folded("what the roles compute, by phase", parts.grid(("role", *phases), computed))
-    return parts.section("Where the step goes", _WHERE + some, parts.stacked(rows), table, by_phase)
+    return parts.section("Where the step goes", said, parts.stacked(rows), table, by_phase)
+
+
+def _of_one(record: Record, step: float) -> str:
+    """The parts of the step of the one role that was simulated."""
+    lines = [
+        (name, parts.seconds(value), parts.percent(value / step))
+        for name, value in parts.flat(record["breakdown_s"]).items()
+        if value or name == "compute"
+    ]
+    return parts.grid(("part", "time", "of the step"), lines)
+
+
+def _of_ranks(record: Record, step: float) -> str:
+    """The parts of the step of the role that ends last, and how they differ between ranks."""
+    split, mean, least, most = (
+        parts.flat(record[f"breakdown_{which}s"]) for which in ("", "mean_", "least_", "most_")
+    )
+    lines = [
+        (name, parts.seconds(value), *(parts.percent(of[name] / step) for of in (split, mean, least, most)))
+        for name, value in split.items()
+        if most[name]
+    ]
+    return parts.grid(("part", "time", "of the step", "mean", "least", "most"), lines)
 
 
 def _limits(record: Record) -> str:
@@ -176,7 +216,21 @@ def _limits(record: Record) -> str:
     bound = "about" if record["simulation"]["network"] == "flows" else "at most"
     titles = ("kind of work", "on the critical path", "of the step", f"10 % less time saves {bound}")
     drawn = parts.limit_bars([("critical path", record)])
-    return parts.section("What limits the step", _LIMITS, drawn, parts.grid(titles, rows))
+    return parts.section("What limits the step", _LIMITS, drawn, parts.grid(titles, rows), _through(record, step))
+
+
+def _through(record: Record, step: float) -> str:
+    """The ranks through which the critical path goes."""
+    rows = []
+    for one in record.get("limits_by_rank", ()):
+        spent = sum(one["limits_s"].values())
+        shares = {name: value / spent for name, value in one["limits_s"].items()}
+        work = ", ".join(f"{name} {parts.percent(share)}" for name, share in shares.items() if share >= 0.03)
+        slower = "–" if one["slower"] == 1 else f"{one['slower']:g} times as long"
+        who = (f"rank {one['rank']}", one["role"])
+        rows.append((who, slower, parts.seconds(spent), parts.percent(spent / step), work))
+    titles = ("the path goes through", "its kernels take", "for", "of the step", "with")
+    return parts.grid(titles, rows, (1, 4))
 
 
 def _path(record: Record, path: Record) -> str:
@@ -201,6 +255,8 @@ def _path(record: Record, path: Record) -> str:
     )
     drawn = [f"<h3>{escape(title)}</h3>{table}" for title, table in tables if table]
     rest = f" What is not listed takes {parts.seconds(path['rest_s'])} of the path." if path["rest_s"] else ""
+    if "limits_by_rank" in record:
+        rest += " Listed are the ranks that are drawn, from where they no longer wait for other ranks."
     return parts.section("On the critical path", _PATH + rest, *drawn)
 
 

@@ -1,0 +1,139 @@
+"""Reads what `echosim run` wrote, as JSON or in a page, and refuses what is no such result by naming the key."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from echograph.errors import DataError, InputError
+
+MAX_BYTES = 64 * 2**20
+# What stands in an element of JSON has no "<".
+_IN_PAGE = re.compile(r'<script type="application/json" id="result">([^<]*)</script>')
+_ADDS_UP = 1e-6
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+Role = Literal[
+    "parameter", "gradient", "optimizer_state", "activation", "input", "buffer", "communication", "workspace"
+]  # fmt: skip
+
+
+class _Breakdown(msgspec.Struct):
+    compute: Amount
+    exposed_communication: dict[str, Amount]
+    bubble: Amount
+    wait: Amount
+    host: Amount
+
+
+class _Whose(msgspec.Struct):
+    name: str
+    rank: Count
+
+
+class _Memory(msgspec.Struct):
+    peak_bytes: Count
+    device_bytes: Count
+    capacity_bytes: Count
+    fits: bool
+    at_peak_bytes: dict[Role, Count]
+
+
+class _Collectives(msgspec.Struct):
+    calls: Count
+    bytes_per_rank: Count
+    busy_s: Amount
+    algorithms: list[str]
+
+
+class _Plan(msgspec.Struct):
+    """What is said of a plan in words; the rest is only compared."""
+
+    tp: Count = 1
+    cp: Count = 1
+    ep: Count = 1
+    pp: Count = 1
+    dp: Count = 1
+    vpp: Count = 1
+    hsdp_replicas: Count = 1
+    zero: Count = 0
+    micro_batch: Count | None = None
+    global_batch: Count | None = None
+
+
+class _Result(msgspec.Struct):
+    model: str
+    cluster: str
+    device: str
+    gpus: Count
+    step_time_s: Amount
+    step_time_interval_s: tuple[Amount, Amount]
+    tokens_per_s: Amount
+    samples_per_s: Amount
+    mfu: Amount | None
+    plan: _Plan
+    breakdown_s: _Breakdown
+    limits_s: dict[str, Amount]
+    memory: _Memory | None
+    collectives: dict[str, _Collectives]
+    breakdown_of: _Whose | None = None
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result that `echosim run --output` or `--json` wrote, or the one in a page that `--html` did.
+
+    Raises:
+        InputError: the file cannot be read.
+        DataError: it is no result; names the key that is missing or wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from None
+    if len(data) > MAX_BYTES:
+        raise DataError(f"{path}: is over {MAX_BYTES // 2**20} MiB, no result is that long")
+    try:
+        text = data.decode("utf-8")
+        record = json.loads(_IN_PAGE.split(text)[1] if text.startswith("<!doctype html>") else text)
+    except (ValueError, LookupError, RecursionError):
+        raise DataError(f"{path}: is no result of echosim run --json: holds no JSON of one") from None
+    for name, value in _numbers(record):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise DataError(f"{path}: is no result of echosim run --json: {name} is {value}, no number")
+    try:
+        result = msgspec.convert(record, _Result)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{path}: is no result of echosim run --json: {error}") from None
+    _check_sum(path, result)
+    return dict(record)
+
+
+def _numbers(record: Any) -> Iterator[tuple[str, int | float]]:
+    """Every number, with the keys that lead to it."""
+    left = [("", record)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{name}.{key}" if name else str(key), item) for key, item in value.items()]
+        elif isinstance(value, list):
+            left += [(f"{name}[{place}]", item) for place, item in enumerate(value)]
+        elif isinstance(value, int | float):
+            yield name, value
+
+
+def _check_sum(path: Path, result: _Result) -> None:
+    parts = result.breakdown_s
+    total = parts.compute + parts.bubble + parts.wait + parts.host + sum(parts.exposed_communication.values())
+    if not math.isclose(total, result.step_time_s, rel_tol=_ADDS_UP, abs_tol=1e-11):
+        raise DataError(
+            f"{path}: is no result of echosim run --json: breakdown_s adds up to {total:g} s, not to step_time_s, "
+            f"{result.step_time_s:g} s"
+        )
