@@ -7,7 +7,9 @@ import gc
 import importlib.util
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,9 +19,9 @@ import typer
 
 from echograph import __version__
 from echograph.cli.plain import read_plainly
-from echograph.errors import EchoError, MissingExtraError
+from echograph.errors import EchoError, MissingExtraError, OutputError
 
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 
 
 def make_app(name: str, summary: str) -> typer.Typer:
@@ -52,15 +54,40 @@ def run(app: typer.Typer, name: str) -> None:
     # What a command builds lives until it ends: the usual thresholds make it look for garbage in vain.
     gc.set_threshold(100_000, 50, 50)
     try:
-        command = typer.main.get_command(app)
-        read_plainly(command)
-        status = command(prog_name=name, standalone_mode=False)
-        sys.stdout.flush()
+        with _terminable():
+            command = typer.main.get_command(app)
+            read_plainly(command)
+            status = command(prog_name=name, standalone_mode=False)
+            if status == EXIT_INTERRUPTED:
+                raise KeyboardInterrupt  # of which Typer made this status
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except BaseException as error:
         if os.environ.get("ECHOGRAPH_DEBUG") and not isinstance(error, SystemExit):
             traceback.print_exc()
         status = _report(name, error)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+class _Terminated(BaseException):
+    """Another process asked this one to end."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """In the context, SIGTERM unwinds as an interrupt does: nothing half-made and no process stays behind."""
+
+    def terminate(*_: object) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _report(name: str, error: BaseException) -> int:
@@ -71,10 +98,12 @@ def _report(name: str, error: BaseException) -> int:
         # The reader has gone: nothing more to say, and nothing to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return _say(name, "interrupted", EXIT_INTERRUPTED)
+    if isinstance(error, _Terminated):
+        return _say(name, "terminated", EXIT_TERMINATED)
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
     if type(error).__name__ == "NoArgsIsHelpError":
         print_error(error.ctx.get_help())  # type: ignore[attr-defined]
         return 2
@@ -106,7 +135,13 @@ def require_torch(purpose: str = "compiling models") -> None:
 
 
 def print_line(text: str = "") -> None:
-    """A line of the result."""
+    """A line of the result.
+
+    Raises:
+        OutputError: the caller closed the standard output.
+    """
+    if sys.stdout is None:
+        raise OutputError("cannot write the result: the standard output is closed")
     sys.stdout.write(text + "\n")
 
 
@@ -128,7 +163,8 @@ def _cell(value: object) -> str:
 
 def print_error(text: str) -> None:
     """A line beside the result: progress, notes, errors."""
-    sys.stderr.write(text + "\n")
+    if sys.stderr is not None:
+        sys.stderr.write(text + "\n")
 
 
 def print_json(value: Any) -> None:
@@ -139,7 +175,7 @@ def print_json(value: Any) -> None:
 @contextmanager
 def progress(text: str) -> Iterator[Callable[[str], None]]:
     """Shows what is going on while stderr is a terminal; yields a function that changes the text."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield lambda _: None
         return
     from rich.console import Console
