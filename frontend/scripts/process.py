@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -112,6 +113,7 @@ class CaptureProcess:
 
         leave = os._exit
         try:
+            atexit._clear()  # what the caller registered is the caller's to do
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if self._quiet:
                 os.dup2(2, 1)
@@ -133,7 +135,9 @@ class CaptureProcess:
 
 
 def _end_as_python() -> None:
-    """What a script registered for its end is called; that it ends the process once more is nothing to report."""
+    """Calls what the script registered for its end, and ends its children; that it exits there is no news."""
+    for child in multiprocessing.active_children():
+        child.terminate()
     report = sys.unraisablehook
     sys.unraisablehook = lambda raised: None if raised.exc_type is SystemExit else report(raised)
     for stream in (sys.stdout, sys.stderr):

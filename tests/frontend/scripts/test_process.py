@@ -98,16 +98,11 @@ def test_a_deed_of_the_script_changes_nothing(
     assert capfd.readouterr() == ("", "")
 
 
+WAIT = "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
 FORKS = {
     "a fork runs on": ("if os.fork() == 0:\n    print('child')\nelse:\n    print(os.wait()[1])\n", "child\n0\n"),
-    "a fork exits": (
-        "pid = os.fork()\nif pid == 0:\n    sys.exit(5)\nprint(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n",
-        "5\n",
-    ),
-    "a fork ends at once": (
-        "pid = os.fork()\nif pid == 0:\n    os._exit(6)\nprint(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n",
-        "6\n",
-    ),
+    "a fork exits": (f"pid = os.fork()\nif pid == 0:\n    sys.exit(5)\n{WAIT}", "5\n"),
+    "a fork ends at once": (f"pid = os.fork()\nif pid == 0:\n    os._exit(6)\n{WAIT}", "6\n"),
     "multiprocessing forks": (
         "child = multiprocessing.get_context('fork').Process(target=sys.exit, args=(4,))\n"
         "child.start()\nchild.join()\nprint(child.exitcode)\n",
