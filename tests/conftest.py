@@ -19,8 +19,9 @@ sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("simulator", "proces
 # As the commands do: what is built lives until a test ends, and the usual thresholds look for garbage in vain.
 gc.set_threshold(100_000, 50, 50)
 
-# A test that says nothing of how many examples it takes takes these; `make test-all` is thorough.
-hypothesis.settings.register_profile("quick", max_examples=60, deadline=None)
+# A test that says nothing of how many examples it takes takes these, the same in every run; `make test-all` is
+# thorough and draws anew.
+hypothesis.settings.register_profile("quick", max_examples=60, deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("thorough", max_examples=400, deadline=None)
 hypothesis.settings.load_profile("quick")
 
