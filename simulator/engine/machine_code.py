@@ -17,8 +17,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def kept(function: Function, **options: Any) -> Function:
     """Compiles a function when it is called first, or takes it from disk.
 
-    It is kept where numba keeps it, beside the sources or in the cache of the user. Where neither can be written, as
-    of a shared installation and a user without a home, it is kept in a temporary folder; and else not at all.
+    It is kept where numba keeps it, beside the sources or in the cache of the user. Where neither can be written,
+    as of a shared installation and a user without a home, it is kept in a temporary folder; else not at all.
 
     Args:
         function: what is compiled.
