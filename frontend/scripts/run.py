@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -26,7 +27,7 @@ from echograph.frontend.pytorch.blame import reason
 from echograph.frontend.pytorch.capture import capture_mode, plain_attention_masks, quiet_fakes
 from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.shapes import Results
-from echograph.frontend.scripts.adapter import Adapter, replaced
+from echograph.frontend.scripts.adapter import Adapter, patched, replaced
 from echograph.frontend.scripts.gpu import remedy
 from echograph.frontend.scripts.recorder import ScriptRecorder, StepRecorded
 from echograph.frontend.scripts.world import World
@@ -92,6 +93,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
             mode, step=script.step, whole=script.whole, counts_optimizer_steps=adapter.counts_optimizer_steps,
             results=results,
         )  # fmt: skip
+        enter(patched(os, "_exit", _exit_as_sys))
         enter(replaced(torch, "compile", _left_out))
         enter(quiet_fakes())
         enter(cuda_operators())
@@ -108,10 +110,47 @@ def _left_out(model: Any = None, *_: Any, **__: Any) -> Any:
     return (lambda function: function) if model is None else model
 
 
+def _exit_as_sys(leave: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:
+    """`os._exit` that ends the script alone, as `sys.exit` does; a child of the script ends as it would."""
+    here = os.getpid()
+
+    def ended(status: int) -> NoReturn:
+        if os.getpid() != here or threading.current_thread() is not threading.main_thread():
+            leave(status)
+        raise SystemExit(status)
+
+    return ended
+
+
+@contextmanager
+def _children_end_here() -> Iterator[None]:
+    """A process that the script forks ends where the script ends, as it would without a capture."""
+    here, failed = os.getpid(), 1
+    try:
+        yield
+        failed = 0
+    except StepRecorded:
+        failed = 0
+        raise
+    except SystemExit as error:
+        failed = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    except BaseException:
+        if os.getpid() != here:
+            traceback.print_exc()
+        raise
+    finally:
+        if os.getpid() != here:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError, AttributeError):  # closed, or none
+                    stream.flush()
+            os._exit(failed)
+
+
 def _run(script: Script, recorder: ScriptRecorder) -> None:
     status: object = 0
     try:
-        with recorder:
+        with recorder, _children_end_here():
             runpy.run_path(str(script.path), run_name="__main__")
     except StepRecorded:
         return

@@ -13,11 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from echograph.ir.columns import NONE, Int32, Int64
+from echograph.simulator.engine.machine_code import kept
 from echograph.simulator.tasks import DEVICE, TaskGraph
 
 Factors = npt.NDArray[np.float64]
@@ -212,8 +212,8 @@ def _normal(seed: Any, task: Any, column: Any) -> Any:
     return (total / 65536.0 + 4 / 131072.0 - 2.0) * np.sqrt(3.0)
 
 
-_NORMAL: Any = numba.njit(cache=True, nogil=True)(_normal)
-_GATHER: Any = numba.njit(cache=True, nogil=True)(_gather)
-_SCATTER: Any = numba.njit(cache=True, nogil=True)(_scatter)
-_SLOTS: Any = numba.njit(cache=True, nogil=True)(_slots)
-_SWEEP: Any = numba.njit(cache=True, nogil=True)(_sweep)
+_NORMAL: Any = kept(_normal, nogil=True)
+_GATHER: Any = kept(_gather, nogil=True)
+_SCATTER: Any = kept(_scatter, nogil=True)
+_SLOTS: Any = kept(_slots, nogil=True)
+_SWEEP: Any = kept(_sweep, nogil=True)

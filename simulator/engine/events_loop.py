@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from typing import Any, cast
+from typing import Any
 
-import numba
 import numpy as np
 
 from echograph.simulator.engine import columns, events_heap, events_rates
@@ -32,6 +31,7 @@ from echograph.simulator.engine.events_heap import (
     settle,
 )
 from echograph.simulator.engine.events_rates import begin, end, ends, share
+from echograph.simulator.engine.machine_code import kept
 
 DONE = 2**31 - 1
 """In place of a task: there is none any more."""
@@ -69,7 +69,7 @@ END = np.dtype([("time", "i8"), ("item", "i4"), (f"of_{_sources()}", "i4")])
 
 def _kept(function: Part) -> Part:
     """Compiles a function, or takes it from disk."""
-    return cast(Part, numba.njit(cache=True, **OPTIONS)(function))
+    return kept(function, **OPTIONS)
 
 
 @_kept

@@ -44,7 +44,6 @@ def execute(loop: Callable[..., None], effort: int, inputs: Sequence[Any], outpu
 @cache
 def compiled(loop: Callable[..., None]) -> Callable[..., None]:
     """The loop as machine code, from the cache on disk if it was compiled before."""
-    import numba
+    from echograph.simulator.engine.machine_code import kept
 
-    machine_code: Callable[..., None] = numba.njit(cache=True, nogil=True)(loop)
-    return machine_code
+    return kept(loop, nogil=True)

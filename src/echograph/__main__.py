@@ -13,7 +13,7 @@ COMMANDS = {str(app.info.name): app for app in (echoc.app, echosim.app, echoprof
 
 
 def main() -> None:
-    """Prints a line for the package and one for each command, or runs one, as in `python -m echograph echosim run`."""
+    """Prints a line for the package and one for each command, or runs the command that is named."""
     asked = sys.argv[1:2]
     if asked in ([], ["--help"], ["--version"]):
         print_line(f"echograph {__version__}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,18 @@ PROGRAMS = Path(__file__).parents[1] / "frontend" / "scripts" / "programs"
 pytestmark = pytest.mark.torch
 
 
-def test_a_script_becomes_a_job(cli: Any, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+def test_a_script_becomes_a_job(cli: Any, warm: Path, tmp_path: Path) -> None:
     job = tmp_path / "job.pb"
-    asked = ("--script", PROGRAMS / "ddp.py", "--world-size", 8, "-o", job, "--json")
-    made = cli("echoc", "capture", "torch", *asked, "--", "--width", "64", "--depth", "2")
-    assert made.status == 0
-    assert made.json()["mesh"] == {"dp": 8}
-    assert any("ddp.py" in note and "1 stands for it" in note for note in made.json()["notes"])
-    assert "step 0 loss 1.000" in made.err
+    asked = ("--script", PROGRAMS / "ddp.py", "--world-size", "8", "-o", job, "--json")
+    made = subprocess.run(
+        [warm / "echoc", "capture", "torch", *asked, "--", "--width", "64", "--depth", "2"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    told = json.loads(made.stdout)
+    assert told["mesh"] == {"dp": 8}
+    assert any("ddp.py" in note and "1 stands for it" in note for note in told["notes"])
+    assert "step 0 loss 1.000" in made.stderr
     assert cli("echoc", "check", job).status == 0
     assert cli("echoc", "show", job).status == 0
     assert cli("echosim", "run", job, "--json").json()["step_time_s"] > 0

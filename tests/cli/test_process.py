@@ -56,6 +56,26 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 def test_an_interrupt_ends_with_130(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("def build():\n    raise KeyboardInterrupt\n")
     done = shell(f"echoc compile -m {tmp_path}/slow.py:build -o {tmp_path}/graph.pb")
-    assert done.returncode == 130
+    assert (done.returncode, done.stderr) == (130, "echoc: interrupted\n")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "graph.pb").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's")
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("echosim clusters >&-", "echosim: cannot write the result: the standard output is closed"),
+        ("echosim clusters --json >&-", "echosim: cannot write the result: the standard output is closed"),
+    ],
+)
+def test_a_closed_output_is_one_line(command: str, line: str) -> None:
+    done = shell(command)
+    assert (done.returncode, done.stderr.splitlines()) == (1, [line])
+
+
+def test_a_closed_error_stream_is_no_error(graph: Path) -> None:
+    done = shell(f"echosim run {graph} --gpus 8 2>&-")
+    assert done.returncode == 0
+    assert "step time" in done.stdout
+    assert shell("echosim run no.pb 2>&-").returncode == 1

@@ -9,7 +9,9 @@ import io
 import json
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,7 +21,7 @@ import typer
 from echograph import __version__
 from echograph.cli.plain import read_plainly
 from echograph.cli.progress import progress
-from echograph.errors import EchoError, MissingExtraError
+from echograph.errors import EchoError, MissingExtraError, OutputError
 
 __all__ = [
     "EXIT_INTERRUPTED",
@@ -36,7 +38,7 @@ __all__ = [
     "shortened",
 ]
 
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 MOST_OF_ERROR = 500
 _CUT = " ... "
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -76,16 +78,41 @@ def run(app: typer.Typer, name: str) -> None:
             # What the terminal's encoding lacks is spelt out, too.
             stream.reconfigure(errors="backslashreplace")
     try:
-        command = typer.main.get_command(app)
-        read_plainly(command)
-        status = command(prog_name=name, standalone_mode=False)
-        sys.stdout.flush()
+        with _terminable():
+            command = typer.main.get_command(app)
+            read_plainly(command)
+            status = command(prog_name=name, standalone_mode=False)
+            if status == EXIT_INTERRUPTED:
+                raise KeyboardInterrupt  # of which Typer made this status
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except BaseException as error:
         if os.environ.get("ECHOGRAPH_DEBUG") and not isinstance(error, SystemExit):
             for line in traceback.format_exc().splitlines():
                 print_error(line)
         status = _report(name, error)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+class _Terminated(BaseException):
+    """Another process asked this one to end."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """In the context, SIGTERM unwinds as an interrupt does: nothing half-made and no process stays behind."""
+
+    def terminate(*_: object) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _report(name: str, error: BaseException) -> int:
@@ -96,10 +123,12 @@ def _report(name: str, error: BaseException) -> int:
         # The reader has gone: nothing more to say, and nothing to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return _say(name, "interrupted", EXIT_INTERRUPTED)
+    if isinstance(error, _Terminated):
+        return _say(name, "terminated", EXIT_TERMINATED)
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
     if type(error).__name__ == "NoArgsIsHelpError":
         for line in error.ctx.get_help().splitlines():  # type: ignore[attr-defined]
             print_error(line)
@@ -156,7 +185,12 @@ def print_line(text: str = "", *, alarm: bool = False) -> None:
     Args:
         text: the line, as it comes.
         alarm: whether nobody may miss it: bold and red where a terminal shows it.
+
+    Raises:
+        OutputError: the caller closed the standard output.
     """
+    if sys.stdout is None:
+        raise OutputError("cannot write the result: the standard output is closed")
     line = printable(text)
     if alarm and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         line = f"\x1b[1;31m{line}\x1b[0m"
@@ -187,7 +221,8 @@ def _cell(value: object) -> str:
 
 def print_error(text: str) -> None:
     """A line beside the result: progress, notes, errors."""
-    sys.stderr.write(printable(text) + "\n")
+    if sys.stderr is not None:
+        sys.stderr.write(printable(text) + "\n")
 
 
 def print_json(value: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -59,7 +57,7 @@ def capture_command(
     files.check_writable(output)
     require_torch("capturing scripts")
     from echograph.frontend.scripts import ADAPTERS
-    from echograph.frontend.scripts.capture import capture_script
+    from echograph.frontend.scripts.process import CaptureProcess
     from echograph.frontend.scripts.run import Script
     from echograph.frontend.scripts.world import World
 
@@ -68,10 +66,12 @@ def capture_command(
     asked = Script(path=script, arguments=given, step=step or adapter.steady_step, whole=whole)
     gpus = _gpus(device, framework)
     world = World(size=world_size, local_size=local_size, gpus=gpus, decided=_decided(decide or ()))
-    with progress("starting") as say, contextlib.ExitStack() as stack:
-        if as_json:
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        captured = capture_script(asked, world, adapter, ranks=chosen, say=say)
+    # The process begins before progress is shown: that takes a thread, which a fork would cut in two.
+    with (
+        CaptureProcess(asked, world, adapter, ranks=chosen, quiet=as_json) as running,
+        progress("starting") as say,
+    ):
+        captured = running.result(say)
         say(f"writing {output}")
         size = serde.save(captured.graph, output, say)
     for note in captured.notes:

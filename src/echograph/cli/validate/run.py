@@ -69,8 +69,13 @@ def _run(pieces: list[list[tuple[Row, Setup]]], jobs: int) -> Iterator[list[Outc
         yield from map(_predict_piece, pieces)
         return
     with ProcessPoolExecutor(max_workers=jobs) as pool:
-        for future in as_completed([pool.submit(_predict_piece, piece) for piece in pieces]):
-            yield future.result()
+        try:
+            for future in as_completed([pool.submit(_predict_piece, piece) for piece in pieces]):
+                yield future.result()
+        except BaseException:
+            # An error or an interrupt does not wait for what has not begun.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _work(piece: list[tuple[Row, Setup]]) -> int:

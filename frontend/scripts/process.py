@@ -1,0 +1,179 @@
+"""A capture in a process of its own, so that whatever a script does to its process, the caller knows how it ended.
+
+A script may end its process (`os._exit`, `os.execv`, a crash), close its streams, leave threads behind, or ignore
+signals. Its process leaves what it captured in a folder, and nothing else of it counts.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from echograph import errors
+from echograph.errors import CaptureError, EchoError
+from echograph.frontend import Imported
+from echograph.frontend.scripts.adapter import Adapter
+from echograph.frontend.scripts.capture import capture_script
+from echograph.frontend.scripts.run import Script
+from echograph.frontend.scripts.world import World
+from echograph.ir import serde
+
+Say = Callable[[str], None]
+
+
+class CaptureProcess:
+    """A running capture of a script; a context that ends it.
+
+    It begins where the context does. Where the system cannot fork, the script runs here when its result is
+    asked for.
+    """
+
+    def __init__(
+        self, script: Script, world: World, adapter: Adapter, *, ranks: Sequence[int] = (), quiet: bool = False
+    ) -> None:
+        """Says what is captured, as `capture_script` does.
+
+        Args:
+            script: what is run.
+            world: the world.
+            adapter: of the framework.
+            ranks: those that are run; none: what the adapter says.
+            quiet: whether what the script prints goes to stderr.
+        """
+        self._script, self._world, self._adapter = script, world, adapter
+        self._ranks, self._quiet = tuple(ranks), quiet
+        self._child = 0
+
+    def __enter__(self) -> CaptureProcess:
+        self._folder = Path(tempfile.mkdtemp(prefix="echograph-"))
+        if not hasattr(os, "fork"):
+            return self
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        self._said, said = os.pipe()
+        self._child = os.fork()
+        if self._child == 0:
+            os.close(self._said)
+            self._run(said)
+        os.close(said)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._child:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child, signal.SIGKILL)
+            os.waitpid(self._child, 0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def result(self, say: Say = lambda _: None) -> Imported:
+        """Waits for the capture.
+
+        Args:
+            say: is told what is going on.
+
+        Raises:
+            CaptureError: the process ended without a result; and all that `capture_script` raises.
+        """
+        if not self._child:
+            with contextlib.redirect_stdout(sys.stderr) if self._quiet else contextlib.nullcontext():
+                return self._capture(say)
+        threading.Thread(target=_repeat, args=(self._said, say), daemon=True).start()
+        _, status = os.waitpid(self._child, 0)
+        self._child = 0
+        outcome = self._folder / "outcome.json"
+        if not outcome.exists():
+            raise _ended(self._script, os.waitstatus_to_exitcode(status))
+        told = json.loads(outcome.read_text(encoding="utf-8"))
+        if "error" in told:
+            raise _rebuilt(**told)
+        return Imported(graph=serde.load(self._folder / "job.pb"), notes=tuple(told["notes"]))
+
+    def _capture(self, say: Say) -> Imported:
+        return capture_script(self._script, self._world, self._adapter, ranks=self._ranks, say=say)
+
+    def _run(self, said: int) -> None:
+        """The life of the child, which never returns."""
+
+        def say(text: str) -> None:
+            with contextlib.suppress(OSError):  # the script may have closed it
+                os.write(said, f"{text}\n".encode())
+
+        leave = os._exit
+        try:
+            atexit._clear()  # what the caller registered is the caller's to do
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._quiet:
+                os.dup2(2, 1)
+            found = self._capture(say)
+            serde.save(found.graph, self._folder / "job.pb")
+            told: dict[str, Any] = {"notes": list(found.notes)}
+        except BaseException as error:
+            told = {
+                "error": type(error).__name__,
+                "line": str(error),
+                "status": getattr(error, "exit_code", 1),
+                "trace": traceback.format_exc(),
+            }
+        try:
+            (self._folder / "outcome.json").write_text(json.dumps(told), encoding="utf-8")
+            _end_as_python()
+        finally:
+            leave(0)
+
+
+def _end_as_python() -> None:
+    """Calls what the script registered for its end, and ends its children; that it exits there is no news."""
+    for child in multiprocessing.active_children():
+        child.terminate()
+    report = sys.unraisablehook
+    sys.unraisablehook = lambda raised: None if raised.exc_type is SystemExit else report(raised)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+            stream.flush()
+    atexit._run_exitfuncs()
+
+
+def _repeat(source: int, say: Say) -> None:
+    with os.fdopen(source, encoding="utf-8") as lines:
+        for line in lines:
+            say(line.rstrip("\n"))
+
+
+def _ended(script: Script, status: int) -> CaptureError:
+    how = f"with exit status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+    error = CaptureError(
+        f"{script.path.name} ended its process {how} without a graph: its training steps have to run in the "
+        "process that it is started in, and it has to end by returning or by sys.exit"
+    )
+    error.exit_code = status if status > 0 else 128 - status if status else 1
+    return error
+
+
+def _rebuilt(error: str, line: str, status: int, trace: str) -> BaseException:
+    """The error that ended a capture in another process."""
+    kind = getattr(errors, error, None)
+    rebuilt: BaseException
+    if isinstance(kind, type) and issubclass(kind, EchoError):
+        rebuilt = kind.__new__(kind, line)
+        rebuilt.exit_code = status
+    elif error == "KeyboardInterrupt":
+        rebuilt = KeyboardInterrupt()
+    elif error == "MemoryError":
+        rebuilt = MemoryError(line)
+    else:
+        rebuilt = RuntimeError(f"{error}: {line}")
+    rebuilt.add_note(trace)
+    return rebuilt
