@@ -54,7 +54,8 @@ def test_what_was_not_measured_does_not_claim_to_be() -> None:
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("dgx-h100", {"node.nvlink_GBps": "0", "node.nvls": "false"}, "nvlink4: was measured on nvlink.*fabric of pcie"),
+        ("dgx-a100", {"node.nvlink_GBps": "0"}, "nvlink3: was measured on nvlink.*fabric of pcie"),
+        ("dgx-h100", {"node.nvlink_GBps": "0"}, "nvls needs nvlink_GBps above 0"),
         ("ethernet-100g", {"node.nvlink_GBps": "300"}, "pcie5: was measured on pcie.*fabric of nvlink"),
         ("dgx-a100", {"node.nvls": "true"}, r"node\.nvls = true: fabric nvlink3 has no numbers of NVLS"),
         ("dgx-b200", {"node.nvls": "true"}, r"node\.nvls = true: fabric nvlink5 has no numbers of NVLS"),
