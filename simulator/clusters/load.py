@@ -110,7 +110,7 @@ class _Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         sizes = [level.gpus for level in self.level]
         _require(sizes == sorted(set(sizes)), f"level: gpus grow from one to the next, not {sizes}")
         names = [level.name for level in self.level]
-        _require(len(set(names)) == len(names), f"level: names differ, not {names}")
+        _require(len(set(names)) == len(names), f"level: each has a name of its own, not {names}")
         _require(not {"gpu", "node"} & set(names), "level: name is not gpu or node, whose links have these names")
         joined = self.rails == 1 or len(sizes) > 1
         _require(joined, f"rails = {self.rails} of one level meet nowhere: give a level above them, or rails = 1")
@@ -148,6 +148,9 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             self.max_gpus <= last.gpus or growth is not None,
             f"max_gpus = {self.max_gpus} is above the last level's gpus, {last.gpus}: give [network.growth]",
         )
+        ports = min(self.network.nics_per_node, self.node.gpus)
+        few = self.network.rails <= ports
+        _require(few, f"network.rails = {self.network.rails} is above what a node has of NICs and GPUs, {ports}")
         nodes = -(-self.max_gpus // self.node.gpus)
         for entry in self.degraded:
             known = entry.node is None or entry.node < nodes
@@ -260,8 +263,18 @@ def _set(document: dict[str, Any], settings: Mapping[str, str]) -> None:
         # A path that is typed is relative to where it is typed, not to the preset.
         if name == "fabric" and text.endswith(".json"):
             where[name] = str(Path(text).absolute())
+    if "network.rails" not in settings:
+        _fewer_rails(document)
     if document["network"].get("growth") == {}:
         del document["network"]["growth"]
+
+
+def _fewer_rails(document: dict[str, Any]) -> None:
+    """Rails follow where a node is given fewer NICs or GPUs than it has rails."""
+    network = document["network"]
+    counts = (network["rails"], network["nics_per_node"], document["node"]["gpus"])
+    if all(isinstance(count, int) and count > 0 for count in counts):
+        network["rails"] = min(counts)
 
 
 def _places(document: dict[str, Any]) -> dict[str, tuple[dict[str, Any], str]]:

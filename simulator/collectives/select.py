@@ -197,9 +197,10 @@ def _spread(kind: Kind, links: Links, chosen: Algorithm) -> float:
     if chosen.by_name:
         return max(links.node.about.assumed_error, links.network.about.assumed_error)
     tested = "all_reduce" if kind == "barrier" else kind
-    if links.domains == 1:
-        return links.node.about.error(tested)
-    return max(links.network.about.error(tested), links.node.about.error(tested))
+    node, about = links.node, links.node.about
+    # Of more ranks than a fabric's levels name, nothing was measured.
+    inside = about.error(tested) if links.ranks_per_domain <= node.levels[-1][0] else about.assumed_error
+    return inside if links.domains == 1 else max(links.network.about.error(tested), inside)
 
 
 def _source(links: Links) -> str:

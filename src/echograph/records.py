@@ -19,6 +19,9 @@ from msgspec import inspect
 
 from echograph.errors import DataError, FormatError, InputError
 
+MAX_PARTS = 1000
+"""Of a dotted key."""
+
 Record = TypeVar("Record", bound=msgspec.Struct)
 
 
@@ -49,6 +52,9 @@ def parse_toml(data: bytes, what: str) -> dict[str, Any]:
         DataError: it is not TOML, or beyond what the parser takes (deep tables, integers of thousands of digits).
     """
     try:
+        # The parser's time grows with the square of a key's parts.
+        if any(line.count(b".") > MAX_PARTS for line in data.splitlines()):
+            raise RecursionError
         return tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else error

@@ -176,7 +176,8 @@ RECIPES = (
         rows=_one_node("L40S"),
         start=lambda: node_start(("pcie", 32), {2: 20, 4: 5.5, 8: 1.5}),
         source=f"{_AIC}, 2-8 L40S on PCIe 4.0, NCCL 2.27.3",
-        note="The eight-GPU rows of this host scatter by a factor of three between neighbouring sizes.",
+        note="The eight-GPU rows of this host scatter by a factor of three between neighbouring sizes, and have a "
+        "seventeenth of a pair's bandwidth; no preset names it.",
     ),
     Recipe(
         fabric="pcie5",
@@ -184,7 +185,7 @@ RECIPES = (
         rows=_one_node("RTX PRO 6000"),
         start=lambda: node_start(("pcie", 64), {2: 38, 4: 26, 8: 24}),
         source=f"{_AIC}, 2-8 RTX PRO 6000 on PCIe 5.0, NCCL 2.29.2",
-        note="No preset names it: for clusters of PCIe 5.0 GPUs.",
+        note="ethernet-100g takes it at the bandwidth of PCIe 4.0.",
     ),
     Recipe(
         fabric="hdr200",

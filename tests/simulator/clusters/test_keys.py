@@ -9,16 +9,15 @@ from __future__ import annotations
 import copy
 import json
 import re
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster_files import KEYS, Keys, places, prepared, written
 from flow_jobs import IDLE, communications
 from layered import layered_step
-from msgspec import inspect
 
 from echograph.cli.compose import predict_plan
 from echograph.cli.plan import Plan
@@ -28,55 +27,15 @@ from echograph.ir.graph import StepGraph
 from echograph.ir.passes.fold import fold
 from echograph.simulator.clusters import cluster_names, fabric_names, load_cluster
 from echograph.simulator.clusters.astra_sim import dimensions
-from echograph.simulator.clusters.load import PRESETS, ClusterFile
 from echograph.simulator.simulate import simulate
 
-Keys = tuple[str | int, ...]
-"""The way to a key: names of tables; `*` is every entry of a list, or every name of a table."""
-
 EXPORT, FLOWS = "export", "flows"
-# What a file holds beside what the preset has, for keys of tables that presets leave out.
-EXTRAS: dict[str, Any] = {
-    "degraded": [{"link": "node 0 nic 0", "bandwidth": 0.5}, {"node": 1, "compute": 0.5}],
-    "collectives": {"all_reduce": "ring"},
-    "growth": {"ratio": 4, "hop_us": 1, "oversubscription": 1},
-}
 NAMES = {
     "device": ("a100-sxm-80", "h100-sxm"),
     "fabric": fabric_names(),
     "link": ("node 1 nic 0",),
     "all_reduce": ("tree", "hierarchical"),
 }
-
-
-def leaves(kind: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Every key of a type, with its own type; entries of a list of tables are `*`."""
-    if isinstance(kind, inspect.UnionType):
-        kind = next(one for one in kind.types if not isinstance(one, inspect.NoneType))
-    if isinstance(kind, inspect.StructType):
-        for field in kind.fields:
-            yield from leaves(field.type, (*path, field.encode_name))
-    elif isinstance(kind, inspect.ListType):
-        yield from leaves(kind.item_type, (*path, "*"))
-    elif isinstance(kind, inspect.DictType):
-        yield from leaves(kind.value_type, (*path, "*"))
-    else:
-        yield path, kind
-
-
-KEYS = [path for path, _ in leaves(inspect.type_info(ClusterFile))]
-
-
-def places(document: Any, path: Keys) -> Iterator[tuple[Any, str | int]]:
-    """Where a document holds a key: each table or list, and the key in it."""
-    if len(path) == 1:
-        names = document if path[0] == "*" else [path[0]]
-        yield from ((document, name) for name in names if name in document)
-        return
-    steps = [path[0]] if path[0] != "*" else range(len(document)) if isinstance(document, list) else list(document)
-    for step in steps:
-        if isinstance(document, list) or step in document:
-            yield from places(document[step], path[1:])
 
 
 def others(name: str | int, value: Any) -> list[Any]:
@@ -94,18 +53,6 @@ def changes(name: str | int, value: Any) -> Iterator[Any]:
         yield from (2 * value, value / 2, value / 100, value + 1)
     else:
         yield from NAMES.get(str(name), (f"{value}x",))
-
-
-def prepared(name: str, path: Keys) -> dict[str, Any]:
-    """A preset's document, with the table that a key is of, and room for growth above its last level."""
-    document = tomllib.loads((PRESETS / f"{name}.toml").read_text())
-    for table in ("degraded", "collectives"):
-        if path[0] == table:
-            document[table] = copy.deepcopy(EXTRAS[table])
-    if "growth" in path:
-        document["network"].setdefault("growth", dict(EXTRAS["growth"]))
-        document["max_gpus"] = document["network"]["growth"]["ratio"] * document["network"]["level"][-1]["gpus"]
-    return document
 
 
 def modes(document: dict[str, Any], path: Keys) -> list[str | int]:
@@ -141,18 +88,6 @@ def outcome(document: dict[str, Any], mode: str | int, base: dict[str, Any], fol
         return error
     record["simulation"].pop("wall_s")
     return json.dumps(record, sort_keys=True)
-
-
-def written(table: dict[str, Any], name: str = "") -> str:
-    """A document as TOML: values first, then tables, then lists of tables."""
-    rows = [f"{k} = {json.dumps(v)}" for k, v in table.items() if not isinstance(v, dict | list)]
-    for key, value in table.items():
-        path = f"{name}.{key}" if name else key
-        if isinstance(value, dict):
-            rows += [f"[{path}]", written(value, path)]
-        if isinstance(value, list):
-            rows += [f"[[{path}]]\n{written(entry, path)}" for entry in value]
-    return "\n".join(rows)
 
 
 def acts(name: str, path: Keys, folder: Path) -> bool:
