@@ -3,8 +3,9 @@
 The tasks of the critical path follow each other without a gap, from the start of the step to its end. Making one
 kind of work faster by a small fraction shortens the step by that fraction of its time on the path: the parts of
 the path are the derivatives of the step time. (Of several paths of one length the engine reports one; then the
-derivative is that of making the work slower.) Where every rank is simulated, the path ends where another rank is
-waited for; what lies before is put to `OTHER_RANKS`.
+derivative is that of making the work slower.) Where every rank is simulated, the path of one rank ends where
+another one is waited for; `rank_path` follows it there. What lies before all that it has looked at is put to
+`OTHER_RANKS`.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def rank_path(
     times: RankTimes,
     first: Recorded,
     again: Callable[[int], Recorded],
-    most: int = MOST_COLUMNS,
+    most: int | None = None,
 ) -> RankPath:
     """Follows the critical path through the ranks that are waited for.
 
@@ -89,9 +89,9 @@ def rank_path(
         times: of all ranks.
         first: the column that ends last.
         again: simulates once more and gives another column.
-        most: how many columns it may give.
+        most: how many columns it may give; None for `MOST_COLUMNS`, as many as are looked at in any case.
     """
-    path = _Path(job, times, first, again, most)
+    path = _Path(job, times, first, again, MOST_COLUMNS if most is None else min(most, MOST_COLUMNS))
     family = families(job)
     total = np.zeros((len(path.mesh.ranks().ravel()), int(family.max(initial=0)) + 1), np.int64)
     for rank, side, op, duration in path.tasks():

@@ -28,7 +28,7 @@ from echograph.simulator.interval import bounds, interval, scenarios
 from echograph.simulator.memory import largest_memory
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.pieces.predict import run_pieces, runs
-from echograph.simulator.rank_path import MOST_COLUMNS, RankPath, rank_path
+from echograph.simulator.rank_path import RankPath, rank_path
 from echograph.simulator.rank_timelines import of_ranks
 from echograph.simulator.ranks import EveryRank, Mesh, RankTimes, run_every_rank
 from echograph.simulator.result import Result
@@ -200,10 +200,10 @@ def _run_ranks(
     shared = flows(job, tasks, times, topology) if topology else None
     if engine == "auto":
         engine = "events" if shared is not None and shared.contended else "columns"
-    runs, most = every.draws + len(trace_ranks), MOST_COLUMNS
+    runs, most = every.draws + len(trace_ranks), None
     if engine == "events":
         check_effort(job, tasks, runs)
-        most = min(MOST_COLUMNS, left_over(job, tasks, runs))
+        most = left_over(job, tasks, runs)
     run = partial(run_every_rank, job, tasks, engine=engine, sharing=shared.sharing if shared else None)
     noisy = [replace(every, seed=every.seed + draw) for draw in range(1, every.draws)]
     steps = [int(run(one, column=0)[2].end_ps.max()) for one in noisy]

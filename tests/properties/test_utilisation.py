@@ -71,6 +71,16 @@ def test_no_plan_changes_the_flops_of_the_model(drawn: tuple[str, dict[str, Any]
     assert rank_flops(result) == pytest.approx(rank_flops(predicted(model)), rel=1e-6)
 
 
+def test_rows_that_the_experts_drop_are_not_counted() -> None:
+    rows = 2 * BATCH * SEQUENCE / GPUS
+    of_experts = 3 * 2 * rows * LAYERS * 3 * 64 * 128
+    (full, _), (half, _) = (
+        rank_flops(predicted("mixtral", ep=2)),
+        rank_flops(predicted("mixtral", ep=2, capacity_factor=0.5)),
+    )
+    assert full - half == pytest.approx(of_experts / 2, rel=1e-6)
+
+
 def test_the_flops_are_those_of_the_model_worked_out_by_hand() -> None:
     """Of each token: two FLOPs for each weight of a product forward, four backward; and attention."""
     hidden, inner, heads, kv_heads, layers, vocabulary = 64, 128, HEADS, 4, LAYERS, 4096

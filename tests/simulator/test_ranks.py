@@ -146,14 +146,15 @@ def slower_each(job: JobGraph) -> EveryRank:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_critical_path_goes_on_in_the_rank_that_was_waited_for(name: str) -> None:
+def test_the_critical_path_goes_on_in_the_rank_that_was_waited_for(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in the job that is written out, which has one program a rank, by the reference engine."""
+    monkeypatch.setattr("echograph.simulator.rank_path.MOST_COLUMNS", 1000)
     job, tasks = expanded(JOBS[name]())
     every = slower_each(job)
     its, starts, times = run_every_rank(job, tasks, every)
-    path = rank_path(
-        job, every, times, (its, starts), lambda c: run_every_rank(job, tasks, every, column=c)[:2], job.world_size
-    )
+    path = rank_path(job, every, times, (its, starts), lambda c: run_every_rank(job, tasks, every, column=c)[:2])
     assert sum(path.limits.values()) == times.end_ps.max()
     assert "other ranks" not in path.limits
     alone, unfolded = expanded(UnfoldRanks()(job))

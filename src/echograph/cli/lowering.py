@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from echograph.cli.plan import Plan, micro_batches, spread
 from echograph.errors import UsageError
-from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.graph import JobGraph, StepGraph, Workload
 from echograph.ir.passes.model_flops import count_model_flops
 from echograph.simulator.clusters import Cluster
 
@@ -59,7 +60,7 @@ def prepare(graph: StepGraph, plan: Plan) -> StepGraph:
         from echograph.ir.passes.micro_batch import MicroBatch
 
         graph = MicroBatch(size=plan.micro_batch)(graph)
-    graph = count_model_flops(graph)
+    graph = replace(graph, workload=_model_of(graph, plan))
     if plan.recompute != "none":
         from echograph.ir.passes.recompute import Recompute
 
@@ -67,6 +68,15 @@ def prepare(graph: StepGraph, plan: Plan) -> StepGraph:
         policy: Any = "full" if plan.recompute.isdigit() else plan.recompute.replace("-", "_")
         graph = Recompute(policy=policy, every=every, early_stop=plan.recompute_early_stop)(graph)
     return graph
+
+
+def _model_of(graph: StepGraph, plan: Plan) -> Workload:
+    """The workload with the FLOPs of the model, without those of rows that the experts drop."""
+    if plan.capacity_factor is not None and plan.capacity_factor < 1:
+        from echograph.ir.passes.expert_parallel import ExpertParallel
+
+        graph = ExpertParallel(size=1, capacity_factor=plan.capacity_factor)(graph)
+    return count_model_flops(graph).workload
 
 
 def share(graph: StepGraph, plan: Plan) -> StepGraph:

@@ -18,69 +18,69 @@ MAX_BYTES = 64 * 2**20
 _IN_PAGE = re.compile(r'<script type="application/json" id="result">([^<]*)</script>')
 _ADDS_UP = 1e-6
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-Amount = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
-Role = Literal[
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+_Role = Literal[
     "parameter", "gradient", "optimizer_state", "activation", "input", "buffer", "communication", "workspace"
 ]  # fmt: skip
 
 
 class _Breakdown(msgspec.Struct):
-    compute: Amount
-    exposed_communication: dict[str, Amount]
-    bubble: Amount
-    wait: Amount
-    host: Amount
+    compute: _Amount
+    exposed_communication: dict[str, _Amount]
+    bubble: _Amount
+    wait: _Amount
+    host: _Amount
 
 
 class _Whose(msgspec.Struct):
     name: str
-    rank: Count
+    rank: _Count
 
 
 class _Memory(msgspec.Struct):
-    peak_bytes: Count
-    device_bytes: Count
-    capacity_bytes: Count
+    peak_bytes: _Count
+    device_bytes: _Count
+    capacity_bytes: _Count
     fits: bool
-    at_peak_bytes: dict[Role, Count]
+    at_peak_bytes: dict[_Role, _Count]
 
 
 class _Collectives(msgspec.Struct):
-    calls: Count
-    bytes_per_rank: Count
-    busy_s: Amount
+    calls: _Count
+    bytes_per_rank: _Count
+    busy_s: _Amount
     algorithms: list[str]
 
 
 class _Plan(msgspec.Struct):
     """What is said of a plan in words; the rest is only compared."""
 
-    tp: Count = 1
-    cp: Count = 1
-    ep: Count = 1
-    pp: Count = 1
-    dp: Count = 1
-    vpp: Count = 1
-    hsdp_replicas: Count = 1
-    zero: Count = 0
-    micro_batch: Count | None = None
-    global_batch: Count | None = None
+    tp: _Count = 1
+    cp: _Count = 1
+    ep: _Count = 1
+    pp: _Count = 1
+    dp: _Count = 1
+    vpp: _Count = 1
+    hsdp_replicas: _Count = 1
+    zero: _Count = 0
+    micro_batch: _Count | None = None
+    global_batch: _Count | None = None
 
 
 class _Result(msgspec.Struct):
     model: str
     cluster: str
     device: str
-    gpus: Count
-    step_time_s: Amount
-    step_time_interval_s: tuple[Amount, Amount]
-    tokens_per_s: Amount
-    samples_per_s: Amount
-    mfu: Amount | None
+    gpus: _Count
+    step_time_s: _Amount
+    step_time_interval_s: tuple[_Amount, _Amount]
+    tokens_per_s: _Amount
+    samples_per_s: _Amount
+    mfu: _Amount | None
     plan: _Plan
     breakdown_s: _Breakdown
-    limits_s: dict[str, Amount]
+    limits_s: dict[str, _Amount]
     memory: _Memory | None
     collectives: dict[str, _Collectives]
     breakdown_of: _Whose | None = None
