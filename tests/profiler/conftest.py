@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "analyses")]
 DATA = Path(os.environ.get("ECHOGRAPH_DATA", HERE.parents[2] / "shared" / "data"))
-# Where hundreds of tests hold answers against those of other programs on traces that cannot be part of the project.
+# Where tests hold answers against those of other programs, on traces that cannot be part of the project.
 COMPARING = ("analyses", "traces", "replay", "page")
 
 
