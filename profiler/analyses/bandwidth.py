@@ -85,9 +85,9 @@ def memory_bandwidth(traces: TraceSet) -> Table:
 def memory_bandwidth_summary(traces: TraceSet) -> Table:
     """Statistics of the bandwidth of each sort of transfer while there is any.
 
-    Columns: `rank`, `device`, `name`, `count` of changes after which something is moving, then mean, deviation (of a
-    sample), least, quartiles and largest in 1e9 bytes a second. Each change counts once, however long the rate
-    lasted.
+    Columns: `rank`, `device`, `name`, `count` of changes after which something is moving, then mean, deviation
+    (of a sample), least, quartiles and largest in 1e9 bytes a second. Each change counts once, however long the
+    rate lasted.
     """
     notes = list(traces.notes)
     rows = [

@@ -41,8 +41,8 @@ class Gaps(NamedTuple):
 def idle_breakdown(traces: TraceSet, *, kernel_delay_us: float = 30.0) -> Table:
     """How long each stream was idle between two of its kernels, and for which cause.
 
-    Columns: `rank`; `device` and its `stream`; `idle_category`; `idle_time` microseconds; `idle_time_ratio` share of the stream's
-    idle time, two decimals. The categories:
+    Columns: `rank`; `device` and its `stream`; `idle_category`; `idle_time` microseconds;
+    `idle_time_ratio` share of the stream's idle time, two decimals. The categories:
 
     - `host_wait`: the next kernel was launched only after the one before it had ended; the host is late.
     - `kernel_wait`: it was launched before, and the gap is shorter than `kernel_delay_us`: what a device needs
@@ -68,9 +68,9 @@ def idle_breakdown(traces: TraceSet, *, kernel_delay_us: float = 30.0) -> Table:
 def idle_intervals(traces: TraceSet, *, kernel_delay_us: float = 30.0) -> Table:
     """How the gaps between kernels are distributed, for each stream and cause.
 
-    Columns: `idle_category` (see the idle breakdown), `rank`, `device`, `stream`, `count`, then mean, deviation (of a
-    sample), least, quartiles and largest of the gaps in microseconds, two decimals. A stream's first kernel has no
-    gap before it.
+    Columns: `idle_category` (see the idle breakdown), `rank`, `device`, `stream`, `count`, then mean, deviation
+    (of a sample), least, quartiles and largest of the gaps in microseconds, two decimals. A stream's first
+    kernel has no gap before it.
 
     Args:
         traces: the job's.

@@ -81,7 +81,7 @@ def memory_timeline(traces: TraceSet) -> Table:
                 f"rank {rank}: {broken} records of memory have no time or are no numbers: they are left out"
             )
         own = sorted((said for said in found if said and said.ts <= end), key=lambda said: said.ts)
-        if not found:
+        if not own and not broken:
             notes.append(f"rank {rank}: no memory in its profile: profile with profile_memory=True")
         rows += [(rank, said.ts / US, *said[1:]) for said in own]
     return from_rows(TITLES, rows, notes)

@@ -82,8 +82,8 @@ def queue_length(traces: TraceSet) -> Table:
 def queue_length_summary(traces: TraceSet) -> Table:
     """How long each stream's queue is over all its changes.
 
-    Columns: `rank`, `device`, `stream`, `count` of changes, then mean, deviation (of a sample), least, quartiles and largest
-    length. Each change counts once, however long the length lasted.
+    Columns: `rank`, `device`, `stream`, `count` of changes, then mean, deviation (of a sample), least,
+    quartiles and largest length. Each change counts once, however long the length lasted.
     """
     rows = [
         (rank, trace.process(stream.device), stream.number, *describe(queue.length))
@@ -96,9 +96,9 @@ def queue_length_summary(traces: TraceSet) -> Table:
 def time_on_full_queue(traces: TraceSet, *, max_queue_length: int = 1024) -> Table:
     """How long each stream's queue was full, so that the host's next launch had to wait.
 
-    Columns: `rank`; `device`; `stream`; `duration_at_max_queue_length` microseconds at which at least `max_queue_length`
-    waited; `relative_duration_at_max_queue_length`, of the time from the first to the last start of an event of
-    that rank. Streams whose queue was never full are left out.
+    Columns: `rank`; `device`; `stream`; `duration_at_max_queue_length` microseconds at which at least
+    `max_queue_length` waited; `relative_duration_at_max_queue_length`, of the time from the first to the last
+    start of an event of that rank. Streams whose queue was never full are left out.
 
     Args:
         traces: the job's.

@@ -36,9 +36,9 @@ def stragglers(traces: TraceSet, *, candidates: int = 2) -> Table:
     """The ranks that others wait for most often.
 
     In each step a rank that comes late to a collective starts it last and is through with it first. Among the
-    communication kernels (by device, stream and name, the last of each step, at least 1 % of a mean step long) the one is
-    taken whose durations differ most between ranks, in the mean of steps; in each step, the ranks that start it
-    last are counted.
+    communication kernels (by device, stream and name, the last of each step, at least 1 % of a mean step long)
+    the one is taken whose durations differ most between ranks, in the mean of steps; in each step, the ranks
+    that start it last are counted.
 
     Columns: `rank`; `count` of steps in which it was among the `candidates` latest; `mean_delay(us)` how much
     later it started than the first rank, in the mean of all steps; `kernel`; `stream`; `steps` compared. Times are

@@ -105,8 +105,8 @@ def _on_their_clocks(traces: TraceSet, say: Progress, seen: Mapping[int, Observe
         notes.append(f"{lone:,} sends and receives take what they took: ranks do not wait for each other there")
     if alone := sum(piece.call is not None and len(piece.call.ranks) != 1 for piece in unmatched):
         notes.append(
-            f"{alone:,} collectives whose other ranks are not in the traces, or not known: as long as they took, with "
-            "what they waited"
+            f"{alone:,} collectives whose other ranks are not in the traces, or not known: as long as they took, "
+            "with what they waited"
         )
     if dropped:
         notes.append(f"{dropped:,} waits left out: by the trace's clocks, what was waited for came later")

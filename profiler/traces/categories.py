@@ -20,7 +20,7 @@ CATEGORIES = {
 """Older names of categories, and those of today."""
 
 ANNOTATIONS = re.compile(r"ProfilerStep#|Optimizer\.(step|zero_grad)#|enumerate\(DataLoader\)#")
-"""How the names of the annotations begin that PyTorch itself makes: until 1.11 they had the category of operators."""
+"""How names of annotations begin that PyTorch itself makes: until 1.11 they had the category of operators."""
 
 STREAM = re.compile(r"stream (\d{1,18})( user| annotations)?$")
 """A thread that is a stream of a device, as PyTorch 1.8 to 1.10 wrote it."""

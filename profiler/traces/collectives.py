@@ -64,8 +64,8 @@ class Call:
         nbytes: of the whole buffer of a rank, as nccl-tests counts it; 0 where the trace does not say.
         dtype: torch's name of its type, in lower case; "" where unknown.
         channel: of a message: what the n-th send goes into, the n-th receive takes out; "" where unknown.
-        known: whether something tells of which ranks it is: a process group, or an order that all ranks share. Kernels
-            that go round NCCL have neither.
+        known: whether something tells of which ranks it is: a process group, or an order that all ranks share.
+            Kernels that go round NCCL have neither.
     """
 
     rank: int

@@ -212,8 +212,8 @@ class EventStream:
             self.notes.append(f"{self.path}: cut off after {self._count} events; what follows is missing")
         if self._misfits:
             self.notes.append(
-                f"{self.path}: {self._misfits} events have arguments that are not of their type, which are left out "
-                f"({self._misfit} first)"
+                f"{self.path}: {self._misfits} events have arguments that are not of their type, which are left "
+                f"out ({self._misfit} first)"
             )
 
     def head(self) -> dict[str, Any]:

@@ -58,8 +58,8 @@ def read_trace(path: Path, say: Progress = silent) -> Trace:
     """One rank's trace.
 
     Rows are the complete events ("ph": "X" with a duration), and those of which begin and end stand apart, that
-    have a category, without the profiler's own ("Trace"). Events without a time, with one that is no number, or with
-    a negative duration are left out, and so are those more than 25 days from most others; notes say how many.
+    have a category, without the profiler's own ("Trace"). Events without a time, with one that is no number, or
+    with a negative duration are left out, and so are those more than 25 days from most others; notes say how many.
     Categories have the names of today, whatever the version that wrote them.
 
     Args:

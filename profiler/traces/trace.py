@@ -69,7 +69,7 @@ class Stream(NamedTuple):
 
 
 def place_of_stream(streams: Sequence[Stream], number: int, device: int) -> int:
-    """The place of the stream with a number: on this device, if it has one, or else on the first that has; or -1."""
+    """The place of the stream with a number: on this device, or else on the first that has one; or -1."""
     named = [at for at, stream in enumerate(streams) if stream.number == number]
     return next(iter([at for at in named if streams[at].device == device] or named), NONE)
 
@@ -209,7 +209,8 @@ class Trace:
 class TraceSet(Mapping[int, Trace]):
     """The traces of a job by rank, with one origin: that of the event that starts first on any rank.
 
-    A rank whose clock is more than 25 days from that of the first one counts from its own first event; a note says so.
+    A rank whose clock is more than 25 days from that of the first one counts from its own first event, which
+    a note says.
 
     Args:
         traces: one trace a rank.

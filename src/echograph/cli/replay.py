@@ -145,8 +145,8 @@ def replay(
         _check_traced(job, f"--gpus {gpus}", {NOT_TRACED})
         if not np.isin(job.ops.kind, COMMUNICATIONS).any():
             raise UsageError(
-                f"--gpus {gpus}: the trace has no collective, so it does not say what {gpus} ranks would exchange: "
-                "trace a job that communicates"
+                f"--gpus {gpus}: the trace has no collective, so it does not say what {gpus} ranks would "
+                "exchange: trace a job that communicates"
             )
         job = one_communicator(ResizeWorld(gpus=int(gpus or 0))(job))
     elif cluster is not None:
@@ -261,8 +261,8 @@ def _check_traced(job: JobGraph, option: str, names: set[str]) -> None:
         at = int(np.argmax(rows))
         everyone = job.groups[int(ops.group[at])].name == NOT_TRACED_WORLD
         raise UsageError(
-            f"{option}: {int(rows.sum())} collectives, '{job.strings[ops.name[at]]}' first, are of ranks that were "
-            "not traced, so what a network takes for them is not known: import the traces of all ranks"
+            f"{option}: {int(rows.sum())} collectives, '{job.strings[ops.name[at]]}' first, are of ranks that "
+            "were not traced, so what a network takes for them is not known: import the traces of all ranks"
             + (", or say with --gpus how many ranks the job has" if everyone else "")
         )
 

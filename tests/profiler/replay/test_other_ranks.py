@@ -68,7 +68,7 @@ def test_collectives_of_ranks_that_were_not_traced_are_not_timed(tmp_path: Path)
     assert "say with --gpus how many ranks the job has" in str(no.value)
     some = job_of(tmp_path / "some", reduced([0, 1]), 8)
     for options in ({"cluster": CLUSTER}, {"cluster": CLUSTER, "gpus": 16}):
-        with pytest.raises(UsageError, match="import the traces of all ranks$"):
+        with pytest.raises(UsageError, match=r"import the traces of all ranks$"):
             replay(some, **options)  # type: ignore[arg-type]
 
 

@@ -119,8 +119,9 @@ def test_halves_of_characters_reach_no_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "broken",
     ["null", "5", '"text"', "[]", "[[]]", "true", '{"ph": "X", "name": 5}', '{"ph": "X", "dur": "long"}',
-     '{"ph": "X", "cat": []}', '{"ph": "X", "pid": {}}', "[" * 100_000 + "]" * 100_000, '{"ph": "X", "name": "a" "b"}',
-     '{"ph": "X", "args": ' + '{"a":' * 5000 + "1" + "}" * 5000 + "}", "{" + '"ph": "X", "ts": ' + "1" * 5000 + "}"],
+     '{"ph": "X", "cat": []}', '{"ph": "X", "pid": {}}', "[" * 100_000 + "]" * 100_000,
+     '{"ph": "X", "name": "a" "b"}', '{"ph": "X", "args": ' + '{"a":' * 5000 + "1" + "}" * 5000 + "}",
+     "{" + '"ph": "X", "ts": ' + "1" * 5000 + "}"],
 )  # fmt: skip
 def test_what_is_no_event_is_refused_with_its_number(tmp_path: Path, broken: str) -> None:
     path = raw(tmp_path / "t.json", [text_of(GOOD[0]), broken, text_of(GOOD[1])])
@@ -219,7 +220,7 @@ def test_a_gzip_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path, share
     ['"a": [, ', '"a": {"traceEvents": [1]}, ', '"a": ' + "[" * 100_000 + ", ", '"a": ' + "1" * 5000 + ", "],
 )  # fmt: skip
 def test_a_header_that_is_no_json_is_refused(tmp_path: Path, head: str) -> None:
-    with pytest.raises(DataError, match="is not valid JSON|not a trace|event 0 is broken"):
+    with pytest.raises(DataError, match=r"is not valid JSON|not a trace|event 0 is broken"):
         read_trace(raw(tmp_path / "t.json", [text_of(GOOD[0])], head))
 
 
