@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from echograph.errors import DataError, InputError, UsageError
+from echograph.errors import DataError, UsageError
+from echograph.ir.files import read_unpacked
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.details import details
@@ -117,13 +118,10 @@ def _call_numbers(trace: Trace, calls: Bool) -> list[int]:
 
 def _nodes(path: Path) -> dict[int, _Node]:
     """Nodes by the number that the profiler knows them by."""
+    data = read_unpacked(path, "give the file of ExecutionTraceObserver", _MAX_BYTES)
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise DataError(f"{path}: more than {_MAX_BYTES >> 30} GiB: record fewer steps")
-        nodes = msgspec.json.decode(path.read_bytes(), type=_File).nodes
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        nodes = msgspec.json.decode(data, type=_File).nodes
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path}: no execution trace of PyTorch ({error})") from None
     found = {}
     for node in nodes:

@@ -12,7 +12,8 @@ from typing import Literal
 
 import msgspec
 
-from echograph.errors import DataError, FormatError, InputError, UnknownNameError
+from echograph.errors import DataError, FormatError, UnknownNameError
+from echograph.ir.files import read_whole
 from echograph.profiler.costs.cost import Source
 
 FORMAT = 1
@@ -240,15 +241,10 @@ def read_profile(path: Path) -> DeviceProfile:
         InputError: the file cannot be read.
         FormatError: the file is no device profile, or one of a newer format.
     """
-    try:
-        if path.stat().st_size > MAX_PROFILE_BYTES:
-            raise FormatError(f"{path}: larger than {MAX_PROFILE_BYTES} bytes: no device profile is")
-        data = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}: give the path of a device profile") from error
+    data = read_whole(path, "give the path of a device profile", MAX_PROFILE_BYTES)
     try:
         profile = msgspec.json.decode(data, type=DeviceProfile)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{path}: not a device profile: {error}: make one with 'echoprof fit'") from error
     if profile.format > FORMAT:
         raise FormatError(f"{path}: profile format {profile.format} is newer than {FORMAT}: upgrade echograph")

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from echograph.errors import DataError, UnknownNameError
+from echograph.ir.files import read_whole
 from echograph.units import GB
 
 FABRICS = Path(__file__).parent / "fabrics"
@@ -338,7 +339,8 @@ def read_fabric_document(name_or_path: str | Path) -> dict[str, Any]:
 
     Raises:
         UnknownNameError: no shipped profile of that name.
-        DataError: the file cannot be read, is too large, or is not a JSON object.
+        InputError: the file cannot be read, or is too large.
+        DataError: it is not a JSON object.
     """
     name = str(name_or_path)
     if name.endswith(".json"):
@@ -347,13 +349,10 @@ def read_fabric_document(name_or_path: str | Path) -> dict[str, Any]:
         path = FABRICS / f"{name}.json"
     else:
         raise UnknownNameError("fabric", name, fabric_names(), hint="or give the path of a .json file")
+    data = read_whole(path, "give the path of a fabric profile", MAX_FILE_BYTES)
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise DataError(f"fabric {path}: larger than {MAX_FILE_BYTES} bytes")
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except OSError as error:
-        raise DataError(f"fabric {path}: cannot be read ({error.strerror})") from error
-    except msgspec.DecodeError as error:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"fabric {path}: {error}") from error
 
 
