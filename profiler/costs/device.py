@@ -6,9 +6,10 @@ without measurements of its own borrows a relative's models and brings its own d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,6 +19,7 @@ from echograph.profiler.costs.cost import Source
 
 FORMAT = 1
 MAX_PROFILE_BYTES = 4 * 2**20
+MAX_NUMBER = 1e18
 
 
 class Datasheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -253,11 +255,24 @@ def read_profile(path: Path) -> DeviceProfile:
 
 
 def _check(profile: DeviceProfile, path: Path) -> None:
+    for where, number in _numbers(msgspec.to_builtins(profile), "$"):
+        if not abs(number) <= MAX_NUMBER:
+            raise DataError(f"{path}: {where} is {number:g}: no device has that: make one with 'echoprof fit'")
     for key, model in profile.gemm.items():
         if model.peak not in profile.datasheet.peak_flops_per_s:
             raise DataError(f"{path}: gemm '{key}' needs peak '{model.peak}': add it to the datasheet")
     if profile.default_attention not in profile.attention:
         raise DataError(f"{path}: default_attention '{profile.default_attention}' is not in 'attention'")
+
+
+def _numbers(value: Any, where: str) -> Iterator[tuple[str, float]]:
+    """All numbers of a tree, and where they stand."""
+    if isinstance(value, int | float):
+        yield where, value
+    elif isinstance(value, dict | list):
+        named = value.items() if isinstance(value, dict) else ((f"[{at}]", part) for at, part in enumerate(value))
+        for name, part in named:
+            yield from _numbers(part, f"{where}.{name}"[:80])
 
 
 def _folder() -> Path:

@@ -124,7 +124,7 @@ class Case:
 def judge(outcome: Outcome, command: tuple[str, ...], out: Path, new: list[Path]) -> str | None:
     """What is wrong with what a command left behind."""
     said = outcome.out + outcome.err
-    if "internal error" in outcome.err or "Traceback" in said or outcome.status not in (0, 1, 2):
+    if "internal error" in outcome.err or "Traceback" in said or "Warning: " in outcome.err or outcome.status not in (0, 1, 2):
         return outcome.err[-300:] or f"exit status {outcome.status}"
     if "out of memory" in outcome.err:
         return f"more than {MEMORY_BYTES >> 20} MiB: {outcome.err[:200]}"

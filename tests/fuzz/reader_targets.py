@@ -304,9 +304,9 @@ def _device() -> list[Files]:
 _PLAN = """\
 gpus = 16
 cluster = "dgx-h100"
-tp = 2
+tp = 1
 pp = 1
-dp = 8
+dp = 16
 zero = 1
 global_batch = 64
 micro_batch = 1
