@@ -34,7 +34,7 @@ def fuzz(target: Target, seed: int, cases: int) -> Iterator[tuple[int, str]]:
             patience = 30 * SECONDS  # until it has run the commands on whole files
             while here.poll(patience):
                 number, fault = here.recv()
-                patience = 3 * SECONDS
+                patience = 9 * SECONDS
                 if fault:
                     yield number, fault
                 first = number + 1

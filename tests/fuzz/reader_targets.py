@@ -535,19 +535,19 @@ TARGETS: tuple[Target, ...] = (
     Target(
         name="kernels",
         seeds=_kernels,
-        fast=30,
+        fast=0,
         commands=(("echoprof", "fit", "--kernels", "{file}", "--base", "h100-sxm", "-o", OUT, "--json"),),
     ),
     Target(
         name="collectives",
         seeds=_collectives,
-        fast=100,
+        fast=0,
         commands=(("echoprof", "fit", "--collectives", "{file}", "--fabric", "nvlink3", "-o", OUT, "--json"),),
     ),
     Target(
         name="nccl-tests",
         seeds=_nccl_tests,
-        fast=60,
+        fast=0,
         commands=(("echoprof", "fit", "--nccl-tests", "{file}", "--cluster", "dgx-h100", "-o", OUT, "--json"),),
     ),
     Target(
@@ -589,7 +589,7 @@ TARGETS: tuple[Target, ...] = (
         seeds=_profile,
         commands=(("echoc", "annotate", "{step}", "--profile", "{file}", "--cluster", "dgx-h100", "-o", OUT),),
     ),
-    Target(name="measured steps", seeds=_steps, fast=100, commands=(("echosim", "validate", "{file}", "--json"),)),
+    Target(name="measured steps", seeds=_steps, fast=0, commands=(("echosim", "validate", "{file}", "--json"),)),
     Target(
         name="critical path",
         seeds=_critical,
@@ -641,11 +641,11 @@ TARGETS: tuple[Target, ...] = (
             ),
         ),
     ),
-    Target(name="ONNX", seeds=_onnx, fast=40, commands=(("echoc", "import", "onnx", "{file}", "-o", OUT),)),
+    Target(name="ONNX", seeds=_onnx, fast=0, commands=(("echoc", "import", "onnx", "{file}", "-o", OUT),)),
     Target(
         name="configuration",
         seeds=_config,
-        fast=20,
+        fast=0,
         commands=(("echoc", "compile", "--model", "{file}", "--batch-size", "1", "-o", OUT),),
     ),
 )
