@@ -95,7 +95,8 @@ def from_network(network: nx.MultiDiGraph[Any]) -> StepGraph | JobGraph:
         record.pop("label", None)
         table, number = record.pop("table", None), record.pop("block", None)
         record["id"] = record.pop("row", None)
-        if not isinstance(table, str) or table not in _TABLES or type(number) is not int or not 0 <= number < len(blocks):
+        numbered = type(number) is int and 0 <= number < len(blocks)
+        if not (isinstance(table, str) and table in _TABLES and numbered):
             raise FormatError(f"{where}: give 'table' (tensor or operation) and 'block' (0 to {len(blocks) - 1})")
         if type(record["id"]) is not int:
             raise FormatError(f"{where}: give 'row', its number in its table")

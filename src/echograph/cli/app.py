@@ -22,7 +22,7 @@ from echograph.errors import EchoError, MissingExtraError
 
 EXIT_INTERRUPTED = 130
 MAX_LINE = 500
-# What a terminal obeys rather than shows, and halves of characters, which no encoding has: names in files may hold them.
+# What a terminal obeys rather than shows, and halves of characters, which no encoding has.
 _UNSHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 

@@ -58,9 +58,12 @@ def test_external_weights_are_never_opened(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("location", "says"),
     [
-        ("/dev/zero", "no path below"), ("/etc/passwd", "no path below"), ("C:\\data", "no path below"), ("", "no path below"),
-        ("a\0b", "no path below"), ("../weights.bin", "outside"), ("a/../../weights.bin", "outside"), ("..\\w", "outside"),
-        ("link", "outside"), ("device", "outside"), ("pipe", "a pipe"), ("loop", "its data"), ("x" * 5000, "its data"),
+        ("/dev/zero", "no path below"), ("/etc/passwd", "no path below"), ("C:\\data", "no path below"),
+        ("", "no path below"),
+        ("a\0b", "no path below"), ("../weights.bin", "outside"), ("a/../../weights.bin", "outside"),
+        ("..\\w", "outside"),
+        ("link", "outside"), ("device", "outside"), ("pipe", "a pipe"), ("loop", "its data"),
+        ("x" * 5000, "its data"),
     ],
     ids=range(13),
 )  # fmt: skip
