@@ -18,8 +18,8 @@ from echograph.units import format_bytes
 
 # What zipfile and numpy raise for damage. A shape larger than the data is damage too, whatever memory there is.
 _DAMAGE = (
-    zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, SyntaxError,
-    RuntimeError, MemoryError,
+    zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, LookupError, TypeError, AttributeError,
+    SyntaxError, RuntimeError, MemoryError,
 )  # fmt: skip
 
 
@@ -32,8 +32,8 @@ def read_arrays(path: Path, names: Collection[str] = ()) -> dict[str, npt.NDArra
 
     Raises:
         InputError: the file does not exist or cannot be read.
-        FormatError: it is no such archive, lacks a name, or unpacks to more than `MAX_FILE_BYTES` or `MAX_RATIO` times
-            its size.
+        FormatError: it is no such archive, lacks a name, or unpacks to more than `MAX_FILE_BYTES` or `MAX_RATIO`
+            times its size.
     """
     with open_file(path) as source:
         try:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from echograph.errors import FormatError, InputError
 from echograph.ir.columns import NONE, Int32, Int64, Ragged
+from echograph.ir.files import read_whole
 from echograph.ir.serde_chakra import ChakraNode, Value, decode_metadata, read, read_metadata
 from echograph.ir.serde_chakra_columns import NodeColumns, decode, eights, split, varints
 from echograph.progress import Progress, silent
@@ -249,12 +250,9 @@ def read_groups(path: Path) -> Groups:
         InputError: the file cannot be read.
         FormatError: it does not hold `{"name": [rank, ...], ...}`.
     """
+    data = read_whole(path, "give the folder of the traces", MAX_GROUPS_BYTES)
     try:
-        if path.stat().st_size > MAX_GROUPS_BYTES:
-            raise FormatError(f"{path}: larger than {MAX_GROUPS_BYTES >> 20} MiB, not read")
-        found = json.loads(path.read_bytes(), object_pairs_hook=_without_repetition)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None
+        found = json.loads(data, object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
         line = " ".join(str(error).split())[:100]
         raise FormatError(f"{path}: no JSON of process groups ({line})") from None

@@ -112,7 +112,7 @@ class NativeSource(Source):
         return known_rows(self._numbers(block, numbered), self)
 
     def _numbers(self, block: bytes, numbered: list[int] | None) -> Rows:
-        """Rows of a block of arrays alone; `numbered` are its lines' numbers, None where they follow each other."""
+        """Rows of arrays alone; `numbered` are their lines' numbers, None where they follow each other."""
         block = block.strip()
         try:
             flat = _NUMBERS.decode(b"[%b]" % block.translate(None, b"[]").replace(b"\n", b","))
@@ -166,7 +166,7 @@ class NativeSource(Source):
                 self.whats[what.id] = what
 
     def _refuse_what_cannot_be(self, error: Exception, number: int) -> None:
-        """Damage costs a line; a value of a known kind of line that is of another type or out of range is an error."""
+        """Damage costs a line; a value of another type, or out of range, in a known kind of line is an error."""
         if (
             isinstance(error, msgspec.ValidationError)
             and " - at `$." in (said := str(error))

@@ -1,6 +1,6 @@
 """How files are read and written, whatever they hold, and how every binary file of echograph is framed.
 
-What is read has a limit: of its bytes, and, where gzip or zip packed it, of what it unpacks to. Devices are refused.
+What is read has a limit: of its bytes, and, where gzip packed it, of what it unpacks to. Devices are refused.
 
 A binary file is one protobuf message whose last field, number 2047, is the CRC-32 of all bytes before it. One that
 does not end with it is truncated. Nothing here knows a schema, so nothing here imports protobuf.
@@ -184,7 +184,7 @@ class Unpacked:
 
         Raises:
             InputError: the file does not exist or cannot be read.
-            FormatError: it is larger than the limit, or unpacks to more than the limit or `MAX_RATIO` times its size.
+            FormatError: it is larger than the limit, or unpacks to more than that or `MAX_RATIO` times its size.
             DataError: the gzip stream is damaged.
         """
         total = 0

@@ -95,7 +95,8 @@ def from_network(network: nx.MultiDiGraph[Any]) -> StepGraph | JobGraph:
         record.pop("label", None)
         table, number = record.pop("table", None), record.pop("block", None)
         record["id"] = record.pop("row", None)
-        if table not in _TABLES or type(number) is not int or not 0 <= number < len(blocks):
+        numbered = type(number) is int and 0 <= number < len(blocks)
+        if not (isinstance(table, str) and table in _TABLES and numbered):
             raise FormatError(f"{where}: give 'table' (tensor or operation) and 'block' (0 to {len(blocks) - 1})")
         if type(record["id"]) is not int:
             raise FormatError(f"{where}: give 'row', its number in its table")
@@ -111,7 +112,7 @@ def _connect(network: nx.MultiDiGraph[Any], rows: dict[Any, Record]) -> None:
     """Puts what edges say into the records of rows."""
     lists: dict[tuple[Any, str], dict[int, int]] = defaultdict(dict)
     for source, target, edge in network.edges(data=True):
-        kind, position = edge.get("kind"), edge.get("position", 0)
+        kind, position = str(edge.get("kind")), edge.get("position", 0)
         owner, other = (source, target) if kind == "makes" else (target, source)
         if kind in _SINGLE:
             rows[owner][_SINGLE[kind]] = rows[other]["id"]

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from echograph.errors import FormatError, InputError
-from echograph.ir.files import write_whole
+from echograph.ir.files import open_file, write_whole
 from echograph.proto import chakra_pb2 as pb
 
 VERSION = "0.0.4"
@@ -202,7 +202,7 @@ def read_metadata(path: Path | str) -> tuple[str, dict[str, Value]]:
 def _read_messages(path: Path) -> Iterator[tuple[int, bytes]]:
     """(number, bytes) of every message."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             number = 0
             while (length := _read_length(path, file, number)) is not None:
                 if length > MAX_MESSAGE_BYTES:

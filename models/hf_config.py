@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from echograph.errors import InputError
+from echograph.ir.files import read_whole
 from echograph.models.build import require_torch
 from echograph.models.entry import Kind, ModelEntry
 
@@ -56,13 +57,9 @@ def from_config(source: str | Path | Mapping[str, Any], *, name: str | None = No
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
     file = path / "config.json" if path.is_dir() else path
+    data = read_whole(file, "give a config.json or a directory that holds one", MAX_CONFIG_BYTES)
     try:
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise InputError(f"{file}: larger than {MAX_CONFIG_BYTES} bytes: not a model configuration")
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror or error
-        raise InputError(f"{file}: {reason}: give a config.json or a directory that holds one") from error
+        config = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: not JSON: {error}") from error
     if not isinstance(config, dict):

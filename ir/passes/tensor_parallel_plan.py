@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 from echograph.errors import InputError, PlanError, UnknownNameError
 from echograph.ir.columns import NONE
+from echograph.ir.files import read_whole
 from echograph.ir.graph import Graph
 from echograph.ir.passes.tensor_parallel_placement import WHOLE, Placement, Shard
 from echograph.ir.types import TensorRole
@@ -89,12 +90,9 @@ def read_plan(path: Path) -> dict[str, Style]:
         InputError: there is no such file, it is no TOML, or it has neither table, or both.
         UnknownNameError: a style does not exist.
     """
+    data = read_whole(path, "give a TOML file with a table [plan]", _MAX_PLAN_BYTES)
     try:
-        if path.stat().st_size > _MAX_PLAN_BYTES:
-            raise InputError(f"{path}: larger than {_MAX_PLAN_BYTES >> 20} MiB, which no plan is")
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        raise InputError(f"{path}: cannot be read: give a TOML file with a table [plan]") from None
+        content = tomllib.loads(data.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{path}: no TOML: {str(error).splitlines()[0]}") from None
     tables = {name: content.get(name) for name in ("plan", "base_model_tp_plan")}

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from echograph.errors import DataError, UsageError
+from echograph.ir.files import read_unpacked
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.details import details
-from echograph.profiler.traces.events import EventStream
 from echograph.profiler.traces.trace import NONE, OPERATORS, Bool, Trace, TraceSet
 
 TITLES = (
@@ -118,11 +118,9 @@ def _call_numbers(trace: Trace, calls: Bool) -> list[int]:
 
 def _nodes(path: Path) -> dict[int, _Node]:
     """Nodes by the number that the profiler knows them by."""
-    text = EventStream(path).text(_MAX_BYTES + 1)
-    if len(text) > _MAX_BYTES:
-        raise DataError(f"{path}: more than {_MAX_BYTES >> 30} GiB: record fewer steps")
+    data = read_unpacked(path, "give the file of ExecutionTraceObserver", _MAX_BYTES)
     try:
-        nodes = msgspec.json.decode(text, type=_File).nodes
+        nodes = msgspec.json.decode(data, type=_File).nodes
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path}: no execution trace of PyTorch ({error})") from None
     found = {}

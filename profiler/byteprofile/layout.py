@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from echograph.errors import DataError, InputError
+from echograph.ir.files import read_whole
 from echograph.profiler.byteprofile.events import Events, joined, of_trace
 from echograph.profiler.byteprofile.names import by_number
 from echograph.profiler.byteprofile.read import is_kineto, read_events
@@ -255,14 +256,10 @@ def read_text(path: Path) -> str:
     """A text file beside a trace.
 
     Raises:
-        InputError: it cannot be read.
-        DataError: it is too large, or no text.
+        InputError: it cannot be read, or is too large.
+        DataError: it is no text.
     """
     try:
-        if path.stat().st_size > MAX_TEXT_BYTES:
-            raise DataError(f"{path}: larger than {MAX_TEXT_BYTES >> 20} MiB, not read")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from None
+        return read_whole(path, "give the folder of a worker", MAX_TEXT_BYTES).decode()
     except UnicodeDecodeError:
         raise DataError(f"{path}: is no text") from None

@@ -133,6 +133,8 @@ def read_collectives_csv(path: str | Path) -> list[CollectiveRow]:
 def _csv_rows(reader: Iterable[dict[str, str]], path: str | Path) -> Iterator[CollectiveRow]:
     for number, line in enumerate(reader, start=2):
         try:
+            if None in line or None in line.values():
+                raise ValueError("more or fewer cells than the first line")
             row = CollectiveRow(
                 kind=_kind(line["collective"]),
                 ranks=int(line["n_gpus"]),

@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from echograph.errors import InputError
-from echograph.ir.files import write_whole
+from echograph.ir.files import read_whole, write_whole
 from echograph.profiler.record.overhead import Overhead
 
 FORMAT, VERSION = "echograph recording", (1, 1)
@@ -167,11 +167,8 @@ def read_recording(folder: Path) -> list[RankFolder]:
 
 
 def _decoded(file: Path, kind: type[T]) -> T:
+    data = read_whole(file, "give the folder of a recording", MAX_BYTES)
     try:
-        if file.stat().st_size > MAX_BYTES:
-            raise InputError(f"{file}: larger than {MAX_BYTES >> 20} MiB: not of a recording")
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise InputError(f"{file}: no {kind.__name__.lower()} of a recording: {error}") from None

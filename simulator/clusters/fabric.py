@@ -394,7 +394,8 @@ def read_fabric_document(name_or_path: str | Path) -> dict[str, Any]:
 
     Raises:
         UnknownNameError: no shipped profile of that name.
-        DataError: the file cannot be read, is too large, or is not a JSON object.
+        InputError: the file cannot be read, or is too large.
+        DataError: it is not a JSON object.
     """
     name = str(name_or_path)
     if name.endswith(".json"):

@@ -14,7 +14,10 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "fuzz"))
+
+from damage import damage_bytes, damage_message
 
 from echograph.cli.compose import predict
 from echograph.cli.show import summarize
@@ -25,73 +28,6 @@ from echograph.proto import workload_pb2 as pb
 
 MEMORY_BYTES = 2 * 2**30
 CPU_SECONDS = 5.0
-EXTREMES = (0, 1, 2, 3, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**45, 2**62, 2**63 - 1, 2**64 - 1)
-
-
-def damage_bytes(data: bytes, chance: random.Random) -> bytes:
-    """Flips, replaces, inserts, removes or cuts bytes."""
-    damaged = bytearray(data)
-    for _ in range(chance.choice((1, 1, 2, 8))):
-        at, length = chance.randrange(len(damaged)), chance.choice((1, 2, 8))
-        match chance.randrange(5):
-            case 0:
-                damaged[at] ^= 1 << chance.randrange(8)
-            case 1:
-                damaged[at] = chance.choice((0x00, 0x7F, 0x80, 0xFF))
-            case 2:
-                damaged[at:at] = chance.randbytes(length)
-            case 3 if len(damaged) > 2 * length:
-                del damaged[at : at + length]
-            case _:
-                del damaged[max(1, at) :]
-    return bytes(damaged)
-
-
-def damage_fields(data: bytes, chance: random.Random) -> bytes:
-    """Sets some fields, anywhere in the message, to values that no writer would choose."""
-    graph = pb.Graph.FromString(data)
-    for _ in range(chance.choice((1, 1, 1, 2, 4))):
-        _damage_one_field(graph, chance)
-    return graph.SerializeToString()
-
-
-def _damage_one_field(message: Any, chance: random.Random) -> None:
-    while True:
-        descriptor, value = chance.choice(message.ListFields())
-        if descriptor.message_type is None:
-            break
-        if descriptor.is_repeated:
-            if chance.random() < 0.1:
-                del value[chance.randrange(len(value))]
-                return
-            value = chance.choice(value)
-        if not value.ListFields():
-            return
-        message = value
-    if descriptor.is_repeated:
-        at = chance.randrange(len(value))
-        if chance.random() < 0.2:
-            del value[at]
-        else:
-            value[at] = _other(descriptor, value[at], chance)
-    else:
-        setattr(message, descriptor.name, _other(descriptor, value, chance))
-
-
-def _other(descriptor: Any, value: Any, chance: random.Random) -> Any:
-    if descriptor.type == descriptor.TYPE_STRING:
-        return chance.choice(("", value * 3, "\x1b[31m\n{}{}"))
-    if descriptor.type == descriptor.TYPE_BYTES:
-        return chance.randbytes(3)
-    if descriptor.type == descriptor.TYPE_BOOL:
-        return not value
-    if descriptor.cpp_type in (descriptor.CPPTYPE_DOUBLE, descriptor.CPPTYPE_FLOAT):
-        return chance.choice((0.0, -1.0, 1e30, math.inf, math.nan))
-    bits = 64 if descriptor.cpp_type in (descriptor.CPPTYPE_INT64, descriptor.CPPTYPE_UINT64) else 32
-    number = chance.choice((*EXTREMES, value + 1, value - 1, 2 * value))
-    if descriptor.cpp_type in (descriptor.CPPTYPE_UINT64, descriptor.CPPTYPE_UINT32):
-        return number % 2**bits
-    return (number + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
 
 
 def simulate(data: bytes) -> str:
@@ -127,8 +63,8 @@ def main(path: Path, count: int, seed: int) -> None:
     ways: list[Callable[[random.Random], bytes]] = [
         lambda chance: damage_bytes(whole, chance),
         lambda chance: b"".join(with_checksum([damage_bytes(body, chance)])),
-        lambda chance: b"".join(with_checksum([damage_fields(body, chance)])),
-        lambda chance: b"".join(with_checksum([damage_fields(body, chance)])),
+        lambda chance: b"".join(with_checksum([damage_message(pb.Graph.FromString(body), chance)])),
+        lambda chance: b"".join(with_checksum([damage_message(pb.Graph.FromString(body), chance)])),
     ]
     outcomes: Counter[str] = Counter({f"whole file {simulate(whole)}": 1})
     failures = []

@@ -102,6 +102,18 @@ def test_what_is_no_graph(form: str, data: bytes, tmp_path: Path) -> None:
     assert refused(form, path)
 
 
+@pytest.mark.parametrize("key", ["table", "block", "row", "kind", "position", "id"])
+@pytest.mark.parametrize("value", ["[]", "[ a 1 ]", '"_networkx_list_start"', '"[]"'])
+def test_lists_where_gml_has_words_and_numbers(
+    key: str, value: str, originals: dict[tuple[str, str], bytes], tmp_path: Path
+) -> None:
+    lines = originals["gml", "two_layers"].decode().split("\n")
+    last = max(at for at, line in enumerate(lines) if line.split()[:1] == [key])
+    lines[last] = f"{key} {value}\n{key} {value}"
+    (tmp_path / "graph").write_text("\n".join(lines))
+    assert refused("gml", tmp_path / "graph")
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_file_that_is_too_large_is_not_read(form: str, tmp_path: Path) -> None:
     path = tmp_path / "graph"

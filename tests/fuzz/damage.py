@@ -19,20 +19,21 @@ from typing import Any
 from echograph.ir.files import fields, with_checksum
 
 NUMBERS: tuple[Any, ...] = (
-    0, 1, -1, 2, 3, 7, 255, 1.5, -0.5, 1e-300, 1e300, -1e300, math.inf, -math.inf, math.nan, 2**16, 2**31 - 1, 2**31,
-    2**32 - 1, 2**45, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30, -(2**63), -(2**63) - 1,
+    0, 1, -1, 2, 3, 7, 255, 1.5, -0.5, 1e-300, 1e300, -1e300, math.inf, -math.inf, math.nan, 2**16, 2**31 - 1,
+    2**31, 2**32 - 1, 2**45, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30, -(2**63), -(2**63) - 1,
 )  # fmt: skip
 EXTREMES = tuple(n for n in NUMBERS if isinstance(n, int) and n >= 0)
 TEXTS = (
-    "", " ", "x" * 5000, "\0", "a\0b", "\ud800", "\x1b[31mred", "\x9b2J", "\r", "\n", "a\r\nb", "\u202e", "nan", "-1", "1e999",
-    "true", "../../x", "/etc/passwd", "%s{}{0}", '"', "'", "[", "<b>", "é", "0", "9" * 400,
+    "", " ", "x" * 5000, "\0", "a\0b", "\ud800", "\x1b[31mred", "\x9b2J", "\r", "\n", "a\r\nb", "\u202e",
+    "nan", "-1", "1e999", "true", "../../x", "/etc/passwd", "%s{}{0}", '"', "'", "[", "<b>", "é", "0", "9" * 400,
 )  # fmt: skip
 DEEP = "nested without end"
 OTHERS: tuple[Any, ...] = (None, True, False, [], {}, [[]], [{}], {"a": []}, [1, "a", None], DEEP)
 TOKEN = re.compile(r'"[^"\n]*"|[\w.+-]+|\s+|.', re.DOTALL)
 TOKENS = (
-    "", "[", "]", "{", "}", "(", ")", "=", ",", ":", "#", "\n", "\r", "\0", "\ufeff", '"', '""', "-", "nan", "inf", "-inf", "true",
-    "None", "-1", "1.5", "1e999", "99999999999999999999", "9223372036854775807", "9223372036854775808", "x" * 3000,
+    "", "[", "]", "{", "}", "(", ")", "=", ",", ":", "#", "\n", "\r", "\0", "\ufeff", '"', '""', "-", "nan", "inf",
+    "-inf", "true", "None", "-1", "1.5", "1e999", "99999999999999999999", "9223372036854775807",
+    "9223372036854775808", "x" * 3000,
     "%0", "@0", "@99999", "[[", "\x1b[31m", "[" * 3000, "9" * 5000, "0x7f", "1_000", "é",
 )  # fmt: skip
 
@@ -158,7 +159,7 @@ def other(value: Any, chance: Random) -> Any:
 
 
 def damage_pickle(data: bytes, chance: Random) -> bytes:
-    """A pickle of what the seed, which stands as JSON, holds once it is damaged; at times of values that are shared."""
+    """A pickle of what the seed, which stands as JSON, holds once it is damaged; some of its values are shared."""
     value = damage_tree(json.loads(data), chance)
     places = list(_places(value))
     if places and chance.random() < 0.2:
@@ -387,7 +388,8 @@ def _other_scalar(descriptor: Any, value: Any, chance: Random) -> Any:
 
 
 FORMS: dict[str, Callable[[bytes, Random], bytes]] = {
-    "json": damage_json, "jsonl": damage_lines, "pickle": damage_pickle, "csv": damage_table, "toml": damage_tokens,
-    "gml": damage_tokens, "txt": damage_tokens, "log": damage_tokens, "html": damage_tokens, "pb": damage_graph,
+    "json": damage_json, "jsonl": damage_lines, "pickle": damage_pickle, "csv": damage_table,
+    "toml": damage_tokens, "gml": damage_tokens, "txt": damage_tokens, "log": damage_tokens, "html": damage_tokens,
+    "pb": damage_graph,
     "profile": damage_profile, "onnx": damage_onnx, "et": damage_chakra,
 }  # fmt: skip

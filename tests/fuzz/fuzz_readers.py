@@ -31,8 +31,10 @@ def fuzz(target: Target, seed: int, cases: int) -> Iterator[tuple[int, str]]:
         worker.start()
         there.close()
         with here, contextlib.suppress(EOFError):
-            while here.poll(3 * SECONDS):
+            patience = 30 * SECONDS  # until it has run the commands on whole files
+            while here.poll(patience):
                 number, fault = here.recv()
+                patience = 9 * SECONDS
                 if fault:
                     yield number, fault
                 first = number + 1
@@ -46,8 +48,8 @@ def fuzz(target: Target, seed: int, cases: int) -> Iterator[tuple[int, str]]:
 
 
 def _work(pipe: Connection, target: Target, seed: int, first: int, cases: int) -> None:
-    if (fault := prepare(target)) and not first:
-        pipe.send((-1, fault))
+    fault = prepare(target)
+    pipe.send((first - 1, None if first else fault))
     for number, fault in run_cases(target, seed, range(first, cases)):
         pipe.send((number, fault))
     pipe.close()
@@ -74,7 +76,10 @@ def main() -> int:
     parser.add_argument("--reader", action="append", help=", ".join(target.name for target in TARGETS))
     parser.add_argument("--case", type=int, help="only this one, of one reader; its files are kept")
     parser.add_argument("--keep", type=Path, help="where the files of that case go (usual: fuzz-case)")
+    parser.add_argument("--fast", action="store_true", help="the cases of the fast tests")
     given = parser.parse_args()
+    if unknown := set(given.reader or ()) - {target.name for target in TARGETS}:
+        parser.error(f"no reader {', '.join(sorted(unknown))}")
     targets = [target for target in TARGETS if not given.reader or target.name in given.reader]
     if given.case is not None:
         show(targets[0], given.seed, given.case, given.keep)
@@ -82,12 +87,13 @@ def main() -> int:
     total = 0
     for target in targets:
         faults = 0
-        for number, fault in fuzz(target, given.seed, given.cases):
+        cases = target.fast if given.fast else given.cases
+        for number, fault in fuzz(target, given.seed, cases):
             faults += 1
             print(f"{fault}\n  {reproducer(target, given.seed, number)}", flush=True)
         total += faults
         print(
-            json.dumps({"reader": target.name, "seed": given.seed, "cases": given.cases, "faults": faults}),
+            json.dumps({"reader": target.name, "seed": given.seed, "cases": cases, "faults": faults}),
             flush=True,
         )
     return 1 if total else 0

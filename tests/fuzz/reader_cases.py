@@ -124,7 +124,12 @@ class Case:
 def judge(outcome: Outcome, command: tuple[str, ...], out: Path, new: list[Path]) -> str | None:
     """What is wrong with what a command left behind."""
     said = outcome.out + outcome.err
-    if "internal error" in outcome.err or "Traceback" in said or outcome.status not in (0, 1, 2):
+    if (
+        "internal error" in outcome.err
+        or "Traceback" in said
+        or "Warning: " in outcome.err
+        or outcome.status not in (0, 1, 2)
+    ):
         return outcome.err[-300:] or f"exit status {outcome.status}"
     if "out of memory" in outcome.err:
         return f"more than {MEMORY_BYTES >> 20} MiB: {outcome.err[:200]}"
@@ -168,21 +173,21 @@ def _refuse(name: str) -> Any:
 
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
-    """What runs within has so many seconds, and so much memory above what is in use."""
+    """What runs within has so many seconds of the processor, and so much memory above what is in use."""
 
     def late(signum: int, frame: FrameType | None) -> None:
         raise TooLong
 
     usual = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    handler = signal.signal(signal.SIGALRM, late)
+    handler = signal.signal(signal.SIGPROF, late)
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, usual[1]))
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, handler)
         resource.setrlimit(resource.RLIMIT_AS, usual)
 
 

@@ -29,8 +29,8 @@ class Target:
     Attributes:
         name: of the reader.
         seeds: makes sets of valid files.
-        commands: to reach it; `{file}` is the file that was damaged, `{folder}` where it is, `{seed:NAME}` a file of
-            the seed, `{step}` a step graph, `OUT` what is written.
+        commands: to reach it; `{file}` is the file that was damaged, `{folder}` where it is, `{seed:NAME}` a file
+            of the seed, `{step}` a step graph, `OUT` what is written.
         damaged: endings of the files that take damage, where a set has others too.
         fast: cases in the fast tests, of what is not quick.
     """
@@ -99,7 +99,8 @@ def _comms() -> list[Files]:
 
 
 _ENTRY: dict[str, Any] = {
-    "profiling_name": "nccl:_all_gather_base", "process_group": ["0", "default_pg"], "collective_seq_id": 4, "p2p_seq_id": 0,
+    "profiling_name": "nccl:_all_gather_base", "process_group": ["0", "default_pg"], "collective_seq_id": 4,
+    "p2p_seq_id": 0,
     "is_p2p": False, "input_sizes": [[256]], "output_sizes": [[1024]], "input_dtypes": ["BFloat16"],
     "output_dtypes": ["BFloat16"], "time_created_ns": 1000, "time_discovered_started_ns": 2000,
     "time_discovered_completed_ns": 9000, "duration_ms": 0.005, "state": "completed", "retired": True,
@@ -126,8 +127,8 @@ def _flight_recorder_pickles() -> list[Files]:
 
 
 _LOG = """\
-[TRACE] global rank 0 in GROUP_0 - all_reduce - async:0, Size: 4.00 MB, Shape: (1024, 1024), Dtype: torch.float32, \
-Duration: 10.5 ms, GROUP size 2  = [0, 1], call count: 1
+[TRACE] global rank 0 in GROUP_0 - all_reduce - async:0, Size: 4.00 MB, Shape: (1024, 1024), Dtype: \
+torch.float32, Duration: 10.5 ms, GROUP size 2  = [0, 1], call count: 1
 [BATCH] global rank 0 - send: 16 bytes (0.00 MB), shape: [(4,)], ops count: 2
 [BARRIER] global rank 0 -barrier - async:0, Duration: 5.839 ms
 [COALESCE] global rank 0 in GROUP_0 - coalesced_ops - async:1, conuters: 2, name: all_reduce, sizes: 192, \
@@ -304,9 +305,9 @@ def _device() -> list[Files]:
 _PLAN = """\
 gpus = 16
 cluster = "dgx-h100"
-tp = 2
+tp = 1
 pp = 1
-dp = 8
+dp = 16
 zero = 1
 global_batch = 64
 micro_batch = 1
@@ -535,19 +536,19 @@ TARGETS: tuple[Target, ...] = (
     Target(
         name="kernels",
         seeds=_kernels,
-        fast=30,
+        fast=0,
         commands=(("echoprof", "fit", "--kernels", "{file}", "--base", "h100-sxm", "-o", OUT, "--json"),),
     ),
     Target(
         name="collectives",
         seeds=_collectives,
-        fast=100,
+        fast=0,
         commands=(("echoprof", "fit", "--collectives", "{file}", "--fabric", "nvlink3", "-o", OUT, "--json"),),
     ),
     Target(
         name="nccl-tests",
         seeds=_nccl_tests,
-        fast=60,
+        fast=0,
         commands=(("echoprof", "fit", "--nccl-tests", "{file}", "--cluster", "dgx-h100", "-o", OUT, "--json"),),
     ),
     Target(
@@ -589,7 +590,7 @@ TARGETS: tuple[Target, ...] = (
         seeds=_profile,
         commands=(("echoc", "annotate", "{step}", "--profile", "{file}", "--cluster", "dgx-h100", "-o", OUT),),
     ),
-    Target(name="measured steps", seeds=_steps, fast=100, commands=(("echosim", "validate", "{file}", "--json"),)),
+    Target(name="measured steps", seeds=_steps, fast=0, commands=(("echosim", "validate", "{file}", "--json"),)),
     Target(
         name="critical path",
         seeds=_critical,
@@ -641,11 +642,11 @@ TARGETS: tuple[Target, ...] = (
             ),
         ),
     ),
-    Target(name="ONNX", seeds=_onnx, fast=40, commands=(("echoc", "import", "onnx", "{file}", "-o", OUT),)),
+    Target(name="ONNX", seeds=_onnx, fast=0, commands=(("echoc", "import", "onnx", "{file}", "-o", OUT),)),
     Target(
         name="configuration",
         seeds=_config,
-        fast=20,
+        fast=0,
         commands=(("echoc", "compile", "--model", "{file}", "--batch-size", "1", "-o", OUT),),
     ),
 )

@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import random
 import resource
+import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "fuzz"))
+
 from conformance_graphs import GRAPHS
+from damage import damage_bytes
 from graphs import KINDS, Model, build
 
 from echograph.errors import EchoError, FormatError
@@ -28,34 +34,12 @@ MODEL = Model(layers=3, kinds=KINDS, durations=True, deps=True)
 VICTIMS = {"layered": lambda: fold(build(MODEL)), "job": GRAPHS["job"], "kinds": GRAPHS["kinds"]}
 
 
-def mutate(data: bytes, chance: random.Random) -> bytes:
-    """Flips a bit, sets, inserts, removes or repeats bytes, or copies some over others; once or a few times."""
-    damaged = bytearray(data)
-    for _ in range(chance.choice((1, 1, 1, 2, 5))):
-        at, length = chance.randrange(len(damaged)), chance.choice((1, 1, 2, 4, 16))
-        match chance.randrange(6):
-            case 0:
-                damaged[at] ^= 1 << chance.randrange(8)
-            case 1:
-                damaged[at] = chance.choice((0x00, 0x01, 0x7F, 0x80, 0xFF, chance.randrange(256)))
-            case 2:
-                damaged[at:at] = chance.randbytes(length)
-            case 3 if len(damaged) > length + 1:
-                del damaged[at : at + length]
-            case 4:
-                damaged[at:at] = damaged[at : at + length]
-            case _:
-                other = chance.randrange(len(damaged))
-                damaged[at : at + length] = damaged[other : other + length]
-    return bytes(damaged)
-
-
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_damage_under_a_stale_checksum_is_refused(victim: str) -> None:
     data = b"".join(encode(VICTIMS[victim]()))
     chance = random.Random(victim)
     for _ in range(MUTATIONS):
-        damaged = mutate(data, chance)
+        damaged = damage_bytes(data, chance)
         if damaged != data:
             with pytest.raises(FormatError):
                 decode(damaged)
@@ -69,7 +53,7 @@ def test_damage_under_a_new_checksum_is_refused_or_harmless(victim: str) -> None
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(MUTATIONS):
         with suppress(FormatError):
-            graph = decode(b"".join(with_checksum([mutate(data, chance)])))
+            graph = decode(b"".join(with_checksum([damage_bytes(data, chance)])))
             harmless += 1
             text = list(to_text(graph))
             assert list(to_text(decode(b"".join(encode(graph))))) == text

@@ -225,7 +225,7 @@ def test_plans_are_read_from_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "error", "says"),
     [
-        (None, InputError, "cannot be read"),
+        (None, InputError, "No such file"),
         ("[plan", InputError, "no TOML"),
         ("[other]", InputError, "give one table"),
         ("plan = 3", InputError, "give one table"),

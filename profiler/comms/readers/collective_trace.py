@@ -58,16 +58,17 @@ class CollectiveTraceSource(Source):
             InputError: the file cannot be read.
             FormatError: no line of it is one of collective_trace.
         """
+        number = 0
         try:
-            for number, line in self._lines():
-                if found := _LINE.search(line):
-                    self.rank = _whole(found["rank"], "global rank", MAX_RANK)
-                    return
+            calls = ((at, match) for at, line in self._lines() if (match := _LINE.search(line)))
+            number, found = next(calls, (0, None))
+            if found is None:
+                raise FormatError(f"{self.path}: no [TRACE], [BATCH], [BARRIER] or [COALESCE] line")
+            self.rank = _whole(found["rank"], "global rank", MAX_RANK)
         except OSError as error:
             raise InputError(f"{self.path}: {error.strerror or error}") from None
         except ValueError as error:
             raise FormatError(f"{self.path}: line {number}: {error}") from None
-        raise FormatError(f"{self.path}: no [TRACE], [BATCH], [BARRIER] or [COALESCE] line")
 
     def rows(self) -> Iterator[Rows]:
         """Rows with a sequence by group, and a duration in the end's place.

@@ -30,7 +30,8 @@ MAX_DIMS, MAX_DIGITS = 64, 7
 WallClock: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_WALL_NS)]
 Sequence: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_SEQUENCE)]
 _NEEDED = (
-    "profiling_name", "process_group", "input_sizes", "output_sizes", "input_dtypes", "output_dtypes", "time_created_ns",
+    "profiling_name", "process_group", "input_sizes", "output_sizes", "input_dtypes", "output_dtypes",
+    "time_created_ns",
 )  # fmt: skip
 _ITEM_BYTES = {
     "Double": 8, "Long": 8, "ComplexFloat": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2,

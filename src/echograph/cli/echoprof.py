@@ -160,13 +160,14 @@ def fit_the_fabrics(table: Path, names: list[str], output: Path, date: str) -> l
             raise UnknownNameError("fabric", name, known)
     records: list[dict[str, object]] = []
     fitted: list[str] = []
+    skipped: list[str] = []
     with progress(f"reading {table}") as say:
         measured = read_collectives_csv(table)
         for name in names or known:
             recipe = known[name]
             rows = fit_fabrics.rows_of(recipe, measured)
             if not rows:
-                print_error(f"{name}: the table has no rows for it, skipped")
+                skipped.append(name)
                 continue
             say(f"fitting {name} to {len(rows)} rows")
             content, error = fit_fabrics.document(recipe, fit_fabrics.fit(recipe, rows), rows, date)
@@ -181,6 +182,8 @@ def fit_the_fabrics(table: Path, names: list[str], output: Path, date: str) -> l
         raise DataError(
             f"{table}: no rows of {', '.join(names) or 'any fabric'}: nothing to fit (see docs/accuracy.md)"
         )
+    for name in skipped:
+        print_error(f"{name}: the table has no rows for it, skipped")
     return records
 
 

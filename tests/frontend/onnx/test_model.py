@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,43 @@ def test_external_weights_are_never_opened(tmp_path: Path, monkeypatch: pytest.M
     path = m.save(proto, tmp_path)
     (tmp_path / "weights.bin").mkdir()  # whoever opens it fails
     assert {w.path for w in read(path, {"n": 2}).weights} >= {"conv.weight", "bn.weight", "fc.weight"}
+
+
+@pytest.mark.parametrize(
+    ("location", "says"),
+    [
+        ("/dev/zero", "no path below"), ("/etc/passwd", "no path below"), ("C:\\data", "no path below"),
+        ("", "no path below"),
+        ("a\0b", "no path below"), ("../weights.bin", "outside"), ("a/../../weights.bin", "outside"),
+        ("..\\w", "outside"),
+        ("link", "outside"), ("device", "outside"), ("pipe", "a pipe"), ("loop", "its data"),
+        ("x" * 5000, "its data"),
+    ],
+    ids=range(13),
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["initializer", "attribute", "branch"])
+def test_external_data_elsewhere_are_refused(location: str, says: str, where: str, tmp_path: Path) -> None:
+    proto, folder = m.picture(), tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "weights.bin").touch()
+    (folder / "link").symlink_to("../weights.bin")
+    (folder / "device").symlink_to("/dev/zero")
+    (folder / "loop").symlink_to("loop")
+    os.mkfifo(folder / "pipe")
+    tensor = TensorProto(name="outside", data_type=TensorProto.FLOAT, dims=[2], data_location=TensorProto.EXTERNAL)
+    entry = tensor.external_data.add()
+    entry.key, entry.value = "location", location
+    if where == "initializer":
+        proto.graph.initializer.append(tensor)
+    elif where == "attribute":
+        proto.graph.node[0].attribute.append(helper.make_attribute("value", tensor))
+    else:
+        branch = helper.make_graph([], "branch", [], [], [tensor])
+        proto.graph.node[0].attribute.append(helper.make_attribute("then_branch", branch))
+    with pytest.raises(FormatError, match=says) as refused:
+        read(m.save(proto, folder), {"n": 2})
+    assert "'outside'" in str(refused.value)
+    assert len(str(refused.value)) < 400
 
 
 def test_weights_statistics_and_constants_are_told_apart(tmp_path: Path) -> None:

@@ -236,7 +236,8 @@ def test_arbitrary_bytes_are_refused_in_a_line(data: bytes) -> None:
     [
         ({"bytes": -8}, "$.bytes"), ({"input_bytes": -1}, "$.input_bytes"), ({"bytes": 1.5}, "$.bytes"),
         ({"bytes": True}, "$.bytes"), ({"bytes": 2**63}, "$.bytes"), ({"shapes": [[-2]]}, "$.shapes[0][0]"),
-        ({"tensors": -1}, "$.tensors"), ({"id": -1}, "$.id"), ({"peer": -2}, "$.peer"), ({"stream": -1}, "$.stream"),
+        ({"tensors": -1}, "$.tensors"), ({"id": -1}, "$.id"), ({"peer": -2}, "$.peer"),
+        ({"stream": -1}, "$.stream"),
     ],
 )  # fmt: skip
 def test_what_no_call_has_is_refused_by_line_and_field(tmp_path: Path, change: dict[str, Any], field: str) -> None:
@@ -252,7 +253,8 @@ def test_what_no_call_has_is_refused_by_line_and_field(tmp_path: Path, change: d
     ("numbers", "name"),
     [
         ((-1, 0, 100, 0, 10, 0), "what"), ((0, -1, 100, 0, 10, 0), "sequence"), ((0, 0, -100, 0, 10, 0), "queued"),
-        ((0, 0, 100, 0, 2**62, 0), "end"), ((0, 0, 100, -(2**63), 1, 0), "start"), ((0, 2**41, 1, 0, 1, 0), "sequence"),
+        ((0, 0, 100, 0, 2**62, 0), "end"), ((0, 0, 100, -(2**63), 1, 0), "start"),
+        ((0, 2**41, 1, 0, 1, 0), "sequence"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("garbage", [False, True])
@@ -303,6 +305,7 @@ TUPLES = b")q\x00" + b"".join(b"h%c\x86q%c" % (n, n + 1) for n in range(DEPTH))
 )
 def test_lists_that_are_shared_are_not_written_out(tmp_path: Path, place: str) -> None:
     """Eighty lists, each of twice the one before: a kilobyte, whose text would have 2^80 brackets."""
+
     def pickled(value: Any) -> bytes:
         match value:
             case {"shared": _}:
