@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
+    """Trains a small network on random numbers."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--width", type=int, default=256)
