@@ -51,7 +51,7 @@ def warm() -> Iterator[Path]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where there are no measured tables, one test of each module that compares with them stands for its others."""
+    """Without measured tables, one test of each module that compares with them stands for its others."""
     if _has_tables():
         return
     kept: dict[Path, list[pytest.Item]] = {}

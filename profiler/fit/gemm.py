@@ -155,22 +155,27 @@ def _unpack(
         element_bytes=element_bytes,
         tiles=list(tiles),
         efficiency=_significant(sigmoid(p[:count])),
-        overhead_k=_significant(np.exp(p[count : 2 * count])),
+        overhead_k=_significant(_exp(p[count : 2 * count])),
         splits=list(SPLITS),
-        split_traffic=_round(np.exp(traffic)),
+        split_traffic=_round(_exp(traffic)),
         split_s=_round(MOST_SPLIT_S * sigmoid(split)),
         wave_rounding=_round(sigmoid(rounding)),
-        launch_s=_round(np.exp(launch)),
+        launch_s=_round(_exp(launch)),
         bandwidth_fraction=_round(BEST_BANDWIDTH * sigmoid(band)),
-        overlap_power=_round(1.0 + np.exp(power)),
+        overlap_power=_round(1.0 + _exp(power)),
         throttle=_round(MOST_THROTTLE * sigmoid(throttle)),
-        throttle_flops=_round(np.exp(at_flops)),
+        throttle_flops=_round(_exp(at_flops)),
         quantize=_quantize(p[-4:]) if fp8 else None,
     )
 
 
+def _exp(x: float | FloatArray) -> FloatArray:
+    """The exponential of what no row holds back may be searched to, still a number that a file can hold."""
+    return np.asarray(np.exp(np.minimum(x, 60.0)))
+
+
 def _quantize(p: FloatArray) -> Quantize:
-    cached, streamed, knee, sharp = np.exp(np.minimum(p, 60.0)).tolist()
+    cached, streamed, knee, sharp = _exp(p).tolist()
     return Quantize(
         launch_s=0.0,
         cached_s_per_element=_round(cached),

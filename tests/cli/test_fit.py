@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 
 from echograph.profiler.costs import load_device
+from echograph.simulator.clusters import load_cluster
+from echograph.simulator.clusters.fabric import read_fabric_document
+from echograph.simulator.collectives import collective_time
+from echograph.simulator.collectives.calibrate import place_measured
 
 
 def test_a_fitted_device_is_the_one_that_ships(cli, measured_data: Path, tmp_path: Path) -> None:
@@ -33,3 +37,43 @@ def test_a_fitted_fabric_says_how_far_it_is_off(cli, measured_data: Path, tmp_pa
     assert {row["profile"] for row in rows} == {"nvlink3"}
     about = json.loads((tmp_path / "nvlink3.json").read_text())["about"]
     assert about["held_out_rows"] == rows[0]["rows held out"] > 0
+
+
+# What the tables of collectives say of the rows that make each of these fabrics.
+MADE = {
+    "nvlink3": ("dgx-a100", "made:aiconfigurator", "A100-SXM4-80GB", (2, 4, 8)),
+    "hdr200": ("azure-nd-a100-v4", "made:Echo", "A100-SXM4-40GB", (16, 32, 64)),
+}
+
+
+@pytest.mark.parametrize("fabric", MADE)
+def test_a_fabric_is_found_in_a_table_that_its_own_formulas_made(cli, tmp_path: Path, fabric: str) -> None:
+    pytest.importorskip("scipy", reason="fitting needs the [dev] extra")
+    preset, source, gpu, sizes = MADE[fabric]
+    cluster = load_cluster(preset)
+    lines = ["collective,n_gpus,n_nodes,size_bytes,time_us,dtype,gpu,source"]
+    for ranks in sizes:
+        nodes = max(1, ranks // 8)
+        for power in range(13, 31):
+            made = collective_time("all_reduce", 2**power, place_measured(ranks, nodes, cluster), cluster)
+            lines.append(f"all_reduce,{ranks},{nodes},{2**power},{made.seconds * 1e6!r},half,{gpu},{source}")
+    (tmp_path / "table.csv").write_text("\n".join(lines) + "\n")
+    asked = ("--collectives", tmp_path / "table.csv", "--fabric", fabric, "-o", tmp_path / "out", "--json")
+    rows = cli("echoprof", "fit", *asked).json()
+    assert {(row["profile"], row["what"]) for row in rows} == {(fabric, "all_reduce")}
+    assert all(row["mean error"] < 0.08 and row["rows held out"] > 10 for row in rows)
+    document = json.loads((tmp_path / "out" / f"{fabric}.json").read_text())
+    assert document["about"]["rows"] == len(lines) - 1
+    assert document["kind"] == read_fabric_document(fabric)["kind"]
+
+
+def test_a_table_without_rows_for_a_fabric_says_so(cli, tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("collective,n_gpus,n_nodes,size_bytes,time_us\nall_reduce,8,1,1024,9\n")
+    outcome = cli(
+        "echoprof", "fit", "--collectives", tmp_path / "table.csv", "--fabric", "nvlink3", "-o", tmp_path
+    )
+    assert "nvlink3: the table has no rows for it, skipped" in outcome.err
+    wrong = cli("echoprof", "fit", "--collectives", tmp_path / "table.csv", "--fabric", "nvlink33")
+    assert (wrong.status, wrong.err.count("\n")) == (2, 1)
+    wrong = cli("echoprof", "fit", "--kernels", tmp_path / "table.csv", "--device", "h1000")
+    assert (wrong.status, wrong.err.count("\n")) == (2, 1)

@@ -21,7 +21,8 @@ from echograph.simulator.engine import ENGINES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+# Of the scripts, model.py and train.py are run by the lines of the README.
+SCRIPTS = [path for path in sorted((ROOT / "examples").glob("*.py")) if path.name not in ("model.py", "train.py")]
 LINK = r"\]\((?!https?:|#|mailto:)([^)#\s]+)"
 
 TABLES = (PASSES, ENGINES, ALGORITHMS, PRODUCERS, OWN)
