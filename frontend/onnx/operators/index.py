@@ -88,6 +88,7 @@ OPERATORS: Mapping[str, Operator] = {
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
     "ScatterElements": _scatter_elements,
+    "Scatter": _scatter_elements,
     "ScatterND": _scatter_nd,
     "OneHot": _one_hot,
 }
