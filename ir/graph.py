@@ -27,7 +27,7 @@ from echograph.ir.ports import Ports
 from echograph.ir.types import DType
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
 
 CALL_FIELDS = ("block", "begin", "end", "instance", "micro_batch")
 

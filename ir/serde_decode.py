@@ -108,7 +108,7 @@ class Decoder:
         add(
             t.OpKind.COMPUTE, op.name, op.phase, op.module, op.stream, op.inputs, op.outputs, op.deps,
             self._durations(op) if op.durations else (), forward_op=which, flops=c.flops, bytes_read=c.bytes_read,
-            bytes_written=c.bytes_written, attributes=attributes,
+            bytes_written=c.bytes_written, attributes=attributes, arguments=c.arguments,
         )  # fmt: skip
 
     def communication(self, kind: t.OpKind, op: pb.Op, add: Callable[..., None], **values: Any) -> None:

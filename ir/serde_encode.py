@@ -133,6 +133,8 @@ def _compute(op: pb.Op, ops: OpTable, row: int) -> None:
     compute.bytes_written = int(ops.bytes_written[row])
     if ops.attributes[row] != NONE:
         compute.attributes = int(ops.attributes[row])
+    if ops.arguments[row]:
+        compute.arguments = int(ops.arguments[row])
 
 
 def _collective(op: pb.Op, ops: OpTable, row: int) -> None:

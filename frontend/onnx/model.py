@@ -29,6 +29,7 @@ MAX_ELEMENTS, MAX_DIMENSIONS = 2**56, 32
 PARAMETER = "PARAMETER"
 _OWNED = (PARAMETER, "BUFFER", "CONSTANT_TENSOR")
 _KINDS = ("pkg.torch.export.graph_signature.InputSpec.kind", "echograph.role")
+_DTYPE, _STATED = "echograph.dtype", {"bf16": 16}
 _DATA = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data")
 _MAX_DEPTH = 16  # of graphs within graphs
 _DEFAULT_DOMAINS = ("", "ai.onnx")
@@ -236,7 +237,7 @@ class _Reader:
             else:
                 extents.append(self._bound(dim.dim_param, f"{info.name}.{position}"))
         shape = self._sane(tuple(extents), f"{what} '{info.name}'")
-        return Value(name=info.name, dtype=tensor.elem_type, shape=shape)
+        return Value(name=info.name, dtype=_stated_type(info.metadata_props, tensor.elem_type), shape=shape)
 
     def _sane(self, shape: tuple[int, ...], what: str) -> tuple[int, ...]:
         if min(shape, default=0) < 0 or prod(shape) > MAX_ELEMENTS or len(shape) > MAX_DIMENSIONS:
@@ -278,7 +279,8 @@ class _Reader:
             dims = info.type.tensor_type.shape.dim
             extents = [d.dim_value if d.HasField("dim_value") else self.dims.get(d.dim_param, -1) for d in dims]
             if min(extents, default=0) >= 0:
-                yield name, Value(name=name, dtype=info.type.tensor_type.elem_type, shape=tuple(extents))
+                dtype = _stated_type(info.metadata_props, info.type.tensor_type.elem_type)
+                yield name, Value(name=name, dtype=dtype, shape=tuple(extents))
 
     # -- nodes ---------------------------------------------------------------------------------------------
 
@@ -374,6 +376,8 @@ class _Reader:
                     f"{self.source}: node '{name}' has an attribute '{attribute.name[:80]}' without a value: "
                     "export the model again"
                 ) from None
+        if proto.op_type == "Cast" and "to" in attributes:
+            attributes["to"] = _stated_type(proto.metadata_props, attributes["to"])
         outputs = tuple(names.get(output, output) for output in proto.output)
         prefix = "" if proto.domain in _DEFAULT_DOMAINS else f"{proto.domain}."
         return Node(
@@ -453,6 +457,11 @@ def _kind(info: ValueInfoProto) -> str:
     """What a file says that a value is, where it is a weight: PyTorch's exporter and ours do; else ""."""
     kinds = (p.value.upper() for p in info.metadata_props if p.key in _KINDS)
     return next((kind for kind in kinds if kind in _OWNED), "")
+
+
+def _stated_type(metadata: Iterable[Any], dtype: int) -> int:
+    """An element type, or what the metadata say that it stands for."""
+    return next((_STATED[p.value] for p in metadata if p.key == _DTYPE and p.value in _STATED), dtype)
 
 
 def _may_be_known(tensor: TensorProto, shape: tuple[int, ...]) -> bool:
