@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from echograph.frontend.pytorch.annotate import FORWARD, PHASE, VAL
-from echograph.frontend.pytorch.schema import arguments, given_arguments, plain_name
+from echograph.frontend.pytorch.annotate import FORWARD, NUMBER, PHASE, VAL
+from echograph.frontend.pytorch.schema import arguments, given_arguments, is_fill, plain_name
 from echograph.ir.types import Attention, Attributes, Convolution, Gemm
 
 # Operator -> names of its two matrix operands.
@@ -51,7 +51,8 @@ def arguments_of(node: Node) -> str:
     """
     if node.meta.get(PHASE) != FORWARD or plain_name(node) in _CONVOLUTION:
         return ""
-    given = {name: _plain(value) for name, value in given_arguments(node).items() if name not in _SHAPES}
+    numbers = is_fill(node)  # what it is filled with is no operand
+    given = {name: _plain(value, numbers) for name, value in given_arguments(node).items() if name not in _SHAPES}
     told = {name: value for name, value in given.items() if value is not _TENSOR}
     return json.dumps(told, separators=(",", ":")) if told else ""
 
@@ -59,7 +60,9 @@ def arguments_of(node: Node) -> str:
 _TENSOR = object()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, numbers: bool = False) -> Any:
+    if numbers and isinstance(value, Node) and NUMBER in value.meta:
+        return value.meta[NUMBER]
     if isinstance(value, (Node, *_HANDLES)):
         return _TENSOR
     if isinstance(value, tuple | list):

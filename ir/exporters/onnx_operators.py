@@ -616,6 +616,12 @@ def _softmax(operator: str, call: Call) -> Sequence[str]:
     return [call.node(operator, call.cast(x, call.inputs[0].dtype, _out(call).dtype), axis=_dim(call))]
 
 
+def _safe_softmax(call: Call) -> Sequence[str]:
+    """Zero where nothing is left to choose from."""
+    made = _softmax("Softmax", call)[0]
+    return [call.node("Where", call.node("IsNaN", made), _scalar(call, 0, _out(call).dtype), made)]
+
+
 def _dropout(call: Call) -> Sequence[str]:
     if call.given.get("train") and call.given.get("p", 0):
         call.assume("nothing is dropped")
@@ -721,6 +727,7 @@ _RULES: Mapping[str, Rule] = {
     "_fused_rms_norm": _rms_norm,
     "native_batch_norm": _batch_norm,
     "_softmax": partial(_softmax, "Softmax"),
+    "_safe_softmax": _safe_softmax,
     "_log_softmax": partial(_softmax, "LogSoftmax"),
     "native_dropout": _dropout,
     "_scaled_dot_product_flash_attention": _attention,
