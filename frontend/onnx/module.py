@@ -121,9 +121,19 @@ class OnnxModule(Scope):
     def _execute(self, nodes: Iterable[Node], values: dict[str, Any]) -> None:
         for node in nodes:
             self._read.update(node.inputs)
-            operands = [values.get(name) for name in node.inputs]
+            operands = [self._value(node, name, values) for name in node.inputs]
             results = self._flow(node, operands, values) if node.bodies else self._run(node, operands)
             values.update(zip(node.outputs, results, strict=False))
+
+    def _value(self, node: Node, name: str, values: dict[str, Any]) -> Any:
+        """What a node reads; a result that its maker's kernel does not have is nobody's operand."""
+        value = values.get(name)
+        if value is None and name:
+            raise CaptureError(
+                f"{self.model.source}: node '{node.name}' ({node.operator}) reads '{name}', a second result that no "
+                "kernel makes: export the model again"
+            )
+        return value
 
     def _flow(self, node: Node, operands: Sequence[Any], values: dict[str, Any]) -> Sequence[Any]:
         """The results of a node that holds graphs."""

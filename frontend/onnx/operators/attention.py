@@ -13,11 +13,16 @@ from echograph.errors import CaptureError
 from echograph.frontend.onnx.call import Call, Operator, extents
 
 
+_KNOWN = ("is_causal", "q_num_heads", "kv_num_heads", "scale", "softmax_precision", "qk_matmul_output_mode")
+
+
 def _attention(call: Call) -> Any:
     """Standard attention (version 23): heads apart, or side by side in the last dimension."""
     query, key, value, mask = call[0], call[1], call[2], call.get(3)
     if any(call.get(i) is not None for i in (4, 5, 6)) or call.real("softcap", 0.0):
         raise CaptureError("it has a cache, a softcap or lengths: export a step without them")
+    if unknown := next((name for name, value in call.node.attributes.items() if value and name not in _KNOWN), None):
+        raise CaptureError(f"its '{unknown}' is not known: export a step without it")
     apart = query.dim() == 4
     if not apart:
         heads, kv_heads = call.integer("q_num_heads"), call.integer("kv_num_heads")

@@ -106,6 +106,8 @@ def _average_pool(call: Call) -> Any:
     stride, _, before, after = _window(call, call[0], kernel)
     x, padding = _even(call[0], before, after)
     counts = bool(call.integer("count_include_pad"))
+    if any(step != 1 for step in call.ints("dilations", default=[1])):
+        raise CaptureError("its windows are dilated: no kernel averages such")
     return _dimensions(_AVERAGE_POOLS, x)(x, kernel, stride, padding, bool(call.integer("ceil_mode")), counts)
 
 
@@ -134,6 +136,8 @@ def _group_norm(call: Call) -> Any:
 def _layer_norm(call: Call) -> Any:
     x = call[0]
     shape = extents(x)[call.axis(-1, x.dim()) :]
+    if len(call.node.outputs) > 1:  # mean and inverse deviation too
+        return torch.native_layer_norm(x, shape, call[1], call.get(2), call.real("epsilon", 1e-5))
     return F.layer_norm(x, shape, call[1], call.get(2), call.real("epsilon", 1e-5))
 
 
