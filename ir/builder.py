@@ -447,6 +447,6 @@ _DURATION_COLUMNS = {
     "duration_device": "i4", "duration_source": "u1", "duration_samples": "i8", "duration_spread": "f4",
 }  # fmt: skip
 _DEFAULTS = {
-    "forward_op": NONE, "flops": 0, "bytes_read": 0, "bytes_written": 0, "attributes": NONE, "arguments": 0, "variant": 0,
-    "dtype": 0, "payload": 0, "asynchronous": 0, "group": NONE, "peer": 0, "tag": 0, "nbytes": 0,
+    "forward_op": NONE, "flops": 0, "bytes_read": 0, "bytes_written": 0, "attributes": NONE, "arguments": 0,
+    "variant": 0, "dtype": 0, "payload": 0, "asynchronous": 0, "group": NONE, "peer": 0, "tag": 0, "nbytes": 0,
 }  # fmt: skip

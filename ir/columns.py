@@ -136,7 +136,8 @@ class OpTable(Sequence[t.Op]):
     """All operations of a graph, block after block.
 
     `variant` is the collective's kind or the copy's direction; `nbytes` is what a communication or copy moves;
-    `attributes` indexes `attribute_values`, `arguments` the strings; `group`, `peer`, `tag` belong to communications.
+    `attributes` indexes `attribute_values`, `arguments` the strings; `group`, `peer`, `tag` belong to
+    communications.
     """
 
     strings: tuple[str, ...]

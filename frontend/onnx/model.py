@@ -390,7 +390,7 @@ class _Reader:
         )
 
     def _is_weight(self, proto: NodeProto, names: Mapping[str, str]) -> bool:
-        """Whether a node is a constant that the model owns: a layer's weight, or too large for its numbers to matter.
+        """Whether a node is a constant that the model owns: a weight, or too large for its numbers to matter.
 
         Exporters that know no initializers write weights as nodes `Constant`; those that do write numbers so.
         """

@@ -130,8 +130,8 @@ class OnnxModule(Scope):
         value = values.get(name)
         if value is None and name:
             raise CaptureError(
-                f"{self.model.source}: node '{node.name}' ({node.operator}) reads '{name}', a second result that no "
-                "kernel makes: export the model again"
+                f"{self.model.source}: node '{node.name}' ({node.operator}) reads '{name}', a result that "
+                "no kernel makes: export the model again"
             )
         return value
 
@@ -233,11 +233,15 @@ class _one_line:
 
 def _operators(model: OnnxModel, dtypes: DTypes) -> Iterator[tuple[str, Operator]]:
     """Operators by type; those of echograph's own domain by the first value that they make."""
-    unknown = [n for n in model.nodes if not (n.bodies or n.operator in OPERATORS or n.operator.startswith(DOMAIN))]
+    unknown = [
+        n for n in model.nodes if not (n.bodies or n.operator in OPERATORS or n.operator.startswith(DOMAIN))
+    ]
     if unknown:
         shown = ", ".join(f"'{n.name}' ({n.operator})" for n in unknown[:_SHOWN])
         count = f", ... ({len(unknown)} in all)" if len(unknown) > _SHOWN else ""
-        why = "".join(f"; {name} {UNKNOWN[name]}" for name in {n.operator: None for n in unknown} if name in UNKNOWN)
+        why = "".join(
+            f"; {name} {UNKNOWN[name]}" for name in {n.operator: None for n in unknown} if name in UNKNOWN
+        )
         raise CaptureError(
             f"{model.source}: nodes with operators that are not known: {shown}{count}{why}: export the model with "
             "others of ONNX's own operators"

@@ -46,7 +46,7 @@ class Readers:
 
 
 def walk(graph: GraphProto) -> Iterator[NodeProto]:
-    """The nodes of a graph and of the graphs that they hold; on a stack of its own, since files may nest at will."""
+    """The nodes of a graph and of the graphs that they hold; on a stack, since files may nest at will."""
     stack = [graph]
     while stack:
         for node in stack.pop().node:

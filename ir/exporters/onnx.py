@@ -1,9 +1,9 @@
 """The forward pass of a step graph as an ONNX model without weights.
 
 Weights are inputs of the model that say so: metadata `echograph.role` is "parameter" or "buffer". An operation
-becomes nodes of ONNX's own (`onnx_operators`), so that the model computes what the step computes. One that ONNX has
-no word for, or of which the graph does not say all, is a node of the domain `echograph` under its own name, with its
-FLOPs, bytes and attributes, and the shapes of its results in the model.
+becomes nodes of ONNX's own (`onnx_operators`), so that the model computes what the step computes. One that ONNX
+has no word for, or of which the graph does not say all, is a node of the domain `echograph` under its own name,
+with its FLOPs, bytes and attributes, and the shapes of its results in the model.
 
 ONNX's values never change. Where a step writes into memory that other tensors are views of, the model makes the
 whole anew (`onnx_memory`).
@@ -106,7 +106,9 @@ class _Call:
         array = np.asarray(values)
         wanted = self.writer.helper.tensor_dtype_to_np_dtype(_TYPES[dtype])
         if wanted.kind == "f" and array.dtype.kind in "fiu" and wanted.itemsize < 8:
-            array = np.clip(array, np.finfo(wanted).min, np.finfo(wanted).max) if np.isfinite(array).all() else array
+            array = (
+                np.clip(array, np.finfo(wanted).min, np.finfo(wanted).max) if np.isfinite(array).all() else array
+            )
         value = self.writer.from_array(array.astype(wanted))
         assert value.data_type == tensor(wanted)
         return self.node("Constant", value=value)
@@ -164,7 +166,9 @@ class _Writer:
         makers = {tensor for op in forward for tensor in op.outputs}
         read = dict.fromkeys(tensor for op in forward for tensor in op.inputs)
         self.read = set(read)
-        given = [self._given(tensor) for tensor in read if tensor not in makers and not self._is_allocation(tensor)]
+        given = [
+            self._given(tensor) for tensor in read if tensor not in makers and not self._is_allocation(tensor)
+        ]
         for op in forward:
             self._write(op)
         outputs = [self.types.pop(self.memory.name(tensor)) for tensor in self._results(forward)]
@@ -184,15 +188,14 @@ class _Writer:
         if any(phase != Phase.FORWARD for phase in self.graph.ops.phase.tolist()):
             yield "the forward pass alone: ONNX holds no backward pass and no optimizer"
         if self.bf16:
-            yield f"bf16 is written as fp32, which ONNX Runtime has kernels for; metadata '{DTYPE}' say what is bf16"
+            yield f"bf16 is written as fp32, as ONNX Runtime's kernels are; metadata '{DTYPE}' say which"
         for what, count in self.assumed.most_common():
             yield f"{what} ({count} nodes)"
         if self.foreign:
             shown = ", ".join(f"{count} x {name}" for name, count in self.foreign.most_common(_SHOWN))
             rest = f", ... ({len(self.foreign)} operators)" if len(self.foreign) > _SHOWN else ""
             yield (
-                f"nodes of the domain '{DOMAIN}', which ONNX has no exact word for, so that nothing runs the model: "
-                f"{shown}{rest}"
+                f"nodes of the domain '{DOMAIN}', which have shapes alone, so that nothing runs it: {shown}{rest}"
             )
 
     # -- values --------------------------------------------------------------------------------------------
@@ -317,7 +320,9 @@ class _Writer:
         part = call.node("Reshape", name, call.constant(np.array([-1]), DType.INT64))
         places = call.constant(where.reshape(-1), DType.INT64)
         written = call.node("ScatterElements", flat, places, part, axis=0)
-        made = call.node("Reshape", written, call.constant(np.array(whole.shape, np.int64), DType.INT64), allowzero=1)
+        made = call.node(
+            "Reshape", written, call.constant(np.array(whole.shape, np.int64), DType.INT64), allowzero=1
+        )
         self.written += call.added
         self.memory.write(tensor, name, made)
 

@@ -271,7 +271,9 @@ def _write(call: Call) -> Sequence[str]:
     if not call.names:
         raise Unsaid("source")
     x = call.cast(call.names[-1], call.inputs[-1].dtype, _out(call).dtype)
-    return [x if call.inputs[-1].shape == _out(call).shape else call.node("Expand", x, _ints(call, *_out(call).shape))]
+    return [
+        x if call.inputs[-1].shape == _out(call).shape else call.node("Expand", x, _ints(call, *_out(call).shape))
+    ]
 
 
 # -- from nothing ----------------------------------------------------------------------------------------------

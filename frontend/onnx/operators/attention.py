@@ -12,7 +12,6 @@ from torch import Tensor
 from echograph.errors import CaptureError
 from echograph.frontend.onnx.call import Call, Operator, extents
 
-
 _KNOWN = ("is_causal", "q_num_heads", "kv_num_heads", "scale", "softmax_precision", "qk_matmul_output_mode")
 
 
@@ -21,7 +20,9 @@ def _attention(call: Call) -> Any:
     query, key, value, mask = call[0], call[1], call[2], call.get(3)
     if any(call.get(i) is not None for i in (4, 5, 6)) or call.real("softcap", 0.0):
         raise CaptureError("it has a cache, a softcap or lengths: export a step without them")
-    if unknown := next((name for name, value in call.node.attributes.items() if value and name not in _KNOWN), None):
+    if unknown := next(
+        (name for name, value in call.node.attributes.items() if value and name not in _KNOWN), None
+    ):
         raise CaptureError(f"its '{unknown}' is not known: export a step without it")
     apart = query.dim() == 4
     if not apart:
@@ -42,7 +43,9 @@ def packed_attention(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None,
     Raises:
         CaptureError: it has a cache, or a mask that is not one of keys.
     """
-    if any(call.get(i) is not None for i in range(4, len(call.operands)) if call.node.operator.endswith(".Attention")):
+    if any(
+        call.get(i) is not None for i in range(4, len(call.operands)) if call.node.operator.endswith(".Attention")
+    ):
         raise CaptureError("it has a cache or a bias of its own: export the model before that fusion")
     widths = call.optional_ints("qkv_hidden_sizes") or [int(weight.shape[-1]) // 3] * 3
     projected = torch.matmul(x, weight)
@@ -58,8 +61,12 @@ def _packed(call: Call) -> Any:
 def _multi_head(call: Call) -> Any:
     """Query, key and value projected already, their bias [query + key + value] not yet added."""
     query, key, value, bias = call[0], call.get(1), call.get(2), call.get(3)
-    if key is None or value is None or query.dim() != 3 or key.dim() != 3 or any(
-        call.get(i) is not None for i in range(5, len(call.operands))
+    if (
+        key is None
+        or value is None
+        or query.dim() != 3
+        or key.dim() != 3
+        or any(call.get(i) is not None for i in range(5, len(call.operands)))
     ):
         raise CaptureError("its operands are packed, or it has a cache: export the model before that fusion")
     if bias is not None:

@@ -45,7 +45,9 @@ def _operand(call: Call, at: int, axis: int = 0) -> Tensor:
     return _real(call, call[at], call[at + 1], at + 2, axis)
 
 
-def _integers(call: Call, x: Tensor, scale: Any, zero: Any, axis: int = 0, dtype: torch.dtype | None = None) -> Any:
+def _integers(
+    call: Call, x: Tensor, scale: Any, zero: Any, axis: int = 0, dtype: torch.dtype | None = None
+) -> Any:
     """Numbers as integers: divided, rounded, moved, and cut to the type."""
     dtype = dtype or (torch.uint8 if zero is None else zero.dtype)
     made = x / _spread(scale, x.dim(), axis)

@@ -1,4 +1,4 @@
-"""Control flow that shapes and constants decide is followed; what data decide is a choice that is said, or one line."""
+"""Control flow that shapes and constants decide is followed; what data decide is chosen, or refused."""
 
 from __future__ import annotations
 
@@ -32,11 +32,16 @@ def body(nodes: list[Any], inputs: list[Any], outputs: list[str], weights: list[
 def product(weight: str, width: int) -> Any:
     """A branch: the product with a weight of its own, called the same in both."""
     made = numpy_helper.from_array(np.zeros((3, width), np.float32), "w")
-    return body([node("MatMul", ["x", "w"], ["r"], name=weight), node("ReduceSum", ["r"], ["s"])], [], ["s"], [made])
+    return body(
+        [node("MatMul", ["x", "w"], ["r"], name=weight), node("ReduceSum", ["r"], ["s"])], [], ["s"], [made]
+    )
 
 
 def branching(condition: list[Any], inputs: list[Any]) -> Any:
-    nodes = [*condition, node("If", ["c"], ["y"], name="which", then_branch=product("a", 5), else_branch=product("b", 7))]
+    nodes = [
+        *condition,
+        node("If", ["c"], ["y"], name="which", then_branch=product("a", 5), else_branch=product("b", 7)),
+    ]
     return m.model(nodes, [m.value("x", ["n", 3]), *inputs], [m.value("y", None)])
 
 
@@ -72,7 +77,12 @@ def looping(trips: Any, going: str = "going") -> Any:
     ]  # fmt: skip
     inner = body(nodes, inputs, ["goes_on", "next", "shown"])
     loop = node("Loop", ["trips", "", "x"], ["last", "all"], name="loop", body=inner)
-    return m.model([loop], [m.value("x", [2, 4]), *trips], [m.value("last", None), m.value("all", None)], [m.weight("w", 4, 4)])
+    return m.model(
+        [loop],
+        [m.value("x", [2, 4]), *trips],
+        [m.value("last", None), m.value("all", None)],
+        [m.weight("w", 4, 4)],
+    )
 
 
 def test_a_loop_runs_as_often_as_a_constant_says(tmp_path: Path) -> None:
@@ -91,7 +101,10 @@ def test_a_loop_that_data_bound(tmp_path: Path) -> None:
 
 def test_a_scan_runs_once_a_slice(tmp_path: Path) -> None:
     inner = body(
-        [node("MatMul", ["h", "w"], ["p"]), node("Add", ["p", "part"], ["next"]), node("Relu", ["next"], ["shown"])],
+        [
+            node("MatMul", ["h", "w"], ["p"]), node("Add", ["p", "part"], ["next"]),
+            node("Relu", ["next"], ["shown"]),
+        ],
         [m.value("h", [2, 4]), m.value("part", [2, 4])], ["next", "shown"],
     )  # fmt: skip
     scan = node("Scan", ["x", "xs"], ["last", "all"], num_scan_inputs=1, body=inner)
@@ -104,11 +117,13 @@ def test_a_scan_runs_once_a_slice(tmp_path: Path) -> None:
 
 
 def test_graphs_nested_without_end(tmp_path: Path) -> None:
-    inner = body([node("Relu", ["x"], ["r0"])], [], ["r0"])
+    leaf = inner = body([node("Relu", ["x"], ["r0"])], [], ["r0"])
     for depth in range(20):
         name = f"r{depth + 1}"
-        inner = body([node("If", ["c"], [name], then_branch=inner, else_branch=inner)], [], [name])
-    proto = m.model([node("If", ["c"], ["y"], then_branch=inner, else_branch=inner)], [m.value("x", [3])], [m.value("y", None)])
+        inner = body([node("If", ["c"], [name], then_branch=inner, else_branch=leaf)], [], [name])
+    proto = m.model(
+        [node("If", ["c"], ["y"], then_branch=inner, else_branch=leaf)], [m.value("x", [3])], [m.value("y", None)]
+    )
     proto.graph.input.append(m.value("c", [], TensorProto.BOOL))
     with pytest.raises(InputError, match="nested more than"):
         read(m.save(proto, tmp_path))
@@ -116,7 +131,11 @@ def test_graphs_nested_without_end(tmp_path: Path) -> None:
 
 def test_a_node_that_no_branch_can_run_is_named(tmp_path: Path) -> None:
     odd = body([node("NonZero", ["x"], ["s"], name="odd")], [], ["s"])
-    proto = m.model([node("If", ["c"], ["y"], then_branch=odd, else_branch=product("b", 5))], [m.value("x", [2, 3])], [m.value("y", None)])
+    proto = m.model(
+        [node("If", ["c"], ["y"], then_branch=odd, else_branch=product("b", 5))],
+        [m.value("x", [2, 3])],
+        [m.value("y", None)],
+    )
     proto.graph.initializer.append(numpy_helper.from_array(np.array(True), "c"))
     with pytest.raises(CaptureError, match=r"node 'odd' \(NonZero\): it is not known"):
         compiled(proto, tmp_path)

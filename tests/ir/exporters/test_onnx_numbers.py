@@ -1,4 +1,4 @@
-"""An export computes what the step computes: operator by operator with ONNX's reference, model by model with a runtime."""
+"""An export computes what the step computes: operators by ONNX's reference, models by a runtime."""
 
 from __future__ import annotations
 
@@ -72,9 +72,12 @@ CASES: dict[str, Function] = {
     "softmax": lambda x: F.softmax(x, 0) + F.log_softmax(x, -1),
     "reductions": lambda x: x.mean(0) + x.sum((0, 1)) + x.amin(0),
     "views": lambda x: x.t()[2:5, ::2].unsqueeze(1).expand(3, 4, 2).permute(2, 0, 1).flatten(),
-    "parts": lambda x: torch.cat([p * i for i, p in enumerate(x.split([1, 3, 2], 1))], 1) + torch.stack([*x.unbind(1)], 1),
+    "parts": lambda x: torch.cat([p * i for i, p in enumerate(x.split([1, 3, 2], 1))], 1) + torch.stack(
+        [*x.unbind(1)], 1
+    ),
     "choices": lambda x: x.topk(3, 1).values.sum() + x.sort(0).values + x.argmax(1, keepdim=True),
-    "lookups": lambda x: F.embedding(torch.arange(4).reshape(2, 2) % 3, x).sum(1)[:, :2] + x.gather(1, torch.arange(8).reshape(4, 2) % 6)[:2],
+    "lookups": lambda x: F.embedding(torch.arange(4).reshape(2, 2) % 3, x).sum(1)[:, :2],
+    "gathers": lambda x: x.gather(1, torch.arange(8).reshape(4, 2) % 6),
     "pads": lambda x: F.pad(x, (1, 2, 0, 1), value=3.0).tril(1),
     "norms": lambda x: F.layer_norm(x, [6], eps=0.1) + F.layer_norm(x, [6], torch.ones(6), torch.ones(6), eps=0.2),
     "products": lambda x: torch.addmm(x[:, :4], x, x.t(), beta=0.5, alpha=2.0),
@@ -126,8 +129,8 @@ def test_what_the_graph_does_not_say_is_not_guessed(tmp_path: Path) -> None:
 
 SMALL: dict[str, dict[str, Any]] = {
     "bert": {
-        "architectures": ["BertForPreTraining"], "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "intermediate_size": 64, "vocab_size": 99, "max_position_embeddings": 32,
+        "architectures": ["BertForPreTraining"], "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99, "max_position_embeddings": 32,
     },
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 99,
@@ -146,7 +149,8 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_heads": 4, "vocab_size": 99, "decoder_start_token_id": 0,
     },
     "mixtral": {
-        "architectures": ["MixtralForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "architectures": ["MixtralForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99, "num_local_experts": 4,
         "num_experts_per_tok": 2, "max_position_embeddings": 64,
     },
@@ -195,7 +199,9 @@ def test_a_runtime_computes_the_loss_and_the_scores_of_a_model(name: str, dtype:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert-base-uncased", "gpt2", "resnet-50", "vit-b-16", "t5-small", "mixtral-8x7b"])
+@pytest.mark.parametrize(
+    "name", ["bert-base-uncased", "gpt2", "resnet-50", "vit-b-16", "t5-small", "mixtral-8x7b"]
+)
 def test_a_runtime_loads_the_models_of_the_zoo(name: str, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: pip install onnxruntime")
     pytest.importorskip("transformers")
@@ -204,5 +210,5 @@ def test_a_runtime_loads_the_models_of_the_zoo(name: str, tmp_path: Path) -> Non
 
     graph = compile_entry(get_model(name), StepSpec(), batch_size=1, seq_len=32)
     done = export(graph, tmp_path / "model.onnx")
-    assert not any("nothing runs the model" in note for note in done.notes)
+    assert not any("nothing runs it" in note for note in done.notes)
     runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
