@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from echograph.ir import types as t
 from echograph.ir.columns import NONE, Int64, OpTable, Ragged, TensorTable
-from echograph.ir.graph import Axis, Block, Graph, Group, Instance, Program, Workload
+from echograph.ir.graph import Axis, Block, Graph, Group, Instance, JobGraph, Program, Workload
 from echograph.ir.verify import verify
 
 G = TypeVar("G", bound=Graph)
@@ -187,6 +187,7 @@ class GraphBuilder:
         bytes_read: int = 0,
         bytes_written: int = 0,
         attributes: t.Attributes | None = None,
+        arguments: str = "",
         **common: Unpack[Common],
     ) -> int:
         """Adds a device kernel or a view; the fields are those of `types.Compute`."""
@@ -194,6 +195,7 @@ class GraphBuilder:
             t.OpKind.COMPUTE, operator, common, forward_op=NONE if forward_op is None else forward_op, flops=flops,
             bytes_read=bytes_read, bytes_written=bytes_written,
             attributes=NONE if attributes is None else self.attribute(attributes),
+            arguments=self.string(arguments),
         )  # fmt: skip
 
     def collective(
@@ -329,6 +331,9 @@ class GraphBuilder:
             sharded=self._sharded.freeze(),
             **{n: c.freeze("?" if n == "port" else None) for n, c in self._t.items()},
         )
+        if issubclass(graph_type, JobGraph):  # its passes have changed the shapes that arguments speak of
+            self._o["arguments"] = _Column("i4")
+            self._o["arguments"].items.extend(bytes(self.op_count()))
         ops = OpTable(
             strings=strings,
             attribute_values=tuple(self._attributes),
@@ -479,13 +484,13 @@ _TENSOR_COLUMNS = {"name": "i4", "dtype": "u1", "role": "u1", "alias_of": "i8", 
 _OP_COLUMNS = {
     "kind": "u1", "name": "i4", "phase": "u1", "module": "i4", "stream": "i4",
     "forward_op": "i8", "flops": "i8", "bytes_read": "i8", "bytes_written": "i8", "attributes": "i4",
-    "variant": "u1", "dtype": "u1", "payload": "u1", "asynchronous": "u1",
+    "arguments": "i4", "variant": "u1", "dtype": "u1", "payload": "u1", "asynchronous": "u1",
     "group": "i4", "peer": "i4", "tag": "i8", "nbytes": "i8",
 }  # fmt: skip
 _DURATION_COLUMNS = {
     "duration_device": "i4", "duration_source": "u1", "duration_samples": "i8", "duration_spread": "f4",
 }  # fmt: skip
 _DEFAULTS = {
-    "forward_op": NONE, "flops": 0, "bytes_read": 0, "bytes_written": 0, "attributes": NONE, "variant": 0,
-    "dtype": 0, "payload": 0, "asynchronous": 0, "group": NONE, "peer": 0, "tag": 0, "nbytes": 0,
+    "forward_op": NONE, "flops": 0, "bytes_read": 0, "bytes_written": 0, "attributes": NONE, "arguments": 0,
+    "variant": 0, "dtype": 0, "payload": 0, "asynchronous": 0, "group": NONE, "peer": 0, "tag": 0, "nbytes": 0,
 }  # fmt: skip

@@ -136,7 +136,8 @@ class OpTable(Sequence[t.Op]):
     """All operations of a graph, block after block.
 
     `variant` is the collective's kind or the copy's direction; `nbytes` is what a communication or copy moves;
-    `attributes` indexes `attribute_values`; `group`, `peer`, `tag` belong to communications.
+    `attributes` indexes `attribute_values`, `arguments` the strings; `group`, `peer`, `tag` belong to
+    communications.
     """
 
     strings: tuple[str, ...]
@@ -154,6 +155,7 @@ class OpTable(Sequence[t.Op]):
     bytes_read: Int64
     bytes_written: Int64
     attributes: Int32
+    arguments: Int32
     variant: Int8
     dtype: Int8
     payload: Int8
@@ -245,6 +247,7 @@ def _compute(ops: OpTable, row: int) -> t.Op:
         bytes_read=int(ops.bytes_read[row]),
         bytes_written=int(ops.bytes_written[row]),
         attributes=None if attributes == NONE else ops.attribute_values[attributes],
+        arguments=ops.strings[ops.arguments[row]],
     )
 
 

@@ -29,7 +29,7 @@ from echograph.ir.types import DType
 
 FORMAT_MAJOR = 1
 FORMAT_MINOR = 1
-"""The newest that is known: 1 has `Group.positions` and what the model asks, `Workload.model_flops`."""
+"""The newest that is known; docs/ir.md says what came with each."""
 
 CALL_FIELDS = ("block", "begin", "end", "instance", "micro_batch")
 
@@ -158,7 +158,8 @@ class Graph:
     @property
     def format_minor(self) -> int:
         """The lowest minor version of the format that can say the graph: its file has that one."""
-        return FORMAT_MINOR if any(group.positions for group in self.groups) else 0
+        newer = self.workload.model_flops or self.ops.arguments.any() or any(g.positions for g in self.groups)
+        return FORMAT_MINOR if newer else 0
 
     @property
     def world_size(self) -> int:

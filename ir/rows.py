@@ -45,7 +45,7 @@ def copy_rows(
         _extend(t[name], getattr(tensors, name)[low:high])
     for name in _AS_THEY_ARE:
         _extend(o[name], getattr(ops, name)[begin:end])
-    for name in ("name", "module"):
+    for name in ("name", "module", "arguments"):
         _extend(o[name], strings[getattr(ops, name)[begin:end]])
     _extend(o["forward_op"], np.where(forward >= 0, forward + later_op, forward))
     _extend(o["attributes"], _attributes(builder, graph, block, attributes))
@@ -80,6 +80,7 @@ def _strings(builder: GraphBuilder, graph: Graph, block: Block) -> Int64:
         _in_turn(
             (np.arange(its.stop - its.start), ops.name[its]),
             (np.arange(its.stop - its.start), ops.module[its]),
+            (np.arange(its.stop - its.start), ops.arguments[its]),
             (each, ops.duration_device[spans]),
         ),
     )

@@ -40,8 +40,10 @@ class Decoder:
         self.builder.unknown = unknown
         self.builder.mesh = tuple(Axis(name=a.name, size=a.size) for a in head.mesh)
         for number, group in enumerate(head.groups):
-            known = {"axes": group.axes, "ranks": group.ranks, "positions": group.positions}
-            if self.builder.group(group.name, **known) != number:
+            if bool(group.positions) != bool(group.along) or (group.along and group.axes):
+                raise FormatError(f"corrupted: group {number} has positions along no axis, or along several")
+            axes = [group.along] if group.along else group.axes
+            if self.builder.group(group.name, axes=axes, ranks=group.ranks, positions=group.positions) != number:
                 raise FormatError(f"corrupted: group {number} repeats an earlier one")
         self.strings = list(head.strings)
         if self.strings[:1] != [""] or len(set(self.strings)) != len(self.strings):
@@ -110,7 +112,7 @@ class Decoder:
         add(
             t.OpKind.COMPUTE, op.name, op.phase, op.module, op.stream, op.inputs, op.outputs, op.deps,
             self._durations(op) if op.durations else (), forward_op=which, flops=c.flops, bytes_read=c.bytes_read,
-            bytes_written=c.bytes_written, attributes=attributes,
+            bytes_written=c.bytes_written, attributes=attributes, arguments=c.arguments,
         )  # fmt: skip
 
     def communication(self, kind: t.OpKind, op: pb.Op, add: Callable[..., None], **values: Any) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from echograph.ir import types as t
 from echograph.ir.columns import NONE, Ragged, TensorTable
-from echograph.ir.graph import FORMAT_MAJOR, Graph
+from echograph.ir.graph import FORMAT_MAJOR, Graph, Group
 from echograph.proto import workload_pb2 as pb
 
 CHUNK = 65_536
@@ -34,8 +34,16 @@ def header(graph: Graph, magic: str, level: pb.Level.ValueType) -> pb.Graph:
         attributes=[encode_attributes(a) for a in graph.ops.attribute_values],
         streams=graph.streams,
         mesh=[pb.Axis(name=a.name, size=a.size) for a in graph.mesh],
-        groups=[pb.Group(name=g.name, axes=g.axes, ranks=g.ranks, positions=g.positions) for g in graph.groups],
+        groups=list(map(_group, graph.groups)),
     )  # fmt: skip
+
+
+def _group(group: Group) -> pb.Group:
+    if not group.positions:
+        return pb.Group(name=group.name, axes=group.axes, ranks=group.ranks)
+    # Who does not know positions must not take all ranks along the axis for members: here are neither axes nor ranks.
+    (along,) = group.axes
+    return pb.Group(name=group.name, along=along, positions=group.positions)
 
 
 def trailer(graph: Graph) -> pb.Graph:

@@ -93,6 +93,7 @@ def _kinds(ops: OpTable, part: slice) -> Iterator[_Part]:
     columns: dict[OpKind, list[Any]] = {
         OpKind.COMPUTE: [
             forward, -2 - forward, ops.flops[part], ops.bytes_read[part], ops.bytes_written[part], attributes,
+            ops.arguments[part],
         ],
         OpKind.COLLECTIVE: [variant, group, nbytes, dtype, payload, ops.asynchronous[part]],
         OpKind.SEND: message,

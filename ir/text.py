@@ -162,6 +162,7 @@ def _compute(op: t.Compute) -> str:
         forward,
         *(f"{key}={value}" for key, value in work.items() if value),
         _attributes(op.attributes) if op.attributes is not None else "",
+        f"arguments={json.dumps(op.arguments)}" if op.arguments else "",
     )
 
 

@@ -315,6 +315,7 @@ def _compute(line: Line) -> dict[str, Any]:
     for key, name in (("flops", "flops"), ("read", "bytes_read"), ("written", "bytes_written")):
         own[name] = line.option(f"{key}=", line.integer, 0)
     own["attributes"] = _attributes(line) if _ATTRIBUTES.match(line.text, line.at) and line.has(" ") else None
+    own["arguments"] = line.option("arguments=", line.word, "")
     return own
 
 

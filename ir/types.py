@@ -282,6 +282,9 @@ class Compute(_OpBase):
         bytes_read: bytes read from device memory, each input once.
         bytes_written: bytes written to device memory.
         attributes: what a cost needs beyond shapes.
+        arguments: what the operator was given beside its tensors and shapes, as a JSON object by the names of its
+            schema, defaults left out; "" where there is nothing to say. A cost does not depend on it, and a job,
+            whose passes split tensors, does not hold it.
     """
 
     forward_op: int | None = None
@@ -289,6 +292,7 @@ class Compute(_OpBase):
     bytes_read: int = 0
     bytes_written: int = 0
     attributes: Attributes | None = None
+    arguments: str = ""
 
     @property
     def is_view(self) -> bool:

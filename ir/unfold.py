@@ -126,7 +126,8 @@ def _rest(graph: StepGraph, matched: set[int]) -> Counter[tuple[object, ...]]:
 
 
 def _own_fields(op: Op) -> list[object]:
-    return [getattr(op, f.name) for f in fields(op) if f.name not in ("inputs", "outputs")]
+    """What is compared; what an operator was given a folded graph says only where all its instances agree."""
+    return [getattr(op, f.name) for f in fields(op) if f.name not in ("inputs", "outputs", "arguments")]
 
 
 def _type(tensor: Tensor) -> tuple[object, ...]:

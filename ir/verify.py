@@ -57,7 +57,7 @@ def strings_in_range(graph: Graph) -> None:
     """Every name is an index into the string table."""
     columns = (
         ("tensor", graph.tensors.name), ("operation", graph.ops.name), ("operation", graph.ops.module),
-        ("duration", graph.ops.duration_device),
+        ("operation", graph.ops.arguments), ("duration", graph.ops.duration_device),
     )  # fmt: skip
     for what, column in columns:
         if (row := _first((column < 0) | (column >= len(graph.strings)))) is not None:

@@ -541,8 +541,8 @@ Global___Axis: _TypeAlias = Axis  # noqa: Y015
 
 @_typing.final
 class Group(_message.Message):
-    """The ranks that communicate with each other. With `axes`: ranks that differ only in those coordinates, and with
-    `positions` those alone that stand at these positions among them. Without: the listed ranks.
+    """The ranks that communicate with each other. With `axes`: ranks that differ only in those coordinates. With `along`:
+    of the ranks that differ only in that coordinate, those at `positions`. Without: the listed ranks.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -551,13 +551,18 @@ class Group(_message.Message):
     AXES_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
+    ALONG_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    along: _builtins.str
+    """one axis"""
     @_builtins.property
     def axes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ascending"""
+
     def __init__(
         self,
         *,
@@ -565,10 +570,11 @@ class Group(_message.Message):
         axes: _abc.Iterable[_builtins.str] | None = ...,
         ranks: _abc.Iterable[_builtins.int] | None = ...,
         positions: _abc.Iterable[_builtins.int] | None = ...,
+        along: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["axes", b"axes", "name", b"name", "positions", b"positions", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["along", b"along", "axes", b"axes", "name", b"name", "positions", b"positions", "ranks", b"ranks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -775,6 +781,7 @@ class Compute(_message.Message):
     BYTES_READ_FIELD_NUMBER: _builtins.int
     BYTES_WRITTEN_FIELD_NUMBER: _builtins.int
     ATTRIBUTES_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
     forward_op: _builtins.int
     """operation index of the same block"""
     forward_op_port: _builtins.int
@@ -783,6 +790,8 @@ class Compute(_message.Message):
     bytes_read: _builtins.int
     bytes_written: _builtins.int
     attributes: _builtins.int
+    arguments: _builtins.int
+    """string index: what the operator was given beside tensors, as a JSON object; of step graphs"""
     def __init__(
         self,
         *,
@@ -792,10 +801,11 @@ class Compute(_message.Message):
         bytes_read: _builtins.int = ...,
         bytes_written: _builtins.int = ...,
         attributes: _builtins.int | None = ...,
+        arguments: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_attributes", b"_attributes", "attributes", b"attributes", "forward", b"forward", "forward_op", b"forward_op", "forward_op_port", b"forward_op_port"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attributes", b"_attributes", "attributes", b"attributes", "bytes_read", b"bytes_read", "bytes_written", b"bytes_written", "flops", b"flops", "forward", b"forward", "forward_op", b"forward_op", "forward_op_port", b"forward_op_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attributes", b"_attributes", "arguments", b"arguments", "attributes", b"attributes", "bytes_read", b"bytes_read", "bytes_written", b"bytes_written", "flops", b"flops", "forward", b"forward", "forward_op", b"forward_op", "forward_op_port", b"forward_op_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attributes: _TypeAlias = _typing.Literal["attributes"]  # noqa: Y015
     _WhichOneofArgType__attributes: _TypeAlias = _typing.Literal["_attributes", b"_attributes"]  # noqa: Y015

@@ -133,13 +133,23 @@ export class Graph {
     return this.ranksAt((axis) => (fixed.has(axis.name) ? [fixed.get(axis.name)] : range(0, Number(axis.size))));
   }
 
-  // Every set of ranks that a group stands for: one for each coordinate along the axes that it does not name. Of those
-  // along its axes it may have some positions alone.
+  // The axes along which the ranks of a group differ.
+  axesOf(group) {
+    return group.along ? [group.along] : group.axes;
+  }
+
+  // Of the ranks along a group's axes, its members: all, or those at its positions.
+  membersAmong(group, ranks) {
+    return group.along ? group.positions.map((position) => ranks[Number(position)]) : ranks;
+  }
+
+  // Every set of ranks that a group stands for: one for each coordinate along the axes that it does not name.
   membersOf(group) {
     if (group.ranks.length > 0) return [group.ranks.map(Number)];
-    const first = this.ranksAt((axis) => (group.axes.includes(axis.name) ? [0] : range(0, Number(axis.size))));
-    const steps = this.ranksAt((axis) => (group.axes.includes(axis.name) ? range(0, Number(axis.size)) : [0]));
-    const kept = group.positions.length > 0 ? group.positions.map((position) => steps[Number(position)]) : steps;
+    const axes = this.axesOf(group);
+    const first = this.ranksAt((axis) => (axes.includes(axis.name) ? [0] : range(0, Number(axis.size))));
+    const steps = this.ranksAt((axis) => (axes.includes(axis.name) ? range(0, Number(axis.size)) : [0]));
+    const kept = this.membersAmong(group, steps);
     return first.map((rank) => kept.map((step) => rank + step));
   }
 }

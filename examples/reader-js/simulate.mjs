@@ -97,16 +97,17 @@ function meetingKey(graph, number, op) {
   if (op.kind.case === "collective") return `${index} ${mine}`;
   const there = (place + peer + size) % size;
   const [sender, receiver] = op.kind.case === "send" ? [place, there] : [there, place];
-  const fixed = graph.message.programs[number].coordinates.some(({ axis }) => group.axes.includes(axis));
+  const axes = graph.axesOf(group);
+  const fixed = graph.message.programs[number].coordinates.some(({ axis }) => axes.includes(axis));
   // Along axes on which the role has all places, every rank of it sends as far as it receives from.
-  if (group.axes.length > 0 && !fixed) return `${index} ${mine} ${(receiver - sender + size) % size} ${tag}`;
+  if (axes.length > 0 && !fixed) return `${index} ${mine} ${(receiver - sender + size) % size} ${tag}`;
   return `${index} ${mine} ${sender} to ${receiver} ${tag}`;
 }
 
 // The set of ranks of a group that a program is in, by its first rank; its place in it; how many ranks it has.
 function placeIn(graph, group, program) {
   const ranks = graph.ranksOf(program);
-  const mine = group.axes.length > 0 ? members(graph, group, ranks[0]) : group.ranks.map(Number);
+  const mine = graph.axesOf(group).length > 0 ? members(graph, group, ranks[0]) : group.ranks.map(Number);
   return { mine: mine[0], place: mine.findIndex((rank) => ranks.includes(rank)), size: mine.length };
 }
 
@@ -118,8 +119,8 @@ function members(graph, group, rank) {
     rest = Math.floor(rest / Number(size));
   }
   const all = (axis) => Array.from({ length: Number(axis.size) }, (_, at) => at);
-  const along = graph.ranksAt((axis) => (group.axes.includes(axis.name) ? all(axis) : [place.get(axis.name)]));
-  return group.positions.length > 0 ? group.positions.map((position) => along[Number(position)]) : along;
+  const axes = graph.axesOf(group);
+  return graph.membersAmong(group, graph.ranksAt((axis) => (axes.includes(axis.name) ? all(axis) : [place.get(axis.name)])));
 }
 
 // Starts every task when its resource is free, what it waits for has ended, and all who meet are there.

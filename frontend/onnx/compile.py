@@ -6,8 +6,9 @@ ONNX model's training step is made of the same operators, FLOPs and bytes as a P
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -31,10 +32,11 @@ from echograph.ir.passes.rewrite_step import StepWriter
 
 
 class Compiled(NamedTuple):
-    """A step graph, and what its loss is ("" without training)."""
+    """A step graph, what its loss is ("" without training), and what was taken for granted."""
 
     graph: StepGraph
     loss: str
+    notes: tuple[str, ...] = ()
 
 
 class ForwardStep(TrainingStep):
@@ -51,7 +53,9 @@ class ForwardStep(TrainingStep):
         self.parameters, self.state, self.scaler = {}, {}, {}
 
 
-def compile_onnx(model: OnnxModel, spec: StepSpec, *, train: bool = False, loss: str = "auto") -> Compiled:
+def compile_onnx(
+    model: OnnxModel, spec: StepSpec, *, train: bool = False, loss: str = "auto", branch: str = ""
+) -> Compiled:
     """Makes the step graph of a model.
 
     Args:
@@ -59,6 +63,7 @@ def compile_onnx(model: OnnxModel, spec: StepSpec, *, train: bool = False, loss:
         spec: the step; only its dtype counts without training. It stands for the type of most of the weights.
         train: a training step; False: the forward pass alone, as in inference.
         loss: what is trained on (`loss.choose_loss`).
+        branch: "then" or "else", what an `If` takes where data decide; "" refuses it.
 
     Raises:
         CaptureError: the model cannot run; names the node.
@@ -66,25 +71,45 @@ def compile_onnx(model: OnnxModel, spec: StepSpec, *, train: bool = False, loss:
         InputError: its sizes are beyond what a graph can hold.
     """
     try:
-        return _compile(model, spec, train, loss)
+        return _compile(model, spec, train, loss, branch)
     except OverflowError:
         raise InputError(
             f"{model.source}: sizes or FLOPs are beyond 64-bit integers: make the batch or the samples smaller"
         ) from None
 
 
-def _compile(model: OnnxModel, spec: StepSpec, train: bool, loss: str) -> Compiled:
+def _compile(model: OnnxModel, spec: StepSpec, train: bool, loss: str, branch: str) -> Compiled:
     dtypes = DTypes(main=main_type(model), step=spec.torch_dtype)
     with quiet_fakes(), capture_mode() as mode:
-        module = OnnxModule(model, dtypes)
+        module = OnnxModule(model, dtypes, branch)
         inputs = {v.name: torch.empty(v.shape, dtype=dtypes.of(v.dtype, v.name)) for v in model.inputs}
+    if train or any(node.bodies for node in model.nodes):
+        with quiet_fakes(), mode, torch.no_grad(), cuda_operators():
+            outputs = module(**inputs)
+            module.drop_unread()
+            chosen = choose_loss(loss, model, outputs) if train else None
     if not train:
         with quiet_fakes():
-            return Compiled(fold(_forward(module, inputs, spec, mode)), "")
-    with quiet_fakes(), mode, torch.no_grad(), cuda_operators():
-        chosen = choose_loss(loss, model, module(**inputs))
+            graph = fold(_forward(module, inputs, spec, mode))
+        return Compiled(graph, "", tuple(_notes(module)))
+    assert chosen is not None
     captured = capture(module, {**inputs, **chosen.inputs}, chosen.function, spec)
-    return Compiled(fold(lower(captured, spec, name=model.name)), chosen.text)
+    return Compiled(fold(lower(captured, spec, name=model.name)), chosen.text, tuple(_notes(module)))
+
+
+def _notes(module: OnnxModule) -> Iterator[str]:
+    """What a reader of the numbers should know of how weights were told, and which way the model went."""
+    weights = [weight for weight in module.model.weights if module.has(weight.name)]
+    if constants := [weight for weight in weights if weight.constant and (weight.trainable or weight.quantised)]:
+        total = sum(prod(weight.shape) for weight in constants)
+        yield f"{len(constants)} nodes 'Constant' hold weights: their {total} elements count as parameters"
+    if integers := [weight for weight in weights if weight.quantised]:
+        total = sum(prod(weight.shape) for weight in integers)
+        yield (
+            f"{len(integers)} weights are integers ({total} elements, which count as parameters): products of "
+            "integers are those of the step's type, between conversions"
+        )
+    yield from module.notes
 
 
 def _forward(module: OnnxModule, inputs: Mapping[str, Tensor], spec: StepSpec, mode: FakeTensorMode) -> StepGraph:
@@ -93,8 +118,7 @@ def _forward(module: OnnxModule, inputs: Mapping[str, Tensor], spec: StepSpec, m
         module(**inputs)
     check_annotations(recorder.graph)
     writer = StepWriter(lower(recorder.graph, spec, name=module.model.name))
-    parameters = sum(parameter.numel() for parameter in module.parameters())
     writer.builder.workload = replace(
-        writer.builder.workload, parameters=parameters, optimizer="", master_weights=False
+        writer.builder.workload, parameters=module.parameter_count(), optimizer="", master_weights=False
     )
     return writer.write()

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
 MAX_NODES = 1_000_000
+OWN_DOMAIN = "echograph"
+"""Of functions that stand for operators of a step graph: their calls stay what they are."""
 Key = tuple[str, str]
 
 
@@ -37,7 +39,8 @@ def inline_functions(model: ModelProto, source: str) -> ModelProto:
     from onnx import inliner
 
     try:
-        return inliner.inline_local_functions(model)
+        kept = [(f.domain, f.name) for f in model.functions if f.domain == OWN_DOMAIN]
+        return inliner.inline_selected_functions(model, kept, exclude=True)
     except Exception as error:
         line = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
         raise InputError(

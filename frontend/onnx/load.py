@@ -28,7 +28,10 @@ def load(source: Path) -> Imported:
     compiled = compile_onnx(model, StepSpec(dtype=step_type(model)))
     return Imported(
         graph=compiled.graph,
-        notes=("the forward pass alone: echoc compile --onnx FILE --train adds the rest of a training step",),
+        notes=(
+            "the forward pass alone: echoc compile --onnx FILE --train adds the rest of a training step",
+            *compiled.notes,
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from echograph.errors import InputError, UsageError
 from echograph.frontend.onnx.functions import inline_functions
 from echograph.frontend.onnx.parse import parse
 from echograph.frontend.onnx.paths import module_path, parameter_name
+from echograph.frontend.onnx.weights import Readers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,9 +29,11 @@ MAX_ELEMENTS, MAX_DIMENSIONS = 2**56, 32
 PARAMETER = "PARAMETER"
 _OWNED = (PARAMETER, "BUFFER", "CONSTANT_TENSOR")
 _KINDS = ("pkg.torch.export.graph_signature.InputSpec.kind", "echograph.role")
+_DTYPE, _STATED = "echograph.dtype", {"bf16": 16}
 _DATA = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data")
-_STATISTICS = slice(3, 5)  # of a BatchNormalization's inputs
+_MAX_DEPTH = 16  # of graphs within graphs
 _DEFAULT_DOMAINS = ("", "ai.onnx")
+_FLOATS = (1, 10, 11, 16)  # of TensorProto.DataType
 _SHOWN = 5
 
 
@@ -56,10 +59,29 @@ class Weight(Value):
     Attributes:
         path: its dotted name as a parameter of a module.
         trainable: whether a gradient is wanted: a float of several elements that is no running statistic.
+        quantised: integers that stand for a layer's weights.
+        constant: the value of a node `Constant`, and not an initializer.
     """
 
     path: str
     trainable: bool
+    quantised: bool = False
+    constant: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """A graph that a node of control flow holds.
+
+    Attributes:
+        inputs: names of the values that it is given.
+        nodes: in an order in which they can run; they read values of the graph around it too.
+        outputs: names of its results.
+    """
+
+    inputs: tuple[str, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +95,7 @@ class Node:
         outputs: names of the values it makes.
         attributes: name -> int, float, str, list of these, or a numpy array.
         module: dotted path of the module it stands in.
+        bodies: the graphs that a node of control flow holds, by attribute.
     """
 
     name: str
@@ -81,6 +104,7 @@ class Node:
     outputs: tuple[str, ...]
     attributes: Mapping[str, Any]
     module: str
+    bodies: Mapping[str, Body] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +139,8 @@ def read(path: Path, dims: Mapping[str, int] | None = None) -> OnnxModel:
 
     Args:
         path: an `.onnx` file.
-        dims: value of each symbolic dimension; an input's unnamed one is called `INPUT.POSITION`.
+        dims: value of each symbolic dimension, by its name or as `INPUT.POSITION`; one that is negative or has
+            no name has the second alone.
 
     Raises:
         InputError: the file cannot be read, or the model breaks a rule of ONNX.
@@ -143,9 +168,15 @@ class _Reader:
         self.dims = dims
         self.unbound: dict[str, None] = {}
         self.known_dims: dict[str, None] = {}
+        self.places: set[str] = set()
         self.constants: dict[str, np.ndarray[Any, Any]] = {}
         self.owned: dict[str, Value] = {}
         self.kinds: dict[str, str] = {}
+        self.readers = Readers(graph)
+        self.of_constants: set[str] = set()
+        self.taken = {v.name for v in (*graph.input, *graph.initializer)}
+        self.taken.update(name for node in graph.node for name in node.output)
+        self.has_weights = any(t.data_type in _FLOATS and prod(t.dims) > 1 for t in graph.initializer)
 
     def read(self, stem: str, opset: int) -> OnnxModel:
         graph = self.graph
@@ -160,7 +191,8 @@ class _Reader:
             if info.name in self.kinds:
                 self.owned[info.name] = self._value(info, "weight")
         inputs = tuple(self._value(v, "input") for v in given if v.name not in self.owned)
-        nodes = tuple(self._nodes({v.name for v in inputs}, stated))
+        available = {v.name for v in inputs} | self.owned.keys() | self.constants.keys() | {""}
+        nodes = tuple(self._nodes(graph, available, {}, stated))
         self._check_dims()
         made = {name for node in nodes for name in node.outputs}
         known = made | self.owned.keys() | self.constants.keys() | {v.name for v in inputs}
@@ -182,9 +214,11 @@ class _Reader:
     # -- values --------------------------------------------------------------------------------------------
 
     def _initializer(self, name: str, tensor: TensorProto) -> None:
+        """A weight, or a number: `tensor.name` is what the nodes call it, `name` what it is called here."""
         shape = self._sane(tuple(tensor.dims), f"initializer '{name}'")
         data = _array(self.source, name, tensor) if _may_be_known(tensor, shape) else None
-        if data is not None and (data.dtype.kind in "iub" or data.size == 1):
+        asked = data is not None and (data.dtype.kind in "iub" or tensor.name in self.readers.numbers)
+        if data is not None and (data.size == 1 or (asked and tensor.name not in self.readers.quantised)):
             self.constants[name] = data
         else:
             self.owned[name] = Value(name=name, dtype=tensor.data_type, shape=shape)
@@ -198,12 +232,12 @@ class _Reader:
             raise InputError(f"{self.source}: {what} '{info.name}' has no shape: export the model with shapes")
         extents = []
         for position, dim in enumerate(tensor.shape.dim):
-            if dim.HasField("dim_value"):
+            if dim.HasField("dim_value") and dim.dim_value >= 0:
                 extents.append(dim.dim_value)
             else:
-                extents.append(self._bound(dim.dim_param or f"{info.name}.{position}"))
+                extents.append(self._bound(dim.dim_param, f"{info.name}.{position}"))
         shape = self._sane(tuple(extents), f"{what} '{info.name}'")
-        return Value(name=info.name, dtype=tensor.elem_type, shape=shape)
+        return Value(name=info.name, dtype=_stated_type(info.metadata_props, tensor.elem_type), shape=shape)
 
     def _sane(self, shape: tuple[int, ...], what: str) -> tuple[int, ...]:
         if min(shape, default=0) < 0 or prod(shape) > MAX_ELEMENTS or len(shape) > MAX_DIMENSIONS:
@@ -213,7 +247,10 @@ class _Reader:
             )
         return shape
 
-    def _bound(self, name: str) -> int:
+    def _bound(self, name: str, place: str) -> int:
+        """The size of a dimension without one: what is said of its place, or of its name."""
+        self.places.add(place)
+        name = place if place in self.dims or not name else name
         self.known_dims[name] = None
         value = self.dims.get(name)
         if value is None:
@@ -230,7 +267,7 @@ class _Reader:
                 f"{self.source}: symbolic dimensions without a size: {shown}: give each, as "
                 f"echoc compile --onnx {self.source} --dim {names[0]}=8"
             )
-        if unknown := next((name for name in self.dims if name not in self.known_dims), None):
+        if unknown := next((name for name in self.dims if name not in self.known_dims.keys() | self.places), None):
             known = ", ".join(list(self.known_dims)[:_SHOWN]) or "none: every size is in the file"
             raise UsageError(f"--dim {unknown}={self.dims[unknown]}: {self.source} has no such dimension: {known}")
 
@@ -242,18 +279,34 @@ class _Reader:
             dims = info.type.tensor_type.shape.dim
             extents = [d.dim_value if d.HasField("dim_value") else self.dims.get(d.dim_param, -1) for d in dims]
             if min(extents, default=0) >= 0:
-                yield name, Value(name=name, dtype=info.type.tensor_type.elem_type, shape=tuple(extents))
+                dtype = _stated_type(info.metadata_props, info.type.tensor_type.elem_type)
+                yield name, Value(name=name, dtype=dtype, shape=tuple(extents))
 
     # -- nodes ---------------------------------------------------------------------------------------------
 
-    def _nodes(self, available: set[str], stated: Mapping[str, ValueInfoProto]) -> Iterator[Node]:
-        makers = {name for node in self.graph.node for name in node.output}
-        available |= self.owned.keys() | self.constants.keys() | {""}
-        for position, proto in enumerate(self.graph.node):
-            if self._is_large_constant(proto):
-                available.update(proto.output)
+    def _nodes(
+        self,
+        graph: GraphProto,
+        available: set[str],
+        names: Mapping[str, str],
+        stated: Mapping[str, ValueInfoProto],
+        depth: int = 0,
+    ) -> Iterator[Node]:
+        """The nodes of a graph in order.
+
+        Args:
+            graph: the model's own, or one that a node holds.
+            available: what can be read; gains what the nodes make.
+            names: of a graph within a graph, what its values are called here.
+            stated: values whose shape the file states.
+            depth: how many graphs are around this one.
+        """
+        makers = {name for node in graph.node for name in node.output}
+        for position, proto in enumerate(graph.node):
+            if self._is_weight(proto, names):
+                available.update(names.get(name, name) for name in proto.output)
                 continue
-            node = self._node(proto, position)
+            node = self._node(proto, position, names)
             for name in node.inputs:
                 if name not in available:
                     self._undeclared(name, node, makers, stated)
@@ -262,8 +315,39 @@ class _Reader:
                 raise InputError(
                     f"{self.source}: node '{node.name}' makes '{repeated}' again: give every value one maker"
                 )
+            bodies = {a.name: a.g for a in proto.attribute if a.HasField("g")}
+            if bodies:
+                made = {key: self._body(node, body, available, names, depth) for key, body in bodies.items()}
+                node = replace(node, bodies=made)
             available.update(node.outputs)
             yield node
+
+    def _body(
+        self, node: Node, graph: GraphProto, available: set[str], names: Mapping[str, str], depth: int
+    ) -> Body:
+        """A graph within a node, its values under names that no other graph has."""
+        if depth == _MAX_DEPTH:
+            raise InputError(f"{self.source}: node '{node.name}': graphs are nested more than {_MAX_DEPTH} deep")
+        given = [v.name for v in graph.input]
+        own = [*given, *(t.name for t in graph.initializer), *(o for n in graph.node for o in n.output if o)]
+        inner = {**names, **{name: self._unique(name, node.name) for name in own}}
+        for tensor in graph.initializer:
+            self._initializer(inner[tensor.name], tensor)
+        seen = available | {inner[name] for name in own[: len(given) + len(graph.initializer)]}
+        stated = {inner.get(v.name, v.name): v for v in (*graph.value_info, *graph.output)}
+        nodes = tuple(self._nodes(graph, seen, inner, stated, depth + 1))
+        outputs = tuple(inner.get(v.name, v.name) for v in graph.output)
+        if missing := next((name for name in outputs if name not in seen), None):
+            raise InputError(f"{self.source}: node '{node.name}' ({node.operator}): nothing makes '{missing}'")
+        return Body(inputs=tuple(inner[name] for name in given), nodes=nodes, outputs=outputs)
+
+    def _unique(self, name: str, owner: str) -> str:
+        unique, number = name, 0
+        while unique in self.taken:
+            number += 1
+            unique = f"{owner}.{name}" if number == 1 else f"{owner}.{name}.{number}"
+        self.taken.add(unique)
+        return unique
 
     def _undeclared(self, name: str, node: Node, makers: set[str], stated: Mapping[str, ValueInfoProto]) -> None:
         """A value that neither an earlier node nor an initializer makes: a weight of a file without weights."""
@@ -279,10 +363,12 @@ class _Reader:
             )
         self.owned[name] = self._value(stated[name], "weight")
 
-    def _node(self, proto: NodeProto, position: int) -> Node:
+    def _node(self, proto: NodeProto, position: int, names: Mapping[str, str]) -> Node:
         name = proto.name or next((o for o in proto.output if o), f"node {position}")
         attributes = {}
         for attribute in proto.attribute:
+            if attribute.HasField("g"):
+                continue
             try:
                 attributes[attribute.name] = _attribute(self.source, name, attribute)
             except ValueError:
@@ -290,39 +376,52 @@ class _Reader:
                     f"{self.source}: node '{name}' has an attribute '{attribute.name[:80]}' without a value: "
                     "export the model again"
                 ) from None
-        outputs = tuple(proto.output)
+        if proto.op_type == "Cast" and "to" in attributes:
+            attributes["to"] = _stated_type(proto.metadata_props, attributes["to"])
+        outputs = tuple(names.get(output, output) for output in proto.output)
         prefix = "" if proto.domain in _DEFAULT_DOMAINS else f"{proto.domain}."
         return Node(
             name=name,
             operator=prefix + proto.op_type,
-            inputs=tuple(proto.input),
+            inputs=tuple(names.get(name, name) for name in proto.input),
             outputs=outputs,
             attributes=attributes,
             module=module_path(proto),
         )
 
-    def _is_large_constant(self, proto: NodeProto) -> bool:
-        """Whether a node is a constant too large for its numbers to matter: a buffer of the model."""
+    def _is_weight(self, proto: NodeProto, names: Mapping[str, str]) -> bool:
+        """Whether a node is a constant that the model owns: a weight, or too large for its numbers to matter.
+
+        Exporters that know no initializers write weights as nodes `Constant`; those that do write numbers so.
+        """
         if proto.op_type != "Constant" or proto.domain not in _DEFAULT_DOMAINS or len(proto.output) != 1:
             return False
-        for attribute in proto.attribute:
-            tensor = attribute.t
-            if attribute.HasField("t") and not _may_be_known(tensor, tuple(tensor.dims)):
-                name = proto.output[0]
-                shape = self._sane(tuple(tensor.dims), f"constant '{name}'")
-                self.owned[name] = Value(name=name, dtype=tensor.data_type, shape=shape)
-                self.kinds[name] = "BUFFER"
-                return True
-        return False
+        tensor = next((a.t for a in proto.attribute if a.HasField("t")), None)
+        if tensor is None:
+            return False
+        own, shape = proto.output[0], tuple(tensor.dims)
+        name = names.get(own, own)
+        readers = self.readers
+        counts = prod(shape) > 1 and own not in readers.numbers
+        floats = counts and tensor.data_type in _FLOATS and (own in readers.weights or not self.has_weights)
+        weight = floats or (counts and own in readers.quantised)
+        if not weight and _may_be_known(tensor, shape):
+            return False
+        shape = self._sane(shape, f"constant '{name}'")
+        self.owned[name] = Value(name=name, dtype=tensor.data_type, shape=shape)
+        self.of_constants.add(name)
+        if not weight:
+            self.kinds[name] = "BUFFER"
+        return True
 
     def _weights(self, nodes: Iterable[Node]) -> Iterator[Weight]:
-        statistics = {
-            n for node in nodes if node.operator == "BatchNormalization" for n in node.inputs[_STATISTICS]
-        }
         users: dict[str, Node] = {}
-        for node in nodes:
+        for node in all_nodes(nodes):
             for name in node.inputs:
                 users.setdefault(name, node)
+            for body in node.bodies.values():
+                for name in body.outputs:
+                    users.setdefault(name, node)
         taken: Counter[str] = Counter()
         for name in users:  # in the order in which they are read, as a module's parameters mostly are
             value = self.owned.get(name)
@@ -334,14 +433,35 @@ class _Reader:
                 taken[base] += 1
             taken[path] += 1
             kind = self.kinds.get(value.name)
-            trainable = kind == PARAMETER if kind else value.name not in statistics and prod(value.shape) > 1
-            yield Weight(name=value.name, dtype=value.dtype, shape=value.shape, path=path, trainable=trainable)
+            fixed = value.name in self.readers.fixed or prod(value.shape) <= 1
+            yield Weight(
+                name=value.name,
+                dtype=value.dtype,
+                shape=value.shape,
+                path=path,
+                trainable=kind == PARAMETER if kind else not fixed,
+                quantised=value.name in self.readers.quantised and value.dtype not in _FLOATS,
+                constant=value.name in self.of_constants,
+            )
+
+
+def all_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Nodes and those of the graphs that they hold, each after the one that holds it."""
+    for node in nodes:
+        yield node
+        for body in node.bodies.values():
+            yield from all_nodes(body.nodes)
 
 
 def _kind(info: ValueInfoProto) -> str:
     """What a file says that a value is, where it is a weight: PyTorch's exporter and ours do; else ""."""
     kinds = (p.value.upper() for p in info.metadata_props if p.key in _KINDS)
     return next((kind for kind in kinds if kind in _OWNED), "")
+
+
+def _stated_type(metadata: Iterable[Any], dtype: int) -> int:
+    """An element type, or what the metadata say that it stands for."""
+    return next((_STATED[p.value] for p in metadata if p.key == _DTYPE and p.value in _STATED), dtype)
 
 
 def _may_be_known(tensor: TensorProto, shape: tuple[int, ...]) -> bool:

@@ -7,8 +7,9 @@ shape arithmetic is the exporter's, not the device's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from echograph.errors import CaptureError, EchoError
 from echograph.frontend.onnx.call import Call, Operator, shapes
+from echograph.frontend.onnx.control import CONTROL, Execute, choose
 from echograph.frontend.onnx.dtypes import DTypes
-from echograph.frontend.onnx.model import MAX_KNOWN, Node, OnnxModel
+from echograph.frontend.onnx.model import MAX_KNOWN, Body, Node, OnnxModel, all_nodes
 from echograph.frontend.onnx.opaque import DOMAIN, opaque
-from echograph.frontend.onnx.operators import OPERATORS
+from echograph.frontend.onnx.operators import OPERATORS, UNKNOWN
 from echograph.frontend.onnx.operators.shape import STATIC
 from echograph.frontend.pytorch.blame import reason
 
@@ -43,16 +45,23 @@ class OnnxModule(Scope):
     Args:
         model: what a file holds.
         dtypes: the step's types.
+        branch: which branch an `If` takes where data decide ("then" or "else"); "" refuses such a node.
+
+    Attributes:
+        notes: what was taken for granted, as far as the module has run.
 
     Raises:
         CaptureError: nodes have operators that are not known.
         InputError: a weight has a type that a step graph does not know.
     """
 
-    def __init__(self, model: OnnxModel, dtypes: DTypes) -> None:
+    def __init__(self, model: OnnxModel, dtypes: DTypes, branch: str = "") -> None:
         super().__init__()
         self.model = model
         self.dtypes = dtypes
+        self.branch = branch
+        self.notes: dict[str, None] = {}
+        self._read: set[str] = set(model.outputs)
         self._scopes: dict[str, nn.Module] = {"": self}
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         self._operators = dict(_operators(model, dtypes))
@@ -66,7 +75,7 @@ class OnnxModule(Scope):
             else:
                 owner._buffers[leaf] = tensor
             self._owners[weight.name] = owner, leaf
-        for node in model.nodes:
+        for node in all_nodes(model.nodes):
             self._scope(node.module)
         with _disable_current_modes():
             made = {name: torch.tensor(value) for name, value in model.constants.items()}
@@ -87,16 +96,74 @@ class OnnxModule(Scope):
         for name, (owner, leaf) in self._owners.items():
             parameter = owner._parameters.get(leaf)
             values[name] = owner._buffers[leaf] if parameter is None else parameter
-        for node in self.model.nodes:
-            results = self._run(node, [values.get(name) for name in node.inputs])
-            values.update(zip(node.outputs, results, strict=False))
+        self._execute(self.model.nodes, values)
         own = {value.name for value in self.model.inputs}
         outputs = {name: values.get(name) for name in self.model.outputs}
         return outputs | {name: value for name, value in inputs.items() if name not in own}
 
-    def _run(self, node: Node, operands: Sequence[Any]) -> tuple[Any, ...]:
-        operator = self._operators[node.operator if node.operator in OPERATORS else node.outputs[0]]
-        call = Call(
+    def drop_unread(self) -> None:
+        """Gives up the weights that no node has read: those of branches that are not taken."""
+        for name in self._owners.keys() - self._read:
+            owner, leaf = self._owners.pop(name)
+            owner._parameters.pop(leaf, None)
+            owner._buffers.pop(leaf, None)
+
+    def has(self, weight: str) -> bool:
+        """Whether a weight of the file is one of the module's still."""
+        return weight in self._owners
+
+    def parameter_count(self) -> int:
+        """Elements of the weights that layers have, integers that stand for them included."""
+        weights = [weight for weight in self.model.weights if weight.quantised and weight.name in self._owners]
+        trained = sum(parameter.numel() for parameter in self.parameters())
+        return trained + sum(prod(weight.shape) for weight in weights)
+
+    def _execute(self, nodes: Iterable[Node], values: dict[str, Any]) -> None:
+        for node in nodes:
+            self._read.update(node.inputs)
+            operands = [self._value(node, name, values) for name in node.inputs]
+            results = self._flow(node, operands, values) if node.bodies else self._run(node, operands)
+            values.update(zip(node.outputs, results, strict=False))
+
+    def _value(self, node: Node, name: str, values: dict[str, Any]) -> Any:
+        """What a node reads; a result that its maker's kernel does not have is nobody's operand."""
+        value = values.get(name)
+        if value is None and name:
+            raise CaptureError(
+                f"{self.model.source}: node '{node.name}' ({node.operator}) reads '{name}', a result that "
+                "no kernel makes: export the model again"
+            )
+        return value
+
+    def _flow(self, node: Node, operands: Sequence[Any], values: dict[str, Any]) -> Sequence[Any]:
+        """The results of a node that holds graphs."""
+
+        def execute(body: Body, given: Sequence[Any]) -> list[Any]:
+            inner = {**values, **dict(zip(body.inputs, given, strict=False))}
+            self._execute(body.nodes, inner)
+            self._read.update(body.outputs)
+            return [inner.get(name) for name in body.outputs]
+
+        with _one_line(self.model.source, self._call(node, operands)):
+            if node.operator == "If":
+                condition = _numbers(operands[0])
+                body = choose(node, condition, self.branch)
+                if condition is None:
+                    self.notes[f"If '{node.name}': its condition depends on data; took '{self.branch}'"] = None
+            elif node.operator not in CONTROL:
+                raise CaptureError("it is not known: export the model with ONNX's own operators")
+        return execute(body, ()) if node.operator == "If" else self._repeat(node, operands, execute)
+
+    def _repeat(self, node: Node, operands: Sequence[Any], execute: Execute) -> list[Any]:
+        try:
+            return CONTROL[node.operator](node, operands, execute, _numbers)
+        except CaptureError as error:
+            if str(error).startswith(f"{self.model.source}: "):
+                raise  # it names a node of the body
+            raise CaptureError(f"{self.model.source}: node '{node.name}' ({node.operator}): {error}") from error
+
+    def _call(self, node: Node, operands: Sequence[Any]) -> Call:
+        return Call(
             node=node,
             operands=operands,
             known=[_numbers(value) for value in operands],
@@ -104,7 +171,13 @@ class OnnxModule(Scope):
             opset=self.model.opset,
             training=self.training,
         )
+
+    def _run(self, node: Node, operands: Sequence[Any]) -> tuple[Any, ...]:
+        call = self._call(node, operands)
         with _one_line(self.model.source, call):
+            operator = self._operators.get(node.operator if node.operator in OPERATORS else node.outputs[0])
+            if operator is None:
+                raise CaptureError("it is not known: export the model with ONNX's own operators")
             result = self._known(operator, call)
             if result is None:
                 result = self._scopes[node.module](partial(operator, call)) if node.module else operator(call)
@@ -160,18 +233,23 @@ class _one_line:
 
 def _operators(model: OnnxModel, dtypes: DTypes) -> Iterator[tuple[str, Operator]]:
     """Operators by type; those of echograph's own domain by the first value that they make."""
-    unknown = [n for n in model.nodes if n.operator not in OPERATORS and not n.operator.startswith(DOMAIN)]
+    unknown = [
+        n for n in model.nodes if not (n.bodies or n.operator in OPERATORS or n.operator.startswith(DOMAIN))
+    ]
     if unknown:
         shown = ", ".join(f"'{n.name}' ({n.operator})" for n in unknown[:_SHOWN])
         count = f", ... ({len(unknown)} in all)" if len(unknown) > _SHOWN else ""
-        raise CaptureError(
-            f"{model.source}: nodes with operators that are not known: {shown}{count}: export the model with "
-            "ONNX's own operators, without control flow or quantisation"
+        why = "".join(
+            f"; {name} {UNKNOWN[name]}" for name in {n.operator: None for n in unknown} if name in UNKNOWN
         )
-    for node in model.nodes:
+        raise CaptureError(
+            f"{model.source}: nodes with operators that are not known: {shown}{count}{why}: export the model with "
+            "others of ONNX's own operators"
+        )
+    for node in all_nodes(model.nodes):
         if node.operator in OPERATORS:
             yield node.operator, OPERATORS[node.operator]
-        else:
+        elif node.operator.startswith(DOMAIN):
             yield node.outputs[0], opaque(node, model, dtypes)
 
 

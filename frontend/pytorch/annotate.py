@@ -33,6 +33,7 @@ FORWARD_NODE = "forward_node"
 GRADIENT_OF = "gradient_of"
 ROLE = "role"
 FQN = "fqn"
+NUMBER = "number"
 
 FORWARD = "forward"
 BACKWARD = "backward"

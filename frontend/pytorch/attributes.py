@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
-from echograph.frontend.pytorch.annotate import VAL
-from echograph.frontend.pytorch.schema import arguments, plain_name
+from echograph.frontend.pytorch.annotate import FORWARD, NUMBER, PHASE, VAL
+from echograph.frontend.pytorch.schema import arguments, given_arguments, is_fill, plain_name
 from echograph.ir.types import Attention, Attributes, Convolution, Gemm
 
 # Operator -> names of its two matrix operands.
@@ -23,6 +25,9 @@ _GEMM_OPERANDS = {
 _ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 _CONVOLUTION = ("convolution", "convolution_backward")
+# What the results' shapes say, and what is the device's affair.
+_SHAPES = ("size", "shape", "split_size", "split_sizes", "pin_memory")
+_HANDLES = (torch.device, torch.layout, torch.memory_format, torch.Generator)
 
 
 def attributes_of(node: Node) -> Attributes | None:
@@ -36,6 +41,38 @@ def attributes_of(node: Node) -> Attributes | None:
     if name in _CONVOLUTION:
         return _convolution(arguments(node))
     return None
+
+
+def arguments_of(node: Node) -> str:
+    """What a forward operator is given beside tensors and shapes, as a JSON object; "" where that is nothing.
+
+    Names are those of the operator's schema. What has its default is left out; a tensor within a list is "%", one
+    that is left out null, a type the name of PyTorch.
+    """
+    if node.meta.get(PHASE) != FORWARD or plain_name(node) in _CONVOLUTION:
+        return ""
+    numbers = is_fill(node)  # what it is filled with is no operand
+    given = {name: _plain(value, numbers) for name, value in given_arguments(node).items() if name not in _SHAPES}
+    told = {name: value for name, value in given.items() if value is not _TENSOR}
+    return json.dumps(told, separators=(",", ":")) if told else ""
+
+
+_TENSOR = object()
+
+
+def _plain(value: Any, numbers: bool = False) -> Any:
+    if numbers and isinstance(value, Node) and NUMBER in value.meta:
+        return value.meta[NUMBER]
+    if isinstance(value, (Node, *_HANDLES)):
+        return _TENSOR
+    if isinstance(value, tuple | list):
+        items = [_plain(item) for item in value]
+        if items and all(item is _TENSOR for item in items):
+            return _TENSOR
+        return ["%" if item is _TENSOR else item for item in items]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value if value is None or isinstance(value, bool | int | float | str) else _TENSOR
 
 
 def _is_transposed(operand: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import FORWARD_NODE, FQN, GRADIENT_OF, MODULE, PHASE, ROLE, VAL
-from echograph.frontend.pytorch.attributes import attributes_of
+from echograph.frontend.pytorch.attributes import arguments_of, attributes_of
 from echograph.frontend.pytorch.flops import node_flops
 from echograph.frontend.pytorch.schema import (
     arguments,
@@ -197,6 +197,7 @@ class Lowering:
             bytes_read=bytes_read,
             bytes_written=bytes_written,
             attributes=attributes_of(node),
+            arguments=arguments_of(node),
         )
         self.note_writes([r for r in results if r is not None] if written else [], op)
         self._ops[node.name] = op

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_impls import fast_detach
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
@@ -254,7 +254,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def unknown(self, tensor: Tensor) -> Node:
         """A node for a tensor that no operation made and that nobody declared: a constant of the model."""
         self._constants += 1
-        return self.add_placeholder(tensor, annotate.BUFFER, f"constant_{self._constants}")
+        node = self.add_placeholder(tensor, annotate.BUFFER, f"constant_{self._constants}")
+        known = getattr(tensor, "constant", None)
+        if known is not None and known.numel() == 1:
+            with _disable_current_modes():
+                node.meta[annotate.NUMBER] = known.item()
+        return node
 
     def _snapshot(self, tensor: Tensor) -> Tensor:
         """The tensor under a handle of its own: autograd clones a gradient that someone else holds."""

@@ -39,6 +39,7 @@ class _Operator(NamedTuple):
     written: tuple[str, ...]
     is_view: bool
     is_in_place: bool
+    required: frozenset[str]
 
 
 @cache
@@ -57,6 +58,7 @@ def _operator(target: Any) -> _Operator | None:
         written=tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write),
         is_view=renames or name.endswith("::_unsafe_view"),
         is_in_place=bool(schema.is_mutable),
+        required=frozenset(a.name for a in schema.arguments if not a.has_default_value()),
     )
 
 
@@ -82,6 +84,17 @@ def arguments(node: Node) -> dict[str, Any]:
     """Arguments of a call node by their names in the schema, defaults filled in."""
     found = _called(node)
     return {**found.defaults, **dict(zip(found.by_position, node.args, strict=False)), **node.kwargs}
+
+
+def given_arguments(node: Node) -> dict[str, Any]:
+    """Arguments of a call node that differ from their defaults, by their names in the schema."""
+    found = _called(node)
+    given = {**dict(zip(found.by_position, node.args, strict=False)), **node.kwargs}
+    return {n: v for n, v in given.items() if n in found.required or not _same(v, found.defaults.get(n))}
+
+
+def _same(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and not isinstance(value, Node) and bool(value == default)
 
 
 def written_arguments(node: Node) -> tuple[str, ...]:

@@ -1,24 +1,33 @@
 """The forward pass of a step graph as an ONNX model without weights.
 
 Weights are inputs of the model that say so: metadata `echograph.role` is "parameter" or "buffer". An operation
-that ONNX has a word for (`onnx_operators`) is a node of ONNX; any other is a node of the domain `echograph` under
-its own name, with its FLOPs, bytes and attributes, and the shapes of its results in the model.
+becomes nodes of ONNX's own (`onnx_operators`), so that the model computes what the step computes. One that ONNX
+has no word for, or of which the graph does not say all, is a node of the domain `echograph` under its own name,
+with its FLOPs, bytes and attributes, and the shapes of its results in the model.
+
+ONNX's values never change. Where a step writes into memory that other tensors are views of, the model makes the
+whole anew (`onnx_memory`).
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from echograph.errors import GraphError, MissingExtraError, UsageError
 from echograph.ir.exporters import Exported
-from echograph.ir.exporters.onnx_operators import Operation, Spelling, spell
+from echograph.ir.exporters.onnx_functions import FUNCTIONS
+from echograph.ir.exporters.onnx_memory import Memory
+from echograph.ir.exporters.onnx_operators import Unsaid, rule_of
 from echograph.ir.files import write_whole
 from echograph.ir.graph import Graph, StepGraph
-from echograph.ir.types import Compute, DType, Phase, TensorRole
+from echograph.ir.types import Compute, DType, Phase, Tensor, TensorRole
 from echograph.ir.unfold import unfold
 
 if TYPE_CHECKING:
@@ -27,11 +36,13 @@ if TYPE_CHECKING:
 DOMAIN = "echograph"
 ROLE = "echograph.role"
 MODULE = "echograph.module"
+DTYPE = "echograph.dtype"
 _OPSET, _IR_VERSION, _DOMAIN_VERSION = 23, 11, 1
 _SHOWN = 6
-# Numbers of TensorProto.DataType.
+# Numbers of TensorProto.DataType. ONNX Runtime has next to no kernels of bf16 for processors, so it is written as
+# fp32, with metadata that say what it is.
 _TYPES = {
-    DType.FP32: 1, DType.FP16: 10, DType.BF16: 16, DType.FP64: 11, DType.FP8_E4M3: 17, DType.FP8_E5M2: 19,
+    DType.FP32: 1, DType.FP16: 10, DType.BF16: 1, DType.FP64: 11, DType.FP8_E4M3: 17, DType.FP8_E5M2: 19,
     DType.INT64: 7, DType.INT32: 6, DType.INT16: 5, DType.INT8: 3, DType.UINT8: 2, DType.BOOL: 9,
     DType.COMPLEX64: 14,
 }  # fmt: skip
@@ -63,22 +74,87 @@ def export(graph: Graph, output: Path) -> Exported:
     return Exported(files=1, bytes=write_whole(output, [data]), notes=tuple(writer.notes()))
 
 
+@dataclass(slots=True, kw_only=True)
+class _Call:
+    """One operation being spelled; see `onnx_operators.Call`. What it adds counts only once the rule has ended."""
+
+    writer: _Writer
+    op: Compute
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    names: Sequence[str]
+    given: Mapping[str, Any]
+    written: str | None
+    read: Sequence[bool]
+    added: list[NodeProto] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+    functions: list[str] = field(default_factory=list)
+
+    def node(self, operator: str, *operands: str, **attributes: Any) -> str:
+        """Adds a node -> the name of its result."""
+        return self.nodes(operator, operands, 1, **attributes)[0]
+
+    def nodes(self, operator: str, operands: Sequence[str], results: int, **attributes: Any) -> list[str]:
+        """Adds a node -> the names of its results."""
+        made = [self.writer.fresh(self.op.name) for _ in range(results)]
+        self.added.append(self.writer.node(self.op, operator, operands, made, "", attributes))
+        return made
+
+    def constant(self, values: Any, dtype: DType) -> str:
+        """Adds a constant -> its name."""
+        tensor = self.writer.helper.np_dtype_to_tensor_dtype
+        array = np.asarray(values)
+        wanted = self.writer.helper.tensor_dtype_to_np_dtype(_TYPES[dtype])
+        if wanted.kind == "f" and array.dtype.kind in "fiu" and wanted.itemsize < 8:
+            array = (
+                np.clip(array, np.finfo(wanted).min, np.finfo(wanted).max) if np.isfinite(array).all() else array
+            )
+        value = self.writer.from_array(array.astype(wanted))
+        assert value.data_type == tensor(wanted)
+        return self.node("Constant", value=value)
+
+    def cast(self, name: str, before: DType, after: DType) -> str:
+        """A value as another type -> its name."""
+        if before == after:
+            return name
+        made = self.node("Cast", name, to=_TYPES[after])
+        if after == DType.BF16:
+            _say(self.added[-1], DTYPE, after.text)
+        return made
+
+    def function(self, name: str) -> list[str]:
+        """Adds a call of one of the model's functions with all that the operation reads -> its results."""
+        made = [self.writer.fresh(name) for _ in self.outputs]
+        self.added.append(self.writer.node(self.op, name, self.names, made, DOMAIN, _values(self.op)))
+        self.functions.append(name)
+        return made
+
+    def assume(self, text: str) -> None:
+        """Says what the model does otherwise than the step."""
+        self.assumed.append(text)
+
+
 class _Writer:
-    """State of one export: which tensors have a name so far."""
+    """State of one export: which values have a name so far."""
 
     def __init__(self, graph: StepGraph) -> None:
         try:
-            from onnx import helper
+            from onnx import helper, numpy_helper
         except ImportError:
             raise MissingExtraError("onnx", "onnx", "writing ONNX models") from None
         self.helper = helper
+        self.from_array = numpy_helper.from_array
         self.graph = graph
+        self.memory = Memory(graph, self._replayed)
         self.assumed: Counter[str] = Counter()
         self.foreign: Counter[str] = Counter()
-        self.names: dict[int, str] = {}
+        self.functions: dict[str, None] = {}
         self.taken: set[str] = set()
-        self.types: list[ValueInfoProto] = []
+        self.counts: dict[str, int] = {}
+        self.written: list[NodeProto] = []
+        self.types: dict[str, ValueInfoProto] = {}
         self.read: set[int] = set()
+        self.bf16 = False
 
     def model(self) -> ModelProto:
         ops = [self.graph.ops[row] for row in range(len(self.graph.ops))]
@@ -90,18 +166,20 @@ class _Writer:
         makers = {tensor for op in forward for tensor in op.outputs}
         read = dict.fromkeys(tensor for op in forward for tensor in op.inputs)
         self.read = set(read)
-        given = [self._given(tensor) for tensor in read if tensor not in makers]
-        nodes = [node for op in forward for node in self._nodes(op)]
-        results = [op.outputs[0] for op in forward if op.outputs and not self.read.intersection(op.outputs)]
+        given = [
+            self._given(tensor) for tensor in read if tensor not in makers and not self._is_allocation(tensor)
+        ]
+        for op in forward:
+            self._write(op)
+        outputs = [self.types.pop(self.memory.name(tensor)) for tensor in self._results(forward)]
         helper = self.helper
-        made = {info.name: info for info in self.types}
-        outputs = [made.pop(self.names[tensor]) for tensor in results]
-        graph = helper.make_graph(nodes, self.graph.name or "step", given, outputs, value_info=list(made.values()))
+        graph = helper.make_graph(
+            self.written, self.graph.name or "step", given, outputs, value_info=list(self.types.values())
+        )
+        opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(DOMAIN, _DOMAIN_VERSION)]
+        functions = [FUNCTIONS[name](DOMAIN, opsets[0]) for name in self.functions]
         model: ModelProto = helper.make_model(
-            graph,
-            producer_name=DOMAIN,
-            ir_version=_IR_VERSION,
-            opset_imports=[helper.make_opsetid("", _OPSET), helper.make_opsetid(DOMAIN, _DOMAIN_VERSION)],
+            graph, producer_name=DOMAIN, ir_version=_IR_VERSION, opset_imports=opsets, functions=functions
         )
         return model
 
@@ -109,12 +187,16 @@ class _Writer:
         """What the model assumes, and what ONNX has no word for."""
         if any(phase != Phase.FORWARD for phase in self.graph.ops.phase.tolist()):
             yield "the forward pass alone: ONNX holds no backward pass and no optimizer"
+        if self.bf16:
+            yield f"bf16 is written as fp32, as ONNX Runtime's kernels are; metadata '{DTYPE}' say which"
         for what, count in self.assumed.most_common():
-            yield f"{what} ({count} nodes): the graph does not say"
+            yield f"{what} ({count} nodes)"
         if self.foreign:
             shown = ", ".join(f"{count} x {name}" for name, count in self.foreign.most_common(_SHOWN))
             rest = f", ... ({len(self.foreign)} operators)" if len(self.foreign) > _SHOWN else ""
-            yield f"nodes of the domain '{DOMAIN}', which ONNX has no exact word for: {shown}{rest}"
+            yield (
+                f"nodes of the domain '{DOMAIN}', which have shapes alone, so that nothing runs it: {shown}{rest}"
+            )
 
     # -- values --------------------------------------------------------------------------------------------
 
@@ -122,84 +204,161 @@ class _Writer:
         """A weight or an input of the step."""
         known = self.graph.tensors[tensor]
         role = {TensorRole.INPUT: "input", TensorRole.PARAMETER: "parameter"}.get(known.role, "buffer")
-        info = self._info(tensor, known.name)
-        entry = info.metadata_props.add()
-        entry.key, entry.value = ROLE, role
+        info = self._info(tensor, self.fresh(known.name or f"tensor.{tensor}"))
+        _say(info, ROLE, role)
+        self.memory.make(tensor, info.name)
         return info
 
-    def _made(self, tensor: int) -> str:
-        """The name of a result; it is declared with its shape."""
-        if tensor not in self.names:
-            self.types.append(self._info(tensor, f"{self.graph.tensors[tensor].name}.{tensor}"))
-        return self.names[tensor]
-
-    def _info(self, tensor: int, wanted: str) -> ValueInfoProto:
+    def _is_allocation(self, tensor: int) -> bool:
+        """Memory that is there before anything is written to it."""
         known = self.graph.tensors[tensor]
-        name = wanted or f"tensor.{tensor}"
+        return known.role == TensorRole.ACTIVATION and known.alias_of is None
+
+    def _results(self, forward: Sequence[Compute]) -> list[int]:
+        """What nobody in the forward pass reads, under any name of its memory."""
+        roots = {self.memory.root(tensor) for tensor in self.read}
+        firsts = [op.outputs[0] for op in forward if op.outputs]
+        shown = [t for t in firsts if t not in self.read]
+        return [t for t in shown if self.memory.root(t) == t or self.memory.root(t) not in roots] or shown[-1:]
+
+    def _info(self, tensor: int, name: str) -> ValueInfoProto:
+        known = self.graph.tensors[tensor]
+        info = self.helper.make_tensor_value_info(name, _TYPES[known.dtype], list(known.shape))
+        if known.dtype == DType.BF16:
+            self.bf16 = True
+            _say(info, DTYPE, known.dtype.text)
+        return info
+
+    def fresh(self, wanted: str) -> str:
+        """A name that no value has yet."""
+        name, number = wanted, self.counts.get(wanted, 0)
         while name in self.taken:
-            name += "_"
+            number += 1
+            name = f"{wanted}.{number}"
+        self.counts[wanted] = number
         self.taken.add(name)
-        self.names[tensor] = name
-        return self.helper.make_tensor_value_info(name, _TYPES[known.dtype], list(known.shape))
+        return name
 
     # -- nodes ---------------------------------------------------------------------------------------------
 
-    def _nodes(self, op: Compute) -> Iterator[NodeProto]:
+    def _write(self, op: Compute) -> None:
+        """Adds an operation, in ONNX's words or under its own name."""
+        for tensor in op.inputs:
+            if not self.memory.has(tensor) and self._is_allocation(tensor):
+                self._allocate(op, tensor)
+        inputs = [self.memory.name(tensor) for tensor in op.inputs]
+        call = self._call(op, inputs)
+        try:
+            made = self._spell(call)
+        except Unsaid:
+            self.foreign[op.name] += 1
+            made = [self.fresh(op.name) for _ in op.outputs]
+            self.written.append(self.node(op, op.name, inputs, made, DOMAIN, _values(op)))
+        for tensor, name in zip(op.outputs, made, strict=False):
+            self.types.setdefault(name, self._info(tensor, name))
+            if op.name.endswith("_"):
+                self._store(op, tensor, name)
+            else:
+                self.memory.make(tensor, name)
+
+    def _call(self, op: Compute, names: Sequence[str]) -> _Call:
         tensors = self.graph.tensors
-        operation = Operation(
-            op=op, inputs=[tensors[i] for i in op.inputs], outputs=[tensors[i] for i in op.outputs]
+        before = tensors[op.outputs[0]].alias_of if op.outputs and op.name.endswith("_") else None
+        held = before is not None and (self.memory.has(before) or self.memory.has(self.memory.root(before)))
+        return _Call(
+            writer=self,
+            op=op,
+            inputs=[tensors[i] for i in op.inputs],
+            outputs=[tensors[i] for i in op.outputs],
+            names=names,
+            given=json.loads(op.arguments) if op.arguments else {},
+            written=self.memory.name(before) if held and before is not None else None,
+            read=[tensor in self.read for tensor in op.outputs],
         )
-        spelling = spell(operation)
-        if spelling is not None and self._makes_all(spelling, op):
-            yield from self._spelled(spelling, op)
+
+    def _spell(self, call: _Call) -> list[str]:
+        """Adds what the rule of an operation makes -> the names of its results.
+
+        Raises:
+            Unsaid: there is no rule, or it cannot say all that is read.
+        """
+        rule = rule_of(call.op.name)
+        if rule is None or not call.outputs:
+            raise Unsaid(call.op.name)
+        names = list(rule(call))
+        if any(call.read[len(names) :]):
+            raise Unsaid("results")
+        own = {output for node in call.added for output in node.output}
+        names = [name if name in own else call.node("Identity", name) for name in names]
+        self.written += call.added
+        self.functions.update(dict.fromkeys(call.functions))
+        self.assumed.update(f"{call.op.name}: {text}" for text in call.assumed)
+        return names[: len(call.outputs)]
+
+    def _allocate(self, op: Compute, tensor: int) -> None:
+        known = self.graph.tensors[tensor]
+        zeros = _Call(
+            writer=self, op=op, inputs=(), outputs=(known,), names=(), given={}, written=None, read=(True,)
+        )
+        shape = zeros.constant(np.array(known.shape, np.int64), DType.INT64)
+        name = zeros.node("Expand", zeros.constant(0, known.dtype), shape)
+        self.written += zeros.added
+        self.memory.make(tensor, name)
+
+    def _store(self, op: Compute, tensor: int, name: str) -> None:
+        """A value written in place; where it is a part, the whole that it lies in is made anew."""
+        where = self.memory.places(tensor)
+        if where is None:
+            self.memory.write(tensor, name, name)
             return
-        self.foreign[op.name] += 1
-        values = {"flops": op.flops, "bytes_read": op.bytes_read, "bytes_written": op.bytes_written}
-        fields = {} if op.attributes is None else asdict(op.attributes)
-        yield self._node(
-            op, op.name, [self.names[i] for i in op.inputs], [self._made(i) for i in op.outputs], DOMAIN,
-            values | {name: _plain(value) for name, value in fields.items()},
-        )  # fmt: skip
+        root = self.memory.root(tensor)
+        whole = self.graph.tensors[root]
+        if not self.memory.has(root):
+            self._allocate(op, root)
+        call = self._call(op, ())
+        flat = call.node("Reshape", self.memory.whole(root), call.constant(np.array([-1]), DType.INT64))
+        part = call.node("Reshape", name, call.constant(np.array([-1]), DType.INT64))
+        places = call.constant(where.reshape(-1), DType.INT64)
+        written = call.node("ScatterElements", flat, places, part, axis=0)
+        made = call.node(
+            "Reshape", written, call.constant(np.array(whole.shape, np.int64), DType.INT64), allowzero=1
+        )
+        self.written += call.added
+        self.memory.write(tensor, name, made)
 
-    def _makes_all(self, spelling: Spelling, op: Compute) -> bool:
-        """Whether no forward operation reads a result that ONNX's node does not make."""
-        return not self.read.intersection(op.outputs[spelling.results :])
+    def _replayed(self, maker: int, source: str) -> str:
+        """A view made again of memory that has been written since."""
+        op = self.graph.ops[maker]
+        assert isinstance(op, Compute)
+        return self._spell(self._call(op, [source]))[0]
 
-    def _spelled(self, spelling: Spelling, op: Compute) -> Iterator[NodeProto]:
-        if spelling.assumed:
-            self.assumed[f"{spelling.steps[0][0]}: {spelling.assumed}"] += 1
-        before = ""
-        base = self._made(op.outputs[0])
-        for position, (operator, operands, attributes) in enumerate(spelling.steps):
-            last = position == len(spelling.steps) - 1
-            inputs = []
-            for number, operand in enumerate(operands):
-                if isinstance(operand, list):
-                    constant = f"{base}.constant.{number}"
-                    yield self._node(op, "Constant", [], [constant], "", {"value_ints": operand})
-                    inputs.append(constant)
-                else:
-                    inputs.append(before if isinstance(operand, str) else self.names[op.inputs[operand]])
-            before = f"{base}.step.{position}"
-            results = [self._made(i) for i in op.outputs[: spelling.results]] if last else [before]
-            attributes = {k: _TYPES[v] if isinstance(v, DType) else v for k, v in attributes.items()}
-            yield self._node(op, operator, inputs, results, "", attributes)
-
-    def _node(
+    def node(
         self,
         op: Compute,
         operator: str,
-        inputs: list[str],
-        outputs: list[str],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
         domain: str,
         values: Mapping[str, Any],
     ) -> NodeProto:
+        """A node of an operation's module."""
         name = f"{op.name}.{outputs[0]}" if outputs else op.name
         node = self.helper.make_node(operator, inputs, outputs, name=name, domain=domain, **values)
         if op.module:
-            entry = node.metadata_props.add()
-            entry.key, entry.value = MODULE, op.module
+            _say(node, MODULE, op.module)
         return node
+
+
+def _values(op: Compute) -> dict[str, Any]:
+    """Attributes of a node that ONNX does not know: the work that it is."""
+    values = {"flops": op.flops, "bytes_read": op.bytes_read, "bytes_written": op.bytes_written}
+    fields = {} if op.attributes is None else asdict(op.attributes)
+    return values | {name: _plain(value) for name, value in fields.items()}
+
+
+def _say(message: Any, key: str, value: str) -> None:
+    entry = message.metadata_props.add()
+    entry.key, entry.value = key, value
 
 
 def _plain(value: Any) -> Any:

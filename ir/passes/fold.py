@@ -8,7 +8,7 @@ block. What is the same is therefore proven op by op, not assumed from names, an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -231,7 +231,7 @@ def _emit(graph: StepGraph, parts: list[_Part], owner: Int64) -> StepGraph:
         if number:
             builder.begin_block(part.name)
         first_op.append(builder.op_count())
-        _emit_block(graph, builder, part.instances[0])
+        _emit_block(graph, builder, part.instances)
     for number, part in enumerate(parts):
         for c in part.instances:
             builder.instance(
@@ -256,7 +256,8 @@ def _identify(parts: list[_Part]) -> tuple[dict[int, int], dict[int, int]]:
     return tensors, ops
 
 
-def _emit_block(graph: StepGraph, builder: GraphBuilder, c: _Candidate) -> None:
+def _emit_block(graph: StepGraph, builder: GraphBuilder, instances: Sequence[_Candidate]) -> None:
+    c = instances[0]
     numbers: dict[int, int] = {}
     for index in c.tensors:
         tensor, port = graph.tensors[index], index in c.ports
@@ -271,7 +272,7 @@ def _emit_block(graph: StepGraph, builder: GraphBuilder, c: _Candidate) -> None:
         )
     first = builder.op_count()
     local = {row: first + at for at, row in enumerate(c.ops)}
-    for row in c.ops:
+    for at, row in enumerate(c.ops):
         op = graph.ops[row]
         changes: dict[str, object] = {
             "inputs": [numbers[i] for i in op.inputs],
@@ -282,6 +283,8 @@ def _emit_block(graph: StepGraph, builder: GraphBuilder, c: _Candidate) -> None:
         forward = getattr(op, "forward_op", None)
         if forward is not None:
             changes["forward_op"] = local[forward] if forward in local else -2 - c.op_ports.index(forward)
+        if len({int(graph.ops.arguments[other.ops[at]]) for other in instances}) > 1:
+            changes["arguments"] = ""  # the work is the same, what it is given is not: nothing is said of it
         builder.add(op, **changes)
 
 

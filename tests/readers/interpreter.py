@@ -113,7 +113,8 @@ class Job:
         said = self.graph.groups[group]
         if said.ranks:
             return tuple(said.ranks)
-        along = self.ranks({axis: at for axis, at in self.place(rank).items() if axis not in said.axes})
+        axes = [said.along] if said.along else said.axes
+        along = self.ranks({axis: at for axis, at in self.place(rank).items() if axis not in axes})
         return tuple(along[position] for position in said.positions or range(len(along)))
 
 

@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from echograph.frontend.onnx.call import Operator
-from echograph.frontend.onnx.operators import contrib, elementwise, index, network, product, reduction, shape
+from echograph.frontend.onnx.operators import (
+    attention,
+    contrib,
+    elementwise,
+    index,
+    network,
+    product,
+    quantised,
+    random,
+    recurrent,
+    reduction,
+    shape,
+    signal,
+)
 
 OPERATORS: Mapping[str, Operator] = {
     **elementwise.OPERATORS,
@@ -14,6 +27,20 @@ OPERATORS: Mapping[str, Operator] = {
     **index.OPERATORS,
     **product.OPERATORS,
     **network.OPERATORS,
+    **attention.OPERATORS,
+    **recurrent.OPERATORS,
+    **quantised.OPERATORS,
+    **random.OPERATORS,
+    **signal.OPERATORS,
     **contrib.OPERATORS,
 }
 """Operator type, after its domain and a dot where that is not ONNX's own -> what it runs."""
+_OF_DATA, _OF_TEXT = "makes a shape from values", "works on text or pictures in a file"
+UNKNOWN: Mapping[str, str] = {
+    **dict.fromkeys(("Compress", "NonMaxSuppression", "NonZero", "Unique"), _OF_DATA),
+    **dict.fromkeys(
+        ("ImageDecoder", "RegexFullMatch", "StringConcat", "StringNormalizer", "StringSplit", "TfIdfVectorizer"),
+        _OF_TEXT,
+    ),
+}
+"""Operators of ONNX that no step graph can hold, and why."""

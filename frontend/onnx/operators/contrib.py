@@ -1,6 +1,6 @@
 """ONNX Runtime's fused operators that are one layer each (domain `com.microsoft`).
 
-What its optimizer writes for a whole attention is left out: a model exported before that optimisation says more.
+Its attentions stand in `attention`, its layers of integers in `quantised`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from echograph.errors import CaptureError
 from echograph.frontend.onnx.call import Call, Operator, extents
+from echograph.frontend.onnx.operators.network import convolve
+from echograph.frontend.onnx.operators.product import gemm
 
 
 def _fast_gelu(call: Call) -> Any:
@@ -48,12 +52,35 @@ def _skip_simplified_layer_norm(call: Call) -> Any:
     return F.rms_norm(total, extents(total)[-1:], call[2], call.real("epsilon", 1e-5)), None, None, total
 
 
+_ACTIVATIONS = {"Relu": F.relu, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid, "HardSigmoid": F.hardsigmoid}
+
+
+def _activated(call: Call, x: Tensor) -> Any:
+    name = call.text("activation")
+    if name == "LeakyRelu":
+        return F.leaky_relu(x, (call.node.attributes.get("activation_params") or [0.01])[0])
+    if name and name not in _ACTIVATIONS:
+        raise CaptureError(f"its activation '{name}' is not known: {', '.join(_ACTIVATIONS)}, LeakyRelu are")
+    return _ACTIVATIONS[name](x) if name else x
+
+
+def _fused_conv(call: Call) -> Any:
+    made = convolve(call, call[0], call[1], call.get(2))
+    return _activated(call, made if call.get(3) is None else made + call[3])
+
+
+def _fused_gemm(call: Call) -> Any:
+    return _activated(call, gemm(call))
+
+
 OPERATORS: Mapping[str, Operator] = {
     "com.microsoft.Gelu": lambda call: F.gelu(call[0]),
     "com.microsoft.BiasGelu": lambda call: F.gelu(call[0] + call[1]),
     "com.microsoft.FastGelu": _fast_gelu,
     "com.microsoft.QuickGelu": _quick_gelu,
     "com.microsoft.FusedMatMul": _fused_matmul,
+    "com.microsoft.FusedConv": _fused_conv,
+    "com.microsoft.FusedGemm": _fused_gemm,
     "com.microsoft.SkipLayerNormalization": _skip_layer_norm,
     "com.microsoft.SkipSimplifiedLayerNormalization": _skip_simplified_layer_norm,
     "SimplifiedLayerNormalization": _simplified_layer_norm,

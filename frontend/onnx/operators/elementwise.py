@@ -108,6 +108,11 @@ def _shift(call: Call) -> Any:
     return shift(call[0], call[1])
 
 
+def _shrink(call: Call) -> Any:
+    x, bias, edge = call[0], call.real("bias", 0.0), call.real("lambd", 0.5)
+    return torch.where(x < -edge, x + bias, torch.where(x > edge, x - bias, torch.zeros_like(x)))
+
+
 _UNARY: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin, "Asinh": torch.asinh,
     "Atan": torch.atan, "Atanh": torch.atanh, "Ceil": torch.ceil, "Cos": torch.cos, "Cosh": torch.cosh,
@@ -147,4 +152,5 @@ OPERATORS: Mapping[str, Operator] = {
     "HardSigmoid": _hard_sigmoid,
     "ThresholdedRelu": _thresholded,
     "BitShift": _shift,
+    "Shrink": _shrink,
 }

@@ -80,7 +80,7 @@ def _one_hot(call: Call) -> Any:
     axis = call.integer("axis", -1)
     rank = call[0].dim() + 1
     hits = (call[0].unsqueeze(-1) == classes).movedim(-1, axis % rank)
-    return hits.to(call[2].dtype)
+    return torch.where(hits, call[2][1], call[2][0])
 
 
 OPERATORS: Mapping[str, Operator] = {
@@ -88,6 +88,7 @@ OPERATORS: Mapping[str, Operator] = {
     "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
     "ScatterElements": _scatter_elements,
+    "Scatter": _scatter_elements,
     "ScatterND": _scatter_nd,
     "OneHot": _one_hot,
 }

@@ -57,20 +57,35 @@ def _bias(call: Call, position: int) -> Tensor | None:
     return None if known is not None and not known.any() else call.get(position)
 
 
-def _conv(call: Call) -> Any:
-    x, weight = call[0], call[1]
+def convolve(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    """The convolution that a node's attributes say."""
     stride, dilation, before, after = _window(call, x, extents(weight)[2:])
     function = _dimensions(_CONVOLUTIONS, x)
     x, padding = _even(x, before, after)
-    return function(x, weight, _bias(call, 2), stride, padding, dilation, call.integer("group", 1))
+    return function(x, weight, bias, stride, padding, dilation, call.integer("group", 1))
+
+
+def _conv(call: Call) -> Any:
+    return convolve(call, call[0], call[1], _bias(call, 2))
 
 
 def _conv_transpose(call: Call) -> Any:
     x, weight = call[0], call[1]
-    if call.text("auto_pad", "NOTSET") != "NOTSET" or "output_shape" in call.node.attributes:
-        raise CaptureError("its padding follows from auto_pad or output_shape: export it with explicit pads")
     stride, dilation, before, after = _window(call, x, extents(weight)[2:])
     extra = call.ints("output_padding", default=[0] * len(before))
+    mode = call.text("auto_pad", "NOTSET")
+    wanted = call.node.attributes.get("output_shape")
+    if wanted is not None or mode.startswith("SAME"):
+        sizes = list(zip(extents(x)[2:], stride, extents(weight)[2:], dilation, extra, strict=True))
+        wanted = wanted or [size * s for size, s, *_ in sizes]
+        total = [(n - 1) * s + e + (k - 1) * d + 1 for n, s, k, d, e in sizes]
+        total = [whole - out for whole, out in zip(total, wanted[-len(sizes) :], strict=True)]
+        # What is wanted beyond the whole is output without input.
+        extra = [e + max(0, -pad) for e, pad in zip(extra, total, strict=True)]
+        total = [max(0, pad) for pad in total]
+        half = [pad // 2 for pad in total]
+        rest = [pad - low for pad, low in zip(total, half, strict=True)]
+        before, after = (half, rest) if mode == "SAME_UPPER" else (rest, half)
     # What is cut off the end less than off the front is more output there.
     extra = [e + low - high for e, low, high in zip(extra, before, after, strict=True)]
     function = _dimensions(_TRANSPOSED, x)
@@ -91,6 +106,8 @@ def _average_pool(call: Call) -> Any:
     stride, _, before, after = _window(call, call[0], kernel)
     x, padding = _even(call[0], before, after)
     counts = bool(call.integer("count_include_pad"))
+    if any(step != 1 for step in call.ints("dilations", default=[1])):
+        raise CaptureError("its windows are dilated: no kernel averages such")
     return _dimensions(_AVERAGE_POOLS, x)(x, kernel, stride, padding, bool(call.integer("ceil_mode")), counts)
 
 
@@ -119,6 +136,8 @@ def _group_norm(call: Call) -> Any:
 def _layer_norm(call: Call) -> Any:
     x = call[0]
     shape = extents(x)[call.axis(-1, x.dim()) :]
+    if len(call.node.outputs) > 1:  # mean and inverse deviation too
+        return torch.native_layer_norm(x, shape, call[1], call.get(2), call.real("epsilon", 1e-5))
     return F.layer_norm(x, shape, call[1], call.get(2), call.real("epsilon", 1e-5))
 
 
@@ -143,24 +162,6 @@ def _dropout(call: Call) -> Any:
     if not call.training or not ratio:
         return (x, torch.ones(extents(x), dtype=torch.bool)) if len(call.node.outputs) > 1 else x
     return torch.native_dropout(x, float(ratio), True)
-
-
-def _attention(call: Call) -> Any:
-    """Standard attention (version 23): heads apart, or side by side in the last dimension."""
-    query, key, value, mask = call[0], call[1], call[2], call.get(3)
-    if any(call.get(i) is not None for i in (4, 5, 6)) or call.real("softcap", 0.0):
-        raise CaptureError("it has a cache, a softcap or lengths: export a step without them")
-    apart = query.dim() == 4
-    if not apart:
-        heads, kv_heads = call.integer("q_num_heads"), call.integer("kv_num_heads")
-        query = query.unflatten(-1, (heads, -1)).transpose(1, 2)
-        key, value = (t.unflatten(-1, (kv_heads, -1)).transpose(1, 2) for t in (key, value))
-    scale = call.node.attributes.get("scale")
-    out = F.scaled_dot_product_attention(
-        query, key, value, mask, 0.0, bool(call.integer("is_causal")), scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )  # fmt: skip
-    return out if apart else out.transpose(1, 2).flatten(-2)
 
 
 def _loss(call: Call, *, of_logits: bool) -> Any:
@@ -188,7 +189,6 @@ OPERATORS: Mapping[str, Operator] = {
     "LpNormalization": _lp_norm,
     "LRN": _local_response_norm,
     "Dropout": _dropout,
-    "Attention": _attention,
     "SoftmaxCrossEntropyLoss": partial(_loss, of_logits=True),
     "NegativeLogLikelihoodLoss": partial(_loss, of_logits=False),
 }

@@ -15,7 +15,8 @@ def _matmul(call: Call) -> Any:
     return torch.matmul(call[0], call[1])
 
 
-def _gemm(call: Call) -> Any:
+def gemm(call: Call) -> Any:
+    """`Gemm`: alpha A B + beta C, A and B transposed or not."""
     a, b, c = call[0], call[1], call.get(2)
     a = a.t() if call.integer("transA") else a
     b = b.t() if call.integer("transB") else b
@@ -30,4 +31,4 @@ def _einsum(call: Call) -> Any:
     return torch.einsum(call.text("equation"), [call[i] for i in range(len(call.operands))])
 
 
-OPERATORS: Mapping[str, Operator] = {"MatMul": _matmul, "Gemm": _gemm, "Einsum": _einsum}
+OPERATORS: Mapping[str, Operator] = {"MatMul": _matmul, "Gemm": gemm, "Einsum": _einsum}

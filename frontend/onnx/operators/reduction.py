@@ -40,8 +40,25 @@ def _top_k(call: Call) -> Any:
     return torch.topk(call[0], k, call.axis(-1, call[0].dim()), bool(call.integer("largest", 1)))
 
 
-def _cumulative(call: Call) -> Any:
-    return torch.cumsum(call[0], call.ints("axis", 1)[0])
+def _cumulative(function: Callable[[Tensor, int], Tensor], call: Call) -> Any:
+    x, axis = call[0], call.ints("axis", 1)[0]
+    backward, exclusive = bool(call.integer("reverse")), bool(call.integer("exclusive"))
+    x = x.flip([axis]) if backward else x
+    if exclusive:  # the first result is of nothing
+        first = torch.full_like(x.narrow(axis, 0, 1), 1 if function is torch.cumprod else 0)
+        x = torch.cat([first, x.narrow(axis, 0, int(x.shape[axis]) - 1)], axis)
+    made = function(x, axis)
+    return made.flip([axis]) if backward else made
+
+
+def _hardmax(x: Tensor, axis: int) -> Tensor:
+    return torch.zeros_like(x).scatter(axis, torch.argmax(x, axis, keepdim=True), 1.0)
+
+
+def _mean_variance(call: Call) -> Any:
+    x, axes = call[0], call.ints("axes", default=[0, 2, 3])
+    centred = x - torch.mean(x, axes, keepdim=True)
+    return centred / (torch.sqrt(torch.mean(centred * centred, axes, keepdim=True)) + 1e-9)
 
 
 def _softmax(function: Callable[[Tensor, int], Tensor], call: Call) -> Any:
@@ -69,7 +86,11 @@ OPERATORS: Mapping[str, Operator] = {
     "ArgMax": partial(_arg, torch.argmax),
     "ArgMin": partial(_arg, torch.argmin),
     "TopK": _top_k,
-    "CumSum": _cumulative,
+    "CumSum": partial(_cumulative, torch.cumsum),
+    "CumProd": partial(_cumulative, torch.cumprod),
+    "MeanVarianceNormalization": _mean_variance,
+    "Hardmax": partial(_softmax, _hardmax),
+    "Det": lambda call: torch.linalg.det(call[0]),
     "Softmax": partial(_softmax, F.softmax),
     "LogSoftmax": partial(_softmax, F.log_softmax),
 }

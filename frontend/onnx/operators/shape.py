@@ -177,6 +177,55 @@ def _pad(call: Call) -> Any:
     return F.pad(x, widths, value=value if isinstance(value, int | float) else 0.0)
 
 
+def _eye_like(call: Call) -> Any:
+    rows, columns = extents(call[0])
+    number = call.integer("dtype")
+    dtype = call.dtypes.of(number, call.node.name) if number else call[0].dtype
+    offset = torch.arange(columns) - torch.arange(rows).unsqueeze(1)
+    return (offset == call.integer("k")).to(dtype)
+
+
+def _reverse_sequence(call: Call) -> Any:
+    """Turns the first so many entries of each sequence round; how many follows from data."""
+    x, lengths = call[0], call[1]
+    time, batch = call.integer("time_axis", 0), call.integer("batch_axis", 1)
+    x = x if batch == 0 else x.transpose(0, 1)  # [batch, time, ...]
+    if {time, batch} != {0, 1}:
+        raise CaptureError(f"its axes are {time} and {batch}: 0 and 1 are known")
+    places = torch.arange(int(x.shape[1])).unsqueeze(0)
+    ends = lengths.unsqueeze(1)
+    index = torch.where(places < ends, ends - 1 - places, places)
+    shape = extents(x)
+    index = index.reshape([*shape[:2], *[1] * (len(shape) - 2)]).expand(shape)
+    made = torch.gather(x, 1, index)
+    return made if batch == 0 else made.transpose(0, 1)
+
+
+def _center_crop_pad(call: Call) -> Any:
+    x, wanted = call[0], call.ints("shape", 1)
+    for axis, extent in zip(call.ints("axes", default=range(x.dim())), wanted, strict=True):
+        size = int(x.shape[axis])
+        if extent <= size:
+            x = x.narrow(axis, (size - extent) // 2, extent)
+        else:
+            more = extent - size
+            widths = [0, 0] * (x.dim() - 1 - axis % x.dim()) + [more // 2, more - more // 2]
+            x = F.pad(x, widths)
+    return x
+
+
+def _sequence_insert(call: Call) -> Any:
+    parts, position = list(call[0]), call.constant(2)
+    parts.insert(len(parts) if position is None else int(position), call[1])
+    return [parts]
+
+
+def _sequence_erase(call: Call) -> Any:
+    parts, position = list(call[0]), call.constant(1)
+    del parts[-1 if position is None else int(position)]
+    return [parts]
+
+
 def _trilu(call: Call) -> Any:
     known = call.constant(1)
     diagonal = 0 if known is None else int(known)
@@ -217,7 +266,7 @@ def _resize(scales_at: int, call: Call) -> Any:
     return F.interpolate(x, size=sizes[2:], mode=smooth.get(x.dim() - 2, "nearest"))
 
 
-STATIC = ("Shape", "Size")
+STATIC = ("Shape", "Size", "SequenceLength")
 """Operators that see only the shape of what they read."""
 OPERATORS: Mapping[str, Operator] = {
     "Shape": _shape,
@@ -235,6 +284,13 @@ OPERATORS: Mapping[str, Operator] = {
     "SplitToSequence": _split_to_sequence,
     "SequenceConstruct": lambda call: [[call[i] for i in range(len(call.operands))]],
     "SequenceAt": _sequence_at,
+    "SequenceEmpty": lambda call: [[]],
+    "SequenceInsert": _sequence_insert,
+    "SequenceErase": _sequence_erase,
+    "SequenceLength": lambda call: torch.tensor(len(call[0])),
+    "EyeLike": _eye_like,
+    "ReverseSequence": _reverse_sequence,
+    "CenterCropPad": _center_crop_pad,
     "ConcatFromSequence": _concat_from_sequence,
     "Slice": _slice,
     "Expand": _expand,

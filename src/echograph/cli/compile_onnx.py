@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echograph.errors import UsageError
+from echograph.errors import UnknownNameError, UsageError
 from echograph.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def check_source(model: str | None, onnx: Path | None, *, zoo: Sequence[object],
     if onnx is not None and any(option is not None for option in zoo):
         raise UsageError("--batch-size, --seq-len, --attention, --recompute, --capture: not for an ONNX file")
     if onnx is None and any(option is not None for option in own):
-        raise UsageError("--dim, --train and --loss are for an ONNX file: give it by --onnx")
+        raise UsageError("--dim, --train, --loss and --branch are for an ONNX file: give it by --onnx")
 
 
 def compile_onnx_file(
@@ -43,19 +43,21 @@ def compile_onnx_file(
     optimizer: str,
     clip_grad_norm: float | None,
     master_weights: bool | None,
+    branch: str = "",
     say: Progress = silent,
 ) -> Compiled:
     """The step graph of a model: its forward pass, or with `train` a whole training step.
 
     Args:
         path: the file.
-        dims: symbolic dimensions as "name=size".
+        dims: sizes of dimensions without one, as "name=size" or "input.position=size".
         train: whether the step trains.
         loss: what it is trained on (`frontend.onnx.loss`).
         dtype: of the step; None: the file's.
         optimizer: of the step, as the two that follow: only counts with `train`.
         clip_grad_norm: largest norm of all gradients.
         master_weights: whether 16-bit parameters have fp32 copies.
+        branch: which branch an `If` takes where data decide: then or else; "" refuses.
         say: is told what is going on.
 
     Raises:
@@ -64,6 +66,8 @@ def compile_onnx_file(
     """
     if not train and (clip_grad_norm is not None or master_weights is not None or loss != "auto"):
         raise UsageError("--clip-grad-norm, --master-weights and --loss are of a training step: add --train")
+    if branch not in ("", "then", "else"):
+        raise UnknownNameError("branch", branch, ("then", "else"))
     from echograph.frontend.onnx.model import read
 
     sizes = dict(_size(text) for text in dims)
@@ -80,7 +84,7 @@ def compile_onnx_file(
         master_weights=master_weights,
     )
     say(f"running {path} without data")
-    return compile_onnx(model, spec, train=train, loss=loss)
+    return compile_onnx(model, spec, train=train, loss=loss, branch=branch)
 
 
 def _size(text: str) -> tuple[str, int]:

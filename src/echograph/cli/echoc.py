@@ -64,7 +64,10 @@ def compile_command(
     ] = None,
     capture: Annotated[str, typer.Option(help="recorder, or aot (export and AOTAutograd).")] = "recorder",
     kernels: Annotated[str, typer.Option(help="Whose kernels operators become: cuda or cpu.")] = "cuda",
-    dim: Annotated[list[str] | None, typer.Option(help="ONNX: a symbolic dimension, as batch=8.")] = None,
+    dim: Annotated[
+        list[str] | None, typer.Option(help="ONNX: a dimension without a size, as batch=8 or x.0=8.")
+    ] = None,
+    branch: Annotated[str, typer.Option(help="ONNX: what an If on data takes: then or else.")] = "",
     train: Annotated[bool, typer.Option("--train", help="ONNX: add loss, backward and optimizer.")] = False,
     loss: Annotated[str, typer.Option(help="ONNX: auto, output, cross-entropy or sum.")] = "auto",
     as_json: Json = False,
@@ -78,16 +81,17 @@ def compile_command(
         model,
         onnx,
         zoo=(batch_size, seq_len, attention, recompute or None, None if capture == "recorder" else capture),
-        own=(dim or None, train or None, None if loss == "auto" else loss),
+        own=(dim or None, branch or None, train or None, None if loss == "auto" else loss),
     )
     files.check_writable(output)
     require_torch("compiling a model")
     note = ""
+    notes: tuple[str, ...] = ()
     with progress("starting") as say:
         if onnx is not None:
-            graph, note = compile_onnx_file(
+            graph, note, notes = compile_onnx_file(
                 onnx, dims=dim or (), train=train, loss=loss, dtype=dtype, optimizer=optimizer,
-                clip_grad_norm=clip_grad_norm, master_weights=master_weights, say=say,
+                clip_grad_norm=clip_grad_norm, master_weights=master_weights, branch=branch, say=say,
             )  # fmt: skip
         else:
             from echograph.frontend.pytorch.step import StepSpec
@@ -107,12 +111,13 @@ def compile_command(
         size = serde.save(graph, output, say)
     summary = summarize(graph)
     if as_json:
-        print_json({"output": str(output), "bytes": size, **summary} | ({"loss": note} if note else {}))
+        said = ({"loss": note} if note else {}) | ({"notes": list(notes)} if notes else {})
+        print_json({"output": str(output), "bytes": size, **summary} | said)
         return
     for line in _headline(summary):
         print_line(line)
-    if note:
-        print_error(f"note: trained on the {note}")
+    for text in (*((f"trained on the {note}",) if note else ()), *notes):
+        print_error(f"note: {text}")
     print_error(f"wrote {output} ({format_bytes(size)})")
 
 

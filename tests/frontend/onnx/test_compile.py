@@ -34,7 +34,7 @@ def layers(folder: Path, **options: Any) -> Compiled:
 
 
 def test_forward_products_and_flops(tmp_path: Path) -> None:
-    graph, loss = layers(tmp_path)
+    graph, loss, _ = layers(tmp_path)
     assert loss == ""
     assert m.products(graph) == {
         ("FORWARD", B, S, W, S): 3, ("FORWARD", B, S, S, W): 3, ("FORWARD", 1, B * S, W, W): 3,
@@ -46,7 +46,7 @@ def test_forward_products_and_flops(tmp_path: Path) -> None:
 
 
 def test_each_product_has_two_gradients(tmp_path: Path) -> None:
-    graph, loss = layers(tmp_path, train=True)
+    graph, loss, _ = layers(tmp_path, train=True)
     assert loss == "cross-entropy of 'logits'"
     # dA of [m, k] x [k, n] is [m, n] x [n, k], dB is [k, m] x [m, n].
     expected: Counter[Any] = Counter()
@@ -73,7 +73,7 @@ def test_layers_fold(tmp_path: Path) -> None:
 
 
 def test_gradients_and_optimizer_of_every_weight(tmp_path: Path) -> None:
-    graph, _ = layers(tmp_path, train=True, dtype="bf16", optimizer="adamw", clip_grad_norm=1.0)
+    graph, *_ = layers(tmp_path, train=True, dtype="bf16", optimizer="adamw", clip_grad_norm=1.0)
     updates = [o for o, _, _ in m.operations(graph) if o.name == "aten._fused_adamw_"]
     assert len(updates) == 2 + 3 * 4
     roles = Counter(int(role) for role in graph.tensors.role)
@@ -82,7 +82,7 @@ def test_gradients_and_optimizer_of_every_weight(tmp_path: Path) -> None:
 
 
 def test_a_picture_model_flattens_by_its_shape(tmp_path: Path) -> None:
-    graph, loss = compiled(m.picture(), tmp_path, {"n": 2}, train=True)
+    graph, loss, _ = compiled(m.picture(), tmp_path, {"n": 2}, train=True)
     assert loss == "cross-entropy of 'scores'"
     positions, channels = 16 * 16, 8
     convolution = 2 * 2 * positions * channels * 3 * 9
@@ -93,7 +93,7 @@ def test_a_picture_model_flattens_by_its_shape(tmp_path: Path) -> None:
 
 
 def test_statistics_of_a_batch_norm_are_buffers_and_follow_the_batch_in_training(tmp_path: Path) -> None:
-    graph, _ = compiled(m.picture(), tmp_path, {"n": 2}, train=True)
+    graph, *_ = compiled(m.picture(), tmp_path, {"n": 2}, train=True)
     buffers = {t.name for _, inputs, _ in m.operations(graph) for t in inputs if t.role == TensorRole.BUFFER}
     assert {"bn.mean", "bn.var"} <= buffers
     names = Counter(o.name for o, _, _ in m.operations(graph))
@@ -106,7 +106,7 @@ def test_a_value_used_twice_sums_its_gradients(tmp_path: Path) -> None:
         helper.make_node("Sigmoid", ["h"], ["b"]), helper.make_node("Mul", ["a", "b"], ["y"]),
     ]  # fmt: skip
     proto = m.model(nodes, [m.value("x", [2, 3])], [m.value("y", [2, 4])], [m.weight("w", 3, 4)])
-    graph, loss = compiled(proto, tmp_path, {}, train=True)
+    graph, loss, _ = compiled(proto, tmp_path, {}, train=True)
     assert loss == "sum of the outputs"
     backward = [o.name for o, _, _ in m.operations(graph) if o.phase == Phase.BACKWARD]
     assert backward.count("aten.add") == 1
@@ -154,7 +154,7 @@ def test_the_step_type_stands_for_the_files_main_type_casts_included(tmp_path: P
     ]  # fmt: skip
     scale = helper.make_tensor("k", TensorProto.FLOAT, [1], [0.5])
     proto = m.model(nodes, [m.value("x", [2, 3])], [m.value("y", [2, 4])], [m.weight("w", 3, 4), scale])
-    graph, _ = compiled(proto, tmp_path, {}, dtype="bf16")
+    graph, *_ = compiled(proto, tmp_path, {}, dtype="bf16")
     types = [outputs[0].dtype for _, _, outputs in m.operations(graph)]
     assert types == [DType.BF16, DType.FP64, DType.BF16, DType.BF16]
 
@@ -202,7 +202,7 @@ def test_small_constants_that_broadcast_to_a_huge_one_take_no_memory(tmp_path: P
         helper.make_node("Add", ["c0", "c1"], ["a"]), helper.make_node("Add", ["a", "c2"], ["y"]),
     ]  # fmt: skip
     proto = m.model(nodes, [], [m.value("y", [n, n, n], TensorProto.INT64)], constants)
-    graph, _ = compiled(proto, tmp_path, {})  # 32 TiB if it were computed
+    graph, *_ = compiled(proto, tmp_path, {})  # 32 TiB if it were computed
     assert [outputs[0].shape for _, _, outputs in m.operations(graph)] == [(n, n, 1), (n, n, n)]
 
 

@@ -213,22 +213,53 @@ def test_inputs_without_a_shape_and_of_other_kinds(tmp_path: Path) -> None:
         read(m.save(proto, tmp_path))
 
 
-def test_a_negative_shape(tmp_path: Path) -> None:
+def test_a_negative_dimension_has_no_size(tmp_path: Path) -> None:
     proto = _relu()
-    proto.graph.input[0].CopyFrom(m.value("x", [-3]))
-    with pytest.raises(InputError, match=r"the shape \[-3\]"):
-        read(m.save(proto, tmp_path))
+    proto.graph.input[0].CopyFrom(m.value("x", [-1, 3]))
+    path = m.save(proto, tmp_path)
+    with pytest.raises(UsageError, match=r"without a size: x\.0"):
+        read(path)
+    assert read(path, {"x.0": 5}).inputs[0].shape == (5, 3)
+
+
+def test_a_dimension_is_bound_by_its_place_before_its_name(tmp_path: Path) -> None:
+    proto = m.model([helper.make_node("Relu", ["x"], ["y"])], [m.value("x", ["?", 3, "?"])], [m.value("y", None)])
+    path = m.save(proto, tmp_path)
+    assert read(path, {"?": 4}).inputs[0].shape == (4, 3, 4)
+    assert read(path, {"x.0": 5, "x.2": 6}).inputs[0].shape == (5, 3, 6)
+    assert read(path, {"?": 4, "x.2": 6}).inputs[0].shape == (4, 3, 6)
+    with pytest.raises(UsageError, match=r"has no such dimension"):
+        read(path, {"?": 4, "x.1": 6})
+
+
+def test_constants_that_layers_read_are_their_weights(tmp_path: Path) -> None:
+    """Exporters without initializers write weights as nodes; the numbers that they write so too are none."""
+    kernel, edge = np.zeros((4, 3, 3, 3), np.float32), np.zeros((1, 4, 1, 1), np.float32)
+    nodes = [
+        helper.make_node("Constant", [], ["w"], value=helper.make_tensor("w", 1, kernel.shape, kernel.flatten())),
+        helper.make_node("Constant", [], ["b"], value=helper.make_tensor("b", 1, edge.shape, edge.flatten())),
+        helper.make_node("Conv", ["x", "w"], ["c"]), helper.make_node("Add", ["c", "b"], ["y"]),
+    ]  # fmt: skip
+    inputs, outputs = [m.value("x", [1, 3, 8, 8])], [m.value("y", [1, 4, 6, 6])]
+    alone = read(m.save(m.model(nodes, inputs, outputs), tmp_path))
+    assert [(w.name, w.trainable, w.constant) for w in alone.weights] == [("w", True, True), ("b", True, True)]
+    nodes[-1] = helper.make_node("Mul", ["y0", "fc"], ["y"])
+    nodes.insert(3, helper.make_node("Add", ["c", "b"], ["y0"]))
+    beside = read(m.save(m.model(nodes, inputs, outputs, [m.weight("fc", 4, 6, 6)]), tmp_path))
+    assert {w.name for w in beside.weights} == {"w", "fc"}
+    assert beside.constants.keys() == set()
 
 
 def test_a_large_constant_node_is_a_buffer(tmp_path: Path) -> None:
     large = np.zeros(MAX_KNOWN + 1, np.float32)
     nodes = [
         helper.make_node("Constant", [], ["c"], value=helper.make_tensor("c", 1, large.shape, large)),
-        helper.make_node("Add", ["x", "c"], ["y"]),
-    ]
-    model = read(m.save(m.model(nodes, [m.value("x", [1])], [m.value("y", large.shape)]), tmp_path))
-    assert [(w.shape, w.trainable) for w in model.weights] == [(large.shape, False)]
-    assert [n.operator for n in model.nodes] == ["Add"]
+        helper.make_node("Add", ["x", "c"], ["s"]), helper.make_node("Add", ["s", "w"], ["y"]),
+    ]  # fmt: skip
+    proto = m.model(nodes, [m.value("x", [1])], [m.value("y", large.shape)], [m.weight("w", *large.shape)])
+    model = read(m.save(proto, tmp_path))
+    assert [(w.name, w.trainable) for w in model.weights] == [("c", False), ("w", True)]
+    assert [n.operator for n in model.nodes] == ["Add", "Add"]
 
 
 @pytest.mark.parametrize("data", [b"", b"\x00", b"garbage", b"\x08\x0a", bytes(range(256))])

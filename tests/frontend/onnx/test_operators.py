@@ -141,6 +141,35 @@ CASES = [
     case("Attention", f(1, 4, 16), f(1, 4, 8), f(1, 4, 8), opset=23, q_num_heads=4, kv_num_heads=2),
     case("SoftmaxCrossEntropyLoss", f(4, 5), i(0, 3, 2, 4)),
     case("NegativeLogLikelihoodLoss", f(4, 5), i(0, 3, 2, 4), reduction="sum"),
+    *(case(name, f(4, 2, 3), f(1, gates * 5, 3), f(1, gates * 5, 5), f(1, gates * 10), outputs=2, hidden_size=5)
+      for name, gates in (("LSTM", 4), ("GRU", 3), ("RNN", 1))),
+    *(case(name, f(4, 2, 3), f(2, gates * 5, 3), f(2, gates * 5, 5), outputs=2, hidden_size=5,
+           direction="bidirectional") for name, gates in (("LSTM", 4), ("GRU", 3), ("RNN", 1))),
+    case("LSTM", f(4, 2, 3), f(1, 20, 3), f(1, 20, 5), f(1, 40), None, f(1, 2, 5), f(1, 2, 5), f(1, 15),
+         outputs=3, hidden_size=5),
+    case("GRU", f(4, 2, 3), f(1, 15, 3), f(1, 15, 5), f(1, 30), outputs=2, hidden_size=5, linear_before_reset=1),
+    case("QuantizeLinear", f(2, 3), np.array(0.01, F), np.array(7, np.uint8)),
+    case("QuantizeLinear", f(2, 3), np.array([0.01, 0.02, 0.03], F), np.array([7, 8, 9], np.int8), axis=1),
+    case("DequantizeLinear", np.array([[1, 250]], np.uint8), np.array(0.01, F), np.array(7, np.uint8)),
+    case("DynamicQuantizeLinear", f(2, 3), outputs=3),
+    case("MatMulInteger", np.array([[1, 250]], np.uint8), np.array([[3], [4]], np.uint8), np.array(7, np.uint8)),
+    case("ConvInteger", np.arange(16, dtype=np.uint8).reshape(1, 1, 4, 4), np.ones((2, 1, 2, 2), np.uint8),
+         np.array(3, np.uint8), pads=[1, 1, 1, 1]),
+    case("QLinearMatMul", np.array([[1, 250]], np.uint8), np.array(0.1, F), np.array(7, np.uint8),
+         np.array([[3], [4]], np.uint8), np.array(0.2, F), np.array(1, np.uint8), np.array(0.3, F),
+         np.array(5, np.uint8)),
+    case("QLinearConv", np.arange(16, dtype=np.uint8).reshape(1, 1, 4, 4), np.array(0.1, F), np.array(7, np.uint8),
+         np.full((1, 1, 2, 2), 9, np.uint8), np.array(0.2, F), np.array(1, np.uint8), np.array(0.3, F),
+         np.array(5, np.uint8)),
+    case("CumProd", f(2, 3), i(1)[0], opset=26), case("Shrink", f(2, 3), lambd=0.4, bias=0.1),
+    case("MeanVarianceNormalization", f(2, 3, 4, 4)), case("Hardmax", f(2, 3)), case("Det", f(3, 3)),
+    case("EyeLike", f(3, 4), k=1), case("ReverseSequence", f(4, 3), i(1, 2, 4)),
+    case("CenterCropPad", f(4, 3), i(2, 5)), case("HannWindow", i(8)[0]),
+    case("HammingWindow", i(8)[0], periodic=0),
+    case("BlackmanWindow", i(8)[0]), case("DFT", f(2, 8, 1), opset=19, axis=1, onesided=1),
+    case("STFT", f(1, 16, 1), i(4)[0], None, i(8)[0]), case("GridSample", f(1, 1, 4, 4), f(1, 3, 3, 2)),
+    case("AffineGrid", f(2, 2, 3), i(2, 3, 4, 5)), case("Col2Im", f(1, 5, 5), i(5, 5), i(1, 5)),
+    case("RotaryEmbedding", f(1, 2, 3, 8), f(1, 3, 4), f(1, 3, 4), opset=23),
     case("Resize", f(1, 1, 2, 2), None, np.array([1, 1, 2, 2], F), mode="nearest", nearest_mode="floor",
          coordinate_transformation_mode="asymmetric"),
 ]  # fmt: skip
@@ -180,7 +209,10 @@ def test_every_standard_operator_has_a_case() -> None:
     tried = {case.values[0] for case in CASES}
     others = {  # sequences, aliases, numbers without inputs; of LRN's window the reference forgets a channel
         "LRN", "SequenceAt", "SequenceConstruct", "SplitToSequence", "ConcatFromSequence", "Constant", "Upsample",
-        "SimplifiedLayerNormalization", "Swish", "Or", "BitwiseOr", "BitwiseXor", "BitwiseNot", "Acosh",
+        "Scatter", "SequenceEmpty", "SequenceInsert", "SequenceErase", "SequenceLength",
+        "SimplifiedLayerNormalization",
+        "RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial",
+        "Swish", "Or", "BitwiseOr", "BitwiseXor", "BitwiseNot", "Acosh",
     }  # fmt: skip
     standard = {name for name in OPERATORS if "." not in name}
     assert standard - tried - others == set()

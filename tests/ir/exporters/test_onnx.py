@@ -32,7 +32,7 @@ from echograph.ir.types import Attention, Convolution, DType, Phase, TensorRole 
 def written(graph: Any, folder: Path) -> tuple[Any, Exported]:
     done = export(graph, folder / "out.onnx")
     proto = onnx.load(folder / "out.onnx")
-    onnx.checker.check_model(proto)
+    onnx.checker.check_model(proto, full_check=True)
     return proto, done
 
 
@@ -133,10 +133,26 @@ def test_an_operator_without_a_word_keeps_its_name_shapes_and_attributes(tmp_pat
     assert (op.name, inputs[0].shape, outputs[0].shape) == ("echograph.roll", (4, 6), (4, 6))
 
 
-@pytest.mark.parametrize(("shape", "after", "exact"), [((2, 3), (3, 2), True), ((2, 3, 3), (2, 3, 3), False)])
-def test_a_transpose_is_exact_where_shapes_say_which(shape: Any, after: Any, exact: bool, tmp_path: Path) -> None:
-    proto, _ = written(_graph("aten.permute", [(shape, DType.FP32)], [(after, DType.FP32)]), tmp_path)
-    assert (proto.graph.node[0].op_type == "Transpose") == exact
+@pytest.mark.parametrize(("arguments", "exact"), [('{"dims":[0,2,1]}', True), ("", False)])
+def test_a_permutation_is_what_the_graph_says_or_a_name(arguments: str, exact: bool, tmp_path: Path) -> None:
+    shape = (2, 3, 3)  # of which the shapes alone do not tell which it is
+    graph = _graph("aten.permute", [(shape, DType.FP32)], [(shape, DType.FP32)], arguments=arguments)
+    proto, _ = written(graph, tmp_path)
+    (node,) = proto.graph.node
+    assert (node.op_type == "Transpose") == exact
+    if exact:
+        assert list(node.attribute[0].ints) == [0, 2, 1]
+
+
+def test_bf16_is_fp32_that_says_what_it_is(tmp_path: Path) -> None:
+    graph = _graph("aten._to_copy", [((4,), DType.FP32)], [((4,), DType.BF16)])
+    proto, done = written(graph, tmp_path)
+    assert {v.type.tensor_type.elem_type for v in (*proto.graph.input, *proto.graph.output)} == {TensorProto.FLOAT}
+    assert any("bf16 is written as fp32" in note for note in done.notes)
+    model = read(tmp_path / "out.onnx")
+    again = compile_onnx(model, StepSpec(dtype=step_type(model))).graph
+    ((_, inputs, outputs),) = m.operations(again)
+    assert (inputs[0].dtype, outputs[0].dtype) == (DType.FP32, DType.BF16)
 
 
 def test_weights_are_inputs_that_say_so(tmp_path: Path) -> None:
