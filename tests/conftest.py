@@ -58,6 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "measured_data" in getattr(item, "fixturenames", ()):
             kept.setdefault(item.path, []).append(item)
+    for first, *rest in kept.values():
+        reason = f"{1 + len(rest)} tests of this module compare with measured tables: set ECHOGRAPH_DATA"
+        first.add_marker(pytest.mark.skip(reason=reason))
     others = {item for _, *rest in kept.values() for item in rest}
     items[:] = [item for item in items if item not in others]
     config.hook.pytest_deselected(items=list(others))
