@@ -164,7 +164,7 @@ def _permitted(kind: Any) -> str:
         return f"{noun}{_range(kind)}"
     if isinstance(kind, inspect.LiteralType):
         return f"one of {', '.join(map(str, kind.values))}"
-    names = {
+    names: dict[Any, str] = {
         inspect.BoolType: "true or false",
         inspect.StrType: "text",
         inspect.NoneType: "nothing",

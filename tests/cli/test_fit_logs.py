@@ -68,6 +68,19 @@ def test_logs_make_a_cluster_that_predicts_them(cli, tmp_path: Path) -> None:
     assert "NCCL 2.21.5" in about["source"] and about["origin"] == "fitted"
 
 
+def test_logs_of_a_cluster_of_slower_links_are_not_scaled_twice(cli, tmp_path: Path) -> None:
+    text = (PRESETS / "dgx-h100.toml").read_text().replace("nvlink_GBps = 450", "nvlink_GBps = 200")
+    (tmp_path / "mine.toml").write_text(text.replace("nvls = true", "nvls = false"))
+    ours = load_cluster(tmp_path / "mine.toml")
+    path = log(tmp_path / "one.log", ours, 1)
+    asked = ("--nccl-tests", path, "--cluster", tmp_path / "mine.toml", "--name", "lab", "-o", tmp_path / "out")
+    assert cli("echoprof", "fit", *asked).status == 0
+    made = load_cluster(tmp_path / "out" / "lab.toml")
+    assert (made.node_fabric.link, made.node_fabric.about.origin) == (ours.node_fabric.link, "fitted")
+    times = [collective_time("all_reduce", 2**29, c.place_strided(8), c).seconds for c in (ours, made)]
+    assert times[1] == pytest.approx(times[0], rel=0.02)
+
+
 def test_a_clusters_own_fabrics_stay_where_no_row_speaks_of_them(cli, tmp_path: Path) -> None:
     path = log(tmp_path / "one.log", load_cluster("dgx-a100"), 1, factor=1.2)
     first = ("echoprof", "fit", "--nccl-tests", path, "--cluster", "dgx-a100", "-o", tmp_path / "first")

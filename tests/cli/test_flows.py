@@ -108,7 +108,7 @@ def test_a_cluster_file_with_a_degraded_link(cli, graph: Path, tmp_path: Path) -
         (("--network", "flows", "--engine", "static"), "static"),
         (("--network", "flows", "--engine", "reference"), "reference"),
         (("--degrade", "node 1 nic 3"), "LINK=FACTOR"),
-        (("--degrade", "node 1 nic 3=2"), "up to 1"),
+        (("--degrade", "node 1 nic 3=2"), "from 1e-06 to 1"),
         (("--degrade", "node 2 nic 3=0.5"), "there is node 0 to 1"),
         (("--degrade", "node 1 nic 8=0.5"), "node 1 nic 7"),
         (("--degrade", "nodes 1=0.5"), "node 0 to 1"),

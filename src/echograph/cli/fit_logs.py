@@ -15,7 +15,7 @@ from echograph.ir.files import write_whole
 from echograph.profiler.fit.collectives import CollectiveRow
 from echograph.profiler.fit.fabric import FabricFit, error_by_kind, fit_fabric, size_fold
 from echograph.simulator.clusters import Cluster
-from echograph.simulator.clusters.fabric import read_fabric_document
+from echograph.simulator.clusters.fabric import over_link, read_fabric_document
 from echograph.simulator.clusters.load import PRESETS, load_cluster
 from echograph.simulator.collectives.calibrate import LIMITS, Calibration, place_measured
 
@@ -56,6 +56,10 @@ def fit_logs(
             text = _point_at(text, table, path.parent)
             continue
         start = read_fabric_document(_shipped_or_beside(text, table, path.parent))
+        if table == "node":
+            # The rows are of this cluster's links, so that is what the new fabric says of its bandwidths.
+            start = dict(over_link(start, where.node_fabric.link, f"{name}-node"))
+            start |= {} if where.node_fabric.nvls else {"nvls": None}
         document, error = _fitted(mine, where, f"{name}-{table}", start, date)
         write_whole(output / f"{name}-{table}.json", [json.dumps(document, indent=2) + "\n"])
         text = _with_fabric(text, table, f"{name}-{table}.json")
