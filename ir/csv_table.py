@@ -20,7 +20,7 @@ def csv_text(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         rows: numbers, texts, or None for an empty cell.
     """
     lines = _Lines()
-    # Cells are quoted that hold a character of the line's end: with "\n" alone, a "\r" would begin a row of its own.
+    # Cells are quoted that hold a character of the line's end: with "\n" alone, a "\r" would begin a row.
     writer = csv.writer(lines, lineterminator="\r\n")
     writer.writerow(map(_cell, titles))
     writer.writerows(map(_cell, row) for row in rows)
