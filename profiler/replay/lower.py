@@ -26,6 +26,8 @@ NOT_TRACED = "not traced"
 """The group of collectives whose other ranks were not traced, or are not known."""
 NOT_TRACED_WORLD = "not traced (all ranks)"
 """Likewise, where the trace says that the group is of all ranks of the job."""
+ONE_OF_SEVERAL = "one rank of several"
+"""The group of collectives that a rank of a larger job runs alone."""
 CPU = "cpu"
 UNNAMED = "unnamed device"
 """The device of traces in which one ran and none is named."""
@@ -171,7 +173,7 @@ class _Lowering:
         """The group of a collective of which only this rank is known to have been in it."""
         world = self.job.traces[rank].world_size
         if len(call.ranks) == 1 or (world == 1 and not call.ranks):
-            return "one rank"
+            return "one rank" if world <= 1 else ONE_OF_SEVERAL
         return NOT_TRACED_WORLD if world > 1 and len(set(call.ranks)) == world else NOT_TRACED
 
     def _message(self, piece: Piece, common: Common) -> int:

@@ -143,6 +143,18 @@ class _Codes(dict[str, int]):
         return code
 
 
+class _Categories(dict[str, int]):
+    """Codes of categories, by the names of today."""
+
+    def __init__(self, codes: _Codes) -> None:
+        super().__init__()
+        self._codes = codes
+
+    def __missing__(self, text: str) -> int:
+        self[text] = code = self._codes[category(text)]
+        return code
+
+
 class _Columns:
     """Grows columns from batches of events."""
 
@@ -152,6 +164,7 @@ class _Columns:
         self._event = event
         self._rows = 0
         self._codes = _Codes()
+        self._categories = _Categories(self._codes)
         self._parts: dict[str, list[npt.NDArray[Any]]] = {}
         self._arguments: dict[str, list[Values]] = {}
         self._left_out = _LeftOut()
@@ -192,7 +205,7 @@ class _Columns:
     def _add(self, events: list[Any], index: Int64) -> None:
         if not events:
             return
-        codes = self._codes
+        codes, categories = self._codes, self._categories
         arguments = [NOTHING if e.args is None else e.args for e in events]
         whole, part = _times([e.ts for e in events])
         columns: dict[str, npt.NDArray[Any]] = {
@@ -200,7 +213,7 @@ class _Columns:
             "start": part,
             "duration": _durations([e.dur for e in events]),
             "name": np.array([codes[e.name] for e in events], np.int32),
-            "category": np.array([codes[category(e.cat)] for e in events], np.int32),
+            "category": np.array([categories[e.cat] for e in events], np.int32),
             "pid": self._places([e.pid for e in events]),
             "tid": self._places([e.tid for e in events]),
             "stream": _streams([a.stream for a in arguments]),
@@ -239,8 +252,9 @@ class _Columns:
 
     def _places(self, places: list[Any]) -> Int64:
         """Processes or threads: the same number for the same one, whatever else is in the batch."""
-        if set(map(type, places)) == {int} and TEXT < min(places) <= max(places) < 2**63:
-            return np.array(places, np.int64)
+        column = np.array(places)
+        if column.dtype == np.int64 and column.min() > TEXT:
+            return column
         known = self._places_of
         for place in set(places) - known.keys():
             known[place] = self._place(place)
@@ -372,7 +386,12 @@ def _numbers(values: list[int | None]) -> Int64:
 
 def _streams(said: list[int | str | None]) -> Int64:
     """Numbers of streams, which some profilers write as text, or as an address."""
-    numbers = _numbers([value if value is None or type(value) is int else _stream(str(value)) for value in said])
+    try:
+        numbers = np.array(said, np.int64)
+    except (TypeError, ValueError, OverflowError):
+        numbers = _numbers(
+            [value if value is None or type(value) is int else _stream(str(value)) for value in said]
+        )
     return np.where((numbers < 0) | (numbers == _NO_STREAM), NONE, numbers)
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 import typer
 
 from echograph.cli.app import print_error, print_json, print_line, print_table, progress
 from echograph.cli.plan import Plan
 from echograph.cli.study import Study
-from echograph.errors import UsageError
+from echograph.errors import PlanError, UsageError
 from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.timeline import Timeline
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind
@@ -29,6 +30,7 @@ STEP = "step"
 FREE = "free step"
 TRACE = "trace"
 NOT_TRACED, NOT_TRACED_WORLD = "not traced", "not traced (all ranks)"
+ONE_OF_SEVERAL = "one rank of several"
 
 
 KEPT = (
@@ -143,6 +145,10 @@ def replay(
 
         _check_sizes(job)
         _check_traced(job, f"--gpus {gpus}", {NOT_TRACED})
+        if _of_groups(job, {ONE_OF_SEVERAL}).any():
+            raise PlanError(
+                f"--gpus {gpus}: the job has collectives of one rank of several, so it is not only data-parallel"
+            )
         if not np.isin(job.ops.kind, COMMUNICATIONS).any():
             raise UsageError(
                 f"--gpus {gpus}: the trace has no collective, so it does not say what {gpus} ranks would "
@@ -254,9 +260,7 @@ def _check_sizes(job: JobGraph) -> None:
 
 def _check_traced(job: JobGraph, option: str, names: set[str]) -> None:
     """Refuses to time collectives of which it is not known how many ranks take part."""
-    ops = job.ops
-    unknown = [index for index, group in enumerate(job.groups) if group.name in names]
-    rows = np.isin(ops.kind, COMMUNICATIONS) & np.isin(ops.group, unknown)
+    ops, rows = job.ops, _of_groups(job, names)
     if rows.any():
         at = int(np.argmax(rows))
         everyone = job.groups[int(ops.group[at])].name == NOT_TRACED_WORLD
@@ -265,6 +269,12 @@ def _check_traced(job: JobGraph, option: str, names: set[str]) -> None:
             "were not traced, so what a network takes for them is not known: import the traces of all ranks"
             + (", or say with --gpus how many ranks the job has" if everyone else "")
         )
+
+
+def _of_groups(job: JobGraph, names: set[str]) -> npt.NDArray[np.bool_]:
+    """Which operations communicate in a group of one of the names."""
+    groups = [index for index, group in enumerate(job.groups) if group.name in names]
+    return np.isin(job.ops.kind, COMMUNICATIONS) & np.isin(job.ops.group, groups)
 
 
 def _shown(found: Sequence[StepTime]) -> list[StepTime]:

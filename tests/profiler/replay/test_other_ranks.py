@@ -72,6 +72,13 @@ def test_collectives_of_ranks_that_were_not_traced_are_not_timed(tmp_path: Path)
             replay(some, **options)  # type: ignore[arg-type]
 
 
+def test_a_group_of_one_rank_of_several_is_not_the_world(tmp_path: Path) -> None:
+    job = job_of(tmp_path, reduced([0]), 8)
+    with pytest.raises(PlanError, match="collectives of one rank of several, so it is not only data-parallel"):
+        replay(job, cluster=CLUSTER, gpus=16)
+    assert replay(job, cluster=CLUSTER)[0].step_ps == replay(job)[0].step_ps
+
+
 def test_groups_of_some_of_the_traced_ranks_stay_refused(tmp_path: Path) -> None:
     for rank in range(3):
         events = reduced([0, 1]) if rank < 2 else [operator("aten::mm", 0, 10)]
