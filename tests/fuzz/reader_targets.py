@@ -489,7 +489,7 @@ TARGETS: tuple[Target, ...] = (
         Target(
             name=name,
             seeds=seeds,
-            fast=100,
+            fast=0,
             commands=(
                 ("echoc", "import", "kineto", "{folder}", "-o", OUT),
                 ("echoprof", "analyze", "{folder}", "--no-cache", "--json"),
@@ -524,7 +524,7 @@ TARGETS: tuple[Target, ...] = (
     Target(
         name="ByteProfile",
         seeds=_byteprofile,
-        fast=100,
+        fast=40,
         commands=(
             ("echoprof", "stats", "{folder}", "--json"),
             ("echoprof", "stats", "{folder}"),
@@ -579,6 +579,7 @@ TARGETS: tuple[Target, ...] = (
     Target(
         name="result",
         seeds=_results,
+        fast=0,
         commands=(
             ("echosim", "compare", "{seed:0}", "{seed:1}", "--json"),
             ("echosim", "compare", "{seed:0}", "{seed:1}"),
