@@ -37,10 +37,17 @@ def test_collectives(before: str, after: str, says: str, packed: bool, tmp_path:
 @pytest.mark.parametrize(
     ("before", "after", "says"),
     [
-        ("128", "-128", "line 3: 'm' is -128"), ("128", "nan", "line 3: 'm' is nan"), ("128", "x", "line 3: 'm' is 'x'"),
-        ("128", "1e300", "line 3: 'm' is 1e300"), ("128", "", "line 3: gemm without 'm'"), ("128", "0", "line 3: 'm' is 0"),
-        ("128,64,64,0.01", "128,64,64,0", "line 3: 'latency_ms' is 0"), ("128,64,64,0.01", "128,64,64,", "without 'latency_ms'"),
-        ("128,64", "128", "line 3: 5 cells"), ("dtype,m", "dtype,n", "'n' stands twice"), ("bf16,128", "x" * 400 + ",128", "line 3: 'dtype'"),
+        ("128", "-128", "line 3: 'm' is -128"),
+        ("128", "nan", "line 3: 'm' is nan"),
+        ("128", "x", "line 3: 'm' is 'x'"),
+        ("128", "1e300", "line 3: 'm' is 1e300"),
+        ("128", "", "line 3: gemm without 'm'"),
+        ("128", "0", "line 3: 'm' is 0"),
+        ("128,64,64,0.01", "128,64,64,0", "line 3: 'latency_ms' is 0"),
+        ("128,64,64,0.01", "128,64,64,", "without 'latency_ms'"),
+        ("128,64", "128", "line 3: 5 cells"),
+        ("dtype,m", "dtype,n", "'n' stands twice"),
+        ("bf16,128", "x" * 400 + ",128", "line 3: 'dtype'"),
         ("128", "1\r28", "line"), ("128", '"128', "line"),
     ],
 )  # fmt: skip
