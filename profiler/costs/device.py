@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,17 @@ from echograph.profiler.costs.cost import Source
 
 FORMAT = 1
 MAX_PROFILE_BYTES = 4 * 2**20
-MAX_NUMBER = 1e18
+MAX_NUMBER, MAX_PERMILLE, SMALLEST = 1e18, 10_000, 1e-18
+_SIGNED = frozenset({"bias", "permille"})
+# What costs divide by, take the logarithm of, or raise to a power.
+_DIVISORS = frozenset({
+    "peak_flops_per_s", "memory_bandwidth_bytes_per_s", "memory_bytes", "sm_count", "l2_bytes", "clock_hz",
+    "element_bytes", "tiles", "efficiency", "splits", "bandwidth_fraction", "overlap_power", "time_scale",
+    "transposed_scale", "batched_scale", "knots", "knee_elements", "sharpness", "head_dims", "padded_head_dims",
+    "traffic_knee_bytes", "traffic_sharpness", "row_bytes", "sustained_gemm_slowdown", "operand", "output",
+})  # fmt: skip
+_MOST = {"overlap_power": 1e3, "sharpness": 1e3, "traffic_sharpness": 1e3, "time_scale": 1e6, "efficiency": 1e3}
+_NAMES = _SIGNED | _DIVISORS | {"launch_s", "op_s", "split_s", "spread", "spread_short", "tables", "rows"}
 
 
 class Datasheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -255,9 +266,11 @@ def read_profile(path: Path) -> DeviceProfile:
 
 
 def _check(profile: DeviceProfile, path: Path) -> None:
-    for where, number in _numbers(msgspec.to_builtins(profile), "$"):
-        if not abs(number) <= MAX_NUMBER:
+    for where, name, number in _numbers(msgspec.to_builtins(profile), "$", ""):
+        least, most = (-MAX_PERMILLE, MAX_PERMILLE) if name in _SIGNED else (0, _MOST.get(name, MAX_NUMBER))
+        if not least <= number <= most or (number < SMALLEST and name in _DIVISORS):
             raise DataError(f"{path}: {where} is {number:g}: no device has that: make one with 'echoprof fit'")
+    _check_lists(profile, path)
     for key, model in profile.gemm.items():
         if model.peak not in profile.datasheet.peak_flops_per_s:
             raise DataError(f"{path}: gemm '{key}' needs peak '{model.peak}': add it to the datasheet")
@@ -265,14 +278,32 @@ def _check(profile: DeviceProfile, path: Path) -> None:
         raise DataError(f"{path}: default_attention '{profile.default_attention}' is not in 'attention'")
 
 
-def _numbers(value: Any, where: str) -> Iterator[tuple[str, float]]:
-    """All numbers of a tree, and where they stand."""
+def _check_lists(profile: DeviceProfile, path: Path) -> None:
+    for key, gemm in profile.gemm.items():
+        knots = [] if gemm.residual is None else [len(axis) for axis in gemm.residual.knots]
+        tiles = {len(gemm.tiles), len(gemm.efficiency), len(gemm.overhead_k)}
+        filled = gemm.residual is None or prod(knots) == len(gemm.residual.permille)
+        if len(tiles) > 1 or not (gemm.tiles and gemm.splits and filled):
+            raise DataError(f"{path}: gemm '{key}' has lists of different lengths, or empty ones")
+    for key, kind in profile.attention.items():
+        passes = [one for one in (kind.forward, kind.backward) if one is not None]
+        if any(not one.head_dims or len(one.head_dims) != len(one.efficiency) for one in passes):
+            raise DataError(f"{path}: attention '{key}' has lists of different lengths, or empty ones")
+    for key, memory in profile.memory.items():
+        if not memory.row_bytes or len(memory.row_bytes) != len(memory.bandwidth_fraction):
+            raise DataError(f"{path}: memory '{key}' has lists of different lengths, or empty ones")
+
+
+def _numbers(value: Any, where: str, name: str) -> Iterator[tuple[str, str, float]]:
+    """All numbers of a tree, where they stand, and the name of the field that they, or their list, are in."""
     if isinstance(value, int | float):
-        yield where, value
-    elif isinstance(value, dict | list):
-        named = value.items() if isinstance(value, dict) else ((f"[{at}]", part) for at, part in enumerate(value))
-        for name, part in named:
-            yield from _numbers(part, f"{where}.{name}"[:80])
+        yield where, name, value
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _numbers(part, f"{where}.{key}"[:80], key if key in _NAMES else name)
+    elif isinstance(value, list | tuple):
+        for at, part in enumerate(value):
+            yield from _numbers(part, f"{where}[{at}]"[:80], name)
 
 
 def _folder() -> Path:
