@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from reader_cases import SECONDS, Case, prepare, reproducer, run_cases, run_command
-from reader_targets import TARGETS, Target
+from reader_targets import STEP, TARGETS, Target
 
 
 def fuzz(target: Target, seed: int, cases: int) -> Iterator[tuple[int, str]]:
@@ -85,6 +85,9 @@ def main() -> int:
     if given.case is not None:
         show(targets[0], given.seed, given.case, given.keep)
         return 0
+    # What most commands import, once for all processes.
+    run_command("echosim", "run", STEP, "--gpus", 8)
+    run_command("echoc", "show", STEP)
     total = 0
     for target in targets:
         faults, before = 0, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
