@@ -39,7 +39,7 @@ class Target:
     seeds: Callable[[], list[Files]]
     commands: tuple[tuple[str, ...], ...]
     damaged: tuple[str, ...] = ("",)
-    fast: int = 200
+    fast: int = 100
 
 
 def made(make: Callable[[Path], Any]) -> Files:
@@ -430,7 +430,7 @@ TARGETS: tuple[Target, ...] = (
     Target(
         name="graph",
         seeds=lambda: _conformance("two_layers", "job", "kinds", "aliases", "ranks", "large_numbers"),
-        fast=200,
+        fast=100,
         commands=(
             ("echoc", "check", "{file}"),
             ("echoc", "show", "{file}"),
@@ -489,7 +489,7 @@ TARGETS: tuple[Target, ...] = (
         Target(
             name=name,
             seeds=seeds,
-            fast=100,
+            fast=0,
             commands=(
                 ("echoc", "import", "kineto", "{folder}", "-o", OUT),
                 ("echoprof", "analyze", "{folder}", "--no-cache", "--json"),
@@ -524,7 +524,7 @@ TARGETS: tuple[Target, ...] = (
     Target(
         name="ByteProfile",
         seeds=_byteprofile,
-        fast=100,
+        fast=40,
         commands=(
             ("echoprof", "stats", "{folder}", "--json"),
             ("echoprof", "stats", "{folder}"),
@@ -553,6 +553,7 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(
         name="cluster",
+        fast=50,
         seeds=_cluster,
         commands=(
             (*_RUN, "{step}", "--gpus", "16", "--cluster", "{file}", "--json"),
@@ -563,6 +564,7 @@ TARGETS: tuple[Target, ...] = (
         Target(
             name=name,
             seeds=seeds,
+            fast=50,
             damaged=("own.json",),
             commands=((*_RUN, "{step}", "--gpus", "16", "--cluster", "{seed:mine.toml}", "--json"),),
         )
@@ -570,6 +572,7 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(
         name="plan",
+        fast=50,
         seeds=_plan,
         commands=(
             (*_RUN, "{step}", "--plan", "{file}", "--json"),
@@ -579,6 +582,7 @@ TARGETS: tuple[Target, ...] = (
     Target(
         name="result",
         seeds=_results,
+        fast=0,
         commands=(
             ("echosim", "compare", "{seed:0}", "{seed:1}", "--json"),
             ("echosim", "compare", "{seed:0}", "{seed:1}"),
@@ -587,6 +591,7 @@ TARGETS: tuple[Target, ...] = (
     ),
     Target(
         name="profile",
+        fast=50,
         seeds=_profile,
         commands=(("echoc", "annotate", "{step}", "--profile", "{file}", "--cluster", "dgx-h100", "-o", OUT),),
     ),
