@@ -1,8 +1,8 @@
 """How long a reader takes for a job's traces that runs one kernel and one communication of a rank at a time.
 
-ASTRA-sim is one: of what is ready it starts the lowest id; a send does not wait for its receive, and a receive keeps
-nothing from running. The ranks of a program do the same, so one of each is run; a collective waits for one rank of
-every program that takes part.
+ASTRA-sim is one: of what is ready it starts the lowest id; a send does not wait for its receive, and a receive
+keeps nothing from running. The ranks of a program do the same, so one of each is run; a collective waits for one
+rank of every program that takes part.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def export_chakra(graph: Graph, output: Path, options: ExportOptions, say: Progr
 
 
 def _expected(job: JobGraph, cluster: Cluster, device: DeviceProfile, serial_ps: int) -> dict[str, float]:
-    """Seconds of the step: as `echosim` says, without the time of the host, and with one communication at a time."""
+    """Seconds of the step: as `echosim` says, without the time of the host, and one communication at a time."""
     from echograph.cli.compose import host_of
     from echograph.simulator.host import Host
     from echograph.simulator.simulate import simulate
