@@ -116,7 +116,8 @@ def _boxes(steps_of: Sequence[list[Step]], graph: Graph) -> tuple[list[Box], tup
     """Blocks of equal steps together; the main block stands alone."""
     found: dict[tuple[object, ...], list[int]] = {}
     for number, steps in enumerate(steps_of):
-        key = (number == 0, *(step.alike for step in steps))
+        stem = re.sub(r"\.\d+$", "", graph.blocks[number].name)
+        key = (number == 0, stem, *(step.alike for step in steps))
         found.setdefault(key, []).append(number)
     boxes = []
     box_of = [0] * len(steps_of)
