@@ -139,4 +139,4 @@ def test_any_name_can_be_drawn(name: str, tmp_path: Path) -> None:
 def test_graphviz_draws_it(tmp_path: Path) -> None:
     EXPORTERS["dot"](GRAPHS["job"](), tmp_path / "graph.dot")
     done = subprocess.run(["dot", "-Tsvg", tmp_path / "graph.dot"], capture_output=True, text=True, check=True)
-    assert done.stdout.count('class="cluster"') == len(picture(GRAPHS["job"]()).boxes)
+    assert done.stdout.count('class="cluster"') == len(GRAPHS["job"]().blocks)
