@@ -1,4 +1,4 @@
-"""Chakra traces of 1,024 ranks: how fast they are written, and in how much memory.
+"""Chakra traces of 1,024 ranks: how fast they are written and read back, and in how much memory.
 
 python -m benchmarks.chakra [--runs 3]
 
@@ -34,17 +34,25 @@ def main() -> None:
         job = serde.load(folder / "roles.pb")
         assert isinstance(job, JobGraph)
         serde.save(UnfoldRanks()(job), folder / "ranks.pb")
-        print("programs     nodes  a rank     MiB  wall s   cpu s   nodes/s  peak MiB")
+        print("what programs     nodes  a rank     MiB  wall s   cpu s   nodes/s  peak MiB")
         for name, programs in (("roles", len(job.programs)), ("ranks", job.world_size)):
             command = echo("echoc", "export", f"{name}.pb", "--to", "chakra", "-o", "out", "--json")
             found = measure(command, runs=runs, cwd=folder)
             about = json.loads((folder / "out" / "chakra.json").read_text())
             nodes, size = about["nodes"], sum(path.stat().st_size for path in (folder / "out").iterdir()) / 2**20
             print(
-                f"{programs:>8} {nodes:>9} {nodes // about['ranks']:>7} {size:>7.0f} {found.wall_s:>7.2f} "
+                f"write {programs:>7} {nodes:>9} {nodes // about['ranks']:>7} {size:>7.0f} {found.wall_s:>7.2f} "
                 f"{found.cpu_s:>7.2f} {nodes / found.cpu_s:>9.0f} {found.peak_MiB:>9.0f}",
                 flush=True,
             )
+        found = measure(echo("echoc", "import", "chakra", "out", "-o", "back.pb"), runs=runs, cwd=folder)
+        size = (folder / "back.pb").stat().st_size / 2**20
+        back = serde.load(folder / "back.pb")
+        print(
+            f"read  {len(back.programs):>7} {nodes:>9} {nodes // job.world_size:>7} {size:>7.0f} "
+            f"{found.wall_s:>7.2f} {found.cpu_s:>7.2f} {nodes / found.cpu_s:>9.0f} {found.peak_MiB:>9.0f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

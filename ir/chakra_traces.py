@@ -425,15 +425,14 @@ def _finish_all(waiting: Sequence[_File], known: _Templates, shared: _Shared) ->
     """Small files: first those of different sizes, then those that are like none of them."""
     left = [file for file in waiting if file.trace is None]
     while left:
-        first = list({len(file.data): file for file in reversed(left)}.values())
-        _decode([piece for file in reversed(first) for piece in _pieces(file)], shared)
+        first = list({len(file.data): file for file in reversed(left)}.values())[::-1]
+        _decode([piece for file in first for piece in _pieces(file)], shared)
         for file in first:
-            file.trace = _finished(file, shared)
-            known.add(file)
-        left = [file for file in left if file.trace is None and not known.fill(file, shared)]
-    for file in waiting:
-        assert file.trace is not None
-        yield file.trace
+            if not file.odd:
+                file.trace = _finished(file, shared)
+                known.add(file)
+        left = [file for file in left if file not in first and not known.fill(file, shared)]
+    yield from (_finished(file, shared) if file.trace is None else file.trace for file in waiting)
 
 
 def _pieces(file: _File) -> Iterator[_Piece]:

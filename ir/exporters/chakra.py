@@ -21,6 +21,7 @@ from echograph.ir.edges import Edges
 from echograph.ir.exporters import Exported
 from echograph.ir.exporters.chakra_lower import Lowered, Lowering
 from echograph.ir.exporters.chakra_ranks import Communicators, Differs
+from echograph.ir.exporters.chakra_serial import Serial
 from echograph.ir.exporters.chakra_trace import Trace
 from echograph.ir.files import whole_folder
 from echograph.ir.graph import JobGraph
@@ -48,11 +49,16 @@ class ChakraExport(Exported):
         ranks: ranks of the job.
         nodes: nodes in all files together.
         drift_ps: what whole microseconds made a stream of a rank longer, or shorter where below 0: the largest.
+        one_at_a_time_ps: the step of a reader that runs one kernel and one communication of a rank at a time; None
+            where it was not asked for, or there are too many nodes to find out.
+        expected: what becomes of the step in such a reader, and why, where that is known.
     """
 
     ranks: int
     nodes: int
     drift_ps: int
+    one_at_a_time_ps: int | None = None
+    expected: Mapping[str, float] | None = None
 
 
 def write_chakra(
@@ -64,6 +70,7 @@ def write_chakra(
     per_role: bool = False,
     beside: Mapping[str, str] = MappingProxyType({}),
     progress: Progress = silent,
+    communication_ps: Int64 | None = None,
 ) -> ChakraExport:
     """Writes `NAME.<rank>.et` for every rank and `comm_groups.json`, all of them or none.
 
@@ -75,6 +82,8 @@ def write_chakra(
         per_role: writes `NAME.role<number>.et`, the trace of a role's first rank, and `roles.json`: whose it is.
         beside: other files to write into the folder, by name.
         progress: told how many ranks have been written.
+        communication_ps: int64 [operations], how long communications take, where it is to be found out how long a
+            reader takes that runs one at a time.
 
     Raises:
         PlanError: the job is too large to be written out, or a rank communicates in a group that it is not in.
@@ -86,6 +95,8 @@ def write_chakra(
     if not re.fullmatch(r"\w[\w.-]{0,99}", name):
         raise UsageError(f"name '{name[:40]}': give letters, digits, '-', '_' and '.'")
     writer = _Writer(job=job, picoseconds=_times(job, device), name=name, per_role=per_role, progress=progress)
+    if communication_ps is not None:
+        writer.serial = Serial(writer.ranks, writer.rows, communication_ps)
     with whole_folder(Path(output), MARK) as folder:
         writer.write(folder)
         for file, text in beside.items():
@@ -100,14 +111,15 @@ class _Writer:
     name: str
     per_role: bool
     progress: Progress = silent
+    serial: Serial | None = None
     written: int = 0
     nodes: int = 0
     drift_ps: int = 0
     roles: dict[int, dict[str, object]] = field(default_factory=dict)
     total: int = field(init=False)
     _lowering: Lowering = field(init=False)
-    _ranks: Communicators = field(init=False)
-    _rows: dict[int, Lowered] = field(init=False)
+    ranks: Communicators = field(init=False)
+    rows: dict[int, Lowered] = field(init=False)
     _names: dict[tuple[int, int, str], bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -115,16 +127,16 @@ class _Writer:
         sizes = tuple(Communicators(job, ()).size(group) for group in range(len(job.groups)))
         self._lowering = Lowering(job=job, picoseconds=self.picoseconds, sizes=sizes)
         used = _used_rows(job)
-        self._rows = {row: found for row in used if (found := self._lowering(row)) is not None}
-        differing = (lowered.differs for lowered in self._rows.values() if lowered.differs is not None)
-        self._ranks = Communicators(job, {group for kind, group, _ in differing if kind == OpKind.COLLECTIVE})
+        self.rows = {row: found for row in used if (found := self._lowering(row)) is not None}
+        differing = (lowered.differs for lowered in self.rows.values() if lowered.differs is not None)
+        self.ranks = Communicators(job, {group for kind, group, _ in differing if kind == OpKind.COLLECTIVE})
         self._check_size()
 
     def _check_size(self) -> None:
         lengths = [int((p.calls[:, 2] - p.calls[:, 1]).sum()) for p in self.job.programs]
         if (longest := max(lengths)) > MAX_ROLE_NODES:
             raise PlanError(f"a rank runs {longest:,} operations: at most {MAX_ROLE_NODES:,} are written out")
-        ranks = [1 if self.per_role else len(self._ranks.ranks(n)) for n in range(len(lengths))]
+        ranks = [1 if self.per_role else len(self.ranks.ranks(n)) for n in range(len(lengths))]
         self.total = sum(ranks)
         total = sum(length * count for length, count in zip(lengths, ranks, strict=True))
         if total > MAX_NODES:
@@ -137,9 +149,9 @@ class _Writer:
         """The traces and groups."""
         edges = Edges(self.job)
         kept = np.zeros(len(self.job.ops), np.bool_)
-        kept[list(self._rows)] = True
+        kept[list(self.rows)] = True
         for numbers in self._alike():
-            template, count = self._template(Trace(edges, numbers[0], kept, self.picoseconds))
+            template, count = self._template(Trace(edges, numbers[0], kept, self.picoseconds), numbers)
             for number in numbers:
                 self.nodes += count * self._write_role(folder, number, template)
         with (folder / GROUPS).open("w", encoding="utf-8") as file:
@@ -157,10 +169,10 @@ class _Writer:
 
     def _write_role(self, folder: Path, number: int, template: Template[Differs]) -> int:
         """Writes the traces of a program's ranks; returns how many."""
-        ranks = self._ranks.ranks(number).tolist()
+        ranks = self.ranks.ranks(number).tolist()
         places = {number: ranks[0]} if self.per_role else dict(zip(ranks, ranks, strict=True))
         for place, rank in places.items():
-            own = {key: self._ranks.attributes(key, rank) for key in template.keys}
+            own = {key: self.ranks.attributes(key, rank) for key in template.keys}
             with (folder / self._file(place)).open("wb") as file:
                 file.writelines(template.fill(own))
             self.written += 1
@@ -174,16 +186,20 @@ class _Writer:
 
     def _groups(self) -> Iterator[str]:
         separator = "{"
-        for number, members in self._ranks.members():
+        for number, members in self.ranks.members():
             yield f'{separator}\n"{number}": {json.dumps(members, separators=(",", ":"))}'
             separator = ","
         yield "\n}\n" if separator == "," else "{}\n"
 
-    def _template(self, trace: Trace) -> tuple[Template[Differs], int]:
+    def _template(self, trace: Trace, numbers: list[int]) -> tuple[Template[Differs], int]:
         """A role's trace, and how many nodes it has: never none, which a reader takes for an error."""
         template = Template[Differs]({"producer": self.job.producer or "echograph"})
-        for step in trace:
-            lowered = self._rows[step.row]
+        steps = list(trace)
+        if self.serial is not None:
+            for number in numbers:
+                self.serial.add(number, steps)
+        for step in steps:
+            lowered = self.rows[step.row]
             template.add(
                 step.number,
                 self._named(step.block, step.instance, step.row),
@@ -231,6 +247,7 @@ class _Writer:
             ranks=self.job.world_size,
             nodes=self.nodes,
             drift_ps=self.drift_ps,
+            one_at_a_time_ps=None if self.serial is None else self.serial.run(),
         )
 
     def _notes(self) -> Iterator[str]:
@@ -244,12 +261,12 @@ class _Writer:
             yield f"readers run one kernel of a rank at a time: those of {names} follow each other"
         if len(self._streams(compute=False)) > 1:
             yield "ASTRA-sim runs one communication of a rank at a time: those that overlap here do not there"
-        if self._ranks.count > MOST_GROUPS:
-            yield f"{self._ranks.count} groups: ASTRA-sim's numbers of their streams wrap above {MOST_GROUPS}"
+        if self.ranks.count > MOST_GROUPS:
+            yield f"{self.ranks.count} groups: ASTRA-sim's numbers of their streams wrap above {MOST_GROUPS}"
 
     def _streams(self, *, compute: bool) -> list[str]:
         """Names of the streams that compute, or of those that communicate."""
-        rows = [row for row, lowered in self._rows.items() if (lowered.kind == NodeType.COMP) == compute]
+        rows = [row for row, lowered in self.rows.items() if (lowered.kind == NodeType.COMP) == compute]
         return [self.job.streams[stream] for stream in np.unique(self.job.ops.stream[rows]).tolist()]
 
 

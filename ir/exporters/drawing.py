@@ -62,7 +62,7 @@ def _dot(drawn: Picture) -> Iterator[str]:
 
 def _node(step: Step) -> str:
     border = ', penwidth=2, color="#6a3d9a"' if step.communication else ', color="#888888"'
-    label = _quoted("\n".join((step.title, *step.lines)))
+    label = _quoted("\n".join((step.heading, *step.lines)))
     return f'label={label}, fillcolor="{COLOURS[step.phase]}"{border}'
 
 

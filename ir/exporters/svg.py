@@ -23,6 +23,8 @@ COLOURS = {
     Phase.OTHER: "#e8e8e8",
 }
 NODE_WIDTH, LINE, GAP, PAD, HEAD = 258, 14, 16, 14, 26
+SCREEN = 1800, 960
+"""What a drawing is shown in at first, in pixels; a larger one is made smaller, and can be made larger again."""
 _FORWARD, _BACKWARD, _REST = range(3)
 _LANE = {Phase.FORWARD: _FORWARD, Phase.BACKWARD: _BACKWARD, Phase.RECOMPUTE: _BACKWARD}
 _PITCH = NODE_WIDTH + 3 * GAP
@@ -100,11 +102,19 @@ class _Layout:
         return y + tall
 
     def _stack(self, number: int, steps: list[int], x: float, y: float) -> float:
+        """Steps below each other, in as many columns as a screen's height asks for; returns where they end."""
+        top = lowest = y
         for i in steps:
+            height = _height(self.drawn.boxes[number].steps[i]) + GAP
+            if y > top and y + height > SCREEN[1]:
+                x, y = x + _PITCH, top
             self._put(number, i, x, y)
-            y += _height(self.drawn.boxes[number].steps[i]) + GAP
-        self.follows.update(pairwise((number, i) for i in steps))
-        return y
+            y += height
+            lowest = max(lowest, y)
+        self.follows.update(
+            (a, b) for a, b in pairwise((number, i) for i in steps) if self.steps[a].x == self.steps[b].x
+        )
+        return lowest
 
     def _put(self, number: int, i: int, x: float, y: float) -> None:
         height = _height(self.drawn.boxes[number].steps[i])
@@ -129,7 +139,8 @@ def _bands(drawn: Picture, programs: Sequence[Program]) -> tuple[list[tuple[list
     step_of = {op: i for i, step in enumerate(main) for op in step.ops}
     enters = {n for n, box in enumerate(drawn.boxes) if n and any(_lane(s) == _FORWARD for s in box.steps)}
     for program in programs:
-        for number, begin, end in dict.fromkeys(map(tuple, program.calls[:, :3].tolist())):
+        for block, begin, end in dict.fromkeys(map(tuple, program.calls[:, :3].tolist())):
+            number = drawn.box_of[block]
             if number in enters:
                 if number not in seen:
                     seen.add(number)
@@ -158,8 +169,9 @@ def to_svg(drawn: Picture, programs: Sequence[Program]) -> Iterator[str]:
     """
     layout = _Layout(drawn, programs)
     width, height = layout.width, layout.height
+    scale = min(1.0, SCREEN[0] / width, SCREEN[1] / height)
     yield (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width * scale:.0f}" height="{height * scale:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="Helvetica, Arial, sans-serif">\n'
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" '
         'orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="#555"/></marker></defs>\n'
@@ -193,7 +205,7 @@ def _legend() -> Iterator[str]:
 def _step(step: Step, spot: _Spot) -> Iterator[str]:
     stroke, wide = ("#6a3d9a", 2.5) if step.communication else ("#888", 1)
     yield _rect(spot, fill=COLOURS[step.phase], stroke=stroke, wide=wide)
-    for at, line in enumerate((step.title, *filter(None, step.lines))):
+    for at, line in enumerate((step.heading, *filter(None, step.lines))):
         yield _text(spot.x + 8, spot.y + LINE * (at + 1), line, bold=at == 0)
 
 

@@ -41,8 +41,8 @@ COMPOSED = Table(
         "simai": "echograph.cli.export_timed:export_simai",
     },
 )
-"""Formats for which rooms meet: name -> `export(graph: Graph, output: Path, o: ExportOptions, say: Progress)`, which
-returns what was `Exported`.
+"""Formats for which rooms meet: name -> `export(graph: Graph, output: Path, o: ExportOptions, say: Progress)`, and
+what it returns is `Exported`.
 """
 
 TAKES = {"chakra": {"cluster", "per_role", "name"}, "chrome": {"cluster"}, "simai": {"cluster"}}

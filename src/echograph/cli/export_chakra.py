@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echograph.cli.export import ExportOptions, job_of
 from echograph.ir.exporters.chakra import ChakraExport, write_chakra
-from echograph.ir.graph import Graph
+from echograph.ir.graph import Graph, JobGraph
 from echograph.progress import Progress, silent
 from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
 from echograph.simulator.clusters.astra_sim import astra_sim_files
+from echograph.simulator.durations import durations
+from echograph.units import format_time, to_ps, to_s
 
 if TYPE_CHECKING:
     from echograph.profiler.costs import DeviceProfile
@@ -35,6 +37,8 @@ def export_chakra(graph: Graph, output: Path, options: ExportOptions, say: Progr
     device = load_device(cluster.device)
     say("estimating durations")
     timed = estimate(job, device)(job)
+    where = replace(cluster, device=device.name)
+    times = None if cluster.degraded else durations(timed, where).picoseconds
     done = write_chakra(
         timed,
         output,
@@ -42,6 +46,7 @@ def export_chakra(graph: Graph, output: Path, options: ExportOptions, say: Progr
         name=options.name or "",
         per_role=options.per_role,
         progress=say,
+        communication_ps=times,
         beside=astra_sim_files(
             cluster,
             job.world_size,
@@ -49,7 +54,39 @@ def export_chakra(graph: Graph, output: Path, options: ExportOptions, say: Progr
             memory_bytes_per_s=device.datasheet.memory_bandwidth_bytes_per_s,
         ),
     )
-    return replace(done, notes=(*done.notes, *_lost(cluster, output)))
+    say("simulating, to say what a reader of the traces will make of them")
+    expected = None if done.one_at_a_time_ps is None else _expected(timed, where, device, done.one_at_a_time_ps)
+    gap = () if expected is None else (_gap(expected),)
+    return replace(done, notes=(*done.notes, *_lost(cluster, output), *gap), expected=expected)
+
+
+def _expected(job: JobGraph, cluster: Cluster, device: DeviceProfile, serial_ps: int) -> dict[str, float]:
+    """Seconds of the step: as `echosim` says, without the time of the host, and one communication at a time."""
+    from echograph.cli.compose import host_of
+    from echograph.simulator.host import Host
+    from echograph.simulator.simulate import simulate
+
+    step, free = (
+        simulate(job, cluster, host, memory=False).step_ps
+        for host in (host_of(device), Host(op_ps=0, launch_ps=0))
+    )
+    return {
+        "echosim_s": to_s(step),
+        "without_host_s": to_s(free),
+        "one_at_a_time_s": to_s(serial_ps),
+        "gap": serial_ps / step - 1 if step else 0.0,
+    }
+
+
+def _gap(expected: Mapping[str, float]) -> str:
+    """What to expect of a reader that runs one kernel and one communication of a rank at a time, and why."""
+    step, free, serial = (expected[name] for name in ("echosim_s", "without_host_s", "one_at_a_time_s"))
+    host, turns = ((after - before) / step if step else 0.0 for before, after in ((step, free), (free, serial)))
+    return (
+        f"expected of ASTRA-sim: {format_time(to_ps(serial))} a step, {expected['gap']:+.1%} of echosim's "
+        f"{format_time(to_ps(step))}: no time of the host {host:+.1%}, one kernel and one communication of a rank "
+        f"at a time {turns:+.1%}; its model of the network not counted"
+    )
 
 
 def _peak(job: Graph, device: DeviceProfile) -> float:

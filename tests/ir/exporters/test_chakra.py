@@ -19,6 +19,7 @@ from echograph.ir.exporters.chakra_check import check
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.unfold_ranks import UnfoldRanks
 from echograph.ir.types import OpKind
+from echograph.simulator.durations import durations
 from echograph.simulator.host import Host
 from echograph.simulator.simulate import simulate
 
@@ -78,6 +79,17 @@ def test_a_reader_that_communicates_once_at_a_time_comes_to_the_end(
     export(tmp_path / "out", model, plan)
     side_by_side = Replay(tmp_path / "out", GBPS * 1e9).run()
     assert Replay(tmp_path / "out", GBPS * 1e9, one_at_a_time=True).run() > side_by_side * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("model", "plan"), [*CASES, *SHARDED])
+def test_what_is_expected_of_a_reader_is_what_one_takes(tmp_path: Path, model: str, plan: dict[str, Any]) -> None:
+    """From the job alone, with a rank of each program; the replay reads the files of all ranks."""
+    made = job(model, **plan)
+    times = durations(made, even_cluster(tmp_path)).picoseconds
+    done = write_chakra(made, tmp_path / "out", device=DEVICE, communication_ps=times)
+    replayed = Replay(tmp_path / "out", GBPS * 1e9, one_at_a_time=True).run()
+    assert done.one_at_a_time_ps is not None
+    assert done.one_at_a_time_ps / 1e12 == pytest.approx(replayed, rel=1e-3)
 
 
 @pytest.mark.parametrize(("model", "plan"), SHARDED)

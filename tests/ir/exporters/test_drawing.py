@@ -88,7 +88,7 @@ def test_communications_are_marked_with_their_axis_and_bytes(tmp_path: Path) -> 
 def test_of_too_many_steps_the_first_and_last_are_drawn() -> None:
     builder = GraphBuilder()
     for number in range(3 * MAX_STEPS):
-        builder.compute("op", module=f"m.{number}", flops=1, phase=t.Phase.FORWARD)
+        builder.compute("op", module=f"m.{number}", flops=1 + number, phase=t.Phase.FORWARD)
     drawn = picture(builder.build(StepGraph))
     titles = [step.title for step in drawn.boxes[0].steps]
     assert titles[0] == "m.0"
@@ -96,6 +96,34 @@ def test_of_too_many_steps_the_first_and_last_are_drawn() -> None:
     assert titles[MAX_STEPS // 2] == "..."
     assert len(titles) == MAX_STEPS + 1
     assert drawn.left_out == (f"{2 * MAX_STEPS} operations of block main are left out of the drawing",)
+
+
+def test_what_repeats_stands_once_with_how_often(tmp_path: Path) -> None:
+    """Layers written out, and blocks of equal steps: counts are in the text, and a screen holds the drawing."""
+    builder = GraphBuilder()
+    for layer in range(96):
+        builder.compute("norm", module=f"h.{layer}.ln", flops=3, phase=t.Phase.FORWARD)
+        builder.compute("mm", module=f"h.{layer}.mlp", flops=5, phase=t.Phase.FORWARD)
+    for number in range(1, 7):
+        builder.begin_block(f"part.{number}")
+        builder.compute("add", module="tail", flops=number // 6, bytes_read=1, phase=t.Phase.FORWARD)
+    for block in range(1, 7):
+        builder.instance(block)
+    graph = builder.build(StepGraph)
+    drawn = picture(graph)
+    assert [(step.heading, step.times, len(step.ops)) for step in drawn.boxes[0].steps] == [
+        ("96 x h.*.ln", 96, 96), ("96 x h.*.mlp", 96, 96),
+    ]  # fmt: skip
+    assert [(box.name, box.instances) for box in drawn.boxes[1:]] == [("part.1 to part.5", 5), ("part.6", 1)]
+    assert drawn.left_out == ()
+    assert sorted(row for ops in steps_of(drawn) for row in ops) == list(range(len(graph.ops)))
+    EXPORTERS["svg"](graph, tmp_path / "svg")
+    text = (tmp_path / "svg").read_text(encoding="utf-8")
+    root = ElementTree.fromstring(text)
+    assert float(root.get("width", "")) <= 1800
+    assert float(root.get("height", "")) <= 960
+    assert "96 x h.*.mlp" in text
+    assert "5 x part.1 to part.5" in text
 
 
 @pytest.mark.parametrize("name", ["<a> & b", 'quo"te', "back\\slash", "Größe …", "bell \x07"])
