@@ -174,7 +174,7 @@ class _Reader:
         self.kinds: dict[str, str] = {}
         self.readers = Readers(graph)
         self.of_constants: set[str] = set()
-        self.taken = {v.name for v in (*graph.input, *graph.initializer)}
+        self.taken = {v.name for v in graph.input} | {t.name for t in graph.initializer}
         self.taken.update(name for node in graph.node for name in node.output)
         self.has_weights = any(t.data_type in _FLOATS and prod(t.dims) > 1 for t in graph.initializer)
 

@@ -119,9 +119,11 @@ class Memory:
             return places.reshape(shape)
         if name == "slice":
             cut = slice(given.get("start"), given.get("end"), given.get("step", 1))
-            return places[(slice(None),) * (given.get("dim", 0) % places.ndim) + (cut,)]
+            part: Int64 = places[(slice(None),) * (given.get("dim", 0) % places.ndim) + (cut,)]
+            return part
         if name == "select":
-            return np.asarray(np.take(places, given["index"], given["dim"]))
+            chosen: Int64 = np.asarray(np.take(places, given["index"], given["dim"]))
+            return chosen
         if name == "t":
             return places.T
         if name == "transpose":

@@ -208,7 +208,7 @@ def test_a_runtime_loads_the_models_of_the_zoo(name: str, tmp_path: Path) -> Non
     from echograph.cli.compose import compile_entry
     from echograph.models import get_model
 
-    graph = compile_entry(get_model(name), StepSpec(), batch_size=1, seq_len=32)
+    graph = compile_entry(get_model(name), StepSpec(), batch_size=2, seq_len=64)
     done = export(graph, tmp_path / "model.onnx")
     assert not any("nothing runs it" in note for note in done.notes)
     runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
