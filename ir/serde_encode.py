@@ -41,7 +41,7 @@ def header(graph: Graph, magic: str, level: pb.Level.ValueType) -> pb.Graph:
 def _group(group: Group) -> pb.Group:
     if not group.positions:
         return pb.Group(name=group.name, axes=group.axes, ranks=group.ranks)
-    # Who does not know positions must not take all ranks along the axis for members: here are neither axes nor ranks.
+    # Who does not know positions must not take all ranks along the axis for members: it finds neither.
     (along,) = group.axes
     return pb.Group(name=group.name, along=along, positions=group.positions)
 

@@ -22,10 +22,10 @@ ALONE, SEND, COLLECTIVE = range(3)
 class Nodes(NamedTuple):
     """What nodes are; an entry for each, but where another is named.
 
-    `rank`, `lane`, `duration`; `missing`: how many it waits for; `children`: who waits for it, from `first` (one more
-    entry) on; `action`: of a communication; `key`: of a message, or the slot (rank and group) of a collective; `call`:
-    a number for its kind and size; `number`: how many collectives of its slot come before it. Of every slot: `base`,
-    its group's first meeting, and `members`, how many meet.
+    `rank`, `lane`, `duration`; `missing`: how many it waits for; `children`: who waits for it, from `first` (one
+    more entry) on; `action`: of a communication; `key`: of a message, or the slot (rank and group) of a
+    collective; `call`: a number for its kind and size; `number`: how many collectives of its slot come before it.
+    Of every slot: `base`, its group's first meeting, and `members`, how many meet.
     """
 
     rank: Any
@@ -46,10 +46,10 @@ class State(NamedTuple):
     """Where the run stands.
 
     `heap` holds what is ready, in the room from `room` on of each lane of each rank, `ready` of them; `busy` says
-    which lanes are; `calls` counts the collectives of each slot. `met` counts those who came to a meeting, and `mixed`
-    says whether their calls differ. Queues are of receives and sends by key, and of meetings: `heads` and `tails` hold
-    the three in rows, `after` the next node. `posted` are receives without a send. `todo` are ranks to look at, and
-    `at` what is gone of it, what is there, how many events there are, and the time.
+    which lanes are; `calls` counts the collectives of each slot. `met` counts those who came to a meeting, and
+    `mixed` says whether their calls differ. Queues are of receives and sends by key, and of meetings: `heads` and
+    `tails` hold the three in rows, `after` the next node. `posted` are receives without a send. `todo` are ranks
+    to look at, and `at` what is gone of it, what is there, how many events there are, and the time.
     """
 
     heap: Any

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NS_PER_US = 1000
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
     """A rank that stands still.
@@ -112,7 +113,14 @@ class _Run:
     def _nodes(self) -> tuple[Nodes, int, int]:
         """What nodes are, how many keys messages have, and how many meetings there may be."""
         from echograph.ir.exporters.chakra_dry_loop import (
-            ALONE, COLLECTIVE, COMMUNICATION, COMPUTE, HOST, RECEIVE, SEND, Nodes,
+            ALONE,
+            COLLECTIVE,
+            COMMUNICATION,
+            COMPUTE,
+            HOST,
+            RECEIVE,
+            SEND,
+            Nodes,
         )  # fmt: skip
 
         kind, host = self.column("type"), self.column("host").astype(np.bool_)

@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from echograph.errors import DataError, FormatError, UnknownNameError
+from echograph.ir.documents import read_json_record
 from echograph.profiler.costs.cost import Source
-from echograph.records import read_json_record
 
 FORMAT = 1
 MAX_PROFILE_BYTES = 4 * 2**20

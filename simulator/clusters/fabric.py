@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from echograph.errors import DataError, UnknownNameError
-from echograph.records import convert, parse_json, read_limited
+from echograph.ir.documents import convert, parse_json
+from echograph.ir.files import read_whole
 from echograph.units import GB
 
 FABRICS = Path(__file__).parent / "fabrics"
@@ -405,7 +406,7 @@ def read_fabric_document(name_or_path: str | Path) -> dict[str, Any]:
     else:
         raise UnknownNameError("fabric", name, fabric_names(), hint="or give the path of a .json file")
     what = f"fabric {path}"
-    return parse_json(read_limited(path, MAX_FILE_BYTES, what), what)
+    return parse_json(read_whole(path, "give the path of a fabric profile", MAX_FILE_BYTES), what)
 
 
 def load_node_fabric(name_or_path: str | Path, link: NodeLink | None = None) -> NodeFabric:

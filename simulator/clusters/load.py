@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import msgspec
 
 from echograph.errors import DataError, UnknownNameError
-from echograph.records import convert, parse_toml, read_limited
+from echograph.ir.documents import convert, parse_toml
+from echograph.ir.files import read_whole
 from echograph.simulator.clusters.degraded import LEAST_PART, DegradedLink, SlowNode
 from echograph.simulator.clusters.fabric import (
     MAX_FILE_BYTES,
@@ -224,7 +225,8 @@ def load_cluster(
 
     Raises:
         UnknownNameError: no preset of that name, the file names a fabric that is not shipped, or has no such key.
-        DataError: the file cannot be read or breaks a rule; names file, key and rule.
+        InputError: the file cannot be read.
+        DataError: it breaks a rule; names file, key and rule.
     """
     text = str(name_or_path)
     if text.endswith(".toml"):
@@ -236,7 +238,7 @@ def load_cluster(
 
 def _read(path: Path, settings: Mapping[str, str]) -> Cluster:
     what = f"cluster file {path}"
-    document = parse_toml(read_limited(path, MAX_FILE_BYTES, what), what)
+    document = parse_toml(read_whole(path, "give the path of a cluster file", MAX_FILE_BYTES), what)
     convert(document, ClusterFile, what)
     if settings:
         _set(document, settings)

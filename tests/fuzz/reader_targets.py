@@ -489,7 +489,7 @@ TARGETS: tuple[Target, ...] = (
         Target(
             name=name,
             seeds=seeds,
-            fast=0,
+            fast=60,
             commands=(
                 ("echoc", "import", "kineto", "{folder}", "-o", OUT),
                 ("echoprof", "analyze", "{folder}", "--no-cache", "--json"),
@@ -582,7 +582,7 @@ TARGETS: tuple[Target, ...] = (
     Target(
         name="result",
         seeds=_results,
-        fast=0,
+        fast=60,
         commands=(
             ("echosim", "compare", "{seed:0}", "{seed:1}", "--json"),
             ("echosim", "compare", "{seed:0}", "{seed:1}"),

@@ -85,7 +85,9 @@ def test_unknown_kernels_list_the_choices() -> None:
     shape = {"batch": 1, "heads": 1, "seq": 1, "head_dim": 64}
     with pytest.raises(UnknownNameError, match="did you mean 'flash2'"):
         attention_forward(load_device("a100-sxm-80"), kernel="flash4", **shape)
-    with pytest.raises(UnavailableError, match="a100-sxm-80 has no attention kernel 'flash3'; available: .*flash2"):
+    with pytest.raises(
+        UnavailableError, match=r"a100-sxm-80 has no attention kernel 'flash3'; available: .*flash2"
+    ):
         attention_forward(load_device("a100-sxm-80"), kernel="flash3", **shape)
-    with pytest.raises(UnavailableError, match="'trtllm' has no backward pass on h100-sxm; available: .*flash2"):
+    with pytest.raises(UnavailableError, match=r"'trtllm' has no backward pass on h100-sxm; available: .*flash2"):
         attention_backward(load_device("h100-sxm"), kernel="trtllm", **shape)

@@ -99,7 +99,7 @@ def test_accumulating_into_fp32_costs_traffic() -> None:
 def test_unknown_names_list_the_choices() -> None:
     with pytest.raises(UnavailableError, match="a100-sxm-80 has no FP8 units; available: bf16, fp16, fp32, tf32"):
         gemm(load_device("a100-sxm-80"), 1, 1, 1, dtype="fp8")
-    with pytest.raises(UnknownNameError, match="unknown dtype 'fp9'.*known: bf16, fp16, fp32, tf32"):
+    with pytest.raises(UnknownNameError, match=r"unknown dtype 'fp9'.*known: bf16, fp16, fp32, tf32"):
         gemm(load_device("a100-sxm-80"), 1, 1, 1, dtype="fp9")
     with pytest.raises(UnknownNameError, match="layout"):
         gemm(load_device("a100-sxm-80"), 1, 1, 1, layout="TT")

@@ -17,32 +17,13 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import msgspec
 from msgspec import inspect
 
-from echograph.errors import DataError, FormatError, InputError
+from echograph.errors import DataError, FormatError
+from echograph.ir.files import read_whole
 
 MAX_PARTS = 1000
 """Of a dotted key."""
 
 Record = TypeVar("Record", bound=msgspec.Struct)
-
-
-def read_limited(path: Path, most: int, what: str) -> bytes:
-    """The content of a file.
-
-    Args:
-        path: of the file.
-        most: bytes that it may have.
-        what: it is, for errors ("cluster file mine.toml").
-
-    Raises:
-        DataError: the file cannot be read or is larger.
-    """
-    try:
-        if path.stat().st_size > most:
-            raise DataError(f"{what}: larger than {most} bytes")
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        # A path that no file system takes (a null byte) is a ValueError.
-        raise DataError(f"{what}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
 
 
 def parse_toml(data: bytes, what: str) -> dict[str, Any]:
@@ -100,14 +81,7 @@ def read_json_record(path: Path, record: type[Record], most: int, what: str) -> 
         FormatError: it is larger than `most`, or no JSON object.
         DataError: as `convert`.
     """
-    try:
-        size = path.stat().st_size
-        data = path.read_bytes() if size <= most else b""
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{path}: {reason}: give the path of a {what}") from error
-    if size > most:
-        raise FormatError(f"{path}: larger than {most} bytes: no {what} is")
+    data = read_whole(path, f"give the path of a {what}", most)
     try:
         return msgspec.json.decode(data, type=record)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
