@@ -92,3 +92,10 @@ def test_values_that_cannot_be_are_one_line(cli: Any, graph: Path, key: str, val
     assert done.status == 1
     assert done.err.count("\n") == 1
     assert f"{key} = " in done.err and ": give a " in done.err and "internal error" not in done.err
+
+
+def test_a_page_tells_of_the_device_that_is_set(cli: Any, graph: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    run = cli("echosim", "run", graph, "--gpus", 8, "--set", "cluster.node.device=b200", "--html", page)
+    assert run.status == 0, run.err
+    assert "on B200" in page.read_text()
