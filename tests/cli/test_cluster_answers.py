@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from echograph.profiler.costs import load_device
 
 MILLION = 2**20
 
@@ -92,3 +95,12 @@ def test_values_that_cannot_be_are_one_line(cli: Any, graph: Path, key: str, val
     assert done.status == 1
     assert done.err.count("\n") == 1
     assert f"{key} = " in done.err and ": give a " in done.err and "internal error" not in done.err
+
+
+def test_a_page_tells_of_the_device_that_is_set(cli: Any, graph: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    run = cli("echosim", "run", graph, "--gpus", 8, "--set", "cluster.node.device=v100-sxm2", "--html", page)
+    assert run.status == 0, run.err
+    host, other = (escape(load_device(name).host.basis) for name in ("v100-sxm2", "h100-sxm"))
+    assert host != other
+    assert host in page.read_text() and other not in page.read_text()

@@ -43,7 +43,7 @@ def assumptions(
         notes: what the plan could not do.
     """
     modelled = not is_traced(job) and not plan.cluster.endswith(".pb")
-    found = [*_given(result, job, plan), *(_fitted(result, job, plan) if modelled else ())]
+    found = [*_given(result, job, plan), *(_fitted(result, job, plan, study) if modelled else ())]
     found += _network(result, plan, study) if modelled and result.collectives else ()
     found += [Assumption("plan", "as asked", note) for note in notes]
     if "ep" in {axis.name for axis in job.mesh}:
