@@ -139,9 +139,7 @@ class GraphBuilder:
         self, name: str, *, axes: Iterable[str] = (), ranks: Iterable[int] = (), positions: Iterable[int] = ()
     ) -> int:
         """Index of a process group (`Group` has the fields); added when it is new."""
-        return self.add_group(
-            Group(name=name, axes=tuple(axes), ranks=tuple(ranks), positions=tuple(positions))
-        )
+        return self.add_group(Group(name=name, axes=tuple(axes), ranks=tuple(ranks), positions=tuple(positions)))
 
     def add_group(self, group: Group) -> int:
         """Index of a process group; added when it is new."""

@@ -137,7 +137,9 @@ class _Roles:
         self.axes = [axis for axis in graph.mesh if axis.name in fixed]
         total = sum(prod(a.size for a in self.axes if a.name not in p.coordinates) for p in graph.programs)
         if total > MAX_ROLES:
-            _fail("programs_apart", "the programs", f"fix different axes, with {total:,} places: fix the same ones")
+            _fail(
+                "programs_apart", "the programs", f"fix different axes, with {total:,} places: fix the same ones"
+            )
         self.graph = graph
 
     @property
@@ -238,7 +240,9 @@ class _Messages:
     @cached_property
     def _recorded(self) -> Int64:
         graph = self.graph
-        return np.array([rank for number in range(len(graph.programs)) for rank in _ranks(graph, number)], np.int64)
+        return np.array(
+            [rank for number in range(len(graph.programs)) for rank in _ranks(graph, number)], np.int64
+        )
 
 
 def _ranks(graph: Graph, number: int) -> Iterator[int]:

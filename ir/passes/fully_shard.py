@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.graph import Axis, Graph, JobGraph, Program, StepGraph
-from echograph.ir.passes.data_parallel import STAGES, check_sizes, data_mesh
+from echograph.ir.passes.data_parallel import check_sizes, data_mesh
 from echograph.ir.passes.data_parallel_axes import REPLICATE, SHARD
 from echograph.ir.passes.data_parallel_gradients import final_gradients, split_at_optimizer
 from echograph.ir.passes.distributed_optimizer import Division

@@ -129,7 +129,9 @@ def test_interleaved_stages_take_chunks_in_turn() -> None:
 
 
 @pytest.mark.parametrize(("stages", "positions"), [(2, ()), (4, (0, 3))])
-def test_a_shared_weight_is_on_both_ends_and_its_gradient_all_reduced(stages: int, positions: tuple[int, ...]) -> None:
+def test_a_shared_weight_is_on_both_ends_and_its_gradient_all_reduced(
+    stages: int, positions: tuple[int, ...]
+) -> None:
     graph = tied_step(8)
     job = Pipeline(stages=stages, micro_batches=3)(graph)
     ends = (0, stages - 1)

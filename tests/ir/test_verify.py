@@ -197,7 +197,8 @@ CASES: list[tuple[str, str, Break, str]] = [
     ("groups_sound", "positions", members(positions=(2, 0)), "do not ascend"),
     ("groups_sound", "positions", members(positions=(0, 3)), "within the extent of one axis"),
     ("groups_sound", "positions", members(axes=("pp", "dp")), "within the extent of one axis"),
-    ("programs_apart", "positions", roles({"pp": 0}, {"pp": 1}, {"pp": 1, "dp": 1}), "rank 3 runs programs 1 and 2"),
+    ("programs_apart", "positions", roles({"pp": 0}, {"pp": 1}, {"pp": 1, "dp": 1}),
+     "rank 3 runs programs 1 and 2"),
     ("programs_apart", "positions", roles({"pp": 0}, {"pp": 1}, {}), "rank 0 runs programs 0 and 2"),
     ("programs_apart", "ranks", ranks_of((4,), (4,)), "rank 4 runs two programs"),
     ("members_only", "positions", members(axes=(), positions=(), ranks=(0, 4)),
@@ -207,7 +208,8 @@ CASES: list[tuple[str, str, Break, str]] = [
     ("members_only", "ranks", ranks_of((0,), (2,)), "operation 4 (nccl all reduce) is run by rank 2"),
     ("messages_meet", "job", communication(t.OpKind.RECV, 0, tag=7), "in group 'pp' with its tag"),
     ("messages_meet", "job", communication(t.OpKind.SEND, 0, peer=2), "names peer +2 in a group of 2"),
-    ("messages_meet", "job", communication(t.OpKind.SEND, 1, group=1), "operation 3 (gradient) receives what is not"),
+    ("messages_meet", "job", communication(t.OpKind.SEND, 1, group=1),
+     "operation 3 (gradient) receives what is not"),
     ("messages_meet", "job", lambda g: replace(g, programs=g.programs[:1]), "operation 2 (activation) sends what"),
 ]  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The step time of an annotated job, worked out rank by rank as `docs/ir.md` says and from that page alone.
 
-It shares no line with the simulator: the oracle of both the page and `echosim`. Every rank of the mesh is run, none
-stands for another, and each rule of the page (its sections 4 to 7) is one function here. It is for small jobs: a
+It shares no line with the simulator: the oracle of both the page and `echosim`. Every rank of the mesh is run,
+none stands for another, and each rule of the page (its sections 4 to 7) is one function here. It is for small jobs: a
 node for every issue, every readiness and every end of every operation of every rank.
 """
 
@@ -133,7 +133,9 @@ class Script:
         columns = program.block, program.begin, program.end, program.instance, program.micro_batch
         for block, begin, end, instance, micro_batch in zip(*columns, strict=True):
             for row in range(begin, end):
-                self.waits.append({*self._made(row, block, instance, micro_batch), *self._named(row, instance, micro_batch)})
+                self.waits.append(
+                    {*self._made(row, block, instance, micro_batch), *self._named(row, instance, micro_batch)}
+                )
                 self.ran[instance, row, micro_batch] = self.ran[instance, row] = len(self.rows)
                 self.rows.append(row)
 

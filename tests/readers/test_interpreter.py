@@ -1,4 +1,4 @@
-"""What `docs/ir.md` says and what `echosim` does are the same step time, to the picosecond, on every kind of plan."""
+"""What `docs/ir.md` says and what `echosim` does are one step time, to the picosecond, on every kind of plan."""
 
 from __future__ import annotations
 
@@ -209,7 +209,9 @@ def mixed_job(seed: int) -> JobGraph:
         else:
             made = builder.tensor("state", (4,), DType.FP32, TensorRole.BUFFER, alias_of=state)
             work = 0 if kind == "view" else random.randrange(1 << 36)
-            builder.compute("mul", inputs=(state,), outputs=(made,), flops=work, stream=random.randrange(3), **common)
+            builder.compute(
+                "mul", inputs=(state,), outputs=(made,), flops=work, stream=random.randrange(3), **common
+            )
             state = made
         if number % 8 == 7:
             ends.append(builder.op_count())
