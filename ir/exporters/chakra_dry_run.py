@@ -7,21 +7,22 @@ run shows whether the ranks come to an end, not when. A send does not wait for i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from enum import IntEnum
+from heapq import heappop, heappush
 
 import numpy as np
 
 from echograph.ir.chakra_traces import ABSENT, RankTrace, Traces, followers
-from echograph.ir.columns import NONE, Int64
-from echograph.ir.exporters.chakra_finding import name_of_group, ranks_of
+from echograph.ir.exporters.chakra_finding import group_name, ranks_of
 from echograph.ir.serde_chakra import NodeType
 
-if TYPE_CHECKING:
-    from echograph.ir.exporters.chakra_dry_loop import Nodes, State
-
 NS_PER_US = 1000
+
+_Message = tuple[int, int, int]
+"""From which rank, to which, and the tag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,30 @@ class Wait:
     trace: RankTrace
     row: int
     of: tuple[int, ...]
+
+
+class _Lane(IntEnum):
+    COMPUTE = 0
+    COMMUNICATION = 1
+    HOST = 2
+    RECEIVE = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """A rank while it runs. Nodes are places by ascending id; `number` counts the collectives of a group."""
+
+    trace: RankTrace
+    rows: memoryview
+    lanes: bytes
+    missing: memoryview
+    offsets: memoryview
+    children: memoryview
+    duration: memoryview
+    number: memoryview
+    ready: tuple[list[int], ...]
+    busy: list[int]
+    posted: list[int]
 
 
 def dry_run(traces: Traces) -> list[Wait]:
@@ -76,168 +101,156 @@ def _said(traces: Traces, wait: Wait) -> str:
 
 
 class _Run:
-    """The nodes of all ranks as columns, and what is left of them when they have run.
-
-    Args:
-        traces: of all ranks.
-        buffered: whether a send ends without its receive.
-        lanes: whether a rank runs one thing of a kind at a time; then dependencies that cannot be kept are kept.
-    """
-
     def __init__(self, traces: Traces, *, buffered: bool = True, lanes: bool = True) -> None:
         self.traces, self.buffered, self.lanes = traces, buffered, lanes
-        sizes = [len(trace) for trace in traces.ranks]
-        self.starts = np.cumsum([0, *sizes])
-        self.rank = np.repeat(np.arange(len(sizes)), sizes)
-        self.rows = [np.argsort(trace.id, kind="stable") for trace in traces.ranks]
-        groups = [name_of_group(value) for value in traces.groups_named]
-        self.names = list(dict.fromkeys(groups))
-        self.group_of = np.array([self.names.index(name) for name in groups] or [0])
-        self.members = [frozenset(ranks_of(traces, name)) for name in self.names]
+        self.members = {name: frozenset(ranks_of(traces, name)) for name in ("", *(traces.groups or ()))}
+        self.ranks = {trace.rank: _start(traces, trace, strict=lanes) for trace in traces.ranks}
+        self.events: list[tuple[int, int, int]] = []
+        self.now = 0
+        self.calls: dict[tuple[int, str], int] = {}
+        self.arrived: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        self.sent: dict[_Message, deque[int]] = {}
+        self.receiving: dict[_Message, deque[int]] = {}
 
     def run(self) -> list[Wait]:
-        """Who waits when all has run that can."""
-        # The compiler is loaded where it is needed.
-        from echograph.ir.exporters.chakra_dry_loop import run, start
+        todo = deque(self.ranks)
+        while True:
+            while todo:
+                self._issue(todo.popleft(), todo)
+            if not self.events:
+                return self._waits()
+            self.now, rank, place = heappop(self.events)
+            self._end(rank, place, todo)
 
-        nodes, keys, meetings = self._nodes()
-        state = start(nodes, len(self.traces.ranks), keys, meetings)
-        run(nodes, state, lanes=self.lanes, buffered=self.buffered)
-        return sorted(self._waits(nodes, state), key=lambda wait: (wait.rank, wait.row))
+    def _issue(self, number: int, todo: deque[int]) -> None:
+        """Starts what is ready and has a lane."""
+        rank = self.ranks[number]
+        while rank.ready[_Lane.RECEIVE]:
+            self._receive(number, heappop(rank.ready[_Lane.RECEIVE]), todo)
+        for lane in (_Lane.COMPUTE, _Lane.HOST):
+            while rank.ready[lane] and (rank.busy[lane] < 0 or not self.lanes):
+                place = rank.busy[lane] = heappop(rank.ready[lane])
+                heappush(self.events, (self.now + rank.duration[place], number, place))
+        while rank.ready[_Lane.COMMUNICATION] and (rank.busy[_Lane.COMMUNICATION] < 0 or not self.lanes):
+            place = rank.busy[_Lane.COMMUNICATION] = heappop(rank.ready[_Lane.COMMUNICATION])
+            self._communicate(number, place, todo)
 
-    def column(self, name: str) -> Int64:
-        """A column of all ranks, by node."""
-        columns = [getattr(t, name)[rows] for t, rows in zip(self.traces.ranks, self.rows, strict=True)]
-        return np.concatenate(columns) if columns else np.zeros(0, np.int64)
+    def _communicate(self, number: int, place: int, todo: deque[int]) -> None:
+        rank = self.ranks[number]
+        row, kind = rank.rows[place], rank.trace.type[rank.rows[place]]
+        if kind == NodeType.SEND:
+            self._send(number, place, todo)
+            return
+        name = group_name(self.traces, rank.trace, row) if kind == NodeType.COLLECTIVE else "?"
+        members = self.members.get(name, frozenset())
+        if number not in members or len(members) < 2:
+            self._end(number, place, todo)  # nobody else is there
+            return
+        if self.lanes:
+            nth = self.calls[number, name] = self.calls.get((number, name), 0) + 1
+        else:
+            nth = rank.number[place]
+        there = self.arrived.setdefault((name, nth), [])
+        there.append((number, place))
+        if len(there) == len(members) and len({self._call(one, its) for one, its in there}) == 1:
+            del self.arrived[name, nth]
+            for one, its in there:
+                self._end(one, its, todo)
 
-    def _nodes(self) -> tuple[Nodes, int, int]:
-        """What nodes are, how many keys messages have, and how many meetings there may be."""
-        from echograph.ir.exporters.chakra_dry_loop import (
-            ALONE,
-            COLLECTIVE,
-            COMMUNICATION,
-            COMPUTE,
-            HOST,
-            RECEIVE,
-            SEND,
-            Nodes,
-        )  # fmt: skip
+    def _call(self, number: int, place: int) -> tuple[int, int]:
+        """Kind and size of a collective."""
+        rank = self.ranks[number]
+        row = rank.rows[place]
+        return int(rank.trace.comm_type[row]), int(rank.trace.comm_size[row])
 
-        kind, host = self.column("type"), self.column("host").astype(np.bool_)
-        lane = np.full(len(kind), COMMUNICATION, np.uint8)
-        lane[kind == NodeType.COMP], lane[kind == NodeType.RECV], lane[host] = COMPUTE, RECEIVE, HOST
-        talks = ~host & np.isin(kind, (NodeType.SEND, NodeType.RECV))
-        key, keys = self._keys(kind, talks)
-        slot, number, base, members, meetings = self._slots(kind)
-        collective = (kind == NodeType.COLLECTIVE) & (members[slot] >= 2) if len(members) else kind < 0
-        action = np.where(collective, COLLECTIVE, np.where(kind == NodeType.SEND, SEND, ALONE)).astype(np.uint8)
-        call = np.zeros(len(kind), np.int64)
-        call[collective] = _numbered(self.column("comm_type")[collective], self.column("comm_size")[collective])
-        missing, first, children = self._edges()
-        micros = np.minimum(self.column("duration_us"), np.uint64(2**50)).astype(np.int64)
-        nodes = Nodes(
-            rank=self.rank, lane=lane, duration=np.maximum(micros * NS_PER_US, 1), missing=missing, first=first,
-            children=children, action=action, key=np.where(collective, slot, key), call=call, number=number,
-            base=base, members=members,
-        )  # fmt: skip
-        return nodes, keys, meetings
+    def _send(self, number: int, place: int, todo: deque[int]) -> None:
+        rank = self.ranks[number]
+        row = rank.rows[place]
+        key = (number, int(rank.trace.comm_dst[row]), _tag(rank.trace, row))
+        if waiting := self.receiving.get(key):
+            self._end(key[1], waiting.popleft(), todo)
+            self._end(number, place, todo)
+            return
+        self.sent.setdefault(key, deque()).append(place)
+        if self.buffered:
+            self._end(number, place, todo)
 
-    def _edges(self) -> tuple[Int64, Int64, Int64]:
-        """How many each node waits for, and who waits for it: `missing`, `first` and `children` of `Nodes`."""
-        missing, counts, children = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for trace, rows, start in zip(self.traces.ranks, self.rows, self.starts.tolist(), strict=False):
-            place = np.empty(len(rows), np.int64)
-            place[rows] = np.arange(len(rows))
-            before, after = trace.edges(control=self.lanes or len(trace.order()) == len(trace))
-            follow = followers(len(rows), place[before], place[after])
-            counts.append(follow.lengths)
-            children.append(start + follow.values)
-            missing.append(np.bincount(place[after], minlength=len(rows)))
-            for deps in (trace.ctrl_deps, trace.data_deps) if self.lanes else ():
-                # What the file does not have never ends.
-                np.add.at(missing[-1], place[deps.rows[deps.values == NONE]], 1)
-        return np.concatenate(missing), np.cumsum(np.concatenate([[0], *counts])), np.concatenate(children)
+    def _receive(self, number: int, place: int, todo: deque[int]) -> None:
+        rank = self.ranks[number]
+        key = _message(rank, number, place)
+        if waiting := self.sent.get(key):
+            sent = waiting.popleft()
+            if not self.buffered:
+                self._end(key[0], sent, todo)
+            self._end(number, place, todo)
+        else:
+            self.receiving.setdefault(key, deque()).append(place)
+            rank.posted.append(place)
 
-    def _keys(self, kind: Int64, talks: np.ndarray) -> tuple[Int64, int]:
-        """A number of every message's key: from which rank, to which, and the tag; and how many there are."""
-        own, sends = np.array([t.rank for t in self.traces.ranks])[self.rank], kind == NodeType.SEND
-        tag = self.column("comm_tag")
-        source = np.where(sends, own, self.column("comm_src"))[talks]
-        target = np.where(sends, self.column("comm_dst"), own)[talks]
-        key = np.zeros(len(kind), np.int64)
-        key[talks] = _numbered(source, target, np.where(tag == ABSENT, 0, tag)[talks])
-        return key, int(key.max(initial=-1)) + 1
+    def _end(self, number: int, place: int, todo: deque[int]) -> None:
+        """Frees the lane of a node, and those that wait for it."""
+        rank = self.ranks[number]
+        if rank.lanes[place] != _Lane.RECEIVE:
+            rank.busy[rank.lanes[place]] = -1
+        elif place in rank.posted:
+            rank.posted.remove(place)
+        for at in range(rank.offsets[place], rank.offsets[place + 1]):
+            child = rank.children[at]
+            rank.missing[child] -= 1
+            if not rank.missing[child]:
+                heappush(rank.ready[rank.lanes[child]], child)
+        todo.append(number)
 
-    def _slots(self, kind: Int64) -> tuple[Int64, Int64, Int64, Int64, int]:
-        """Of collectives the slot, a rank and a group, and how many come before in it.
+    def _waits(self) -> list[Wait]:
+        found = []
+        for (name, _), there in self.arrived.items():
+            absent = self.members[name] - {one for one, _ in there}
+            for number, place in there:  # where all are there, for those that call another collective
+                others = absent or {one for one, its in there if self._call(one, its) != self._call(number, place)}
+                found.append(self._wait(number, place, sorted(others)))
+        for (source, target, _), places in self.sent.items() if not self.buffered else ():
+            found += [self._wait(source, place, (target,)) for place in places]
+        for number, rank in self.ranks.items():
+            found += [self._wait(number, at, (_message(rank, number, at)[0],)) for at in rank.posted]
+        return sorted(found, key=lambda wait: (wait.rank, wait.row))
 
-        Returns:
-            Slot and number of every node; of every slot, the group's first meeting and how many meet, 0 where the
-            rank is not in the group; how many meetings there are.
-        """
-        at = np.flatnonzero(kind == NodeType.COLLECTIVE)
-        pairs = self.rank[at] * len(self.names or "?") + self.group_of[self.column("group")[at]]
-        known, which, counts = np.unique(pairs, return_inverse=True, return_counts=True)
-        slot, number = np.zeros(len(kind), np.int64), np.zeros(len(kind), np.int64)
-        slot[at] = which
-        order = np.argsort(which, kind="stable")
-        number[at[order]] = np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
-        ranks, groups = np.divmod(known, len(self.names or "?"))
-        most = np.zeros(len(self.names or "?"), np.int64)
-        np.maximum.at(most, groups, counts)
-        inside = [
-            len(self.members[g]) if self.traces.ranks[r].rank in self.members[g] else 0
-            for r, g in zip(ranks.tolist(), groups.tolist(), strict=True)
-        ]
-        return slot, number, (np.cumsum(most) - most)[groups], np.array(inside, np.int64), int(most.sum())
-
-    def _waits(self, nodes: Nodes, state: State) -> Iterator[Wait]:
-        from echograph.ir.exporters.chakra_dry_loop import MEETINGS, SENDS
-
-        for meeting in np.flatnonzero(state.heads[MEETINGS] >= 0).tolist():
-            there = list(_queue(state, MEETINGS, meeting))
-            group = int(self.group_of[self._value(there[0], "group")])
-            ranks = {self._rank(node): int(nodes.call[node]) for node in there}
-            absent = self.members[group] - ranks.keys()
-            for node in there:  # where all are there, for those that call another collective
-                others = absent or {rank for rank, call in ranks.items() if call != nodes.call[node]}
-                yield self._wait(node, sorted(others))
-        for key in np.flatnonzero(state.heads[SENDS] >= 0).tolist() if not self.buffered else ():
-            for node in _queue(state, SENDS, key):
-                yield self._wait(node, [self._value(node, "comm_dst")])
-        for node in np.flatnonzero(state.posted).tolist():
-            yield self._wait(node, [self._value(node, "comm_src")])
-
-    def _rank(self, node: int) -> int:
-        return self.traces.ranks[int(self.rank[node])].rank
-
-    def _row(self, node: int) -> int:
-        number = int(self.rank[node])
-        return int(self.rows[number][node - int(self.starts[number])])
-
-    def _value(self, node: int, name: str) -> int:
-        return int(getattr(self.traces.ranks[int(self.rank[node])], name)[self._row(node)])
-
-    def _wait(self, node: int, of: list[int]) -> Wait:
-        trace = self.traces.ranks[int(self.rank[node])]
-        return Wait(rank=trace.rank, trace=trace, row=self._row(node), of=tuple(of))
+    def _wait(self, number: int, place: int, of: Sequence[int]) -> Wait:
+        rank = self.ranks[number]
+        return Wait(rank=number, trace=rank.trace, row=rank.rows[place], of=tuple(of))
 
 
-def _queue(state: State, queue: int, key: int) -> Iterator[int]:
-    """The nodes of a queue, in order."""
-    node = int(state.heads[queue, key])
-    while node != NONE:
-        yield node
-        node = int(state.after[node])
+def _start(traces: Traces, trace: RankTrace, *, strict: bool) -> _Rank:
+    """A rank before it runs; unless strict, without dependencies that cannot be kept."""
+    rows = np.argsort(trace.id, kind="stable")
+    place = np.empty(len(rows), np.int64)
+    place[rows] = np.arange(len(rows))
+    before, after = trace.edges(control=strict or len(trace.order()) == len(trace))
+    children = followers(len(rows), place[before], place[after])
+    missing = np.bincount(place[after], minlength=len(rows)).astype(np.int32)
+    for deps in (trace.ctrl_deps, trace.data_deps) if strict else ():
+        missing[place[deps.rows[deps.values < 0]]] += 1  # what the file does not have never ends
+    lanes = np.full(len(rows), _Lane.COMMUNICATION, np.uint8)
+    lanes[trace.type[rows] == NodeType.COMP] = _Lane.COMPUTE
+    lanes[trace.type[rows] == NodeType.RECV] = _Lane.RECEIVE
+    lanes[trace.host[rows]] = _Lane.HOST
+    duration = np.maximum(np.minimum(trace.duration_us[rows], 2**50).astype(np.int64) * NS_PER_US, 1)
+    number, seen = np.zeros(len(rows), np.int32), Counter[str]()
+    for row in trace.ascending(trace.type == NodeType.COLLECTIVE).tolist():
+        seen[name := group_name(traces, trace, row)] += 1
+        number[place[row]] = seen[name]
+    ready = tuple(np.flatnonzero((missing == 0) & (lanes == lane)).tolist() for lane in _Lane)
+    return _Rank(
+        trace=trace, rows=rows.data, lanes=lanes.tobytes(), missing=missing.data,
+        offsets=children.offsets.data, children=children.values.data, duration=duration.data,
+        number=number.data, ready=ready, busy=[-1] * len(_Lane), posted=[],
+    )  # fmt: skip
 
 
-def _numbered(*columns: Int64) -> Int64:
-    """A number for every row, equal where all columns are."""
-    order = np.lexsort(columns)
-    ascending = [column[order] for column in columns]
-    differs = np.zeros(len(order), np.bool_)
-    for column in ascending:
-        differs[1:] |= column[1:] != column[:-1]
-    number = np.empty(len(order), np.int64)
-    number[order] = np.cumsum(differs)
-    return number
+def _message(rank: _Rank, number: int, place: int) -> _Message:
+    row = rank.rows[place]
+    return int(rank.trace.comm_src[row]), number, _tag(rank.trace, row)
+
+
+def _tag(trace: RankTrace, row: int) -> int:
+    tag = int(trace.comm_tag[row])
+    return 0 if tag == ABSENT else tag

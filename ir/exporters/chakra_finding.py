@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echograph.ir.chakra_traces import RankTrace, Traces
-from echograph.ir.serde_chakra import Value
 
 ERROR, WARNING = "error", "warning"
 
@@ -51,11 +50,7 @@ def at_node(traces: Traces, trace: RankTrace, row: int, what: str, fix: str, sev
 
 def group_name(traces: Traces, trace: RankTrace, row: int) -> str:
     """The group of a node: "" is the whole world, which nodes without one mean; "?" none that is text."""
-    return name_of_group(traces.groups_named[int(trace.group[row])])
-
-
-def name_of_group(named: Value | None) -> str:
-    """The group that a `pg_name` means, as `group_name` calls it."""
+    named = traces.groups_named[int(trace.group[row])]
     if named is None or named == "0":
         return ""
     return named if isinstance(named, str) else "?"

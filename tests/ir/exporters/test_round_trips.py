@@ -72,7 +72,7 @@ def test_any_name_and_number_comes_back(form: str, names: list[str], spread: flo
     )
     x = builder.tensor(six, (), t.DType.FP32, t.TensorRole.INPUT)
     builder.group(seven, ranks=(0, 1))
-    builder.group("other" + seven, ranks=(0, 2))
+    builder.group("other" + seven, ranks=(2, 3))
     attention = t.Attention(heads=1, kv_heads=1, head_dim=2**62, dropout=dropout)
     duration = t.Duration(device=eight, picoseconds=2**62, source=t.Source.MEASURED, samples=2**33, spread=spread)
     builder.compute(eight, module=seven, inputs=(x, x), attributes=attention, durations=(duration,), stream=1)
