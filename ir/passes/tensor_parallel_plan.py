@@ -93,7 +93,7 @@ def read_plan(path: Path) -> dict[str, Style]:
     data = read_whole(path, "give a TOML file with a table [plan]", _MAX_PLAN_BYTES)
     try:
         content = tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of a number with too many digits
         raise InputError(f"{path}: no TOML: {str(error).splitlines()[0]}") from None
     tables = {name: content.get(name) for name in ("plan", "base_model_tp_plan")}
     given = [table for table in tables.values() if isinstance(table, dict)]

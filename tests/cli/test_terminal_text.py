@@ -41,3 +41,14 @@ def test_a_long_error_keeps_what_and_where_and_what_to_do(cli, tmp_path: Path) -
     assert outcome.err.count("\n") == 1
     assert len(outcome.err) <= MAX_LINE + 1
     assert "mine.json" in outcome.err
+
+
+@pytest.mark.parametrize("text", ["tp = " + "9" * 5000, "tp = " + "[" * 5000, "tp = \x00", "\ufefftp = 1"])
+def test_a_plan_that_is_no_toml_is_one_line(cli, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text(text)
+    graph = tmp_path / "graph.pb"
+    serde.save(GraphBuilder(name="empty").build(StepGraph), graph)
+    outcome = cli("echosim", "run", graph, "--plan", path)
+    assert (outcome.status, outcome.err.count("\n")) == (1, 1)
+    assert "plan.toml: is no TOML" in outcome.err

@@ -381,17 +381,6 @@ def _config() -> list[Files]:
     return [{"config.json": json.dumps(_CONFIG).encode()}]
 
 
-def _critical() -> list[Files]:
-    from reader_cases import run_command
-
-    def make(folder: Path) -> None:
-        (folder / "0.json").write_bytes(_traces()[1]["0.json"])
-        save = f"save={folder / 'path.npz'}"
-        assert run_command("echoprof", "analyze", folder / "0.json", "critical-path", "--option", save).status == 0
-
-    return [made(make)]
-
-
 def _execution_trace() -> list[Files]:
     attributes = [
         {"name": "rf_id", "type": "uint64", "value": 1},
@@ -399,7 +388,7 @@ def _execution_trace() -> list[Files]:
     ]
     values = {"values": [1], "shapes": [[4, 4]], "types": ["Tensor(float)"]}
     node = {"id": 2, "name": "aten::mm", "ctrl_deps": 1, "inputs": values, "outputs": values, "attrs": attributes}
-    content = {"schema": "1.1.1", "pid": 1, "nodes": [node, node | {"id": 3, "name": "aten::add"}]}
+    content = {"schema": "1.1.1", "pid": 1, "nodes": [node, node | {"id": 3, "name": "aten::add", "attrs": []}]}
     events = [
         _event("aten::mm", 0, 10, **{"External id": 1, "Record function id": 1}),
         _event("aten::add", 20, 10),
@@ -596,23 +585,6 @@ TARGETS: tuple[Target, ...] = (
         commands=(("echoc", "annotate", "{step}", "--profile", "{file}", "--cluster", "dgx-h100", "-o", OUT),),
     ),
     Target(name="measured steps", seeds=_steps, fast=0, commands=(("echosim", "validate", "{file}", "--json"),)),
-    Target(
-        name="critical path",
-        seeds=_critical,
-        damaged=(".npz",),
-        commands=(
-            (
-                "echoprof",
-                "analyze",
-                "{seed:0.json}",
-                "critical-path",
-                "--no-cache",
-                "--option",
-                "load={file}",
-                "--json",
-            ),
-        ),
-    ),
     Target(
         name="execution trace",
         seeds=_execution_trace,

@@ -213,7 +213,7 @@ def plain_pickle(data: bytes) -> Any:
                 value, key = stack.pop(), _key(stack.pop())
                 stack[-1][key] = value
             case "BINUNICODE" | "SHORT_BINUNICODE" | "BINUNICODE8":
-                argument.encode()  # a half of a character is none
+                str(argument).encode()  # a half of a character is none
                 stack.append(argument)
             case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
                 stack.append(argument)

@@ -83,7 +83,7 @@ def read_plan(path: Path) -> dict[str, Any]:
         found = tomllib.loads(data.decode())
     except OSError as error:
         raise InputError(f"plan file {path}: {error.strerror or error}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of a number with too many digits
         raise InputError(f"plan file {path}: is no TOML: {error}") from None
     hints = {name: _kind(hint) for name, hint in get_type_hints(Plan).items()}
     values = {}
