@@ -19,7 +19,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from echograph import errors
 from echograph.errors import CaptureError, EchoError
@@ -167,8 +167,9 @@ def _rebuilt(error: str, line: str, status: int, trace: str) -> BaseException:
     kind = getattr(errors, error, None)
     rebuilt: BaseException
     if isinstance(kind, type) and issubclass(kind, EchoError):
-        rebuilt = kind.__new__(kind, line)
-        rebuilt.exit_code = status
+        made = cast(EchoError, BaseException.__new__(kind, line))
+        made.exit_code = status
+        rebuilt = made
     elif error == "KeyboardInterrupt":
         rebuilt = KeyboardInterrupt()
     elif error == "MemoryError":

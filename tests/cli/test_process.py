@@ -16,8 +16,10 @@ pytestmark = pytest.mark.skipif(not (BIN / "echosim").exists(), reason="the comm
 def shell(command: str) -> subprocess.CompletedProcess[str]:
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     script = f"set -o pipefail; {command}"
+    # Without a buffer nothing is left to fail at exit.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, check=False, env={**os.environ, "PATH": path}
+        ["bash", "-c", script], capture_output=True, text=True, check=False, env={**buffered, "PATH": path}
     )
 
 

@@ -121,8 +121,7 @@ def _report(name: str, error: BaseException) -> int:
         return _say(name, str(error), error.exit_code)
     # Typer makes a SystemExit of a pipe that breaks while the command runs.
     if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
-        # The reader has gone: nothing more to say, and nothing to flush at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return _say(name, "interrupted", EXIT_INTERRUPTED)
@@ -138,6 +137,7 @@ def _report(name: str, error: BaseException) -> int:
     if callable(message):
         return _say(name, f"{message()} (see {name} --help)", 2)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        _drop_output()
         return _say(name, "cannot write the result: no space left", 1)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return _say(name, f"{error.filename}: {error.strerror}", 1)
@@ -145,6 +145,11 @@ def _report(name: str, error: BaseException) -> int:
         return _say(name, "out of memory: the input is too large for this machine", 1)
     line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return _say(name, f"internal error, please report it ({line}); --debug shows the traceback", 1)
+
+
+def _drop_output() -> None:
+    """The reader has gone, or the disk is full: what is left in the buffer must not fail once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(name: str, message: str, status: int) -> int:
