@@ -209,7 +209,9 @@ class _Import:
         own = np.stack([columns[name] for name in ("stream", "group", "peer")]).astype(np.int32)
         begin = self.builder.op_count()
         first: tuple[int, int, list[int]] = (begin, begin + len(layout.rows), [])
-        _, _, ranks = self.programs.setdefault((id(trace.id), blake2b(own, digest_size=32).digest()), first)
+        _, _, ranks = self.programs.setdefault(
+            (id(trace.id), blake2b(own.tobytes(), digest_size=32).digest()), first
+        )
         ranks.append(trace.rank)
         if ranks is first[2]:
             durations = columns.pop("picoseconds"), DEVICE, Source.IMPORTED

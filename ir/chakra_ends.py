@@ -158,11 +158,11 @@ def _acyclic(count: int, before: Int64, after: Int64) -> bool:
             wave = np.array(some, np.int64)
             continue
         begins, sizes = offsets[wave], offsets[wave + 1] - offsets[wave]
-        at = np.repeat(begins - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
-        reached = children[at]
+        edges = np.repeat(begins - (np.cumsum(sizes) - sizes), sizes) + np.arange(int(sizes.sum()))
+        reached = children[edges]
         np.subtract.at(missing, reached, 1)
         reached = reached[missing[reached] == 0]
-        place = np.arange(len(reached))
-        seen[reached] = place
-        wave = reached[seen[reached] == place]  # each once
+        places = np.arange(len(reached))
+        seen[reached] = places
+        wave = reached[seen[reached] == places]  # each once
     return gone == count

@@ -485,8 +485,8 @@ def _as_columns(found: NodeColumns) -> dict[str, Any]:
     columns: dict[str, Any] = {name: np.full(count, ABSENT, np.int64) for name in _NUMBERS}
     columns["host"], columns["wrong_dims"] = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
     columns["group"] = np.full(count, NONE, np.int64)
-    for name, (nodes, values, _) in attributes.numbers.items():
-        columns["host" if name == "is_cpu_op" else name][nodes] = values
+    for name, (nodes, stated, _) in attributes.numbers.items():
+        columns["host" if name == "is_cpu_op" else name][nodes] = stated
     nodes, which, _ = attributes.others
     codes = {name: code for code, name in enumerate(ATTRIBUTES)}
     code_of = np.array([codes.get(name, NONE) for name, _ in attributes.values], np.int64)[which]
@@ -530,7 +530,8 @@ class _Window:
         texts = ((at, found.texts[at]) for at in _new(self.names, used))
         values = ((at, found.attributes.values[at][1]) for at in _new(self.groups, named[named != NONE]))
         none = shared.index(shared.groups, (type(None), None), None)
-        if not (shared.take_names(self.names, texts) and shared.take_groups(self.groups, values)):
+        known = shared.take_names(self.names, texts) and shared.take_groups(self.groups, values)
+        if none is None or not known:
             file.odd = True
             return
         part = {name: column[low:high] for name, column in columns.items() if name != "group"}
@@ -593,7 +594,7 @@ def _finished(file: _File, shared: _Shared) -> RankTrace:
             shared.others[name] += count
     parts = file.parts
     own = _joined(parts, "id", np.uint64)
-    ragged = {}
+    ragged: dict[str, Any] = {}
     for kind in ("ctrl_deps", "data_deps"):
         counts = _joined([{kind: part[kind][0]} for part in parts], kind, np.int64)
         ids = _joined([{kind: part[kind][1]} for part in parts], kind, np.uint64)
@@ -656,11 +657,11 @@ class _Template:
             return None
         group = self.trace.group.copy()
         for nodes, at, length in self.groups:
-            name = file.data[int(at[0]) : int(at[0]) + length]
-            if not all((data[at + further] == byte).all() for further, byte in enumerate(name)):
+            named = file.data[int(at[0]) : int(at[0]) + length]
+            if not all((data[at + further] == byte).all() for further, byte in enumerate(named)):
                 return None
             try:
-                text = name.decode()
+                text = named.decode()
             except UnicodeDecodeError:
                 return None
             if (index := shared.index(shared.groups, (str, text), text)) is None:

@@ -96,7 +96,9 @@ class Messages(NamedTuple):
 
 def split(data: bytes) -> Messages:
     """Finds the messages, each after its length."""
-    begins, ends, at, size = [], [], 0, len(data)
+    begins: list[int] = []
+    ends: list[int] = []
+    at, size = 0, len(data)
     while at < size:
         length, body = data[at], at + 1
         if length > 127:
