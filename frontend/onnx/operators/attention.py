@@ -50,7 +50,7 @@ def packed_attention(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None,
     widths = call.optional_ints("qkv_hidden_sizes") or [int(weight.shape[-1]) // 3] * 3
     projected = torch.matmul(x, weight)
     projected = projected if bias is None else projected + bias
-    query, key, value = projected.split(widths, -1)
+    query, key, value = torch.split(projected, widths, -1)
     return _heads(call, query, key, value, mask, bool(call.integer("unidirectional")))
 
 
@@ -77,7 +77,8 @@ def _multi_head(call: Call) -> Any:
 
 def _heads(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Any:
     heads = call.integer("num_heads")
-    query, key, value = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (query, key, value))
+    operands: tuple[Any, ...] = (query, key, value)
+    query, key, value = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in operands)
     kept = None
     if mask is not None:
         if extents(mask) != [int(query.shape[0]), int(key.shape[2])]:

@@ -52,7 +52,12 @@ def _skip_simplified_layer_norm(call: Call) -> Any:
     return F.rms_norm(total, extents(total)[-1:], call[2], call.real("epsilon", 1e-5)), None, None, total
 
 
-_ACTIVATIONS = {"Relu": F.relu, "Tanh": torch.tanh, "Sigmoid": torch.sigmoid, "HardSigmoid": F.hardsigmoid}
+_ACTIVATIONS: Mapping[str, Any] = {
+    "Relu": F.relu,
+    "Tanh": torch.tanh,
+    "Sigmoid": torch.sigmoid,
+    "HardSigmoid": F.hardsigmoid,
+}
 
 
 def _activated(call: Call, x: Tensor) -> Any:

@@ -180,7 +180,8 @@ def _by_direction(call: Call, weight: Tensor, scale_at: int) -> Tensor:
     shape = [-1, 1, 1] if scale.dim() == 1 else [int(weight.shape[0]), 1, -1]
     made = weight.to(scale.dtype)
     made = made if zero is None else made - zero.reshape(shape).to(made.dtype)
-    return made * scale.reshape(shape)
+    real: Tensor = made * scale.reshape(shape)
+    return real
 
 
 def _q_attention(call: Call) -> Any:

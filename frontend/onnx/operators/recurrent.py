@@ -102,8 +102,10 @@ def _cell(call: Call, step: Step, number: int) -> Cell:
 
 def _weights(call: Call, of_input: Tensor, of_state: Tensor, number: int, width: int, hidden: int) -> Weights:
     bias, peepholes = call.get(_B), call.get(_P)
-    halves = (None, None) if bias is None else bias[number].split(width)
-    return Weights(of_input, of_state, *halves, None if peepholes is None else peepholes[number].split(hidden))
+    own, of_states = (None, None) if bias is None else bias[number].split(width)
+    return Weights(
+        of_input, of_state, own, of_states, None if peepholes is None else peepholes[number].split(hidden)
+    )
 
 
 def _initial(call: Call, position: int, number: int, x: Tensor, hidden: int, first: int) -> Tensor:
@@ -155,8 +157,9 @@ def _gru(cell: Cell, its: Weights, share: Tensor, state: State) -> State:
         of_z, of_r, of_h = F.linear(hidden, its.of_state, its.state_bias).chunk(3, -1)
         new = tanh(h + sigmoid(r + of_r) * of_h)
     else:
-        gates, rest = its.of_state.split([2 * width, width])
-        biases = (None, None) if its.state_bias is None else its.state_bias.split([2 * width, width])
+        gates, rest = its.of_state[: 2 * width], its.of_state[2 * width :]
+        bias = its.state_bias
+        biases = (None, None) if bias is None else (bias[: 2 * width], bias[2 * width :])
         of_z, of_r = F.linear(hidden, gates, biases[0]).chunk(2, -1)
         new = tanh(h + F.linear(sigmoid(r + of_r) * hidden, rest, biases[1]))
     update = sigmoid(z + of_z)

@@ -72,10 +72,9 @@ def _col2im(call: Call) -> Any:
     if len(image) != 2 or pads[: len(block)] != pads[len(block) :]:
         raise CaptureError(f"it makes {extents(call[0])} a picture that is not flat or padded unevenly")
     ones = [1] * len(block)
-    return F.fold(
-        call[0], image, block, call.ints("dilations", default=ones), pads[: len(block)],
-        call.ints("strides", default=ones),
-    )  # fmt: skip
+    fold: Any = F.fold
+    dilations, strides = call.ints("dilations", default=ones), call.ints("strides", default=ones)
+    return fold(call[0], image, block, dilations, pads[: len(block)], strides)
 
 
 OPERATORS: Mapping[str, Operator] = {
