@@ -28,11 +28,12 @@ def kept(function: Function, **options: Any) -> Function:
         return cast(Function, numba.njit(cache=True, **options)(function))
     except RuntimeError:  # no place to keep it in
         folder = temporary_cache()
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder or "")
+    settings: Any = numba.config
+    before, settings.CACHE_DIR = settings.CACHE_DIR, str(folder or "")
     try:
         return cast(Function, numba.njit(cache=folder is not None, **options)(function))
     finally:
-        numba.config.CACHE_DIR = before
+        settings.CACHE_DIR = before
 
 
 def temporary_cache() -> Path | None:
