@@ -17,9 +17,9 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from echograph import errors
 from echograph.errors import CaptureError, EchoError
@@ -29,8 +29,8 @@ from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.world import World
 from echograph.ir import serde
+from echograph.progress import Progress, silent
 
-Say = Callable[[str], None]
 
 
 class CaptureProcess:
@@ -78,7 +78,7 @@ class CaptureProcess:
             os.waitpid(self._child, 0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def result(self, say: Say = lambda _: None) -> Imported:
+    def result(self, say: Progress = silent) -> Imported:
         """Waits for the capture.
 
         Args:
@@ -101,15 +101,15 @@ class CaptureProcess:
             raise _rebuilt(**told)
         return Imported(graph=serde.load(self._folder / "job.pb"), notes=tuple(told["notes"]))
 
-    def _capture(self, say: Say) -> Imported:
+    def _capture(self, say: Progress) -> Imported:
         return capture_script(self._script, self._world, self._adapter, ranks=self._ranks, say=say)
 
     def _run(self, said: int) -> None:
         """The life of the child, which never returns."""
 
-        def say(text: str) -> None:
+        def say(stage: str, done: int = 0, total: int = 0) -> None:
             with contextlib.suppress(OSError):  # the script may have closed it
-                os.write(said, f"{text}\n".encode())
+                os.write(said, f"{done} {total} {stage}\n".encode())
 
         leave = os._exit
         try:
@@ -146,10 +146,11 @@ def _end_as_python() -> None:
     atexit._run_exitfuncs()
 
 
-def _repeat(source: int, say: Say) -> None:
+def _repeat(source: int, say: Progress) -> None:
     with os.fdopen(source, encoding="utf-8") as lines:
         for line in lines:
-            say(line.rstrip("\n"))
+            done, total, stage = line.rstrip("\n").split(" ", 2)
+            say(stage, int(done), int(total))
 
 
 def _ended(script: Script, status: int) -> CaptureError:
@@ -167,7 +168,7 @@ def _rebuilt(error: str, line: str, status: int, trace: str) -> BaseException:
     kind = getattr(errors, error, None)
     rebuilt: BaseException
     if isinstance(kind, type) and issubclass(kind, EchoError):
-        made = cast(EchoError, BaseException.__new__(kind, line))
+        made = BaseException.__new__(kind, line)
         made.exit_code = status
         rebuilt = made
     elif error == "KeyboardInterrupt":

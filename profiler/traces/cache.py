@@ -56,7 +56,7 @@ def load(folder: Path, key: str, path: Path) -> Trace | None:
         arguments = {name: Values(places, arrays.pop(f"values.{name}")) for name, places in rows.items()}
         facts["notes"] = tuple(note.replace(facts["path"], str(path)) for note in facts["notes"])
         facts["path"] = str(path)
-        columns = {name: arrays[name] for name in _COLUMNS}
+        columns: dict[str, Any] = {name: arrays[name] for name in _COLUMNS}
         return Trace(strings=tuple(strings), arguments=arguments, **facts, **columns)
     except (InputError, ValueError, LookupError, TypeError, AttributeError):
         return None

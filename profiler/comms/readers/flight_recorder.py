@@ -120,7 +120,8 @@ class FlightRecorderSource(Source):
         needed = "p2p_seq_id" if isinstance(found, dict) and found.get("is_p2p") is True else "collective_seq_id"
         if not isinstance(found, dict) or any(found.get(name) is None for name in (*_NEEDED, needed)):
             return None
-        return _converted(found, _Entry, f"{self.path}: entry {number}")
+        entry: _Entry = _converted(found, _Entry, f"{self.path}: entry {number}")
+        return entry
 
     def _what(self, entry: _Entry, names: dict[str, str], number: int) -> tuple[tuple[Any, ...], int]:
         group = str(entry.process_group[0])
