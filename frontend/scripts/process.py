@@ -32,7 +32,6 @@ from echograph.ir import serde
 from echograph.progress import Progress, silent
 
 
-
 class CaptureProcess:
     """A running capture of a script; a context that ends it.
 
