@@ -1,8 +1,8 @@
 """The step time of an annotated job, worked out rank by rank as `docs/ir.md` says and from that page alone.
 
-It shares no line with the simulator: the oracle of both the page and `echosim`. Every rank of the mesh is run, and
-none stands for another; each rule of the page (its sections 4 to 7) is one function here. It is for small jobs: a
-node for every issue, every readiness and every end of every operation of every rank.
+It shares no line with the simulator: the oracle of both the page and `echosim`. Every rank of the mesh is run,
+none stands for another, and each rule of the page (its sections 4 to 7) is one function here. It is for small
+jobs: a node for every issue, every readiness and every end of every operation of every rank.
 """
 
 from __future__ import annotations
