@@ -24,6 +24,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mutants import Mutant, mutants_of
 
@@ -38,7 +39,7 @@ KEPT = ROOT / "out" / "mutation"
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", "node_modules", "__pycache__", "out", ".mypy_cache", ".hypothesis"
 )
-SECONDS = 300
+SECONDS = 240
 MOST_TESTS = 400
 
 Map = dict[tuple[str, int], set[str]]
@@ -107,8 +108,13 @@ def namesakes(mutant: Mutant) -> list[str]:
     return []
 
 
-def run_tests(root: Path, tests: list[str]) -> int:
-    """Exit status of the tests in a fork of this process, which has imported what takes long; 1 when they hang."""
+def first_failure(root: Path, tests: list[str]) -> str | None:
+    """The first of the tests that fails, in a fork of this process, which has imported what takes long.
+
+    Tests that hang are failures of the one that hangs, or, where that cannot be told, of "".
+    """
+    told = root / "failed"
+    told.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -120,29 +126,48 @@ def run_tests(root: Path, tests: list[str]) -> int:
         sys.path[0] = str(root / "src")
         import pytest
 
-        status = pytest.main(["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:randomly", *tests])
-        os._exit(int(status))
+        class Teller:
+            def pytest_runtest_logreport(self, report: Any) -> None:
+                if report.failed:
+                    told.write_text(report.nodeid)
+
+        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+        status = int(pytest.main([*options, *tests], plugins=[Teller()]))
+        if status and not told.exists():
+            told.write_text("")
+        os._exit(0)
     deadline = time.monotonic() + SECONDS
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
+    while not os.waitpid(child, os.WNOHANG)[0]:
         if time.monotonic() > deadline:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return 1
+            return ""
         time.sleep(0.05)
+    return told.read_text() if told.exists() else None
 
 
-def noticed(root: Path, mutant: Mutant, tests: list[str]) -> bool:
-    """Whether a test fails with the mutant in the copy at `root`."""
+def noticed(root: Path, mutant: Mutant, tests: list[str], sound: dict[str, bool]) -> bool:
+    """Whether a test fails with the mutant in the copy at `root` and passes without; `sound` keeps which pass."""
     path = root / mutant.path
     source = path.read_bytes()
-    path.write_bytes(mutant.applied(source))
-    try:
-        return run_tests(root, tests) != 0
-    finally:
-        path.write_bytes(source)
+    while tests:
+        path.write_bytes(mutant.applied(source))
+        try:
+            failed = first_failure(root, tests)
+        finally:
+            path.write_bytes(source)
+        if failed is None:
+            return False
+        if not failed:
+            return first_failure(root, tests) is None
+        if failed not in sound:
+            sound[failed] = first_failure(root, [failed]) is None
+        if sound[failed]:
+            return True
+        tests = [test for test in tests if test != failed]
+        if tests and not any("::" in test for test in tests):
+            tests = [*tests, f"--deselect={failed}"]
+    return False
 
 
 def drawn(rooms: Sequence[str], count: int, seed: int) -> list[Mutant]:
@@ -180,13 +205,14 @@ def main() -> None:
     mutants = [m for m in mutants if not options.only or options.only in str(m)]
     for module in ("numba", "torch", "transformers", "hypothesis", "pytest"):
         __import__(module)
-    survivors = []
+    survivors: list[Mutant] = []
+    sound: dict[str, bool] = {}
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         root = Path(folder) / "project"
         shutil.copytree(ROOT, root, symlinks=True, ignore=LEFT_OUT)
         for number, mutant in enumerate(mutants, start=1):
             tests = covering(mutant, through, seconds)
-            caught = any(noticed(root, mutant, chosen) for chosen in (tests, namesakes(mutant)) if chosen)
+            caught = any(noticed(root, mutant, chosen, sound) for chosen in (tests, namesakes(mutant)))
             survivors += [] if caught else [mutant]
             print(
                 f"{number}/{len(mutants)} {'caught  ' if caught else 'SURVIVED'} {mutant} ({len(tests)} tests)",
