@@ -32,6 +32,7 @@ TILES = {
 }
 """Output tiles that the vendor's library is known to choose from, by architecture."""
 
+LEAST_EFFICIENCY = 1e-3
 BEST_BANDWIDTH = 0.92
 """No measured kernel of any device streams faster than this share of the datasheet's bandwidth."""
 
@@ -154,8 +155,9 @@ def _unpack(
         peak=peak,
         element_bytes=element_bytes,
         tiles=list(tiles),
-        efficiency=_significant(sigmoid(p[:count])),
-        overhead_k=_significant(_exp(p[count : 2 * count])),
+        # A tile that no row is of may be searched to nothing: a profile has no such number.
+        efficiency=_significant(np.maximum(sigmoid(p[:count]), LEAST_EFFICIENCY)),
+        overhead_k=_significant(_exp(np.minimum(p[count : 2 * count], 20.0))),
         splits=list(SPLITS),
         split_traffic=_round(_exp(traffic)),
         split_s=_round(MOST_SPLIT_S * sigmoid(split)),

@@ -72,7 +72,8 @@ def test_a_table_without_rows_for_a_fabric_says_so(cli, tmp_path: Path) -> None:
     outcome = cli(
         "echoprof", "fit", "--collectives", tmp_path / "table.csv", "--fabric", "nvlink3", "-o", tmp_path
     )
-    assert "nvlink3: the table has no rows for it, skipped" in outcome.err
+    assert (outcome.status, outcome.err.count("\n")) == (1, 1)
+    assert "no rows of nvlink3: nothing to fit" in outcome.err
     wrong = cli("echoprof", "fit", "--collectives", tmp_path / "table.csv", "--fabric", "nvlink33")
     assert (wrong.status, wrong.err.count("\n")) == (2, 1)
     wrong = cli("echoprof", "fit", "--kernels", tmp_path / "table.csv", "--device", "h1000")

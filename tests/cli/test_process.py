@@ -58,7 +58,8 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 def test_an_interrupt_ends_with_130(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text("def build():\n    raise KeyboardInterrupt\n")
     done = shell(f"echoc compile -m {tmp_path}/slow.py:build -o {tmp_path}/graph.pb")
-    assert (done.returncode, done.stderr) == (130, "echoc: interrupted\n")
+    # On a busy machine the stages that it came through stand before.
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "echoc: interrupted")
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "graph.pb").exists()
 

@@ -19,7 +19,7 @@ from recompute_model import LAYERS, WIDTH, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echograph.cli.compose import compile_entry
-from echograph.errors import PlanError, UnknownNameError
+from echograph.errors import PlanError, UnavailableError, UnknownNameError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
@@ -215,7 +215,7 @@ def test_products_are_priced_without_a_cast() -> None:
 
 def test_devices_without_fp8_are_refused() -> None:
     graph = Precision(dtype="fp8")(model())
-    with pytest.raises(UnknownNameError, match="matrix products on a100-sxm-80"):
+    with pytest.raises(UnavailableError, match="device a100-sxm-80 has no FP8 units"):
         estimate(graph, load_device("a100-sxm-80"))
 
 
@@ -349,7 +349,7 @@ def test_other_types_of_a_step_are_refused() -> None:
         Precision(dtype="mxfp8", delayed=True)(graph)
     with pytest.raises(UnknownNameError, match="mxfp8"):
         Precision(dtype="mxfp4")(graph)
-    with pytest.raises(UnknownNameError, match="fp32"):
+    with pytest.raises(UnavailableError, match="fp32"):
         Precision(grad_dtype="fp64")(graph)
 
 

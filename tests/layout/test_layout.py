@@ -92,7 +92,7 @@ def test_generated_modules_are_those_of_the_schemas() -> None:
 
 def test_the_tests_mirror_the_folders() -> None:
     beside = {"benchmarks", "cli", "docs", "e2e", "golden", "layout", "properties", "readers"}
-    helping = {"processes", "testbed"}
+    helping = {"fuzz", "mutation", "processes", "testbed"}
     found = {p.name for p in (ROOT / "tests").iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert found <= {*PACKAGES, *beside, *helping}
 

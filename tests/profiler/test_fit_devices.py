@@ -172,7 +172,7 @@ def test_too_few_rows_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no rows"),
+        ("", "column 'op' is missing"),
         ("op,dtype\ngemm,bf16\n", "'latency_ms' is missing"),
         ("op,dtype,latency_ms\ngemm,bf16\n", "line 2: 2 cells, expected 3"),
         ("op,dtype,latency_ms\ngemm,bf16,soon\n", "'latency_ms'"),

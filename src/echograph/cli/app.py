@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import typer
@@ -77,7 +77,8 @@ def run(app: typer.Typer, name: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # What the terminal's encoding lacks is spelt out, too.
-            stream.reconfigure(errors="backslashreplace")
+            with suppress(OSError):
+                stream.reconfigure(errors="backslashreplace")
     try:
         with _terminable():
             command = typer.main.get_command(app)

@@ -23,7 +23,7 @@ def progress(text: str) -> Iterator[Progress]:
     Args:
         text: the first stage.
     """
-    with _on_terminal(text) if sys.stderr.isatty() else _as_lines(text) as say:
+    with _on_terminal(text) if sys.stderr is not None and sys.stderr.isatty() else _as_lines(text) as say:
         yield say
 
 

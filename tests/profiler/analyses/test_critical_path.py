@@ -345,7 +345,7 @@ def test_saved_and_restored(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="another trace"):
         load_graph(file, dataclasses.replace(one, start=one.start + 1))
     (tmp_path / "broken.npz").write_bytes(b"PK but no archive")
-    with pytest.raises(FormatError, match="no critical path graph"):
+    with pytest.raises(FormatError, match="save a critical path graph with"):
         load_graph(tmp_path / "broken.npz", one)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from echograph.errors import DataError
+from echograph.errors import DataError, InputError
 from echograph.profiler.fit.collectives import CollectiveRow, read_collectives_csv, read_nccl_tests
 from echograph.profiler.fit.fabric import Predict, error_by_kind, fit_fabric, size_fold
 
@@ -145,7 +145,7 @@ def test_log_that_is_none(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_log_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(InputError, match=r"gone\.log: No such file"):
         read_nccl_tests(tmp_path / "gone.log")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cluster_files import KEYS, places, prepared, written
 
-from echograph.errors import DataError, EchoError, UnknownNameError, UsageError
+from echograph.errors import DataError, EchoError, InputError, UnknownNameError, UsageError
 from echograph.simulator.clusters import cluster_names, fabric_names, load_cluster, parse_degraded
 from echograph.simulator.clusters.fabric import parse_fabric, read_fabric_document
 from echograph.simulator.clusters.load import PRESETS
@@ -96,7 +96,6 @@ def test_wrong_values_by_set(key: str) -> None:
         ("max_gpus = \x00", "is not TOML"),
         (".".join("a" * 20_000) + " = 1", "nested too deeply"),
         ("", "missing required field"),
-        ("x" * (2 << 20), "larger than"),
     ],
 )
 def test_files_that_are_no_cluster(text: str, message: str, tmp_path: Path) -> None:
@@ -107,9 +106,16 @@ def test_files_that_are_no_cluster(text: str, message: str, tmp_path: Path) -> N
     assert len(str(caught.value)) < 600
 
 
+def test_a_file_that_is_too_large(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("x" * (2 << 20))
+    with pytest.raises(InputError, match=r"mine\.toml: larger than"):
+        load_cluster(path)
+
+
 @pytest.mark.parametrize("path", ["/dev/null/x.toml", "a\0b.toml", "x" * 5000 + ".toml", "/.toml"])
 def test_paths_that_are_no_file(path: str) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(InputError, match="give the path of a cluster file"):
         load_cluster(path)
 
 

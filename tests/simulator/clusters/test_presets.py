@@ -109,7 +109,7 @@ def test_broken_file_gives_one_line_with_file_key_and_rule(
 
 
 def test_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"gone\.toml: cannot be read"):
+    with pytest.raises(InputError, match=r"gone\.toml: No such file"):
         load_cluster(tmp_path / "gone.toml")
 
 
