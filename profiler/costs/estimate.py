@@ -36,7 +36,7 @@ from echograph.profiler.costs.device import DeviceProfile
 from echograph.profiler.costs.gemm import gemm
 from echograph.profiler.costs.grouped import grouped_gemm
 from echograph.profiler.costs.memory import memory_bound
-from echograph.units import to_ps
+from echograph.units import PS_PER_S, to_ps
 
 DTYPE_NAMES = {
     DType.BF16: "bf16",
@@ -61,12 +61,18 @@ _ROWS = ("norm", "softmax")
 
 Operands = tuple[list[Tensor], list[Tensor]]
 
+LONGEST_S = 2.0**62 / PS_PER_S
+"""What the clock of whole picoseconds in 64 bits counts, with room to add."""
+
 
 def estimate(graph: Graph, device: DeviceProfile) -> Annotate:
     """Durations of the device operations of a graph, to be put on it; views and host work get none.
 
     An operation that already has a duration on this device keeps it, since a measured one is better, and so does
     one with an imported duration, of whichever device.
+
+    Raises:
+        GraphError: an operation's operands contradict each other, or it takes longer than the clock counts.
     """
     count = len(graph.ops)
     picoseconds, samples = np.full(count, NONE, np.int64), np.zeros(count, np.int64)
@@ -83,6 +89,10 @@ def estimate(graph: Graph, device: DeviceProfile) -> Annotate:
             operands = [graph.tensors[i] for i in op.inputs], [graph.tensors[i] for i in op.outputs]
             memo[key] = cost_of(op, operands, device)
         cost = memo[key]
+        if not float(cost.seconds) < LONGEST_S:
+            raise GraphError(
+                f"operation {graph.ops[row].name}: would take over {LONGEST_S / 86400:.0f} days on {device.name}"
+            )
         picoseconds[row] = to_ps(float(cost.seconds))
         source[row] = Source.FITTED if cost.source == "fitted" else Source.ANALYTICAL
         spread[row] = cost.spread
