@@ -31,7 +31,7 @@ from mutants import Mutant, mutants_of
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("ir/passes", "simulator", "profiler/costs")
 TESTS = (
-    *("tests/golden/test_golden_predictions.py", "tests/simulator", "tests/properties/test_plans.py"),
+    *("tests/golden", "tests/readers/test_interpreter.py", "tests/simulator", "tests/properties/test_plans.py"),
     *(f"tests/profiler/test_costs_{kind}.py" for kind in ("attention", "device", "gemm", "memory")),
     *(f"tests/cli/test_{name}.py" for name in ("flows", "run", "study")),
 )
@@ -101,6 +101,9 @@ def covering(mutant: Mutant, through: Map, seconds: dict[str, float]) -> list[st
 def namesakes(mutant: Mutant) -> list[str]:
     """Files of tests that are named after a mutant's file, or after the first words of its name."""
     folder, words = ROOT / "tests" / mutant.path.parts[0], mutant.path.stem.split("_")
+    own = f"test_{mutant.path.parent.name}_{mutant.path.stem}.py"
+    if found := sorted(folder.rglob(own)):
+        return [str(path.relative_to(ROOT)) for path in found]
     for count in range(len(words), 0, -1):
         found = sorted(folder.rglob(f"test_{'_'.join(words[:count])}*.py"))
         if found:
