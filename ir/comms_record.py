@@ -185,7 +185,7 @@ Row: TypeAlias = tuple[int, int, int, int, int, int]
 
 ENCODER = msgspec.json.Encoder()
 # What decoding a broken line raises.
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, OverflowError)
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError)
 DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 

@@ -60,10 +60,22 @@ def load(path: Path | str, progress: Progress = silent) -> StepGraph | JobGraph:
 
 
 def encode(graph: Graph, progress: Progress = silent) -> Iterator[bytes]:
-    """The file's bytes, piece by piece."""
-    messages = _messages(graph, progress)
-    pieces = (m if isinstance(m, bytes) else m.SerializeToString(deterministic=True) for m in messages)
-    return with_checksum(pieces)
+    """The file's bytes, piece by piece.
+
+    Raises:
+        GraphError: a name is no text that a file can hold.
+    """
+    return with_checksum(_pieces(graph, progress))
+
+
+def _pieces(graph: Graph, progress: Progress) -> Iterator[bytes]:
+    try:
+        for message in _messages(graph, progress):
+            yield message if isinstance(message, bytes) else message.SerializeToString(deterministic=True)
+    except UnicodeEncodeError as error:
+        raise GraphError(
+            f"a name of the graph holds half a character, which no file can: {error.object[:40]!a}"
+        ) from None
 
 
 def _messages(graph: Graph, progress: Progress) -> Iterator[Message | bytes]:

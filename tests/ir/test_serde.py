@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conformance_graphs import GRAPHS, two_layers
 
-from echograph.errors import FormatError, InputError, OutputError
+from echograph.errors import FormatError, GraphError, InputError, OutputError
 from echograph.ir import serde_encode, serde_encode_ops
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.files import fields, with_checksum
@@ -172,4 +172,11 @@ def test_saving_where_nothing_can_be_written(tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "such" / "folder.pb", tmp_path, tmp_path / ("x" * 300)):
         with pytest.raises(OutputError, match="cannot write"):
             save(two_layers(), path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
+    builder = GraphBuilder(name="half \ud800")
+    with pytest.raises(GraphError, match="holds half a character"):
+        save(builder.build(StepGraph), tmp_path / "graph.pb")
     assert list(tmp_path.iterdir()) == []
