@@ -100,7 +100,11 @@ def _line(message: str, document: Mapping[str, Any], record: type[Record]) -> st
         return message
     dotted, value, kind = "", document, record
     for name, number in re.findall(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]", found[1]) if found else ():
-        name, value, kind = _step(value, kind, name, number)
+        try:
+            name, value, kind = _step(value, kind, name, number)
+        except (AttributeError, LookupError, TypeError):
+            # The path goes on in a form of the value that the document does not have: what msgspec says must do.
+            return message
         dotted += f".{name}"
     dotted = dotted.removeprefix(".")
     if not re.match("Expected|Number out|Integer value out|Invalid", words):

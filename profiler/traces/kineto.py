@@ -404,6 +404,6 @@ def _stream(text: str) -> int:
 def _joined(parts: list[Values], *, text: bool) -> Values:
     rows = np.concatenate([part.rows for part in parts])
     values = np.concatenate([part.values for part in parts])
-    if not text and np.array_equal(values, np.rint(values)):
+    if not text and np.array_equal(values, np.rint(values)) and np.all(np.abs(values) < 2.0**63):
         values = values.astype(np.int64)
     return Values(rows, values)

@@ -110,7 +110,7 @@ def read_result(path: Path) -> dict[str, Any]:
             raise DataError(f"{path}: is no result of echosim run --json: {name} is {value}, no number")
     try:
         result = msgspec.convert(record, _Result)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half a character, in a name
         raise DataError(f"{path}: is no result of echosim run --json: {error}") from None
     _check_sum(path, result)
     return dict(record)
