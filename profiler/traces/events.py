@@ -293,7 +293,7 @@ class EventStream:
 
     def _read_header(self, text: bytes) -> None:
         try:
-            said = printable(json.loads(text.decode("utf-8", "replace"), strict=False))
+            said = whole_characters(json.loads(text.decode("utf-8", "replace"), strict=False))
         except (ValueError, RecursionError) as error:
             raise DataError(f"{self.path}: what stands beside the events is not valid JSON ({error})") from None
         if "traceEvents" in said:
@@ -349,7 +349,7 @@ class EventStream:
 
     def _event(self, said: Any) -> Any:
         if not self._typed:
-            return msgspec.convert(printable(said), self._kinds, strict=False)
+            return msgspec.convert(whole_characters(said), self._kinds, strict=False)
         if isinstance(said, dict) and said.get("ph") not in ("X", "B", "E"):
             return _OTHERS[0]()
         try:
@@ -370,13 +370,13 @@ class EventStream:
         return DataError(f"{self.path}: event {self._count} is broken: {why}")
 
 
-def printable(value: Any) -> Any:
+def whole_characters(value: Any) -> Any:
     """What JSON spelled, without halves of characters, which no terminal or file takes."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, dict):
-        return {printable(name): printable(inner) for name, inner in value.items()}
-    return [printable(inner) for inner in value] if isinstance(value, list) else value
+        return {whole_characters(name): whole_characters(inner) for name, inner in value.items()}
+    return [whole_characters(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _fits(name: str, value: Any) -> bool:

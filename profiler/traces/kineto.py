@@ -27,7 +27,7 @@ from echograph.profiler.traces.events import (
     EventStream,
     ExactEvent,
     Group,
-    printable,
+    whole_characters,
 )
 from echograph.profiler.traces.pairs import Pairs
 from echograph.profiler.traces.trace import DEVICE, LONGEST_US, NONE, TEXT, Bool, Trace, Values
@@ -278,7 +278,7 @@ class _Columns:
         empty |= dict.fromkeys(long, np.zeros(0, np.int64))
         columns = {name: np.concatenate(self._parts.pop(name, [none])) for name, none in empty.items()}
         annotation = self._codes["user_annotation"]
-        strings = tuple(map(printable, self._codes))
+        strings = tuple(map(whole_characters, self._codes))
         arguments = {name: _joined(parts, text=name in TEXTS) for name, parts in self._arguments.items()}
         _restore_order(columns, arguments)
         near = _near(columns["whole"])
