@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from echograph.cli.compose import compile_entry, compile_model
 from echograph.errors import InputError, PlanError, UnknownNameError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir import types as t
@@ -17,6 +16,7 @@ from echograph.ir.passes.tensor_parallel import TensorParallel
 from echograph.ir.passes.tensor_parallel_infer import infer_plan
 from echograph.ir.passes.tensor_parallel_plan import PLAN, Style, from_hugging_face, given_placements, read_plan
 from echograph.models import get_model
+from echograph.workflow.compile import compile_entry, compile_model
 
 POSITIONS = 128
 MODELS = """
