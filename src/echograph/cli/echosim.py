@@ -160,19 +160,13 @@ def validate_command(
     """Predict measured training steps and say how far the predictions are off, family by family."""
     from echograph.cli.app import require_torch
     from echograph.cli.validate import print_outcomes
-    from echograph.ir import files
-    from echograph.workflow.validation import score
-    from echograph.workflow.validation.run import validate
-    from echograph.workflow.validation.table import read
+    from echograph.workflow.validation.validate import validate
 
-    if output is not None:
-        files.check_writable(output)
-    rows = read(table, tuple(family or ()), tuple(grade.split(",")) if grade else ())
-    said = score.read_peers(peers) if peers else {}
+    check_outputs({"the table": table}, {"--output": output})
     require_torch()
+    grades = tuple(grade.split(",")) if grade else ()
     with progress("compiling") as say:
-        outcomes = validate(rows, jobs, say)
-    record = {"families": score.by_family(outcomes, said), "rows": [o.to_json() for o in outcomes]}
+        record = validate(table, families=family or (), grades=grades, peers=peers, jobs=jobs, say=say).to_json()
     if as_json:
         print_json(record)
     else:
