@@ -71,7 +71,7 @@ def analyze_command(
         with progress(f"reading {path}") as say:
             return read_folder(path, wanted, last_step=last_step, jobs=jobs, cache=cache, engine=engine, say=say)
 
-    options = parse_options(name, dict(map(_option, option or ())), read) if name else {}
+    options = parse_options(name, option or (), read) if name else {}
     wanted = sorted(parse_ranks("--ranks", ranks)) if ranks else None
     for target in filter(None, (output, html)):
         check_writable(target)
@@ -125,13 +125,6 @@ def _gzipped(pieces: Iterable[bytes]) -> Iterator[bytes]:
     for piece in pieces:
         yield compress.compress(piece)
     yield compress.flush()
-
-
-def _option(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise UsageError(f"--option '{text}': write KEY=VALUE (a wrong KEY lists them)")
-    return key, value
 
 
 def _show(tables: dict[str, Table]) -> None:

@@ -6,7 +6,7 @@ import inspect
 import os
 import tempfile
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,17 +127,17 @@ def options_of(analysis: Callable[..., Any]) -> list[str]:
     return [key for key, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
 
 
-def parse_options(name: str, given: Mapping[str, str], read: Callable[[Path], TraceSet]) -> dict[str, Any]:
+def parse_options(name: str, given: Iterable[str], read: Callable[[Path], TraceSet]) -> dict[str, Any]:
     """Options of an analysis from text, as the types that its signature has.
 
     Args:
         name: of the analysis.
-        given: values as text.
+        given: KEY=VALUE, each.
         read: what makes traces of a path, for options that are traces.
 
     Raises:
         UnknownNameError: the analysis has no such option.
-        UsageError: a value is not of the option's type.
+        UsageError: a text is no KEY=VALUE, or a value not of the option's type.
     """
     import msgspec
 
@@ -147,7 +147,10 @@ def parse_options(name: str, given: Mapping[str, str], read: Callable[[Path], Tr
     analysis = ANALYSES[name]
     known, types = options_of(analysis), typing.get_type_hints(analysis)
     options: dict[str, Any] = {}
-    for key, value in given.items():
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--option '{text}': write KEY=VALUE; {name} has {', '.join(known) or 'no options'}")
         if key not in known:
             raise UnknownNameError(f"option of {name}", key, known)
         if types[key] == TraceSet | None:
