@@ -92,7 +92,7 @@ def _round(captured: Any, step: Any, device: Any, given: argparse.Namespace, pat
     from echograph.cli.measured import predict_measured
     from echograph.cli.ops import with_host
     from echograph.cli.plan import Plan
-    from echograph.ir.passes.measured import join
+    from echograph.ir.passes.annotate import join
     from echograph.ir.profile import Profile, save_profile
     from echograph.profiler.measure.ops import Options, measure
     from echograph.profiler.measure.steps import time_steps

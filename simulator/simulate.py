@@ -14,7 +14,7 @@ import numpy as np
 from echograph.errors import DeadlockError, SimulationError
 from echograph.ir.columns import Int64, distinct
 from echograph.ir.graph import JobGraph
-from echograph.ir.passes.data_parallel_axes import MICRO_BATCH_AXES
+from echograph.ir.passes.gradients import MICRO_BATCH_AXES
 from echograph.ir.timeline import Timeline
 from echograph.ir.types import COMMUNICATIONS, OpKind, Source
 from echograph.simulator import engine as engines

@@ -28,7 +28,7 @@ from echograph.frontend.pytorch.recorder import Recorder
 from echograph.frontend.pytorch.step import StepSpec, TrainingStep
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.fold import fold
-from echograph.ir.passes.rewrite_step import StepWriter
+from echograph.ir.passes.rewrite import StepWriter
 
 
 class Compiled(NamedTuple):

@@ -15,7 +15,7 @@ from echograph.frontend.scripts.recorder import COMMUNICATION
 from echograph.frontend.scripts.run import Recorded, Script, run_script
 from echograph.frontend.scripts.workload import called_by_use, messages_of, workload_of
 from echograph.frontend.scripts.world import World
-from echograph.ir.passes.model_flops import count_job_flops
+from echograph.ir.passes.model import count_job_flops
 from echograph.progress import Progress, silent
 
 

@@ -1,4 +1,4 @@
-"""Passes: graph in, graph out, one file each.
+"""Passes: graph in, graph out, a file or a package each.
 
 A pass is a frozen dataclass whose fields are its options; calling it transforms a graph. Step passes keep the
 level; `data_parallel` lowers a step graph to a job graph.
@@ -17,17 +17,17 @@ PASSES = Table(
         "recompute": "echograph.ir.passes.recompute:Recompute",
         "precision": "echograph.ir.passes.precision:Precision",
         "fuse": "echograph.ir.passes.fuse:Fuse",
-        "fuse_loss": "echograph.ir.passes.fuse_loss:FuseLoss",
+        "fuse_loss": "echograph.ir.passes.fuse:FuseLoss",
         "tensor_parallel": "echograph.ir.passes.tensor_parallel:TensorParallel",
         "context_parallel": "echograph.ir.passes.context_parallel:ContextParallel",
         "expert_parallel": "echograph.ir.passes.expert_parallel:ExpertParallel",
         "data_parallel": "echograph.ir.passes.data_parallel:DataParallel",
         "fully_shard": "echograph.ir.passes.fully_shard:FullyShard",
         "pipeline": "echograph.ir.passes.pipeline:Pipeline",
-        "mesh_order": "echograph.ir.passes.mesh_order:MeshOrder",
-        "forget_communication": "echograph.ir.passes.forget_communication:forget_communication",
-        "one_communicator": "echograph.ir.passes.one_communicator:one_communicator",
-        "resize_world": "echograph.ir.passes.resize_world:ResizeWorld",
-        "unfold_ranks": "echograph.ir.passes.unfold_ranks:UnfoldRanks",
+        "mesh_order": "echograph.ir.passes.mesh:MeshOrder",
+        "forget_communication": "echograph.ir.passes.annotate:forget_communication",
+        "one_communicator": "echograph.ir.passes.mesh:one_communicator",
+        "resize_world": "echograph.ir.passes.mesh:ResizeWorld",
+        "unfold_ranks": "echograph.ir.passes.mesh:UnfoldRanks",
     },
 )

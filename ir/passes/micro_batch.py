@@ -17,8 +17,7 @@ from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.extent import Carriers, Extent
-from echograph.ir.passes.extent_write import ExtentWriter
+from echograph.ir.passes.extent import Carriers, Extent, ExtentWriter
 
 MAX_SIZE = 2**20
 

@@ -21,8 +21,8 @@ from echograph.frontend.comms import load
 from echograph.ir import serde
 from echograph.ir.comms_record import FORMAT, GroupLine, Header, Line, What, encode
 from echograph.ir.graph import JobGraph
-from echograph.ir.passes.forget_communication import forget_communication
-from echograph.ir.passes.resize_world import ResizeWorld
+from echograph.ir.passes.annotate import forget_communication
+from echograph.ir.passes.mesh import ResizeWorld
 from echograph.ir.types import COMMUNICATIONS, Collective, CollectiveKind, Recv, Send
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.collectives import collective_time

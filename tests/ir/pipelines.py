@@ -9,7 +9,7 @@ import numpy as np
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.fold import fold
-from echograph.ir.passes.pipeline_placement import memory_of
+from echograph.ir.passes.pipeline.placement import memory_of
 from echograph.ir.types import DType, OpKind, Phase, TensorRole
 from echograph.simulator.durations import meeting
 from echograph.simulator.engine import run

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from echograph.ir.passes.extent_rules import RULES, Ambiguous, Place, Shape, Site, elementwise, follow, view_place
+from echograph.ir.passes.extent import RULES, Ambiguous, Place, Shape, Site, elementwise, follow, view_place
 
 EXTENTS = st.lists(st.sampled_from([1, 2, 3, 5, 7]), min_size=1, max_size=4).map(tuple)
 SIZE = 4

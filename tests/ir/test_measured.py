@@ -8,8 +8,8 @@ from conformance_graphs import GRAPHS
 
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import StepGraph
+from echograph.ir.passes.annotate import by_signature, join, times_run
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.measured import by_signature, join, times_run
 from echograph.ir.profile import Environment, Measurement, Profile, TensorType, signatures
 from echograph.ir.types import DType, Gemm, MultiTensor, Source, TensorRole
 

@@ -8,7 +8,7 @@ from layered import layered_step
 from echograph.errors import PlanError
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import fold
-from echograph.ir.passes.mesh_size import resized
+from echograph.ir.passes.mesh import resized
 from echograph.ir.text import to_text
 
 

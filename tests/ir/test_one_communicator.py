@@ -6,7 +6,7 @@ import numpy as np
 
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph
-from echograph.ir.passes.one_communicator import one_communicator
+from echograph.ir.passes.mesh import one_communicator
 from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Phase, Source
 from echograph.ir.verify import verify
 from echograph.simulator import engine

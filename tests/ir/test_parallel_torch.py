@@ -20,7 +20,7 @@ from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.tensor_parallel import TensorParallel
-from echograph.ir.passes.tensor_parallel_plan import PLAN
+from echograph.ir.passes.tensor_parallel.plan import PLAN
 from echograph.models import get_model
 
 TENSOR, POSITIONS, LAYERS = 8, 128, 2

@@ -15,7 +15,7 @@ from pipelines import flops, makespan, messages, tied_step
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.fold import fold
 from echograph.ir.passes.pipeline import Pipeline
-from echograph.ir.passes.pipeline_schedules import order
+from echograph.ir.passes.pipeline.schedules import order
 from echograph.ir.schedule import Schedule
 from echograph.ir.types import OpKind, Phase
 from echograph.ir.verify import verify

@@ -10,7 +10,7 @@ from layered import layered_step
 from echograph.errors import PlanError
 from echograph.ir.passes.fold import fold
 from echograph.ir.passes.pipeline import Pipeline
-from echograph.ir.passes.pipeline_stages import split_layers
+from echograph.ir.passes.pipeline.schedules import split_layers
 
 
 def test_llama_405b_as_it_was_trained() -> None:

@@ -12,7 +12,7 @@ from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.fold import fold
 from echograph.ir.passes.pipeline import Pipeline
-from echograph.ir.passes.pipeline_schedules import order
+from echograph.ir.passes.pipeline.schedules import order
 from echograph.ir.schedule import Schedule
 from echograph.ir.types import DType, OpKind, Phase, TensorRole
 from echograph.simulator.durations import meeting

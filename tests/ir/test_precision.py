@@ -23,9 +23,9 @@ from echograph.errors import PlanError, UnavailableError, UnknownNameError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.data_parallel_gradients import adds_up, final_gradients
 from echograph.ir.passes.fold import fold
 from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.passes.gradients import adds_up, final_gradients
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.precision import RECIPES, Precision
 from echograph.ir.passes.recompute import Recompute

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.fold import fold
 from echograph.ir.passes.recompute import Recompute
-from echograph.ir.passes.rewrite_step import StepWriter
+from echograph.ir.passes.rewrite import StepWriter
 from echograph.ir.types import Op, Phase
 from echograph.ir.unfold import difference, unfold
 

@@ -16,7 +16,8 @@ from echograph.ir import types as t
 from echograph.ir.graph import Axis, Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.tensor_parallel import TensorParallel
-from echograph.ir.passes.tensor_parallel_placement import (
+from echograph.ir.passes.tensor_parallel.plan import PLAN
+from echograph.ir.passes.tensor_parallel.rules import (
     PARTIAL,
     WHOLE,
     Ambiguous,
@@ -25,10 +26,9 @@ from echograph.ir.passes.tensor_parallel_placement import (
     Shape,
     Shard,
     Site,
+    decide,
     view_dim,
 )
-from echograph.ir.passes.tensor_parallel_plan import PLAN
-from echograph.ir.passes.tensor_parallel_rules import decide
 from echograph.models import get_model
 
 LAYERS, POSITIONS, BATCH = 3, 128, 2

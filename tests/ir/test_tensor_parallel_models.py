@@ -16,7 +16,7 @@ from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.gradient_norm import overflow_flags, total_norms
+from echograph.ir.passes.gradients import overflow_flags, total_norms
 from echograph.ir.passes.recompute import Recompute
 from echograph.ir.passes.tensor_parallel import TensorParallel
 from echograph.models import get_model

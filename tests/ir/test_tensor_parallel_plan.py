@@ -14,8 +14,14 @@ from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.tensor_parallel import TensorParallel
-from echograph.ir.passes.tensor_parallel_infer import infer_plan
-from echograph.ir.passes.tensor_parallel_plan import PLAN, Style, from_hugging_face, given_placements, read_plan
+from echograph.ir.passes.tensor_parallel.plan import (
+    PLAN,
+    Style,
+    from_hugging_face,
+    given_placements,
+    infer_plan,
+    read_plan,
+)
 from echograph.models import get_model
 
 POSITIONS = 128

@@ -9,8 +9,8 @@ from layered import layered_step, timed
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import fold
+from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.passes.pipeline import Pipeline
-from echograph.ir.passes.unfold_ranks import UnfoldRanks
 from echograph.simulator.breakdown import Breakdown, breakdown, breakdowns, spread
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import Host

@@ -30,8 +30,8 @@ from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import fold
 from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.passes.pipeline import Pipeline
-from echograph.ir.passes.unfold_ranks import UnfoldRanks
 from echograph.ir.types import CollectiveKind, DType, Duration, Source
 from echograph.simulator import fidelity
 from echograph.simulator.clusters import Cluster, cluster_names, load_cluster

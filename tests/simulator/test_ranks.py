@@ -12,12 +12,12 @@ from layered import layered_step, timed
 from echograph.errors import PlanError, SimulationError, UsageError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph
-from echograph.ir.passes import unfold_ranks
+from echograph.ir.passes import mesh
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import fold
 from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.passes.pipeline import Pipeline
-from echograph.ir.passes.unfold_ranks import UnfoldRanks
 from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.durations import durations, meeting
@@ -274,7 +274,7 @@ def test_the_event_engine_runs_roles_only() -> None:
 
 
 def test_what_is_too_large_is_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unfold_ranks, "MAX_CALLS", 50)
+    monkeypatch.setattr(mesh, "MAX_CALLS", 50)
     with pytest.raises(PlanError, match=r"8 ranks with .* at most 50"):
         UnfoldRanks()(data_parallel(replicas=8, micro_batches=5))
 

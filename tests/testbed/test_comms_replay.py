@@ -16,7 +16,7 @@ from namespaces import Bed, why_not
 
 from echograph.cli.compose import predict
 from echograph.frontend import FRONTENDS
-from echograph.ir.passes.forget_communication import forget_communication
+from echograph.ir.passes.annotate import forget_communication
 from echograph.simulator.clusters import load_cluster
 from echograph.units import to_s
 

@@ -10,8 +10,7 @@ import numpy as np
 from echograph.cli.app import print_error, print_line
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph
-from echograph.ir.passes.annotate import Annotate
-from echograph.ir.passes.measured import Coverage, join
+from echograph.ir.passes.annotate import Annotate, Coverage, join
 from echograph.ir.profile import Profile, load_profile
 from echograph.ir.types import COMMUNICATIONS, Source
 

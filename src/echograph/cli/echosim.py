@@ -129,7 +129,7 @@ def run_command(
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph, say)
         if model_communication:
-            from echograph.ir.passes.forget_communication import forget_communication
+            from echograph.ir.passes.annotate import forget_communication
 
             loaded = forget_communication(loaded)
         say("simulating")

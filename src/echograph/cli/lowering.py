@@ -9,7 +9,7 @@ from typing import Any
 from echograph.cli.plan import Plan, micro_batches, spread
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph, Workload
-from echograph.ir.passes.model_flops import count_model_flops
+from echograph.ir.passes.model import count_model_flops
 from echograph.simulator.clusters import Cluster
 
 
@@ -33,7 +33,7 @@ def replicate(graph: StepGraph, plan: Plan, cluster: Cluster) -> JobGraph:
     count = micro_batches(plan, ranks, graph.workload.batch_size)
     job = _replicate(graph, plan, ranks // plan.expert_ranks, count)
     if plan.mesh_order != Plan().mesh_order:
-        from echograph.ir.passes.mesh_order import MeshOrder
+        from echograph.ir.passes.mesh import MeshOrder
 
         job = MeshOrder(order=tuple(plan.mesh_order.split("-")))(job)
     return job
@@ -49,7 +49,7 @@ def _as_it_is(graph: JobGraph, plan: Plan) -> JobGraph:
         raise UsageError(
             f"--gpus {plan.gpus}: the job graph is for {graph.world_size}; give its step graph instead"
         )
-    from echograph.ir.passes.resize_world import ResizeWorld
+    from echograph.ir.passes.mesh import ResizeWorld
 
     return ResizeWorld(gpus=plan.gpus)(graph)
 
@@ -98,7 +98,7 @@ def share(graph: StepGraph, plan: Plan) -> StepGraph:
             across=("cp",) if plan.shares_experts_over_cp else (),
         )(graph)
     if plan.loss == "fused":
-        from echograph.ir.passes.fuse_loss import FuseLoss
+        from echograph.ir.passes.fuse import FuseLoss
 
         graph = FuseLoss()(graph)
     if plan.precision or plan.grad_dtype:
@@ -114,7 +114,7 @@ def tensor_parallel(plan: Plan) -> Any:
 
     patterns = None
     if plan.tp_plan:
-        from echograph.ir.passes.tensor_parallel_plan import read_plan
+        from echograph.ir.passes.tensor_parallel.plan import read_plan
 
         patterns = read_plan(Path(plan.tp_plan))
     return TensorParallel(size=plan.tp, plan=patterns, sequence_parallel=plan.sequence_parallel)

@@ -12,7 +12,7 @@ from echograph.cli.plan import Plan
 from echograph.cli.study import Study
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph
-from echograph.ir.passes.measured import join
+from echograph.ir.passes.annotate import join
 from echograph.ir.profile import Profile, load_profile
 from echograph.simulator.clusters import Cluster, load_cluster
 from echograph.simulator.host import Host

@@ -94,7 +94,7 @@ def ops_command(
             serde.save(captured.graph, graph)
     if echo_json is not None:
         from echograph.ir.exporters.echo import export_echo
-        from echograph.ir.passes.measured import join
+        from echograph.ir.passes.annotate import join
 
         export_echo(join(captured.flat, outcome.profile)[0](captured.flat), echo_json)
     _report(_summary(captured, outcome, here), outcome, output, as_json)
@@ -175,7 +175,7 @@ def with_host(device: Device, name: str = "") -> Environment:
 
 
 def _summary(captured: Captured, outcome: Outcome, device: Device) -> dict[str, Any]:
-    from echograph.ir.passes.measured import join
+    from echograph.ir.passes.annotate import join
 
     _, coverage = join(captured.graph, outcome.profile)
     environment = outcome.profile.environment

@@ -133,7 +133,7 @@ def replay(
             collectives of which the trace does not say the sizes, or whose ranks were not traced.
         PlanError: another number of ranks of a job that is not purely data-parallel.
     """
-    from echograph.ir.passes.one_communicator import one_communicator
+    from echograph.ir.passes.mesh import one_communicator
     from echograph.simulator.simulate import simulate
 
     if gpus not in (None, job.world_size):
@@ -141,7 +141,7 @@ def replay(
             raise UsageError(
                 f"--gpus {gpus}: what was measured is of {job.world_size} ranks: say whose network, with --cluster"
             )
-        from echograph.ir.passes.resize_world import ResizeWorld
+        from echograph.ir.passes.mesh import ResizeWorld
 
         _check_sizes(job)
         _check_traced(job, f"--gpus {gpus}", {NOT_TRACED})
@@ -156,7 +156,7 @@ def replay(
             )
         job = one_communicator(ResizeWorld(gpus=int(gpus or 0))(job))
     elif cluster is not None:
-        from echograph.ir.passes.forget_communication import forget_communication
+        from echograph.ir.passes.annotate import forget_communication
 
         _check_sizes(job)
         _check_traced(job, f"--cluster {cluster}", {NOT_TRACED, NOT_TRACED_WORLD})

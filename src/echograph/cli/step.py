@@ -110,7 +110,7 @@ def _predicted(model: str, spec: Any, profile: Path, cache_bytes: int, say: Any,
     from echograph.cli.measured import predict_measured
     from echograph.cli.ops import capture_invocations
     from echograph.cli.plan import Plan
-    from echograph.ir.passes.measured import join
+    from echograph.ir.passes.annotate import join
     from echograph.ir.profile import load_profile
 
     graph = capture_invocations(model, spec, cache_bytes, say, **sizes).graph

@@ -17,7 +17,7 @@ from echograph.ir.chakra_traces import read_traces
 from echograph.ir.exporters.chakra import ChakraExport, write_chakra
 from echograph.ir.exporters.chakra_check import check
 from echograph.ir.graph import JobGraph
-from echograph.ir.passes.unfold_ranks import UnfoldRanks
+from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.types import OpKind
 from echograph.simulator.durations import durations
 from echograph.simulator.host import Host

@@ -21,7 +21,7 @@ from echograph.cli.validate.table import Row, Skip
 from echograph.errors import EchoError, PlanError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.depth import FEWEST, Depth
-from echograph.ir.passes.mesh_size import resized
+from echograph.ir.passes.mesh import resized
 from echograph.ir.passes.micro_batch import MicroBatch
 from echograph.progress import Progress, silent
 from echograph.simulator.clusters import Cluster, load_cluster
