@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 
-from echograph.cli.compose import compile_model
 from echograph.frontend.pytorch.step import StepSpec
+from echograph.workflow.compile import compile_model
 
 MODELS = ("bert-base-uncased", "gpt2", "llama-3.2-1b")
 

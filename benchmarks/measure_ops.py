@@ -54,13 +54,12 @@ def compare(name: str, given: argparse.Namespace, out: Path) -> dict[str, Any]:
     """One model: rounds of steps, operations, steps."""
     import torch
 
-    from echograph.cli.compose import build_model
-    from echograph.cli.ops import capture_invocations
-    from echograph.cli.step_options import device_and_spec
     from echograph.frontend.pytorch.real_step import real_step
     from echograph.ir import serde
     from echograph.profiler.measure.device import keep_freed_memory
     from echograph.profiler.measure.steps import time_steps
+    from echograph.workflow.compile import build_model
+    from echograph.workflow.measure import capture_invocations, device_and_spec
 
     clock = "cpu" if given.device == "cpu" and torch.get_num_threads() == 1 else "wall"
     device, spec = device_and_spec(given.device, "", "adamw", clock)
@@ -89,14 +88,14 @@ def compare(name: str, given: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 
 def _round(captured: Any, step: Any, device: Any, given: argparse.Namespace, path: Path) -> dict[str, Any]:
-    from echograph.cli.measured import predict_measured
-    from echograph.cli.ops import with_host
-    from echograph.cli.plan import Plan
     from echograph.ir.passes.annotate import join
     from echograph.ir.profile import Profile, save_profile
     from echograph.profiler.measure.ops import Options, measure
     from echograph.profiler.measure.steps import time_steps
     from echograph.units import to_s
+    from echograph.workflow.measure import with_host
+    from echograph.workflow.measured import predict_measured
+    from echograph.workflow.plan import Plan
 
     options = Options(repeats=given.repeats, budget_s=given.budget)
     steps = [time_steps(step, device, _STEPS[device.name], 0)]

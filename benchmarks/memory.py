@@ -26,9 +26,6 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
-from echograph.cli.compose import compile_entry
-from echograph.cli.lowering import lower
-from echograph.cli.plan import Plan
 from echograph.errors import EchoError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir.graph import StepGraph
@@ -36,6 +33,9 @@ from echograph.models import get_model
 from echograph.models.entry import ModelEntry
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.memory import Memory, Runtime, largest_memory
+from echograph.workflow.compile import compile_entry
+from echograph.workflow.lowering import lower
+from echograph.workflow.plan import Plan
 
 DATA = Path(os.environ.get("ECHOGRAPH_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 GIB = 2**30

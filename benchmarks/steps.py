@@ -16,10 +16,10 @@ import resource
 import time
 from pathlib import Path
 
-from echograph.cli.validate.run import validate
-from echograph.cli.validate.score import by_family, read_peers
-from echograph.cli.validate.show import print_outcomes
-from echograph.cli.validate.table import read
+from echograph.cli.validate import print_outcomes
+from echograph.workflow.validation.run import validate
+from echograph.workflow.validation.score import by_family, read_peers
+from echograph.workflow.validation.table import read
 
 DATA = Path(os.environ.get("ECHOGRAPH_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 WHOLE = ("kor22", "sc21t1", "sc21t2")

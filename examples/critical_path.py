@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
-from echograph.cli.compose import predict
 from echograph.ir import serde
 from echograph.ir.timeline import Lane
 from echograph.units import format_time
+from echograph.workflow.predict import predict
 
 
 def main(path: str = "graph.pb", gpus: str = "64") -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from echograph.cli.compose import compile_model, predict
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.units import format_time
+from echograph.workflow.compile import compile_model
+from echograph.workflow.predict import predict
 
 
 def main(model: str = "distilbert-base-uncased", cluster: str = "dgx-h100") -> None:

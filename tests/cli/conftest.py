@@ -104,8 +104,8 @@ def graph(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def job_graph(graph: Path) -> Path:
     """The job of 16 ranks that the step graph lowers to, with durations."""
-    from echograph.cli.compose import predict
     from echograph.ir import serde
+    from echograph.workflow.predict import predict
 
     path = graph.with_name("job.pb")
     serde.save(predict(serde.load(graph), cluster="dgx-h100", gpus=16)[1], path)

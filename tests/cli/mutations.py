@@ -19,12 +19,12 @@ sys.path.append(str(Path(__file__).parents[1] / "fuzz"))
 
 from damage import damage_bytes, damage_message
 
-from echograph.cli.compose import predict
-from echograph.cli.show import summarize
 from echograph.errors import EchoError
 from echograph.ir.files import fields, with_checksum
 from echograph.ir.serde import decode
 from echograph.proto import workload_pb2 as pb
+from echograph.workflow.predict import predict
+from echograph.workflow.summary import summarize
 
 MEMORY_BYTES = 2 * 2**30
 CPU_SECONDS = 5.0

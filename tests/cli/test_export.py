@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from echograph.cli import export
-from echograph.cli.annotate import annotate, host_name
-from echograph.cli.compose import predict
 from echograph.ir import serde
 from echograph.ir.exporters import EXPORTERS
 from echograph.ir.types import Source
+from echograph.workflow import exports
+from echograph.workflow.annotate import annotate, host_name
+from echograph.workflow.predict import predict
 
 pytest.importorskip("networkx")
 
@@ -101,10 +101,10 @@ def test_the_graph_itself_is_not_written_over(graph: Path, cli: Any) -> None:
 
 
 def test_every_format_is_offered_once() -> None:
-    assert not set(EXPORTERS) & set(export.COMPOSED)
-    assert set(export.TAKES) <= set(export.COMPOSED)
+    assert not set(EXPORTERS) & set(exports.COMPOSED)
+    assert set(exports.TAKES) <= set(exports.COMPOSED)
     assert all(callable(EXPORTERS[name]) for name in EXPORTERS)
-    assert all(callable(export.COMPOSED[name]) for name in export.COMPOSED)
+    assert all(callable(exports.COMPOSED[name]) for name in exports.COMPOSED)
 
 
 # -- annotate ------------------------------------------------------------------------------------------------

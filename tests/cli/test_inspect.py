@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from echograph.cli.show import summarize
 from echograph.ir import serde
 from echograph.ir.types import Phase
 from echograph.ir.unfold import unfold
 from echograph.models import model_names
+from echograph.workflow.summary import summarize
 
 
 def test_models_lists_the_zoo(cli) -> None:

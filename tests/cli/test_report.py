@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from echograph.cli.nearest import FEW
+from echograph.workflow import feasible
+from echograph.workflow.feasible import FEW
 
 ALARM = "\x1b[1;31m"
 
@@ -99,14 +100,13 @@ def test_the_page_of_what_does_not_fit_has_a_banner(cli, little: tuple[object, .
 def test_few_plans_are_tried_where_nobody_asked(
     cli, little: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from echograph.cli import nearest
 
     tried: list[Any] = []
 
     def none_fits(job: Any, _: int) -> None:
         tried.append(job)
 
-    monkeypatch.setattr(nearest, "largest_memory", none_fits)
+    monkeypatch.setattr(feasible, "largest_memory", none_fits)
     first = lines(cli, *little)[0]
     assert first.endswith("share it over more --tp, --pp or --zero 3 ranks")
     assert 0 < len(tried) <= FEW
@@ -116,8 +116,8 @@ def test_few_plans_are_tried_where_nobody_asked(
 
 
 def test_what_cannot_be_enough_is_not_tried() -> None:
-    from echograph.cli.nearest import _may_be_enough
     from echograph.simulator.memory import Memory
+    from echograph.workflow.feasible import _may_be_enough
 
     memory = Memory(
         peak_bytes=150,

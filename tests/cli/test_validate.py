@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from echograph.cli.validate.memory import GIB, measured_memory
-from echograph.cli.validate.run import validate
-from echograph.cli.validate.score import Outcome, by_family
-from echograph.cli.validate.setup import setup
-from echograph.cli.validate.table import Row, Skip
+from echograph.workflow.validation.memory import GIB, measured_memory
+from echograph.workflow.validation.run import validate
+from echograph.workflow.validation.score import Outcome, by_family
+from echograph.workflow.validation.setup import setup
+from echograph.workflow.validation.table import Row, Skip
 
 ROW: dict[str, Any] = {
     "id": "toy-001", "model": "GPT toy", "layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn_hidden": 512,
@@ -62,7 +62,8 @@ def test_every_row_has_a_prediction_or_a_reason(cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_one_capture_serves_all_micro_batches(precision: str) -> None:
     pytest.importorskip("transformers", reason="needs the [torch] extra")
-    from echograph.cli.compose import compile_entry, predict_plan
+    from echograph.workflow.compile import compile_entry
+    from echograph.workflow.predict import predict_plan
 
     rows = [ROW | {"id": f"toy-{n}", "micro_batch": n, "precision": precision} for n in (1, 2, 4)]
     read = [Row({k: str(v) for k, v in row.items()}) for row in rows]
@@ -125,7 +126,8 @@ def test_embedding_and_loss_take_a_layers_slot_where_layers_do_not_divide(
 def test_deeper_models_and_more_replicas_share_a_capture() -> None:
     """Every row is what a capture and a plan of its own give."""
     pytest.importorskip("transformers", reason="needs the [torch] extra")
-    from echograph.cli.compose import compile_entry, predict_plan
+    from echograph.workflow.compile import compile_entry
+    from echograph.workflow.predict import predict_plan
 
     changes = ({"layers": 6, "dp": 2, "n_gpus": 4}, {"layers": 6}, {"layers": 8, "dp": 8, "n_gpus": 16})
     rows = [ROW | {"id": f"toy-{n}", "global_batch": 4 * (c.get("dp") or 4)} | c for n, c in enumerate(changes)]

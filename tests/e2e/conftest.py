@@ -18,10 +18,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from families import shallow
 
-from echograph.cli.compose import compile_entry, predict
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir.graph import StepGraph
 from echograph.models import get_model
+from echograph.workflow.compile import compile_entry
+from echograph.workflow.predict import predict
 
 
 @pytest.fixture(scope="session")

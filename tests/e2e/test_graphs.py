@@ -10,7 +10,6 @@ import pytest
 import torch
 from families import TEN, shallow, sizes
 
-from echograph.cli.show import summarize
 from echograph.frontend.pytorch.capture import capture, capture_mode
 from echograph.frontend.pytorch.lower import lower
 from echograph.frontend.pytorch.step import StepSpec
@@ -19,6 +18,7 @@ from echograph.ir.passes.fold import fold
 from echograph.ir.types import DType, OpKind, Phase, TensorRole
 from echograph.ir.unfold import difference, unfold
 from echograph.models import build, dense_flops, get_model
+from echograph.workflow.summary import summarize
 
 pytestmark = pytest.mark.torch
 families = pytest.mark.parametrize("name", TEN)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from graph_forms import check_forms
 
-from echograph.cli.compose import compile_entry, predict
-from echograph.cli.show import model_row, summarize
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.models import get_model, model_names
+from echograph.workflow.compile import compile_entry
+from echograph.workflow.predict import predict
+from echograph.workflow.summary import model_row, summarize
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

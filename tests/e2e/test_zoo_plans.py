@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from echograph.cli.compose import compile_entry, lower_graph
-from echograph.cli.plan import Plan, PlanOptions
 from echograph.errors import EchoError, GraphError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.models import get_model, model_names
+from echograph.workflow.compile import compile_entry
+from echograph.workflow.plan import Plan, PlanOptions
+from echograph.workflow.predict import lower_graph
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

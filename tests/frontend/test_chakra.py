@@ -19,8 +19,6 @@ from chakra_sets import NAME, changed, collective, good_set, node, write_set
 from small_models import small_step
 
 from echograph.cli.app import run
-from echograph.cli.lowering import lower
-from echograph.cli.plan import Plan
 from echograph.frontend.chakra import load
 from echograph.ir import serde
 from echograph.ir.chakra_traces import read_traces
@@ -34,6 +32,8 @@ from echograph.profiler.costs.estimate import estimate
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import Host as Issue
 from echograph.simulator.simulate import simulate
+from echograph.workflow.lowering import lower
+from echograph.workflow.plan import Plan
 
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 dp8": ("gpt2", {"gpus": 8}),

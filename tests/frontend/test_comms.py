@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echograph.cli.compose import predict
 from echograph.errors import FormatError, InputError, PlanError
 from echograph.frontend import Imported
 from echograph.frontend.comms import load
@@ -31,6 +30,7 @@ from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
 from echograph.simulator.what_if import Scale
 from echograph.units import PS_PER_NS, to_ps
+from echograph.workflow.predict import predict
 
 BEGAN = 1_700_000_000_000_000_000
 MIB = 1 << 20

@@ -221,8 +221,8 @@ def _some(kind: Any) -> Any:
 
 
 def _traced_job() -> list[Files]:
-    from echograph.cli.imports_traces import load_kineto
     from echograph.ir import serde
+    from echograph.workflow.imports import load_kineto
 
     def make(folder: Path) -> None:
         for name, data in _traces()[0].items():

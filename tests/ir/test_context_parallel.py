@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from echograph.cli.compose import compile_entry
 from echograph.errors import PlanError, UnknownNameError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir import types as t
@@ -22,6 +21,7 @@ from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.recompute import Recompute
 from echograph.ir.passes.tensor_parallel import TensorParallel
 from echograph.models import get_model
+from echograph.workflow.compile import compile_entry
 
 BATCH, POSITIONS, LAYERS = 2, 64, 2
 NAMES = ("llama-3.2-1b", "gpt2", "bert-base-uncased")

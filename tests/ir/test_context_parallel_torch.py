@@ -22,12 +22,12 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echograph.cli.compose import compile_entry
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.context_parallel import ContextParallel
 from echograph.models import get_model
+from echograph.workflow.compile import compile_entry
 
 BATCH, POSITIONS, LAYERS = 2, 128, 2
 SIZES = [2, 4, 8]

@@ -27,9 +27,9 @@ LAYERS = {"megatron-gpt-1.7b": "n_layer"}
 
 def captured(model: str, layers: int) -> StepGraph:
     pytest.importorskip("transformers", reason="needs the [torch] extra")
-    from echograph.cli.compose import compile_entry
     from echograph.frontend.pytorch.step import StepSpec
     from echograph.models import get_model
+    from echograph.workflow.compile import compile_entry
 
     config: dict[str, Any] = SMALL[model] | {LAYERS.get(model, "num_hidden_layers"): layers}
     dtype = "fp16" if model.startswith("megatron") else "bf16"

@@ -334,9 +334,9 @@ def test_interleaved_chunks_are_each_a_root() -> None:
 @pytest.fixture(scope="module")
 def clipped() -> StepGraph:
     pytest.importorskip("torch")
-    from echograph.cli.compose import compile_entry
     from echograph.frontend.pytorch.step import StepSpec
     from echograph.models import get_model
+    from echograph.workflow.compile import compile_entry
 
     entry = get_model("gpt2").with_config(n_layer=3)
     return compile_entry(entry, StepSpec(dtype="fp16", clip_grad_norm=1.0), batch_size=1, seq_len=64)

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echograph.cli.compose import compile_entry, compile_model, predict
 from echograph.errors import PlanError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir import types as t
@@ -34,6 +33,8 @@ from echograph.profiler.costs import load_device
 from echograph.profiler.costs.estimate import estimate
 from echograph.profiler.costs.grouped import grouped_gemm
 from echograph.units import to_ps
+from echograph.workflow.compile import compile_entry, compile_model
+from echograph.workflow.predict import predict
 
 BATCH, POSITIONS, HIDDEN, INNER = 2, 32, 64, 96
 TOKENS = BATCH * POSITIONS

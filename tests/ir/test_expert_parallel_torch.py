@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echograph.cli.compose import compile_entry
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir import types as t
 from echograph.ir.passes.expert_parallel import ExpertParallel
 from echograph.models import get_model
+from echograph.workflow.compile import compile_entry
 
 TOKENS, HIDDEN, INNER, EXPERTS, CHOSEN = 64, 64, 96, 8, 2
 _DTYPES = {torch.bfloat16: t.DType.BF16, torch.int32: t.DType.INT32}

@@ -179,9 +179,9 @@ def fsdp2(
 )
 def test_collectives_are_those_of_fsdp2(warm: Path, model: str, ranks: int) -> None:
     pytest.importorskip("torch")
-    from echograph.cli.compose import compile_entry
     from echograph.frontend.pytorch.step import StepSpec
     from echograph.models import get_model
+    from echograph.workflow.compile import compile_entry
 
     changes = LAYERS_OF.get(model, {"num_hidden_layers": 3})
     seq_len = None if model.startswith("vit") else 64

@@ -18,7 +18,6 @@ import torch
 from families import shallow
 from torch import Tensor, nn
 
-from echograph.cli.compose import compile_entry
 from echograph.frontend.pytorch.capture import capture, capture_mode
 from echograph.frontend.pytorch.lower import lower
 from echograph.frontend.pytorch.step import StepSpec
@@ -32,6 +31,7 @@ from echograph.ir.passes.recompute import Recompute
 from echograph.ir.types import Op, Phase
 from echograph.ir.unfold import unfold
 from echograph.models import get_model
+from echograph.workflow.compile import compile_entry
 
 FAMILIES = ["gpt2", "llama-3-8b", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gemma-2-2b", "t5-small"))]
 

@@ -15,7 +15,6 @@ import torch
 from families import shallow, sizes
 from torch.autograd.graph import saved_tensors_hooks
 
-from echograph.cli.compose import compile_entry
 from echograph.errors import PlanError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir.graph import StepGraph
@@ -30,6 +29,7 @@ from echograph.ir.types import Compute, DType
 from echograph.ir.unfold import unfold
 from echograph.models import get_model
 from echograph.simulator.memory import memory
+from echograph.workflow.compile import compile_entry
 
 MODELS = ("gpt2", "llama-3.1-8b", "bert-base-uncased", "t5-small", "vit-b-16")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from echograph.cli.compose import compile_entry
 from echograph.errors import PlanError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir.builder import GraphBuilder
@@ -13,6 +12,7 @@ from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.gradients import overflow_flags, total_norms
 from echograph.ir.types import DType, Op, Phase, TensorRole
 from echograph.models import get_model
+from echograph.workflow.compile import compile_entry
 
 LAYERS = 3
 

@@ -22,14 +22,14 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from echograph.cli.compose import compile_entry
-from echograph.cli.lowering import lower
-from echograph.cli.plan import Plan
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.models import get_model
 from echograph.simulator.clusters import load_cluster
+from echograph.workflow.compile import compile_entry
+from echograph.workflow.lowering import lower
+from echograph.workflow.plan import Plan
 
 pytestmark = [
     pytest.mark.torch,

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echograph.cli.compose import compile_entry
 from echograph.errors import PlanError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir import types as t
@@ -17,6 +16,7 @@ from echograph.ir.passes.extent import Carriers, Extent
 from echograph.ir.passes.micro_batch import MicroBatch
 from echograph.ir.unfold import difference, unfold
 from echograph.models import get_model
+from echograph.workflow.compile import compile_entry
 
 Step = Callable[..., StepGraph]
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers")

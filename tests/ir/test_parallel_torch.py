@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from echograph.cli.compose import compile_entry
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import Graph, StepGraph
@@ -22,6 +21,7 @@ from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.tensor_parallel import TensorParallel
 from echograph.ir.passes.tensor_parallel.plan import PLAN
 from echograph.models import get_model
+from echograph.workflow.compile import compile_entry
 
 TENSOR, POSITIONS, LAYERS = 8, 128, 2
 Work = Counter[tuple[Any, ...]]

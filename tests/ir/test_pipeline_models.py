@@ -10,12 +10,13 @@ from pipelines import parameter_bytes
 
 pytest.importorskip("transformers")
 
-from echograph.cli.compose import compile_entry, predict
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import OpKind, Phase
 from echograph.models import get_model
+from echograph.workflow.compile import compile_entry
+from echograph.workflow.predict import predict
 
 pytestmark = pytest.mark.torch
 

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from echograph.cli.compose import compile_entry, predict
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
@@ -21,6 +20,8 @@ from echograph.models import get_model
 from echograph.simulator.durations import meeting
 from echograph.simulator.engine import run
 from echograph.simulator.tasks import expand
+from echograph.workflow.compile import compile_entry
+from echograph.workflow.predict import predict
 
 pytestmark = pytest.mark.torch
 

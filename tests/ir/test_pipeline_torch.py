@@ -26,13 +26,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from echograph.cli.compose import compile_entry
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import OpKind, Phase
 from echograph.models import get_model
+from echograph.workflow.compile import compile_entry
 
 pytestmark = pytest.mark.torch
 

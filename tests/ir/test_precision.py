@@ -18,7 +18,6 @@ from families import shallow
 from recompute_model import LAYERS, WIDTH, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from echograph.cli.compose import compile_entry
 from echograph.errors import PlanError, UnavailableError, UnknownNameError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir.graph import Graph, StepGraph
@@ -36,6 +35,7 @@ from echograph.models import get_model
 from echograph.profiler.costs import gemm, load_device
 from echograph.profiler.costs.estimate import estimate
 from echograph.simulator.memory import memory
+from echograph.workflow.compile import compile_entry
 
 TOKENS = 64 * 64
 WEIGHTS = 13 * WIDTH**2

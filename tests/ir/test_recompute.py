@@ -16,7 +16,6 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "e2e")]
 from families import TEN, shallow, sizes
 from recompute_model import LAYERS, WIDTH, step
 
-from echograph.cli.compose import compile_entry
 from echograph.errors import PlanError, UnknownNameError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir.graph import Graph, StepGraph
@@ -30,6 +29,7 @@ from echograph.ir.types import Phase
 from echograph.ir.unfold import difference, unfold
 from echograph.models import get_model
 from echograph.simulator.memory import memory
+from echograph.workflow.compile import compile_entry
 
 POLICIES: tuple[Policy, ...] = ("full", "selective", "selective_op")
 SLOW = pytest.mark.slow

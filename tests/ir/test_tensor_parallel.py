@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from echograph.cli.compose import compile_entry, predict
 from echograph.errors import PlanError, UnknownNameError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir import types as t
@@ -30,6 +29,8 @@ from echograph.ir.passes.tensor_parallel.rules import (
     view_dim,
 )
 from echograph.models import get_model
+from echograph.workflow.compile import compile_entry
+from echograph.workflow.predict import predict
 
 LAYERS, POSITIONS, BATCH = 3, 128, 2
 TOKENS = POSITIONS * BATCH

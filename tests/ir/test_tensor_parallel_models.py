@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from echograph.cli.compose import compile_entry
 from echograph.errors import PlanError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir import types as t
@@ -20,6 +19,7 @@ from echograph.ir.passes.gradients import overflow_flags, total_norms
 from echograph.ir.passes.recompute import Recompute
 from echograph.ir.passes.tensor_parallel import TensorParallel
 from echograph.models import get_model
+from echograph.workflow.compile import compile_entry
 
 LAYERS, POSITIONS = 2, 128
 PLAIN = StepSpec()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from echograph.cli.compose import compile_entry, compile_model
 from echograph.errors import InputError, PlanError, UnknownNameError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir import types as t
@@ -23,6 +22,7 @@ from echograph.ir.passes.tensor_parallel.plan import (
     read_plan,
 )
 from echograph.models import get_model
+from echograph.workflow.compile import compile_entry, compile_model
 
 POSITIONS = 128
 MODELS = """

@@ -42,7 +42,7 @@ def test_each_folder_is_linked_into_the_one_namespace(name: str) -> None:
 def test_the_namespace_holds_nothing_else() -> None:
     found = {p.name for p in (ROOT / "src" / "echograph").iterdir()} - {"__pycache__"}
     leaves = {"errors.py", "progress.py", "registry.py", "units.py"}
-    assert found == {*PACKAGES, *leaves, "cli", "__init__.py", "__main__.py", "py.typed"}
+    assert found == {*PACKAGES, *leaves, "cli", "workflow", "__init__.py", "__main__.py", "py.typed"}
 
 
 def test_the_project_speaks_of_itself_alone() -> None:
@@ -91,7 +91,7 @@ def test_generated_modules_are_those_of_the_schemas() -> None:
 
 
 def test_the_tests_mirror_the_folders() -> None:
-    beside = {"benchmarks", "cli", "docs", "e2e", "golden", "layout", "properties", "readers"}
+    beside = {"benchmarks", "cli", "docs", "e2e", "golden", "layout", "properties", "readers", "workflow"}
     helping = {"fuzz", "mutation", "processes", "testbed"}
     found = {p.name for p in (ROOT / "tests").iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert found <= {*PACKAGES, *beside, *helping}

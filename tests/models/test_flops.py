@@ -94,9 +94,9 @@ def test_every_entry_knows_its_flops() -> None:
     ],
 )
 def test_stored_flops_are_those_of_the_capture(name: str) -> None:
-    from echograph.cli.compose import compile_entry
-    from echograph.cli.show import summarize
     from echograph.frontend.pytorch.step import StepSpec
+    from echograph.workflow.compile import compile_entry
+    from echograph.workflow.summary import summarize
 
     entry = get_model(name)
     flops = summarize(compile_entry(entry, StepSpec(), batch_size=1))["flops"]

@@ -33,7 +33,7 @@ ROOMS = ("ir/passes", "simulator", "profiler/costs")
 TESTS = (
     *("tests/golden", "tests/readers/test_interpreter.py", "tests/simulator", "tests/properties/test_plans.py"),
     *(f"tests/profiler/test_costs_{kind}.py" for kind in ("attention", "device", "gemm", "memory")),
-    *(f"tests/cli/test_{name}.py" for name in ("flows", "run", "study")),
+    *(f"tests/cli/test_{name}.py" for name in ("flows", "run", "scenario")),
 )
 KEPT = ROOT / "out" / "mutation"
 LEFT_OUT = shutil.ignore_patterns(

@@ -32,8 +32,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @cache
 def small_step(name: str) -> StepGraph:
     """The folded step of one of `CONFIGS`, two samples a micro-batch."""
-    from echograph.cli.compose import compile_model
     from echograph.frontend.pytorch.step import StepSpec
+    from echograph.workflow.compile import compile_model
 
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.json"

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from small_models import CONFIGS, small_step
 
-from echograph.cli.compose import predict_plan
-from echograph.cli.plan import CpMethod, GradDType, Loss, Plan, Precision, Recompute, Schedule
-from echograph.cli.study import Study, make_study
 from echograph.errors import EchoError
 from echograph.simulator.clusters import cluster_names
 from echograph.simulator.result import Result
+from echograph.workflow.plan import CpMethod, GradDType, Loss, Plan, Precision, Recompute, Schedule
+from echograph.workflow.predict import predict_plan
+from echograph.workflow.scenario import Scenario, make_scenario
 
 pytest.importorskip("transformers", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch
@@ -98,7 +98,7 @@ def check(seeds: range) -> None:
         asked = f"seed {seed}: {model} {options}"
         try:
             with within(SECONDS, asked):
-                result, _ = predict_plan(small_step(model), Plan(**options), study=asker.study())
+                result, _ = predict_plan(small_step(model), Plan(**options), scenario=asker.scenario())
         except EchoError as error:
             line = str(error)
             assert line and "\n" not in line, asked
@@ -141,11 +141,11 @@ class Asker:
         given = {n: self.one(choice) for n, choice in PLAN.items() if self.random.random() < often.get(n, 0.15)}
         return given if self.careless else {n: value for n, value in given.items() if _goes_with(n, given)}
 
-    def study(self) -> Study:
+    def scenario(self) -> Scenario:
         """What is asked beyond a plan, as the command line spells it."""
         key, one = self.one((tuple(SETTINGS), ())), self.one
         jitter = one(((0.0, 0.0, 0.0, 0.05), (0.9, -1.0)))
-        return make_study(
+        return make_scenario(
             scale=self.perhaps(0.2, f"{one(WHAT)}={one(FACTORS)}"),
             without=self.perhaps(0.1, one(WHAT)),
             setting=self.perhaps(0.15, f"cluster.{key}={one(SETTINGS[key])}"),

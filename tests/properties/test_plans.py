@@ -15,12 +15,12 @@ from hypothesis import Phase as HypothesisPhase
 from hypothesis import strategies as st
 from small_models import CONFIGS, HEADS, LAYERS, small_step
 
-from echograph.cli.lowering import lower
-from echograph.cli.plan import Plan
-from echograph.cli.show_job import summarize_job
 from echograph.ir.graph import JobGraph, Program, StepGraph
 from echograph.ir.types import OpKind, Phase, Tensor, TensorRole
 from echograph.simulator.clusters import load_cluster
+from echograph.workflow.job_summary import summarize_job
+from echograph.workflow.lowering import lower
+from echograph.workflow.plan import Plan
 
 pytest.importorskip("transformers", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from small_models import HEADS, LAYERS, SEQUENCE, small_step
 
-from echograph.cli.compose import predict_plan
-from echograph.cli.plan import Plan
 from echograph.errors import PlanError, UsageError
 from echograph.simulator.result import Result
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import predict_plan
 
 pytest.importorskip("transformers", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch

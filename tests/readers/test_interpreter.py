@@ -18,10 +18,7 @@ from interpreter import WaitForEver, step_time_ps
 from random_jobs import RandomJob
 from small_models import CONFIGS
 
-from echograph.cli.annotate import annotate
 from echograph.cli.app import run
-from echograph.cli.compose import compile_model, host_of, lower_graph, predict
-from echograph.cli.plan import Plan
 from echograph.errors import DeadlockError
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir import serde
@@ -31,6 +28,10 @@ from echograph.ir.types import COMMUNICATIONS, CollectiveKind, CopyDirection, DT
 from echograph.profiler.costs import load_device
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.simulate import simulate
+from echograph.workflow.annotate import annotate
+from echograph.workflow.compile import compile_model
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import host_of, lower_graph, predict
 
 CLUSTER, SEQUENCE = "dgx-h100", 1024
 WIDE = {

@@ -14,9 +14,6 @@ from conformance_graphs import GRAPHS
 from js import READER, needs_npm
 from small_models import small_step
 
-from echograph.cli.annotate import annotate
-from echograph.cli.compose import host_of, lower_graph, predict
-from echograph.cli.plan import Plan
 from echograph.errors import DeadlockError
 from echograph.ir import serde
 from echograph.ir.builder import GraphBuilder
@@ -25,6 +22,9 @@ from echograph.ir.types import CollectiveKind, DType, OpKind, Source
 from echograph.profiler.costs import load_device
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.simulate import simulate
+from echograph.workflow.annotate import annotate
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import host_of, lower_graph, predict
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, needs_npm]
 

@@ -8,13 +8,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-from echograph.cli.compose import compile_entry
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.models import get_model
 from echograph.simulator.memory import Memory, Runtime, memory
+from echograph.workflow.compile import compile_entry
 
 pytestmark = pytest.mark.torch
 

@@ -14,11 +14,11 @@ from jobs import DEVICE
 from measure import Ranks, cluster, fit, rows
 from namespaces import Bed, why_not
 
-from echograph.cli.compose import predict
 from echograph.frontend import FRONTENDS
 from echograph.ir.passes.annotate import forget_communication
 from echograph.simulator.clusters import load_cluster
 from echograph.units import to_s
+from echograph.workflow.predict import predict
 
 WORKER = Path(__file__).with_name("comms_worker.py")
 NIC, SLOW, STEPS, PORT = 400e6, 200e6, 8, 29_800

@@ -14,9 +14,9 @@ from configurations import Links
 from measure import Ranks, cluster, fit, rows
 from namespaces import Bed, why_not
 
-from echograph.cli.replay import StepTime, replay, steps
 from echograph.profiler.replay import lower
 from echograph.profiler.traces import read_traces
+from echograph.workflow.replay import StepTime, replay, steps
 
 WORKER = Path(__file__).with_name("replay_worker.py")
 NIC, STEPS, PORT = 400e6, 8, 29_700

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any
 
-import numpy as np
 import typer
 
-from echograph.cli.annotate_profile import annotate_measured, host_name, print_coverage
 from echograph.cli.app import print_error, print_json, print_line, progress
-from echograph.ir.columns import NONE
-from echograph.ir.graph import Graph, JobGraph
-from echograph.ir.passes.annotate import Annotate
-from echograph.ir.types import COMMUNICATIONS, OpKind, Source
-from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
+from echograph.ir.graph import Graph
+from echograph.ir.types import Source
+from echograph.simulator.clusters import DEFAULT_CLUSTER
 from echograph.units import format_bytes
-
-G = TypeVar("G", bound=Graph)
+from echograph.workflow.annotate import annotate, annotate_measured, device_name, host_name
 
 
 def annotate_command(
@@ -46,7 +40,7 @@ def annotate_command(
         say("annotating")
         measured: dict[str, Any] = {}
         if profile is not None:
-            device = "" if cluster is None else _device_name(cluster)
+            device = "" if cluster is None else device_name(cluster)
             loaded, measured = annotate_measured(loaded, profile, device)
         annotated, where = loaded, None
         if cluster is not None or profile is None:
@@ -70,64 +64,31 @@ def annotate_command(
     print_error(f"wrote {output} ({format_bytes(size)})")
 
 
-def _device_name(cluster: str) -> str:
-    from echograph.profiler.costs import load_device
-
-    return load_device(load_cluster(cluster).device).name
-
-
-def annotate(graph: G, cluster: str) -> tuple[G, Cluster]:
-    """The graph with all durations that a simulation of it on a cluster uses, and the cluster.
-
-    Operations of the device have theirs under its name, all under `host_name` what the host takes to issue them
-    (host work: to do them), and communications under the cluster's name. What is known already stays.
-
-    Raises:
-        PlanError: a group does not fit the cluster.
-    """
-    from echograph.cli.compose import host_of, host_spread
-    from echograph.profiler.costs import load_device
-    from echograph.profiler.costs.estimate import estimate
-
-    where = load_cluster(cluster)
-    device = load_device(where.device)
-    where = replace(where, device=device.name)
-    graph = estimate(graph, device)(graph)
-    issue = host_of(device).issue(graph)
-    count = len(graph.ops)
-    source = Source.FITTED if device.host.source == "measured" else Source.ANALYTICAL
-    of_host = Annotate(
-        device=host_name(device.name),
-        picoseconds=issue,
-        source=np.full(count, source, np.uint8),
-        spread=np.full(count, host_spread(), np.float32),
-        samples=np.zeros(count, np.int64),
-    )
-    if isinstance(graph, JobGraph):
-        graph = cast(G, _communicate(graph, where))
-    return of_host(graph), where
-
-
-def _communicate(job: JobGraph, where: Cluster) -> JobGraph:
-    """The job with what the simulator takes for everything that has no duration on the device."""
-    from echograph.simulator.durations import durations
-
-    times = durations(job, where)
-    known, _, _ = job.ops.duration_on(where.device)
-    communicates = np.isin(job.ops.kind, COMMUNICATIONS)
-    still = job.ops.is_view | (job.ops.kind == OpKind.HOST)
-    for name, rows in ((where.name, communicates), (where.device, ~communicates & ~still)):
-        job = Annotate(
-            device=name,
-            picoseconds=np.where(rows & (known == NONE), times.picoseconds, NONE),
-            source=times.source,
-            spread=times.spread,
-            samples=np.zeros(len(job.ops), np.int64),
-        )(job)
-    return job
-
-
 def _sources(graph: Graph, name: str) -> dict[str, int]:
     """How many operations have a duration under a name, by where it comes from."""
     _, source, _ = graph.ops.duration_on(name)
     return {s.name.lower(): int((source == s).sum()) for s in Source if (source == s).any()}
+
+
+_NAMED = 5
+
+
+def print_coverage(record: dict[str, Any]) -> None:
+    """One line on what is measured, and one each on what is missing and on what fits nothing."""
+    counts = record["operations"]
+    print_line(
+        f"{record['device']}: {record['measured_share']:.1%} of the device operations that run are measured "
+        f"({counts['measured']}), {counts['missing']} are missing, {counts['free']} views are free"
+    )
+    if "host" in record:
+        print_line(f"{record['host']}: what the host takes to issue each, as measured")
+    if record["missing_operators"]:
+        most = [f"{count} x {name}" for name, count in list(record["missing_operators"].items())[:_NAMED]]
+        print_error(f"missing: {', '.join(most)}{_more(record['missing_operators'])}")
+    if record["unmatched"]:
+        count, named = len(record["unmatched"]), [text[:80] for text in record["unmatched"][:_NAMED]]
+        print_error(f"{count} measurements fit no operation: {', '.join(named)}{_more(record['unmatched'])}")
+
+
+def _more(items: Any) -> str:
+    return f", and {len(items) - _NAMED} more" if len(items) > _NAMED else ""

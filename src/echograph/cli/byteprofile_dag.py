@@ -9,9 +9,10 @@ import typer
 
 from echograph.cli.app import print_json, print_line, progress
 from echograph.cli.byteprofile import AsJson, Head, show
-from echograph.cli.byteprofile_replay import Folder, Queues, RunOrder, prepare
+from echograph.cli.byteprofile_replay import Folder, Queues, RunOrder
 from echograph.errors import UsageError
 from echograph.ir.files import check_writable, write_whole
+from echograph.profiler.byteprofile.prepared import prepare
 
 
 def dag_command(

@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from echograph.cli.app import print_error, print_json, progress, require_torch
-from echograph.cli.show_job import print_job, summarize_job
+from echograph.cli.show_job import print_job
 from echograph.errors import UsageError
 from echograph.units import format_bytes
+from echograph.workflow.job_summary import summarize_job
 
 
 class Device(StrEnum):

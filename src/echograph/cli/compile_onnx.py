@@ -1,4 +1,4 @@
-"""`echoc compile --onnx`: an ONNX file as a step graph."""
+"""Which options of `echoc compile` go with which source."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echograph.errors import UnknownNameError, UsageError
-from echograph.progress import Progress, silent
+from echograph.errors import UsageError
 
 if TYPE_CHECKING:
-    from echograph.frontend.onnx.compile import Compiled
+    pass
 
 
 def check_source(model: str | None, onnx: Path | None, *, zoo: Sequence[object], own: Sequence[object]) -> None:
@@ -31,64 +30,3 @@ def check_source(model: str | None, onnx: Path | None, *, zoo: Sequence[object],
         raise UsageError("--batch-size, --seq-len, --attention, --recompute, --capture: not for an ONNX file")
     if onnx is None and any(option is not None for option in own):
         raise UsageError("--dim, --train, --loss and --branch are for an ONNX file: give it by --onnx")
-
-
-def compile_onnx_file(
-    path: Path,
-    *,
-    dims: Sequence[str],
-    train: bool,
-    loss: str,
-    dtype: str | None,
-    optimizer: str,
-    clip_grad_norm: float | None,
-    master_weights: bool | None,
-    branch: str = "",
-    say: Progress = silent,
-) -> Compiled:
-    """The step graph of a model: its forward pass, or with `train` a whole training step.
-
-    Args:
-        path: the file.
-        dims: sizes of dimensions without one, as "name=size" or "input.position=size".
-        train: whether the step trains.
-        loss: what it is trained on (`frontend.onnx.loss`).
-        dtype: of the step; None: the file's.
-        optimizer: of the step, as the two that follow: only counts with `train`.
-        clip_grad_norm: largest norm of all gradients.
-        master_weights: whether 16-bit parameters have fp32 copies.
-        branch: which branch an `If` takes where data decide: then or else; "" refuses.
-        say: is told what is going on.
-
-    Raises:
-        UsageError: an option does not fit the file.
-        EchoError: what `frontend.onnx` raises.
-    """
-    if not train and (clip_grad_norm is not None or master_weights is not None or loss != "auto"):
-        raise UsageError("--clip-grad-norm, --master-weights and --loss are of a training step: add --train")
-    if branch not in ("", "then", "else"):
-        raise UnknownNameError("branch", branch, ("then", "else"))
-    from echograph.frontend.onnx.model import read
-
-    sizes = dict(_size(text) for text in dims)
-    say(f"reading {path}")
-    model = read(path, sizes)
-    from echograph.frontend.onnx.compile import compile_onnx
-    from echograph.frontend.onnx.dtypes import step_type
-    from echograph.frontend.pytorch.step import StepSpec
-
-    spec = StepSpec(
-        dtype=dtype or step_type(model),  # type: ignore[arg-type]
-        optimizer=optimizer,  # type: ignore[arg-type]
-        clip_grad_norm=clip_grad_norm,
-        master_weights=master_weights,
-    )
-    say(f"running {path} without data")
-    return compile_onnx(model, spec, train=train, loss=loss, branch=branch)
-
-
-def _size(text: str) -> tuple[str, int]:
-    name, _, size = text.rpartition("=")
-    if not name or not size.isascii() or not size.isdigit() or len(size) > 18:
-        raise UsageError(f"--dim {text}: give a name and a size, as --dim batch=8")
-    return name, int(size)

@@ -21,14 +21,16 @@ from echograph.cli.app import (
 )
 from echograph.cli.capture import capture_command
 from echograph.cli.export import export_command
-from echograph.cli.formats import refuse_format
 from echograph.cli.imports import import_command
-from echograph.cli.plan import Plan
 from echograph.cli.plan_options import with_plan
-from echograph.cli.show import micro_batch, print_summary, summarize
-from echograph.cli.show_job import print_job, summarize_job
+from echograph.cli.show import micro_batch, print_summary
+from echograph.cli.show_job import print_job
 from echograph.errors import UsageError
 from echograph.units import format_bytes, format_count
+from echograph.workflow.formats import refuse_format
+from echograph.workflow.job_summary import summarize_job
+from echograph.workflow.plan import Plan
+from echograph.workflow.summary import summarize
 
 app = make_app("echoc", "Compile a training step into a workload graph, without a GPU; look at graphs.")
 
@@ -73,9 +75,10 @@ def compile_command(
     as_json: Json = False,
 ) -> None:
     """Capture one training step of a model and write it as a workload graph."""
-    from echograph.cli.compile_onnx import check_source, compile_onnx_file
-    from echograph.cli.compose import compile_model
+    from echograph.cli.compile_onnx import check_source
     from echograph.ir import files, serde
+    from echograph.workflow.compile import compile_model
+    from echograph.workflow.compile_onnx import compile_onnx_file
 
     check_source(
         model,
@@ -138,8 +141,8 @@ def models(
     as_json: Json = False,
 ) -> None:
     """List the model zoo with parameters and FLOPs."""
-    from echograph.cli.show import model_row
     from echograph.models import get_model, model_entries
+    from echograph.workflow.summary import model_row
 
     entries = [get_model(name)] if name else list(model_entries())
     rows = [model_row(entry) for entry in entries]
@@ -200,9 +203,9 @@ def lower_command(
     as_json: Json = False,
 ) -> None:
     """Spread a step over GPUs by a parallel plan and write what every rank executes as a job graph."""
-    from echograph.cli.compose import lower_graph
-    from echograph.cli.lowering import notes
     from echograph.ir import files, serde
+    from echograph.workflow.lowering import notes
+    from echograph.workflow.predict import lower_graph
 
     if graph.resolve() == output.resolve():
         raise UsageError(f"--output {output}: is the graph itself: give the job a file of its own")

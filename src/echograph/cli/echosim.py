@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from echograph.cli.app import make_app, print_error, print_json, print_line, print_table, progress, run
-from echograph.cli.plan import Plan
 from echograph.cli.plan_options import with_plan
 from echograph.cli.replay import replay_command
 from echograph.errors import UsageError
 from echograph.units import format_bytes
+from echograph.workflow.plan import Plan
 
 app = make_app("echosim", "Simulate a workload graph on a cluster: step time, where it goes, how sure it is.")
 
@@ -95,15 +95,15 @@ def run_command(
     as_json: Json = False,
 ) -> None:
     """Predict the time of one training step, spread over the GPUs by a parallel plan."""
-    from echograph.cli.compose import predict_plan
-    from echograph.cli.lowering import cluster_notes, notes
-    from echograph.cli.measured import cluster_of
-    from echograph.cli.nearest import FEW, MOST_TRIED, plans_that_fit
-    from echograph.cli.report import print_result, refuse_if_it_does_not_fit
-    from echograph.cli.study import make_study
+    from echograph.cli.report import print_result
     from echograph.ir import files, serde
+    from echograph.workflow.feasible import FEW, MOST_TRIED, feasible_plans, refuse_if_it_does_not_fit
+    from echograph.workflow.lowering import cluster_notes, notes
+    from echograph.workflow.measured import cluster_of
+    from echograph.workflow.predict import predict_plan
+    from echograph.workflow.scenario import make_scenario
 
-    study = make_study(
+    scenario = make_scenario(
         scale=scale or (),
         without=without or (),
         setting=setting or (),
@@ -133,11 +133,11 @@ def run_command(
 
             loaded = forget_communication(loaded)
         say("simulating")
-        result, job = predict_plan(loaded, plan, engine=engine, study=study)
-        where = cluster_of(plan.cluster, study.settings)
+        result, job = predict_plan(loaded, plan, engine=engine, scenario=scenario)
+        where = cluster_of(plan.cluster, scenario.settings)
         # Who reads only the JSON is told whether it fits, and saves the time.
         most = MOST_TRIED if strict_memory else FEW if html or not as_json else 0
-        near = plans_that_fit(loaded, plan, where, result.memory, say, most)
+        near = feasible_plans(loaded, plan, where, result.memory, say, most)
     said = (*notes(loaded, plan), *cluster_notes(where, job.world_size))
     for note in said:
         print_error(f"note: {note}")
@@ -154,12 +154,12 @@ def run_command(
     if trace is not None:
         from echograph.ir.exporters.chrome import chrome_trace
 
-        files.write_whole(trace, chrome_trace(job, result.traced or result.timeline, ranks=study.trace_ranks))
+        files.write_whole(trace, chrome_trace(job, result.traced or result.timeline, ranks=scenario.trace_ranks))
         print_error(f"wrote {trace} (Chrome trace: open in ui.perfetto.dev)")
     if html is not None:
-        from echograph.cli.page.prediction import page
+        from echograph.workflow.report.prediction import page
 
-        files.write_whole(html, [page(result, job, plan, study, said, near)])
+        files.write_whole(html, [page(result, job, plan, scenario, said, near)])
         print_error(f"wrote {html} (page: open it in a browser)")
 
 
@@ -174,9 +174,10 @@ def compare_command(
     as_json: Json = False,
 ) -> None:
     """Compare two predictions figure by figure, and say which options of their plans differ."""
-    from echograph.cli.compare import compare, print_comparison
-    from echograph.cli.result_file import read_result
+    from echograph.cli.compare import print_comparison
     from echograph.ir import files
+    from echograph.workflow.compare import compare
+    from echograph.workflow.result_file import read_result
 
     if html is not None:
         if html.resolve() in (before.resolve(), after.resolve()):
@@ -186,7 +187,7 @@ def compare_command(
     record = compare(*results)
     print_json(record) if as_json else print_comparison(record)
     if html is not None:
-        from echograph.cli.page.comparison import comparison_page
+        from echograph.workflow.report.comparison import comparison_page
 
         files.write_whole(html, [comparison_page(record, *results, (before.stem, after.stem))])
         print_error(f"wrote {html} (page: open it in a browser)")
@@ -206,11 +207,11 @@ def validate_command(
 ) -> None:
     """Predict measured training steps and say how far the predictions are off, family by family."""
     from echograph.cli.app import require_torch
-    from echograph.cli.validate import score
-    from echograph.cli.validate.run import validate
-    from echograph.cli.validate.show import print_outcomes
-    from echograph.cli.validate.table import read
+    from echograph.cli.validate import print_outcomes
     from echograph.ir import files
+    from echograph.workflow.validation import score
+    from echograph.workflow.validation.run import validate
+    from echograph.workflow.validation.table import read
 
     if output is not None:
         files.check_writable(output)

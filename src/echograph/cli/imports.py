@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from echograph.cli.app import print_error, print_json, print_line, progress
-from echograph.cli.formats import refuse_format
-from echograph.cli.imports_traces import TRACES
 from echograph.errors import UsageError
-from echograph.frontend import FRONTENDS, Imported
-from echograph.ir.graph import Graph, JobGraph
 from echograph.units import format_bytes
-
-FORMATS = (*FRONTENDS, *TRACES)
+from echograph.workflow.imports import FORMATS, check_import, import_graph
+from echograph.workflow.summary import outline
 
 
 def import_command(
@@ -31,21 +26,15 @@ def import_command(
     """Read what another tool wrote, and write it as a graph; say what a graph cannot hold of it."""
     from echograph.ir import files, serde
 
-    if format_name not in FORMATS:
-        refuse_format(format_name, FORMATS, "imported")
-    load = (TRACES if format_name in TRACES else FRONTENDS)[format_name]
-    if keep_overhead and format_name not in TRACES:
-        raise UsageError(f"--keep-overhead: is for kineto: {format_name} has no recording")
+    check_import(format_name, keep_overhead=keep_overhead)
     if source.resolve() == output.resolve():
         raise UsageError(f"--output {output}: is the source itself: give the graph a file of its own")
     files.check_writable(output)
     with progress(f"reading {source}") as say:
-        counts = {"progress": say} if "progress" in signature(load).parameters else {}
-        loaded = load(source, **counts, **({"keep_overhead": True} if keep_overhead else {}))
-        imported = loaded if isinstance(loaded, Imported) else Imported(graph=loaded)
+        imported = import_graph(format_name, source, keep_overhead=keep_overhead, say=say)
         say(f"writing {output}")
         size = serde.save(imported.graph, output, say)
-    summary = _summary(imported.graph)
+    summary = outline(imported.graph)
     for note in imported.notes:
         print_error(f"note: {note}")
     if as_json:
@@ -55,21 +44,3 @@ def import_command(
         stored = "" if summary["operations"] == summary["ops"] else f" ({summary['ops']} stored)"
         print_line(f"{summary['name']}{ranks}: {summary['operations']} operations{stored}")
     print_error(f"wrote {output} ({format_bytes(size)})")
-
-
-def _operations(graph: Graph) -> int:
-    """What all ranks run together, those of a program that lists several once each."""
-    runs = (int((p.calls[:, 2] - p.calls[:, 1]).sum()) * max(1, len(p.ranks)) for p in graph.programs)
-    return sum(runs)
-
-
-def _summary(graph: Graph) -> dict[str, Any]:
-    return {
-        "name": graph.workload.model or graph.name,
-        "level": "job" if isinstance(graph, JobGraph) else "step",
-        "ranks": graph.world_size,
-        "programs": len(graph.programs),
-        "groups": len(graph.groups),
-        "operations": _operations(graph),
-        "ops": len(graph.ops),
-    }

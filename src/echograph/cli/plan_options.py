@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import tomllib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from echograph.cli.plan import Plan, option_name
-from echograph.errors import InputError, UnknownNameError, UsageError
-
-MAX_BYTES = 64 * 1024
+from echograph.workflow.plan import Plan, kind_of, option_name, read_plan
 
 
 def with_plan(command: Callable[..., None]) -> Callable[..., None]:
@@ -47,7 +42,7 @@ def with_plan(command: Callable[..., None]) -> Callable[..., None]:
 def _options() -> list[inspect.Parameter]:
     """No option has a default of its own: only so can a file say what the command line does not."""
     found = []
-    for f, kind in zip(fields(Plan), map(_kind, get_type_hints(Plan).values()), strict=True):
+    for f, kind in zip(fields(Plan), map(kind_of, get_type_hints(Plan).values()), strict=True):
         name = option_name(f.name)
         text = f"{f.metadata['help']} [default: {f.metadata['shown'] or _shown(f.default)}]"
         names = f"{name}/--no-{name[2:]}" if kind is bool else name
@@ -58,51 +53,3 @@ def _options() -> list[inspect.Parameter]:
 
 def _shown(default: Any) -> str:
     return {True: "yes", False: "no"}.get(default, str(default)) if isinstance(default, bool) else str(default)
-
-
-def _kind(hint: Any) -> Any:
-    """The type of a field, without None."""
-    if isinstance(hint, UnionType):
-        (hint,) = (h for h in get_args(hint) if h is not type(None))
-    return hint
-
-
-def read_plan(path: Path) -> dict[str, Any]:
-    """The fields that a plan file gives; keys are the options' names without dashes in front.
-
-    Raises:
-        InputError: the file cannot be read, or is no TOML.
-        UnknownNameError: a key is no option.
-        UsageError: a value is of another type than the option's.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise InputError(f"plan file {path}: is over {MAX_BYTES // 1024} KiB, no plan is that long")
-        found = tomllib.loads(data.decode())
-    except OSError as error:
-        raise InputError(f"plan file {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # also of a number with too many digits
-        raise InputError(f"plan file {path}: is no TOML: {error}") from None
-    hints = {name: _kind(hint) for name, hint in get_type_hints(Plan).items()}
-    values = {}
-    for key, value in found.items():
-        name = key.replace("-", "_")
-        if name not in hints:
-            raise UnknownNameError(f"option in plan file {path}:", key, [n.replace("_", "-") for n in hints])
-        values[name] = _value(path, key, value, hints[name])
-    return values
-
-
-def _value(path: Path, key: str, value: Any, kind: type) -> Any:
-    if kind is float and type(value) is int:
-        return float(value)
-    if key == "recompute" and type(value) is int:
-        return str(value)
-    if key.replace("-", "_") == "stage_layers" and isinstance(value, list):
-        return ",".join(map(str, value))
-    if type(value) is not kind:
-        words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-        raise UsageError(f"plan file {path}: {key} is {str(value)[:40]!r}: give {words[kind]}")
-    return value

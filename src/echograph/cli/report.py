@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from echograph.cli.app import print_line
-from echograph.errors import PlanError
 from echograph.simulator.memory import Memory
 from echograph.simulator.rank_path import RankPath
 from echograph.simulator.result import Result
 from echograph.units import format_bytes, format_count, format_time
+from echograph.workflow.feasible import shortage
 
 BAR = 30
 MOST_RANKS = 3
@@ -65,31 +65,6 @@ def print_result(result: Result, near: Sequence[str] = ()) -> None:
     print_line(
         f"  simulation    {result.tasks} tasks of {result.simulated_ranks} distinct rank(s), "
         f"engine {result.engine}, {result.wall_s:.2g} s"
-    )
-
-
-def refuse_if_it_does_not_fit(result: Result, near: Sequence[str] = ()) -> None:
-    """For those who want a plan beyond the device's memory to fail.
-
-    Args:
-        result: the prediction.
-        near: what to change so that it fits.
-
-    Raises:
-        PlanError: the peak is above the capacity.
-    """
-    if result.memory is not None and not result.memory.fits:
-        raise PlanError(f"the plan needs {shortage(result, near)}")
-
-
-def shortage(result: Result, near: Sequence[str]) -> str:
-    """What memory a plan needs of what there is, for what, and what to change so that it fits."""
-    memory = result.memory
-    assert memory is not None
-    return (
-        f"{format_bytes(memory.device_bytes)} of the {format_bytes(memory.capacity_bytes)} of "
-        f"{result.device} ({'; '.join(memory.lines(3))}): "
-        + (f"it fits with {' or '.join(near)}" if near else "share it over more --tp, --pp or --zero 3 ranks")
     )
 
 

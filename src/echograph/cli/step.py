@@ -18,10 +18,10 @@ from echograph.cli.step_options import (
     Model,
     Optimizer,
     SeqLen,
-    device_and_spec,
 )
 from echograph.errors import UsageError
-from echograph.units import format_time, to_s
+from echograph.units import format_time
+from echograph.workflow.measure import device_and_spec, measure_step, predicted_step
 
 _TITLES = {"sum": "operations", "simulated": "simulated"}
 
@@ -52,7 +52,7 @@ def step_command(
     here, spec = device_and_spec(device, dtype, optimizer, clock)
     sizes = {"batch_size": batch_size, "seq_len": seq_len, "attention": attention}
     with progress("starting") as say:
-        predicted = {} if profile is None else _predicted(model, spec, profile, here.cache_bytes, say, **sizes)
+        predicted = {} if profile is None else predicted_step(model, spec, profile, here.cache_bytes, say, **sizes)
         samples = measure_step(model, spec, here, steps, warm_up, allocator == "keep", say, **sizes)
     record = {
         "model": model,
@@ -85,39 +85,3 @@ def _print(record: dict[str, Any]) -> None:
     for name in _predictions(record):
         time, error = record[f"{name}_s"], record[f"{name}_error"]
         print_line(f"{_TITLES[name]:<10} {format_time(time * 1e12):>10}  {error:+.1%}")
-
-
-def measure_step(
-    model: str, spec: Any, device: Any, steps: int, warm_up: int, keep: bool, say: Any, **sizes: Any
-) -> Any:
-    """Times real steps of a model on a device."""
-    import torch
-
-    from echograph.cli.compose import build_model
-    from echograph.frontend.pytorch.real_step import real_step
-    from echograph.profiler.measure.device import keep_freed_memory
-    from echograph.profiler.measure.steps import time_steps
-
-    if keep and device.name == "cpu":
-        keep_freed_memory()
-    with torch.device(device.name):
-        _, built = build_model(model, spec, say=say, **sizes)
-    return time_steps(real_step(*built, spec, device.name), device, steps, warm_up, say)
-
-
-def _predicted(model: str, spec: Any, profile: Path, cache_bytes: int, say: Any, **sizes: Any) -> dict[str, Any]:
-    """The sum of a step's operations, and the step simulated, from a profile; None where it lacks operations."""
-    from echograph.cli.measured import predict_measured
-    from echograph.cli.ops import capture_invocations
-    from echograph.cli.plan import Plan
-    from echograph.ir.passes.annotate import join
-    from echograph.ir.profile import load_profile
-
-    graph = capture_invocations(model, spec, cache_bytes, say, **sizes).graph
-    _, coverage = join(graph, load_profile(profile))
-    found: dict[str, Any] = {"sum_s": to_s(coverage.busy_ps), "missing": coverage.missing}
-    if not coverage.missing:
-        say("simulating")
-        result, _ = predict_measured(graph, Plan(cluster=str(profile)))
-        found["simulated_s"] = to_s(result.step_ps)
-    return found

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from echograph.cli.compose import predict
 from echograph.ir import serde
 from echograph.ir.graph import JobGraph
 from echograph.simulator.result import Result
+from echograph.workflow.predict import predict
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "profiler" / "page"))
 

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echograph.cli.page.moments import Moments, kinds_of, moments, runs, totals
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
 from echograph.simulator.breakdown import breakdown
 from echograph.simulator.result import Result
+from echograph.workflow.report.moments import Moments, kinds_of, moments, runs, totals
 
 Staged = tuple[Result, JobGraph]
 work = st.tuples(

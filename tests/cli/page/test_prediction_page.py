@@ -164,7 +164,7 @@ def test_a_job_graph_and_names_that_are_html(cli: Any, job_graph: Path, tmp_path
 
 
 def test_many_roles_are_shown_in_part() -> None:
-    from echograph.cli.page.prediction import MOST_ROLES, _shown
+    from echograph.workflow.report.prediction import MOST_ROLES, _shown
 
     assert _shown(3) == [0, 1, 2]
     some = _shown(100)

@@ -16,7 +16,6 @@ pytest.importorskip("torch", reason="needs the [torch] extra")
 if find_spec("megatron") is None:
     pytest.skip("needs the [megatron] extra", allow_module_level=True)
 
-from echograph.cli.compose import predict
 from echograph.errors import CaptureError
 from echograph.frontend.megatron.adapter import MegatronAdapter
 from echograph.frontend.megatron.patches import in_place
@@ -27,6 +26,7 @@ from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.world import World
 from echograph.ir import types as t
 from echograph.ir.graph import JobGraph
+from echograph.workflow.predict import predict
 
 pytestmark = pytest.mark.torch
 

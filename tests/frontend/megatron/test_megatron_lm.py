@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("torch", reason="needs the [torch] extra")
 
-from echograph.cli.compose import predict
 from echograph.frontend.megatron.adapter import MegatronAdapter
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.world import World
+from echograph.workflow.predict import predict
 
 CHECKOUT = os.environ.get("MEGATRON_LM", "")
 

@@ -13,7 +13,6 @@ import onnx_models as m
 import pytest
 import torch
 
-from echograph.cli.compose import compile_entry
 from echograph.frontend.onnx.compile import compile_onnx
 from echograph.frontend.onnx.model import OnnxModel, read
 from echograph.frontend.pytorch.capture import capture, capture_mode
@@ -22,6 +21,7 @@ from echograph.frontend.pytorch.step import StepSpec
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.fold import fold
 from echograph.models import ModelEntry, build, get_model
+from echograph.workflow.compile import compile_entry
 
 pytest.importorskip("onnxscript")
 pytest.importorskip("transformers")

@@ -9,9 +9,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from echograph.cli.compose import compile_entry
-from echograph.cli.lowering import lower
-from echograph.cli.plan import Plan
 from echograph.frontend.pytorch.step import StepSpec
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script
@@ -23,6 +20,9 @@ from echograph.ir.types import Phase, TensorRole
 from echograph.models import get_model
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.memory import memory
+from echograph.workflow.compile import compile_entry
+from echograph.workflow.lowering import lower
+from echograph.workflow.plan import Plan
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from echograph.cli.lowering import lower
-from echograph.cli.plan import Plan
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.profiler.costs import load_device
 from echograph.profiler.costs.estimate import estimate
 from echograph.simulator.clusters import load_cluster
+from echograph.workflow.lowering import lower
+from echograph.workflow.plan import Plan
 
 DEVICE = "h100-sxm"
 SEQUENCE = 1024
@@ -39,8 +39,8 @@ MODELS["tied gpt2"] = {**MODELS["gpt2"], "tie_word_embeddings": True}
 @cache
 def step(model: str) -> StepGraph:
     """The folded step of one of `MODELS`, two samples a micro-batch."""
-    from echograph.cli.compose import compile_model
     from echograph.frontend.pytorch.step import StepSpec
+    from echograph.workflow.compile import compile_model
 
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"{model}.json"

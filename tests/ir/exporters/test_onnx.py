@@ -182,8 +182,8 @@ def test_it_is_in_the_table_of_formats() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "bert-base-uncased", "resnet-50", "llama-3.2-1b", "t5-small"])
 def test_zoo_models_read_back(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from echograph.cli.compose import compile_entry
     from echograph.models import get_model
+    from echograph.workflow.compile import compile_entry
 
     graph = compile_entry(get_model(name), StepSpec(), batch_size=2, seq_len=64)
     written(graph, tmp_path)

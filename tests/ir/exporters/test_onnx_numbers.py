@@ -167,8 +167,8 @@ SMALL: dict[str, dict[str, Any]] = {
 def test_a_runtime_computes_the_loss_and_the_scores_of_a_model(name: str, dtype: str, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: pip install onnxruntime")
     pytest.importorskip("transformers")
-    from echograph.cli.compose import compile_entry
     from echograph.models import build, from_config
+    from echograph.workflow.compile import compile_entry
 
     if name == "mixtral" and dtype == "fp32":
         pytest.skip("PyTorch's product of experts is captured in bf16 alone")
@@ -205,8 +205,8 @@ def test_a_runtime_computes_the_loss_and_the_scores_of_a_model(name: str, dtype:
 def test_a_runtime_loads_the_models_of_the_zoo(name: str, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: pip install onnxruntime")
     pytest.importorskip("transformers")
-    from echograph.cli.compose import compile_entry
     from echograph.models import get_model
+    from echograph.workflow.compile import compile_entry
 
     graph = compile_entry(get_model(name), StepSpec(), batch_size=2, seq_len=64)
     done = export(graph, tmp_path / "model.onnx")

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from conformance_graphs import GRAPHS
 
-from echograph.cli.annotate import annotate
-from echograph.cli.compose import lower_graph
-from echograph.cli.plan import Plan
 from echograph.errors import PlanError, UsageError
 from echograph.ir.exporters import Exported
 from echograph.ir.exporters.simai import write_simai
 from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.types import COMMUNICATIONS, Collective, CollectiveKind, Compute, OpKind, Phase
+from echograph.workflow.annotate import annotate
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import lower_graph
 
 pytest.importorskip("transformers", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from small_traces import Event, call, job, launched, operator, step, work
 
-from echograph.cli.replay import replay
 from echograph.profiler.analyses import ANALYSES
 from echograph.profiler.page.timeline import lanes_of
 from echograph.profiler.replay import lower
 from echograph.profiler.traces import TraceSet
+from echograph.workflow.replay import replay
 
 US = 1_000_000
 NAMED = (0, 1)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from small_traces import Event, call, job, launched, operator, step, trace, work, write
 
-from echograph.cli.replay import replay, steps
 from echograph.errors import InputError, UsageError
 from echograph.ir.graph import JobGraph
 from echograph.ir.types import CollectiveKind, OpKind, Phase, Source
 from echograph.profiler.replay import lower
 from echograph.profiler.traces import TraceSet, read_traces
 from echograph.simulator.what_if import parse_scale
+from echograph.workflow.replay import replay, steps
 
 SETS = (
     "critical-path-alexnet",

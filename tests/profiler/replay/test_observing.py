@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from small_traces import Event, job, launched, operator, step, write
 
-from echograph.cli.imports_traces import load_kineto
-from echograph.cli.replay import replay, step_medians, steps
 from echograph.ir.comms_record import FORMAT, MAJOR, MINOR, GroupLine, Header, What, encode
 from echograph.ir.types import OpKind
 from echograph.profiler.record.folder import Hooks, Metadata, Step, write_hooks, write_metadata
@@ -17,6 +15,8 @@ from echograph.profiler.record.overhead import Overhead
 from echograph.profiler.replay import Observed, lower
 from echograph.profiler.traces import TraceSet, read_traces
 from echograph.simulator.what_if import parse_scale
+from echograph.workflow.imports import load_kineto
+from echograph.workflow.replay import replay, step_medians, steps
 
 US = 1e-6
 OVERHEAD = Overhead(

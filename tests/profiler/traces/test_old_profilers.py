@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from small_traces import Event, launched, operator, step, trace, work, write
 
-from echograph.cli.replay import replay
 from echograph.profiler.analyses import ANALYSES
 from echograph.profiler.replay import lower
 from echograph.profiler.traces import Trace, TraceSet, read_trace
 from echograph.profiler.traces.trace import NONE
+from echograph.workflow.replay import replay
 
 # The versions of PyTorch: what they called operators, annotations on the host and on the device, calls, work.
 NAMES = {

@@ -19,15 +19,15 @@ from cluster_files import KEYS, Keys, places, prepared, written
 from flow_jobs import IDLE, communications
 from layered import layered_step
 
-from echograph.cli.compose import predict_plan
-from echograph.cli.plan import Plan
-from echograph.cli.study import Study
 from echograph.errors import EchoError
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.fold import fold
 from echograph.simulator.clusters import cluster_names, fabric_names, load_cluster
 from echograph.simulator.clusters.astra_sim import dimensions
 from echograph.simulator.simulate import simulate
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import predict_plan
+from echograph.workflow.scenario import Scenario
 
 EXPORT, FLOWS = "export", "flows"
 NAMES = {
@@ -78,8 +78,8 @@ def outcome(document: dict[str, Any], mode: str | int, base: dict[str, Any], fol
         if mode == EXPORT:
             return dimensions(load_cluster(path), top // domain * domain)
         gpus = min(top, 2 * base["network"]["level"][0]["gpus"], 1152) if mode == FLOWS else mode
-        study = Study(network="flows" if mode == FLOWS else "auto")
-        result, job = predict_plan(step(), Plan(gpus=gpus, cluster=str(path)), study=study)
+        scenario = Scenario(network="flows" if mode == FLOWS else "auto")
+        result, job = predict_plan(step(), Plan(gpus=gpus, cluster=str(path)), scenario=scenario)
         record = result.to_json()
         if mode != FLOWS:
             reduced = communications({"dp": job.world_size}, ("all_reduce", "dp", 2**30, 0))

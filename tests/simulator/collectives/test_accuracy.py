@@ -8,14 +8,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from echograph.cli import fit_fabrics
-from echograph.cli.fabric_recipes import RECIPES
 from echograph.profiler.fit.collectives import CollectiveRow
 from echograph.profiler.fit.fabric import error_by_kind
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.clusters.fabric import read_fabric_document
 from echograph.simulator.collectives import collective_time
 from echograph.simulator.collectives.calibrate import place_measured
+from echograph.workflow.calibration import fabrics
+from echograph.workflow.calibration.recipes import RECIPES
 
 Unseen = Callable[[str], tuple[list[CollectiveRow], np.ndarray]]
 NODE_BAR, NETWORK_BAR = 0.08, 0.12
@@ -33,7 +33,7 @@ def unseen(rows: list[CollectiveRow]) -> Unseen:
     @functools.cache
     def judge(fabric: str) -> tuple[list[CollectiveRow], np.ndarray]:
         recipe = next(recipe for recipe in RECIPES if recipe.fabric == fabric)
-        return fit_fabrics.cross_validate(recipe, fit_fabrics.rows_of(recipe, rows))
+        return fabrics.cross_validate(recipe, fabrics.rows_of(recipe, rows))
 
     return judge
 
@@ -66,10 +66,10 @@ def test_other_collectives_on_unseen_sizes(unseen: Unseen, fabric: str, kind: st
 
 def test_64_and_128_gpus_from_16_and_32(rows: list[CollectiveRow]) -> None:
     recipe = next(recipe for recipe in RECIPES if recipe.fabric == "hdr200")
-    mine = fit_fabrics.rows_of(recipe, rows)
-    made = fit_fabrics.fit(recipe, [row for row in mine if row.ranks <= 32])
+    mine = fabrics.rows_of(recipe, rows)
+    made = fabrics.fit(recipe, [row for row in mine if row.ranks <= 32])
     far = [row for row in mine if row.ranks > 32 and row.size_bytes >= 65536]
-    assert error_by_kind(far, fit_fabrics.predict(recipe, made, far))["all_reduce"] <= NETWORK_BAR
+    assert error_by_kind(far, fabrics.predict(recipe, made, far))["all_reduce"] <= NETWORK_BAR
 
 
 def test_curves_of_another_source_and_nccl(rows: list[CollectiveRow]) -> None:
@@ -86,11 +86,11 @@ def test_curves_of_another_source_and_nccl(rows: list[CollectiveRow]) -> None:
 
 def test_shipped_files_are_what_the_program_writes(rows: list[CollectiveRow]) -> None:
     for recipe in RECIPES:
-        mine = fit_fabrics.rows_of(recipe, rows)
-        made = fit_fabrics.fit(recipe, mine)
+        mine = fabrics.rows_of(recipe, rows)
+        made = fabrics.fit(recipe, mine)
         shipped = read_fabric_document(recipe.fabric)
         assert shipped["about"]["rows"] == len(mine), recipe.fabric
         assert shipped["about"]["source"] == recipe.source, recipe.fabric
-        expected = fit_fabrics.predict(recipe, made, mine)
-        calibration = fit_fabrics.Calibration(load_cluster(recipe.cluster), recipe.fabric, shipped, mine)
+        expected = fabrics.predict(recipe, made, mine)
+        calibration = fabrics.Calibration(load_cluster(recipe.cluster), recipe.fabric, shipped, mine)
         assert np.allclose(calibration.predict(calibration.start()), expected, rtol=0.02), recipe.fabric

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echograph.cli.export import ExportOptions, job_of
 from echograph.ir.exporters.chakra import ChakraExport, write_chakra
 from echograph.ir.graph import Graph, JobGraph
 from echograph.progress import Progress, silent
@@ -15,6 +14,7 @@ from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
 from echograph.simulator.clusters.astra_sim import astra_sim_files
 from echograph.simulator.durations import durations
 from echograph.units import format_time, to_ps, to_s
+from echograph.workflow.exports import ExportOptions, job_of
 
 if TYPE_CHECKING:
     from echograph.profiler.costs import DeviceProfile
@@ -62,9 +62,9 @@ def export_chakra(graph: Graph, output: Path, options: ExportOptions, say: Progr
 
 def _expected(job: JobGraph, cluster: Cluster, device: DeviceProfile, serial_ps: int) -> dict[str, float]:
     """Seconds of the step: as `echosim` says, without the time of the host, and one communication at a time."""
-    from echograph.cli.compose import host_of
     from echograph.simulator.host import Host
     from echograph.simulator.simulate import simulate
+    from echograph.workflow.predict import host_of
 
     step, free = (
         simulate(job, cluster, host, memory=False).step_ps

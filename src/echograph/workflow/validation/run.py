@@ -11,13 +11,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 
-from echograph.cli.compose import compile_entry, host_of
-from echograph.cli.lowering import prepare, replicate, share
-from echograph.cli.plan import Plan, micro_batches, spread
-from echograph.cli.validate.memory import measured_memory, predicted_memory
-from echograph.cli.validate.score import Outcome
-from echograph.cli.validate.setup import Setup, setup
-from echograph.cli.validate.table import Row, Skip
 from echograph.errors import EchoError, PlanError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.depth import FEWEST, Depth
@@ -27,6 +20,14 @@ from echograph.progress import Progress, silent
 from echograph.simulator.clusters import Cluster, load_cluster
 from echograph.simulator.step_time import step_time
 from echograph.units import to_s
+from echograph.workflow.compile import compile_entry
+from echograph.workflow.lowering import prepare, replicate, share
+from echograph.workflow.plan import Plan, micro_batches, spread
+from echograph.workflow.predict import host_of
+from echograph.workflow.validation.memory import measured_memory, predicted_memory
+from echograph.workflow.validation.score import Outcome
+from echograph.workflow.validation.setup import Setup, setup
+from echograph.workflow.validation.table import Row, Skip
 
 PIECE = 90
 """Rows that a process takes at once: they share a capture, and no process is left alone with a large family."""

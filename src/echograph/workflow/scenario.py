@@ -17,7 +17,7 @@ HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Study:
+class Scenario:
     """Options of `echosim run` that are not the plan's.
 
     Attributes:
@@ -64,7 +64,7 @@ class Study:
         return EveryRank(slow=slow, jitter=self.jitter, seed=self.seed, draws=self.draws)
 
 
-def make_study(
+def make_scenario(
     *,
     scale: Sequence[str],
     without: Sequence[str],
@@ -80,7 +80,7 @@ def make_study(
     host_waits: bool,
     launch_blocking: bool,
     reliability: tuple[float | None, float | None, float | None, float | None],
-) -> Study:
+) -> Scenario:
     """Options as the command line spells them.
 
     Raises:
@@ -92,7 +92,7 @@ def make_study(
         raise UsageError(f"--draws {draws}: choose 1 to {MAX_DRAWS:,}")
     if draws > 1 and not jitter:
         raise UsageError("--draws: repeats a noisy step, give --jitter as well")
-    return Study(
+    return Scenario(
         scales=(*map(parse_scale, scale), *(parse_scale(f"{what}=0") for what in without)),
         settings=dict(map(_setting, setting)),
         slow=tuple(map(_straggler, straggler)),

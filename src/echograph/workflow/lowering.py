@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from echograph.cli.plan import Plan, micro_batches, spread
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph, Workload
 from echograph.ir.passes.model import count_model_flops
 from echograph.simulator.clusters import Cluster
+from echograph.workflow.plan import Plan, micro_batches, spread
 
 
 def lower(graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster) -> JobGraph:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from echograph.cli.page.moments import COMPUTE, Kinds, Moments, totals
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, Phase, Source
 from echograph.simulator.durations import Durations
 from echograph.simulator.result import Result
 from echograph.units import to_s
+from echograph.workflow.report.moments import COMPUTE, Kinds, Moments, totals
 
 Flags = npt.NDArray[np.bool_]
 MOST_OPERATIONS, MOST_COLLECTIVES = 15, 10

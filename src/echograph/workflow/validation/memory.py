@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from echograph.cli.validate.table import Row
 from echograph.ir.graph import JobGraph
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.memory import MIB, Memory, Runtime, largest_memory
+from echograph.workflow.validation.table import Row
 
 GIB = 2**30
 RESERVED = ("titan",)

@@ -20,9 +20,9 @@ def refuse_format(name: str, able: Collection[str], what: str) -> NoReturn:
         UnavailableError: another command has it.
         UnknownNameError: none has.
     """
-    from echograph.cli.export import COMPOSED
-    from echograph.cli.imports import FORMATS
     from echograph.ir.exporters import EXPORTERS
+    from echograph.workflow.exports import COMPOSED
+    from echograph.workflow.imports import FORMATS
 
     if name in {*FORMATS, *EXPORTERS, *COMPOSED}:
         raise UnavailableError(f"format '{name}' cannot be {what}", sorted(able))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Any, Literal, TypedDict, get_args
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
-from echograph.errors import UsageError
+from echograph.errors import InputError, UnknownNameError, UsageError
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 Recompute = Literal["none", "selective", "selective-op", "full"]
@@ -17,6 +20,8 @@ CpMethod = Literal["ring", "all-to-all"]
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """Mesh axes in Megatron's order: neighbours first."""
 ZERO_STAGES = (0, 1, 2, 3)
+MAX_BYTES = 64 * 1024
+"""Of a plan file."""
 
 
 class PlanOptions(TypedDict, total=False):
@@ -292,3 +297,51 @@ def micro_batches(plan: Plan, ranks: int, samples: int) -> int:
             f"{samples} take multiples of {at_once}, such as {below} or {below + at_once}"
         )
     return plan.global_batch // at_once
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """The fields that a plan file gives; keys are the options' names without dashes in front.
+
+    Raises:
+        InputError: the file cannot be read, or is no TOML.
+        UnknownNameError: a key is no option.
+        UsageError: a value is of another type than the option's.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise InputError(f"plan file {path}: is over {MAX_BYTES // 1024} KiB, no plan is that long")
+        found = tomllib.loads(data.decode())
+    except OSError as error:
+        raise InputError(f"plan file {path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:  # also of a number with too many digits
+        raise InputError(f"plan file {path}: is no TOML: {error}") from None
+    hints = {name: kind_of(hint) for name, hint in get_type_hints(Plan).items()}
+    values = {}
+    for key, value in found.items():
+        name = key.replace("-", "_")
+        if name not in hints:
+            raise UnknownNameError(f"option in plan file {path}:", key, [n.replace("_", "-") for n in hints])
+        values[name] = _value(path, key, value, hints[name])
+    return values
+
+
+def kind_of(hint: Any) -> Any:
+    """The type of a field, without None."""
+    if isinstance(hint, UnionType):
+        (hint,) = (h for h in get_args(hint) if h is not type(None))
+    return hint
+
+
+def _value(path: Path, key: str, value: Any, kind: type) -> Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    if key == "recompute" and type(value) is int:
+        return str(value)
+    if key.replace("-", "_") == "stage_layers" and isinstance(value, list):
+        return ",".join(map(str, value))
+    if type(value) is not kind:
+        words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+        raise UsageError(f"plan file {path}: {key} is {str(value)[:40]!r}: give {words[kind]}")
+    return value

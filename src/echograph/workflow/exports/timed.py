@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from echograph.cli.annotate import annotate
-from echograph.cli.export import ExportOptions, job_of
 from echograph.ir.exporters import Exported
 from echograph.ir.files import write_whole
 from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.progress import Progress, silent
 from echograph.simulator.clusters import DEFAULT_CLUSTER
+from echograph.workflow.annotate import annotate
+from echograph.workflow.exports import ExportOptions, job_of
 
 
 def export_chrome(graph: Graph, output: Path, options: ExportOptions, say: Progress = silent) -> Exported:
@@ -20,8 +20,8 @@ def export_chrome(graph: Graph, output: Path, options: ExportOptions, say: Progr
         OutputError: the path cannot be written.
         SimulationError: the job cannot run.
     """
-    from echograph.cli.compose import predict
     from echograph.ir.exporters.chrome import chrome_trace
+    from echograph.workflow.predict import predict
 
     assert isinstance(graph, StepGraph | JobGraph)
     cluster = options.cluster or DEFAULT_CLUSTER

@@ -7,9 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from echograph.cli.lowering import lower, record
-from echograph.cli.plan import Plan
-from echograph.cli.study import Study
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.annotate import join
@@ -17,6 +14,9 @@ from echograph.ir.profile import Profile, load_profile
 from echograph.simulator.clusters import Cluster, load_cluster
 from echograph.simulator.host import Host
 from echograph.simulator.result import Result
+from echograph.workflow.lowering import lower, record
+from echograph.workflow.plan import Plan
+from echograph.workflow.scenario import Scenario
 
 _ALONE = {"degraded": "--degrade", "settings": "--set", "every_rank": "--ranks", "slow": "--straggler"}
 
@@ -26,7 +26,7 @@ def predict_measured(
     plan: Plan,
     *,
     engine: str = "auto",
-    study: Study | None = None,
+    scenario: Scenario | None = None,
     memory: bool = True,
 ) -> tuple[Result, JobGraph]:
     """`predict_plan` where the cluster is a profile.
@@ -37,9 +37,9 @@ def predict_measured(
     """
     from echograph.simulator.simulate import simulate
 
-    study = study or Study()
+    scenario = scenario or Scenario()
     for field, option in _ALONE.items():
-        if getattr(study, field):
+        if getattr(scenario, field):
             raise UsageError(f"{option}: {plan.cluster} is one measured device; give a cluster of several")
     profile = load_profile(plan.cluster)
     where = machine(profile, Path(plan.cluster).stem)
@@ -50,8 +50,8 @@ def predict_measured(
         where,
         host(profile),
         engine=engine,
-        trace_ranks=study.trace_ranks,
-        scales=study.scales,
+        trace_ranks=scenario.trace_ranks,
+        scales=scenario.scales,
         plan=record(job, plan, where),
         memory=memory,
     )

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from echograph.cli.page.lanes import HOST, IDLE, OF_COMMUNICATION
 from echograph.profiler.page import charts
 from echograph.units import format_bytes, format_time
+from echograph.workflow.report.lanes import HOST, IDLE, OF_COMMUNICATION
 
 US_PER_S = 1e6
 _MAY_BREAK = re.compile(r"(?<=\w[._])(?=[A-Za-z]{3})|(?<=\*\.)")

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from echograph.cli.page.moments import COMPUTE, Kinds, Moments, runs
 from echograph.ir.columns import NONE, Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane as Side
 from echograph.ir.timeline import Timeline
 from echograph.ir.types import Phase
 from echograph.profiler.page.lanes import Lane, Spans, drawing
+from echograph.workflow.report.moments import COMPUTE, Kinds, Moments, runs
 
 MOST_SPANS = 24_000
 # What is shorter than this share of the step and between work of one kind is drawn within that.

@@ -1,16 +1,59 @@
-"""Profiler traces among the formats of `echoc import`: the profiler reads and lowers them, not a frontend."""
+"""Graphs from the files of other tools: those that a frontend reads, and traces, which the profiler does."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 
-from echograph.frontend import Imported
+from echograph.errors import UsageError
+from echograph.frontend import FRONTENDS, Imported
 from echograph.ir.graph import JobGraph
+from echograph.progress import Progress, silent
 from echograph.registry import Table
+from echograph.workflow.formats import refuse_format
 
-TRACES = Table("format", {"kineto": "echograph.cli.imports_traces:load_kineto"})
+TRACES = Table("format", {"kineto": "echograph.workflow.imports:load_kineto"})
 """Formats that the profiler reads: name -> `load(source: Path) -> Imported`."""
+
+FORMATS = (*FRONTENDS, *TRACES)
+"""All formats that a graph is read from."""
+
+
+def check_import(name: str, *, keep_overhead: bool = False) -> None:
+    """Refuses a format that no graph is read from, and an option that it does not have.
+
+    Raises:
+        UnavailableError: other commands have the format.
+        UnknownNameError: none has.
+        UsageError: the format holds no recording.
+    """
+    if name not in FORMATS:
+        refuse_format(name, FORMATS, "imported")
+    if keep_overhead and name not in TRACES:
+        raise UsageError(f"--keep-overhead: is for kineto: {name} has no recording")
+
+
+def import_graph(name: str, source: Path, *, keep_overhead: bool = False, say: Progress = silent) -> Imported:
+    """Reads what another tool wrote as a graph.
+
+    Args:
+        name: of the format, one of `FORMATS`.
+        source: the file; for formats of one file a rank, their folder.
+        keep_overhead: of profiler traces: durations as recorded, with what recording cost.
+        say: told how far it is.
+
+    Returns:
+        The graph, and what it cannot hold of the source.
+
+    Raises:
+        EchoError: as `check_import`, and what the format's reader raises.
+    """
+    check_import(name, keep_overhead=keep_overhead)
+    load = (TRACES if name in TRACES else FRONTENDS)[name]
+    counts = {"progress": say} if "progress" in signature(load).parameters else {}
+    loaded = load(source, **counts, **({"keep_overhead": True} if keep_overhead else {}))
+    return loaded if isinstance(loaded, Imported) else Imported(graph=loaded)
 
 
 def load_kineto(source: Path, *, keep_overhead: bool = False) -> Imported:
@@ -46,7 +89,7 @@ def load_kineto(source: Path, *, keep_overhead: bool = False) -> Imported:
 
 def _compared(job: JobGraph) -> str:
     """A step as recorded, without what recording cost, and as it was when nothing was recorded."""
-    from echograph.cli.replay import replay, step_medians, steps
+    from echograph.workflow.replay import replay, step_medians, steps
 
     result, ran = replay(job)
     found = step_medians(steps(ran, result.timeline))

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from echograph.cli.page import parts
 from echograph.profiler.page import charts
 from echograph.profiler.page.frame import data, document, tiles
 from echograph.units import format_bytes, format_count
+from echograph.workflow.report import parts
 
 Record = Mapping[str, Any]
 Pair = Sequence[tuple[str, Record]]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from echograph.cli.lowering import lower
-from echograph.cli.plan import Plan, option_name
-from echograph.errors import EchoError
+from echograph.errors import EchoError, PlanError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.progress import Progress
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.memory import Memory, largest_memory
+from echograph.simulator.result import Result
 from echograph.units import format_bytes
+from echograph.workflow.lowering import lower
+from echograph.workflow.plan import Plan, option_name
 
 ENOUGH = 2
 MOST_TRIED = 12
@@ -25,7 +26,7 @@ _STATES = ("optimizer_state",)
 _SHARDED = ("parameter", "gradient", *_STATES)
 
 
-def plans_that_fit(
+def feasible_plans(
     graph: StepGraph | JobGraph,
     plan: Plan,
     cluster: Cluster,
@@ -105,3 +106,28 @@ def _singles(plan: Plan, cluster: Cluster) -> Iterator[dict[str, Any]]:
             if getattr(plan, name) < size <= most and plan.dp is None:
                 yield {name: size}
                 break
+
+
+def refuse_if_it_does_not_fit(result: Result, near: Sequence[str] = ()) -> None:
+    """For those who want a plan beyond the device's memory to fail.
+
+    Args:
+        result: the prediction.
+        near: what to change so that it fits.
+
+    Raises:
+        PlanError: the peak is above the capacity.
+    """
+    if result.memory is not None and not result.memory.fits:
+        raise PlanError(f"the plan needs {shortage(result, near)}")
+
+
+def shortage(result: Result, near: Sequence[str]) -> str:
+    """What memory a plan needs of what there is, for what, and what to change so that it fits."""
+    memory = result.memory
+    assert memory is not None
+    return (
+        f"{format_bytes(memory.device_bytes)} of the {format_bytes(memory.capacity_bytes)} of "
+        f"{result.device} ({'; '.join(memory.lines(3))}): "
+        + (f"it fits with {' or '.join(near)}" if near else "share it over more --tp, --pp or --zero 3 ranks")
+    )

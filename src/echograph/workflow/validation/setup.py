@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from echograph.cli.plan import Plan
-from echograph.cli.validate.table import Row, Skip
 from echograph.ir.passes.depth import FEWEST
+from echograph.workflow.plan import Plan
+from echograph.workflow.validation.table import Row, Skip
 
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.step import StepSpec

@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from echograph.cli.page import parts
-from echograph.cli.page.assumptions import asked, assumptions
-from echograph.cli.page.details import details
-from echograph.cli.page.lanes import Step
-from echograph.cli.page.moments import kinds_of, moments
-from echograph.cli.plan import Plan
-from echograph.cli.report import shortage
-from echograph.cli.study import Study
 from echograph.ir.graph import JobGraph
 from echograph.profiler.page import charts
 from echograph.profiler.page.frame import banner, data, document, folded, tiles
 from echograph.profiler.page.lanes import script
 from echograph.simulator.result import Result
 from echograph.units import format_bytes, format_count
+from echograph.workflow.feasible import shortage
+from echograph.workflow.plan import Plan
+from echograph.workflow.report import parts
+from echograph.workflow.report.assumptions import asked, assumptions
+from echograph.workflow.report.details import details
+from echograph.workflow.report.lanes import Step
+from echograph.workflow.report.moments import kinds_of, moments
+from echograph.workflow.scenario import Scenario
 
 Record = Mapping[str, Any]
 
@@ -59,7 +59,7 @@ def page(
     result: Result,
     job: JobGraph,
     plan: Plan,
-    study: Study,
+    scenario: Scenario,
     notes: Sequence[str] = (),
     near: Sequence[str] = (),
 ) -> str:
@@ -69,7 +69,7 @@ def page(
         result: the prediction.
         job: what was simulated.
         plan: as it was asked for.
-        study: what was asked beyond it.
+        scenario: what was asked beyond it.
         notes: what the plan could not do.
         near: where it does not fit in memory, what to change so that it does.
     """
@@ -77,8 +77,8 @@ def page(
     shown = _shown(len(timeline.programs))
     found = {number: moments(timeline, kinds, number) for number in shown}
     record, more = result.to_json(), details(result, job, timeline, kinds, found)
-    more["assumptions"] = [part._asdict() for part in assumptions(result, job, plan, study, notes)]
-    more["asked"] = asked(study)
+    more["assumptions"] = [part._asdict() for part in assumptions(result, job, plan, scenario, notes)]
+    more["asked"] = asked(scenario)
     roles = len(timeline.programs)
     some = "" if len(shown) == roles else f" Of {roles} roles {len(shown)} are shown."
     note = f"{result.tasks:,} tasks: --trace writes them all."

@@ -1,0 +1,1 @@
+"""What the commands do, as functions: rooms meet here, and nothing is printed."""

@@ -1,0 +1,128 @@
+"""A graph with the durations that a simulation would give it, or that were measured, for readers of the file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from echograph.ir.columns import NONE
+from echograph.ir.graph import Graph, JobGraph
+from echograph.ir.passes.annotate import Annotate, Coverage, join
+from echograph.ir.profile import Profile, load_profile
+from echograph.ir.types import COMMUNICATIONS, OpKind, Source
+from echograph.simulator.clusters import Cluster, load_cluster
+
+G = TypeVar("G", bound=Graph)
+
+
+def device_name(cluster: str) -> str:
+    """The name of a cluster's device, under which durations stand."""
+    from echograph.profiler.costs import load_device
+
+    return load_device(load_cluster(cluster).device).name
+
+
+def annotate(graph: G, cluster: str) -> tuple[G, Cluster]:
+    """The graph with all durations that a simulation of it on a cluster uses, and the cluster.
+
+    Operations of the device have theirs under its name, all under `host_name` what the host takes to issue them
+    (host work: to do them), and communications under the cluster's name. What is known already stays.
+
+    Raises:
+        PlanError: a group does not fit the cluster.
+    """
+    from echograph.profiler.costs import load_device
+    from echograph.profiler.costs.estimate import estimate
+    from echograph.workflow.predict import host_of, host_spread
+
+    where = load_cluster(cluster)
+    device = load_device(where.device)
+    where = replace(where, device=device.name)
+    graph = estimate(graph, device)(graph)
+    issue = host_of(device).issue(graph)
+    count = len(graph.ops)
+    source = Source.FITTED if device.host.source == "measured" else Source.ANALYTICAL
+    of_host = Annotate(
+        device=host_name(device.name),
+        picoseconds=issue,
+        source=np.full(count, source, np.uint8),
+        spread=np.full(count, host_spread(), np.float32),
+        samples=np.zeros(count, np.int64),
+    )
+    if isinstance(graph, JobGraph):
+        graph = cast(G, _communicate(graph, where))
+    return of_host(graph), where
+
+
+def _communicate(job: JobGraph, where: Cluster) -> JobGraph:
+    """The job with what the simulator takes for everything that has no duration on the device."""
+    from echograph.simulator.durations import durations
+
+    times = durations(job, where)
+    known, _, _ = job.ops.duration_on(where.device)
+    communicates = np.isin(job.ops.kind, COMMUNICATIONS)
+    still = job.ops.is_view | (job.ops.kind == OpKind.HOST)
+    for name, rows in ((where.name, communicates), (where.device, ~communicates & ~still)):
+        job = Annotate(
+            device=name,
+            picoseconds=np.where(rows & (known == NONE), times.picoseconds, NONE),
+            source=times.source,
+            spread=times.spread,
+            samples=np.zeros(len(job.ops), np.int64),
+        )(job)
+    return job
+
+
+def host_name(device: str) -> str:
+    """The name under which a file says how long the host takes to issue an operation for a device."""
+    return f"{device}/host"
+
+
+def annotate_measured(graph: G, profile: Path, device: str = "") -> tuple[G, dict[str, Any]]:
+    """The graph with a profile's durations, under a device's name or the profile's own; and what they cover.
+
+    Where the profile says what the host takes, that goes under `host_name` of the device.
+    """
+    measured = load_profile(profile)
+    annotate, coverage = join(graph, measured, device)
+    runs = coverage.measured + coverage.free + coverage.missing
+    record = {
+        "device": annotate.device,
+        "operations": {
+            "measured": coverage.measured,
+            "free": coverage.free,
+            "missing": coverage.missing,
+            "communication_and_host": coverage.other,
+        },
+        "measured_share": coverage.measured / max(1, coverage.measured + coverage.missing),
+        "free_share": coverage.free / max(1, runs),
+        "missing_operators": dict(coverage.missing_operators),
+        "unmatched": _unmatched(coverage),
+    }
+    annotated = annotate(graph)
+    if measured.environment.host_op_picoseconds:
+        annotated = _with_host(annotated, measured, annotate.device)
+        record["host"] = host_name(annotate.device)
+    return annotated, record
+
+
+def _with_host(graph: G, profile: Profile, device: str) -> G:
+    from echograph.workflow.measured import host
+
+    count = len(graph.ops)
+    communicates = np.isin(graph.ops.kind, COMMUNICATIONS)
+    return Annotate(
+        device=host_name(device),
+        # Of collectives, which go through a process group, the profile says nothing.
+        picoseconds=np.where(communicates, NONE, host(profile).issue(graph)),
+        source=np.full(count, Source.MEASURED, np.uint8),
+        spread=np.zeros(count, np.float32),
+        samples=np.zeros(count, np.int64),
+    )(graph)
+
+
+def _unmatched(coverage: Coverage) -> list[str]:
+    return [m.arguments or m.operator for m in coverage.unmatched]

@@ -1,0 +1,143 @@
+"""Device and fabric profiles from tables of measurements, with how far they are off on rows held out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echograph.errors import DataError, UnavailableError, UnknownNameError, UsageError
+from echograph.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from echograph.profiler.costs.device import DeviceProfile
+
+
+def fit_devices(
+    table: Path, names: list[str], output: Path, date: str, say: Progress = silent
+) -> list[dict[str, object]]:
+    """Fits the named devices, or all of the datasheets; one record for each kind that was held out."""
+    from echograph.profiler.costs import load_device
+    from echograph.profiler.fit.device import fit_device, write_profile
+    from echograph.profiler.fit.facts import read_facts
+    from echograph.profiler.fit.table import read_table
+
+    facts = read_facts()
+    for name in names:
+        if name not in facts:
+            raise UnknownNameError("device", name, facts)
+    done: dict[str, DeviceProfile] = {}
+    say(f"reading {table}")
+    measured = read_table(table)
+    # The file names a device after the relative that it borrows from, so relatives are fitted first.
+    for name, device in facts.items():
+        if not names or name in names:
+            say(f"fitting {name}")
+            relative = done.get(device.relative) or (load_device(device.relative) if device.relative else None)
+            done[name] = fit_device(measured, name, device, relative=relative, date=date)
+            write_profile(done[name], output / f"{name}.json")
+    return [record for profile in done.values() for record in _held_out(profile)]
+
+
+def refit_device(
+    table: Path, base: str, output: Path, date: str, say: Progress = silent
+) -> list[dict[str, object]]:
+    """Fits what a table of one device measures; the rest stays as the shipped profile has it."""
+    from echograph.profiler.costs import load_device
+    from echograph.profiler.fit.device import refit, write_profile
+    from echograph.profiler.fit.table import read_table
+
+    say(f"fitting {table}")
+    profile = refit(read_table(table), load_device(base), [], date=date)
+    write_profile(profile, output / f"{profile.name}.json")
+    return list(_held_out(profile))
+
+
+def _held_out(profile: DeviceProfile) -> Iterator[dict[str, object]]:
+    labels = {f"gemm {n}": m.label for n, m in profile.gemm.items()}
+    labels |= {f"attention {n}": m.forward.label for n, m in profile.attention.items()}
+    labels |= {f"attention {n} backward": m.backward.label for n, m in profile.attention.items() if m.backward}
+    labels |= {f"memory {n}": m.label for n, m in profile.memory.items()}
+    for what, label in labels.items():
+        error = label.held_out.long
+        if error is not None and label.source == "fitted":
+            yield {
+                "profile": profile.name,
+                "what": what,
+                "rows held out": error.rows,
+                "median error": round(error.median_abs, 4),
+                "mean error": round(error.mean_abs, 4),
+                "bias": round(error.bias, 4),
+            }
+
+
+def fit_the_fabrics(
+    table: Path, names: list[str], output: Path, date: str, say: Progress = silent
+) -> tuple[list[dict[str, object]], list[str]]:
+    """Fits the named fabrics, or all that have measured rows.
+
+    Returns:
+        A record for each kind of collective held out; and the fabrics of which the table has no row.
+    """
+    from echograph.ir.files import write_whole
+    from echograph.profiler.fit.collectives import read_collectives_csv
+    from echograph.simulator.clusters import fabric_names
+    from echograph.workflow.calibration import fabrics
+    from echograph.workflow.calibration.recipes import RECIPES
+
+    known = {recipe.fabric: recipe for recipe in RECIPES}
+    for name in names:
+        if name not in known:
+            if name in fabric_names():
+                raise UnavailableError(f"fabric '{name}' is assumed: no measured rows make it", sorted(known))
+            raise UnknownNameError("fabric", name, known)
+    records: list[dict[str, object]] = []
+    fitted: list[str] = []
+    skipped: list[str] = []
+    say(f"reading {table}")
+    measured = read_collectives_csv(table)
+    for name in names or known:
+        recipe = known[name]
+        rows = fabrics.rows_of(recipe, measured)
+        if not rows:
+            skipped.append(name)
+            continue
+        say(f"fitting {name} to {len(rows)} rows")
+        content, error = fabrics.document(recipe, fabrics.fit(recipe, rows), rows, date)
+        write_whole(output / f"{name}.json", [json.dumps(content, indent=2) + "\n"])
+        held = {"rows held out": content["about"]["held_out_rows"], "median error": None, "bias": None}
+        records += [
+            {"profile": name, "what": kind, **held, "mean error": round(value, 4)} for kind, value in error.items()
+        ]
+        fitted.append(name)
+    if not fitted:
+        raise DataError(
+            f"{table}: no rows of {', '.join(names) or 'any fabric'}: nothing to fit (see docs/accuracy.md)"
+        )
+    return records, skipped
+
+
+def fit_the_logs(
+    logs: list[Path],
+    cluster: str,
+    collective: str,
+    name: str,
+    output: Path,
+    date: str,
+    say: Progress = silent,
+) -> list[dict[str, object]]:
+    """Fits a cluster's fabrics to logs of nccl-tests; one record for each kind of collective held out."""
+    from echograph.profiler.fit.collectives import KINDS, read_nccl_tests
+    from echograph.workflow.calibration.logs import fit_logs
+
+    if not cluster:
+        raise UsageError("--nccl-tests: say what they ran on with --cluster (see echosim clusters)")
+    if collective and collective not in KINDS:
+        raise UnknownNameError("collective", collective, KINDS)
+    kind: Any = collective or None
+    say(f"reading {len(logs)} logs")
+    rows = [row for log in logs for row in read_nccl_tests(log, kind)]
+    say(f"fitting {len(rows)} rows")
+    records = fit_logs(rows, cluster, name, output, date)
+    return records

@@ -1,0 +1,195 @@
+"""The operations of a training step, and whole steps, measured on the device at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echograph.errors import UsageError
+from echograph.progress import Progress
+from echograph.units import to_s
+
+if TYPE_CHECKING:
+    from echograph.frontend.pytorch.step import StepSpec
+if TYPE_CHECKING:
+    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.ir.graph import StepGraph
+    from echograph.ir.invocations import Invocation
+    from echograph.ir.profile import Environment, Profile
+    from echograph.profiler.measure.device import Device
+    from echograph.profiler.measure.ops import Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """A step as graph and as invocations.
+
+    Attributes:
+        graph: folded.
+        flat: as it ran.
+        invocations: the distinct invocations that do work.
+    """
+
+    graph: StepGraph
+    flat: StepGraph
+    invocations: list[Invocation]
+
+
+def capture_invocations(model: str, spec: StepSpec, cache_bytes: int, say: Progress, **sizes: Any) -> Captured:
+    """Captures a step as graph and as the invocations that it is made of."""
+    from echograph.frontend.pytorch.capture import capture, capture_mode
+    from echograph.frontend.pytorch.invocations import invocations_of
+    from echograph.frontend.pytorch.lower import lower_nodes, workload_of
+    from echograph.ir.passes.fold import fold
+    from echograph.workflow.compile import build_model
+
+    with capture_mode():
+        name, built = build_model(model, spec, say=say, **sizes)
+    say(f"capturing one training step of {name}")
+    nodes = capture(*built, spec)
+    flat, made = lower_nodes(nodes, workload_of(nodes, spec, name))
+    return Captured(graph=fold(flat), flat=flat, invocations=invocations_of(nodes, flat, made, cache_bytes))
+
+
+def measure_invocations(
+    invocations: list[Invocation],
+    device: Device,
+    profile: Profile,
+    options: Any,
+    output: Path,
+    say: Progress,
+) -> Outcome:
+    """Measures invocations, and writes the profile as it grows."""
+    from echograph.ir.profile import save_profile
+    from echograph.profiler.measure.device import keep_freed_memory
+    from echograph.profiler.measure.ops import measure
+
+    if device.name == "cpu":
+        keep_freed_memory()
+
+    def save(grown: Profile) -> None:
+        save_profile(grown, output)
+
+    return measure(invocations, device, profile, options, save=save, say=say)
+
+
+def start_profile(device: Device, output: Path, name: str, resume: bool, say: Progress) -> Profile:
+    """The profile to begin with: the one that there is, or an empty one with the host's times."""
+    from echograph.ir.profile import Profile, load_profile
+    from echograph.profiler.measure.ops import continued
+
+    if resume:
+        if not output.exists():
+            raise UsageError(f"--resume: there is no {output} to go on with: leave --resume out")
+        return continued(load_profile(output), device.environment(name), str(output))
+    say("measuring the host")
+    return Profile(environment=with_host(device, name))
+
+
+def with_host(device: Device, name: str = "") -> Environment:
+    """A device's environment with the host's times, measured now."""
+    from echograph.profiler.measure.host import measure_host
+    from echograph.units import to_ps
+
+    host = measure_host(device)
+    return replace(
+        device.environment(name), host_op_picoseconds=to_ps(host.op_s), host_view_picoseconds=to_ps(host.view_s)
+    )
+
+
+def summarize_measured(captured: Captured, outcome: Outcome, device: Device) -> dict[str, Any]:
+    """What was measured of a step, in numbers."""
+    from echograph.ir.passes.annotate import join
+
+    _, coverage = join(captured.graph, outcome.profile)
+    environment = outcome.profile.environment
+    measurements = outcome.profile.measurements
+    return {
+        "device": environment.device,
+        "hardware": environment.hardware,
+        "driver": environment.driver,
+        "torch": environment.torch,
+        "cuda": environment.cuda,
+        "threads": environment.threads,
+        "utilisation": device.utilisation(),
+        "distinct_invocations": len(captured.invocations),
+        "measurements": len(measurements),
+        "operations": {
+            "measured": coverage.measured,
+            "free": coverage.free,
+            "missing": coverage.missing,
+        },
+        "unmatched": len(coverage.unmatched),
+        "not_measured": [{"invocation": text, "reason": why} for text, why in outcome.refused],
+        "left": len(outcome.left),
+        "sum_s": coverage.busy_ps * 1e-12,
+        "host_op_s": environment.host_op_picoseconds * 1e-12,
+        "host_view_s": environment.host_view_picoseconds * 1e-12,
+        "largest_peak_bytes": max((m.peak_bytes for m in measurements), default=0),
+    }
+
+
+def measure_step(
+    model: str, spec: Any, device: Any, steps: int, warm_up: int, keep: bool, say: Any, **sizes: Any
+) -> Any:
+    """Times real steps of a model on a device."""
+    import torch
+
+    from echograph.frontend.pytorch.real_step import real_step
+    from echograph.profiler.measure.device import keep_freed_memory
+    from echograph.profiler.measure.steps import time_steps
+    from echograph.workflow.compile import build_model
+
+    if keep and device.name == "cpu":
+        keep_freed_memory()
+    with torch.device(device.name):
+        _, built = build_model(model, spec, say=say, **sizes)
+    return time_steps(real_step(*built, spec, device.name), device, steps, warm_up, say)
+
+
+def predicted_step(
+    model: str, spec: Any, profile: Path, cache_bytes: int, say: Any, **sizes: Any
+) -> dict[str, Any]:
+    """The sum of a step's operations, and the step simulated, from a profile; None where it lacks operations."""
+    from echograph.ir.passes.annotate import join
+    from echograph.ir.profile import load_profile
+    from echograph.workflow.measure import capture_invocations
+    from echograph.workflow.measured import predict_measured
+    from echograph.workflow.plan import Plan
+
+    graph = capture_invocations(model, spec, cache_bytes, say, **sizes).graph
+    _, coverage = join(graph, load_profile(profile))
+    found: dict[str, Any] = {"sum_s": to_s(coverage.busy_ps), "missing": coverage.missing}
+    if not coverage.missing:
+        say("simulating")
+        result, _ = predict_measured(graph, Plan(cluster=str(profile)))
+        found["simulated_s"] = to_s(result.step_ps)
+    return found
+
+
+DEVICES = ("cuda", "cpu")
+
+
+CLOCKS = ("wall", "cpu")
+
+
+def device_and_spec(device: str, dtype: str, optimizer: str, clock: str) -> tuple[Any, StepSpec]:
+    """The device to measure on, and what the step is captured with for it.
+
+    Raises:
+        UsageError: there is no such device, clock, type or optimizer.
+    """
+    import torch
+
+    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.profiler.measure.device import open_device
+
+    for option, value, choices in (("--device", device or "cpu", DEVICES), ("--clock", clock, CLOCKS)):
+        if value not in choices:
+            raise UsageError(f"{option} {value}: give one of {', '.join(choices)}")
+    name: Any = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind: Any = dtype or ("bf16" if name == "cuda" else "fp32")
+    chosen: Any = optimizer
+    ticks: Any = clock
+    return open_device(name, ticks), StepSpec(dtype=kind, optimizer=chosen, kernels=name)
