@@ -27,7 +27,7 @@ from echograph.simulator.host import Host
 from echograph.simulator.interval import bounds, interval, scenarios
 from echograph.simulator.memory import largest_memory
 from echograph.simulator.network.topology import Topology
-from echograph.simulator.pieces.predict import run_pieces, runs
+from echograph.simulator.pieces.predict import run_pieces
 from echograph.simulator.rank_path import RankPath, rank_path
 from echograph.simulator.rank_timelines import of_ranks
 from echograph.simulator.ranks import EveryRank, Mesh, RankTimes, run_every_rank
@@ -243,7 +243,7 @@ def _scaled(job: JobGraph, times: Durations, host: Host, scales: Sequence[Scale]
 def _check_range(job: JobGraph, times: Durations, issue: Int64, host: Host) -> None:
     """Refuses what the clock, 64-bit picoseconds, cannot hold, the longest step of the interval included."""
     device = np.where(job.ops.kind == OpKind.HOST, 0.0, times.picoseconds) * (1.0 + times.spread + host.spread)
-    longest = float(np.dot(runs(job), device + issue * (1.0 + times.spread + host.spread)))
+    longest = float(np.dot(job.run_counts(), device + issue * (1.0 + times.spread + host.spread)))
     if not longest < 2**63:
         raise SimulationError(
             f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations"
@@ -278,7 +278,7 @@ def _shares(step: Step, times: Durations) -> dict[str, float]:
 
 def _collectives(job: JobGraph, step: Step, times: Durations) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    ops, count_of = job.ops, runs(job, step.last)
+    ops, count_of = job.ops, job.run_counts(step.last)
     communicates = np.isin(ops.kind, COMMUNICATIONS)
     for row in np.flatnonzero(communicates & (count_of > 0)).tolist():
         group, count = job.groups[int(ops.group[row])], int(count_of[row])

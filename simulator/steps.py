@@ -15,7 +15,6 @@ from echograph.simulator.breakdown import Breakdown, breakdown, breakdowns
 from echograph.simulator.engine.schedule import Starts
 from echograph.simulator.limits import families, largest_first, limits
 from echograph.simulator.pieces.path import critical_path
-from echograph.simulator.pieces.predict import runs
 from echograph.simulator.pieces.run import Run
 from echograph.simulator.pieces.times import program_timeline
 from echograph.simulator.tasks import TaskGraph
@@ -83,8 +82,8 @@ def of_pieces(job: JobGraph, run: Run, write: Callable[[], Timeline]) -> Step:
         breakdown=of_program(last),
         breakdowns=lambda: [of_program(number) for number in range(len(job.programs))],
         limits=largest_first(job, total, end),
-        busy=runs(job) * work,
-        busy_of_last=runs(job, last) * work,
+        busy=job.run_counts() * work,
+        busy_of_last=job.run_counts(last) * work,
         write=cache(write),
     )
 

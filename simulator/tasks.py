@@ -82,7 +82,7 @@ def expand(
     streams, hosts = job.ops.stream.astype(np.int32), job.ops.kind == OpKind.HOST
     work = np.where(hosts, 0, duration)
     operation, instance, micro_batch = (_written_out(job, field) for field in (1, 3, 4))
-    bounds = np.cumsum([0, *(int((p.calls[:, 2] - p.calls[:, 1]).sum()) for p in job.programs)])
+    bounds = np.cumsum([0, *(program.unfolded_ops for program in job.programs)])
     program = np.repeat(np.arange(len(job.programs), dtype=np.int32), np.diff(bounds))
     join = np.full(total, NONE, np.int32)
     join[DEVICE::2] = _meetings(job, operation, bounds, joins)

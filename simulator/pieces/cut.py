@@ -142,12 +142,8 @@ def cut(job: JobGraph, joins: Joins) -> Pieces | None:
 
 def _keys(job: JobGraph, number: int, joins: Joins, keys: dict[object, int]) -> Int64:
     """For every row, the number of the key under which the program meets others there; -1 for the others."""
-    calls, found = job.programs[number].calls, np.full(len(job.ops), NONE, np.int64)
-    runs = np.zeros(len(job.ops) + 1, np.int64)
-    np.add.at(runs, calls[:, 1], 1)
-    np.add.at(runs, calls[:, 2], -1)
-    runs = np.cumsum(runs)[:-1]
-    for row in np.flatnonzero(np.isin(job.ops.kind, COMMUNICATIONS) & (runs > 0)).tolist():
+    found = np.full(len(job.ops), NONE, np.int64)
+    for row in np.flatnonzero(np.isin(job.ops.kind, COMMUNICATIONS) & (job.run_counts(number) > 0)).tolist():
         if (key := joins(number, row)) is not None:
             found[row] = keys.setdefault(key, len(keys))
     return found

@@ -32,7 +32,7 @@ def run_pieces(job: JobGraph, device: Int64, host: Int64, factor: Factors, joins
     rows = len(job.ops) + 1
     calls = [program.calls[:, 1] * rows + program.calls[:, 2] for program in job.programs]
     begin, end = np.divmod(distinct(np.concatenate(calls)), rows)
-    longest = float(np.dot(runs(job), (device + host).astype(np.float64))) * max(
+    longest = float(np.dot(job.run_counts(), (device + host).astype(np.float64))) * max(
         1.0, float(factor.max(initial=0.0))
     )
     if job.unfolded_ops < REPEATED * int((end - begin).sum()) or not longest < LONGEST_PS:
@@ -44,13 +44,3 @@ def run_pieces(job: JobGraph, device: Int64, host: Int64, factor: Factors, joins
         np.rint(times[:, None] * factors) for times, factors in ((device, factor[:-1]), (host, factor[-1]))
     )
     return run(pieces, work_of(job, of_device.astype(np.int64), of_host.astype(np.int64)))
-
-
-def runs(job: JobGraph, program: int | None = None) -> Int64:
-    """How often each row of the operation table runs, in one program or in all."""
-    change = np.zeros(len(job.ops) + 1, np.int64)
-    for its in job.programs if program is None else [job.programs[program]]:
-        change += np.bincount(its.calls[:, 1], minlength=len(change))
-        change -= np.bincount(its.calls[:, 2], minlength=len(change))
-    counts: Int64 = np.cumsum(change)[:-1]
-    return counts

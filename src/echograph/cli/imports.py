@@ -59,7 +59,7 @@ def import_command(
 
 def _operations(graph: Graph) -> int:
     """What all ranks run together, those of a program that lists several once each."""
-    runs = (int((p.calls[:, 2] - p.calls[:, 1]).sum()) * max(1, len(p.ranks)) for p in graph.programs)
+    runs = (program.unfolded_ops * max(1, len(program.ranks)) for program in graph.programs)
     return sum(runs)
 
 

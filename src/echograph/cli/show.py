@@ -16,7 +16,7 @@ from echograph.units import format_bytes, format_count
 
 def summarize(graph: StepGraph | JobGraph) -> dict[str, Any]:
     """A graph in numbers; work is counted as often as the first program runs it."""
-    runs = _runs(graph)
+    runs = graph.run_counts(0) if graph.programs else np.zeros(len(graph.ops), np.int64)
     ops = graph.ops
     compute = ops.kind == OpKind.COMPUTE
     phases = {p.name.lower(): runs * (ops.phase == p) for p in Phase}
@@ -56,15 +56,6 @@ def micro_batch(summary: dict[str, Any]) -> str:
     """What one micro-batch holds."""
     tokens = f" x {summary['sequence_length']} tokens" if summary["sequence_length"] else ""
     return f"{summary['batch_size']} samples{tokens}"
-
-
-def _runs(graph: StepGraph | JobGraph) -> np.ndarray:
-    """How often the first program runs each operation of the table."""
-    change = np.zeros(len(graph.ops) + 1, np.int64)
-    calls = graph.programs[0].calls if graph.programs else np.zeros((0, 5), np.int64)
-    np.add.at(change, calls[:, 1], 1)
-    np.add.at(change, calls[:, 2], -1)
-    return np.cumsum(change[:-1])
 
 
 def _tensor_bytes(graph: StepGraph | JobGraph) -> dict[str, int]:
