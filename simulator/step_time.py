@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from echograph.ir.graph import JobGraph
-from echograph.simulator import engine as engines
 from echograph.simulator.clusters import Cluster
-from echograph.simulator.durations import durations, meeting
+from echograph.simulator.durations import durations
+from echograph.simulator.engine import static
 from echograph.simulator.host import Host
 from echograph.simulator.tasks import expand
 
@@ -25,6 +25,5 @@ def step_time(job: JobGraph, cluster: Cluster, host: Host) -> int:
     """
     job = host.runs(job)
     work, issue = host.times(job, durations(job, cluster).picoseconds)
-    tasks = expand(job, work, issue, lambda number, row: meeting(job, number, row), threads=host.threads)
-    starts, _ = engines.run(tasks)
-    return int((starts.start + tasks.duration).max(initial=0))
+    tasks = expand(job, work, issue, threads=host.threads)
+    return int((static.run(tasks).start + tasks.duration).max(initial=0))

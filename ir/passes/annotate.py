@@ -168,7 +168,7 @@ def _value(group: list[Measurement]) -> Value:
 
 
 def _coverage(graph: Graph, picoseconds: Int64, unmatched: tuple[Measurement, ...]) -> Coverage:
-    runs, measured = times_run(graph), picoseconds != NONE
+    runs, measured = graph.run_counts(), picoseconds != NONE
     ops = graph.ops
     views = ops.is_view & (ops.kind == OpKind.COMPUTE)
     other = np.isin(ops.kind, (*COMMUNICATIONS, OpKind.HOST))
@@ -185,12 +185,3 @@ def _coverage(graph: Graph, picoseconds: Int64, unmatched: tuple[Measurement, ..
         missing_operators=tuple(names.most_common()),
         unmatched=unmatched,
     )
-
-
-def times_run(graph: Graph) -> Int64:
-    """How often every row of the operation table runs, over all programs."""
-    steps = np.zeros(len(graph.ops) + 1, np.int64)
-    for program in graph.programs:
-        np.add.at(steps, program.calls[:, 1], 1)
-        np.add.at(steps, program.calls[:, 2], -1)
-    return np.cumsum(steps)[:-1]

@@ -68,9 +68,9 @@ def test_folded_and_unfolded_graphs_take_the_same_time() -> None:
 
 def test_engines_give_the_same_prediction() -> None:
     graph = job(64)
-    static, reference = (simulate(graph, CLUSTER, HOST, engine=name) for name in ("static", "reference"))
-    assert np.array_equal(static.timeline.start, reference.timeline.start)
-    assert static.breakdown == reference.breakdown
+    static, events = (simulate(graph, CLUSTER, HOST, engine=name) for name in ("static", "events"))
+    assert np.array_equal(static.timeline.start, events.timeline.start)
+    assert static.breakdown == events.breakdown
 
 
 def test_a_launch_bound_step_takes_what_the_host_takes() -> None:

@@ -83,7 +83,7 @@ def run_command(
     checkpoint_interval_s: Annotated[
         float | None, typer.Option(help="Seconds between checkpoints (default: the best).")
     ] = None,
-    engine: Annotated[str, typer.Option(help="auto, static, events or reference.")] = "auto",
+    engine: Annotated[str, typer.Option(help="auto, segments, static or events.")] = "auto",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, for Perfetto.")] = None,
     trace_ranks: Annotated[

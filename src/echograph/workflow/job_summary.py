@@ -17,7 +17,7 @@ from echograph.simulator.memory_kinds import Memories
 
 def summarize_job(job: JobGraph) -> dict[str, Any]:
     """Mesh, roles and communications of one step; all figures are of one rank of the role."""
-    runs = [_runs(job, program) for program in job.programs]
+    runs = [job.run_counts(number) for number in range(len(job.programs))]
     memories = Memories(job) if len(job.tensors) else None
     return {
         "model": job.workload.model or job.name,
@@ -27,14 +27,6 @@ def summarize_job(job: JobGraph) -> dict[str, Any]:
         "roles": [_role(job, number, count, memories) for number, count in enumerate(runs)],
         "communication": _communication(job, runs),
     }
-
-
-def _runs(job: JobGraph, program: Program) -> Int64:
-    """How often a program runs each operation of the table."""
-    change = np.zeros(len(job.ops) + 1, np.int64)
-    np.add.at(change, program.calls[:, 1], 1)
-    np.add.at(change, program.calls[:, 2], -1)
-    return np.cumsum(change[:-1])
 
 
 def _role(job: JobGraph, number: int, runs: Int64, memories: Memories | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from echograph.models import ModelEntry, dense_flops
 
 def summarize(graph: StepGraph | JobGraph) -> dict[str, Any]:
     """A graph in numbers; work is counted as often as the first program runs it."""
-    runs = _runs(graph)
+    runs = graph.run_counts(0) if graph.programs else np.zeros(len(graph.ops), np.int64)
     ops = graph.ops
     compute = ops.kind == OpKind.COMPUTE
     phases = {p.name.lower(): runs * (ops.phase == p) for p in Phase}
@@ -48,15 +48,6 @@ def summarize(graph: StepGraph | JobGraph) -> dict[str, Any]:
         "durations": _durations(graph, runs * (compute & ~ops.is_view)),
         "operators": _operators(graph, runs),
     }
-
-
-def _runs(graph: StepGraph | JobGraph) -> np.ndarray:
-    """How often the first program runs each operation of the table."""
-    change = np.zeros(len(graph.ops) + 1, np.int64)
-    calls = graph.programs[0].calls if graph.programs else np.zeros((0, 5), np.int64)
-    np.add.at(change, calls[:, 1], 1)
-    np.add.at(change, calls[:, 2], -1)
-    return np.cumsum(change[:-1])
 
 
 def _tensor_bytes(graph: StepGraph | JobGraph) -> dict[str, int]:
@@ -120,7 +111,7 @@ def model_row(entry: ModelEntry) -> dict[str, Any]:
 
 def outline(graph: Graph) -> dict[str, Any]:
     """What a graph holds, in a line; `operations` is what all ranks run, those of a listed program once each."""
-    runs = (int((p.calls[:, 2] - p.calls[:, 1]).sum()) * max(1, len(p.ranks)) for p in graph.programs)
+    runs = (program.unfolded_ops * max(1, len(program.ranks)) for program in graph.programs)
     return {
         "name": graph.workload.model or graph.name,
         "level": "job" if isinstance(graph, JobGraph) else "step",
