@@ -179,7 +179,7 @@ PRODUCTS: list[Row] = [
     ("baddbmm", [(3, 1, 6), (3, 8, 4), (3, 4, 6)], [W, S(1), W], [(3, 8, 6)], [W, S(1), W], [S(1)]),
     ("mm", [(8, 4), (4, 6)], [S(0), S(1)], [(8, 6)], [W, S(1)], [S(1)]),
     ("mm", [(8, 4), (4, 6)], [S(1), S(1)], [(8, 6)], [W, S(1)], [S(1)]),
-    ("mm", [(8, 4), (4, 6)], [S(1, 2), S(0)], [(8, 6)], [W, S(0)], [P]),
+    ("mm", [(8, 4), (4, 6)], [S(1, 2), S(0)], [(8, 6)], [S(1), S(0)], [P]),
     ("_grouped_mm", [(12, 8), (3, 8, 6), (3,)], [W, S(2), W], [(12, 6)], [W, S(2), W], [S(1)]),
     ("_grouped_mm", [(12, 8), (3, 8, 6), (3,)], [S(1), S(1), W], [(12, 6)], [S(1), S(1), W], [E]),
     ("_grouped_mm", [(8, 12), (12, 6), (3,)], [W, S(1), W], [(3, 8, 6)], [W, S(1), W], [S(2)]),
@@ -219,19 +219,11 @@ KERNELS: list[Row] = [
 
 def decided(row: Row, size: int = 2, **more: Any) -> Decision:
     name, inputs, placements, outputs, _, _ = row
-    return decide(
-        Site(
-            name=name,
-            inputs=tuple(inputs),
-            placements=tuple(placements),
-            outputs=tuple(outputs),
-            size=size,
-            **more,
-        )
-    )
+    shapes = {"inputs": tuple(inputs), "outputs": tuple(outputs)}
+    return decide(Site(name=name, placements=tuple(placements), size=size, **shapes, **more))
 
 
-@pytest.mark.parametrize("row", [*VIEWED, *BY_ELEMENT, *SUMMED, *PRODUCTS, *KERNELS], ids=str)
+@pytest.mark.parametrize("row", [*VIEWED, *BY_ELEMENT, *SUMMED, *PRODUCTS, *KERNELS], ids=lambda row: row[0])
 def test_what_an_operator_wants_and_makes(row: Row) -> None:
     assert decided(row) == Decision(tuple(row[4]), tuple(row[5]))
 
@@ -244,10 +236,7 @@ def test_key_heads_that_are_fewer_than_the_ranks_are_held_by_several(size: int, 
     row: Row = (FLASH, [(2, 24, 64, 16), kv, kv], [S(1), W, W], [(2, 24, 64, 16)], [], [])
     assert decided(row, size=size).inputs == (S(1), S(1, shares=shares), S(1, shares=shares))
     split: Row = ("view", [(2, 5, heads * 16)], [S(2)], [(2, 5, heads, 16)], [], [])
-    one = heads == 1
-    made = decided(split, size=size)
-    assert made.outputs == ((S(3) if one else S(2, shares=shares)),)
-    assert made.inputs == (S(2, shares=0 if one else shares),)
+    assert decided(split, size=size) == Decision((S(2, shares=shares),), (S(2, shares=shares),))
 
 
 def test_summands_of_experts_pass_through_what_is_linear_in_them() -> None:
