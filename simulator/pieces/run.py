@@ -262,7 +262,7 @@ def _stretches(line: Line, kinds: tuple[Kind, ...]) -> list[tuple[int, tuple[int
     cuts = np.array([kind.meets for kind in kinds] or [False])[line.kind]
     cuts[1:] |= cuts[:-1]
     cuts[[*line.incoming]] = True
-    cuts[[piece + 1 for piece in line.outgoing if piece + 1 < len(cuts)]] = True
+    cuts[[piece + 1 for piece in line.outgoing]] = True
     cuts[:1] = True
     numbers = line.kind.tolist()
     bounds = [*np.flatnonzero(cuts).tolist(), len(cuts)]
