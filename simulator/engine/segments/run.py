@@ -266,7 +266,7 @@ def _between_bounds(
     cuts = np.array([kind.meets for kind in kinds] or [False])[sequence.kind]
     cuts[1:] |= cuts[:-1]
     cuts[[*sequence.incoming]] = True
-    cuts[[segment + 1 for segment in sequence.outgoing if segment + 1 < len(cuts)]] = True
+    cuts[[segment + 1 for segment in sequence.outgoing]] = True
     cuts[:1] = True
     numbers = sequence.kind.tolist()
     bounds = [*np.flatnonzero(cuts).tolist(), len(cuts)]
