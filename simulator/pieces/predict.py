@@ -32,9 +32,8 @@ def run_pieces(job: JobGraph, device: Int64, host: Int64, factor: Factors, joins
     rows = len(job.ops) + 1
     calls = [program.calls[:, 1] * rows + program.calls[:, 2] for program in job.programs]
     begin, end = np.divmod(distinct(np.concatenate(calls)), rows)
-    longest = float(np.dot(runs(job), (device + host).astype(np.float64))) * max(
-        1.0, float(factor.max(initial=0.0))
-    )
+    # As floats: what the host does itself stands in both, and their sum may be beyond 64 bits.
+    longest = float(np.dot(runs(job), device.astype(np.float64) + host)) * max(1.0, float(factor.max(initial=0.0)))
     if job.unfolded_ops < REPEATED * int((end - begin).sum()) or not longest < LONGEST_PS:
         return None
     if (pieces := cut(job, joins)) is None:

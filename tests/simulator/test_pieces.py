@@ -165,3 +165,13 @@ def test_a_graph_that_repeats_nothing_runs_task_by_task(monkeypatch: pytest.Monk
     monkeypatch.setattr(predict, "cut", refuse)
     job = timed(DataParallel(replicas=8)(layered_step(3)), CLUSTER.device, 30 * US)
     assert simulate(job, CLUSTER, HOST).step_ps > 0
+
+
+def test_times_whose_sum_64_bits_do_not_hold_run_task_by_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("cut")
+
+    job = JOBS["fsdp"](fold(layered_step(8)))
+    long = np.full(len(job.ops), 2**62)
+    monkeypatch.setattr(predict, "cut", refuse)
+    assert predict.run_pieces(job, long, long, np.ones((len(job.ops) + 1, 0)), partial(meeting, job)) is None
