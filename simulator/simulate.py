@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from echograph.errors import SimulationError
 from echograph.ir.columns import Int64, distinct
@@ -36,6 +37,8 @@ from echograph.simulator.steps import Step, of_tasks, write_timeline
 from echograph.simulator.tasks import check_tasks
 from echograph.simulator.what_if import Scale, factors
 from echograph.units import to_s
+
+_TOO_LONG = f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations"
 
 
 def simulate(
@@ -192,11 +195,18 @@ def _spread(job: JobGraph, step: Step, *, every: bool) -> Spread:
 
 def _scaled(job: JobGraph, times: Durations, host: Host, scales: Sequence[Scale]) -> tuple[Durations, Int64]:
     factor, of_host = factors(job, scales)
-    changed = np.rint(times.picoseconds * factor).astype(np.int64) if scales else times.picoseconds
-    work, issue = host.times(job, changed)
+    work, issue = host.times(job, _times(times.picoseconds, factor))
     # What the host does itself has a name, too, by which it may be scaled.
     longer = of_host * np.where(job.ops.kind == OpKind.HOST, factor, 1.0)
-    return replace(times, picoseconds=work), np.rint(issue * longer).astype(np.int64)
+    return replace(times, picoseconds=_times(work, np.ones(len(work)))), _times(issue, longer)
+
+
+def _times(picoseconds: Int64, factor: npt.NDArray[np.float64]) -> Int64:
+    """Durations made longer or shorter; a sum that 64 bits did not hold is below zero, and refused as well."""
+    changed = np.rint(picoseconds * factor)
+    if not ((changed >= 0) & (changed < 2**63)).all():
+        raise SimulationError(_TOO_LONG)
+    return np.where(factor == 1.0, picoseconds, changed.astype(np.int64))
 
 
 def _check_range(job: JobGraph, times: Durations, issue: Int64, host: Host) -> None:
@@ -204,9 +214,7 @@ def _check_range(job: JobGraph, times: Durations, issue: Int64, host: Host) -> N
     device = np.where(job.ops.kind == OpKind.HOST, 0.0, times.picoseconds) * (1.0 + times.spread + host.spread)
     longest = float(np.dot(job.run_counts(), device + issue * (1.0 + times.spread + host.spread)))
     if not longest < 2**63:
-        raise SimulationError(
-            f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations"
-        )
+        raise SimulationError(_TOO_LONG)
 
 
 def _on_average(job: JobGraph, flops: int, samples: int) -> int:

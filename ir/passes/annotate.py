@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import sqrt
+from operator import mul
 from typing import TypeVar
 
 import numpy as np
@@ -161,7 +163,7 @@ def _value(group: list[Measurement]) -> Value:
     total = sum(m.median_picoseconds * w for m, w in zip(group, weights, strict=True))
     error = sqrt(sum((m.spread * m.median_picoseconds * w) ** 2 for m, w in zip(group, weights, strict=True)))
     return Value(
-        picoseconds=round(total / whole),
+        picoseconds=round(Fraction(total, whole)),
         samples=sum(m.samples for m in group),
         spread=error / total if total else 0.0,
     )
@@ -181,7 +183,7 @@ def _coverage(graph: Graph, picoseconds: Int64, unmatched: tuple[Measurement, ..
         free=int(runs[views].sum()),
         missing=int(runs[missing].sum()),
         other=int(runs[other].sum()),
-        busy_ps=int((picoseconds * runs)[measured].sum()),
+        busy_ps=sum(map(mul, picoseconds[measured].tolist(), runs[measured].tolist())),
         missing_operators=tuple(names.most_common()),
         unmatched=unmatched,
     )

@@ -282,6 +282,15 @@ def test_refusals_say_what_to_do(tmp_path: Path) -> None:
         load(write(tmp_path / "unknown", unknown))
 
 
+@pytest.mark.parametrize("late", [4, 5], ids=["end", "wait"])
+def test_a_trace_longer_than_the_clock_is_refused_whatever_ended_last(tmp_path: Path, late: int) -> None:
+    far = [0, 0, 0, 0, 100, 0]
+    far[late] = 2**54
+    ranks: Any = [([reduction()], [tuple(far)]), ([reduction()], [(0, 0, 0, 0, 100, 0)])]
+    with pytest.raises(FormatError, match="from first call to last over 106 days"):
+        load(write(tmp_path / "far", ranks))
+
+
 # -- a real job ------------------------------------------------------------------------------------------------
 
 

@@ -80,6 +80,13 @@ def test_every_operation_is_measured_free_or_missing() -> None:
     ]  # fmt: skip
 
 
+def test_time_that_64_bits_do_not_hold_is_counted() -> None:
+    long = 2**63 // PS
+    annotate, coverage = join(step(), profile(product(long)))
+    assert coverage.busy_ps == 2 * long * PS > 2**63
+    assert annotate(step()).ops[0].durations[0].picoseconds == long * PS
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -51,7 +51,8 @@ def _pays(roles: Roles) -> bool:
     job, rows = roles.job, len(roles.job.ops) + 1
     calls = [program.calls[:, 1] * rows + program.calls[:, 2] for program in job.programs]
     begin, end = np.divmod(distinct(np.concatenate(calls)), rows)
-    work = (roles.times.picoseconds + roles.issue).astype(np.float64)
+    # As floats: what the host does itself stands in both, and their sum may be beyond 64 bits.
+    work = roles.times.picoseconds.astype(np.float64) + roles.issue
     longest = float(np.dot(job.run_counts(), work)) * max(1.0, float(roles.factor.max(initial=0.0)))
     return job.unfolded_ops >= REPEATED * int((end - begin).sum()) and longest < LONGEST_PS
 

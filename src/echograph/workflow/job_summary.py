@@ -39,7 +39,7 @@ def _role(job: JobGraph, number: int, runs: Int64, memories: Memories | None) ->
         "micro_batches": len(np.unique(program.calls[:, 4])),
         "operations": int(runs.sum()),
         "flops": {p.name.lower(): int(work[ops.phase == p].sum()) for p in Phase if (ops.phase == p).any()},
-        "device_bytes": int((runs * (ops.bytes_read + ops.bytes_written)).sum()),
+        "device_bytes": ops.moved_bytes(runs),
         "memory_bytes": None if needs is None else {"peak": needs.peak_bytes, **needs.by_role},
     }
 

@@ -35,11 +35,7 @@ def summarize(graph: StepGraph | JobGraph) -> dict[str, Any]:
         "views": int((runs * ops.is_view).sum()),
         "tensors": len(graph.tensors),
         "flops": {name: int((count * ops.flops).sum()) for name, count in phases.items() if count.any()},
-        "device_bytes": {
-            name: int((count * (ops.bytes_read + ops.bytes_written)).sum())
-            for name, count in phases.items()
-            if count.any()
-        },
+        "device_bytes": {name: ops.moved_bytes(count) for name, count in phases.items() if count.any()},
         "tensor_bytes": _tensor_bytes(graph),
         "blocks": [
             {"name": b.name, "ops": len(b.ops), "tensors": len(b.tensors), "instances": len(b.instances)}
@@ -58,7 +54,7 @@ def _tensor_bytes(graph: StepGraph | JobGraph) -> dict[str, int]:
         rows = slice(block.tensors.start, block.tensors.stop)
         for role in TensorRole:
             mine = owns[rows] & (tensors.role[rows] == role)
-            totals[role.name.lower()] += int(tensors.nbytes[rows][mine].sum()) * len(block.instances)
+            totals[role.name.lower()] += sum(tensors.nbytes[rows][mine].tolist()) * len(block.instances)
     return totals
 
 
@@ -82,7 +78,7 @@ def _operators(graph: StepGraph | JobGraph, runs: np.ndarray) -> list[dict[str, 
     for name in np.unique(ops.name).tolist():
         count = runs * ((ops.name == name) & ~ops.is_view)
         if count.any():
-            moved = int((count * (ops.bytes_read + ops.bytes_written)).sum())
+            moved = ops.moved_bytes(count)
             flops = int((count * ops.flops).sum())
             rows.append({"name": graph.strings[name], "count": int(count.sum()), "flops": flops, "bytes": moved})
     return sorted(rows, key=lambda r: (-r["flops"], -r["bytes"], r["name"]))

@@ -19,13 +19,16 @@ from echograph.ir.passes.fold import fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.simulator.clusters import load_cluster
+from echograph.simulator.durations import Durations
 from echograph.simulator.engine import static
 from echograph.simulator.engine.segments.critical_path import critical_path
 from echograph.simulator.engine.segments.cut import SegmentedJob, cut
+from echograph.simulator.engine.segments.engine import simulate as segments
 from echograph.simulator.engine.segments.run import SegmentRun, run, work_of
 from echograph.simulator.engine.segments.timeline import program_timeline
 from echograph.simulator.host import Host
 from echograph.simulator.limits import families, largest_first, limits
+from echograph.simulator.roles import Roles
 from echograph.simulator.simulate import simulate
 from echograph.simulator.steps import write_timeline
 from echograph.simulator.tasks import expand
@@ -147,3 +150,12 @@ def test_equal_calls_are_worked_out_once() -> None:
 def test_a_graph_that_repeats_nothing_runs_task_by_task() -> None:
     job = timed(DataParallel(replicas=8)(layered_step(3)), CLUSTER.device, 30 * US)
     assert simulate(job, CLUSTER, HOST).engine == "static"
+
+
+def test_times_whose_sum_64_bits_do_not_hold_run_task_by_task() -> None:
+    job = JOBS["fsdp"](fold(layered_step(8)))
+    count = len(job.ops)
+    long = Durations(
+        picoseconds=np.full(count, 2**62), source=np.zeros(count, np.uint8), spread=np.zeros(count, np.float32)
+    )
+    assert segments(Roles(job=job, times=long, issue=long.picoseconds, host=HOST)) is None
