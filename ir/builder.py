@@ -461,6 +461,8 @@ class GraphBuilder:
     def _add(self, kind: t.OpKind, name: str, common: Common, **values: int) -> int:
         if unknown := common.keys() - Common.__annotations__.keys():
             raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
+        # Texts are numbered in the order in which they come, which a stored graph shows.
+        name_of, module = self.string(name), self.string(common.get("module", ""))
         durations = [
             (self.string(d.device), d.picoseconds, d.source, d.samples, d.spread)
             for d in common.get("durations", ())
@@ -468,9 +470,9 @@ class GraphBuilder:
         try:
             self.op_row(
                 kind,
-                self.string(name),
+                name_of,
                 common.get("phase", t.Phase.OTHER),
-                self.string(common.get("module", "")),
+                module,
                 common.get("stream", 0),
                 common.get("inputs", ()),
                 common.get("outputs", ()),

@@ -156,6 +156,9 @@ def test_times_whose_sum_64_bits_do_not_hold_run_task_by_task() -> None:
     job = JOBS["fsdp"](fold(layered_step(8)))
     count = len(job.ops)
     long = Durations(
-        picoseconds=np.full(count, 2**62), source=np.zeros(count, np.uint8), spread=np.zeros(count, np.float32)
+        picoseconds=np.full(count, 2**62),
+        source=np.zeros(count, np.uint8),
+        spread=np.zeros(count, np.float32),
+        algorithm={},
     )
     assert segments(Roles(job=job, times=long, issue=long.picoseconds, host=HOST)) is None
