@@ -12,7 +12,7 @@ from families import TEN, shallow, sizes
 
 from echograph.frontend.pytorch.capture import capture, capture_mode
 from echograph.frontend.pytorch.lower import lower
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.fold import fold
 from echograph.ir.types import DType, OpKind, Phase, TensorRole

@@ -30,6 +30,7 @@ from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
 from echograph.simulator.what_if import Scale
 from echograph.units import PS_PER_NS, to_ps
+from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 
 BEGAN = 1_700_000_000_000_000_000
@@ -240,7 +241,7 @@ def test_other_sizes_take_the_clusters_time(tmp_path: Path, gpus: int) -> None:
 
 
 def test_the_plan_resizes(tmp_path: Path) -> None:
-    result, job = predict(data_parallel(tmp_path), gpus=16)
+    result, job = predict(data_parallel(tmp_path), Plan(gpus=16))
     assert result.gpus == job.world_size == 16
     assert (job.ops.kind == COMMUNICATIONS[0]).sum() == 4
 

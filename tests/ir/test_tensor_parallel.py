@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from echograph.errors import PlanError, UnknownNameError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import Axis, Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
@@ -196,8 +196,8 @@ def test_data_parallel_replicas_of_a_tensor_parallel_step_simulate(step: Step) -
     buckets = [op for op in calls(job) if isinstance(op, t.Collective) and op.name.startswith("ddp.bucket")]
     assert {job.groups[op.group].name for op in buckets} == {"dp"}
     assert sum(op.bytes_per_rank for op in buckets) == own_bytes(local, t.TensorRole.PARAMETER)
-    alone, _ = predict(DataParallel(replicas=2)(step("gpt2")), cluster="dgx-h100", gpus=None)
-    shared, _ = predict(DataParallel(replicas=2)(local), cluster="dgx-h100", gpus=None)
+    alone, _ = predict(DataParallel(replicas=2)(step("gpt2")))
+    shared, _ = predict(DataParallel(replicas=2)(local))
     assert shared.gpus == 8
     assert 0 < shared.step_ps < 2 * alone.step_ps
 

@@ -17,13 +17,12 @@ from echograph.ir.passes.depth import FEWEST, Depth
 from echograph.ir.passes.mesh import resized
 from echograph.ir.passes.micro_batch import MicroBatch
 from echograph.progress import Progress, silent
-from echograph.simulator.clusters import Cluster, load_cluster
-from echograph.simulator.step_time import step_time
 from echograph.units import to_s
 from echograph.workflow.compile import compile_entry
 from echograph.workflow.lowering import prepare, replicate, share
 from echograph.workflow.plan import Plan, micro_batches, spread
-from echograph.workflow.predict import host_of
+from echograph.workflow.predict import simulate
+from echograph.workflow.system import System
 from echograph.workflow.validation.memory import measured_memory, predicted_memory
 from echograph.workflow.validation.score import Outcome
 from echograph.workflow.validation.setup import Setup, setup
@@ -104,19 +103,15 @@ class _Steps:
     made: dict[Hashable, StepGraph] = field(default_factory=dict)
     last: tuple[Hashable, JobGraph | None] = (None, None)
 
-    def job(self, made: Setup, cluster: Cluster) -> JobGraph:
+    def job(self, made: Setup, system: System) -> JobGraph:
         """The annotated job of a row. DDP's does not depend on how many data-parallel ranks there are."""
-        from echograph.profiler.costs import load_device
-        from echograph.profiler.costs.estimate import estimate
-
-        plan = made.plan
+        plan, cluster = made.plan, system.cluster
         _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
         count = micro_batches(plan, ranks, made.micro_batch)
         key = (made.layers, replace(plan, gpus=None, global_batch=None), count, ranks > 1)
         before, job = self.last
         if job is None or key != before or plan.zero or plan.hsdp_replicas > 1:
-            job = replicate(self.of(made), plan, cluster)
-            job = estimate(job, load_device(cluster.device))(job)
+            job = system.annotate(replicate(self.of(made), plan, cluster))
             self.last = (key, job)
         return resized(job, {"dp": ranks})
 
@@ -169,15 +164,12 @@ def _compile(made: Setup, batch_size: int) -> StepGraph:
 
 
 def _predict(row: Row, made: Setup, steps: _Steps) -> Outcome:
-    from echograph.profiler.costs import load_device
-
     try:
-        cluster = load_cluster(made.plan.cluster)
-        job = steps.job(made, cluster)
-        host = host_of(load_device(cluster.device), waits=made.host_waits, blocking=made.blocking)
-        picoseconds = step_time(job, cluster, host)
+        system = System(made.plan.cluster, host_waits=made.host_waits, launch_blocking=made.blocking)
+        job = steps.job(made, system)
+        picoseconds = simulate(job, system, plan=made.plan, memory=False).step_ps
         measured = measured_memory(row)
-        peak = predicted_memory(row, job, cluster) if measured else None
+        peak = predicted_memory(row, job, system.cluster) if measured else None
     except EchoError as error:
         return _skipped(row, str(error))
     seconds = to_s(picoseconds)
