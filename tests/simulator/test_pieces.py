@@ -15,7 +15,7 @@ from random_jobs import random_job
 from echograph.errors import DeadlockError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.simulator import engine
@@ -128,7 +128,7 @@ JOBS: dict[str, Callable[[StepGraph], JobGraph]] = {
 def test_a_prediction_is_the_same_bytes_with_and_without_pieces(
     name: str, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = timed(JOBS[name](fold(layered_step(8))), CLUSTER.device, 30 * US)
+    job = timed(JOBS[name](Fold()(layered_step(8))), CLUSTER.device, 30 * US)
     host = replace(HOST, waits=waits)
     ran: list[Run | None] = []
 
@@ -150,7 +150,7 @@ def test_a_prediction_is_the_same_bytes_with_and_without_pieces(
 def test_equal_calls_are_worked_out_once() -> None:
     few, many = (
         cut(job, partial(meeting, job))
-        for job in (Pipeline(stages=4, micro_batches=count)(fold(layered_step(8))) for count in (16, 64))
+        for job in (Pipeline(stages=4, micro_batches=count)(Fold()(layered_step(8))) for count in (16, 64))
     )
     assert few is not None
     assert many is not None

@@ -11,7 +11,7 @@ from layered import layered_step, timed
 from echograph.ir.columns import NONE
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import OpKind
 from echograph.simulator.clusters import load_cluster
@@ -24,7 +24,7 @@ HOST = Host(op_ps=4_000_000, launch_ps=3_000_000)
 
 
 def jobs() -> dict[str, JobGraph]:
-    step = fold(layered_step(6))
+    step = Fold()(layered_step(6))
     staged = Pipeline(stages=2, micro_batches=4)(step)
     return {
         "data parallel": DataParallel(replicas=16, micro_batches=3)(step),
@@ -50,7 +50,7 @@ def test_a_host_that_waits_for_messages_cannot_run_ahead() -> None:
 
 def test_blocking_launches_add_host_and_device_up() -> None:
     kernel_ps = 10**8
-    job = timed(DataParallel(replicas=1)(fold(layered_step(6))), CLUSTER.device, kernel_ps)
+    job = timed(DataParallel(replicas=1)(Fold()(layered_step(6))), CLUSTER.device, kernel_ps)
     issue = HOST.issue(job)
     rows = [row for _, begin, end, _, _ in job.programs[0].calls.tolist() for row in range(begin, end)]
     busy, _, _ = job.ops.duration_on(CLUSTER.device)
@@ -60,7 +60,7 @@ def test_blocking_launches_add_host_and_device_up() -> None:
 
 
 def test_what_the_graph_says_of_the_host_comes_first() -> None:
-    job = timed(DataParallel(replicas=1)(fold(layered_step(3))), CLUSTER.device, 10**5)
+    job = timed(DataParallel(replicas=1)(Fold()(layered_step(3))), CLUSTER.device, 10**5)
     said = timed(job, "here/host", 7_000_000)
     known = said.ops.duration_on("here/host")[0] != NONE
     issue = replace(HOST, name="here/host").issue(said)
@@ -70,7 +70,7 @@ def test_what_the_graph_says_of_the_host_comes_first() -> None:
 
 
 def test_communication_costs_the_host_what_the_process_group_takes() -> None:
-    job = timed(DataParallel(replicas=16)(fold(layered_step(3))), CLUSTER.device, 10**5)
+    job = timed(DataParallel(replicas=16)(Fold()(layered_step(3))), CLUSTER.device, 10**5)
     dear = Host(op_ps=4_000_000, launch_ps=3_000_000, communication_ps=90_000_000)
     more = dear.issue(job) - HOST.issue(job)
     communicates = job.ops.kind == OpKind.COLLECTIVE

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.annotate import join
+from echograph.ir.passes.base import Note
 from echograph.ir.profile import Profile, load_profile
 from echograph.simulator.clusters import Cluster, load_cluster
 from echograph.simulator.host import Host
@@ -28,6 +29,7 @@ def predict_measured(
     engine: str = "auto",
     scenario: Scenario | None = None,
     memory: bool = True,
+    note: Note | None = None,
 ) -> tuple[Result, JobGraph]:
     """`predict_plan` where the cluster is a profile.
 
@@ -43,7 +45,7 @@ def predict_measured(
             raise UsageError(f"{option}: {plan.cluster} is one measured device; give a cluster of several")
     profile = load_profile(plan.cluster)
     where = machine(profile, Path(plan.cluster).stem)
-    job = lower(graph, plan, where)
+    job = lower(graph, plan, where, note)
     annotate, _ = join(job, profile)
     result = simulate(
         annotate(job),

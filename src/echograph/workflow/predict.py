@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
 from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.passes.base import Note
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.flows import links_of
 from echograph.simulator.goodput import goodput
 from echograph.simulator.host import Host
 from echograph.units import to_ps, to_s
-from echograph.workflow.lowering import lower, record
+from echograph.workflow.lowering import apply, lower, record
 from echograph.workflow.plan import Plan, PlanOptions
 from echograph.workflow.replay import is_traced, replay_plan
 from echograph.workflow.scenario import Scenario
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from echograph.simulator.result import Result
 
 
-def lower_graph(graph: StepGraph | JobGraph, plan: Plan) -> JobGraph:
-    """The job that a graph becomes under a plan; a job graph is taken as it is."""
+def lower_graph(graph: StepGraph | JobGraph, plan: Plan, note: Note | None = None) -> StepGraph | JobGraph:
+    """What a plan makes of a graph on its cluster (`lowering.apply`)."""
     from echograph.workflow.measured import cluster_of
 
-    return lower(graph, plan, cluster_of(plan.cluster))
+    return apply(graph, plan, cluster_of(plan.cluster), note)
 
 
 def predict(
@@ -48,8 +49,12 @@ def predict_plan(
     engine: str = "auto",
     scenario: Scenario | None = None,
     memory: bool = True,
+    note: Note | None = None,
 ) -> tuple[Result, JobGraph]:
-    """`predict` for a plan that is made already, with what is asked beyond it, and without memory if so asked."""
+    """`predict` for a plan that is made already, with what is asked beyond it, and without memory if so asked.
+
+    `note` is told what the plan could not spread.
+    """
     from echograph.profiler.costs import load_device
     from echograph.profiler.costs.estimate import estimate
     from echograph.simulator.simulate import simulate
@@ -60,12 +65,12 @@ def predict_plan(
     if plan.cluster.endswith(".pb"):
         from echograph.workflow.measured import predict_measured
 
-        return predict_measured(graph, plan, engine=engine, scenario=scenario, memory=memory)
+        return predict_measured(graph, plan, engine=engine, scenario=scenario, memory=memory, note=note)
     where = load_cluster(plan.cluster, scenario.settings).with_degraded(scenario.degraded)
     device = load_device(where.device)
     # A cluster may name the file of a device; durations carry the name that stands in it.
     where = replace(where, device=device.name)
-    job = lower(graph, plan, where)
+    job = lower(graph, plan, where, note)
     for entry in scenario.degraded:
         links_of(job, where).find(entry.where)
     job = estimate(job, device)(job)
