@@ -105,6 +105,7 @@ class GraphBuilder:
         self.unknown = b""
         self.streams = list(streams)
         self.mesh: tuple[Axis, ...] = ()
+        self.passes: tuple[str, ...] = ()
         self._strings: dict[str, int] = {"": 0}
         self._attributes: dict[t.Attributes, int] = {}
         self._groups: dict[Group, int] = {}
@@ -346,7 +347,7 @@ class GraphBuilder:
         graph = graph_type(
             name=self.name, producer=self.producer, workload=self.workload, streams=tuple(self.streams),
             tensors=tensors, ops=ops, blocks=blocks, programs=tuple(self._programs), mesh=self.mesh,
-            groups=tuple(self._groups), unknown=self.unknown,
+            groups=tuple(self._groups), passes=self.passes, unknown=self.unknown,
         )  # fmt: skip
         verify(graph)
         return graph

@@ -14,7 +14,7 @@ from echograph.frontend.pytorch.capture import capture, capture_mode
 from echograph.frontend.pytorch.lower import lower
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.types import DType, OpKind, Phase, TensorRole
 from echograph.ir.unfold import difference, unfold
 from echograph.models import build, dense_flops, get_model
@@ -41,7 +41,7 @@ def step() -> Callable[..., tuple[StepGraph, StepGraph]]:
             finally:
                 torch.set_default_dtype(torch.float32)
         captured = lower(capture(*built, SPEC), SPEC, name=name)
-        return captured, fold(captured)
+        return captured, Fold()(captured)
 
     return make
 

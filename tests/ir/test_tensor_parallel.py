@@ -179,13 +179,13 @@ def test_sequence_parallelism_cuts_each_sum_into_a_scatter_and_a_gather(step: St
 
 
 def test_what_stays_whole_is_reported(step: Step) -> None:
-    lines = TensorParallel(size=2).report(step("bert-base-uncased"))
+    lines = TensorParallel(size=2).with_notes(step("bert-base-uncased"))[1]
     assert lines == [
         "bert.pooler.dense (aten.addmm): whole on every rank",
         "cls.predictions.transform.dense (aten.addmm): whole on every rank",
         "cls.seq_relationship (aten.addmm): whole on every rank",
     ]
-    assert TensorParallel(size=2).report(step("gpt2")) == []
+    assert TensorParallel(size=2).with_notes(step("gpt2"))[1] == []
 
 
 def test_data_parallel_replicas_of_a_tensor_parallel_step_simulate(step: Step) -> None:

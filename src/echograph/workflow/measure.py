@@ -41,7 +41,7 @@ def capture_invocations(model: str, spec: StepSpec, cache_bytes: int, say: Progr
     from echograph.frontend.pytorch.capture import capture, capture_mode
     from echograph.frontend.pytorch.invocations import invocations_of
     from echograph.frontend.pytorch.lower import lower_nodes, workload_of
-    from echograph.ir.passes.fold import fold
+    from echograph.ir.passes.fold import Fold
     from echograph.workflow.compile import build_model
 
     with capture_mode():
@@ -49,7 +49,7 @@ def capture_invocations(model: str, spec: StepSpec, cache_bytes: int, say: Progr
     say(f"capturing one training step of {name}")
     nodes = capture(*built, spec)
     flat, made = lower_nodes(nodes, workload_of(nodes, spec, name))
-    return Captured(graph=fold(flat), flat=flat, invocations=invocations_of(nodes, flat, made, cache_bytes))
+    return Captured(graph=Fold()(flat), flat=flat, invocations=invocations_of(nodes, flat, made, cache_bytes))
 
 
 def measure_invocations(

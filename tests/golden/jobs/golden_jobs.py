@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from echograph.ir.graph import Graph, StepGraph
-from echograph.ir.passes.annotate import forget_communication
+from echograph.ir.passes.annotate import ForgetCommunication
 from echograph.ir.passes.context_parallel import ContextParallel
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.depth import Depth
-from echograph.ir.passes.fold import fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.fuse import Fuse
-from echograph.ir.passes.mesh import one_communicator
+from echograph.ir.passes.mesh import OneCommunicator
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.precision import Precision
 from echograph.ir.passes.recompute import Recompute
@@ -54,9 +53,9 @@ PASSED: dict[str, tuple[str, tuple[Callable[[Any], Any], ...]]] = {
     "fused-t5": ("t5", (Fuse(),)),
     "fused-resnet": ("resnet", (Fuse(),)),
     "fused-mixtral": ("mixtral", (Fuse(),)),
-    "fold-anew": ("vit", (unfold, fold)),
-    "fold-anew-t5": ("t5", (unfold, fold)),
-    "fold-anew-resnet": ("resnet", (unfold, fold)),
+    "fold-anew": ("vit", (unfold, Fold())),
+    "fold-anew-t5": ("t5", (unfold, Fold())),
+    "fold-anew-resnet": ("resnet", (unfold, Fold())),
     "unbalanced-ring": ("llama", (ContextParallel(size=4, load_balance=False),)),
     "delayed-fp8": ("llama", (Precision(dtype="fp8", delayed=True),)),
     "kept-fp8": ("llama", (TensorParallel(size=2), Precision(dtype="fp8", kept="fp8"))),
@@ -73,8 +72,8 @@ PASSED: dict[str, tuple[str, tuple[Callable[[Any], Any], ...]]] = {
         "gpt2-xl",
         (FullyShard(replicas=4, micro_batches=3, reduce_every_micro_batch=False, reduce_dtype=DType.FP32),),
     ),
-    "silent": ("gpt3", (Pipeline(stages=2, micro_batches=2), DataParallel(replicas=2), forget_communication)),
-    "one-communicator": ("gpt3", (TensorParallel(size=2), FullyShard(replicas=2), one_communicator)),
+    "silent": ("gpt3", (Pipeline(stages=2, micro_batches=2), DataParallel(replicas=2), ForgetCommunication())),
+    "one-communicator": ("gpt3", (TensorParallel(size=2), FullyShard(replicas=2), OneCommunicator())),
 }  # fmt: skip
 """Graph and passes, of what no plan asks for."""
 
