@@ -137,7 +137,7 @@ class _Import:
         for call in kept:
             by_rank[call.rank].append(call)
         began = min(call.queued for call in kept)
-        if (max(call.end for call in kept) - began) * PS_PER_NS >= 2**63:
+        if (max(max(call.end, call.wait) for call in kept) - began) * PS_PER_NS >= 2**63:
             raise FormatError(f"{self.sources[0].path.parent}: from first call to last over 106 days: trace less")
         for source in self.sources:
             mine, begin = by_rank[source.rank], self.builder.op_count()

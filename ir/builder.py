@@ -19,6 +19,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from echograph.errors import GraphError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE, Int64, OpTable, Ragged, TensorTable
 from echograph.ir.graph import Axis, Block, Graph, Group, Instance, JobGraph, Program, Workload
@@ -461,21 +462,27 @@ class GraphBuilder:
     def _add(self, kind: t.OpKind, name: str, common: Common, **values: int) -> int:
         if unknown := common.keys() - Common.__annotations__.keys():
             raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
-        self.op_row(
-            kind,
-            self.string(name),
-            common.get("phase", t.Phase.OTHER),
-            self.string(common.get("module", "")),
-            common.get("stream", 0),
-            common.get("inputs", ()),
-            common.get("outputs", ()),
-            common.get("deps", ()),
-            [
-                (self.string(d.device), d.picoseconds, d.source, d.samples, d.spread)
-                for d in common.get("durations", ())
-            ],
-            **values,
-        )
+        # Texts are numbered in the order in which they come, which a stored graph shows.
+        name_of, module = self.string(name), self.string(common.get("module", ""))
+        durations = [
+            (self.string(d.device), d.picoseconds, d.source, d.samples, d.spread)
+            for d in common.get("durations", ())
+        ]
+        try:
+            self.op_row(
+                kind,
+                name_of,
+                common.get("phase", t.Phase.OTHER),
+                module,
+                common.get("stream", 0),
+                common.get("inputs", ()),
+                common.get("outputs", ()),
+                common.get("deps", ()),
+                durations,
+                **values,
+            )
+        except OverflowError:
+            raise GraphError(f"operation '{name}' has a number beyond 64 bits: check what it is made of") from None
         return len(self._o["kind"].items) - 1
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from echograph.errors import SimulationError, UnknownNameError, UsageError
 from echograph.ir.graph import JobGraph
 from echograph.simulator.clusters import Cluster
+from echograph.simulator.engine import ENGINES
 from echograph.simulator.ranks import EveryRank
 from echograph.simulator.tasks import TaskGraph
 
@@ -98,8 +99,10 @@ def _slow_ranks(job: JobGraph, cluster: Cluster) -> dict[int, float]:
 
 def _engine(engine: str, network: str) -> str:
     """The engine that simulates every rank."""
+    if engine not in ("auto", *ENGINES):
+        raise UnknownNameError("engine", engine, ENGINES)
     able = ("auto", "events") if network == "flows" else ("auto", "static", "events")
     if engine not in able:
         what = "no links that are shared" if engine == "static" else "roles, not every rank"
         raise UsageError(f"engine '{engine}' simulates {what}: leave the choice of one of them out")
-    return "columns" if network == "closed-form" and engine != "events" else engine
+    return "static" if network == "closed-form" and engine != "events" else engine

@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.ir.types import CollectiveKind, DType, OpKind, Payload, Phase, TensorRole
@@ -72,6 +73,9 @@ class Memories:
         made: whether an operation makes it, rather than writes into what is there.
         fresh: for every output of the job's operations, whether it is made, not an input written in place.
         spans: what operations touch, by block and rows, as far as it is known already.
+
+    Raises:
+        SimulationError: they take so many bytes together that their sum is beyond 64 bits.
     """
 
     def __init__(self, job: JobGraph) -> None:
@@ -97,6 +101,10 @@ class Memories:
         self.size, self.role, self.stream, self.made = (
             np.concatenate([part[i] for part in parts]).astype(np.int64) for i in range(4)
         )
+        # Each micro-batch has its own; a gradient may stand beside the one that it is added to.
+        often = len(distinct(np.concatenate([program.calls[:, 4] for program in job.programs])))
+        if not 2.0 * often * float(self.size.sum(dtype=np.float64)) < 2**63:
+            raise SimulationError("a step's tensors are beyond 2^62 bytes together: check their shapes")
         self.tensors = sum(
             count * len(b.instances) for (_, count), b in zip(job.tensor_bases, job.blocks, strict=True)
         )

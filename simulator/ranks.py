@@ -92,7 +92,7 @@ def run_every_rank(
     tasks: TaskGraph,
     every: EveryRank,
     *,
-    engine: str = "columns",
+    engine: str = "static",
     sharing: Sharing | None = None,
     column: int | None = None,
 ) -> tuple[TaskGraph, Starts, RankTimes]:
@@ -102,7 +102,7 @@ def run_every_rank(
         job: the job.
         tasks: what its roles do.
         every: how their ranks differ.
-        engine: "columns", or "events", which alone can share links.
+        engine: "static", or "events", which alone can share links.
         sharing: the links that communications share; None where they leave each other alone.
         column: the column that is wanted; None for that of the rank which ends last.
 

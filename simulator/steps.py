@@ -1,23 +1,19 @@
-"""One simulated step, as the questions about it need it, whether its tasks ran one by one or in pieces."""
+"""One simulated step, as the questions about it need it: what every engine gives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
+from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
 from echograph.simulator.breakdown import Breakdown, breakdown, breakdowns
 from echograph.simulator.engine.schedule import Starts
-from echograph.simulator.limits import families, largest_first, limits
-from echograph.simulator.pieces.path import critical_path
-from echograph.simulator.pieces.predict import runs
-from echograph.simulator.pieces.run import Run
-from echograph.simulator.pieces.times import program_timeline
+from echograph.simulator.limits import limits
 from echograph.simulator.tasks import TaskGraph
 
 Float64 = npt.NDArray[np.float64]
@@ -36,6 +32,8 @@ class Step:
         busy: float64 [rows], picoseconds that the devices of all programs work on each row.
         busy_of_last: the same of the last program.
         write: writes down what ran when.
+        scenario_ends: int64 [scenarios], picoseconds, when the step ends in each scenario of `Roles.factor`, where
+            the engine ran them beside the step; None where it did not.
     """
 
     end_ps: int
@@ -46,6 +44,7 @@ class Step:
     busy: Float64
     busy_of_last: Float64
     write: Callable[[], Timeline]
+    scenario_ends: Int64 | None = None
 
 
 def of_tasks(job: JobGraph, tasks: TaskGraph, starts: Starts) -> Step:
@@ -66,26 +65,6 @@ def of_tasks(job: JobGraph, tasks: TaskGraph, starts: Starts) -> Step:
         busy=busy,
         busy_of_last=mine,
         write=lambda: timeline,
-    )
-
-
-def of_pieces(job: JobGraph, run: Run, write: Callable[[], Timeline]) -> Step:
-    """A step whose programs ran in pieces, and whose tasks are run one by one if they have to be written down."""
-    last, total = critical_path(run, families(job))
-    end, work = int(run.ends[0]), run.work.device[:, 0].astype(np.float64)
-
-    def of_program(number: int) -> Breakdown:
-        return breakdown(job, program_timeline(run, number), number, end)
-
-    return Step(
-        end_ps=end,
-        last=last,
-        breakdown=of_program(last),
-        breakdowns=lambda: [of_program(number) for number in range(len(job.programs))],
-        limits=largest_first(job, total, end),
-        busy=runs(job) * work,
-        busy_of_last=runs(job, last) * work,
-        write=cache(write),
     )
 
 

@@ -25,7 +25,8 @@ from echograph.frontend.pytorch.capture import capture, capture_mode, quiet_fake
 from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.lower import lower
 from echograph.frontend.pytorch.recorder import Recorder
-from echograph.frontend.pytorch.step import StepSpec, TrainingStep
+from echograph.frontend.pytorch.spec import StepSpec
+from echograph.frontend.pytorch.step import TrainingStep
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.rewrite import StepWriter

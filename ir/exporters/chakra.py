@@ -133,7 +133,7 @@ class _Writer:
         self._check_size()
 
     def _check_size(self) -> None:
-        lengths = [int((p.calls[:, 2] - p.calls[:, 1]).sum()) for p in self.job.programs]
+        lengths = [program.unfolded_ops for program in self.job.programs]
         if (longest := max(lengths)) > MAX_ROLE_NODES:
             raise PlanError(f"a rank runs {longest:,} operations: at most {MAX_ROLE_NODES:,} are written out")
         ranks = [1 if self.per_role else len(self.ranks.ranks(n)) for n in range(len(lengths))]
@@ -283,9 +283,5 @@ def _times(job: JobGraph, device: str) -> Int64:
 
 def _used_rows(job: JobGraph) -> list[int]:
     """Rows that some program runs."""
-    runs = np.zeros(len(job.ops) + 1, np.int64)
-    for program in job.programs:
-        np.add.at(runs, program.calls[:, 1], 1)
-        np.add.at(runs, program.calls[:, 2], -1)
-    rows: list[int] = np.flatnonzero(np.cumsum(runs)[:-1] > 0).tolist()
+    rows: list[int] = np.flatnonzero(job.run_counts()).tolist()
     return rows

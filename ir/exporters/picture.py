@@ -197,7 +197,7 @@ def _steps(graph: Graph, block: Block) -> Iterator[Step]:
                        communication=True, ops=run)  # fmt: skip
             continue
         flops = int(ops.flops[list(run)].sum())
-        moved = int((ops.bytes_read + ops.bytes_written)[list(run)].sum())
+        moved = int(ops.bytes_read[list(run)].sum()) + int(ops.bytes_written[list(run)].sum())
         size = format_count(flops, "FLOP") if flops else format_bytes(moved)
         names = _cut(_names(graph, run))
         yield Step(phase=Phase(phase), title=_end(title), lines=(names, size), communication=False, ops=run)

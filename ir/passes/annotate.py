@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import sqrt
+from operator import mul
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -169,14 +171,14 @@ def _value(group: list[Measurement]) -> Value:
     total = sum(m.median_picoseconds * w for m, w in zip(group, weights, strict=True))
     error = sqrt(sum((m.spread * m.median_picoseconds * w) ** 2 for m, w in zip(group, weights, strict=True)))
     return Value(
-        picoseconds=round(total / whole),
+        picoseconds=round(Fraction(total, whole)),
         samples=sum(m.samples for m in group),
         spread=error / total if total else 0.0,
     )
 
 
 def _coverage(graph: Graph, picoseconds: Int64, unmatched: tuple[Measurement, ...]) -> Coverage:
-    runs, measured = times_run(graph), picoseconds != NONE
+    runs, measured = graph.run_counts(), picoseconds != NONE
     ops = graph.ops
     views = ops.is_view & (ops.kind == OpKind.COMPUTE)
     other = np.isin(ops.kind, (*COMMUNICATIONS, OpKind.HOST))
@@ -189,16 +191,7 @@ def _coverage(graph: Graph, picoseconds: Int64, unmatched: tuple[Measurement, ..
         free=int(runs[views].sum()),
         missing=int(runs[missing].sum()),
         other=int(runs[other].sum()),
-        busy_ps=int((picoseconds * runs)[measured].sum()),
+        busy_ps=sum(map(mul, picoseconds[measured].tolist(), runs[measured].tolist())),
         missing_operators=tuple(names.most_common()),
         unmatched=unmatched,
     )
-
-
-def times_run(graph: Graph) -> Int64:
-    """How often every row of the operation table runs, over all programs."""
-    steps = np.zeros(len(graph.ops) + 1, np.int64)
-    for program in graph.programs:
-        np.add.at(steps, program.calls[:, 1], 1)
-        np.add.at(steps, program.calls[:, 2], -1)
-    return np.cumsum(steps)[:-1]

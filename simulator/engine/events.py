@@ -11,8 +11,8 @@ Compiled only: import it where there is much to do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,12 +20,17 @@ from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Int32, Ragged
 from echograph.simulator.engine import columns as engine
 from echograph.simulator.engine import events_loop, events_rates
-from echograph.simulator.engine.causes import causes
 from echograph.simulator.engine.columns import Columns, Ends
 from echograph.simulator.engine.events_heap import COUNTS, DUE, FREE, FREE_NODE, LONGEST
+from echograph.simulator.engine.numbering import number
 from echograph.simulator.engine.schedule import Starts, deadlock
 from echograph.simulator.engine.sharing import Float64, Sharing
+from echograph.simulator.engine.static import run_in_order
 from echograph.simulator.tasks import DEVICE, TaskGraph
+
+if TYPE_CHECKING:
+    from echograph.simulator.roles import Roles
+    from echograph.simulator.steps import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,6 +44,15 @@ class SharedEnds(Ends):
     carried: Float64
 
 
+def simulate(roles: Roles) -> Step:
+    """One step of roles that share nothing.
+
+    Raises:
+        DeadlockError: tasks wait for each other for ever.
+    """
+    return roles.run(run)
+
+
 def run(tasks: TaskGraph) -> Starts:
     """Start times of all tasks, which share nothing.
 
@@ -47,7 +61,7 @@ def run(tasks: TaskGraph) -> Starts:
     """
     alone = engine.alone(tasks, np.zeros(len(tasks), np.int32), np.ones((1, 1)))
     ends = run_columns(tasks, alone, record=0)
-    return Starts(start=ends.start, cause=causes(tasks, ends.start, ends.start + ends.duration))
+    return run_in_order(replace(tasks, duration=ends.duration), number(tasks), ends.start)
 
 
 def run_columns(

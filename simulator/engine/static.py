@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from echograph.ir.columns import NONE, Int32, Int64
-from echograph.simulator.engine.loops import effort, execute
+from echograph.simulator.engine.loops import COMPILE_FROM, effort, execute
 from echograph.simulator.engine.numbering import number
 from echograph.simulator.engine.schedule import Starts
 from echograph.simulator.tasks import TaskGraph
+
+if TYPE_CHECKING:
+    from echograph.simulator.engine.columns import Factors
+    from echograph.simulator.roles import Roles
+    from echograph.simulator.steps import Step
+
+
+def simulate(roles: Roles) -> Step:
+    """One step, task by task.
+
+    Raises:
+        DeadlockError: tasks wait for each other for ever.
+    """
+    return roles.run(run)
 
 
 def run(tasks: TaskGraph) -> Starts:
@@ -42,6 +57,32 @@ def run_in_order(tasks: TaskGraph, order: Int32, earliest: Int64) -> Starts:
         (start, cause, np.zeros(tasks.resources, np.int64), np.full(tasks.resources, NONE, np.int64)),
     )
     return Starts(start=start, cause=cause)
+
+
+def finishes(tasks: TaskGraph, kind: Int32, factor: Factors) -> Int64:
+    """The end of the last task, picoseconds, in scenarios that differ in durations.
+
+    Args:
+        tasks: what to run in each of them.
+        kind: int32 [tasks], the row of `factor` for each task.
+        factor: float64 [kinds, scenarios]: durations are multiplied with it and rounded to the picosecond.
+
+    Raises:
+        DeadlockError: tasks wait for each other for ever.
+    """
+    if not len(tasks):
+        return np.zeros(factor.shape[1], np.int64)
+    if effort(tasks) * factor.shape[1] >= COMPILE_FROM:
+        from echograph.simulator.engine import columns
+
+        found = columns.run(tasks, number(tasks), columns.alone(tasks, kind, factor)).end
+        latest: Int64 = found.max(axis=0)
+        return latest
+    ends = []
+    for scenario in factor.T:
+        duration = np.rint(tasks.duration * scenario[kind]).astype(np.int64)
+        ends.append(int((run(replace(tasks, duration=duration)).start + duration).max()))
+    return np.array(ends, np.int64)
 
 
 def _pass(

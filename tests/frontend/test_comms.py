@@ -30,6 +30,7 @@ from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
 from echograph.simulator.what_if import Scale
 from echograph.units import PS_PER_NS, to_ps
+from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 
 BEGAN = 1_700_000_000_000_000_000
@@ -240,7 +241,7 @@ def test_other_sizes_take_the_clusters_time(tmp_path: Path, gpus: int) -> None:
 
 
 def test_the_plan_resizes(tmp_path: Path) -> None:
-    result, job = predict(data_parallel(tmp_path), gpus=16)
+    result, job = predict(data_parallel(tmp_path), Plan(gpus=16))
     assert result.gpus == job.world_size == 16
     assert (job.ops.kind == COMMUNICATIONS[0]).sum() == 4
 
@@ -280,6 +281,15 @@ def test_refusals_say_what_to_do(tmp_path: Path) -> None:
     unknown: Any = [([reduction(op="all_dance")], row)] * 2
     with pytest.raises(FormatError, match="all_dance is no collective"):
         load(write(tmp_path / "unknown", unknown))
+
+
+@pytest.mark.parametrize("late", [4, 5], ids=["end", "wait"])
+def test_a_trace_longer_than_the_clock_is_refused_whatever_ended_last(tmp_path: Path, late: int) -> None:
+    far = [0, 0, 0, 0, 100, 0]
+    far[late] = 2**54
+    ranks: Any = [([reduction()], [tuple(far)]), ([reduction()], [(0, 0, 0, 0, 100, 0)])]
+    with pytest.raises(FormatError, match="from first call to last over 106 days"):
+        load(write(tmp_path / "far", ranks))
 
 
 # -- a real job ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from echograph.frontend.pytorch.capture import capture, capture_mode  # noqa: E4
 from echograph.frontend.pytorch.invocations import invocations_of  # noqa: E402
 from echograph.frontend.pytorch.lower import lower_nodes, workload_of  # noqa: E402
 from echograph.frontend.pytorch.real_step import real_step  # noqa: E402
-from echograph.frontend.pytorch.step import StepSpec  # noqa: E402
+from echograph.frontend.pytorch.spec import StepSpec  # noqa: E402
 from echograph.ir.graph import StepGraph  # noqa: E402
 from echograph.ir.invocations import Invocation  # noqa: E402
 from echograph.ir.passes.fold import Fold  # noqa: E402

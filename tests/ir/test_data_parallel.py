@@ -10,8 +10,7 @@ from echograph.ir.passes.data_parallel import MIB, DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, OpKind, Payload, Phase
-from echograph.simulator.durations import meeting
-from echograph.simulator.engine import run
+from echograph.simulator.engine.static import run
 from echograph.simulator.tasks import expand
 
 
@@ -146,8 +145,8 @@ def test_stages_reduce_side_by_side() -> None:
         job = DataParallel(replicas=replicas, overlap_grad_reduce=False)(pipeline)
         reduces = (job.ops.kind == OpKind.COLLECTIVE) & (job.ops.payload == Payload.GRADIENT)
         time = np.where(reduces, slow, np.where(job.ops.phase == Phase.OPTIMIZER, 0, 1000)).astype(np.int64)
-        tasks = expand(job, time, np.zeros(len(time), np.int64), lambda number, row: meeting(job, number, row))
-        starts, _ = run(tasks)
+        tasks = expand(job, time, np.zeros(len(time), np.int64))
+        starts = run(tasks)
         return int((starts.start + tasks.duration).max())
 
     assert slow < step(8) - step(1) < 1.01 * slow

@@ -334,7 +334,7 @@ def test_interleaved_chunks_are_each_a_root() -> None:
 @pytest.fixture(scope="module")
 def clipped() -> StepGraph:
     pytest.importorskip("torch")
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
     from echograph.models import get_model
     from echograph.workflow.compile import compile_entry
 

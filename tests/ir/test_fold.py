@@ -38,6 +38,7 @@ def test_two_layers_by_hand_are_what_folding_makes() -> None:
     graph = GRAPHS["two_layers"]()
     again = Fold()(unfold(graph))
     assert [len(b.instances) for b in again.blocks] == [1, 2]
+    assert Fold()(again) is again
     assert difference(unfold(again), unfold(graph)) is None
 
 

@@ -179,7 +179,7 @@ def fsdp2(
 )
 def test_collectives_are_those_of_fsdp2(warm: Path, model: str, ranks: int) -> None:
     pytest.importorskip("torch")
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
     from echograph.models import get_model
     from echograph.workflow.compile import compile_entry
 

@@ -8,7 +8,7 @@ from conformance_graphs import GRAPHS
 
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.annotate import by_signature, join, times_run
+from echograph.ir.passes.annotate import by_signature, join
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.profile import Environment, Measurement, Profile, TensorType, signatures
 from echograph.ir.types import DType, Gemm, MultiTensor, Source, TensorRole
@@ -80,6 +80,13 @@ def test_every_operation_is_measured_free_or_missing() -> None:
     ]  # fmt: skip
 
 
+def test_time_that_64_bits_do_not_hold_is_counted() -> None:
+    long = 2**63 // PS
+    annotate, coverage = join(step(), profile(product(long)))
+    assert coverage.busy_ps == 2 * long * PS > 2**63
+    assert annotate(step()).ops[0].durations[0].picoseconds == long * PS
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -129,8 +136,8 @@ def test_operations_are_counted_as_often_as_they_run(name: str) -> None:
     for program in graph.programs:
         for _, begin, end, _, _ in program.calls.tolist():
             counted[begin:end] += 1
-    assert times_run(graph).tolist() == counted.tolist()
-    assert times_run(graph).sum() == graph.unfolded_ops
+    assert graph.run_counts().tolist() == counted.tolist()
+    assert graph.run_counts().sum() == graph.unfolded_ops
 
 
 def test_a_job_is_joined_like_its_step() -> None:

@@ -10,15 +10,14 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.tensor_parallel import TensorParallel
 from echograph.ir.types import Collective, Compute, MultiTensor, Op, OpKind, Phase
 from echograph.models import get_model
-from echograph.simulator.durations import meeting
-from echograph.simulator.engine import run
+from echograph.simulator.engine.static import run
 from echograph.simulator.tasks import expand
 from echograph.workflow.compile import compile_entry
 from echograph.workflow.predict import predict
@@ -63,7 +62,7 @@ def named(job: Graph, program: int, name: str) -> list[Op]:
 def completes(job: JobGraph) -> bool:
     """Whether all programs come to their end: none waits for a communication that no other takes part in."""
     zero = np.zeros(len(job.ops), np.int64)
-    return bool(run(expand(job, zero, zero, lambda number, row: meeting(job, number, row)))[0].start.max() >= 0)
+    return bool(run(expand(job, zero, zero)).start.max() >= 0)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -176,6 +175,6 @@ def test_stages_with_tensor_and_data_parallelism_around_them() -> None:
 
 
 def test_a_pipeline_that_trains_in_fp16_is_simulated() -> None:
-    result, job = predict(PLANS[1](step("gpt2", SCALED)), cluster="dgx-h100", gpus=None)
+    result, job = predict(PLANS[1](step("gpt2", SCALED)))
     assert result.breakdown.total == result.step_ps > 0
     assert int((job.ops.kind == OpKind.COLLECTIVE).sum()) == 2 * 4 + 2

@@ -15,8 +15,7 @@ from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.pipeline.schedules import order
 from echograph.ir.schedule import Schedule
 from echograph.ir.types import DType, OpKind, Phase, TensorRole
-from echograph.simulator.durations import meeting
-from echograph.simulator.engine import run
+from echograph.simulator.engine.static import run
 from echograph.simulator.tasks import expand
 
 LAYERS = 12
@@ -31,8 +30,8 @@ def makespan(job: JobGraph, forward: int, backward: int, weight: int) -> int:
     time = np.where(layer & (ops.phase == Phase.FORWARD), forward // 2, 0)
     time = np.where(layer & (ops.phase == Phase.BACKWARD), np.where(makes_gradient, weight, backward) // 2, time)
     host = np.zeros(len(ops), np.int64)
-    tasks = expand(job, time.astype(np.int64), host, lambda number, row: meeting(job, number, row))
-    starts, _ = run(tasks)
+    tasks = expand(job, time.astype(np.int64), host)
+    starts = run(tasks)
     return int((starts.start + tasks.duration).max())
 
 

@@ -19,7 +19,7 @@ from recompute_model import LAYERS, WIDTH, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echograph.errors import PlanError, UnavailableError, UnknownNameError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold

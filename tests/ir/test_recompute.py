@@ -17,7 +17,7 @@ from families import TEN, shallow, sizes
 from recompute_model import LAYERS, WIDTH, step
 
 from echograph.errors import PlanError, UnknownNameError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from echograph.errors import InputError, PlanError, UnknownNameError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.tensor_parallel import TensorParallel
@@ -22,7 +22,8 @@ from echograph.ir.passes.tensor_parallel.plan import (
     read_plan,
 )
 from echograph.models import get_model
-from echograph.workflow.compile import compile_entry, compile_model
+from echograph.workflow.compile import compile as compile_model
+from echograph.workflow.compile import compile_entry
 
 POSITIONS = 128
 MODELS = """
@@ -89,7 +90,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def user_step(models: Path, name: str) -> StepGraph:
-    return compile_model(f"{models}:{name}", StepSpec(), batch_size=None, seq_len=None, attention=None)
+    return compile_model(f"{models}:{name}", StepSpec())
 
 
 def zoo_step(name: str, **changes: Any) -> StepGraph:

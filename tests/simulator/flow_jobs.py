@@ -14,7 +14,7 @@ from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, DType
 from echograph.simulator.clusters import Cluster, DegradedLink
 from echograph.simulator.collectives import Kind
-from echograph.simulator.durations import durations, meeting
+from echograph.simulator.durations import durations
 from echograph.simulator.flows import Flows, alone, flows
 from echograph.simulator.host import Host
 from echograph.simulator.network.topology import Topology
@@ -59,7 +59,7 @@ def run(job: JobGraph, cluster: Cluster, **options: object) -> Result:
 def shared(job: JobGraph, cluster: Cluster, host: Host = IDLE) -> Flows:
     links = Topology(cluster=cluster, gpus=job.world_size)
     times = durations(job, cluster, alone(links))
-    tasks = expand(job, times.picoseconds, host.issue(job), lambda number, row: meeting(job, number, row))
+    tasks = expand(job, times.picoseconds, host.issue(job))
     return flows(job, tasks, times, links)
 
 

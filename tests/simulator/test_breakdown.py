@@ -32,7 +32,7 @@ def flat(parts: Breakdown) -> list[int]:
     return list(parts.flat().values())
 
 
-@pytest.mark.parametrize("engine", ["auto", "reference"])
+@pytest.mark.parametrize("engine", ["auto", "events"])
 def test_the_spread_is_that_of_all_roles(engine: str) -> None:
     one = job()
     result = simulate(one, CLUSTER, HOST, engine=engine)

@@ -36,7 +36,7 @@ from echograph.ir.types import CollectiveKind, DType, Duration, Source
 from echograph.simulator import fidelity
 from echograph.simulator.clusters import Cluster, cluster_names, load_cluster
 from echograph.simulator.collectives import KINDS, Kind, collective_time
-from echograph.simulator.durations import durations, meeting
+from echograph.simulator.durations import durations
 from echograph.simulator.flows import alone, flows
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.ranks import EveryRank, Mesh
@@ -180,7 +180,7 @@ def test_the_engine_carries_what_the_routes_say() -> None:
     job = pipelined(128, where)
     links = Topology(cluster=where, gpus=128)
     times = durations(job, where, alone(links))
-    tasks = expand(job, times.picoseconds, HOST.issue(job), lambda number, row: meeting(job, number, row))
+    tasks = expand(job, times.picoseconds, HOST.issue(job))
     its = flows(job, tasks, times, links)
     columns = apart(tasks, np.zeros(len(tasks), np.int32), np.ones((1, 32)))
     place, places = Mesh(job).places(tasks)

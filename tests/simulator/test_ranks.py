@@ -7,6 +7,7 @@ from math import prod
 
 import numpy as np
 import pytest
+import reference_engine as reference
 from layered import layered_step, timed
 
 from echograph.errors import PlanError, SimulationError, UsageError
@@ -20,8 +21,7 @@ from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.durations import durations, meeting
-from echograph.simulator.engine import reference
+from echograph.simulator.durations import durations
 from echograph.simulator.families import KERNELS
 from echograph.simulator.host import Host
 from echograph.simulator.rank_path import MOST_TOLD, RankPath, rank_path
@@ -77,7 +77,7 @@ def expanded(job: JobGraph) -> tuple[JobGraph, TaskGraph]:
     times = durations(job, CLUSTER)
     kernels = np.where(job.ops.kind == OpKind.COMPUTE, times.picoseconds * (1 + np.arange(len(job.ops)) % 7), 0)
     picoseconds = np.where(kernels > 0, kernels, times.picoseconds)
-    return job, expand(job, picoseconds, HOST.issue(job), lambda number, row: meeting(job, number, row))
+    return job, expand(job, picoseconds, HOST.issue(job))
 
 
 def written_out(job: JobGraph, every: EveryRank) -> tuple[np.ndarray, np.ndarray]:
@@ -267,10 +267,10 @@ def test_a_step_beyond_the_clock_is_refused() -> None:
         run_every_rank(job, days, EveryRank(slow={0: 600.0}))
 
 
-def test_the_event_engine_runs_roles_only() -> None:
+def test_segments_are_of_roles_only() -> None:
     job = timed(data_parallel(replicas=8), CLUSTER.device, 30 * US)
-    with pytest.raises(UsageError, match="engine 'reference' simulates roles"):
-        simulate(job, CLUSTER, HOST, engine="reference", ranks=EveryRank())
+    with pytest.raises(UsageError, match="engine 'segments' simulates roles"):
+        simulate(job, CLUSTER, HOST, engine="segments", ranks=EveryRank())
 
 
 def test_what_is_too_large_is_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:

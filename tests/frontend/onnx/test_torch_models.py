@@ -17,7 +17,7 @@ from echograph.frontend.onnx.compile import compile_onnx
 from echograph.frontend.onnx.model import OnnxModel, read
 from echograph.frontend.pytorch.capture import capture, capture_mode
 from echograph.frontend.pytorch.lower import lower
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.fold import Fold
 from echograph.models import ModelEntry, build, get_model

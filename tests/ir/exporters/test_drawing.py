@@ -142,3 +142,10 @@ def test_graphviz_draws_it(tmp_path: Path) -> None:
     done = subprocess.run(["dot", "-Tsvg", tmp_path / "graph.dot"], capture_output=True, text=True, check=True)
     with_steps = [box for box in picture(graph).boxes if box.steps]
     assert done.stdout.count('class="cluster"') == len(with_steps) == len(graph.blocks) - 1, "main is empty"
+
+
+def test_what_a_step_moves_is_added_up_beyond_64_bits() -> None:
+    builder = GraphBuilder()
+    builder.compute("op", bytes_read=2**62, bytes_written=2**62)
+    (step,) = picture(builder.build(StepGraph)).boxes[0].steps
+    assert step.lines[-1] == "8.389e+06 TiB"

@@ -20,13 +20,12 @@ from echograph.ir.passes.mesh import ResizeAxes
 from echograph.ir.passes.micro_batch import MicroBatch
 from echograph.ir.passes.spec import pass_text
 from echograph.progress import Progress, silent
-from echograph.simulator.clusters import Cluster, load_cluster
-from echograph.simulator.step_time import step_time
 from echograph.units import to_s
 from echograph.workflow.compile import compile_entry
 from echograph.workflow.lowering import passes
 from echograph.workflow.plan import Plan
-from echograph.workflow.predict import host_of
+from echograph.workflow.predict import simulate
+from echograph.workflow.system import System
 from echograph.workflow.validation.memory import measured_memory, predicted_memory
 from echograph.workflow.validation.score import Outcome
 from echograph.workflow.validation.setup import Setup, setup
@@ -107,20 +106,16 @@ class _Steps:
     made: dict[Hashable, StepGraph] = field(default_factory=dict)
     last: tuple[Hashable, JobGraph | None] = (None, None)
 
-    def job(self, made: Setup, cluster: Cluster) -> JobGraph:
+    def job(self, made: Setup, system: System) -> JobGraph:
         """The annotated job of a row. DDP's does not depend on how many data-parallel ranks there are."""
-        from echograph.profiler.costs import load_device
-        from echograph.profiler.costs.estimate import estimate
-
         step = self._whole(made)
-        of_step, of_job = split_at_job(passes(made.plan, step.workload, cluster))
+        of_step, of_job = split_at_job(passes(made.plan, step.workload, system.cluster))
         begun = (made.layers, made.micro_batch, *map(pass_text, of_step))
         key = (begun, made.plan.cluster, *map(pass_text, map(_alike, of_job)))
         before, job = self.last
         if job is None or key != before:
             started = self._once(begun, lambda: run(step, of_step, to=StepGraph, verify=False))
-            job = run(started, of_job, to=JobGraph, verify=False)
-            job = estimate(job, load_device(cluster.device))(job)
+            job = system.annotate(run(started, of_job, to=JobGraph, verify=False))
             self.last = (key, job)
         sizes = [("dp", one.replicas) for one in of_job if isinstance(one, DataParallel)]
         return ResizeAxes(sizes=dict(sizes))(job)
@@ -176,15 +171,12 @@ def _compile(made: Setup, batch_size: int) -> StepGraph:
 
 
 def _predict(row: Row, made: Setup, steps: _Steps) -> Outcome:
-    from echograph.profiler.costs import load_device
-
     try:
-        cluster = load_cluster(made.plan.cluster)
-        job = steps.job(made, cluster)
-        host = host_of(load_device(cluster.device), waits=made.host_waits, blocking=made.blocking)
-        picoseconds = step_time(job, cluster, host)
+        system = System(made.plan.cluster, host_waits=made.host_waits, launch_blocking=made.blocking)
+        job = steps.job(made, system)
+        picoseconds = simulate(job, system, plan=made.plan, memory=False).step_ps
         measured = measured_memory(row)
-        peak = predicted_memory(row, job, cluster) if measured else None
+        peak = predicted_memory(row, job, system.cluster) if measured else None
     except EchoError as error:
         return _skipped(row, str(error))
     seconds = to_s(picoseconds)

@@ -1,14 +1,14 @@
-"""The static pass in pieces against the engines that run tasks one by one."""
+"""The static pass in segments against the engines that run tasks one by one."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
+import reference_engine as reference
 from layered import layered_step, timed
 from random_jobs import random_job
 
@@ -18,18 +18,17 @@ from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
-from echograph.simulator import engine
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.durations import meeting
-from echograph.simulator.engine import reference
+from echograph.simulator.durations import Durations
+from echograph.simulator.engine import static
+from echograph.simulator.engine.segments.critical_path import critical_path
+from echograph.simulator.engine.segments.cut import SegmentedJob, cut
+from echograph.simulator.engine.segments.engine import simulate as segments
+from echograph.simulator.engine.segments.run import SegmentRun, run, work_of
+from echograph.simulator.engine.segments.timeline import program_timeline
 from echograph.simulator.host import Host
 from echograph.simulator.limits import families, largest_first, limits
-from echograph.simulator.pieces import predict
-from echograph.simulator.pieces.cut import Pieces, cut
-from echograph.simulator.pieces.passages import Work
-from echograph.simulator.pieces.path import critical_path
-from echograph.simulator.pieces.run import Run, run, work_of
-from echograph.simulator.pieces.times import program_timeline
+from echograph.simulator.roles import Roles
 from echograph.simulator.simulate import simulate
 from echograph.simulator.steps import write_timeline
 from echograph.simulator.tasks import expand
@@ -48,16 +47,16 @@ def durations(job: JobGraph, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return random.integers(0, most + 1, size), random.integers(0, 1 + most // 3, size)
 
 
-def in_pieces(job: JobGraph, device: np.ndarray, host: np.ndarray) -> tuple[Pieces, Run | None]:
-    pieces = cut(job, partial(meeting, job))
-    assert pieces is not None
-    return pieces, run(pieces, work_of(job, device, host))
+def in_segments(job: JobGraph, device: np.ndarray, host: np.ndarray) -> tuple[SegmentedJob, SegmentRun | None]:
+    segments = cut(job)
+    assert segments is not None
+    return segments, run(segments, work_of(job, device, host))
 
 
-def check(job: JobGraph, device: np.ndarray, host: np.ndarray, found: Run) -> None:
+def check(job: JobGraph, device: np.ndarray, host: np.ndarray, found: SegmentRun) -> None:
     """Every start, the end of every scenario, and the critical path are those of the readable engine."""
     for scenario in range(SCENARIOS):
-        tasks = expand(job, device[:, scenario], host[:, scenario], partial(meeting, job))
+        tasks = expand(job, device[:, scenario], host[:, scenario])
         starts = reference.run(tasks)
         assert found.ends[scenario] == (starts.start + tasks.duration).max(initial=0)
         if scenario:
@@ -73,19 +72,19 @@ def check(job: JobGraph, device: np.ndarray, host: np.ndarray, found: Run) -> No
 
 
 def compare(seeds: range) -> tuple[int, int, int]:
-    """How many random jobs ran in pieces, had to run task by task, and wait for ever."""
+    """How many random jobs ran in segments, had to run task by task, and wait for ever."""
     ran = circles = deadlocks = 0
     for seed in seeds:
         job = random_job(seed, crossed=seed % 3 == 0)
         device, host = durations(job, seed)
-        _, found = in_pieces(job, device, host)
+        _, found = in_segments(job, device, host)
         if found is not None:
             check(job, device, host, found)
             ran += 1
             continue
-        tasks = expand(job, device[:, 0], host[:, 0], partial(meeting, job))
+        tasks = expand(job, device[:, 0], host[:, 0])
         try:
-            engine.run(tasks, "static")
+            static.run(tasks)
             circles += 1
         except DeadlockError:
             deadlocks += 1
@@ -95,7 +94,7 @@ def compare(seeds: range) -> tuple[int, int, int]:
 def test_random_jobs_run_to_the_picosecond_as_their_tasks_do() -> None:
     ran, circles, deadlocks = compare(range(100))
     assert ran > 60
-    # Pieces may wait in a circle where tasks do not, but that is rare.
+    # Segments may wait in a circle where tasks do not, but that is rare.
     assert circles < 5
     assert deadlocks > 15
 
@@ -125,43 +124,42 @@ JOBS: dict[str, Callable[[StepGraph], JobGraph]] = {
 
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_prediction_is_the_same_bytes_with_and_without_pieces(
-    name: str, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prediction_over_segments_is_the_same_bytes(name: str, waits: bool) -> None:
     job = timed(JOBS[name](Fold()(layered_step(8))), CLUSTER.device, 30 * US)
     host = replace(HOST, waits=waits)
-    ran: list[Run | None] = []
-
-    def note(pieces: Pieces, work: Work) -> Run | None:
-        ran.append(run(pieces, work))
-        return ran[-1]
-
-    monkeypatch.setattr(predict, "run", note)
-    records = []
+    records = {}
     for asked in ("auto", "static"):
         record = simulate(job, CLUSTER, host, engine=asked).to_json()
         record["simulation"].pop("wall_s")
-        records.append(json.dumps(record))
-    assert records[0] == records[1]
-    assert len(ran) == 1
-    assert ran[0] is not None
+        ran = record["simulation"].pop("engine")
+        records[ran] = json.dumps(record)
+    assert list(records) == ["segments", "static"]
+    assert records["segments"] == records["static"]
 
 
 def test_equal_calls_are_worked_out_once() -> None:
     few, many = (
-        cut(job, partial(meeting, job))
+        cut(job)
         for job in (Pipeline(stages=4, micro_batches=count)(Fold()(layered_step(8))) for count in (16, 64))
     )
     assert few is not None
     assert many is not None
     assert len(few.kinds) == len(many.kinds)
-    assert sum(len(line.kind) for line in many.lines) > 3 * sum(len(line.kind) for line in few.lines)
+    assert sum(len(its.kind) for its in many.sequences) > 3 * sum(len(its.kind) for its in few.sequences)
 
 
-def test_a_graph_that_repeats_nothing_runs_task_by_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("cut")
-
-    monkeypatch.setattr(predict, "cut", refuse)
+def test_a_graph_that_repeats_nothing_runs_task_by_task() -> None:
     job = timed(DataParallel(replicas=8)(layered_step(3)), CLUSTER.device, 30 * US)
-    assert simulate(job, CLUSTER, HOST).step_ps > 0
+    assert simulate(job, CLUSTER, HOST).engine == "static"
+
+
+def test_times_whose_sum_64_bits_do_not_hold_run_task_by_task() -> None:
+    job = JOBS["fsdp"](Fold()(layered_step(8)))
+    count = len(job.ops)
+    long = Durations(
+        picoseconds=np.full(count, 2**62),
+        source=np.zeros(count, np.uint8),
+        spread=np.zeros(count, np.float32),
+        algorithm={},
+    )
+    assert segments(Roles(job=job, times=long, issue=long.picoseconds, host=HOST)) is None

@@ -1,7 +1,7 @@
-"""What a piece does to the clocks: constants from each entry to each exit, in the algebra of maximum and addition.
+"""What a segment does to the clocks: constants from each entry to each exit, in max-plus algebra.
 
-*Entries* are the clocks of the piece's lanes as it begins, then its inlets: when what each of these waits for
-ended. *Exits* are the clocks of the same lanes after it, then the ends of its outlets. An exit is the largest of
+*Entries* are the clocks of the segment's lanes as it begins, then its inputs: when what each of these waits for
+ended. *Exits* are the clocks of the same lanes after it, then the ends of its outputs. An exit is the largest of
 (entry + constant); the constant is the longest chain of work between the two (Baccelli, Cohen, Olsder and Quadrat,
 "Synchronization and Linearity", 1992, chapter 2). Several *scenarios*, which differ in durations, are worked out
 side by side.
@@ -17,16 +17,16 @@ from functools import cached_property
 import numpy as np
 
 from echograph.ir.columns import Int64
-from echograph.simulator.pieces.cut import Kind
+from echograph.simulator.engine.segments.cut import SegmentKind
 
 NEVER = -(2**62)
-"""A constant for what does not depend on an entry, and the clock of an inlet that nothing holds back."""
+"""A constant for what does not depend on an entry, and the clock of an input that nothing holds back."""
 LONGEST_PS = 2**60
 """Steps beyond which sums with `NEVER` would not stay apart from those without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Work:
+class RowTimes:
     """Picoseconds of every row of the operation table.
 
     Attributes:
@@ -43,18 +43,18 @@ class Work:
 
 
 @dataclass(kw_only=True, eq=False)
-class Passage:
-    """The constants of one kind of piece.
+class TransferMatrix:
+    """The constants of one kind of segment.
 
     Attributes:
-        kind: of which pieces.
+        kind: of which segments.
         lanes: ascending, the host first.
         over: int64 [exits, entries, scenarios].
         host: for each operation, int64 [entries, scenarios]: from the entries to when it is issued.
         device: the same to when it runs.
     """
 
-    kind: Kind
+    kind: SegmentKind
     lanes: tuple[int, ...]
     over: Int64
     host: list[Int64]
@@ -66,87 +66,87 @@ class Passage:
         return np.stack([np.array(self.host)[:, :, 0], np.array(self.device)[:, :, 0]], axis=1)
 
 
-class Chain:
-    """The constants of pieces that follow each other, of which only the first has inlets, the last outlets.
+class SegmentChain:
+    """The constants of segments that follow each other, of which only the first has inputs, the last outputs.
 
     Args:
-        passages: of the pieces.
+        matrices: of the segments.
 
     Attributes:
-        passages: of the pieces.
-        lanes: of all pieces, ascending.
+        matrices: of the segments.
+        lanes: of all segments, ascending.
         at: the same, as an index.
         uses: the same, as bits.
-        inlets: of the first piece, how many.
+        inputs: of the first segment, how many.
         over: int64 [exits, entries, scenarios].
-        before: for each piece, int64 [its entries, entries]: to where it begins, first scenario.
+        before: for each segment, int64 [its entries, entries]: to where it begins, first scenario.
     """
 
-    def __init__(self, passages: tuple[Passage, ...]) -> None:
-        self.passages = passages
-        self.lanes = tuple(sorted({lane for its in passages for lane in its.lanes}))
+    def __init__(self, matrices: tuple[TransferMatrix, ...]) -> None:
+        self.matrices = matrices
+        self.lanes = tuple(sorted({lane for its in matrices for lane in its.lanes}))
         self.at, self.uses = np.array(self.lanes), sum(1 << lane for lane in self.lanes)
-        self.inlets = len(passages[0].kind.reads)
+        self.inputs = len(matrices[0].kind.inputs)
         self.before: list[Int64] = []
-        self.over = self._alone() if len(passages) == 1 else self._together()
+        self.over = self._alone() if len(matrices) == 1 else self._together()
 
     def _alone(self) -> Int64:
-        entries = len(self.lanes) + self.inlets
+        entries = len(self.lanes) + self.inputs
         as_they_are = np.full((entries, entries), NEVER)
         np.fill_diagonal(as_they_are, 0)
         self.before.append(as_they_are)
-        return self.passages[0].over
+        return self.matrices[0].over
 
     def _together(self) -> Int64:
-        """Sends the clocks through all pieces, and notes those with which each begins."""
-        passages = self.passages
-        entries = len(self.lanes) + self.inlets
-        clocks = np.full((len(self.lanes), entries, passages[0].over.shape[2]), NEVER)
+        """Sends the clocks through all segments, and notes those with which each begins."""
+        matrices = self.matrices
+        entries = len(self.lanes) + self.inputs
+        clocks = np.full((len(self.lanes), entries, matrices[0].over.shape[2]), NEVER)
         clocks[np.arange(len(self.lanes)), np.arange(len(self.lanes))] = 0
-        inlets = np.full((self.inlets, *clocks.shape[1:]), NEVER)
-        inlets[np.arange(self.inlets), len(self.lanes) + np.arange(self.inlets)] = 0
-        for its in passages:
+        inputs = np.full((self.inputs, *clocks.shape[1:]), NEVER)
+        inputs[np.arange(self.inputs), len(self.lanes) + np.arange(self.inputs)] = 0
+        for its in matrices:
             lanes = np.searchsorted(self.at, its.lanes)
             into = clocks[lanes]
-            if its.kind.reads:
-                closed = np.full((len(its.kind.reads), *clocks.shape[1:]), NEVER)
-                into = np.concatenate([into, closed if self.before else inlets])
+            if its.kind.inputs:
+                closed = np.full((len(its.kind.inputs), *clocks.shape[1:]), NEVER)
+                into = np.concatenate([into, closed if self.before else inputs])
             self.before.append(into[:, :, 0])
             after = np.maximum((its.over[:, :, None] + into[None]).max(axis=1), NEVER)
             clocks[lanes] = after[: len(lanes)]
         return np.concatenate([clocks, after[len(lanes) :]])
 
 
-def passage(kind: Kind, work: Work) -> Passage:
-    """Works the constants of a kind of piece out, operation by operation."""
+def transfer_matrix(kind: SegmentKind, work: RowTimes) -> TransferMatrix:
+    """Works the constants of a kind of segment out, operation by operation."""
     rows = kind.rows
     lanes = (0, *sorted({work.lane[row] for row in rows}))
-    entries, scenarios = len(lanes) + len(kind.reads), work.device.shape[1]
+    entries, scenarios = len(lanes) + len(kind.inputs), work.device.shape[1]
     clocks = np.full((len(lanes), entries, scenarios), NEVER)
     clocks[np.arange(len(lanes)), np.arange(len(lanes))] = 0
     clock = dict(zip(lanes, clocks, strict=True))
-    inlets = {op: len(lanes) + inlet for inlet, op in enumerate(kind.reads)}
+    inputs = {op: len(lanes) + in_port for in_port, op in enumerate(kind.inputs)}
     ends: list[Int64] = []
     issued, started = [], []
     for op, row in enumerate(rows):
-        ready = clock[0] if not work.hosts[row] else _after(clock[0], op, kind, ends, inlets)
+        ready = clock[0] if not work.hosts[row] else _after(clock[0], op, kind, ends, inputs)
         issued.append(ready)
         clock[0] = ready = ready + work.host[row]
         ready = np.maximum(clock[work.lane[row]], ready)
         if not work.hosts[row]:
-            ready = _after(ready, op, kind, ends, inlets)
+            ready = _after(ready, op, kind, ends, inputs)
         started.append(ready)
         ends.append(ready + work.device[row])
         clock[work.lane[row]] = ends[-1]
-    over = np.stack([*(clock[lane] for lane in lanes), *(ends[op] for op in kind.read)])
-    return Passage(kind=kind, lanes=lanes, over=np.maximum(over, NEVER), host=issued, device=started)
+    over = np.stack([*(clock[lane] for lane in lanes), *(ends[op] for op in kind.outputs)])
+    return TransferMatrix(kind=kind, lanes=lanes, over=np.maximum(over, NEVER), host=issued, device=started)
 
 
-def _after(ready: Int64, op: int, kind: Kind, ends: list[Int64], inlets: dict[int, int]) -> Int64:
+def _after(ready: Int64, op: int, kind: SegmentKind, ends: list[Int64], inputs: dict[int, int]) -> Int64:
     """When an operation can start that is ready, but for what it waits for."""
     for before in kind.waits[op]:
         ready = np.maximum(ready, ends[before])
-    if op in inlets:
+    if op in inputs:
         ready = ready.copy()
-        ready[inlets[op]] = np.maximum(ready[inlets[op]], 0)
+        ready[inputs[op]] = np.maximum(ready[inputs[op]], 0)
     return ready
