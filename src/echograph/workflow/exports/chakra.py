@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echograph.ir.exporters.chakra import ChakraExport, write_chakra
+from echograph.ir.chakra.writer import ChakraExport, write_chakra
 from echograph.ir.graph import Graph, JobGraph
 from echograph.progress import Progress, silent
 from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
