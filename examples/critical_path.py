@@ -11,12 +11,13 @@ from collections import Counter
 from echograph.ir import serde
 from echograph.ir.timeline import Lane
 from echograph.units import format_time
+from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 
 
 def main(path: str = "graph.pb", gpus: str = "64") -> None:
     """Prints the time on the path by operator, longest first."""
-    result, job = predict(serde.load(path), cluster="dgx-h100", gpus=int(gpus))
+    result, job = predict(serde.load(path), Plan(gpus=int(gpus)))
     timeline = result.timeline
     time_ps: Counter[str] = Counter()
     count: Counter[str] = Counter()

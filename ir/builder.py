@@ -105,6 +105,7 @@ class GraphBuilder:
         self.unknown = b""
         self.streams = list(streams)
         self.mesh: tuple[Axis, ...] = ()
+        self.passes: tuple[str, ...] = ()
         self._strings: dict[str, int] = {"": 0}
         self._attributes: dict[t.Attributes, int] = {}
         self._groups: dict[Group, int] = {}
@@ -346,7 +347,7 @@ class GraphBuilder:
         graph = graph_type(
             name=self.name, producer=self.producer, workload=self.workload, streams=tuple(self.streams),
             tensors=tensors, ops=ops, blocks=blocks, programs=tuple(self._programs), mesh=self.mesh,
-            groups=tuple(self._groups), unknown=self.unknown,
+            groups=tuple(self._groups), passes=self.passes, unknown=self.unknown,
         )  # fmt: skip
         verify(graph)
         return graph
@@ -461,6 +462,8 @@ class GraphBuilder:
     def _add(self, kind: t.OpKind, name: str, common: Common, **values: int) -> int:
         if unknown := common.keys() - Common.__annotations__.keys():
             raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
+        # Texts are numbered in the order in which they come, which a stored graph shows.
+        name_of, module = self.string(name), self.string(common.get("module", ""))
         durations = [
             (self.string(d.device), d.picoseconds, d.source, d.samples, d.spread)
             for d in common.get("durations", ())
@@ -468,9 +471,9 @@ class GraphBuilder:
         try:
             self.op_row(
                 kind,
-                self.string(name),
+                name_of,
                 common.get("phase", t.Phase.OTHER),
-                self.string(common.get("module", "")),
+                module,
                 common.get("stream", 0),
                 common.get("inputs", ()),
                 common.get("outputs", ()),

@@ -28,7 +28,7 @@ from echograph.ir.ports import Ports
 from echograph.ir.types import DType
 
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 1
+FORMAT_MINOR = 2
 """The newest that is known; docs/ir.md says what came with each."""
 
 CALL_FIELDS = ("block", "begin", "end", "instance", "micro_batch")
@@ -141,7 +141,10 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Graph:
-    """What step and job graphs have in common. Made by `GraphBuilder`, never changed."""
+    """What step and job graphs have in common. Made by `GraphBuilder`, never changed.
+
+    `passes` says what was applied, in order, each with its options as `ir.passes` reads them; it changes nothing.
+    """
 
     name: str
     producer: str
@@ -153,6 +156,7 @@ class Graph:
     programs: tuple[Program, ...]
     mesh: tuple[Axis, ...] = ()
     groups: tuple[Group, ...] = ()
+    passes: tuple[str, ...] = ()
     unknown: bytes = b""
 
     @property
@@ -163,8 +167,10 @@ class Graph:
     @property
     def format_minor(self) -> int:
         """The lowest minor version of the format that can say the graph: its file has that one."""
+        if self.passes:
+            return FORMAT_MINOR
         newer = self.workload.model_flops or self.ops.arguments.any() or any(g.positions for g in self.groups)
-        return FORMAT_MINOR if newer else 0
+        return 1 if newer else 0
 
     @property
     def world_size(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Timeline
 from echograph.simulator.breakdown import Breakdown, Role, Spread
 from echograph.simulator.durations import Durations
@@ -59,6 +60,7 @@ class Result:
         path: which ranks the critical path goes through, where each was simulated.
         draws_ps: step times under several draws of noise.
         goodput: what failures leave of the throughput, where it was asked for.
+        job: what was simulated, with its durations, where whoever asked keeps it.
     """
 
     model: str
@@ -95,6 +97,7 @@ class Result:
     path: RankPath | None = None
     draws_ps: tuple[int, ...] = ()
     goodput: Goodput | None = None
+    job: JobGraph | None = field(default=None, repr=False, compare=False)
 
     @property
     def timeline(self) -> Timeline:

@@ -23,7 +23,7 @@ def load(source: Path) -> Imported:
     model = read(source)
     from echograph.frontend.onnx.compile import compile_onnx
     from echograph.frontend.onnx.dtypes import step_type
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
 
     compiled = compile_onnx(model, StepSpec(dtype=step_type(model)))
     return Imported(

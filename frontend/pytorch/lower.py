@@ -31,7 +31,7 @@ from echograph.frontend.pytorch.schema import (
     qualified_name,
     written_arguments,
 )
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.frontend.pytorch.traffic import bytes_moved, read_arguments, tensor_bytes
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import StepGraph, Workload

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
-from echograph.frontend.pytorch.step import Inputs, Loss, StepSpec, TrainingStep
+from echograph.frontend.pytorch.spec import StepSpec
+from echograph.frontend.pytorch.step import Inputs, Loss, TrainingStep
 
 
 def real_step(

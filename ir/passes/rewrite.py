@@ -41,7 +41,7 @@ def empty_copy(graph: Graph) -> GraphBuilder:
         name=graph.name, workload=graph.workload, producer=graph.producer, streams=graph.streams
     )
     builder.unknown = graph.unknown
-    builder.mesh = graph.mesh
+    builder.mesh, builder.passes = graph.mesh, graph.passes
     for group in graph.groups:
         builder.add_group(group)
     return builder

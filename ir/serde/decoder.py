@@ -37,7 +37,7 @@ class Decoder:
             ),
             streams=head.streams,
         )  # fmt: skip
-        self.builder.unknown = unknown
+        self.builder.unknown, self.builder.passes = unknown, tuple(head.passes)
         self.builder.mesh = tuple(Axis(name=a.name, size=a.size) for a in head.mesh)
         for number, group in enumerate(head.groups):
             if bool(group.positions) != bool(group.along) or (group.along and group.axes):

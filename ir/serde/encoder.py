@@ -35,6 +35,7 @@ def header(graph: Graph, magic: str, level: pb.Level.ValueType) -> pb.Graph:
         streams=graph.streams,
         mesh=[pb.Axis(name=a.name, size=a.size) for a in graph.mesh],
         groups=list(map(_group, graph.groups)),
+        passes=graph.passes,
     )  # fmt: skip
 
 

@@ -89,6 +89,7 @@ class _Printer:
             yield _join("mesh", *(f"{_word(a.name)}={a.size}" for a in graph.mesh))
         yield from (_group(group) for group in graph.groups)
         yield from (f"stream {_word(name)}" for name in graph.streams)
+        yield from (f"pass {_word(said)}" for said in graph.passes)
         if self.tables:
             yield _join("strings", *map(_word, graph.strings))
             yield _join("attributes", *map(_attributes, graph.ops.attribute_values))

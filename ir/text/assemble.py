@@ -25,6 +25,7 @@ class Head:
     streams: tuple[str, ...] = ("compute",)
     mesh: tuple[Axis, ...] = ()
     groups: tuple[Group, ...] = ()
+    passes: tuple[str, ...] = ()
     strings: tuple[str, ...] = ()
     attributes: tuple[t.Attributes, ...] = ()
     unknown: bytes = b""
@@ -72,7 +73,7 @@ def _numbers(values: Iterable[object]) -> Iterator[int]:
 
 def _begin(head: Head) -> GraphBuilder:
     builder = GraphBuilder(name=head.name, producer=head.producer, workload=head.workload, streams=head.streams)
-    builder.unknown, builder.mesh = head.unknown, head.mesh
+    builder.unknown, builder.mesh, builder.passes = head.unknown, head.mesh, head.passes
     for number, group in enumerate(head.groups):
         if builder.add_group(group) != number:
             raise FormatError(f"group {number} ({group.name}) repeats an earlier one")

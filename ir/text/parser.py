@@ -72,7 +72,7 @@ class _Parser:
         level = JobGraph if line.has(" job ") else StepGraph
         if level is StepGraph:
             line.take(" step ")
-        said: dict[str, Any] = {"level": level, "name": line.word(), "groups": [], "streams": []}
+        said: dict[str, Any] = {"level": level, "name": line.word(), "groups": [], "streams": [], "passes": []}
         line.take(" producer=")
         said["producer"] = line.word()
         line.end()
@@ -82,7 +82,7 @@ class _Parser:
                 after = line
                 break
             line.end()
-        return Head(**said | {key: tuple(said[key]) for key in ("groups", "streams")}), after
+        return Head(**said | {key: tuple(said[key]) for key in ("groups", "streams", "passes")}), after
 
     def _said(self, line: Line, said: dict[str, Any]) -> bool:
         """Takes what a line of the head says; False where the head has ended."""
@@ -94,6 +94,8 @@ class _Parser:
             said["groups"].append(self._group(line))
         elif line.has("stream "):
             said["streams"].append(line.word())
+        elif line.has("pass "):
+            said["passes"].append(line.word())
         elif line.has("strings"):
             said["strings"] = line.words(line.word)
         elif line.has("attributes"):

@@ -59,6 +59,7 @@ def header(graph: Graph) -> Record:
         "strings": list(graph.strings),
         "attributes": plain(graph.ops.attribute_values),
     }
+    record |= {"passes": list(graph.passes)} if graph.passes else {}
     return record | ({"unknown": graph.unknown.hex()} if graph.unknown else {})
 
 

@@ -105,8 +105,9 @@ def graph(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job_graph(graph: Path) -> Path:
     """The job of 16 ranks that the step graph lowers to, with durations."""
     from echograph.ir import serde
+    from echograph.workflow.plan import Plan
     from echograph.workflow.predict import predict
 
     path = graph.with_name("job.pb")
-    serde.save(predict(serde.load(graph), cluster="dgx-h100", gpus=16)[1], path)
+    serde.save(predict(serde.load(graph), Plan(gpus=16))[1], path)
     return path

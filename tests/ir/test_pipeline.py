@@ -12,7 +12,7 @@ from pipelines import BACKWARD, FORWARD, flops, makespan, messages, parameter_by
 from echograph.errors import PlanError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph, StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.schedule import Schedule
 from echograph.ir.serde import decode, encode
@@ -27,7 +27,7 @@ LAYERS = 12
 
 
 def step(layers: int = LAYERS) -> StepGraph:
-    return fold(layered_step(layers))
+    return Fold()(layered_step(layers))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

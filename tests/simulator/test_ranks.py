@@ -15,7 +15,7 @@ from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.passes import mesh
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.passes.pipeline import Pipeline
@@ -35,11 +35,11 @@ US = 1_000_000
 
 
 def data_parallel(**options: int) -> JobGraph:
-    return DataParallel(**options)(fold(layered_step(4)))
+    return DataParallel(**options)(Fold()(layered_step(4)))
 
 
 def pipelined(stages: int, replicas: int, micro_batches: int, **options: object) -> JobGraph:
-    staged = Pipeline(stages=stages, micro_batches=micro_batches, **options)(fold(layered_step(4)))
+    staged = Pipeline(stages=stages, micro_batches=micro_batches, **options)(Fold()(layered_step(4)))
     return DataParallel(replicas=replicas)(staged)
 
 
@@ -64,7 +64,7 @@ def ring(size: int, replicas: int) -> JobGraph:
 JOBS = {
     "data-parallel": lambda: data_parallel(replicas=8),
     "accumulating": lambda: data_parallel(replicas=2, micro_batches=3),
-    "hybrid sharded": lambda: FullyShard(replicas=8, shard=4)(fold(layered_step(4))),
+    "hybrid sharded": lambda: FullyShard(replicas=8, shard=4)(Fold()(layered_step(4))),
     "pipeline": lambda: pipelined(4, 1, 6),
     "pipelines": lambda: pipelined(2, 4, 5),
     "interleaved": lambda: pipelined(2, 8, 4, schedule="interleaved", chunks=2),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echograph.cli.app import print_error, print_json, print_line, print_table, print_text, progress
+from echograph.cli.options import parse_ranks
 from echograph.errors import UnknownNameError, UsageError
 from echograph.ir.files import check_writable, write_whole
 
@@ -71,7 +72,7 @@ def analyze(
     analysis = ANALYSES[name] if name else None
     read = functools.partial(_read, last_step=last_step, jobs=jobs, cache=cache, engine=engine)
     options = _options(name, analysis, option or [], read) if analysis else {}
-    wanted = _ranks(ranks)
+    wanted = sorted(parse_ranks("--ranks", ranks)) if ranks else None
     for target in filter(None, (output, html)):
         check_writable(target)
     found = read(traces, wanted)
@@ -169,19 +170,6 @@ def _options(
         except msgspec.ValidationError:
             raise UsageError(f"--option {key}: '{value}' is not of type {types[key].__name__}") from None
     return options
-
-
-def _ranks(text: str) -> list[int] | None:
-    """Ranks from "0,2,8-15"; None for all."""
-    if not text:
-        return None
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise UsageError(f"--ranks '{text}': write ranks as 0,1 or 0-7")
-        found |= set(range(int(first), int(last or first) + 1))
-    return sorted(found)
 
 
 def _show(tables: dict[str, Table]) -> None:

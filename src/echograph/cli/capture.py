@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from echograph.cli.app import print_error, print_json, progress, require_torch
+from echograph.cli.options import parse_ranks
 from echograph.cli.show_job import print_job
 from echograph.errors import UsageError
 from echograph.units import format_bytes
@@ -54,7 +55,7 @@ def capture_command(
     """Run a training script as one rank of a job without GPUs, and write what all ranks do as a job graph."""
     from echograph.ir import files, serde
 
-    chosen = _ranks(ranks)
+    chosen = () if ranks == "roles" else parse_ranks("--ranks", ranks)
     files.check_writable(output)
     require_torch("capturing scripts")
     from echograph.frontend.scripts import ADAPTERS
@@ -104,12 +105,3 @@ def _decided(given: Sequence[str]) -> dict[str, bool]:
             )
         chosen[where] = which == "yes"
     return chosen
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    if text == "roles":
-        return ()
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
-        raise UsageError(f"--ranks {text}: give roles, or numbers of ranks as 0,5")
-    return tuple(dict.fromkeys(int(part) for part in parts))

@@ -92,8 +92,7 @@ def _compared(job: JobGraph) -> str:
     """A step as recorded, without what recording cost, and as it was when nothing was recorded."""
     from echograph.workflow.replay import replay, step_medians, steps
 
-    result, ran = replay(job)
-    found = step_medians(steps(ran, result.timeline))
+    found = step_medians(steps(replay(job)))
     if found is None:
         return "durations are without what recording cost"
     recorded, without, free = (f"{seconds * 1e3:.4g} ms" for seconds in found)

@@ -11,9 +11,9 @@ from echograph.progress import Progress
 from echograph.units import to_s
 
 if TYPE_CHECKING:
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
 if TYPE_CHECKING:
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
     from echograph.ir.graph import StepGraph
     from echograph.ir.invocations import Invocation
     from echograph.ir.profile import Environment, Profile
@@ -41,7 +41,7 @@ def capture_invocations(model: str, spec: StepSpec, cache_bytes: int, say: Progr
     from echograph.frontend.pytorch.capture import capture, capture_mode
     from echograph.frontend.pytorch.invocations import invocations_of
     from echograph.frontend.pytorch.lower import lower_nodes, workload_of
-    from echograph.ir.passes.fold import fold
+    from echograph.ir.passes.fold import Fold
     from echograph.workflow.compile import build_model
 
     with capture_mode():
@@ -49,7 +49,7 @@ def capture_invocations(model: str, spec: StepSpec, cache_bytes: int, say: Progr
     say(f"capturing one training step of {name}")
     nodes = capture(*built, spec)
     flat, made = lower_nodes(nodes, workload_of(nodes, spec, name))
-    return Captured(graph=fold(flat), flat=flat, invocations=invocations_of(nodes, flat, made, cache_bytes))
+    return Captured(graph=Fold()(flat), flat=flat, invocations=invocations_of(nodes, flat, made, cache_bytes))
 
 
 def measure_invocations(
@@ -155,15 +155,15 @@ def predicted_step(
     from echograph.ir.passes.annotate import join
     from echograph.ir.profile import load_profile
     from echograph.workflow.measure import capture_invocations
-    from echograph.workflow.measured import predict_measured
     from echograph.workflow.plan import Plan
+    from echograph.workflow.predict import predict
 
     graph = capture_invocations(model, spec, cache_bytes, say, **sizes).graph
     _, coverage = join(graph, load_profile(profile))
     found: dict[str, Any] = {"sum_s": to_s(coverage.busy_ps), "missing": coverage.missing}
     if not coverage.missing:
         say("simulating")
-        result, _ = predict_measured(graph, Plan(cluster=str(profile)))
+        result, _ = predict(graph, Plan(cluster=str(profile)))
         found["simulated_s"] = to_s(result.step_ps)
     return found
 
@@ -182,7 +182,7 @@ def device_and_spec(device: str, dtype: str, optimizer: str, clock: str) -> tupl
     """
     import torch
 
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
     from echograph.profiler.measure.device import open_device
 
     for option, value, choices in (("--device", device or "cpu", DEVICES), ("--clock", clock, CLOCKS)):

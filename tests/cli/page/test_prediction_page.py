@@ -174,4 +174,4 @@ def test_many_roles_are_shown_in_part() -> None:
 def test_the_page_is_no_other_file(cli: Any, graph: Path) -> None:
     outcome = cli("echosim", "run", graph, "--html", graph)
     assert outcome.status == 2
-    assert "give each its own" in outcome.err
+    assert "give it a file of its own" in outcome.err

@@ -21,7 +21,7 @@ from echograph.errors import UsageError  # noqa: E402
 from echograph.frontend.onnx.compile import compile_onnx  # noqa: E402
 from echograph.frontend.onnx.dtypes import step_type  # noqa: E402
 from echograph.frontend.onnx.model import read  # noqa: E402
-from echograph.frontend.pytorch.step import StepSpec  # noqa: E402
+from echograph.frontend.pytorch.spec import StepSpec  # noqa: E402
 from echograph.ir.builder import GraphBuilder  # noqa: E402
 from echograph.ir.exporters import EXPORTERS  # noqa: E402
 from echograph.ir.exporters.onnx import export  # noqa: E402

@@ -20,7 +20,7 @@ from echograph.ir.builder import GraphBuilder
 from echograph.ir.exporters import EXPORTERS
 from echograph.ir.graph import Graph, JobGraph, StepGraph, Workload
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.text import to_text
 from echograph.ir.text.json_form import from_json, to_json
 from echograph.ir.text.network import from_gml, to_network
@@ -55,7 +55,7 @@ def test_conformance_graphs_come_back(form: str, name: str) -> None:
 @given(model=models())
 def test_random_steps_and_jobs_come_back(form: str, model: Model) -> None:
     write, read = FORMS[form]
-    folded = fold(build(model))
+    folded = Fold()(build(model))
     for graph in (build(model), folded, DataParallel(replicas=4)(folded)):
         assert encoded(read(write(graph))) == encoded(graph)
 
