@@ -157,7 +157,7 @@ def save_profile(profile: Profile, path: Path | str) -> int:
         OutputError: the path cannot be written.
     """
     from echograph.ir.files import write_whole
-    from echograph.ir.serde_profile import encode_profile
+    from echograph.ir.serde.profile import encode_profile
 
     return write_whole(Path(path), encode_profile(profile))
 
@@ -171,7 +171,7 @@ def load_profile(path: Path | str) -> Profile:
     """
     from echograph.errors import FormatError
     from echograph.ir.files import read_whole
-    from echograph.ir.serde_profile import decode_profile
+    from echograph.ir.serde.profile import decode_profile
 
     path = Path(path)
     data = read_whole(path, f"measure one with: echoprof ops -o {path.name}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from echograph.registry import Table
 
 EXPORTERS = Table(
@@ -20,18 +18,3 @@ EXPORTERS = Table(
     },
 )
 """Formats that a graph is written in: name -> `export(graph: Graph, output: Path) -> Exported`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
-    """What an export wrote.
-
-    Attributes:
-        files: how many files.
-        bytes: their size together.
-        notes: what the format cannot hold of this graph, a line each; empty where it holds all.
-    """
-
-    files: int
-    bytes: int
-    notes: tuple[str, ...] = ()

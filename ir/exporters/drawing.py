@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from echograph.ir.exporters import Exported
 from echograph.ir.exporters.picture import Picture, Step, picture
 from echograph.ir.exporters.svg import COLOURS, to_svg
 from echograph.ir.files import write_whole
+from echograph.ir.formats import Exported
 from echograph.ir.graph import Graph
 from echograph.ir.types import Phase
 

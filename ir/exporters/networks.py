@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from echograph.ir.exporters import Exported
 from echograph.ir.files import write_whole
+from echograph.ir.formats import Exported
 from echograph.ir.graph import Graph
-from echograph.ir.network import to_network
+from echograph.ir.text.network import to_network
 
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from echograph.errors import GraphError, MissingExtraError, UsageError
-from echograph.ir.exporters import Exported
 from echograph.ir.exporters.onnx_functions import FUNCTIONS
 from echograph.ir.exporters.onnx_memory import Memory
 from echograph.ir.exporters.onnx_operators import Unsaid, rule_of
 from echograph.ir.files import write_whole
+from echograph.ir.formats import Exported
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.types import Compute, DType, Phase, Tensor, TensorRole
 from echograph.ir.unfold import unfold

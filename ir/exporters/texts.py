@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from echograph.ir.exporters import Exported
 from echograph.ir.files import write_whole
+from echograph.ir.formats import Exported
 from echograph.ir.graph import Graph
-from echograph.ir.json_form import to_json
 from echograph.ir.text import to_text
+from echograph.ir.text.json_form import to_json
 
 
 def export_json(graph: Graph, output: Path) -> Exported:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from echograph.ir.comms_record import FORMAT, End, GroupLine, Header, What, encode
+from echograph.ir.comms.record import FORMAT, End, GroupLine, Header, What, encode
 from echograph.profiler.fit.collectives import read_nccl_tests
 
 BIN = Path(sys.executable).parent

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from echograph.ir import serde
-from echograph.ir.exporters.chakra import write_chakra
+from echograph.ir.chakra.writer import write_chakra
 
 pytestmark = pytest.mark.torch
 
@@ -18,7 +18,7 @@ import os, signal, sys
 from echograph.cli.app import run
 from echograph.cli.echoc import app
 from echograph.ir import files
-from echograph.ir.exporters import chakra
+from echograph.ir.chakra import writer as chakra
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[1] == "kill":

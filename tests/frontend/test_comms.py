@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echograph.errors import FormatError, InputError, PlanError
-from echograph.frontend import Imported
 from echograph.frontend.comms import load
 from echograph.ir import serde
-from echograph.ir.comms_record import FORMAT, GroupLine, Header, Line, What, encode
+from echograph.ir.comms.record import FORMAT, GroupLine, Header, Line, What, encode
+from echograph.ir.formats import Imported
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.annotate import ForgetCommunication
 from echograph.ir.passes.mesh import ResizeWorld

@@ -71,7 +71,7 @@ def _chakra() -> list[Files]:
 
 
 def _comms() -> list[Files]:
-    from echograph.ir.comms_record import FORMAT, Beat, End, GroupLine, Header, Stuck, What, encode
+    from echograph.ir.comms.record import FORMAT, Beat, End, GroupLine, Header, Stuck, What, encode
 
     began, files = 1_700_000_000_000_000_000, {}
     for rank in range(2):

@@ -14,7 +14,7 @@ from pathlib import Path
 from echograph.ir.passes.base import run
 from echograph.ir.passes.spec import parse_passes
 from echograph.ir.text import to_text
-from echograph.ir.text_parse import from_text
+from echograph.ir.text.parser import from_text
 
 FOLDER = Path(__file__).parent / "passes"
 

@@ -15,9 +15,9 @@ from chakra_jobs import DEVICE, job
 from even_cluster import GBPS, even_cluster
 from replay import COLLECTIVE, COMP, RECV, SEND, Node, Replay, read_folder, read_messages
 
-from echograph.ir.chakra_traces import read_traces
-from echograph.ir.exporters.chakra import ChakraExport, write_chakra
-from echograph.ir.exporters.chakra_check import check
+from echograph.ir.chakra.check import check
+from echograph.ir.chakra.reader import read_traces
+from echograph.ir.chakra.writer import ChakraExport, write_chakra
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.types import OpKind

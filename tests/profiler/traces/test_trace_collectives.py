@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_traces import job, launched, operator, work, write
 
-from echograph.ir.comms_record import FORMAT, GroupLine, Header, Line, What, encode
+from echograph.ir.comms.record import FORMAT, GroupLine, Header, Line, What, encode
 from echograph.profiler.traces import read_trace
 from echograph.profiler.traces.collectives import collectives, kind_of, matched
 

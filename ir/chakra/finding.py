@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from echograph.ir.chakra_traces import RankTrace, Traces
+from echograph.ir.chakra.reader import RankTrace, Traces
 
 ERROR, WARNING = "error", "warning"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from echograph.ir.serde_chakra import NodeType, Value, delimited, encode_attributes, encode_metadata, varint
+from echograph.ir.chakra.messages import NodeType, Value, delimited, encode_attributes, encode_metadata, varint
 
 _ID, _NAME, _TYPE, _CTRL_DEPS, _DATA_DEPS, _DURATION = b"\x08", b"\x12", b"\x18", b"\x22", b"\x2a", b"\x38"
 

@@ -15,9 +15,9 @@ from google.protobuf.message import DecodeError, Message
 from echograph.errors import FormatError, GraphError
 from echograph.ir.files import fields, read_whole, with_checksum, write_whole
 from echograph.ir.graph import FORMAT_MAJOR, Graph, JobGraph, StepGraph
-from echograph.ir.serde_decode import Decoder
-from echograph.ir.serde_encode import header, tensor_chunks, trailer
-from echograph.ir.serde_encode_ops import op_chunks
+from echograph.ir.serde.decoder import Decoder
+from echograph.ir.serde.encoder import header, tensor_chunks, trailer
+from echograph.ir.serde.encoder_ops import op_chunks
 from echograph.progress import Progress, silent
 from echograph.proto import workload_pb2 as pb
 

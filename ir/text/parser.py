@@ -15,9 +15,9 @@ import numpy as np
 
 from echograph.errors import FormatError
 from echograph.ir import types as t
-from echograph.ir.assemble import Head, Rows, assemble
 from echograph.ir.graph import FORMAT_MAJOR, Axis, Group, Instance, JobGraph, Program, StepGraph, Workload
-from echograph.ir.text_line import Line
+from echograph.ir.text.assemble import Head, Rows, assemble
+from echograph.ir.text.line import Line
 
 MAX_SPAN = 2**22
 """Numbers that the spans of a file (`0..9`) may stand for together, so that a short file stays a small graph."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
+from echograph.ir.chakra.lowering import Lowered
+from echograph.ir.chakra.messages import NodeType
+from echograph.ir.chakra.ranks import Communicators
+from echograph.ir.chakra.trace import Step
 from echograph.ir.columns import Int64
-from echograph.ir.exporters.chakra_lower import Lowered
-from echograph.ir.exporters.chakra_ranks import Communicators
-from echograph.ir.exporters.chakra_trace import Step
-from echograph.ir.serde_chakra import NodeType
 from echograph.units import PS_PER_NS, PS_PER_US
 
 MAX_NODES = 400_000

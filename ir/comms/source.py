@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from echograph.ir.comms_record import COLUMNS, Stuck, What
+from echograph.ir.comms.record import COLUMNS, Stuck, What
 
 Rows = NDArray[np.int64]
 # In the end's place of a row: the call has ended, and nobody knows when.

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from echograph.ir.chakra_traces import ABSENT, RankTrace, Traces
+from echograph.ir.chakra import check_ranks as between_ranks
+from echograph.ir.chakra.finding import ERROR, WARNING, Finding, at_node, ranks_of
+from echograph.ir.chakra.lowering import LEAST_GATHER_BYTES
+from echograph.ir.chakra.messages import CommType, NodeType
+from echograph.ir.chakra.reader import ABSENT, RankTrace, Traces
+from echograph.ir.chakra.writer import MOST_GROUPS
 from echograph.ir.columns import NONE
-from echograph.ir.exporters import chakra_check_ranks as between_ranks
-from echograph.ir.exporters.chakra import MOST_GROUPS
-from echograph.ir.exporters.chakra_finding import ERROR, WARNING, Finding, at_node, ranks_of
-from echograph.ir.exporters.chakra_lower import LEAST_GATHER_BYTES
-from echograph.ir.serde_chakra import CommType, NodeType
 
 MAX_SHOWN = 5
 """Findings of a check that are kept; the others are counted."""

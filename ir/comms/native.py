@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from echograph.errors import FormatError, InputError
-from echograph.ir.comms_record import (
+from echograph.ir.comms.record import (
     COLUMNS,
     DECODER,
     FORMAT,
@@ -24,7 +24,7 @@ from echograph.ir.comms_record import (
     Line,
     Stuck,
 )
-from echograph.ir.comms_source import Rows, Source, known_rows, no_rows
+from echograph.ir.comms.source import Rows, Source, known_rows, no_rows
 from echograph.ir.files import open_file
 
 BLOCK_BYTES = 1 << 20

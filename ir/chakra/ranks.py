@@ -9,9 +9,9 @@ from math import prod
 import numpy as np
 
 from echograph.errors import PlanError
+from echograph.ir.chakra.messages import Value
 from echograph.ir.columns import Int64
 from echograph.ir.graph import Axis, Group, JobGraph, Program
-from echograph.ir.serde_chakra import Value
 from echograph.ir.types import OpKind
 
 MAX_RANKS = 2**20

@@ -19,7 +19,6 @@ import numpy as np
 
 from echograph.errors import FormatError
 from echograph.ir import types as t
-from echograph.ir.assemble import MIN_NUMBER, Head, Rows, assemble
 from echograph.ir.columns import Int64
 from echograph.ir.graph import (
     CALL_FIELDS,
@@ -30,6 +29,7 @@ from echograph.ir.graph import (
     Program,
     StepGraph,
 )
+from echograph.ir.text.assemble import MIN_NUMBER, Head, Rows, assemble
 
 Record = dict[str, Any]
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from echograph.ir.chakra_traces import ABSENT, RankTrace, Traces, followers
+from echograph.ir.chakra.messages import NodeType
+from echograph.ir.chakra.reader import ABSENT, RankTrace, Traces, followers
 from echograph.ir.columns import NONE, Int64
-from echograph.ir.serde_chakra import NodeType
 
 FEW = 24
 """Nodes that are gone through one by one rather than as columns."""

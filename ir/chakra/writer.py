@@ -16,17 +16,17 @@ from types import MappingProxyType
 import numpy as np
 
 from echograph.errors import PlanError, UsageError
+from echograph.ir.chakra.lowering import Lowered, Lowering
+from echograph.ir.chakra.messages import NodeType, encode_attributes
+from echograph.ir.chakra.ranks import Communicators, Differs
+from echograph.ir.chakra.serial import Serial
+from echograph.ir.chakra.template import Template, encode_name
+from echograph.ir.chakra.trace import Trace
 from echograph.ir.columns import NONE, Int64
 from echograph.ir.edges import Edges
-from echograph.ir.exporters import Exported
-from echograph.ir.exporters.chakra_lower import Lowered, Lowering
-from echograph.ir.exporters.chakra_ranks import Communicators, Differs
-from echograph.ir.exporters.chakra_serial import Serial
-from echograph.ir.exporters.chakra_trace import Trace
 from echograph.ir.files import whole_folder
+from echograph.ir.formats import Exported
 from echograph.ir.graph import JobGraph
-from echograph.ir.serde_chakra import NodeType, encode_attributes
-from echograph.ir.serde_chakra_bulk import Template, encode_name
 from echograph.ir.types import OpKind, Source
 from echograph.progress import Progress, silent
 from echograph.units import format_time

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from echograph.errors import PlanError, SimulationError
+from echograph.ir.chakra.messages import CommType, NodeType, Value, encode_attributes
+from echograph.ir.chakra.ranks import Differs
 from echograph.ir.columns import Int64
-from echograph.ir.exporters.chakra_ranks import Differs
 from echograph.ir.graph import JobGraph
-from echograph.ir.serde_chakra import CommType, NodeType, Value, encode_attributes
 from echograph.ir.types import CollectiveKind, OpKind
 
 DIMENSIONS = 4

@@ -1,7 +1,7 @@
 """Chakra execution traces to a job graph: one program a rank, in the one block, with groups of listed ranks.
 
 A node becomes an operation of its name. Where a rank's control dependencies are chains, each chain is a stream, as
-`ir.exporters.chakra` writes them; else work runs on one stream by kind: compute, one for each process group and
+`writer` writes them; else work runs on one stream by kind: compute, one for each process group and
 for each peer, or the stream that PyTorch's traces state.
 """
 
@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import FormatError, InputError
-from echograph.frontend import Imported
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.chakra_ends import surely_end
-from echograph.ir.chakra_traces import ABSENT, MAX_DEPENDENCIES, RankTrace, Traces, read_traces
+from echograph.ir.chakra.dry_run import free_run, who_waits
+from echograph.ir.chakra.ends import surely_end
+from echograph.ir.chakra.messages import CommType, NodeType, read_metadata
+from echograph.ir.chakra.reader import ABSENT, MAX_DEPENDENCIES, RankTrace, Traces, read_traces
 from echograph.ir.columns import NONE, Int64, Ragged
-from echograph.ir.exporters.chakra_dry_run import free_run, who_waits
+from echograph.ir.formats import Imported
 from echograph.ir.graph import JobGraph, Workload
-from echograph.ir.serde_chakra import CommType, NodeType, read_metadata
 from echograph.ir.types import CollectiveKind, CopyDirection, DType, OpKind, Payload, Phase, Source
 from echograph.progress import Progress, silent
 from echograph.units import PS_PER_NS, PS_PER_US

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import FormatError, InputError
+from echograph.ir.chakra.columns import NodeColumns, decode, eights, split, varints
+from echograph.ir.chakra.messages import ChakraNode, Value, decode_metadata, read, read_metadata
 from echograph.ir.columns import NONE, Int32, Int64, Ragged
 from echograph.ir.files import read_whole
-from echograph.ir.serde_chakra import ChakraNode, Value, decode_metadata, read, read_metadata
-from echograph.ir.serde_chakra_columns import NodeColumns, decode, eights, split, varints
 from echograph.progress import Progress, silent
 
 ABSENT = -(2**63)

@@ -14,8 +14,8 @@ from echograph.ir.files import fields, with_checksum
 from echograph.ir.graph import FORMAT_MAJOR
 from echograph.ir.profile import Environment, Measurement, Profile, TensorType
 from echograph.ir.serde import HEADER_FIELDS, check_header
-from echograph.ir.serde_decode import decode_attributes
-from echograph.ir.serde_encode import encode_attributes
+from echograph.ir.serde.decoder import decode_attributes
+from echograph.ir.serde.encoder import encode_attributes
 from echograph.proto import profile_pb2 as pb
 from echograph.proto import workload_pb2
 

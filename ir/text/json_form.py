@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from echograph.errors import FormatError
 from echograph.ir.graph import Graph, JobGraph, StepGraph
-from echograph.ir.records import block_head, from_record, header, plain
+from echograph.ir.text.records import block_head, from_record, header, plain
 
 
 def to_json(graph: Graph) -> Iterator[str]:

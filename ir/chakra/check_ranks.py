@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from echograph.ir.chakra_traces import ABSENT, RankTrace, Traces
+from echograph.ir.chakra.dry_run import dry_run, who_waits
+from echograph.ir.chakra.finding import WARNING, Finding, at_node, group_name, ranks_of
+from echograph.ir.chakra.lowering import MAX_TAGS
+from echograph.ir.chakra.messages import CommType, NodeType
+from echograph.ir.chakra.reader import ABSENT, RankTrace, Traces
 from echograph.ir.columns import Int64
-from echograph.ir.exporters.chakra_dry_run import dry_run, who_waits
-from echograph.ir.exporters.chakra_finding import WARNING, Finding, at_node, group_name, ranks_of
-from echograph.ir.exporters.chakra_lower import MAX_TAGS
-from echograph.ir.serde_chakra import CommType, NodeType
 
 Side = tuple[RankTrace, list[int]]
 """A trace, and rows of it by ascending id."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from echograph.errors import FormatError, InputError, MissingExtraError
 from echograph.ir.graph import Graph, JobGraph, StepGraph
-from echograph.ir.records import Record, block_head, from_record, header, plain
+from echograph.ir.text.records import Record, block_head, from_record, header, plain
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
+from echograph.ir.chakra.messages import MAX_MESSAGE_BYTES, NodeType, Value, decode_attribute
 from echograph.ir.columns import Int64
-from echograph.ir.serde_chakra import MAX_MESSAGE_BYTES, NodeType, Value, decode_attribute
 from echograph.proto import chakra_pb2 as pb
 
 Bools = npt.NDArray[np.bool_]

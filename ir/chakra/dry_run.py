@@ -15,9 +15,9 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from echograph.ir.chakra_traces import ABSENT, RankTrace, Traces, followers
-from echograph.ir.exporters.chakra_finding import group_name, ranks_of
-from echograph.ir.serde_chakra import NodeType
+from echograph.ir.chakra.finding import group_name, ranks_of
+from echograph.ir.chakra.messages import NodeType
+from echograph.ir.chakra.reader import ABSENT, RankTrace, Traces, followers
 
 NS_PER_US = 1000
 

@@ -10,7 +10,7 @@ from math import inf
 from typing import NoReturn, TypeVar
 
 from echograph.errors import FormatError
-from echograph.ir.assemble import MIN_NUMBER
+from echograph.ir.text.assemble import MIN_NUMBER
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _WORD = re.compile(r"[A-Za-z0-9_.{}]+")
