@@ -68,6 +68,19 @@ def test_errors_of_a_family_move_together_and_families_apart(
     assert result.interval_ps == (5450 * times - around, 5450 * times + around)
 
 
+@pytest.mark.parametrize("times", [1, 8])
+def test_what_others_hide_moves_nothing(times: int) -> None:
+    """Kernels beside a longer one, not sure by a half, are in no bound, be they run in pieces or task by task."""
+    builder = GraphBuilder(streams=("compute", "beside"))
+    for stream, picoseconds, spread in ((0, 1000, 0.0), (1, 600, 0.5), (1, 0, 0.9)):
+        builder.compute(
+            "kernel", phase=Phase.FORWARD, flops=1, stream=stream, attributes=GEMM if stream else None,
+            durations=(took(picoseconds, spread),),
+        )  # fmt: skip
+    builder.program([(0, 0, 3, 0, n) for n in range(times)])
+    assert simulate(builder.build(JobGraph), CLUSTER, IDLE).interval_ps == (1000 * times, 1000 * times)
+
+
 def test_the_interval_begins_at_nothing() -> None:
     assert simulate(chain([(GEMM, 1000, 0.9)]), CLUSTER, IDLE).interval_ps == (0, 1000 + round(1.645 * 900))
 
