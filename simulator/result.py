@@ -15,8 +15,7 @@ from echograph.simulator.durations import Durations
 from echograph.simulator.flows import LinkUse
 from echograph.simulator.goodput import Goodput
 from echograph.simulator.memory import Memory
-from echograph.simulator.rank_path import RankPath
-from echograph.simulator.ranks import RankTimes
+from echograph.simulator.ranks import RankPath, RankTimes
 from echograph.units import to_s
 
 

@@ -14,7 +14,7 @@ from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.clusters.placement import Placement
 from echograph.simulator.clusters.types import Cluster
 from echograph.simulator.collectives.model import ALL_PROTOCOLS, KINDS, Algorithm, Bytes, Cost, Kind, bus_factor
-from echograph.simulator.network.links import Links, group_links
+from echograph.simulator.network.topology import Links, group_links
 
 _HERE = "echograph.simulator.collectives"
 ALGORITHMS = Table(

@@ -10,7 +10,7 @@ from echograph.ir.columns import NONE, Int64
 from echograph.ir.edges import Edges, spread
 from echograph.ir.graph import JobGraph
 from echograph.ir.types import OpKind
-from echograph.simulator.rendezvous import RendezvousKeys, number_rendezvous, occurrences
+from echograph.simulator.groups import RendezvousKeys, number_rendezvous, occurrences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
