@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from echograph.ir.text_parse import from_text
+from echograph.ir.text.parser import from_text
 from hypothesis import given
 from hypothesis import strategies as st
 
