@@ -22,10 +22,10 @@ from echograph.errors import PlanError, UsageError
 from echograph.ir.chakra.lowering import Communicators, Differs, Lowered, Lowering
 from echograph.ir.chakra.messages import NodeType, Template, encode_attributes, encode_name
 from echograph.ir.columns import NONE, Int64
-from echograph.ir.edges import Edges
 from echograph.ir.files import whole_folder
 from echograph.ir.formats import Exported
 from echograph.ir.graph import JobGraph, Program
+from echograph.ir.schedule import Edges
 from echograph.ir.types import COMMUNICATIONS, OpKind, Source
 from echograph.progress import Progress, silent
 from echograph.units import PS_PER_NS, PS_PER_US, format_time
