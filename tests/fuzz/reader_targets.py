@@ -172,6 +172,7 @@ def _traces() -> list[Files]:
                 step(number, at, 900),
                 *launched("gemm", at + 10, at + 20, 100, 10 * number + 1),
                 *launched("ncclDevKernel_AllReduce", at + 30, at + 130, 80, 10 * number + 2, stream=9, **reduce),
+                *launched("Memcpy HtoD", at + 40, at + 60, 20, 10 * number + 4, cat="gpu_memcpy", bytes=4096),
                 _event("cudaStreamSynchronize", at + 300, 50, "cuda_runtime", correlation=10 * number + 3),
             ]
         job = {"distributedInfo": {"backend": "gloo", "rank": rank, "world_size": 2}}
