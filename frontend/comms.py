@@ -17,8 +17,8 @@ from pathlib import Path
 
 from echograph.errors import FormatError, InputError
 from echograph.ir.builder import Common, GraphBuilder
-from echograph.ir.comms.native import NativeSource
 from echograph.ir.comms.operations import kind_of
+from echograph.ir.comms.reader import NativeSource
 from echograph.ir.comms.record import UNKNOWN, What
 from echograph.ir.formats import Imported
 from echograph.ir.graph import JobGraph, Workload

@@ -20,7 +20,7 @@ def load_json(source: Path) -> StepGraph | JobGraph:
         InputError: the file cannot be read.
         FormatError: it is too large, or holds no graph; says where and what.
     """
-    from echograph.ir.text.json_form import from_json
+    from echograph.ir.text.records import from_json
 
     return _load(source, "json", from_json)
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Int8, Int32, Int64, Ragged
-from echograph.ir.edges import Edges
 from echograph.ir.graph import JobGraph
+from echograph.ir.schedule import Edges
 from echograph.ir.types import OpKind
 from echograph.simulator.groups import RendezvousKeys, number_rendezvous, occurrences
 

@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from echograph.errors import FormatError, InputError
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.chakra.dry_run import free_run, who_waits
-from echograph.ir.chakra.ends import surely_end
+from echograph.ir.chakra.dry_run import free_run, surely_end, who_waits
 from echograph.ir.chakra.messages import CommType, NodeType, read_metadata
 from echograph.ir.chakra.reader import ABSENT, MAX_DEPENDENCIES, RankTrace, Traces, read_traces
 from echograph.ir.columns import NONE, Int64, Ragged

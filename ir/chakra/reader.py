@@ -21,8 +21,18 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import FormatError, InputError
-from echograph.ir.chakra.columns import NodeColumns, decode, eights, split, varints
-from echograph.ir.chakra.messages import ChakraNode, Value, decode_metadata, read, read_metadata
+from echograph.ir.chakra.messages import (
+    ChakraNode,
+    NodeColumns,
+    Value,
+    decode,
+    decode_metadata,
+    eights,
+    read,
+    read_metadata,
+    split,
+    varints,
+)
 from echograph.ir.columns import NONE, Int32, Int64, Ragged
 from echograph.ir.files import read_whole
 from echograph.progress import Progress, silent
@@ -181,6 +191,19 @@ class Traces:
     def name(self, trace: RankTrace, row: int) -> str:
         """Name of a node."""
         return self.names[int(trace.name[row])]
+
+
+def group_name(traces: Traces, trace: RankTrace, row: int) -> str:
+    """The group of a node: "" is the whole world, which nodes without one mean; "?" none that is text."""
+    named = traces.groups_named[int(trace.group[row])]
+    if named is None or named == "0":
+        return ""
+    return named if isinstance(named, str) else "?"
+
+
+def ranks_of(traces: Traces, name: str) -> tuple[int, ...]:
+    """The ranks of a group; none where there is no such group."""
+    return (traces.groups or {}).get(name, ()) if name else tuple(trace.rank for trace in traces.ranks)
 
 
 def read_traces(source: Path, progress: Progress = silent) -> Traces:

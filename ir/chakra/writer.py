@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
 from echograph.errors import PlanError, UsageError
-from echograph.ir.chakra.lowering import Lowered, Lowering
-from echograph.ir.chakra.messages import NodeType, encode_attributes
-from echograph.ir.chakra.ranks import Communicators, Differs
-from echograph.ir.chakra.serial import Serial
-from echograph.ir.chakra.template import Template, encode_name
-from echograph.ir.chakra.trace import Trace
+from echograph.ir.chakra.lowering import Communicators, Differs, Lowered, Lowering
+from echograph.ir.chakra.messages import NodeType, Template, encode_attributes, encode_name
 from echograph.ir.columns import NONE, Int64
-from echograph.ir.edges import Edges
 from echograph.ir.files import whole_folder
 from echograph.ir.formats import Exported
-from echograph.ir.graph import JobGraph
-from echograph.ir.types import OpKind, Source
+from echograph.ir.graph import JobGraph, Program
+from echograph.ir.schedule import Edges
+from echograph.ir.types import COMMUNICATIONS, OpKind, Source
 from echograph.progress import Progress, silent
-from echograph.units import format_time
+from echograph.units import PS_PER_NS, PS_PER_US, format_time
 
 MAX_NODES = 100_000_000
 MAX_ROLE_NODES = 20_000_000
@@ -285,3 +284,305 @@ def _used_rows(job: JobGraph) -> list[int]:
     """Rows that some program runs."""
     rows: list[int] = np.flatnonzero(job.run_counts()).tolist()
     return rows
+
+
+# -- the nodes of a program -----------------------------------------------------------------------------------
+# The nodes that a role of a job runs, in order, with what each waits for and how long it takes.
+
+
+class Step(NamedTuple):
+    """A node.
+
+    Attributes:
+        number: 1, 2, ... in the order of the program, which readers take for a priority.
+        row: of the operation table.
+        block: of the graph.
+        instance: of the block.
+        after: the node before it on its stream; () where it is the first.
+        waits: nodes of other streams that end before it starts, ascending, but for those that it is behind anyhow.
+        duration_us: whole microseconds.
+    """
+
+    number: int
+    row: int
+    block: int
+    instance: int
+    after: tuple[int, ...]
+    waits: tuple[int, ...]
+    duration_us: int
+
+
+class Trace:
+    """What one program runs.
+
+    Work on a stream runs in order, so of the nodes of another stream that a node waits for, the last is enough;
+    and an operation that has no node hands on what it waits for to the next of its stream.
+
+    A collective also waits for the sends before it within its group: a reader that runs one communication at a
+    time would otherwise hold a message back for a collective whose other members wait for that message.
+
+    Args:
+        edges: of the job.
+        number: of the program.
+        kept: bool [operations], which rows have a node.
+        picoseconds: int64 [operations]; what is below 0 counts as 0.
+
+    Attributes:
+        drift_ps: by stream, how much longer its kernels run than they should, once all have been gone through.
+    """
+
+    def __init__(self, edges: Edges, number: int, kept: np.ndarray, picoseconds: Int64) -> None:
+        self._job, self._calls = edges.job, edges.job.programs[number].calls
+        self._rows = _rows(edges.job.programs[number])
+        self._streams = edges.job.ops.stream[self._rows].tolist()
+        self._kept = kept[self._rows].tolist()
+        self._kernels = (~np.isin(edges.job.ops.kind, COMMUNICATIONS))[self._rows].tolist()
+        self._kinds = edges.job.ops.kind[self._rows].tolist()
+        self._groups = edges.job.ops.group[self._rows].tolist()
+        self._before = _by_reader(*edges.of(number))
+        self._picoseconds = np.maximum(picoseconds, 0)[self._rows].tolist()
+        self.drift_ps: list[int] = [0] * len(self._job.streams)
+
+    def __len__(self) -> int:
+        return sum(self._kept)
+
+    def __iter__(self) -> Iterator[Step]:
+        lengths = self._calls[:, 2] - self._calls[:, 1]
+        block, instance = (np.repeat(self._calls[:, i], lengths).tolist() for i in (0, 3))
+        rows, owed = self._rows.tolist(), [0] * len(self.drift_ps)
+        for position, number, after, waits in self._order():
+            stream, exact = self._streams[position], self._picoseconds[position]
+            if self._kernels[position]:
+                exact += owed[stream]
+            micros = max(0, (exact + PS_PER_US // 2) // PS_PER_US)
+            if self._kernels[position]:
+                # Readers take 0 microseconds for a nanosecond.
+                owed[stream] = exact - (micros * PS_PER_US or PS_PER_NS)
+            yield Step(number, rows[position], block[position], instance[position], after, waits, micros)
+        self.drift_ps = [-left for left in owed]
+
+    def _order(self) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
+        """(position, number, node before it on its stream, nodes it waits for) of every node."""
+        streams = range(len(self.drift_ps))
+        last = [0 for _ in streams]
+        known: list[dict[int, int]] = [{} for _ in streams]
+        inherited: list[dict[int, int]] = [{} for _ in streams]
+        sources = {source for found in self._before.values() for source in found}
+        sends: dict[int, dict[int, int]] = {}
+        at: dict[int, dict[int, int]] = {}
+        number = 0
+        for position, (stream, kept) in enumerate(zip(self._streams, self._kept, strict=True)):
+            needs = inherited[stream]
+            for source in self._before.get(position, ()):
+                _latest(needs, at[source])
+            if kept:
+                number += 1
+                group = self._groups[position]
+                if self._kinds[position] == OpKind.SEND:
+                    sends.setdefault(group, {})[stream] = number
+                elif self._kinds[position] == OpKind.COLLECTIVE:
+                    for among, sent in sends.items():
+                        if _within(self._job, among, group):
+                            _latest(needs, sent)
+                behind = known[stream]
+                waits = {s: n for s, n in needs.items() if s != stream and n > behind.get(s, 0)}
+                behind.update(waits)
+                yield position, number, (last[stream],) if last[stream] else (), tuple(sorted(waits.values()))
+                last[stream], inherited[stream] = number, {}
+            if position in sources:
+                # Whoever waits for it waits for its stream up to here, and for what has not been waited for.
+                at[position] = {**inherited[stream], **({stream: last[stream]} if last[stream] else {})}
+
+
+def _within(job: JobGraph, inner: int, outer: int) -> bool:
+    """Whether all who are in a group together are so in another one."""
+    one, other = job.groups[inner], job.groups[outer]
+    if one.ranks or other.ranks:
+        return bool(one.ranks) and set(one.ranks) <= set(other.ranks)
+    if other.positions:
+        return one.axes == other.axes and bool(one.positions) and set(one.positions) <= set(other.positions)
+    return set(one.axes) <= set(other.axes)
+
+
+def _latest(needs: dict[int, int], more: Mapping[int, int]) -> None:
+    for stream, number in more.items():
+        if number > needs.get(stream, 0):
+            needs[stream] = number
+
+
+def _rows(program: Program) -> Int64:
+    """The rows of the operation table that a program runs, in order."""
+    begin, end = program.calls[:, 1], program.calls[:, 2]
+    lengths = end - begin
+    rows: Int64 = np.repeat(begin - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
+    return rows
+
+
+def _by_reader(before: Int64, after: Int64) -> Mapping[int, Sequence[int]]:
+    """For every position that waits, the positions it waits for."""
+    found: dict[int, list[int]] = {}
+    for source, reader in zip(before.tolist(), after.tolist(), strict=True):
+        found.setdefault(reader, []).append(source)
+    return found
+
+
+# -- one at a time --------------------------------------------------------------------------------------------
+# How long a reader takes for a job's traces that runs one kernel and one communication of a rank at a time.
+#
+# ASTRA-sim is one: of what is ready it starts the lowest id; a send does not wait for its receive, and a receive
+# keeps nothing from running. The ranks of a program do the same, so one of each is run; a collective waits for one
+# rank of every program that takes part.
+
+
+MAX_SERIAL_NODES = 400_000
+"""Of one rank of every program together: a run takes some microseconds a node."""
+
+_COMPUTE, _COMMUNICATE, _RECEIVE = range(3)
+_LANES = {NodeType.COMP: _COMPUTE, NodeType.RECV: _RECEIVE}
+
+
+class _Meeting(NamedTuple):
+    """What those who meet have in common, and how many they are; a message is told by its ends and tag."""
+
+    key: tuple[object, ...]
+    members: int
+
+
+@dataclass(slots=True)
+class _Role:
+    """One rank of a program while it runs; nodes are counted from 0."""
+
+    lanes: list[int]
+    times: list[int]
+    meets: list[_Meeting | None]
+    missing: list[int]
+    readers: list[list[int]]
+    ready: list[list[int]] = field(default_factory=lambda: [[], [], []])
+    busy: list[bool] = field(default_factory=lambda: [False, False])
+
+
+class Serial:
+    """A run of one rank of every program.
+
+    Args:
+        ranks: who is whose group and peer.
+        rows: what the rows of the operation table become.
+        picoseconds: int64 [operations], of communications how long they take.
+    """
+
+    def __init__(self, ranks: Communicators, rows: Mapping[int, Lowered], picoseconds: Int64) -> None:
+        self.ranks, self.rows = ranks, rows
+        self.picoseconds = picoseconds.tolist()
+        places = [ranks.ranks(number).tolist() for number in range(len(ranks.job.programs))]
+        self.first = [ranks_of[0] for ranks_of in places]
+        self.program = {rank: number for number, ranks_of in enumerate(places) for rank in ranks_of}
+        self.groups = {str(number): members for number, members in ranks.members()}
+        self.roles: dict[int, _Role] = {}
+        self.nodes = 0
+        self.now = 0
+        self.done = 0
+        self.events: list[tuple[int, int, int]] = []
+        self.met: dict[tuple[object, ...], deque[tuple[int, int, int]]] = defaultdict(deque)
+
+    def add(self, number: int, steps: Iterable[Step]) -> None:
+        """Adds the nodes of a program, in order; beyond `MAX_SERIAL_NODES` nothing more is kept."""
+        role = _Role([], [], [], [], [])
+        for step in steps:
+            self.nodes += 1
+            if self.nodes > MAX_SERIAL_NODES:
+                return
+            lowered = self.rows[step.row]
+            needs = {*step.after, *step.waits}
+            role.lanes.append(_LANES.get(lowered.kind, _COMMUNICATE))
+            kernel = lowered.kind == NodeType.COMP
+            time = step.duration_us * PS_PER_US or PS_PER_NS if kernel else self.picoseconds[step.row]
+            role.times.append(time)
+            role.meets.append(None if kernel else self._meeting(number, lowered, step.row))
+            role.missing.append(len(needs))
+            role.readers.append([])
+            for need in needs:
+                role.readers[need - 1].append(step.number - 1)
+        self.roles[number] = role
+
+    def _meeting(self, number: int, lowered: Lowered, row: int) -> _Meeting:
+        assert lowered.differs is not None
+        own = self.ranks.attributes(lowered.differs, self.first[number])
+        if "pg_name" in own:
+            programs = frozenset(self.program[rank] for rank in self.groups[str(own["pg_name"])])
+            index = int(self.ranks.job.ops.group[row])
+            return _Meeting((index, programs), len(programs))
+        ends = (self.program[int(str(own[name]))] for name in ("comm_src", "comm_dst"))
+        return _Meeting((*ends, int(self.ranks.job.ops.group[row]), int(self.ranks.job.ops.tag[row])), 2)
+
+    def run(self) -> int | None:
+        """Picoseconds until the last node has ended; None for too many nodes, or where they wait for ever."""
+        if self.nodes > MAX_SERIAL_NODES:
+            return None
+        for role in self.roles.values():
+            for node, missing in enumerate(role.missing):
+                if not missing:
+                    role.ready[role.lanes[node]].append(node)
+            for lane in role.ready:
+                heapify(lane)
+        todo = set(self.roles)
+        while todo or self.events:
+            for number in sorted(todo):
+                self._issue(number)
+            todo = set()
+            if self.events:
+                self.now = self.events[0][0]
+            # What ends at one moment ends before anything starts.
+            while self.events and self.events[0][0] == self.now:
+                _, number, node = heappop(self.events)
+                self._end(number, node)
+                todo.add(number)
+        return self.now if self.done == self.nodes else None
+
+    def _issue(self, number: int) -> None:
+        role = self.roles[number]
+        while role.ready[_RECEIVE]:
+            self._pass_on(number, heappop(role.ready[_RECEIVE]), sends=False)
+        for lane in (_COMPUTE, _COMMUNICATE):
+            if role.ready[lane] and not role.busy[lane]:
+                role.busy[lane] = True
+                node = heappop(role.ready[lane])
+                meeting = role.meets[node]
+                if meeting is None:
+                    heappush(self.events, (self.now + role.times[node], number, node))
+                elif len(meeting.key) == 2:
+                    self._gather(number, node, meeting)
+                else:
+                    self._pass_on(number, node, sends=True)
+
+    def _gather(self, number: int, node: int, meeting: _Meeting) -> None:
+        came = self.met[meeting.key]
+        came.append((self.now, number, node))
+        if len(came) == meeting.members:
+            for _, one, its in came:
+                heappush(self.events, (self.now + self.roles[one].times[its], one, its))
+            came.clear()
+
+    def _pass_on(self, number: int, node: int, *, sends: bool) -> None:
+        """A send ends when its bytes have arrived, and its receive when it has come, too."""
+        role = self.roles[number]
+        meeting = role.meets[node]
+        assert meeting is not None
+        at = self.now + role.times[node] if sends else self.now
+        if sends:
+            heappush(self.events, (at, number, node))
+        mine, theirs = self.met[(*meeting.key, sends)], self.met[(*meeting.key, not sends)]
+        mine.append((at, number, node))
+        if theirs:
+            one, other = mine.popleft(), theirs.popleft()
+            _, receiver, place = other if sends else one
+            heappush(self.events, (max(one[0], other[0]), receiver, place))
+
+    def _end(self, number: int, node: int) -> None:
+        role = self.roles[number]
+        self.done += 1
+        if role.lanes[node] != _RECEIVE:
+            role.busy[role.lanes[node]] = False
+        for reader in role.readers[node]:
+            role.missing[reader] -= 1
+            if not role.missing[reader]:
+                heappush(role.ready[role.lanes[reader]], reader)

@@ -9,8 +9,8 @@ EXPORTERS = Table(
     {
         "dot": "echograph.ir.exporters.drawing:export_dot",
         "echo": "echograph.ir.exporters.echo:export_echo",
-        "gml": "echograph.ir.exporters.networks:export_gml",
-        "graphml": "echograph.ir.exporters.networks:export_graphml",
+        "gml": "echograph.ir.exporters.texts:export_gml",
+        "graphml": "echograph.ir.exporters.texts:export_graphml",
         "json": "echograph.ir.exporters.texts:export_json",
         "onnx": "echograph.ir.exporters.onnx:export",
         "svg": "echograph.ir.exporters.drawing:export_svg",

@@ -16,8 +16,7 @@ from echograph.errors import FormatError, GraphError
 from echograph.ir.files import fields, read_whole, with_checksum, write_whole
 from echograph.ir.graph import FORMAT_MAJOR, Graph, JobGraph, StepGraph
 from echograph.ir.serde.decoder import Decoder
-from echograph.ir.serde.encoder import header, tensor_chunks, trailer
-from echograph.ir.serde.encoder_ops import op_chunks
+from echograph.ir.serde.encoder import header, op_chunks, tensor_chunks, trailer
 from echograph.progress import Progress, silent
 from echograph.proto import workload_pb2 as pb
 

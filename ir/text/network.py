@@ -31,7 +31,7 @@ MAX_ROWS = 1_000_000
 """Rows of both tables; a network keeps some kilobytes for each in memory."""
 
 _NODE_JSON = ("shape", "sharded", "durations", "attributes")
-_NETWORK_JSON = ("workload", "streams", "mesh", "groups", "passes", "strings", "attributes", "blocks", "programs")
+_NETWORK_JSON = ("workload", "passes", "streams", "mesh", "groups", "strings", "attributes", "blocks", "programs")
 _LISTS = {"reads": "inputs", "makes": "outputs", "after": "deps"}
 _SINGLE = {"alias": "alias_of", "forward": "forward_op"}
 _TABLES = {"tensor": "tensors", "operation": "ops"}

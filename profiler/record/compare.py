@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from echograph.errors import InputError, UsageError
-from echograph.ir.comms.native import NativeSource
+from echograph.ir.comms.reader import NativeSource
 from echograph.ir.comms.record import What
 from echograph.ir.graph import JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Phase

@@ -20,11 +20,17 @@ from chakra_sets import NAME, changed, collective, good_set, node, write_set
 
 from echograph.errors import EchoError
 from echograph.ir.chakra import reader as chakra_traces
-from echograph.ir.chakra.columns import split
-from echograph.ir.chakra.dry_run import free_run
-from echograph.ir.chakra.ends import surely_end
+from echograph.ir.chakra.dry_run import free_run, surely_end
 from echograph.ir.chakra.importer import _Shape, load
-from echograph.ir.chakra.messages import ChakraNode, CommType, NodeType, delimited, encode_metadata, encode_node
+from echograph.ir.chakra.messages import (
+    ChakraNode,
+    CommType,
+    NodeType,
+    delimited,
+    encode_metadata,
+    encode_node,
+    split,
+)
 from echograph.ir.chakra.reader import ATTRIBUTES, RankTrace, Traces, read_traces
 from echograph.ir.chakra.writer import write_chakra
 from echograph.ir.columns import Ragged

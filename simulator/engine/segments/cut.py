@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from echograph.ir.columns import NONE, Int64
-from echograph.ir.edges import Edges, spread
 from echograph.ir.graph import JobGraph
+from echograph.ir.schedule import Edges, spread
 from echograph.ir.types import OpKind
 from echograph.simulator.groups import RendezvousKeys, number_rendezvous, occurrences
 

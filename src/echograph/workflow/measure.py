@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.spec import StepSpec
     from echograph.ir.graph import StepGraph
-    from echograph.ir.invocations import Invocation
-    from echograph.ir.profile import Environment, Profile
+    from echograph.ir.profile import Environment, Invocation, Profile
     from echograph.profiler.measure.device import Device
     from echograph.profiler.measure.ops import Outcome
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from echograph.cli.check_chakra import check_chakra
 from echograph.errors import FormatError, InputError
-from echograph.ir.chakra.check import CHECKS, MAX_SHOWN, Checked, check
+from echograph.ir.chakra.check import CHECKS, MAX_SHOWN, Checked, Finding, check
 from echograph.ir.chakra.dry_run import dry_run, free_run
-from echograph.ir.chakra.finding import Finding
 from echograph.ir.chakra.messages import CommType, NodeType, delimited, encode_node
 from echograph.ir.chakra.reader import read_traces
 

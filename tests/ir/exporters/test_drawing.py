@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.exporters import EXPORTERS
-from echograph.ir.exporters.picture import MAX_STEPS, Picture, picture
-from echograph.ir.exporters.svg import to_svg
+from echograph.ir.exporters.drawing import MAX_STEPS, Picture, picture, to_svg
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold

@@ -22,9 +22,9 @@ from echograph.ir.graph import Graph, JobGraph, StepGraph, Workload
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.text import to_text
-from echograph.ir.text.json_form import from_json, to_json
 from echograph.ir.text.network import from_gml, to_network
 from echograph.ir.text.parser import from_text
+from echograph.ir.text.records import from_json, to_json
 
 nx = pytest.importorskip("networkx")
 
