@@ -174,7 +174,7 @@ def _cut(job: JobGraph, number: int, edges: Edges, joined: np.ndarray) -> _Cut:
 def _inner(cuts: list[_Cut], kind: Int64, first: Int64) -> dict[tuple[int, int], list[int]] | None:
     """Who waits for whom inside each kind of piece; None where its pieces differ."""
     found = []
-    longest = int(max((c.lengths.max(initial=0) for c in cuts), default=0)) + 1
+    longest = int(max((c.lengths.max(initial=0) for c in cuts), default=0))
     for c, number in zip(cuts, first.tolist(), strict=False):
         piece = c.piece(c.after)
         inside = piece == c.piece(c.before)
