@@ -28,7 +28,7 @@ def limits(job: JobGraph, timeline: Timeline) -> dict[str, int]:
     path = timeline.critical_path()
     side = (timeline.lane[path] != Lane.HOST).astype(np.int64)
     number = families(job)[side, timeline.op[path]]
-    total = np.bincount(number, weights=timeline.duration[path].astype(np.float64), minlength=1)
+    total = np.bincount(number, weights=timeline.duration[path].astype(np.float64))
     return largest_first(job, total, timeline.makespan if len(path) else 0)
 
 
