@@ -20,7 +20,6 @@ from random import Random
 from types import FrameType
 from typing import Any, NamedTuple
 
-import typer
 from damage import damage
 from reader_targets import OUT, STEP, Files, Target
 
@@ -198,8 +197,6 @@ def prepare(target: Target) -> str | None:
         A command that no whole file passes, or a file that passes none; None where there is none.
     """
     os.environ.update(HF_HUB_OFFLINE="1", COLUMNS="120")
-    # Commands are built anew at every start, which takes longer than most of them.
-    typer.main.get_command = functools.cache(typer.main.get_command)
     seeds = seeds_of(target)
     failed: dict[int | tuple[str, ...], str] = {}
     passed: set[int | tuple[str, ...]] = set()
