@@ -39,7 +39,7 @@ class Target:
     seeds: Callable[[], list[Files]]
     commands: tuple[tuple[str, ...], ...]
     damaged: tuple[str, ...] = ("",)
-    fast: int = 100
+    fast: int = 60
 
 
 def made(make: Callable[[Path], Any]) -> Files:
@@ -441,7 +441,7 @@ TARGETS: tuple[Target, ...] = (
             name=form,
             seeds=lambda form=form, ending=ending: _exported(form, ending),  # type: ignore[misc]
             commands=(("echoc", "import", form, "{file}", "-o", OUT),),
-            fast=60 if form == "gml" else 200,
+            fast=60 if form == "gml" else 100,
         )
         for form, ending in (("text", "txt"), ("json", "json"), ("gml", "gml"))
     ),

@@ -68,7 +68,7 @@ def capture_command(
         size = serde.save(captured.graph, output, say)
     for note in captured.notes:
         print_error(f"note: {note}")
-    summary = summarize_job(captured.graph)  # type: ignore[arg-type]
+    summary = summarize_job(captured.graph)
     if as_json:
         print_json({"output": str(output), "bytes": size, "notes": list(captured.notes), **summary})
     else:
