@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.measure import echo, measure
 from echograph.ir import serde
 from echograph.ir.graph import JobGraph
-from echograph.ir.passes.unfold_ranks import UnfoldRanks
+from echograph.ir.passes.mesh import UnfoldRanks
 
 PLAN = ("--gpus", "1024", "--tp", "8", "--pp", "8", "--micro-batch", "1", "--global-batch", "64")
 """Of GPT-3 13B: five layers a stage and four micro-batches."""

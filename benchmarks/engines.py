@@ -15,12 +15,12 @@ import numpy as np
 
 from benchmarks import contended
 from echograph.ir.columns import Ragged
-from echograph.simulator.engine import columns, events, loops, reference, static
-from echograph.simulator.engine.numbering import number
+from echograph.simulator.engine import columns, events, schedule, static
+from echograph.simulator.engine.static import number
 from echograph.simulator.tasks import DEVICE, HOST, TaskGraph
 
 RESOURCES = 64
-REFERENCE_TASKS = 100_000
+SMALL_TASKS = 100_000
 PROGRAMS = 8
 RANKS = 128
 MEETING_EVERY = 700
@@ -70,20 +70,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", type=int, default=2_000_000)
     count = parser.parse_args().tasks
-    large, small = tasks(count), tasks(REFERENCE_TASKS)
-    meeting, meeting_small = meeting_tasks(count), meeting_tasks(loops.COMPILE_FROM // 4)
+    large, small = tasks(count), tasks(SMALL_TASKS)
+    meeting, meeting_small = meeting_tasks(count), meeting_tasks(schedule.COMPILE_FROM // 4)
     order = number(meeting)
     ranks = columns.alone(meeting, meeting.program, np.full((PROGRAMS, RANKS), 1.0))
     static.run(large), columns.run(meeting, order, ranks)  # compiles
     rows: list[tuple[str, int, Callable[[], object]]] = [
         ("numpy.cumsum (the floor)", count, lambda: np.cumsum(large.duration)),
         ("static pass, compiled", count, lambda: static.run(large)),
-        ("static pass, interpreted", REFERENCE_TASKS, lambda: static.run(small)),
-        ("reference (event heap)", REFERENCE_TASKS, lambda: reference.run(small)),
+        ("static pass, interpreted", SMALL_TASKS, lambda: static.run(small)),
         ("programs that meet: numbering", count, lambda: number(meeting)),
         ("  with the static pass", count, lambda: static.run(meeting)),
         ("  interpreted", len(meeting_small), lambda: static.run(meeting_small)),
-        ("  reference (event heap)", len(meeting_small), lambda: reference.run(meeting_small)),
         (f"  {RANKS} ranks of each", RANKS * count, lambda: columns.run(meeting, order, ranks)),
     ]
     for name, size, run in rows:

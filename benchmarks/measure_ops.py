@@ -88,7 +88,7 @@ def compare(name: str, given: argparse.Namespace, out: Path) -> dict[str, Any]:
 
 
 def _round(captured: Any, step: Any, device: Any, given: argparse.Namespace, path: Path) -> dict[str, Any]:
-    from echograph.ir.passes.measured import join
+    from echograph.ir.passes.annotate import join
     from echograph.ir.profile import Profile, save_profile
     from echograph.profiler.measure.ops import Options, measure
     from echograph.profiler.measure.steps import time_steps

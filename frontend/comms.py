@@ -16,11 +16,11 @@ from itertools import islice
 from pathlib import Path
 
 from echograph.errors import FormatError, InputError
-from echograph.frontend import Imported
 from echograph.ir.builder import Common, GraphBuilder
-from echograph.ir.comms_native import NativeSource
-from echograph.ir.comms_operations import kind_of
-from echograph.ir.comms_record import UNKNOWN, What
+from echograph.ir.comms.operations import kind_of
+from echograph.ir.comms.reader import NativeSource
+from echograph.ir.comms.record import UNKNOWN, What
+from echograph.ir.formats import Imported
 from echograph.ir.graph import JobGraph, Workload
 from echograph.ir.types import CollectiveKind, DType, Duration, Phase, Source
 from echograph.units import PS_PER_NS, format_time
@@ -137,7 +137,7 @@ class _Import:
         for call in kept:
             by_rank[call.rank].append(call)
         began = min(call.queued for call in kept)
-        if (max(call.end for call in kept) - began) * PS_PER_NS >= 2**63:
+        if (max(max(call.end, call.wait) for call in kept) - began) * PS_PER_NS >= 2**63:
             raise FormatError(f"{self.sources[0].path.parent}: from first call to last over 106 days: trace less")
         for source in self.sources:
             mine, begin = by_rank[source.rank], self.builder.op_count()

@@ -189,6 +189,14 @@ class OpTable(Sequence[t.Op]):
     def __iter__(self) -> Iterator[t.Op]:
         return (self[i] for i in range(len(self)))
 
+    def moved_bytes(self, runs: Int64) -> int:
+        """What operations read and write together, each as often as it runs.
+
+        Args:
+            runs: int64 [operations]. Reads and writes are each within 64 bits, and their sum need not be.
+        """
+        return int(np.dot(runs, self.bytes_read)) + int(np.dot(runs, self.bytes_written))
+
     @property
     def is_view(self) -> npt.NDArray[np.bool_]:
         """Which operations cost the device nothing."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
 import numpy as np
 
 from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Float32, Int8, Int64
-from echograph.ir.graph import Group, JobGraph, Program
+from echograph.ir.graph import Group, JobGraph
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Source
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.collectives import CollectiveEstimate, Kind, collective_time
+from echograph.simulator.groups import group_ranks, place_in_group
 from echograph.units import to_ps
 
 _KINDS: dict[int, Kind] = {
@@ -127,91 +127,3 @@ def _pair(job: JobGraph, group: Group, row: int) -> Sequence[int]:
                 raise SimulationError(f"operation {row} ({name}) names peer {peer:+} in a group of {len(ranks)}")
             return [ranks[here], ranks[there]]
     return group_ranks(job, group)
-
-
-def group_ranks(job: JobGraph, group: Group, fixed: dict[str, int] | None = None) -> range | list[int]:
-    """Ranks of a group whose coordinates along other axes are `fixed` (0 where not named)."""
-    if not group.axes:
-        return list(group.ranks)
-    whole = _along(job, group, fixed or {})
-    return [whole[position] for position in group.positions] or whole
-
-
-def _along(job: JobGraph, group: Group, fixed: dict[str, int]) -> range | list[int]:
-    """All ranks along the axes of a group."""
-    strides = _strides(job)
-    start = sum(strides[axis] * value for axis, value in fixed.items() if axis not in group.axes)
-    sizes = {a.name: a.size for a in job.mesh}
-    if len(group.axes) == 1:
-        (axis,) = group.axes
-        return range(start, start + sizes[axis] * strides[axis], strides[axis])
-    ranks = np.array([start], np.int64)
-    for axis in group.axes:
-        ranks = (ranks[:, None] + np.arange(sizes[axis]) * strides[axis]).ravel()
-    return sorted(ranks.tolist())
-
-
-def meeting(job: JobGraph, number: int, row: int) -> object:
-    """The key under which tasks meet for a communication, or None where they meet only their own like.
-
-    Programs of one role stand for many ranks; a group whose axes the role leaves free lies within the role. There
-    a collective meets itself, and a send the receive of a neighbour, which is when the role itself receives.
-    """
-    ops = job.ops
-    program, group_index = job.programs[number], int(ops.group[row])
-    group = job.groups[group_index]
-    if not any(n != number and _meet(job, group, program, p) for n, p in enumerate(job.programs)):
-        return _within(job, number, row)
-    # An explicit group is one set of ranks, whatever the places of its members.
-    fixed = tuple(sorted((a, v) for a, v in program.coordinates.items() if group.axes and a not in group.axes))
-    key: tuple[object, ...] = (group_index, fixed)
-    if ops.kind[row] == OpKind.COLLECTIVE:
-        return key
-    here = place_in_group(job, group, program)
-    there = (here + int(ops.peer[row])) % job.group_size(group)
-    sender, receiver = (here, there) if ops.kind[row] == OpKind.SEND else (there, here)
-    return (*key, sender, receiver, int(ops.tag[row]))
-
-
-def _within(job: JobGraph, number: int, row: int) -> object:
-    """The key of sends and receives between the ranks of one role, by how far they go."""
-    ops, program = job.ops, job.programs[number]
-    group = job.groups[int(ops.group[row])]
-    if ops.kind[row] == OpKind.COLLECTIVE or not group.axes or set(group.axes) & program.coordinates.keys():
-        return None
-    towards = int(ops.peer[row]) if ops.kind[row] == OpKind.SEND else -int(ops.peer[row])
-    return number, int(ops.group[row]), towards % job.group_size(group), int(ops.tag[row])
-
-
-def _meet(job: JobGraph, group: Group, one: Program, other: Program) -> bool:
-    if not group.axes:
-        # Lists may be long: the other program is in few of them.
-        return not _ranks(job, other).isdisjoint(group.ranks) and not _ranks(job, one).isdisjoint(group.ranks)
-    pinned = [axis for axis in group.axes if axis in one.coordinates]
-    same = all(other.coordinates.get(a) == v for a, v in one.coordinates.items() if a not in group.axes)
-    return bool(pinned) and same
-
-
-def _ranks(job: JobGraph, program: Program) -> set[int]:
-    """The ranks that a program lists, or the one that its coordinates say."""
-    if program.ranks or len(program.coordinates) < len(job.mesh) or not job.mesh:
-        return set(program.ranks)
-    strides = _strides(job)
-    return {sum(strides[axis] * value for axis, value in program.coordinates.items())}
-
-
-def _strides(job: JobGraph) -> dict[str, int]:
-    """How far apart in rank two neighbours along an axis are."""
-    return {a.name: prod(b.size for b in job.mesh[i + 1 :]) for i, a in enumerate(job.mesh)}
-
-
-def place_in_group(job: JobGraph, group: Group, program: Program) -> int:
-    """The place of a program among the ranks of a group, 0 along axes that it leaves free."""
-    if not group.axes:
-        mine = _ranks(job, program)
-        return next(i for i, rank in enumerate(group.ranks) if rank in mine)
-    place = 0
-    for axis in job.mesh:
-        if axis.name in group.axes:
-            place = place * axis.size + program.coordinates.get(axis.name, 0)
-    return group.positions.index(place) if group.positions else place

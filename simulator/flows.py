@@ -20,8 +20,9 @@ from echograph.ir.graph import Group, JobGraph
 from echograph.ir.types import OpKind
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.collectives import ALGORITHMS, CollectiveEstimate, Kind, collective_time
-from echograph.simulator.durations import Durations, group_ranks, kind_of, place_in_group
+from echograph.simulator.durations import Durations, kind_of
 from echograph.simulator.engine.sharing import Float64, Sharing
+from echograph.simulator.groups import group_ranks, place_in_group
 from echograph.simulator.network.patterns import Pattern
 from echograph.simulator.network.routes import Loads, loads
 from echograph.simulator.network.topology import Topology

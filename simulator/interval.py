@@ -9,18 +9,21 @@ the step, one that is faster changes nothing.
 from __future__ import annotations
 
 from math import sqrt
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from echograph.ir.columns import NONE, Int64, distinct
 from echograph.ir.graph import JobGraph
-from echograph.ir.timeline import Timeline
-from echograph.simulator import engine as engines
 from echograph.simulator.durations import Durations
-from echograph.simulator.families import family_of
+from echograph.simulator.engine.static import finishes
 from echograph.simulator.host import Host
-from echograph.simulator.tasks import DEVICE, TaskGraph
+from echograph.simulator.limits import family_of
+from echograph.simulator.tasks import DEVICE
+
+if TYPE_CHECKING:
+    from echograph.simulator.roles import Roles, Step
 
 Factors = npt.NDArray[np.float64]
 
@@ -32,26 +35,24 @@ MAX_TASKS = 200_000_000
 stands for them."""
 
 
-def interval(job: JobGraph, tasks: TaskGraph, times: Durations, host: Host, timeline: Timeline) -> tuple[int, int]:
-    """The central 90 % of the step time, picoseconds, from the tasks.
+def interval(roles: Roles, step: Step) -> tuple[int, int]:
+    """The central 90 % of the step time, picoseconds.
 
     Args:
-        job: the job.
-        tasks: its tasks.
-        times: durations of its operations with their relative standard errors.
-        host: the host, with its error.
-        timeline: what ran when, for the durations as they are.
+        roles: durations with their relative standard errors, and the host with its own.
+        step: with the durations as they are.
     """
-    step = timeline.makespan
+    if step.scenario_ends is not None:
+        return _bounds(step.end_ps, step.scenario_ends)
     # A kind of task is an operation, or the host: it has one error.
-    kind = np.where(tasks.lane == DEVICE, tasks.op, len(job.ops)).astype(np.int32)
-    errors = _families(job, times, host)
-    if 2 * len(errors) * len(tasks) > MAX_TASKS:
-        path = timeline.critical_path()
-        moves = errors[:, kind[path]] @ tasks.duration[path]
+    tasks, count = roles.tasks, len(roles.job.ops)
+    kind = np.where(tasks.lane == DEVICE, tasks.op, count).astype(np.int32)
+    if roles.factor.shape[1] * len(tasks) > MAX_TASKS:
+        path = step.write().critical_path()
+        moves = _families(roles.job, roles.times, roles.host)[:, kind[path]] @ tasks.duration[path]
         longer = shorter = float((moves**2).sum())
-        return _around(step, shorter, longer)
-    return bounds(step, engines.finishes(tasks, kind, scenarios(job, times, host)))
+        return _around(step.end_ps, shorter, longer)
+    return _bounds(step.end_ps, finishes(tasks, kind, roles.factor))
 
 
 def scenarios(job: JobGraph, times: Durations, host: Host) -> Factors:
@@ -61,7 +62,7 @@ def scenarios(job: JobGraph, times: Durations, host: Host) -> Factors:
     return factors
 
 
-def bounds(step: int, ends: Int64) -> tuple[int, int]:
+def _bounds(step: int, ends: Int64) -> tuple[int, int]:
     """The central 90 % of a step time, picoseconds, from when the step ends in each of `scenarios`."""
     moves = (ends - step).reshape(2, -1).astype(np.float64)
     longer = float((np.maximum(0.0, moves[0]) ** 2).sum())

@@ -17,8 +17,7 @@ from echograph.simulator.durations import Durations
 from echograph.simulator.flows import LinkUse
 from echograph.simulator.goodput import Goodput
 from echograph.simulator.memory import Memory
-from echograph.simulator.rank_path import RankPath
-from echograph.simulator.ranks import RankTimes
+from echograph.simulator.ranks import RankPath, RankTimes
 from echograph.units import format_time, to_s
 
 
@@ -37,7 +36,7 @@ class Result:
         samples: samples of one step over all ranks.
         tokens: tokens of one step over all ranks; 0 where samples have none.
         model_flops: what the model asks, forward and backward, of a rank on average: nothing computed again,
-            padded or computed by several ranks (`ir.passes.model_flops`); 0 where unknown.
+            padded or computed by several ranks (`ir.passes.model`); 0 where unknown.
         causal_attention_flops: those of them in attention with a causal mask, masked pairs included.
         peak_flops_per_s: the device's dense peak for the model's type; 0 where unknown.
         breakdown: where the time goes, for the role that ends last.

@@ -1,41 +1,44 @@
-"""A job on a cluster, from the graph to the result: the path of every prediction, in order."""
+"""A job on a cluster, from the graph to the result: the path of every prediction, in order.
+
+How closely it is simulated, its roles or every rank, collectives one by one or the links that they share, is
+`fidelity`, at the end.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from echograph.errors import DeadlockError, SimulationError
+from echograph.errors import SimulationError, UnknownNameError, UsageError
 from echograph.ir.columns import Int64, distinct
 from echograph.ir.graph import JobGraph
-from echograph.ir.passes.data_parallel_axes import MICRO_BATCH_AXES
+from echograph.ir.passes.gradients import MICRO_BATCH_AXES
 from echograph.ir.timeline import Timeline
 from echograph.ir.types import COMMUNICATIONS, OpKind, Source
-from echograph.simulator import engine as engines
 from echograph.simulator.breakdown import Spread, role_of, spread
 from echograph.simulator.clusters import Cluster
-from echograph.simulator.durations import Durations, durations, meeting
-from echograph.simulator.fidelity import Fidelity, check_effort, fidelity, left_over
+from echograph.simulator.durations import Durations, durations
+from echograph.simulator.engine import ENGINES, simulate_roles
 from echograph.simulator.flows import LinkUse, alone, flows, links_of
 from echograph.simulator.host import Host
-from echograph.simulator.interval import bounds, interval, scenarios
+from echograph.simulator.interval import interval
 from echograph.simulator.memory import largest_memory
 from echograph.simulator.network.topology import Topology
-from echograph.simulator.pieces.predict import run_pieces, runs
-from echograph.simulator.rank_path import RankPath, rank_path
-from echograph.simulator.rank_timelines import of_ranks
-from echograph.simulator.ranks import EveryRank, Mesh, RankTimes, run_every_rank
+from echograph.simulator.ranks import EveryRank, Mesh, RankPath, RankTimes, of_ranks, rank_path, run_every_rank
 from echograph.simulator.result import Result
-from echograph.simulator.steps import Step, of_pieces, of_tasks, write_timeline
-from echograph.simulator.tasks import TaskGraph, check_tasks, expand
+from echograph.simulator.roles import Roles, Step, of_tasks, write_timeline
+from echograph.simulator.tasks import TaskGraph, check_tasks
 from echograph.simulator.what_if import Scale, factors
 from echograph.units import to_s
+
+_TOO_LONG = f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations"
 
 
 def simulate(
@@ -81,14 +84,15 @@ def simulate(
     times, issue = _scaled(job, times, host, scales)
     check_tasks(job)
     _check_range(job, times, issue, host)
-    roles = _Roles(job, times, issue, host, asked)
+    roles = Roles(job=job, times=times, issue=issue, host=host)
+    of_roles, ran_on = simulate_roles(roles, "auto" if asked.ranks is not None else asked.engine)
     if asked.ranks is None:
-        ran = _run_roles(roles, trace_ranks)
+        ran = _run_roles(job, of_roles, ran_on, trace_ranks)
     else:
-        ran = _run_ranks(job, roles, asked.ranks, asked.engine, times, topology, trace_ranks)
+        ran = _run_ranks(roles, asked.ranks, asked.engine, topology, trace_ranks)
     step, last = ran.step, ran.step.last
-    longer = step.end_ps - roles.step.end_ps
-    low, high = (max(0, bound + longer) for bound in roles.interval)
+    longer = step.end_ps - of_roles.end_ps
+    low, high = (max(0, bound + longer) for bound in interval(roles, of_roles))
     replicas = prod(axis.size for axis in job.mesh if axis.name in MICRO_BATCH_AXES)
     samples = job.workload.batch_size * replicas * _micro_batches(job, last)
     return Result(
@@ -130,7 +134,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Run:
-    """What came of a job: of its roles, or of the column that ends last."""
+    """The result of one simulation run: of each role once, or of the column of ranks that ends last."""
 
     step: Step
     engine: str
@@ -146,60 +150,18 @@ class _Run:
         return None if self.ranks is None else int(Mesh(job).ranks()[program, self.ranks.column])
 
 
-class _Roles:
-    """The roles of a job, each simulated once: in pieces where they repeat, unless an engine is asked for."""
-
-    def __init__(self, job: JobGraph, times: Durations, issue: Int64, host: Host, asked: Fidelity) -> None:
-        self.job, self.times, self.issue, self.host = job, times, issue, host
-        self.engine = "auto" if asked.ranks is not None else asked.engine
-        run = None
-        # Pieces know one host, which issues.
-        if self.engine == "auto" and not host.threads:
-            factor = scenarios(job, times, host)
-            run = run_pieces(job, times.picoseconds, issue, factor, self.joins)
-        if run is not None:
-            self.engine = "static"
-            self.step = of_pieces(job, run, lambda: self._by_tasks().write())
-            self.interval = bounds(self.step.end_ps, run.ends[1:])
-        else:
-            self.step = self._by_tasks()
-            self.interval = interval(job, self.tasks, times, host, self.step.write())
-
-    @cached_property
-    def tasks(self) -> TaskGraph:
-        threads = self.host.threads
-        return expand(self.job, self.times.picoseconds, self.issue, self.joins, threads=threads)
-
-    def joins(self, number: int, row: int) -> object:
-        return meeting(self.job, number, row)
-
-    def _by_tasks(self) -> Step:
-        try:
-            starts, self.engine = engines.run(self.tasks, self.engine)
-        except DeadlockError as error:
-            raise DeadlockError(_who_waits(self.job, self.tasks, error.tasks), error.tasks) from None
-        return of_tasks(self.job, self.tasks, starts)
-
-
-def _run_roles(roles: _Roles, trace_ranks: Sequence[int]) -> _Run:
-    step = roles.step
-    traced = of_ranks(roles.job, trace_ranks, lambda _: step.write()) if trace_ranks else None
-    return _Run(step=step, engine=roles.engine, traced=traced)
+def _run_roles(job: JobGraph, step: Step, engine: str, trace_ranks: Sequence[int]) -> _Run:
+    traced = of_ranks(job, trace_ranks, lambda _: step.write()) if trace_ranks else None
+    return _Run(step=step, engine=engine, traced=traced)
 
 
 def _run_ranks(
-    job: JobGraph,
-    roles: _Roles,
-    every: EveryRank,
-    engine: str,
-    times: Durations,
-    topology: Topology | None,
-    trace_ranks: Sequence[int],
+    roles: Roles, every: EveryRank, engine: str, topology: Topology | None, trace_ranks: Sequence[int]
 ) -> _Run:
-    tasks = roles.tasks
-    shared = flows(job, tasks, times, topology) if topology else None
+    job, tasks = roles.job, roles.tasks
+    shared = flows(job, tasks, roles.times, topology) if topology else None
     if engine == "auto":
-        engine = "events" if shared is not None and shared.contended else "columns"
+        engine = "events" if shared is not None and shared.contended else "static"
     runs, most = every.draws + len(trace_ranks), None
     if engine == "events":
         check_effort(job, tasks, runs)
@@ -233,32 +195,26 @@ def _spread(job: JobGraph, step: Step, *, every: bool) -> Spread:
 
 def _scaled(job: JobGraph, times: Durations, host: Host, scales: Sequence[Scale]) -> tuple[Durations, Int64]:
     factor, of_host = factors(job, scales)
-    changed = np.rint(times.picoseconds * factor).astype(np.int64) if scales else times.picoseconds
-    work, issue = host.times(job, changed)
+    work, issue = host.times(job, _times(times.picoseconds, factor))
     # What the host does itself has a name, too, by which it may be scaled.
     longer = of_host * np.where(job.ops.kind == OpKind.HOST, factor, 1.0)
-    return replace(times, picoseconds=work), np.rint(issue * longer).astype(np.int64)
+    return replace(times, picoseconds=_times(work, np.ones(len(work)))), _times(issue, longer)
+
+
+def _times(picoseconds: Int64, factor: npt.NDArray[np.float64]) -> Int64:
+    """Durations made longer or shorter; a sum that 64 bits did not hold is below zero, and refused as well."""
+    changed = np.rint(picoseconds * factor)
+    if not ((changed >= 0) & (changed < 2**63)).all():
+        raise SimulationError(_TOO_LONG)
+    return np.where(factor == 1.0, picoseconds, changed.astype(np.int64))
 
 
 def _check_range(job: JobGraph, times: Durations, issue: Int64, host: Host) -> None:
     """Refuses what the clock, 64-bit picoseconds, cannot hold, the longest step of the interval included."""
     device = np.where(job.ops.kind == OpKind.HOST, 0.0, times.picoseconds) * (1.0 + times.spread + host.spread)
-    longest = float(np.dot(runs(job), device + issue * (1.0 + times.spread + host.spread)))
+    longest = float(np.dot(job.run_counts(), device + issue * (1.0 + times.spread + host.spread)))
     if not longest < 2**63:
-        raise SimulationError(
-            f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations"
-        )
-
-
-def _who_waits(job: JobGraph, tasks: TaskGraph, stuck: tuple[int, ...]) -> str:
-    """Which programs stand still, and at which communication each of them waits for others."""
-    waits = []
-    for task in stuck:
-        if tasks.join[task] >= 0:
-            program, op = int(tasks.program[task]), int(tasks.op[task])
-            name = job.programs[program].role or f"program {program}"
-            waits.append(f"{name} at operation {op} ({job.strings[job.ops.name[op]]})")
-    return f"deadlock: {', '.join(waits[:4]) or 'tasks'} wait for each other; {len(stuck)} streams stand still"
+        raise SimulationError(_TOO_LONG)
 
 
 def _on_average(job: JobGraph, flops: int, samples: int) -> int:
@@ -278,7 +234,7 @@ def _shares(step: Step, times: Durations) -> dict[str, float]:
 
 def _collectives(job: JobGraph, step: Step, times: Durations) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    ops, count_of = job.ops, runs(job, step.last)
+    ops, count_of = job.ops, job.run_counts(step.last)
     communicates = np.isin(ops.kind, COMMUNICATIONS)
     for row in np.flatnonzero(communicates & (count_of > 0)).tolist():
         group, count = job.groups[int(ops.group[row])], int(count_of[row])
@@ -291,3 +247,100 @@ def _collectives(job: JobGraph, step: Step, times: Durations) -> dict[str, dict[
         if choice and choice not in entry["algorithms"]:
             entry["algorithms"].append(choice)
     return found
+
+
+NETWORKS = ("auto", "closed-form", "flows")
+MAX_EVENTS = 2_000_000_000
+"""Tasks of all ranks that the event engine is let run, a quarter of an hour at two million a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fidelity:
+    """What is simulated.
+
+    Attributes:
+        engine: its name; "auto" leaves it to what there is to simulate.
+        network: "closed-form" or "flows".
+        ranks: how ranks differ, where every one is simulated.
+        degraded: what of the cluster is degraded, in words.
+    """
+
+    engine: str
+    network: str
+    ranks: EveryRank | None
+    degraded: tuple[str, ...]
+
+
+def fidelity(job: JobGraph, cluster: Cluster, *, engine: str, network: str, ranks: EveryRank | None) -> Fidelity:
+    """What is simulated for what is asked: what is degraded needs every rank, and its links need flows.
+
+    Raises:
+        UnknownNameError: no such network.
+        UsageError: an engine that cannot simulate every rank or links, or degraded links in closed form.
+    """
+    if network not in NETWORKS:
+        raise UnknownNameError("network", network, NETWORKS)
+    if network == "closed-form" and cluster.degraded:
+        raise UsageError(
+            f"--network closed-form: knows no single links, but '{cluster.degraded[0].link}' is degraded: "
+            "choose flows"
+        )
+    if network == "auto":
+        network = "flows" if cluster.degraded else "closed-form"
+    slow = _slow_ranks(job, cluster)
+    if ranks is None and (slow or network == "flows"):
+        ranks = EveryRank()
+    if ranks is not None:
+        slow = {rank: slow.get(rank, 1.0) * ranks.slow.get(rank, 1.0) for rank in {*slow, *ranks.slow}}
+        ranks = replace(ranks, slow=slow)
+        engine = _engine(engine, network)
+    words = [f"{d.link} at {100 * d.bandwidth:.3g}%" for d in cluster.degraded]
+    words += [f"node {n.node} computes at {100 * n.compute:.3g}%" for n in cluster.slow_nodes]
+    return Fidelity(engine=engine, network=network, ranks=ranks, degraded=tuple(words))
+
+
+def check_effort(job: JobGraph, tasks: TaskGraph, runs: int) -> None:
+    """Refuses what would take the event engine too long.
+
+    Args:
+        job: the job.
+        tasks: its tasks.
+        runs: how often all ranks run: draws, and traces.
+
+    Raises:
+        SimulationError: more tasks than `MAX_EVENTS`.
+    """
+    count = len(tasks) * (job.world_size // len(job.programs))
+    if count * runs > MAX_EVENTS:
+        times = f", {runs} times," if runs > 1 else ""
+        raise SimulationError(
+            f"{count:,} tasks of all ranks{times} are over the event engine's limit of {MAX_EVENTS:,}: give fewer "
+            "micro-batches, GPUs, draws or ranks to trace, or --network closed-form"
+        )
+
+
+def left_over(job: JobGraph, tasks: TaskGraph, runs: int) -> int:
+    """How often all ranks may run besides, as of `check_effort`."""
+    count = len(tasks) * (job.world_size // len(job.programs))
+    return max(0, MAX_EVENTS // max(1, count) - runs)
+
+
+def _slow_ranks(job: JobGraph, cluster: Cluster) -> dict[int, float]:
+    """Factor on the durations of kernels by rank."""
+    slow: dict[int, float] = {}
+    for entry in cluster.slow_nodes:
+        first = entry.node * cluster.gpus_per_node
+        for rank in range(first, min(first + cluster.gpus_per_node, job.world_size)):
+            slow[rank] = slow.get(rank, 1.0) / entry.compute
+    return slow
+
+
+def _engine(engine: str, network: str) -> str:
+    """The engine that simulates every rank."""
+    if engine not in ("auto", *ENGINES):
+        raise UnknownNameError("engine", engine, ENGINES)
+    able = ("auto", "events") if network == "flows" else ("auto", "static", "events")
+    if engine not in able:
+        what = "no links that are shared" if engine == "static" else "roles, not every rank"
+        raise UsageError(f"engine '{engine}' simulates {what}: leave the choice of one of them out")
+    return "static" if network == "closed-form" and engine != "events" else engine

@@ -7,7 +7,6 @@ the order of the resource stands already.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,9 +14,10 @@ import numpy as np
 
 from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Int8, Int32, Int64, Ragged
-from echograph.ir.edges import Edges
 from echograph.ir.graph import JobGraph
-from echograph.ir.types import COMMUNICATIONS, OpKind
+from echograph.ir.schedule import Edges
+from echograph.ir.types import OpKind
+from echograph.simulator.groups import RendezvousKeys, number_rendezvous, occurrences
 
 MAX_TASKS = 200_000_000
 HOST, DEVICE = 0, 1
@@ -61,17 +61,13 @@ class TaskGraph:
         return bool((self.join != NONE).any())
 
 
-def expand(
-    job: JobGraph, duration: Int64, host: Int64, joins: Callable[[int, int], object], *, threads: bool = False
-) -> TaskGraph:
+def expand(job: JobGraph, duration: Int64, host: Int64, *, threads: bool = False) -> TaskGraph:
     """Writes all programs of a job out as tasks.
 
     Args:
         job: the job.
         duration: int64 [operations], picoseconds on the device.
         host: int64 [operations], picoseconds that the host takes to issue it (for `Host` work: to do it).
-        joins: for a communication (program number, operation row), the key under which programs meet; None when
-            all members are in the one program.
         threads: whether `Host` work has its stream to itself, as a thread, and not the host that issues.
 
     Raises:
@@ -82,10 +78,10 @@ def expand(
     streams, hosts = job.ops.stream.astype(np.int32), job.ops.kind == OpKind.HOST
     work = np.where(hosts, 0, duration)
     operation, instance, micro_batch = (_written_out(job, field) for field in (1, 3, 4))
-    bounds = np.cumsum([0, *(int((p.calls[:, 2] - p.calls[:, 1]).sum()) for p in job.programs)])
+    bounds = np.cumsum([0, *(program.unfolded_ops for program in job.programs)])
     program = np.repeat(np.arange(len(job.programs), dtype=np.int32), np.diff(bounds))
     join = np.full(total, NONE, np.int32)
-    join[DEVICE::2] = _meetings(job, operation, bounds, joins)
+    join[DEVICE::2] = _rendezvous(job, operation, bounds)
     issuing, stream = program * lanes, program * lanes + 1 + streams[operation]
     return TaskGraph(
         resource=_weave(np.where(hosts[operation], stream, issuing) if threads else issuing, stream),
@@ -144,42 +140,21 @@ def _dependencies(job: JobGraph, bounds: Int64, hosts: np.ndarray) -> Ragged:
     return Ragged(offsets, values)
 
 
-def _meetings(job: JobGraph, operation: Int64, bounds: Int64, joins: Callable[[int, int], object]) -> Int32:
-    """A number for every run, equal for the n-th meeting of programs under one key; -1 for the others."""
-    communicates = np.isin(job.ops.kind, COMMUNICATIONS)
-    keys: dict[object, int] = {}
+def _rendezvous(job: JobGraph, operation: Int64, bounds: Int64) -> Int32:
+    """A number for every run, equal for the n-th rendezvous of programs under one key; -1 for the others."""
+    keys = RendezvousKeys(job)
     runs, key_of, nth = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for number, (begin, end) in enumerate(pairwise(bounds.tolist())):
-        of_row = np.full(len(job.ops), NONE, np.int64)
-        for row in np.unique(operation[begin:end][communicates[operation[begin:end]]]).tolist():
-            if (key := joins(number, row)) is not None:
-                of_row[row] = keys.setdefault(key, len(keys))
-        here = of_row[operation[begin:end]]
+        here = keys.of(number)[operation[begin:end]]
         met = np.flatnonzero(here != NONE)
         runs.append(begin + met)
         key_of.append(here[met])
         # A program may hold both ends of a message: its n-th send meets its n-th receive.
         sends = job.ops.kind[operation[begin + met]] == OpKind.SEND
         nth.append(occurrences(2 * here[met] + sends))
-    meeting = np.full(len(operation), NONE, np.int32)
-    meeting[np.concatenate(runs)] = number_meetings(np.concatenate(key_of), np.concatenate(nth))
-    return meeting
-
-
-def number_meetings(key: Int64, nth: Int64) -> Int64:
-    """A number for every meeting: the n-th under a key."""
-    most = np.zeros(int(key.max(initial=NONE)) + 1, np.int64)
-    np.maximum.at(most, key, nth + 1)
-    return (np.cumsum(most) - most)[key] + nth
-
-
-def occurrences(values: Int64) -> Int64:
-    """For every value, how many equal ones stand before it."""
-    order = np.argsort(values, kind="stable")
-    lengths = np.bincount(values)
-    before = np.empty(len(values), np.int64)
-    before[order] = np.arange(len(values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return before
+    rendezvous = np.full(len(operation), NONE, np.int32)
+    rendezvous[np.concatenate(runs)] = number_rendezvous(np.concatenate(key_of), np.concatenate(nth))
+    return rendezvous
 
 
 def _weave(host: np.ndarray, device: np.ndarray) -> np.ndarray:

@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 
 from echograph.errors import MissingExtraError
-from echograph.frontend import Imported
 from echograph.frontend.onnx.model import read
+from echograph.ir.formats import Imported
 
 
 def load(source: Path) -> Imported:

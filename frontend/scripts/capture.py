@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from echograph.errors import CaptureError
-from echograph.frontend import Imported
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.scripts.adapter import Adapter, check_ranks
 from echograph.frontend.scripts.lower import lower_job
@@ -15,7 +14,8 @@ from echograph.frontend.scripts.recorder import COMMUNICATION
 from echograph.frontend.scripts.run import Recorded, Script, run_script
 from echograph.frontend.scripts.workload import called_by_use, messages_of, workload_of
 from echograph.frontend.scripts.world import World
-from echograph.ir.passes.model_flops import count_job_flops
+from echograph.ir.formats import Imported
+from echograph.ir.passes.model import count_job_flops
 from echograph.progress import Progress, silent
 
 

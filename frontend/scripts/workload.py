@@ -18,7 +18,7 @@ from echograph.frontend.scripts.mesh import axes_of, crossed
 from echograph.frontend.scripts.recorder import COMMUNICATION, PAYLOAD
 from echograph.frontend.scripts.run import Recorded
 from echograph.ir.graph import Workload
-from echograph.ir.passes.data_parallel_axes import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD
+from echograph.ir.passes.gradients import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD
 from echograph.ir.types import CollectiveKind, DType
 
 _KNOWN = (*DATA_AXES, "pp", "tp")

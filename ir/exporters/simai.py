@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from echograph.errors import PlanError, UsageError
-from echograph.ir.exporters import Exported
 from echograph.ir.files import write_whole
+from echograph.ir.formats import Exported
 from echograph.ir.graph import Group, JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Phase, TensorRole
 
@@ -71,8 +71,10 @@ def write_simai(job: JobGraph, output: Path, *, device: str) -> Exported:
         raise UsageError("SimAI's workload is of a mesh of tp, ep, dp and pp, and this job lists its ranks")
     sizes = {axis.name: axis.size for axis in job.mesh}
     picoseconds = np.maximum(job.ops.duration_on(device)[0], 0)
-    work = np.concatenate([[0], np.cumsum(np.where(np.isin(job.ops.kind, COMMUNICATIONS), 0, picoseconds))])
-    totals = [int((work[p.calls[:, 2]] - work[p.calls[:, 1]]).sum()) for p in job.programs]
+    # As floats: durations may add up to more than 64 bits hold.
+    own = np.where(np.isin(job.ops.kind, COMMUNICATIONS), 0.0, picoseconds)
+    work = np.concatenate([[0.0], np.cumsum(own)])
+    totals = [float((work[p.calls[:, 2]] - work[p.calls[:, 1]]).sum()) for p in job.programs]
     stage = _Stage(job, job.programs[int(np.argmax(totals))], picoseconds)
     rows = list(stage.rows())
     pp = sizes.get("pp", 1)
@@ -229,9 +231,9 @@ def _notes(job: JobGraph, stage: _Stage, device: str) -> Iterator[str]:
         yield f"left out: {count} {what}, {stage.lost_bytes[what]:,} bytes a rank"
     issue = job.ops.duration_on(f"{device}/host")[0]
     if (issue > 0).any():
-        before = np.concatenate([[0], np.cumsum(np.maximum(issue, 0))])
+        before = np.concatenate([[0.0], np.cumsum(np.maximum(issue, 0.0))])
         calls = stage.program.calls
-        total = int((before[calls[:, 2]] - before[calls[:, 1]]).sum())
+        total = float((before[calls[:, 2]] - before[calls[:, 1]]).sum())
         yield f"the host's time to issue operations is left out: {total / 1e9:.3g} ms a step, if nothing hid it"
     if len(job.streams) > 1:
         yield (

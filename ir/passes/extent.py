@@ -1,21 +1,346 @@
-"""Finds where the batch, or the sequence, lies in every tensor of a step.
+"""Where the batch, or the sequence, lies in every tensor of a step, and the step with another one.
 
 It begins with the inputs, and follows the extent through all operations, both ways, until nothing more is found
-(`extent_rules`). What is not found does not carry it: parameters, and what is made of them alone.
+by a rule an operator. What is not found does not carry it: parameters, and what is made of them alone.
+
+The batch (or the sequence) is one factor of one dim of a tensor, if it is in it at all. A rule says where it is in
+the other tensors of an operation when one is known. Unlike placements (`tensor_parallel.rules`), which follow the
+data, this runs both ways: what is added to a tensor of four samples is of four samples. (Of one sample this would
+not hold: a dim of 1 may be it, or broadcast.)
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, permutations
 from math import prod
 
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.extent_rules import COLLECTIVES, Ambiguous, Place, Shape, Site, follow
+from echograph.ir.passes.rewrite import StepWriter
+from echograph.ir.types import CollectiveKind
+
+Shape = tuple[int, ...]
+Found = Iterator[tuple[int, "Place"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor carries the extent.
+
+    Attributes:
+        dim: the dim.
+        before: the dim is a merge of (before, extent, after).
+        extra: elements of the dim beside it: labels padded by one position have one.
+    """
+
+    dim: int
+    before: int = 1
+    extra: int = 0
+
+
+class Ambiguous(Exception):
+    """Two dims of equal extent cannot be told apart, or an operator does what no rule knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """What a rule knows of an operation. Operands are numbered: inputs, then outputs.
+
+    Attributes:
+        name: operator without namespace and in-place mark.
+        shapes: of the operands.
+        inputs: how many of them are inputs.
+        least: the extent that a dim has at least: of the whole, or of one rank's part.
+        parts: sizes of the mesh axes, over which a slice may divide the extent and a gather join it.
+        positions: whether the extent is that of the sequence: attention then has two, of queries and of keys.
+    """
+
+    name: str
+    shapes: tuple[Shape, ...]
+    inputs: int
+    least: int = 1
+    parts: tuple[int, ...] = ()
+    positions: bool = False
+
+    @property
+    def outputs(self) -> range:
+        """Numbers of the outputs."""
+        return range(self.inputs, len(self.shapes))
+
+
+def follow(site: Site, at: int, place: Place) -> Found:
+    """Where the other operands carry the extent, if operand `at` carries it at a place.
+
+    Raises:
+        Ambiguous: shapes do not say.
+    """
+    return RULES.get(site.name, elementwise)(site, at, place)
+
+
+def view_place(place: Place, source: Shape, target: Shape) -> Place | None:
+    """Where an extent is after a view of row-major memory; None where the view cuts across it."""
+    outer, above = prod(source[: place.dim]) * place.before, 1
+    for dim, extent in enumerate(target):
+        if above <= outer < above * extent:
+            inside = outer // above
+            return None if outer % above or extent % inside else Place(dim, inside)
+        above *= extent
+    return None
+
+
+def _joined(site: Site, at: int, place: Place, links: Sequence[Sequence[tuple[int, int]]]) -> Found:
+    """Operands that share a dim with operand `at`: links are lists of (operand, dim)."""
+    for link in links:
+        if (at, place.dim) in link:
+            for operand, dim in link:
+                if operand != at and site.shapes[operand][dim] == site.shapes[at][place.dim]:
+                    yield operand, replace(place, dim=dim)
+
+
+def elementwise(site: Site, at: int, place: Place) -> Found:
+    """Element by element, shapes broadcast; the rule of what has no other."""
+    shape = site.shapes[at]
+    extent, back = shape[place.dim], place.dim - len(shape)
+    same = [i for i, s in enumerate(site.shapes) if len(s) >= -back and s[back] == extent]
+    rank = max(map(len, site.shapes))
+    if any(len(site.shapes[i]) == rank and i not in same for i in site.outputs):
+        raise Ambiguous
+    for other in same:
+        if other != at:
+            yield other, replace(place, dim=back + len(site.shapes[other]))
+
+
+def _nothing(site: Site, at: int, place: Place) -> Found:
+    yield from ()
+
+
+def _expand(site: Site, at: int, place: Place) -> Found:
+    """The extent of an expanded dim begins here."""
+    source, made = site.shapes
+    here, other = (source, made) if at == 0 else (made, source)
+    dim = place.dim - len(here) + len(other)
+    if dim >= 0 and other[dim] == here[place.dim]:
+        yield 1 - at, replace(place, dim=dim)
+
+
+def _view(site: Site, at: int, place: Place) -> Found:
+    for other in site.outputs if at < site.inputs else (0,):
+        if site.shapes[other] == site.shapes[at]:
+            yield other, place
+            continue
+        moved = view_place(place, site.shapes[at], site.shapes[other])
+        if moved is None or place.extra or site.shapes[other][moved.dim] // moved.before % site.least:
+            raise Ambiguous
+        yield other, moved
+
+
+def _swap(site: Site, at: int, place: Place) -> Found:
+    """`t`, `transpose` and `permute`; the graph does not say which dims, their extents do."""
+    source, made = site.shapes
+    rank = len(source)
+    orders = [o for o in permutations(range(rank)) if tuple(source[i] for i in o) == made]
+    if site.name != "permute":
+        orders = [o for o in orders if sum(i != j for i, j in enumerate(o)) == 2 or rank < 2]
+    # Of equal extents, nobody swaps the batch; heads and positions are swapped, not heads and channels.
+    likely = [o for o in orders if rank < 3 or o[0] == 0] or orders
+    likely = [o for o in likely if rank != 4 or o == (0, 2, 1, 3)] or likely
+    dims = {o.index(place.dim) if at == 0 else o[place.dim] for o in likely}
+    if len(dims) != 1:
+        raise Ambiguous
+    yield 1 - at, replace(place, dim=dims.pop())
+
+
+def _same_rank(site: Site, at: int, place: Place) -> Found:
+    """Dims stay: norms, convolutions, pools, softmax, sorting, collectives, slices of other dims."""
+    extent = site.shapes[at][place.dim]
+    for other, shape in enumerate(site.shapes):
+        if other != at and len(shape) == len(site.shapes[at]):
+            if shape[place.dim] == extent:
+                yield other, place
+            elif moved := _resized(site, at, other, place):
+                yield other, moved
+
+
+def _resized(site: Site, at: int, other: int, place: Place) -> Place | None:
+    """A share of the extent on each rank of an axis, or a slice or padding of it."""
+    here, there = site.shapes[at][place.dim], site.shapes[other][place.dim]
+    large, small = max(here, there), min(here, there)
+    if site.name not in _SLICES and site.name not in COLLECTIVES.values():
+        return None
+    if small and large % small == 0 and large // small in site.parts:
+        return place
+    if site.name in COLLECTIVES.values():
+        raise Ambiguous
+    if place.before > 1:
+        raise Ambiguous
+    return replace(place, extra=place.extra + there - here) if at < site.inputs else None
+
+
+def _pieces(site: Site, at: int, place: Place) -> Found:
+    """`cat`, `split`: pieces of the extent itself are not followed."""
+    extents = {s[place.dim] for s in site.shapes if len(s) == len(site.shapes[at])}
+    if len(extents) != 1:
+        raise Ambiguous
+    return _same_rank(site, at, place)
+
+
+def _removal(site: Site, at: int, place: Place) -> Found:
+    """`select`, `unbind` take a dim away, `stack` and `select_backward` add one."""
+    larger, smaller = sorted((site.shapes[0], site.shapes[-1]), key=len, reverse=True)
+    kept = [k for k in combinations(range(len(larger)), len(smaller)) if tuple(larger[i] for i in k) == smaller]
+    kept = [k for k in kept if k[:1] == (0,)] or kept  # nobody selects one sample
+    shape = site.shapes[at]
+    for other in range(len(site.shapes)):
+        if len(site.shapes[other]) == len(shape):
+            if other != at:
+                yield other, place
+            continue
+        down = len(shape) > len(site.shapes[other])
+        dims = {(k.index(place.dim) if place.dim in k else None) if down else k[place.dim] for k in kept}
+        if len(dims) != 1:
+            raise Ambiguous
+        if (dim := dims.pop()) is not None:
+            yield other, replace(place, dim=dim)
+
+
+def _reduction(site: Site, at: int, place: Place) -> Found:
+    """Sums, means and extremes; all inputs but the first are ignored."""
+    source = site.shapes[0]
+    for other in site.outputs if at == 0 else (0,):
+        made = site.shapes[other if at == 0 else at]
+        if len(made) == len(source):
+            if source[place.dim] == made[place.dim]:
+                yield other, place
+            continue
+        kept = [k for k in combinations(range(len(source)), len(made)) if tuple(source[i] for i in k) == made]
+        dims = {(k.index(place.dim) if place.dim in k else None) if at == 0 else k[place.dim] for k in kept}
+        if len(dims) != 1:
+            raise Ambiguous
+        if (dim := dims.pop()) is not None:
+            yield other, replace(place, dim=dim)
+
+
+def _matmul(site: Site, at: int, place: Place) -> Found:
+    """Matrix products: rows, columns, the contraction, and a batch of them; a bias is added by element."""
+    first, out = site.inputs - 2, site.inputs
+    rank = len(site.shapes[out])
+    links = [[(first, d), (first + 1, d), (out, d)] for d in range(rank - 2)]
+    if rank == 1:
+        links = [[(first, 0), (out, 0)], [(first, 1), (first + 1, 0)]]
+    else:
+        links += [
+            [(first, rank - 2), (out, rank - 2)],
+            [(first + 1, rank - 1), (out, rank - 1)],
+            [(first, rank - 1), (first + 1, rank - 2)],
+        ]
+    if first and len(site.shapes[0]) == rank:
+        links += [[(0, d), (out, d)] for d in range(rank)]
+    return _joined(site, at, place, links)
+
+
+def _grouped(site: Site, at: int, place: Place) -> Found:
+    """`_grouped_mm`: tokens [T, k] with experts [E, k, n], or [k, T] with [T, n] for the experts' gradient."""
+    out = site.inputs
+    weights = len(site.shapes[1]) == 2
+    return _joined(site, at, place, [[(0, 1), (1, 0)]] if weights else [[(0, 0), (out, 0)]])
+
+
+def _convolution(site: Site, at: int, place: Place) -> Found:
+    """Images [batch, channels, ...]; backward (gradient, image, weight) -> gradients of image and weight."""
+    rows = [0, site.inputs]
+    if site.name.endswith("backward"):
+        rows = [0, 1, *(o for o in site.outputs if site.shapes[o] == site.shapes[1])][:3]
+    return _joined(site, at, place, [[(i, 0) for i in rows]])
+
+
+def _attention(site: Site, at: int, place: Place) -> Found:
+    """Fused attention, [batch, heads, positions, channels]."""
+    if not site.positions:
+        return _joined(
+            site, at, place, [[(i, d) for i, s in enumerate(site.shapes) if len(s) >= 3] for d in (0, 1)]
+        )
+    query = 1 if site.name.endswith("backward") else 0
+    keys = {query + 1, query + 2} | ({site.inputs + 1, site.inputs + 2} if query else set())
+    ranked = [i for i, s in enumerate(site.shapes) if len(s) >= 3]
+    return _joined(site, at, place, [[(i, 2) for i in ranked if (i in keys) == side] for side in (True, False)])
+
+
+def _loss(site: Site, at: int, place: Place) -> Found:
+    """Negative log-likelihood of classes [rows, classes] for targets [rows]; the loss is one number."""
+    rows = [(i, 0) for i, s in enumerate(site.shapes) if s]
+    return _joined(site, at, place, [rows])
+
+
+def _embedding(site: Site, at: int, place: Place) -> Found:
+    """Rows of a table for indices: (table, indices) -> rows, backward (rows, indices) -> table."""
+    rows = 0 if site.name == "embedding_dense_backward" else site.inputs
+    return _joined(site, at, place, [[(1, d), (rows, d)] for d in range(len(site.shapes[1]))])
+
+
+def _index(site: Site, at: int, place: Place) -> Found:
+    """`index(table, indices...)` and `index_put([table,] indices..., values)`; the indexed dims come first."""
+    puts = site.name != "index"
+    values, whole = (site.inputs - 1, site.inputs) if puts else (site.inputs, 0)
+    table = puts and site.inputs > 2 and site.shapes[0] == site.shapes[whole]
+    indices = range(int(table or not puts), site.inputs - int(puts))
+    shape, count = site.shapes[values], len(indices)
+    rank = max((len(site.shapes[i]) for i in indices), default=0)
+    start = next((p for p in range(len(shape)) if _index_fits(site, indices, shape, p)), 0)
+    links = [[(values, start + d), *((i, d - rank + len(site.shapes[i])) for i in indices)] for d in range(rank)]
+    rest = range(start + rank, len(shape))
+    links += [[(values, d), (whole, d - rank + count)] for d in rest if d - rank + count < len(site.shapes[whole])]
+    links += [[(values, d), (whole, d)] for d in range(start)]
+    if table:
+        links += [[(0, d), (whole, d)] for d in range(len(site.shapes[whole]))]
+    return _joined(site, at, place, [[(o, d) for o, d in link if d >= 0] for link in links])
+
+
+def _index_fits(site: Site, indices: range, shape: Shape, start: int) -> bool:
+    widest = max((site.shapes[i] for i in indices), key=len, default=())
+    return shape[start : start + len(widest)] == widest
+
+
+COLLECTIVES = {kind: f"collective {kind.name.lower()}" for kind in CollectiveKind}
+"""Names under which rules know communications."""
+_SLICES = frozenset(("slice", "narrow", "constant_pad_nd", "slice_backward"))
+_RULES: Sequence[tuple[Callable[[Site, int, Place], Found], str]] = (
+    (_view, "view _unsafe_view reshape unsqueeze squeeze alias detach"),
+    (_swap, "t transpose permute numpy_T"),
+    (_expand, "expand"),
+    (
+        _same_rank,
+        "slice narrow constant_pad_nd slice_backward roll flip gather scatter scatter_add topk sort argsort cumsum"
+        " _softmax _softmax_backward_data _safe_softmax _log_softmax _log_softmax_backward_data native_layer_norm"
+        " native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm"
+        " native_batch_norm_backward cudnn_batch_norm _fused_rms_norm _fused_rms_norm_backward"
+        " max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward"
+        " _adaptive_avg_pool2d _adaptive_avg_pool2d_backward",
+    ),
+    (_pieces, "cat split chunk split_with_sizes"),
+    (_removal, "select unbind stack select_backward"),
+    (_reduction, "sum mean amax amin any all argmax argmin max min var logsumexp linalg_vector_norm"),
+    (_matmul, "mm addmm bmm baddbmm mv dot"),
+    (_grouped, "_grouped_mm"),
+    (_convolution, "convolution convolution_backward"),
+    (
+        _attention,
+        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward"
+        " _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward",
+    ),
+    (_loss, "nll_loss_forward nll_loss_backward"),
+    (_embedding, "embedding embedding_dense_backward"),
+    (_index, "index index_put"),
+    (_nothing, "histc bincount"),
+)
+RULES = {name: rule for rule, names in _RULES for name in names.split()} | dict.fromkeys(
+    COLLECTIVES.values(), _same_rank
+)
+
 
 _READ_IN_PART = frozenset(("slice", "narrow", "select", "index", "gather", "embedding", "expand"))
 
@@ -225,3 +550,109 @@ def _bound(graph: StepGraph) -> Mapping[int, set[int]]:
             bound[row].add(alias)
             bound[alias].add(row)
     return bound
+
+
+_LOOKS_UP = frozenset(("embedding", "index", "index_select", "gather", "take", "nll_loss_forward"))
+_MOST_OPERANDS = 10
+
+
+class ExtentWriter(StepWriter):
+    """Copies a step with an extent replaced.
+
+    FLOPs are products of extents, in which this one is once, so they scale. Bytes are those of the tensors that an
+    operation reads and makes: which of them the graph counted is found from the numbers, and counted again.
+
+    Args:
+        graph: the step.
+        carriers: where the extent is.
+        size: what it becomes.
+    """
+
+    def __init__(self, graph: StepGraph, carriers: Carriers, size: int) -> None:
+        super().__init__(graph)
+        self.carriers, self.size = carriers, size
+        self._before: dict[int, int] = {}
+        self._after: dict[int, int] = {}
+
+    def tensor(self, index: int, **changes: object) -> int:
+        """New row of an old tensor, with its new shape."""
+        return super().tensor(index, **({"shape": self.carriers.resized(index, self.size)} | changes))
+
+    def operation(self, op: t.Op) -> None:
+        """Writes an operation with its new work."""
+        self.copy(op, **self.work(op))
+
+    def work(self, op: t.Op) -> dict[str, object]:
+        """FLOPs and bytes of an operation after the change; durations of what changes no longer hold."""
+        if not self.carriers.carried((*op.inputs, *op.outputs)):
+            return {}
+        match op:
+            case t.Compute():
+                written = self._bytes(op.bytes_written, op.outputs, op.inputs)
+                return {
+                    "flops": op.flops * self.size // self.carriers.extent.size,
+                    "bytes_read": self._read(op, written),
+                    "bytes_written": written,
+                    "durations": (),
+                }
+            case t.Collective():
+                return {"bytes_per_rank": self._bytes(op.bytes_per_rank, op.outputs, op.inputs), "durations": ()}
+            case t.Send() | t.Recv() | t.Copy():
+                return {"nbytes": self._bytes(op.nbytes, op.outputs, op.inputs), "durations": ()}
+        return {}
+
+    def _read(self, op: t.Compute, written: int) -> int:
+        """Bytes read; of a table, a row for each row written, if it has as many."""
+        if op.inputs and op.name.rpartition(".")[2] in _LOOKS_UP:
+            table, rest = self._memory(op.inputs[0], new=False), set(op.inputs[1:])
+            if sum(self._memory(i, new=False) for i in rest) + min(table, op.bytes_written) == op.bytes_read:
+                return sum(self._memory(i, new=True) for i in rest) + min(
+                    self._memory(op.inputs[0], new=True), written
+                )
+        return self._bytes(op.bytes_read, op.inputs, op.outputs)
+
+    def _bytes(self, nbytes: int, first: Sequence[int], then: Sequence[int]) -> int:
+        """Bytes of the tensors that make up a number of bytes, after the change; in proportion if none do."""
+        for rows in (first, (*first, *then)):
+            distinct = list(dict.fromkeys(rows))
+            before = [self._memory(i, new=False) for i in distinct]
+            counted = _summands(before, nbytes)
+            if counted is not None:
+                return sum(self._memory(distinct[i], new=True) for i in counted)
+        rows = (*first, *then)
+        whole, now = (sum(self._memory(i, new=new) for i in rows) for new in (False, True))
+        return nbytes * now // whole if whole else nbytes
+
+    def _memory(self, row: int, *, new: bool) -> int:
+        """Bytes that the elements of a tensor take in memory: of an expanded dim, one."""
+        known = self._after if new else self._before
+        if row not in known:
+            shape: Shape = self.carriers.resized(row, self.size) if new else self.graph.tensors.shape.row(row)
+            nbytes = prod(shape) * self.graph.tensors[row].dtype.itemsize
+            source = self._viewed(row)
+            known[row] = nbytes if source is None else min(nbytes, self._memory(source, new=new))
+        return known[row]
+
+    def _viewed(self, row: int) -> int | None:
+        """What a tensor is a view of, if it is one; for a port, what the first instance binds."""
+        graph = self.graph
+        maker = int(graph.maker[row])
+        if maker != NONE:
+            reads = graph.ops.inputs.row(maker)
+            return reads[0] if graph.ops.is_view[maker] and len(reads) == 1 else None
+        if graph.tensors.port[row]:
+            block = next(b for b in graph.blocks if row in b.tensors)
+            return graph.locate_tensor(block.instances[0].bindings[int(graph.port_position[row])])[2]
+        alias = int(graph.tensors.alias_of[row])
+        return None if alias == NONE else alias
+
+
+def _summands(sizes: Sequence[int], total: int) -> tuple[int, ...] | None:
+    """Which of some numbers add up to a total, as many of them as can; None where none do."""
+    if len(sizes) > _MOST_OPERANDS:
+        return tuple(range(len(sizes))) if sum(sizes) == total else None
+    for count in range(len(sizes), -1, -1):
+        for chosen in combinations(range(len(sizes)), count):
+            if sum(sizes[i] for i in chosen) == total:
+                return chosen
+    return None

@@ -12,13 +12,13 @@ keep the layout of the copies that they would read of several samples.)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.extent import Carriers, Extent
-from echograph.ir.passes.extent_write import ExtentWriter
+from echograph.ir.passes.extent import Carriers, Extent, ExtentWriter
 
 MAX_SIZE = 2**20
 
@@ -30,6 +30,8 @@ class MicroBatch:
     Attributes:
         size: samples of a micro-batch.
     """
+
+    name: ClassVar[str] = "micro_batch"
 
     size: int
 

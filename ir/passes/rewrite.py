@@ -1,12 +1,20 @@
-"""Copying a graph into a builder, for a pass that adds to it."""
+"""Copying a graph into a builder, for a pass that adds to it or writes other operations in its blocks.
+
+A pass that adds copies the blocks (`copy_blocks`) and begins others. One that rewrites overrides
+`StepWriter.operation`, which is called for each operation in the order of the table, and adds what it wants with
+the open builder. Ports, instances, forward operations and calls are carried over; a block may stand several times,
+for some of its instances each, and differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-from echograph.ir.builder import GraphBuilder
-from echograph.ir.graph import Graph
-from echograph.ir.rows import copy_rows
+from echograph.ir import types as t
+from echograph.ir.builder import GraphBuilder, copy_rows
+from echograph.ir.columns import NONE
+from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.types import Phase, Tensor
 
 __all__ = [
@@ -32,7 +40,7 @@ def empty_copy(graph: Graph) -> GraphBuilder:
         name=graph.name, workload=graph.workload, producer=graph.producer, streams=graph.streams
     )
     builder.unknown = graph.unknown
-    builder.mesh = graph.mesh
+    builder.mesh, builder.passes = graph.mesh, graph.passes
     for group in graph.groups:
         builder.add_group(group)
     return builder
@@ -88,3 +96,146 @@ def add_to_gradient(builder: GraphBuilder, gradient: int, nbytes: int) -> int:
 def in_micro_batch(calls: Iterable[Call], micro_batch: int) -> list[Call]:
     """The same calls for a micro-batch."""
     return [(block, begin, end, instance, micro_batch) for block, begin, end, instance, _ in calls]
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """A block of the new graph.
+
+    Attributes:
+        block: the block of the old graph that it is made from.
+        instances: the instances of that block that it has, in order.
+        tensors: new row of each tensor that stands for an old one.
+        ops: new row of the operation that stands for an old one.
+        starts: the new row at which what an old operation became begins.
+        tensor_rows: its rows of the new tensor table.
+        op_rows: its rows of the new operation table.
+    """
+
+    block: int
+    instances: tuple[int, ...]
+    tensors: dict[int, int] = field(default_factory=dict)
+    ops: dict[int, int] = field(default_factory=dict)
+    starts: dict[int, int] = field(default_factory=dict)
+    tensor_rows: range = range(0)
+    op_rows: range = range(0)
+
+
+class StepWriter:
+    """Copies a step graph block by block; subclasses say what becomes of an operation.
+
+    Args:
+        graph: the step.
+        parts: (block, instances) of each block of the new graph, the main block first, every instance once; None:
+            the blocks as they are.
+    """
+
+    def __init__(self, graph: StepGraph, parts: Iterable[tuple[int, Sequence[int]]] | None = None) -> None:
+        self.graph = graph
+        self.builder = empty_copy(graph)
+        if parts is None:
+            parts = [(number, range(len(block.instances))) for number, block in enumerate(graph.blocks)]
+        self.parts = [Part(block=block, instances=tuple(instances)) for block, instances in parts]
+        self.part = self.parts[0]
+
+    def write(self) -> StepGraph:
+        """The new graph.
+
+        Raises:
+            GraphError: what the subclass wrote breaks an invariant.
+        """
+        graph, builder = self.graph, self.builder
+        for number, part in enumerate(self.parts):
+            block = graph.blocks[part.block]
+            if number:
+                builder.begin_block(block.name)
+            self.part = part
+            tensors, ops = builder.tensor_count(), builder.op_count()
+            for index in block.tensors:
+                if graph.maker[index] == NONE:
+                    self.tensor(index)
+            for row in block.ops:
+                part.starts[row] = builder.op_count()
+                self.operation(graph.ops[row])
+            part.starts[block.ops.stop] = builder.op_count()
+            part.tensor_rows, part.op_rows = range(tensors, builder.tensor_count()), range(ops, builder.op_count())
+        self._bind()
+        return builder.build(StepGraph)
+
+    # -- for subclasses ------------------------------------------------------------------------------------
+
+    def operation(self, op: t.Op) -> None:
+        """Writes what becomes of an operation; by default the operation."""
+        self.copy(op)
+
+    def tensor(self, index: int, **changes: object) -> int:
+        """New row of an old tensor, added when it is asked for first (then with the changes)."""
+        known = self.part.tensors.get(index)
+        if known is not None:
+            return known
+        tensor = replace(self.graph.tensors[index], **changes)  # type: ignore[arg-type]
+        alias = None if tensor.alias_of is None else self.tensor(tensor.alias_of)
+        self.part.tensors[index] = self.add_tensor(tensor, alias)
+        return self.part.tensors[index]
+
+    def add_tensor(self, tensor: t.Tensor, alias: int | None) -> int:
+        """Adds a tensor with everything but its alias, which is a new row."""
+        return self.builder.tensor(
+            tensor.name, tensor.shape, tensor.dtype, tensor.role, alias_of=alias, port=tensor.port,
+            sharded=tensor.sharded,
+        )  # fmt: skip
+
+    def copy(self, op: t.Op, **changes: object) -> int:
+        """Adds an operation on the new rows of its tensors, with fields of `changes` replaced."""
+        values: dict[str, object] = {
+            "inputs": [self.tensor(i) for i in op.inputs],
+            "outputs": [self.tensor(i) for i in op.outputs],
+            "deps": [self.part.ops[before] for before in op.deps],
+        }
+        if isinstance(op, t.Compute) and op.forward_op is not None and op.forward_op >= 0:
+            values["forward_op"] = self.part.ops[op.forward_op]
+        self.part.ops[op.id] = self.builder.add(op, **(values | changes))
+        return self.part.ops[op.id]
+
+    # -- instances and calls -------------------------------------------------------------------------------
+
+    def _bind(self) -> None:
+        graph, builder = self.graph, self.builder
+        where = {(p.block, i): (n, at) for n, p in enumerate(self.parts) for at, i in enumerate(p.instances)}
+        ports = [{new for old, new in part.tensors.items() if graph.tensors.port[old]} for part in self.parts]
+        position: dict[int, int] = {}
+        bases, op_bases, start, op_start = [], [], 0, 0
+        for part, formal in zip(self.parts, ports, strict=True):
+            own = [row for row in part.tensor_rows if row not in formal]
+            position |= {row: at for at, row in enumerate(own)}
+            bases.append((start, len(own)))
+            op_bases.append(op_start)
+            start += len(own) * len(part.instances)
+            op_start += len(part.op_rows) * len(part.instances)
+
+        def tensor_id(identity: int) -> int:
+            block, instance, index = graph.locate_tensor(identity)
+            number, at = where[block, instance]
+            base, count = bases[number]
+            return base + at * count + position[self.parts[number].tensors[index]]
+
+        def op_id(identity: int) -> int:
+            block, instance, row = graph.locate_op(identity)
+            number, at = where[block, instance]
+            rows = self.parts[number].op_rows
+            return op_bases[number] + at * len(rows) + self.parts[number].ops[row] - rows.start
+
+        for number, part in enumerate(self.parts):
+            for index in part.instances:
+                made = graph.blocks[part.block].instances[index]
+                builder.instance(
+                    number, made.label, bindings=map(tensor_id, made.bindings),
+                    op_bindings=map(op_id, made.op_bindings),
+                )  # fmt: skip
+        program = graph.programs[0]
+        calls = []
+        for block, begin, end, instance, micro_batch in program.calls.tolist():
+            number, at = where[block, instance]
+            starts = self.parts[number].starts
+            calls.append((number, starts[begin], starts[end], at, micro_batch))
+        builder.program(calls, role=program.role, coordinates=program.coordinates, ranks=program.ranks)

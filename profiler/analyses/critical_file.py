@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from echograph.errors import DataError, FormatError
-from echograph.ir.arrays import read_arrays
-from echograph.ir.files import write_whole
+from echograph.ir.files import read_arrays, write_whole
 from echograph.profiler.analyses.critical_graph import CriticalGraph, Edge
 from echograph.profiler.analyses.marked_copy import Places, exact_json, marked_copy
 from echograph.profiler.analyses.work import US

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from echograph.ir.comms_record import UNKNOWN
+from echograph.ir.comms.record import UNKNOWN
 from echograph.profiler.comms.call import Call, Listener
 from echograph.profiler.comms.clock import EventClock, HostClock
 from echograph.profiler.comms.context import CallSites, Phases, Site

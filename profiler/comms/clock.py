@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from echograph.ir.comms_record import UNKNOWN
+from echograph.ir.comms.record import UNKNOWN
 from echograph.profiler.comms.call import Call
 
 REANCHOR_MS = 1000.0

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from echograph.ir.comms_operations import OPERATIONS, Arguments, Operation, Take, Tensors
+from echograph.ir.comms.operations import OPERATIONS, Arguments, Operation, Take, Tensors
 
 __all__ = ["OPERATIONS", "Arguments", "Operation", "Take", "Tensors"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from echograph.ir.comms_record import What
+from echograph.ir.comms.record import What
 from echograph.profiler.comms.bandwidth import bus_factor
 from echograph.profiler.comms.merge import Batch, Merge
 from echograph.profiler.comms.readers import find_sources

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from echograph.errors import MissingExtraError, OutputError, UsageError
-from echograph.ir.comms_record import (
+from echograph.ir.comms.record import (
     FORMAT,
     MAJOR,
     MINOR,

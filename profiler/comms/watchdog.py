@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from echograph.ir.comms_record import DECODER, UNREADABLE, Beat, Stuck
+from echograph.ir.comms.record import DECODER, UNREADABLE, Beat, Stuck
 from echograph.profiler.comms.call import Call
 
 TAIL_BYTES = 1 << 20

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from echograph.ir.comms_record import Line, Row, encode
+from echograph.ir.comms.record import Line, Row, encode
 from echograph.profiler.comms.call import Call
 
 QUEUE = 1 << 16

@@ -30,24 +30,22 @@ def corners(
     Returns:
         Flat knot indices [8, points], their weights [8, points], and octaves outside the knots [points].
     """
-    low, weight, outside = [], [], np.zeros(sizes[0].shape)
+    low, weight, outside = [], [], []
     for axis, size in zip(knots, sizes, strict=True):
         log_axis, log_size = np.log2(axis), np.log2(size)
         index = np.clip(np.searchsorted(log_axis, log_size, side="right") - 1, 0, len(axis) - 2)
         part = (log_size - log_axis[index]) / (log_axis[index + 1] - log_axis[index])
         low.append(index)
         weight.append(np.clip(part, 0.0, 1.0))
-        outside += np.maximum(0.0, np.maximum(log_axis[0] - log_size, log_size - log_axis[-1]))
+        outside.append(np.maximum(0.0, np.maximum(log_axis[0] - log_size, log_size - log_axis[-1])))
     flat, weights = [], []
     for bits in itertools.product((0, 1), repeat=3):
-        position = np.zeros(sizes[0].shape, dtype=np.intp)
-        product = np.ones(sizes[0].shape)
-        for bit, index, part, axis in zip(bits, low, weight, knots, strict=True):
-            position = position * len(axis) + index + bit
-            product = product * (part if bit else 1.0 - part)
-        flat.append(position)
-        weights.append(product)
-    return np.stack(flat), np.stack(weights), outside
+        corner = [index + bit for bit, index in zip(bits, low, strict=True)]
+        flat.append(np.ravel_multi_index(corner, [len(axis) for axis in knots]))
+        weights.append(
+            np.prod([part if bit else 1.0 - part for bit, part in zip(bits, weight, strict=True)], axis=0)
+        )
+    return np.stack(flat), np.stack(weights), np.sum(outside, axis=0)
 
 
 def correction(grid: Grid, sizes: Sequence[FloatArray]) -> tuple[FloatArray, FloatArray]:

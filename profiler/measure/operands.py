@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echograph.ir.invocations import Argument, Invocation, Named, Operand
+from echograph.ir.profile import Argument, Invocation, Named, Operand
 
 _BLOCK = 2**20
 """Random numbers that are drawn; larger tensors repeat them."""

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from echograph.errors import InputError
-from echograph.ir.invocations import Invocation, Part
-from echograph.ir.profile import Environment, Measurement, Profile
+from echograph.ir.profile import Environment, Invocation, Measurement, Part, Profile
 from echograph.profiler.measure.device import Device
 from echograph.profiler.measure.operands import Operands, Prepared, operator_of
 from echograph.profiler.measure.sampling import Samples, sample

@@ -10,7 +10,7 @@ import msgspec
 
 from echograph.errors import InputError
 from echograph.ir.files import read_whole, write_whole
-from echograph.profiler.record.overhead import Overhead
+from echograph.profiler.record.overhead import Measured, Overhead
 
 FORMAT, VERSION = "echograph recording", (1, 1)
 TRACE, COMMS, METADATA, DAG = "trace.json.gz", "comms.jsonl", "metadata.json", "dag.gml"
@@ -31,7 +31,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     number: int
-    seconds: float
+    seconds: Measured
     processor_s: float = 0.0
     state: str
 

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from pathlib import Path
 
 from echograph.errors import FormatError, InputError
-from echograph.ir.comms_native import NativeSource
+from echograph.ir.comms.reader import NativeSource
 from echograph.profiler.traces.trace import Trace
 from echograph.units import PS_PER_NS
 

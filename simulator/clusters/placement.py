@@ -47,31 +47,30 @@ def place(ranks: Sequence[int], gpus_per_node: int, domain_gpus: int) -> Placeme
     Raises:
         PlanError: the group is empty, names a rank twice, or a negative one.
     """
+    if not len(ranks):
+        raise PlanError("group: it has no rank")
     if isinstance(ranks, range):
-        if ranks and min(ranks[0], ranks[-1]) < 0:
+        low, high = sorted((ranks[0], ranks[-1]))
+        if low < 0:
             raise PlanError(f"group {ranks}: ranks are at least 0")
-        low, high = (ranks[0], ranks[-1]) if ranks else (0, -1)
-        nodes, per_node = _strided(len(ranks), abs(ranks.step), min(low, high), gpus_per_node)
-        domains, per_domain = _strided(len(ranks), abs(ranks.step), min(low, high), domain_gpus)
-        span = abs(high - low) + 1
+        nodes, per_node = _strided(len(ranks), abs(ranks.step), low, gpus_per_node)
+        domains, per_domain = _strided(len(ranks), abs(ranks.step), low, domain_gpus)
     else:
         members = distinct(ranks)
         if len(members) != len(ranks):
             raise PlanError("group: a rank is named twice")
-        if len(members) and members[0] < 0:
-            raise PlanError(f"group: rank {members[0]} is below 0")
+        low, high = int(members[0]), int(members[-1])
+        if low < 0:
+            raise PlanError(f"group: rank {low} is below 0")
         nodes, per_node = _listed(members, gpus_per_node)
         domains, per_domain = _listed(members, domain_gpus)
-        span = int(members[-1] - members[0]) + 1 if len(members) else 0
-    if not len(ranks):
-        raise PlanError("group: it has no rank")
     return Placement(
         ranks=len(ranks),
         nodes=nodes,
         ranks_per_node=per_node,
         domains=domains,
         ranks_per_domain=per_domain,
-        span=span,
+        span=high - low + 1,
     )
 
 
@@ -89,7 +88,5 @@ def _strided(size: int, stride: int, start: int, box: int) -> tuple[int, int]:
 
 
 def _listed(members: np.ndarray, box: int) -> tuple[int, int]:
-    if not len(members):
-        return 0, 0
     counts = np.unique(members // box, return_counts=True)[1]
     return len(counts), int(counts.max())

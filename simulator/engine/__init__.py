@@ -1,79 +1,52 @@
-"""Engines: task graph in, start times out. All of them give the same times, to the picosecond.
+"""Engines: the roles of a job in, a simulated step out. All of them give the same times, to the picosecond.
 
-`reference` is the event-driven engine that one reads; `static` numbers tasks in an order in which each comes after
-all that it waits for, and makes one pass over them, compiled where they are many. The pass is exact where rates
-do not change while work runs: CUDA streams and NCCL queues fix the order of work on each resource. `columns` makes
-it for every rank. `events` is for what is dynamic: ranks whose collectives share links, at rates that change.
+`static` numbers tasks in an order in which each comes after all that it waits for, and makes one pass over them,
+interpreted where they are few, compiled where they are many; `columns` is the same pass for many ranks or
+scenarios side by side. It is exact where rates do not change while work runs: CUDA streams and NCCL queues fix the
+order of work on each resource. `segments` makes that pass over whole calls, each worked out once, where programs
+repeat them. `events` is for what is dynamic: ranks whose collectives share links, at rates that change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from echograph.ir.columns import Int32, Int64
+from echograph.errors import SimulationError
 from echograph.registry import Table
-from echograph.simulator.engine.loops import COMPILE_FROM, effort
-from echograph.simulator.engine.numbering import number
-from echograph.simulator.engine.schedule import Starts
-from echograph.simulator.tasks import TaskGraph
 
 if TYPE_CHECKING:
-    from echograph.simulator.engine.columns import Factors
+    from echograph.simulator.roles import Roles, Step
 
-Engine = Callable[[TaskGraph], Starts]
+    Engine = Callable[[Roles], Step | None]
+    """None: it cannot simulate these roles, or another one is quicker."""
 
 ENGINES = Table(
     "engine",
     {
-        "reference": "echograph.simulator.engine.reference:run",
-        "static": "echograph.simulator.engine.static:run",
-        "events": "echograph.simulator.engine.events:run",
+        "segments": "echograph.simulator.engine.segments.engine:simulate",
+        "static": "echograph.simulator.engine.static:simulate",
+        "events": "echograph.simulator.engine.events:simulate",
     },
 )
+AUTO = ("segments", "static")
+"""The engines that are tried where none is asked for; the last one simulates every job."""
 
 
-def run(tasks: TaskGraph, engine: str = "auto") -> tuple[Starts, str]:
-    """Start times of all tasks, and the engine that computed them.
+def simulate_roles(roles: Roles, engine: str = "auto") -> tuple[Step, str]:
+    """One step, and the engine that simulated it.
 
     Args:
-        tasks: what to run.
-        engine: a name of `ENGINES`, or "auto": the static pass.
+        roles: what to simulate.
+        engine: a name of `ENGINES`, or "auto": the first of `AUTO` that can.
 
     Raises:
         UnknownNameError: no such engine.
+        SimulationError: the engine that is asked for cannot simulate this job.
         DeadlockError: tasks wait for each other for ever.
     """
-    name = "static" if engine == "auto" else engine
-    chosen: Engine = ENGINES[name]
-    return chosen(tasks), name
-
-
-def finishes(tasks: TaskGraph, kind: Int32, factor: Factors) -> Int64:
-    """The end of the last task, picoseconds, in scenarios that differ in durations.
-
-    Args:
-        tasks: what to run in each of them.
-        kind: int32 [tasks], the row of `factor` for each task.
-        factor: float64 [kinds, scenarios]: durations are multiplied with it and rounded to the picosecond.
-
-    Raises:
-        DeadlockError: tasks wait for each other for ever.
-    """
-    if not len(tasks):
-        return np.zeros(factor.shape[1], np.int64)
-    if effort(tasks) * factor.shape[1] >= COMPILE_FROM:
-        from echograph.simulator.engine import columns
-
-        found = columns.run(tasks, number(tasks), columns.alone(tasks, kind, factor)).end
-        latest: Int64 = found.max(axis=0)
-        return latest
-    ends = []
-    for scenario in factor.T:
-        duration = np.rint(tasks.duration * scenario[kind]).astype(np.int64)
-        starts, _ = run(replace(tasks, duration=duration))
-        ends.append(int((starts.start + duration).max()))
-    return np.array(ends, np.int64)
+    for name in AUTO if engine == "auto" else (engine,):
+        chosen: Engine = ENGINES[name]
+        if (step := chosen(roles)) is not None:
+            return step, name
+    raise SimulationError(f"engine '{engine}': this job's operations do not repeat alike: choose static")

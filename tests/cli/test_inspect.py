@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from echograph.ir import serde
-from echograph.ir.types import Phase
+from echograph.ir.builder import GraphBuilder
+from echograph.ir.graph import StepGraph
+from echograph.ir.types import DType, Phase, TensorRole
 from echograph.ir.unfold import unfold
 from echograph.models import model_names
 from echograph.workflow.summary import summarize
@@ -95,3 +97,13 @@ def test_every_command_has_help_and_a_version(cli, name: str) -> None:
     assert names
     for command in names:
         assert cli(name, command, "--help").status == 0
+
+
+def test_what_is_read_and_written_is_added_up_beyond_64_bits() -> None:
+    builder = GraphBuilder()
+    tensors = [builder.tensor(f"w{n}", (2**57,), DType.FP32, TensorRole.PARAMETER) for n in range(20)]
+    builder.compute("aten.add", inputs=tensors, bytes_read=2**62, bytes_written=2**62)
+    shown = summarize(builder.build(StepGraph))
+    assert shown["device_bytes"] == {"other": 2**63}
+    assert [row["bytes"] for row in shown["operators"]] == [2**63]
+    assert shown["tensor_bytes"]["parameter"] == 20 * 2**59

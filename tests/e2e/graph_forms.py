@@ -6,10 +6,10 @@ import networkx as nx
 
 from echograph.ir import serde
 from echograph.ir.graph import Graph, StepGraph
-from echograph.ir.json_form import from_json, to_json
-from echograph.ir.network import from_gml, to_network
 from echograph.ir.text import to_text
-from echograph.ir.text_parse import from_text
+from echograph.ir.text.network import from_gml, to_network
+from echograph.ir.text.parser import from_text
+from echograph.ir.text.records import from_json, to_json
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import lower
 

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echograph.errors import FormatError, InputError, PlanError
-from echograph.frontend import Imported
 from echograph.frontend.comms import load
 from echograph.ir import serde
-from echograph.ir.comms_record import FORMAT, GroupLine, Header, Line, What, encode
+from echograph.ir.comms.record import FORMAT, GroupLine, Header, Line, What, encode
+from echograph.ir.formats import Imported
 from echograph.ir.graph import JobGraph
-from echograph.ir.passes.forget_communication import forget_communication
-from echograph.ir.passes.resize_world import ResizeWorld
+from echograph.ir.passes.annotate import ForgetCommunication
+from echograph.ir.passes.mesh import ResizeWorld
 from echograph.ir.types import COMMUNICATIONS, Collective, CollectiveKind, Recv, Send
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.collectives import collective_time
@@ -229,7 +229,7 @@ def data_parallel(tmp_path: Path) -> JobGraph:
 @pytest.mark.parametrize("gpus", [1, 2, 8, 64, 65])
 def test_other_sizes_take_the_clusters_time(tmp_path: Path, gpus: int) -> None:
     cluster = load_cluster()
-    job = ResizeWorld(gpus=gpus)(forget_communication(data_parallel(tmp_path)))
+    job = ResizeWorld(gpus=gpus)(ForgetCommunication()(data_parallel(tmp_path)))
     assert job.world_size == gpus
     one = collective_time("all_reduce", MIB, cluster.place(range(gpus)), cluster).seconds
     # Rank 1, where there is one, begins 1 us late; then 600 us of work lie between the two calls of each.
@@ -281,6 +281,15 @@ def test_refusals_say_what_to_do(tmp_path: Path) -> None:
     unknown: Any = [([reduction(op="all_dance")], row)] * 2
     with pytest.raises(FormatError, match="all_dance is no collective"):
         load(write(tmp_path / "unknown", unknown))
+
+
+@pytest.mark.parametrize("late", [4, 5], ids=["end", "wait"])
+def test_a_trace_longer_than_the_clock_is_refused_whatever_ended_last(tmp_path: Path, late: int) -> None:
+    far = [0, 0, 0, 0, 100, 0]
+    far[late] = 2**54
+    ranks: Any = [([reduction()], [tuple(far)]), ([reduction()], [(0, 0, 0, 0, 100, 0)])]
+    with pytest.raises(FormatError, match="from first call to last over 106 days"):
+        load(write(tmp_path / "far", ranks))
 
 
 # -- a real job ------------------------------------------------------------------------------------------------

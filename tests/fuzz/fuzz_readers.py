@@ -69,6 +69,12 @@ def show(target: Target, seed: int, number: int, keep: Path | None) -> None:
         print(fault or "no fault")
 
 
+def _cpu_s() -> float:
+    """Seconds of the processor that readers took so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> int:
     """Prints each fault with the line that runs it again, and a line of JSON for every reader."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -90,13 +96,13 @@ def main() -> int:
     run_command("echoc", "show", STEP)
     total = 0
     for target in targets:
-        faults, before = 0, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        faults, before = 0, _cpu_s()
         cases = target.fast if given.fast else given.cases
         for number, fault in fuzz(target, given.seed, cases):
             faults += 1
             print(f"{fault}\n  {reproducer(target, given.seed, number)}", flush=True)
         total += faults
-        took = round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before, 1)
+        took = round(_cpu_s() - before, 1)
         found = {"reader": target.name, "seed": given.seed, "cases": cases, "faults": faults, "cpu_s": took}
         print(json.dumps(found), flush=True)
     return 1 if total else 0

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +21,6 @@ from random import Random
 from types import FrameType
 from typing import Any, NamedTuple
 
-import typer
 from damage import damage
 from reader_targets import OUT, STEP, Files, Target
 
@@ -28,6 +28,20 @@ SECONDS = 20
 MEMORY_BYTES = 2**30
 LINE = 500
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+COUNTED = (
+    "bytes",
+    "flops",
+    "_s",
+    "_us",
+    "_ms",
+    "ops",
+    "tasks",
+    "calls",
+    "samples",
+    "tokens",
+    "parameters",
+    "ranks",
+)
 SEED = 0
 FALSE_NUMBERS = re.compile(rb"(?<![\w\"'.-])(?:NaN|-?Infinity)(?![\w\"'])")
 
@@ -152,9 +166,12 @@ def _judge_failure(outcome: Outcome, new: list[Path]) -> str | None:
 def _judge_success(outcome: Outcome, command: tuple[str, ...], out: Path) -> str | None:
     if "--json" in command:
         try:
-            json.loads(outcome.out, parse_constant=_refuse)
+            said = json.loads(outcome.out, parse_constant=_refuse)
         except ValueError as error:
             return f"its JSON is none: {error}"
+        # A comparison tells differences under the names of what differs.
+        if "compare" not in command and (found := next(_negative(said), None)):
+            return f"less than nothing: {found}"
     if OUT not in command:
         return None
     if not out.exists():
@@ -165,6 +182,15 @@ def _judge_success(outcome: Outcome, command: tuple[str, ...], out: Path) -> str
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
     number = next((m for path in files if (m := FALSE_NUMBERS.search(path.read_bytes()))), None)
     return f"{number[0].decode()} in what it wrote" if number else None
+
+
+def _negative(value: Any, name: str = "") -> Iterator[str]:
+    """What is counted and yet below zero, as a sum is that 64 bits do not hold."""
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else ((name, item) for item in value):
+            yield from _negative(item, name if name.endswith(COUNTED) else str(key))
+    elif isinstance(value, int | float) and value < 0 and name.endswith(COUNTED):
+        yield f"{name} {value}"
 
 
 def _refuse(name: str) -> Any:
@@ -198,8 +224,8 @@ def prepare(target: Target) -> str | None:
         A command that no whole file passes, or a file that passes none; None where there is none.
     """
     os.environ.update(HF_HUB_OFFLINE="1", COLUMNS="120")
-    # Commands are built anew at every start, which takes longer than most of them.
-    typer.main.get_command = functools.cache(typer.main.get_command)
+    # A process says a warning once for each line, and a command is a process of its own.
+    warnings.simplefilter("always")
     seeds = seeds_of(target)
     failed: dict[int | tuple[str, ...], str] = {}
     passed: set[int | tuple[str, ...]] = set()

@@ -8,11 +8,10 @@ import numpy as np
 
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph, StepGraph
-from echograph.ir.passes.fold import fold
-from echograph.ir.passes.pipeline_placement import memory_of
+from echograph.ir.passes.fold import Fold
+from echograph.ir.passes.pipeline.placement import memory_of
 from echograph.ir.types import DType, OpKind, Phase, TensorRole
-from echograph.simulator.durations import meeting
-from echograph.simulator.engine import run
+from echograph.simulator.engine.static import run
 from echograph.simulator.tasks import expand
 
 FORWARD, BACKWARD = 1000, 2000
@@ -74,7 +73,7 @@ def tied_step(layers: int, *, clip: bool = False, skip: bool = False) -> StepGra
     for module, name, weight, grad in reversed(updates):
         new = tensor(name, TensorRole.PARAMETER, weight)
         op("aten.sgd_", module, Phase.OPTIMIZER, (weight, grad, *((norm,) if clip else ())), new, None)
-    return fold(b.build(StepGraph))
+    return Fold()(b.build(StepGraph))
 
 
 def makespan(job: JobGraph) -> int:
@@ -82,8 +81,8 @@ def makespan(job: JobGraph) -> int:
     layer = np.array([".linear" in job.strings[m] for m in job.ops.module])
     time = np.where(layer & (job.ops.phase == Phase.FORWARD), FORWARD // 2, 0)
     time = np.where(layer & (job.ops.phase == Phase.BACKWARD), BACKWARD // 4, time).astype(np.int64)
-    tasks = expand(job, time, np.zeros(len(job.ops), np.int64), lambda number, row: meeting(job, number, row))
-    starts, _ = run(tasks)
+    tasks = expand(job, time, np.zeros(len(job.ops), np.int64))
+    starts = run(tasks)
     return int((starts.start + tasks.duration).max())
 
 

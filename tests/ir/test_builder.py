@@ -77,6 +77,15 @@ def test_an_argument_that_no_operation_has_is_refused() -> None:
         GraphBuilder().host("x", flavour=1)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1])
+def test_a_number_beyond_64_bits_is_refused_by_operation(number: int) -> None:
+    long = t.Duration(device="cpu", picoseconds=number, source=t.Source.MEASURED)
+    with pytest.raises(GraphError, match="operation 'long' has a number beyond 64 bits"):
+        GraphBuilder().host("long", durations=(long,))
+    with pytest.raises(GraphError, match="operation 'large' has a number beyond 64 bits"):
+        GraphBuilder().compute("large", flops=number)
+
+
 def test_half_a_surrogate_pair_does_not_reach_a_file() -> None:
     b = GraphBuilder()
     b.host("a\ud83db")

@@ -6,11 +6,10 @@ import numpy as np
 
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph
-from echograph.ir.passes.one_communicator import one_communicator
+from echograph.ir.passes.mesh import OneCommunicator
 from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Phase, Source
 from echograph.ir.verify import verify
-from echograph.simulator import engine
-from echograph.simulator.durations import meeting
+from echograph.simulator.engine import static
 from echograph.simulator.tasks import expand
 
 
@@ -36,13 +35,13 @@ def duration(picoseconds: int) -> Duration:
 
 def makespan(job: JobGraph) -> int:
     took = job.ops.duration.values
-    tasks = expand(job, took, np.zeros_like(took), lambda number, row: meeting(job, number, row))
-    return int((engine.run(tasks)[0].start + tasks.duration).max())
+    tasks = expand(job, took, np.zeros_like(took))
+    return int((static.run(tasks).start + tasks.duration).max())
 
 
 def test_a_group_has_one_stream_and_others_theirs() -> None:
     job = side_by_side()
-    moved = one_communicator(job)
+    moved = OneCommunicator()(job)
     verify(moved)
     collective = moved.ops.kind == OpKind.COLLECTIVE
     names = [moved.streams[stream] for stream in moved.ops.stream[collective].tolist()]

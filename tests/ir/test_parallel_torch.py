@@ -19,7 +19,7 @@ from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.tensor_parallel import TensorParallel
-from echograph.ir.passes.tensor_parallel_plan import PLAN
+from echograph.ir.passes.tensor_parallel.plan import PLAN
 from echograph.models import get_model
 from echograph.workflow.compile import compile_entry
 

@@ -12,21 +12,22 @@ from pipelines import BACKWARD, FORWARD, flops, makespan, messages, parameter_by
 from echograph.errors import PlanError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph, StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.schedule import Schedule
 from echograph.ir.serde import decode, encode
 from echograph.ir.text import to_text
 from echograph.ir.types import CollectiveKind, DType, OpKind, Phase, TensorRole
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.durations import durations, meeting
+from echograph.simulator.durations import durations
+from echograph.simulator.groups import rendezvous_key
 from echograph.simulator.memory import memory
 
 LAYERS = 12
 
 
 def step(layers: int = LAYERS) -> StepGraph:
-    return fold(layered_step(layers))
+    return Fold()(layered_step(layers))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -146,7 +147,7 @@ def test_a_shared_weight_is_on_both_ends_and_its_gradient_all_reduced(
         assert job.ops[row].bytes_per_rank == 8 * 16 * 4
         assert job.groups[job.ops[row].group].positions == positions
     assert sum(parameter_bytes(job, s) for s in range(stages)) == (8 + 2) * 8 * 16 * 4
-    keys = {meeting(job, s, row) for s, row in zip(ends, sorted(reduce.tolist()), strict=True)}
+    keys = {rendezvous_key(job, s, row) for s, row in zip(ends, sorted(reduce.tolist()), strict=True)}
     assert len(keys) == 1 and None not in keys
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from echograph.errors import PlanError, UnknownNameError
-from echograph.ir.passes.pipeline_schedules import Pass, order
+from echograph.ir.passes.pipeline.schedules import Pass, order
 
 SHAPES = [
     ("gpipe", 4, 8, 1),

@@ -15,19 +15,7 @@ from echograph.ir import types as t
 from echograph.ir.graph import Axis, Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.tensor_parallel import TensorParallel
-from echograph.ir.passes.tensor_parallel_placement import (
-    PARTIAL,
-    WHOLE,
-    Ambiguous,
-    Decision,
-    Placement,
-    Shape,
-    Shard,
-    Site,
-    view_dim,
-)
-from echograph.ir.passes.tensor_parallel_plan import PLAN
-from echograph.ir.passes.tensor_parallel_rules import decide
+from echograph.ir.passes.tensor_parallel.plan import PLAN
 from echograph.models import get_model
 from echograph.workflow.compile import compile_entry
 from echograph.workflow.predict import predict
@@ -191,13 +179,13 @@ def test_sequence_parallelism_cuts_each_sum_into_a_scatter_and_a_gather(step: St
 
 
 def test_what_stays_whole_is_reported(step: Step) -> None:
-    lines = TensorParallel(size=2).report(step("bert-base-uncased"))
+    lines = TensorParallel(size=2).with_notes(step("bert-base-uncased"))[1]
     assert lines == [
         "bert.pooler.dense (aten.addmm): whole on every rank",
         "cls.predictions.transform.dense (aten.addmm): whole on every rank",
         "cls.seq_relationship (aten.addmm): whole on every rank",
     ]
-    assert TensorParallel(size=2).report(step("gpt2")) == []
+    assert TensorParallel(size=2).with_notes(step("gpt2"))[1] == []
 
 
 def test_data_parallel_replicas_of_a_tensor_parallel_step_simulate(step: Step) -> None:
@@ -250,64 +238,3 @@ def test_a_plan_of_the_user_replaces_the_known_one(step: Step) -> None:
         ("ALL_REDUCE", "FORWARD", sums): LAYERS,
         ("ALL_REDUCE", "BACKWARD", sums): LAYERS,
     }
-
-
-# -- rules ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "before", "after"),
-    [
-        (Shard(2), Shard(1), (2, 8, 64), (16, 64)),
-        (Shard(2), Shard(2), (2, 8, 64), (2, 8, 4, 16)),
-        (Shard(2), Shard(2), (2, 8, 4, 16), (2, 8, 64)),
-        (Shard(1), Shard(0, before=2), (2, 4, 8, 16), (8, 8, 16)),
-        (Shard(0, before=2), Shard(1), (8, 8, 16), (2, 4, 8, 16)),
-        (Shard(1), Shard(2), (2, 4, 8), (2, 1, 4, 8)),
-        (Shard(1), Shard(0, before=2), (2, 6), (4, 3)),
-        (Shard(1), None, (2, 6), (3, 4)),
-    ],
-)
-def test_a_view_keeps_what_is_cut(source: Shard, target: Shard | None, before: Shape, after: Shape) -> None:
-    assert view_dim(source, before, after) == target
-
-
-def _product(a: Placement, b: Placement) -> Decision:
-    return decide(Site(name="mm", inputs=((8, 4), (4, 6)), placements=(a, b), outputs=((8, 6),)))
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "wanted", "made"),
-    [
-        (WHOLE, Shard(1), (WHOLE, Shard(1)), Shard(1)),
-        (Shard(1), Shard(0), (Shard(1), Shard(0)), PARTIAL),
-        (WHOLE, Shard(0), (Shard(1), Shard(0)), PARTIAL),
-        (Shard(0), WHOLE, (Shard(0), WHOLE), Shard(0)),
-        (Shard(0, 2), Shard(1), (WHOLE, Shard(1)), Shard(1)),
-        (Shard(0), Shard(0, 2), (Shard(0), WHOLE), Shard(0)),
-        (PARTIAL, WHOLE, (WHOLE, WHOLE), WHOLE),
-    ],
-)
-def test_a_product_is_cut_along_rows_columns_or_the_contraction(
-    a: Placement, b: Placement, wanted: tuple[Placement, ...], made: Placement
-) -> None:
-    assert _product(a, b) == Decision(wanted, (made,))
-
-
-def test_an_unknown_operator_wants_everything_whole() -> None:
-    site = Site(name="cumsum", inputs=((8, 4),), placements=(Shard(1),), outputs=((8, 4),))
-    assert decide(site) == Decision((WHOLE,), (WHOLE,))
-
-
-def test_nonlinear_operators_want_sums_and_gradients_add_up_as_summands() -> None:
-    site = Site(name="gelu", inputs=((8, 4),), placements=(PARTIAL,), outputs=((8, 4),))
-    assert decide(site) == Decision((WHOLE,), (WHOLE,))
-    both = Site(name="add", inputs=((8, 4),) * 2, placements=(PARTIAL, WHOLE), outputs=((8, 4),))
-    assert decide(both).outputs == (WHOLE,)
-    assert decide(replace(both, phase=t.Phase.BACKWARD)).outputs == (PARTIAL,)
-
-
-def test_a_swap_of_equal_extents_is_refused_when_it_matters() -> None:
-    site = Site(name="transpose", inputs=((4, 4, 4, 4, 4),), placements=(Shard(1),), outputs=((4, 4, 4, 4, 4),))
-    with pytest.raises(Ambiguous):
-        decide(site)

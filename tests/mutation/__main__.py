@@ -32,7 +32,10 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("ir/passes", "simulator", "profiler/costs")
 TESTS = (
     *("tests/golden", "tests/readers/test_interpreter.py", "tests/simulator", "tests/properties/test_plans.py"),
-    *(f"tests/profiler/test_costs_{kind}.py" for kind in ("attention", "device", "gemm", "memory")),
+    *(
+        f"tests/profiler/test_costs_{kind}.py"
+        for kind in ("attention", "convolution", "device", "estimate", "gemm", "memory")
+    ),
     *(f"tests/cli/test_{name}.py" for name in ("flows", "run", "scenario")),
 )
 KEPT = ROOT / "out" / "mutation"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,16 @@ import msgspec
 import pytest
 
 from echograph.errors import DataError, FormatError, InputError, UnknownNameError
-from echograph.profiler.costs.device import DeviceProfile, Label, device_names, load_device
+from echograph.profiler.costs.device import (
+    AttentionPass,
+    DeviceProfile,
+    GemmModel,
+    HeldOut,
+    HostModel,
+    Label,
+    device_names,
+    load_device,
+)
 
 FITTED = ("a100-sxm-80", "h100-sxm", "h200", "b200")
 MAX_BYTES = 300_000
@@ -87,3 +97,91 @@ def test_predicting_imports_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+LEFT_OUT: dict[type[msgspec.Struct], dict[str, object]] = {
+    # Factors of 1, shares and additions of 0, and of what is not there nothing.
+    GemmModel: {
+        "time_scale": 1.0, "transposed_scale": {}, "batched_scale": 1.0, "batched_spread": 0.0, "alignment": None,
+        "quantize": None, "residual": None,
+        # All of the traffic of an accumulator is seen, until a fit says how much is hidden.
+        "accumulate_exposure": 1.0,
+    },
+    AttentionPass: {
+        "query_traffic": 0.0, "kv_traffic": 0.0, "traffic_knee_bytes": 1.0, "traffic_sharpness": 1.0,
+        "traffic_cached": 1.0, "time_scale": 1.0,
+    },
+    HostModel: {"view_s": None, "communication_s": None},
+    Label: {"held_out": HeldOut()},
+    HeldOut: {"long": None, "short": None},
+    DeviceProfile: {"sustained_gemm_slowdown": 1.0, "sustained_basis": ""},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LEFT_OUT, ids=lambda kind: kind.__name__)
+def test_what_a_profile_leaves_out_changes_nothing(kind: type[msgspec.Struct]) -> None:
+    device = load_device("h100-sxm")
+    gemm = device.gemm["bf16"]
+    full = {
+        GemmModel: gemm, AttentionPass: device.attention["flash2"].forward, HostModel: device.host,
+        Label: gemm.label, HeldOut: gemm.label.held_out, DeviceProfile: device,
+    }[kind]  # fmt: skip
+    document = {key: value for key, value in msgspec.to_builtins(full).items() if key not in LEFT_OUT[kind]}
+    read = msgspec.convert(document, kind)
+    assert {key: getattr(read, key) for key in LEFT_OUT[kind]} == LEFT_OUT[kind]
+    required = [f.name for f in msgspec.structs.fields(kind) if f.required]
+    assert sorted([*required, *LEFT_OUT[kind]]) == sorted(kind.__struct_fields__)
+
+
+GEMM, FLASH = "gemm.bf16", "attention.flash2.forward"
+EDGES: list[tuple[str, object, object]] = [
+    ("datasheet.memory_bandwidth_bytes_per_s", 1e6, 0.99e6), ("datasheet.clock_hz", 1e21, 1.01e21),
+    ("datasheet.memory_bytes", 0, -1), ("datasheet.memory_bytes", 2**60, 2**60 + 1),
+    ("datasheet.sm_count", 1, 0), ("datasheet.sm_count", 10**6, 10**6 + 1),
+    ("memory_launch_s", 1, 1.01), ("memory_launch_s", 0, -0.01),
+    ("sustained_gemm_slowdown", 1e-3, 0.9e-3), ("sustained_gemm_slowdown", 1e3, 1001),
+    (f"{GEMM}.wave_rounding", 1, 1.01), (f"{GEMM}.wave_rounding", 0, -0.01),
+    (f"{GEMM}.split_traffic", 1e3, 1001), (f"{GEMM}.split_traffic", 0, -0.01),
+    (f"{GEMM}.throttle_flops", 1e30, 1.01e30), (f"{GEMM}.throttle_flops", 0, -1),
+    (f"{GEMM}.overlap_power", 0.1, 0.09), (f"{GEMM}.overlap_power", 1e3, 1001),
+    (f"{GEMM}.element_bytes", 0.125, 0.12), (f"{GEMM}.element_bytes", 16, 16.1),
+    (f"{GEMM}.efficiency.0", 1e-4, 0.9e-4), (f"{GEMM}.efficiency.0", 2, 2.01),
+    (f"{GEMM}.overhead_k.0", 1e9, 1e9 + 1), (f"{GEMM}.overhead_k.0", 0, -1),
+    (f"{GEMM}.splits", [1], []), (f"{GEMM}.tiles.0.0", 1, 0), (f"{GEMM}.residual.knots.0", [1, 2], [1]),
+    (f"{GEMM}.residual.permille.0", 10_000, 10_001), (f"{GEMM}.residual.permille.0", -10_000, -10_001),
+    (f"{GEMM}.label.spread", 10, 10.1), (f"{GEMM}.label.spread", 0, -0.1),
+    (f"{GEMM}.label.held_out.long.bias", 1e6, 1e6 + 1), (f"{GEMM}.label.held_out.long.bias", -1e6, -1e6 - 1),
+    (f"{GEMM}.label.held_out.long.rows", 0, -1), (f"{GEMM}.label.held_out.long.rows", 10**12, 10**12 + 1),
+    (f"{FLASH}.traffic_knee_bytes", 1, 0.9), (f"{FLASH}.traffic_knee_bytes", 1e30, 1.1e30),
+    ("name", "x", ""), ("name", "x" * 200, "x" * 201), ("format", 1, 0),
+    # What two values must be beside each other.
+    (f"{FLASH}.head_dims", [1, 2, 3, 4, 5], [1, 2, 2, 4, 5]), ("memory.norm.row_bytes", [2, 3], [3, 3]),
+    (f"{GEMM}.alignment.operand", {"16": 1.0}, {"15": 1.0}),
+    (f"{GEMM}.alignment.output", {"16": 1.0}, {"15": 1.0}),
+    ("host.view_s", 5e-6, 6e-6),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "good", "bad"), EDGES, ids=[way for way, *_ in EDGES])
+def test_the_last_value_that_a_profile_may_say_and_the_first_that_it_may_not(
+    way: str, good: object, bad: object
+) -> None:
+    document = json.loads(msgspec.json.encode(load_device("h100-sxm")))
+    document["host"]["op_s"] = 5e-6
+    *parents, last = way.split(".")
+    place = document
+    for key in parents:
+        place = place[int(key) if isinstance(place, list) else key]
+    if way.endswith(("head_dims", "row_bytes")):
+        of = "efficiency" if way.endswith("head_dims") else "bandwidth_fraction"
+        place[of] = [0.5] * len(good)  # type: ignore[arg-type]
+    for value, fits in ((good, True), (bad, False)):
+        place[int(last) if isinstance(place, list) else last] = value
+        if way.endswith("knots.0"):
+            grid = document["gemm"]["bf16"]["residual"]
+            grid["permille"] = [0] * (len(value) * len(grid["knots"][1]) * len(grid["knots"][2]))  # type: ignore[arg-type]
+        if fits:
+            msgspec.convert(document, DeviceProfile, str_keys=True)
+            continue
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(document, DeviceProfile, str_keys=True)

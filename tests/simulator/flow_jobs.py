@@ -9,12 +9,12 @@ from layered import layered_step, timed
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, DType
 from echograph.simulator.clusters import Cluster, DegradedLink
 from echograph.simulator.collectives import Kind
-from echograph.simulator.durations import durations, meeting
+from echograph.simulator.durations import durations
 from echograph.simulator.flows import Flows, alone, flows
 from echograph.simulator.host import Host
 from echograph.simulator.network.topology import Topology
@@ -59,7 +59,7 @@ def run(job: JobGraph, cluster: Cluster, **options: object) -> Result:
 def shared(job: JobGraph, cluster: Cluster, host: Host = IDLE) -> Flows:
     links = Topology(cluster=cluster, gpus=job.world_size)
     times = durations(job, cluster, alone(links))
-    tasks = expand(job, times.picoseconds, host.issue(job), lambda number, row: meeting(job, number, row))
+    tasks = expand(job, times.picoseconds, host.issue(job))
     return flows(job, tasks, times, links)
 
 
@@ -90,7 +90,7 @@ def listed(ranks: range, kind: Kind, nbytes: int) -> JobGraph:
 
 
 def pipelined(gpus: int, where: Cluster) -> JobGraph:
-    staged = Pipeline(stages=4, micro_batches=6)(fold(layered_step(8)))
+    staged = Pipeline(stages=4, micro_batches=6)(Fold()(layered_step(8)))
     return timed(DataParallel(replicas=gpus // 4)(staged), where.device, 20 * US)
 
 

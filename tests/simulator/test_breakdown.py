@@ -8,9 +8,9 @@ from layered import layered_step, timed
 
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
+from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.passes.pipeline import Pipeline
-from echograph.ir.passes.unfold_ranks import UnfoldRanks
 from echograph.simulator.breakdown import Breakdown, breakdown, breakdowns, spread
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import Host
@@ -22,7 +22,9 @@ HOST = Host(op_ps=4_000_000, launch_ps=3_000_000)
 
 
 def job(stages: int = 3, replicas: int = 4, micro_batches: int = 6) -> JobGraph:
-    staged = Pipeline(stages=stages, micro_batches=micro_batches, schedule="1f1b", chunks=1)(fold(layered_step(6)))
+    staged = Pipeline(stages=stages, micro_batches=micro_batches, schedule="1f1b", chunks=1)(
+        Fold()(layered_step(6))
+    )
     return timed(DataParallel(replicas=replicas)(staged), CLUSTER.device, 30_000_000)
 
 
@@ -30,7 +32,7 @@ def flat(parts: Breakdown) -> list[int]:
     return list(parts.flat().values())
 
 
-@pytest.mark.parametrize("engine", ["auto", "reference"])
+@pytest.mark.parametrize("engine", ["auto", "events"])
 def test_the_spread_is_that_of_all_roles(engine: str) -> None:
     one = job()
     result = simulate(one, CLUSTER, HOST, engine=engine)

@@ -7,25 +7,24 @@ from math import prod
 
 import numpy as np
 import pytest
+import reference_engine as reference
 from layered import layered_step, timed
 
 from echograph.errors import PlanError, SimulationError, UsageError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph
-from echograph.ir.passes import unfold_ranks
+from echograph.ir.passes import mesh
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.passes.pipeline import Pipeline
-from echograph.ir.passes.unfold_ranks import UnfoldRanks
 from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.durations import durations, meeting
-from echograph.simulator.engine import reference
-from echograph.simulator.families import KERNELS
+from echograph.simulator.durations import durations
 from echograph.simulator.host import Host
-from echograph.simulator.rank_path import MOST_TOLD, RankPath, rank_path
-from echograph.simulator.ranks import EveryRank, Mesh, run_every_rank
+from echograph.simulator.limits import KERNELS
+from echograph.simulator.ranks import MOST_TOLD, EveryRank, Mesh, RankPath, rank_path, run_every_rank
 from echograph.simulator.simulate import simulate
 from echograph.simulator.tasks import TaskGraph, expand
 
@@ -35,11 +34,11 @@ US = 1_000_000
 
 
 def data_parallel(**options: int) -> JobGraph:
-    return DataParallel(**options)(fold(layered_step(4)))
+    return DataParallel(**options)(Fold()(layered_step(4)))
 
 
 def pipelined(stages: int, replicas: int, micro_batches: int, **options: object) -> JobGraph:
-    staged = Pipeline(stages=stages, micro_batches=micro_batches, **options)(fold(layered_step(4)))
+    staged = Pipeline(stages=stages, micro_batches=micro_batches, **options)(Fold()(layered_step(4)))
     return DataParallel(replicas=replicas)(staged)
 
 
@@ -64,7 +63,7 @@ def ring(size: int, replicas: int) -> JobGraph:
 JOBS = {
     "data-parallel": lambda: data_parallel(replicas=8),
     "accumulating": lambda: data_parallel(replicas=2, micro_batches=3),
-    "hybrid sharded": lambda: FullyShard(replicas=8, shard=4)(fold(layered_step(4))),
+    "hybrid sharded": lambda: FullyShard(replicas=8, shard=4)(Fold()(layered_step(4))),
     "pipeline": lambda: pipelined(4, 1, 6),
     "pipelines": lambda: pipelined(2, 4, 5),
     "interleaved": lambda: pipelined(2, 8, 4, schedule="interleaved", chunks=2),
@@ -77,7 +76,7 @@ def expanded(job: JobGraph) -> tuple[JobGraph, TaskGraph]:
     times = durations(job, CLUSTER)
     kernels = np.where(job.ops.kind == OpKind.COMPUTE, times.picoseconds * (1 + np.arange(len(job.ops)) % 7), 0)
     picoseconds = np.where(kernels > 0, kernels, times.picoseconds)
-    return job, expand(job, picoseconds, HOST.issue(job), lambda number, row: meeting(job, number, row))
+    return job, expand(job, picoseconds, HOST.issue(job))
 
 
 def written_out(job: JobGraph, every: EveryRank) -> tuple[np.ndarray, np.ndarray]:
@@ -150,7 +149,7 @@ def test_the_critical_path_goes_on_in_the_rank_that_was_waited_for(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in the job that is written out, which has one program a rank, by the reference engine."""
-    monkeypatch.setattr("echograph.simulator.rank_path.MOST_COLUMNS", 1000)
+    monkeypatch.setattr("echograph.simulator.ranks.MOST_COLUMNS", 1000)
     job, tasks = expanded(JOBS[name]())
     every = slower_each(job)
     its, starts, times = run_every_rank(job, tasks, every)
@@ -267,14 +266,14 @@ def test_a_step_beyond_the_clock_is_refused() -> None:
         run_every_rank(job, days, EveryRank(slow={0: 600.0}))
 
 
-def test_the_event_engine_runs_roles_only() -> None:
+def test_segments_are_of_roles_only() -> None:
     job = timed(data_parallel(replicas=8), CLUSTER.device, 30 * US)
-    with pytest.raises(UsageError, match="engine 'reference' simulates roles"):
-        simulate(job, CLUSTER, HOST, engine="reference", ranks=EveryRank())
+    with pytest.raises(UsageError, match="engine 'segments' simulates roles"):
+        simulate(job, CLUSTER, HOST, engine="segments", ranks=EveryRank())
 
 
 def test_what_is_too_large_is_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unfold_ranks, "MAX_CALLS", 50)
+    monkeypatch.setattr(mesh, "MAX_CALLS", 50)
     with pytest.raises(PlanError, match=r"8 ranks with .* at most 50"):
         UnfoldRanks()(data_parallel(replicas=8, micro_batches=5))
 

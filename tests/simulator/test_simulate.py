@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,13 +12,15 @@ from echograph.ir.builder import GraphBuilder
 from echograph.ir.exporters.chrome import chrome_trace
 from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.timeline import Lane
-from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source
+from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source, TensorRole
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import Host
+from echograph.simulator.memory.kinds import Memories
 from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
+from echograph.simulator.what_if import Scale
 
 CLUSTER = load_cluster("dgx-h100")
 HOST = Host(op_ps=4_000_000, launch_ps=3_000_000)
@@ -25,7 +28,7 @@ US = 1_000_000
 
 
 def job(gpus: int, layers: int = 6, kernel_ps: int = 200 * US, **options: object) -> JobGraph:
-    step = fold(layered_step(layers))
+    step = Fold()(layered_step(layers))
     return timed(DataParallel(replicas=gpus, **options)(step), CLUSTER.device, kernel_ps)
 
 
@@ -59,7 +62,7 @@ def test_folded_and_unfolded_graphs_take_the_same_time() -> None:
     step = layered_step(5)
     both = [
         simulate(timed(DataParallel(replicas=64)(graph), CLUSTER.device, 30 * US), CLUSTER, HOST)
-        for graph in (step, fold(step))
+        for graph in (step, Fold()(step))
     ]
     assert both[0].step_ps == both[1].step_ps
     assert both[0].breakdown == both[1].breakdown
@@ -68,9 +71,9 @@ def test_folded_and_unfolded_graphs_take_the_same_time() -> None:
 
 def test_engines_give_the_same_prediction() -> None:
     graph = job(64)
-    static, reference = (simulate(graph, CLUSTER, HOST, engine=name) for name in ("static", "reference"))
-    assert np.array_equal(static.timeline.start, reference.timeline.start)
-    assert static.breakdown == reference.breakdown
+    static, events = (simulate(graph, CLUSTER, HOST, engine=name) for name in ("static", "events"))
+    assert np.array_equal(static.timeline.start, events.timeline.start)
+    assert static.breakdown == events.breakdown
 
 
 def test_a_launch_bound_step_takes_what_the_host_takes() -> None:
@@ -159,3 +162,44 @@ def test_a_deadlock_names_the_programs_and_operations_that_wait() -> None:
         DeadlockError, match=r"stage 0 at operation 0 \(reduce 0\), stage 1 at operation 2 \(reduce 1\)"
     ):
         simulate(crossed, CLUSTER, HOST)
+
+
+# -- what 64 bits do not hold ----------------------------------------------------------------------------------
+
+
+def one_operation(picoseconds: int, kind: str = "compute", **columns: int) -> JobGraph:
+    builder = GraphBuilder()
+    add = builder.compute if kind == "compute" else builder.host
+    took = Duration(device=CLUSTER.device, picoseconds=picoseconds, source=Source.MEASURED)
+    add("long", durations=(took,), **columns)
+    return builder.build(JobGraph)
+
+
+@pytest.mark.parametrize("kind", ["compute", "host"])
+@pytest.mark.parametrize(
+    "host", [HOST, replace(HOST, blocking=True), replace(HOST, threads=True)], ids=["eager", "blocking", "threads"]
+)
+def test_a_duration_that_the_clock_does_not_hold_is_refused(kind: str, host: Host) -> None:
+    with pytest.raises(SimulationError, match="more than 107 days: check its durations"):
+        simulate(one_operation(2**63 - 1, kind), CLUSTER, host)
+
+
+@pytest.mark.parametrize("kind", ["compute", "host"])
+def test_a_duration_that_a_scale_makes_too_long_is_refused(kind: str) -> None:
+    job = one_operation(10**15, kind)
+    with pytest.raises(SimulationError, match="more than 107 days: check its durations"):
+        simulate(job, CLUSTER, HOST, scales=[Scale(selector="op:long", factor=1e5)])
+
+
+def test_durations_beyond_the_precision_of_a_float_stay_exact() -> None:
+    threads = Host(op_ps=0, launch_ps=0, threads=True)
+    for kind in ("compute", "host"):
+        assert simulate(one_operation(2**61 + 1, kind), CLUSTER, threads).step_ps == 2**61 + 1
+
+
+def test_tensors_whose_bytes_have_no_sum_are_refused() -> None:
+    builder = GraphBuilder()
+    tensors = [builder.tensor(f"w{n}", (2**57,), DType.FP32, TensorRole.PARAMETER) for n in range(9)]
+    builder.compute("aten.add", inputs=tensors, flops=1)
+    with pytest.raises(SimulationError, match="a step's tensors are beyond 2\\^62 bytes together"):
+        Memories(builder.build(JobGraph))

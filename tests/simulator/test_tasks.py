@@ -12,12 +12,12 @@ from echograph.errors import SimulationError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import OpKind
 from echograph.simulator import tasks as expansion
-from echograph.simulator.durations import meeting
+from echograph.simulator.groups import rendezvous_key
 from echograph.simulator.tasks import DEVICE, HOST, TaskGraph, expand
 
 Run = tuple[int, int, int]
@@ -36,17 +36,17 @@ def with_host_work() -> JobGraph:
 
 
 JOBS = {
-    "data-parallel": lambda: DataParallel(replicas=8, micro_batches=3)(fold(layered_step(3))),
+    "data-parallel": lambda: DataParallel(replicas=8, micro_batches=3)(Fold()(layered_step(3))),
     "unfolded": lambda: DataParallel(replicas=8)(layered_step(3)),
-    "fully sharded": lambda: FullyShard(replicas=8, micro_batches=3)(fold(layered_step(4))),
-    "pipelines": lambda: DataParallel(replicas=2)(Pipeline(stages=2, micro_batches=4)(fold(layered_step(4)))),
+    "fully sharded": lambda: FullyShard(replicas=8, micro_batches=3)(Fold()(layered_step(4))),
+    "pipelines": lambda: DataParallel(replicas=2)(Pipeline(stages=2, micro_batches=4)(Fold()(layered_step(4)))),
     "host": with_host_work,
 }
 
 
 def expanded(job: JobGraph) -> TaskGraph:
     rows = np.arange(len(job.ops))
-    return expand(job, 1000 + rows, 10 + rows, lambda number, row: meeting(job, number, row))
+    return expand(job, 1000 + rows, 10 + rows)
 
 
 def written_out(job: JobGraph, number: int) -> list[tuple[Run, set[int]]]:
@@ -97,7 +97,7 @@ def test_the_nth_meeting_of_a_key_is_one_meeting() -> None:
     numbers: dict[tuple[object, int], int] = {}
     for task in met.tolist():
         program, row = int(tasks.program[task]), int(tasks.op[task])
-        key = meeting(job, program, row)
+        key = rendezvous_key(job, program, row)
         nth = seen[program, key, job.ops.kind[row]] = seen.get((program, key, job.ops.kind[row]), -1) + 1
         assert numbers.setdefault((key, nth), int(tasks.join[task])) == tasks.join[task]
     assert len(set(numbers.values())) == len(numbers) == 2 * 4

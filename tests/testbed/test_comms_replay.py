@@ -15,7 +15,7 @@ from measure import Ranks, cluster, fit, rows
 from namespaces import Bed, why_not
 
 from echograph.frontend import FRONTENDS
-from echograph.ir.passes.forget_communication import forget_communication
+from echograph.ir.passes.annotate import ForgetCommunication
 from echograph.simulator.clusters import load_cluster
 from echograph.units import to_s
 from echograph.workflow.plan import Plan
@@ -66,7 +66,7 @@ def test_two_traced_ranks_say_what_slower_links_and_four_ranks_take(tmp_path: Pa
     asked: dict[str, tuple[Any, dict[str, Any]]] = {
         "two": (job, {}),
         "four": (job, {"cluster": wheres["bed"], "gpus": 4}),
-        "slow": (forget_communication(job), {"cluster": wheres["slower"]}),
+        "slow": (ForgetCommunication()(job), {"cluster": wheres["slower"]}),
     }
     errors = {}
     for name, (graph, options) in asked.items():

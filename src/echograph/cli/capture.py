@@ -53,6 +53,7 @@ def capture_command(
 ) -> None:
     """Run a training script as one rank of a job without GPUs, and write what all ranks do as a job graph."""
     from echograph.ir import files, serde
+    from echograph.ir.graph import JobGraph
 
     chosen = () if ranks == "roles" else parse_ranks("--ranks", ranks)
     files.check_writable(output)
@@ -68,7 +69,8 @@ def capture_command(
         size = serde.save(captured.graph, output, say)
     for note in captured.notes:
         print_error(f"note: {note}")
-    summary = summarize_job(captured.graph)  # type: ignore[arg-type]
+    assert isinstance(captured.graph, JobGraph)
+    summary = summarize_job(captured.graph)
     if as_json:
         print_json({"output": str(output), "bytes": size, "notes": list(captured.notes), **summary})
     else:

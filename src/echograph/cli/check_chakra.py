@@ -7,9 +7,9 @@ from pathlib import Path
 
 import typer
 
-from echograph.cli.app import print_error, print_json, print_line, progress
-from echograph.ir.chakra_traces import read_traces
-from echograph.ir.exporters.chakra_check import Checked, check
+from echograph.cli.app import print_json, print_line, progress
+from echograph.ir.chakra.check import Checked, check
+from echograph.ir.chakra.reader import read_traces
 
 
 def check_chakra(source: Path, *, as_json: bool) -> None:
@@ -33,7 +33,7 @@ def _print(source: Path, found: Checked) -> None:
     for name, count in found.counts.items():
         shown = sum(finding.check == name for finding in found.findings)
         if shown < count:
-            print_error(f"{name}: {count - shown:,} more")
+            print_line(f"{name}: {count - shown:,} more")
     verdict = f"{found.errors:,} errors" if found.errors else "valid"
     warnings = sum(found.counts.values()) - found.errors
     more = f", {warnings:,} warnings" if warnings else ""

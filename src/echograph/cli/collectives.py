@@ -33,7 +33,7 @@ def collectives_command(
             "echoprof collectives measures between ranks: torchrun --nproc-per-node 2 --no-python "
             "echoprof collectives"
         )
-    if budget <= 0:
+    if not budget > 0:
         raise UsageError(f"--budget: {budget:g}: give seconds above 0")
     from echograph.workflow.collectives import measure_collectives
 

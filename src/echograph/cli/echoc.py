@@ -183,23 +183,28 @@ def lower_command(
 ) -> None:
     """Spread a step over GPUs by a parallel plan and write what every rank executes as a job graph."""
     from echograph.ir import serde
-    from echograph.workflow.lowering import notes
-    from echograph.workflow.predict import lower
+    from echograph.ir.graph import JobGraph
+    from echograph.workflow.lowering import apply
+    from echograph.workflow.system import System
 
     check_outputs({"the graph": graph}, {"--output": output})
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph, say)
         say("lowering")
-        job = lower(loaded, plan)
+        notes: list[str] = []
+        job = apply(loaded, plan, System(plan.cluster).cluster, notes.append)
         say(f"writing {output}")
         size = serde.save(job, output, say)
-    for note in notes(loaded, plan):
+    for note in notes:
         print_error(f"note: {note}")
-    summary = summarize_job(job)
+    # A list of passes of the user's own may leave a step.
+    summary = summarize_job(job) if isinstance(job, JobGraph) else summarize(job)
     if as_json:
         print_json({"output": str(output), "bytes": size, **summary})
-    else:
+    elif isinstance(job, JobGraph):
         print_job(summary)
+    else:
+        print_summary(summary)
     print_error(f"wrote {output} ({format_bytes(size)})")
 
 

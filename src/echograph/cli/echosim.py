@@ -42,7 +42,7 @@ def run_command(
             help="A plan that does not fit in memory is an error that names the nearest which do.",
         ),
     ] = False,
-    engine: Annotated[str, typer.Option(help="auto, static, events or reference.")] = "auto",
+    engine: Annotated[str, typer.Option(help="auto, segments, static or events.")] = "auto",
     output: Output = None,
     trace: Trace = None,
     trace_ranks: Annotated[
@@ -56,8 +56,10 @@ def run_command(
     """Predict the time of one training step, spread over the GPUs by a parallel plan."""
     from echograph.cli.report import print_result
     from echograph.ir import serde
+    from echograph.ir.passes import PASSES
+    from echograph.ir.passes.base import run as run_passes
     from echograph.workflow.feasible import FEW, MOST_TRIED, feasible_plans, refuse_if_it_does_not_fit
-    from echograph.workflow.lowering import cluster_notes, notes
+    from echograph.workflow.lowering import cluster_notes
     from echograph.workflow.predict import predict
 
     if trace_ranks is not None and trace is None:
@@ -68,15 +70,14 @@ def run_command(
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph, say)
         if model_communication:
-            from echograph.ir.passes.forget_communication import forget_communication
-
-            loaded = forget_communication(loaded)
+            loaded = run_passes(loaded, (PASSES["forget_communication"](),))
         say("simulating")
-        result, job = predict(loaded, plan, system, scenario, engine=engine, trace_ranks=traced)
+        said: list[str] = []
+        result, job = predict(loaded, plan, system, scenario, engine=engine, trace_ranks=traced, note=said.append)
         # Who reads only the JSON is told whether it fits, and saves the time.
         most = MOST_TRIED if strict_memory else FEW if html or not as_json else 0
         near = feasible_plans(loaded, plan, system.cluster, result.memory, say, most)
-    said = (*notes(loaded, plan), *cluster_notes(system.cluster, job.world_size))
+    said += cluster_notes(system.cluster, job.world_size)
     for note in said:
         print_error(f"note: {note}")
     if strict_memory:

@@ -77,7 +77,7 @@ def ops_command(
             serde.save(captured.graph, graph)
     if echo_json is not None:
         from echograph.ir.exporters.echo import export_echo
-        from echograph.ir.passes.measured import join
+        from echograph.ir.passes.annotate import join
 
         export_echo(join(captured.flat, outcome.profile)[0](captured.flat), echo_json)
     _report(summarize_measured(captured, outcome, here), outcome, output, as_json)

@@ -9,8 +9,7 @@ import numpy as np
 
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph, JobGraph
-from echograph.ir.passes.annotate import Annotate
-from echograph.ir.passes.measured import Coverage, join
+from echograph.ir.passes.annotate import Annotate, Coverage, join
 from echograph.ir.profile import Profile, load_profile
 from echograph.ir.types import COMMUNICATIONS, OpKind, Source
 from echograph.simulator.clusters import Cluster

@@ -13,7 +13,7 @@ from echograph.notes import tell
 from echograph.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from echograph.frontend import Imported
+    from echograph.ir.formats import Imported
 
 _NONE: Mapping[str, bool] = {}
 

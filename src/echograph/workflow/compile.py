@@ -165,7 +165,7 @@ def _build_entry(entry: ModelEntry, spec: StepSpec, **sizes: Any) -> tuple[Any, 
 def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: str, say: Progress) -> StepGraph:
     from echograph.frontend.pytorch.capture import capture
     from echograph.frontend.pytorch.lower import lower
-    from echograph.ir.passes.fold import fold
+    from echograph.ir.passes.fold import Fold
 
     with _one_line_errors(name):
         say(f"capturing one training step of {name}")
@@ -173,7 +173,7 @@ def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: s
         say("lowering")
         graph = lower(captured, spec, name=name)
     say("folding repeated blocks")
-    return fold(graph)
+    return Fold()(graph)
 
 
 def _quiet_libraries() -> None:

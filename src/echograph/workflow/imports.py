@@ -7,7 +7,8 @@ from inspect import signature
 from pathlib import Path
 
 from echograph.errors import UsageError
-from echograph.frontend import FRONTENDS, Imported
+from echograph.frontend import FRONTENDS
+from echograph.ir.formats import Imported
 from echograph.ir.graph import Graph, JobGraph
 from echograph.notes import tell
 from echograph.progress import Progress, silent

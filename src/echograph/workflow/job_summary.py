@@ -12,12 +12,12 @@ from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Payload, Phase
 from echograph.simulator.memory import memory
-from echograph.simulator.memory_kinds import Memories
+from echograph.simulator.memory.kinds import Memories
 
 
 def summarize_job(job: JobGraph) -> dict[str, Any]:
     """Mesh, roles and communications of one step; all figures are of one rank of the role."""
-    runs = [_runs(job, program) for program in job.programs]
+    runs = [job.run_counts(number) for number in range(len(job.programs))]
     memories = Memories(job) if len(job.tensors) else None
     return {
         "model": job.workload.model or job.name,
@@ -27,14 +27,6 @@ def summarize_job(job: JobGraph) -> dict[str, Any]:
         "roles": [_role(job, number, count, memories) for number, count in enumerate(runs)],
         "communication": _communication(job, runs),
     }
-
-
-def _runs(job: JobGraph, program: Program) -> Int64:
-    """How often a program runs each operation of the table."""
-    change = np.zeros(len(job.ops) + 1, np.int64)
-    np.add.at(change, program.calls[:, 1], 1)
-    np.add.at(change, program.calls[:, 2], -1)
-    return np.cumsum(change[:-1])
 
 
 def _role(job: JobGraph, number: int, runs: Int64, memories: Memories | None) -> dict[str, Any]:
@@ -47,7 +39,7 @@ def _role(job: JobGraph, number: int, runs: Int64, memories: Memories | None) ->
         "micro_batches": len(np.unique(program.calls[:, 4])),
         "operations": int(runs.sum()),
         "flops": {p.name.lower(): int(work[ops.phase == p].sum()) for p in Phase if (ops.phase == p).any()},
-        "device_bytes": int((runs * (ops.bytes_read + ops.bytes_written)).sum()),
+        "device_bytes": ops.moved_bytes(runs),
         "memory_bytes": None if needs is None else {"peak": needs.peak_bytes, **needs.by_role},
     }
 

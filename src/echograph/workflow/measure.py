@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.spec import StepSpec
     from echograph.ir.graph import StepGraph
-    from echograph.ir.invocations import Invocation
-    from echograph.ir.profile import Environment, Profile
+    from echograph.ir.profile import Environment, Invocation, Profile
     from echograph.profiler.measure.device import Device
     from echograph.profiler.measure.ops import Outcome
 
@@ -41,7 +40,7 @@ def capture_invocations(model: str, spec: StepSpec, cache_bytes: int, say: Progr
     from echograph.frontend.pytorch.capture import capture, capture_mode
     from echograph.frontend.pytorch.invocations import invocations_of
     from echograph.frontend.pytorch.lower import lower_nodes, workload_of
-    from echograph.ir.passes.fold import fold
+    from echograph.ir.passes.fold import Fold
     from echograph.workflow.compile import build_model
 
     with capture_mode():
@@ -49,7 +48,7 @@ def capture_invocations(model: str, spec: StepSpec, cache_bytes: int, say: Progr
     say(f"capturing one training step of {name}")
     nodes = capture(*built, spec)
     flat, made = lower_nodes(nodes, workload_of(nodes, spec, name))
-    return Captured(graph=fold(flat), flat=flat, invocations=invocations_of(nodes, flat, made, cache_bytes))
+    return Captured(graph=Fold()(flat), flat=flat, invocations=invocations_of(nodes, flat, made, cache_bytes))
 
 
 def measure_invocations(
@@ -100,7 +99,7 @@ def with_host(device: Device, name: str = "") -> Environment:
 
 def summarize_measured(captured: Captured, outcome: Outcome, device: Device) -> dict[str, Any]:
     """What was measured of a step, in numbers."""
-    from echograph.ir.passes.measured import join
+    from echograph.ir.passes.annotate import join
 
     _, coverage = join(captured.graph, outcome.profile)
     environment = outcome.profile.environment
@@ -200,7 +199,7 @@ def predicted_step(
     model: str, spec: Any, profile: Path, cache_bytes: int, say: Any, **sizes: Any
 ) -> dict[str, Any]:
     """The sum of a step's operations, and the step simulated, from a profile; None where it lacks operations."""
-    from echograph.ir.passes.measured import join
+    from echograph.ir.passes.annotate import join
     from echograph.ir.profile import load_profile
     from echograph.workflow.measure import capture_invocations
     from echograph.workflow.plan import Plan

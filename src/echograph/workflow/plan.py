@@ -79,6 +79,7 @@ class Plan:
     precision: str = option("", f"{', '.join(get_args(Precision))}.", "as the graph was compiled")
     grad_dtype: str = option("", f"Type in which gradients add up: {', '.join(get_args(GradDType))}.", "their own")
     mesh_order: str = option("-".join(AXES), "Axes of the mesh, neighbours first.")
+    passes: str = option("", "The passes themselves, as 'fuse data_parallel{replicas=8}'.", "those of the options")
 
     def __post_init__(self) -> None:
         for check in (_check_sizes, _check_words, _check_pairs):
@@ -181,6 +182,9 @@ def _check_pairs(plan: Plan) -> None:
             "--overlap-param-gather: is of --zero 1 or 2; --zero 3 gathers ahead always",
         ),
     )
+    others = [name for name in plan.given if name not in ("passes", "cluster")]
+    if plan.passes and others:
+        raise UsageError(f"--passes: is the whole list: leave {', '.join(map(option_name, others))} out")
     for broken, line in rules:
         if broken:
             raise UsageError(line)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.passes.base import Note
 from echograph.options import given, option_name
 from echograph.simulator.flows import links_of
 from echograph.simulator.goodput import goodput
@@ -25,13 +26,16 @@ _OF_SEVERAL = ("degrade", "ranks", "straggler")
 _PLAIN = Scenario()
 
 
-def lower(graph: StepGraph | JobGraph, plan: Plan | None = None, system: System | None = None) -> JobGraph:
+def lower(
+    graph: StepGraph | JobGraph, plan: Plan | None = None, system: System | None = None, note: Note | None = None
+) -> JobGraph:
     """Spreads a step over the GPUs of a system.
 
     Args:
         graph: a step graph; a job graph has its plan, and is taken as it is.
         plan: how it is spread; None: data-parallel on one node.
         system: where; None: the cluster that the plan names.
+        note: told what could not be spread, and is computed by every rank.
 
     Returns:
         What every rank executes, with its groups; durations are not in it yet.
@@ -42,7 +46,7 @@ def lower(graph: StepGraph | JobGraph, plan: Plan | None = None, system: System 
         PlanError: the plan does not fit the model.
     """
     plan = plan or Plan()
-    return lowering.lower(graph, plan, (system or System(plan.cluster)).cluster)
+    return lowering.lower(graph, plan, (system or System(plan.cluster)).cluster, note)
 
 
 def simulate(
@@ -123,6 +127,7 @@ def predict(
     engine: str = "auto",
     trace_ranks: Sequence[int] = (),
     memory: bool = True,
+    note: Note | None = None,
 ) -> tuple[Result, JobGraph]:
     """Lowers a graph and simulates the job; a job that was traced is replayed.
 
@@ -134,6 +139,7 @@ def predict(
         engine: "auto", or an engine's name.
         trace_ranks: ranks whose timelines are wanted, too.
         memory: whether to work out memory.
+        note: told what could not be spread.
 
     Returns:
         The prediction, and the job with its durations.
@@ -145,7 +151,7 @@ def predict(
     if isinstance(graph, JobGraph) and is_traced(graph):
         return _replayed(graph, plan, system, scenario)
     system = system or System(plan.cluster)
-    job = lowering.lower(graph, plan, system.cluster)
+    job = lowering.lower(graph, plan, system.cluster, note)
     result = simulate(job, system, scenario, plan=plan, engine=engine, trace_ranks=trace_ranks, memory=memory)
     assert result.job is not None
     return result, result.job

@@ -79,7 +79,8 @@ def replay(
             collectives of which the trace does not say the sizes, or whose ranks were not traced.
         PlanError: another number of ranks of a job that is not purely data-parallel.
     """
-    from echograph.ir.passes.one_communicator import one_communicator
+    from echograph.ir.passes.base import run
+    from echograph.ir.passes.mesh import OneCommunicator, ResizeWorld
     from echograph.simulator.simulate import simulate
 
     if gpus not in (None, job.world_size):
@@ -87,8 +88,6 @@ def replay(
             raise UsageError(
                 f"--gpus {gpus}: what was measured is of {job.world_size} ranks: say whose network, with --cluster"
             )
-        from echograph.ir.passes.resize_world import ResizeWorld
-
         _check_sizes(job)
         _check_traced(job, f"--gpus {gpus}", {NOT_TRACED})
         if _of_groups(job, {ONE_OF_SEVERAL}).any():
@@ -100,13 +99,13 @@ def replay(
                 f"--gpus {gpus}: the trace has no collective, so it does not say what {gpus} ranks would "
                 "exchange: trace a job that communicates"
             )
-        job = one_communicator(ResizeWorld(gpus=int(gpus or 0))(job))
+        job = run(job, (ResizeWorld(gpus=int(gpus or 0)), OneCommunicator()), to=JobGraph)
     elif system is not None:
-        from echograph.ir.passes.forget_communication import forget_communication
+        from echograph.ir.passes.annotate import ForgetCommunication
 
         _check_sizes(job)
         _check_traced(job, f"--cluster {system.cluster.name}", {NOT_TRACED, NOT_TRACED_WORLD})
-        job = one_communicator(forget_communication(job))
+        job = run(job, (ForgetCommunication(), OneCommunicator()), to=JobGraph)
     on = _machine(job, system)
     result = simulate(job, on.cluster, on.host, engine="static", scales=scales, memory=False)
     return replace(result, job=job)

@@ -14,7 +14,7 @@ from echograph.models import ModelEntry, dense_flops
 
 def summarize(graph: StepGraph | JobGraph) -> dict[str, Any]:
     """A graph in numbers; work is counted as often as the first program runs it."""
-    runs = _runs(graph)
+    runs = graph.run_counts(0) if graph.programs else np.zeros(len(graph.ops), np.int64)
     ops = graph.ops
     compute = ops.kind == OpKind.COMPUTE
     phases = {p.name.lower(): runs * (ops.phase == p) for p in Phase}
@@ -35,11 +35,7 @@ def summarize(graph: StepGraph | JobGraph) -> dict[str, Any]:
         "views": int((runs * ops.is_view).sum()),
         "tensors": len(graph.tensors),
         "flops": {name: int((count * ops.flops).sum()) for name, count in phases.items() if count.any()},
-        "device_bytes": {
-            name: int((count * (ops.bytes_read + ops.bytes_written)).sum())
-            for name, count in phases.items()
-            if count.any()
-        },
+        "device_bytes": {name: ops.moved_bytes(count) for name, count in phases.items() if count.any()},
         "tensor_bytes": _tensor_bytes(graph),
         "blocks": [
             {"name": b.name, "ops": len(b.ops), "tensors": len(b.tensors), "instances": len(b.instances)}
@@ -50,15 +46,6 @@ def summarize(graph: StepGraph | JobGraph) -> dict[str, Any]:
     }
 
 
-def _runs(graph: StepGraph | JobGraph) -> np.ndarray:
-    """How often the first program runs each operation of the table."""
-    change = np.zeros(len(graph.ops) + 1, np.int64)
-    calls = graph.programs[0].calls if graph.programs else np.zeros((0, 5), np.int64)
-    np.add.at(change, calls[:, 1], 1)
-    np.add.at(change, calls[:, 2], -1)
-    return np.cumsum(change[:-1])
-
-
 def _tensor_bytes(graph: StepGraph | JobGraph) -> dict[str, int]:
     totals = dict.fromkeys((r.name.lower() for r in TensorRole), 0)
     tensors = graph.tensors
@@ -67,7 +54,7 @@ def _tensor_bytes(graph: StepGraph | JobGraph) -> dict[str, int]:
         rows = slice(block.tensors.start, block.tensors.stop)
         for role in TensorRole:
             mine = owns[rows] & (tensors.role[rows] == role)
-            totals[role.name.lower()] += int(tensors.nbytes[rows][mine].sum()) * len(block.instances)
+            totals[role.name.lower()] += sum(tensors.nbytes[rows][mine].tolist()) * len(block.instances)
     return totals
 
 
@@ -91,7 +78,7 @@ def _operators(graph: StepGraph | JobGraph, runs: np.ndarray) -> list[dict[str, 
     for name in np.unique(ops.name).tolist():
         count = runs * ((ops.name == name) & ~ops.is_view)
         if count.any():
-            moved = int((count * (ops.bytes_read + ops.bytes_written)).sum())
+            moved = ops.moved_bytes(count)
             flops = int((count * ops.flops).sum())
             rows.append({"name": graph.strings[name], "count": int(count.sum()), "flops": flops, "bytes": moved})
     return sorted(rows, key=lambda r: (-r["flops"], -r["bytes"], r["name"]))
@@ -120,7 +107,7 @@ def model_row(entry: ModelEntry) -> dict[str, Any]:
 
 def outline(graph: Graph) -> dict[str, Any]:
     """What a graph holds, in a line; `operations` is what all ranks run, those of a listed program once each."""
-    runs = (int((p.calls[:, 2] - p.calls[:, 1]).sum()) * max(1, len(p.ranks)) for p in graph.programs)
+    runs = (program.unfolded_ops * max(1, len(program.ranks)) for program in graph.programs)
     return {
         "name": graph.workload.model or graph.name,
         "level": "job" if isinstance(graph, JobGraph) else "step",

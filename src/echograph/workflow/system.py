@@ -114,7 +114,7 @@ class System:
             UnavailableError: the device has no model of a kind of operation.
         """
         if self.profile is not None:
-            from echograph.ir.passes.measured import join
+            from echograph.ir.passes.annotate import join
 
             return join(graph, self.profile)[0](graph)
         if self.device is None:

@@ -13,12 +13,12 @@ from chakra_sets import NAME, Groups, Ranks, changed, collective, good_set, node
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echograph.cli.check_chakra import check_chakra
 from echograph.errors import FormatError, InputError
-from echograph.ir.chakra_traces import read_traces
-from echograph.ir.exporters.chakra_check import CHECKS, MAX_SHOWN, Checked, check
-from echograph.ir.exporters.chakra_dry_run import dry_run, free_run
-from echograph.ir.exporters.chakra_finding import Finding
-from echograph.ir.serde_chakra import CommType, NodeType, delimited, encode_node
+from echograph.ir.chakra.check import CHECKS, MAX_SHOWN, Checked, Finding, check
+from echograph.ir.chakra.dry_run import dry_run, free_run
+from echograph.ir.chakra.messages import CommType, NodeType, delimited, encode_node
+from echograph.ir.chakra.reader import read_traces
 
 Plant = Callable[[Ranks, Groups], None]
 
@@ -207,6 +207,17 @@ def test_findings_are_capped_and_counted(tmp_path: Path) -> None:
     assert len(named(found, "compute_timed")) == MAX_SHOWN
     assert found.counts["compute_timed"] == 50
     assert found.errors == 0
+
+
+def test_how_many_more_there_are_is_told_among_the_findings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks, groups = good_set()
+    ranks[0] += [node(100 + i, "?") for i in range(50)]
+    check_chakra(write_set(tmp_path / "set", ranks, groups), as_json=False)
+    said = capsys.readouterr()
+    assert f"compute_timed: {50 - MAX_SHOWN} more" in said.out.splitlines()
+    assert "more" not in said.err
 
 
 def test_a_send_does_not_wait_for_its_receive(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import pytest
 from conformance_graphs import GRAPHS
 
 from echograph.errors import PlanError, UsageError
-from echograph.ir.exporters import Exported
 from echograph.ir.exporters.simai import write_simai
+from echograph.ir.formats import Exported
 from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.types import COMMUNICATIONS, Collective, CollectiveKind, Compute, OpKind, Phase
 from echograph.workflow.annotate import annotate

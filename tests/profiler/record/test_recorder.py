@@ -18,7 +18,7 @@ from torch import nn
 
 import echograph
 from echograph.errors import InputError, UsageError
-from echograph.ir.comms_native import NativeSource
+from echograph.ir.comms.reader import NativeSource
 from echograph.profiler.comms.readers import find_sources
 from echograph.profiler.record.folder import read_hooks, read_recording
 
@@ -182,6 +182,21 @@ def test_what_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     assert not recorder.running
     recorder.stop()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [("issue_s", -1e-9), ("operator_s", -(2.0**63)), ("module_s", 1e300), ("seconds", 2**32), ("seconds", -1)],
+)
+def test_seconds_that_nothing_takes_are_named(tmp_path: Path, place: str, value: float) -> None:
+    overhead = {"operator_s": 0, "nested_s": 0, "node_s": 0, "module_s": 0, "issue_s": 0}
+    step: dict[str, object] = {"number": 1, "seconds": 0.1, "state": "free"}
+    (step if place in step else overhead)[place] = value
+    about = {"rank": 0, "world_size": 1, "start_step": 1, "end_step": 2, "steps": [step], "overhead": overhead}
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "metadata.json").write_text(json.dumps(about))
+    with pytest.raises(InputError, match=rf"no metadata of a recording: Expected `float` [<>]= .*{place}"):
+        read_recording(tmp_path)
 
 
 def test_what_is_no_recording_says_so(tmp_path: Path) -> None:

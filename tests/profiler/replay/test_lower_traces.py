@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from small_traces import Event, call, job, launched, operator, step, trace, work
 
 from echograph.errors import InputError, UsageError
 from echograph.ir.graph import JobGraph
-from echograph.ir.types import CollectiveKind, OpKind, Phase, Source
+from echograph.ir.types import CollectiveKind, Copy, OpKind, Phase, Source
 from echograph.profiler.replay import lower
 from echograph.profiler.traces import TraceSet, read_traces
 from echograph.simulator.what_if import parse_scale
@@ -301,3 +302,13 @@ def test_groups_of_the_same_ranks_do_not_wait_for_each_other(tmp_path: Path) -> 
     assert {group.name for group in graph.groups} == {"world (A)", "world (B)"}
     result = replay(graph)
     assert max(abs(found.error) for found in steps(result)) < 1e-9
+
+
+@pytest.mark.parametrize("said", [2**64, 1e300, math.inf, -4, 0.5])
+def test_a_copy_of_bytes_that_nothing_has_is_of_none(said: float, tmp_path: Path) -> None:
+    copies = [
+        *launched("Memcpy HtoD", 10, 20, 5, 1, cat="gpu_memcpy", bytes=4096),
+        *launched("Memcpy HtoD", 30, 40, 5, 2, cat="gpu_memcpy", bytes=said),
+    ]
+    graph = lower(job(tmp_path, copies)).graph
+    assert [op.nbytes for op in graph.ops if isinstance(op, Copy)] == [4096, 0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_traces import Event, job, launched, operator, step, write
 
-from echograph.ir.comms_record import FORMAT, MAJOR, MINOR, GroupLine, Header, What, encode
+from echograph.ir.comms.record import FORMAT, MAJOR, MINOR, GroupLine, Header, What, encode
 from echograph.ir.types import OpKind
 from echograph.profiler.record.folder import Hooks, Metadata, Step, write_hooks, write_metadata
 from echograph.profiler.record.overhead import Overhead

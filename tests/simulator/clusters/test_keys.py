@@ -21,7 +21,7 @@ from layered import layered_step
 
 from echograph.errors import EchoError
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.simulator.clusters import cluster_names, fabric_names, load_cluster
 from echograph.simulator.clusters.astra_sim import dimensions
 from echograph.simulator.simulate import simulate
@@ -66,7 +66,7 @@ def modes(document: dict[str, Any], path: Keys) -> list[str | int]:
 
 @cache
 def step() -> StepGraph:
-    return fold(layered_step(1))
+    return Fold()(layered_step(1))
 
 
 def outcome(document: dict[str, Any], mode: str | int, base: dict[str, Any], folder: Path) -> Any:

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import reference_engine as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_tasks import random_meetings, random_tasks, seeded_meetings, task_graph
 
-from echograph.simulator import engine
-from echograph.simulator.engine import columns, loops, reference
-from echograph.simulator.engine.numbering import number
+from echograph.simulator.engine import columns, schedule, static
+from echograph.simulator.engine.static import number
 from echograph.simulator.tasks import TaskGraph
 
 KINDS = 3
@@ -47,17 +47,17 @@ def test_each_column_is_the_event_engine_with_its_durations(tasks: TaskGraph, se
 
 @pytest.mark.parametrize("compile_from", [0, 10**9])
 def test_scenarios_end_when_each_of_them_does(monkeypatch: pytest.MonkeyPatch, compile_from: int) -> None:
-    monkeypatch.setattr(engine, "COMPILE_FROM", compile_from)
-    monkeypatch.setattr(loops, "COMPILE_FROM", 10**9)
+    monkeypatch.setattr(static, "COMPILE_FROM", compile_from)
+    monkeypatch.setattr(schedule, "COMPILE_FROM", 10**9)
     for seed in range(20):
         tasks = seeded_meetings(seed, 30)
         kind, factor = scenarios(tasks, seed)
         expected = [int((reference.run(t).start + t.duration).max()) for t in one_by_one(tasks, kind, factor)]
-        assert engine.finishes(tasks, kind, factor).tolist() == expected
+        assert static.finishes(tasks, kind, factor).tolist() == expected
     nothing = replace(
         tasks, **{name: getattr(tasks, name)[:0] for name in ("resource", "duration", "join", "lane")}
     )
-    assert engine.finishes(nothing, kind[:0], factor).tolist() == [0] * 5
+    assert static.finishes(nothing, kind[:0], factor).tolist() == [0] * 5
 
 
 def test_what_is_remembered_does_not_grow_with_the_tasks() -> None:

@@ -1,22 +1,32 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import reference_engine as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layered import layered_step, timed
 from random_tasks import random_meetings, random_tasks, seeded_meetings, task_graph
 
-from echograph.errors import DeadlockError, UnknownNameError
+from echograph.errors import DeadlockError, SimulationError, UnknownNameError
+from echograph.ir.passes.data_parallel import DataParallel
 from echograph.simulator import engine
-from echograph.simulator.engine import loops, numbering, reference, static
-from echograph.simulator.engine.numbering import WINDOW, number
+from echograph.simulator.clusters import load_cluster
+from echograph.simulator.durations import durations
+from echograph.simulator.engine import events, schedule, static
 from echograph.simulator.engine.schedule import Starts
+from echograph.simulator.engine.static import WINDOW, number
+from echograph.simulator.host import Host
+from echograph.simulator.roles import Roles
 from echograph.simulator.tasks import HOST, TaskGraph
 
+ONE_BY_ONE = (static.run, events.run, reference.run)
 
-def outcome(run: engine.Engine, tasks: TaskGraph) -> Starts | DeadlockError:
+
+def outcome(run: Callable[[TaskGraph], Starts], tasks: TaskGraph) -> Starts | DeadlockError:
     try:
         return run(tasks)
     except DeadlockError as error:
@@ -43,7 +53,7 @@ def test_the_static_pass_and_the_event_engine_agree_to_the_picosecond(tasks: Tas
 def test_they_agree_on_thousands_of_programs_that_meet(
     crossed: bool, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numbering, "WINDOW", window)
+    monkeypatch.setattr(static, "WINDOW", window)
     deadlocks = 0
     for seed in range(600):
         tasks = seeded_meetings(seed, events=4 + seed % 90, crossed=crossed)
@@ -125,16 +135,15 @@ def test_the_compiled_pass_equals_the_interpreted_one(monkeypatch: pytest.Monkey
         tasks = seeded_meetings(seed, 2000, crossed=crossed)
         alone = replace(tasks, join=np.full_like(tasks.join, -1))
         for graph in (tasks, alone):
-            monkeypatch.setattr(loops, "COMPILE_FROM", 10**9)
+            monkeypatch.setattr(schedule, "COMPILE_FROM", 10**9)
             interpreted = outcome(static.run, graph)
-            monkeypatch.setattr(loops, "COMPILE_FROM", 0)
+            monkeypatch.setattr(schedule, "COMPILE_FROM", 0)
             assert_same(interpreted, outcome(static.run, graph))
 
 
 def test_joined_tasks_start_together_when_the_last_is_ready() -> None:
     tasks = task_graph([0, 1, 0, 1, 0], [5, 9, 3, 3, 1], [[] for _ in range(5)], [-1, -1, 0, 0, -1])
-    starts, chosen = engine.run(tasks)
-    assert chosen == "static"
+    starts = static.run(tasks)
     assert starts.start.tolist() == [0, 0, 9, 9, 12]
     assert starts.cause.tolist() == [-1, -1, 1, 1, 2]
 
@@ -145,20 +154,28 @@ def test_an_asynchronous_meeting_holds_up_only_its_stream() -> None:
         [2, 1, 1, 1, 5, 6], [7, 5, 5, 1, 100, 7], [[], [], [], [0], [], [4]], [0, -1, -1, -1, -1, 0],
         [0, 0, 0, 0, 1, 1],
     )  # fmt: skip
-    for name in engine.ENGINES:
-        assert engine.run(tasks, name)[0].start.tolist() == [100, 0, 5, 107, 0, 100]
+    for run in ONE_BY_ONE:
+        assert run(tasks).start.tolist() == [100, 0, 5, 107, 0, 100]
 
 
 def test_a_deadlock_names_who_waits() -> None:
     crossed = task_graph([0, 0, 1, 1], [1, 1, 1, 1], [[] for _ in range(4)], [0, 1, 1, 0])
-    for name in engine.ENGINES:
+    for run in ONE_BY_ONE:
         with pytest.raises(DeadlockError, match=r"deadlock: task 0, task 2 and 0 more wait"):
-            engine.run(crossed, name)
+            run(crossed)
 
 
 def test_engines_are_chosen_and_refused_by_name() -> None:
-    free = task_graph([0], [1], [[]])
-    assert engine.run(free)[1] == "static"
-    assert engine.run(free, "reference")[1] == "reference"
-    with pytest.raises(UnknownNameError, match="reference"):
-        engine.run(free, "refrence")
+    job = timed(DataParallel(replicas=2)(layered_step(2)), "h100-sxm", 1000)
+    roles = Roles(
+        job=job,
+        times=durations(job, load_cluster()),
+        issue=np.zeros(len(job.ops), np.int64),
+        host=Host(op_ps=0, launch_ps=0),
+    )
+    assert engine.simulate_roles(roles)[1] == "static"
+    assert engine.simulate_roles(roles, "events")[1] == "events"
+    with pytest.raises(SimulationError, match="engine 'segments': this job's operations do not repeat"):
+        engine.simulate_roles(roles, "segments")
+    with pytest.raises(UnknownNameError, match="static"):
+        engine.simulate_roles(roles, "sttic")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference_engine as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_sharing import random_columns, random_scene, random_sharing
@@ -18,11 +19,10 @@ from sharing_oracle import Oracle
 from echograph.errors import DeadlockError, SimulationError
 from echograph.ir.columns import Ragged
 from echograph.simulator import engine
-from echograph.simulator.engine import columns, events, loops, reference
-from echograph.simulator.engine.causes import causes
-from echograph.simulator.engine.numbering import number
+from echograph.simulator.engine import columns, events, schedule, static
 from echograph.simulator.engine.schedule import Starts
 from echograph.simulator.engine.sharing import Sharing
+from echograph.simulator.engine.static import number
 from echograph.simulator.tasks import TaskGraph
 
 MANY = 1e9
@@ -85,7 +85,7 @@ def test_it_agrees_with_the_reference_on_thousands_of_programs(crossed: bool) ->
 
 @given(st.one_of(random_tasks(), random_meetings(), random_meetings(crossed=True)))
 def test_it_agrees_with_the_static_pass(tasks: TaskGraph) -> None:
-    one, other = outcome(engine.ENGINES["static"], tasks), outcome(engine.ENGINES["events"], tasks)
+    one, other = outcome(static.run, tasks), outcome(events.run, tasks)
     assert type(one) is type(other)
     if isinstance(one, Starts) and isinstance(other, Starts):
         assert np.array_equal(one.start, other.start)
@@ -93,12 +93,16 @@ def test_it_agrees_with_the_static_pass(tasks: TaskGraph) -> None:
 
 
 @pytest.mark.parametrize("compile_from", [0, 10**9])
-def test_causes_are_those_of_the_static_pass(monkeypatch: pytest.MonkeyPatch, compile_from: int) -> None:
-    monkeypatch.setattr(loops, "COMPILE_FROM", compile_from)
+def test_causes_follow_from_the_times_that_an_engine_found(
+    monkeypatch: pytest.MonkeyPatch, compile_from: int
+) -> None:
+    monkeypatch.setattr(schedule, "COMPILE_FROM", compile_from)
     for seed in range(20):
         tasks = seeded_meetings(seed, 200)
         expected = reference.run(tasks)
-        assert np.array_equal(causes(tasks, expected.start, expected.start + tasks.duration), expected.cause)
+        found = static.run_in_order(tasks, number(tasks), expected.start)
+        assert np.array_equal(found.start, expected.start)
+        assert np.array_equal(found.cause, expected.cause)
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.2])

@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from echograph.errors import UsageError
-from echograph.ir.exporters import EXPORTERS, Exported
+from echograph.ir.exporters import EXPORTERS
+from echograph.ir.formats import Exported
 from echograph.ir.graph import Graph, JobGraph
 from echograph.progress import Progress, silent
 from echograph.registry import Table

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from echograph.ir.exporters.chakra import ChakraExport, write_chakra
+from echograph.ir.chakra.writer import ChakraExport, write_chakra
 from echograph.ir.graph import Graph, JobGraph
 from echograph.progress import Progress, silent
 from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster

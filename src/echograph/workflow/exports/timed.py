@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from echograph.ir.exporters import Exported
 from echograph.ir.files import write_whole
+from echograph.ir.formats import Exported
 from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.progress import Progress, silent
 from echograph.simulator.clusters import DEFAULT_CLUSTER

@@ -13,14 +13,17 @@ from dataclasses import dataclass, field, replace
 
 from echograph.errors import EchoError, PlanError
 from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.passes.base import Pass, run, split_at_job
+from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.depth import FEWEST, Depth
-from echograph.ir.passes.mesh_size import resized
+from echograph.ir.passes.mesh import ResizeAxes
 from echograph.ir.passes.micro_batch import MicroBatch
+from echograph.ir.passes.spec import pass_text
 from echograph.progress import Progress, silent
 from echograph.units import to_s
 from echograph.workflow.compile import compile_entry
-from echograph.workflow.lowering import prepare, replicate, share
-from echograph.workflow.plan import Plan, micro_batches, spread
+from echograph.workflow.lowering import passes
+from echograph.workflow.plan import Plan
 from echograph.workflow.predict import simulate
 from echograph.workflow.system import System
 from echograph.workflow.validation.memory import measured_memory, predicted_memory
@@ -105,20 +108,17 @@ class _Steps:
 
     def job(self, made: Setup, system: System) -> JobGraph:
         """The annotated job of a row. DDP's does not depend on how many data-parallel ranks there are."""
-        plan, cluster = made.plan, system.cluster
-        _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
-        count = micro_batches(plan, ranks, made.micro_batch)
-        key = (made.layers, replace(plan, gpus=None, global_batch=None), count, ranks > 1)
+        step = self._whole(made)
+        of_step, of_job = split_at_job(passes(made.plan, step.workload, system.cluster))
+        begun = (made.layers, made.micro_batch, *map(pass_text, of_step))
+        key = (begun, made.plan.cluster, *map(pass_text, map(_alike, of_job)))
         before, job = self.last
-        if job is None or key != before or plan.zero or plan.hsdp_replicas > 1:
-            job = system.annotate(replicate(self.of(made), plan, cluster))
+        if job is None or key != before:
+            started = self._once(begun, lambda: run(step, of_step, to=StepGraph, verify=False))
+            job = system.annotate(run(started, of_job, to=JobGraph, verify=False))
             self.last = (key, job)
-        return resized(job, {"dp": ranks})
-
-    def of(self, made: Setup) -> StepGraph:
-        """The step of one rank under a row's plan."""
-        key = (made.layers, _shared(made.plan))
-        return self._once(key, lambda: share(prepare(self._whole(made), made.plan), made.plan))
+        sizes = [("dp", one.replicas) for one in of_job if isinstance(one, DataParallel)]
+        return ResizeAxes(sizes=dict(sizes))(job)
 
     def _whole(self, made: Setup) -> StepGraph:
         """The model's step with a row's layers and micro-batch."""
@@ -139,6 +139,13 @@ class _Steps:
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
+
+
+def _alike(one: Pass) -> Pass:
+    """A pass with the number of replicas that makes the same programs: two of them, where there are several."""
+    if isinstance(one, DataParallel) and not one.zero:
+        return replace(one, replicas=min(one.replicas, 2))
+    return one
 
 
 def _shared(plan: Plan) -> Plan:

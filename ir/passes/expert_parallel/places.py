@@ -1,0 +1,446 @@
+"""The experts of a step, and where every tensor is when ranks share them.
+
+The rows of a mixture-of-experts layer are at home, on the rank whose tokens they are, or at the experts. A tensor
+that is not at home is divided along one dim: one that counts rows (the ranks exchange them), or one that counts
+experts (each rank holds its share of them). How an operator carries the dim on, the rules of tensor parallelism
+say; here stands what is peculiar to experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, gcd, prod
+
+from echograph.errors import PlanError
+from echograph.ir import types as t
+from echograph.ir.columns import NONE
+from echograph.ir.graph import StepGraph
+from echograph.ir.passes.gradients import NORMS
+from echograph.ir.passes.tensor_parallel.rules import VIEWS, WHOLE, Ambiguous, Placement, Shard, Site, decide
+from echograph.ir.passes.tensor_parallel.sharding import operator
+
+GROUPED = ("_grouped_mm",)
+"""Operators that multiply the rows of each expert by its weight: (rows, weights, ends of the groups of rows)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """Not at home, but with the experts.
+
+    Attributes:
+        along: the dim that counts rows or experts.
+        experts: experts of the layer, on all ranks together.
+        rows: whether the dim counts rows; else it counts experts.
+    """
+
+    along: Shard
+    experts: int
+    rows: bool = True
+
+    def at(self, dim: int) -> Away:
+        """The same along another dim."""
+        return Away(Shard(dim), self.experts, self.rows)
+
+
+Place = Away | None
+"""Where a tensor is; None: at home, or whole on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where an operation wants its inputs, and where it leaves its outputs."""
+
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
+
+    @property
+    def away(self) -> tuple[Away, ...]:
+        """The places of what is away, inputs first."""
+        return tuple(p for p in (*self.inputs, *self.outputs) if p is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What of the experts' work one rank has.
+
+    Attributes:
+        size: ranks that share the experts.
+        imbalance: rows of the busiest rank in units of the mean.
+        capacity_factor: rows that each expert takes, in units of its even share; None: whatever comes.
+    """
+
+    size: int
+    imbalance: float = 1.0
+    capacity_factor: float | None = None
+
+    def sent(self, rows: int, experts: int) -> int:
+        """Rows that a rank sends to all experts, for the rows that its tokens make."""
+        if self.capacity_factor is None:
+            return rows
+        return experts * ceil(round(self.capacity_factor * rows / experts, 6))
+
+    def received(self, rows: int, experts: int) -> int:
+        """Rows that the busiest rank's experts work on, for the rows that each rank's tokens make."""
+        return ceil(round(self.imbalance * self.sent(rows, experts), 6))
+
+    def local(self, shape: tuple[int, ...], place: Place) -> tuple[int, ...]:
+        """Shape of what one rank holds of a tensor with this place."""
+        if place is None:
+            return shape
+        dim, before = place.along.dim, place.along.before
+        part = shape[dim] // before
+        part = self.received(part, place.experts) if place.rows else part // self.size
+        return (*shape[:dim], before * part, *shape[dim + 1 :])
+
+
+def grouped(site: Site, experts: int) -> Choice:
+    """Rows times weights [experts, ...], or rows times rows to gradients of weights.
+
+    Raises:
+        PlanError: the operands have other dims.
+    """
+    ranks = tuple(len(shape) for shape in site.inputs[:2])
+    share, rows = Away(Shard(0), experts, rows=False), Away(Shard(0), experts)
+    if ranks not in ((2, 3), (2, 2)) or len(site.inputs) != 3:
+        shapes = ", ".join(map(str, site.inputs))
+        raise PlanError(f"aten.{site.name} of operands {shapes}: expert parallelism knows rows, weights and ends")
+    if ranks == (2, 3):
+        return Choice((rows, share, share), (rows,))
+    return Choice((rows.at(1), rows, share), (share,))
+
+
+def by_expert(site: Site, places: tuple[Place, ...], experts: int) -> Choice | None:
+    """Rows of a table of the experts (biases), picked by the expert of each row, and the gradient of that."""
+    table, rows = Away(Shard(0), experts, rows=False), Away(Shard(0), experts)
+    if site.name == "index" and places == (table, None):
+        return Choice((table, rows), (rows,))
+    if site.name == "index_put" and len(places) == 3 and site.outputs[0][:1] == (experts,):
+        return Choice((table, rows, rows), (table,))
+    return None
+
+
+def carry(site: Site, places: tuple[Place, ...], in_place: Place, fixed: tuple[bool, ...]) -> Choice | None:
+    """What any other operator does with what is away, or None if it needs something of it at home.
+
+    Args:
+        site: the operation; its placements are made here.
+        places: of its inputs.
+        in_place: of the memory that an in-place operator writes.
+        fixed: for each input, whether it is where it is; constants that nothing has read yet are not.
+    """
+    kinds = {(p.experts, p.rows) for p in (*places, in_place) if p is not None}
+    if len(kinds) != 1:
+        return None
+    ((experts, rows),) = kinds
+
+    def placement(place: Place) -> Placement:
+        return WHOLE if place is None else place.along
+
+    def place(placement: Placement) -> Place:
+        return Away(placement, experts, rows) if isinstance(placement, Shard) else None
+
+    try:
+        decision = decide(
+            Site(
+                name=site.name, inputs=site.inputs, placements=tuple(map(placement, places)), outputs=site.outputs,
+                in_place=None if in_place is None else in_place.along,
+            )
+        )  # fmt: skip
+    except Ambiguous:
+        return None
+    made = Choice(tuple(map(place, decision.inputs)), tuple(map(place, decision.outputs)))
+    stays = all(h == w or not f for h, w, f in zip(places, made.inputs, fixed, strict=True))
+    complete = all(isinstance(p, Shard) or p == WHOLE for p in decision.outputs)
+    return made if stays and complete and made.away else None
+
+
+def before(name: str, source: tuple[int, ...], view: tuple[int, ...], place: Away) -> Away | None:
+    """Where a tensor must be for a view of it to have a place: along a dim of the same extent, or None."""
+    site = Site(name=name, inputs=(source,), placements=(), outputs=(view,))
+    for dim, extent in enumerate(source):
+        if extent == view[place.along.dim] and place.along == Shard(place.along.dim):
+            made = carry(site, (place.at(dim),), None, (True,))
+            if made is not None and made.outputs == (place,):
+                return place.at(dim)
+    return None
+
+
+class Places:
+    """Where each tensor is and what each operation chooses, once per row of the tables.
+
+    The rows of a grouped product are with the experts, and so is what is computed of such rows alone. What also
+    reads something at home is computed there, unless it is between two products: so rows are exchanged just before
+    the first product of a layer and just after the last, in the type they then have, and likewise their gradients.
+
+    Args:
+        graph: the step.
+        size: ranks that share the experts.
+
+    Attributes:
+        ends: tensors that hold the ends of the experts' groups of rows, or the expert of each row, with the
+            former.
+        places: where tensors are; those at home are left out.
+        choices: what operations choose that have something with the experts.
+
+    Raises:
+        PlanError: no experts, experts that do not divide, or a step that needs other ranks' experts.
+    """
+
+    def __init__(self, graph: StepGraph, *, size: int) -> None:
+        self.graph, self.size = graph, size
+        self.products = [row for row in range(len(graph.ops)) if operator(graph, row) in GROUPED]
+        self._check_experts()
+        self.ends = self._ends()
+        self.places = self._parameters()
+        self.choices: dict[int, Choice] = {}
+        self._decided: set[int] = set()
+        self._readers: dict[int, list[int]] = {}
+        for index, row in zip(graph.ops.inputs.values.tolist(), graph.ops.inputs.rows.tolist(), strict=True):
+            self._readers.setdefault(index, []).append(row)
+        for block, begin, end, instance, _ in graph.programs[0].calls.tolist():
+            for row in range(begin, end):
+                if row not in self._decided:
+                    self._decided.add(row)
+                    self._decide(block, instance, row)
+        self._check_ports()
+
+    # -- the experts ---------------------------------------------------------------------------------------
+
+    def experts(self, row: int) -> int:
+        """Experts of a grouped product."""
+        (count,) = self.graph.tensors.shape.row(self.graph.ops.inputs.row(row)[-1])
+        return int(count)
+
+    def tokens(self) -> set[int]:
+        """Tokens that the rows of a layer are copies of, where an `index` takes the copies."""
+        graph, found = self.graph, set[int]()
+        for row in self.products:
+            source = graph.source(int(graph.block_of_op[row]), 0, graph.ops.inputs.row(row)[0])
+            if source is not None and operator(graph, source[2]) == "index":
+                copied = graph.tensors.shape.row(graph.ops.inputs.row(source[2])[0])
+                found.add(prod(copied[:-1]))
+        return found
+
+    def _check_experts(self) -> None:
+        if not self.products:
+            raise PlanError(
+                f"expert parallelism over {self.size} ranks: the step has no grouped products of experts "
+                "(aten._grouped_mm): leave it out, or take a mixture-of-experts model"
+            )
+        counts = [self.experts(row) for row in self.products]
+        if any(count % self.size for count in counts):
+            common = gcd(*counts)
+            sizes = [n for n in range(1, common + 1) if common % n == 0]
+            below = max(n for n in sizes if n < self.size)
+            above = next((n for n in sizes if n > self.size), None)
+            fitting = str(below) if above is None else f"{below} or {above}"
+            experts = " or ".join(map(str, sorted(set(counts))))
+            raise PlanError(
+                f"expert parallelism over {self.size} ranks: a layer's {experts} experts do not divide: "
+                f"choose a size of {fitting}"
+            )
+
+    def _ends(self) -> dict[int, int]:
+        """The ends of groups; and what they are counted from, if it is integers, one a row: their experts."""
+        graph, ends = self.graph, dict[int, int]()
+        for row in self.products:
+            first, last = graph.ops.inputs.row(row)[0], graph.ops.inputs.row(row)[-1]
+            found, seen = [last], {last}
+            while found:
+                index = found.pop()
+                whole = graph.tensors.dtype[index] in (t.DType.INT64, t.DType.INT32)
+                names_experts = whole and graph.tensors.shape.row(index) == graph.tensors.shape.row(first)[:1]
+                if index == last or names_experts:
+                    ends[index] = last
+                maker = int(graph.maker[index])
+                if maker != NONE and (index == last or not names_experts):
+                    reads = [i for i in graph.ops.inputs.row(maker) if i not in seen]
+                    found += reads
+                    seen.update(reads)
+        return ends
+
+    def _parameters(self) -> dict[int, Place]:
+        """Weights and biases of the experts and their optimizer state, divided along their first dim."""
+        graph, found = self.graph, dict[int, Place]()
+        for row in range(len(graph.ops)):
+            name, inputs = operator(graph, row), graph.ops.inputs.row(row)
+            if name in GROUPED and len(graph.tensors.shape.row(inputs[1])) == 3:
+                table, experts = inputs[1], self.experts(row)
+            elif name == "index" and len(inputs) == 2 and inputs[1] in self.ends:
+                table, (experts,) = inputs[0], graph.tensors.shape.row(self.ends[inputs[1]])
+            else:
+                continue
+            block = int(graph.block_of_op[row])
+            for instance in range(len(graph.blocks[block].instances)):
+                root = self._root(block, instance, table)
+                if graph.tensors.role[root] == t.TensorRole.PARAMETER:
+                    found[root] = Away(Shard(0), experts, rows=False)
+        return found | self._states(found)
+
+    def _root(self, block: int, instance: int, index: int) -> int:
+        """What a tensor was before views and casts."""
+        while True:
+            block, instance, index = self.graph.value(block, instance, index)
+            maker = int(self.graph.maker[index])
+            if maker == NONE or not len(self.graph.ops.inputs.row(maker)):
+                return index
+            index = self.graph.ops.inputs.row(maker)[0]
+
+    def _states(self, parameters: dict[int, Place]) -> dict[int, Place]:
+        """What lives through the step for each of these parameters: their name begins with the parameter's."""
+        graph, found = self.graph, dict[int, Place]()
+        for index, place in parameters.items():
+            parameter = graph.tensors[index]
+            block = next(b for b in graph.blocks if index in b.tensors)
+            for other in block.tensors:
+                tensor = graph.tensors[other]
+                kept = tensor.role in (t.TensorRole.OPTIMIZER_STATE, t.TensorRole.GRADIENT)
+                alike = tensor.shape == parameter.shape and tensor.name.startswith(f"{parameter.name}.")
+                if kept and alike and graph.maker[other] == NONE:
+                    found[other] = place
+        return found
+
+    # -- operations ----------------------------------------------------------------------------------------
+
+    def _decide(self, block: int, instance: int, row: int) -> None:
+        graph = self.graph
+        inputs, outputs = graph.ops.inputs.row(row), graph.ops.outputs.row(row)
+        if outputs and all(self._is_free(i) for i in outputs):
+            return  # a constant, made where it is read first
+        places = tuple(self._place(block, instance, i) for i in inputs)
+        choice = self._choice(block, instance, row, places)
+        if choice is None:
+            choice = Choice((None,) * len(inputs), (None,) * len(outputs))
+        if choice.away or any(places):
+            self.choices[row] = choice
+        for index, has, wanted in zip(inputs, places, choice.inputs, strict=True):
+            if self._is_free(index):
+                self._settle(index, wanted)
+            elif has != wanted and not self._moves(index, has or wanted):
+                raise self._unshareable(row, index)
+        self.places |= zip(outputs, choice.outputs, strict=True)
+
+    def _moves(self, index: int, place: Place) -> bool:
+        """Whether a tensor can be moved: rows, and the ends of their groups, which are counted anew."""
+        return (place is not None and place.rows) or self.ends.get(index) == index
+
+    def _choice(self, block: int, instance: int, row: int, places: tuple[Place, ...]) -> Choice | None:
+        """What an operation chooses; None for everything at home."""
+        graph = self.graph
+        inputs, outputs = graph.ops.inputs.row(row), graph.ops.outputs.row(row)
+        name, site = operator(graph, row), self._site(row)
+        if name in GROUPED:
+            product = grouped(site, self.experts(row))
+            if len(site.inputs[1]) == 3 and places[1] != product.inputs[1]:
+                raise PlanError(
+                    f"{self._where(row)}: its weights are no parameter with the experts as first dim: "
+                    "expert parallelism cannot share them"
+                )
+            return product
+        if len(inputs) > 1 and inputs[1] in self.ends:
+            (experts,) = graph.tensors.shape.row(self.ends[inputs[1]])
+            if (choice := by_expert(site, places, int(experts))) is not None:
+                return choice
+        if not any(places):
+            return None
+        if graph.ops.kind[row] != t.OpKind.COMPUTE:
+            reduces = graph.ops[row]
+            same = isinstance(reduces, t.Collective) and reduces.collective == t.CollectiveKind.ALL_REDUCE
+            return Choice(places, places) if same else None
+        if graph.strings[graph.ops.name[row]] in NORMS:
+            return Choice(places, (None,) * len(outputs))
+        memory = int(graph.tensors.alias_of[outputs[0]]) if name.endswith("_") and outputs else NONE
+        in_place = None if memory == NONE else self._place(block, instance, memory)
+        fixed = tuple(not self._is_free(i) for i in inputs)
+        if memory != NONE and in_place is None and not self._is_free(memory):
+            return None
+        choice = carry(site, places, in_place, fixed)
+        if choice is None and (anywhere := carry(site, places, in_place, (False,) * len(inputs))) is not None:
+            between = any(self._goes_on(i, place) for i, place in zip(outputs, anywhere.outputs, strict=True))
+            return anywhere if between else None
+        return choice
+
+    def _goes_on(self, index: int, place: Place) -> bool:
+        """Whether rows go into a further product, row by row: nothing between is worth a way home and back."""
+        graph = self.graph
+        if place is None or not place.rows:
+            return False
+        for row in self._readers.get(index, ()):
+            inputs, outputs = graph.ops.inputs.row(row), graph.ops.outputs.row(row)
+            if operator(graph, row) in GROUPED:
+                return True
+            places = tuple(place if i == index else None for i in inputs)
+            choice = carry(self._site(row), places, None, (False,) * len(inputs))
+            if choice and any(self._goes_on(i, p) for i, p in zip(outputs, choice.outputs, strict=True)):
+                return True
+        return False
+
+    def _site(self, row: int) -> Site:
+        graph = self.graph
+        shape = graph.tensors.shape.row
+        return Site(
+            name=operator(graph, row).removesuffix("_"), placements=(),
+            inputs=tuple(map(shape, graph.ops.inputs.row(row))),
+            outputs=tuple(map(shape, graph.ops.outputs.row(row))),
+        )  # fmt: skip
+
+    def _is_free(self, index: int) -> bool:
+        """Whether it is a constant (or a view of one) that nothing has read yet, which can be made anywhere."""
+        maker = int(self.graph.maker[index])
+        if index in self.places or maker == NONE:
+            return False
+        reads = self.graph.ops.inputs.row(maker)
+        return not len(reads) or (
+            len(reads) == 1 and operator(self.graph, maker) in VIEWS and self._is_free(reads[0])
+        )
+
+    def _settle(self, index: int, wanted: Place) -> None:
+        """Makes a constant where it is read."""
+        graph, maker = self.graph, int(self.graph.maker[index])
+        self.places[index] = wanted
+        reads, place = graph.ops.inputs.row(maker), wanted
+        if len(reads):
+            if wanted is not None:
+                shapes = graph.tensors.shape.row(reads[0]), graph.tensors.shape.row(index)
+                place = before(operator(graph, maker), *shapes, wanted)
+                if place is None:
+                    raise self._unshareable(maker, index)
+            self._settle(reads[0], place)
+        if wanted is not None:
+            self.choices[maker] = Choice((place,) * len(reads), (wanted,))
+
+    def _place(self, block: int, instance: int, index: int) -> Place:
+        graph = self.graph
+        if index not in self.places and not self._is_free(index):
+            place: Place = None
+            if graph.tensors.port[index]:
+                place = self._place(*graph.locate_tensor(graph.tensor_id(block, instance, index)))
+            elif (alias := int(graph.tensors.alias_of[index])) != NONE:
+                place = self._place(block, instance, alias)
+            self.places[index] = place
+        return self.places.get(index)
+
+    def _check_ports(self) -> None:
+        """All instances of a block must bind a port to tensors of one place."""
+        graph = self.graph
+        for number, block in enumerate(graph.blocks):
+            ports = [i for i in block.tensors if graph.tensors.port[i]]
+            for instance, made in enumerate(block.instances):
+                for port, bound in zip(ports, made.bindings, strict=True):
+                    where = graph.locate_tensor(bound)
+                    if self._place(*where) != self._place(number, instance, port):
+                        raise PlanError(
+                            f"{graph.tensors[where[2]].name} is not with the experts as what instance 0 of block "
+                            f"'{block.name}' takes in its place is: expert parallelism cannot share this step"
+                        )
+
+    def _unshareable(self, row: int, index: int) -> PlanError:
+        tensor = self.graph.tensors[index]
+        return PlanError(
+            f"{self._where(row)} takes {tensor.name} {tensor.shape} of all experts, or that of some: expert "
+            "parallelism cannot share this step"
+        )
+
+    def _where(self, row: int) -> str:
+        graph = self.graph
+        return f"{graph.strings[graph.ops.module[row]] or 'the step'} ({graph.strings[graph.ops.name[row]]})"

@@ -1,0 +1,217 @@
+"""Pipeline schedules as data: what a stage does, one pass after the other.
+
+A pass is the forward or backward of one chunk of layers for one micro-batch. A schedule may split backward: then
+"backward" makes the gradients that are sent on, and "weight" those of the parameters. Every schedule runs the
+micro-batches of a chunk in ascending order, each kind of pass for itself, so the sends of a stage meet the
+receives of its neighbour in the order in which both issue them.
+
+How many layers each chunk gets can be said in Megatron-LM's words (`split_layers`). The rules are those of
+megatron-core's `get_num_layers_to_build`: either the embedding or the loss counts as a layer of the stage that has
+it (`--account-for-embedding-in-pipeline-split`, `--account-for-loss-in-pipeline-split`), or the first or last
+stage has a number of its own (`--decoder-first-pipeline-num-layers`, `--decoder-last-pipeline-num-layers`). All
+other stages get equal numbers, and the chunks of a stage too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from echograph.errors import PlanError, UnknownNameError
+
+
+def split_layers(
+    layers: int,
+    stages: int,
+    chunks: int = 1,
+    *,
+    embedding: bool = False,
+    loss: bool = False,
+    first: int | None = None,
+    last: int | None = None,
+) -> tuple[int, ...]:
+    """Layers of each chunk in the order of the model, for `Pipeline.layers`.
+
+    Args:
+        layers: layers of the model.
+        stages: pipeline stages.
+        chunks: chunks of each stage; chunk k of the model is on stage k modulo `stages`.
+        embedding: count the embedding as a layer of the first stage.
+        loss: count the loss as a layer of the last stage.
+        first: layers of the first stage.
+        last: layers of the last stage.
+
+    Raises:
+        PlanError: the numbers do not divide evenly; names the nearest that do.
+    """
+    if stages < 1 or chunks < 1:
+        raise PlanError(f"{stages} pipeline stages of {chunks} chunks: give 1 or more of both")
+    ends = [n for n in (first, last) if n is not None]
+    if ends and (embedding or loss):
+        raise PlanError(
+            "layers of the first or last stage are given: then embedding and loss cannot count as layers"
+        )
+    if ends:
+        of_stages = _with_ends(layers, stages, first, last)
+    else:
+        counted = layers + embedding + loss
+        if counted % stages:
+            fitting = [n for n in range(1, counted + 1) if counted % n == 0]
+            near = _nearest(fitting, stages)
+            words = f" ({counted} with embedding or loss)" if embedding or loss else ""
+            raise PlanError(f"{layers} layers{words} do not divide among {stages} stages: use {near} stages")
+        of_stages = [counted // stages] * stages
+    if odd := [n for n in of_stages if n % chunks]:
+        near = _nearest([n for n in range(1, odd[0] + 1) if odd[0] % n == 0], chunks)
+        raise PlanError(f"{odd[0]} layers of a stage do not divide into {chunks} chunks: use {near} chunks")
+    found = [n // chunks for _ in range(chunks) for n in of_stages]
+    found[0] -= embedding
+    found[-1] -= loss
+    return tuple(found)
+
+
+def _with_ends(layers: int, stages: int, first: int | None, last: int | None) -> list[int]:
+    """Layers of each stage where the first or last has a number of its own."""
+    given = [n for n in (first, last) if n is not None]
+    between, left = stages - len(given), layers - sum(given)
+    if between < 0 or min(given) < 0 or left < 0 or (left if not between else left % between):
+        unit = max(1, between)
+        fits = [n for n in range(layers + 1) if n % unit == 0] if between else [0]
+        near = _nearest([layers - n for n in fits], sum(given))
+        raise PlanError(
+            f"{' and '.join(map(str, given))} layers of the first or last of {stages} stages leave {left} of "
+            f"{layers} for the {max(0, between)} others: give them {near} in all"
+        )
+    middle = [left // between] * between if between else []
+    return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
+
+
+def _nearest(fitting: list[int], value: int) -> str:
+    return " or ".join(map(str, sorted(sorted(fitting, key=lambda n: (abs(n - value), n))[:2])))
+
+
+Kind = Literal["forward", "backward", "weight"]
+Pass = tuple[Kind, int, int]
+"""What to run, for which micro-batch, and which of the stage's chunks."""
+
+MAX_MICRO_BATCHES = 65_536
+MAX_PASSES = 4_000_000
+
+
+def gpipe(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Pass]:
+    """All forwards, then all backwards (Huang et al., "GPipe", NeurIPS 2019, section 2.2)."""
+    forward: list[Pass] = [("forward", m, 0) for m in range(micro_batches)]
+    return forward + [("backward", m, 0) for m in range(micro_batches)]
+
+
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Pass]:
+    """1F1B, the schedule "PipeDream-Flush" of Narayanan et al., SC 2021, section 2.2.1.
+
+    A stage runs as many forwards ahead as there are stages after it, then alternates; so stage s keeps the
+    activations of `stages - s` micro-batches at most.
+    """
+    forward: list[Pass] = [("forward", m, 0) for m in range(micro_batches)]
+    backward: list[Pass] = [("backward", m, 0) for m in range(micro_batches)]
+    return _alternate(forward, backward, warm_up=stages - stage - 1)
+
+
+def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Pass]:
+    """1F1B with several chunks a stage (Narayanan et al., SC 2021, section 2.2.2).
+
+    Chunks take turns after `stages` micro-batches; the warm-up of Megatron-LM is `2 (stages - stage - 1) +
+    (chunks - 1) stages` passes.
+    """
+    turns = [
+        (start + micro_batch, chunk)
+        for start in range(0, micro_batches, stages)
+        for chunk in range(chunks)
+        for micro_batch in range(stages)
+    ]
+    forward: list[Pass] = [("forward", micro_batch, chunk) for micro_batch, chunk in turns]
+    backward: list[Pass] = [("backward", micro_batch, chunks - 1 - chunk) for micro_batch, chunk in turns]
+    return _alternate(forward, backward, warm_up=2 * (stages - stage - 1) + (chunks - 1) * stages)
+
+
+def zb_h1(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Pass]:
+    """ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1).
+
+    1F1B with backward split. Stage s puts a weight pass off until s more backward passes are done, so that it
+    fills the end of the step, where 1F1B waits; a micro-batch whose weight pass is done makes room for the next
+    forward, so every stage keeps the activations of `stages` micro-batches at most, as the first one does under
+    1F1B. With `stages` micro-batches or more, of passes that take F, B and W, the bubble is (stages - 1) times
+    F + B - W (table 2 of the paper), or F or B where that is longer.
+    """
+    weight: list[Pass] = [("weight", m, 0) for m in range(micro_batches)]
+    passes: list[Pass] = []
+    for each in one_forward_one_backward(stage, stages, micro_batches, chunks):
+        passes.append(each)
+        if each[0] == "backward" and each[1] >= stage:
+            passes.append(weight[each[1] - stage])
+    return passes + weight[max(0, micro_batches - stage) :]
+
+
+def _alternate(forward: list[Pass], backward: list[Pass], warm_up: int) -> list[Pass]:
+    ahead = min(warm_up, len(forward))
+    steady = [each for pair in zip(forward[ahead:], backward, strict=False) for each in pair]
+    return forward[:ahead] + steady + backward[len(forward) - ahead :]
+
+
+SCHEDULES: dict[str, Callable[[int, int, int, int], list[Pass]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+}
+SPLIT = frozenset({"zb-h1"})
+"""Schedules with weight passes of their own."""
+
+
+def check_schedule(schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
+    """Refuses what a schedule cannot do.
+
+    Raises:
+        PlanError: names the nearest choice that works.
+        UnknownNameError: no such schedule.
+    """
+    if schedule not in SCHEDULES:
+        raise UnknownNameError("schedule", schedule, SCHEDULES)
+    if not 1 <= micro_batches <= MAX_MICRO_BATCHES:
+        raise PlanError(f"{micro_batches} micro-batches: choose between 1 and {MAX_MICRO_BATCHES:,}")
+    if schedule != "interleaved":
+        if chunks != 1:
+            raise PlanError(f"schedule {schedule} with {chunks} chunks a stage: use interleaved, or one chunk")
+        return
+    if stages < 2 or chunks < 2:
+        raise PlanError(
+            f"schedule interleaved with {stages} stages of {chunks} chunks: give 2 or more of both, or use 1f1b"
+        )
+    if micro_batches % stages:
+        near = max(1, round(micro_batches / stages)) * stages
+        raise PlanError(
+            f"schedule interleaved with {micro_batches} micro-batches on {stages} stages: "
+            f"use a multiple of {stages}, such as {near}"
+        )
+    if micro_batches * chunks > MAX_PASSES:
+        raise PlanError(f"{micro_batches} micro-batches of {chunks} chunks are too many: at most {MAX_PASSES:,}")
+
+
+def order(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[Pass]:
+    """The passes of one stage in the order in which it runs them.
+
+    Args:
+        schedule: a name of `SCHEDULES`.
+        stage: which stage, from 0.
+        stages: number of stages.
+        micro_batches: number of micro-batches of a step.
+        chunks: chunks of layers on each stage.
+
+    Returns:
+        (kind, micro-batch, chunk of the stage), every one once, a forward before its backward, and that before its
+        weight pass, which only the schedules of `SPLIT` have.
+
+    Raises:
+        PlanError: the schedule cannot do this.
+        UnknownNameError: no such schedule.
+    """
+    check_schedule(schedule, stages, micro_batches, chunks)
+    return SCHEDULES[schedule](stage, stages, micro_batches, chunks)

@@ -1,0 +1,140 @@
+"""The ranks of process groups, where programs stand in them, and where programs wait for each other.
+
+Programs meet at the n-th communication under one *key*: the group and the place of its members, and for a message
+also its two ends and its tag.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+
+from echograph.ir.columns import NONE, Int64
+from echograph.ir.graph import Group, JobGraph, Program
+from echograph.ir.types import COMMUNICATIONS, OpKind
+
+
+def group_ranks(job: JobGraph, group: Group, fixed: dict[str, int] | None = None) -> range | list[int]:
+    """Ranks of a group whose coordinates along other axes are `fixed` (0 where not named)."""
+    if not group.axes:
+        return list(group.ranks)
+    whole = _along(job, group, fixed or {})
+    return [whole[position] for position in group.positions] or whole
+
+
+def place_in_group(job: JobGraph, group: Group, program: Program) -> int:
+    """The place of a program among the ranks of a group, 0 along axes that it leaves free."""
+    if not group.axes:
+        mine = program_ranks(job, program)
+        return next(i for i, rank in enumerate(group.ranks) if rank in mine)
+    place = 0
+    for axis in job.mesh:
+        if axis.name in group.axes:
+            place = place * axis.size + program.coordinates.get(axis.name, 0)
+    return group.positions.index(place) if group.positions else place
+
+
+def _along(job: JobGraph, group: Group, fixed: dict[str, int]) -> range | list[int]:
+    """All ranks along the axes of a group."""
+    strides = _strides(job)
+    start = sum(strides[axis] * value for axis, value in fixed.items() if axis not in group.axes)
+    sizes = {a.name: a.size for a in job.mesh}
+    if len(group.axes) == 1:
+        (axis,) = group.axes
+        return range(start, start + sizes[axis] * strides[axis], strides[axis])
+    ranks = np.array([start], np.int64)
+    for axis in group.axes:
+        ranks = (ranks[:, None] + np.arange(sizes[axis]) * strides[axis]).ravel()
+    return sorted(ranks.tolist())
+
+
+def program_ranks(job: JobGraph, program: Program) -> set[int]:
+    """The ranks that a program lists, or the one that its coordinates say."""
+    if program.ranks or len(program.coordinates) < len(job.mesh) or not job.mesh:
+        return set(program.ranks)
+    strides = _strides(job)
+    return {sum(strides[axis] * value for axis, value in program.coordinates.items())}
+
+
+def _strides(job: JobGraph) -> dict[str, int]:
+    """How far apart in rank two neighbours along an axis are."""
+    return {a.name: prod(b.size for b in job.mesh[i + 1 :]) for i, a in enumerate(job.mesh)}
+
+
+class RendezvousKeys:
+    """Numbers for the keys under which the programs of a job meet."""
+
+    def __init__(self, job: JobGraph) -> None:
+        self.job = job
+        self.numbers: dict[object, int] = {}
+        self.rows = np.flatnonzero(np.isin(job.ops.kind, COMMUNICATIONS))
+
+    def of(self, program: int) -> Int64:
+        """int64 [ops]: the number of the key under which a program meets others there; -1 where it does not."""
+        # An imported job has millions of operations, and each of its many programs runs few of them.
+        found, calls = np.full(len(self.job.ops), NONE, np.int64), self.job.programs[program].calls
+        change = np.zeros(len(self.rows) + 1, np.int64)
+        np.add.at(change, np.searchsorted(self.rows, calls[:, 1]), 1)
+        np.add.at(change, np.searchsorted(self.rows, calls[:, 2]), -1)
+        for row in self.rows[np.cumsum(change)[:-1] > 0].tolist():
+            if (key := rendezvous_key(self.job, program, row)) is not None:
+                found[row] = self.numbers.setdefault(key, len(self.numbers))
+        return found
+
+
+def rendezvous_key(job: JobGraph, number: int, row: int) -> object:
+    """The key under which tasks meet for a communication, or None where they meet only their own like.
+
+    Programs of one role stand for many ranks; a group whose axes the role leaves free lies within the role. There
+    a collective meets itself, and a send the receive of a neighbour, which is when the role itself receives.
+    """
+    ops = job.ops
+    program, group_index = job.programs[number], int(ops.group[row])
+    group = job.groups[group_index]
+    if not any(n != number and _meet(job, group, program, p) for n, p in enumerate(job.programs)):
+        return _within(job, number, row)
+    # An explicit group is one set of ranks, whatever the places of its members.
+    fixed = tuple(sorted((a, v) for a, v in program.coordinates.items() if group.axes and a not in group.axes))
+    key: tuple[object, ...] = (group_index, fixed)
+    if ops.kind[row] == OpKind.COLLECTIVE:
+        return key
+    here = place_in_group(job, group, program)
+    there = (here + int(ops.peer[row])) % job.group_size(group)
+    sender, receiver = (here, there) if ops.kind[row] == OpKind.SEND else (there, here)
+    return (*key, sender, receiver, int(ops.tag[row]))
+
+
+def _within(job: JobGraph, number: int, row: int) -> object:
+    """The key of sends and receives between the ranks of one role, by how far they go."""
+    ops, program = job.ops, job.programs[number]
+    group = job.groups[int(ops.group[row])]
+    if ops.kind[row] == OpKind.COLLECTIVE or not group.axes or set(group.axes) & program.coordinates.keys():
+        return None
+    towards = int(ops.peer[row]) if ops.kind[row] == OpKind.SEND else -int(ops.peer[row])
+    return number, int(ops.group[row]), towards % job.group_size(group), int(ops.tag[row])
+
+
+def _meet(job: JobGraph, group: Group, one: Program, other: Program) -> bool:
+    if not group.axes:
+        # Lists may be long: the other program is in few of them.
+        return all(not program_ranks(job, its).isdisjoint(group.ranks) for its in (other, one))
+    pinned = [axis for axis in group.axes if axis in one.coordinates]
+    same = all(other.coordinates.get(a) == v for a, v in one.coordinates.items() if a not in group.axes)
+    return bool(pinned) and same
+
+
+def number_rendezvous(key: Int64, nth: Int64) -> Int64:
+    """A number for every rendezvous: the n-th under a key."""
+    most = np.zeros(int(key.max(initial=NONE)) + 1, np.int64)
+    np.maximum.at(most, key, nth + 1)
+    return (np.cumsum(most) - most)[key] + nth
+
+
+def occurrences(values: Int64) -> Int64:
+    """For every value, how many equal ones stand before it."""
+    order = np.argsort(values, kind="stable")
+    lengths = np.bincount(values)
+    before = np.empty(len(values), np.int64)
+    before[order] = np.arange(len(values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return before

@@ -1,0 +1,187 @@
+"""Lowered jobs of stored graphs under plans of every kind, as they were when they were last looked at.
+
+`python tests/golden/jobs/golden_jobs.py` writes `jobs.json` anew. A record counts what a job holds, and has the
+digest of its text, which two jobs share only if they are the same; of a plan that is refused, it has the words.
+To see what a change has done to a job, compare its text before and after:
+`python tests/golden/jobs/golden_jobs.py NAME`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from echograph.errors import EchoError
+from echograph.ir.graph import Graph, StepGraph
+from echograph.ir.passes.annotate import ForgetCommunication
+from echograph.ir.passes.context_parallel import ContextParallel
+from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.depth import Depth
+from echograph.ir.passes.fold import Fold
+from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.passes.fuse import Fuse
+from echograph.ir.passes.mesh import OneCommunicator
+from echograph.ir.passes.pipeline import Pipeline
+from echograph.ir.passes.precision import Precision
+from echograph.ir.passes.recompute import Recompute
+from echograph.ir.passes.tensor_parallel import TensorParallel
+from echograph.ir.serde import load
+from echograph.ir.text import to_text
+from echograph.ir.types import CollectiveKind, DType, OpKind, Phase
+from echograph.ir.unfold import unfold
+from echograph.simulator.clusters import load_cluster
+from echograph.workflow.lowering import lower
+from echograph.workflow.plan import Plan
+
+HERE = Path(__file__).parent
+GRAPHS = HERE.parent / "predictions" / "graphs"
+PREDICTED = HERE.parent / "predictions" / "plans.txt"
+STORED = HERE / "jobs.json"
+MIB = 2**20
+
+PASSED: dict[str, tuple[str, tuple[Callable[[Any], Any], ...]]] = {
+    "deeper": ("llama", (Depth(layers=37),)),
+    "deeper-tied": ("gpt2-xl", (Depth(layers=50), Pipeline(stages=5, micro_batches=5))),
+    "fused": ("llama", (Fuse(),)),
+    "fused-bert": ("bert", (Fuse(), Recompute(policy="full", every=2, early_stop=False))),
+    "fused-t5": ("t5", (Fuse(),)),
+    "fused-resnet": ("resnet", (Fuse(),)),
+    "fused-mixtral": ("mixtral", (Fuse(),)),
+    "fold-anew": ("vit", (unfold, Fold())),
+    "fold-anew-t5": ("t5", (unfold, Fold())),
+    "fold-anew-resnet": ("resnet", (unfold, Fold())),
+    "unbalanced-ring": ("llama", (ContextParallel(size=4, load_balance=False),)),
+    "delayed-fp8": ("llama", (Precision(dtype="fp8", delayed=True),)),
+    "kept-fp8": ("llama", (TensorParallel(size=2), Precision(dtype="fp8", kept="fp8"))),
+    "small-buckets": ("bert", (DataParallel(replicas=3, bucket_bytes=9 * MIB, first_bucket_bytes=2 * MIB),)),
+    "copied-buckets": (
+        "resnet",
+        (DataParallel(replicas=2, micro_batches=3, gradient_as_bucket_view=False, broadcast_buffers=False),),
+    ),
+    "all-reduced": ("gpt2-xl", (DataParallel(replicas=4, zero=2, reduce_scatter=False, micro_batches=2),)),
+    "every-micro-batch": (
+        "gpt2-xl", (FullyShard(replicas=6, shard=3, micro_batches=2, reduce_every_micro_batch=True),),
+    ),
+    "last-micro-batch": (
+        "gpt2-xl",
+        (FullyShard(replicas=4, micro_batches=3, reduce_every_micro_batch=False, reduce_dtype=DType.FP32),),
+    ),
+    "silent": ("gpt3", (Pipeline(stages=2, micro_batches=2), DataParallel(replicas=2), ForgetCommunication())),
+    "no-depth": ("llama", (Depth(layers=31),)),
+    "no-depth-kinds": ("t5", (Depth(layers=8),)),
+    "no-depth-mixed": ("mixtral", (Depth(layers=33),)),
+    "no-second-share": ("gpt3", (TensorParallel(size=2), TensorParallel(size=2))),
+    "no-ranks": ("gpt3", (TensorParallel(size=0),)),
+    "no-policy": ("gpt3", (Recompute(policy="full", every=0),)),
+    "one-communicator": ("gpt3", (TensorParallel(size=2), FullyShard(replicas=2), OneCommunicator())),
+}  # fmt: skip
+"""Graph and passes, of what no plan asks for."""
+
+
+class Case(NamedTuple):
+    """A job: its name, a stored graph, and what is made of it."""
+
+    name: str
+    graph: str
+    make: Callable[[StepGraph], Graph]
+
+
+def cases() -> dict[str, Case]:
+    """What `jobs.txt`, the predictions' `plans.txt`, and `PASSED` say."""
+    found, plans, cluster = dict[str, Case](), set[str](), load_cluster("dgx-h100")
+    for path in (PREDICTED, HERE / "jobs.txt"):
+        for name, graph, *words in filter(
+            None, (shlex.split(x, comments=True) for x in path.read_text().splitlines())
+        ):
+            plan = _plan_of(words)
+            # Predictions differ in more than their plans; of those that share one, the first will do.
+            if f"{graph} {plan}" not in plans:
+                plans.add(f"{graph} {plan}")
+                found[name] = Case(name, graph, lambda step, plan=plan: lower(step, plan, cluster))
+    for name, (graph, passes) in PASSED.items():
+        found[name] = Case(name, graph, lambda step, passes=passes: _passed(step, passes))
+    return found
+
+
+def _passed(graph: Any, passes: tuple[Callable[[Any], Any], ...]) -> Graph:
+    for each in passes:
+        graph = each(graph)
+    return graph
+
+
+def _plan_of(words: list[str]) -> Plan:
+    """The plan among options of `echosim run`."""
+    kinds, given = {field.name: str(field.type) for field in fields(Plan)}, dict[str, Any]()
+    for at, word in enumerate(words):
+        name = word.removeprefix("--").replace("-", "_")
+        switch = name.removeprefix("no_")
+        if not word.startswith("--") or name == "cluster":
+            continue
+        if "bool" in kinds.get(switch, ""):
+            given[switch] = name == switch
+        elif name in kinds:
+            kind: type = next((k for k in (int, float) if k.__name__ in kinds[name]), str)
+            given[name] = kind(words[at + 1])
+    return Plan(**given)
+
+
+def made(case: Case) -> Graph:
+    """The job of a case."""
+    step = load(GRAPHS / f"{case.graph}.pb")
+    assert isinstance(step, StepGraph)
+    return case.make(step)
+
+
+def record(case: Case) -> dict[str, Any]:
+    """What the job of a case holds, or why there is none."""
+    try:
+        return contents(made(case))
+    except EchoError as error:
+        return {"refused": str(error)}
+
+
+def contents(job: Graph) -> dict[str, Any]:
+    """What a job holds, each block's operations and tensors counted once, and its digest."""
+    ops, digest = job.ops, hashlib.sha256()
+    # What a job is does not depend on what its passes are called.
+    for line in to_text(replace(job, passes=())):
+        digest.update(line.encode())
+    sent = Counter[str]()
+    for row in np.flatnonzero(ops.kind == OpKind.COLLECTIVE).tolist():
+        kind, group = CollectiveKind(ops.variant[row]), job.groups[ops.group[row]]
+        sent[f"{kind.name.lower()} {group.name}"] += int(ops.nbytes[row])
+    phases = [(phase.name.lower(), ops.phase == phase) for phase in Phase]
+    return {
+        "mesh": " ".join(f"{axis.name}={axis.size}" for axis in job.mesh),
+        "programs": len(job.programs),
+        "calls": sum(len(program.calls) for program in job.programs),
+        "operations": {name: int(of.sum()) for name, of in phases if of.any()},
+        "flops": {name: int(ops.flops[of].sum()) for name, of in phases if ops.flops[of].any()},
+        "read": int(ops.bytes_read.sum()),
+        "written": int(ops.bytes_written.sum()),
+        "collectives": dict(sorted(sent.items())),
+        "messages": int(ops.nbytes[ops.kind == OpKind.SEND].sum()),
+        "tensors": len(job.tensors),
+        "tensor bytes": int(job.tensors.nbytes.sum()),
+        "digest": digest.hexdigest()[:16],
+    }
+
+
+if __name__ == "__main__":
+    every = cases()
+    if sys.argv[1:]:
+        sys.stdout.writelines(to_text(made(every[sys.argv[1]])))
+    else:
+        records = {name: record(case) for name, case in every.items()}
+        text = ",\n".join(f"{json.dumps(name)}: {json.dumps(what)}" for name, what in records.items())
+        STORED.write_text(f"{{\n{text}\n}}\n")
+        print(f"{len(records)} jobs")

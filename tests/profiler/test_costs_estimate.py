@@ -1,0 +1,281 @@
+"""Which cost function an operation is asked of, and with what: each against the call that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from echograph.errors import GraphError, UnavailableError
+from echograph.ir.builder import GraphBuilder
+from echograph.ir.graph import StepGraph
+from echograph.ir.types import (
+    Attention,
+    Attributes,
+    Compute,
+    Convolution,
+    Copy,
+    CopyDirection,
+    DType,
+    Duration,
+    Gemm,
+    MultiTensor,
+    Phase,
+    Source,
+    TensorRole,
+)
+from echograph.profiler.costs import (
+    attention_backward,
+    attention_forward,
+    convolution,
+    gemm,
+    grouped_gemm,
+    load_device,
+    memory_bound,
+)
+from echograph.profiler.costs.cost import Cost
+from echograph.profiler.costs.estimate import ASSUMED_SPREAD, cost_of, estimate
+from echograph.units import to_ps
+
+H100, V100 = load_device("h100-sxm"), load_device("v100-sxm2")
+BF16, FP16, FP32, FP64, FP8, INT64 = DType.BF16, DType.FP16, DType.FP32, DType.FP64, DType.FP8_E4M3, DType.INT64
+Shape = tuple[int, ...]
+Operand = tuple[Shape, DType]
+
+
+def cost(
+    name: str,
+    inputs: Sequence[Shape | Operand],
+    outputs: Sequence[Shape | Operand],
+    attributes: Attributes | None = None,
+    *,
+    dtype: DType = BF16,
+    device: Any = H100,
+    **more: Any,
+) -> Cost:
+    """What an operation on tensors of a type costs; a tensor may have another."""
+    builder = GraphBuilder()
+    sides = []
+    for side in (inputs, outputs):
+        typed = [operand if operand and isinstance(operand[-1], DType) else (operand, dtype) for operand in side]
+        sides.append([builder.tensor("x", shape, kind, TensorRole.ACTIVATION) for shape, kind in typed])  # type: ignore[arg-type]
+    fields = {"phase": Phase.FORWARD, "flops": 1, "bytes_read": 3 << 20, "bytes_written": 1 << 20, **more}
+    builder.compute(name, inputs=sides[0], outputs=sides[1], attributes=attributes, **fields)
+    graph = builder.build(StepGraph)
+    op = graph.ops[0]
+    assert isinstance(op, Compute)
+    return cost_of(op, ([graph.tensors[i] for i in op.inputs], [graph.tensors[i] for i in op.outputs]), device)
+
+
+def by_bytes(kind: str, device: Any = H100, **more: float) -> Cost:
+    return memory_bound(device, kind, bytes_read=3 << 20, bytes_written=1 << 20, **more)
+
+
+# -- products ----------------------------------------------------------------------------------------------------
+
+A, B, C = (96, 4000), (4000, 520), (96, 520)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "layout"),
+    [(Gemm(), "NN"), (Gemm(transpose_b=True), "TN"), (Gemm(transpose_a=True), "NT"),
+     (Gemm(transpose_a=True, transpose_b=True), "NT")],
+)  # fmt: skip
+def test_a_product_is_of_the_layout_that_it_reads(attributes: Gemm, layout: str) -> None:
+    assert cost("aten.mm", [A, B], [C], attributes) == gemm(H100, 96, 520, 4000, layout=layout)
+
+
+def test_the_operands_of_a_product_are_its_last_matrices() -> None:
+    expected = gemm(H100, 96, 520, 4000, layout="NN")
+    assert cost("aten.addmm", [(520,), A, B], [C], Gemm()) == expected
+    assert cost("aten.addmm", [(96, 520), A, B], [C], Gemm()) == expected
+    batched = gemm(H100, 96, 520, 4000, batch=6, layout="NN")
+    assert cost("aten.bmm", [(6, *A), (6, *B)], [(6, *C)], Gemm()) == batched
+    assert cost("aten.matmul", [(2, 3, *A), (2, 3, *B)], [(2, 3, *C)], Gemm()) == batched
+
+
+def test_a_product_that_adds_into_single_precision_pays_for_it() -> None:
+    added = gemm(H100, 96, 520, 4000, layout="NT", accumulate=True)
+    assert cost("aten.mm", [A, B], [(C, FP32)], Gemm(transpose_a=True)) == added
+    single = gemm(H100, 96, 520, 4000, layout="NN", dtype="fp32")
+    assert cost("aten.mm", [A, B], [C], Gemm(), dtype=FP32) == single
+
+
+def test_a_scaled_product_has_its_scales_last_and_its_casts_apart() -> None:
+    scales: list[Operand] = [((96, 1), FP32), ((1, 520), FP32)]
+    expected = gemm(H100, 96, 520, 4000, layout="TN", dtype="fp8", quantize=False)
+    found = cost("aten._scaled_mm", [A, B, *scales], [(C, BF16)], Gemm(transpose_b=True), dtype=FP8)
+    assert found == expected
+    whole = gemm(H100, 96, 520, 4000, layout="TN", dtype="fp8")
+    assert cost("aten.mm", [A, B], [C], Gemm(transpose_b=True), dtype=FP8) == whole
+
+
+@pytest.mark.parametrize("shapes", [[(0, 4000), B], [A, (4000, 0)], [(96, 0), (0, 520)], [(0, 96, 8), (0, 8, 4)]])
+def test_an_empty_product_moves_its_bytes(shapes: list[Shape]) -> None:
+    assert cost("aten.mm", shapes, [C], Gemm()) == by_bytes("elementwise")
+
+
+def test_experts_share_rows_evenly() -> None:
+    rows = np.full(3, 100.0)
+    forward = grouped_gemm(H100, rows, 520, 4000)
+    name, tokens, experts = "aten._grouped_mm", (300, 4000), (3, 4000, 520)
+    assert cost(name, [tokens, experts, (3,)], [(300, 520)], Gemm()) == forward
+    backward: dict[str, Any] = {"phase": Phase.BACKWARD}
+    inputs = grouped_gemm(H100, rows, 4000, 520, pass_="input_gradient")
+    assert cost(name, [tokens, experts, (3,)], [(300, 520)], Gemm(), **backward) == inputs
+    weights = grouped_gemm(H100, rows, 4000, 520, pass_="weight_gradient")
+    assert cost(name, [(4000, 300), (300, 520), (3,)], [experts], Gemm(), **backward) == weights
+    few = grouped_gemm(H100, np.full(3, 1.0), 520, 4000)
+    assert cost(name, [(2, 4000), experts, (3,)], [(2, 520)], Gemm()) == few
+    few = grouped_gemm(H100, np.full(3, 1.0), 4000, 520, pass_="weight_gradient")
+    assert cost(name, [(4000, 2), (2, 520), (3,)], [experts], Gemm(), **backward) == few
+
+
+# -- attention, convolutions -------------------------------------------------------------------------------------
+
+FLASH = "aten._scaled_dot_product_flash_attention"
+Q, K, V = (2, 8, 512, 64), (2, 4, 768, 64), (2, 4, 768, 32)
+SHAPE: dict[str, Any] = {
+    "batch": 2, "heads": 8, "seq": 512, "head_dim": 64, "kv_heads": 4, "kv_seq": 768, "v_head_dim": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_reads_its_sizes_off_its_operands(causal: bool) -> None:
+    attributes = Attention(heads=8, kv_heads=4, head_dim=64, causal=causal)
+    out = (2, 8, 512, 32)
+    assert cost(FLASH, [Q, K, V], [out], attributes) == attention_forward(H100, **SHAPE, causal=causal)
+    backward = cost(f"{FLASH}_backward", [out, Q, K, V, out], [Q, K, V], attributes)
+    assert backward == attention_backward(H100, **SHAPE, causal=causal)
+
+
+def test_attention_of_a_type_without_a_kernel_is_slower_by_the_peaks() -> None:
+    attributes = Attention(heads=8, kv_heads=4, head_dim=64)
+    half = attention_forward(H100, **SHAPE, causal=False)
+    assert cost(FLASH, [Q, K, V], [Q], attributes, dtype=FP16) == half
+    peaks = H100.datasheet.peak_flops_per_s
+    found = cost(FLASH, [Q, K, V], [Q], attributes, dtype=FP32)
+    assert found.seconds == pytest.approx(half.seconds * peaks["bf16"] / peaks["tf32"], rel=1e-12)
+    assert (found.spread, found.source) == (ASSUMED_SPREAD, "analytical")
+    old = cost(FLASH, [Q, K, V], [Q], attributes, dtype=FP32, device=V100)
+    assert old.seconds == attention_forward(V100, **SHAPE, causal=False).seconds
+
+
+def test_a_convolution_backward_is_asked_for_the_gradients_that_it_makes() -> None:
+    image, weight, made = (5, 12, 14, 15), (18, 4, 3, 2), (5, 18, 6, 7)
+    attributes = Convolution(stride=(2, 2), padding=(0, 0), dilation=(1, 1), groups=3)
+
+    def one(pass_: str) -> Cost:
+        return convolution(
+            H100, batch=5, in_channels=12, out_channels=18, kernel=6, in_positions=210, out_positions=42, groups=3,
+            pass_=pass_,
+        )  # fmt: skip
+
+    assert cost("aten.convolution", [image, weight, (18,)], [made], attributes) == one("forward")
+    name, inputs = "aten.convolution_backward", [made, image, weight]
+    assert cost(name, inputs, [image], attributes) == one("input_gradient")
+    assert cost(name, inputs, [weight, (18,)], attributes) == one("weight_gradient")
+    both = cost(name, inputs, [image, weight, (18,)], attributes)
+    assert both.seconds == one("input_gradient").seconds + one("weight_gradient").seconds  # type: ignore[operator]
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten.native_layer_norm", "norm"), ("aten.normal_", "elementwise"), ("aten._foreach_norm", "reduction"),
+        ("aten.linalg_vector_norm", "reduction"), ("aten._softmax", "softmax"), ("aten.embedding", "gather"),
+        ("aten.index_put", "gather"), ("aten._fused_adamw_", "optimizer"), ("aten._foreach_add_", "optimizer"),
+        ("aten.cat", "copy"), ("aten.copy_", "copy"), ("aten.sum", "reduction"), ("aten.mul", "elementwise"),
+    ],
+)  # fmt: skip
+def test_what_has_no_attributes_is_bound_by_its_bytes(name: str, kind: str) -> None:
+    rows = {"row_bytes": 2 * 3000} if kind in ("norm", "softmax") else {}
+    # The row is that of the widest operand, of whichever side.
+    assert cost(name, [(5, 10)], [(7, 3000)]) == by_bytes(kind, **rows)
+    assert cost(name, [(7, 3000)], [(5, 10)]) == by_bytes(kind, **rows)
+    assert cost(name, [], [()]) == cost(name, [], []) == by_bytes(kind)
+
+
+def test_only_the_leading_part_of_a_shared_launch_bears_it() -> None:
+    whole = by_bytes("optimizer")
+    assert cost("aten._fused_adamw_", [A], [A], MultiTensor(parts=2, leads=True)) == whole
+    part = cost("aten._fused_adamw_", [A], [A], MultiTensor(parts=2))
+    assert part == whole._replace(seconds=whole.seconds - H100.memory_launch_s)  # type: ignore[operator]
+    nothing = cost("aten._fused_adamw_", [A], [A], MultiTensor(parts=2), bytes_read=0, bytes_written=0)
+    assert nothing.seconds == 0.0
+
+
+def test_a_copy_reads_and_writes_its_bytes() -> None:
+    builder = GraphBuilder()
+    builder.copy("memcpy", CopyDirection.DEVICE_TO_DEVICE, nbytes=12_345)
+    op = builder.build(StepGraph).ops[0]
+    assert isinstance(op, Copy)
+    assert cost_of(op, ([], []), H100) == memory_bound(H100, "copy", bytes_read=12_345, bytes_written=12_345)
+
+
+# -- types that a device has no model of -------------------------------------------------------------------------
+
+
+def test_a_type_without_a_model_takes_what_single_precision_does_by_its_size() -> None:
+    single = gemm(V100, 96, 520, 4000, layout="NN", dtype="fp32")
+    for dtype, times in ((BF16, 1), (FP64, 2), (INT64, 2), (DType.INT32, 1), (DType.INT8, 1)):
+        found = cost("aten.mm", [A, B], [C], Gemm(), dtype=dtype, device=V100)
+        assert found == Cost(times * single.seconds, ASSUMED_SPREAD, "analytical"), dtype
+    with pytest.raises(UnavailableError):
+        cost("aten.mm", [A, B], [C], Gemm(), dtype=FP8, device=V100)
+
+
+def test_operands_that_contradict_their_attributes_are_named() -> None:
+    with pytest.raises(GraphError, match=r"aten.bmm: Gemm.* does not fit its inputs \[5\]"):
+        cost("aten.bmm", [(5,)], [C], Gemm())
+    with pytest.raises(GraphError, match=r"does not fit its inputs none"):
+        cost(FLASH, [], [], Attention(heads=1, kv_heads=1, head_dim=8))
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_known_stays_and_the_rest_is_estimated() -> None:
+    builder = GraphBuilder()
+    x = builder.tensor("x", A, BF16, TensorRole.ACTIVATION)
+    view = builder.tensor("view", A, BF16, TensorRole.ACTIVATION, alias_of=x)
+    sizes: dict[str, Any] = {"phase": Phase.FORWARD, "bytes_read": 1 << 20, "bytes_written": 1 << 20}
+
+    def known(device: str, source: Source) -> dict[str, Any]:
+        return {**sizes, "durations": (Duration(device=device, picoseconds=5, source=source),)}
+
+    builder.compute("aten.mul", outputs=(x,), **sizes)
+    builder.compute("aten.mul", inputs=(x,), **known(H100.name, Source.MEASURED))
+    builder.compute("aten.mul", inputs=(x,), **known("elsewhere", Source.IMPORTED))
+    builder.compute("aten.mul", inputs=(x,), **known("elsewhere", Source.MEASURED))
+    builder.compute("aten.view", inputs=(x,), outputs=(view,), phase=Phase.FORWARD)
+    builder.host("wait")
+    builder.compute("aten.mul", inputs=(x,), **{**sizes, "bytes_read": 8 << 20})
+    weight, made = (builder.tensor("w", shape, BF16, TensorRole.ACTIVATION) for shape in (B, C))
+    builder.compute("aten.mm", inputs=(x, weight), outputs=(made,), attributes=Gemm(), **sizes)
+    found = estimate(builder.build(StepGraph), H100)
+    one, more = (memory_bound(H100, "elementwise", bytes_read=b << 20, bytes_written=1 << 20) for b in (1, 8))
+    product = to_ps(float(gemm(H100, 96, 520, 4000, layout="NN").seconds))
+    ps, longer = to_ps(float(one.seconds)), to_ps(float(more.seconds))
+    assert found.device == H100.name
+    assert found.picoseconds.tolist() == [ps, -1, -1, ps, -1, -1, longer, product]
+    assert found.source[[0, 3, 6, 7]].tolist() == [*[Source.ANALYTICAL] * 3, Source.FITTED]
+    assert found.spread[[0, 6]].tolist() == pytest.approx([one.spread, more.spread])
+    assert not found.samples.any()
+
+
+def test_what_the_clock_does_not_count_is_refused() -> None:
+    for nbytes, fits in ((2**61, True), (2**63 - 1, False)):
+        builder = GraphBuilder()
+        builder.compute("aten.mul", phase=Phase.FORWARD, bytes_read=nbytes, bytes_written=0)
+        graph = builder.build(StepGraph)
+        if fits:
+            assert estimate(graph, V100).picoseconds[0] > 2**60
+            continue
+        with pytest.raises(GraphError, match=r"aten\.mul: would take over 53 days on v100-sxm2"):
+            estimate(graph, V100)
