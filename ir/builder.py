@@ -461,10 +461,6 @@ class GraphBuilder:
     def _add(self, kind: t.OpKind, name: str, common: Common, **values: int) -> int:
         if unknown := common.keys() - Common.__annotations__.keys():
             raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
-        durations = [
-            (self.string(d.device), d.picoseconds, d.source, d.samples, d.spread)
-            for d in common.get("durations", ())
-        ]
         try:
             self.op_row(
                 kind,
@@ -475,7 +471,10 @@ class GraphBuilder:
                 common.get("inputs", ()),
                 common.get("outputs", ()),
                 common.get("deps", ()),
-                durations,
+                [
+                    (self.string(d.device), d.picoseconds, d.source, d.samples, d.spread)
+                    for d in common.get("durations", ())
+                ],
                 **values,
             )
         except OverflowError:
