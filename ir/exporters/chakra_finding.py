@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from echograph.ir.chakra_traces import RankTrace, Traces
+from echograph.ir.serde_chakra import Value
 
 ERROR, WARNING = "error", "warning"
 
@@ -50,7 +51,11 @@ def at_node(traces: Traces, trace: RankTrace, row: int, what: str, fix: str, sev
 
 def group_name(traces: Traces, trace: RankTrace, row: int) -> str:
     """The group of a node: "" is the whole world, which nodes without one mean; "?" none that is text."""
-    named = traces.groups_named[int(trace.group[row])]
+    return group_called(traces.groups_named[int(trace.group[row])])
+
+
+def group_called(named: Value | None) -> str:
+    """The group that a node means by what it states as its `pg_name`, as `group_name` has it."""
     if named is None or named == "0":
         return ""
     return named if isinstance(named, str) else "?"
