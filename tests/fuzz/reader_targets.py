@@ -58,10 +58,10 @@ def _conformance(*names: str) -> list[Files]:
 def _exported(form: str, ending: str) -> list[Files]:
     from conformance_graphs import GRAPHS
 
-    from echograph.ir.exporters import EXPORTERS
+    from echograph.workflow.formats import EXPORTS
 
     names = ("two_layers", "job", "kinds")
-    return [made(lambda f, n=name: EXPORTERS[form](GRAPHS[n](), f / f"graph.{ending}")) for name in names]  # type: ignore[misc]
+    return [made(lambda f, n=name: EXPORTS[form](GRAPHS[n](), f / f"graph.{ending}")) for name in names]  # type: ignore[misc]
 
 
 def _chakra() -> list[Files]:
@@ -223,7 +223,7 @@ def _some(kind: Any) -> Any:
 
 def _traced_job() -> list[Files]:
     from echograph.ir import serde
-    from echograph.workflow.imports import load_kineto
+    from echograph.workflow.formats.kineto import load as load_kineto
 
     def make(folder: Path) -> None:
         for name, data in _traces()[0].items():

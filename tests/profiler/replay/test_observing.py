@@ -15,7 +15,7 @@ from echograph.profiler.record.overhead import Overhead
 from echograph.profiler.replay import Observed, lower
 from echograph.profiler.traces import TraceSet, read_traces
 from echograph.simulator.what_if import parse_scale
-from echograph.workflow.imports import load_kineto
+from echograph.workflow.formats.kineto import load as load_kineto
 from echograph.workflow.replay import replay, step_medians, steps
 
 US = 1e-6
