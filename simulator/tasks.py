@@ -17,7 +17,7 @@ from echograph.ir.columns import NONE, Int8, Int32, Int64, Ragged
 from echograph.ir.graph import JobGraph
 from echograph.ir.schedule import Edges
 from echograph.ir.types import OpKind
-from echograph.simulator.rendezvous import RendezvousKeys, number_rendezvous, occurrences
+from echograph.simulator.groups import RendezvousKeys, number_rendezvous, occurrences
 
 MAX_TASKS = 200_000_000
 HOST, DEVICE = 0, 1

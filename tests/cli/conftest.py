@@ -73,12 +73,13 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
 
 @pytest.fixture(scope="session")
-def status_of() -> Callable[..., int]:
-    """`cli` for fixtures that outlive a test: the exit status of a command."""
+def session_cli() -> Cli:
+    """`cli` for fixtures that outlive a test; what it says on stderr is the fixture's."""
 
-    def command(*arguments: object) -> int:
-        with redirect_stdout(StringIO()):
-            return call(*arguments)
+    def command(*arguments: object) -> Outcome:
+        with redirect_stdout(StringIO()) as out:
+            status = call(*arguments)
+        return Outcome(status, out.getvalue(), "")
 
     return command
 

@@ -13,7 +13,7 @@ from echograph.ir import serde
 from echograph.ir.types import OpKind
 
 STRANGER = '''
-"""The order of gradient buckets."""
+"""When gradient buckets are reduced."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ from echograph.ir.types import OpKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketOrder:
-    """Sorts reductions that stand side by side in a program by their bytes.
+    """Holds the reduction of a gradient bucket back until some of the following buckets are full, too.
 
     Attributes:
-        largest_first: or the smallest.
+        hold: how many.
     """
 
     name: ClassVar[str] = "bucket_order"
 
-    largest_first: bool = True
+    hold: int = 1
 
     def __call__(self, graph: JobGraph) -> JobGraph:
-        """The job with its reductions in order."""
-        return replace(graph, programs=tuple(self._sorted(graph, program) for program in graph.programs))
+        """The job with its reductions later among the calls of its programs, in their order."""
+        return replace(graph, programs=tuple(self._held(graph, program) for program in graph.programs))
 
-    def _sorted(self, graph: JobGraph, program: Program) -> Program:
-        calls, ops = program.calls.copy(), graph.ops
+    def _held(self, graph: JobGraph, program: Program) -> Program:
+        calls, ops = program.calls, graph.ops
         alone = (calls[:, 2] - calls[:, 1] == 1) & (ops.kind[calls[:, 1]] == OpKind.COLLECTIVE)
-        for run in np.split(np.arange(len(calls)), np.flatnonzero(np.diff(alone)) + 1):
-            if alone[run[0]]:
-                size = ops.nbytes[calls[run, 1]]
-                calls[run] = calls[run][np.argsort(-size if self.largest_first else size, kind="stable")]
-        return replace(program, calls=calls)
+        when = np.arange(len(calls))
+        reductions = np.flatnonzero(alone)
+        later = np.append(reductions[self.hold :], np.repeat(reductions[-1:], self.hold))
+        when[reductions] = later[: len(reductions)]
+        return replace(program, calls=calls[np.argsort(when, kind="stable")])
 '''
 LIST = (
-    "data_parallel{replicas=8,overlap_grad_reduce=false,bucket_bytes=20000,first_bucket_bytes=4000} "
+    "data_parallel{replicas=8,bucket_bytes=20000,first_bucket_bytes=4000,gradient_as_bucket_view=true} "
     "my_passes.bucket_order:BucketOrder"
 )
 
 
 def reductions(path: Path) -> list[int]:
-    """Bytes of the collectives of a job, in the order in which they run."""
+    """Which calls of the first program of a job are a collective alone."""
     job = serde.load(path)
-    ops = [op for _, begin, end, _, _ in job.programs[0].calls.tolist() for op in range(begin, end)]
-    return [int(job.ops.nbytes[op]) for op in ops if job.ops.kind[op] == OpKind.COLLECTIVE]
+    spans = job.programs[0].calls[:, 1:3].tolist()
+    return [n for n, (begin, end) in enumerate(spans) if [*job.ops.kind[begin:end]] == [OpKind.COLLECTIVE]]
 
 
 def test_a_strangers_pass_runs_from_its_own_file(
@@ -78,15 +78,15 @@ def test_a_strangers_pass_runs_from_its_own_file(
     assert done.returncode == 0, done.stderr
     assert "step time" in done.stdout
     monkeypatch.syspath_prepend(tmp_path)
-    orders = {}
-    for option in ("", "{largest_first=false}"):
+    held = {}
+    for option in ("{hold=0}", "", "{hold=99}"):
         job = tmp_path / "job.pb"
         assert cli("echoc", "lower", graph, "--passes", LIST + option, "-o", job).status == 0
-        orders[option] = reductions(job)
         assert serde.load(job).passes == tuple((LIST + option).split())
-    assert len(set(orders[""])) > 2
-    assert orders[""] == sorted(orders[""], reverse=True)
-    assert orders["{largest_first=false}"] == sorted(orders[""])
+        held[option] = reductions(job)
+    first, *_, last = held["{hold=0}"]
+    assert first < held[""][0] < last
+    assert held["{hold=99}"] == list(range(last - len(held[""]) + 1, last + 1))
 
 
 def test_passes_said_themselves_are_those_of_the_plan(cli, graph: Path, tmp_path: Path) -> None:

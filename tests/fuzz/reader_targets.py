@@ -39,7 +39,7 @@ class Target:
     seeds: Callable[[], list[Files]]
     commands: tuple[tuple[str, ...], ...]
     damaged: tuple[str, ...] = ("",)
-    fast: int = 100
+    fast: int = 60
 
 
 def made(make: Callable[[Path], Any]) -> Files:
@@ -430,6 +430,10 @@ TARGETS: tuple[Target, ...] = (
             ("echoc", "export", "{file}", "--to", "json", "-o", OUT),
             ("echoc", "export", "{file}", "--to", "dot", "-o", OUT),
             (*_RUN, "{file}", "--trace", OUT),
+            (*_RUN, "{file}", "--ranks", "all", "--jitter", "0.1", "--scale", "compute=1000", "--json"),
+            ("echoc", "lower", "{file}", "--gpus", "16", "--zero", "3", "-o", OUT),
+            ("echoc", "export", "{file}", "--to", "graphml", "-o", OUT),
+            ("echoc", "export", "{file}", "--to", "svg", "-o", OUT),
         ),
     ),
     *(
@@ -437,7 +441,7 @@ TARGETS: tuple[Target, ...] = (
             name=form,
             seeds=lambda form=form, ending=ending: _exported(form, ending),  # type: ignore[misc]
             commands=(("echoc", "import", form, "{file}", "-o", OUT),),
-            fast=60 if form == "gml" else 200,
+            fast=60 if form == "gml" else 100,
         )
         for form, ending in (("text", "txt"), ("json", "json"), ("gml", "gml"))
     ),
@@ -493,6 +497,10 @@ TARGETS: tuple[Target, ...] = (
                         "idle",
                         "queue-full",
                         "memory-timeline",
+                        "kernels",
+                        "launch-summary",
+                        "cross-rank-critical-path-summary",
+                        "call-stacks",
                     )
                 ),
             ),
@@ -510,7 +518,25 @@ TARGETS: tuple[Target, ...] = (
             ("echoprof", "comms", "report", "{folder}", "--json"),
         ),
     ),
-    Target(name="traced job", seeds=_traced_job, commands=(("echosim", "replay", "{file}", "--json"),)),
+    Target(
+        name="traced job",
+        seeds=_traced_job,
+        commands=(
+            ("echosim", "replay", "{file}", "--json"),
+            (
+                "echosim",
+                "replay",
+                "{file}",
+                "--gpus",
+                "4",
+                "--cluster",
+                "dgx-h100",
+                "--scale",
+                "compute=1000",
+                "--json",
+            ),
+        ),
+    ),
     Target(
         name="ByteProfile",
         seeds=_byteprofile,

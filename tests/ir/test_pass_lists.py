@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from echograph.ir.text_parse import from_text
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from echograph.ir.passes.recompute import Recompute
 from echograph.ir.passes.spec import parse_passes, pass_text
 from echograph.ir.passes.tensor_parallel import TensorParallel
 from echograph.ir.text import to_text
+from echograph.ir.text.parser import from_text
 from echograph.ir.types import DType
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "simulator"))

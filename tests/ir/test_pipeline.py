@@ -20,8 +20,8 @@ from echograph.ir.text import to_text
 from echograph.ir.types import CollectiveKind, DType, OpKind, Phase, TensorRole
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.durations import durations
+from echograph.simulator.groups import rendezvous_key
 from echograph.simulator.memory import memory
-from echograph.simulator.rendezvous import rendezvous_key
 
 LAYERS = 12
 

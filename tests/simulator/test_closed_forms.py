@@ -28,7 +28,8 @@ from echograph.ir.types import (
 from echograph.simulator import interval
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.collectives import CollectiveEstimate, Kind
-from echograph.simulator.durations import durations, meeting
+from echograph.simulator.durations import durations
+from echograph.simulator.groups import rendezvous_key
 from echograph.simulator.host import Host
 from echograph.simulator.limits import OTHER_RANKS, families, largest_first
 from echograph.simulator.result import Result
@@ -254,7 +255,7 @@ def test_who_meets_for_a_communication() -> None:
     """Stages meet for what crosses them: messages by sender, receiver and tag; what lies in a stage is its own."""
     job = stages()
     keys = [
-        [meeting(job, number, row) for row in range(program.calls[0, 1], program.calls[0, 2])]
+        [rendezvous_key(job, number, row) for row in range(program.calls[0, 1], program.calls[0, 2])]
         for number, program in enumerate(job.programs)
     ]
     assert all(of_stage[:2] == [None, None] for of_stage in keys)

@@ -33,7 +33,7 @@ from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, DType, Duration, Source
-from echograph.simulator import fidelity
+from echograph.simulator import simulate as simulation
 from echograph.simulator.clusters import Cluster, cluster_names, load_cluster
 from echograph.simulator.collectives import KINDS, Kind, collective_time
 from echograph.simulator.durations import durations
@@ -244,11 +244,11 @@ def test_busy_time_is_that_of_the_links_as_they_were() -> None:
 def test_what_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     where = load_cluster("dgx-h100")
     job = communications({"dp": 16}, ("all_reduce", "dp", MIB, 0))
-    monkeypatch.setattr(fidelity, "MAX_EVENTS", 31)
+    monkeypatch.setattr(simulation, "MAX_EVENTS", 31)
     with pytest.raises(SimulationError, match="32 tasks of all ranks are over the event engine") as caught:
         run(job, where, engine="events")
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(fidelity, "MAX_EVENTS", 64)
+    monkeypatch.setattr(simulation, "MAX_EVENTS", 64)
     with pytest.raises(SimulationError, match=r"32 tasks of all ranks, 3 times, are over"):
         run(job, where, engine="events", ranks=EveryRank(draws=3, jitter=0.1))
     with pytest.raises(UnknownNameError, match="did you mean 'flows'"):

@@ -22,10 +22,9 @@ from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.durations import durations
-from echograph.simulator.families import KERNELS
 from echograph.simulator.host import Host
-from echograph.simulator.rank_path import MOST_TOLD, RankPath, rank_path
-from echograph.simulator.ranks import EveryRank, Mesh, run_every_rank
+from echograph.simulator.limits import KERNELS
+from echograph.simulator.ranks import MOST_TOLD, EveryRank, Mesh, RankPath, rank_path, run_every_rank
 from echograph.simulator.simulate import simulate
 from echograph.simulator.tasks import TaskGraph, expand
 
@@ -150,7 +149,7 @@ def test_the_critical_path_goes_on_in_the_rank_that_was_waited_for(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in the job that is written out, which has one program a rank, by the reference engine."""
-    monkeypatch.setattr("echograph.simulator.rank_path.MOST_COLUMNS", 1000)
+    monkeypatch.setattr("echograph.simulator.ranks.MOST_COLUMNS", 1000)
     job, tasks = expanded(JOBS[name]())
     every = slower_each(job)
     its, starts, times = run_every_rank(job, tasks, every)

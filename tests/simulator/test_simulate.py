@@ -17,7 +17,7 @@ from echograph.ir.timeline import Lane
 from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source, TensorRole
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import Host
-from echograph.simulator.memory_kinds import Memories
+from echograph.simulator.memory.kinds import Memories
 from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
 from echograph.simulator.what_if import Scale

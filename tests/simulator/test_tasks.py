@@ -17,7 +17,7 @@ from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import OpKind
 from echograph.simulator import tasks as expansion
-from echograph.simulator.rendezvous import rendezvous_key
+from echograph.simulator.groups import rendezvous_key
 from echograph.simulator.tasks import DEVICE, HOST, TaskGraph, expand
 
 Run = tuple[int, int, int]

@@ -12,7 +12,6 @@ from echograph.cli.options import parse_ranks, with_options
 from echograph.cli.output import Json, Output, Trace, check_outputs, write_json, write_text, write_trace
 from echograph.cli.replay import replay_command
 from echograph.errors import UsageError
-from echograph.units import format_bytes
 from echograph.workflow.plan import Plan
 from echograph.workflow.scenario import Scenario
 
@@ -161,19 +160,13 @@ def validate_command(
     """Predict measured training steps and say how far the predictions are off, family by family."""
     from echograph.cli.app import require_torch
     from echograph.cli.validate import print_outcomes
-    from echograph.ir import files
-    from echograph.workflow.validation import score
-    from echograph.workflow.validation.run import validate
-    from echograph.workflow.validation.table import read
+    from echograph.workflow.validation.validate import validate
 
-    if output is not None:
-        files.check_writable(output)
-    rows = read(table, tuple(family or ()), tuple(grade.split(",")) if grade else ())
-    said = score.read_peers(peers) if peers else {}
+    check_outputs({"the table": table}, {"--output": output})
     require_torch()
+    grades = tuple(grade.split(",")) if grade else ()
     with progress("compiling") as say:
-        outcomes = validate(rows, jobs, say)
-    record = {"families": score.by_family(outcomes, said), "rows": [o.to_json() for o in outcomes]}
+        record = validate(table, families=family or (), grades=grades, peers=peers, jobs=jobs, say=say).to_json()
     if as_json:
         print_json(record)
     else:
@@ -184,52 +177,17 @@ def validate_command(
 @app.command()
 def clusters(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
     """List the cluster presets, or describe one."""
-    from echograph.simulator.clusters import cluster_names, load_cluster
+    from echograph.workflow.listing import cluster_rows
 
-    rows = []
-    for preset in [name] if name else cluster_names():
-        c = load_cluster(preset)
-        rows.append(
-            {
-                "name": c.name,
-                "device": c.device,
-                "gpus_per_node": c.gpus_per_node,
-                "nvlink_domain_gpus": c.domain_gpus,
-                "nvlink_GBps": c.nvlink_bytes_per_s / 1e9,
-                "pcie_GBps": c.pcie_bytes_per_s / 1e9,
-                "domain_GBps": round(c.node_fabric.bytes_per_s(c.domain_gpus) / 1e9, 2),
-                "nvls": c.node_fabric.nvls is not None,
-                "nics_per_node": c.network.nics_per_node,
-                "nic_GBps": c.network.nic_bytes_per_s / 1e9,
-                "max_gpus": c.max_gpus,
-                "node_fabric": f"{c.node_fabric.name} ({c.node_fabric.about.origin})",
-                "network_fabric": f"{c.network.fabric.name} ({c.network.fabric.about.origin})",
-            }
-        )
-    _print_rows(rows, as_json)
+    _print_rows(cluster_rows(name), as_json)
 
 
 @app.command()
 def devices(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
     """List the devices, what their costs rest on, and how far the fits were off."""
-    from echograph.profiler.costs import device_names, load_device
+    from echograph.workflow.listing import device_rows
 
-    rows = []
-    for device in [name] if name else device_names():
-        d = load_device(device)
-        held_out = d.gemm["bf16"].label.held_out.long if "bf16" in d.gemm else None
-        rows.append(
-            {
-                "name": d.name,
-                "title": d.datasheet.title,
-                "bf16_TFLOPs": round(d.datasheet.peak_flops_per_s.get("bf16", 0.0) / 1e12, 1),
-                "memory": format_bytes(d.datasheet.memory_bytes),
-                "bandwidth_GBps": round(d.datasheet.memory_bandwidth_bytes_per_s / 1e9),
-                "matrix_products": d.gemm["bf16"].label.basis if "bf16" in d.gemm else d.gemm["fp32"].label.basis,
-                "held_out_median_error": None if held_out is None else round(held_out.median_abs, 4),
-            }
-        )
-    _print_rows(rows, as_json)
+    _print_rows(device_rows(name), as_json)
 
 
 def _print_rows(rows: list[dict[str, object]], as_json: bool) -> None:

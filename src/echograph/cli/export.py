@@ -11,7 +11,7 @@ import typer
 from echograph.cli.app import print_error, print_json, print_line, progress
 from echograph.errors import UsageError
 from echograph.units import format_bytes
-from echograph.workflow.formats import EXPORTS, check_export, export_graph
+from echograph.workflow.formats import EXPORTS, check_export, export
 
 
 def export_command(
@@ -31,14 +31,13 @@ def export_command(
     """Write a graph in another tool's format, and say what the format cannot hold."""
     from echograph.ir import serde
 
-    options = {"cluster": cluster, "per_role": per_role, "name": name}
-    check_export(to, options)
+    check_export(to, {"cluster": cluster, "per_role": per_role, "name": name})
     if graph.resolve() == output.resolve():
         raise UsageError(f"--output {output}: is the graph itself: give the export a path of its own")
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph, say)
         say(f"writing {output}")
-        done = export_graph(to, loaded, output, options, say)
+        done = export(loaded, to, output, cluster=cluster, per_role=per_role, name=name, say=say)
     if as_json:
         print_json({"output": str(output), "format": to, **asdict(done)})
         return

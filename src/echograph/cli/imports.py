@@ -26,11 +26,10 @@ def import_command(
     """Read what another tool wrote, and write it as a graph; say what a graph cannot hold of it."""
     from echograph.ir import serde
 
-    options = {"keep_overhead": keep_overhead}
-    check_import(format_name, options)
+    check_import(format_name, {"keep_overhead": keep_overhead})
     check_outputs({"the source": source}, {"--output": output})
     with progress(f"reading {source}") as say:
-        imported = import_graph(format_name, source, options, say)
+        imported = import_graph(format_name, source, keep_overhead=keep_overhead, say=say)
         say(f"writing {output}")
         size = serde.save(imported.graph, output, say)
     summary = outline(imported.graph)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
 import typer
 
 from echograph.cli.app import print_json, print_line, print_table, progress
@@ -16,14 +14,18 @@ from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph
 from echograph.simulator.result import Result
 from echograph.simulator.what_if import parse_scale
-from echograph.units import format_bytes, format_time, to_s
-from echograph.workflow.replay import TRACE, StepTime, is_traced, replay, step_medians, steps
+from echograph.units import format_bytes, format_time
+from echograph.workflow.replay import (
+    TRACE,
+    StepTime,
+    is_traced,
+    replay,
+    replay_record,
+    shown_steps,
+    step_medians,
+    steps,
+)
 from echograph.workflow.system import System
-
-KEPT = (
-    "model", "cluster", "device", "gpus", "breakdown_s", "breakdown_of", "breakdown_mean_s", "breakdown_least_s",
-    "breakdown_most_s", "breakdown_ranks", "limits_s", "durations", "collectives", "simulation",
-)  # fmt: skip
 
 
 def replay_command(
@@ -59,32 +61,14 @@ def replay_command(
         result = replay(loaded, system=system, gpus=gpus, scales=scales)
         found = steps(result)
     changed = bool(cluster or gpus or scale or without)
-    record = _record(result, found, changed=changed)
+    record = replay_record(result, found, changed=changed)
     print_json(record) if as_json else _print(result, found, changed=changed)
     write_json(output, record, "result")
     write_trace(trace, result)
 
 
-def _shown(found: Sequence[StepTime]) -> list[StepTime]:
-    """The steps; all of the trace where there are none."""
-    return [step for step in found if step.name != TRACE] or list(found)
-
-
-def _record(result: Result, found: Sequence[StepTime], *, changed: bool) -> dict[str, Any]:
-    shown = _shown(found)
-    of_step = {
-        "measured_step_s": float(np.mean([s.measured_s for s in shown])),
-        "replayed_step_s": float(np.mean([s.replayed_s for s in shown])),
-        "largest_error": None if changed else max((abs(s.error) for s in found), default=0.0),
-        "free_step_s": free[2] if (free := step_medians(found)) else None,
-        "steps": [asdict(step) for step in found],
-    }
-    record = result.to_json()
-    return {**of_step, "trace_s": to_s(result.step_ps), **{name: record[name] for name in KEPT}}
-
-
 def _print(result: Result, found: Sequence[StepTime], *, changed: bool) -> None:
-    shown, record = _shown(found), _record(result, found, changed=changed)
+    shown, record = shown_steps(found), replay_record(result, found, changed=changed)
     what = "step" if shown[0].name != TRACE else "trace"
     print_line(f"{result.model} on {result.gpus} ranks ({result.device})")
     replayed, measured = (round(record[f"{word}_step_s"] * 1e12) for word in ("replayed", "measured"))

@@ -129,6 +129,54 @@ def summarize_measured(captured: Captured, outcome: Outcome, device: Device) -> 
     }
 
 
+def time_step(
+    model: str,
+    spec: StepSpec,
+    device: Device,
+    *,
+    steps: int,
+    warm_up: int,
+    keep: bool,
+    profile: Path | None,
+    say: Progress,
+    **sizes: Any,
+) -> dict[str, Any]:
+    """Whole training steps, timed end to end; beside a profile's sum of operations and its simulation.
+
+    Args:
+        model: as `compile` takes it.
+        spec: the rest of the step.
+        device: that it runs on.
+        steps: that are timed.
+        warm_up: steps before them.
+        keep: of the CPU: whether freed memory stays, as on CUDA.
+        profile: of the operations; None predicts nothing.
+        say: told what goes on.
+        sizes: `batch_size`, `seq_len` and `attention` of a zoo model.
+
+    Returns:
+        Seconds, and relative errors of what was predicted.
+    """
+    predicted = {} if profile is None else predicted_step(model, spec, profile, device.cache_bytes, say, **sizes)
+    samples = measure_step(model, spec, device, steps, warm_up, keep, say, **sizes)
+    errors = {
+        f"{name[:-2]}_error": seconds / samples.median - 1
+        for name, seconds in predicted.items()
+        if name.endswith("_s")
+    }
+    return {
+        "model": model,
+        "device": device.environment().hardware,
+        "steps": len(samples.seconds),
+        "step_s": samples.median,
+        "mean_s": samples.mean,
+        "spread": samples.spread,
+        "seconds": list(samples.seconds),
+        **predicted,
+        **errors,
+    }
+
+
 def measure_step(
     model: str, spec: Any, device: Any, steps: int, warm_up: int, keep: bool, say: Any, **sizes: Any
 ) -> Any:

@@ -81,6 +81,10 @@ def simulate(
     """
     from echograph.simulator import simulate as simulator
 
+    if isinstance(job, StepGraph):
+        raise UsageError("a step graph runs on no ranks yet: lower it first, as lower(step, Plan(gpus=8), system)")
+    if is_traced(job):
+        raise UsageError("a traced job has its own durations: replay it")
     system = system or System()
     if system.profile is not None:
         for name in _OF_SEVERAL:

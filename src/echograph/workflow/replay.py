@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,10 @@ from echograph.workflow.system import System
 # As profiler.replay writes it: beside an operation's own, the time of the step that it ends.
 STEP = "step"
 FREE = "free step"
+_KEPT = (
+    "model", "cluster", "device", "gpus", "breakdown_s", "breakdown_of", "breakdown_mean_s", "breakdown_least_s",
+    "breakdown_most_s", "breakdown_ranks", "limits_s", "durations", "collectives", "simulation",
+)  # fmt: skip
 TRACE = "trace"
 NOT_TRACED, NOT_TRACED_WORLD = "not traced", "not traced (all ranks)"
 ONE_OF_SEVERAL = "one rank of several"
@@ -201,3 +206,22 @@ def _of_groups(job: JobGraph, names: set[str]) -> npt.NDArray[np.bool_]:
     """Which operations communicate in a group of one of the names."""
     groups = [index for index, group in enumerate(job.groups) if group.name in names]
     return np.isin(job.ops.kind, COMMUNICATIONS) & np.isin(job.ops.group, groups)
+
+
+def shown_steps(found: Sequence[StepTime]) -> list[StepTime]:
+    """The steps; all of the trace where there are none."""
+    return [step for step in found if step.name != TRACE] or list(found)
+
+
+def replay_record(result: Result, found: Sequence[StepTime], *, changed: bool) -> dict[str, Any]:
+    """What `echosim replay --json` says; `changed` where it is no longer the step that was traced."""
+    shown = shown_steps(found)
+    of_step = {
+        "measured_step_s": float(np.mean([s.measured_s for s in shown])),
+        "replayed_step_s": float(np.mean([s.replayed_s for s in shown])),
+        "largest_error": None if changed else max((abs(s.error) for s in found), default=0.0),
+        "free_step_s": free[2] if (free := step_medians(found)) else None,
+        "steps": [asdict(step) for step in found],
+    }
+    record = result.to_json()
+    return {**of_step, "trace_s": to_s(result.step_ps), **{name: record[name] for name in _KEPT}}

@@ -150,8 +150,9 @@ def record(case: Case) -> dict[str, Any]:
 
 
 def contents(job: Graph) -> dict[str, Any]:
-    """What a job holds, each block counted once, and the digest of its text, but for its passes."""
+    """What a job holds, each block's operations and tensors counted once, and its digest."""
     ops, digest = job.ops, hashlib.sha256()
+    # What a job is does not depend on what its passes are called.
     for line in to_text(replace(job, passes=())):
         digest.update(line.encode())
     sent = Counter[str]()

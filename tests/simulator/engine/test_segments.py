@@ -28,9 +28,8 @@ from echograph.simulator.engine.segments.run import SegmentRun, run, work_of
 from echograph.simulator.engine.segments.timeline import program_timeline
 from echograph.simulator.host import Host
 from echograph.simulator.limits import families, largest_first, limits
-from echograph.simulator.roles import Roles
+from echograph.simulator.roles import Roles, write_timeline
 from echograph.simulator.simulate import simulate
-from echograph.simulator.steps import write_timeline
 from echograph.simulator.tasks import expand
 
 US = 1_000_000

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from echograph.errors import UnavailableError, UnknownNameError, UsageError
 from echograph.ir.formats import Exported, Imported
 from echograph.ir.graph import Graph
+from echograph.notes import tell
 from echograph.progress import Progress, silent
 from echograph.registry import Table
 
@@ -54,48 +55,71 @@ Options = Mapping[str, Any]
 """Of a format, by name; those that are None or False are not given."""
 
 
-def import_graph(name: str, source: Path, options: Options | None = None, say: Progress = silent) -> Imported:
-    """Reads what another tool wrote as a graph.
+def import_(name: str, source: str | Path, *, keep_overhead: bool = False, say: Progress = silent) -> Graph:
+    """Reads what another tool wrote as a graph; what a graph cannot hold of it goes to the logger `echograph`.
 
     Args:
-        name: of the format, one of `IMPORTS`.
-        source: the file; for formats of one file a rank, their folder.
-        options: of the format.
+        name: of the format: "chakra", "comms", "gml", "json", "kineto", "onnx" or "text".
+        source: the file; for chakra and kineto the folder of the ranks.
+        keep_overhead: of kineto: durations as recorded, with what recording cost.
         say: told how far it is.
 
-    Returns:
-        The graph, and what it cannot hold of the source.
+    Raises:
+        UnknownNameError: no such format.
+        UnavailableError: a format that is only written.
+        InputError: the source cannot be read.
+        DataError: it breaks a rule of its format.
+    """
+    imported = import_graph(name, Path(source), keep_overhead=keep_overhead, say=say)
+    tell(imported.notes)
+    return imported.graph
+
+
+def import_graph(name: str, source: Path, *, keep_overhead: bool = False, say: Progress = silent) -> Imported:
+    """`import_`, with what a graph cannot hold of the source beside it.
 
     Raises:
         EchoError: as `check_import`, and what the format's reader raises.
     """
-    options = options or {}
+    options = {"keep_overhead": keep_overhead}
     check_import(name, options)
     loaded = _bound(IMPORTS[name], options, say)(source)
     return loaded if isinstance(loaded, Imported) else Imported(graph=loaded)
 
 
-def export_graph(
-    name: str, graph: Graph, output: Path, options: Options | None = None, say: Progress = silent
+def export(
+    graph: Graph,
+    to: str,
+    output: str | Path,
+    *,
+    cluster: str | None = None,
+    per_role: bool = False,
+    name: str | None = None,
+    say: Progress = silent,
 ) -> Exported:
     """Writes a graph in another tool's format.
 
     Args:
-        name: of the format, one of `EXPORTS`.
-        graph: what is written.
-        output: the file, or for formats of several files the folder.
-        options: of the format.
-        say: told how far it is.
+        graph: a step graph, or for formats of ranks a job graph.
+        to: the format: "chakra", "simai", "chrome", "onnx", "gml", "graphml", "json", "dot", "svg", ...
+        output: the file; for chakra the folder.
+        cluster: where the job runs, for formats with durations; None: the default one.
+        per_role: of chakra: one file a role instead of one a rank.
+        name: of chakra's files.
+        say: told what goes on.
 
     Returns:
-        What was written, and what the format cannot hold.
+        What was written, and in `notes` what the format cannot hold.
 
     Raises:
-        EchoError: as `check_export`, and what the format's exporter raises.
+        UnknownNameError: no such format.
+        UnavailableError: a format that is only read.
+        UsageError: an option that the format does not have, or a step graph where a job is needed.
+        OutputError: the output cannot be written.
     """
-    options = options or {}
-    check_export(name, options)
-    done: Exported = _bound(EXPORTS[name], options, say)(graph, output)
+    options = {"cluster": cluster, "per_role": per_role, "name": name}
+    check_export(to, options)
+    done: Exported = _bound(EXPORTS[to], options, say)(graph, Path(output))
     return done
 
 

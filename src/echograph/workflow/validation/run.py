@@ -35,7 +35,7 @@ PIECE = 90
 """Rows that a process takes at once: they share a capture, and no process is left alone with a large family."""
 
 
-def validate(rows: Sequence[Row], jobs: int = 1, say: Progress = silent) -> list[Outcome]:
+def predict_rows(rows: Sequence[Row], jobs: int = 1, say: Progress = silent) -> list[Outcome]:
     """A prediction for every row that can be simulated, in the order of the rows.
 
     Args:

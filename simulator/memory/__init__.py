@@ -19,10 +19,9 @@ import numpy as np
 from echograph.ir.columns import NONE
 from echograph.ir.graph import JobGraph
 from echograph.ir.types import COMMUNICATIONS, TensorRole
-from echograph.simulator.memory_allocator import CachingAllocator
-from echograph.simulator.memory_kinds import COMMUNICATION, ROLES, Memories
-from echograph.simulator.memory_lifetimes import Lifetimes
-from echograph.simulator.memory_usage import Usage
+from echograph.simulator.memory.allocator import CachingAllocator
+from echograph.simulator.memory.kinds import COMMUNICATION, ROLES, Memories
+from echograph.simulator.memory.lifetimes import Lifetimes, Usage
 from echograph.units import format_bytes
 
 MIB = 2**20
