@@ -51,7 +51,7 @@ EXPORTS = Table(
 )
 """Formats that a graph is written in: name -> `export(graph: Graph, output: Path, *, options) -> Exported`."""
 
-Options = Mapping[str, Any]
+FormatOptions = Mapping[str, Any]
 """Of a format, by name; those that are None or False are not given."""
 
 
@@ -123,7 +123,7 @@ def export(
     return done
 
 
-def check_import(name: str, options: Options) -> None:
+def check_import(name: str, options: FormatOptions) -> None:
     """Refuses a format that no graph is read from, and options that it does not have.
 
     Raises:
@@ -136,7 +136,7 @@ def check_import(name: str, options: Options) -> None:
     _check_options(IMPORTS, name, options)
 
 
-def check_export(name: str, options: Options) -> None:
+def check_export(name: str, options: FormatOptions) -> None:
     """Refuses a format that no graph is written in, and options that it does not have.
 
     Raises:
@@ -166,14 +166,14 @@ def refuse_format(name: str, able: Collection[str], what: str) -> NoReturn:
     raise UnknownNameError("format", name, able)
 
 
-def _check_options(table: Table, name: str, options: Options) -> None:
+def _check_options(table: Table, name: str, options: FormatOptions) -> None:
     for option in _given(options):
         if option not in _taken(table[name]):
             takers = ", ".join(sorted(known for known in table if option in _taken(table[known])))
             raise UsageError(f"--{option.replace('_', '-')}: {name} has no such option (it is of {takers})")
 
 
-def _given(options: Options) -> dict[str, Any]:
+def _given(options: FormatOptions) -> dict[str, Any]:
     return {option: value for option, value in options.items() if value not in (None, False)}
 
 
@@ -183,6 +183,6 @@ def _taken(function: Callable[..., Any]) -> set[str]:
     return {one.name for one in parameters if one.kind is one.KEYWORD_ONLY} - {"progress"}
 
 
-def _bound(function: Callable[..., Any], options: Options, say: Progress) -> Callable[..., Any]:
+def _bound(function: Callable[..., Any], options: FormatOptions, say: Progress) -> Callable[..., Any]:
     told = {"progress": say} if "progress" in signature(function).parameters else {}
     return partial(function, **told, **_given(options))
