@@ -49,6 +49,10 @@ def test_every_row_has_a_prediction_or_a_reason(cli, tmp_path: Path) -> None:
     assert (toy["rows"], toy["simulated"], toy["skipped"]) == (5, 2, 3)
     assert toy["peers"]["abacus"] == {"rows": 1, "mean_abs_error": 0.5, "median_abs_error": 0.5, "bias": 0.5}
     by_id = {row["id"]: row for row in record["rows"]}
+    low, high = by_id["toy-001"]["interval_s"]
+    assert low < by_id["toy-001"]["predicted_s"] < high
+    assert by_id["toy-001"]["in_interval"] == (low <= 0.02 <= high)
+    assert by_id["toy-003"]["in_interval"] is None
     assert by_id["toy-001"]["error"] == pytest.approx(by_id["toy-001"]["predicted_s"] / 0.02 - 1)
     assert "vpp 1" in by_id["toy-002"]["assumed"]
     assert by_id["toy-003"]["skipped"] == "hidden is empty"

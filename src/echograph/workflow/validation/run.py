@@ -20,7 +20,6 @@ from echograph.ir.passes.mesh import ResizeAxes
 from echograph.ir.passes.micro_batch import MicroBatch
 from echograph.ir.passes.spec import pass_text
 from echograph.progress import Progress, silent
-from echograph.units import to_s
 from echograph.workflow.compile import compile_entry
 from echograph.workflow.lowering import passes
 from echograph.workflow.plan import Plan
@@ -174,18 +173,18 @@ def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
     try:
         system = System(made.plan.cluster, host_waits=made.host_waits, launch_blocking=made.blocking)
         job = steps.job(made, system)
-        picoseconds = simulate(job, system, plan=made.plan, memory=False).step_ps
+        result = simulate(job, system, plan=made.plan, memory=False)
         measured = measured_memory(row)
         peak = predicted_memory(row, job, system.cluster) if measured else None
     except EchoError as error:
         return _skipped(row, str(error))
-    seconds = to_s(picoseconds)
     return Outcome(
         id=row.id,
         family=row.family,
         measured_s=row.measured_s,
-        predicted_s=seconds,
-        tokens_per_s=(made.plan.global_batch or 0) * made.seq_len / seconds,
+        predicted_s=result.step_s,
+        interval_s=result.interval_s,
+        tokens_per_s=(made.plan.global_batch or 0) * made.seq_len / result.step_s,
         peak_bytes=peak,
         measured_peak_bytes=measured,
         assumed=made.assumed,
