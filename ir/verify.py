@@ -426,7 +426,7 @@ def _block_bounds(graph: Graph, rows: Any) -> tuple[Any, Any]:
 MAX_ROLES = 2**20
 """Parts that programs which fix different axes may be cut into to be compared; beyond it a job is refused."""
 
-Place = Mapping[str, int]
+_Place = Mapping[str, int]
 
 
 def groups_sound(graph: Graph) -> None:
@@ -526,7 +526,7 @@ class _Role(NamedTuple):
     """Some or all of a program's ranks: those at a place of the mesh."""
 
     program: int
-    place: Place
+    place: _Place
 
 
 class _Roles:
@@ -679,7 +679,7 @@ def _is_run(graph: Graph, rank: int) -> bool:
     return any(program.coordinates.items() <= place.items() for program in graph.programs)
 
 
-def _rank(graph: Graph, place: Place) -> int:
+def _rank(graph: Graph, place: _Place) -> int:
     """The rank at a place, 0 along axes that it does not name."""
     rank = 0
     for axis in graph.mesh:

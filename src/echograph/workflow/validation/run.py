@@ -28,13 +28,13 @@ from echograph.workflow.system import System
 from echograph.workflow.validation.memory import measured_memory, predicted_memory
 from echograph.workflow.validation.score import Outcome
 from echograph.workflow.validation.setup import Setup, setup
-from echograph.workflow.validation.table import Row, Skip
+from echograph.workflow.validation.table import MeasuredStep, Skip
 
 PIECE = 90
 """Rows that a process takes at once: they share a capture, and no process is left alone with a large family."""
 
 
-def predict_rows(rows: Sequence[Row], jobs: int = 1, say: Progress = silent) -> list[Outcome]:
+def predict_rows(rows: Sequence[MeasuredStep], jobs: int = 1, say: Progress = silent) -> list[Outcome]:
     """A prediction for every row that can be simulated, in the order of the rows.
 
     Args:
@@ -42,7 +42,7 @@ def predict_rows(rows: Sequence[Row], jobs: int = 1, say: Progress = silent) -> 
         jobs: processes.
         say: told how far it is.
     """
-    groups: dict[object, list[tuple[Row, Setup]]] = defaultdict(list)
+    groups: dict[object, list[tuple[MeasuredStep, Setup]]] = defaultdict(list)
     done: dict[str, Outcome] = {}
     for row in rows:
         try:
@@ -57,7 +57,7 @@ def predict_rows(rows: Sequence[Row], jobs: int = 1, say: Progress = silent) -> 
     return [done[row.id] for row in rows]
 
 
-def _pieces(groups: Iterable[list[tuple[Row, Setup]]]) -> Iterator[list[tuple[Row, Setup]]]:
+def _pieces(groups: Iterable[list[tuple[MeasuredStep, Setup]]]) -> Iterator[list[tuple[MeasuredStep, Setup]]]:
     """Groups, the large ones cut between rows that share least; the longest piece first."""
     pieces = []
     for group in groups:
@@ -66,7 +66,7 @@ def _pieces(groups: Iterable[list[tuple[Row, Setup]]]) -> Iterator[list[tuple[Ro
     return iter(sorted(pieces, key=_work, reverse=True))
 
 
-def _run(pieces: list[list[tuple[Row, Setup]]], jobs: int) -> Iterator[list[Outcome]]:
+def _run(pieces: list[list[tuple[MeasuredStep, Setup]]], jobs: int) -> Iterator[list[Outcome]]:
     if jobs == 1:
         yield from map(_predict_piece, pieces)
         return
@@ -80,12 +80,12 @@ def _run(pieces: list[list[tuple[Row, Setup]]], jobs: int) -> Iterator[list[Outc
             raise
 
 
-def _work(piece: list[tuple[Row, Setup]]) -> int:
+def _work(piece: list[tuple[MeasuredStep, Setup]]) -> int:
     """About how much there is to simulate, so that no process is left alone with the longest piece."""
     return sum((made.plan.global_batch or 1) * made.plan.model_ranks // made.micro_batch for _, made in piece)
 
 
-def _predict_piece(piece: list[tuple[Row, Setup]]) -> list[Outcome]:
+def _predict_piece(piece: list[tuple[MeasuredStep, Setup]]) -> list[Outcome]:
     """Rows of one architecture."""
     steps = _Steps(sizes={made.micro_batch for _, made in piece})
     return [_predict(row, made, steps) for row, made in piece]
@@ -169,7 +169,7 @@ def _compile(made: Setup, batch_size: int) -> StepGraph:
     )
 
 
-def _predict(row: Row, made: Setup, steps: _Steps) -> Outcome:
+def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
     try:
         system = System(made.plan.cluster, host_waits=made.host_waits, launch_blocking=made.blocking)
         job = steps.job(made, system)
@@ -191,5 +191,5 @@ def _predict(row: Row, made: Setup, steps: _Steps) -> Outcome:
     )
 
 
-def _skipped(row: Row, why: str) -> Outcome:
+def _skipped(row: MeasuredStep, why: str) -> Outcome:
     return Outcome(id=row.id, family=row.family, skipped=" ".join(why.split()))
