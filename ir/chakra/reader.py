@@ -198,7 +198,7 @@ def group_name(traces: Traces, trace: RankTrace, row: int) -> str:
     return group_called(traces.groups_named[int(trace.group[row])])
 
 
-def group_called(named: Value | None) -> str:
+def group_called(named: AttributeValue | None) -> str:
     """The group that a node means by what it states as its `pg_name`, as `group_name` has it."""
     if named is None or named == "0":
         return ""
