@@ -195,7 +195,11 @@ class Traces:
 
 def group_name(traces: Traces, trace: RankTrace, row: int) -> str:
     """The group of a node: "" is the whole world, which nodes without one mean; "?" none that is text."""
-    named = traces.groups_named[int(trace.group[row])]
+    return group_called(traces.groups_named[int(trace.group[row])])
+
+
+def group_called(named: AttributeValue | None) -> str:
+    """The group that a node means by what it states as its `pg_name`, as `group_name` has it."""
     if named is None or named == "0":
         return ""
     return named if isinstance(named, str) else "?"
