@@ -481,6 +481,7 @@ def read_arrays(path: Path, names: Collection[str] = ()) -> dict[str, npt.NDArra
         FormatError: it is no such archive, lacks a name, or unpacks to more than `MAX_FILE_BYTES` or `MAX_RATIO`
             times its size.
     """
+    # Those who only read names and texts start without numpy.
     import numpy as np
 
     with open_file(path) as source:
