@@ -14,7 +14,7 @@ FRONTENDS = Table(
         "comms": "echograph.frontend.comms:load",
         "gml": "echograph.frontend.graph_files:load_gml",
         "json": "echograph.frontend.graph_files:load_json",
-        "onnx": "echograph.frontend.onnx.load:load",
+        "onnx": "echograph.frontend.onnx:load",
         "text": "echograph.frontend.graph_files:load_text",
     },
 )

@@ -71,7 +71,7 @@ def collect_command(
     as_json: AsJson = False,
 ) -> None:
     """Make final traces anew from what the profilers wrote; say what forward, backward and iterations take."""
-    from echograph.profiler.byteprofile.collect import iteration_table
+    from echograph.profiler.byteprofile.combine import iteration_table
     from echograph.profiler.byteprofile.layout import find_job
 
     if sub_option == "iter_time" and output is not None:
@@ -89,8 +89,7 @@ def collect_command(
 
 def _collected(job: Job, output: Path | None, *, operators_only: bool) -> Job:
     """The job with final traces made anew; all are made before the first is written."""
-    from echograph.profiler.byteprofile.collect import collect, final_name
-    from echograph.profiler.byteprofile.combine import as_trace
+    from echograph.profiler.byteprofile.combine import as_trace, collect, final_name
 
     made = [(gpu, collect(gpu, operators_only=operators_only)) for gpu in job.gpus]
     gpus = []

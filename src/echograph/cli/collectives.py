@@ -24,7 +24,7 @@ def collectives_command(
 ) -> None:
     """Under torchrun: time collectives and write tables like nccl-tests', for `echoprof fit --nccl-tests`."""
     require_torch("measuring collectives")
-    from echograph.profiler.comms.sweep import parse_operations, parse_sizes
+    from echograph.profiler.measure.collectives import parse_operations, parse_sizes
 
     wanted, steps = parse_operations(ops), parse_sizes(sizes)
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
@@ -44,7 +44,7 @@ def _measure(
     from torch import distributed
 
     from echograph.ir.files import whole_folder, write_whole
-    from echograph.profiler.comms.sweep import facts_of_ranks, header, sweep, table_row
+    from echograph.profiler.measure.collectives import facts_of_ranks, header, sweep, table_row
 
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend not in ("gloo", "nccl"):

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What recording costs is measured from a few steps: most tests ask whether it is, not how well."""
-    from echograph.profiler.record import sample
+    from echograph.profiler.record import overhead
 
     for name, value in {"ROUNDS": 1, "STEPS": 3, "WARMUP": 1, "CALLS": 20}.items():
-        monkeypatch.setattr(sample, name, value)
+        monkeypatch.setattr(overhead, name, value)
