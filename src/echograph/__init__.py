@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from echograph.workflow.compile import compile
     from echograph.workflow.exports import export
     from echograph.workflow.imports import import_
+    from echograph.workflow.lowering import passes
     from echograph.workflow.plan import Plan
     from echograph.workflow.predict import lower, simulate
     from echograph.workflow.replay import replay
@@ -57,6 +58,7 @@ __all__ = [
     "import_",
     "load",
     "lower",
+    "passes",
     "record",
     "replay",
     "save",
@@ -82,6 +84,7 @@ _HOMES = {
     "import_": "workflow.imports",
     "load": "ir.serde",
     "lower": "workflow.predict",
+    "passes": "workflow.lowering",
     "record": "profiler.record.recorder",
     "replay": "workflow.replay",
     "save": "ir.serde",
