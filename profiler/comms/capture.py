@@ -24,7 +24,7 @@ from echograph.profiler.comms.clock import EventClock, HostClock
 from echograph.profiler.comms.context import CallSites, Phases, Site
 from echograph.profiler.comms.describe import Kinds
 from echograph.profiler.comms.groups import Groups
-from echograph.profiler.comms.operations import OPERATIONS, Arguments, Operation
+from echograph.profiler.comms.operations import OPERATIONS, Operation, OperatorArguments
 
 # A key that every call passes, on all devices and with or without gradients, and where c10d has nothing of its
 # own.
@@ -186,7 +186,9 @@ class Capture:
 
         return make
 
-    def _issue(self, operation: Operation, arguments: Arguments, clock: Clock, sparse: bool, site: Site) -> Call:
+    def _issue(
+        self, operation: Operation, arguments: OperatorArguments, clock: Clock, sparse: bool, site: Site
+    ) -> Call:
         group = self.groups.of(self._unbox_group(arguments[operation.group]))
         coalesced = group.torch_name in self._coalescing
         phase, module = self.phases.here()
@@ -202,7 +204,9 @@ class Capture:
             listener.issued(call)
         return call
 
-    def _follow(self, operation: Operation, arguments: Arguments, call: Call, result: Any, clock: Clock) -> None:
+    def _follow(
+        self, operation: Operation, arguments: OperatorArguments, call: Call, result: Any, clock: Clock
+    ) -> None:
         if not operation.work:
             call.wait, call.end = call.queued, time.perf_counter_ns()
             self._finished(call)

@@ -8,7 +8,7 @@ from echograph.profiler.comms.bandwidth import message_bytes
 from echograph.profiler.comms.call import Kind
 from echograph.profiler.comms.context import Site
 from echograph.profiler.comms.groups import Group
-from echograph.profiler.comms.operations import Arguments, Operation
+from echograph.profiler.comms.operations import Operation, OperatorArguments
 
 SHOWN_SHAPES = 8
 MAX_KINDS = 1 << 16
@@ -25,7 +25,7 @@ class Kinds:
     def of(
         self,
         operation: Operation,
-        arguments: Arguments,
+        arguments: OperatorArguments,
         group: Group,
         coalesced: bool,
         device: str,

@@ -1,7 +1,7 @@
-"""The operations of PyTorch's `c10d` namespace, as `ir.comms_operations` describes them."""
+"""The operations of PyTorch's `c10d` namespace, as `ir.comms.operations` describes them."""
 
 from __future__ import annotations
 
-from echograph.ir.comms.operations import OPERATIONS, Arguments, Operation, Take, Tensors
+from echograph.ir.comms.operations import OPERATIONS, Operation, OperatorArguments, Take, Tensors
 
-__all__ = ["OPERATIONS", "Arguments", "Operation", "Take", "Tensors"]
+__all__ = ["OPERATIONS", "Operation", "OperatorArguments", "Take", "Tensors"]

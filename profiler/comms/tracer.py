@@ -20,9 +20,9 @@ from echograph.ir.comms.record import (
     MINOR,
     UNKNOWN,
     Beat,
-    End,
+    EndLine,
     GroupLine,
-    Header,
+    HeaderLine,
     What,
     encode,
 )
@@ -200,7 +200,7 @@ class Tracer:
             self.file = file_of(self.path, rank, restart)
             writer = Writer(self.file, self._tick, self._spell)
             writer.put(
-                Header(
+                HeaderLine(
                     format=FORMAT,
                     version=(MAJOR, MINOR),
                     rank=rank,
@@ -263,8 +263,8 @@ class Tracer:
             for stuck in self._watchdog.look(list(_capture.pending.values()), now, _capture.read_events):
                 writer.put(stuck)
 
-    def _last_line(self) -> End:
-        return End(calls=self.calls, dropped=self.dropped, failed=self._failed, errors=_capture.errors)
+    def _last_line(self) -> EndLine:
+        return EndLine(calls=self.calls, dropped=self.dropped, failed=self._failed, errors=_capture.errors)
 
 
 def shared_capture() -> Any:

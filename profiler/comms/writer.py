@@ -11,12 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
-from echograph.ir.comms.record import Line, Row, encode
+from echograph.ir.comms.record import CallRow, RecordLine, encode
 from echograph.profiler.comms.call import Call
 
 QUEUE = 1 << 16
 INTERVAL_S = 0.2
-Item: TypeAlias = Line | Row | Call
+Item: TypeAlias = RecordLine | CallRow | Call
 
 
 class Writer:
@@ -68,7 +68,7 @@ class Writer:
         if waiting > self._half:
             self._wake.set()
 
-    def close(self, last: Callable[[], Line] | None = None) -> None:
+    def close(self, last: Callable[[], RecordLine] | None = None) -> None:
         """Writes what is queued, then a last line, and closes the file; twice does nothing."""
         if self._closing:
             return
@@ -127,10 +127,10 @@ def _is_row(line: Item) -> bool:
     return isinstance(line, (tuple, Call))
 
 
-def spell_row(row: Row) -> bytes:
+def spell_row(row: CallRow) -> bytes:
     """A call as a line with its end."""
     return b"[%d,%d,%d,%d,%d,%d]\n" % row
 
 
-def _text(line: Line | Row) -> bytes:
+def _text(line: RecordLine | CallRow) -> bytes:
     return spell_row(line) if isinstance(line, tuple) else encode(line)

@@ -12,13 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from echograph.ir.columns import Int64
+from echograph.ir.columns import Float64, Int64
 from echograph.profiler.traces.collectives import Meeting, matched
 from echograph.profiler.traces.trace import Trace, TraceSet
-
-Float64 = npt.NDArray[np.float64]
 
 # Crystals of computers are within this of each other (relative, one sigma); a drift is not fitted beyond what the
 # collectives say against it, or the noise of a trace of milliseconds would be taken for one.
