@@ -21,14 +21,15 @@ sys.path.append(str(Path(__file__).parents[2] / "simulator"))
 
 from layered import layered_step
 
-from echograph.ir.graph import JobGraph
+from echograph.ir.builder import GraphBuilder
+from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.passes.annotate import Annotate
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.recompute import Recompute
-from echograph.ir.types import OpKind, Source
+from echograph.ir.types import CollectiveKind, DType, OpKind, Phase, Source, TensorRole
 from echograph.simulator.clusters import Cluster, SlowNode, load_cluster
 from echograph.simulator.goodput import Reliability, goodput
 from echograph.simulator.host import HostTimes
@@ -66,7 +67,27 @@ def _staged(layers: int, stages: int, schedule: str, *, chunks: int = 1, micro_b
     )
 
 
+def _by_hand() -> JobGraph:
+    """A job that begins with a collective that names no tensors, told by a token that a kernel reads."""
+    builder = GraphBuilder(name="by hand", streams=("compute", "comm"))
+    builder.mesh = (Axis(name="dp", size=16),)
+    group = builder.group("dp", axes=("dp",))
+    token = builder.tensor("token", (1,), DType.BOOL, TensorRole.ACTIVATION)
+    made = [builder.tensor("made", (4096, 1024), DType.BF16, TensorRole.ACTIVATION) for _ in range(2)]
+    builder.collective(
+        "sum", CollectiveKind.REDUCE_SCATTER, group=group, bytes_per_rank=48 << 20, dtype=DType.BF16, stream=1,
+        outputs=(token,), phase=Phase.BACKWARD,
+    )  # fmt: skip
+    work: dict[str, Any] = {"flops": 1, "bytes_read": 1, "bytes_written": 1}
+    builder.compute("first", outputs=made[:1], phase=Phase.FORWARD, **work)
+    builder.compute("second", inputs=(token, made[0]), outputs=made[1:], phase=Phase.FORWARD, **work)
+    builder.compute("third", inputs=made, phase=Phase.BACKWARD, forward_op=1, **work)
+    builder.program([(0, 0, 4, 0, 0)], role="rank")
+    return builder.build(JobGraph)
+
+
 JOBS: dict[str, Callable[[], JobGraph]] = {
+    "by hand": _by_hand,
     "alone": lambda: DataParallel(replicas=1)(Fold()(layered_step(3))),
     "unfolded": lambda: DataParallel(replicas=16)(layered_step(3)),
     "replicas": lambda: DataParallel(replicas=24, micro_batches=3, bucket_bytes=3 << 20)(Fold()(layered_step(5))),
