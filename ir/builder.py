@@ -13,7 +13,7 @@ Tensors and operations go to the block that was begun last; the main block is op
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -22,13 +22,23 @@ import numpy.typing as npt
 
 from echograph.errors import GraphError
 from echograph.ir import types as t
-from echograph.ir.columns import NONE, Int64, OpTable, Ragged, TensorTable
+from echograph.ir.columns import (
+    NONE,
+    OP_COLUMNS,
+    TENSOR_COLUMNS,
+    Column,
+    Holds,
+    Int64,
+    OpTable,
+    Ragged,
+    TensorTable,
+)
 from echograph.ir.graph import Axis, Block, Graph, Group, Instance, JobGraph, Program, Workload
 from echograph.ir.verify import verify
 
 G = TypeVar("G", bound=Graph)
 
-_CODES = {"u1": "B", "i4": "i", "i8": "q", "f4": "f"}
+_CODES = {"?": "B", "u1": "B", "i4": "i", "i8": "q", "f4": "f"}
 
 
 class Common(TypedDict, total=False):
@@ -52,12 +62,13 @@ class _Column:
         self.dtype = dtype
         self.items = array(_CODES[dtype])
 
-    def freeze(self, dtype: str | None = None) -> np.ndarray:
-        return (
-            np.frombuffer(self.items, dtype=dtype or self.dtype)
-            if self.items
-            else np.zeros(0, dtype or self.dtype)
-        )
+    def extend(self, values: npt.ArrayLike) -> None:
+        """Appends many values."""
+        self.items.frombytes(np.ascontiguousarray(values, self.dtype).tobytes())
+
+    def freeze(self) -> Any:
+        """The array."""
+        return np.frombuffer(self.items, self.dtype) if self.items else np.zeros(0, self.dtype)
 
 
 class _RaggedColumn:
@@ -74,12 +85,20 @@ class _RaggedColumn:
 
     def extend(self, lengths: Int64, values: npt.ArrayLike) -> None:
         """Appends rows of these lengths, given one after the other."""
-        offsets = len(self.values.items) + np.cumsum(lengths)
-        self.offsets.items.frombytes(offsets.astype(np.int64).tobytes())
-        self.values.items.frombytes(np.asarray(values, self.values.dtype).tobytes())
+        self.offsets.extend(len(self.values.items) + np.cumsum(lengths))
+        self.values.extend(values)
 
-    def freeze(self) -> Ragged:
+    def freeze(self) -> Any:
+        """The rows."""
         return Ragged(self.offsets.freeze(), self.values.freeze())
+
+
+def _plain(columns: Mapping[str, Column], of: str = "") -> dict[str, _Column]:
+    return {name: _Column(c.dtype) for name, c in columns.items() if not c.ragged and c.of == of}
+
+
+def _ragged(columns: Mapping[str, Column]) -> dict[str, _RaggedColumn]:
+    return {name: _RaggedColumn(c.dtype) for name, c in columns.items() if c.ragged}
 
 
 class GraphBuilder:
@@ -113,21 +132,26 @@ class GraphBuilder:
         self._blocks: list[tuple[str, int, int]] = [("main", 0, 0)]
         self._instances: list[list[Instance]] = [[Instance()]]
         self._programs: list[Program] = []
-        self._t = {n: _Column(d) for n, d in _TENSOR_COLUMNS.items()}
-        self._o = {n: _Column(d) for n, d in _OP_COLUMNS.items()}
-        self._shape = _RaggedColumn("i8")
-        self._sharded = _RaggedColumn("i8")
-        self._inputs, self._outputs, self._deps = (
-            _RaggedColumn("i4"),
-            _RaggedColumn("i4"),
-            _RaggedColumn("i4"),
-        )
-        self._duration = _RaggedColumn("i8")
-        self._d = {n: _Column(d) for n, d in _DURATION_COLUMNS.items()}
+        self._t, self._t_ragged = _plain(TENSOR_COLUMNS), _ragged(TENSOR_COLUMNS)
+        self._o, self._o_ragged = _plain(OP_COLUMNS), _ragged(OP_COLUMNS)
+        self._d = _plain(OP_COLUMNS, "duration")
         self._ends: list[tuple[int, int]] = []
+        self._tensor_appends: list[tuple[str, Callable[[Any], None], Any]] = [
+            (name, self._t_ragged[name].append, ())
+            if column.ragged
+            else (name, self._t[name].items.append, column.default)
+            for name, column in TENSOR_COLUMNS.items()
+        ]
+        self._inputs, self._outputs, self._deps, self._duration = (
+            self._o_ragged[name] for name in ("inputs", "outputs", "deps", "duration")
+        )
         self._duration_appends: list[Callable[[Any], None]] = [c.items.append for c in self._d.values()]
-        self._op_appends = [self._o[n].items.append for n in ("kind", "name", "phase", "module", "stream")]
-        self._value_appends = [(n, self._o[n].items.append, default) for n, default in _DEFAULTS.items()]
+        self._op_appends = [self._o[name].items.append for name in _GIVEN]
+        self._value_appends = [
+            (name, column.items.append, OP_COLUMNS[name].default)
+            for name, column in self._o.items()
+            if name not in _GIVEN
+        ]
 
     # -- tables ------------------------------------------------------------------------------------------
 
@@ -161,21 +185,24 @@ class GraphBuilder:
         shape: Iterable[int],
         dtype: t.DType,
         role: t.TensorRole,
-        *,
-        alias_of: int | None = None,
-        port: bool = False,
-        sharded: Iterable[str] = (),
+        **options: Unpack[t.TensorOptions],
     ) -> int:
-        """Adds a tensor to the open block; returns its index."""
-        c = self._t
-        c["name"].items.append(self.string(name))
-        self._shape.append(shape)
-        c["dtype"].items.append(dtype)
-        c["role"].items.append(role)
-        c["alias_of"].items.append(NONE if alias_of is None else alias_of)
-        c["port"].items.append(port)
-        self._sharded.append([self.string(axis) for axis in sharded])
-        return len(c["name"].items) - 1
+        """Adds a tensor to the open block; returns its index. The fields are those of `types.Tensor`."""
+        values: dict[str, Any] = {"name": self.string(name), "shape": shape, "dtype": dtype, "role": role}
+        for field, value in options.items():
+            values[field] = self._stored(TENSOR_COLUMNS[field], value)
+        return self.tensor_row(values)
+
+    def add_tensor(self, tensor: t.Tensor, **changes: Any) -> int:
+        """Adds a tensor given as its frozen type, with fields of `changes` replaced."""
+        values = {field: getattr(tensor, field) for field in TENSOR_COLUMNS} | changes
+        return self.tensor(**values)
+
+    def _stored(self, column: Column, value: Any) -> Any:
+        """What a column has of a field."""
+        if column.holds == Holds.STRING:
+            return [self.string(text) for text in value] if column.ragged else self.string(value)
+        return column.default if value is None else value
 
     # -- operations --------------------------------------------------------------------------------------
 
@@ -328,9 +355,7 @@ class GraphBuilder:
             self.program([(0, 0, blocks[0].ops.stop, 0, 0)] if blocks[0].ops else [])
         tensors = TensorTable(
             strings=strings,
-            shape=self._shape.freeze(),
-            sharded=self._sharded.freeze(),
-            **{n: c.freeze("?" if n == "port" else None) for n, c in self._t.items()},
+            **{name: column.freeze() for name, column in (self._t | self._t_ragged).items()},
         )
         if issubclass(graph_type, JobGraph):  # its passes have changed the shapes that arguments speak of
             self._o["arguments"] = _Column("i4")
@@ -338,12 +363,7 @@ class GraphBuilder:
         ops = OpTable(
             strings=strings,
             attribute_values=tuple(self._attributes),
-            inputs=self._inputs.freeze(),
-            outputs=self._outputs.freeze(),
-            deps=self._deps.freeze(),
-            duration=self._duration.freeze(),
-            **{n: c.freeze("?" if n == "asynchronous" else None) for n, c in self._o.items()},
-            **{n: c.freeze() for n, c in self._d.items()},
+            **{name: column.freeze() for name, column in (self._o | self._o_ragged | self._d).items()},
         )
         graph = graph_type(
             name=self.name, producer=self.producer, workload=self.workload, streams=tuple(self.streams),
@@ -355,27 +375,11 @@ class GraphBuilder:
 
     # -- rows, for readers that hold indices already -------------------------------------------------------
 
-    def tensor_rows(self) -> Callable[[int, Iterable[int], int, int, int, bool, Iterable[int]], None]:
-        """A function that appends a tensor given as indices: name, shape, dtype, role, alias_of, port, sharded."""
-        c = self._t
-        appends = [c[n].items.append for n in ("name", "dtype", "role", "alias_of", "port")]
-        shape, split = self._shape.append, self._sharded.append
-
-        def append(
-            name: int,
-            extents: Iterable[int],
-            dtype: int,
-            role: int,
-            alias_of: int,
-            port: bool,
-            sharded: Iterable[int],
-        ) -> None:
-            shape(extents)
-            split(sharded)
-            for push, value in zip(appends, (name, dtype, role, alias_of, port), strict=True):
-                push(value)
-
-        return append
+    def tensor_row(self, values: Mapping[str, Any]) -> int:
+        """Appends a tensor given as column values; columns not named take their default. Returns its index."""
+        for name, append, default in self._tensor_appends:
+            append(values.get(name, default))
+        return len(self._t["name"].items) - 1
 
     def attribute(self, attributes: t.Attributes) -> int:
         """Index of attributes in the graph's table; added when they are new."""
@@ -429,8 +433,8 @@ class GraphBuilder:
         for name, column in self._o.items():
             values = columns.get(name)
             if values is None:
-                values = np.full(count, _DEFAULTS.get(name, 0))
-            column.items.frombytes(np.ascontiguousarray(values, column.dtype).tobytes())
+                values = np.full(count, OP_COLUMNS[name].default)
+            column.extend(values)
         self._inputs.extend(np.zeros(count, np.int64), ())
         self._outputs.extend(np.zeros(count, np.int64), ())
         self._deps.extend(deps.lengths, deps.values)
@@ -440,7 +444,7 @@ class GraphBuilder:
         made = int(known.sum())
         stated = {"duration_device": self.string(device) if made else 0, "duration_source": source}
         for name, column in self._d.items():
-            column.items.frombytes(np.full(made, stated.get(name, 0), column.dtype).tobytes())
+            column.extend(np.full(made, stated.get(name, 0)))
 
     def set_blocks(self, begins: Sequence[tuple[str, int, int]], ends: Sequence[tuple[int, int]]) -> None:
         """Declares all blocks at once: (name, first tensor, first operation), and where each ends."""
@@ -486,30 +490,12 @@ class GraphBuilder:
         return len(self._o["kind"].items) - 1
 
 
-_TENSOR_COLUMNS = {"name": "i4", "dtype": "u1", "role": "u1", "alias_of": "i8", "port": "u1"}
-_OP_COLUMNS = {
-    "kind": "u1", "name": "i4", "phase": "u1", "module": "i4", "stream": "i4",
-    "forward_op": "i8", "flops": "i8", "bytes_read": "i8", "bytes_written": "i8", "attributes": "i4",
-    "arguments": "i4", "variant": "u1", "dtype": "u1", "payload": "u1", "asynchronous": "u1",
-    "group": "i4", "peer": "i4", "tag": "i8", "nbytes": "i8",
-}  # fmt: skip
-_DURATION_COLUMNS = {
-    "duration_device": "i4", "duration_source": "u1", "duration_samples": "i8", "duration_spread": "f4",
-}  # fmt: skip
-_DEFAULTS = {
-    "forward_op": NONE, "flops": 0, "bytes_read": 0, "bytes_written": 0, "attributes": NONE, "arguments": 0,
-    "variant": 0, "dtype": 0, "payload": 0, "asynchronous": 0, "group": NONE, "peer": 0, "tag": 0, "nbytes": 0,
-}  # fmt: skip
+_GIVEN = ("kind", "name", "phase", "module", "stream")
+"""Columns that every operation states."""
 
 
 # -- copies of a block ----------------------------------------------------------------------------------------
 # Copies a block's rows from a graph into a builder, column by column: as many as a block has, at one go.
-
-
-_AS_THEY_ARE = (
-    "kind", "phase", "stream", "flops", "bytes_read", "bytes_written", "variant", "dtype", "payload",
-    "asynchronous", "group", "peer", "tag", "nbytes",
-)  # fmt: skip
 
 
 def copy_rows(
@@ -526,63 +512,58 @@ def copy_rows(
         block: of it.
         attributes: by row, those of operations that have others now.
     """
-    tensors, ops = graph.tensors, graph.ops
-    low, high = block.tensors.start, block.tensors.stop
-    begin, end = block.ops.start, block.ops.stop
     strings = _strings(builder, graph, block)
-    later, later_op = builder.tensor_count() - low, builder.op_count() - begin
-    column = {name: its.items for name, its in (builder._t | builder._o | builder._d).items()}
-    t, o = ({name: its.items for name, its in table.items()} for table in (builder._t, builder._o))
-    alias, forward = tensors.alias_of[low:high], ops.forward_op[begin:end]
-    _extend(t["name"], strings[tensors.name[low:high]])
-    _extend(t["alias_of"], np.where(alias == NONE, NONE, alias + later))
-    for name in ("dtype", "role", "port"):
-        _extend(t[name], getattr(tensors, name)[low:high])
-    for name in _AS_THEY_ARE:
-        _extend(o[name], getattr(ops, name)[begin:end])
-    for name in ("name", "module", "arguments"):
-        _extend(o[name], strings[getattr(ops, name)[begin:end]])
-    _extend(o["forward_op"], np.where(forward >= 0, forward + later_op, forward))
-    _extend(o["attributes"], _attributes(builder, graph, block, attributes))
-    spans = slice(int(ops.duration.offsets[begin]), int(ops.duration.offsets[end]))
-    _extend(column["duration_device"], strings[ops.duration_device[spans]])
-    for name in ("duration_source", "duration_samples", "duration_spread"):
-        _extend(column[name], getattr(ops, name)[spans])
-    for of, ragged, rows, shift in (
-        (builder._shape, tensors.shape, (low, high), 0),
-        (builder._inputs, ops.inputs, (begin, end), later),
-        (builder._outputs, ops.outputs, (begin, end), later),
-        (builder._deps, ops.deps, (begin, end), later_op),
-        (builder._duration, ops.duration, (begin, end), 0),
+    later, later_op = builder.tensor_count() - block.tensors.start, builder.op_count() - block.ops.start
+    stored: dict[Holds, Callable[[Any], Any]] = {
+        Holds.NUMBER: lambda values: values,
+        Holds.STRING: lambda values: strings[values],
+        Holds.TENSOR: lambda values: np.where(values >= 0, values + later, values),
+        Holds.OP: lambda values: np.where(values >= 0, values + later_op, values),
+        Holds.ATTRIBUTES: lambda values: _attributes(builder, graph, block, attributes),
+    }
+    for table, columns, rows, plain, ragged in (
+        (graph.tensors, TENSOR_COLUMNS, block.tensors, builder._t, builder._t_ragged),
+        (graph.ops, OP_COLUMNS, block.ops, builder._o | builder._d, builder._o_ragged),
     ):
-        _extend_rows(of, ragged, rows, lambda values, shift=shift: values + shift)
-    _extend_rows(builder._sharded, tensors.sharded, (low, high), lambda values: strings[values])
+        for name, column in columns.items():
+            old = getattr(table, name)
+            where = _span(getattr(table, column.of), rows) if column.of else slice(rows.start, rows.stop)
+            if column.ragged:
+                values = np.asarray(old.values[_span(old, rows)], np.int64)
+                ragged[name].extend(np.diff(old.offsets[rows.start : rows.stop + 1]), stored[column.holds](values))
+            else:
+                plain[name].extend(stored[column.holds](old[where]))
+
+
+def _span(ragged: Ragged, rows: range) -> slice:
+    """Where the values of some rows stand."""
+    return slice(int(ragged.offsets[rows.start]), int(ragged.offsets[rows.stop]))
 
 
 def _strings(builder: GraphBuilder, graph: Graph, block: Block) -> Int64:
     """For every string of the graph that the block uses, its index in the builder; added in the order of use."""
-    tensors, ops = graph.tensors, graph.ops
-    rows, its = slice(block.tensors.start, block.tensors.stop), slice(block.ops.start, block.ops.stop)
-    names = np.asarray(tensors.name[rows], np.int64)
-    sharded = Ragged(tensors.sharded.offsets[rows.start : rows.stop + 1], tensors.sharded.values)
-    spans = slice(int(ops.duration.offsets[its.start]), int(ops.duration.offsets[its.stop]))
-    each = np.repeat(np.arange(its.stop - its.start), np.diff(ops.duration.offsets[its.start : its.stop + 1]))
     used = (
-        _in_turn(
-            (np.arange(len(names)), names),
-            (sharded.rows, tensors.sharded.values[sharded.offsets[0] : sharded.offsets[-1]]),
-        ),
-        _in_turn(
-            (np.arange(its.stop - its.start), ops.name[its]),
-            (np.arange(its.stop - its.start), ops.module[its]),
-            (np.arange(its.stop - its.start), ops.arguments[its]),
-            (each, ops.duration_device[spans]),
-        ),
+        _in_turn(*_texts(graph.tensors, TENSOR_COLUMNS, block.tensors)),
+        _in_turn(*_texts(graph.ops, OP_COLUMNS, block.ops)),
     )
     found = np.full(len(graph.strings), NONE, np.int64)
     for index in _first_uses(np.concatenate(used)):
         found[index] = builder.string(graph.strings[index])
     return found
+
+
+def _texts(table: object, columns: Mapping[str, Column], rows: range) -> Iterator[tuple[Int64, Any]]:
+    """(rows, counted from the first; strings) of every column that holds strings."""
+    every = np.arange(len(rows))
+    for name, column in columns.items():
+        if column.holds == Holds.STRING:
+            values = getattr(table, name)
+            ragged: Ragged | None = values if column.ragged else getattr(table, column.of) if column.of else None
+            if ragged is None:
+                yield every, values[rows.start : rows.stop]
+                continue
+            lengths = np.diff(ragged.offsets[rows.start : rows.stop + 1])
+            yield np.repeat(every, lengths), (values.values if column.ragged else values)[_span(ragged, rows)]
 
 
 def _in_turn(*columns: tuple[Any, Any]) -> Int64:
@@ -609,15 +590,3 @@ def _attributes(builder: GraphBuilder, graph: Graph, block: Block, others: Mappi
     for row, value in mine.items():
         found[row] = builder.attribute(value)
     return found
-
-
-def _extend(items: array[Any], values: Any) -> None:
-    code = {"f": np.float32, "B": np.uint8, "i": np.int32, "q": np.int64}[items.typecode]
-    items.frombytes(np.ascontiguousarray(values, code).tobytes())
-
-
-def _extend_rows(of: Any, ragged: Ragged, rows: tuple[int, int], value: Any) -> None:
-    offsets = ragged.offsets[rows[0] : rows[1] + 1]
-    begin = len(of.values.items)
-    _extend(of.values.items, value(np.asarray(ragged.values[offsets[0] : offsets[-1]], np.int64)))
-    _extend(of.offsets.items, offsets[1:] - offsets[0] + begin)

@@ -1,5 +1,7 @@
 """Columns behind a graph: one numpy array a field, and sequences that show a row as its frozen type.
 
+What a column's numbers are is said once, where it is declared: builder, copies of rows, file and text follow.
+
 Engines and analyses read the columns; people read rows. Ragged fields (shapes, inputs, ...) are an array of
 offsets and an array of values, as in a compressed sparse row matrix. All arrays are read-only.
 """
@@ -7,8 +9,9 @@ offsets and an array of values, as in a compressed sparse row matrix. All arrays
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, overload
+from dataclasses import KW_ONLY, dataclass, fields
+from enum import Enum, auto
+from typing import Annotated, Any, get_origin, get_type_hints, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +57,49 @@ class Ragged:
         return np.repeat(np.arange(len(self), dtype=np.int64), self.lengths)
 
 
+class Holds(Enum):
+    """What the numbers of a column are."""
+
+    NUMBER = auto()
+    """Themselves, or members of an enumeration."""
+    STRING = auto()
+    """Strings of the graph."""
+    TENSOR = auto()
+    """Rows of the tensor table; below 0 none."""
+    OP = auto()
+    """Rows of the operation table; below 0 none, or ports."""
+    ATTRIBUTES = auto()
+    """Attributes of the graph; -1 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """How a field stands in its table.
+
+    Attributes:
+        dtype: numpy's, of the values.
+        holds: what they are.
+        default: the value of rows that do not state one.
+        ragged: whether a row has any number of values, and none by default.
+        of: the ragged column whose values it goes with one by one; "" where it has a value a row.
+        text: its keyword in the text form; "" where that has a place of its own for it.
+    """
+
+    dtype: str
+    holds: Holds = Holds.NUMBER
+    _: KW_ONLY
+    default: int = 0
+    ragged: bool = False
+    of: str = ""
+    text: str = ""
+
+
+def _columns(table: type) -> dict[str, Column]:
+    """The columns of a table by name, in its order."""
+    hints = get_type_hints(table, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
+
+
 _DTYPES = {int(dtype): dtype for dtype in t.DType}
 _ROLES = {int(role): role for role in t.TensorRole}
 
@@ -79,13 +125,13 @@ class TensorTable(Sequence[t.Tensor]):
     """All tensors of a graph, block after block."""
 
     strings: tuple[str, ...]
-    name: Int32
-    shape: Ragged
-    dtype: UInt8
-    role: UInt8
-    alias_of: Int64
-    port: Bools
-    sharded: Ragged
+    name: Annotated[Int32, Column("i4", Holds.STRING)]
+    shape: Annotated[Ragged, Column("i8", ragged=True)]
+    dtype: Annotated[UInt8, Column("u1")]
+    role: Annotated[UInt8, Column("u1")]
+    alias_of: Annotated[Int64, Column("i8", Holds.TENSOR, default=NONE, text="alias")]
+    port: Annotated[Bools, Column("?")]
+    sharded: Annotated[Ragged, Column("i8", Holds.STRING, ragged=True, text="sharded")]
 
     def __post_init__(self) -> None:
         _freeze(self)
@@ -145,33 +191,33 @@ class OpTable(Sequence[t.Op]):
 
     strings: tuple[str, ...]
     attribute_values: tuple[t.Attributes, ...]
-    kind: UInt8
-    name: Int32
-    phase: UInt8
-    module: Int32
-    stream: Int32
-    inputs: Ragged
-    outputs: Ragged
-    deps: Ragged
-    forward_op: Int64
-    flops: Int64
-    bytes_read: Int64
-    bytes_written: Int64
-    attributes: Int32
-    arguments: Int32
-    variant: UInt8
-    dtype: UInt8
-    payload: UInt8
-    asynchronous: Bools
-    group: Int32
-    peer: Int32
-    tag: Int64
-    nbytes: Int64
-    duration: Ragged
-    duration_device: Int32
-    duration_source: UInt8
-    duration_samples: Int64
-    duration_spread: Float32
+    kind: Annotated[UInt8, Column("u1")]
+    name: Annotated[Int32, Column("i4", Holds.STRING)]
+    phase: Annotated[UInt8, Column("u1")]
+    module: Annotated[Int32, Column("i4", Holds.STRING)]
+    stream: Annotated[Int32, Column("i4")]
+    inputs: Annotated[Ragged, Column("i4", Holds.TENSOR, ragged=True)]
+    outputs: Annotated[Ragged, Column("i4", Holds.TENSOR, ragged=True)]
+    deps: Annotated[Ragged, Column("i4", Holds.OP, ragged=True)]
+    forward_op: Annotated[Int64, Column("i8", Holds.OP, default=NONE)]
+    flops: Annotated[Int64, Column("i8")]
+    bytes_read: Annotated[Int64, Column("i8")]
+    bytes_written: Annotated[Int64, Column("i8")]
+    attributes: Annotated[Int32, Column("i4", Holds.ATTRIBUTES, default=NONE)]
+    arguments: Annotated[Int32, Column("i4", Holds.STRING)]
+    variant: Annotated[UInt8, Column("u1")]
+    dtype: Annotated[UInt8, Column("u1")]
+    payload: Annotated[UInt8, Column("u1")]
+    asynchronous: Annotated[Bools, Column("?")]
+    group: Annotated[Int32, Column("i4", default=NONE)]
+    peer: Annotated[Int32, Column("i4")]
+    tag: Annotated[Int64, Column("i8")]
+    nbytes: Annotated[Int64, Column("i8")]
+    duration: Annotated[Ragged, Column("i8", ragged=True)]
+    duration_device: Annotated[Int32, Column("i4", Holds.STRING, of="duration")]
+    duration_source: Annotated[UInt8, Column("u1", of="duration")]
+    duration_samples: Annotated[Int64, Column("i8", of="duration")]
+    duration_spread: Annotated[Float32, Column("f4", of="duration")]
 
     def __post_init__(self) -> None:
         _freeze(self)
@@ -233,6 +279,9 @@ class OpTable(Sequence[t.Op]):
             source[rows] = self.duration_source[hit]
             spread[rows] = self.duration_spread[hit]
         return picoseconds, source, spread
+
+
+TENSOR_COLUMNS, OP_COLUMNS = _columns(TensorTable), _columns(OpTable)
 
 
 def _common(ops: OpTable, row: int) -> dict[str, Any]:

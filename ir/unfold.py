@@ -48,9 +48,7 @@ class _Unfolder:
             tensor = self.graph.tensors[index]
             alias = None if tensor.alias_of is None else self.tensor(block, instance, tensor.alias_of)
             name = self._name(tensor.name, block, instance)
-            self.tensors[identity] = self.builder.tensor(
-                name, tensor.shape, tensor.dtype, tensor.role, alias_of=alias, sharded=tensor.sharded
-            )
+            self.tensors[identity] = self.builder.add_tensor(tensor, name=name, alias_of=alias, port=False)
         return self.tensors[identity]
 
     def op(self, block: int, instance: int, index: int) -> None:
@@ -130,4 +128,4 @@ def _own_fields(op: Op) -> list[object]:
 
 
 def _type(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.name, tensor.shape, tensor.dtype, tensor.role, tensor.port, tensor.sharded
+    return tuple(getattr(tensor, f.name) for f in fields(tensor) if f.name not in ("id", "alias_of"))

@@ -80,7 +80,7 @@ def _pieces(graph: Graph, progress: Progress) -> Iterator[bytes]:
 def _messages(graph: Graph, progress: Progress) -> Iterator[Message | bytes]:
     level = pb.LEVEL_JOB if isinstance(graph, JobGraph) else pb.LEVEL_STEP
     yield header(graph, MAGIC, level)
-    yield from (pb.Graph(tensor_chunks=[chunk]) for chunk in tensor_chunks(graph.tensors))
+    yield from tensor_chunks(graph.tensors, pb.Graph.TENSOR_CHUNKS_FIELD_NUMBER)
     yield from op_chunks(graph.ops, pb.Graph.OP_CHUNKS_FIELD_NUMBER, progress)
     yield trailer(graph)
     yield graph.unknown

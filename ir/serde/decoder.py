@@ -58,10 +58,9 @@ class Decoder:
 
     def tensors(self, chunk: pb.TensorChunk) -> None:
         """Takes the next tensors."""
-        columns = self.builder.tensor_rows()
+        add = self.builder.tensor_row
         for tensor in chunk.tensors:
-            alias = tensor.alias_of if tensor.HasField("alias_of") else NONE
-            columns(tensor.name, tensor.shape, tensor.dtype, tensor.role, alias, tensor.port, tensor.sharded)
+            add({field.name: value for field, value in tensor.ListFields()})
         self.tensor_count += len(chunk.tensors)
 
     def ops(self, chunk: pb.OpChunk) -> None:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message import Message
 
 from echograph.ir import types as t
-from echograph.ir.columns import NONE, Int64, OpTable, Ragged, TensorTable, UInt8, UInt64
+from echograph.ir.columns import (
+    NONE,
+    OP_COLUMNS,
+    TENSOR_COLUMNS,
+    Column,
+    Int64,
+    OpTable,
+    Ragged,
+    TensorTable,
+    UInt8,
+    UInt64,
+)
 from echograph.ir.graph import FORMAT_MAJOR, Graph, Group
 from echograph.ir.types import OpKind
 from echograph.progress import Progress, silent
@@ -81,30 +92,6 @@ def trailer(graph: Graph) -> pb.Graph:
     return pb.Graph(blocks=blocks, programs=programs)
 
 
-def tensor_chunks(tensors: TensorTable) -> Iterator[pb.TensorChunk]:
-    """The tensor table, a chunk at a time."""
-    for low in range(0, len(tensors), CHUNK):
-        high = min(low + CHUNK, len(tensors))
-        chunk = pb.TensorChunk()
-        columns = (tensors.name, tensors.dtype, tensors.role, tensors.alias_of, tensors.port)
-        ragged = (_rows(tensors.shape, low, high), _rows(tensors.sharded, low, high))
-        rows = zip(*(c[low:high].tolist() for c in columns), *ragged, strict=True)
-        for name, dtype, role, alias_of, port, shape, sharded in rows:
-            tensor = chunk.tensors.add(name=name, dtype=dtype, role=role, port=port)
-            tensor.shape.extend(shape)
-            tensor.sharded.extend(sharded)
-            if alias_of != NONE:
-                tensor.alias_of = alias_of
-        yield chunk
-
-
-def _rows(ragged: Ragged, low: int, high: int) -> Iterator[list[int]]:
-    offsets = ragged.offsets[low : high + 1].tolist()
-    first = offsets[0] if offsets else 0
-    values = ragged.values[first : offsets[-1]].tolist() if offsets else []
-    return (values[a - first : b - first] for a, b in pairwise(offsets))
-
-
 def encode_attributes(value: t.Attributes) -> pb.Attributes:
     """The message of a compute operation's attributes."""
     match value:
@@ -128,16 +115,16 @@ def encode_attributes(value: t.Attributes) -> pb.Attributes:
             return pb.Attributes(multi_tensor=pb.MultiTensor(parts=value.parts, leads=value.leads))
 
 
-# -- operations -----------------------------------------------------------------------------------------------
-# The operation table to protobuf messages: all operations of a chunk at a time, field by field.
+# -- tables ---------------------------------------------------------------------------------------------------
+# Both tables to protobuf messages: all rows of a chunk at a time, field by field.
 #
 # A message is what protobuf makes of the same values: fields by number, those with their default left out.
-# First it is worked out how long every field of every operation is, and so where it stands; then a field is
-# written for all of them.
+# First it is worked out how long every field of every row is, and so where it stands; then a field is written for
+# all of them.
 
 
-_OPS = 1
-"""The field of a chunk that holds operations."""
+_ROWS = 1
+"""The field of a chunk that holds tensors, or operations."""
 
 _MESSAGE_OF = {
     OpKind.COMPUTE: 10,
@@ -150,13 +137,25 @@ _MESSAGE_OF = {
 
 
 class _Part(Protocol):
-    """A field of all operations."""
+    """A field of all rows."""
 
     lengths: Int64
     """Bytes that it takes; 0 where it is left out."""
 
     def write(self, out: UInt8, at: Int64) -> None:
         """Writes it where it stands."""
+
+
+def tensor_chunks(tensors: TensorTable, first: int) -> Iterator[bytes]:
+    """The tensor table as pieces of a graph's message, a chunk of tensors each.
+
+    Args:
+        tensors: the table.
+        first: the field of a graph that holds chunks.
+    """
+    for low in range(0, len(tensors), CHUNK):
+        high = min(low + CHUNK, len(tensors))
+        yield from _chunk(first, [*_fields(pb.Tensor, tensors, TENSOR_COLUMNS, low, high)], high - low)
 
 
 def op_chunks(ops: OpTable, first: int, progress: Progress = silent) -> Iterator[bytes]:
@@ -167,35 +166,39 @@ def op_chunks(ops: OpTable, first: int, progress: Progress = silent) -> Iterator
         first: the field of a graph that holds chunks.
         progress: told how many operations have been written.
     """
+    durations = pb.Op.DURATIONS_FIELD_NUMBER
     for low in range(0, len(ops), CHUNK):
-        body = _chunk(ops, low, min(low + CHUNK, len(ops)))
-        head = np.array([first << 3 | 2, len(body)], np.uint64)
-        sizes = _sizes(head)
-        out = np.zeros(int(sizes.sum()), np.uint8)
-        _put(out, np.cumsum(sizes) - sizes, head, sizes)
-        yield out.tobytes()
-        yield body
-        progress("writing operations", min(low + CHUNK, len(ops)), len(ops))
+        high = min(low + CHUNK, len(ops))
+        common = _fields(pb.Op, ops, OP_COLUMNS, low, high)
+        kinds = _kinds(ops, slice(low, high))
+        yield from _chunk(first, [*common, _Durations(durations, ops, low, high), *kinds], high - low)
+        progress("writing operations", high, len(ops))
 
 
-def _chunk(ops: OpTable, low: int, high: int) -> bytes:
-    part = slice(low, high)
-    fields: list[_Part] = [
-        _Number(1, ops.name[part]),
-        _Number(2, ops.phase[part]),
-        _Number(3, ops.module[part]),
-        _Packed(4, ops.inputs, low, high),
-        _Packed(5, ops.outputs, low, high),
-        _Number(6, ops.stream[part]),
-        _Packed(7, ops.deps, low, high),
-        _Durations(8, ops, low, high),
-        *_kinds(ops, part),
-    ]
-    whole = _Message(_OPS, fields, np.ones(high - low, np.bool_))
+def _fields(
+    message: type[Message], table: object, columns: Mapping[str, Column], low: int, high: int
+) -> Iterator[_Part]:
+    """The fields of a row's message that are columns of its table."""
+    for field in message.DESCRIPTOR.fields:
+        if column := columns.get(field.name):
+            values = getattr(table, field.name)
+            if column.ragged:
+                yield _Packed(field.number, values, low, high)
+            else:
+                yield _Number(field.number, values[low:high], values[low:high] != column.default)
+
+
+def _chunk(first: int, fields: Sequence[_Part], count: int) -> Iterator[bytes]:
+    whole = _Message(_ROWS, fields, np.ones(count, np.bool_))
     ends = np.concatenate([[0], np.cumsum(whole.lengths)])
+    head = np.array([first << 3 | 2, ends[-1]], np.uint64)
+    sizes = _sizes(head)
+    out = np.zeros(int(sizes.sum()), np.uint8)
+    _put(out, np.cumsum(sizes) - sizes, head, sizes)
+    yield out.tobytes()
     out = np.zeros(int(ends[-1]), np.uint8)
     whole.write(out, ends[:-1])
-    return out.tobytes()
+    yield out.tobytes()
 
 
 def _kinds(ops: OpTable, part: slice) -> Iterator[_Part]:

@@ -26,14 +26,23 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 
 from echograph.ir import types as t
-from echograph.ir.columns import NONE
+from echograph.ir.columns import NONE, TENSOR_COLUMNS, Column, Holds
 from echograph.ir.graph import FORMAT_MAJOR, Block, Graph, Group, Instance, JobGraph, Program
 
 _WORD = re.compile(r"[A-Za-z0-9_.{}]+")
+
+_OPTIONS = [
+    (field.name, TENSOR_COLUMNS[field.name], field.default)
+    for field in fields(t.Tensor)
+    if field.name in TENSOR_COLUMNS and TENSOR_COLUMNS[field.name].text
+]
+"""Fields of a tensor that stand after their keyword, and what they are where they are left out."""
 
 
 def to_text(graph: Graph, *, tables: bool = False) -> Iterator[str]:
@@ -112,8 +121,11 @@ class _Printer:
             "port" if tensor.port else "",
             f"{tensor.dtype.text}[{extents}] {tensor.role.name.lower()}",
             _word(tensor.name) if tensor.name else "",
-            f"alias=%{tensor.alias_of}" if tensor.alias_of is not None else "",
-            f"sharded={','.join(map(_word, tensor.sharded))}" if tensor.sharded else "",
+            *(
+                f"{column.text}={_value(column, value)}"
+                for name, column, default in _OPTIONS
+                if (value := getattr(tensor, name)) != default
+            ),
         )
 
     def _op(self, op: t.Op) -> str:
@@ -266,6 +278,13 @@ def _names(names: Sequence[str]) -> list[str]:
 
 def _word(text: str) -> str:
     return text if _WORD.fullmatch(text) else json.dumps(text)
+
+
+def _value(column: Column, value: Any) -> str:
+    """A field of a tensor after its keyword."""
+    if column.ragged:
+        return ",".join(map(_word if column.holds == Holds.STRING else str, value))
+    return f"%{value}" if column.holds == Holds.TENSOR else str(int(value))
 
 
 def _join(*parts: str) -> str:

@@ -98,10 +98,7 @@ def _fill(builder: GraphBuilder, blocks: Sequence[BlockRows]) -> None:
             builder.instance(number, item.label, bindings=item.bindings, op_bindings=item.op_bindings)
         for tensor in block.tensors:
             _check("tensor", tensor.id, builder.tensor_count())
-            builder.tensor(
-                tensor.name, tensor.shape, tensor.dtype, tensor.role, alias_of=tensor.alias_of, port=tensor.port,
-                sharded=tensor.sharded,
-            )  # fmt: skip
+            builder.add_tensor(tensor)
         for op in block.ops:
             _check("operation", op.id, builder.op_count())
             builder.add(op)

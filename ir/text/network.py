@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from echograph.errors import FormatError, InputError, MissingExtraError
+from echograph.ir.columns import TENSOR_COLUMNS
 from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.ir.text.records import Record, block_head, from_record, header, plain
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 MAX_ROWS = 1_000_000
 """Rows of both tables; a network keeps some kilobytes for each in memory."""
 
-_NODE_JSON = ("shape", "sharded", "durations", "attributes")
+_NODE_JSON = (*(name for name, column in TENSOR_COLUMNS.items() if column.ragged), "durations", "attributes")
 _NETWORK_JSON = ("workload", "passes", "streams", "mesh", "groups", "strings", "attributes", "blocks", "programs")
 _LISTS = {"reads": "inputs", "makes": "outputs", "after": "deps"}
 _SINGLE = {"alias": "alias_of", "forward": "forward_op"}

@@ -18,6 +18,7 @@ import numpy as np
 
 from echograph.errors import FormatError
 from echograph.ir import types as t
+from echograph.ir.columns import TENSOR_COLUMNS, Column, Holds
 from echograph.ir.graph import FORMAT_MAJOR, Axis, Group, Instance, JobGraph, Program, StepGraph, Workload
 from echograph.ir.text.assemble import MIN_NUMBER, BlockRows, GraphHead, assemble
 
@@ -288,6 +289,10 @@ def _workload(line: Line) -> Workload:
     return Workload(model=model, dtype=dtype, optimizer=optimizer, master_weights=master_weights, **sizes)
 
 
+_OPTIONS = {name: column for name, column in TENSOR_COLUMNS.items() if column.text}
+_AFTER_NAME = re.compile(f" (?:{'|'.join(column.text for column in _OPTIONS.values())}|)=")
+
+
 def _tensor(line: Line, tensors: dict[int, t.Tensor]) -> int:
     """Declares a tensor; returns its number."""
     number = line.row("%")
@@ -299,17 +304,24 @@ def _tensor(line: Line, tensors: dict[int, t.Tensor]) -> int:
     line.take(" ")
     role = line.member(t.TensorRole)
     name = ""
-    if line.text.startswith(" ", line.at) and not re.match(" (?:=|alias=|sharded=)", line.text[line.at :][:10]):
+    if line.text.startswith(" ", line.at) and not _AFTER_NAME.match(line.text, line.at):
         line.take(" ")
         name = line.word()
-    alias = line.integer() if line.has(" alias=%") else None
-    sharded = line.options("sharded=", lambda: line.separated(line.word))
+    options = {name: _value(line, column) for name, column in _OPTIONS.items() if line.has(f" {column.text}=")}
     if number in tensors:
         line.fail(f"one declaration of tensor {number}")
-    tensors[number] = t.Tensor(
-        id=number, name=name, shape=shape, dtype=dtype, role=role, alias_of=alias, port=port, sharded=sharded
-    )
+    tensors[number] = t.Tensor(id=number, name=name, shape=shape, dtype=dtype, role=role, port=port, **options)
     return number
+
+
+def _value(line: Line, column: Column) -> Any:
+    """A field of a tensor after its keyword."""
+    if column.holds == Holds.TENSOR:
+        line.take("%")
+    read = line.word if column.holds == Holds.STRING else line.integer
+    if column.ragged:
+        return line.separated(read)
+    return bool(read()) if column.dtype == "?" else read()
 
 
 def _compute(line: Line) -> dict[str, Any]:
