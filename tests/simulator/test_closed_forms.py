@@ -283,5 +283,5 @@ def test_programs_that_stand_for_several_ranks_do_not_meet_in_a_list_of_ranks() 
             places = dict.fromkeys(pinned, stage)
             builder.program([(0, row, row + 1, 0, 0)], role=f"stage {stage}", coordinates=places)
         job = builder.build(JobGraph)
-        keys = [meeting(job, number, number) for number in range(2)]
+        keys = [rendezvous_key(job, number, number) for number in range(2)]
         assert keys == ([(0, ()), (0, ())] if meets else [None, None])
