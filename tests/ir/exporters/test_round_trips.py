@@ -158,7 +158,7 @@ SAID: dict[str, list[tuple[str, str, str]]] = {
         ('"id":4,', '"id":7,', "tensor 7 stands where 4 is next"),
         ('"bindings":[4,2]', '"bindings":[4,99]', "no valid graph: .*instances_bound"),
         ("[1,2,3,0,0]", "[1,2,3]", r"programs\[0\].calls\[0\]: give whole numbers: \[block, begin"),
-        ('"blocks"', '"blokcs"', "blokcs: is no field of Head"),
+        ('"blocks"', '"blokcs"', "blokcs: is no field of GraphHead"),
         ('"shape":[8,4]', '"shape":NaN', "is no JSON .NaN is no number"),
     ],
     "gml": [
