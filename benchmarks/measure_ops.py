@@ -54,10 +54,10 @@ def compare(name: str, given: argparse.Namespace, out: Path) -> dict[str, Any]:
     """One model: rounds of steps, operations, steps."""
     import torch
 
-    from echograph.frontend.pytorch.real_step import real_step
+    from echograph.frontend.pytorch.step import real_step
     from echograph.ir import serde
     from echograph.profiler.measure.device import keep_freed_memory
-    from echograph.profiler.measure.steps import time_steps
+    from echograph.profiler.measure.sampling import time_steps
     from echograph.workflow.compile import build_model
     from echograph.workflow.measure import capture_invocations, device_and_spec
 
@@ -91,7 +91,7 @@ def _round(captured: Any, step: Any, device: Any, given: argparse.Namespace, pat
     from echograph.ir.passes.annotate import join
     from echograph.ir.profile import Profile, save_profile
     from echograph.profiler.measure.ops import Options, measure
-    from echograph.profiler.measure.steps import time_steps
+    from echograph.profiler.measure.sampling import time_steps
     from echograph.units import to_s
     from echograph.workflow.measure import with_host
     from echograph.workflow.plan import Plan

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from echograph.errors import CaptureError, InputError
 from echograph.frontend.deepspeed import shims
-from echograph.frontend.deepspeed.memory import name_memory
-from echograph.frontend.deepspeed.offload import gathering, is_offloaded, mark_copies
+from echograph.frontend.deepspeed.memory import gathering, is_offloaded, mark_copies, name_memory
 from echograph.frontend.deepspeed.pipeline import Pipelines, axes
 from echograph.frontend.deepspeed.slices import GATHER
 from echograph.frontend.pytorch import annotate

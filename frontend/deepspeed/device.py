@@ -16,7 +16,7 @@ from torch import Tensor
 
 from echograph.errors import CaptureError
 from echograph.frontend.scripts import streams
-from echograph.frontend.scripts.gpu import MEMORY_BYTES
+from echograph.frontend.scripts.device import MEMORY_BYTES
 from echograph.frontend.scripts.world import World
 
 

@@ -2,10 +2,20 @@
 
 Weights are shapes: what lies in external files is never opened, and of what lies in the file itself only integers
 and scalars that a shape may depend on are looked at. Local functions are inlined.
+
+Module paths of ONNX nodes and names of their weights, so that repeated layers are seen as such. Where a node says
+in which module it stands:
+
+    metadata `echograph.module`             "encoder.layer.3"                                 our exporter
+    metadata `pkg.torch.onnx.name_scopes`   "['', 'encoder', 'encoder.layer.3', 'addmm_1']"   torch.export based
+    metadata `namespace`                    "encoder: Encoder/encoder.layer.3: Layer/addmm_1: aten.addmm.default"
+    its name                                "/encoder/layer.3/MatMul", or "encoder/layer_3/MatMul"
 """
 
 from __future__ import annotations
 
+import ast
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,14 +24,144 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echograph.errors import InputError, UsageError
-from echograph.frontend.onnx.functions import inline_functions
-from echograph.frontend.onnx.parse import parse
-from echograph.frontend.onnx.paths import module_path, parameter_name
-from echograph.frontend.onnx.weights import Readers
+from echograph.frontend.onnx.parse import inline_functions, parse
 
 if TYPE_CHECKING:
     import numpy as np
     from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto
+
+
+_PRODUCTS = {
+    "Conv": (1, 2), "ConvTranspose": (1, 2), "Gemm": (0, 1, 2), "MatMul": (0, 1), "Gather": (0,), "PRelu": (1,),
+    "BatchNormalization": (1, 2), "LayerNormalization": (1, 2), "InstanceNormalization": (1, 2),
+    "GroupNormalization": (1, 2), "RMSNormalization": (1,), "LSTM": (1, 2, 3), "GRU": (1, 2, 3),
+    "RNN": (1, 2, 3), "FusedConv": (1, 2), "FusedMatMul": (0, 1), "FusedGemm": (0, 1, 2), "Attention": (1, 2),
+}  # fmt: skip
+_QUANTISED = {
+    "DequantizeLinear": (0,), "QLinearConv": (3, 8), "QLinearMatMul": (3,), "MatMulInteger": (1,),
+    "ConvInteger": (1,), "QGemm": (3, 6), "DynamicQuantizeMatMul": (1,), "MatMulIntegerToFloat": (1,),
+    "MatMulNBits": (1,), "DynamicQuantizeLSTM": (1, 2),
+}  # fmt: skip
+_SCALES = {
+    "DequantizeLinear": (1,), "QuantizeLinear": (1,), "QLinearConv": (1, 4, 6), "QLinearMatMul": (1, 4, 6),
+    "QGemm": (1, 4, 7), "DynamicQuantizeMatMul": (2,), "MatMulIntegerToFloat": (2, 3), "MatMulNBits": (2,),
+    "DynamicQuantizeLSTM": (8, 10), "BatchNormalization": (3, 4),
+}  # fmt: skip
+_NUMBERS = {"Resize": (1, 2), "Upsample": (1,)}
+
+
+class Readers:
+    """What the nodes of a graph, and of the graphs within it, read as what.
+
+    Attributes:
+        weights: values read where a layer has its weights.
+        quantised: values read where a layer has integers for its weights.
+        fixed: running statistics, and scales of integers: what is not trained.
+        numbers: values that decide on a shape, and what those are computed from.
+    """
+
+    def __init__(self, graph: GraphProto) -> None:
+        nodes = list(walk(graph))
+        self.weights = _read(nodes, _PRODUCTS)
+        self.quantised = _read(nodes, _QUANTISED)
+        self.fixed = _read(nodes, _SCALES)
+        self.numbers = _behind(_read(nodes, _NUMBERS), nodes)
+
+
+def walk(graph: GraphProto) -> Iterator[NodeProto]:
+    """The nodes of a graph and of the graphs that they hold; on a stack, since files may nest at will."""
+    stack = [graph]
+    while stack:
+        for node in stack.pop().node:
+            yield node
+            stack.extend(a.g for a in node.attribute if a.HasField("g"))
+
+
+def _read(nodes: Iterable[NodeProto], positions: dict[str, tuple[int, ...]]) -> set[str]:
+    return {
+        node.input[at]
+        for node in nodes
+        for at in positions.get(node.op_type, ())
+        if at < len(node.input) and node.input[at]
+    }
+
+
+def _behind(names: set[str], nodes: list[NodeProto]) -> set[str]:
+    """The values and all that they are computed from."""
+    makers = {output: node for node in nodes for output in node.output}
+    found: set[str] = set()
+    open_names = list(names)
+    while open_names:
+        name = open_names.pop()
+        if name not in found:
+            found.add(name)
+            open_names += makers[name].input if name in makers else ()
+    return found
+
+
+MAX_PATH = 200
+_MODULE = "echograph.module"
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_NAMESPACE = "namespace"
+_NUMBERED = re.compile(r"_(\d+)$")
+_PLAIN = re.compile(r"[\w-]+(\.[\w-]+)*")
+_MADE_UP = re.compile(r"(val_|_val_|const_?)?\d+")
+
+
+def module_path(node: NodeProto) -> str:
+    """Dotted path of the module that a node stands in; "" for the model itself."""
+    metadata = {p.key: p.value for p in node.metadata_props}
+    if _MODULE in metadata:
+        path = metadata[_MODULE]
+    elif _SCOPES in metadata:
+        path = _last_scope(metadata[_SCOPES])
+    elif _NAMESPACE in metadata:
+        scopes = metadata[_NAMESPACE].split("/")
+        path = scopes[-2].partition(":")[0] if len(scopes) > 1 else ""
+    else:
+        path = _dotted(node.name.rpartition("/")[0])
+    return _clean(path)
+
+
+def parameter_name(name: str, module: str, operator: str) -> str:
+    """Dotted name of a weight: its own, or where an exporter made that up, one after the node that reads it.
+
+    Args:
+        name: in the file.
+        module: path of the module that reads it first.
+        operator: of the node that reads it first.
+    """
+    own = _dotted(name.removesuffix(":0"))
+    if _PLAIN.fullmatch(own) and not _MADE_UP.fullmatch(own) and len(own) <= MAX_PATH:
+        return own
+    return f"{module}.{operator}" if module else operator
+
+
+def _dotted(name: str) -> str:
+    scopes = name.split("/")
+    if len(scopes) == 1 or not scopes[0]:
+        # PyTorch's older exporter says a list before what is in it: "/layers/layers.3".
+        pairs = zip(scopes, [*scopes[1:], ""], strict=True)
+        return ".".join(scope for scope, inner in pairs if scope and not inner.startswith(f"{scope}."))
+    return ".".join(_NUMBERED.sub(r".\1", scope) for scope in scopes)
+
+
+def _last_scope(text: str) -> str:
+    if len(text) > 100 * MAX_PATH:
+        return ""
+    try:
+        scopes = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return ""
+    if isinstance(scopes, list) and len(scopes) > 1 and isinstance(scopes[-2], str):
+        return scopes[-2]
+    return ""
+
+
+def _clean(path: str) -> str:
+    parts = [re.sub(r"[^\w-]", "_", part.strip()) for part in path.split(".")]
+    return ".".join(part for part in parts if part)[:MAX_PATH]
+
 
 MAX_KNOWN = 2**16
 """Elements of the largest tensor whose values are kept: shapes depend on few, a small mask has thousands."""

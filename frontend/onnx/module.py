@@ -3,12 +3,21 @@
 Every node runs within the scope of the module that it stood in, so a recorder's hooks see the paths of the
 original model. What follows from constants and shapes is computed with real numbers, outside of the recording:
 shape arithmetic is the exporter's, not the device's.
+
+Control flow: `If`, `Loop` and `Scan`, as long as shapes and constants alone decide which way it goes. A graph
+holds one course of the step. A branch that data decide on is taken as the caller says, and that is noted.
+
+Operators of the domain `echograph`: what a step graph held and ONNX has no word for. The exporter
+(`ir.exporters.onnx`) writes such a node under the operator's name with the shapes of its results. Read again, it
+is an operator of that name which makes tensors of those shapes; the product of experts, which counts FLOPs, is
+PyTorch's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -18,15 +27,206 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from echograph.errors import CaptureError, EchoError
+from echograph.errors import CaptureError, EchoError, InputError
 from echograph.frontend.onnx.call import Call, Operator, shapes
-from echograph.frontend.onnx.control import CONTROL, Execute, choose
 from echograph.frontend.onnx.dtypes import DTypes
 from echograph.frontend.onnx.model import MAX_KNOWN, Body, Node, OnnxModel, all_nodes
-from echograph.frontend.onnx.opaque import DOMAIN, opaque
 from echograph.frontend.onnx.operators import OPERATORS, UNKNOWN
 from echograph.frontend.onnx.operators.shape import STATIC
-from echograph.frontend.pytorch.blame import reason
+from echograph.frontend.pytorch.userfile import reason
+
+MAX_ITERATIONS = 4096
+BRANCHES = ("then", "else")
+Execute = Callable[[Body, Sequence[Any]], list[Any]]
+"""Runs a body on values for its inputs -> its outputs."""
+Numbers = Callable[[Any], np.ndarray[Any, Any] | None]
+"""A value's numbers where they are known."""
+Control = Callable[[Node, Sequence[Any], Execute, Numbers], list[Any]]
+
+
+def choose(node: Node, condition: np.ndarray[Any, Any] | None, branch: str) -> Body:
+    """The branch of an `If` that runs.
+
+    Args:
+        node: the node.
+        condition: its numbers, None where they depend on data.
+        branch: which one is taken then, of `BRANCHES`; "" refuses.
+
+    Raises:
+        CaptureError: the condition depends on data and nobody chose; or the node lacks a branch.
+    """
+    if condition is None and not branch:
+        raise CaptureError(
+            "its condition depends on data: say which branch the step takes, with --branch then or --branch else"
+        )
+    taken = branch if condition is None else "then" if bool(condition.reshape(-1)[0]) else "else"
+    body = node.bodies.get(f"{taken}_branch")
+    if body is None:
+        raise CaptureError(f"it has no {taken}_branch")
+    return body
+
+
+def loop(node: Node, operands: Sequence[Any], execute: Execute, numbers: Numbers) -> list[Any]:
+    """Runs the body of a `Loop` as often as its trip count and its condition say.
+
+    Raises:
+        CaptureError: they depend on data, or are more than `MAX_ITERATIONS`.
+    """
+    body = _body(node)
+    most, going = _trip_count(operands, numbers), _condition(operands[1] if len(operands) > 1 else None, numbers)
+    carried, count = list(operands[2:]), len(operands) - 2
+    scanned: list[list[Any]] = [[] for _ in body.outputs[1 + count :]]
+    iteration = 0
+    while going and (most is None or iteration < most):
+        if iteration == MAX_ITERATIONS:
+            raise CaptureError(f"it runs more than {MAX_ITERATIONS} times: export the model without the loop")
+        with _disable_current_modes():
+            position, go_on = torch.tensor(iteration), torch.tensor(True)
+        results = execute(body, [position, go_on, *carried])
+        going = _condition(results[0], numbers)
+        carried = results[1 : 1 + count]
+        for values, value in zip(scanned, results[1 + count :], strict=True):
+            values.append(value)
+        iteration += 1
+    if scanned and not iteration:
+        raise CaptureError("it runs no time, so that the shape of what it collects is not known")
+    return carried + [torch.stack(values) for values in scanned]
+
+
+def scan(node: Node, operands: Sequence[Any], execute: Execute, numbers: Numbers) -> list[Any]:
+    """Runs the body of a `Scan` once for every slice of what it scans.
+
+    Raises:
+        CaptureError: there are none, or more than `MAX_ITERATIONS`.
+    """
+    del numbers
+    body, inputs = _body(node), _integer(node, "num_scan_inputs")
+    states = len(operands) - inputs
+    outputs = len(body.outputs) - states
+    if not 0 < inputs <= len(operands) or outputs < 0:
+        raise CaptureError(f"it scans {inputs} of {len(operands)} inputs")
+    axes, backward = _listed(node, "scan_input_axes", inputs), _listed(node, "scan_input_directions", inputs)
+    slices = [_unbind(t, axis, back) for t, axis, back in zip(operands[states:], axes, backward, strict=True)]
+    length = len(slices[0])
+    if not 0 < length <= MAX_ITERATIONS:
+        raise CaptureError(f"it runs {length} times: 1 to {MAX_ITERATIONS} are possible")
+    carried = list(operands[:states])
+    scanned: list[list[Any]] = [[] for _ in range(outputs)]
+    for position in range(length):
+        results = execute(body, [*carried, *(part[position] for part in slices)])
+        carried = results[:states]
+        for values, value in zip(scanned, results[states:], strict=True):
+            values.append(value)
+    places, turned = _listed(node, "scan_output_axes", outputs), _listed(node, "scan_output_directions", outputs)
+    joined = zip(scanned, places, turned, strict=True)
+    return carried + [torch.stack(v[::-1] if back else v, axis) for v, axis, back in joined]
+
+
+def _body(node: Node) -> Body:
+    if "body" not in node.bodies:
+        raise CaptureError("it has no body")
+    return node.bodies["body"]
+
+
+def _trip_count(operands: Sequence[Any], numbers: Numbers) -> int | None:
+    if not operands or operands[0] is None:
+        return None
+    known = numbers(operands[0])
+    if known is None:
+        raise CaptureError("its trip count depends on data: export the model for one length")
+    return int(known.reshape(-1)[0])
+
+
+def _condition(value: Any, numbers: Numbers) -> bool:
+    if value is None:
+        return True
+    known = numbers(value)
+    if known is None:
+        raise CaptureError("its condition depends on data: export the model with a constant trip count")
+    return bool(known.reshape(-1)[0])
+
+
+def _integer(node: Node, name: str) -> int:
+    return int(node.attributes.get(name, 0))
+
+
+def _listed(node: Node, name: str, count: int) -> list[int]:
+    return [int(value) for value in node.attributes.get(name) or [0] * count]
+
+
+def _unbind(value: Tensor, axis: int, backward: int) -> list[Tensor]:
+    parts = list(value.unbind(axis))
+    return parts[::-1] if backward else parts
+
+
+CONTROL: Mapping[str, Control] = {"Loop": loop, "Scan": scan}
+"""What runs a body again and again; `If` is `choose` and one run."""
+
+
+DOMAIN = "echograph."
+_NAMESPACE = "echograph"
+_SCHEMA = "(Tensor?[] operands, int[] ranks, int[] extents, ScalarType[] dtypes) -> Tensor[]"
+_libraries: list[Any] = []
+
+
+def opaque(node: Node, model: OnnxModel, dtypes: DTypes) -> Operator:
+    """What a node of echograph's domain runs.
+
+    Raises:
+        InputError: the file does not state the shape of a result.
+    """
+    name = node.operator.removeprefix(DOMAIN)
+    if name in _EXACT:
+        return _EXACT[name]
+    declared = [model.types.get(output) for output in node.outputs]
+    results = [value for value in declared if value is not None]
+    if len(results) < len(declared) or not results:
+        raise InputError(f"{model.source}: node '{node.name}' ({node.operator}): its results have no shapes")
+    ranks = [len(value.shape) for value in results]
+    extents = [extent for value in results for extent in value.shape]
+    types = [dtypes.of(value.dtype, model.source) for value in results]
+
+    def run(call: Call) -> Any:
+        if call.training:
+            raise CaptureError(
+                "nothing is known of its derivative: train from the graph that it was exported from"
+            )
+        if all(operand is None for operand in call.operands):  # numbers from nothing, whatever fills them in
+            return tuple(torch.zeros(value.shape, dtype=t) for value, t in zip(results, types, strict=True))
+        return tuple(_operator(name)(list(call.operands), ranks, extents, types))
+
+    return run
+
+
+@cache
+def _operator(name: str) -> Callable[..., Any]:
+    """An operator in PyTorch's table, so that it is recorded under its name."""
+    plain = re.sub(r"\W", "_", name.removeprefix("aten.")) or "operator"
+    library: Any = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define(plain + _SCHEMA)
+    library.impl(plain, _empty, "CPU")
+    library.impl(plain, partial(_empty, device="meta"), "Meta")
+    _libraries.append(library)  # an operator lives as long as its library
+    made: Callable[..., Any] = getattr(getattr(torch.ops, _NAMESPACE), plain).default
+    return made
+
+
+def _empty(
+    operands: list[Any], ranks: list[int], extents: list[int], dtypes: list[torch.dtype], device: str = "cpu"
+) -> list[torch.Tensor]:
+    results, at = [], 0
+    for rank, dtype in zip(ranks, dtypes, strict=True):
+        results.append(torch.empty(extents[at : at + rank], dtype=dtype, device=device))
+        at += rank
+    return results
+
+
+def _grouped_mm(call: Call) -> Any:
+    return torch._grouped_mm(call[0], call[1], call.get(2))
+
+
+_EXACT: dict[str, Operator] = {"aten._grouped_mm": _grouped_mm}
+
 
 _SHOWN = 3
 

@@ -29,11 +29,11 @@ from torch.utils._pytree import tree_map_only
 
 from echograph.errors import CaptureError, EchoError
 from echograph.frontend.pytorch.annotate import check_annotations
-from echograph.frontend.pytorch.blame import reason, user_line
 from echograph.frontend.pytorch.device_ops import cpu_operators, cuda_operators
 from echograph.frontend.pytorch.recorder import Recorder
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.frontend.pytorch.step import Inputs, Loss, TrainingStep
+from echograph.frontend.pytorch.userfile import reason, user_line
 from echograph.registry import Table
 
 PRODUCERS = Table(

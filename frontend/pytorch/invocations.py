@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from echograph.frontend.pytorch.annotate import VAL, call_nodes
-from echograph.frontend.pytorch.schema import (
+from echograph.frontend.pytorch.call_nodes import (
     arguments,
     is_allocation,
     is_getitem,
     is_view,
     plain_name,
     qualified_name,
+    tensor_bytes,
 )
-from echograph.frontend.pytorch.traffic import tensor_bytes
 from echograph.ir.graph import StepGraph
 from echograph.ir.profile import Argument, Invocation, Named, Operand, Part, Signature, signatures
 from echograph.ir.types import MultiTensor

@@ -20,19 +20,22 @@ from torch.fx import Graph, Node
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import FORWARD_NODE, FQN, GRADIENT_OF, MODULE, PHASE, ROLE, VAL
-from echograph.frontend.pytorch.attributes import arguments_of, attributes_of
-from echograph.frontend.pytorch.flops import node_flops
-from echograph.frontend.pytorch.schema import (
+from echograph.frontend.pytorch.call_nodes import (
     arguments,
+    arguments_of,
+    attributes_of,
+    bytes_moved,
     is_allocation,
     is_getitem,
     is_multi_tensor,
     is_view,
+    node_flops,
     qualified_name,
+    read_arguments,
+    tensor_bytes,
     written_arguments,
 )
 from echograph.frontend.pytorch.spec import StepSpec
-from echograph.frontend.pytorch.traffic import bytes_moved, read_arguments, tensor_bytes
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import StepGraph, Workload
 from echograph.ir.types import DType, MultiTensor, Phase, TensorRole

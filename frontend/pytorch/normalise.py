@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from echograph.frontend.pytorch.annotate import BUFFER, GRADIENT_OF, PHASE, ROLE, VAL
-from echograph.frontend.pytorch.schema import (
+from echograph.frontend.pytorch.call_nodes import (
     is_allocation,
     is_fill,
     is_getitem,

@@ -4,6 +4,7 @@
 
 `TrainingStep` holds the state of a step in steady state (optimizer state and fp32 master weights exist
 already), and the three parts that a producer runs in turn: `forward`, `backward`, `update`.
+`real_step` is one on real tensors, for comparison with its capture.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
 from echograph.errors import CaptureError
@@ -258,3 +260,33 @@ def _scaler_state() -> dict[str, Tensor]:
         "scale": torch.empty((), dtype=torch.float32),
         "growth_tracker": torch.empty((), dtype=torch.int32),
     }
+
+
+def real_step(
+    module: Module, inputs: Inputs, loss: Loss | None, spec: StepSpec, device: str
+) -> Callable[[], None]:
+    """One training step on a device, to be run again and again: forward, loss, backward, optimizer.
+
+    Args:
+        module: with real parameters; moved to the device.
+        inputs: real, of any device.
+        loss: as in `capture`.
+        spec: what the step does besides the model.
+        device: PyTorch's name of it.
+    """
+    inputs = tree_map_only(Tensor, lambda t: t.to(device), inputs)
+    with torch.device(device):
+        step = TrainingStep(module.to(device), inputs, loss, spec)
+    for tensors in (*step.state.values(), step.scaler):
+        for slot, tensor in tensors.items():
+            tensor.fill_(2.0**10 if slot == "scale" else 0)
+    if spec.has_master_weights:
+        with torch.no_grad():
+            for name, tensors in step.state.items():
+                tensors["master"].copy_(step.parameters[name])
+
+    def run() -> None:
+        gradients: dict[str, Any] = step.backward(step.forward())
+        step.update(gradients)
+
+    return run

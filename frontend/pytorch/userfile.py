@@ -6,12 +6,15 @@
 
 The inputs are a tuple (positional) or a mapping (keyword arguments). The loss takes the module's output; it
 is left out, or None, where the module returns the loss or an object with `.loss`.
+
+`reason` says in one line what a user's code raised, and `user_line` where.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +24,28 @@ from typing import Any
 from torch import nn
 
 from echograph.errors import EchoError, InputError, UsageError
-from echograph.frontend.pytorch.blame import reason, user_line
 from echograph.frontend.pytorch.step import Inputs, Loss
+
+_LONGEST_REASON = 200
+
+
+def reason(error: BaseException) -> str:
+    """Type and first line of an exception."""
+    first_line = (str(error).strip().splitlines() or ["no message"])[0]
+    return f"{type(error).__name__}: {first_line[:_LONGEST_REASON]}"
+
+
+def user_line(error: BaseException) -> str:
+    """`name.py:line` of the innermost frame that is neither PyTorch's nor ours; "" if there is none."""
+    import torch
+
+    libraries = [Path(torch.__file__).resolve().parent, Path(__file__).resolve().parent]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename).resolve()
+        if path.suffix == ".py" and not any(path.is_relative_to(library) for library in libraries):
+            return f"{path.name}:{frame.lineno}"
+    return ""
+
 
 _MODULE_NAME = "echograph_user_model"
 

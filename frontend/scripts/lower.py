@@ -11,12 +11,11 @@ from torch.fx import Graph, Node
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.annotate import FQN, MODULE, PHASE, VAL
+from echograph.frontend.pytorch.call_nodes import is_getitem, is_in_place, is_view, qualified_name
 from echograph.frontend.pytorch.lower import DTYPES, PHASES, Lowering, Order
-from echograph.frontend.pytorch.schema import is_getitem, is_in_place, is_view, qualified_name
 from echograph.frontend.scripts.collectives import Communication
-from echograph.frontend.scripts.memory_recorder import SHARES
 from echograph.frontend.scripts.mesh import axes_of, crossed, offset, place_of
-from echograph.frontend.scripts.recorder import COMMUNICATION, COPY, MICRO_BATCH, PAYLOAD
+from echograph.frontend.scripts.recorder import COMMUNICATION, COPY, MICRO_BATCH, PAYLOAD, SHARES
 from echograph.frontend.scripts.run import Recorded
 from echograph.frontend.scripts.streams import AFTER, STREAM
 from echograph.ir.builder import Common, GraphBuilder

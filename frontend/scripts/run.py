@@ -23,12 +23,12 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from echograph.errors import CaptureError, EchoError, InputError
-from echograph.frontend.pytorch.blame import reason
 from echograph.frontend.pytorch.capture import capture_mode, plain_attention_masks, quiet_fakes
 from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.shapes import Results
+from echograph.frontend.pytorch.userfile import reason
 from echograph.frontend.scripts.adapter import Adapter, patched, replaced
-from echograph.frontend.scripts.gpu import remedy
+from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.recorder import ScriptRecorder, StepRecorded
 from echograph.frontend.scripts.world import World
 

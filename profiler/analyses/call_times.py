@@ -10,8 +10,7 @@ from echograph.errors import UsageError
 from echograph.ir.columns import Int64
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
-from echograph.profiler.traces.launches import launches
-from echograph.profiler.traces.stacks import Stacks, call_stacks
+from echograph.profiler.traces.relations import Stacks, call_stacks, launches
 from echograph.profiler.traces.trace import NONE, Trace, TraceSet
 
 TITLES = (

@@ -12,8 +12,7 @@ import numpy as np
 from echograph.errors import UsageError
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
-from echograph.profiler.traces.launches import of_device_queue
-from echograph.profiler.traces.steps import profiler_steps, step_of_rows
+from echograph.profiler.traces.relations import of_device_queue, profiler_steps, step_of_rows
 from echograph.profiler.traces.trace import NONE, Bool, Trace, TraceSet
 
 TITLES = (

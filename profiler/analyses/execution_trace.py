@@ -12,7 +12,7 @@ from echograph.errors import DataError, UsageError
 from echograph.ir.files import read_unpacked
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
-from echograph.profiler.traces.details import details
+from echograph.profiler.traces.events import details
 from echograph.profiler.traces.trace import NONE, OPERATORS, Bool, Trace, TraceSet
 
 TITLES = (

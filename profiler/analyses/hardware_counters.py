@@ -13,9 +13,8 @@ from echograph.errors import UsageError
 from echograph.ir.columns import Int64
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
-from echograph.profiler.traces.details import details
-from echograph.profiler.traces.launches import launches
-from echograph.profiler.traces.stacks import call_stacks
+from echograph.profiler.traces.events import details
+from echograph.profiler.traces.relations import call_stacks, launches
 from echograph.profiler.traces.trace import CALLS, NONE, OPERATORS, Trace, TraceSet
 
 TITLES = (

@@ -14,7 +14,7 @@ from echograph.ir.columns import Int64
 from echograph.profiler.analyses.statistics import DESCRIPTION, describe
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
-from echograph.profiler.traces.launches import launch_of_rows
+from echograph.profiler.traces.relations import launch_of_rows
 from echograph.profiler.traces.trace import NONE, Trace, TraceSet
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from echograph.profiler.analyses.table import Table, from_rows, stacked
 from echograph.profiler.analyses.work import US
-from echograph.profiler.traces.launches import Launches, launches
+from echograph.profiler.traces.relations import Launches, launches
 from echograph.profiler.traces.trace import KERNELS, Trace, TraceSet
 
 TITLES = ("rank", "correlation", "cpu_duration", "gpu_duration", "launch_delay", "call", "name")

@@ -13,7 +13,7 @@ from echograph.errors import DataError, UsageError
 from echograph.ir.files import read_unpacked
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
-from echograph.profiler.traces.details import whole_events
+from echograph.profiler.traces.events import whole_events
 from echograph.profiler.traces.trace import LONGEST_US, Trace, TraceSet
 
 TITLES = ("rank", "ts", "device", "change_bytes", "allocated_bytes", "reserved_bytes")

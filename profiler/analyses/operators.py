@@ -10,7 +10,7 @@ from echograph.ir.columns import Int64
 from echograph.profiler.analyses.launches import launched_work
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
-from echograph.profiler.traces.stacks import call_stacks
+from echograph.profiler.traces.relations import call_stacks
 from echograph.profiler.traces.trace import NONE, OPERATORS, Trace, TraceSet
 
 TITLES = (

@@ -13,8 +13,7 @@ from echograph.ir.columns import Int64
 from echograph.profiler.analyses.marked_copy import marked_copy
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
-from echograph.profiler.traces.launches import launches
-from echograph.profiler.traces.stacks import Stacks, call_stacks
+from echograph.profiler.traces.relations import Stacks, call_stacks, launches
 from echograph.profiler.traces.trace import Trace, TraceSet
 
 TITLES = ("pattern", "count", "GPU kernel duration (us)", "CPU op duration (us)", "rank")

@@ -6,7 +6,7 @@ import numpy as np
 
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US
-from echograph.profiler.traces.steps import profiler_steps, step_of_rows
+from echograph.profiler.traces.relations import profiler_steps, step_of_rows
 from echograph.profiler.traces.trace import TraceSet
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from echograph.errors import UsageError
 from echograph.profiler.analyses.table import Table, from_rows
 from echograph.profiler.analyses.work import US, Kind, kinds
-from echograph.profiler.traces.steps import profiler_steps, step_of_rows
+from echograph.profiler.traces.relations import profiler_steps, step_of_rows
 from echograph.profiler.traces.trace import Trace, TraceSet
 
 # Collectives shorter than this share of a step tell nothing about who waits.

@@ -1,17 +1,43 @@
-"""Several traces as one, on one clock."""
+"""Several traces as one, on one clock, and the final trace of a GPU from what several profilers wrote of it.
+
+ByteProfile leaves beside the final trace what it was made of: `temp.json` (MXNet's operators), `comm.json` (parts
+of communications, under the indices of their gradients) and `io.json`. The dependency graph says which operators
+count, and what each waited for.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from echograph.errors import DataError
-from echograph.profiler.byteprofile.events import to_ps
-from echograph.profiler.byteprofile.layout import Gpu, Job
-from echograph.profiler.byteprofile.names import ALLREDUCE, COMMUNICATION, Label
-from echograph.profiler.byteprofile.read import Event, complete_events, label_of
-from echograph.units import PS_PER_US
+import numpy as np
+
+from echograph.errors import DataError, InputError, OutputError
+from echograph.ir.files import check_writable, write_whole
+from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.byteprofile.dag import read_dag
+from echograph.profiler.byteprofile.events import (
+    ALLREDUCE,
+    COMMUNICATION,
+    COMPUTATION,
+    UPDATES,
+    Event,
+    Events,
+    Label,
+    category_of,
+    columns_of,
+    complete_events,
+    is_kineto,
+    label_of,
+    to_ps,
+)
+from echograph.profiler.byteprofile.layout import FINAL, Gpu, Job, gradient_names
+from echograph.units import PS_PER_MS, PS_PER_US
 
 # What ends at the same moment on all workers: the sum is there.
 _COMMON_ENDS = ("PULL", ALLREDUCE)
@@ -163,3 +189,272 @@ def as_trace(events: Iterator[Event]) -> Iterator[str]:
         yield separator + json.dumps(event)
         separator = ",\n"
     yield "\n]}\n"
+
+
+OPERATORS, COMMUNICATIONS, INPUTS = "temp.json", "comm.json", "io.json"
+_GRADIENT = re.compile(r"(?:Comm\.)?(?:byteps\.)?gradient_(\d+)(?:\.(?P<part>\w+))?$", re.IGNORECASE)
+_INDEX = re.compile(r"(?:Comm\.)?(\d+)(?:\.(?P<part>\w+))?$")
+_GLUON = re.compile(r"name=([^;]+)")
+# MXNet's optimizers are operators called sgd_mom_update, adam_update, lamb_update_phase1, ...
+_UPDATE = "_update"
+_STEP = re.compile(r"ProfilerStep#\d+$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Collected:
+    """A final trace.
+
+    Attributes:
+        events: of the trace, in microseconds.
+        notes: what is missing, one line each.
+    """
+
+    events: tuple[Event, ...]
+    notes: tuple[str, ...]
+
+
+def collect(gpu: Gpu, *, operators_only: bool = False) -> Collected:
+    """Makes a GPU's final trace anew.
+
+    Args:
+        gpu: a folder with `dag.gml` and `temp.json`; `comm.json` and `io.json` are taken where they are. dPRO's
+            folders, in which the trace lies in several files, need no graph: the files are joined.
+        operators_only: make computation anew, and keep all else of the final trace that is there.
+
+    Raises:
+        InputError: a file is missing or cannot be read, or there is no final trace to keep the rest of.
+        DataError: a file is broken, or has none of the operators of the graph.
+    """
+    notes: list[str] = []
+    apart = [file for file in gpu.files if not FINAL.match(file.name)]
+    if apart and not (gpu.folder / OPERATORS).is_file():
+        if is_kineto(apart[0]):
+            raise InputError(f"{apart[0]}: is a PyTorch trace, there is nothing to make of it: use iter_time")
+        return Collected(
+            events=tuple(e for file in apart for e in complete_events(file, notes)), notes=tuple(notes)
+        )
+    for file in (gpu.dag, gpu.folder / OPERATORS):
+        if not file.is_file():
+            raise InputError(f"{file}: no such file: the final trace is made from it")
+    recorded = read_dag(gpu.dag)
+    inputs: dict[str, list[str]] = {name: [] for name in recorded.nodes}
+    for before, after in recorded.edges:
+        inputs[after].append(before)
+    events = _operators(gpu.folder / OPERATORS, inputs, notes)
+    if operators_only:
+        if not gpu.files:
+            raise InputError(
+                f"{gpu.folder}: has no final trace to keep the rest of: leave out --sub-option operator"
+            )
+        kept = (event for file in gpu.files for event in complete_events(file, notes))
+        return Collected(events=(*(e for e in kept if e.get("cat") != "operator"), *events), notes=tuple(notes))
+    names = gradient_names((gpu.folder, gpu.folder.parent))
+    for name, read in ((INPUTS, _inputs), (COMMUNICATIONS, _communications)):
+        file = gpu.folder / name
+        if file.is_file():
+            events += read(file, inputs, names, notes)
+        else:
+            notes.append(f"{file}: no such file: the trace is without what it would say")
+    return Collected(events=tuple(events), notes=tuple(notes))
+
+
+def _named(event: Event, name: str, inputs: Sequence[str], category: str) -> Event:
+    arguments = {"name": name, **{f"input{i}": other for i, other in enumerate(inputs)}}
+    return event | {"name": name, "cat": category, "args": arguments}
+
+
+def operator_name(raw: str) -> str:
+    """A node's name of what MXNet calls an operator: `conv0_fwd` is FW.conv0, `_backward_conv0` ... is BW."""
+    found = _GLUON.search(raw)
+    raw = found[1] if found else raw
+    if "_backward" in raw:
+        name = raw.split("_backward")[0] or raw.removeprefix("_backward_")
+        return f"BW.{name.removesuffix('_fwd')}"
+    return f"FW.{raw.removesuffix('_fwd')}"
+
+
+def _operators(path: Path, inputs: dict[str, list[str]], notes: list[str]) -> list[Event]:
+    """Computation: operators of the graph, and the span of the optimizer's of each step."""
+    raw = sorted(complete_events(path, notes), key=lambda event: event["ts"])
+    process: Any = None
+    found: list[Event] = []
+    update: Event | None = None
+    for event in raw:
+        said = str(event.get("name", ""))
+        name = operator_name(said)
+        if name in inputs and process in (None, event.get("pid")):
+            # Operators may be listed once a device and once for all.
+            process = event.get("pid")
+            update = None
+            found.append(_named(event, name, inputs[name], "operator"))
+        elif _UPDATE in said and found and process == event.get("pid"):
+            if update is None:
+                update = _named(event, "STEP", inputs.get("STEP", []), "operator")
+                found.append(update)
+            update["dur"] = event["ts"] + event["dur"] - update["ts"]
+    if not found:
+        raise DataError(f"{path}: none of its operators is in the dependency graph: they are of different models")
+    return found
+
+
+def _communications(
+    path: Path, inputs: dict[str, list[str]], names: Sequence[str], notes: list[str]
+) -> Iterator[Event]:
+    for event in complete_events(path, notes):
+        raw = str(event.get("name", ""))
+        found = _GRADIENT.match(raw) or _INDEX.match(raw)
+        if found:
+            if not int(found[1]) < len(names):
+                raise DataError(
+                    f"{path}: gradient {found[1]} is not in gradient_name_list.txt, which has {len(names)}"
+                )
+            whole, part = f"{COMMUNICATION}.{names[int(found[1])]}", found["part"]
+        elif category_of(raw) == COMMUNICATION:
+            whole = next((w for w in (raw, raw.rpartition(".")[0]) if w in inputs), raw)
+            part = raw.removeprefix(whole).removeprefix(".")
+        else:
+            continue
+        renamed = _named(event, f"{whole}.{part}" if part else whole, inputs.get(whole, []), COMMUNICATION)
+        yield renamed | {"pid": whole, "args": renamed["args"] | {"name": whole}}
+
+
+def _inputs(path: Path, inputs: dict[str, list[str]], names: Sequence[str], notes: list[str]) -> Iterator[Event]:
+    del names
+    for event in complete_events(path, notes):
+        name = str(event.get("name", ""))
+        yield _named(event, name, inputs.get(name, []), "I/O")
+
+
+class Iteration(NamedTuple):
+    """One step of a GPU.
+
+    Attributes:
+        start: picoseconds at which its first forward operator starts.
+        computed: picoseconds from there to the end of its last backward operator; None in a PyTorch trace, in
+            which operators are not called forward or backward.
+        duration: picoseconds from there to the next step's start; of the last step, to the end of all its work.
+    """
+
+    start: int
+    computed: int | None
+    duration: int
+
+
+def iterations(events: Events) -> list[Iteration]:
+    """The steps of a GPU's trace: a forward operator that starts after a backward one began begins a step.
+
+    In a PyTorch trace, the profiler's steps.
+
+    Args:
+        events: of one GPU.
+
+    Raises:
+        DataError: there is no step: no forward operator, or no backward one after it.
+    """
+    marked = events.where(lambda label: bool(_STEP.match(label.operation)))
+    if len(marked):
+        return [Iteration(int(events.start[row]), None, int(events.duration[row])) for row in marked]
+    labels = [label.category for label in events.labels]
+    kinds = COMPUTATION | UPDATES | {COMMUNICATION}
+    rows = events.where(lambda label: label.category in kinds)
+    rows = rows[np.argsort(events.start[rows], kind="stable")]
+    starts: list[int] = []
+    backward: list[int] = []
+    turned = True
+    end = events.end
+    for row in rows.tolist():
+        category = labels[events.label[row]]
+        if category == "FW" and turned:
+            starts.append(int(events.start[row]))
+            backward.append(0)
+            turned = False
+        elif category == "BW" and starts:
+            turned = True
+            backward[-1] = max(backward[-1], int(end[row]))
+    if not starts or not backward[0]:
+        raise DataError(
+            "the trace has no step: no forward operator (FW.) with a backward one (BW.) after it starts"
+        )
+    last = int(end[rows].max())
+    ends = [*starts[1:], last]
+    return [
+        Iteration(start, until - start, over - start)
+        for start, until, over in zip(starts, backward, ends, strict=True)
+        if until
+    ]
+
+
+def iteration_table(job: Job) -> Table:
+    """One row a GPU: its `steps`; on average forward and backward, `fw_bw_ms`, and all, `iteration_ms`.
+
+    Args:
+        job: the traces.
+
+    Raises:
+        InputError: a trace cannot be read.
+        DataError: a trace is broken, or has no step.
+    """
+    rows = []
+    notes: list[str] = []
+    for gpu in job.gpus:
+        events = gpu.events()
+        notes += events.notes
+        try:
+            steps = iterations(events)
+        except DataError as error:
+            raise DataError(f"{gpu.folder}: {error}") from None
+        computed = [step.computed for step in steps if step.computed is not None]
+        fw_bw = sum(computed) / len(computed) / PS_PER_MS if computed else None
+        duration = sum(step.duration for step in steps) / len(steps) / PS_PER_MS
+        rows.append((job.title(gpu), len(steps), fw_bw, duration))
+    return from_rows(("gpu", "steps", "fw_bw_ms", "iteration_ms"), rows, notes)
+
+
+def final_name(gpu: Gpu, collected: Collected) -> str:
+    """The file name of a GPU's final trace: that of the one it has, or one with its rank and number of steps."""
+    if gpu.files and FINAL.match(gpu.files[0].name):
+        return gpu.files[0].name.removesuffix(".gz")
+    steps = len(iterations(columns_of(gpu.folder, collected.events, [])))
+    return f"bps_trace_local_rank{gpu.rank}_{steps}step.json"
+
+
+def write_collected(job: Job, output: Path | None, *, operators_only: bool) -> tuple[Job, list[str]]:
+    """Writes final traces anew; all are made before the first is written.
+
+    Args:
+        job: whose profilers left something.
+        output: folder for them; None: each GPU's own.
+        operators_only: make only computation anew.
+
+    Returns:
+        The job with these traces; and notes on what is missing, a line each.
+
+    Raises:
+        OutputError: a trace cannot be written.
+    """
+    made = [(gpu, collect(gpu, operators_only=operators_only)) for gpu in job.gpus]
+    gpus: list[Gpu] = []
+    notes: list[str] = []
+    for gpu, collected in made:
+        folder = gpu.folder
+        if output is not None:
+            folder = output / job.title(gpu).replace(".", "/")
+            make_folder(folder)
+        file = folder / final_name(gpu, collected)
+        check_writable(file)
+        notes += collected.notes
+        write_whole(file, as_trace(iter(collected.events)))
+        gpus.append(dataclasses.replace(gpu, files=(file,)))
+    return dataclasses.replace(job, gpus=tuple(gpus)), notes
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those around it, if there is none.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from None

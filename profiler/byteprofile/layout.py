@@ -19,9 +19,7 @@ from pathlib import Path
 
 from echograph.errors import DataError, InputError
 from echograph.ir.files import read_whole
-from echograph.profiler.byteprofile.events import Events, joined, of_trace
-from echograph.profiler.byteprofile.names import by_number
-from echograph.profiler.byteprofile.read import is_kineto, read_events
+from echograph.profiler.byteprofile.events import Events, by_number, is_kineto, joined, of_trace, read_events
 
 MAX_TEXT_BYTES = 64 << 20
 FINAL = re.compile(r"bps_trace\D*(?P<rank>\d+)?\D*?(?P<end>\d+)?\D*\.json(\.gz)?$")

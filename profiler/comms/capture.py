@@ -2,9 +2,14 @@
 
 Every collective of torch.distributed, called from Python or from C++, is an operator `c10d::...` whose kernel for
 a device hands it to the backend. While a trace runs, kernels of ours stand before those: they note the call, and
-pass it down with the same arguments. What comes back, the Work among it, is passed up as it is.
-Three things are not operators, and are methods that are wrapped as well: `Work.wait`, the two ends of a coalesced
-block, and the making of groups. Removing the last tracer puts everything back.
+pass it down with the same arguments. What comes back, the Work among it, is passed up as it is. Three things are
+not operators, and are methods that are wrapped as well: `Work.wait`, the two ends of a coalesced block, and the
+making of groups. Removing the last tracer puts everything back.
+
+When a call starts and ends: on the host, it can start as soon as it is issued, and its Work's future says when it
+has ended: at completion, not when somebody waits. gloo's send and receive have no future; their end is where
+waiting for them returns. On CUDA, events tell: one on the caller's stream when the call is issued, one in the
+future's callback, which PyTorch runs on a stream that follows the collective.
 """
 
 from __future__ import annotations
@@ -13,18 +18,267 @@ import functools
 import sys
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeAlias
 
+from echograph.ir.comms.operations import OPERATIONS, Operation, OperatorArguments
 from echograph.ir.comms.record import UNKNOWN
-from echograph.profiler.comms.call import Call, Listener
-from echograph.profiler.comms.clock import EventClock, HostClock
+from echograph.profiler.comms.bandwidth import message_bytes
+from echograph.profiler.comms.call import Call, Kind, Listener
 from echograph.profiler.comms.context import CallSites, Phases, Site
-from echograph.profiler.comms.describe import Kinds
-from echograph.profiler.comms.groups import Groups
-from echograph.profiler.comms.operations import OPERATIONS, Operation, OperatorArguments
+from echograph.profiler.comms.groups import Group, Groups
+
+REANCHOR_MS = 1000.0
+
+
+class HostClock:
+    """Calls whose completion the host sees."""
+
+    device = "cpu"
+
+    def __init__(self, finished: Callable[[Call], None]) -> None:
+        self._finished = finished
+
+    def issue(self, call: Call) -> None:
+        """Before the call."""
+        call.start = call.queued
+
+    def watch(self, call: Call, work: Any) -> bool:
+        """After the call; false where only waiting tells its end."""
+        try:
+            future = work.get_future()
+        except RuntimeError:
+            return False
+        if future.done():
+            # What would call back at once costs as much as all else here.
+            call.end = time.perf_counter_ns()
+            self._finished(call)
+            return True
+        # A future that nobody holds would never call back.
+        call.work = work
+        future.add_done_callback(partial(self._ended, call))
+        return True
+
+    def _ended(self, call: Call, _: Any) -> None:
+        call.end = time.perf_counter_ns()
+        self._finished(call)
+
+    def waits(self, call: Call, *, at_once: bool = False) -> None:
+        """The caller starts to wait, now or as soon as the call was issued."""
+        call.wait = call.queued if at_once else time.perf_counter_ns()
+
+
+class EventClock:
+    """Calls on a device, timed by events that are read when they have passed.
+
+    Events are asked only from the threads that call collectives: asking from another one could break the capture
+    of a CUDA graph.
+
+    Args:
+        finished: told of each call whose times are known.
+        module: of the device (torch.cuda).
+    """
+
+    device = "cuda"
+
+    def __init__(self, finished: Callable[[Call], None], module: Any) -> None:
+        self._finished = finished
+        self._module = module
+        self._running: deque[Call] = deque()
+        self._anchors: dict[Any, tuple[Any, int]] = {}
+        self._free: dict[str, int] = {}
+
+    def issue(self, call: Call) -> None:
+        """Before the call."""
+        self.read()
+        if not self._module.is_current_stream_capturing():
+            call.timer = [self._record(), None, None]
+
+    def watch(self, call: Call, work: Any) -> bool:
+        """After the call; one that goes into a CUDA graph has no times."""
+        timer = call.timer
+        if timer is None:
+            self._finished(call)
+            return True
+
+        def behind(_: Any) -> None:
+            timer[1] = self._record()
+            self._running.append(call)
+
+        work.get_future().add_done_callback(behind)
+        return True
+
+    def waits(self, call: Call, *, at_once: bool = False) -> None:
+        """The caller's stream starts to wait, now or as soon as the call was issued."""
+        if call.end != UNKNOWN:
+            # The host comes to wait after it saw the end.
+            call.wait = call.end
+        elif call.timer is not None and not self._module.is_current_stream_capturing():
+            call.timer[2] = call.timer[0] if at_once else self._record()
+
+    def read(self) -> None:
+        """Finishes the calls whose events have passed, in the order in which they were issued."""
+        while self._running and self._running[0].timer[1].query():
+            call = self._running.popleft()
+            issued, ended, waited = call.timer
+            call.start = max(self._time(issued), self._free.get(call.kind.channel, 0))
+            call.end = self._free[call.kind.channel] = max(call.start, self._time(ended))
+            if waited is not None and waited.query():
+                call.wait = self._time(waited)
+            call.timer = None
+            self._finished(call)
+
+    def _record(self) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _time(self, event: Any) -> int:
+        """An event in nanoseconds of `perf_counter`.
+
+        Events tell time only against each other, in float32 milliseconds: against an old one the digits run out,
+        so the event that is compared with moves along.
+        """
+        device = event.device
+        if device not in self._anchors:
+            event.synchronize()
+            base = self._record()
+            base.synchronize()
+            self._anchors[device] = (base, time.perf_counter_ns())
+        base, at = self._anchors[device]
+        after_ms = base.elapsed_time(event)
+        moment: int = at + round(after_ms * 1e6)
+        if after_ms > REANCHOR_MS:
+            self._anchors[device] = (event, moment)
+        return moment
+
+
+SHOWN_SHAPES = 8
+MAX_KINDS = 1 << 16
+Place: TypeAlias = tuple[Site, str, str]
+_ASYNCHRONOUS_APIS = {"isend", "irecv", "batch_isend_irecv"}
+
+
+class Kinds:
+    """Finds the kind of a call; a training step makes the same calls again and again, so that most are known."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Kind] = {}
+
+    def of(
+        self,
+        operation: Operation,
+        arguments: OperatorArguments,
+        group: Group,
+        coalesced: bool,
+        device: str,
+        sparse: bool,
+        place: Place,
+    ) -> Kind:
+        """What a call has in common with others like it.
+
+        Args:
+            operation: the operator.
+            arguments: of the operator.
+            group: its group.
+            coalesced: whether it stands in a coalesced block.
+            device: type of the device.
+            sparse: whether tensors are, whose shapes do not tell their bytes.
+            place: call site, phase and module.
+        """
+        root = operation.root >= 0 and arguments[operation.root] == group.rank
+        inputs = operation.inputs(arguments, root)
+        outputs = inputs if operation.in_place else operation.outputs(arguments, root)
+        first = inputs[0] if inputs else outputs[0] if outputs else None
+        # The default of the operators, and so what is not passed on, is asynchronous.
+        position = operation.asynchronous
+        asynchronous = position >= 0 and (bool(arguments[position]) if len(arguments) > position else True)
+        peer = arguments[operation.peer] if operation.peer >= 0 else -1
+        tag = arguments[operation.tag] if operation.tag >= 0 else -1
+        stream = _stream(first) if device == "cuda" and first is not None else 0
+        given = tuple([tensor.shape for tensor in inputs])
+        got = given if outputs is inputs else tuple([tensor.shape for tensor in outputs])
+        dtype = None if first is None else first.dtype
+        signature = (
+            operation, group, given, got, dtype, asynchronous, peer, tag, coalesced, device, stream, place,
+        )  # fmt: skip
+        kind = self._known.get(signature)
+        if kind is None or sparse:
+            kind = _make(
+                operation, group, inputs, outputs, (peer, tag), asynchronous, coalesced, device, stream, place
+            )
+            if len(self._known) >= MAX_KINDS:
+                self._known.clear()
+            self._known[signature] = kind
+        return kind
+
+
+def _make(
+    operation: Operation,
+    group: Group,
+    inputs: Any,
+    outputs: Any,
+    other: tuple[int, int],
+    asynchronous: bool,
+    coalesced: bool,
+    device: str,
+    stream: int,
+    place: Place,
+) -> Kind:
+    # What each rank holds alike: the root of a scatter alone has the parts of all.
+    tensors = outputs if operation.name == "scatter" else inputs or outputs
+    given, got = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
+    site, phase, module = place
+    peer, channel = -1, group.name
+    if operation.point_to_point:
+        peer, channel = _channel(operation, group, *other)
+        asynchronous = site.api in _ASYNCHRONOUS_APIS
+    return Kind(
+        op=operation.name,
+        group=group.name,
+        channel=channel,
+        bytes=message_bytes(operation.name, given, got, len(group.ranks)),
+        input_bytes=given,
+        output_bytes=got,
+        shapes=tuple([tuple(tensor.shape) for tensor in tensors[:SHOWN_SHAPES]]),
+        tensors=len(tensors),
+        dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+        asynchronous=asynchronous,
+        coalesced=coalesced,
+        device=device,
+        stream=stream,
+        api=site.api,
+        site=site.site,
+        phase=phase,
+        module=module,
+        peer=peer,
+    )
+
+
+def _channel(operation: Operation, group: Group, peer: int, tag: int) -> tuple[int, str]:
+    """The other rank, and what a message is numbered by: sender, receiver and tag, the same on both sides."""
+    me = group.ranks[group.rank]
+    if peer < 0:
+        return -1, f"{group.name}:?>{me}/{tag}"
+    other = group.ranks[peer]
+    sender, receiver = (me, other) if operation.name == "send" else (other, me)
+    return other, f"{group.name}:{sender}>{receiver}/{tag}"
+
+
+def _bytes(tensor: Any) -> int:
+    if tensor.is_sparse:
+        return int(tensor._values().nbytes + tensor._indices().nbytes)
+    return int(tensor.nbytes)
+
+
+def _stream(tensor: Any) -> int:
+    import torch
+
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
+
 
 # A key that every call passes, on all devices and with or without gradients, and where c10d has nothing of its
 # own.

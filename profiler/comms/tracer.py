@@ -1,35 +1,272 @@
-"""`trace_collectives`: one line in a training script, one file a rank."""
+"""`trace_collectives`: one line in a training script, one file a rank.
+
+A `Writer` puts lines into the file from a thread of its own; a `Watchdog` reports collectives that do not end:
+which, for how long, and who has come. Who has come stands in the files of the other ranks: each writes beside its
+calls, once a second, how many it has issued in each channel. So the watchdog sees the ranks whose files are in its
+folder: all of them on one machine or on a shared file system, and else says whose it does not see. It never stops
+anything.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
 import socket
+import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from echograph.errors import MissingExtraError, OutputError, UsageError
 from echograph.ir.comms.record import (
+    DECODER,
     FORMAT,
     MAJOR,
     MINOR,
     UNKNOWN,
+    UNREADABLE,
     Beat,
+    CallRow,
     EndLine,
     GroupLine,
     HeaderLine,
+    RecordLine,
+    Stuck,
     What,
     encode,
 )
 from echograph.profiler.comms.call import WALL_NS, Call, Kind
 from echograph.profiler.comms.groups import Group
-from echograph.profiler.comms.watchdog import Watchdog
-from echograph.profiler.comms.writer import Writer, spell_row
+
+QUEUE = 1 << 16
+INTERVAL_S = 0.2
+Item: TypeAlias = RecordLine | CallRow | Call
+
+
+class Writer:
+    """Takes lines from any thread and appends them to a file, whole lines only.
+
+    Putting is kept as short as can be: a call is spelled when it is written. A disk that is full, or that cannot
+    follow, costs lines, which are counted, and one warning; never an exception in the thread that puts.
+
+    Args:
+        path: file, made anew.
+        tick: called in the writer's thread before each time that it looks for lines.
+        rows: a call as the bytes of its row, and of what must stand before it; called by who writes.
+        queue: most lines in memory.
+        interval_s: seconds between two looks.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tick: Callable[[], None] = lambda: None,
+        rows: Callable[[Call], bytes] = lambda call: _text(call.row(0)),
+        *,
+        queue: int = QUEUE,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self.path = path
+        self.dropped = 0
+        self._tick = tick
+        self._rows = rows
+        self._limit = queue
+        self._half = queue // 2
+        self._interval_s = interval_s
+        self._lines: deque[Item] = deque()
+        self._wake = threading.Event()
+        self._closing = False
+        self._lock = threading.Lock()
+        self._broken = False
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._thread = threading.Thread(target=self._run, name="echograph-comms", daemon=True)
+        self._thread.start()
+
+    def put(self, line: Item) -> None:
+        """Queues a line; where the queue is full a row is dropped and counted, other lines are kept."""
+        waiting = len(self._lines)
+        if (waiting >= self._limit or self._broken) and _is_row(line):
+            self.dropped += 1
+            return
+        self._lines.append(line)
+        if waiting > self._half:
+            self._wake.set()
+
+    def close(self, last: Callable[[], RecordLine] | None = None) -> None:
+        """Writes what is queued, then a last line, and closes the file; twice does nothing."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wake.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=30)
+        self.flush()
+        if last is not None:
+            self._lines.append(last())
+            self.flush()
+        with suppress(OSError):
+            os.close(self._file)
+
+    def flush(self) -> None:
+        """Writes what is queued now."""
+        with self._lock:
+            while self._lines and not self._broken:
+                batch = [self._lines.popleft() for _ in range(min(len(self._lines), 4096))]
+                self._write(batch)
+            if self._broken:
+                self._lines.clear()
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._wake.wait(self._interval_s)
+            self._wake.clear()
+            self._tick()
+            self.flush()
+
+    def _write(self, batch: list[Item]) -> None:
+        data = b"".join(self._rows(line) if isinstance(line, Call) else _text(line) for line in batch)
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+        except OSError as error:
+            self._give_up(batch, data, written, error)
+
+    def _give_up(self, batch: list[Item], data: bytes, written: int, error: OSError) -> None:
+        self._broken = True
+        whole = data.rfind(b"\n", 0, written) + 1
+        rows = sum(map(_is_row, batch))
+        rows -= sum(line[:1] == b"[" for line in data[:whole].splitlines())
+        # A line cut in two is taken back; a device (/dev/full) has no length to cut.
+        with suppress(OSError):
+            os.ftruncate(self._file, os.lseek(self._file, 0, os.SEEK_CUR) - (written - whole))
+        self.dropped += rows + sum(map(_is_row, self._lines))
+        sys.stderr.write(
+            f"echograph: {self.path}: {error.strerror or error}: collectives are no longer written; "
+            "training goes on\n"
+        )
+
+
+def _is_row(line: Item) -> bool:
+    return isinstance(line, (tuple, Call))
+
+
+def spell_row(row: CallRow) -> bytes:
+    """A call as a line with its end."""
+    return b"[%d,%d,%d,%d,%d,%d]\n" % row
+
+
+def _text(line: RecordLine | CallRow) -> bytes:
+    return spell_row(line) if isinstance(line, tuple) else encode(line)
+
+
+TAIL_BYTES = 1 << 20
+
+
+class Watchdog:
+    """Looks at the calls of one rank that have not ended.
+
+    Args:
+        path: where all ranks write, as it was asked for.
+        rank: this rank.
+        restart: which start of the job this is.
+        timeout_s: seconds after which a call is reported, once.
+    """
+
+    def __init__(self, path: Path, rank: int, restart: int, timeout_s: float) -> None:
+        self._path = path
+        self._rank = rank
+        self._restart = restart
+        self._timeout_ns = int(timeout_s * 1e9)
+        self._reported: set[tuple[str, int]] = set()
+
+    def look(self, pending: Iterable[Call], now: int, read_events: Callable[[], None]) -> Iterator[Stuck]:
+        """Reports on stderr, and as lines for the trace, the calls that are late and were not reported yet.
+
+        Args:
+            pending: calls that have not ended.
+            now: nanoseconds of `perf_counter`.
+            read_events: looks whether calls on devices have ended unseen.
+        """
+        late = [call for call in pending if now - call.queued > self._timeout_ns]
+        late = [call for call in late if (call.kind.channel, call.sequence) not in self._reported]
+        if late:
+            read_events()
+        for call in late:
+            if call.end < 0:
+                self._reported.add((call.kind.channel, call.sequence))
+                stuck = self._describe(call, now)
+                sys.stderr.write(_spell(self._rank, call, stuck))
+                yield stuck
+
+    def _describe(self, call: Call, now: int) -> Stuck:
+
+        arrived, missing, unheard = [], [], []
+        for rank in call.group.ranks:
+            if rank == self._rank:
+                arrived.append(rank)
+                continue
+            if call.kind.peer >= 0 and rank != call.kind.peer:
+                continue
+            issued = last_beat(file_of(self._path, rank, self._restart))
+            if issued is None:
+                unheard.append(rank)
+            elif issued.get(call.kind.channel, 0) > call.sequence:
+                arrived.append(rank)
+            else:
+                missing.append(rank)
+        return Stuck(
+            op=call.kind.op,
+            channel=call.kind.channel,
+            sequence=call.sequence,
+            seconds=round((now - call.queued) / 1e9, 1),
+            arrived=tuple(arrived),
+            missing=tuple(missing),
+            unheard=tuple(unheard),
+            site=call.kind.site,
+        )
+
+
+def last_beat(path: Path) -> dict[str, int] | None:
+    """Calls that a rank has issued, by channel, as its file last says; None where it does not."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, 2) - TAIL_BYTES))
+            lines = stream.read().split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines[:-1]):
+        if line.startswith(b"{"):
+            try:
+                found = DECODER.decode(line)
+            except UNREADABLE:
+                continue
+            if isinstance(found, Beat):
+                return found.issued
+    return None
+
+
+def _spell(rank: int, call: Call, stuck: Stuck) -> str:
+    where = f", {stuck.site}" if stuck.site else ""
+    who = [f"arrived: {_ranks(stuck.arrived)}"]
+    who += [f"not arrived: {_ranks(stuck.missing)}"] if stuck.missing else []
+    who += [f"their files are not here: {_ranks(stuck.unheard)}"] if stuck.unheard else []
+    return (
+        f"echograph: rank {rank}: {stuck.op} {stuck.sequence} of {stuck.channel} ({call.kind.bytes} bytes{where}) "
+        f"has not ended after {stuck.seconds:g} s; {'; '.join(who)}\n"
+    )
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:16]))
+    return shown + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+
 
 MAX_KINDS = 1 << 16
 RANK = "{rank}"

@@ -7,8 +7,7 @@ from echograph.profiler.costs.attention import attention_backward, attention_for
 from echograph.profiler.costs.convolution import convolution
 from echograph.profiler.costs.cost import Cost
 from echograph.profiler.costs.device import DeviceProfile, device_names, load_device
-from echograph.profiler.costs.gemm import gemm
-from echograph.profiler.costs.grouped import grouped_gemm
+from echograph.profiler.costs.gemm import gemm, grouped_gemm
 from echograph.profiler.costs.host import framework_op, launch
 from echograph.profiler.costs.memory import memory_bound
 

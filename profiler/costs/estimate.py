@@ -33,8 +33,7 @@ from echograph.profiler.costs.attention import attention_backward, attention_for
 from echograph.profiler.costs.convolution import convolution
 from echograph.profiler.costs.cost import Cost
 from echograph.profiler.costs.device import DeviceProfile
-from echograph.profiler.costs.gemm import gemm
-from echograph.profiler.costs.grouped import grouped_gemm
+from echograph.profiler.costs.gemm import gemm, grouped_gemm
 from echograph.profiler.costs.memory import memory_bound
 from echograph.units import PS_PER_S, to_ps
 

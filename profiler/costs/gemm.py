@@ -1,4 +1,4 @@
-r"""Seconds of a matrix product C[b, m, n] = A[m, k] B[k, n] on one device.
+"""Seconds of a matrix product C[b, m, n] = A[m, k] B[k, n] on one device.
 
 A kernel cuts C into tiles of tm x tn, optionally cuts k into s slices, and deals the pieces to the SMs in waves:
 
@@ -18,13 +18,60 @@ cuBLAS nearly does.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import UnavailableError, UnknownNameError
 from echograph.profiler.costs.cost import Cost, FloatArray, as_floats, make_cost, widen
-from echograph.profiler.costs.device import Datasheet, DeviceProfile, GemmModel, Quantize
-from echograph.profiler.costs.grid import correction
+from echograph.profiler.costs.device import Datasheet, DeviceProfile, GemmModel, Grid, Quantize
+
+LIMIT = 0.25
+"""No correction moves a time by more than this (natural log)."""
+
+FADE_OCTAVES = 2.0
+"""Outside the knots the correction falls by e every this many octaves."""
+
+
+def corners(
+    knots: Sequence[Sequence[float]], sizes: Sequence[FloatArray]
+) -> tuple[npt.NDArray[np.intp], FloatArray, FloatArray]:
+    """The eight knots around each point.
+
+    Args:
+        knots: increasing sizes along each of the three axes.
+        sizes: three arrays of shape [points].
+
+    Returns:
+        Flat knot indices [8, points], their weights [8, points], and octaves outside the knots [points].
+    """
+    low, weight, outside = [], [], []
+    for axis, size in zip(knots, sizes, strict=True):
+        log_axis, log_size = np.log2(axis), np.log2(size)
+        index = np.clip(np.searchsorted(log_axis, log_size, side="right") - 1, 0, len(axis) - 2)
+        part = (log_size - log_axis[index]) / (log_axis[index + 1] - log_axis[index])
+        low.append(index)
+        weight.append(np.clip(part, 0.0, 1.0))
+        outside.append(np.maximum(0.0, np.maximum(log_axis[0] - log_size, log_size - log_axis[-1])))
+    flat, weights = [], []
+    for bits in itertools.product((0, 1), repeat=3):
+        corner = [index + bit for bit, index in zip(bits, low, strict=True)]
+        flat.append(np.ravel_multi_index(corner, [len(axis) for axis in knots]))
+        weights.append(
+            np.prod([part if bit else 1.0 - part for bit, part in zip(bits, weight, strict=True)], axis=0)
+        )
+    return np.stack(flat), np.stack(weights), np.sum(outside, axis=0)
+
+
+def correction(grid: Grid, sizes: Sequence[FloatArray]) -> tuple[FloatArray, FloatArray]:
+    """The correction of log time at each point, and how far to trust it (1 inside, falling to 0)."""
+    flat, weights, outside = corners(grid.knots, sizes)
+    values = np.asarray(grid.permille, dtype=np.float64)[flat] / 1000.0
+    trust = np.exp(-outside / FADE_OCTAVES)
+    return np.clip((values * weights).sum(axis=0), -LIMIT, LIMIT) * trust, trust
+
 
 DTYPES = {
     "bf16": "bf16",
@@ -238,3 +285,49 @@ def _lookup(table: dict[int, float], aligned: npt.NDArray[np.int64]) -> FloatArr
     keys = sorted(table)
     values = np.asarray([table[key] for key in keys])
     return np.asarray(values[np.searchsorted(np.asarray(keys), aligned)])
+
+
+PASSES = {"forward": "TN", "input_gradient": "NN", "weight_gradient": "NT"}
+
+
+def grouped_gemm(
+    device: DeviceProfile,
+    rows: npt.ArrayLike,
+    n: float,
+    k: float,
+    *,
+    pass_: str = "forward",
+    dtype: str = "bf16",
+    accumulate: bool = False,
+) -> Cost:
+    """Cost of C_e[rows_e, n] = A_e[rows_e, k] B_e[k, n] over the experts e of one rank.
+
+    Args:
+        device: the profile to ask.
+        rows: tokens of each local expert, [experts]; an expert without tokens costs nothing.
+        n: outputs of an expert.
+        k: inputs of an expert.
+        pass_: "forward"; "input_gradient" (sums over n, gives k); "weight_gradient" (sums over the rows).
+        dtype: of the operands.
+        accumulate: weight gradients are added into fp32.
+
+    Raises:
+        UnknownNameError: no such pass or dtype.
+        UnavailableError: the device has no units for this dtype, or no model of them.
+    """
+    if pass_ not in PASSES:
+        raise UnknownNameError("pass", pass_, PASSES)
+    busy = np.asarray(rows, dtype=np.float64).ravel()
+    busy = busy[busy > 0]
+    label = device.grouped.label
+    source = label.source if gemm_model(device, dtype).label.source == "fitted" else "analytical"
+    if not len(busy):
+        return make_cost(np.asarray(0.0), label.spread, label.spread_short, source)
+    sizes: dict[str, tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]] = {
+        "forward": (busy, n, k),
+        "input_gradient": (busy, k, n),
+        "weight_gradient": (n, k, busy),
+    }
+    single = gemm(device, *sizes[pass_], dtype=dtype, layout=PASSES[pass_], accumulate=accumulate)
+    seconds = np.asarray(np.sum(single.seconds) * device.grouped.scale[pass_])
+    return make_cost(seconds, label.spread, label.spread_short, source)

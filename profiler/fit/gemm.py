@@ -2,22 +2,105 @@
 
 First the physical parameters (some thirty numbers for thousands of rows) by robust least squares on log time, from
 one fixed start; then a correction on a coarse grid of log shapes, by ridge regression with a smoothness penalty.
+
+Batches of narrow products are charted as a whole, in attention as PyTorch runs it unfused: the dense tables begin
+at 256 columns and a depth of 256; the products of attention have a head's 64 or 128 of one of them, and their
+model is an extrapolation. The charts of Dao (2023, FlashAttention-2) hold "PyTorch" beside the fused kernels: six
+batched products forward and backward, a softmax each way, copies of the operands. What the chart takes beyond the
+models of softmax and copies is put to the products. Charts without a mask alone are used: masking adds kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from echograph.errors import MissingExtraError
 from echograph.profiler.costs.cost import FloatArray
-from echograph.profiler.costs.device import Alignment, Datasheet, GemmModel, Grid, Label, Quantize
-from echograph.profiler.costs.gemm import gemm_seconds, physical_seconds
-from echograph.profiler.fit.grid import fit_grid
-from echograph.profiler.fit.holdout import held_out, score, spreads
-from echograph.profiler.fit.robust import logit, minimize, sigmoid, subsample, weights
+from echograph.profiler.costs.device import Alignment, Datasheet, GemmModel, Grid, Label, MemoryModel, Quantize
+from echograph.profiler.costs.gemm import LIMIT, corners, gemm_seconds, narrowness, physical_seconds
+from echograph.profiler.fit.regression import (
+    OUTLIER,
+    held_out,
+    logit,
+    minimize,
+    score,
+    sigmoid,
+    spreads,
+    subsample,
+    weights,
+)
+from echograph.profiler.fit.table import KernelTable
+
+GRID_PASSES = 4
+
+
+def fit_grid(
+    knots: Sequence[Sequence[float]],
+    sizes: Sequence[FloatArray],
+    error: FloatArray,
+    weight: FloatArray,
+    *,
+    smoothness: float,
+    ridge: float,
+) -> Grid:
+    """The grid that explains log errors best, pulled to zero and to its neighbours.
+
+    Args:
+        knots: increasing sizes along each of three axes.
+        sizes: three arrays [rows].
+        error: log(measured / modelled), [rows].
+        weight: trust in each row, [rows].
+        smoothness: price of a difference between neighbours, per octave.
+        ridge: price of a correction.
+
+    Raises:
+        MissingExtraError: scipy is not installed.
+    """
+    try:
+        import scipy.sparse as sparse
+        from scipy.sparse.linalg import spsolve
+    except ImportError as reason:
+        raise MissingExtraError("scipy", "fit", "fitting a device profile") from reason
+    flat, part, _ = corners(knots, sizes)
+    shape = tuple(len(axis) for axis in knots)
+    count, rows = int(np.prod(shape)), len(error)
+    design = sparse.csr_matrix((part.ravel(), (np.tile(np.arange(rows), 8), flat.ravel())), shape=(rows, count))
+    start, end, price = _neighbours(knots, shape)
+    pairs = np.tile(np.arange(len(start)), 2)
+    differences = sparse.csr_matrix(
+        (np.concatenate([price, -price]), (pairs, np.concatenate([start, end]))), shape=(len(start), count)
+    )
+    penalty = smoothness * differences.T @ differences + ridge * sparse.eye(count)
+    trust, values = weight.copy(), np.zeros(count)
+    for _ in range(GRID_PASSES):
+        weighted = sparse.diags(trust**2)
+        values = spsolve((design.T @ weighted @ design + penalty).tocsc(), design.T @ (trust**2 * error))
+        trust = weight / np.sqrt(1.0 + ((error - design @ values) / OUTLIER) ** 2)
+    limited = np.clip(np.rint(values * 1000.0), -LIMIT * 1000.0, LIMIT * 1000.0)
+    first, second, third = ([float(v) for v in axis] for axis in knots)
+    return Grid(knots=(first, second, third), permille=limited.astype(int).tolist())
+
+
+def _neighbours(
+    knots: Sequence[Sequence[float]], shape: tuple[int, ...]
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Flat indices of adjacent knots and the root of the price of their difference."""
+    index = np.arange(int(np.prod(shape))).reshape(shape)
+    start, end, price = [], [], []
+    for axis, values in enumerate(knots):
+        low = np.take(index, range(shape[axis] - 1), axis)
+        octaves = np.diff(np.log2(np.asarray(values, dtype=np.float64)))
+        along = octaves.reshape([-1 if a == axis else 1 for a in range(len(shape))])
+        start.append(low.ravel())
+        end.append(np.take(index, range(1, shape[axis]), axis).ravel())
+        price.append(np.broadcast_to(1.0 / np.sqrt(along), low.shape).ravel())
+    return np.concatenate(start), np.concatenate(end), np.concatenate(price)
+
 
 TILES = {
     "ampere": ((128, 256), (256, 128), (128, 128), (128, 64), (64, 128), (64, 64), (256, 64), (64, 256)),
@@ -193,3 +276,50 @@ def _round(value: float | FloatArray) -> float:
 
 def _significant(values: FloatArray) -> list[float]:
     return [_round(v) for v in values.tolist()]
+
+
+LABEL = "PyTorch;"
+CHARTED_PASSES = 3.5
+"""Forward and backward are charted as so many times the FLOPs of forward."""
+COPIES = 9
+"""Of an operand's size: queries, keys and values before the products, the output, and their gradients."""
+MIN_ROWS = 6
+
+
+def fit_batched(
+    table: KernelTable, gpus: list[str], model: GemmModel, memory: dict[str, MemoryModel], sheet: Datasheet
+) -> GemmModel | None:
+    """The model with the factor on batches of narrow products; None where no chart of the device has them."""
+    rows = table.select(gpus=gpus, ops=["attn_fwd_bwd"])
+    unfused = np.char.startswith(rows.text["notes"].astype(str), LABEL) & (rows.text["causal"] == "no")
+    rows = rows.where(unfused)
+    if len(rows) < MIN_ROWS:
+        return None
+    batch, seq, heads, dim = (rows.number[name] for name in ("batch", "seq", "heads", "head_dim"))
+    seconds = 4.0 * CHARTED_PASSES * batch * seq**2 * heads * dim / (rows.number["tflops"] * 1e12)
+    products = seconds - _rest(batch * heads, seq, dim, memory, sheet)
+    modelled = _products(model, sheet, batch * heads, seq, dim)
+    narrow = narrowness(seq, seq, dim)
+    scale = float(np.exp(np.median(np.log(products / modelled) / narrow)))
+    spread = float(np.std(np.log(products / modelled) - narrow * np.log(scale)))
+    return msgspec.structs.replace(model, batched_scale=round(scale, 3), batched_spread=round(spread, 3))
+
+
+def _products(
+    model: GemmModel, sheet: Datasheet, count: FloatArray, seq: FloatArray, dim: FloatArray
+) -> FloatArray:
+    """Two products of scores' size and four of a head's, forward and backward together."""
+    scores = gemm_seconds(model, sheet, count, seq, seq, dim)
+    heads = gemm_seconds(model, sheet, count, seq, dim, seq)
+    return np.asarray(2.0 * scores + 4.0 * heads)
+
+
+def _rest(
+    count: FloatArray, seq: FloatArray, dim: FloatArray, memory: dict[str, MemoryModel], sheet: Datasheet
+) -> FloatArray:
+    """Softmax, which moves the scores twice forward and three times backward, and copies."""
+    softmax, copy = memory["softmax"], memory["copy"]
+    reach = np.interp(np.log2(2.0 * seq), np.log2(softmax.row_bytes), softmax.bandwidth_fraction)
+    scores, operand = 2.0 * count * seq**2, 2.0 * count * seq * dim
+    moved = 5.0 * scores / reach + COPIES * 2.0 * operand / copy.bandwidth_fraction[0]
+    return np.asarray(moved / sheet.memory_bandwidth_bytes_per_s)

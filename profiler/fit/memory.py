@@ -10,8 +10,7 @@ import numpy as np
 
 from echograph.profiler.costs.cost import FloatArray
 from echograph.profiler.costs.device import HeldOut, Label, MemoryModel
-from echograph.profiler.fit.holdout import held_out, score, spreads
-from echograph.profiler.fit.robust import minimize
+from echograph.profiler.fit.regression import held_out, minimize, score, spreads
 from echograph.profiler.fit.table import KernelTable
 
 OPERANDS = {

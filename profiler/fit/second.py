@@ -15,7 +15,7 @@ from echograph.profiler.costs.cost import FloatArray
 from echograph.profiler.costs.device import Datasheet, GemmModel, GroupedModel, HeldOut, Label
 from echograph.profiler.costs.gemm import ACCUMULATOR_BYTES, accumulate_seconds, gemm_seconds
 from echograph.profiler.fit.gemm import Products
-from echograph.profiler.fit.holdout import held_out, score, spreads
+from echograph.profiler.fit.regression import held_out, score, spreads
 from echograph.profiler.fit.table import KernelTable
 
 SUSTAINED_FLOPS = 1.5e11

@@ -1,9 +1,12 @@
-"""Measures the invocations of a step one by one. Each finds in the cache what the step would have left there."""
+"""Measures the invocations of a step one by one, on real tensors of the recorded types, strides and identities.
+
+Each finds in the cache what the step would have left there.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -11,14 +14,237 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from echograph.errors import InputError
-from echograph.ir.profile import Environment, Invocation, Measurement, Part, Profile
+from echograph.ir.profile import Argument, Environment, Invocation, Measurement, Named, Operand, Part, Profile
 from echograph.profiler.measure.device import Device
-from echograph.profiler.measure.operands import Operands, Prepared, operator_of
 from echograph.profiler.measure.sampling import Samples, sample
 from echograph.progress import Progress, silent
 from echograph.units import format_bytes, to_ps
+
+_BLOCK = 2**20
+"""Random numbers that are drawn; larger tensors repeat them."""
+_SEED = 0
+_UNORDERED = (torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
+"""Types that have no largest element; few small tensors have them."""
+
+Arguments = Mapping[str, Any]
+
+
+def _along(values: str, indices: str = "index") -> Callable[[Arguments], dict[str, int]]:
+    """Indices into one dimension of a tensor."""
+    return lambda a: {indices: _size(a[values], a["dim"])}
+
+
+def _classes(a: Arguments) -> dict[str, int]:
+    return {"target": _size(a["self"], 1 if len(a["self"].shape) > 1 else 0)}
+
+
+def _each(a: Arguments) -> dict[str, int]:
+    """One tensor of indices for each of the first dimensions."""
+    return {f"indices.{i}": a["self"].shape[i] for i, index in enumerate(a["indices"]) if index is not None}
+
+
+_INDICES: dict[str, Callable[[Arguments], dict[str, int]]] = {
+    "aten.embedding": lambda a: {"indices": a["weight"].shape[0]},
+    "aten.embedding_dense_backward": lambda a: {"indices": a["num_weights"]},
+    "aten.nll_loss_forward": _classes,
+    "aten.nll_loss_backward": _classes,
+    "aten.nll_loss2d_forward": _classes,
+    "aten.nll_loss2d_backward": _classes,
+    "aten.gather": _along("self"),
+    "aten.scatter": _along("self"),
+    "aten.scatter_": _along("self"),
+    "aten.scatter_add": _along("self"),
+    "aten.scatter_add_": _along("self"),
+    "aten.index_select": _along("self"),
+    "aten.index_add": _along("self"),
+    "aten.index_add_": _along("self"),
+    "aten.index_copy_": _along("self"),
+    "aten.index": _each,
+    "aten._unsafe_index": _each,
+    "aten.index_put": _each,
+    "aten.index_put_": _each,
+    "aten._index_put_impl_": _each,
+    "aten.take": lambda a: {"index": prod(a["self"].shape)},
+    "aten.max_pool2d_with_indices_backward": lambda a: {"indices": prod(a["self"].shape[-2:])},
+}
+"""Operator -> names of its arguments that hold indices, with their bounds. Other whole numbers are 0, which is
+an index into anything."""
+
+
+def _grouped(a: Arguments) -> tuple[str, int]:
+    """Where the groups of `_grouped_mm` end: along the rows, what is summed over, or the columns."""
+    left, right = a["self"].shape, a["mat2"].shape
+    return "offs", (left[0] if len(right) == 3 else left[1]) if len(left) == 2 else right[-1]
+
+
+_ENDS: dict[str, Callable[[Arguments], tuple[str, int]]] = {"aten._grouped_mm": _grouped}
+"""Operator -> name of its argument that holds the ends of groups, with the last end; groups are made equal."""
+
+
+class Operands:
+    """Makes the arguments of invocations on a device.
+
+    Args:
+        device: PyTorch's name of it.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._blocks: dict[tuple[str, bool], Tensor] = {}
+
+    def make(self, invocation: Invocation) -> Prepared:
+        """The operator, its arguments, and the tensors among them.
+
+        What an argument's maker alone can give is taken from one run of the maker.
+        """
+        operator = operator_of(invocation)
+        bounds, ends = _bounds(invocation, operator), _ends(invocation, operator)
+        made: dict[str, Any] = {}
+        tensors = {}
+        for operand in invocation.operands:
+            if operand.maker is None:
+                tensors[operand.number] = self._tensor(operand, bounds.get(operand.number, 0), invocation.products)
+                if operand.number in ends:
+                    count = operand.extent
+                    equal = [ends[operand.number] * (i + 1) // count for i in range(count)]
+                    tensors[operand.number].copy_(torch.tensor(equal))
+                continue
+            maker, index = operand.maker
+            if maker.text not in made:
+                made[maker.text] = self.make(maker).run()
+            result = made[maker.text]
+            tensors[operand.number] = result[index] if isinstance(result, tuple | list) else result
+        args = tuple(self._argument(a, tensors) for a in invocation.arguments)
+        kwargs = {name: self._argument(a, tensors) for name, a in invocation.keywords}
+        resident = [tensors[o.number] for o in invocation.operands if o.resident]
+        return Prepared(operator, args, kwargs, list(tensors.values()), resident)
+
+    def _argument(self, argument: Argument, tensors: dict[int, Tensor]) -> Any:
+        if isinstance(argument, Operand):
+            return tensors[argument.number]
+        if isinstance(argument, tuple):
+            return [self._argument(item, tensors) for item in argument]
+        if isinstance(argument, Named):
+            return torch.device(self._device) if argument.kind == "device" else getattr(torch, argument.name)
+        return argument
+
+    def _tensor(self, operand: Operand, bound: int, signed: bool) -> Tensor:
+        dtype: torch.dtype = getattr(torch, operand.dtype)
+        memory = torch.empty(operand.extent, dtype=dtype, device=self._device)
+        if bound > 0:
+            generator = torch.Generator(self._device).manual_seed(_SEED)
+            memory.random_(0, bound, generator=generator)
+        elif dtype.is_floating_point or dtype == torch.bool:
+            self._fill(memory, signed)
+        else:
+            memory.zero_()
+        return memory.as_strided(operand.shape, operand.strides)
+
+    def _fill(self, memory: Tensor, signed: bool) -> None:
+        """Products get numbers of both signs (a device's power depends on them), others none that make NaN."""
+        key = str(memory.dtype), signed
+        if key not in self._blocks:
+            generator = torch.Generator(self._device).manual_seed(_SEED)
+            block = torch.rand(_BLOCK, device=self._device, generator=generator)
+            block = block * 2 - 1 if signed else block * 0.8 + 0.1
+            self._blocks[key] = block > 0.5 if memory.dtype == torch.bool else block.to(memory.dtype)
+        block, whole = self._blocks[key], memory.numel() // _BLOCK * _BLOCK
+        memory[:whole].view(-1, _BLOCK).copy_(block)
+        memory[whole:].copy_(block[: memory.numel() - whole])
+
+
+class Prepared:
+    """An invocation that can be run again and again.
+
+    Attributes:
+        run: runs it, and returns what it returns.
+        tensors: what it is given.
+        cold: whether some of that is not in the cache when the step runs it.
+    """
+
+    def __init__(
+        self,
+        operator: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        resident: list[Tensor],
+    ) -> None:
+        self.run: Callable[[], Any] = lambda: operator(*args, **kwargs)
+        self.tensors, self.cold = tensors, len(resident) < len(tensors)
+        self._resident = resident
+        self._written = [t for argument in _written(operator, args, kwargs) for t in _flat(argument)]
+
+    def restore(self) -> None:
+        """Gives what the invocation overwrites ordinary numbers again, lest they run away over the repeats."""
+        for tensor in self._written:
+            tensor.fill_(0.5 if tensor.dtype.is_floating_point else 0)
+
+    def touch(self) -> None:
+        """Reads what the step leaves in the cache."""
+        for tensor in self._resident:
+            if tensor.numel() and tensor.dtype not in _UNORDERED:
+                tensor.amax()
+
+
+def operator_of(invocation: Invocation) -> Any:
+    """PyTorch's operator of an invocation.
+
+    Raises:
+        AttributeError: this PyTorch has none of that name.
+    """
+    namespace, _, name = invocation.operator.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), invocation.overload)
+
+
+def _ends(invocation: Invocation, operator: Any) -> dict[int, int]:
+    """For a tensor of ends of groups, by its number, the last end."""
+    rule = _ENDS.get(invocation.operator)
+    if rule is None:
+        return {}
+    given = _given(operator, invocation.arguments, dict(invocation.keywords))
+    name, end = rule(given)
+    return {} if given[name] is None else {given[name].number: end}
+
+
+def _bounds(invocation: Invocation, operator: Any) -> dict[int, int]:
+    """For every tensor of indices, by its number, the first value that is not one."""
+    rule = _INDICES.get(invocation.operator)
+    if rule is None:
+        return {}
+    given = _given(operator, invocation.arguments, dict(invocation.keywords))
+    bounds = {}
+    for name, bound in rule(given).items():
+        argument, _, position = name.partition(".")
+        operand = given[argument][int(position)] if position else given[argument]
+        bounds[operand.number] = bound
+    return bounds
+
+
+def _size(tensor: Operand, dim: int) -> int:
+    return tensor.shape[dim] if tensor.shape else 1
+
+
+def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    names = [a.name for a in operator._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    given = _given(operator, args, kwargs)
+    return [given[name] for name in names if given.get(name) is not None]
+
+
+def _given(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by their names in the schema; those left out are None."""
+    names = [argument.name for argument in operator._schema.arguments]
+    return {**dict.fromkeys(names), **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _flat(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for item in value for t in _flat(item)] if isinstance(value, tuple | list) else []
+
 
 _WARM_UP = 2
 _LONGEST_TEXT = 400

@@ -1,4 +1,4 @@
-"""How often to measure: until the mean is known well enough, or the time is up."""
+"""Whole steps end to end, and how often to measure: until the mean is known well enough, or the time is up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist, fmean, median, stdev
+
+from echograph.profiler.measure.device import Device
+from echograph.progress import Progress, silent
 
 PRECISION = 0.02
 """Half of the 95 % confidence interval of the mean, relative to it, at which sampling stops."""
@@ -83,3 +86,21 @@ def sample(
                 break
             checked = len(seconds) * 5 // 4 + 1
     return Samples(seconds=tuple(seconds))
+
+
+def time_steps(
+    step: Callable[[], None], device: Device, steps: int, warm_up: int, say: Progress = silent
+) -> Samples:
+    """Runs a step `warm_up` + `steps` times; the seconds of the latter, host and device together.
+
+    A step ends when the device is idle, so that it holds all of its work, and none of the one before.
+    """
+    seconds = []
+    for number in range(warm_up + steps):
+        say("running steps", number + 1, warm_up + steps)
+        device.synchronize()
+        began = device.host_clock()
+        step()
+        device.synchronize()
+        seconds.append(device.host_clock() - began)
+    return Samples(seconds=tuple(seconds[warm_up:]))

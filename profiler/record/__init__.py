@@ -1,8 +1,8 @@
 """A window of steps of a running PyTorch job, recorded into one folder a rank.
 
-recorder.py is what a user starts, and says when what is on; window.py which steps are meant; steps.py finds where
-they end, profile.py drives PyTorch's profiler, operators.py and dependencies.py make the graph of what depends on
-what, durations.py says how long that took, folder.py knows the files, compare.py holds a recording against a
+recorder.py is what a user starts, says when what is on and drives PyTorch's profiler; window.py which steps are
+meant and where they end; operators.py and dependencies.py make the graph of what depends on what and how long that
+took, overhead.py measures what recording costs, folder.py knows the files, compare.py holds a recording against a
 captured graph.
 """
 

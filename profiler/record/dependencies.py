@@ -6,18 +6,32 @@ Operators follow autograd's graph exactly. A reduction of gradients follows the 
 else is communicated is placed where it was issued: in the forward pass between the operators made before and after
 it, in the backward pass behind the one that was running, or before it where that one is a function that
 communicates. ByteProfile closes the circle from STEP to the next step's FW nodes; here it stays open.
+
+Autograd numbers its nodes as they are made, and the profiler writes that number at the operator that makes a node
+and at its backward. A step's numbers are those of the observed step shifted by one offset, which the kinds of
+nodes tell. A node takes the time that operators with its number took themselves, so that nested ones do not count
+twice; on a device, that of the kernels they launched.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
+from echograph.errors import DataError
+from echograph.ir.comms.reader import NativeSource
 from echograph.ir.files import write_whole
-from echograph.profiler.record.folder import DAG
+from echograph.profiler.record.folder import COMMS, DAG, TRACE
 from echograph.profiler.record.operators import Communication, Operator, StepObserver
+from echograph.profiler.traces.kineto import read_trace
+from echograph.profiler.traces.relations import launches
+from echograph.profiler.traces.trace import NONE, OPERATORS, Trace
+from echograph.units import PS_PER_US
 
 STEP = "STEP"
 
@@ -154,3 +168,223 @@ def _distinct(operators: list[Operator]) -> dict[Operator, str]:
         seen[operator.name] += 1
         names[operator] = f"{operator.name}_{count}" if count else operator.name
     return names
+
+
+TIMED = frozenset({"FW", "BW", "Comm", "STEP"})
+_EVALUATES = "autograd::engine::evaluate_function: "
+_ACCUMULATES = f"{_EVALUATES}torch::autograd::AccumulateGrad"
+_OUTERMOST = "Optimizer.step#outermost"
+_STEP = "ProfilerStep#"
+_GRADIENT, _FURTHER = re.compile(r"Backward\d*$"), re.compile(r"_\d+$")
+_NS_PER_US = 1000
+
+
+class Owner(NamedTuple):
+    """Whose time it is: phase as in `op` of nodes, and autograd's number (-1 of the update)."""
+
+    phase: str
+    number: int
+
+
+_UPDATE = Owner("STEP", NONE)
+# A step: picoseconds of each owner, and the kind of each number whose backward ran.
+Times: TypeAlias = dict[Owner, int]
+Kinds: TypeAlias = dict[int, str]
+
+
+def add_durations(folder: Path) -> str:
+    """Gives the nodes of `dag.gml` the attribute `avg`: microseconds, the mean over the window's steps.
+
+    Args:
+        folder: of a rank whose window is over.
+
+    Returns:
+        What could not be timed, in a line, or "".
+
+    Raises:
+        InputError: a file cannot be read.
+        DataError: the trace is broken, or marks no steps.
+        OutputError: the folder cannot be written to.
+    """
+    from networkx import generate_gml, read_gml
+
+    graph: Any = read_gml(folder / DAG)
+    trace = read_trace(folder / TRACE)
+    begins = np.sort(trace.start[_marks(trace)])
+    if not len(begins):
+        raise DataError(f"{folder / TRACE}: marks no steps: the times of {DAG} are not known")
+    averages = dict(_averages(graph, list(_steps(trace, begins))))
+    averages |= _communicated(graph, folder / COMMS, len(begins))
+    for node, average in averages.items():
+        graph.nodes[node]["avg"] = average
+    write_whole(folder / DAG, (line + "\n" for line in generate_gml(graph)))
+    timed = [node for node, op in graph.nodes(data="op") if op in TIMED]
+    # What was made, and whose backward nothing asked for, took no time.
+    idle = {f"BW{node[2:]}" for node in averages if node.startswith("FW.")}
+    missing = [node for node in timed if node not in averages and node not in idle]
+    if not missing:
+        return ""
+    return (
+        f"{DAG}: {len(missing)} of {len(timed)} nodes have no time (avg), '{missing[0]}' first: not in the trace"
+    )
+
+
+def _averages(graph: Any, steps: list[tuple[Times, Kinds]]) -> Iterator[tuple[str, float]]:
+    """Of operators and the update; the mean over the steps in which they were found."""
+    numbers = {name: order for name, order in graph.nodes(data="order") if order is not None}
+    seen = Counter((name[:2], order) for name, order in numbers.items())
+    # Two threads that make nodes number them alike; which is which nobody knows.
+    numbers = {name: order for name, order in numbers.items() if seen[name[:2], order] == 1}
+    found: dict[str, list[int]] = defaultdict(list)
+    for times, kinds in steps:
+        if _UPDATE in times and "STEP" in graph:
+            found["STEP"].append(times[_UPDATE])
+        offset = _offset(numbers, kinds)
+        for name, order in numbers.items() if offset is not None else ():
+            owner = Owner(name[:2], order + offset)
+            if owner in times and kinds.get(owner.number) in (None, *_kinds_of(name)):
+                found[name].append(times[owner])
+    for name, taken in found.items():
+        yield name, sum(taken) / len(taken) / PS_PER_US
+
+
+def _offset(numbers: Mapping[str, int], kinds: Kinds) -> int | None:
+    """What a step's numbers are ahead of the observed step's: where most kinds agree."""
+    places: dict[str, list[int]] = defaultdict(list)
+    at: dict[int, tuple[str, ...]] = {}
+    for name, order in numbers.items():
+        if name.startswith("BW."):
+            at[order] = _kinds_of(name)
+            for kind in at[order]:
+                places[kind].append(order)
+    ran: dict[str, list[int]] = defaultdict(list)
+    for number, kind in kinds.items():
+        ran[kind].append(number)
+    common = [kind for kind in ran if kind in places]
+    if not common:
+        return None
+    rarest = min(common, key=lambda kind: len(ran[kind]) * len(places[kind]))
+    offsets = {number - order for number in ran[rarest] for order in places[rarest]}
+    agreeing = {
+        offset: sum(kind in at.get(number - offset, ()) for number, kind in kinds.items()) for offset in offsets
+    }
+    # Of equals the smallest, so that the answer does not hang on the order of a set.
+    return max(sorted(agreeing), key=lambda offset: agreeing[offset])
+
+
+def _kinds_of(name: str) -> tuple[str, ...]:
+    last = name.rpartition(".")[2]
+    return tuple(dict.fromkeys((last, _FURTHER.sub("", last))))
+
+
+def _steps(trace: Trace, begins: Any) -> Iterator[tuple[Times, Kinds]]:
+    owners = _owners(trace)
+    rows = np.array(sorted(owners), np.int64)
+    host = dict(_own_times(trace, rows, owners))
+    device = _device_times(trace, owners)
+    step = np.searchsorted(begins, trace.start, "right") - 1
+    for number in range(len(begins)):
+        on_host, on_device, kinds = Counter[Owner](), Counter[Owner](), Kinds()
+        for row in rows[step[rows] == number].tolist():
+            owner, name = owners[row], trace.text(row)
+            on_host[owner] += host[row]
+            on_device[owner] += device[row]
+            if owner.phase == "BW" and name.startswith(_EVALUATES) and name != _ACCUMULATES:
+                kinds[owner.number] = _GRADIENT.sub("", name.removeprefix(_EVALUATES))
+        yield {owner: on_device[owner] or time for owner, time in on_host.items()}, kinds
+
+
+def _marks(trace: Trace) -> Any:
+    marks = {text for text in trace.strings if text.startswith(_STEP)}
+    return np.flatnonzero(trace.named(marks) & trace.of_category({"user_annotation"}))
+
+
+def _owners(trace: Trace) -> dict[int, Owner]:
+    """Whose each row of the host is, the update's too; one without a number is of the one around it."""
+    numbers, forwards = trace.argument("Sequence number"), trace.argument("Fwd thread id")
+    trained = set(trace.tid[_marks(trace)].tolist())
+    backward = forwards[(forwards > 0) & (numbers >= 0)]
+    forward = Counter(backward.tolist()).most_common(1)[0][0] if len(backward) else NONE
+    owners: dict[int, Owner] = {}
+    accumulating: dict[int, Owner] = {}
+    for row, around in _nested(trace):
+        tid, number, name = int(trace.tid[row]), int(numbers[row]), trace.text(row)
+        owner = owners.get(around)
+        if name == _OUTERMOST:
+            owner = _UPDATE
+        elif name == _ACCUMULATES:
+            # It has precedence over all that is ready: it runs right behind what made the gradient.
+            owner = accumulating.get(tid)
+        elif number >= 0 and forwards[row] == forward:
+            owner = Owner("BW", number)
+        elif number >= 0 and forwards[row] <= 0 and tid in trained:
+            owner = Owner("FW", number)
+        if owner is not None:
+            owners[row] = owner
+            if owner.phase == "BW":
+                accumulating[tid] = owner
+    return owners
+
+
+def _nested(trace: Trace) -> Iterator[tuple[int, int]]:
+    """Operators and updates, outer ones first, each with the row that it is in, or -1."""
+    rows = np.flatnonzero(trace.of_category(OPERATORS) | trace.named({_OUTERMOST}))
+    rows = rows[np.lexsort((-trace.duration[rows], trace.start[rows], trace.tid[rows]))]
+    end, tid = trace.end, trace.tid
+    above: list[int] = []
+    for row in rows.tolist():
+        while above and (tid[above[-1]] != tid[row] or end[above[-1]] <= trace.start[row]):
+            above.pop()
+        yield row, above[-1] if above else NONE
+        above.append(row)
+
+
+def _own_times(trace: Trace, rows: Any, owners: Mapping[int, Owner]) -> Iterator[tuple[int, int]]:
+    """Picoseconds of each row without those of the rows in it."""
+    own = {row: int(trace.duration[row]) for row in rows.tolist()}
+    for row, around in _nested(trace):
+        if row in owners and around in owners:
+            own[around] -= int(trace.duration[row])
+    yield from own.items()
+
+
+def _device_times(trace: Trace, owners: Mapping[int, Owner]) -> Counter[int]:
+    """Picoseconds of work on devices that each row launched."""
+    launched = launches(trace)
+    works = trace.on_device[launched.works]
+    row_of = {int(trace.external_id[row]): row for row in owners if trace.external_id[row] >= 0}
+    times = Counter[int]()
+    for call, work in zip(launched.calls[works].tolist(), launched.works[works].tolist(), strict=True):
+        row = row_of.get(int(trace.external_id[call]))
+        if row is not None:
+            times[row] += int(trace.duration[work])
+    return times
+
+
+def _communicated(graph: Any, file: Path, steps: int) -> dict[str, float]:
+    """Microseconds from start to end of each call, where all steps made the calls that the observed one did."""
+    nodes: dict[str, dict[int, str]] = defaultdict(dict)
+    for name, data in graph.nodes(data=True):
+        if data.get("op") == "Comm":
+            nodes[data["channel"]][data["sequence"]] = name
+    if not nodes or not file.exists():
+        return {}
+    source = NativeSource(file)
+    source.open()
+    calls: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
+    for rows in source.rows():
+        for number, sequence, _, start, end, _ in rows.tolist():
+            what = source.whats[number]
+            if what is not None:
+                # One that stands twice had not ended when it was first written.
+                calls[what.channel][sequence] = start, end
+    averages = {}
+    for channel, of in nodes.items():
+        made = calls[channel]
+        if set(made) != set(range(len(of) * steps)) or set(of) != set(range(len(of))):
+            continue
+        for place, name in of.items():
+            spans = [made[step * len(of) + place] for step in range(steps)]
+            if all(0 <= start <= end for start, end in spans):
+                averages[name] = sum(end - start for start, end in spans) / steps / _NS_PER_US
+    return averages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import platform
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -28,8 +30,102 @@ from echograph.profiler.record.folder import (
     write_hooks,
     write_metadata,
 )
-from echograph.profiler.record.steps import StepEnds
-from echograph.profiler.record.window import Window, choose_window
+from echograph.profiler.record.window import StepEnds, Window, choose_window
+
+
+class Profile:
+    """Warms up before the window and marks its steps, `ProfilerStep#N` with the window's numbers.
+
+    Args:
+        window: which steps.
+        file: where the trace goes.
+    """
+
+    def __init__(self, window: Window, file: Path) -> None:
+        self._window = window
+        self._file = file
+        self._profile: Any = None
+        self._marks: list[Any] = []
+
+    def begin(self, step: int) -> None:
+        """Starts in the step before the window, or in its first.
+
+        Raises:
+            UsageError: another profiler is at work; beginning would end it.
+        """
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        if torch._C._autograd._profiler_enabled():
+            raise UsageError("no trace: the script's own profiler is at work: record other steps")
+
+        activities = [ProfilerActivity.CPU]
+        if sees_cuda():
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, schedule=self._action, record_shapes=self._window.shapes)
+        self._profile.step_num = step
+        self._profile.current_action = self._action(step)
+        self._profile.start()
+
+    def step(self) -> None:
+        """The next step begins."""
+        if self._profile is not None:
+            self._profile.step()
+
+    def optimizing(self, entered: int) -> None:
+        """Marks a step around PyTorch's own, as PyTorch marks those: entered (1) or left (-1)."""
+        from torch.profiler import record_function
+
+        if entered > 0:
+            mark = record_function("Optimizer.step#outermost")
+            mark.__enter__()  # type: ignore[no-untyped-call]
+            self._marks.append(mark)
+        elif self._marks:
+            self._marks.pop().__exit__(None, None, None)
+
+    def finish(self, rank: int, world: int) -> bool:
+        """Stops, and writes what was seen; false where there is nothing.
+
+        Args:
+            rank: of this process; the file says it where PyTorch does not.
+            world: number of ranks.
+        """
+        if self._profile is None:
+            return False
+        profile, self._profile = self._profile, None
+        recording = profile.current_action.name in ("RECORD", "RECORD_AND_SAVE")
+        if recording:
+            self._add_rank(profile, rank, world)
+        profile.stop()
+        if recording:
+            # Written whole or not at all.
+            scratch = self._file.with_name(f".{self._file.name}")
+            profile.export_chrome_trace(str(scratch))
+            scratch.replace(self._file)
+        return recording
+
+    def _add_rank(self, profile: Any, rank: int, world: int) -> None:
+        with suppress(RuntimeError):
+            if profile._get_distributed_info() is None:
+                profile.add_metadata_json("distributedInfo", json.dumps({"rank": rank, "world_size": world}))
+
+    def _action(self, step: int) -> Any:
+        from torch.profiler import ProfilerAction
+
+        if step < self._window.start:
+            return ProfilerAction.WARMUP
+        # Ended by hand, so that the last step's mark closes where the step does.
+        return ProfilerAction.RECORD
+
+
+def sees_cuda() -> bool:
+    """Whether there is a CUDA device that this PyTorch can profile; scripts may have been told so of a CPU."""
+    import torch
+    from torch.profiler import ProfilerActivity, supported_activities
+
+    activities = supported_activities()  # type: ignore[no-untyped-call]
+    return torch.cuda.is_available() and ProfilerActivity.CUDA in activities
+
 
 _recorder: Recorder | None = None
 
@@ -201,7 +297,6 @@ class Recorder:
         self._overhead = measure_overhead(shapes=self.window.shapes, collectives=here)
 
     def _start_profile(self) -> None:
-        from echograph.profiler.record.profile import Profile
 
         profile = Profile(self.window, (self.folder or self._open()) / TRACE)
         profile.begin(self.steps)
@@ -276,7 +371,7 @@ class Recorder:
         traced, self._traced = self._traced, False
         if traced and self.folder is not None and (self.folder / DAG).is_file():
             # Not where nothing was recorded: a process that ends may no longer import everything.
-            from echograph.profiler.record.durations import add_durations
+            from echograph.profiler.record.dependencies import add_durations
 
             problem = add_durations(self.folder)
             if problem:
@@ -334,8 +429,6 @@ def _about(window: Window) -> Metadata:
     """What is known of this process before anything is recorded."""
     import torch
     from torch import distributed
-
-    from echograph.profiler.record.profile import sees_cuda
 
     here = distributed.is_available() and distributed.is_initialized()
     return Metadata(

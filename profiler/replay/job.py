@@ -1,19 +1,26 @@
-"""The pieces of all ranks of a job, on one clock, and which of them are one collective."""
+"""The pieces of all ranks of a job, on one clock, and the job graph that is made of them.
+
+A graph has one program a rank; collectives that ranks ran together are of one group.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from echograph.errors import InputError
+from echograph.ir.builder import Common, GraphBuilder
+from echograph.ir.graph import JobGraph, Workload
+from echograph.ir.types import CollectiveKind, CopyDirection, DType, Duration, Payload, Phase, Source
 from echograph.profiler.replay.observing import Observed
 from echograph.profiler.replay.pieces import Piece, Work
 from echograph.profiler.replay.rank import rank_pieces
+from echograph.profiler.replay.walk import TRACE
 from echograph.profiler.traces.alignment import align, clocks
 from echograph.profiler.traces.collectives import MESSAGES, Call, Meeting, meetings
-from echograph.profiler.traces.trace import TraceSet
+from echograph.profiler.traces.trace import NONE, TraceSet
 from echograph.progress import Progress, silent
 
 
@@ -138,3 +145,189 @@ def _messages(of_rank: Mapping[int, Sequence[Piece]]) -> list[Together]:
             met = Meeting(kind="send", group=pair[0][2].group, number=number, calls=calls)
             found.append(Together(meeting=met, pieces={rank: piece for rank, piece, _ in pair}))
     return found
+
+
+STEP = "step"
+"""What stands for the device in a duration that is not of the operation, but of the step that it ends."""
+FREE = "free step"
+"""Likewise, where the duration is that of a step in which nothing was observed."""
+NOT_TRACED = "not traced"
+"""The group of collectives whose other ranks were not traced, or are not known."""
+NOT_TRACED_WORLD = "not traced (all ranks)"
+"""Likewise, where the trace says that the group is of all ranks of the job."""
+ONE_OF_SEVERAL = "one rank of several"
+"""The group of collectives that a rank of a larger job runs alone."""
+CPU = "cpu"
+UNNAMED = "unnamed device"
+"""The device of traces in which one ran and none is named."""
+
+_DIRECTIONS = {
+    "HtoD": CopyDirection.HOST_TO_DEVICE,
+    "HostToDevice": CopyDirection.HOST_TO_DEVICE,
+    "DtoH": CopyDirection.DEVICE_TO_HOST,
+    "DeviceToHost": CopyDirection.DEVICE_TO_HOST,
+}
+_DTYPES = {
+    "float": DType.FP32, "double": DType.FP64, "half": DType.FP16, "c10::half": DType.FP16,
+    "bfloat16": DType.BF16, "c10::bfloat16": DType.BF16, "long": DType.INT64, "long int": DType.INT64,
+    "int": DType.INT32, "short": DType.INT16, "char": DType.INT8, "bool": DType.BOOL,
+}  # fmt: skip
+_PAYLOADS = {Phase.BACKWARD: Payload.GRADIENT, Phase.OPTIMIZER: Payload.GRADIENT}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """A job graph from traces.
+
+    Attributes:
+        graph: the job; its durations are measured.
+        notes: what was taken for something, or could not be matched, a line each.
+    """
+
+    graph: JobGraph
+    notes: tuple[str, ...] = ()
+
+
+def lower(
+    traces: TraceSet,
+    name: str = "",
+    say: Progress = silent,
+    *,
+    seen: Mapping[int, Observed] = MappingProxyType({}),
+) -> Lowered:
+    """The job graph of the traces of a job.
+
+    Args:
+        traces: one a rank; they are replayed from first to last event.
+        name: of the graph.
+        say: told how far it is.
+        seen: how ranks were observed: durations are without what that cost, where it is known.
+
+    Raises:
+        InputError: a trace's file is gone, or no trace has anything in it.
+    """
+    return _Lowering(job_pieces(traces, say, seen), name, seen).run()
+
+
+@dataclass(slots=True)
+class _Lowering:
+    job: JobPieces
+    name: str
+    seen: Mapping[int, Observed]
+    builder: GraphBuilder = field(init=False)
+    device: str = CPU
+    groups: dict[int, tuple[int, int]] = field(default_factory=dict)
+    tags: dict[str, int] = field(default_factory=dict)
+    names: dict[tuple[int, ...], set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    def run(self) -> Lowered:
+        self.builder = GraphBuilder(name=self.name, workload=Workload(model=self.name), streams=("main",))
+        self.device = _device(self.job.traces)
+        together = (*self.job.together, *self.job.messages)
+        for one in together:
+            self.names[tuple(sorted(one.pieces))].add(one.meeting.group)
+        for one in together:
+            number, begun = self._group(one), one.begun + one.pieces[one.last].cost
+            for piece in one.pieces.values():
+                self.groups[id(piece)] = number, max(0, piece.end - begun)
+        for rank, order in self.job.of_rank.items():
+            begin = self.builder.op_count()
+            self._program(rank, order)
+            calls = [(0, begin, self.builder.op_count(), 0, 0)]
+            self.builder.program(calls, role=f"rank {rank}", ranks=(rank,))
+        return Lowered(graph=self.builder.build(JobGraph), notes=self.job.notes)
+
+    def _group(self, one: Together) -> int:
+        """A group is of the ranks that were traced; one of all of them is the world.
+
+        Groups of the same ranks have an order each: what runs in one says nothing of the other.
+        """
+        ranks = tuple(sorted(one.pieces))
+        name = "world" if len(ranks) == len(self.job.of_rank) else f"ranks {','.join(map(str, ranks))}"
+        return self.builder.group(
+            f"{name} ({one.meeting.group})" if len(self.names[ranks]) > 1 else name, ranks=ranks
+        )
+
+    def _program(self, rank: int, order: Sequence[Piece]) -> None:
+        number: dict[int, int] = {}
+        forward: dict[int, int] = {}
+        for piece in order:
+            common: Common = {
+                "phase": piece.phase,
+                "stream": self.builder.stream(piece.line),
+                "deps": sorted({number[id(one)] for one in piece.after}),
+                "durations": (_duration(self.device, piece.duration - piece.cost),),
+            }
+            number[id(piece)] = at = self._add(rank, piece, common, forward)
+            if piece.sequence != NONE and piece.work is Work.COMPUTE:
+                forward[piece.sequence] = at
+
+    def _add(self, rank: int, piece: Piece, common: Common, forward: Mapping[int, int]) -> int:
+        match piece.work:
+            case Work.HOST:
+                if piece.step != NONE:
+                    # What runs a host's work takes the last of its durations.
+                    common["durations"] = (*self._of_step(rank, piece), *common["durations"])
+                return self.builder.host(piece.name, **common)
+            case Work.COMPUTE:
+                return self.builder.compute(piece.name, forward_op=forward.get(piece.forward), **common)
+            case Work.COPY:
+                direction = next((d for w, d in _DIRECTIONS.items() if w in piece.name), None)
+                direction = direction or CopyDirection.DEVICE_TO_DEVICE
+                return self.builder.copy(piece.name, direction, nbytes=piece.nbytes, **common)
+            case Work.COLLECTIVE:
+                return self._collective(rank, piece, common)
+            case Work.MESSAGE:
+                return self._message(piece, common)
+
+    def _of_step(self, rank: int, piece: Piece) -> Iterator[Duration]:
+        yield _duration(STEP, piece.step)
+        if piece.name != TRACE and rank in self.seen and self.seen[rank].free_ps:
+            yield _duration(FREE, self.seen[rank].free_ps)
+
+    def _collective(self, rank: int, piece: Piece, common: Common) -> int:
+        assert piece.call is not None
+        if id(piece) in self.groups:
+            group, duration = self.groups[id(piece)]
+            common["durations"] = (_duration(self.device, duration),)
+        else:
+            group = self.builder.group(self._name_alone(rank, piece.call), ranks=(rank,))
+        return self.builder.collective(
+            piece.name, CollectiveKind[piece.call.kind.upper()], group=group, bytes_per_rank=piece.nbytes,
+            dtype=_DTYPES.get(piece.call.dtype, DType.UINT8), payload=_PAYLOADS.get(piece.phase, Payload.OTHER),
+            asynchronous=True, **common,
+        )  # fmt: skip
+
+    def _name_alone(self, rank: int, call: Call) -> str:
+        """The group of a collective of which only this rank is known to have been in it."""
+        world = self.job.traces[rank].world_size
+        if len(call.ranks) == 1 or (world == 1 and not call.ranks):
+            return "one rank" if world <= 1 else ONE_OF_SEVERAL
+        return NOT_TRACED_WORLD if world > 1 and len(set(call.ranks)) == world else NOT_TRACED
+
+    def _message(self, piece: Piece, common: Common) -> int:
+        assert piece.call is not None
+        group, duration = self.groups[id(piece)]
+        common["durations"] = (_duration(self.device, duration),)
+        add = self.builder.send if piece.call.kind == "send" else self.builder.recv
+        tag = self.tags.setdefault(piece.call.channel, len(self.tags))
+        # Of the two ranks in the group, the other one.
+        return add(piece.name, group=group, peer=1, tag=tag, nbytes=piece.nbytes, **common)
+
+
+def _device(traces: TraceSet) -> str:
+    """The first device that ran something and is named: ranks of one job have the same kind."""
+    ran = False
+    for trace in traces.values():
+        used = set(trace.pid[trace.on_device].tolist())
+        ran = ran or bool(used)
+        listed = trace.header.get("deviceProperties")
+        known = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) and used else []
+        for one in sorted(known, key=lambda one: one.get("id") not in used):
+            if isinstance(one.get("name"), str) and one["name"].strip():
+                return str(one["name"])
+    return UNNAMED if ran else CPU
+
+
+def _duration(device: str, picoseconds: int) -> Duration:
+    return Duration(device=device, picoseconds=picoseconds, source=Source.MEASURED, samples=1)

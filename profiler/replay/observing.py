@@ -12,7 +12,7 @@ from statistics import median
 
 from echograph.profiler.record.folder import METADATA, Hooks, read_hooks, read_metadata
 from echograph.profiler.record.overhead import COLLECTIVE, Overhead, kind_of
-from echograph.profiler.traces.stacks import Stacks
+from echograph.profiler.traces.relations import Stacks
 from echograph.profiler.traces.trace import NONE, OPERATORS, Trace, TraceSet
 from echograph.units import PS_PER_NS, to_ps
 

@@ -16,7 +16,7 @@ from echograph.profiler.replay.observing import Observed
 from echograph.profiler.replay.pieces import Piece, Pieces, Work
 from echograph.profiler.replay.walk import BLOCK, END_STEP, ISSUE, RELEASE, WAIT, Walk, operator_name
 from echograph.profiler.traces.collectives import MESSAGES, MOST_MOVED, Call, collectives
-from echograph.profiler.traces.launches import launches, of_device_queue
+from echograph.profiler.traces.relations import launches, of_device_queue
 from echograph.profiler.traces.trace import CALLS, COPIES, NONE, Trace, place_of_stream
 from echograph.units import to_ps
 

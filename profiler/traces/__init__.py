@@ -1,7 +1,7 @@
 """Readers of profiler traces: files to columns.
 
 `events` takes a file apart, `kineto` makes columns of its events, `folder` reads the files of a job and `cache`
-keeps what was read. `steps` and `launches` answer what most analyses ask of a trace.
+keeps what was read. `relations` answers what most analyses ask of a trace: launches, stacks, steps.
 """
 
 from echograph.profiler.traces.cache import cache_folder

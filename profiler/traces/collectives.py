@@ -4,20 +4,66 @@ from __future__ import annotations
 
 import ast
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from echograph.errors import FormatError, InputError
 from echograph.ir.columns import Int64
-from echograph.profiler.traces.details import details
+from echograph.ir.comms.reader import NativeSource
+from echograph.profiler.traces.events import details
 from echograph.profiler.traces.kernel_names import communicates, function_name
-from echograph.profiler.traces.recorded_groups import RecordedGroups
-from echograph.profiler.traces.stacks import Stacks, call_stacks
+from echograph.profiler.traces.relations import Stacks, call_stacks
 from echograph.profiler.traces.trace import KERNELS, NONE, OPERATORS, Bool, Trace, TraceSet
+from echograph.units import PS_PER_NS
+
+NAME = "comms.jsonl"
+# What a stamp within a call may be before or after the profiler's stamps of that call.
+_NEAR_PS = 100_000_000
+
+
+class RecordedGroups:
+    """The calls of a rank with their groups, by the time at which they were made; none without such a trace.
+
+    A recording has both traces in one folder, and their times are of one clock.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.times: list[int] = []
+        self.groups: list[tuple[str, tuple[int, ...], str]] = []
+        path, base = Path(trace.path).with_name(NAME), trace.header.get("baseTimeNanoseconds")
+        if not path.is_file() or not isinstance(base, int):
+            return
+        source = NativeSource(path)
+        try:
+            source.open()
+            found = [
+                (queued * PS_PER_NS - base * PS_PER_NS - trace.origin, what.group, what.channel)
+                for rows in source.rows()
+                for number, _, queued, *_ in rows.tolist()
+                if (what := source.whats[number]) is not None
+            ]
+        except (InputError, FormatError):
+            return
+        found.sort()
+        self.times = [time for time, *_ in found]
+        self.groups = [(name, source.groups.get(name, ()), channel) for _, name, channel in found]
+
+    def of(self, begin: int, end: int) -> tuple[str, tuple[int, ...], str]:
+        """Name, ranks and channel of what was called between two moments; "", none and "" where unknown."""
+        at = bisect_left(self.times, begin - _NEAR_PS)
+        fitting = range(at, bisect_left(self.times, end + _NEAR_PS))
+        nearest = min(
+            fitting, key=lambda one: max(begin - self.times[one], self.times[one] - end, 0), default=None
+        )
+        return ("", (), "") if nearest is None else self.groups[nearest]
+
 
 # By the letters of a name alone, so that c10d::_allgather_base_, nccl:all_gather and ncclKernel_AllGather_RING are
 # the same; the longer words stand first.

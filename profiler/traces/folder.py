@@ -1,21 +1,58 @@
-"""The traces of a job: a folder with one file a rank, or files that hold several ranks."""
+"""The traces of a job: a folder with one file a rank, or files that hold several; read here or on Ray."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import multiprocessing
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from echograph.errors import DataError, InputError, UnknownNameError, UsageError
+from echograph.errors import DataError, EchoError, InputError, MissingExtraError, UnknownNameError, UsageError
 from echograph.profiler.traces import cache
 from echograph.profiler.traces.events import EventStream
 from echograph.profiler.traces.kineto import rank_in, read_trace
-from echograph.profiler.traces.steps import complete_steps
+from echograph.profiler.traces.relations import complete_steps
 from echograph.profiler.traces.trace import Trace, TraceSet
 from echograph.progress import Progress, silent
+
+
+def read_on_ray(files: Sequence[Path]) -> Iterator[Trace]:
+    """The traces of some files, in their order, each read by a task of its own.
+
+    The cluster is the one of `RAY_ADDRESS`, or this machine where there is none. Its workers need echograph and
+    the files under the same paths; what comes back are the columns, a small part of a file.
+
+    Args:
+        files: one trace each.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        InputError: a file cannot be read, or is broken.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise MissingExtraError("Ray", "ray", "reading with the engine ray") from None
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    task = ray.remote(_attempt)
+    for result in [task.remote(file.resolve()) for file in files]:
+        found = ray.get(result)
+        if isinstance(found, EchoError):
+            raise found
+        yield found
+
+
+def _attempt(file: Path) -> Trace | EchoError:
+    """The trace, or why there is none: an error that a task raises comes back with its traceback as its text."""
+    try:
+        return read_trace(file)
+    except EchoError as error:
+        return error
+
 
 # What lies beside profiles, by how it begins, and the analysis that reads it.
 _HEAD_BYTES = 1 << 16
@@ -161,8 +198,6 @@ def trace_of_each_rank(trace: Trace) -> Iterator[Trace]:
 
 def _read(files: list[Path], workers: int, engine: str, say: Progress) -> Iterator[Trace]:
     if engine == "ray":
-        from echograph.profiler.traces.ray_engine import read_on_ray
-
         yield from read_on_ray(files)
         return
     if workers < 2 or len(files) < 2 or sum(file.stat().st_size for file in files) < _PARALLEL_BYTES:

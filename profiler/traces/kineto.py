@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from decimal import Decimal
 from itertools import compress
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import DataError
 from echograph.ir.columns import Int64
-from echograph.profiler.traces.categories import ANNOTATIONS, STREAM, category
 from echograph.profiler.traces.events import (
     GROUPS,
     NOTHING,
@@ -29,9 +31,93 @@ from echograph.profiler.traces.events import (
     Group,
     whole_characters,
 )
-from echograph.profiler.traces.pairs import Pairs
 from echograph.profiler.traces.trace import DEVICE, LONGEST_US, NONE, TEXT, Bool, Trace, Values
 from echograph.progress import Progress, silent
+
+CATEGORIES = {
+    "Operator": "cpu_op",
+    "User": "gpu_user_annotation",
+    "gpu_user_Annotation": "gpu_user_annotation",
+    "Runtime": "cuda_runtime",
+    "Kernel": "kernel",
+    "Memcpy": "gpu_memcpy",
+    "Memset": "gpu_memset",
+}
+"""Older names of categories, and those of today: PyTorch 1.8 capitalised all, 1.9 to 1.11 what ran on devices."""
+
+ANNOTATIONS = re.compile(r"ProfilerStep#|Optimizer\.(step|zero_grad)#|enumerate\(DataLoader\)#")
+"""How names of annotations begin that PyTorch itself makes: until 1.11 they had the category of operators."""
+
+STREAM = re.compile(r"stream (\d{1,18})( user| annotations)?$")
+"""A thread that is a stream of a device, as PyTorch 1.8 to 1.10 wrote it."""
+
+
+def category(name: str) -> str:
+    """The name of today of a category."""
+    return CATEGORIES.get(name, name)
+
+
+class Pair(NamedTuple):
+    """A begin with its end.
+
+    Attributes:
+        at: position of the begin among the file's events.
+        begin: what it says.
+        duration: microseconds, exact; NaN where one of the two does not say when it was.
+        args: of both; where they differ, the end's.
+    """
+
+    at: int
+    begin: Begin
+    duration: Decimal
+    args: Arguments
+
+
+class Pairs:
+    """Matches ends with begins: an end is that of the last begin of its process and thread that is still open.
+
+    Attributes:
+        unmatched: ends that had no begin, so far.
+    """
+
+    def __init__(self) -> None:
+        self.unmatched = 0
+        self._open: dict[tuple[str, str], list[tuple[int, Begin]]] = defaultdict(list)
+
+    @property
+    def open(self) -> int:
+        """Begins that have no end, so far."""
+        return sum(map(len, self._open.values()))
+
+    def closed(self, events: Iterable[tuple[int, Any]]) -> Iterator[Pair]:
+        """The pairs that end among further events of a file, by their ends.
+
+        Args:
+            events: events with their positions; those that are no begin and no end are passed over.
+        """
+        for index, event in events:
+            if type(event) is Begin:
+                self._open[str(event.pid), str(event.tid)].append((index, event))
+            elif type(event) is End:
+                if around := self._open[str(event.pid), str(event.tid)]:
+                    at, begin = around.pop()
+                    yield Pair(at, begin, _between(begin.ts, event.ts), _merged_arguments(begin.args, event.args))
+                else:
+                    self.unmatched += 1
+
+
+def _between(begin: Decimal | None, end: Decimal | None) -> Decimal:
+    if begin is None or end is None or not (begin.is_finite() and end.is_finite()):
+        return Decimal("NaN")
+    return end - begin
+
+
+def _merged_arguments(first: Arguments | None, last: Arguments | None) -> Arguments:
+    first, last = first or NOTHING, last or NOTHING
+    fields = Arguments.__struct_fields__
+    said = {name: getattr(last, name) for name in fields if getattr(last, name) != getattr(NOTHING, name)}
+    return msgspec.structs.replace(first, **said)
+
 
 _PS_PER_US = 1_000_000
 # The profiler's own spans are no work of the job.

@@ -254,8 +254,8 @@ def test_a_simulated_timeline_is_a_trace_too(cli, graph: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("module", "package", "arguments"),
     [
-        ("workbook", "XlsxWriter", ("stats", "--xlsx", "s.xlsx")),
-        ("plot", "matplotlib", ("compare3d", "--plot", "p.png")),
+        ("output", "XlsxWriter", ("stats", "--xlsx", "s.xlsx")),
+        ("output", "matplotlib", ("compare3d", "--plot", "p.png")),
         ("dag", "networkx", ("critical",)),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from echograph.frontend.pytorch.annotate import call_nodes  # noqa: E402
-from echograph.frontend.pytorch.schema import plain_name  # noqa: E402
+from echograph.frontend.pytorch.call_nodes import plain_name  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

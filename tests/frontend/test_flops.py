@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, PHASE, call_nodes  # noqa: E402
-from echograph.frontend.pytorch.flops import graph_flops, grouped_mm_flops, node_flops  # noqa: E402
+from echograph.frontend.pytorch.call_nodes import graph_flops, grouped_mm_flops, node_flops  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from echograph.frontend.pytorch.capture import capture, capture_mode  # noqa: E402
 from echograph.frontend.pytorch.invocations import invocations_of  # noqa: E402
 from echograph.frontend.pytorch.lower import lower_nodes, workload_of  # noqa: E402
-from echograph.frontend.pytorch.real_step import real_step  # noqa: E402
 from echograph.frontend.pytorch.spec import StepSpec  # noqa: E402
+from echograph.frontend.pytorch.step import real_step  # noqa: E402
 from echograph.ir.graph import StepGraph  # noqa: E402
 from echograph.ir.passes.fold import Fold  # noqa: E402
 from echograph.ir.profile import Invocation, signatures  # noqa: E402
-from echograph.profiler.measure.operands import Operands  # noqa: E402
+from echograph.profiler.measure.ops import Operands  # noqa: E402
 
 SPECS = {
     "adamw": StepSpec(dtype="fp32", kernels="cpu"),

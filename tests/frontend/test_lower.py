@@ -12,9 +12,13 @@ torch = pytest.importorskip("torch")
 
 from echograph.errors import CaptureError  # noqa: E402
 from echograph.frontend.pytorch.annotate import VAL, call_nodes  # noqa: E402
-from echograph.frontend.pytorch.flops import graph_flops  # noqa: E402
+from echograph.frontend.pytorch.call_nodes import (  # noqa: E402
+    graph_flops,
+    is_allocation,
+    is_multi_tensor,
+    is_view,
+)
 from echograph.frontend.pytorch.lower import lower  # noqa: E402
-from echograph.frontend.pytorch.schema import is_allocation, is_multi_tensor, is_view  # noqa: E402
 from echograph.frontend.pytorch.spec import StepSpec  # noqa: E402
 from echograph.ir.types import Attention, Convolution, DType, Gemm, MultiTensor, Phase, TensorRole  # noqa: E402
 

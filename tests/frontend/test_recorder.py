@@ -25,7 +25,7 @@ from echograph.frontend.pytorch.annotate import (  # noqa: E402
     VAL,
     call_nodes,
 )
-from echograph.frontend.pytorch.schema import plain_name  # noqa: E402
+from echograph.frontend.pytorch.call_nodes import plain_name  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

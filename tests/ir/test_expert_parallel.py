@@ -31,7 +31,7 @@ from echograph.ir.unfold import difference, unfold
 from echograph.models import get_model
 from echograph.profiler.costs import load_device
 from echograph.profiler.costs.estimate import estimate
-from echograph.profiler.costs.grouped import grouped_gemm
+from echograph.profiler.costs.gemm import grouped_gemm
 from echograph.units import to_ps
 from echograph.workflow.compile import compile as compile_model
 from echograph.workflow.compile import compile_entry

@@ -15,7 +15,7 @@ import pytest
 from echograph.errors import DataError, EchoError, FormatError, InputError, UnavailableError
 from echograph.profiler.costs import attention_backward, attention_forward, device_names, gemm, load_device
 from echograph.profiler.costs.device import DeviceProfile
-from echograph.profiler.costs.grouped import grouped_gemm
+from echograph.profiler.costs.gemm import grouped_gemm
 from echograph.profiler.costs.memory import KINDS, memory_bound
 from echograph.units import to_ps
 

@@ -17,9 +17,8 @@ from echograph.profiler.costs.gemm import gemm_seconds
 from echograph.profiler.fit.attention import attention_rows
 from echograph.profiler.fit.device import fit_device, products, refit, write_profile
 from echograph.profiler.fit.facts import RowChoice, device_facts, read_facts
-from echograph.profiler.fit.gemm import Products, fit_gemm
-from echograph.profiler.fit.grid import fit_grid
-from echograph.profiler.fit.holdout import held_out, score
+from echograph.profiler.fit.gemm import Products, fit_gemm, fit_grid
+from echograph.profiler.fit.regression import held_out, score
 from echograph.profiler.fit.table import KernelTable, read_table
 
 BAR = 0.04

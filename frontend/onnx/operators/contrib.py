@@ -14,8 +14,7 @@ from torch import Tensor
 
 from echograph.errors import CaptureError
 from echograph.frontend.onnx.call import Call, Operator, extents
-from echograph.frontend.onnx.operators.network import convolve
-from echograph.frontend.onnx.operators.product import gemm
+from echograph.frontend.onnx.operators.network import convolve, gemm
 
 
 def _fast_gelu(call: Call) -> Any:

@@ -13,6 +13,27 @@ from torch import Tensor
 from echograph.errors import CaptureError
 from echograph.frontend.onnx.call import Call, Operator, extents
 
+
+def _matmul(call: Call) -> Any:
+    return torch.matmul(call[0], call[1])
+
+
+def gemm(call: Call) -> Any:
+    """`Gemm`: alpha A B + beta C, A and B transposed or not."""
+    a, b, c = call[0], call[1], call.get(2)
+    a = a.t() if call.integer("transA") else a
+    b = b.t() if call.integer("transB") else b
+    alpha, beta = call.real("alpha", 1.0), call.real("beta", 1.0)
+    if c is not None and beta != 0.0:
+        return torch.addmm(c, a, b, alpha=alpha, beta=beta)
+    product: Tensor = torch.mm(a, b)
+    return product if alpha == 1.0 else product * alpha
+
+
+def _einsum(call: Call) -> Any:
+    return torch.einsum(call.text("equation"), [call[i] for i in range(len(call.operands))])
+
+
 _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 _MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -175,6 +196,9 @@ def _loss(call: Call, *, of_logits: bool) -> Any:
 
 
 OPERATORS: Mapping[str, Operator] = {
+    "MatMul": _matmul,
+    "Gemm": gemm,
+    "Einsum": _einsum,
     "Conv": _conv,
     "ConvTranspose": _conv_transpose,
     "MaxPool": _max_pool,

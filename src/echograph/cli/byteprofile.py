@@ -59,7 +59,7 @@ def _statistics(path: Path) -> Statistics:
 
 def _check_workbook(xlsx: Path | None) -> None:
     if xlsx is not None:
-        from echograph.profiler.byteprofile.workbook import check_workbook
+        from echograph.profiler.byteprofile.output import check_workbook
 
         check_workbook(xlsx)
         check_writable(xlsx)
@@ -78,7 +78,7 @@ def stats_command(
     _check_workbook(xlsx)
     found = _statistics(traces)
     if xlsx is not None:
-        from echograph.profiler.byteprofile.workbook import write_workbook
+        from echograph.profiler.byteprofile.output import write_workbook
 
         write_workbook(xlsx, {"stats": statistics_table(found, sort=sort)})
     show(
@@ -102,7 +102,7 @@ def compare_command(
     one, two = _statistics(first), _statistics(second)
     compared = comparison(one, two, sort=sort, head=head)
     if xlsx is not None:
-        from echograph.profiler.byteprofile.workbook import write_workbook
+        from echograph.profiler.byteprofile.output import write_workbook
 
         sheets = {"stats1": statistics_table(one), "stats2": statistics_table(two)}
         write_workbook(xlsx, sheets | {"diff": comparison(one, two, sort=sort)})
@@ -118,7 +118,7 @@ def compare3d_command(
 ) -> None:
     """Settings side by side: on the first GPU of each worker, the mean of averages of each category."""
     from echograph.profiler.byteprofile.layout import find_job
-    from echograph.profiler.byteprofile.plot import check_plot, draw_settings
+    from echograph.profiler.byteprofile.output import check_plot, draw_settings
     from echograph.profiler.byteprofile.statistics import settings_of, settings_table
 
     if plot is not None:
@@ -141,7 +141,7 @@ def mapping_command(
 ) -> None:
     """Which kernels each operator ran: by time from two traces; by launches from a PyTorch trace."""
     from echograph.profiler.byteprofile.layout import find_job
-    from echograph.profiler.byteprofile.mapping import mapping
+    from echograph.profiler.byteprofile.statistics import mapping
 
     if kernels is None:
         if offset_us:
@@ -159,7 +159,7 @@ def mapping_command(
 
 def _launched(path: Path) -> Table:
     from echograph.profiler.analyses.operators import operator_kernels
-    from echograph.profiler.byteprofile.read import is_kineto
+    from echograph.profiler.byteprofile.events import is_kineto
     from echograph.profiler.traces import read_traces
 
     if path.is_file() and not is_kineto(path):

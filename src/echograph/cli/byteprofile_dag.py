@@ -12,7 +12,7 @@ from echograph.cli.byteprofile import AsJson, Head, show
 from echograph.cli.byteprofile_replay import Folder, Queues, RunOrder
 from echograph.errors import UsageError
 from echograph.ir.files import check_writable, write_whole
-from echograph.profiler.byteprofile.prepared import prepare
+from echograph.profiler.byteprofile.dependencies import prepare
 
 
 def dag_command(

@@ -11,11 +11,11 @@ from echograph.cli.app import print_json, print_line, progress
 from echograph.cli.byteprofile import AsJson, Head, show
 from echograph.errors import UsageError
 from echograph.ir.files import check_writable, write_whole
-from echograph.profiler.byteprofile.prepared import Prepared, prepare
+from echograph.profiler.byteprofile.dependencies import Prepared, prepare
 from echograph.units import PS_PER_MS, format_time
 
 if TYPE_CHECKING:
-    from echograph.profiler.byteprofile.replay import Change, Replay
+    from echograph.profiler.byteprofile.dag import Change, Replay
 
 Folder = Annotated[Path, typer.Argument(help="Folder of a worker or a job: traces with their dag.gml.")]
 Queues = Annotated[
@@ -34,7 +34,7 @@ def critical_command(
     as_json: AsJson = False,
 ) -> None:
     """The longest path through a step's dependencies: of each GPU, then of all together."""
-    from echograph.profiler.byteprofile.replay import path_table
+    from echograph.profiler.byteprofile.dag import path_table
 
     with progress(f"reading {traces}"):
         prepared = prepare(traces, queues=del_queue, run_time=run_time)
@@ -72,7 +72,7 @@ def replay_command(
     as_json: AsJson = False,
 ) -> None:
     """Run a step again from its measured durations and dependencies, as it was or with some of it slower."""
-    from echograph.profiler.byteprofile import replay
+    from echograph.profiler.byteprofile import dag
     from echograph.profiler.byteprofile.combine import as_trace
 
     change = _change(delay, delay_ratio, delay_ms)
@@ -80,15 +80,15 @@ def replay_command(
     with progress(f"reading {traces}") as say:
         prepared = prepare(traces, queues=del_queue, run_time=True)
         say("replaying")
-        each = delay.startswith(replay.EACH)
-        durations = replay.delayed(prepared.all, delay, change) if delay and not each else None
-        done = replay.replay(prepared.all, steps=step_num, durations=durations)
-        tables = {"steps": replay.step_table(done, prepared.names)}
+        each = delay.startswith(dag.EACH)
+        durations = dag.delayed(prepared.all, delay, change) if delay and not each else None
+        done = dag.replay(prepared.all, steps=step_num, durations=durations)
+        tables = {"steps": dag.step_table(done, prepared.names)}
         if each:
             every = _every(delay)
             path = prepared.all.longest_path()
-            tables["delays"] = replay.sensitivity(prepared.all, path, every, change, steps=step_num)
-        write_whole(output, as_trace(replay.as_events(done, prepared.names)))
+            tables["delays"] = dag.sensitivity(prepared.all, path, every, change, steps=step_num)
+        write_whole(output, as_trace(dag.as_events(done, prepared.names)))
     record = _summary(prepared, done, durations is not None, pretty=pretty)
     if as_json:
         rest = {name: table.records() for name, table in tables.items()}
@@ -107,7 +107,7 @@ def replay_command(
 
 
 def _summary(prepared: Prepared, done: Replay, delayed: bool, *, pretty: bool) -> dict[str, Any]:
-    from echograph.profiler.byteprofile.replay import replay
+    from echograph.profiler.byteprofile.dag import replay
 
     record: dict[str, Any] = {"step_ms": done.step / PS_PER_MS}
     if delayed:
@@ -119,7 +119,7 @@ def _summary(prepared: Prepared, done: Replay, delayed: bool, *, pretty: bool) -
 
 
 def _change(delay: str, ratio: float, added_ms: float) -> Change:
-    from echograph.profiler.byteprofile.replay import Change
+    from echograph.profiler.byteprofile.dag import Change
 
     if not delay and (ratio != 1.0 or added_ms):
         raise UsageError("--delay-ratio and --delay-ms: say what is delayed with --delay")

@@ -70,7 +70,7 @@ def collect_command(
     as_json: AsJson = False,
 ) -> None:
     """Make final traces anew from what the profilers wrote; say what forward, backward and iterations take."""
-    from echograph.profiler.byteprofile.collect import iteration_table, write_collected
+    from echograph.profiler.byteprofile.combine import iteration_table, write_collected
     from echograph.profiler.byteprofile.layout import find_job
 
     if sub_option == "iter_time" and output is not None:

@@ -25,7 +25,7 @@ def collectives_command(
 ) -> None:
     """Under torchrun: time collectives and write tables like nccl-tests', for `echoprof fit --nccl-tests`."""
     require_torch("measuring collectives")
-    from echograph.profiler.comms.sweep import parse_operations, parse_sizes
+    from echograph.profiler.measure.collectives import parse_operations, parse_sizes
 
     wanted, steps = parse_operations(ops), parse_sizes(sizes)
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:

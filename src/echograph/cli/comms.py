@@ -68,14 +68,14 @@ def report_command(
     with ExitStack() as stack, progress(f"reading {path}"):
         sinks: list[Sink] = []
         if chrome is not None:
-            from echograph.profiler.comms.chrome import ChromeTrace
+            from echograph.profiler.comms.views import ChromeTrace
 
             sinks.append(stack.enter_context(ChromeTrace(chrome)))
         report = report_on(path, sinks)
     if as_csv is not None:
         write_whole(as_csv, [_csv(report.operations)])
     if html is not None:
-        from echograph.profiler.comms.page import page
+        from echograph.profiler.comms.views import page
 
         write_whole(html, [page(report, f"Collectives of {path.name}")])
     if as_json:
@@ -91,7 +91,7 @@ def _csv(rows: list[dict[str, Any]]) -> str:
 
 def print_report(report: Report) -> None:
     """The report as text."""
-    from echograph.profiler.comms.page import size
+    from echograph.profiler.comms.views import size
 
     ranks = len({rank["rank"] for rank in report.ranks})
     many = "" if len(report.groups) == 1 else "s"

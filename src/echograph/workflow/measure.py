@@ -183,9 +183,9 @@ def measure_step(
     """Times real steps of a model on a device."""
     import torch
 
-    from echograph.frontend.pytorch.real_step import real_step
+    from echograph.frontend.pytorch.step import real_step
     from echograph.profiler.measure.device import keep_freed_memory
-    from echograph.profiler.measure.steps import time_steps
+    from echograph.profiler.measure.sampling import time_steps
     from echograph.workflow.compile import build_model
 
     if keep and device.name == "cpu":

@@ -20,8 +20,7 @@ from echograph.profiler.analyses.intervals import union
 from echograph.profiler.analyses.launches import launched_work
 from echograph.profiler.analyses.table import Table
 from echograph.profiler.traces import TraceSet
-from echograph.profiler.traces.launches import launch_of_rows, of_device_queue
-from echograph.profiler.traces.stacks import call_stacks
+from echograph.profiler.traces.relations import call_stacks, launch_of_rows, of_device_queue
 from echograph.profiler.traces.trace import NONE, Trace
 
 US = 1_000_000

@@ -11,8 +11,7 @@ from small_traces import call, job, launched, operator, work
 
 from echograph.errors import UsageError
 from echograph.profiler.analyses import ANALYSES
-from echograph.profiler.traces.launches import launches
-from echograph.profiler.traces.stacks import call_stacks
+from echograph.profiler.traces.relations import call_stacks, launches
 from echograph.profiler.traces.trace import NONE
 
 

@@ -20,13 +20,11 @@ from typer.testing import CliRunner
 from echograph.cli.echoprof import app
 from echograph.errors import DataError, FormatError, UsageError
 from echograph.profiler.analyses import ANALYSES
-from echograph.profiler.analyses.critical_edges import critical_graph
-from echograph.profiler.analyses.critical_file import load_graph, save_graph
-from echograph.profiler.analyses.critical_graph import Bound, CriticalGraph, Edge
-from echograph.profiler.analyses.critical_path import breakdown
+from echograph.profiler.analyses.critical_graph import Bound, CriticalGraph, Edge, critical_graph
+from echograph.profiler.analyses.critical_path import breakdown, load_graph, save_graph
 from echograph.profiler.analyses.queue import queues
 from echograph.profiler.traces import read_traces
-from echograph.profiler.traces.stacks import call_stacks
+from echograph.profiler.traces.relations import call_stacks
 from echograph.profiler.traces.trace import NONE, Trace
 
 US = 1_000_000

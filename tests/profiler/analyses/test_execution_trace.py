@@ -13,7 +13,7 @@ from small_traces import job, operator, work
 from echograph.errors import DataError, InputError, UsageError
 from echograph.profiler.analyses import ANALYSES
 from echograph.profiler.traces import read_traces
-from echograph.profiler.traces.details import details
+from echograph.profiler.traces.events import details
 
 
 def write(path: Path, *nodes: dict[str, Any]) -> str:

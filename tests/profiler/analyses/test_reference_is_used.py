@@ -16,9 +16,7 @@ from hta_reference import PUBLISHED, answer, compare, exact, traces
 from echograph.profiler.analyses import ANALYSES, COPIES
 from echograph.profiler.analyses.table import from_rows
 from echograph.profiler.traces import TraceSet
-from echograph.profiler.traces.launches import launches
-from echograph.profiler.traces.stacks import call_stacks
-from echograph.profiler.traces.steps import step_of_rows
+from echograph.profiler.traces.relations import call_stacks, launches, step_of_rows
 from echograph.profiler.traces.trace import NONE
 
 US = 1_000_000

@@ -9,7 +9,7 @@ import pytest
 from small_traces import Event, call, job, launched, operator, step, work
 
 from echograph.profiler.analyses import ANALYSES
-from echograph.profiler.page.timeline import lanes_of
+from echograph.profiler.page.report import lanes_of
 from echograph.profiler.replay import lower
 from echograph.profiler.traces import TraceSet
 from echograph.workflow.replay import replay

@@ -23,10 +23,8 @@ from profiled_jobs import (
 )
 
 from echograph.errors import DataError, InputError
-from echograph.profiler.byteprofile.events import joined
+from echograph.profiler.byteprofile.events import Label, category_of, complete_events, joined, parse
 from echograph.profiler.byteprofile.layout import events_of, find_job, gradient_names
-from echograph.profiler.byteprofile.names import Label, category_of, parse
-from echograph.profiler.byteprofile.read import complete_events
 from echograph.profiler.byteprofile.statistics import statistics
 
 US = 10**6

@@ -31,19 +31,23 @@ from profiled_jobs import (
 
 from echograph.errors import DataError, InputError, UnknownNameError, UsageError
 from echograph.profiler.byteprofile.combine import as_trace
-from echograph.profiler.byteprofile.compose import coupled
-from echograph.profiler.byteprofile.dag import Dag, Node, as_dot, as_gml, read_dag, table
-from echograph.profiler.byteprofile.dependencies import dependencies, run_time
-from echograph.profiler.byteprofile.layout import events_of, find_job
-from echograph.profiler.byteprofile.replay import (
+from echograph.profiler.byteprofile.dag import (
     Change,
+    Dag,
+    Node,
+    as_dot,
     as_events,
+    as_gml,
     delayed,
     path_table,
+    read_dag,
     replay,
     sensitivity,
     step_table,
+    table,
 )
+from echograph.profiler.byteprofile.dependencies import coupled, dependencies, observed_order
+from echograph.profiler.byteprofile.layout import events_of, find_job
 from echograph.profiler.byteprofile.statistics import statistics
 
 US = 10**6
@@ -60,7 +64,7 @@ HANDED = OTHERS["REDUCE"] + OTHERS["COPYD2H"] + OTHERS["COORDINATE_PUSH"]
 def composed(path: Path, *, queues: bool = False, at_run_time: bool = False) -> tuple[list[Dag], Dag]:
     job = find_job(path)
     found = dependencies(job, queues=queues)
-    dags = [run_time(one).dag if at_run_time else one.dag for one in found]
+    dags = [observed_order(one).dag if at_run_time else one.dag for one in found]
     return dags, coupled(job, found, dags)
 
 
@@ -162,7 +166,7 @@ def test_operators_wait_for_those_that_ran_before_them(tmp_path: Path) -> None:
     line = ("I/O_0", "FW.a", "FW.b", "FW.c", "BW.c", "BW.unseen", "BW.b", "STEP")
     gml(tmp_path / "0" / "dag.gml", list(itertools.pairwise(line)))
     (found,) = dependencies(find_job(tmp_path / "0"))
-    swept = run_time(found)
+    swept = observed_order(found)
     assert swept.parallelism == 2
     assert {name: set(waits) for name, waits in swept.dag.waits.items() if waits} == {
         "FW.a": {"I/O_0"},

@@ -14,20 +14,18 @@ from profiled_jobs import BW_A, BW_B, FW_A, FW_B, OTHERS, PARTS, STEP, byteprofi
 
 from echograph.errors import DataError, OutputError
 from echograph.profiler.analyses.table import from_rows
-from echograph.profiler.byteprofile.events import Growing
+from echograph.profiler.byteprofile.events import Growing, Label
 from echograph.profiler.byteprofile.layout import events_of, find_job
-from echograph.profiler.byteprofile.mapping import mapping
-from echograph.profiler.byteprofile.names import Label
-from echograph.profiler.byteprofile.plot import draw_settings
+from echograph.profiler.byteprofile.output import draw_settings, write_workbook
 from echograph.profiler.byteprofile.statistics import (
     category_table,
     comparison,
+    mapping,
     settings_of,
     settings_table,
     statistics,
     statistics_table,
 )
-from echograph.profiler.byteprofile.workbook import write_workbook
 
 MS = 1e-3  # of a microsecond
 

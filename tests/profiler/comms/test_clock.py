@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from echograph.profiler.comms.call import Call, Kind
-from echograph.profiler.comms.clock import EventClock
+from echograph.profiler.comms.capture import EventClock
 from echograph.profiler.comms.groups import Group
 
 GROUP = Group(name="0", ranks=(0,), torch_name="0", about="", backend="", rank=0)

@@ -238,9 +238,8 @@ def test_a_late_rank_shows_as_wait_and_not_as_transfer(late: tuple[Report, Path]
 
 
 def test_transfer_is_alike_on_all_ranks(late: tuple[Report, Path]) -> None:
-    from echograph.profiler.comms.merge import Merge
     from echograph.profiler.comms.readers import find_sources
-    from echograph.profiler.comms.report import wait_and_transfer
+    from echograph.profiler.comms.report import Merge, wait_and_transfer
 
     merge = Merge(find_sources(late[1])[0])
     transfers: dict[int, list[float]] = {}

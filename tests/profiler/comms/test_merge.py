@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from echograph.ir.comms.record import FORMAT, EndLine, GroupLine, HeaderLine, What, encode
-from echograph.profiler.comms import merge as merge_module
+from echograph.profiler.comms import report as report_module
 from echograph.profiler.comms.bandwidth import bus_factor, family, message_bytes
-from echograph.profiler.comms.chrome import ChromeTrace
-from echograph.profiler.comms.page import page, seconds, size
 from echograph.profiler.comms.report import report_on
+from echograph.profiler.comms.views import ChromeTrace, page, seconds, size
 
 MS = 10**6
 
@@ -111,7 +110,7 @@ def test_a_message_is_one_call_of_its_two_ends(tmp_path: Path) -> None:
 def test_random_traces_are_joined_as_plain_python_joins_them(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merge_module, "BATCH", 50)
+    monkeypatch.setattr(report_module, "BATCH", 50)
     chance = random.Random(seed)
     calls = [(n, n * 10 * MS) for n in range(400)]
     missing = set(chance.sample(range(400), 7))

@@ -16,7 +16,7 @@ import echograph
 from echograph.errors import OutputError, UsageError
 from echograph.profiler.comms import tracer as tracer_module
 from echograph.profiler.comms.groups import spell_ranks
-from echograph.profiler.comms.writer import Writer
+from echograph.profiler.comms.tracer import Writer
 
 torch = pytest.importorskip("torch", reason="needs the [torch] extra")
 dist = torch.distributed
@@ -364,7 +364,7 @@ def test_what_a_full_disk_has_taken_is_whole_lines(tmp_path: Path) -> None:
     script = """
 import resource, sys
 from pathlib import Path
-from echograph.profiler.comms.writer import Writer
+from echograph.profiler.comms.tracer import Writer
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 writer = Writer(Path(sys.argv[1]))
 for n in range(200):

@@ -10,7 +10,7 @@ import pytest
 from echograph.profiler.costs import load_device
 from echograph.profiler.costs.gemm import gemm, gemm_seconds, narrowness
 from echograph.profiler.costs.memory import memory_bound
-from echograph.profiler.fit.batched import fit_batched
+from echograph.profiler.fit.gemm import fit_batched
 from echograph.profiler.fit.table import read_table
 
 CHARTED = {"a100-sxm-80": "A100-SXM4-80GB", "h100-sxm": "H100-SXM5-80GB"}

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch
 
 from echograph.ir.profile import Invocation, Named, Operand, contiguous  # noqa: E402
-from echograph.profiler.measure.operands import Operands, operator_of  # noqa: E402
+from echograph.profiler.measure.ops import Operands, operator_of  # noqa: E402
 
 
 def tensor(number: int, *shape: int, dtype: str = "float32", strides: tuple[int, ...] | None = None) -> Operand:

@@ -17,7 +17,7 @@ from echograph.ir.types import DType  # noqa: E402
 from echograph.profiler.measure.device import Cuda, Device, Processor, open_device  # noqa: E402
 from echograph.profiler.measure.host import _solved, measure_host  # noqa: E402
 from echograph.profiler.measure.ops import Options, continued, label, measure  # noqa: E402
-from echograph.profiler.measure.steps import time_steps  # noqa: E402
+from echograph.profiler.measure.sampling import time_steps  # noqa: E402
 
 HERE = Environment(device="fake", threads=1)
 SHORT = Options(repeats=5, budget_s=1e9)

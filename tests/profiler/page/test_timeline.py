@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_traces import job, launched, operator, step, work
 
-from echograph.profiler.analyses.critical_edges import critical_graph
+from echograph.profiler.analyses.critical_graph import critical_graph
 from echograph.profiler.page.lanes import Lane, Spans, coarse
-from echograph.profiler.page.timeline import timeline
+from echograph.profiler.page.report import timeline
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 spans = st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**5)), min_size=1, max_size=400)

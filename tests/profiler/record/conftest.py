@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(autouse=True, scope="module")
 def _short() -> Iterator[None]:
     """What recording costs is measured from a few steps: most tests ask whether it is, not how well."""
-    from echograph.profiler.record import sample
+    from echograph.profiler.record import overhead
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"ROUNDS": 1, "STEPS": 3, "WARMUP": 1, "CALLS": 20}.items():
-            patch.setattr(sample, name, value)
+            patch.setattr(overhead, name, value)
         yield

@@ -15,11 +15,10 @@ pytest.importorskip("networkx", reason="needs the [report] extra")
 
 from networkx import DiGraph, read_gml, write_gml
 
-from echograph.profiler.byteprofile.compose import coupled
-from echograph.profiler.byteprofile.dependencies import dependencies
+from echograph.profiler.byteprofile.dag import replay
+from echograph.profiler.byteprofile.dependencies import coupled, dependencies
 from echograph.profiler.byteprofile.layout import find_job
-from echograph.profiler.byteprofile.replay import replay
-from echograph.profiler.record.durations import add_durations
+from echograph.profiler.record.dependencies import add_durations
 from echograph.units import PS_PER_US
 
 EVALUATES = "autograd::engine::evaluate_function: "
@@ -188,12 +187,12 @@ def test_no_time_is_lost_or_counted_twice(tmp_path: Path) -> None:
 def test_what_fails_does_not_stop_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch", reason="needs the [torch] extra")
     import echograph
-    from echograph.profiler.record import durations
+    from echograph.profiler.record import dependencies
 
     def fails(folder: Path) -> str:
         raise ZeroDivisionError("mine")
 
-    monkeypatch.setattr(durations, "add_durations", fails)
+    monkeypatch.setattr(dependencies, "add_durations", fails)
     weight = torch.nn.Parameter(torch.ones(2))
     sgd = torch.optim.SGD([weight], lr=0.5)
     with echograph.record(tmp_path, start_step=1, end_step=2):

@@ -90,14 +90,14 @@ def test_what_others_look_at_is_left_alone() -> None:
 @pytest.mark.torch
 def test_operators_of_a_step_are_counted_as_the_trace_has_them() -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
-    from echograph.profiler.record import sample
+    from echograph.profiler.record import overhead
 
-    found = sample.sampled(shapes=False, collectives=False)
-    assert len(found.free) == len(found.hooked) == len(found.profiled) == sample.STEPS
+    found = overhead.sampled(shapes=False, collectives=False)
+    assert len(found.free) == len(found.hooked) == len(found.profiled) == overhead.STEPS
     # Every parameter's gradient is accumulated by a node, and every linear layer has one.
-    parameters = sample.BLOCKS * 12
-    assert found.counts[BACKWARD][NODE] > parameters + 4 * sample.BLOCKS
+    parameters = overhead.BLOCKS * 12
+    assert found.counts[BACKWARD][NODE] > parameters + 4 * overhead.BLOCKS
     assert not found.counts[FORWARD][NODE] and not found.counts[UPDATE][NODE]
     # An update of all parameters at once is few calls, which go through the parameters themselves.
     assert found.counts[UPDATE][OPERATOR] < 12 < parameters <= found.counts[UPDATE][NESTED]
-    assert found.modules == sample.BLOCKS * 7 and not found.calls
+    assert found.modules == overhead.BLOCKS * 7 and not found.calls

@@ -11,7 +11,7 @@ from small_traces import Event, call, launched, operator, trace, work, write
 from echograph.errors import PlanError, UsageError
 from echograph.ir.graph import JobGraph
 from echograph.profiler.replay import lower
-from echograph.profiler.replay.lower import CPU, UNNAMED
+from echograph.profiler.replay.job import CPU, UNNAMED
 from echograph.profiler.traces import TraceSet, read_trace, read_traces
 from echograph.simulator.what_if import parse_scale
 from echograph.workflow.replay import replay

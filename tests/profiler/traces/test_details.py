@@ -9,7 +9,7 @@ import pytest
 from small_traces import operator, trace, work, write
 
 from echograph.errors import DataError, InputError
-from echograph.profiler.traces.details import details, whole_events
+from echograph.profiler.traces.events import details, whole_events
 
 EVENTS = [
     operator("a", 1, 1, **{"Input Dims": [[2, 3], []]}),

@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_traces import Event, call, launched, operator, step, trace, work
 
-from echograph.profiler.traces.launches import launch_of_rows, launches
-from echograph.profiler.traces.stacks import call_stacks
-from echograph.profiler.traces.steps import profiler_steps, step_of_rows
+from echograph.profiler.traces.relations import call_stacks, launch_of_rows, launches, profiler_steps, step_of_rows
 from echograph.profiler.traces.trace import NONE, Trace
 
 

@@ -14,9 +14,12 @@ torch = pytest.importorskip("torch", reason="PyTorch's profiler needs the [torch
 
 from echograph.profiler.analyses import ANALYSES  # noqa: E402
 from echograph.profiler.traces import Trace, TraceSet, read_trace  # noqa: E402
-from echograph.profiler.traces.details import details  # noqa: E402
-from echograph.profiler.traces.stacks import call_stacks  # noqa: E402
-from echograph.profiler.traces.steps import complete_steps, step_of_rows  # noqa: E402
+from echograph.profiler.traces.events import details  # noqa: E402
+from echograph.profiler.traces.relations import (  # noqa: E402
+    call_stacks,
+    complete_steps,
+    step_of_rows,
+)
 from echograph.profiler.traces.trace import NONE, OPERATORS  # noqa: E402
 
 
