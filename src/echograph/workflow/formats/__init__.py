@@ -27,7 +27,7 @@ IMPORTS = Table(
         "gml": "echograph.frontend.graph_files:load_gml",
         "json": "echograph.frontend.graph_files:load_json",
         "kineto": "echograph.workflow.formats.kineto:load",
-        "onnx": "echograph.frontend.onnx.load:load",
+        "onnx": "echograph.frontend.onnx:load",
         "text": "echograph.frontend.graph_files:load_text",
     },
 )
