@@ -19,7 +19,7 @@ WAIT = "pp.wait"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostTimes:
+class IssueTimes:
     """Time of the issuing thread.
 
     Attributes:

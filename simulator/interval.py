@@ -17,7 +17,7 @@ from echograph.ir.columns import NONE, Float64, Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.simulator.durations import Durations
 from echograph.simulator.engine.static import finishes
-from echograph.simulator.host import HostTimes
+from echograph.simulator.host import IssueTimes
 from echograph.simulator.limits import family_of
 from echograph.simulator.tasks import DEVICE
 
@@ -53,7 +53,7 @@ def interval(roles: Roles, step: StepRun) -> tuple[int, int]:
     return _bounds(step.end_ps, finishes(tasks, kind, roles.factor))
 
 
-def scenarios(job: JobGraph, times: Durations, host: HostTimes) -> Float64:
+def scenarios(job: JobGraph, times: Durations, host: IssueTimes) -> Float64:
     """Factors on durations, float64 [rows + 1, scenarios], last row the host: families longer, then shorter."""
     errors = _families(job, times, host)
     factors: Float64 = np.maximum(0.0, 1.0 + np.concatenate([errors, -errors]).T)
@@ -72,7 +72,7 @@ def _around(step: int, shorter: float, longer: float) -> tuple[int, int]:
     return max(0, step - round(NINETY_PERCENT * sqrt(shorter))), step + round(NINETY_PERCENT * sqrt(longer))
 
 
-def _families(job: JobGraph, times: Durations, host: HostTimes) -> np.ndarray:
+def _families(job: JobGraph, times: Durations, host: IssueTimes) -> np.ndarray:
     """For each family, the relative error of every operation and of the host, 0 for those of other families."""
     family = np.append(family_of(job)[0], NONE)
     spread = np.append(np.where(times.picoseconds > 0, times.spread, 0.0), 0.0)

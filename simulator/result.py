@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from echograph.ir.graph import JobGraph
-from echograph.ir.html_table import html_table
+from echograph.ir.tables import html_table
 from echograph.ir.timeline import Timeline
 from echograph.simulator.breakdown import Breakdown, Role, Spread
 from echograph.simulator.durations import Durations

@@ -15,7 +15,7 @@ from echograph.ir.timeline import Lane, Timeline
 from echograph.simulator.breakdown import Breakdown, breakdown, breakdowns
 from echograph.simulator.durations import Durations
 from echograph.simulator.engine.schedule import Starts
-from echograph.simulator.host import HostTimes
+from echograph.simulator.host import IssueTimes
 from echograph.simulator.interval import scenarios
 from echograph.simulator.limits import limits
 from echograph.simulator.tasks import TaskGraph, expand
@@ -28,14 +28,14 @@ class Roles:
     Attributes:
         job: an annotated job graph.
         times: how long its operations take on the device.
-        issue: int64 [ops], picoseconds that the host takes to issue each, or for `HostTimes` work to do it.
+        issue: int64 [ops], picoseconds that the host takes to issue each, or for `IssueTimes` work to do it.
         host: the host.
     """
 
     job: JobGraph
     times: Durations
     issue: Int64
-    host: HostTimes
+    host: IssueTimes
 
     @cached_property
     def tasks(self) -> TaskGraph:

@@ -27,7 +27,7 @@ from echograph.simulator.clusters import Cluster
 from echograph.simulator.durations import Durations, durations
 from echograph.simulator.engine import ENGINES, simulate_roles
 from echograph.simulator.flows import LinkUse, alone, flows, links_of
-from echograph.simulator.host import HostTimes
+from echograph.simulator.host import IssueTimes
 from echograph.simulator.interval import interval
 from echograph.simulator.memory import largest_memory
 from echograph.simulator.network.topology import Topology
@@ -44,7 +44,7 @@ _TOO_LONG = f"the step would take more than {to_s(2**63) / 86_400:.0f} days: che
 def simulate(
     job: JobGraph,
     cluster: Cluster,
-    host: HostTimes,
+    host: IssueTimes,
     *,
     peak_flops_per_s: float = 0.0,
     engine: str = "auto",
@@ -193,7 +193,7 @@ def _spread(job: JobGraph, step: StepRun, *, every: bool) -> Spread:
     return spread(step.breakdowns(), [1 if every else job.rank_count(number) for number in roles])
 
 
-def _scaled(job: JobGraph, times: Durations, host: HostTimes, scales: Sequence[Scale]) -> tuple[Durations, Int64]:
+def _scaled(job: JobGraph, times: Durations, host: IssueTimes, scales: Sequence[Scale]) -> tuple[Durations, Int64]:
     factor, of_host = factors(job, scales)
     work, issue = host.times(job, _times(times.picoseconds, factor))
     # What the host does itself has a name, too, by which it may be scaled.
@@ -209,7 +209,7 @@ def _times(picoseconds: Int64, factor: npt.NDArray[np.float64]) -> Int64:
     return np.where(factor == 1.0, picoseconds, changed.astype(np.int64))
 
 
-def _check_range(job: JobGraph, times: Durations, issue: Int64, host: HostTimes) -> None:
+def _check_range(job: JobGraph, times: Durations, issue: Int64, host: IssueTimes) -> None:
     """Refuses what the clock, 64-bit picoseconds, cannot hold, the longest step of the interval included."""
     device = np.where(job.ops.kind == OpKind.HOST, 0.0, times.picoseconds) * (1.0 + times.spread + host.spread)
     longest = float(np.dot(job.run_counts(), device + issue * (1.0 + times.spread + host.spread)))

@@ -6,7 +6,7 @@ has no word for, or of which the graph does not say all, is a node of the domain
 with its FLOPs, bytes and attributes, and the shapes of its results in the model.
 
 ONNX's values never change. Where a step writes into memory that other tensors are views of, the model makes the
-whole anew (`onnx_memory`).
+whole anew (`ValueNames`).
 """
 
 from __future__ import annotations

@@ -27,12 +27,15 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from echograph.ir import types as t
 from echograph.ir.columns import NONE, TENSOR_COLUMNS, Column, Holds
+from echograph.ir.files import write_whole
+from echograph.ir.formats import Exported
 from echograph.ir.graph import FORMAT_MAJOR, Block, Graph, Group, Instance, JobGraph, Program
 
 _WORD = re.compile(r"[A-Za-z0-9_.{}]+")
@@ -46,7 +49,7 @@ _OPTIONS = [
 
 
 def to_text(graph: Graph, *, tables: bool = False) -> Iterator[str]:
-    """The graph's text, line by line, each with its line end. `text_parse` reads it back.
+    """The graph's text, line by line, each with its line end. `parser` reads it back.
 
     Two graphs that differ in anything but the order of their string and attribute tables differ in their text.
 
@@ -289,3 +292,12 @@ def _value(column: Column, value: Any) -> str:
 
 def _join(*parts: str) -> str:
     return " ".join(part for part in parts if part)
+
+
+def export_text(graph: Graph, output: Path) -> Exported:
+    """Writes a graph as text, its tables' order included.
+
+    Raises:
+        OutputError: the path cannot be written.
+    """
+    return Exported(files=1, bytes=write_whole(output, to_text(graph, tables=True)))

@@ -13,6 +13,7 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from enum import IntEnum
 from functools import cache
 from math import inf
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -21,6 +22,8 @@ import numpy as np
 from echograph.errors import FormatError
 from echograph.ir import types as t
 from echograph.ir.columns import Int64
+from echograph.ir.files import write_whole
+from echograph.ir.formats import Exported
 from echograph.ir.graph import (
     CALL_FIELDS,
     FORMAT_MAJOR,
@@ -300,3 +303,12 @@ def from_json(text: str) -> StepGraph | JobGraph:
 
 def _refuse(word: str) -> object:
     raise ValueError(f"{word} is no number")
+
+
+def export_json(graph: Graph, output: Path) -> Exported:
+    """Writes a graph as JSON.
+
+    Raises:
+        OutputError: the path cannot be written.
+    """
+    return Exported(files=1, bytes=write_whole(output, to_json(graph)))

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from echograph.errors import MissingExtraError
-from echograph.ir.csv_table import csv_text
-from echograph.ir.html_table import MOST_SHOWN, html_table
+from echograph.ir.tables import MOST_SHOWN, csv_text, html_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -25,7 +25,7 @@ from echograph.ir.passes.mesh import ResizeWorld
 from echograph.ir.types import COMMUNICATIONS, Collective, CollectiveKind, Recv, Send
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.collectives import collective_time
-from echograph.simulator.host import HostTimes
+from echograph.simulator.host import IssueTimes
 from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
 from echograph.simulator.what_if import Scale
@@ -35,7 +35,7 @@ from echograph.workflow.predict import predict
 
 BEGAN = 1_700_000_000_000_000_000
 MIB = 1 << 20
-FREE = HostTimes(op_ps=0, launch_ps=0)
+FREE = IssueTimes(op_ps=0, launch_ps=0)
 UNKNOWN = -1
 Row = tuple[int, int, int, int, int, int]
 

@@ -16,15 +16,15 @@ from echograph.simulator.clusters import Cluster, DegradedLink
 from echograph.simulator.collectives import CollectiveName
 from echograph.simulator.durations import durations
 from echograph.simulator.flows import Flows, alone, flows
-from echograph.simulator.host import HostTimes
+from echograph.simulator.host import IssueTimes
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
 from echograph.simulator.tasks import expand
 
 US = 1_000_000
-IDLE = HostTimes(op_ps=0, launch_ps=0)
-HOST = HostTimes(op_ps=4_000_000, launch_ps=3_000_000)
+IDLE = IssueTimes(op_ps=0, launch_ps=0)
+HOST = IssueTimes(op_ps=4_000_000, launch_ps=3_000_000)
 MIB = 2**20
 KIND_OF = {
     "all_reduce": CollectiveKind.ALL_REDUCE,
@@ -58,7 +58,7 @@ def run(job: JobGraph, cluster: Cluster, **options: object) -> Result:
     return simulate(job, cluster, IDLE, memory=False, **{"network": "flows", **options})
 
 
-def shared(job: JobGraph, cluster: Cluster, host: HostTimes = IDLE) -> Flows:
+def shared(job: JobGraph, cluster: Cluster, host: IssueTimes = IDLE) -> Flows:
     links = Topology(cluster=cluster, gpus=job.world_size)
     times = durations(job, cluster, alone(links))
     tasks = expand(job, times.picoseconds, host.issue(job))

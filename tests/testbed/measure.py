@@ -24,7 +24,7 @@ from echograph.profiler.fit.collectives import CollectiveRow, Kind
 from echograph.profiler.fit.fabric import fit_fabric
 from echograph.simulator.clusters import Cluster, load_cluster
 from echograph.simulator.collectives.calibrate import LIMITS, Calibration
-from echograph.simulator.host import HostTimes
+from echograph.simulator.host import IssueTimes
 from echograph.simulator.simulate import simulate
 from echograph.simulator.what_if import Scale
 from echograph.units import to_s
@@ -195,7 +195,7 @@ def cluster(folder: Path, links: Links, fabric: Fabric) -> Cluster:
 
 def predict(job: Job, bed: Cluster, network: str, scales: Sequence[Scale] = ()) -> float:
     """Seconds of a job's step by the simulator: in "closed-form", or as "flows" that share links."""
-    host = HostTimes(op_ps=0, launch_ps=0)
+    host = IssueTimes(op_ps=0, launch_ps=0)
     return to_s(simulate(job.graph(), bed, host, network=network, scales=scales, memory=False).step_ps)
 
 

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 from echograph.cli.app import print_json, print_line, print_table, progress, require_torch
 from echograph.errors import UsageError
-from echograph.ir.csv_table import csv_text
+from echograph.ir.tables import csv_text
 
 if TYPE_CHECKING:
     from echograph.profiler.comms.report import Report

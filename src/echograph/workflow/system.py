@@ -14,7 +14,7 @@ from echograph.ir.profile import Profile, load_profile
 from echograph.options import option
 from echograph.profiler.costs import DeviceProfile, load_device
 from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
-from echograph.simulator.host import HostTimes
+from echograph.simulator.host import IssueTimes
 from echograph.units import to_ps
 
 G = TypeVar("G", bound=Graph)
@@ -38,7 +38,7 @@ class System:
 
     cluster: Cluster
     device: DeviceProfile | None
-    host: HostTimes
+    host: IssueTimes
     profile: Profile | None
     settings: Mapping[str, str]
 
@@ -87,7 +87,7 @@ class System:
         self,
         cluster: Cluster,
         device: DeviceProfile | None,
-        host: HostTimes,
+        host: IssueTimes,
         profile: Profile | None,
         settings: Mapping[str, str],
     ) -> None:
@@ -96,7 +96,7 @@ class System:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def timed(cls, cluster: Cluster, host: HostTimes) -> System:
+    def timed(cls, cluster: Cluster, host: IssueTimes) -> System:
         """A system for jobs in which every duration stands already, as in one that was traced.
 
         Args:
@@ -173,12 +173,12 @@ def host_name(device: str) -> str:
     return f"{device}/host"
 
 
-def host_of(device: DeviceProfile) -> HostTimes:
+def host_of(device: DeviceProfile) -> IssueTimes:
     """The host that feeds a device."""
     from echograph.profiler.costs.host import SPREAD
 
     model = device.host
-    return HostTimes(
+    return IssueTimes(
         op_ps=to_ps(model.op_s),
         launch_ps=to_ps(model.kernel_s),
         communication_ps=None if model.communication_s is None else to_ps(model.communication_s),
@@ -187,10 +187,10 @@ def host_of(device: DeviceProfile) -> HostTimes:
     )
 
 
-def measured_host(profile: Profile) -> HostTimes:
+def measured_host(profile: Profile) -> IssueTimes:
     """The host as it was measured. Where it computes itself it issues nothing meanwhile."""
     environment = profile.environment
-    return HostTimes(
+    return IssueTimes(
         op_ps=environment.host_op_picoseconds,
         launch_ps=environment.host_op_picoseconds - environment.host_view_picoseconds,
         blocking=environment.threads > 0,

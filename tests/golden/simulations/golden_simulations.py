@@ -32,7 +32,7 @@ from echograph.ir.passes.recompute import Recompute
 from echograph.ir.types import CollectiveKind, DType, OpKind, Phase, Source, TensorRole
 from echograph.simulator.clusters import Cluster, SlowNode, load_cluster
 from echograph.simulator.goodput import Reliability, goodput
-from echograph.simulator.host import HostTimes
+from echograph.simulator.host import IssueTimes
 from echograph.simulator.memory import Runtime, memory
 from echograph.simulator.ranks import EveryRank
 from echograph.simulator.result import Result
@@ -41,9 +41,9 @@ from echograph.simulator.what_if import Scale
 
 STORED = Path(__file__).parent / "simulations.json"
 US = 1_000_000
-EAGER = HostTimes(op_ps=4 * US, launch_ps=3 * US, spread=0.5)
-BLOCKING = HostTimes(op_ps=9 * US, launch_ps=3 * US, blocking=True)
-WAITING = HostTimes(op_ps=2 * US, launch_ps=US, communication_ps=11 * US, waits=True)
+EAGER = IssueTimes(op_ps=4 * US, launch_ps=3 * US, spread=0.5)
+BLOCKING = IssueTimes(op_ps=9 * US, launch_ps=3 * US, blocking=True)
+WAITING = IssueTimes(op_ps=2 * US, launch_ps=US, communication_ps=11 * US, waits=True)
 GIB = 2**30
 
 
@@ -108,7 +108,7 @@ class Case(NamedTuple):
     """A job, where it runs, and how that is simulated."""
 
     job: str
-    host: HostTimes = EAGER
+    host: IssueTimes = EAGER
     cluster: str = "dgx-h100"
     worse: tuple[SlowNode, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
@@ -120,7 +120,7 @@ class Case(NamedTuple):
 
 
 def _case(
-    job: str, /, host: HostTimes = EAGER, cluster: str = "dgx-h100", worse: Any = (), **options: Any
+    job: str, /, host: IssueTimes = EAGER, cluster: str = "dgx-h100", worse: Any = (), **options: Any
 ) -> Case:
     return Case(job, host, cluster, tuple(worse), tuple(options.items()))
 

@@ -27,7 +27,7 @@ IMPORTS = Table(
         "gml": "echograph.frontend.graph_files:load_gml",
         "json": "echograph.frontend.graph_files:load_json",
         "kineto": "echograph.workflow.formats.kineto:load",
-        "onnx": "echograph.frontend.onnx.load:load",
+        "onnx": "echograph.frontend.onnx:load",
         "text": "echograph.frontend.graph_files:load_text",
     },
 )
@@ -40,13 +40,13 @@ EXPORTS = Table(
         "chrome": "echograph.workflow.formats.timed:export_chrome",
         "dot": "echograph.ir.exporters.drawing:export_dot",
         "echo": "echograph.ir.exporters.echo:export_echo",
-        "gml": "echograph.ir.exporters.texts:export_gml",
-        "graphml": "echograph.ir.exporters.texts:export_graphml",
-        "json": "echograph.ir.exporters.texts:export_json",
+        "gml": "echograph.ir.text.network:export_gml",
+        "graphml": "echograph.ir.text.network:export_graphml",
+        "json": "echograph.ir.text.records:export_json",
         "onnx": "echograph.ir.exporters.onnx:export",
         "simai": "echograph.workflow.formats.timed:export_simai",
         "svg": "echograph.ir.exporters.drawing:export_svg",
-        "text": "echograph.ir.exporters.texts:export_text",
+        "text": "echograph.ir.text:export_text",
     },
 )
 """Formats that a graph is written in: name -> `export(graph: Graph, output: Path, *, options) -> Exported`."""

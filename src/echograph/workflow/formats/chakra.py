@@ -86,12 +86,12 @@ def job_of(graph: Graph) -> JobGraph:
 
 def _expected(job: JobGraph, system: System, serial_ps: int) -> dict[str, float]:
     """Seconds of the step: as `echosim` says, without the time of the host, and one communication at a time."""
-    from echograph.simulator.host import HostTimes
+    from echograph.simulator.host import IssueTimes
     from echograph.simulator.simulate import simulate
 
     step, free = (
         simulate(job, system.cluster, host, memory=False).step_ps
-        for host in (system.host, HostTimes(op_ps=0, launch_ps=0))
+        for host in (system.host, IssueTimes(op_ps=0, launch_ps=0))
     )
     return {
         "echosim_s": to_s(step),
