@@ -22,10 +22,10 @@ from echograph.errors import CaptureError, UsageError
 from echograph.frontend.pytorch import annotate
 
 StepDType = Literal["bf16", "fp16", "fp32"]
-Optimizer = Literal["adamw", "adam", "sgd"]
+OptimizerName = Literal["adamw", "adam", "sgd"]
 Kernels = Literal["cuda", "cpu"]
 Inputs = tuple[Any, ...] | Mapping[str, Any]
-Loss = Callable[[Any], Tensor]
+LossFunction = Callable[[Any], Tensor]
 
 _TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Any values do: a captured graph holds shapes, not numbers.
@@ -48,7 +48,7 @@ class StepSpec:
     """
 
     dtype: StepDType = "bf16"
-    optimizer: Optimizer = "adamw"
+    optimizer: OptimizerName = "adamw"
     clip_grad_norm: float | None = None
     master_weights: bool | None = None
     recompute: bool = False
@@ -57,7 +57,7 @@ class StepSpec:
     def __post_init__(self) -> None:
         for field, choices in (
             ("dtype", get_args(StepDType)),
-            ("optimizer", get_args(Optimizer)),
+            ("optimizer", get_args(OptimizerName)),
             ("kernels", get_args(Kernels)),
         ):
             if getattr(self, field) not in choices:
@@ -89,7 +89,7 @@ class TrainingStep:
         CaptureError: the module has no trainable parameter, or cannot recompute and should.
     """
 
-    def __init__(self, module: nn.Module, inputs: Inputs, loss: Loss | None, spec: StepSpec) -> None:
+    def __init__(self, module: nn.Module, inputs: Inputs, loss: LossFunction | None, spec: StepSpec) -> None:
         self.module = module.train()
         self.spec = spec
         self.loss = loss
@@ -228,7 +228,7 @@ def _clip(grads: list[Tensor], max_norm: float) -> None:
     torch._foreach_mul_(grads, coefficient)
 
 
-def _scalar_loss(value: Any, module: nn.Module, loss: Loss | None) -> Tensor:
+def _scalar_loss(value: Any, module: nn.Module, loss: LossFunction | None) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.reshape(()) if value.dim() else value
     whose = "the loss function" if loss is not None else type(module).__name__
@@ -310,7 +310,7 @@ def _scaler_state() -> dict[str, Tensor]:
 
 
 def real_step(
-    module: Module, inputs: Inputs, loss: Loss | None, spec: StepSpec, device: str
+    module: Module, inputs: Inputs, loss: LossFunction | None, spec: StepSpec, device: str
 ) -> Callable[[], None]:
     """One training step on a device, to be run again and again: forward, loss, backward, optimizer.
 

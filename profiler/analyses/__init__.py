@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from echograph.profiler.analyses.table import Table as Answer
+from echograph.profiler.analyses.table import AnswerTable
 from echograph.registry import Table
 
-Analysis = Callable[..., Answer]
+Analysis = Callable[..., AnswerTable]
 
 _HERE = "echograph.profiler.analyses"
 ANALYSES = Table(

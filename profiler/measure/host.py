@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echograph.profiler.measure.device import Device
+from echograph.profiler.measure.device import MeasuringDevice
 
 _WIDTH = 8
 _LAYERS = 24
@@ -68,7 +68,7 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def measure_host(device: Device, rounds: int = _ROUNDS) -> HostTimes:
+def measure_host(device: MeasuringDevice, rounds: int = _ROUNDS) -> HostTimes:
     """Measures the host that feeds a device.
 
     Where the host runs ahead, issuing is all that it does, the operators' own part included; where it computes
@@ -99,7 +99,7 @@ def _solved(counts: list[tuple[int, int]], seconds: tuple[float, float]) -> Host
     return HostTimes(op_s=max(0.0, op_s), view_s=max(0.0, view_s))
 
 
-def _step(module: nn.Module, device: Device) -> None:
+def _step(module: nn.Module, device: MeasuringDevice) -> None:
     loss = module(torch.ones(4, _WIDTH, device=device.name)).sum()
     loss.backward()
     for parameter in module.parameters():
@@ -118,7 +118,7 @@ def _below_autograd() -> Iterator[None]:
         yield
 
 
-def _timed(run: Callable[[], None], device: Device) -> float:
+def _timed(run: Callable[[], None], device: MeasuringDevice) -> float:
     device.synchronize()
     began = device.host_clock()
     run()

@@ -19,7 +19,7 @@ from torch import Tensor
 from echograph.errors import InputError
 from echograph.ir.invocations import Argument, Invocation, Named, Operand, Part
 from echograph.ir.profile import Environment, Measurement, Profile
-from echograph.profiler.measure.device import Device
+from echograph.profiler.measure.device import MeasuringDevice
 from echograph.profiler.measure.sampling import Samples, sample
 from echograph.progress import Progress, silent
 from echograph.units import format_bytes, to_ps
@@ -30,24 +30,24 @@ _SEED = 0
 _UNORDERED = (torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
 """Types that have no largest element; few small tensors have them."""
 
-Arguments = Mapping[str, Any]
+CallArguments = Mapping[str, Any]
 
 
-def _along(values: str, indices: str = "index") -> Callable[[Arguments], dict[str, int]]:
+def _along(values: str, indices: str = "index") -> Callable[[CallArguments], dict[str, int]]:
     """Indices into one dimension of a tensor."""
     return lambda a: {indices: _size(a[values], a["dim"])}
 
 
-def _classes(a: Arguments) -> dict[str, int]:
+def _classes(a: CallArguments) -> dict[str, int]:
     return {"target": _size(a["self"], 1 if len(a["self"].shape) > 1 else 0)}
 
 
-def _each(a: Arguments) -> dict[str, int]:
+def _each(a: CallArguments) -> dict[str, int]:
     """One tensor of indices for each of the first dimensions."""
     return {f"indices.{i}": a["self"].shape[i] for i, index in enumerate(a["indices"]) if index is not None}
 
 
-_INDICES: dict[str, Callable[[Arguments], dict[str, int]]] = {
+_INDICES: dict[str, Callable[[CallArguments], dict[str, int]]] = {
     "aten.embedding": lambda a: {"indices": a["weight"].shape[0]},
     "aten.embedding_dense_backward": lambda a: {"indices": a["num_weights"]},
     "aten.nll_loss_forward": _classes,
@@ -75,17 +75,17 @@ _INDICES: dict[str, Callable[[Arguments], dict[str, int]]] = {
 an index into anything."""
 
 
-def _grouped(a: Arguments) -> tuple[str, int]:
+def _grouped(a: CallArguments) -> tuple[str, int]:
     """Where the groups of `_grouped_mm` end: along the rows, what is summed over, or the columns."""
     left, right = a["self"].shape, a["mat2"].shape
     return "offs", (left[0] if len(right) == 3 else left[1]) if len(left) == 2 else right[-1]
 
 
-_ENDS: dict[str, Callable[[Arguments], tuple[str, int]]] = {"aten._grouped_mm": _grouped}
+_ENDS: dict[str, Callable[[CallArguments], tuple[str, int]]] = {"aten._grouped_mm": _grouped}
 """Operator -> name of its argument that holds the ends of groups, with the last end; groups are made equal."""
 
 
-class Operands:
+class RealOperands:
     """Makes the arguments of invocations on a device.
 
     Args:
@@ -96,7 +96,7 @@ class Operands:
         self._device = device
         self._blocks: dict[tuple[str, bool], Tensor] = {}
 
-    def make(self, invocation: Invocation) -> Prepared:
+    def make(self, invocation: Invocation) -> PreparedCall:
         """The operator, its arguments, and the tensors among them.
 
         What an argument's maker alone can give is taken from one run of the maker.
@@ -121,7 +121,7 @@ class Operands:
         args = tuple(self._argument(a, tensors) for a in invocation.arguments)
         kwargs = {name: self._argument(a, tensors) for name, a in invocation.keywords}
         resident = [tensors[o.number] for o in invocation.operands if o.resident]
-        return Prepared(operator, args, kwargs, list(tensors.values()), resident)
+        return PreparedCall(operator, args, kwargs, list(tensors.values()), resident)
 
     def _argument(self, argument: Argument, tensors: dict[int, Tensor]) -> Any:
         if isinstance(argument, Operand):
@@ -157,7 +157,7 @@ class Operands:
         memory[whole:].copy_(block[: memory.numel() - whole])
 
 
-class Prepared:
+class PreparedCall:
     """An invocation that can be run again and again.
 
     Attributes:
@@ -272,7 +272,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class OpTiming:
     """What came of it.
 
     Attributes:
@@ -296,14 +296,14 @@ def label(invocation: Invocation) -> str:
 
 def measure(
     invocations: Sequence[Invocation],
-    device: Device,
+    device: MeasuringDevice,
     profile: Profile,
     options: Options,
     *,
     save: Save = lambda _: None,
     say: Progress = silent,
     clock: Callable[[], float] = time.monotonic,
-) -> Outcome:
+) -> OpTiming:
     """Measures the invocations that a profile does not have yet.
 
     Args:
@@ -324,7 +324,7 @@ def measure(
         left_s = began + options.budget_s - clock()
         if left_s <= 0:
             save(profile)
-            return Outcome(profile=profile, refused=tuple(refused), left=tuple(label(c) for c in waiting[done:]))
+            return OpTiming(profile=profile, refused=tuple(refused), left=tuple(label(c) for c in waiting[done:]))
         share = left_s / (len(waiting) - done)
         say("measuring operations", done, len(waiting))
         try:
@@ -338,7 +338,7 @@ def measure(
             save(profile)
             saved = clock()
     save(profile)
-    return Outcome(profile=profile, refused=tuple(refused))
+    return OpTiming(profile=profile, refused=tuple(refused))
 
 
 def continued(found: Profile, here: Environment, name: str) -> Profile:
@@ -357,9 +357,9 @@ def continued(found: Profile, here: Environment, name: str) -> Profile:
 
 
 class _Measurer:
-    def __init__(self, device: Device, options: Options) -> None:
+    def __init__(self, device: MeasuringDevice, options: Options) -> None:
         self._device, self._options = device, options
-        self._operands = Operands(device.name)
+        self._operands = RealOperands(device.name)
         self._baseline = device.baseline()
 
     def measure(self, invocation: Invocation, budget_s: float) -> list[Measurement]:
@@ -388,7 +388,7 @@ class _Measurer:
         if need > free:
             raise RuntimeError(f"it takes {format_bytes(need)}, and {format_bytes(free)} are free")
 
-    def _once(self, prepared: Prepared) -> float:
+    def _once(self, prepared: PreparedCall) -> float:
         prepared.restore()
         if prepared.cold:
             self._device.flush()

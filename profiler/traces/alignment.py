@@ -18,7 +18,7 @@ from echograph.ir.columns import Int64
 from echograph.profiler.traces.collectives import Meeting, matched
 from echograph.profiler.traces.trace import Trace, TraceSet
 
-Float64 = npt.NDArray[np.float64]
+_Floats = npt.NDArray[np.float64]
 
 # Crystals of computers are within this of each other (relative, one sigma); a drift is not fitted beyond what the
 # collectives say against it, or the noise of a trace of milliseconds would be taken for one.
@@ -30,7 +30,7 @@ _HEAVY = 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Clock:
+class RankClock:
     """What a rank's times are corrected by: `time + offset_ps + drift * time`.
 
     Attributes:
@@ -43,7 +43,7 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Alignment:
+class JobClocks:
     """The clocks of a job.
 
     Attributes:
@@ -56,7 +56,7 @@ class Alignment:
         notes: what could not be told, one line each.
     """
 
-    clocks: Mapping[int, Clock]
+    clocks: Mapping[int, RankClock]
     meetings: int
     residual_ps: float
     before_ps: float
@@ -65,7 +65,7 @@ class Alignment:
     notes: tuple[str, ...] = ()
 
 
-def align(traces: TraceSet) -> tuple[TraceSet, Alignment]:
+def align(traces: TraceSet) -> tuple[TraceSet, JobClocks]:
     """The traces on the clock of their first rank, and how well that is known.
 
     Args:
@@ -73,20 +73,20 @@ def align(traces: TraceSet) -> tuple[TraceSet, Alignment]:
     """
     met, notes = matched(traces)
     found = clocks(traces, met, notes)
-    moved = {rank: on_clock(trace, found.clocks.get(rank, Clock())) for rank, trace in traces.items()}
+    moved = {rank: on_clock(trace, found.clocks.get(rank, RankClock())) for rank, trace in traces.items()}
     first = min(moved)
     said = (*moved[first].notes, *_said(found))
     moved[first] = dataclasses.replace(moved[first], notes=said)
     return traces.replaced(moved), found
 
 
-def on_clock(trace: Trace, clock: Clock) -> Trace:
+def on_clock(trace: Trace, clock: RankClock) -> Trace:
     """A trace with its times as another clock has them."""
     start, end = (_moved(times, clock) for times in (trace.start, trace.end))
     return dataclasses.replace(trace, start=start, duration=np.maximum(end - start, 0))
 
 
-def clocks(traces: TraceSet, met: Sequence[Meeting], notes: Sequence[str] = ()) -> Alignment:
+def clocks(traces: TraceSet, met: Sequence[Meeting], notes: Sequence[str] = ()) -> JobClocks:
     """Offsets and drifts from collectives that are known to be the same.
 
     Args:
@@ -107,10 +107,10 @@ def clocks(traces: TraceSet, met: Sequence[Meeting], notes: Sequence[str] = ()) 
     fit = _Fit(traces, sorted(reached), used)
     before = fit.residual(fit.nothing)
     if not used:
-        own = {rank: Clock() for rank in reached}
-        return Alignment(clocks=own, meetings=0, residual_ps=0.0, before_ps=0.0, apart=0, notes=tuple(said))
+        own = {rank: RankClock() for rank in reached}
+        return JobClocks(clocks=own, meetings=0, residual_ps=0.0, before_ps=0.0, apart=0, notes=tuple(said))
     values = fit.solve()
-    return Alignment(
+    return JobClocks(
         clocks=fit.clocks(values),
         meetings=len(used),
         residual_ps=fit.residual(values),
@@ -121,7 +121,7 @@ def clocks(traces: TraceSet, met: Sequence[Meeting], notes: Sequence[str] = ()) 
     )
 
 
-def _moved(times: Int64, clock: Clock) -> Int64:
+def _moved(times: Int64, clock: RankClock) -> Int64:
     moved: Int64 = times + np.rint(clock.offset_ps + clock.drift * times).astype(np.int64)
     return moved
 
@@ -137,7 +137,7 @@ def _reached(ranks: Sequence[int], met: Sequence[Meeting]) -> set[int]:
     return reached
 
 
-def _said(found: Alignment) -> tuple[str, ...]:
+def _said(found: JobClocks) -> tuple[str, ...]:
     if not found.meetings:
         return found.notes
     line = (
@@ -167,7 +167,7 @@ class _Fit:
         self.span = max(float(np.ptp(self.end)), 1.0) if calls else 1.0
         self.nothing = np.zeros(2 * len(ranks))
 
-    def solve(self) -> Float64:
+    def solve(self) -> _Floats:
         """Offset at the middle and drift over half the span, of each rank, in picoseconds."""
         design = self._moves(self.end)
         count = np.bincount(self.meeting)
@@ -179,7 +179,7 @@ class _Fit:
         values = self._least(rows, wanted, self._noise(rows, wanted))
         return self._within(rows, wanted, values)
 
-    def _noise(self, rows: Float64, wanted: Float64) -> float:
+    def _noise(self, rows: _Floats, wanted: _Floats) -> float:
         """How exact the ends are, from what offsets alone leave of them."""
         offsets = rows.copy()
         offsets[:, 1::2] = 0.0
@@ -187,8 +187,8 @@ class _Fit:
         return max(_NOISE_PS, 1.4826 * float(np.median(np.abs(left))))
 
     def _least(
-        self, rows: Float64, wanted: Float64, noise: float, heavy: tuple[Float64, Float64] | None = None
-    ) -> Float64:
+        self, rows: _Floats, wanted: _Floats, noise: float, heavy: tuple[_Floats, _Floats] | None = None
+    ) -> _Floats:
         """Iterated least squares, in which what is far off weighs by its root (a rank held up while it ended)."""
         drifts = np.arange(1, len(self.nothing), 2)
         prior = np.zeros((len(drifts), len(self.nothing)))
@@ -206,7 +206,7 @@ class _Fit:
             values = found
         return values
 
-    def _within(self, rows: Float64, wanted: Float64, values: Float64) -> Float64:
+    def _within(self, rows: _Floats, wanted: _Floats, values: _Floats) -> _Floats:
         """The values moved until no collective ends before its last rank has begun it, as far as that goes."""
         noise, held = self._noise(rows, wanted), np.zeros((0, 2), np.int64)
         for _ in range(_ROUNDS):
@@ -220,7 +220,7 @@ class _Fit:
             values = self._least(rows, wanted, noise, (_HEAVY * (ends - starts), _HEAVY * aim))
         return values
 
-    def _violations(self, values: Float64) -> Int64:
+    def _violations(self, values: _Floats) -> Int64:
         """Pairs of calls of one meeting of which the first ends before the second begins."""
         start, end = (times + self._moves(times) @ values for times in (self.start, self.end))
         order = np.lexsort((start, self.meeting))
@@ -230,7 +230,7 @@ class _Fit:
         late = np.flatnonzero(end < start[latest] - 1.0)
         return np.stack([late, latest[late]], axis=1)
 
-    def _moves(self, times: Float64) -> Float64:
+    def _moves(self, times: _Floats) -> _Floats:
         """How each unknown moves each call's time."""
         moves = np.zeros((len(times), 2 * len(self.ranks)))
         at = np.arange(len(times))
@@ -239,7 +239,7 @@ class _Fit:
         moves[:, :2] = 0.0
         return moves
 
-    def residual(self, values: Float64) -> float:
+    def residual(self, values: _Floats) -> float:
         """Root mean square of the distances of ends from their meeting's mean end."""
         if not len(self.end):
             return 0.0
@@ -247,14 +247,15 @@ class _Fit:
         mean = np.bincount(self.meeting, end) / np.bincount(self.meeting)
         return float(np.sqrt(np.mean((end - mean[self.meeting]) ** 2)))
 
-    def apart(self, values: Float64) -> int:
+    def apart(self, values: _Floats) -> int:
         """Meetings that do not overlap."""
         return len(set(self.meeting[self._violations(values)[:, 0]].tolist()))
 
-    def clocks(self, values: Float64) -> dict[int, Clock]:
+    def clocks(self, values: _Floats) -> dict[int, RankClock]:
         """The values as clocks."""
         drift = values[1::2] / (self.span / 2)
         offset = values[::2] - drift * self.middle
         return {
-            rank: Clock(offset_ps=float(offset[at]), drift=float(drift[at])) for at, rank in enumerate(self.ranks)
+            rank: RankClock(offset_ps=float(offset[at]), drift=float(drift[at]))
+            for at, rank in enumerate(self.ranks)
         }

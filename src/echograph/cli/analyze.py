@@ -18,7 +18,7 @@ from echograph.errors import UnknownNameError, UsageError
 from echograph.ir.files import check_writable, write_whole
 
 if TYPE_CHECKING:
-    from echograph.profiler.analyses.table import Table
+    from echograph.profiler.analyses.table import AnswerTable
     from echograph.profiler.traces import TraceSet
 
 OVERVIEW = ("steps", "temporal-breakdown", "kernel-types", "overlap", "idle")
@@ -85,7 +85,7 @@ def analyze(
         write_whole(output, _gzipped(pieces) if output.suffix == ".gz" else pieces)
         return
     if analysis is not None:
-        tables: dict[str, Table] = {name: analysis(found, **options)}
+        tables: dict[str, AnswerTable] = {name: analysis(found, **options)}
     else:
         tables = {each: ANALYSES[each](found) for each in OVERVIEW}
     for note in dict.fromkeys(note for table in tables.values() for note in table.notes):
@@ -184,7 +184,7 @@ def _ranks(text: str) -> list[int] | None:
     return sorted(found)
 
 
-def _show(tables: dict[str, Table]) -> None:
+def _show(tables: dict[str, AnswerTable]) -> None:
     for number, (name, table) in enumerate(tables.items()):
         if len(tables) > 1:
             if number:

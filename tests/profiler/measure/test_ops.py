@@ -15,7 +15,7 @@ from echograph.errors import InputError, UsageError  # noqa: E402
 from echograph.ir.invocations import Invocation, Operand, Part  # noqa: E402
 from echograph.ir.profile import Environment, Profile, Signature, TensorType  # noqa: E402
 from echograph.ir.types import DType  # noqa: E402
-from echograph.profiler.measure.device import Cuda, Device, Processor, open_device  # noqa: E402
+from echograph.profiler.measure.device import Cuda, MeasuringDevice, Processor, open_device  # noqa: E402
 from echograph.profiler.measure.host import _solved, measure_host  # noqa: E402
 from echograph.profiler.measure.ops import Options, continued, label, measure  # noqa: E402
 from echograph.profiler.measure.sampling import time_steps  # noqa: E402
@@ -24,7 +24,7 @@ HERE = Environment(device="fake", threads=1)
 SHORT = Options(repeats=5, budget_s=1e9)
 
 
-class Fake(Device):
+class Fake(MeasuringDevice):
     """A device on which every operation takes the next of some seconds, and a measurement of nothing 1 s."""
 
     name = "cpu"
