@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 
-from echograph.frontend.pytorch.step import StepSpec
-from echograph.workflow.compile import compile_model
+from echograph.frontend.pytorch.spec import StepSpec
+from echograph.workflow.compile import compile as compile_model
 
 MODELS = ("bert-base-uncased", "gpt2", "llama-3.2-1b")
 
@@ -24,7 +24,7 @@ def main() -> None:
 
 def _compile(model: str, producer: str) -> float:
     began = time.perf_counter()
-    compile_model(model, StepSpec(), batch_size=1, seq_len=None, attention=None, producer=producer)
+    compile_model(model, StepSpec(), batch_size=1, producer=producer)
     return time.perf_counter() - began
 
 

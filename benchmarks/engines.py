@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks import contended
 from echograph.ir.columns import Ragged
-from echograph.simulator.engine import columns, events, loops, static
-from echograph.simulator.engine.numbering import number
+from echograph.simulator.engine import columns, events, schedule, static
+from echograph.simulator.engine.static import number
 from echograph.simulator.tasks import DEVICE, HOST, TaskGraph
 
 RESOURCES = 64
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=2_000_000)
     count = parser.parse_args().tasks
     large, small = tasks(count), tasks(SMALL_TASKS)
-    meeting, meeting_small = meeting_tasks(count), meeting_tasks(loops.COMPILE_FROM // 4)
+    meeting, meeting_small = meeting_tasks(count), meeting_tasks(schedule.COMPILE_FROM // 4)
     order = number(meeting)
     ranks = columns.alone(meeting, meeting.program, np.full((PROGRAMS, RANKS), 1.0))
     static.run(large), columns.run(meeting, order, ranks)  # compiles

@@ -94,8 +94,8 @@ def _round(captured: Any, step: Any, device: Any, given: argparse.Namespace, pat
     from echograph.profiler.measure.sampling import time_steps
     from echograph.units import to_s
     from echograph.workflow.measure import with_host
-    from echograph.workflow.measured import predict_measured
     from echograph.workflow.plan import Plan
+    from echograph.workflow.predict import predict
 
     options = Options(repeats=given.repeats, budget_s=given.budget)
     steps = [time_steps(step, device, _STEPS[device.name], 0)]
@@ -106,7 +106,7 @@ def _round(captured: Any, step: Any, device: Any, given: argparse.Namespace, pat
     _, coverage = join(captured.graph, outcome.profile)
     if coverage.missing:
         raise SystemExit(f"{coverage.missing} operations are not measured: give more --budget; {outcome.refused}")
-    result, _ = predict_measured(captured.graph, Plan(cluster=str(path)), memory=False)
+    result, _ = predict(captured.graph, Plan(cluster=str(path)), memory=False)
     return {
         "step_s": median(seconds),
         "seconds": seconds,

@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from echograph.errors import EchoError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import StepGraph
 from echograph.models import get_model
 from echograph.models.entry import ModelEntry

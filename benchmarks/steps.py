@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from echograph.cli.validate import print_outcomes
-from echograph.workflow.validation.run import validate
+from echograph.workflow.validation.run import predict_rows
 from echograph.workflow.validation.score import by_family, read_peers
 from echograph.workflow.validation.table import read
 
@@ -39,7 +39,7 @@ def main() -> None:
     rows = read(table, WHOLE, ("A", "B"))
     rows += [row for name in SAMPLED for row in read(table, (name,), ("A", "B"))[:: arguments.every]]
     began = time.perf_counter()
-    outcomes = validate(rows, arguments.jobs)
+    outcomes = predict_rows(rows, arguments.jobs)
     record = {
         "families": by_family(outcomes, read_peers(DATA / "peer_predictions.csv")),
         "rows": [outcome.to_json() for outcome in outcomes],

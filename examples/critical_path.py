@@ -1,36 +1,37 @@
-"""Reads a graph, simulates it, and prints what its critical path consists of.
+"""What a step waits for, and what would change it: the critical path, an analysis, a slow GPU, faster kernels.
 
 python examples/critical_path.py [GRAPH] [GPUS]
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 
-from echograph.ir import serde
-from echograph.ir.timeline import Lane
-from echograph.units import format_time
-from echograph.workflow.predict import predict
+import echograph as eg
 
+path, gpus = (*sys.argv[1:3], *("graph.pb", "64")[len(sys.argv) - 1 :])[:2]
 
-def main(path: str = "graph.pb", gpus: str = "64") -> None:
-    """Prints the time on the path by operator, longest first."""
-    result, job = predict(serde.load(path), cluster="dgx-h100", gpus=int(gpus))
-    timeline = result.timeline
-    time_ps: Counter[str] = Counter()
-    count: Counter[str] = Counter()
-    for row in timeline.critical_path().tolist():
-        lane = Lane(int(timeline.lane[row])).name.lower()
-        name = f"{job.strings[job.ops.name[timeline.op[row]]]} ({lane})"
-        time_ps[name] += int(timeline.duration[row])
-        count[name] += 1
-    print(
-        f"{result.model} on {gpus} GPUs: {format_time(result.step_ps)}, {count.total()} tasks on the critical path"
-    )
-    for name, total in time_ps.most_common(12):
-        print(f"  {format_time(total):>9} {total / result.step_ps:6.1%}  {count[name]:4} x {name}")
+# %% A stored step, on a system.
+system = eg.System("dgx-h100")
+job = eg.lower(eg.load(path), eg.Plan(gpus=int(gpus)), system)
+result = eg.simulate(job, system)
+timeline = result.timeline
 
+# %% The chain of work that ends last, by operation.
+time_ps: Counter[str] = Counter()
+for row in timeline.critical_path().tolist():
+    time_ps[job.strings[job.ops.name[timeline.op[row]]]] += int(timeline.duration[row])
+print(f"{result.model} on {gpus} GPUs: {result.step_s * 1e3:.2f} ms; on the critical path:")
+for name, total in time_ps.most_common(8):
+    print(f"  {total / 1e9:8.3f} ms {total / result.step_ps:6.1%}  {name}")
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+# %% The analyses of profiler traces read a prediction, too.
+for record in eg.analyze(result, "overlap").records():
+    print(record)
+
+# %% What if?
+for words, scenario in {
+    "GPU 5 takes 30 % longer": eg.Scenario(straggler=("5=1.3",)),
+    "every kernel varies by 2 %": eg.Scenario(jitter=0.02),
+    "half the time in collectives": eg.Scenario(scale=("comm=0.5",)),
+}.items():
+    print(f"{words}: {eg.simulate(job, system, scenario).step_s / result.step_s - 1:+.1%}")

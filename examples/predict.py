@@ -1,31 +1,24 @@
-"""Compiles a model in Python and predicts its step on growing clusters.
+"""A model on growing clusters: how long a step takes, how sure that is, and how much communication shows.
 
 python examples/predict.py [MODEL] [CLUSTER]
 """
 
-from __future__ import annotations
-
 import sys
 
-from echograph.frontend.pytorch.step import StepSpec
-from echograph.units import format_time
-from echograph.workflow.compile import compile_model
-from echograph.workflow.predict import predict
+import echograph as eg
 
+model, cluster = (*sys.argv[1:3], *("distilbert-base-uncased", "dgx-h100")[len(sys.argv) - 1 :])[:2]
 
-def main(model: str = "distilbert-base-uncased", cluster: str = "dgx-h100") -> None:
-    """Prints a line for each number of GPUs."""
-    spec = StepSpec(dtype="bf16", optimizer="adamw")
-    graph = compile_model(model, spec, batch_size=16, seq_len=None, attention=None, producer="recorder")
-    print(f"{model}: {len(graph.ops)} operations stored, {graph.unfolded_ops} run")
-    for gpus in (1, 8, 64, 512):
-        result, _ = predict(graph, cluster=cluster, gpus=gpus)
-        low, high = (format_time(t) for t in result.interval_ps)
-        exposed = sum(result.breakdown.exposed_communication.values()) / result.step_ps
-        print(
-            f"{gpus:5} GPUs  {format_time(result.step_ps)} ({low} to {high}), {exposed:.1%} exposed communication"
-        )
+# %% Capture one training step: no GPU, no weights.
+step = eg.compile(model, eg.StepSpec(dtype="bf16", optimizer="adamw"), batch_size=16)
+print(f"{model}: {len(step.ops)} operations stored, {step.unfolded_ops} run")
 
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+# %% Where it runs is read once; how it is spread is a plan.
+system = eg.System(cluster)
+for gpus in (1, 8, 64, 512):
+    result = eg.simulate(eg.lower(step, eg.Plan(gpus=gpus), system), system)
+    step_ms, low, high = (1e3 * seconds for seconds in (result.step_s, *result.interval_s))
+    exposed = sum(result.breakdown.exposed_communication.values()) / result.step_ps
+    print(
+        f"{gpus:5} GPUs  {result.step_s * 1e3:.2f} ms ({low * 1e3:.2f} to {high * 1e3:.2f}), {exposed:.1%} exposed"
+    )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from echograph.ir.graph import Graph
 from echograph.registry import Table
 
 FRONTENDS = Table(
     "format",
     {
-        "chakra": "echograph.frontend.chakra:load",
+        "chakra": "echograph.ir.chakra.importer:load",
         "comms": "echograph.frontend.comms:load",
         "gml": "echograph.frontend.graph_files:load_gml",
         "json": "echograph.frontend.graph_files:load_json",
@@ -22,16 +19,3 @@ FRONTENDS = Table(
 
 Those that read many files also take `progress: Progress`.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Imported:
-    """A graph, and what of its source a graph cannot hold.
-
-    Attributes:
-        graph: a step graph or a job graph.
-        notes: what was left out or taken for something, a line each.
-    """
-
-    graph: Graph
-    notes: tuple[str, ...] = ()

@@ -16,11 +16,11 @@ from itertools import islice
 from pathlib import Path
 
 from echograph.errors import FormatError, InputError
-from echograph.frontend import Imported
 from echograph.ir.builder import Common, GraphBuilder
-from echograph.ir.comms_native import NativeSource
-from echograph.ir.comms_operations import kind_of
-from echograph.ir.comms_record import UNKNOWN, What
+from echograph.ir.comms.operations import kind_of
+from echograph.ir.comms.reader import NativeSource
+from echograph.ir.comms.record import UNKNOWN, What
+from echograph.ir.formats import Imported
 from echograph.ir.graph import JobGraph, Workload
 from echograph.ir.types import CollectiveKind, DType, Duration, Phase, Source
 from echograph.units import PS_PER_NS, format_time

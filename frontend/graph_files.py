@@ -20,7 +20,7 @@ def load_json(source: Path) -> StepGraph | JobGraph:
         InputError: the file cannot be read.
         FormatError: it is too large, or holds no graph; says where and what.
     """
-    from echograph.ir.json_form import from_json
+    from echograph.ir.text.records import from_json
 
     return _load(source, "json", from_json)
 
@@ -33,7 +33,7 @@ def load_gml(source: Path) -> StepGraph | JobGraph:
         FormatError: it is too large, or holds no graph; says where and what.
         MissingExtraError: networkx is not installed.
     """
-    from echograph.ir.network import from_gml
+    from echograph.ir.text.network import from_gml
 
     return _load(source, "gml", from_gml)
 
@@ -45,7 +45,7 @@ def load_text(source: Path) -> StepGraph | JobGraph:
         InputError: the file cannot be read.
         FormatError: it is too large, or holds no graph; says in which line and what.
     """
-    from echograph.ir.text_parse import from_text
+    from echograph.ir.text.parser import from_text
 
     return _load(source, "text", from_text)
 

@@ -22,8 +22,7 @@ def unfold(graph: StepGraph) -> StepGraph:
     builder = GraphBuilder(
         name=graph.name, workload=graph.workload, producer=graph.producer, streams=graph.streams
     )
-    builder.unknown = graph.unknown
-    builder.mesh = graph.mesh
+    builder.unknown, builder.mesh, builder.passes = graph.unknown, graph.mesh, graph.passes
     for group in graph.groups:
         builder.add_group(group)
     writer = _Unfolder(graph, builder)

@@ -1,4 +1,8 @@
-"""The ranks of process groups, and where programs stand in them."""
+"""The ranks of process groups, where programs stand in them, and where programs wait for each other.
+
+Programs meet at the n-th communication under one *key*: the group and the place of its members, and for a message
+also its two ends and its tag.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ from math import prod
 
 import numpy as np
 
+from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import Group, JobGraph, Program
+from echograph.ir.types import COMMUNICATIONS, OpKind
 
 
 def group_ranks(job: JobGraph, group: Group, fixed: dict[str, int] | None = None) -> range | list[int]:
@@ -54,3 +60,81 @@ def program_ranks(job: JobGraph, program: Program) -> set[int]:
 def _strides(job: JobGraph) -> dict[str, int]:
     """How far apart in rank two neighbours along an axis are."""
     return {a.name: prod(b.size for b in job.mesh[i + 1 :]) for i, a in enumerate(job.mesh)}
+
+
+class RendezvousKeys:
+    """Numbers for the keys under which the programs of a job meet."""
+
+    def __init__(self, job: JobGraph) -> None:
+        self.job = job
+        self.numbers: dict[object, int] = {}
+        self.rows = np.flatnonzero(np.isin(job.ops.kind, COMMUNICATIONS))
+
+    def of(self, program: int) -> Int64:
+        """int64 [ops]: the number of the key under which a program meets others there; -1 where it does not."""
+        # An imported job has millions of operations, and each of its many programs runs few of them.
+        found, calls = np.full(len(self.job.ops), NONE, np.int64), self.job.programs[program].calls
+        change = np.zeros(len(self.rows) + 1, np.int64)
+        np.add.at(change, np.searchsorted(self.rows, calls[:, 1]), 1)
+        np.add.at(change, np.searchsorted(self.rows, calls[:, 2]), -1)
+        for row in self.rows[np.cumsum(change)[:-1] > 0].tolist():
+            if (key := rendezvous_key(self.job, program, row)) is not None:
+                found[row] = self.numbers.setdefault(key, len(self.numbers))
+        return found
+
+
+def rendezvous_key(job: JobGraph, number: int, row: int) -> object:
+    """The key under which tasks meet for a communication, or None where they meet only their own like.
+
+    Programs of one role stand for many ranks; a group whose axes the role leaves free lies within the role. There
+    a collective meets itself, and a send the receive of a neighbour, which is when the role itself receives.
+    """
+    ops = job.ops
+    program, group_index = job.programs[number], int(ops.group[row])
+    group = job.groups[group_index]
+    if not any(n != number and _meet(job, group, program, p) for n, p in enumerate(job.programs)):
+        return _within(job, number, row)
+    # An explicit group is one set of ranks, whatever the places of its members.
+    fixed = tuple(sorted((a, v) for a, v in program.coordinates.items() if group.axes and a not in group.axes))
+    key: tuple[object, ...] = (group_index, fixed)
+    if ops.kind[row] == OpKind.COLLECTIVE:
+        return key
+    here = place_in_group(job, group, program)
+    there = (here + int(ops.peer[row])) % job.group_size(group)
+    sender, receiver = (here, there) if ops.kind[row] == OpKind.SEND else (there, here)
+    return (*key, sender, receiver, int(ops.tag[row]))
+
+
+def _within(job: JobGraph, number: int, row: int) -> object:
+    """The key of sends and receives between the ranks of one role, by how far they go."""
+    ops, program = job.ops, job.programs[number]
+    group = job.groups[int(ops.group[row])]
+    if ops.kind[row] == OpKind.COLLECTIVE or not group.axes or set(group.axes) & program.coordinates.keys():
+        return None
+    towards = int(ops.peer[row]) if ops.kind[row] == OpKind.SEND else -int(ops.peer[row])
+    return number, int(ops.group[row]), towards % job.group_size(group), int(ops.tag[row])
+
+
+def _meet(job: JobGraph, group: Group, one: Program, other: Program) -> bool:
+    if not group.axes:
+        # Lists may be long: the other program is in few of them.
+        return all(not program_ranks(job, its).isdisjoint(group.ranks) for its in (other, one))
+    pinned = [axis for axis in group.axes if axis in one.coordinates]
+    same = all(other.coordinates.get(a) == v for a, v in one.coordinates.items() if a not in group.axes)
+    return bool(pinned) and same
+
+
+def number_rendezvous(key: Int64, nth: Int64) -> Int64:
+    """A number for every rendezvous: the n-th under a key."""
+    most = np.zeros(int(key.max(initial=NONE)) + 1, np.int64)
+    np.maximum.at(most, key, nth + 1)
+    return (np.cumsum(most) - most)[key] + nth
+
+
+def occurrences(values: Int64) -> Int64:
+    """For every value, how many equal ones stand before it."""
+    order = np.argsort(values, kind="stable")
+    lengths = np.bincount(values)
+    before = np.empty(len(values), np.int64)
+    before[order] = np.arange(len(values)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return before

@@ -18,13 +18,12 @@ from echograph.ir.columns import NONE, Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.simulator.durations import Durations
 from echograph.simulator.engine.static import finishes
-from echograph.simulator.families import family_of
 from echograph.simulator.host import Host
+from echograph.simulator.limits import family_of
 from echograph.simulator.tasks import DEVICE
 
 if TYPE_CHECKING:
-    from echograph.simulator.roles import Roles
-    from echograph.simulator.steps import Step
+    from echograph.simulator.roles import Roles, Step
 
 Factors = npt.NDArray[np.float64]
 

@@ -4,7 +4,7 @@ The tasks of the critical path follow each other without a gap, from the start o
 kind of work faster by a small fraction shortens the step by that fraction of its time on the path: the parts of
 the path are the derivatives of the step time. (Of several paths of one length the engine reports one; then the
 derivative is that of making the work slower.) Where every rank is simulated, the path of one rank ends where
-another one is waited for; `rank_path` follows it there. What lies before all that it has looked at is put to
+another one is waited for; `ranks.rank_path` follows it there. What lies before all that it has looked at is put to
 `OTHER_RANKS`.
 """
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
-from echograph.simulator.families import HOST, family_of
+from echograph.ir.types import COMMUNICATIONS, Attention, Convolution, Gemm
 
 OTHER_RANKS = "other ranks"
 
@@ -28,7 +28,7 @@ def limits(job: JobGraph, timeline: Timeline) -> dict[str, int]:
     path = timeline.critical_path()
     side = (timeline.lane[path] != Lane.HOST).astype(np.int64)
     number = families(job)[side, timeline.op[path]]
-    total = np.bincount(number, weights=timeline.duration[path].astype(np.float64), minlength=1)
+    total = np.bincount(number, weights=timeline.duration[path].astype(np.float64))
     return largest_first(job, total, timeline.makespan if len(path) else 0)
 
 
@@ -51,3 +51,25 @@ def largest_first(job: JobGraph, total: npt.NDArray[Any], step_ps: int) -> dict[
     found = {OTHER_RANKS: before} if before > 0 else {}
     found |= {name: round(value) for name, value in zip(names, total.tolist(), strict=False) if value > 0}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+HOST = "host"
+KERNELS = ("matrix products", "attention", "convolutions", "other kernels")
+_KINDS = (Gemm, Attention, Convolution)
+
+
+def family_of(job: JobGraph) -> tuple[Int64, tuple[str, ...]]:
+    """Family of every row of the operation table, and the names of the families.
+
+    Kernels fall into matrix products, attention, convolutions and others; communications into one family for the
+    axes of their group ("tp communication"). What the host issues is no row: its family is `HOST`.
+    """
+    ops = job.ops
+    of_attribute = [next((i for i, k in enumerate(_KINDS) if isinstance(a, k)), 3) for a in ops.attribute_values]
+    family = np.array([*of_attribute, 3])[ops.attributes].astype(np.int64)
+    communicates = np.isin(ops.kind, COMMUNICATIONS)
+    names = [group.label for group in job.groups]
+    labels = tuple(dict.fromkeys(names))
+    number = np.array([labels.index(name) for name in names] or [0])
+    family[communicates] = len(KERNELS) + number[ops.group[communicates]]
+    return family, (*KERNELS, *(f"{label} communication" for label in labels))

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any
 
 import numpy as np
 
+from echograph.ir.graph import JobGraph
+from echograph.ir.html_table import html_table
 from echograph.ir.timeline import Timeline
 from echograph.simulator.breakdown import Breakdown, Role, Spread
 from echograph.simulator.durations import Durations
 from echograph.simulator.flows import LinkUse
 from echograph.simulator.goodput import Goodput
 from echograph.simulator.memory import Memory
-from echograph.simulator.rank_path import RankPath
-from echograph.simulator.ranks import RankTimes
-from echograph.units import to_s
+from echograph.simulator.ranks import RankPath, RankTimes
+from echograph.units import format_time, to_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ class Result:
         path: which ranks the critical path goes through, where each was simulated.
         draws_ps: step times under several draws of noise.
         goodput: what failures leave of the throughput, where it was asked for.
+        job: what was simulated, with its durations, where whoever asked keeps it.
     """
 
     model: str
@@ -95,6 +98,18 @@ class Result:
     path: RankPath | None = None
     draws_ps: tuple[int, ...] = ()
     goodput: Goodput | None = None
+    job: JobGraph | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def step_s(self) -> float:
+        """Step time, seconds."""
+        return to_s(self.step_ps)
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """90 % interval of the step time, seconds."""
+        low, high = self.interval_ps
+        return to_s(low), to_s(high)
 
     @property
     def timeline(self) -> Timeline:
@@ -133,6 +148,15 @@ class Result:
         levels = (50, 95, 99)
         values = np.percentile(np.array(self.draws_ps, np.float64), levels) / 1e12
         return {f"p{level}": float(value) for level, value in zip(levels, values, strict=True)}
+
+    def _repr_html_(self) -> str:
+        """The step in a notebook: how long, and where it goes."""
+        parts = [(name, value) for name, value in self.breakdown.flat().items() if value]
+        low, high = map(format_time, self.interval_ps)
+        head = f"<p>{escape(f'{self.model} on {self.gpus} GPUs of {self.cluster} ({self.device})')}: "
+        head += f"{format_time(self.step_ps)} ({low} to {high})</p>"
+        rows = [(name, format_time(value), f"{value / (self.step_ps or 1):.1%}") for name, value in parts]
+        return head + html_table(("where the step goes", "time", "share"), rows)
 
     def to_json(self) -> dict[str, Any]:
         """The stable schema of `echosim run --json`."""

@@ -14,10 +14,10 @@ import numpy as np
 
 from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Int8, Int32, Int64, Ragged
-from echograph.ir.edges import Edges
 from echograph.ir.graph import JobGraph
+from echograph.ir.schedule import Edges
 from echograph.ir.types import OpKind
-from echograph.simulator.rendezvous import RendezvousKeys, number_rendezvous, occurrences
+from echograph.simulator.groups import RendezvousKeys, number_rendezvous, occurrences
 
 MAX_TASKS = 200_000_000
 HOST, DEVICE = 0, 1

@@ -74,7 +74,7 @@ def _selected(job: JobGraph, selector: str) -> Mask:
         return communicates
     if selector.startswith("comm."):
         mine = [g.label == selector[5:] or selector[5:] in g.axes for g in job.groups]
-        chosen = communicates & np.array([*mine, False])[np.where(communicates, ops.group, -1)]
+        chosen = communicates & np.array([*mine, False])[ops.group]
         return _some(chosen, selector, ", ".join(f"comm.{axis}" for axis in axes))
     if kind == "collective" and name:
         kinds = {k.name.lower(): k for k in CollectiveKind}

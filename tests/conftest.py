@@ -16,6 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # Test helpers are plain modules beside the tests that use them.
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("simulator", "processes")]
 
+# Each worker has a core; threads of PyTorch beyond it would wait for each other in loops that use all of it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # As the commands do: what is built lives until a test ends, and the usual thresholds look for garbage in vain.
 gc.set_threshold(100_000, 50, 50)
 

@@ -10,7 +10,7 @@ import importlib.util
 from pathlib import Path
 
 from echograph.errors import MissingExtraError
-from echograph.frontend import Imported
+from echograph.ir.formats import Imported
 
 
 def load(source: Path) -> Imported:
@@ -26,7 +26,7 @@ def load(source: Path) -> Imported:
     from echograph.frontend.onnx.compile import compile_onnx
     from echograph.frontend.onnx.dtypes import step_type
     from echograph.frontend.onnx.model import read
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
 
     model = read(source)
     compiled = compile_onnx(model, StepSpec(dtype=step_type(model)))

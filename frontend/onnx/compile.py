@@ -25,9 +25,10 @@ from echograph.frontend.pytorch.capture import capture, capture_mode, quiet_fake
 from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.lower import lower
 from echograph.frontend.pytorch.recorder import OperatorRecorder
-from echograph.frontend.pytorch.step import StepSpec, TrainingStep
+from echograph.frontend.pytorch.spec import StepSpec
+from echograph.frontend.pytorch.step import TrainingStep
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.rewrite import StepWriter
 
 LOSSES = ("auto", "output", "cross-entropy", "sum")
@@ -175,11 +176,11 @@ def _compile(model: OnnxModel, spec: StepSpec, train: bool, loss: str, branch: s
             chosen = choose_loss(loss, model, outputs) if train else None
     if not train:
         with quiet_fakes():
-            graph = fold(_forward(module, inputs, spec, mode))
+            graph = Fold()(_forward(module, inputs, spec, mode))
         return Compiled(graph, "", tuple(_notes(module)))
     assert chosen is not None
     captured = capture(module, {**inputs, **chosen.inputs}, chosen.function, spec)
-    return Compiled(fold(lower(captured, spec, name=model.name)), chosen.text, tuple(_notes(module)))
+    return Compiled(Fold()(lower(captured, spec, name=model.name)), chosen.text, tuple(_notes(module)))
 
 
 def _notes(module: OnnxModule) -> Iterator[str]:

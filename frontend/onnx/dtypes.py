@@ -10,7 +10,7 @@ import torch
 
 from echograph.errors import InputError
 from echograph.frontend.onnx.model import OnnxModel
-from echograph.frontend.pytorch.step import StepDType
+from echograph.frontend.pytorch.spec import StepDType
 
 # Numbers of TensorProto.DataType.
 TYPES = {

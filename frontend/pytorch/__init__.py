@@ -2,7 +2,7 @@
 
     from echograph.frontend.pytorch.capture import capture, capture_mode
     from echograph.frontend.pytorch.lower import lower
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
 
     spec = StepSpec(dtype="bf16", clip_grad_norm=1.0)
     with capture_mode():

@@ -7,6 +7,7 @@ graph = capture(module, inputs, loss, StepSpec(dtype="bf16"))
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -30,7 +31,8 @@ from echograph.errors import CaptureError, EchoError
 from echograph.frontend.pytorch.annotate import check_annotations
 from echograph.frontend.pytorch.device_ops import cpu_operators, cuda_operators
 from echograph.frontend.pytorch.recorder import OperatorRecorder
-from echograph.frontend.pytorch.step import Inputs, LossFunction, StepSpec, TrainingStep
+from echograph.frontend.pytorch.spec import StepSpec
+from echograph.frontend.pytorch.step import Inputs, LossFunction, TrainingStep
 from echograph.frontend.pytorch.userfile import reason, user_line
 from echograph.registry import Table
 
@@ -84,6 +86,14 @@ def capture(
         graph: Graph = produce(step, recorder)
     check_annotations(graph)
     return graph
+
+
+def without_memory(module: Module, mode: FakeTensorMode) -> Module:
+    """A copy of a module whose parameters and buffers have shapes and no data; the module stays as it is."""
+    tensors = (*module.parameters(), *module.buffers())
+    known = {id(tensor): mode.from_tensor(tensor) for tensor in tensors if not isinstance(tensor, FakeTensor)}
+    # What stands in `known` is taken for copied already.
+    return copy.deepcopy(module, known) if known else module
 
 
 def _mode_of(module: Module) -> FakeTensorMode:

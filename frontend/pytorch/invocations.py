@@ -27,8 +27,7 @@ from echograph.frontend.pytorch.call_nodes import (
     tensor_bytes,
 )
 from echograph.ir.graph import StepGraph
-from echograph.ir.invocations import Argument, Invocation, Named, Operand, Part
-from echograph.ir.profile import Signature, signatures
+from echograph.ir.profile import Argument, Invocation, Named, Operand, Part, Signature, signatures
 from echograph.ir.types import MultiTensor
 
 _NAMED = {torch.dtype: "dtype", torch.layout: "layout", torch.memory_format: "memory_format"}

@@ -35,7 +35,7 @@ from echograph.frontend.pytorch.call_nodes import (
     tensor_bytes,
     written_arguments,
 )
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import StepGraph, Workload
 from echograph.ir.types import DType, MultiTensor, Phase, TensorRole

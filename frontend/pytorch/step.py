@@ -10,70 +10,23 @@ already), and the three parts that a producer runs in turn: `forward`, `backward
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
-from echograph.errors import CaptureError, UsageError
+from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
+from echograph.frontend.pytorch.spec import StepSpec
 
-StepDType = Literal["bf16", "fp16", "fp32"]
-OptimizerName = Literal["adamw", "adam", "sgd"]
-Kernels = Literal["cuda", "cpu"]
 Inputs = tuple[Any, ...] | Mapping[str, Any]
 LossFunction = Callable[[Any], Tensor]
 
-_TORCH_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Any values do: a captured graph holds shapes, not numbers.
 _LEARNING_RATE = 1e-4
 _CLIP_EPSILON = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSpec:
-    """What a training step does besides the model.
-
-    Attributes:
-        dtype: type of parameters, activations and gradients.
-        optimizer: "adamw", "adam", or "sgd" with momentum; each the fused, multi-tensor kernel.
-        clip_grad_norm: largest norm of all gradients together; None does not clip.
-        master_weights: keep fp32 copies of 16-bit parameters and update those; None: yes for 16-bit types.
-        recompute: discard activations and compute them again in the backward pass, with the module's own
-            `gradient_checkpointing_enable` (Hugging Face).
-        kernels: whose kernels composite operators become: "cuda" or "cpu".
-    """
-
-    dtype: StepDType = "bf16"
-    optimizer: OptimizerName = "adamw"
-    clip_grad_norm: float | None = None
-    master_weights: bool | None = None
-    recompute: bool = False
-    kernels: Kernels = "cuda"
-
-    def __post_init__(self) -> None:
-        for field, choices in (
-            ("dtype", get_args(StepDType)),
-            ("optimizer", get_args(OptimizerName)),
-            ("kernels", get_args(Kernels)),
-        ):
-            if getattr(self, field) not in choices:
-                raise UsageError(f"{field} '{getattr(self, field)}': choose one of {', '.join(choices)}")
-        if self.clip_grad_norm is not None and not 0 < self.clip_grad_norm < float("inf"):
-            raise UsageError(f"clip_grad_norm {self.clip_grad_norm}: give a norm above 0, or leave it out")
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as PyTorch names it."""
-        return _TORCH_DTYPE[self.dtype]
-
-    @property
-    def has_master_weights(self) -> bool:
-        """Whether the optimizer updates fp32 copies instead of the parameters."""
-        return self.dtype != "fp32" and self.master_weights is not False
 
 
 class TrainingStep:

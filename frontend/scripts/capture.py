@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from echograph.errors import CaptureError
-from echograph.frontend import Imported
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import FQN, GRADIENT_OF, MODULE, PHASE, ROLE, VAL
 from echograph.frontend.pytorch.call_nodes import is_getitem, is_in_place, is_view, qualified_name
@@ -29,6 +28,7 @@ from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.streams import AFTER, STREAM
 from echograph.frontend.scripts.world import World
 from echograph.ir.builder import Common, GraphBuilder
+from echograph.ir.formats import Imported
 from echograph.ir.graph import Axis, JobGraph, Workload
 from echograph.ir.passes.gradients import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD
 from echograph.ir.passes.model import count_job_flops

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from echograph.errors import CaptureError
-from echograph.ir.comms_operations import OPERATIONS, kind_of
+from echograph.ir.comms.operations import OPERATIONS, kind_of
 from echograph.ir.types import CollectiveKind
 
 MESSAGES = ("send", "recv")

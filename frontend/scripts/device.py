@@ -32,7 +32,7 @@ from echograph.errors import CaptureError
 from echograph.frontend.scripts import streams, values
 from echograph.frontend.scripts.adapter import patched, replaced
 from echograph.frontend.scripts.streams import CapturedEvent, CapturedStream
-from echograph.frontend.scripts.values import QUESTIONS, Note, deciding, keep_finite
+from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, deciding, keep_finite
 from echograph.frontend.scripts.world import NO_GPU, World
 
 MEMORY_BYTES = 80 * 2**30
@@ -262,7 +262,7 @@ class OnTheDevice(TorchFunctionMode):
         CaptureError: there are none, and the script asks for one.
     """
 
-    def __init__(self, note: Note, *, gpus: bool = True) -> None:
+    def __init__(self, note: NoteTaker, *, gpus: bool = True) -> None:
         super().__init__()
         self._note, self._gpus = note, gpus
 
@@ -343,7 +343,7 @@ def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @contextmanager
-def present(world: World, note: Note = lambda _: None) -> Iterator[None]:
+def present(world: World, note: NoteTaker = lambda _: None) -> Iterator[None]:
     """In the context there is a GPU of the kind that captures stand for, one for each rank, or none.
 
     Args:

@@ -23,12 +23,12 @@ from typing import Any
 
 from echograph import errors
 from echograph.errors import CaptureError, EchoError
-from echograph.frontend import Imported
 from echograph.frontend.scripts.adapter import Adapter
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.world import World
 from echograph.ir import serde
+from echograph.ir.formats import Imported
 from echograph.progress import Progress, silent
 
 

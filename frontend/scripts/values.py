@@ -40,13 +40,13 @@ _FRAMEWORKS = ("megatron.",)
 _THROUGH = ("torch/_tensor.py", "torch/_ops.py", "torch/overrides.py", "torch/utils/_device.py",
             "torch/_subclasses/fake_tensor.py", "torch/utils/_python_dispatch.py")  # fmt: skip
 
-Note = Callable[[str], None]
+NoteTaker = Callable[[str], None]
 
 _DECIDED: ContextVar[Mapping[str, bool]] = ContextVar("decided")
 _FINITE = "_echograph_finite"
 
 
-def answer(tensor: Tensor, note: Note) -> Any:
+def answer(tensor: Tensor, note: NoteTaker) -> Any:
     """The number that stands for the one element of a tensor.
 
     Args:
@@ -145,22 +145,22 @@ for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
     setattr(StandInNumber, _name, _compare(_name))
 
 
-def _item(note: Note, tensor: Tensor) -> Any:
+def _item(note: NoteTaker, tensor: Tensor) -> Any:
     return answer(tensor, note)
 
 
-def _list(note: Note, tensor: Tensor) -> Any:
+def _list(note: NoteTaker, tensor: Tensor) -> Any:
     return [_list(note, row) for row in tensor] if tensor.dim() else answer(tensor, note)
 
 
-def _true(note: Note, tensor: Tensor) -> bool:
+def _true(note: NoteTaker, tensor: Tensor) -> bool:
     where = caller()
     if where is None or hasattr(tensor, _FINITE):
         return bool(answer(tensor, note))
     return _decided(where, "whether a tensor is true")
 
 
-def _format(note: Note, tensor: Tensor, form: str) -> str:
+def _format(note: NoteTaker, tensor: Tensor, form: str) -> str:
     return format(answer(tensor, note), form) if tensor.dim() == 0 else object.__format__(tensor, form)
 
 

@@ -21,8 +21,8 @@ import msgspec
 
 from echograph.errors import PlanError
 from echograph.ir.columns import NONE
-from echograph.ir.exporters import Exported
 from echograph.ir.files import whole_folder, write_whole
+from echograph.ir.formats import Exported
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.types import Compute, DType, Phase, Source
 from echograph.ir.unfold import unfold

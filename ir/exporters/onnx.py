@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,17 +21,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from echograph.errors import GraphError, MissingExtraError, UsageError
-from echograph.ir.exporters import Exported
-from echograph.ir.exporters.onnx_functions import FUNCTIONS
-from echograph.ir.exporters.onnx_memory import Memory
-from echograph.ir.exporters.onnx_operators import Unsaid, rule_of
+from echograph.ir.columns import NONE, Int64
+from echograph.ir.exporters.onnx_operators import GROUPED_MM, Unsaid, rule_of
 from echograph.ir.files import write_whole
+from echograph.ir.formats import Exported
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.types import Compute, DType, Phase, Tensor, TensorRole
 from echograph.ir.unfold import unfold
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto, ValueInfoProto
+
+if TYPE_CHECKING:
+    from onnx import FunctionProto, OperatorSetIdProto
+
+    Function = Callable[[str, OperatorSetIdProto], FunctionProto]
 
 DOMAIN = "echograph"
 ROLE = "echograph.role"
@@ -365,3 +369,183 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
     return int(value) if isinstance(value, bool) else value
+
+
+# -- functions ------------------------------------------------------------------------------------------------
+# Functions of the domain `echograph`: operators that ONNX has no node for, defined by nodes of ONNX's own.
+#
+# A reader of ONNX may inline them; `echoc import onnx` takes the call for the operator that it is.
+
+
+_WORK = ["flops", "bytes_read", "bytes_written"]
+
+
+def _grouped_mm(domain: str, opset: OperatorSetIdProto) -> FunctionProto:
+    """Rows [m, k], grouped by where each group ends, times a matrix [k, n] a group: one product a group."""
+    from onnx import TensorProto, helper
+
+    node = helper.make_node
+    axis = helper.make_tensor("axis", TensorProto.INT64, [1], [0])
+    body = helper.make_graph(
+        [
+            node("Gather", ["ends", "group"], ["at"], axis=0),
+            node("Cast", ["at"], ["wide"], to=TensorProto.INT64),
+            node("Unsqueeze", ["wide", "first"], ["end"]),
+            node("Slice", ["rows", "begin", "end", "first"], ["own"]),
+            node("Gather", ["matrices", "group"], ["matrix"], axis=0),
+            node("MatMul", ["own", "matrix"], ["product"]),
+            node("Concat", ["before", "product"], ["after"], axis=0),
+            node("Identity", ["going"], ["goes_on"]),
+        ],
+        "group",
+        [
+            helper.make_tensor_value_info("group", TensorProto.INT64, []),
+            helper.make_tensor_value_info("going", TensorProto.BOOL, []),
+            helper.make_empty_tensor_value_info("begin"),
+            helper.make_empty_tensor_value_info("before"),
+        ],
+        [helper.make_empty_tensor_value_info(name) for name in ("goes_on", "end", "after")],
+    )
+    nodes = [
+        node("Constant", [], ["first"], value=axis),
+        node("Shape", ["matrices"], ["count"], start=0, end=1),
+        node("Shape", ["matrices"], ["columns"], start=2, end=3),
+        node("Squeeze", ["count", "first"], ["groups"]),
+        node("Concat", ["first", "columns"], ["none"], axis=0),
+        node("ConstantOfShape", ["none"], ["empty"]),
+        node("CastLike", ["empty", "rows"], ["start"]),
+        node("Loop", ["groups", "", "first", "start"], ["last", "products"], body=body),
+    ]
+    attributes = [*_WORK, "transpose_a", "transpose_b"]
+    return helper.make_function(
+        domain, GROUPED_MM, ["rows", "matrices", "ends"], ["products"], nodes, [opset], attributes
+    )
+
+
+FUNCTIONS: Mapping[str, Function] = {GROUPED_MM: _grouped_mm}
+"""Name -> what makes the function of a domain in an opset."""
+
+
+# -- memory ---------------------------------------------------------------------------------------------------
+# Which value of an ONNX model a tensor of the graph is now.
+#
+# Tensors of a graph may share memory: views, and the versions that operations in place make. ONNX's values
+# never change, so a write makes a new value of the memory's whole, and a view that is read after is made
+# again.
+
+
+_MOST_PLACES = 2**20
+_RESHAPED = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "unflatten")
+
+
+class Memory:
+    """Names of values.
+
+    Args:
+        graph: unfolded.
+        replay: adds a view again: (the operation that made it, the value that it is of) -> its name.
+    """
+
+    def __init__(self, graph: StepGraph, replay: Callable[[int, str], str]) -> None:
+        self._graph = graph
+        self._replay = replay
+        self._alias = graph.tensors.alias_of.tolist()
+        self._names: dict[int, tuple[str, int]] = {}
+        self._whole: dict[int, str] = {}
+        self._writes: Counter[int] = Counter()
+
+    def root(self, tensor: int) -> int:
+        """The tensor that owns the memory."""
+        while self._alias[tensor] != NONE:
+            tensor = self._alias[tensor]
+        return tensor
+
+    def has(self, tensor: int) -> bool:
+        """Whether a tensor has a value."""
+        return tensor in self._names
+
+    def make(self, tensor: int, name: str) -> None:
+        """A new value, or a view of one."""
+        root = self.root(tensor)
+        self._names[tensor] = name, self._writes[root]
+        if tensor == root:
+            self._whole[root] = name
+
+    def write(self, tensor: int, name: str, whole: str) -> None:
+        """A value written in place, and with it the whole that it lies in."""
+        root = self.root(tensor)
+        self._writes[root] += 1
+        self._names[tensor] = name, self._writes[root]
+        self._whole[root] = whole
+
+    def whole(self, root: int) -> str:
+        """All of a memory as it is now."""
+        return self._whole[root]
+
+    def name(self, tensor: int) -> str:
+        """The value of a tensor as its memory is now.
+
+        Raises:
+            Unsaid: nothing made it.
+        """
+        root = self.root(tensor)
+        name, writes = self._names.get(tensor, ("", -1))
+        if writes == self._writes[root]:
+            return name
+        above = self._alias[tensor]
+        if root not in self._whole:
+            raise Unsaid("value")
+        if above == NONE:
+            name = self._whole[root]
+        elif self._is_view(tensor):
+            name = self._replay(int(self._graph.maker[tensor]), self.name(above))
+        else:
+            name = self.name(above)
+        self._names[tensor] = name, self._writes[root]
+        return name
+
+    def places(self, tensor: int) -> Int64 | None:
+        """Positions in the flattened memory that a tensor names; None where it is all of it, in order.
+
+        Raises:
+            Unsaid: it is a view that is not followed, or too large a part.
+        """
+        views = []
+        while self._alias[tensor] != NONE:
+            if self._is_view(tensor):
+                views.append(tensor)
+            tensor = self._alias[tensor]
+        if not views:
+            return None
+        whole = self._graph.tensors[tensor]
+        if whole.numel > _MOST_PLACES:
+            raise Unsaid("size")
+        places = np.arange(whole.numel, dtype=np.int64).reshape(whole.shape)
+        for view in reversed(views):
+            places = self._viewed(places, view)
+        return places
+
+    def _is_view(self, tensor: int) -> bool:
+        maker = int(self._graph.maker[tensor])
+        return maker != NONE and not self._graph.ops[maker].name.endswith("_")
+
+    def _viewed(self, places: Int64, view: int) -> Int64:
+        op = self._graph.ops[int(self._graph.maker[view])]
+        given = json.loads(getattr(op, "arguments", "") or "{}")
+        name, shape = op.name.removeprefix("aten."), self._graph.tensors[view].shape
+        if name in _RESHAPED:
+            return places.reshape(shape)
+        if name == "slice":
+            cut = slice(given.get("start"), given.get("end"), given.get("step", 1))
+            part: Int64 = places[(slice(None),) * (given.get("dim", 0) % places.ndim) + (cut,)]
+            return part
+        if name == "select":
+            chosen: Int64 = np.asarray(np.take(places, given["index"], given["dim"]))
+            return chosen
+        if name == "t":
+            return places.T
+        if name == "transpose":
+            return np.swapaxes(places, given["dim0"], given["dim1"])
+        if name == "permute":
+            return np.transpose(places, given["dims"])
+        raise Unsaid(name)

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from echograph.errors import PlanError, UsageError
-from echograph.ir.exporters import Exported
 from echograph.ir.files import write_whole
+from echograph.ir.formats import Exported
 from echograph.ir.graph import Group, JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Phase, TensorRole
 

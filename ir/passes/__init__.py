@@ -1,7 +1,8 @@
 """Passes: graph in, graph out, a file or a package each.
 
-A pass is a frozen dataclass whose fields are its options; calling it transforms a graph. Step passes keep the
-level; `data_parallel` lowers a step graph to a job graph.
+A pass is a frozen dataclass whose fields are its options (`base.Pass`); calling it transforms a graph. Step passes
+keep the level; `pipeline`, `data_parallel` and `fully_shard` lower a step graph to a job graph. `base.run` applies
+several, `spec.parse_passes` reads a list of them from text.
 """
 
 from __future__ import annotations
@@ -11,23 +12,26 @@ from echograph.registry import Table
 PASSES = Table(
     "pass",
     {
-        "fold": "echograph.ir.passes.fold:fold",
+        "fold": "echograph.ir.passes.fold:Fold",
         "depth": "echograph.ir.passes.depth:Depth",
         "micro_batch": "echograph.ir.passes.micro_batch:MicroBatch",
+        "model_flops": "echograph.ir.passes.model:ModelFlops",
         "recompute": "echograph.ir.passes.recompute:Recompute",
-        "precision": "echograph.ir.passes.precision:Precision",
-        "fuse": "echograph.ir.passes.fuse:Fuse",
-        "fuse_loss": "echograph.ir.passes.fuse:FuseLoss",
         "tensor_parallel": "echograph.ir.passes.tensor_parallel:TensorParallel",
         "context_parallel": "echograph.ir.passes.context_parallel:ContextParallel",
         "expert_parallel": "echograph.ir.passes.expert_parallel:ExpertParallel",
+        "fuse": "echograph.ir.passes.fuse:Fuse",
+        "fuse_loss": "echograph.ir.passes.fuse:FuseLoss",
+        "precision": "echograph.ir.passes.precision:Precision",
+        "pipeline": "echograph.ir.passes.pipeline:Pipeline",
         "data_parallel": "echograph.ir.passes.data_parallel:DataParallel",
         "fully_shard": "echograph.ir.passes.fully_shard:FullyShard",
-        "pipeline": "echograph.ir.passes.pipeline:Pipeline",
         "mesh_order": "echograph.ir.passes.mesh:MeshOrder",
-        "forget_communication": "echograph.ir.passes.annotate:forget_communication",
-        "one_communicator": "echograph.ir.passes.mesh:one_communicator",
+        "resize_axes": "echograph.ir.passes.mesh:ResizeAxes",
         "resize_world": "echograph.ir.passes.mesh:ResizeWorld",
         "unfold_ranks": "echograph.ir.passes.mesh:UnfoldRanks",
+        "one_communicator": "echograph.ir.passes.mesh:OneCommunicator",
+        "forget_communication": "echograph.ir.passes.annotate:ForgetCommunication",
     },
 )
+"""All passes by name, those of a plan in its order."""

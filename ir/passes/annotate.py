@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import sqrt
 from operator import mul
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ class Annotate:
         spread: float32 array of relative standard errors.
         samples: int64 array of measurements behind each.
     """
+
+    name: ClassVar[str] = "annotate"
 
     device: str
     picoseconds: Int64
@@ -63,21 +65,27 @@ class Annotate:
         return replace(graph, ops=table, tensors=replace(graph.tensors, strings=strings))
 
 
-def forget_communication(graph: G) -> G:
-    """The graph without durations of collectives, sends and receives."""
-    ops = graph.ops
-    dropped = np.isin(ops.kind, COMMUNICATIONS)
-    kept = ~dropped[ops.duration.rows]
-    lengths = np.where(dropped, 0, ops.duration.lengths)
-    table = replace(
-        ops,
-        duration=Ragged(np.concatenate([[0], np.cumsum(lengths)]), ops.duration.values[kept]),
-        duration_device=ops.duration_device[kept],
-        duration_source=ops.duration_source[kept],
-        duration_samples=ops.duration_samples[kept],
-        duration_spread=ops.duration_spread[kept],
-    )
-    return replace(graph, ops=table)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetCommunication:
+    """Drops what a graph says of the time of communications, so that a cluster's model says it."""
+
+    name: ClassVar[str] = "forget_communication"
+
+    def __call__(self, graph: G) -> G:
+        """The graph without durations of collectives, sends and receives."""
+        ops = graph.ops
+        dropped = np.isin(ops.kind, COMMUNICATIONS)
+        kept = ~dropped[ops.duration.rows]
+        lengths = np.where(dropped, 0, ops.duration.lengths)
+        table = replace(
+            ops,
+            duration=Ragged(np.concatenate([[0], np.cumsum(lengths)]), ops.duration.values[kept]),
+            duration_device=ops.duration_device[kept],
+            duration_source=ops.duration_source[kept],
+            duration_samples=ops.duration_samples[kept],
+            duration_spread=ops.duration_spread[kept],
+        )
+        return replace(graph, ops=table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,6 +35,8 @@ class Depth:
     Attributes:
         layers: of the model; at least as many as were captured.
     """
+
+    name: ClassVar[str] = "depth"
 
     layers: int
 

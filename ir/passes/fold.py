@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import StepGraph
+from echograph.ir.passes.rewrite import empty_copy
 from echograph.ir.types import Tensor, TensorRole
 
 LABEL = "{}"
@@ -41,32 +43,33 @@ class _Part:
     instances: list[_Candidate]
 
 
-def fold(graph: StepGraph) -> StepGraph:
-    """The same step with each repeated module as a block and its instances.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """The same step with each repeated module as a block and its instances."""
 
-    Args:
-        graph: an unfolded step graph (one block, run once).
+    name: ClassVar[str] = "fold"
 
-    Returns:
-        A graph for which `unfold` gives an equal of the input; the input itself if nothing repeats or a name has
-        a `{}` of its own.
-    """
-    if len(graph.blocks) > 1 or any(LABEL in text for text in graph.strings):
-        return graph
-    writer = _Writer(graph)
-    owner = np.full(len(graph.ops), NONE, np.int64)
-    parts: list[_Part] = []
-    for depth in range(writer.depth):
-        for alike in writer.alike(owner, depth):
-            owner_id = sum(len(p.instances) for p in parts)
-            for offset, candidate in enumerate(alike):
-                owner[candidate.ops] = owner_id + offset
-            parts.append(_Part(name=alike[0].prefix or "layers", instances=alike))
-    if not parts:
-        return graph
-    rest = _Candidate(prefix="", label="", ops=np.flatnonzero(owner == NONE).tolist())
-    writer.write(rest, main=True)
-    return _emit(graph, [_Part(name="main", instances=[rest]), *parts], owner)
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        """A graph for which `unfold` gives an equal of the input, an unfolded step (one block, run once).
+
+        It is the input itself if nothing repeats or a name has a `{}` of its own.
+        """
+        if len(graph.blocks) > 1 or any(LABEL in text for text in graph.strings):
+            return graph
+        writer = _Writer(graph)
+        owner = np.full(len(graph.ops), NONE, np.int64)
+        parts: list[_Part] = []
+        for depth in range(writer.depth):
+            for alike in writer.alike(owner, depth):
+                owner_id = sum(len(p.instances) for p in parts)
+                for offset, candidate in enumerate(alike):
+                    owner[candidate.ops] = owner_id + offset
+                parts.append(_Part(name=alike[0].prefix or "layers", instances=alike))
+        if not parts:
+            return graph
+        rest = _Candidate(prefix="", label="", ops=np.flatnonzero(owner == NONE).tolist())
+        writer.write(rest, main=True)
+        return _emit(graph, [_Part(name="main", instances=[rest]), *parts], owner)
 
 
 class _Writer:
@@ -221,10 +224,7 @@ def _relabel(text: str, candidate: _Candidate) -> str:
 
 
 def _emit(graph: StepGraph, parts: list[_Part], owner: Int64) -> StepGraph:
-    builder = GraphBuilder(
-        name=graph.name, workload=graph.workload, producer=graph.producer, streams=graph.streams
-    )
-    builder.unknown = graph.unknown
+    builder = empty_copy(graph)
     tensor_ids, op_ids = _identify(parts)
     first_op = []
     for number, part in enumerate(parts):

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from math import prod
+from typing import ClassVar
 
 from echograph.errors import PlanError
 from echograph.ir import types as t
@@ -59,6 +60,8 @@ class _Kernel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fuse:
     """The step with fused elementwise operations."""
+
+    name: ClassVar[str] = "fuse"
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step graph."""
@@ -244,6 +247,8 @@ _CONVERT = "aten._to_copy"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuseLoss:
     """The step with fused cross-entropy losses."""
+
+    name: ClassVar[str] = "fuse_loss"
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step graph.

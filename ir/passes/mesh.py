@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
 from echograph.errors import PlanError
 from echograph.ir.graph import Axis, Graph, JobGraph, Program
-from echograph.ir.passes.annotate import forget_communication
+from echograph.ir.passes.annotate import ForgetCommunication
 from echograph.ir.passes.rewrite import copy_blocks
 from echograph.ir.types import CollectiveKind, OpKind
 from echograph.ir.verify import verify
@@ -33,6 +33,8 @@ class MeshOrder:
         order: names of axes, neighbours first; "dp" stands for every axis that begins with it, which keep their
             order. Axes that the job lacks are passed over.
     """
+
+    name: ClassVar[str] = "mesh_order"
 
     order: tuple[str, ...]
 
@@ -63,28 +65,38 @@ def _family(name: str) -> str:
     return "dp" if name.startswith("dp") else name
 
 
-def resized(job: JobGraph, sizes: Mapping[str, int]) -> JobGraph:
-    """A job with other sizes of its axes; axes that it has not are not added.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeAxes:
+    """Gives axes of a job's mesh other sizes, where no program depends on how many ranks there are.
 
-    Args:
-        job: a job. Its programs, tensors and operations stay what they are: the caller knows that they do not
-            depend on the sizes, as those of data-parallel ranks that share nothing do not.
-        sizes: ranks along an axis, by its name.
+    Programs, tensors and operations stay what they are: the caller knows that they do not depend on the sizes, as
+    those of data-parallel ranks that share nothing do not.
 
-    Raises:
-        PlanError: an axis that programs stand along, or that tensors are divided over.
+    Attributes:
+        sizes: ranks along an axis, by its name; axes that the job has not are not added.
     """
-    changed = {axis.name for axis in job.mesh if sizes.get(axis.name, axis.size) != axis.size}
-    if not changed:
-        return job
-    fixed = {name for program in job.programs for name in program.coordinates}
-    fixed |= {job.strings[name] for name in job.tensors.sharded.values.tolist()}
-    if stuck := sorted(changed & fixed):
-        raise PlanError(
-            f"axis {stuck[0]}: programs or tensors of the job depend on its size: lower the step again"
-        )
-    mesh = tuple(Axis(name=axis.name, size=sizes.get(axis.name, axis.size)) for axis in job.mesh)
-    return replace(job, mesh=mesh)
+
+    name: ClassVar[str] = "resize_axes"
+
+    sizes: Mapping[str, int]
+
+    def __call__(self, graph: JobGraph) -> JobGraph:
+        """The job with other sizes of its axes.
+
+        Raises:
+            PlanError: an axis that programs stand along, or that tensors are divided over.
+        """
+        changed = {axis.name for axis in graph.mesh if self.sizes.get(axis.name, axis.size) != axis.size}
+        if not changed:
+            return graph
+        fixed = {name for program in graph.programs for name in program.coordinates}
+        fixed |= {graph.strings[name] for name in graph.tensors.sharded.values.tolist()}
+        if stuck := sorted(changed & fixed):
+            raise PlanError(
+                f"axis {stuck[0]}: programs or tensors of the job depend on its size: lower the step again"
+            )
+        mesh = tuple(Axis(name=axis.name, size=self.sizes.get(axis.name, axis.size)) for axis in graph.mesh)
+        return replace(graph, mesh=mesh)
 
 
 _SCALED = (CollectiveKind.ALL_TO_ALL, CollectiveKind.GATHER, CollectiveKind.SCATTER)
@@ -101,6 +113,8 @@ class ResizeWorld:
     Attributes:
         gpus: how many ranks.
     """
+
+    name: ClassVar[str] = "resize_world"
 
     gpus: int
 
@@ -121,7 +135,7 @@ class ResizeWorld:
             for program in graph.programs
         )
         made = replace(graph, groups=groups, programs=tuple(p for p in programs if p.ranks))
-        made = forget_communication(made)
+        made = ForgetCommunication()(made)
         verify(made)
         return made
 
@@ -150,6 +164,8 @@ class UnfoldRanks:
 
     What ranks do stays as it is; but tools that tell ranks apart see each of them.
     """
+
+    name: ClassVar[str] = "unfold_ranks"
 
     def __call__(self, graph: JobGraph) -> JobGraph:
         """The job with one program a rank, in the order of ranks.
@@ -184,17 +200,23 @@ def _places(graph: JobGraph, program: Program) -> Iterator[tuple[int, ...]]:
 G = TypeVar("G", bound=Graph)
 
 
-def one_communicator(graph: G) -> G:
-    """The graph with the collectives of each group on a stream of their own, in the order of the program.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneCommunicator:
+    """Gives each group one stream for its collectives: they share links that a model gives to one at a time.
 
     Threads of a process (gloo's workers) or several streams run collectives of one group side by side, and each
     then takes longer. A model that says how long one takes alone is right about their sum if they follow each
     other.
     """
-    ops = graph.ops
-    rows = np.flatnonzero(ops.kind == OpKind.COLLECTIVE)
-    used, place = np.unique(ops.group[rows], return_inverse=True)
-    stream = ops.stream.copy()
-    stream[rows] = len(graph.streams) + place
-    names = tuple(f"communicator {graph.groups[group].name}" for group in used.tolist())
-    return replace(graph, streams=(*graph.streams, *names), ops=replace(ops, stream=stream))
+
+    name: ClassVar[str] = "one_communicator"
+
+    def __call__(self, graph: G) -> G:
+        """The graph with the collectives of each group on a stream of their own, in the order of the program."""
+        ops = graph.ops
+        rows = np.flatnonzero(ops.kind == OpKind.COLLECTIVE)
+        used, place = np.unique(ops.group[rows], return_inverse=True)
+        stream = ops.stream.copy()
+        stream[rows] = len(graph.streams) + place
+        names = tuple(f"communicator {graph.groups[group].name}" for group in used.tolist())
+        return replace(graph, streams=(*graph.streams, *names), ops=replace(ops, stream=stream))

@@ -12,6 +12,7 @@ keep the layout of the copies that they would read of several samples.)
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from echograph.errors import PlanError
 from echograph.ir import types as t
@@ -29,6 +30,8 @@ class MicroBatch:
     Attributes:
         size: samples of a micro-batch.
     """
+
+    name: ClassVar[str] = "micro_batch"
 
     size: int
 

@@ -11,6 +11,7 @@ Layers are repeated blocks, and numbered modules beside them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -68,6 +69,33 @@ def _layer_name(module: str, stems: set[str]) -> str:
 
 
 _STAGES = "pp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFlops:
+    """Writes the FLOPs of a step's model into its workload.
+
+    Attributes:
+        capacity_factor: rows that an expert takes, in units of its even share, where the rest is dropped: the
+            model is not asked for these; None drops none (`expert_parallel`).
+    """
+
+    name: ClassVar[str] = "model_flops"
+
+    capacity_factor: float | None = None
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        """The same step; nothing but its workload changes.
+
+        Raises:
+            PlanError: experts drop rows, but the step has none.
+        """
+        counted = graph
+        if self.capacity_factor is not None and self.capacity_factor < 1:
+            from echograph.ir.passes.expert_parallel import ExpertParallel
+
+            counted = ExpertParallel(size=1, capacity_factor=self.capacity_factor)(graph)
+        return replace(graph, workload=count_model_flops(counted).workload)
 
 
 def count_model_flops(graph: StepGraph) -> StepGraph:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -233,6 +233,8 @@ class Recompute:
             `torch.utils.checkpoint` without reentry does; not early, all is run once more, as reentrant
             checkpointing and Megatron-LM do. None: as who the policy is named after, early but for "selective".
     """
+
+    name: ClassVar[str] = "recompute"
 
     policy: Policy
     every: int = 1

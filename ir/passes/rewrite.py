@@ -12,10 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from echograph.ir import types as t
-from echograph.ir.builder import GraphBuilder
+from echograph.ir.builder import GraphBuilder, copy_rows
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph, StepGraph
-from echograph.ir.rows import copy_rows
 from echograph.ir.types import Phase, Tensor
 
 __all__ = [
@@ -41,7 +40,7 @@ def empty_copy(graph: Graph) -> GraphBuilder:
         name=graph.name, workload=graph.workload, producer=graph.producer, streams=graph.streams
     )
     builder.unknown = graph.unknown
-    builder.mesh = graph.mesh
+    builder.mesh, builder.passes = graph.mesh, graph.passes
     for group in graph.groups:
         builder.add_group(group)
     return builder

@@ -131,7 +131,7 @@ class CriticalGraph:
             where: bool [edges], further condition; None for none.
 
         Raises:
-            UsageError: the factor is negative or not finite.
+            UsageError: the factor is negative, not finite, or so large that times are beyond 64 bits.
         """
         if not 0 <= factor < np.inf:
             raise UsageError(f"scale {factor:g}: give a factor from 0 up; 0.5 halves the time")
@@ -140,7 +140,11 @@ class CriticalGraph:
             chosen &= np.isin(self.kind, list(edges))
         if bounds is not None:
             chosen &= np.isin(self.bound, list(bounds))
-        weight = np.where(chosen, np.rint(self.weight * factor).astype(np.int64), self.weight)
+        scaled = np.rint(self.weight[chosen] * factor)
+        weight = self.weight.copy()
+        if not float(scaled.sum()) + float(weight[~chosen].sum()) < 2**63:
+            raise UsageError(f"scale {factor:g}: of times that would be more than 106 days: give a smaller factor")
+        weight[chosen] = scaled.astype(np.int64)
         return dataclasses.replace(self, weight=weight)
 
     def path(self) -> CriticalPath:

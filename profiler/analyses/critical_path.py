@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from echograph.errors import DataError, FormatError, UnknownNameError, UsageError
-from echograph.ir.arrays import read_arrays
-from echograph.ir.files import write_whole
+from echograph.ir.files import read_arrays, write_whole
 from echograph.profiler.analyses.critical_graph import Bound, CriticalGraph, Edge, critical_graph
 from echograph.profiler.analyses.marked_copy import _MarkedRows, exact_json, marked_copy
 from echograph.profiler.analyses.table import AnswerTable, from_rows

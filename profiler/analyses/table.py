@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from echograph.errors import MissingExtraError
 from echograph.ir.csv_table import csv_text
+from echograph.ir.html_table import MOST_SHOWN, html_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,6 +42,22 @@ class AnswerTable:
     def csv(self) -> str:
         """The table as comma-separated values with a line of titles; what is not a number is empty."""
         return csv_text(list(self.columns), self.rows())
+
+    def to_pandas(self) -> Any:
+        """The table as a `pandas.DataFrame`.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise MissingExtraError("pandas", "notebook", "a table as a DataFrame") from None
+        return pandas.DataFrame({name: _list(column) for name, column in self.columns.items()})
+
+    def _repr_html_(self) -> str:
+        """The table in a notebook, as far as one looks at it; the notes below it."""
+        return html_table(list(self.columns), islice(self.rows(), MOST_SHOWN), len(self), self.notes)
 
 
 def from_rows(titles: Sequence[str], rows: Iterable[Sequence[Any]], notes: Iterable[str] = ()) -> AnswerTable:

@@ -7,6 +7,7 @@ count, and what each waited for.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -16,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from echograph.errors import DataError, InputError
+from echograph.errors import DataError, InputError, OutputError
+from echograph.ir.files import check_writable, write_whole
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.byteprofile.dag import read_dag
 from echograph.profiler.byteprofile.events import (
@@ -416,3 +418,45 @@ def final_name(gpu: Gpu, collected: Collected) -> str:
         return gpu.files[0].name.removesuffix(".gz")
     steps = len(iterations(columns_of(gpu.folder, collected.events, [])))
     return f"bps_trace_local_rank{gpu.rank}_{steps}step.json"
+
+
+def write_collected(job: Job, output: Path | None, *, operators_only: bool) -> tuple[Job, list[str]]:
+    """Writes final traces anew; all are made before the first is written.
+
+    Args:
+        job: whose profilers left something.
+        output: folder for them; None: each GPU's own.
+        operators_only: make only computation anew.
+
+    Returns:
+        The job with these traces; and notes on what is missing, a line each.
+
+    Raises:
+        OutputError: a trace cannot be written.
+    """
+    made = [(gpu, collect(gpu, operators_only=operators_only)) for gpu in job.gpus]
+    gpus: list[Gpu] = []
+    notes: list[str] = []
+    for gpu, collected in made:
+        folder = gpu.folder
+        if output is not None:
+            folder = output / job.title(gpu).replace(".", "/")
+            make_folder(folder)
+        file = folder / final_name(gpu, collected)
+        check_writable(file)
+        notes += collected.notes
+        write_whole(file, as_trace(iter(collected.events)))
+        gpus.append(dataclasses.replace(gpu, files=(file,)))
+    return dataclasses.replace(job, gpus=tuple(gpus)), notes
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those around it, if there is none.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from None

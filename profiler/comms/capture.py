@@ -24,8 +24,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
-from echograph.ir.comms_operations import OPERATIONS, Arguments, Operation
-from echograph.ir.comms_record import UNKNOWN
+from echograph.ir.comms.operations import OPERATIONS, Arguments, Operation
+from echograph.ir.comms.record import UNKNOWN
 from echograph.profiler.comms.bandwidth import message_bytes
 from echograph.profiler.comms.call import CallKind, Listener, TracedCall
 from echograph.profiler.comms.context import CallSite, CallSites, Phases

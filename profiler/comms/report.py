@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from echograph.ir.comms_record import UNKNOWN, What
-from echograph.ir.comms_source import NO_TIME, Rows, Source
+from echograph.ir.comms.reader import NO_TIME, Rows, Source
+from echograph.ir.comms.record import UNKNOWN, What
 from echograph.profiler.comms.bandwidth import bus_factor, family
 from echograph.profiler.comms.readers import find_sources
 

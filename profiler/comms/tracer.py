@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from echograph.errors import MissingExtraError, OutputError, UsageError
-from echograph.ir.comms_record import (
+from echograph.ir.comms.record import (
     DECODER,
     FORMAT,
     MAJOR,

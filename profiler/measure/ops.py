@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from echograph.errors import InputError
-from echograph.ir.invocations import Argument, Invocation, Named, Operand, Part
-from echograph.ir.profile import Environment, Measurement, Profile
+from echograph.ir.profile import Argument, Environment, Invocation, Measurement, Named, Operand, Part, Profile
 from echograph.profiler.measure.device import MeasuringDevice
 from echograph.profiler.measure.sampling import Samples, sample
 from echograph.progress import Progress, silent

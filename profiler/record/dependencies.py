@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from echograph.errors import DataError
-from echograph.ir.comms_native import NativeSource
+from echograph.ir.comms.reader import NativeSource
 from echograph.ir.files import write_whole
 from echograph.profiler.record.folder import COMMS, DAG, TRACE
 from echograph.profiler.record.operators import ObservedCommunication, ObservedOperator, StepObserver

@@ -15,7 +15,7 @@ import numpy as np
 from echograph.profiler.replay.profiling_overhead import Observed
 from echograph.profiler.replay.walk import BLOCK, END_STEP, ISSUE, RELEASE, WAIT, Walk, operator_name
 from echograph.profiler.replay.work_items import WorkItem, WorkItems, WorkKind
-from echograph.profiler.traces.collectives import MESSAGES, CollectiveCall, collectives
+from echograph.profiler.traces.collectives import MESSAGES, MOST_MOVED, CollectiveCall, collectives
 from echograph.profiler.traces.relations import launches, of_device_queue
 from echograph.profiler.traces.trace import CALLS, COPIES, NONE, Trace, place_of_stream
 from echograph.units import to_ps
@@ -141,7 +141,8 @@ class _Rank(Walk):
     def _bytes(self, row: int) -> int:
         sizes = self.trace.arguments.get("bytes")
         at = bisect_left(sizes.rows, row) if sizes else 0
-        return int(sizes.values[at]) if sizes and at < len(sizes.rows) and sizes.rows[at] == row else 0
+        said = sizes.values[at] if sizes and at < len(sizes.rows) and sizes.rows[at] == row else 0
+        return int(said) if 0 <= said < MOST_MOVED else 0
 
     def _begin_after(self, item: WorkItem, after: Sequence[WorkItem], cost: int = 0) -> None:
         """Puts a work item on its line, and before it what passed until it began, part of which recording cost."""

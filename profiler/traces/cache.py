@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from echograph.errors import InputError, OutputError
-from echograph.ir.arrays import read_arrays
-from echograph.ir.files import write_whole
+from echograph.ir.files import read_arrays, write_whole
 from echograph.profiler.traces.trace import Trace, Values
 
 # Part of a cached file's name: a new one when what the reader keeps, or how, changes.

@@ -16,7 +16,7 @@ import numpy as np
 
 from echograph.errors import FormatError, InputError
 from echograph.ir.columns import Int64
-from echograph.ir.comms_native import NativeSource
+from echograph.ir.comms.reader import NativeSource
 from echograph.profiler.traces.events import details
 from echograph.profiler.traces.kernel_names import communicates, function_name
 from echograph.profiler.traces.relations import Stacks, call_stacks
@@ -89,6 +89,8 @@ _GLOO = "gloo:"
 _GLOO_DOES = {"reduce_scatter": "all_reduce"}
 _CALLED = re.compile(r"c10d::|nccl:|record_param_comms")
 _NOT_LETTERS = re.compile(r"[^a-z]")
+MOST_MOVED = 2**60
+"""Bytes of one collective or copy, as many as a graph's tensor may have: a trace that says more is wrong."""
 # Sizes by the names that torch gives its types, of scalars and of C++.
 _WIDTHS = {
     "float": 4, "double": 8, "half": 2, "bfloat16": 2, "c10::half": 2, "c10::bfloat16": 2, "long": 8,
@@ -320,7 +322,12 @@ def _ranks(text: object) -> tuple[int, ...]:
 
 
 def _size(arguments: Mapping[str, Any], kind: str, ranks: int) -> tuple[int, str]:
-    """Bytes of a rank's whole buffer, and their type."""
+    """Bytes of a rank's whole buffer, and their type; 0 of what no buffer has."""
+    nbytes, dtype = _said_size(arguments, kind, ranks)
+    return (nbytes, dtype) if 0 <= nbytes < MOST_MOVED else (0, "")
+
+
+def _said_size(arguments: Mapping[str, Any], kind: str, ranks: int) -> tuple[int, str]:
     counted = [arguments.get(name) for name in ("In msg nelems", "Out msg nelems")]
     dtype = str(arguments.get("dtype", "")).lower()
     if dtype in _WIDTHS and all(isinstance(count, int) and count >= 0 for count in counted):

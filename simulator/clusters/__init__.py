@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from echograph.simulator.clusters.degraded import DegradedLink, SlowNode, parse_degraded
 from echograph.simulator.clusters.fabric import (
     NetworkFabric,
     NodeFabric,
@@ -12,7 +11,14 @@ from echograph.simulator.clusters.fabric import (
 )
 from echograph.simulator.clusters.load import DEFAULT_CLUSTER, cluster_names, load_cluster
 from echograph.simulator.clusters.placement import Placement
-from echograph.simulator.clusters.types import Cluster, FabricLevel, Network
+from echograph.simulator.clusters.types import (
+    Cluster,
+    DegradedLink,
+    FabricLevel,
+    Network,
+    SlowNode,
+    parse_degraded,
+)
 
 __all__ = [
     "DEFAULT_CLUSTER",

@@ -14,7 +14,6 @@ import msgspec
 from echograph.errors import DataError, UnknownNameError
 from echograph.ir.documents import convert, parse_toml
 from echograph.ir.files import read_whole
-from echograph.simulator.clusters.degraded import LEAST_PART, DegradedLink, SlowNode
 from echograph.simulator.clusters.fabric import (
     MAX_FILE_BYTES,
     NodeFabric,
@@ -22,7 +21,7 @@ from echograph.simulator.clusters.fabric import (
     load_network_fabric,
     load_node_fabric,
 )
-from echograph.simulator.clusters.types import Cluster, FabricLevel, Network
+from echograph.simulator.clusters.types import LEAST_PART, Cluster, DegradedLink, FabricLevel, Network, SlowNode
 from echograph.units import GB, GIB
 
 PRESETS = Path(__file__).parent / "presets"

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echograph.simulator.clusters.fabric import ProtocolName
-from echograph.simulator.network.links import Links
 from echograph.simulator.network.patterns import Pattern
+from echograph.simulator.network.topology import Links
 
 Kind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv", "barrier"

@@ -14,7 +14,7 @@ from math import ceil, log2
 from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.collectives.model import Algorithm, Bytes, Cost, Kind
 from echograph.simulator.network import patterns
-from echograph.simulator.network.links import Links
+from echograph.simulator.network.topology import Links
 
 
 def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:

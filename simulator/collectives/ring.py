@@ -16,7 +16,7 @@ from __future__ import annotations
 from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.collectives.model import ALL_PROTOCOLS, Algorithm, Bytes, Cost, Kind, Seconds
 from echograph.simulator.network import patterns
-from echograph.simulator.network.links import Links
+from echograph.simulator.network.topology import Links
 
 
 def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:

@@ -14,7 +14,7 @@ from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.clusters.placement import Placement
 from echograph.simulator.clusters.types import Cluster
 from echograph.simulator.collectives.model import ALL_PROTOCOLS, KINDS, Algorithm, Bytes, Cost, Kind, bus_factor
-from echograph.simulator.network.links import Links, group_links
+from echograph.simulator.network.topology import Links, group_links
 
 _HERE = "echograph.simulator.collectives"
 ALGORITHMS = Table(
@@ -83,7 +83,7 @@ def collective_time(
             is run wherever it applies.
         protocol: LL, LL128 or Simple instead of the choice.
         network_bytes_per_s: what the group's ranks of one domain have on the NICs, instead of an even share
-            with the sibling groups of a plan (`network.links.group_links`).
+            with the sibling groups of a plan (`network.topology.group_links`).
 
     Returns:
         The estimate; a group of one rank takes 0 seconds.

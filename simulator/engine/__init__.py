@@ -16,8 +16,7 @@ from echograph.errors import SimulationError
 from echograph.registry import Table
 
 if TYPE_CHECKING:
-    from echograph.simulator.roles import Roles
-    from echograph.simulator.steps import Step
+    from echograph.simulator.roles import Roles, Step
 
     Engine = Callable[[Roles], Step | None]
     """None: it cannot simulate these roles, or another one is quicker."""

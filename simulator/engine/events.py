@@ -19,18 +19,16 @@ import numpy as np
 from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Int32, Ragged
 from echograph.simulator.engine import columns as engine
-from echograph.simulator.engine import events_loop, events_rates
+from echograph.simulator.engine import events_loop
 from echograph.simulator.engine.columns import Columns, Ends
-from echograph.simulator.engine.events_heap import COUNTS, DUE, FREE, FREE_NODE, LONGEST
-from echograph.simulator.engine.numbering import number
+from echograph.simulator.engine.events_loop import COUNTS, DUE, FREE, FREE_NODE, LONGEST
 from echograph.simulator.engine.schedule import Starts, deadlock
 from echograph.simulator.engine.sharing import Float64, Sharing
-from echograph.simulator.engine.static import run_in_order
+from echograph.simulator.engine.static import number, run_in_order
 from echograph.simulator.tasks import DEVICE, TaskGraph
 
 if TYPE_CHECKING:
-    from echograph.simulator.roles import Roles
-    from echograph.simulator.steps import Step
+    from echograph.simulator.roles import Roles, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,8 +82,8 @@ def run_columns(
     lines = _lines(table, first, count)
     todo = np.flatnonzero(lines["task"] != events_loop.DONE)[::-1]
     shared = sharing or _nothing(count)
-    links, hops = events_rates.links_and_hops(shared, len(lines))
-    flows, longest = np.zeros(len(lines), events_rates.FLOW), int(shared.links.lengths.max(initial=0))
+    links, hops = events_loop.links_and_hops(shared, len(lines))
+    flows, longest = np.zeros(len(lines), events_loop.FLOW), int(shared.links.lengths.max(initial=0))
     counts = np.zeros(COUNTS, np.int64)
     counts[[DUE, FREE, FREE_NODE, LONGEST]] = len(todo), NONE, NONE, longest
     lasted = np.zeros(len(tasks) if record >= 0 else 0, np.int64)
@@ -103,7 +101,7 @@ def run_columns(
         *(lines, meetings, np.resize(todo.astype(np.int32), len(lines)), heap, counts),
         *(routes, offsets, hops, links, flows, near[0], near[1], fellows),
     )
-    nodes = np.zeros(64 + 2 * longest, events_rates.NODE)
+    nodes = np.zeros(64 + 2 * longest, events_loop.NODE)
     while not events_loop.run(*fixed, nodes):
         nodes = np.append(nodes, np.zeros_like(nodes))
     _check(lines, tasks.resources)
@@ -162,5 +160,5 @@ def _check(lines: Any, resources: int) -> None:
     if len(stuck):
         these = stuck[stuck // resources == stuck[0] // resources]
         raise deadlock(lines["task"][these].tolist())
-    if lines["since"].max(initial=0) >= events_rates.NEVER:
+    if lines["since"].max(initial=0) >= events_loop.NEVER:
         raise SimulationError("the step takes more than 53 days: give the links that it shares more capacity")

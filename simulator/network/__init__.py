@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from echograph.simulator.network.links import Links, group_links
+from echograph.simulator.network.topology import Links, group_links
 
 __all__ = ["Links", "group_links"]

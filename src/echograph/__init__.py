@@ -1,24 +1,103 @@
-"""Echograph: a compiler and simulator for distributed deep-learning training."""
+"""Echograph: a compiler and simulator for distributed deep-learning training.
+
+    import echograph as eg
+
+    step = eg.compile("llama-3.1-8b", batch_size=1, seq_len=4096)
+    system = eg.System("dgx-h100")
+    job = eg.lower(step, eg.Plan(gpus=256, tp=8, zero=1), system)
+    result = eg.simulate(job, system)
+    result.step_s, result.interval_s, result.breakdown
+
+The names below are imported when they are asked for: importing echograph loads nothing else. A command is a call
+of one of them.
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from echograph.profiler.comms.tracer import trace_collectives as trace_collectives
-    from echograph.profiler.record.recorder import record as record
+    from echograph.frontend.pytorch.spec import StepSpec
+    from echograph.ir.graph import JobGraph, StepGraph
+    from echograph.ir.serde import load, save
+    from echograph.ir.timeline import Timeline
+    from echograph.profiler.comms.tracer import trace_collectives
+    from echograph.profiler.record.recorder import record
+    from echograph.simulator.result import Result
+    from echograph.workflow.analyze import analyze
+    from echograph.workflow.calibration.profiles import fit
+    from echograph.workflow.capture import capture
+    from echograph.workflow.compile import compile
+    from echograph.workflow.exports import export
+    from echograph.workflow.imports import import_
+    from echograph.workflow.plan import Plan
+    from echograph.workflow.predict import lower, simulate
+    from echograph.workflow.replay import replay
+    from echograph.workflow.scenario import Scenario
+    from echograph.workflow.system import System
+    from echograph.workflow.validation.validate import validate
 
 __version__ = "0.1.0"
+__all__ = [
+    "JobGraph",
+    "Plan",
+    "Result",
+    "Scenario",
+    "StepGraph",
+    "StepSpec",
+    "System",
+    "Timeline",
+    "__version__",
+    "analyze",
+    "capture",
+    "compile",
+    "export",
+    "fit",
+    "import_",
+    "load",
+    "lower",
+    "record",
+    "replay",
+    "save",
+    "simulate",
+    "trace_collectives",
+    "validate",
+]
+
+_HOMES = {
+    "JobGraph": "ir.graph",
+    "Plan": "workflow.plan",
+    "Result": "simulator.result",
+    "Scenario": "workflow.scenario",
+    "StepGraph": "ir.graph",
+    "StepSpec": "frontend.pytorch.spec",
+    "System": "workflow.system",
+    "Timeline": "ir.timeline",
+    "analyze": "workflow.analyze",
+    "capture": "workflow.capture",
+    "compile": "workflow.compile",
+    "export": "workflow.exports",
+    "fit": "workflow.calibration.profiles",
+    "import_": "workflow.imports",
+    "load": "ir.serde",
+    "lower": "workflow.predict",
+    "record": "profiler.record.recorder",
+    "replay": "workflow.replay",
+    "save": "ir.serde",
+    "simulate": "workflow.predict",
+    "trace_collectives": "profiler.comms.tracer",
+    "validate": "workflow.validation.validate",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when asked for: importing echograph loads nothing else.
-    if name == "trace_collectives":
-        from echograph.profiler.comms.tracer import trace_collectives
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return value
 
-        return trace_collectives
-    if name == "record":
-        from echograph.profiler.record.recorder import record
 
-        return record
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

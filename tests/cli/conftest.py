@@ -73,12 +73,13 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
 
 @pytest.fixture(scope="session")
-def status_of() -> Callable[..., int]:
-    """`cli` for fixtures that outlive a test: the exit status of a command."""
+def session_cli() -> Cli:
+    """`cli` for fixtures that outlive a test; what it says on stderr is the fixture's."""
 
-    def command(*arguments: object) -> int:
-        with redirect_stdout(StringIO()):
-            return call(*arguments)
+    def command(*arguments: object) -> Outcome:
+        with redirect_stdout(StringIO()) as out:
+            status = call(*arguments)
+        return Outcome(status, out.getvalue(), "")
 
     return command
 
@@ -105,8 +106,9 @@ def graph(tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job_graph(graph: Path) -> Path:
     """The job of 16 ranks that the step graph lowers to, with durations."""
     from echograph.ir import serde
+    from echograph.workflow.plan import Plan
     from echograph.workflow.predict import predict
 
     path = graph.with_name("job.pb")
-    serde.save(predict(serde.load(graph), cluster="dgx-h100", gpus=16)[1], path)
+    serde.save(predict(serde.load(graph), Plan(gpus=16))[1], path)
     return path

@@ -38,7 +38,7 @@ def simulate(data: bytes) -> str:
         return "refused"
     json.dumps(summarize(graph), allow_nan=False)
     try:
-        result, _ = predict(graph, cluster="dgx-h100", gpus=None)
+        result, _ = predict(graph)
     except EchoError:
         return "not simulated"
     record = result.to_json()

@@ -179,7 +179,7 @@ def test_notes_are_said_beside_the_answer(cli, folder: Path) -> None:
         (("kernels", "--option", "top"), "--option 'top': write KEY=VALUE; kernels has top, memory"),
         (("kernels", "--option", "topp=1"), "unknown option of kernels 'topp': did you mean 'top'?"),
         (("kernels", "--option", "top=few"), "--option top: 'few' is not of type int"),
-        (("kernels", "--ranks", "0;1"), "--ranks '0;1': write ranks as 0,1 or 0-7"),
+        (("kernels", "--ranks", "0;1"), "--ranks 0;1: give ranks with commas between them, as 0,17 or 0-7"),
         (("kernels", "--ranks", "0-2"), "no trace of rank 2; there are 0, 1"),
         (("kernels", "--csv", "--json"), "--csv and --json: give one of them"),
         (("--csv",), "the overview is several tables"),

@@ -307,3 +307,9 @@ def test_wrong_input_is_one_line(cli, worker: Path) -> None:
     (worker / "0" / "dag.gml").unlink()
     assert "echoprof analyze TRACES critical-path" in cli("echoprof", "critical", worker).err
     assert not list(Path().glob("*.png")) and not Path("replay.json").exists()
+
+
+def test_an_offset_that_is_no_number_is_refused(cli, worker: Path) -> None:
+    kernels = write(Path("k.json"), [complete("gemm", 1003, 4, "kernel")])
+    wrong = cli("echoprof", "mapping", worker / "0", kernels, "--offset-us", "nan")
+    assert (wrong.status, wrong.err) == (2, "echoprof: --offset-us nan: give at most 1e12\n")

@@ -36,7 +36,7 @@ def test_a_script_becomes_a_job(cli: Any, warm: Path, tmp_path: Path) -> None:
     [
         (("torch", "--script", "none.py"), "echoc: none.py: no such file: give a Python script"),
         (("jax", "--script", "none.py"), "echoc: unknown framework 'jax'"),
-        (("torch", "--script", "none.py", "--ranks", "x"), "echoc: --ranks x: give roles, or numbers"),
+        (("torch", "--script", "none.py", "--ranks", "x"), "echoc: --ranks x: give ranks with commas"),
         (("torch", "--script", "none.py", "--ranks", "9"), "echoc: --ranks 9: the world has ranks 0 to 7"),
         (("torch", "--script", "none.py", "--config", "a.json"), "echoc: --config is for DeepSpeed"),
     ],

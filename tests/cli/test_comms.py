@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from echograph.ir.comms_record import FORMAT, End, GroupLine, Header, What, encode
+from echograph.ir.comms.record import FORMAT, End, GroupLine, Header, What, encode
 from echograph.profiler.fit.collectives import read_nccl_tests
 
 BIN = Path(sys.executable).parent
@@ -60,6 +60,7 @@ def test_a_report_in_every_form(traces: Path, tmp_path: Path) -> None:
         (("comms", "report", "nowhere"), 1, "nowhere: no such file or folder"),
         (("comms", "--", "no-such-program"), 2, "cannot run 'no-such-program'"),
         (("comms", "--timeout", "0", "--", "true"), 2, "--timeout: 0"),
+        (("comms", "--timeout", "nan", "--", "true"), 2, "--timeout: nan"),
         (("collectives", "--ops", "all_redcue"), 2, "did you mean 'all_reduce'?"),
         (("collectives", "--sizes", "1M:1K"), 2, "--sizes: '1M:1K'"),
         (("collectives", "--sizes", "many"), 2, "--sizes: 'many'"),

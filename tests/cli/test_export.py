@@ -12,8 +12,10 @@ from echograph.ir import serde
 from echograph.ir.exporters import EXPORTERS
 from echograph.ir.types import Source
 from echograph.workflow import exports
-from echograph.workflow.annotate import annotate, host_name
+from echograph.workflow.annotate import annotate
+from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
+from echograph.workflow.system import System, host_name
 
 pytest.importorskip("networkx")
 
@@ -115,7 +117,9 @@ def test_an_annotated_job_is_simulated_as_before_anywhere(graph: Path, tmp_path:
     cli("echoc", "lower", graph, *plan, "-o", tmp_path / "job.pb")
     assert cli("echoc", "annotate", tmp_path / "job.pb", "-o", tmp_path / "timed.pb").status == 0
     for cluster in ("dgx-h100", "dgx-a100"):
-        steps = [predict(serde.load(tmp_path / p), cluster=cluster)[0].step_ps for p in ("job.pb", "timed.pb")]
+        steps = [
+            predict(serde.load(tmp_path / p), Plan(cluster=cluster))[0].step_ps for p in ("job.pb", "timed.pb")
+        ]
         assert steps[0] == steps[1]
 
 
@@ -128,7 +132,7 @@ def test_annotating_twice_changes_nothing_and_a_second_cluster_adds_its_own(
     assert again["bytes"] == first["bytes"]
     cli("echoc", "annotate", tmp_path / "a.pb", "--cluster", "dgx-a100", "-o", tmp_path / "b.pb")
     both = serde.load(tmp_path / "b.pb").ops
-    alone = annotate(serde.load(job_graph), "dgx-a100")[0].ops
+    alone = annotate(serde.load(job_graph), System("dgx-a100")).ops
     for name in ("a100-sxm-80g", host_name("a100-sxm-80g"), "dgx-a100"):
         if name in alone.strings:
             assert (both.duration_on(name)[0] == alone.duration_on(name)[0]).all()
@@ -136,7 +140,8 @@ def test_annotating_twice_changes_nothing_and_a_second_cluster_adds_its_own(
 
 
 def test_every_operation_has_what_a_reader_needs(job_graph: Path) -> None:
-    job, where = annotate(serde.load(job_graph), "dgx-h100")
+    system = System("dgx-h100")
+    job, where = annotate(serde.load(job_graph), system), system.cluster
     ops = job.ops
     times = {name: ops.duration_on(name)[0] >= 0 for name in (where.device, host_name(where.device), where.name)}
     assert times[host_name(where.device)].all()

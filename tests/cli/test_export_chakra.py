@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from echograph.ir import serde
-from echograph.ir.serde_chakra import NodeType, read
+from echograph.ir.chakra.messages import NodeType, read
 
 pytestmark = pytest.mark.torch
 

@@ -26,7 +26,7 @@ def test_flows_say_what_links_carry(run) -> None:
     usual, shared = run(), run("--network", "flows")
     assert (usual["simulation"]["network"], shared["simulation"]["network"]) == ("closed-form", "flows")
     assert "links" not in usual
-    assert shared["simulation"]["engine"] == "columns"  # no link is ever asked for more than it bears
+    assert shared["simulation"]["engine"] == "static"  # no link is ever asked for more than it bears
     assert run("--network", "flows", "--engine", "events")["step_time_s"] == shared["step_time_s"]
     assert shared["simulation"]["ranks"] == 16
     assert shared["step_time_s"] == usual["step_time_s"]

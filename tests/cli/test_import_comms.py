@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from echograph.ir.comms_record import FORMAT, GroupLine, Header, Line, What, encode
+from echograph.ir.comms.record import FORMAT, GroupLine, Header, Line, What, encode
 
 ROWS = [[0, 0, 0, 0, 400_000, 0], [0, 1, 1_000_000, 0, 400_000, 0]]
 

@@ -49,25 +49,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def measured(status_of, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def measured(session_cli, model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("measured")
     paths = {"profile": folder / "profile.pb", "graph": folder / "graph.pb", "echo": folder / "echo"}
-    status = status_of(
+    outcome = session_cli(
         "echoprof", "ops", "-m", model, *QUICK, "-o", paths["profile"], "--graph", paths["graph"],
-        "--echo-json", paths["echo"],
+        "--echo-json", paths["echo"], "--json",
     )  # fmt: skip
-    assert status == 0
-    return paths
+    return {**paths, "record": outcome.json()}
 
 
-def test_every_operation_has_a_duration_or_is_free(cli, model: str, tmp_path: Path) -> None:
-    output = tmp_path / "p.pb"
-    record = cli("echoprof", "ops", "-m", model, *QUICK, "-o", output, "--json").json()
+def test_every_operation_has_a_duration_or_is_free(measured: dict[str, Any]) -> None:
+    record = measured["record"]
     assert record["operations"]["missing"] == record["unmatched"] == record["left"] == 0
     assert record["not_measured"] == []
     assert record["operations"]["measured"] > 0 and record["operations"]["free"] > 0
     assert record["sum_s"] > 0 and record["host_op_s"] > 0
-    profile = load_profile(output)
+    profile = load_profile(measured["profile"])
     assert len(profile.measurements) == record["measurements"]
     assert profile.environment.threads > 0 and profile.environment.torch
     assert all(m.samples == 5 and m.runs > 0 and m.arguments for m in profile.measurements)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from echograph.workflow.plan import AXES, Plan, option_name
+from echograph.options import option_name
+from echograph.workflow.plan import AXES, Plan
 
 OPTIONS = ("--gpus", 16, "--tp", 2, "--pp", 2, "--global-batch", 32)
 FILE = 'gpus = 16\ntp = 2\npp = 2\n"global-batch" = 32\n'

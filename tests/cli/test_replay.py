@@ -77,7 +77,7 @@ def test_what_if(cli: Callable[..., Any], traces: Path, tmp_path: Path) -> None:
     [
         (["--gpus", "4"], "say whose network, with --cluster"),
         (["--scale", "nonsense=2"], "nonsense: unknown"),
-        (["--trace", "{job}"], "are one file"),
+        (["--trace", "{job}"], "is the job itself"),
     ],
 )
 def test_wrong_options_of_replay(

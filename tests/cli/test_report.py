@@ -55,10 +55,10 @@ def test_utilisation_says_what_it_counts(cli, graph: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def many(status_of: Any, tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def many(session_cli: Any, tiny_config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A step whose activations are most of its memory."""
     path: Path = tmp_path_factory.mktemp("many") / "many.pb"
-    assert status_of("echoc", "compile", "-m", tiny_config, "--batch-size", 1024, "-o", path) == 0
+    assert session_cli("echoc", "compile", "-m", tiny_config, "--batch-size", 1024, "-o", path).status == 0
     return path
 
 

@@ -18,9 +18,9 @@ READ = (
 
 
 @pytest.fixture(scope="module")
-def result(status_of, graph: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def result(session_cli, graph: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("results") / "before.json"
-    assert status_of("echosim", "run", graph, "--gpus", 8, "--tp", 2, "-o", path) == 0
+    assert session_cli("echosim", "run", graph, "--gpus", 8, "--tp", 2, "-o", path).status == 0
     return path
 
 

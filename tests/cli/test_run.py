@@ -61,13 +61,13 @@ def test_files_hold_the_result_and_a_trace(cli, graph: Path, tmp_path: Path) -> 
 
 def test_the_engines_agree(cli, graph: Path) -> None:
     records = [cli("echosim", "run", graph, "--gpus", 64, "--engine", e, "--json").json() for e in ENGINES]
-    assert [r["simulation"].pop("engine") for r in records] == ["segments", "segments", "static", "events"]
+    assert [r["simulation"].pop("engine") for r in records] == ["static", "static", "events"]
     for record in records:
         record["simulation"].pop("wall_s")
     assert all(record == records[0] for record in records)
 
 
-ENGINES = ("auto", "segments", "static", "events")
+ENGINES = ("auto", "static", "events")
 
 
 def test_two_runs_print_the_same(cli, graph: Path) -> None:

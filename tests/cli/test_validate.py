@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from echograph.workflow.validation.memory import GIB, measured_memory
-from echograph.workflow.validation.run import validate
+from echograph.workflow.validation.run import predict_rows
 from echograph.workflow.validation.score import Outcome, by_family
 from echograph.workflow.validation.setup import setup
 from echograph.workflow.validation.table import Row, Skip
@@ -63,16 +63,16 @@ def test_every_row_has_a_prediction_or_a_reason(cli, tmp_path: Path) -> None:
 def test_one_capture_serves_all_micro_batches(precision: str) -> None:
     pytest.importorskip("transformers", reason="needs the [torch] extra")
     from echograph.workflow.compile import compile_entry
-    from echograph.workflow.predict import predict_plan
+    from echograph.workflow.predict import predict
 
     rows = [ROW | {"id": f"toy-{n}", "micro_batch": n, "precision": precision} for n in (1, 2, 4)]
     read = [Row({k: str(v) for k, v in row.items()}) for row in rows]
-    for row, outcome in zip(read, validate(read), strict=True):
+    for row, outcome in zip(read, predict_rows(read), strict=True):
         made = setup(row)
         alone = compile_entry(
             made.entry, made.spec, batch_size=made.micro_batch, seq_len=made.seq_len, attention=made.attention
         )
-        result, _ = predict_plan(alone, made.plan)
+        result, _ = predict(alone, made.plan)
         assert outcome.predicted_s == pytest.approx(result.to_json()["step_time_s"], rel=0.005)
 
 
@@ -127,16 +127,16 @@ def test_deeper_models_and_more_replicas_share_a_capture() -> None:
     """Every row is what a capture and a plan of its own give."""
     pytest.importorskip("transformers", reason="needs the [torch] extra")
     from echograph.workflow.compile import compile_entry
-    from echograph.workflow.predict import predict_plan
+    from echograph.workflow.predict import predict
 
     changes = ({"layers": 6, "dp": 2, "n_gpus": 4}, {"layers": 6}, {"layers": 8, "dp": 8, "n_gpus": 16})
     rows = [ROW | {"id": f"toy-{n}", "global_batch": 4 * (c.get("dp") or 4)} | c for n, c in enumerate(changes)]
     read = [Row({k: str(v) for k, v in row.items()}) for row in rows]
-    for row, outcome in zip(read, validate(read), strict=True):
+    for row, outcome in zip(read, predict_rows(read), strict=True):
         made = setup(row)
         entry = made.entry.with_config(n_layer=made.layers)
         alone = compile_entry(entry, made.spec, batch_size=2, seq_len=made.seq_len, attention=made.attention)
-        assert outcome.predicted_s == predict_plan(alone, made.plan)[0].to_json()["step_time_s"]
+        assert outcome.predicted_s == predict(alone, made.plan)[0].to_json()["step_time_s"]
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from families import shallow
 
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import StepGraph
 from echograph.models import get_model
 from echograph.workflow.compile import compile_entry
+from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 
 
@@ -42,6 +43,6 @@ def simulated() -> Callable[..., dict[str, Any]]:
     """`simulated(graph, gpus, cluster="dgx-h100")`: the JSON record of a prediction."""
 
     def run(graph: StepGraph, gpus: int, cluster: str = "dgx-h100", **options: Any) -> dict[str, Any]:
-        return predict(graph, cluster=cluster, gpus=gpus, **options)[0].to_json()
+        return predict(graph, Plan(cluster=cluster, gpus=gpus, **options))[0].to_json()
 
     return run

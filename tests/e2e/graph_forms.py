@@ -6,12 +6,12 @@ import networkx as nx
 
 from echograph.ir import serde
 from echograph.ir.graph import Graph, StepGraph
-from echograph.ir.json_form import from_json, to_json
-from echograph.ir.network import from_gml, to_network
 from echograph.ir.text import to_text
-from echograph.ir.text_parse import from_text
+from echograph.ir.text.network import from_gml, to_network
+from echograph.ir.text.parser import from_text
+from echograph.ir.text.records import from_json, to_json
 from echograph.workflow.plan import Plan
-from echograph.workflow.predict import lower_graph
+from echograph.workflow.predict import lower
 
 
 def encoded(graph: Graph) -> bytes:
@@ -20,7 +20,7 @@ def encoded(graph: Graph) -> bytes:
 
 def check_forms(graph: StepGraph) -> None:
     """The step, and the job of eight ranks that share gradients and optimizer."""
-    for one in (graph, lower_graph(graph, Plan(gpus=8, zero=2))):
+    for one in (graph, lower(graph, Plan(gpus=8, zero=2))):
         data = encoded(one)
         assert encoded(from_json("".join(to_json(one)))) == data
         assert encoded(from_text("".join(to_text(one, tables=True)))) == data

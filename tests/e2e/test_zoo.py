@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from graph_forms import check_forms
 
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.models import get_model, model_names
 from echograph.workflow.compile import compile_entry
+from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 from echograph.workflow.summary import model_row, summarize
 
@@ -25,7 +26,7 @@ def test_compiles_and_simulates(name: str) -> None:
     assert len(graph.blocks) > 1
     assert len(graph.ops) < 2_000
     check_forms(graph)
-    record = predict(graph, cluster="dgx-h100", gpus=8)[0].to_json()
+    record = predict(graph, Plan(gpus=8))[0].to_json()
     assert 0 < record["step_time_s"] < 100
     assert 0 < record["mfu"] < 0.8
     buffers = record["memory"]["at_peak_bytes"]["buffer"]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from echograph.errors import EchoError, GraphError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.models import get_model, model_names
 from echograph.workflow.compile import compile_entry
-from echograph.workflow.plan import Plan, PlanOptions
-from echograph.workflow.predict import lower_graph
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import lower
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
-PLANS: dict[str, PlanOptions] = {
+PLANS: dict[str, dict[str, Any]] = {
     "DDP": {"gpus": 64},
     "ZeRO-1": {"gpus": 64, "zero": 1, "global_batch": 128},
     "ZeRO-2": {"gpus": 64, "zero": 2},
@@ -37,7 +39,7 @@ def test_lowers_under_at_least_six_plans(name: str) -> None:
     refused: dict[str, str] = {}
     for plan, options in PLANS.items():
         try:
-            job = lower_graph(graph, Plan(**options))
+            job = lower(graph, Plan(**options))
         except GraphError:
             raise  # a pass that makes what does not verify is wrong, whatever the plan
         except EchoError as error:

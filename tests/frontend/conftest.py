@@ -14,7 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch")
 
 from echograph.frontend.pytorch.capture import capture, capture_mode  # noqa: E402
-from echograph.frontend.pytorch.step import StepSpec  # noqa: E402
+from echograph.frontend.pytorch.spec import StepSpec  # noqa: E402
 
 Build = Callable[[], tuple[Any, ...]]
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_decoder_layers")

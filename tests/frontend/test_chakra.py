@@ -19,13 +19,13 @@ from chakra_sets import NAME, changed, collective, good_set, node, write_set
 from small_models import small_step
 
 from echograph.cli.app import run
-from echograph.frontend.chakra import load
 from echograph.ir import serde
-from echograph.ir.chakra_traces import read_traces
-from echograph.ir.exporters.chakra import write_chakra
-from echograph.ir.exporters.chakra_check import CHECKS, check
+from echograph.ir.chakra.check import CHECKS, check
+from echograph.ir.chakra.importer import load
+from echograph.ir.chakra.messages import CommType, NodeType
+from echograph.ir.chakra.reader import read_traces
+from echograph.ir.chakra.writer import write_chakra
 from echograph.ir.graph import JobGraph
-from echograph.ir.serde_chakra import CommType, NodeType
 from echograph.ir.types import Collective, Compute, Copy, Host, Recv, Send, Source
 from echograph.profiler.costs import load_device
 from echograph.profiler.costs.estimate import estimate

@@ -19,15 +19,21 @@ from chakra_jobs import DEVICE, job
 from chakra_sets import NAME, changed, collective, good_set, node, write_set
 
 from echograph.errors import EchoError
-from echograph.frontend.chakra import _Shape, load
-from echograph.ir import chakra_traces
-from echograph.ir.chakra_ends import surely_end
-from echograph.ir.chakra_traces import ATTRIBUTES, RankTrace, Traces, read_traces
+from echograph.ir.chakra import reader as chakra_traces
+from echograph.ir.chakra.dry_run import free_run, surely_end
+from echograph.ir.chakra.importer import _Shape, load
+from echograph.ir.chakra.messages import (
+    ChakraNode,
+    CommType,
+    NodeType,
+    delimited,
+    encode_metadata,
+    encode_node,
+    split,
+)
+from echograph.ir.chakra.reader import ATTRIBUTES, RankTrace, Traces, read_traces
+from echograph.ir.chakra.writer import write_chakra
 from echograph.ir.columns import Ragged
-from echograph.ir.exporters.chakra import write_chakra
-from echograph.ir.exporters.chakra_dry_run import free_run
-from echograph.ir.serde_chakra import ChakraNode, CommType, NodeType, delimited, encode_metadata, encode_node
-from echograph.ir.serde_chakra_columns import split
 from echograph.proto import chakra_pb2 as pb
 
 
@@ -214,5 +220,5 @@ def test_what_surely_ends_does(tmp_path_factory: pytest.TempPathFactory, ranks: 
 def test_our_jobs_surely_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pipelines whose stages send and receive at a time, without a run."""
     write_chakra(job("gpt2", gpus=8, tp=2, pp=2, global_batch=16), tmp_path / "traces", device=DEVICE)
-    monkeypatch.setattr("echograph.frontend.chakra.free_run", None)
+    monkeypatch.setattr("echograph.ir.chakra.importer.free_run", None)
     assert load(tmp_path / "traces").notes == ()

@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "ir" / "exporters"))
 from chakra_sets import NAME, changed, good_set, node, write_set
 
 from echograph.errors import EchoError, FormatError, InputError
-from echograph.frontend import chakra
-from echograph.frontend.chakra import load
-from echograph.ir import chakra_traces
-from echograph.ir.chakra_traces import ATTRIBUTES, read_traces
-from echograph.ir.exporters.chakra_check import check
-from echograph.ir.serde_chakra import ChakraNode, NodeType, delimited, varint
+from echograph.ir.chakra import importer as chakra
+from echograph.ir.chakra import reader as chakra_traces
+from echograph.ir.chakra.check import check
+from echograph.ir.chakra.importer import load
+from echograph.ir.chakra.messages import ChakraNode, NodeType, delimited, varint
+from echograph.ir.chakra.reader import ATTRIBUTES, read_traces
 from echograph.proto import chakra_pb2 as pb
 
 

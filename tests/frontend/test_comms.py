@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echograph.errors import FormatError, InputError, PlanError
-from echograph.frontend import Imported
 from echograph.frontend.comms import load
 from echograph.ir import serde
-from echograph.ir.comms_record import FORMAT, GroupLine, Header, Line, What, encode
+from echograph.ir.comms.record import FORMAT, GroupLine, Header, Line, What, encode
+from echograph.ir.formats import Imported
 from echograph.ir.graph import JobGraph
-from echograph.ir.passes.annotate import forget_communication
+from echograph.ir.passes.annotate import ForgetCommunication
 from echograph.ir.passes.mesh import ResizeWorld
 from echograph.ir.types import COMMUNICATIONS, Collective, CollectiveKind, Recv, Send
 from echograph.simulator.clusters import load_cluster
@@ -30,6 +30,7 @@ from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
 from echograph.simulator.what_if import Scale
 from echograph.units import PS_PER_NS, to_ps
+from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 
 BEGAN = 1_700_000_000_000_000_000
@@ -228,7 +229,7 @@ def data_parallel(tmp_path: Path) -> JobGraph:
 @pytest.mark.parametrize("gpus", [1, 2, 8, 64, 65])
 def test_other_sizes_take_the_clusters_time(tmp_path: Path, gpus: int) -> None:
     cluster = load_cluster()
-    job = ResizeWorld(gpus=gpus)(forget_communication(data_parallel(tmp_path)))
+    job = ResizeWorld(gpus=gpus)(ForgetCommunication()(data_parallel(tmp_path)))
     assert job.world_size == gpus
     one = collective_time("all_reduce", MIB, cluster.place(range(gpus)), cluster).seconds
     # Rank 1, where there is one, begins 1 us late; then 600 us of work lie between the two calls of each.
@@ -240,7 +241,7 @@ def test_other_sizes_take_the_clusters_time(tmp_path: Path, gpus: int) -> None:
 
 
 def test_the_plan_resizes(tmp_path: Path) -> None:
-    result, job = predict(data_parallel(tmp_path), gpus=16)
+    result, job = predict(data_parallel(tmp_path), Plan(gpus=16))
     assert result.gpus == job.world_size == 16
     assert (job.ops.kind == COMMUNICATIONS[0]).sum() == 4
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from echograph.errors import CaptureError, EchoError, InputError, UsageError  # noqa: E402
 from echograph.frontend.pytorch.capture import capture, capture_mode  # noqa: E402
-from echograph.frontend.pytorch.step import StepSpec  # noqa: E402
+from echograph.frontend.pytorch.spec import StepSpec  # noqa: E402
 from echograph.frontend.pytorch.userfile import build_from_file  # noqa: E402
 
 pytestmark = pytest.mark.torch

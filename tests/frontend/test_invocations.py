@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from echograph.frontend.pytorch.capture import capture, capture_mode  # noqa: E402
 from echograph.frontend.pytorch.invocations import invocations_of  # noqa: E402
 from echograph.frontend.pytorch.lower import lower_nodes, workload_of  # noqa: E402
-from echograph.frontend.pytorch.step import StepSpec, real_step  # noqa: E402
+from echograph.frontend.pytorch.spec import StepSpec  # noqa: E402
+from echograph.frontend.pytorch.step import real_step  # noqa: E402
 from echograph.ir.graph import StepGraph  # noqa: E402
-from echograph.ir.invocations import Invocation  # noqa: E402
-from echograph.ir.passes.fold import fold  # noqa: E402
-from echograph.ir.profile import signatures  # noqa: E402
+from echograph.ir.passes.fold import Fold  # noqa: E402
+from echograph.ir.profile import Invocation, signatures  # noqa: E402
 from echograph.profiler.measure.ops import RealOperands  # noqa: E402
 
 SPECS = {
@@ -117,7 +117,7 @@ def test_every_operation_that_works_is_part_of_one_call_and_keeps_its_signature_
         for part in invocation.parts:
             have[part.signature] += part.runs
     assert have == want
-    folded = fold(step)
+    folded = Fold()(step)
     assert len(folded.blocks) > 1
     assert {s for s in signatures(folded) if s is not None} == set(want)
 

@@ -19,7 +19,7 @@ from echograph.frontend.pytorch.call_nodes import (  # noqa: E402
     is_view,
 )
 from echograph.frontend.pytorch.lower import lower  # noqa: E402
-from echograph.frontend.pytorch.step import StepSpec  # noqa: E402
+from echograph.frontend.pytorch.spec import StepSpec  # noqa: E402
 from echograph.ir.types import Attention, Convolution, DType, Gemm, MultiTensor, Phase, TensorRole  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -44,8 +44,13 @@ def find(graph: Any, operator: str, phase: Phase = Phase.FORWARD) -> list[Any]:
     return [op for op in graph.ops if op.name == operator and op.phase is phase]
 
 
-@pytest.mark.parametrize("producer", ["recorder", "aot"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "producer"),
+    [
+        *((name, "recorder") for name in MODELS),
+        *(pytest.param(name, "aot", marks=() if name == "gpt2" else pytest.mark.slow) for name in MODELS),
+    ],
+)
 def test_every_operation_and_tensor_is_lowered(captured: Any, name: str, producer: str) -> None:
     step = captured(name, producer)
     graph = lower(step, CLIPPED, name=name)

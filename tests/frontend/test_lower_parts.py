@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from echograph.frontend.pytorch.lower import lower  # noqa: E402
-from echograph.frontend.pytorch.step import StepSpec  # noqa: E402
+from echograph.frontend.pytorch.spec import StepSpec  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -170,7 +170,7 @@ def test_function_checkpoint_of_either_kind(capture_step: Any) -> None:
 
 def test_module_is_left_without_traces(build_mlp: Any) -> None:
     from echograph.frontend.pytorch.capture import capture, capture_mode
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
 
     with capture_mode():
         module, inputs, loss = build_mlp()

@@ -21,7 +21,6 @@ from random import Random
 from types import FrameType
 from typing import Any, NamedTuple
 
-import typer
 from damage import damage
 from reader_targets import OUT, STEP, Files, Target
 
@@ -227,8 +226,6 @@ def prepare(target: Target) -> str | None:
     os.environ.update(HF_HUB_OFFLINE="1", COLUMNS="120")
     # A process says a warning once for each line, and a command is a process of its own.
     warnings.simplefilter("always")
-    # Commands are built anew at every start, which takes longer than most of them.
-    typer.main.get_command = functools.cache(typer.main.get_command)
     seeds = seeds_of(target)
     failed: dict[int | tuple[str, ...], str] = {}
     passed: set[int | tuple[str, ...]] = set()

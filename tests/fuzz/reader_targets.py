@@ -39,7 +39,7 @@ class Target:
     seeds: Callable[[], list[Files]]
     commands: tuple[tuple[str, ...], ...]
     damaged: tuple[str, ...] = ("",)
-    fast: int = 100
+    fast: int = 60
 
 
 def made(make: Callable[[Path], Any]) -> Files:
@@ -71,7 +71,7 @@ def _chakra() -> list[Files]:
 
 
 def _comms() -> list[Files]:
-    from echograph.ir.comms_record import FORMAT, Beat, End, GroupLine, Header, Stuck, What, encode
+    from echograph.ir.comms.record import FORMAT, Beat, End, GroupLine, Header, Stuck, What, encode
 
     began, files = 1_700_000_000_000_000_000, {}
     for rank in range(2):
@@ -172,6 +172,7 @@ def _traces() -> list[Files]:
                 step(number, at, 900),
                 *launched("gemm", at + 10, at + 20, 100, 10 * number + 1),
                 *launched("ncclDevKernel_AllReduce", at + 30, at + 130, 80, 10 * number + 2, stream=9, **reduce),
+                *launched("Memcpy HtoD", at + 40, at + 60, 20, 10 * number + 4, cat="gpu_memcpy", bytes=4096),
                 _event("cudaStreamSynchronize", at + 300, 50, "cuda_runtime", correlation=10 * number + 3),
             ]
         job = {"distributedInfo": {"backend": "gloo", "rank": rank, "world_size": 2}}
@@ -429,6 +430,10 @@ TARGETS: tuple[Target, ...] = (
             ("echoc", "export", "{file}", "--to", "json", "-o", OUT),
             ("echoc", "export", "{file}", "--to", "dot", "-o", OUT),
             (*_RUN, "{file}", "--trace", OUT),
+            (*_RUN, "{file}", "--ranks", "all", "--jitter", "0.1", "--scale", "compute=1000", "--json"),
+            ("echoc", "lower", "{file}", "--gpus", "16", "--zero", "3", "-o", OUT),
+            ("echoc", "export", "{file}", "--to", "graphml", "-o", OUT),
+            ("echoc", "export", "{file}", "--to", "svg", "-o", OUT),
         ),
     ),
     *(
@@ -436,7 +441,7 @@ TARGETS: tuple[Target, ...] = (
             name=form,
             seeds=lambda form=form, ending=ending: _exported(form, ending),  # type: ignore[misc]
             commands=(("echoc", "import", form, "{file}", "-o", OUT),),
-            fast=60 if form == "gml" else 200,
+            fast=60 if form == "gml" else 100,
         )
         for form, ending in (("text", "txt"), ("json", "json"), ("gml", "gml"))
     ),
@@ -492,6 +497,10 @@ TARGETS: tuple[Target, ...] = (
                         "idle",
                         "queue-full",
                         "memory-timeline",
+                        "kernels",
+                        "launch-summary",
+                        "cross-rank-critical-path-summary",
+                        "call-stacks",
                     )
                 ),
             ),
@@ -509,7 +518,25 @@ TARGETS: tuple[Target, ...] = (
             ("echoprof", "comms", "report", "{folder}", "--json"),
         ),
     ),
-    Target(name="traced job", seeds=_traced_job, commands=(("echosim", "replay", "{file}", "--json"),)),
+    Target(
+        name="traced job",
+        seeds=_traced_job,
+        commands=(
+            ("echosim", "replay", "{file}", "--json"),
+            (
+                "echosim",
+                "replay",
+                "{file}",
+                "--gpus",
+                "4",
+                "--cluster",
+                "dgx-h100",
+                "--scale",
+                "compute=1000",
+                "--json",
+            ),
+        ),
+    ),
     Target(
         name="ByteProfile",
         seeds=_byteprofile,

@@ -244,6 +244,16 @@ def large_numbers() -> Graph:
     return b.build(StepGraph)
 
 
+def passes() -> Graph:
+    """A step that says which passes made it."""
+    b = GraphBuilder(name="passes")
+    b.passes = ("recompute{policy=full}", 'tensor_parallel{size=2,plan=("a b":colwise)}')
+    b.compute("aten.mm", flops=128, bytes_read=128, bytes_written=64, **FORWARD)
+    b.program([(0, 0, 1, 0, 0)])
+    return b.build(StepGraph)
+
+
 GRAPHS: dict[str, Callable[[], Graph]] = {
-    make.__name__: make for make in (empty, kinds, two_layers, aliases, job, ranks, positions, large_numbers)
+    make.__name__: make
+    for make in (empty, kinds, two_layers, aliases, job, ranks, positions, large_numbers, passes)
 }

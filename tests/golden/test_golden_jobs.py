@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "jobs"))
 
-from golden_jobs import STORED, Case, cases, made, record
+from golden_jobs import STORED, Case, cases, record
 
 CASES = cases()
 RECORDS: dict[str, dict[str, Any]] = json.loads(STORED.read_text())
@@ -19,7 +19,7 @@ RECORDS: dict[str, dict[str, Any]] = json.loads(STORED.read_text())
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_job_is_the_one_written_down(case: Case) -> None:
-    before, after = RECORDS[case.name], record(made(case))
+    before, after = RECORDS[case.name], record(case)
     changed = {
         key: (before.get(key), after.get(key)) for key in {*before, *after} if before.get(key) != after.get(key)
     }

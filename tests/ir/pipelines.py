@@ -8,7 +8,7 @@ import numpy as np
 
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph, StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.pipeline.placement import memory_of
 from echograph.ir.types import DType, OpKind, Phase, TensorRole
 from echograph.simulator.engine.static import run
@@ -73,7 +73,7 @@ def tied_step(layers: int, *, clip: bool = False, skip: bool = False) -> StepGra
     for module, name, weight, grad in reversed(updates):
         new = tensor(name, TensorRole.PARAMETER, weight)
         op("aten.sgd_", module, Phase.OPTIMIZER, (weight, grad, *((norm,) if clip else ())), new, None)
-    return fold(b.build(StepGraph))
+    return Fold()(b.build(StepGraph))
 
 
 def makespan(job: JobGraph) -> int:

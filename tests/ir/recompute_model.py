@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from echograph.frontend.pytorch.capture import capture, capture_mode
 from echograph.frontend.pytorch.lower import lower
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import StepGraph
 
 WIDTH, HEADS, LAYERS = 64, 4, 4

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from echograph.errors import PlanError, UnknownNameError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import Axis, Graph, StepGraph
 from echograph.ir.passes.context_parallel import ContextParallel

@@ -22,7 +22,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.context_parallel import ContextParallel

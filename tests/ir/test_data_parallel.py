@@ -7,7 +7,7 @@ from layered import PARAMETER_BYTES, layered_step
 from echograph.errors import PlanError
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import MIB, DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, OpKind, Payload, Phase
 from echograph.simulator.engine.static import run
@@ -45,7 +45,7 @@ def test_buckets_are_those_of_torch(layers: int, cap: int) -> None:
 @pytest.mark.parametrize("folded", [False, True])
 def test_every_gradient_is_reduced_once_and_nothing_else_changes(folded: bool) -> None:
     step = layered_step(9)
-    job = DataParallel(replicas=16)(fold(step) if folded else step)
+    job = DataParallel(replicas=16)(Fold()(step) if folded else step)
     assert sum(buckets(job)) == 19 * PARAMETER_BYTES
     assert set(job.ops.payload[job.ops.kind == OpKind.COLLECTIVE].tolist()) == {Payload.GRADIENT}
     names = executed(job)
@@ -56,7 +56,7 @@ def test_every_gradient_is_reduced_once_and_nothing_else_changes(folded: bool) -
 def test_folding_changes_neither_buckets_nor_order() -> None:
     step = layered_step(12)
     pass_ = DataParallel(replicas=8, bucket_bytes=5 * MIB)
-    assert executed(pass_(step)) == executed(pass_(fold(step)))
+    assert executed(pass_(step)) == executed(pass_(Fold()(step)))
 
 
 def test_buckets_in_place_copy_nothing() -> None:
@@ -87,7 +87,7 @@ def test_absurd_numbers_of_replicas_are_refused(replicas: int) -> None:
 @pytest.mark.parametrize("folded", [False, True])
 def test_gradients_accumulate_and_are_reduced_once(replicas: int, folded: bool) -> None:
     step = layered_step(5)
-    job = DataParallel(replicas=replicas, micro_batches=3)(fold(step) if folded else step)
+    job = DataParallel(replicas=replicas, micro_batches=3)(Fold()(step) if folded else step)
     names = executed(job)
     parameters = 11
     assert names.count("aten.loss") == 3
@@ -105,7 +105,7 @@ def test_absurd_numbers_of_micro_batches_are_refused(micro_batches: int) -> None
 
 
 def test_each_stage_of_a_pipeline_reduces_its_own_gradients() -> None:
-    step = fold(layered_step(6))
+    step = Fold()(layered_step(6))
     pipeline = Pipeline(stages=3, micro_batches=4)(step)
     job = DataParallel(replicas=8)(pipeline)
     assert [(a.name, a.size) for a in job.mesh] == [("pp", 3), ("dp", 8)]
@@ -126,7 +126,7 @@ def test_each_stage_of_a_pipeline_reduces_its_own_gradients() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_stage_sends_its_last_message_before_it_waits_for_reductions(zero: int, overlap: bool) -> None:
-    pipeline = Pipeline(stages=4, micro_batches=4)(fold(layered_step(8)))
+    pipeline = Pipeline(stages=4, micro_batches=4)(Fold()(layered_step(8)))
     job = DataParallel(replicas=8, zero=zero, overlap_grad_reduce=overlap)(pipeline)
     for program in job.programs:
         rows = [op for _, begin, end, _, _ in program.calls.tolist() for op in range(begin, end)]
@@ -141,7 +141,7 @@ def test_stages_reduce_side_by_side() -> None:
     slow = 10**9
 
     def step(replicas: int) -> int:
-        pipeline = Pipeline(stages=4, micro_batches=4)(fold(layered_step(8)))
+        pipeline = Pipeline(stages=4, micro_batches=4)(Fold()(layered_step(8)))
         job = DataParallel(replicas=replicas, overlap_grad_reduce=False)(pipeline)
         reduces = (job.ops.kind == OpKind.COLLECTIVE) & (job.ops.payload == Payload.GRADIENT)
         time = np.where(reduces, slow, np.where(job.ops.phase == Phase.OPTIMIZER, 0, 1000)).astype(np.int64)

@@ -27,7 +27,7 @@ LAYERS = {"megatron-gpt-1.7b": "n_layer"}
 
 def captured(model: str, layers: int) -> StepGraph:
     pytest.importorskip("transformers", reason="needs the [torch] extra")
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
     from echograph.models import get_model
     from echograph.workflow.compile import compile_entry
 

@@ -13,7 +13,7 @@ from echograph.errors import PlanError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, Graph, JobGraph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, Op, Payload, Phase, TensorRole
@@ -93,7 +93,7 @@ def by_group(graph: Graph, kind: CollectiveKind) -> Counter[tuple[str, ...]]:
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_every_rank_holds_its_share_of_the_optimizer_state(zero: int, ranks: int) -> None:
-    step = fold(layered_step(LAYERS))
+    step = Fold()(layered_step(LAYERS))
     job = DataParallel(replicas=ranks, zero=zero)(step)
     assert ranks * held(job, TensorRole.OPTIMIZER_STATE) == held(step, TensorRole.OPTIMIZER_STATE)
     assert held(job, TensorRole.PARAMETER) == held(step, TensorRole.PARAMETER)
@@ -104,7 +104,7 @@ def test_every_rank_holds_its_share_of_the_optimizer_state(zero: int, ranks: int
 
 
 def test_shares_that_do_not_divide_are_filled_up() -> None:
-    job = DataParallel(replicas=7, zero=1)(fold(layered_step(LAYERS)))
+    job = DataParallel(replicas=7, zero=1)(Fold()(layered_step(LAYERS)))
     assert held(job, TensorRole.OPTIMIZER_STATE) == PARAMETERS * ceil(WIDTH * WIDTH / 7) * 4
     (reduced,) = [n for (kind, _), n in communicated(job).items() if kind == CollectiveKind.REDUCE_SCATTER]
     elements = PARAMETERS * WIDTH * WIDTH
@@ -114,7 +114,7 @@ def test_shares_that_do_not_divide_are_filled_up() -> None:
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_gradients_are_scattered_and_parameters_gathered(zero: int, micro_batches: int) -> None:
-    job = DataParallel(replicas=8, zero=zero, micro_batches=micro_batches)(fold(layered_step(LAYERS)))
+    job = DataParallel(replicas=8, zero=zero, micro_batches=micro_batches)(Fold()(layered_step(LAYERS)))
     times = micro_batches if zero == 2 else 1
     assert communicated(job) == {
         (CollectiveKind.REDUCE_SCATTER, Payload.GRADIENT): times * PARAMETERS * PARAMETER_BYTES,
@@ -123,14 +123,14 @@ def test_gradients_are_scattered_and_parameters_gathered(zero: int, micro_batche
 
 
 def test_all_reducing_instead_moves_the_same_gradients() -> None:
-    job = DataParallel(replicas=8, zero=1, reduce_scatter=False)(fold(layered_step(LAYERS)))
+    job = DataParallel(replicas=8, zero=1, reduce_scatter=False)(Fold()(layered_step(LAYERS)))
     assert communicated(job)[CollectiveKind.ALL_REDUCE, Payload.GRADIENT] == PARAMETERS * PARAMETER_BYTES
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_the_optimizer_alone_does_less(zero: int, micro_batches: int) -> None:
-    step = fold(layered_step(LAYERS))
+    step = Fold()(layered_step(LAYERS))
     job = DataParallel(replicas=8, zero=zero, micro_batches=micro_batches)(step)
     passes = (Phase.FORWARD, Phase.BACKWARD)
     assert flops(job, *passes) == micro_batches * flops(step, *passes)
@@ -139,7 +139,7 @@ def test_the_optimizer_alone_does_less(zero: int, micro_batches: int) -> None:
 
 
 def test_one_rank_divides_nothing() -> None:
-    step = fold(layered_step(LAYERS))
+    step = Fold()(layered_step(LAYERS))
     alone, plain = DataParallel(replicas=1, zero=1)(step), DataParallel(replicas=1)(step)
     assert not communicated(alone)
     assert held(alone, TensorRole.OPTIMIZER_STATE) == held(plain, TensorRole.OPTIMIZER_STATE)
@@ -150,7 +150,7 @@ def names(job: JobGraph, program: int = 0) -> list[str]:
 
 
 def test_parameters_are_gathered_after_the_optimizer() -> None:
-    job = DataParallel(replicas=8, zero=1, bucket_bytes=3 * PARAMETER_BYTES)(fold(layered_step(LAYERS)))
+    job = DataParallel(replicas=8, zero=1, bucket_bytes=3 * PARAMETER_BYTES)(Fold()(layered_step(LAYERS)))
     found = names(job)
     assert found.count("zero.all_gather") == ceil(PARAMETERS / 3)
     assert max(i for i, n in enumerate(found) if n == "aten._fused_adam_") < found.index("zero.all_gather")
@@ -158,7 +158,7 @@ def test_parameters_are_gathered_after_the_optimizer() -> None:
 
 def test_gathers_run_one_bucket_ahead_of_forward() -> None:
     job = DataParallel(replicas=8, zero=1, bucket_bytes=3 * PARAMETER_BYTES, overlap_param_gather=True)(
-        fold(layered_step(LAYERS))
+        Fold()(layered_step(LAYERS))
     )
     found = [
         n for n in names(job) if n in ("zero.all_gather", "aten.embedding", "aten.mm", "zero.wait", "aten.loss")
@@ -172,7 +172,7 @@ def test_gathers_run_one_bucket_ahead_of_forward() -> None:
 
 def test_without_overlap_gradients_are_reduced_at_once_after_backward() -> None:
     for zero in (0, 1, 2):
-        found = names(DataParallel(replicas=8, zero=zero, overlap_grad_reduce=False)(fold(layered_step(LAYERS))))
+        found = names(DataParallel(replicas=8, zero=zero, overlap_grad_reduce=False)(Fold()(layered_step(LAYERS))))
         bucket = [i for i, n in enumerate(found) if ".bucket_" in n and not n.startswith("ddp.copy")]
         assert len(bucket) == 1
         assert bucket[0] > max(i for i, n in enumerate(found) if n in ("aten.mm", "aten.embedding_backward"))
@@ -200,7 +200,7 @@ def test_any_plan_conserves_work_and_reduces_every_gradient(
     bucket: int | None,
 ) -> None:
     step = layered_step(LAYERS)
-    step = fold(step) if folded or stages > 1 else step
+    step = Fold()(step) if folded or stages > 1 else step
     staged = Pipeline(stages=stages, micro_batches=micro_batches)(step) if stages > 1 else step
     job = DataParallel(
         replicas=ranks, micro_batches=1 if stages > 1 else micro_batches, zero=zero, overlap_grad_reduce=reduce,
@@ -225,7 +225,7 @@ def test_other_stages_are_refused(zero: int) -> None:
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("stages", [1, 2])
 def test_gradients_add_up_before_their_bucket_is_reduced(zero: int, stages: int) -> None:
-    step = fold(layered_step(LAYERS))
+    step = Fold()(layered_step(LAYERS))
     if stages > 1:
         job = DataParallel(replicas=8, zero=zero)(Pipeline(stages=stages, micro_batches=3)(step))
     else:
@@ -294,7 +294,7 @@ def test_fully_sharded_experts_are_divided_over_the_ranks_that_hold_copies() -> 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_stages_gather_once_and_reduce_after_their_last_backward(schedule: str) -> None:
-    staged = Pipeline(stages=3, micro_batches=4, schedule=schedule)(fold(layered_step(LAYERS)))
+    staged = Pipeline(stages=3, micro_batches=4, schedule=schedule)(Fold()(layered_step(LAYERS)))
     job = FullyShard(replicas=8, reshard_after_forward=False)(staged)
     assert communicated(job) == {
         (CollectiveKind.ALL_GATHER, Payload.PARAMETER): PARAMETERS * PARAMETER_BYTES,
@@ -309,7 +309,7 @@ def test_stages_gather_once_and_reduce_after_their_last_backward(schedule: str) 
 
 
 def test_stages_may_drop_parameters_and_reduce_every_micro_batch() -> None:
-    staged = Pipeline(stages=3, micro_batches=4)(fold(layered_step(LAYERS)))
+    staged = Pipeline(stages=3, micro_batches=4)(Fold()(layered_step(LAYERS)))
     job = FullyShard(replicas=8, reduce_every_micro_batch=True)(staged)
     layers = 4 * 2 * LAYERS * PARAMETER_BYTES
     assert communicated(job) == {
@@ -321,7 +321,7 @@ def test_stages_may_drop_parameters_and_reduce_every_micro_batch() -> None:
 
 
 def test_interleaved_chunks_are_each_a_root() -> None:
-    staged = Pipeline(stages=2, micro_batches=4, schedule="interleaved", chunks=3)(fold(layered_step(LAYERS)))
+    staged = Pipeline(stages=2, micro_batches=4, schedule="interleaved", chunks=3)(Fold()(layered_step(LAYERS)))
     job = FullyShard(replicas=8, reshard_after_forward=False)(staged)
     assert communicated(job)[CollectiveKind.ALL_GATHER, Payload.PARAMETER] == PARAMETERS * PARAMETER_BYTES
     # The first of six chunks has the embedding; the roots of the others hold no parameter.
@@ -334,7 +334,7 @@ def test_interleaved_chunks_are_each_a_root() -> None:
 @pytest.fixture(scope="module")
 def clipped() -> StepGraph:
     pytest.importorskip("torch")
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
     from echograph.models import get_model
     from echograph.workflow.compile import compile_entry
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echograph.errors import PlanError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import Axis, Graph, StepGraph
 from echograph.ir.passes.context_parallel import ContextParallel
@@ -33,7 +33,9 @@ from echograph.profiler.costs import load_device
 from echograph.profiler.costs.estimate import estimate
 from echograph.profiler.costs.gemm import grouped_gemm
 from echograph.units import to_ps
-from echograph.workflow.compile import compile_entry, compile_model
+from echograph.workflow.compile import compile as compile_model
+from echograph.workflow.compile import compile_entry
+from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 
 BATCH, POSITIONS, HIDDEN, INNER = 2, 32, 64, 96
@@ -291,7 +293,7 @@ def test_a_layer_written_otherwise(tmp_path: Path) -> None:
     """
     (tmp_path / "model.py").write_text(USER_MODEL)
     model = f"{tmp_path / 'model.py'}:build"
-    whole = compile_model(model, StepSpec(), batch_size=None, seq_len=None, attention=None)
+    whole = compile_model(model, StepSpec())
     local = ExpertParallel(size=4)(whole)
     rows, weights = TOKENS * 2 * HIDDEN * 2, TOKENS * 2 * 2
     assert collectives(local) == {
@@ -352,7 +354,7 @@ def test_a_job_of_64_gpus_spends_its_time_where_one_expects() -> None:
     entry = get_model("mixtral-8x7b").with_config(num_hidden_layers=LAYERS)
     captured = compile_entry(entry, StepSpec(), batch_size=1, seq_len=4096)
     results = {
-        imbalance: predict(captured, gpus=64, ep=8, expert_imbalance=imbalance)[0].to_json()["breakdown_s"]
+        imbalance: predict(captured, Plan(gpus=64, ep=8, expert_imbalance=imbalance))[0].to_json()["breakdown_s"]
         for imbalance in (1.0, 1.5)
     }
     even, busy = results[1.0], results[1.5]

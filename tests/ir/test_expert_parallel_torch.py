@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
 from echograph.ir.passes.expert_parallel import ExpertParallel
 from echograph.models import get_model

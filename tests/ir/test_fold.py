@@ -9,7 +9,7 @@ from echograph.errors import GraphError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.unfold import difference, unfold
 
 A, P = t.TensorRole.ACTIVATION, t.TensorRole.PARAMETER
@@ -29,16 +29,16 @@ def layers(b: GraphBuilder, x: int, count: int = 3, name: str = "layers.{k}.y", 
 
 def folds(b: GraphBuilder) -> StepGraph:
     graph = b.build(StepGraph)
-    folded = fold(graph)
+    folded = Fold()(graph)
     assert difference(unfold(folded), graph) is None
     return folded
 
 
 def test_two_layers_by_hand_are_what_folding_makes() -> None:
     graph = GRAPHS["two_layers"]()
-    again = fold(unfold(graph))
+    again = Fold()(unfold(graph))
     assert [len(b.instances) for b in again.blocks] == [1, 2]
-    assert fold(again) is again
+    assert Fold()(again) is again
     assert difference(unfold(again), unfold(graph)) is None
 
 
@@ -101,7 +101,7 @@ def test_one_layer_is_not_a_block() -> None:
     b = GraphBuilder()
     layers(b, tensor(b, "x"), count=1)
     graph = b.build(StepGraph)
-    assert fold(graph) is graph
+    assert Fold()(graph) is graph
 
 
 @pytest.mark.parametrize("call", [(0, 0, 1, 0, 0), (0, 1, 2, 0, 0)])

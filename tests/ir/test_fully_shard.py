@@ -12,7 +12,7 @@ from layered import PARAMETER_BYTES, WIDTH, layered_step, timed
 from echograph.errors import PlanError
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.types import CollectiveKind, DType, Op, OpKind, Phase
 from echograph.simulator.clusters import load_cluster
@@ -25,7 +25,7 @@ CLUSTER = load_cluster("dgx-h100")
 
 
 def lower(**options: object) -> JobGraph:
-    return FullyShard(**{"replicas": 16, **options})(fold(layered_step(LAYERS)))
+    return FullyShard(**{"replicas": 16, **options})(Fold()(layered_step(LAYERS)))
 
 
 def executed(job: JobGraph) -> list[str]:
@@ -179,7 +179,7 @@ def fsdp2(
 )
 def test_collectives_are_those_of_fsdp2(warm: Path, model: str, ranks: int) -> None:
     pytest.importorskip("torch")
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
     from echograph.models import get_model
     from echograph.workflow.compile import compile_entry
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from echograph.frontend.pytorch.capture import capture, capture_mode
 from echograph.frontend.pytorch.lower import lower
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fully_shard import FullyShard

@@ -16,7 +16,7 @@ from families import shallow, sizes
 from torch.autograd.graph import saved_tensors_hooks
 
 from echograph.errors import PlanError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fully_shard import FullyShard

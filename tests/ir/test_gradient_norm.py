@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from echograph.errors import PlanError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Graph, StepGraph, Workload
 from echograph.ir.passes.data_parallel import DataParallel

@@ -8,10 +8,10 @@ from conformance_graphs import GRAPHS
 
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.annotate import by_signature, join
+from echograph.ir.passes.annotate import Annotate, by_signature, join
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.profile import Environment, Measurement, Profile, TensorType, signatures
-from echograph.ir.types import DType, Gemm, MultiTensor, Source, TensorRole
+from echograph.ir.types import DType, Duration, Gemm, MultiTensor, Source, TensorRole
 
 FP32 = DType.FP32
 PS = 10**6
@@ -151,3 +151,29 @@ def test_only_operations_that_work_have_a_signature() -> None:
     assert [s is None for s in found] == [False, False, True, False, False, False]
     assert found[0] == found[1] == product(1).signature
     assert found[4] == found[5] == SHARED.signature
+
+
+def test_new_durations_come_after_those_of_other_devices() -> None:
+    """And not to operations that have one of this device already, or are to have none."""
+    builder = GraphBuilder()
+    others = [Duration(device=name, picoseconds=at, source=Source.MEASURED) for at, name in enumerate("ab", 1)]
+    here = Duration(device="here", picoseconds=9, source=Source.MEASURED, samples=3, spread=0.5)
+    for durations in ((), others, (), (here,), others[:1]):
+        builder.compute("aten.mul", flops=1, durations=tuple(durations))
+    graph = builder.build(StepGraph)
+    annotate = Annotate(
+        device="here",
+        picoseconds=np.array([100, 101, -1, 103, 0]),
+        source=np.array([Source.FITTED, Source.ANALYTICAL, 0, 0, Source.FITTED], np.uint8),
+        spread=np.array([0.25, 0.5, 0, 0, 0.75], np.float32),
+        samples=np.arange(5),
+    )
+    made = annotate(graph)
+    assert [[(d.device, d.picoseconds) for d in op.durations] for op in made.ops] == [
+        [("here", 100)], [("a", 1), ("b", 2), ("here", 101)], [], [("here", 9)], [("a", 1), ("here", 0)],
+    ]  # fmt: skip
+    new = [made.ops[row].durations[-1] for row in (0, 1, 4)]
+    assert [(d.source, d.spread, d.samples) for d in new] == [
+        (Source.FITTED, 0.25, 0), (Source.ANALYTICAL, 0.5, 1), (Source.FITTED, 0.75, 4),
+    ]  # fmt: skip
+    assert annotate(made) is made

@@ -22,7 +22,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.models import get_model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from echograph.errors import PlanError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.extent import Carriers, Extent

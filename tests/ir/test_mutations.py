@@ -23,7 +23,7 @@ from graphs import KINDS, Model, build
 from echograph.errors import EchoError, FormatError
 from echograph.ir.files import fields, with_checksum
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.schedule import Schedule
 from echograph.ir.serde import decode, encode
 from echograph.ir.text import to_text
@@ -31,7 +31,7 @@ from echograph.ir.unfold import unfold
 
 MUTATIONS = 1000
 MODEL = Model(layers=3, kinds=KINDS, durations=True, deps=True)
-VICTIMS = {"layered": lambda: fold(build(MODEL)), "job": GRAPHS["job"], "kinds": GRAPHS["kinds"]}
+VICTIMS = {"layered": lambda: Fold()(build(MODEL)), "job": GRAPHS["job"], "kinds": GRAPHS["kinds"]}
 
 
 @pytest.mark.parametrize("victim", VICTIMS)

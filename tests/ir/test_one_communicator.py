@@ -6,7 +6,7 @@ import numpy as np
 
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph
-from echograph.ir.passes.mesh import one_communicator
+from echograph.ir.passes.mesh import OneCommunicator
 from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Phase, Source
 from echograph.ir.verify import verify
 from echograph.simulator.engine import static
@@ -41,7 +41,7 @@ def makespan(job: JobGraph) -> int:
 
 def test_a_group_has_one_stream_and_others_theirs() -> None:
     job = side_by_side()
-    moved = one_communicator(job)
+    moved = OneCommunicator()(job)
     verify(moved)
     collective = moved.ops.kind == OpKind.COLLECTIVE
     names = [moved.streams[stream] for stream in moved.ops.stream[collective].tolist()]

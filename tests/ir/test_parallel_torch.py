@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel

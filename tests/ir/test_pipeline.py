@@ -12,7 +12,7 @@ from pipelines import BACKWARD, FORWARD, flops, makespan, messages, parameter_by
 from echograph.errors import PlanError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph, StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.schedule import Schedule
 from echograph.ir.serde import decode, encode
@@ -20,14 +20,14 @@ from echograph.ir.text import to_text
 from echograph.ir.types import CollectiveKind, DType, OpKind, Phase, TensorRole
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.durations import durations
+from echograph.simulator.groups import rendezvous_key
 from echograph.simulator.memory import memory
-from echograph.simulator.rendezvous import rendezvous_key
 
 LAYERS = 12
 
 
 def step(layers: int = LAYERS) -> StepGraph:
-    return fold(layered_step(layers))
+    return Fold()(layered_step(layers))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -10,7 +10,7 @@ from pipelines import parameter_bytes
 
 pytest.importorskip("transformers")
 
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import OpKind, Phase
@@ -58,7 +58,7 @@ def test_stages_add_up_to_the_model(name: str, plan: Pipeline, shared: int) -> N
 
 @pytest.mark.parametrize(("name", "plan", "shared"), CASES)
 def test_the_step_is_simulated_and_its_parts_add_up(name: str, plan: Pipeline, shared: int) -> None:
-    result, job = predict(plan(step(name)), cluster="dgx-h100", gpus=None)
+    result, job = predict(plan(step(name)))
     assert result.gpus == plan.stages
     assert result.breakdown.total == result.step_ps > 0
     assert result.breakdown.bubble > 0 or plan.schedule == "zb-h1"  # where W may fill it all
@@ -78,9 +78,7 @@ def test_one_activation_goes_up_a_boundary_and_one_gradient_down(name: str) -> N
 
 def test_more_micro_batches_shrink_the_bubble() -> None:
     def share(micro_batches: int) -> float:
-        result, _ = predict(
-            Pipeline(stages=4, micro_batches=micro_batches)(step("gpt2")), cluster="dgx-h100", gpus=None
-        )
+        result, _ = predict(Pipeline(stages=4, micro_batches=micro_batches)(step("gpt2")))
         return result.step_ps / micro_batches
 
     assert share(4) > share(8) > share(32)

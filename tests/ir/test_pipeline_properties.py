@@ -13,7 +13,7 @@ from layered import layered_step
 from pipelines import flops, makespan, messages, tied_step
 
 from echograph.ir.graph import JobGraph, StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.pipeline.schedules import order
 from echograph.ir.schedule import Schedule
@@ -26,7 +26,7 @@ LAYERS = 8
 @cache
 def step(kind: str) -> StepGraph:
     return {
-        "layered": lambda: fold(layered_step(LAYERS)),
+        "layered": lambda: Fold()(layered_step(LAYERS)),
         "unfolded": lambda: layered_step(LAYERS),
         "tied": lambda: tied_step(LAYERS),
         "skip": lambda: tied_step(LAYERS, skip=True),

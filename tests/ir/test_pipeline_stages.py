@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from layered import layered_step
 
 from echograph.errors import PlanError
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.pipeline.schedules import split_layers
 
@@ -73,7 +73,7 @@ def test_what_does_not_divide_is_refused_in_one_line(options: dict[str, int], me
 
 
 def test_the_split_is_what_a_pipeline_takes() -> None:
-    job = Pipeline(stages=4, layers=split_layers(10, 4, embedding=True, loss=True))(fold(layered_step(10)))
+    job = Pipeline(stages=4, layers=split_layers(10, 4, embedding=True, loss=True))(Fold()(layered_step(10)))
     number = next(n for n, b in enumerate(job.blocks) if len(b.instances) == 10)
     of_stage = [len(set(p.calls[p.calls[:, 0] == number][:, 3].tolist())) for p in job.programs]
     assert of_stage == [2, 3, 3, 2]

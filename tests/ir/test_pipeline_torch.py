@@ -26,7 +26,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.pipeline import Pipeline

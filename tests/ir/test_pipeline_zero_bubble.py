@@ -10,7 +10,7 @@ from layered import layered_step
 
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph, StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.pipeline.schedules import order
 from echograph.ir.schedule import Schedule
@@ -36,7 +36,7 @@ def makespan(job: JobGraph, forward: int, backward: int, weight: int) -> int:
 
 
 def zero_bubble(stages: int, micro_batches: int) -> JobGraph:
-    return Pipeline(stages=stages, micro_batches=micro_batches, schedule="zb-h1")(fold(layered_step(LAYERS)))
+    return Pipeline(stages=stages, micro_batches=micro_batches, schedule="zb-h1")(Fold()(layered_step(LAYERS)))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 12])
@@ -47,7 +47,7 @@ def test_the_bubble_of_equal_passes_is_a_third_of_1f1b(stages: int, micro_batche
     bubble = (stages - 1) * 2 * of_a_stage - (min(micro_batches, stages) - 1) * of_a_stage
     job = zero_bubble(stages, micro_batches)
     assert makespan(job, 1000, 1000, 1000) == 3 * micro_batches * of_a_stage + bubble
-    one = Pipeline(stages=stages, micro_batches=micro_batches)(fold(layered_step(LAYERS)))
+    one = Pipeline(stages=stages, micro_batches=micro_batches)(Fold()(layered_step(LAYERS)))
     assert makespan(one, 1000, 1000, 1000) == 3 * (micro_batches + stages - 1) * of_a_stage
 
 
@@ -81,7 +81,7 @@ def test_no_stage_keeps_more_micro_batches_than_the_first_of_1f1b(micro_batches:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_saved_activation_lives_until_the_pass_that_reads_it_last(schedule: str) -> None:
-    job = Pipeline(stages=4, micro_batches=16, schedule=schedule)(fold(layered_step(LAYERS)))
+    job = Pipeline(stages=4, micro_batches=16, schedule=schedule)(Fold()(layered_step(LAYERS)))
     number = next(n for n, b in enumerate(job.blocks) if len(b.instances) == LAYERS)
     rows = job.blocks[number].ops
     first = next(r for r in rows if job.ops.phase[r] == Phase.FORWARD)
@@ -186,5 +186,5 @@ def test_the_step_is_never_longer_than_with_1f1b(
     stages: int, micro_batches: int, forward: int, backward: int, weight: int
 ) -> None:
     times = (2 * forward, 2 * backward, 2 * weight)
-    one = Pipeline(stages=stages, micro_batches=micro_batches)(fold(layered_step(LAYERS)))
+    one = Pipeline(stages=stages, micro_batches=micro_batches)(Fold()(layered_step(LAYERS)))
     assert makespan(zero_bubble(stages, micro_batches), *times) <= makespan(one, *times)

@@ -14,7 +14,7 @@ from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph, StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.pipeline import Pipeline
 
 
@@ -46,7 +46,7 @@ def test_conformance_graphs(name: str) -> None:
 @settings(deadline=None, max_examples=30)
 @given(model=models(min_layers=2))
 def test_folded_models(model: object) -> None:
-    agrees(fold(build(model)))
+    agrees(Fold()(build(model)))
 
 
 def test_a_pipeline_binds_through_several_blocks() -> None:

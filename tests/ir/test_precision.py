@@ -19,10 +19,10 @@ from recompute_model import LAYERS, WIDTH, step
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echograph.errors import PlanError, UnavailableError, UnknownNameError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.gradients import adds_up, final_gradients
 from echograph.ir.passes.pipeline import Pipeline
@@ -48,7 +48,7 @@ EVERY = pytest.mark.parametrize("recipe", RECIPES)
 @cache
 def model() -> StepGraph:
     """Four small Llama-like layers of 4,096 tokens, seven linear layers each, and an embedding."""
-    return fold(step(sizes=(64, 64)))
+    return Fold()(step(sizes=(64, 64)))
 
 
 @cache
@@ -93,10 +93,10 @@ def test_the_head_and_the_rest_stay(recipe: str) -> None:
 def test_dimensions_that_do_not_divide_stay() -> None:
     """The head's size is 16: a batch of 2 x 12 tokens is no multiple of it."""
     with pytest.raises(PlanError, match="multiples of 16"):
-        Precision(dtype="fp8")(fold(step(sizes=(2, 12))))
+        Precision(dtype="fp8")(Fold()(step(sizes=(2, 12))))
     with pytest.raises(PlanError, match="multiples of 32"):
-        Precision(dtype="mxfp8")(fold(step(sizes=(1, 16))))
-    assert Precision(dtype="fp8")(fold(step(sizes=(1, 16)))) is not None
+        Precision(dtype="mxfp8")(Fold()(step(sizes=(1, 16))))
+    assert Precision(dtype="fp8")(Fold()(step(sizes=(1, 16)))) is not None
 
 
 @EVERY

@@ -14,7 +14,7 @@ from echograph.ir import types as t
 from echograph.ir.files import fields, with_checksum
 from echograph.ir.profile import Environment, Measurement, Profile, TensorType, load_profile, save_profile
 from echograph.ir.serde import decode, encode
-from echograph.ir.serde_profile import decode_profile, encode_profile
+from echograph.ir.serde.profile import decode_profile, encode_profile
 from echograph.proto import profile_pb2 as pb
 
 PROFILE = Profile(

@@ -17,10 +17,10 @@ from families import TEN, shallow, sizes
 from recompute_model import LAYERS, WIDTH, step
 
 from echograph.errors import PlanError, UnknownNameError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.recompute import Policy, Recompute
@@ -119,7 +119,7 @@ def test_selective_work_is_that_of_the_paper() -> None:
 
 
 def test_every_second_product_is_kept() -> None:
-    graph = fold(step())
+    graph = Fold()(step())
     full, ours = Recompute(policy="full")(graph), Recompute(policy="selective_op")(graph)
     tokens = 2 * 16
     kept = (2 * tokens * WIDTH * (WIDTH + WIDTH + 3 * WIDTH) + 2 * 2 * tokens * 16 * WIDTH) * LAYERS
@@ -134,7 +134,7 @@ def test_layers_stay_folded(policy: Policy) -> None:
     graph = captured("gpt2")
     ours = Recompute(policy=policy)(graph)
     assert [len(block.instances) for block in ours.blocks] == [len(block.instances) for block in graph.blocks]
-    assert difference(unfold(fold(unfold(ours))), unfold(ours)) is None
+    assert difference(unfold(Fold()(unfold(ours))), unfold(ours)) is None
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -185,7 +185,7 @@ def test_memory_drops_by_what_a_layer_saves() -> None:
     16-bit: both norms' results 4; queries, keys, values 6; attention 2; residual 2; gate, its activation, up and
     their product 3 x 2 each. Beside them two statistics of each norm in 16 bit, and one in fp32 a head.
     """
-    graph = fold(step(sizes=(64, 64)))
+    graph = Fold()(step(sizes=(64, 64)))
     saved = 64 * 64 * ((4 + 6 + 2 + 2 + 4 * 6) * WIDTH + 2 * 2 * 2 + 4 * 4)
     dropped = activations(graph) - activations(Recompute(policy="full")(graph))
     seeds = dropped - (LAYERS - 1) * saved
@@ -195,7 +195,7 @@ def test_memory_drops_by_what_a_layer_saves() -> None:
 
 
 def test_memory_is_between_none_and_full() -> None:
-    graph = fold(step(fused=False, sizes=(64, 64)))
+    graph = Fold()(step(fused=False, sizes=(64, 64)))
     none, selective, by_op, full = (
         activations(Recompute(policy=policy)(graph)) for policy in ("none", "selective", "selective_op", "full")
     )
@@ -232,7 +232,7 @@ def test_pipelines_take_it_on(policy: Policy, every: int) -> None:
 
 
 def test_wrong_options_are_refused() -> None:
-    graph = fold(layered_step(4))
+    graph = Fold()(layered_step(4))
     with pytest.raises(UnknownNameError, match="selective_op"):
         Recompute(policy="some")(graph)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="every 0 layers"):

@@ -18,7 +18,7 @@ from recompute_model import LAYERS, Run, step
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.recompute import Recompute
 from echograph.ir.passes.rewrite import StepWriter
 from echograph.ir.types import Op, Phase
@@ -51,23 +51,23 @@ def same(ours: StepGraph, torchs: StepGraph) -> None:
 
 
 def test_full_is_checkpoint_of_each_layer() -> None:
-    same(Recompute(policy="full")(fold(step())), step(run=not_reentrant()))
+    same(Recompute(policy="full")(Fold()(step())), step(run=not_reentrant()))
 
 
 def test_full_without_early_stop() -> None:
-    ours = Recompute(policy="full", early_stop=False)(fold(step()))
+    ours = Recompute(policy="full", early_stop=False)(Fold()(step()))
     same(ours, step(run=not_reentrant(early_stop=False)))
 
 
 @pytest.mark.parametrize("every", [2, 3])
 def test_some_layers_only(every: int) -> None:
-    ours = Recompute(policy="full", every=every)(fold(step()))
+    ours = Recompute(policy="full", every=every)(Fold()(step()))
     assert any(len(block.instances) == LAYERS // every for block in ours.blocks[1:])
     same(ours, step(run=not_reentrant(), every=every))
 
 
 def test_selective_is_checkpoint_of_the_core_attention() -> None:
-    ours = Recompute(policy="selective", early_stop=True)(fold(step(fused=False)))
+    ours = Recompute(policy="selective", early_stop=True)(Fold()(step(fused=False)))
     same(ours, step(fused=False, run_core=not_reentrant()))
 
 
@@ -79,5 +79,5 @@ class Unlinked(StepWriter):
 
 
 def test_selective_op_is_torchs_selective_checkpoint() -> None:
-    ours = Recompute(policy="selective_op")(fold(step()))
+    ours = Recompute(policy="selective_op")(Fold()(step()))
     same(Unlinked(ours).write(), step(run=not_reentrant(context_fn=every_second_product)))

@@ -5,11 +5,10 @@ from __future__ import annotations
 from layered import layered_step, timed
 
 from echograph.ir import serde
-from echograph.ir.builder import GraphBuilder
+from echograph.ir.builder import GraphBuilder, copy_rows
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.rewrite import empty_copy
-from echograph.ir.rows import copy_rows
 from echograph.ir.types import Compute, MultiTensor
 
 

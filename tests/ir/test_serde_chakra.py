@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from echograph.errors import EchoError, FormatError, InputError, OutputError
-from echograph.ir.serde_chakra import ChakraNode, NodeType, Value, read, read_metadata, varint, write
+from echograph.ir.chakra.messages import ChakraNode, NodeType, Value, read, read_metadata, varint, write
 
 SOME_INT = st.integers(-(2**31), 2**31 - 1)
 ONE = st.one_of(st.booleans(), SOME_INT, st.floats(allow_nan=False), st.text(max_size=8), st.binary(max_size=8))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from echograph.errors import PlanError, UnknownNameError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import Axis, Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
@@ -179,13 +179,13 @@ def test_sequence_parallelism_cuts_each_sum_into_a_scatter_and_a_gather(step: St
 
 
 def test_what_stays_whole_is_reported(step: Step) -> None:
-    lines = TensorParallel(size=2).report(step("bert-base-uncased"))
+    lines = TensorParallel(size=2).with_notes(step("bert-base-uncased"))[1]
     assert lines == [
         "bert.pooler.dense (aten.addmm): whole on every rank",
         "cls.predictions.transform.dense (aten.addmm): whole on every rank",
         "cls.seq_relationship (aten.addmm): whole on every rank",
     ]
-    assert TensorParallel(size=2).report(step("gpt2")) == []
+    assert TensorParallel(size=2).with_notes(step("gpt2"))[1] == []
 
 
 def test_data_parallel_replicas_of_a_tensor_parallel_step_simulate(step: Step) -> None:
@@ -196,8 +196,8 @@ def test_data_parallel_replicas_of_a_tensor_parallel_step_simulate(step: Step) -
     buckets = [op for op in calls(job) if isinstance(op, t.Collective) and op.name.startswith("ddp.bucket")]
     assert {job.groups[op.group].name for op in buckets} == {"dp"}
     assert sum(op.bytes_per_rank for op in buckets) == own_bytes(local, t.TensorRole.PARAMETER)
-    alone, _ = predict(DataParallel(replicas=2)(step("gpt2")), cluster="dgx-h100", gpus=None)
-    shared, _ = predict(DataParallel(replicas=2)(local), cluster="dgx-h100", gpus=None)
+    alone, _ = predict(DataParallel(replicas=2)(step("gpt2")))
+    shared, _ = predict(DataParallel(replicas=2)(local))
     assert shared.gpus == 8
     assert 0 < shared.step_ps < 2 * alone.step_ps
 

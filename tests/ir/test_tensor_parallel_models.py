@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from echograph.errors import PlanError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
@@ -161,7 +161,7 @@ def test_other_experts_are_shared_too(name: str, sequence_parallel: bool) -> Non
     assert flops(local, "experts") * 4 == flops(whole, "experts")
     check_shapes(local)
     if not sequence_parallel:
-        assert all("router" in line or "gate" in line for line in tensor_parallel.report(whole))
+        assert all("router" in line or "gate" in line for line in tensor_parallel.with_notes(whole)[1])
 
 
 # -- recomputation -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from echograph.errors import InputError, PlanError, UnknownNameError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.tensor_parallel import TensorParallel
@@ -22,7 +22,8 @@ from echograph.ir.passes.tensor_parallel.plan import (
     read_plan,
 )
 from echograph.models import get_model
-from echograph.workflow.compile import compile_entry, compile_model
+from echograph.workflow.compile import compile as compile_model
+from echograph.workflow.compile import compile_entry
 
 POSITIONS = 128
 MODELS = """
@@ -89,7 +90,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def user_step(models: Path, name: str) -> StepGraph:
-    return compile_model(f"{models}:{name}", StepSpec(), batch_size=None, seq_len=None, attention=None)
+    return compile_model(f"{models}:{name}", StepSpec())
 
 
 def zoo_step(name: str, **changes: Any) -> StepGraph:
@@ -123,7 +124,7 @@ def test_names_do_not_matter(models: Path) -> None:
     assert shapes["side.weight"] == (256, 256)
     assert shapes["words.weight"] == (1024, 256)
     assert shapes["places.weight"] == (128, 256)
-    lines = parallel.report(step)
+    lines = parallel.with_notes(step)[1]
     assert lines
     assert all("side" in line and "whole on every rank" in line for line in lines)
 
@@ -133,7 +134,8 @@ def test_what_does_not_divide_is_left_whole_and_says_why(models: Path) -> None:
     local = parallel(step)
     assert set(summed(local)) == {"words", "slim", "wide", "out"}
     assert any(
-        "alpha.weight -> " in line and "extent of 8, which 16 ranks" in line for line in parallel.report(step)
+        "alpha.weight -> " in line and "extent of 8, which 16 ranks" in line
+        for line in parallel.with_notes(step)[1]
     )
 
 
@@ -142,7 +144,7 @@ def test_packed_queries_keys_and_values_of_torch(models: Path) -> None:
     step = user_step(models, "encoder")
     parallel = TensorParallel(size=4)
     local = parallel(step)
-    assert parallel.report(step) == []
+    assert parallel.with_notes(step)[1] == []
     assert summed(local) == {"words": 1, "self_attn": 8, "linear1": 4, "linear2": 4, "out": 1}
     weight = next(x for x in local.tensors if x.name.endswith("in_proj_weight") and not x.port)
     assert (weight.shape, weight.sharded) == ((192, 256), ("tp",))

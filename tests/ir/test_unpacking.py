@@ -17,8 +17,7 @@ import pytest
 
 from echograph.errors import DataError, FormatError, InputError
 from echograph.ir import files
-from echograph.ir.arrays import read_arrays
-from echograph.ir.files import Unpacked, read_unpacked, read_whole
+from echograph.ir.files import Unpacked, read_arrays, read_unpacked, read_whole
 
 MIB = 1 << 20
 

@@ -31,6 +31,7 @@ MODULES = (
     "echograph.ir.exporters.chrome",
     "echograph.frontend.pytorch.capture",
     "echograph.frontend.pytorch.lower",
+    "echograph.frontend.pytorch.spec",
     "echograph.frontend.pytorch.step",
     "echograph.models",
     "echograph.profiler.costs",

@@ -41,7 +41,7 @@ def test_each_folder_is_linked_into_the_one_namespace(name: str) -> None:
 
 def test_the_namespace_holds_nothing_else() -> None:
     found = {p.name for p in (ROOT / "src" / "echograph").iterdir()} - {"__pycache__"}
-    leaves = {"errors.py", "progress.py", "registry.py", "units.py"}
+    leaves = {"errors.py", "notes.py", "options.py", "progress.py", "registry.py", "units.py"}
     assert found == {*PACKAGES, *leaves, "cli", "workflow", "__init__.py", "__main__.py", "py.typed"}
 
 

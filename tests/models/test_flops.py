@@ -94,7 +94,7 @@ def test_every_entry_knows_its_flops() -> None:
     ],
 )
 def test_stored_flops_are_those_of_the_capture(name: str) -> None:
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
     from echograph.workflow.compile import compile_entry
     from echograph.workflow.summary import summarize
 

@@ -38,6 +38,33 @@ def test_a_status_a_traceback_and_a_signal_are_those_of_the_program(warm: Path, 
     assert killed.returncode == -signal.SIGKILL
 
 
+END = """
+import atexit, os, sys, threading, time
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
+print("last", end="")
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize("code", ["", "0", "True", "300", "'a message'"])
+def test_a_program_ends_as_the_real_one(warm: Path, tmp_path: Path, code: str) -> None:
+    words = ["-c", END.format(code=code)]
+    ours, real = (run(program, *words, folder=tmp_path) for program in (warm / "python", sys.executable))
+    assert (ours.returncode, ours.stdout, ours.stderr) == (real.returncode, real.stdout, real.stderr)
+
+
+def test_a_full_disk_is_noticed_at_the_end(warm: Path, tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full")
+    line = '"$0" -c "print(1)" > /dev/full'
+    ours, real = (
+        run("bash", "-c", line, program, folder=tmp_path) for program in (warm / "python", sys.executable)
+    )
+    assert ours.returncode == real.returncode != 0
+    assert ours.stderr.splitlines()[-1] == real.stderr.splitlines()[-1]
+
+
 def test_a_program_leaves_nothing_behind(warm: Path, tmp_path: Path) -> None:
     run(warm / "python", "-c", "import torch; torch.set_default_dtype(torch.float64)", folder=tmp_path)
     done = run(warm / "python", "-c", "import torch; print(torch.get_default_dtype())", folder=tmp_path)

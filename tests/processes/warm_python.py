@@ -7,6 +7,7 @@ the seed of hashes, `python` with options, a module that is missing.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -124,6 +125,29 @@ def end_with_its_caller(connection: socket.socket, program: int) -> None:
             os.kill(program, signal.SIGKILL)
 
 
+def end_early(call: Call) -> None:
+    """Runs the program, and ends without taking apart what it shares with all forks, which would copy all of it.
+
+    What is unusual is left to the interpreter: an exception, a message as status, a stream that takes no more.
+    """
+    try:
+        become(call)
+        status: object = 0
+    except SystemExit as stop:
+        status = stop.code or 0
+        if not isinstance(status, int):
+            raise
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except OSError:
+        return
+    os._exit(status & 0xFF)
+
+
 def become(call: Call) -> None:
     """Runs the program; its exceptions end the process as they end any."""
     for number, descriptor in enumerate(call.descriptors):
@@ -161,4 +185,4 @@ if __name__ == "__main__":
     gc.freeze()  # else the first search for garbage of each fork copies all of it
     asked = serve(sys.argv[1])
     if asked is not None:
-        become(asked)
+        end_early(asked)

@@ -32,10 +32,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @cache
 def small_step(name: str) -> StepGraph:
     """The folded step of one of `CONFIGS`, two samples a micro-batch."""
-    from echograph.frontend.pytorch.step import StepSpec
-    from echograph.workflow.compile import compile_model
+    from echograph.frontend.pytorch.spec import StepSpec
+    from echograph.workflow.compile import compile as compile_model
 
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.json"
         path.write_text(json.dumps(CONFIGS[name]))
-        return compile_model(str(path), StepSpec(), batch_size=2, seq_len=SEQUENCE, attention=None)
+        return compile_model(str(path), StepSpec(), batch_size=2, seq_len=SEQUENCE)

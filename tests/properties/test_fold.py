@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from echograph.ir import types as t
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.unfold import difference, unfold
 from echograph.ir.verify import verify
 
@@ -24,17 +24,17 @@ def in_layers(graph: StepGraph, model: Model) -> list[int]:
 @given(models())
 def test_unfolding_a_folded_graph_gives_it_back(model: Model) -> None:
     graph = build(model)
-    folded = fold(graph)
+    folded = Fold()(graph)
     verify(folded)
     assert difference(unfold(folded), graph) is None
     assert folded.unfolded_ops == len(graph.ops)
-    assert fold(folded) is folded
+    assert Fold()(folded) is folded
 
 
 @given(layered)
 def test_layers_that_repeat_stand_once(model: Model) -> None:
     graph = build(model)
-    folded = fold(graph)
+    folded = Fold()(graph)
     (block,) = folded.blocks[1:]
     assert [i.label for i in block.instances] == [str(k) for k in range(model.layers)]
     repeated = len(in_layers(graph, model)) // model.layers
@@ -64,7 +64,7 @@ def test_a_layer_with_one_operation_changed_is_left_out(model: Model, what: str,
     row = data.draw(st.sampled_from(in_layers(graph, model)))
     label = graph.ops[row].module.removeprefix(f"{model.prefix}.").split(".")[0]
     changed = copy_with(graph, {row: MUTATIONS[what](graph.ops[row])})
-    folded = fold(changed)
+    folded = Fold()(changed)
     assert difference(unfold(folded), changed) is None
     assert difference(unfold(folded), graph) is not None
     whole_layers = [b for b in folded.blocks if b.name == model.prefix]
@@ -80,7 +80,7 @@ def test_a_layer_with_one_tensor_changed_is_left_out(model: Model, what: str, da
     tensor = data.draw(st.sampled_from(made))
     change = {"role": t.TensorRole.BUFFER, "dtype": t.DType.FP64, "shape": (2, 16), "name": "another"}
     changed = copy_with(graph, {}, {tensor: {what: change[what]}})
-    folded = fold(changed)
+    folded = Fold()(changed)
     assert difference(unfold(folded), changed) is None
     assert difference(changed, graph) is not None
     op = graph.ops[int(graph.maker[tensor])]

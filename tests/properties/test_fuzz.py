@@ -18,8 +18,9 @@ from echograph.errors import EchoError
 from echograph.simulator.clusters import cluster_names
 from echograph.simulator.result import Result
 from echograph.workflow.plan import CpMethod, GradDType, Loss, Plan, Precision, Recompute, Schedule
-from echograph.workflow.predict import predict_plan
-from echograph.workflow.scenario import Scenario, make_scenario
+from echograph.workflow.predict import predict
+from echograph.workflow.scenario import Scenario
+from echograph.workflow.system import System
 
 pytest.importorskip("transformers", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch
@@ -98,7 +99,9 @@ def check(seeds: range) -> None:
         asked = f"seed {seed}: {model} {options}"
         try:
             with within(SECONDS, asked):
-                result, _ = predict_plan(small_step(model), Plan(**options), scenario=asker.scenario())
+                plan = Plan(**options)
+                asked_of = asker.system(plan.cluster), asker.scenario()
+                result, _ = predict(small_step(model), plan, *asked_of, trace_ranks=asker.traced())
         except EchoError as error:
             line = str(error)
             assert line and "\n" not in line, asked
@@ -141,26 +144,40 @@ class Asker:
         given = {n: self.one(choice) for n, choice in PLAN.items() if self.random.random() < often.get(n, 0.15)}
         return given if self.careless else {n: value for n, value in given.items() if _goes_with(n, given)}
 
+    def system(self, cluster: str) -> System:
+        """Where it runs, with keys of the cluster's file that have other values."""
+        key, one = self.one((tuple(SETTINGS), ())), self.one
+        return System(
+            cluster,
+            settings={name: one(SETTINGS[name]) for name in self.perhaps(0.15, key)},
+            host_waits=one(((False, False, True), ())),
+            launch_blocking=one(((False, False, False, True), ())),
+        )
+
     def scenario(self) -> Scenario:
         """What is asked beyond a plan, as the command line spells it."""
-        key, one = self.one((tuple(SETTINGS), ())), self.one
+        one = self.one
         jitter = one(((0.0, 0.0, 0.0, 0.05), (0.9, -1.0)))
-        return make_scenario(
+        failures = one((((None,) * 4, (1000.0, 60.0, 300.0, None)), ((0.0, -1.0, None, 5.0),)))
+        return Scenario(
             scale=self.perhaps(0.2, f"{one(WHAT)}={one(FACTORS)}"),
             without=self.perhaps(0.1, one(WHAT)),
-            setting=self.perhaps(0.15, f"cluster.{key}={one(SETTINGS[key])}"),
             ranks=one((("roles", "roles", "all"), ("some",))),
             straggler=self.perhaps(0.1, f"{one((('0', '5', 'node:0'), ('99999', 'x')))}={one(FACTORS)}"),
             jitter=jitter,
             seed=one(((0, 1, 2), (-1,))),
             draws=one(((1, 3 if jitter else 1), (0, 3))),
-            network=one(((None, None, "closed-form", "flows"), ("psychic",))),
+            network=one((("", "", "closed-form", "flows"), ("psychic",))),
             degrade=self.perhaps(0.1, f"{one(LINKS)}={one(FACTORS)}"),
-            trace_ranks=one(((None, None, None, "0"), ("0,9999", "x"))),
-            host_waits=one(((False, False, True), ())),
-            launch_blocking=one(((False, False, False, True), ())),
-            reliability=one((((None,) * 4, (1000.0, 60.0, 300.0, None)), ((0.0, -1.0, None, 5.0),))),
+            node_mtbf_hours=failures[0],
+            checkpoint_s=failures[1],
+            restart_s=failures[2],
+            checkpoint_interval_s=failures[3],
         )
+
+    def traced(self) -> tuple[int, ...]:
+        """Ranks whose timelines are wanted."""
+        return self.one((((), (), (), (0,)), ((0, 9999),)))
 
 
 def _goes_with(name: str, given: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from small_models import HEADS, LAYERS, SEQUENCE, small_step
 from echograph.errors import PlanError, UsageError
 from echograph.simulator.result import Result
 from echograph.workflow.plan import Plan
-from echograph.workflow.predict import predict_plan
+from echograph.workflow.predict import predict
 
 pytest.importorskip("transformers", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch
@@ -22,7 +22,7 @@ GPUS, BATCH = 8, 32
 
 def predicted(model: str, **options: Any) -> Result:
     plan = Plan(gpus=GPUS, global_batch=BATCH, **options)
-    return predict_plan(small_step(model), plan, memory=False)[0]
+    return predict(small_step(model), plan, memory=False)[0]
 
 
 def rank_flops(result: Result) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from small_models import CONFIGS
 
 from echograph.cli.app import run
 from echograph.errors import DeadlockError
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import serde
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph, StepGraph
@@ -29,9 +29,10 @@ from echograph.profiler.costs import load_device
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.simulate import simulate
 from echograph.workflow.annotate import annotate
-from echograph.workflow.compile import compile_model
+from echograph.workflow.compile import compile as compile_model
 from echograph.workflow.plan import Plan
-from echograph.workflow.predict import host_of, lower_graph, predict
+from echograph.workflow.predict import lower, predict
+from echograph.workflow.system import System, host_of
 
 CLUSTER, SEQUENCE = "dgx-h100", 1024
 WIDE = {
@@ -120,7 +121,7 @@ def step(name: str) -> StepGraph:
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.json"
         path.write_text(json.dumps(config | {"tie_word_embeddings": name == "tied"}))
-        return compile_model(str(path), StepSpec(), batch_size=2, seq_len=SEQUENCE, attention=None)
+        return compile_model(str(path), StepSpec(), batch_size=2, seq_len=SEQUENCE)
 
 
 def both(job: JobGraph, folder: Path, seed: int | None = None) -> tuple[int, int]:
@@ -132,9 +133,10 @@ def both(job: JobGraph, folder: Path, seed: int | None = None) -> tuple[int, int
         seed: of random factors on all durations but the host's, so that other operations are critical; the
             communications' are then said to be imported, which echosim takes as they are.
     """
-    timed, where = annotate(job, CLUSTER)
+    system = System(CLUSTER)
+    timed, where = annotate(job, system), system.cluster
     if seed is None:
-        theirs = predict(job, cluster=CLUSTER)[0].step_ps
+        theirs = predict(job, Plan(cluster=CLUSTER))[0].step_ps
     else:
         ops = timed.ops
         host = np.array([timed.strings[name].endswith("/host") for name in ops.duration_device])
@@ -166,7 +168,7 @@ def both(job: JobGraph, folder: Path, seed: int | None = None) -> tuple[int, int
     ids=lambda one: one if isinstance(one, str) else " ".join(f"{k}={v}" for k, v in one.items()),
 )
 def test_the_page_and_echosim_agree(model: str, plan: Options, tmp_path: Path) -> None:
-    said, theirs = both(lower_graph(step(model), Plan(cluster=CLUSTER, **plan)), tmp_path)
+    said, theirs = both(lower(step(model), Plan(cluster=CLUSTER, **plan)), tmp_path)
     assert said == theirs
 
 
@@ -174,7 +176,7 @@ def test_the_page_and_echosim_agree(model: str, plan: Options, tmp_path: Path) -
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 @pytest.mark.parametrize(("model", "plan"), FAST[::4])
 def test_so_they_do_whatever_the_durations(model: str, plan: Options, seed: int, tmp_path: Path) -> None:
-    said, theirs = both(lower_graph(step(model), Plan(cluster=CLUSTER, **plan)), tmp_path, seed)
+    said, theirs = both(lower(step(model), Plan(cluster=CLUSTER, **plan)), tmp_path, seed)
     assert said == theirs
 
 
@@ -248,7 +250,7 @@ def test_the_commands_say_the_same(
         return json.loads(capsys.readouterr().out)
 
     job, timed = tmp_path / "job.pb", tmp_path / "timed.pb"
-    serde.save(lower_graph(step("tied"), Plan(gpus=8, pp=4, cluster=CLUSTER)), job)
+    serde.save(lower(step("tied"), Plan(gpus=8, pp=4, cluster=CLUSTER)), job)
     names = said("echoc", "annotate", job, "-o", timed)["durations"]
     mine = step_time_ps(timed, names["device"]["name"], names["network"]["name"])
     for path in (job, timed):

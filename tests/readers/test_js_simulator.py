@@ -24,7 +24,8 @@ from echograph.simulator.clusters import load_cluster
 from echograph.simulator.simulate import simulate
 from echograph.workflow.annotate import annotate
 from echograph.workflow.plan import Plan
-from echograph.workflow.predict import host_of, lower_graph, predict
+from echograph.workflow.predict import lower, predict
+from echograph.workflow.system import System, host_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, needs_npm]
 
@@ -52,18 +53,20 @@ def run(reader: Path, job: JobGraph, device: str, cluster: str) -> subprocess.Co
 @pytest.mark.parametrize("cluster", ["dgx-h100", "dgx-a100"])
 @pytest.mark.parametrize(("model", "plan"), PLANS, ids=lambda one: str(one) if isinstance(one, str) else None)
 def test_its_step_is_echosims(model: str, plan: dict[str, Any], cluster: str, reader: Path) -> None:
-    job = lower_graph(small_step(model), Plan(cluster=cluster, **plan))
-    timed, where = annotate(job, cluster)
+    job = lower(small_step(model), Plan(cluster=cluster, **plan))
+    system = System(cluster)
+    timed, where = annotate(job, system), system.cluster
     done = run(reader, timed, where.device, where.name)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["step_ps"] == predict(job, cluster=cluster)[0].step_ps
+    assert json.loads(done.stdout)["step_ps"] == predict(job, Plan(cluster=cluster))[0].step_ps
 
 
 def test_ends_of_roles_and_tasks_are_echosims(reader: Path) -> None:
-    job = lower_graph(small_step("gpt2"), Plan(gpus=8, pp=4, global_batch=32))
-    timed, where = annotate(job, "dgx-h100")
+    job = lower(small_step("gpt2"), Plan(gpus=8, pp=4, global_batch=32))
+    system = System("dgx-h100")
+    timed, where = annotate(job, system), system.cluster
     said = json.loads(run(reader, timed, where.device, where.name).stdout)
-    result, _ = predict(job, cluster="dgx-h100")
+    result, _ = predict(job)
     ends = [int(result.timeline.end[result.timeline.program == n].max()) for n in range(len(job.programs))]
     assert [program["end_ps"] for program in said["programs"]] == ends
     assert [program["role"] for program in said["programs"]] == [program.role for program in job.programs]
@@ -73,8 +76,9 @@ def test_ends_of_roles_and_tasks_are_echosims(reader: Path) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_any_durations_will_do(seed: int, reader: Path) -> None:
     """With durations at random, which communication and the host dominate is another matter at every operation."""
-    job = lower_graph(small_step("llama"), Plan(gpus=16, tp=2, pp=2, vpp=2, global_batch=64))
-    timed, where = annotate(job, "dgx-h100")
+    job = lower(small_step("llama"), Plan(gpus=16, tp=2, pp=2, vpp=2, global_batch=64))
+    system = System("dgx-h100")
+    timed, where = annotate(job, system), system.cluster
     ops, random = timed.ops, np.random.default_rng(seed)
     values = np.rint(ops.duration.values * np.exp(random.normal(0, 2, len(ops.duration.values)))).astype(np.int64)
     communicates = np.isin(ops.kind, (OpKind.COLLECTIVE, OpKind.SEND, OpKind.RECV))[ops.duration.rows]
@@ -93,13 +97,14 @@ def test_any_durations_will_do(seed: int, reader: Path) -> None:
 def test_a_job_of_listed_ranks(reader: Path) -> None:
     job = GRAPHS["ranks"]()
     assert isinstance(job, JobGraph)
-    timed, where = annotate(job, "dgx-h100")
+    system = System("dgx-h100")
+    timed, where = annotate(job, system), system.cluster
     done = run(reader, timed, where.device, where.name)
-    assert json.loads(done.stdout)["step_ps"] == predict(job, cluster="dgx-h100")[0].step_ps
+    assert json.loads(done.stdout)["step_ps"] == predict(job)[0].step_ps
 
 
 def test_a_job_without_durations_is_refused(reader: Path) -> None:
-    done = run(reader, lower_graph(small_step("llama"), Plan(gpus=8)), "h100-sxm", "dgx-h100")
+    done = run(reader, lower(small_step("llama"), Plan(gpus=8)), "h100-sxm", "dgx-h100")
     assert (done.returncode, done.stdout) == (1, "")
     assert "has no duration: annotate the job first" in done.stderr
 
@@ -112,9 +117,10 @@ def test_a_deadlock_is_said(reader: Path) -> None:
         builder.collective(name, CollectiveKind.ALL_REDUCE, group=group, bytes_per_rank=8, dtype=DType.FP32)
     builder.program([(0, 0, 2, 0, 0)], role="first", ranks=(0,))
     builder.program([(0, 1, 3, 0, 0)], role="second", ranks=(1,))
-    timed, where = annotate(builder.build(JobGraph), "dgx-h100")
+    system = System("dgx-h100")
+    timed, where = annotate(builder.build(JobGraph), system), system.cluster
     with pytest.raises(DeadlockError):
-        predict(timed, cluster="dgx-h100")
+        predict(timed)
     done = run(reader, timed, where.device, where.name)
     assert (done.returncode, done.stdout) == (1, "")
     assert "deadlock: operation 0 (one) of first, operation 1 (two) of second wait for ever" in done.stderr

@@ -9,7 +9,7 @@ from layered import layered_step, timed
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, DType
 from echograph.simulator.clusters import Cluster, DegradedLink
@@ -90,7 +90,7 @@ def listed(ranks: range, kind: Kind, nbytes: int) -> JobGraph:
 
 
 def pipelined(gpus: int, where: Cluster) -> JobGraph:
-    staged = Pipeline(stages=4, micro_batches=6)(fold(layered_step(8)))
+    staged = Pipeline(stages=4, micro_batches=6)(Fold()(layered_step(8)))
     return timed(DataParallel(replicas=gpus // 4)(staged), where.device, 20 * US)
 
 

@@ -8,7 +8,7 @@ from layered import layered_step, timed
 
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.simulator.breakdown import Breakdown, breakdown, breakdowns, spread
@@ -22,7 +22,9 @@ HOST = Host(op_ps=4_000_000, launch_ps=3_000_000)
 
 
 def job(stages: int = 3, replicas: int = 4, micro_batches: int = 6) -> JobGraph:
-    staged = Pipeline(stages=stages, micro_batches=micro_batches, schedule="1f1b", chunks=1)(fold(layered_step(6)))
+    staged = Pipeline(stages=stages, micro_batches=micro_batches, schedule="1f1b", chunks=1)(
+        Fold()(layered_step(6))
+    )
     return timed(DataParallel(replicas=replicas)(staged), CLUSTER.device, 30_000_000)
 
 

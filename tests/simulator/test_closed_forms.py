@@ -1,4 +1,4 @@
-"""Small jobs whose interval, limits and issue times are worked out by hand."""
+"""Small jobs whose interval, limits, issue times and meetings are worked out by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from echograph.errors import SimulationError
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.graph import JobGraph
+from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.types import (
     Attention,
     CollectiveKind,
@@ -20,12 +20,16 @@ from echograph.ir.types import (
     Duration,
     Gemm,
     MultiTensor,
+    Payload,
     Phase,
     Source,
     TensorRole,
 )
 from echograph.simulator import interval
 from echograph.simulator.clusters import load_cluster
+from echograph.simulator.collectives import CollectiveEstimate, Kind
+from echograph.simulator.durations import durations
+from echograph.simulator.groups import rendezvous_key
 from echograph.simulator.host import Host
 from echograph.simulator.limits import OTHER_RANKS, families, largest_first
 from echograph.simulator.result import Result
@@ -66,6 +70,19 @@ def test_errors_of_a_family_move_together_and_families_apart(
     around = round(1.645 * times * sqrt(400**2 + 300**2 + 200**2))
     assert result.step_ps == 5450 * times
     assert result.interval_ps == (5450 * times - around, 5450 * times + around)
+
+
+@pytest.mark.parametrize("times", [1, 8])
+def test_what_others_hide_moves_nothing(times: int) -> None:
+    """Kernels beside a longer one, not sure by a half, are in no bound, be they run in pieces or task by task."""
+    builder = GraphBuilder(streams=("compute", "beside"))
+    for stream, picoseconds, spread in ((0, 1000, 0.0), (1, 600, 0.5), (1, 0, 0.9)):
+        builder.compute(
+            "kernel", phase=Phase.FORWARD, flops=1, stream=stream, attributes=GEMM if stream else None,
+            durations=(took(picoseconds, spread),),
+        )  # fmt: skip
+    builder.program([(0, 0, 3, 0, n) for n in range(times)])
+    assert simulate(builder.build(JobGraph), CLUSTER, IDLE).interval_ps == (1000 * times, 1000 * times)
 
 
 def test_the_interval_begins_at_nothing() -> None:
@@ -177,3 +194,75 @@ def test_what_issuing_takes() -> None:
     device, issue = blocking.times(job, work)
     assert device.tolist() == [40, 11, 42, 3, 44, 5, 6, 47]
     assert issue.tolist() == [0, 0, 0, 0, 0, 55, 0, 0]
+
+
+# -- who communicates --------------------------------------------------------------------------------------------
+
+
+def stages() -> JobGraph:
+    """Four stages of 2 x 2 ranks: tp neighbours, dp two apart, pp four apart. Each sums and sends on."""
+    builder = GraphBuilder(streams=("compute", "comm", "send", "recv"))
+    builder.mesh = (Axis(name="pp", size=4), Axis(name="dp", size=2), Axis(name="tp", size=2))
+    tp, dp, both = builder.group("tp", axes=("tp",)), builder.group("dp", axes=("dp",)), ("pp", "tp")
+    wide, pp = builder.group("wide", axes=both), builder.group("pp", axes=("pp",))
+    ends = builder.group("ends", axes=("pp",), positions=(0, 3))
+    for stage in range(4):
+        begin = builder.op_count()
+        for group, kind in ((tp, CollectiveKind.ALL_REDUCE), (dp, CollectiveKind.ALL_GATHER)):
+            builder.collective("it", kind, group=group, bytes_per_rank=8, dtype=DType.FP32, stream=1)
+        builder.collective("all", CollectiveKind.BARRIER, group=wide, bytes_per_rank=4, dtype=DType.FP32, stream=1)
+        if stage in (0, 3):
+            builder.collective(
+                "ends", CollectiveKind.REDUCE_SCATTER, group=ends, bytes_per_rank=16, dtype=DType.FP32, stream=1
+            )
+        message: dict[str, Any] = {"group": pp, "tag": 0, "nbytes": 32 + stage, "payload": Payload.ACTIVATION}
+        if stage:
+            builder.recv("recv", **{**message, "nbytes": 31 + stage}, peer=-1, stream=3)
+        if stage < 3:
+            builder.send("send", **message, peer=1, stream=2)
+        builder.program([(0, begin, builder.op_count(), 0, 0)], role=f"stage {stage}", coordinates={"pp": stage})
+    return builder.build(JobGraph)
+
+
+def test_who_takes_part_in_a_communication() -> None:
+    """Of the first group of its kind: a message has two ranks, not all stages."""
+    job, asked = stages(), list[tuple[str, float, list[int]]]()
+
+    def ask(kind: Kind, nbytes: float, ranks: Sequence[int]) -> CollectiveEstimate:
+        asked.append((kind, nbytes, list(ranks)))
+        return CollectiveEstimate(
+            seconds=2e-6, spread=0.25, algorithm="mine", protocol="LL", source="", bus_bandwidth=0.0, steps=1
+        )
+
+    found = durations(job, CLUSTER, ask)
+    of_every_stage = [("all_reduce", 8, [0, 1]), ("all_gather", 8, [0, 2])]
+    everyone = ("barrier", 4, [0, 1, 4, 5, 8, 9, 12, 13])
+    ends = ("reduce_scatter", 16, [0, 12])
+    assert asked == [
+        *of_every_stage, everyone, ends, ("send_recv", 32, [0, 4]),
+        *of_every_stage, everyone, ("send_recv", 32, [4, 0]), ("send_recv", 33, [4, 8]),
+        *of_every_stage, everyone, ("send_recv", 33, [8, 4]), ("send_recv", 34, [8, 12]),
+        *of_every_stage, everyone, ends, ("send_recv", 34, [12, 8]),
+    ]  # fmt: skip
+    assert set(found.picoseconds.tolist()) == {2_000_000}
+    assert set(found.source.tolist()) == {Source.FITTED}
+    assert set(found.spread.tolist()) == {0.25}
+    assert set(found.algorithm.values()) == {"mine/LL"}
+    assert sorted(found.estimates) == sorted(found.algorithm) == list(range(len(job.ops)))
+
+
+def test_who_meets_for_a_communication() -> None:
+    """Stages meet for what crosses them: messages by sender, receiver and tag; what lies in a stage is its own."""
+    job = stages()
+    keys = [
+        [rendezvous_key(job, number, row) for row in range(program.calls[0, 1], program.calls[0, 2])]
+        for number, program in enumerate(job.programs)
+    ]
+    assert all(of_stage[:2] == [None, None] for of_stage in keys)
+    assert len({of_stage[2] for of_stage in keys}) == 1
+    assert keys[0][3] == keys[3][3] is not None
+    assert keys[0][4] == keys[1][3]
+    assert keys[1][4] == keys[2][3]
+    assert keys[2][4] == keys[3][4]
+    distinct = {key for of_stage in keys for key in of_stage if key is not None}
+    assert len(distinct) == 5

@@ -28,12 +28,12 @@ from echograph.errors import SimulationError, UnknownNameError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, DType, Duration, Source
-from echograph.simulator import fidelity
+from echograph.simulator import simulate as simulation
 from echograph.simulator.clusters import Cluster, cluster_names, load_cluster
 from echograph.simulator.collectives import KINDS, Kind, collective_time
 from echograph.simulator.durations import durations
@@ -98,7 +98,7 @@ def test_a_level_that_a_group_fills_alone_bounds_it() -> None:
 def test_with_a_nic_a_gpu_and_one_communication_at_a_time_flows_are_the_closed_form(
     cluster: str, shape: str
 ) -> None:
-    where, step = load_cluster(cluster), fold(layered_step(4))
+    where, step = load_cluster(cluster), Fold()(layered_step(4))
     job = {
         "data-parallel": lambda: DataParallel(replicas=144)(step),
         "sharded": lambda: FullyShard(replicas=144, shard=144)(step),
@@ -161,8 +161,8 @@ def test_two_streams_on_one_nic_share_it_while_both_run() -> None:
 def test_utilisation_is_at_most_one_and_symmetric_ranks_end_together(cluster: str) -> None:
     where = load_cluster(cluster)
     for job in (
-        timed(DataParallel(replicas=128)(fold(layered_step(4))), where.device, 20 * US),
-        timed(FullyShard(replicas=128, shard=8)(fold(layered_step(4))), where.device, 20 * US),
+        timed(DataParallel(replicas=128)(Fold()(layered_step(4))), where.device, 20 * US),
+        timed(FullyShard(replicas=128, shard=8)(Fold()(layered_step(4))), where.device, 20 * US),
     ):
         found = simulate(job, where, HOST, memory=False, network="flows")
         assert found.links
@@ -244,11 +244,11 @@ def test_busy_time_is_that_of_the_links_as_they_were() -> None:
 def test_what_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     where = load_cluster("dgx-h100")
     job = communications({"dp": 16}, ("all_reduce", "dp", MIB, 0))
-    monkeypatch.setattr(fidelity, "MAX_EVENTS", 31)
+    monkeypatch.setattr(simulation, "MAX_EVENTS", 31)
     with pytest.raises(SimulationError, match="32 tasks of all ranks are over the event engine") as caught:
         run(job, where, engine="events")
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(fidelity, "MAX_EVENTS", 64)
+    monkeypatch.setattr(simulation, "MAX_EVENTS", 64)
     with pytest.raises(SimulationError, match=r"32 tasks of all ranks, 3 times, are over"):
         run(job, where, engine="events", ranks=EveryRank(draws=3, jitter=0.1))
     with pytest.raises(UnknownNameError, match="did you mean 'flows'"):

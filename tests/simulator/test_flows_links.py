@@ -24,7 +24,7 @@ from echograph.errors import SimulationError, UsageError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.types import OpKind
 from echograph.simulator.clusters import SlowNode, load_cluster
 from echograph.simulator.collectives import Kind, collective_time
@@ -76,7 +76,7 @@ def test_degraded_links_are_never_left_out_in_silence() -> None:
 
 def test_a_slow_node_computes_slower() -> None:
     where = load_cluster("dgx-h100")
-    job = timed(DataParallel(replicas=16)(fold(layered_step(4))), where.device, 300 * US)
+    job = timed(DataParallel(replicas=16)(Fold()(layered_step(4))), where.device, 300 * US)
     slow = simulate(job, replace(where, slow_nodes=(SlowNode(node=1, compute=0.5),)), HOST, memory=False)
     named = simulate(job, where, HOST, memory=False, ranks=EveryRank(slow=dict.fromkeys(range(8, 16), 2.0)))
     assert slow.step_ps == named.step_ps > simulate(job, where, HOST, memory=False).step_ps

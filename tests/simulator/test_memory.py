@@ -9,15 +9,14 @@ from layered import PARAMETER_BYTES, layered_step
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import DType, Phase, TensorRole
 from echograph.simulator.memory import Memory, Runtime, largest_memory, memory
-from echograph.simulator.memory_allocator import CachingAllocator
-from echograph.simulator.memory_kinds import Memories
-from echograph.simulator.memory_lifetimes import Lifetimes
-from echograph.simulator.memory_usage import Usage
+from echograph.simulator.memory.allocator import CachingAllocator
+from echograph.simulator.memory.kinds import Memories
+from echograph.simulator.memory.lifetimes import Lifetimes, Usage
 
 GIB = 2**30
 BARE = Runtime(cublas_workspace_bytes=(), cuda_context_bytes=0, nccl_bytes=0, nccl_pair_bytes=0)
@@ -93,12 +92,12 @@ def levels_operation_by_operation(job: JobGraph, program: int) -> list[int]:
 
 JOBS: dict[str, Callable[[], JobGraph]] = {
     "flat": lambda: DataParallel(replicas=1)(layered_step(5)),
-    "folded": lambda: DataParallel(replicas=1)(fold(layered_step(5))),
-    "1f1b": lambda: Pipeline(stages=3, micro_batches=5, schedule="1f1b")(fold(layered_step(6))),
+    "folded": lambda: DataParallel(replicas=1)(Fold()(layered_step(5))),
+    "1f1b": lambda: Pipeline(stages=3, micro_batches=5, schedule="1f1b")(Fold()(layered_step(6))),
     "interleaved": lambda: Pipeline(stages=2, micro_batches=4, schedule="interleaved", chunks=2)(
-        fold(layered_step(8))
+        Fold()(layered_step(8))
     ),
-    "micro-batches": lambda: DataParallel(replicas=1, micro_batches=3)(fold(layered_step(4))),
+    "micro-batches": lambda: DataParallel(replicas=1, micro_batches=3)(Fold()(layered_step(4))),
 }
 
 
@@ -118,7 +117,7 @@ def test_calls_summarised_are_operations_one_by_one(name: str) -> None:
 @pytest.mark.parametrize("stages", [2, 4])
 def test_stages_hold_the_activations_of_the_micro_batches_under_way(schedule: str, stages: int) -> None:
     micro_batches = 6
-    job = Pipeline(stages=stages, micro_batches=micro_batches, schedule=schedule)(fold(layered_step(8)))
+    job = Pipeline(stages=stages, micro_batches=micro_batches, schedule=schedule)(Fold()(layered_step(8)))
     held = [of(job, stage).by_role["activation"] // PARAMETER_BYTES for stage in range(stages)]
     layers = 2 * 8 // stages  # two products a layer, each of which keeps its input
     for stage in range(stages):
@@ -130,7 +129,7 @@ def test_stages_hold_the_activations_of_the_micro_batches_under_way(schedule: st
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("shard", [1, 4])
 def test_what_is_alive_at_the_peak_adds_up_to_it(name: str, shard: int) -> None:
-    job = JOBS[name]() if shard == 1 else FullyShard(replicas=shard)(fold(layered_step(6)))
+    job = JOBS[name]() if shard == 1 else FullyShard(replicas=shard)(Fold()(layered_step(6)))
     found = usage(job)
     assert int(found.size[found.alive].sum()) == found.peak_bytes
     result = of(job)
@@ -141,7 +140,7 @@ def test_a_linear_chain_has_the_closed_form() -> None:
     # Every product's input waits for backward. When the first weight's gradient is made, the loss and what it
     # reads are gone: there are the gradient that comes from the loss, and the new one.
     layers, each = 6, 2
-    result = of(DataParallel(replicas=1)(fold(layered_step(layers, parameters_per_layer=each))))
+    result = of(DataParallel(replicas=1)(Fold()(layered_step(layers, parameters_per_layer=each))))
     products = layers * each
     parameters = products + 1
     assert result.by_role["parameter"] == parameters * PARAMETER_BYTES
@@ -151,14 +150,14 @@ def test_a_linear_chain_has_the_closed_form() -> None:
 
 
 def test_micro_batches_make_their_gradients_beside_those_that_add_up() -> None:
-    one, two, many = (of(DataParallel(replicas=1, micro_batches=m)(fold(layered_step(4)))) for m in (1, 2, 9))
+    one, two, many = (of(DataParallel(replicas=1, micro_batches=m)(Fold()(layered_step(4)))) for m in (1, 2, 9))
     assert one.peak_bytes < two.peak_bytes == many.peak_bytes
 
 
 def test_sharding_divides_what_lives_through_the_step_and_adds_buffers() -> None:
     whole, sharded = (
-        of(DataParallel(replicas=1)(fold(layered_step(6)))),
-        of(FullyShard(replicas=8)(fold(layered_step(6)))),
+        of(DataParallel(replicas=1)(Fold()(layered_step(6)))),
+        of(FullyShard(replicas=8)(Fold()(layered_step(6)))),
     )
     for role in ("parameter", "optimizer_state"):
         assert sharded.by_role[role] * 8 == whole.by_role[role]
@@ -166,13 +165,15 @@ def test_sharding_divides_what_lives_through_the_step_and_adds_buffers() -> None
 
 
 def test_folded_and_unfolded_steps_need_the_same() -> None:
-    both = [of(DataParallel(replicas=4)(step)) for step in (layered_step(5), fold(layered_step(5)))]
+    both = [of(DataParallel(replicas=4)(step)) for step in (layered_step(5), Fold()(layered_step(5)))]
     assert both[0] == both[1]
     assert both[0].contributors == both[1].contributors
 
 
 def test_the_peak_does_not_depend_on_the_number_of_micro_batches_in_a_pipeline() -> None:
-    found = [largest_memory(Pipeline(stages=4, micro_batches=m)(fold(layered_step(8))), 80 * GIB) for m in (8, 64)]
+    found = [
+        largest_memory(Pipeline(stages=4, micro_batches=m)(Fold()(layered_step(8))), 80 * GIB) for m in (8, 64)
+    ]
     assert found[0] is not None and found[1] is not None
     assert found[0].peak_bytes == found[1].peak_bytes
     assert found[0].reserved_bytes == found[1].reserved_bytes
@@ -199,7 +200,7 @@ def test_the_verdict_is_the_allocators() -> None:
 
 
 def test_a_step_too_long_to_replay_has_no_reserved_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echograph.simulator.memory_usage.MAX_REPLAYED", 10)
+    monkeypatch.setattr("echograph.simulator.memory.lifetimes.MAX_REPLAYED", 10)
     result = of(JOBS["folded"](), capacity=GIB)
     assert result.reserved_bytes is None
     assert result.fits
@@ -216,7 +217,7 @@ def test_only_what_outlives_the_step_is_left_after_it() -> None:
 
 
 def test_communicators_and_the_context_are_counted_apart() -> None:
-    step = fold(layered_step(3))
+    step = Fold()(layered_step(3))
     alone, pair, many = (of(DataParallel(replicas=n)(step), runtime=Runtime()) for n in (1, 2, 8))
     runtime = Runtime()
     assert sum(alone.overhead_bytes.values()) == runtime.cuda_context_bytes

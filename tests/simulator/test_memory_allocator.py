@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echograph.simulator.memory_allocator import Block, CachingAllocator, rounded
+from echograph.simulator.memory.allocator import Block, CachingAllocator, rounded
 
 KIB, MIB = 2**10, 2**20
 

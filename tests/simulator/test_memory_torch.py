@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fully_shard import FullyShard

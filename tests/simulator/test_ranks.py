@@ -15,17 +15,16 @@ from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.passes import mesh
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.durations import durations
-from echograph.simulator.families import KERNELS
 from echograph.simulator.host import Host
-from echograph.simulator.rank_path import MOST_TOLD, RankPath, rank_path
-from echograph.simulator.ranks import EveryRank, Mesh, run_every_rank
+from echograph.simulator.limits import KERNELS
+from echograph.simulator.ranks import MOST_TOLD, EveryRank, Mesh, RankPath, rank_path, run_every_rank
 from echograph.simulator.simulate import simulate
 from echograph.simulator.tasks import TaskGraph, expand
 
@@ -35,11 +34,11 @@ US = 1_000_000
 
 
 def data_parallel(**options: int) -> JobGraph:
-    return DataParallel(**options)(fold(layered_step(4)))
+    return DataParallel(**options)(Fold()(layered_step(4)))
 
 
 def pipelined(stages: int, replicas: int, micro_batches: int, **options: object) -> JobGraph:
-    staged = Pipeline(stages=stages, micro_batches=micro_batches, **options)(fold(layered_step(4)))
+    staged = Pipeline(stages=stages, micro_batches=micro_batches, **options)(Fold()(layered_step(4)))
     return DataParallel(replicas=replicas)(staged)
 
 
@@ -64,7 +63,7 @@ def ring(size: int, replicas: int) -> JobGraph:
 JOBS = {
     "data-parallel": lambda: data_parallel(replicas=8),
     "accumulating": lambda: data_parallel(replicas=2, micro_batches=3),
-    "hybrid sharded": lambda: FullyShard(replicas=8, shard=4)(fold(layered_step(4))),
+    "hybrid sharded": lambda: FullyShard(replicas=8, shard=4)(Fold()(layered_step(4))),
     "pipeline": lambda: pipelined(4, 1, 6),
     "pipelines": lambda: pipelined(2, 4, 5),
     "interleaved": lambda: pipelined(2, 8, 4, schedule="interleaved", chunks=2),
@@ -150,7 +149,7 @@ def test_the_critical_path_goes_on_in_the_rank_that_was_waited_for(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in the job that is written out, which has one program a rank, by the reference engine."""
-    monkeypatch.setattr("echograph.simulator.rank_path.MOST_COLUMNS", 1000)
+    monkeypatch.setattr("echograph.simulator.ranks.MOST_COLUMNS", 1000)
     job, tasks = expanded(JOBS[name]())
     every = slower_each(job)
     its, starts, times = run_every_rank(job, tasks, every)

@@ -12,12 +12,12 @@ from echograph.ir.builder import GraphBuilder
 from echograph.ir.exporters.chrome import chrome_trace
 from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.timeline import Lane
 from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source, TensorRole
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import Host
-from echograph.simulator.memory_kinds import Memories
+from echograph.simulator.memory.kinds import Memories
 from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
 from echograph.simulator.what_if import Scale
@@ -28,7 +28,7 @@ US = 1_000_000
 
 
 def job(gpus: int, layers: int = 6, kernel_ps: int = 200 * US, **options: object) -> JobGraph:
-    step = fold(layered_step(layers))
+    step = Fold()(layered_step(layers))
     return timed(DataParallel(replicas=gpus, **options)(step), CLUSTER.device, kernel_ps)
 
 
@@ -62,7 +62,7 @@ def test_folded_and_unfolded_graphs_take_the_same_time() -> None:
     step = layered_step(5)
     both = [
         simulate(timed(DataParallel(replicas=64)(graph), CLUSTER.device, 30 * US), CLUSTER, HOST)
-        for graph in (step, fold(step))
+        for graph in (step, Fold()(step))
     ]
     assert both[0].step_ps == both[1].step_ps
     assert both[0].breakdown == both[1].breakdown

@@ -12,12 +12,12 @@ from echograph.errors import SimulationError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import OpKind
 from echograph.simulator import tasks as expansion
-from echograph.simulator.rendezvous import rendezvous_key
+from echograph.simulator.groups import rendezvous_key
 from echograph.simulator.tasks import DEVICE, HOST, TaskGraph, expand
 
 Run = tuple[int, int, int]
@@ -36,10 +36,10 @@ def with_host_work() -> JobGraph:
 
 
 JOBS = {
-    "data-parallel": lambda: DataParallel(replicas=8, micro_batches=3)(fold(layered_step(3))),
+    "data-parallel": lambda: DataParallel(replicas=8, micro_batches=3)(Fold()(layered_step(3))),
     "unfolded": lambda: DataParallel(replicas=8)(layered_step(3)),
-    "fully sharded": lambda: FullyShard(replicas=8, micro_batches=3)(fold(layered_step(4))),
-    "pipelines": lambda: DataParallel(replicas=2)(Pipeline(stages=2, micro_batches=4)(fold(layered_step(4)))),
+    "fully sharded": lambda: FullyShard(replicas=8, micro_batches=3)(Fold()(layered_step(4))),
+    "pipelines": lambda: DataParallel(replicas=2)(Pipeline(stages=2, micro_batches=4)(Fold()(layered_step(4)))),
     "host": with_host_work,
 }
 

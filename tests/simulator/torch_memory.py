@@ -12,7 +12,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from echograph.frontend.pytorch.capture import capture_mode
 from echograph.frontend.pytorch.device_ops import cuda_operators
-from echograph.frontend.pytorch.step import StepDType, StepSpec, TrainingStep
+from echograph.frontend.pytorch.spec import StepDType, StepSpec
+from echograph.frontend.pytorch.step import TrainingStep
 from echograph.models import Built, build, get_model
 
 CPU = torch.device("cpu")

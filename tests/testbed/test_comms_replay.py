@@ -15,9 +15,10 @@ from measure import Ranks, cluster, fit, rows
 from namespaces import Bed, why_not
 
 from echograph.frontend import FRONTENDS
-from echograph.ir.passes.annotate import forget_communication
+from echograph.ir.passes.annotate import ForgetCommunication
 from echograph.simulator.clusters import load_cluster
 from echograph.units import to_s
+from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 
 WORKER = Path(__file__).with_name("comms_worker.py")
@@ -65,11 +66,11 @@ def test_two_traced_ranks_say_what_slower_links_and_four_ranks_take(tmp_path: Pa
     asked: dict[str, tuple[Any, dict[str, Any]]] = {
         "two": (job, {}),
         "four": (job, {"cluster": wheres["bed"], "gpus": 4}),
-        "slow": (forget_communication(job), {"cluster": wheres["slower"]}),
+        "slow": (ForgetCommunication()(job), {"cluster": wheres["slower"]}),
     }
     errors = {}
     for name, (graph, options) in asked.items():
-        predicted = to_s(predict(graph, **options)[0].step_ps)
+        predicted = to_s(predict(graph, Plan(**options))[0].step_ps)
         errors[name] = predicted / real[name] - 1
         print(f"{name}: predicted {predicted:.3f} s, real {real[name]:.3f} s, {errors[name]:+.1%}")
     assert abs(errors["two"]) < REPLAYED

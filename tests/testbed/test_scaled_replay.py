@@ -17,6 +17,7 @@ from namespaces import Bed, why_not
 from echograph.profiler.replay import lower
 from echograph.profiler.traces import read_traces
 from echograph.workflow.replay import StepTime, replay, steps
+from echograph.workflow.system import System
 
 WORKER = Path(__file__).with_name("replay_worker.py")
 NIC, STEPS, PORT = 400e6, 8, 29_700
@@ -55,12 +56,12 @@ def test_two_ranks_are_replayed_and_say_what_four_take(tmp_path: Path) -> None:
         two, four = train(bed, 2, tmp_path / "two"), train(bed, 4, tmp_path / "four")
     print(f"two: {two}\nfour: {four}")
     job = lower(read_traces(tmp_path / "two", last_step=True), "two").graph
-    result, ran = replay(job)
-    again = of_job(steps(ran, result.timeline))
+    result = replay(job)
+    again = of_job(steps(result))
     assert len(again) == 2 * STEPS
     assert max(abs(step.error) for step in again) <= REPLAYED
-    result, ran = replay(job, gpus=4, cluster=str(tmp_path / "bed.toml"))
-    predicted = statistics.median(step.replayed_s for step in of_job(steps(ran, result.timeline)))
+    result = replay(job, gpus=4, system=System(tmp_path / "bed.toml"))
+    predicted = statistics.median(step.replayed_s for step in of_job(steps(result)))
     real = statistics.median(four["profiled"])
     print(f"predicted {predicted:.4f} s, real {real:.4f} s: {predicted / real - 1:+.1%}")
     assert predicted == pytest.approx(real, rel=PREDICTED)

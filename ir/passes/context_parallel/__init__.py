@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from echograph.errors import PlanError, UnknownNameError
 from echograph.ir import types as t
@@ -44,6 +44,8 @@ class ContextParallel:
             causal mask hides as much from each. Without it a ring waits for the last rank, which is the one then
             written. Makes no difference to all_to_all.
     """
+
+    name: ClassVar[str] = "context_parallel"
 
     size: int
     method: Method = "ring"

@@ -26,6 +26,7 @@ default): that is `reduce_scatter=False`. What the ranks of a group share inside
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from echograph.errors import PlanError
 from echograph.ir import types as t
@@ -72,6 +73,8 @@ class DataParallel:
             theirs.
         broadcast_buffers: rank 0's buffers are broadcast before each forward pass, without ZeRO and stages.
     """
+
+    name: ClassVar[str] = "data_parallel"
 
     replicas: int
     micro_batches: int = 1

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 from echograph.errors import PlanError
 from echograph.ir.graph import Axis, StepGraph
@@ -49,6 +50,8 @@ class ExpertParallel:
             trained for). With a capacity all ranks have as many.
         across: axes of the step's mesh whose ranks share the experts, too; each must have tokens of its own.
     """
+
+    name: ClassVar[str] = "expert_parallel"
 
     size: int
     capacity_factor: float | None = None

@@ -21,6 +21,7 @@ follows, so that is an upper bound.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from echograph.errors import PlanError
 from echograph.ir import types as t
@@ -54,6 +55,8 @@ class FullyShard:
             do, and the last one reduces them (`set_requires_gradient_sync`). None: no under a pipeline.
         reduce_dtype: type in which gradients are reduced; None: their own.
     """
+
+    name: ClassVar[str] = "fully_shard"
 
     replicas: int
     shard: int | None = None

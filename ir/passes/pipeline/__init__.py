@@ -12,6 +12,7 @@ the norm of all gradients and fp16 loss scaling all-reduce one scalar over the s
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from echograph.errors import PlanError
 from echograph.ir.builder import GraphBuilder
@@ -40,6 +41,8 @@ class Pipeline:
             more where it does not divide. The first may have 0, then it has the embedding alone, and so may the
             last. `schedules.split_layers` makes them from Megatron-LM's options.
     """
+
+    name: ClassVar[str] = "pipeline"
 
     stages: int
     micro_batches: int = 1

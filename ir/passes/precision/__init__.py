@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -272,6 +272,8 @@ class Precision:
         delayed: scales of "fp8" come from earlier steps' maxima, which the casts note on their way (delayed
             scaling); updating the histories is not counted.
     """
+
+    name: ClassVar[str] = "precision"
 
     dtype: str | None = None
     grad_dtype: str | None = None

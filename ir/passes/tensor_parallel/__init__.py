@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from echograph.errors import PlanError
 from echograph.ir.graph import StepGraph
@@ -59,6 +60,8 @@ class TensorParallel:
         vocab_multiple: rows of the vocabulary that each rank's share is a multiple of.
     """
 
+    name: ClassVar[str] = "tensor_parallel"
+
     size: int
     plan: Mapping[str, Style] | None = None
     sequence_parallel: bool = False
@@ -75,12 +78,14 @@ class TensorParallel:
         sharding, _ = self._sharding(graph)
         return graph if self.size == 1 else write(graph, sharding)
 
-    def report(self, graph: StepGraph) -> list[str]:
-        """What every rank computes whole, where shared tensors are gathered, and why: one line each."""
-        if self.size == 1:
-            return []
+    def with_notes(self, graph: StepGraph) -> tuple[StepGraph, list[str]]:
+        """The step, and what every rank computes whole, where shared tensors are gathered, and why."""
         sharding, lines = self._sharding(graph)
-        return [*lines, *_report(graph, sharding)]
+        if self.size == 1:
+            return graph, []
+        # Gathering the sequence before a product is what sequence parallelism does, not something it failed to.
+        said = [line for line in _report(graph, sharding) if not (self.sequence_parallel and ": gathers " in line)]
+        return write(graph, sharding), [*lines, *said]
 
     def _sharding(self, graph: StepGraph) -> tuple[Sharding, list[str]]:
         """The placements, and why some are whole."""

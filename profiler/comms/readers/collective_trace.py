@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from echograph.errors import FormatError, InputError
-from echograph.ir.comms_record import COLUMNS, UNKNOWN, What
-from echograph.ir.comms_source import NO_TIME, Rows, Source
+from echograph.ir.comms.reader import NO_TIME, Rows, Source
+from echograph.ir.comms.record import COLUMNS, UNKNOWN, What
 from echograph.ir.files import open_file
 
 BATCH = 1 << 16

@@ -18,8 +18,8 @@ import numpy as np
 from msgspec import Meta
 
 from echograph.errors import FormatError
-from echograph.ir.comms_record import COLUMNS, MAX_SEQUENCE, MAX_WALL_NS, UNKNOWN, Count, What
-from echograph.ir.comms_source import NO_TIME, Rows, Source
+from echograph.ir.comms.reader import NO_TIME, Rows, Source
+from echograph.ir.comms.record import COLUMNS, MAX_SEQUENCE, MAX_WALL_NS, UNKNOWN, Count, What
 from echograph.ir.files import read_whole
 from echograph.profiler.comms.bandwidth import message_bytes
 from echograph.profiler.comms.groups import spell_ranks

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from echograph.ir.columns import NONE, Int64
-from echograph.ir.edges import Edges, spread
 from echograph.ir.graph import JobGraph
+from echograph.ir.schedule import Edges, spread
 from echograph.ir.types import OpKind
-from echograph.simulator.rendezvous import RendezvousKeys, number_rendezvous, occurrences
+from echograph.simulator.groups import RendezvousKeys, number_rendezvous, occurrences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ def _cut(job: JobGraph, number: int, edges: Edges, joined: np.ndarray) -> _Cut:
 def _inner(cuts: list[_Cut], kind: Int64, first: Int64) -> dict[tuple[int, int], list[int]] | None:
     """Who waits for whom inside each kind of segment; None where its segments differ."""
     found = []
-    longest = int(max((c.lengths.max(initial=0) for c in cuts), default=0)) + 1
+    longest = int(max((c.lengths.max(initial=0) for c in cuts), default=0))
     for c, number in zip(cuts, first.tolist(), strict=False):
         segment = c.segment(c.after)
         inside = segment == c.segment(c.before)

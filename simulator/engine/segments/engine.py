@@ -17,7 +17,7 @@ from echograph.simulator.engine.segments.run import SegmentRun, run, work_of
 from echograph.simulator.engine.segments.timeline import program_timeline
 from echograph.simulator.engine.segments.transfer import LONGEST_PS
 from echograph.simulator.limits import families, largest_first
-from echograph.simulator.steps import Step
+from echograph.simulator.roles import Step
 
 if TYPE_CHECKING:
     from echograph.simulator.roles import Roles

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import os
-import typing
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from echograph.cli.app import print_error, print_json, print_line, print_table, print_text, progress
-from echograph.errors import UnknownNameError, UsageError
+from echograph.cli.options import parse_ranks
+from echograph.errors import UsageError
 from echograph.ir.files import check_writable, write_whole
+from echograph.workflow.analyze import OVERVIEW, parse_options, read_folder
 
 if TYPE_CHECKING:
     from echograph.profiler.analyses.table import AnswerTable
     from echograph.profiler.traces import TraceSet
 
-OVERVIEW = ("steps", "temporal-breakdown", "kernel-types", "overlap", "idle")
 _WIDEST = 72
 # What zlib takes for a gzip header, which then has no time in it: the same trace gives the same bytes.
 _GZIP_WINDOW = 31
 
 
-def analyze(
+def analyze_command(
     traces: Annotated[Path, typer.Argument(help="Folder with one profiler trace a rank, or one trace.")],
     name: Annotated[
         str, typer.Argument(help="Which analysis (a wrong name lists them); without one, an overview.")
@@ -69,9 +66,13 @@ def analyze(
     if option and not name:
         raise UsageError("--option: name the analysis that it is for")
     analysis = ANALYSES[name] if name else None
-    read = functools.partial(_read, last_step=last_step, jobs=jobs, cache=cache, engine=engine)
-    options = _options(name, analysis, option or [], read) if analysis else {}
-    wanted = _ranks(ranks)
+
+    def read(path: Path, wanted: list[int] | None = None) -> TraceSet:
+        with progress(f"reading {path}") as say:
+            return read_folder(path, wanted, last_step=last_step, jobs=jobs, cache=cache, engine=engine, say=say)
+
+    options = parse_options(name, option or (), read) if name else {}
+    wanted = sorted(parse_ranks("--ranks", ranks)) if ranks else None
     for target in filter(None, (output, html)):
         check_writable(target)
     found = read(traces, wanted)
@@ -124,64 +125,6 @@ def _gzipped(pieces: Iterable[bytes]) -> Iterator[bytes]:
     for piece in pieces:
         yield compress.compress(piece)
     yield compress.flush()
-
-
-def _read(
-    path: Path, ranks: list[int] | None = None, *, last_step: bool, jobs: int, cache: bool, engine: str
-) -> TraceSet:
-    from echograph.profiler.traces import cache_folder, read_traces
-
-    with progress(f"reading {path}") as say:
-        return read_traces(
-            path,
-            ranks,
-            last_step=last_step,
-            workers=jobs or os.cpu_count() or 1,
-            engine=engine,
-            cache_folder=cache_folder() if cache else None,
-            say=say,
-        )
-
-
-def _options(
-    name: str, analysis: Callable[..., Any], given: list[str], read: Callable[[Path], TraceSet]
-) -> dict[str, Any]:
-    """Options of an analysis from KEY=VALUE, as the types that its signature has; traces are read from a path."""
-    import msgspec
-
-    from echograph.profiler.traces import TraceSet
-
-    parameters = inspect.signature(analysis).parameters
-    known = [key for key, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
-    types = typing.get_type_hints(analysis)
-    options = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not equals:
-            raise UsageError(f"--option '{text}': write KEY=VALUE; {name} has {', '.join(known) or 'no options'}")
-        if key not in known:
-            raise UnknownNameError(f"option of {name}", key, known)
-        if types[key] == TraceSet | None:
-            options[key] = read(Path(value))
-            continue
-        try:
-            options[key] = msgspec.convert(value, types[key], strict=False)
-        except msgspec.ValidationError:
-            raise UsageError(f"--option {key}: '{value}' is not of type {types[key].__name__}") from None
-    return options
-
-
-def _ranks(text: str) -> list[int] | None:
-    """Ranks from "0,2,8-15"; None for all."""
-    if not text:
-        return None
-    found: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise UsageError(f"--ranks '{text}': write ranks as 0,1 or 0-7")
-        found |= set(range(int(first), int(last or first) + 1))
-    return sorted(found)
 
 
 def _show(tables: dict[str, AnswerTable]) -> None:

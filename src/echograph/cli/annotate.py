@@ -12,7 +12,8 @@ from echograph.ir.graph import Graph
 from echograph.ir.types import Source
 from echograph.simulator.clusters import DEFAULT_CLUSTER
 from echograph.units import format_bytes
-from echograph.workflow.annotate import annotate, annotate_measured, device_name, host_name
+from echograph.workflow.annotate import annotate, annotate_measured
+from echograph.workflow.system import System, host_name
 
 
 def annotate_command(
@@ -35,23 +36,23 @@ def annotate_command(
     from echograph.ir import files, serde
 
     files.check_writable(output)
+    system = System(cluster or DEFAULT_CLUSTER) if cluster is not None or profile is None else None
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph, say)
         say("annotating")
         measured: dict[str, Any] = {}
         if profile is not None:
-            device = "" if cluster is None else device_name(cluster)
+            device = "" if system is None else system.cluster.device
             loaded, measured = annotate_measured(loaded, profile, device)
-        annotated, where = loaded, None
-        if cluster is not None or profile is None:
-            annotated, where = annotate(loaded, cluster or DEFAULT_CLUSTER)
+        annotated = loaded if system is None else annotate(loaded, system)
         say(f"writing {output}")
         size = serde.save(annotated, output, say)
     if measured and not as_json:
         print_coverage(measured)
-    names = {} if where is None else {
-        "device": where.device, "host": host_name(where.device), "network": where.name
-    }  # fmt: skip
+    names: dict[str, str] = {}
+    if system is not None:
+        device, network = system.cluster.device, system.cluster.name
+        names = {"device": device, "host": host_name(device), "network": network}
     counts = {part: _sources(annotated, name) for part, name in names.items()}
     if as_json:
         parts = {part: {"name": name, **counts[part]} for part, name in names.items()}

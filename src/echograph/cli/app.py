@@ -13,8 +13,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import typer
@@ -81,9 +82,7 @@ def run(app: typer.Typer, name: str) -> None:
                 stream.reconfigure(errors="backslashreplace")
     try:
         with _terminable():
-            command = typer.main.get_command(app)
-            read_plainly(command)
-            status = command(prog_name=name, standalone_mode=False)
+            status = _command_of(app)(prog_name=name, standalone_mode=False)
             if status == EXIT_INTERRUPTED:
                 raise KeyboardInterrupt  # of which Typer made this status
             if sys.stdout is not None:
@@ -94,6 +93,14 @@ def run(app: typer.Typer, name: str) -> None:
                 print_error(line)
         status = _report(name, error)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+@cache
+def _command_of(app: typer.Typer) -> Callable[..., object]:
+    """The commands and options of an app: looking through all of their annotations takes a while."""
+    command = typer.main.get_command(app)
+    read_plainly(command)
+    return command
 
 
 class _Terminated(BaseException):

@@ -148,7 +148,7 @@ def mapping_command(
             raise UsageError("--offset-us: is for a trace of kernels: give one after that of the operators")
         show({"mapping": _launched(operators)}, as_json=as_json)
         return
-    if abs(offset_us) > 1e12:
+    if not abs(offset_us) <= 1e12:
         raise UsageError(f"--offset-us {offset_us:g}: give at most 1e12")
     with progress(f"reading {operators} and {kernels}"):
         found = mapping(

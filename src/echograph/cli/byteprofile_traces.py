@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,12 +9,12 @@ import typer
 
 from echograph.cli.app import print_error, print_json, print_line, progress
 from echograph.cli.byteprofile import AsJson, Traces, show
-from echograph.errors import OutputError, UnknownNameError, UsageError
+from echograph.errors import UnknownNameError, UsageError
 from echograph.ir.files import check_writable, write_whole
 from echograph.units import PS_PER_US, format_bytes
 
 if TYPE_CHECKING:
-    from echograph.profiler.byteprofile.layout import Job
+    pass
 
 
 def combine_command(
@@ -71,7 +70,7 @@ def collect_command(
     as_json: AsJson = False,
 ) -> None:
     """Make final traces anew from what the profilers wrote; say what forward, backward and iterations take."""
-    from echograph.profiler.byteprofile.combine import iteration_table
+    from echograph.profiler.byteprofile.combine import iteration_table, write_collected
     from echograph.profiler.byteprofile.layout import find_job
 
     if sub_option == "iter_time" and output is not None:
@@ -79,41 +78,11 @@ def collect_command(
     job = find_job(traces)
     with progress(f"reading {traces}"):
         if sub_option != "iter_time":
-            job = _collected(job, output, operators_only=sub_option == "operator")
+            job, notes = write_collected(job, output, operators_only=sub_option == "operator")
+            for note in notes:
+                print_error(f"note: {note}")
         table = iteration_table(job)
     if sub_option != "iter_time" and not as_json:
         for gpu in job.gpus:
             print_line(str(gpu.files[0]))
     show({"iterations": table}, as_json=as_json)
-
-
-def _collected(job: Job, output: Path | None, *, operators_only: bool) -> Job:
-    """The job with final traces made anew; all are made before the first is written."""
-    from echograph.profiler.byteprofile.combine import as_trace, collect, final_name
-
-    made = [(gpu, collect(gpu, operators_only=operators_only)) for gpu in job.gpus]
-    gpus = []
-    for gpu, collected in made:
-        folder = gpu.folder
-        if output is not None:
-            folder = output / job.title(gpu).replace(".", "/")
-            make_folder(folder)
-        file = folder / final_name(gpu, collected)
-        check_writable(file)
-        for note in collected.notes:
-            print_error(f"note: {note}")
-        write_whole(file, as_trace(iter(collected.events)))
-        gpus.append(dataclasses.replace(gpu, files=(file,)))
-    return dataclasses.replace(job, gpus=tuple(gpus))
-
-
-def make_folder(folder: Path) -> None:
-    """Makes a folder, and those around it, if there is none.
-
-    Raises:
-        OutputError: it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot write {folder}: {error.strerror or error}") from None

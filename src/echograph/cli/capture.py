@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from echograph.cli.app import print_error, print_json, progress, require_torch
+from echograph.cli.options import parse_ranks
 from echograph.cli.show_job import print_job
 from echograph.errors import UsageError
 from echograph.units import format_bytes
@@ -53,31 +53,24 @@ def capture_command(
 ) -> None:
     """Run a training script as one rank of a job without GPUs, and write what all ranks do as a job graph."""
     from echograph.ir import files, serde
+    from echograph.ir.graph import JobGraph
 
-    chosen = _ranks(ranks)
+    chosen = () if ranks == "roles" else parse_ranks("--ranks", ranks)
     files.check_writable(output)
     require_torch("capturing scripts")
-    from echograph.frontend.scripts import ADAPTERS
-    from echograph.frontend.scripts.process import CaptureProcess
-    from echograph.frontend.scripts.run import Script
-    from echograph.frontend.scripts.world import World
+    from echograph.workflow.capture import capture_script_file
 
-    adapter = ADAPTERS[framework]()
-    given = adapter.arguments(tuple(arguments or ()), config)
-    asked = Script(path=script, arguments=given, step=step or adapter.steady_step, whole=whole)
-    gpus = _gpus(device, framework)
-    world = World(size=world_size, local_size=local_size, gpus=gpus, decided=_decided(decide or ()))
-    # The process begins before progress is shown: that takes a thread, which a fork would cut in two.
-    with (
-        CaptureProcess(asked, world, adapter, ranks=chosen, quiet=as_json) as running,
-        progress("starting") as say,
-    ):
-        captured = running.result(say)
-        say(f"writing {output}")
+    captured = capture_script_file(
+        script, framework, arguments or (), world_size=world_size, local_size=local_size,
+        gpus=device is Device.CUDA, decided=dict(map(_decided, decide or ())), ranks=chosen, step=step,
+        whole=whole, config=config, showing=lambda: progress("starting"), quiet=as_json,
+    )  # fmt: skip
+    with progress(f"writing {output}") as say:
         size = serde.save(captured.graph, output, say)
     for note in captured.notes:
         print_error(f"note: {note}")
-    summary = summarize_job(captured.graph)  # type: ignore[arg-type]
+    assert isinstance(captured.graph, JobGraph)
+    summary = summarize_job(captured.graph)
     if as_json:
         print_json({"output": str(output), "bytes": size, "notes": list(captured.notes), **summary})
     else:
@@ -85,31 +78,9 @@ def capture_command(
     print_error(f"wrote {output} ({format_bytes(size)})")
 
 
-def _gpus(device: Device, framework: str) -> bool:
-    if device is Device.CPU and framework != "torch":
-        raise UsageError(
-            f"--device cpu is for scripts of plain PyTorch: {framework} is captured as it runs on GPUs"
-        )
-    return device is Device.CUDA
-
-
-def _decided(given: Sequence[str]) -> dict[str, bool]:
-    chosen = {}
-    for text in given:
-        where, _, which = text.rpartition("=")
-        name, _, line = where.rpartition(":")
-        if not name or not line.isdecimal() or which not in ("yes", "no"):
-            raise UsageError(
-                f"--decide {text}: give a line of the script and which way it goes, as train.py:12=no"
-            )
-        chosen[where] = which == "yes"
-    return chosen
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    if text == "roles":
-        return ()
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
-        raise UsageError(f"--ranks {text}: give roles, or numbers of ranks as 0,5")
-    return tuple(dict.fromkeys(int(part) for part in parts))
+def _decided(text: str) -> tuple[str, bool]:
+    where, _, which = text.rpartition("=")
+    name, _, line = where.rpartition(":")
+    if not name or not line.isdecimal() or which not in ("yes", "no"):
+        raise UsageError(f"--decide {text}: give a line of the script and which way it goes, as train.py:12=no")
+    return where, which == "yes"

@@ -8,8 +8,8 @@ from pathlib import Path
 import typer
 
 from echograph.cli.app import print_json, print_line, progress
-from echograph.ir.chakra_traces import read_traces
-from echograph.ir.exporters.chakra_check import Checked, check
+from echograph.ir.chakra.check import Checked, check
+from echograph.ir.chakra.reader import read_traces
 
 
 def check_chakra(source: Path, *, as_json: bool) -> None:

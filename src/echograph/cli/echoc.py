@@ -22,10 +22,12 @@ from echograph.cli.app import (
 from echograph.cli.capture import capture_command
 from echograph.cli.export import export_command
 from echograph.cli.imports import import_command
-from echograph.cli.plan_options import with_plan
+from echograph.cli.options import with_options
+from echograph.cli.output import Json, check_outputs
 from echograph.cli.show import micro_batch, print_summary
 from echograph.cli.show_job import print_job
-from echograph.errors import UsageError
+from echograph.cli.step_options import Attention, BatchSize, SeqLen
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.units import format_bytes, format_count
 from echograph.workflow.formats import refuse_format
 from echograph.workflow.job_summary import summarize_job
@@ -35,11 +37,12 @@ from echograph.workflow.summary import summarize
 app = make_app("echoc", "Compile a training step into a workload graph, without a GPU; look at graphs.")
 
 GraphFile = Annotated[Path, typer.Argument(help="A graph file written by echoc.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("compile")
+@with_options
 def compile_command(
+    *,
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="Zoo name, Hugging Face config folder or JSON, or file.py:function."),
@@ -48,24 +51,11 @@ def compile_command(
         Path | None, typer.Option("--onnx", help="Or an ONNX file: its forward pass, --train for a step.")
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the graph goes.")] = Path("graph.pb"),
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples of one micro-batch.")] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sample, or pixels of an image's side.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="bf16, fp16 or fp32 (default: bf16; the file's for ONNX).")
-    ] = None,
-    optimizer: Annotated[str, typer.Option(help="adamw, adam or sgd.")] = "adamw",
-    clip_grad_norm: Annotated[float | None, typer.Option(help="Clip the gradients' norm to this.")] = None,
-    master_weights: Annotated[
-        bool | None, typer.Option(help="Keep fp32 copies of 16-bit parameters (default: yes).")
-    ] = None,
-    recompute: Annotated[bool, typer.Option(help="The model's own activation checkpointing.")] = False,
-    attention: Annotated[
-        str | None, typer.Option(help="sdpa (fused), eager, or fused-softmax (Megatron-LM's).")
-    ] = None,
+    batch_size: BatchSize = None,
+    seq_len: SeqLen = None,
+    attention: Attention = None,
+    step: Annotated[dict[str, Any], StepSpec],
     capture: Annotated[str, typer.Option(help="recorder, or aot (export and AOTAutograd).")] = "recorder",
-    kernels: Annotated[str, typer.Option(help="Whose kernels operators become: cuda or cpu.")] = "cuda",
     dim: Annotated[
         list[str] | None, typer.Option(help="ONNX: a dimension without a size, as batch=8 or x.0=8.")
     ] = None,
@@ -77,14 +67,12 @@ def compile_command(
     """Capture one training step of a model and write it as a workload graph."""
     from echograph.cli.compile_onnx import check_source
     from echograph.ir import files, serde
-    from echograph.workflow.compile import compile_model
+    from echograph.workflow.compile import compile as compile_model
     from echograph.workflow.compile_onnx import compile_onnx_file
 
+    zoo = (batch_size, seq_len, attention, step.get("recompute"), None if capture == "recorder" else capture)
     check_source(
-        model,
-        onnx,
-        zoo=(batch_size, seq_len, attention, recompute or None, None if capture == "recorder" else capture),
-        own=(dim or None, branch or None, train or None, None if loss == "auto" else loss),
+        model, onnx, zoo=zoo, own=(dim or None, branch or None, train or None, None if loss == "auto" else loss)
     )
     files.check_writable(output)
     require_torch("compiling a model")
@@ -93,23 +81,14 @@ def compile_command(
     with progress("starting") as say:
         if onnx is not None:
             graph, note, notes = compile_onnx_file(
-                onnx, dims=dim or (), train=train, loss=loss, dtype=dtype, optimizer=optimizer,
-                clip_grad_norm=clip_grad_norm, master_weights=master_weights, branch=branch, say=say,
-            )  # fmt: skip
-        else:
-            from echograph.frontend.pytorch.step import StepSpec
-
-            spec = StepSpec(
-                dtype=dtype or "bf16",  # type: ignore[arg-type]
-                optimizer=optimizer,  # type: ignore[arg-type]
-                clip_grad_norm=clip_grad_norm,
-                master_weights=master_weights,
-                recompute=recompute,
+                onnx, dims=dim or (), train=train, loss=loss, step=step, branch=branch, say=say
             )
+        else:
             assert model is not None
             graph = compile_model(
-                model, spec, batch_size=batch_size, seq_len=seq_len, attention=attention, producer=capture, say=say
-            )
+                model, StepSpec(**step), batch_size=batch_size, seq_len=seq_len, attention=attention,
+                producer=capture, say=say,
+            )  # fmt: skip
         say(f"writing {output}")
         size = serde.save(graph, output, say)
     summary = summarize(graph)
@@ -195,7 +174,7 @@ app.command("import")(import_command)
 
 
 @app.command("lower")
-@with_plan
+@with_options
 def lower_command(
     graph: GraphFile,
     plan: Plan,
@@ -203,26 +182,29 @@ def lower_command(
     as_json: Json = False,
 ) -> None:
     """Spread a step over GPUs by a parallel plan and write what every rank executes as a job graph."""
-    from echograph.ir import files, serde
-    from echograph.workflow.lowering import notes
-    from echograph.workflow.predict import lower_graph
+    from echograph.ir import serde
+    from echograph.ir.graph import JobGraph
+    from echograph.workflow.lowering import apply
+    from echograph.workflow.system import System
 
-    if graph.resolve() == output.resolve():
-        raise UsageError(f"--output {output}: is the graph itself: give the job a file of its own")
-    files.check_writable(output)
+    check_outputs({"the graph": graph}, {"--output": output})
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph, say)
         say("lowering")
-        job = lower_graph(loaded, plan)
+        notes: list[str] = []
+        job = apply(loaded, plan, System(plan.cluster).cluster, notes.append)
         say(f"writing {output}")
         size = serde.save(job, output, say)
-    for note in notes(loaded, plan):
+    for note in notes:
         print_error(f"note: {note}")
-    summary = summarize_job(job)
+    # A list of passes of the user's own may leave a step.
+    summary = summarize_job(job) if isinstance(job, JobGraph) else summarize(job)
     if as_json:
         print_json({"output": str(output), "bytes": size, **summary})
-    else:
+    elif isinstance(job, JobGraph):
         print_job(summary)
+    else:
+        print_summary(summary)
     print_error(f"wrote {output} ({format_bytes(size)})")
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from echograph.cli.analyze import analyze
+from echograph.cli.analyze import analyze_command
 from echograph.cli.app import make_app, print_error, print_json, print_table, progress, run
 from echograph.cli.byteprofile import compare3d_command, compare_command, mapping_command, stats_command
 from echograph.cli.byteprofile_dag import dag_command
@@ -19,10 +19,9 @@ from echograph.cli.graph import graph_command
 from echograph.cli.ops import ops_command
 from echograph.cli.record import record
 from echograph.cli.step import step_command
-from echograph.errors import UsageError
 
 app = make_app("echoprof", "Measure and analyse; fit device and fabric profiles from measurements.")
-app.command("analyze")(analyze)
+app.command("analyze")(analyze_command)
 app.command("graph")(graph_command)
 app.command("ops")(ops_command)
 app.command("step")(step_command)
@@ -42,8 +41,8 @@ app.add_typer(record, name="record")
 Names = Annotated[list[str] | None, typer.Option(help="Only this one (may be given again).")]
 
 
-@app.command()
-def fit(
+@app.command("fit")
+def fit_command(
     kernels: Annotated[Path | None, typer.Option(help="Table of measured kernels (CSV, may be gzipped).")] = None,
     collectives: Annotated[Path | None, typer.Option(help="Table of measured collectives (CSV).")] = None,
     nccl_tests: Annotated[
@@ -62,32 +61,22 @@ def fit(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Turn measurement tables into device and fabric profiles; say how far they are off on rows held out."""
-    if kernels is None and collectives is None and not nccl_tests:
-        raise UsageError("nothing to fit: give --kernels TABLE, --collectives TABLE or --nccl-tests LOG")
-    from echograph.ir.files import whole_folder
-    from echograph.workflow.calibration.profiles import fit_devices, fit_the_fabrics, fit_the_logs, refit_device
+    from echograph.workflow.calibration.profiles import fit
 
-    rows: list[dict[str, object]] = []
-    skipped: list[str] = []
-    with whole_folder(output) as folder, progress("reading the tables") as say:
-        if kernels is not None and base is not None:
-            rows += refit_device(kernels, base, folder, date, say)
-        elif kernels is not None:
-            rows += fit_devices(kernels, device or [], folder, date, say)
-        if collectives is not None:
-            found, skipped = fit_the_fabrics(collectives, fabric or [], folder, date, say)
-            rows += found
-        if nccl_tests:
-            rows += fit_the_logs(nccl_tests, cluster, collective, name, folder, date, say)
-    for without in skipped:
-        print_error(f"{without}: the table has no rows for it, skipped")
+    with progress("reading the tables") as say:
+        found = fit(
+            output, kernels=kernels, collectives=collectives, nccl_tests=nccl_tests or (), cluster=cluster,
+            collective=collective, name=name, devices=device or (), base=base, fabrics=fabric or (), date=date,
+            say=say,
+        )  # fmt: skip
+    for note in found.notes:
+        print_error(note)
     if nccl_tests:
         print_error(f"wrote {output / name}.toml: echosim run GRAPH --cluster {output / name}.toml")
     if as_json:
-        print_json(rows)
+        print_json(found.records())
     else:
-        titles = ("profile", "what", "rows held out", "median error", "mean error", "bias")
-        print_table(titles, [[row[title] for title in titles] for row in rows])
+        print_table(list(found.columns), found.rows())
 
 
 def main() -> None:

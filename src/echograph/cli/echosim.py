@@ -2,70 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from echograph.cli.app import make_app, print_error, print_json, print_line, print_table, progress, run
-from echograph.cli.plan_options import with_plan
+from echograph.cli.options import parse_ranks, with_options
+from echograph.cli.output import Json, Output, Trace, check_outputs, write_json, write_text, write_trace
 from echograph.cli.replay import replay_command
 from echograph.errors import UsageError
-from echograph.units import format_bytes
 from echograph.workflow.plan import Plan
+from echograph.workflow.scenario import Scenario
 
 app = make_app("echosim", "Simulate a workload graph on a cluster: step time, where it goes, how sure it is.")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+MAX_TRACED = 64
 
 
 @app.command("run")
-@with_plan
+@with_options
 def run_command(
     graph: Annotated[Path, typer.Argument(help="A graph file written by echoc.")],
     plan: Plan,
-    strict_memory: Annotated[
-        bool,
-        typer.Option(
-            "--strict-memory",
-            help="A plan that does not fit in memory is an error that names the nearest which do.",
-        ),
-    ] = False,
-    scale: Annotated[
-        list[str] | None, typer.Option(help="What if WHAT=FACTOR, as compute=0.9, comm.dp=2, op:aten.mm=0.5.")
-    ] = None,
-    without: Annotated[
-        list[str] | None, typer.Option(help="What if this took no time, as collective:all_gather.")
-    ] = None,
+    scenario: Scenario,
     setting: Annotated[
         list[str] | None, typer.Option("--set", help="What if cluster.KEY=VALUE, as cluster.network.nic_GBps=100.")
-    ] = None,
-    ranks: Annotated[str, typer.Option(help="roles: equal ranks once; all: every rank.")] = "roles",
-    straggler: Annotated[
-        list[str] | None, typer.Option(help="A slow GPU or node: RANK=FACTOR or node:N=FACTOR.")
-    ] = None,
-    jitter: Annotated[float, typer.Option(help="Relative deviation of every kernel, on every rank.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
-    draws: Annotated[int, typer.Option(help="Simulations with other noise, for percentiles.")] = 1,
-    network: Annotated[
-        str | None,
-        typer.Option(
-            help="closed-form: collectives on their own; flows: every rank, collectives that share links "
-            "[default: closed-form, or flows if links are degraded]",
-            show_default=False,
-        ),
-    ] = None,
-    model_communication: Annotated[
-        bool,
-        typer.Option(
-            "--model-communication",
-            help="Communication takes what the cluster's model says, not what an imported graph holds of it.",
-        ),
-    ] = False,
-    degrade: Annotated[
-        list[str] | None,
-        typer.Option(help="A worse LINK=FACTOR, as 'node 3 nic 5=0.5', 'leaf 0 up=0.8', 'node 3 compute=0.9'."),
     ] = None,
     host_waits: Annotated[
         bool,
@@ -77,15 +39,23 @@ def run_command(
     launch_blocking: Annotated[
         bool, typer.Option("--launch-blocking", help="Every launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1).")
     ] = False,
-    node_mtbf_hours: Annotated[float | None, typer.Option(help="Hours between failures of one node.")] = None,
-    checkpoint_s: Annotated[float | None, typer.Option(help="Seconds that a checkpoint stops training.")] = None,
-    restart_s: Annotated[float | None, typer.Option(help="Seconds from a failure to training again.")] = None,
-    checkpoint_interval_s: Annotated[
-        float | None, typer.Option(help="Seconds between checkpoints (default: the best).")
-    ] = None,
+    model_communication: Annotated[
+        bool,
+        typer.Option(
+            "--model-communication",
+            help="Communication takes what the cluster's model says, not what an imported graph holds of it.",
+        ),
+    ] = False,
+    strict_memory: Annotated[
+        bool,
+        typer.Option(
+            "--strict-memory",
+            help="A plan that does not fit in memory is an error that names the nearest which do.",
+        ),
+    ] = False,
     engine: Annotated[str, typer.Option(help="auto, segments, static or events.")] = "auto",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, for Perfetto.")] = None,
+    output: Output = None,
+    trace: Trace = None,
     trace_ranks: Annotated[
         str | None, typer.Option(help="Ranks to trace, as 0,17 [default: each role]", show_default=False)
     ] = None,
@@ -96,49 +66,31 @@ def run_command(
 ) -> None:
     """Predict the time of one training step, spread over the GPUs by a parallel plan."""
     from echograph.cli.report import print_result
-    from echograph.ir import files, serde
+    from echograph.ir import serde
+    from echograph.ir.passes import PASSES
+    from echograph.ir.passes.base import run as run_passes
     from echograph.workflow.feasible import FEW, MOST_TRIED, feasible_plans, refuse_if_it_does_not_fit
-    from echograph.workflow.lowering import cluster_notes, notes
-    from echograph.workflow.measured import cluster_of
-    from echograph.workflow.predict import predict_plan
-    from echograph.workflow.scenario import make_scenario
+    from echograph.workflow.lowering import cluster_notes
+    from echograph.workflow.predict import predict
+    from echograph.workflow.system import System
 
-    scenario = make_scenario(
-        scale=scale or (),
-        without=without or (),
-        setting=setting or (),
-        ranks=ranks,
-        straggler=straggler or (),
-        jitter=jitter,
-        seed=seed,
-        draws=draws,
-        network=network,
-        degrade=degrade or (),
-        trace_ranks=trace_ranks,
-        host_waits=host_waits,
-        launch_blocking=launch_blocking,
-        reliability=(node_mtbf_hours, checkpoint_s, restart_s, checkpoint_interval_s),
-    )
     if trace_ranks is not None and trace is None:
         raise UsageError("--trace-ranks: says whose timelines a trace holds, give --trace as well")
-    results = [path for path in (output, trace, html) if path is not None]
-    if len({path.resolve() for path in (graph, *results)}) <= len(results):
-        raise UsageError("the graph, --output, --trace and --html are one file: give each its own")
-    for path in results:
-        files.check_writable(path)
+    traced = () if trace_ranks is None else parse_ranks("--trace-ranks", trace_ranks, MAX_TRACED)
+    settings = dict(map(_setting, setting or ()))
+    check_outputs({"the graph": graph}, {"--output": output, "--trace": trace, "--html": html})
+    system = System(plan.cluster, settings=settings, host_waits=host_waits, launch_blocking=launch_blocking)
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph, say)
         if model_communication:
-            from echograph.ir.passes.annotate import forget_communication
-
-            loaded = forget_communication(loaded)
+            loaded = run_passes(loaded, (PASSES["forget_communication"](),))
         say("simulating")
-        result, job = predict_plan(loaded, plan, engine=engine, scenario=scenario)
-        where = cluster_of(plan.cluster, scenario.settings)
+        said: list[str] = []
+        result, job = predict(loaded, plan, system, scenario, engine=engine, trace_ranks=traced, note=said.append)
         # Who reads only the JSON is told whether it fits, and saves the time.
         most = MOST_TRIED if strict_memory else FEW if html or not as_json else 0
-        near = feasible_plans(loaded, plan, where, result.memory, say, most)
-    said = (*notes(loaded, plan), *cluster_notes(where, job.world_size))
+        near = feasible_plans(loaded, plan, system.cluster, result.memory, say, most)
+    said += cluster_notes(system.cluster, job.world_size)
     for note in said:
         print_error(f"note: {note}")
     if strict_memory:
@@ -148,19 +100,19 @@ def run_command(
         print_json(record)
     else:
         print_result(result, near)
-    if output is not None:
-        files.write_whole(output, [json.dumps(record, indent=2) + "\n"])
-        print_error(f"wrote {output} (result)")
-    if trace is not None:
-        from echograph.ir.exporters.chrome import chrome_trace
-
-        files.write_whole(trace, chrome_trace(job, result.traced or result.timeline, ranks=scenario.trace_ranks))
-        print_error(f"wrote {trace} (Chrome trace: open in ui.perfetto.dev)")
+    write_json(output, record, "result")
+    write_trace(trace, result, traced)
     if html is not None:
         from echograph.workflow.report.prediction import page
 
-        files.write_whole(html, [page(result, job, plan, scenario, said, near)])
-        print_error(f"wrote {html} (page: open it in a browser)")
+        write_text(html, page(result, job, plan, system, scenario, said, near), "page: open it in a browser")
+
+
+def _setting(text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    if not separator or not key.startswith("cluster."):
+        raise UsageError(f"--set {text[:60]}: give cluster.KEY=VALUE, as cluster.network.nic_GBps=100")
+    return key.removeprefix("cluster."), value
 
 
 app.command("replay")(replay_command)
@@ -189,8 +141,8 @@ def compare_command(
     if html is not None:
         from echograph.workflow.report.comparison import comparison_page
 
-        files.write_whole(html, [comparison_page(record, *results, (before.stem, after.stem))])
-        print_error(f"wrote {html} (page: open it in a browser)")
+        page = comparison_page(record, *results, (before.stem, after.stem))
+        write_text(html, page, "page: open it in a browser")
 
 
 @app.command("validate")
@@ -202,83 +154,40 @@ def validate_command(
     grade: Annotated[str, typer.Option(help="Only rows of these grades.")] = "A,B",
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     peers: Annotated[Path | None, typer.Option(help="CSV table of other tools' errors: tool, id, err.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the record as JSON.")] = None,
+    output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Predict measured training steps and say how far the predictions are off, family by family."""
     from echograph.cli.app import require_torch
     from echograph.cli.validate import print_outcomes
-    from echograph.ir import files
-    from echograph.workflow.validation import score
-    from echograph.workflow.validation.run import validate
-    from echograph.workflow.validation.table import read
+    from echograph.workflow.validation.validate import validate
 
-    if output is not None:
-        files.check_writable(output)
-    rows = read(table, tuple(family or ()), tuple(grade.split(",")) if grade else ())
-    said = score.read_peers(peers) if peers else {}
+    check_outputs({"the table": table}, {"--output": output})
     require_torch()
+    grades = tuple(grade.split(",")) if grade else ()
     with progress("compiling") as say:
-        outcomes = validate(rows, jobs, say)
-    record = {"families": score.by_family(outcomes, said), "rows": [o.to_json() for o in outcomes]}
+        record = validate(table, families=family or (), grades=grades, peers=peers, jobs=jobs, say=say).to_json()
     if as_json:
         print_json(record)
     else:
         print_outcomes(record)
-    if output is not None:
-        files.write_whole(output, [json.dumps(record, indent=2) + "\n"])
-        print_error(f"wrote {output} (validation)")
+    write_json(output, record, "validation")
 
 
 @app.command()
 def clusters(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
     """List the cluster presets, or describe one."""
-    from echograph.simulator.clusters import cluster_names, load_cluster
+    from echograph.workflow.listing import cluster_rows
 
-    rows = []
-    for preset in [name] if name else cluster_names():
-        c = load_cluster(preset)
-        rows.append(
-            {
-                "name": c.name,
-                "device": c.device,
-                "gpus_per_node": c.gpus_per_node,
-                "nvlink_domain_gpus": c.domain_gpus,
-                "nvlink_GBps": c.nvlink_bytes_per_s / 1e9,
-                "pcie_GBps": c.pcie_bytes_per_s / 1e9,
-                "domain_GBps": round(c.node_fabric.bytes_per_s(c.domain_gpus) / 1e9, 2),
-                "nvls": c.node_fabric.nvls is not None,
-                "nics_per_node": c.network.nics_per_node,
-                "nic_GBps": c.network.nic_bytes_per_s / 1e9,
-                "max_gpus": c.max_gpus,
-                "node_fabric": f"{c.node_fabric.name} ({c.node_fabric.about.origin})",
-                "network_fabric": f"{c.network.fabric.name} ({c.network.fabric.about.origin})",
-            }
-        )
-    _print_rows(rows, as_json)
+    _print_rows(cluster_rows(name), as_json)
 
 
 @app.command()
 def devices(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
     """List the devices, what their costs rest on, and how far the fits were off."""
-    from echograph.profiler.costs import device_names, load_device
+    from echograph.workflow.listing import device_rows
 
-    rows = []
-    for device in [name] if name else device_names():
-        d = load_device(device)
-        held_out = d.gemm["bf16"].label.held_out.long if "bf16" in d.gemm else None
-        rows.append(
-            {
-                "name": d.name,
-                "title": d.datasheet.title,
-                "bf16_TFLOPs": round(d.datasheet.peak_flops_per_s.get("bf16", 0.0) / 1e12, 1),
-                "memory": format_bytes(d.datasheet.memory_bytes),
-                "bandwidth_GBps": round(d.datasheet.memory_bandwidth_bytes_per_s / 1e9),
-                "matrix_products": d.gemm["bf16"].label.basis if "bf16" in d.gemm else d.gemm["fp32"].label.basis,
-                "held_out_median_error": None if held_out is None else round(held_out.median_abs, 4),
-            }
-        )
-    _print_rows(rows, as_json)
+    _print_rows(device_rows(name), as_json)
 
 
 def _print_rows(rows: list[dict[str, object]], as_json: bool) -> None:

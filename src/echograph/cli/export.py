@@ -40,7 +40,7 @@ def export_command(
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph, say)
         say(f"writing {output}")
-        done = export_graph(loaded, to, output, options, say)
+        done = export_graph(loaded, to, output, say=say, **asdict(options))
     if as_json:
         print_json({"output": str(output), "format": to, **asdict(done)})
         return

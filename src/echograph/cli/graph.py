@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from echograph.cli.app import print_error, print_json, print_line, progress
+from echograph.cli.output import Json, check_outputs
 from echograph.errors import UsageError
 from echograph.ir.exporters import EXPORTERS
 from echograph.units import format_bytes
@@ -21,17 +22,15 @@ def graph_command(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The picture or file; its ending says which format.")
     ] = Path("graph.svg"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Draw a graph, or write it as GML or JSON: the format is the ending of --output."""
-    from echograph.ir import files, serde
+    from echograph.ir import serde
 
     to = output.suffix.removeprefix(".").lower()
     if to not in FORMATS:
         raise UsageError(f"--output {output.name}: the ending is the format: give one of .{', .'.join(FORMATS)}")
-    if graph.resolve() == output.resolve():
-        raise UsageError(f"--output {output}: is the graph itself: give the picture a file of its own")
-    files.check_writable(output)
+    check_outputs({"the graph": graph}, {"--output": output})
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph, say)
         say(f"drawing {output}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from echograph.cli.app import print_error, print_json, print_line, progress
-from echograph.errors import UsageError
+from echograph.cli.output import Json, check_outputs
 from echograph.units import format_bytes
 from echograph.workflow.imports import FORMATS, check_import, import_graph
 from echograph.workflow.summary import outline
@@ -21,15 +21,13 @@ def import_command(
     keep_overhead: Annotated[
         bool, typer.Option("--keep-overhead", help="kineto: durations as recorded, with what recording cost.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Read what another tool wrote, and write it as a graph; say what a graph cannot hold of it."""
-    from echograph.ir import files, serde
+    from echograph.ir import serde
 
     check_import(format_name, keep_overhead=keep_overhead)
-    if source.resolve() == output.resolve():
-        raise UsageError(f"--output {output}: is the source itself: give the graph a file of its own")
-    files.check_writable(output)
+    check_outputs({"the source": source}, {"--output": output})
     with progress(f"reading {source}") as say:
         imported = import_graph(format_name, source, keep_overhead=keep_overhead, say=say)
         say(f"writing {output}")

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
 import typer
 
-from echograph.cli.app import print_error, print_json, print_line, print_table, progress
+from echograph.cli.app import print_json, print_line, print_table, progress
+from echograph.cli.output import Json, Output, Trace, check_outputs, write_json, write_trace
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph
 from echograph.simulator.result import Result
 from echograph.simulator.what_if import parse_scale
-from echograph.units import format_bytes, format_time, to_s
-from echograph.workflow.replay import TRACE, StepTime, is_traced, replay, step_medians, steps
-
-KEPT = (
-    "model", "cluster", "device", "gpus", "breakdown_s", "breakdown_of", "breakdown_mean_s", "breakdown_least_s",
-    "breakdown_most_s", "breakdown_ranks", "limits_s", "durations", "collectives", "simulation",
-)  # fmt: skip
+from echograph.units import format_bytes, format_time
+from echograph.workflow.replay import (
+    TRACE,
+    StepTime,
+    is_traced,
+    replay,
+    replay_record,
+    shown_steps,
+    step_medians,
+    steps,
+)
+from echograph.workflow.system import System
 
 
 def replay_command(
@@ -37,19 +40,16 @@ def replay_command(
         list[str] | None, typer.Option(help="What if WHAT=FACTOR, as compute=0.9, host=0.5, op:aten.mm=0.5.")
     ] = None,
     without: Annotated[list[str] | None, typer.Option(help="What if this took no time, as comm.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, for Perfetto.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    trace: Trace = None,
+    output: Output = None,
+    as_json: Json = False,
 ) -> None:
     """Run a traced job again with its measured durations: step time, where it goes, error against the measured."""
-    from echograph.ir import files, serde
+    from echograph.ir import serde
 
-    results = [path for path in (output, trace) if path is not None]
-    if len({path.resolve() for path in (job, *results)}) <= len(results):
-        raise UsageError("the job, --output and --trace are one file: give each its own")
-    for path in results:
-        files.check_writable(path)
+    check_outputs({"the job": job}, {"--output": output, "--trace": trace})
     scales = [parse_scale(text) for text in (*(scale or ()), *(f"{what}=0" for what in without or ()))]
+    system = None if cluster is None else System(cluster)
     with progress(f"reading {job}") as say:
         loaded = serde.load(job, say)
         if not is_traced(loaded):
@@ -58,42 +58,17 @@ def replay_command(
             )
         assert isinstance(loaded, JobGraph)
         say("replaying")
-        result, ran = replay(loaded, cluster=cluster, gpus=gpus, scales=scales)
-        timeline = result.timeline
-        found = steps(ran, timeline)
+        result = replay(loaded, system=system, gpus=gpus, scales=scales)
+        found = steps(result)
     changed = bool(cluster or gpus or scale or without)
-    record = _record(result, found, changed=changed)
+    record = replay_record(result, found, changed=changed)
     print_json(record) if as_json else _print(result, found, changed=changed)
-    if output is not None:
-        files.write_whole(output, [json.dumps(record, indent=2) + "\n"])
-        print_error(f"wrote {output} (result)")
-    if trace is not None:
-        from echograph.ir.exporters.chrome import chrome_trace
-
-        files.write_whole(trace, chrome_trace(ran, timeline))
-        print_error(f"wrote {trace} (Chrome trace: open in ui.perfetto.dev)")
-
-
-def _shown(found: Sequence[StepTime]) -> list[StepTime]:
-    """The steps; all of the trace where there are none."""
-    return [step for step in found if step.name != TRACE] or list(found)
-
-
-def _record(result: Result, found: Sequence[StepTime], *, changed: bool) -> dict[str, Any]:
-    shown = _shown(found)
-    of_step = {
-        "measured_step_s": float(np.mean([s.measured_s for s in shown])),
-        "replayed_step_s": float(np.mean([s.replayed_s for s in shown])),
-        "largest_error": None if changed else max((abs(s.error) for s in found), default=0.0),
-        "free_step_s": free[2] if (free := step_medians(found)) else None,
-        "steps": [asdict(step) for step in found],
-    }
-    record = result.to_json()
-    return {**of_step, "trace_s": to_s(result.step_ps), **{name: record[name] for name in KEPT}}
+    write_json(output, record, "result")
+    write_trace(trace, result)
 
 
 def _print(result: Result, found: Sequence[StepTime], *, changed: bool) -> None:
-    shown, record = _shown(found), _record(result, found, changed=changed)
+    shown, record = shown_steps(found), replay_record(result, found, changed=changed)
     what = "step" if shown[0].name != TRACE else "trace"
     print_line(f"{result.model} on {result.gpus} ranks ({result.device})")
     replayed, measured = (round(record[f"{word}_step_s"] * 1e12) for word in ("replayed", "measured"))

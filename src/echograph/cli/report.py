@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from echograph.cli.app import print_line
 from echograph.simulator.memory import Memory
-from echograph.simulator.rank_path import RankPath
+from echograph.simulator.ranks import RankPath
 from echograph.simulator.result import Result
 from echograph.units import format_bytes, format_count, format_time
 from echograph.workflow.feasible import shortage

@@ -21,7 +21,7 @@ from echograph.cli.step_options import (
 )
 from echograph.errors import UsageError
 from echograph.units import format_time
-from echograph.workflow.measure import device_and_spec, measure_step, predicted_step
+from echograph.workflow.measure import device_and_spec, time_step
 
 _TITLES = {"sum": "operations", "simulated": "simulated"}
 
@@ -50,31 +50,17 @@ def step_command(
         raise UsageError(f"--allocator {allocator}: give keep or system")
     require_torch("running a training step")
     here, spec = device_and_spec(device, dtype, optimizer, clock)
-    sizes = {"batch_size": batch_size, "seq_len": seq_len, "attention": attention}
     with progress("starting") as say:
-        predicted = {} if profile is None else predicted_step(model, spec, profile, here.cache_bytes, say, **sizes)
-        samples = measure_step(model, spec, here, steps, warm_up, allocator == "keep", say, **sizes)
-    record = {
-        "model": model,
-        "device": here.environment().hardware,
-        "steps": len(samples.seconds),
-        "step_s": samples.median,
-        "mean_s": samples.mean,
-        "spread": samples.spread,
-        "seconds": list(samples.seconds),
-        **predicted,
-        **{f"{name}_error": predicted[f"{name}_s"] / samples.median - 1 for name in _predictions(predicted)},
-    }
+        record = time_step(
+            model, spec, here, steps=steps, warm_up=warm_up, keep=allocator == "keep", profile=profile, say=say,
+            batch_size=batch_size, seq_len=seq_len, attention=attention,
+        )  # fmt: skip
     if as_json:
         print_json(record)
     else:
         _print(record)
-    if predicted.get("missing"):
-        print_error(f"note: {predicted['missing']} operations of the step are not in {profile}")
-
-
-def _predictions(record: dict[str, Any]) -> list[str]:
-    return [name for name in _TITLES if f"{name}_s" in record]
+    if record.get("missing"):
+        print_error(f"note: {record['missing']} operations of the step are not in {profile}")
 
 
 def _print(record: dict[str, Any]) -> None:
@@ -82,6 +68,8 @@ def _print(record: dict[str, Any]) -> None:
         f"measured   {format_time(record['step_s'] * 1e12):>10}  median of {record['steps']} steps, "
         f"mean {format_time(record['mean_s'] * 1e12)} +- {record['spread']:.1%}"
     )
-    for name in _predictions(record):
+    for name, title in _TITLES.items():
+        if f"{name}_s" not in record:
+            continue
         time, error = record[f"{name}_s"], record[f"{name}_error"]
-        print_line(f"{_TITLES[name]:<10} {format_time(time * 1e12):>10}  {error:+.1%}")
+        print_line(f"{title:<10} {format_time(time * 1e12):>10}  {error:+.1%}")

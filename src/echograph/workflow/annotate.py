@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -13,20 +12,14 @@ from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate, Coverage, join
 from echograph.ir.profile import Profile, load_profile
 from echograph.ir.types import COMMUNICATIONS, OpKind, Source
-from echograph.simulator.clusters import Cluster, load_cluster
+from echograph.simulator.clusters import Cluster
+from echograph.workflow.system import System, host_name, measured_host
 
 G = TypeVar("G", bound=Graph)
 
 
-def device_name(cluster: str) -> str:
-    """The name of a cluster's device, under which durations stand."""
-    from echograph.profiler.costs import load_device
-
-    return load_device(load_cluster(cluster).device).name
-
-
-def annotate(graph: G, cluster: str) -> tuple[G, Cluster]:
-    """The graph with all durations that a simulation of it on a cluster uses, and the cluster.
+def annotate(graph: G, system: System) -> G:
+    """The graph with all durations that a simulation of it on a system uses.
 
     Operations of the device have theirs under its name, all under `host_name` what the host takes to issue them
     (host work: to do them), and communications under the cluster's name. What is known already stays.
@@ -34,27 +27,21 @@ def annotate(graph: G, cluster: str) -> tuple[G, Cluster]:
     Raises:
         PlanError: a group does not fit the cluster.
     """
-    from echograph.profiler.costs import load_device
-    from echograph.profiler.costs.estimate import estimate
-    from echograph.workflow.predict import host_of, host_spread
-
-    where = load_cluster(cluster)
-    device = load_device(where.device)
-    where = replace(where, device=device.name)
-    graph = estimate(graph, device)(graph)
-    issue = host_of(device).issue(graph)
+    where, device = system.cluster, system.device
+    graph = system.annotate(graph)
     count = len(graph.ops)
-    source = Source.FITTED if device.host.source == "measured" else Source.ANALYTICAL
+    fitted = device is not None and device.host.source == "measured"
+    source = Source.FITTED if fitted else Source.ANALYTICAL if device is not None else Source.MEASURED
     of_host = Annotate(
-        device=host_name(device.name),
-        picoseconds=issue,
+        device=host_name(where.device),
+        picoseconds=system.host.issue(graph),
         source=np.full(count, source, np.uint8),
-        spread=np.full(count, host_spread(), np.float32),
+        spread=np.full(count, system.host.spread, np.float32),
         samples=np.zeros(count, np.int64),
     )
     if isinstance(graph, JobGraph):
         graph = cast(G, _communicate(graph, where))
-    return of_host(graph), where
+    return of_host(graph)
 
 
 def _communicate(job: JobGraph, where: Cluster) -> JobGraph:
@@ -74,11 +61,6 @@ def _communicate(job: JobGraph, where: Cluster) -> JobGraph:
             samples=np.zeros(len(job.ops), np.int64),
         )(job)
     return job
-
-
-def host_name(device: str) -> str:
-    """The name under which a file says how long the host takes to issue an operation for a device."""
-    return f"{device}/host"
 
 
 def annotate_measured(graph: G, profile: Path, device: str = "") -> tuple[G, dict[str, Any]]:
@@ -110,14 +92,12 @@ def annotate_measured(graph: G, profile: Path, device: str = "") -> tuple[G, dic
 
 
 def _with_host(graph: G, profile: Profile, device: str) -> G:
-    from echograph.workflow.measured import host
-
     count = len(graph.ops)
     communicates = np.isin(graph.ops.kind, COMMUNICATIONS)
     return Annotate(
         device=host_name(device),
         # Of collectives, which go through a process group, the profile says nothing.
-        picoseconds=np.where(communicates, NONE, host(profile).issue(graph)),
+        picoseconds=np.where(communicates, NONE, measured_host(profile).issue(graph)),
         source=np.full(count, Source.MEASURED, np.uint8),
         spread=np.zeros(count, np.float32),
         samples=np.zeros(count, np.int64),

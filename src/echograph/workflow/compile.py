@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,28 +15,91 @@ from echograph.ir.graph import StepGraph
 from echograph.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from echograph.frontend.pytorch.step import StepSpec
+    from torch.nn import Module
+
+    from echograph.frontend.pytorch.spec import StepSpec
+    from echograph.frontend.pytorch.step import Inputs
     from echograph.models import ModelEntry
+    from echograph.workflow.plan import Loss
+
+    Built = tuple[Module, Inputs, Loss | None]
 
 
-def compile_model(
-    model: str,
-    spec: StepSpec,
+def compile(
+    model: str | Path | Module | Callable[[], Built],
+    spec: StepSpec | None = None,
     *,
-    batch_size: int | None,
-    seq_len: int | None,
-    attention: str | None,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    attention: str | None = None,
+    inputs: Inputs | None = None,
+    loss: Loss | None = None,
     producer: str = "recorder",
     say: Progress = silent,
 ) -> StepGraph:
-    """Captures and folds one training step of a zoo model, a Hugging Face configuration or `file.py:function`."""
+    """Captures one training step of a model, without a GPU and without weights, and folds its repeated blocks.
+
+    Args:
+        model: a name of the zoo; the folder or file of a Hugging Face configuration; `file.py:function`, or a
+            function itself, that returns a module, its inputs, and a loss or None; a module, with `inputs`; or an
+            ONNX file, whose forward pass is taken (`compile_onnx_file` makes a training step of one).
+        spec: dtype, optimizer and the like; None: bf16 and AdamW, of an ONNX file its own type.
+        batch_size: samples of one micro-batch; None: the model's own.
+        seq_len: tokens of a sample, or pixels of an image's side; None: the model's own.
+        attention: "sdpa" (fused), "eager", or "fused-softmax" (Megatron-LM's); None: the model's own.
+        inputs: of a module: a tuple (positional) or a mapping (keyword).
+        loss: of a module: its output -> a scalar tensor; None where it returns the loss.
+        producer: "recorder", or "aot" (export and AOTAutograd).
+        say: told what goes on.
+
+    Returns:
+        What one micro-batch and one optimizer step compute. Tensors have shapes and no data.
+
+    Raises:
+        UnknownNameError: no such model.
+        InputError: a file cannot be read, or its function raises.
+        UsageError: an option does not go with the model.
+        CaptureError: the model cannot be captured; names the module, the file and the line.
+    """
+    from echograph.frontend.pytorch.spec import StepSpec
+
+    sizes = {"batch_size": batch_size, "seq_len": seq_len, "attention": attention}
+    if not isinstance(model, str | Path):
+        return _compile_built(model, spec or StepSpec(), sizes, inputs, loss, producer, say)
+    if inputs is not None or loss is not None:
+        raise UsageError(f"inputs and loss: are of a module, which {model} is not: its function says them itself")
+    if str(model).endswith(".onnx"):
+        from echograph.workflow.compile_onnx import compile_onnx_file
+
+        if any(size is not None for size in sizes.values()):
+            raise UsageError("batch_size, seq_len and attention: not for an ONNX file, whose inputs have shapes")
+        return compile_onnx_file(Path(model), step={} if spec is None else asdict(spec), say=say).graph
     from echograph.frontend.pytorch.capture import capture_mode
 
+    spec = spec or StepSpec()
     with capture_mode():
-        name, built = build_model(
-            model, spec, batch_size=batch_size, seq_len=seq_len, attention=attention, say=say
-        )
+        name, built = build_model(str(model), spec, say=say, **sizes)  # type: ignore[arg-type]
     return _compile(name, built, spec, producer, say)
+
+
+def _compile_built(
+    model: Any, spec: StepSpec, sizes: dict[str, Any], inputs: Any, loss: Any, producer: str, say: Progress
+) -> StepGraph:
+    """The step of a module, or of what a function builds."""
+    from torch.nn import Module
+
+    from echograph.frontend.pytorch.capture import capture_mode, without_memory
+
+    if any(size is not None for size in sizes.values()):
+        raise UsageError("batch_size, seq_len and attention: are of zoo models: give inputs of that size")
+    _quiet_libraries()
+    with capture_mode() as mode:
+        if not isinstance(model, Module):
+            return _compile(getattr(model, "__name__", "model"), model(), spec, producer, say)
+        if inputs is None:
+            raise UsageError(f"{type(model).__name__}: a module is captured on inputs: give them, as inputs=(x,)")
+        built = without_memory(model, mode), inputs, loss
+    return _compile(type(model).__name__, built, spec, producer, say)
 
 
 def build_model(
@@ -102,7 +166,7 @@ def _build_entry(entry: ModelEntry, spec: StepSpec, **sizes: Any) -> tuple[Any, 
 def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: str, say: Progress) -> StepGraph:
     from echograph.frontend.pytorch.capture import capture
     from echograph.frontend.pytorch.lower import lower
-    from echograph.ir.passes.fold import fold
+    from echograph.ir.passes.fold import Fold
 
     with _one_line_errors(name):
         say(f"capturing one training step of {name}")
@@ -110,7 +174,7 @@ def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: s
         say("lowering")
         graph = lower(captured, spec, name=name)
     say("folding repeated blocks")
-    return fold(graph)
+    return Fold()(graph)
 
 
 def _quiet_libraries() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from echograph.errors import UnknownNameError, UsageError
 from echograph.progress import Progress, silent
@@ -16,13 +17,10 @@ if TYPE_CHECKING:
 def compile_onnx_file(
     path: Path,
     *,
-    dims: Sequence[str],
-    train: bool,
-    loss: str,
-    dtype: str | None,
-    optimizer: str,
-    clip_grad_norm: float | None,
-    master_weights: bool | None,
+    dims: Sequence[str] = (),
+    train: bool = False,
+    loss: str = "auto",
+    step: Mapping[str, Any] = MappingProxyType({}),
     branch: str = "",
     say: Progress = silent,
 ) -> Compiled:
@@ -33,10 +31,7 @@ def compile_onnx_file(
         dims: sizes of dimensions without one, as "name=size" or "input.position=size".
         train: whether the step trains.
         loss: what it is trained on (`frontend.onnx.loss`).
-        dtype: of the step; None: the file's.
-        optimizer: of the step, as the two that follow: only counts with `train`.
-        clip_grad_norm: largest norm of all gradients.
-        master_weights: whether 16-bit parameters have fp32 copies.
+        step: fields of `StepSpec`; dtype where it is left out is the file's, and the others count with `train`.
         branch: which branch an `If` takes where data decide: then or else; "" refuses.
         say: is told what is going on.
 
@@ -44,7 +39,7 @@ def compile_onnx_file(
         UsageError: an option does not fit the file.
         EchoError: what `frontend.onnx` raises.
     """
-    if not train and (clip_grad_norm is not None or master_weights is not None or loss != "auto"):
+    if not train and ({"clip_grad_norm", "master_weights"} & step.keys() or loss != "auto"):
         raise UsageError("--clip-grad-norm, --master-weights and --loss are of a training step: add --train")
     if branch not in ("", "then", "else"):
         raise UnknownNameError("branch", branch, ("then", "else"))
@@ -55,14 +50,9 @@ def compile_onnx_file(
     model = read(path, sizes)
     from echograph.frontend.onnx.compile import compile_onnx
     from echograph.frontend.onnx.dtypes import step_type
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
 
-    spec = StepSpec(
-        dtype=dtype or step_type(model),  # type: ignore[arg-type]
-        optimizer=optimizer,  # type: ignore[arg-type]
-        clip_grad_norm=clip_grad_norm,
-        master_weights=master_weights,
-    )
+    spec = StepSpec(**{"dtype": step_type(model), **step})
     say(f"running {path} without data")
     return compile_onnx(model, spec, train=train, loss=loss, branch=branch)
 

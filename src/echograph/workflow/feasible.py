@@ -9,13 +9,14 @@ from typing import Any
 
 from echograph.errors import EchoError, PlanError
 from echograph.ir.graph import JobGraph, StepGraph
+from echograph.options import option_name
 from echograph.progress import Progress
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.memory import Memory, largest_memory
 from echograph.simulator.result import Result
 from echograph.units import format_bytes
 from echograph.workflow.lowering import lower
-from echograph.workflow.plan import Plan, option_name
+from echograph.workflow.plan import Plan
 
 ENOUGH = 2
 MOST_TRIED = 12

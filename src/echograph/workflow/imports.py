@@ -7,8 +7,10 @@ from inspect import signature
 from pathlib import Path
 
 from echograph.errors import UsageError
-from echograph.frontend import FRONTENDS, Imported
-from echograph.ir.graph import JobGraph
+from echograph.frontend import FRONTENDS
+from echograph.ir.formats import Imported
+from echograph.ir.graph import Graph, JobGraph
+from echograph.notes import tell
 from echograph.progress import Progress, silent
 from echograph.registry import Table
 from echograph.workflow.formats import refuse_format
@@ -56,6 +58,26 @@ def import_graph(name: str, source: Path, *, keep_overhead: bool = False, say: P
     return loaded if isinstance(loaded, Imported) else Imported(graph=loaded)
 
 
+def import_(name: str, source: str | Path, *, keep_overhead: bool = False, say: Progress = silent) -> Graph:
+    """Reads what another tool wrote as a graph; what a graph cannot hold of it goes to the logger `echograph`.
+
+    Args:
+        name: of the format: "chakra", "comms", "gml", "json", "kineto", "onnx" or "text".
+        source: the file; for chakra and kineto the folder of the ranks.
+        keep_overhead: of kineto: durations as recorded, with what recording cost.
+        say: told how far it is.
+
+    Raises:
+        UnknownNameError: no such format.
+        UnavailableError: a format that is only written.
+        InputError: the source cannot be read.
+        DataError: it breaks a rule of its format.
+    """
+    imported = import_graph(name, Path(source), keep_overhead=keep_overhead, say=say)
+    tell(imported.notes)
+    return imported.graph
+
+
 def load_kineto(source: Path, *, keep_overhead: bool = False) -> Imported:
     """The job of profiler traces: a folder with one a rank, a recording, or one file.
 
@@ -91,8 +113,7 @@ def _compared(job: JobGraph) -> str:
     """A step as recorded, without what recording cost, and as it was when nothing was recorded."""
     from echograph.workflow.replay import replay, step_medians, steps
 
-    result, ran = replay(job)
-    found = step_medians(steps(ran, result.timeline))
+    found = step_medians(steps(replay(job)))
     if found is None:
         return "durations are without what recording cost"
     recorded, without, free = (f"{seconds * 1e3:.4g} ms" for seconds in found)

@@ -12,7 +12,7 @@ from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Payload, Phase
 from echograph.simulator.memory import memory
-from echograph.simulator.memory_kinds import Memories
+from echograph.simulator.memory.kinds import Memories
 
 
 def summarize_job(job: JobGraph) -> dict[str, Any]:

@@ -2,131 +2,161 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph, Workload
-from echograph.ir.passes.model import count_model_flops
+from echograph.ir.passes import PASSES
+from echograph.ir.passes.base import Note, Pass, run
 from echograph.simulator.clusters import Cluster
 from echograph.workflow.plan import Plan, micro_batches, spread
 
 
-def lower(graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster) -> JobGraph:
-    """The job that a graph is on a cluster; a job graph is taken as it is.
+def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]:
+    """What a plan makes of a step graph: the whole order, with every option.
+
+    Those up to the first that makes a job of the step (`base.split_at_job`) depend neither on the cluster nor on
+    how many data-parallel ranks there are.
+
+    Args:
+        plan: how the step is spread.
+        workload: of the step.
+        cluster: that it runs on.
 
     Raises:
         UsageError: the plan's sizes do not multiply to the GPUs, a batch or a number of copies does not divide, or
-            options for a job graph that has its plan already.
+            what `plan.passes` lists is no list of passes.
+    """
+    if plan.passes:
+        from echograph.ir.passes.spec import parse_passes
+
+        return parse_passes(plan.passes)
+    _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
+    count = micro_batches(plan, ranks, plan.micro_batch or workload.batch_size)
+    replicas, dropping = ranks // plan.expert_ranks, {"capacity_factor": plan.capacity_factor}
+    experts = {"imbalance": plan.expert_imbalance, "across": ("cp",) if plan.shares_experts_over_cp else ()}
+    types = {"dtype": plan.precision or None, "grad_dtype": plan.grad_dtype or None}
+    order: tuple[tuple[bool, str, dict[str, Any]], ...] = (
+        # The step that one rank would run alone: its batch, what it is asked for, what it computes again.
+        (plan.micro_batch not in (None, workload.batch_size), "micro_batch", {"size": plan.micro_batch}),
+        (True, "model_flops", dropping),
+        (plan.recompute != "none", "recompute", _recompute(plan)),
+        # That of one of the ranks that share it, in its types: products are scaled as each rank has them.
+        (plan.tp > 1, "tensor_parallel", _tensor_parallel(plan)),
+        (plan.cp > 1, "context_parallel", {"size": plan.cp, "method": plan.cp_method.replace("-", "_")}),
+        (
+            plan.ep > 1 or plan.capacity_factor is not None,
+            "expert_parallel",
+            {"size": plan.ep} | dropping | experts,
+        ),
+        (plan.loss == "fused", "fuse_loss", {}),
+        (bool(plan.precision or plan.grad_dtype), "precision", types),
+        # The job of all ranks.
+        (plan.pp > 1, "pipeline", _pipeline(plan, count)),
+        (plan.zero < 3, "data_parallel", _data_parallel(plan, replicas, count)),
+        (plan.zero == 3, "fully_shard", _fully_shard(plan, replicas, count)),
+        (plan.mesh_order != Plan().mesh_order, "mesh_order", {"order": tuple(plan.mesh_order.split("-"))}),
+    )
+    return tuple(PASSES[name](**options) for wanted, name, options in order if wanted)
+
+
+def apply(
+    graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster, note: Note | None = None
+) -> StepGraph | JobGraph:
+    """What a plan makes of a graph: a job, or what the passes leave that it lists itself.
+
+    Args:
+        graph: a step; or a job, which is taken as it is.
+        plan: how it is spread.
+        cluster: that it runs on.
+        note: told what could not be spread, and is computed by every rank.
+
+    Raises:
+        UsageError: as `passes`, or options for a job graph that has its plan already.
         PlanError: the plan does not fit the model.
     """
-    if isinstance(graph, JobGraph):
+    return run(graph, _passes_of(graph, plan, cluster), verify=bool(plan.passes), note=note)
+
+
+def lower(graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster, note: Note | None = None) -> JobGraph:
+    """`apply` where a job is needed.
+
+    Raises:
+        PlanError: also where the passes that a plan lists leave a step.
+    """
+    # The passes of a plan end in a builder, which verifies; a list may hold anyone's.
+    return run(graph, _passes_of(graph, plan, cluster), to=JobGraph, verify=bool(plan.passes), note=note)
+
+
+def _passes_of(graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster) -> tuple[Pass, ...]:
+    if isinstance(graph, JobGraph) and not plan.passes:
         return _as_it_is(graph, plan)
-    spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
-    return replicate(share(prepare(graph, plan), plan), plan, cluster)
+    return passes(plan, graph.workload, cluster)
 
 
-def replicate(graph: StepGraph, plan: Plan, cluster: Cluster) -> JobGraph:
-    """The job of all ranks, from the step that `share` made."""
-    _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
-    count = micro_batches(plan, ranks, graph.workload.batch_size)
-    job = _replicate(graph, plan, ranks // plan.expert_ranks, count)
-    if plan.mesh_order != Plan().mesh_order:
-        from echograph.ir.passes.mesh import MeshOrder
-
-        job = MeshOrder(order=tuple(plan.mesh_order.split("-")))(job)
-    return job
-
-
-def _as_it_is(graph: JobGraph, plan: Plan) -> JobGraph:
+def _as_it_is(graph: JobGraph, plan: Plan) -> tuple[Pass, ...]:
     asked = [name for name in plan.given if name not in ("gpus", "cluster")]
     if asked:
         raise UsageError(f"a job graph has its plan already: give {', '.join(asked)} with its step graph")
     if plan.gpus in (None, graph.world_size):
-        return graph
+        return ()
     if graph.mesh:
         raise UsageError(
             f"--gpus {plan.gpus}: the job graph is for {graph.world_size}; give its step graph instead"
         )
-    from echograph.ir.passes.mesh import ResizeWorld
-
-    return ResizeWorld(gpus=plan.gpus)(graph)
+    return (PASSES["resize_world"](gpus=plan.gpus),)
 
 
-def prepare(graph: StepGraph, plan: Plan) -> StepGraph:
-    """The step that one rank would run alone: its batch, and what it computes again."""
-    if plan.micro_batch not in (None, graph.workload.batch_size):
-        from echograph.ir.passes.micro_batch import MicroBatch
-
-        graph = MicroBatch(size=plan.micro_batch)(graph)
-    graph = replace(graph, workload=_model_of(graph, plan))
-    if plan.recompute != "none":
-        from echograph.ir.passes.recompute import Recompute
-
-        every = int(plan.recompute) if plan.recompute.isdigit() else 1
-        policy: Any = "full" if plan.recompute.isdigit() else plan.recompute.replace("-", "_")
-        graph = Recompute(policy=policy, every=every, early_stop=plan.recompute_early_stop)(graph)
-    return graph
+def _recompute(plan: Plan) -> dict[str, Any]:
+    counted = plan.recompute.isdigit()
+    return {
+        "policy": "full" if counted else plan.recompute.replace("-", "_"),
+        "every": int(plan.recompute) if counted else 1,
+        "early_stop": plan.recompute_early_stop,
+    }
 
 
-def _model_of(graph: StepGraph, plan: Plan) -> Workload:
-    """The workload with the FLOPs of the model, without those of rows that the experts drop."""
-    if plan.capacity_factor is not None and plan.capacity_factor < 1:
-        from echograph.ir.passes.expert_parallel import ExpertParallel
-
-        graph = ExpertParallel(size=1, capacity_factor=plan.capacity_factor)(graph)
-    return count_model_flops(graph).workload
-
-
-def share(graph: StepGraph, plan: Plan) -> StepGraph:
-    """The step of one of the ranks that share it, in its types: products are scaled as each rank has them."""
-    if plan.tp > 1:
-        graph = tensor_parallel(plan)(graph)
-    if plan.cp > 1:
-        from echograph.ir.passes.context_parallel import ContextParallel
-
-        method: Any = plan.cp_method.replace("-", "_")
-        graph = ContextParallel(size=plan.cp, method=method)(graph)
-    if plan.ep > 1 or plan.capacity_factor is not None:
-        from echograph.ir.passes.expert_parallel import ExpertParallel
-
-        graph = ExpertParallel(
-            size=plan.ep,
-            capacity_factor=plan.capacity_factor,
-            imbalance=plan.expert_imbalance,
-            across=("cp",) if plan.shares_experts_over_cp else (),
-        )(graph)
-    if plan.loss == "fused":
-        from echograph.ir.passes.fuse import FuseLoss
-
-        graph = FuseLoss()(graph)
-    if plan.precision or plan.grad_dtype:
-        from echograph.ir.passes.precision import Precision
-
-        graph = Precision(dtype=plan.precision or None, grad_dtype=plan.grad_dtype or None)(graph)
-    return graph
-
-
-def tensor_parallel(plan: Plan) -> Any:
-    """The tensor-parallel pass of a plan."""
-    from echograph.ir.passes.tensor_parallel import TensorParallel
-
+def _tensor_parallel(plan: Plan) -> dict[str, Any]:
     patterns = None
     if plan.tp_plan:
         from echograph.ir.passes.tensor_parallel.plan import read_plan
 
         patterns = read_plan(Path(plan.tp_plan))
-    return TensorParallel(size=plan.tp, plan=patterns, sequence_parallel=plan.sequence_parallel)
+    return {"size": plan.tp, "plan": patterns, "sequence_parallel": plan.sequence_parallel}
 
 
-def notes(graph: StepGraph | JobGraph, plan: Plan) -> tuple[str, ...]:
-    """What the plan could not spread, and is computed by every rank."""
-    if plan.tp == 1 or isinstance(graph, JobGraph):
-        return ()
-    lines = tensor_parallel(plan).report(graph)
-    # Gathering the sequence before a product is what sequence parallelism does, not something it failed to.
-    return tuple(line for line in lines if not (plan.sequence_parallel and ": gathers " in line))
+def _pipeline(plan: Plan, count: int) -> dict[str, Any]:
+    try:
+        layers = tuple(int(part) for part in plan.stage_layers.split(",")) if plan.stage_layers else None
+    except ValueError:
+        raise UsageError(
+            f"--stage-layers {plan.stage_layers[:40]}: give whole numbers with commas, as 10,12,12,10"
+        ) from None
+    schedule = schedule_of(plan)
+    return {"stages": plan.pp, "micro_batches": count, "schedule": schedule, "chunks": plan.vpp, "layers": layers}
+
+
+def schedule_of(plan: Plan) -> str:
+    """The pipeline schedule of a plan; "" without a pipeline."""
+    return plan.schedule or (("interleaved" if plan.vpp > 1 else "1f1b") if plan.pp > 1 else "")
+
+
+def _data_parallel(plan: Plan, replicas: int, count: int) -> dict[str, Any]:
+    # Micro-batches of a pipeline are in its schedule already.
+    options = {"replicas": replicas, "micro_batches": 1 if plan.pp > 1 else count}
+    names = ("zero", "overlap_grad_reduce", "overlap_param_gather")
+    return options | {name: plan.given[name] for name in names if name in plan.given}
+
+
+def _fully_shard(plan: Plan, replicas: int, count: int) -> dict[str, Any]:
+    keep = plan.pp > 1 if plan.reshard_after_forward is None else not plan.reshard_after_forward
+    return {
+        "replicas": replicas,
+        "shard": replicas // plan.hsdp_replicas,
+        "micro_batches": 1 if plan.pp > 1 else count,
+        "reshard_after_forward": not keep,
+    }
 
 
 def cluster_notes(cluster: Cluster, gpus: int) -> tuple[str, ...]:
@@ -139,66 +169,26 @@ def cluster_notes(cluster: Cluster, gpus: int) -> tuple[str, ...]:
     )
 
 
-def _replicate(graph: StepGraph, plan: Plan, replicas: int, count: int) -> JobGraph:
-    staged: StepGraph | JobGraph = graph
-    if plan.pp > 1:
-        staged, count = _pipeline(graph, plan, count), 1
-    if plan.zero < 3:
-        from echograph.ir.passes.data_parallel import DataParallel
-
-        options = {
-            name: getattr(plan, name)
-            for name in ("zero", "overlap_grad_reduce", "overlap_param_gather")
-            if name in plan.given
-        }
-        return DataParallel(replicas=replicas, micro_batches=count, **options)(staged)
-    from echograph.ir.passes.fully_shard import FullyShard
-
-    keep = plan.pp > 1 if plan.reshard_after_forward is None else not plan.reshard_after_forward
-    return FullyShard(
-        replicas=replicas,
-        shard=replicas // plan.hsdp_replicas,
-        micro_batches=count,
-        reshard_after_forward=not keep,
-    )(staged)
-
-
-def _pipeline(graph: StepGraph, plan: Plan, count: int) -> JobGraph:
-    from echograph.ir.passes.pipeline import Pipeline
-
-    schedule = plan.schedule or ("interleaved" if plan.vpp > 1 else "1f1b")
-    return Pipeline(
-        stages=plan.pp, micro_batches=count, schedule=schedule, chunks=plan.vpp, layers=_layers(plan.stage_layers)
-    )(graph)
-
-
-def _layers(text: str) -> tuple[int, ...] | None:
-    if not text:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"--stage-layers {text[:40]}: give whole numbers with commas, as 10,12,12,10") from None
-
-
 def record(job: JobGraph, plan: Plan, cluster: Cluster) -> dict[str, Any]:
-    """The plan with its defaults filled in, for results."""
+    """The plan with its defaults filled in, for results; where it lists passes, those instead of its options."""
     mesh = {axis.name: axis.size for axis in job.mesh}
     data = 1
     for name, size in mesh.items():
         data *= size if name.startswith("dp") or name == "ep" else 1
-    return {
+    sizes = {
         "gpus": job.world_size,
         "cluster": cluster.name,
         **{axis: mesh.get(axis, 1) for axis in ("tp", "cp", "ep", "pp")},
         "dp": data,
+    }
+    options = {
         "vpp": plan.vpp,
         "zero": plan.zero,
         "hsdp_replicas": plan.hsdp_replicas,
         "sequence_parallel": plan.sequence_parallel,
-        "schedule": plan.schedule or (("interleaved" if plan.vpp > 1 else "1f1b") if plan.pp > 1 else ""),
+        "schedule": schedule_of(plan),
         "recompute": plan.recompute,
         "precision": plan.precision or job.workload.dtype.text,
-        "micro_batch": job.workload.batch_size,
-        "mesh": mesh,
     }
+    said = {"passes": plan.passes} if plan.passes else options
+    return {**sizes, **said, "micro_batch": job.workload.batch_size, "mesh": mesh}

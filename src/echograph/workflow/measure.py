@@ -11,12 +11,11 @@ from echograph.progress import Progress
 from echograph.units import to_s
 
 if TYPE_CHECKING:
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
 if TYPE_CHECKING:
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
     from echograph.ir.graph import StepGraph
-    from echograph.ir.invocations import Invocation
-    from echograph.ir.profile import Environment, Profile
+    from echograph.ir.profile import Environment, Invocation, Profile
     from echograph.profiler.measure.device import MeasuringDevice
     from echograph.profiler.measure.ops import OpTiming
 
@@ -41,7 +40,7 @@ def capture_invocations(model: str, spec: StepSpec, cache_bytes: int, say: Progr
     from echograph.frontend.pytorch.capture import capture, capture_mode
     from echograph.frontend.pytorch.invocations import invocations_of
     from echograph.frontend.pytorch.lower import lower_nodes, workload_of
-    from echograph.ir.passes.fold import fold
+    from echograph.ir.passes.fold import Fold
     from echograph.workflow.compile import build_model
 
     with capture_mode():
@@ -49,7 +48,7 @@ def capture_invocations(model: str, spec: StepSpec, cache_bytes: int, say: Progr
     say(f"capturing one training step of {name}")
     nodes = capture(*built, spec)
     flat, made = lower_nodes(nodes, workload_of(nodes, spec, name))
-    return Captured(graph=fold(flat), flat=flat, invocations=invocations_of(nodes, flat, made, cache_bytes))
+    return Captured(graph=Fold()(flat), flat=flat, invocations=invocations_of(nodes, flat, made, cache_bytes))
 
 
 def measure_invocations(
@@ -130,6 +129,54 @@ def summarize_measured(captured: Captured, outcome: OpTiming, device: MeasuringD
     }
 
 
+def time_step(
+    model: str,
+    spec: StepSpec,
+    device: MeasuringDevice,
+    *,
+    steps: int,
+    warm_up: int,
+    keep: bool,
+    profile: Path | None,
+    say: Progress,
+    **sizes: Any,
+) -> dict[str, Any]:
+    """Whole training steps, timed end to end; beside a profile's sum of operations and its simulation.
+
+    Args:
+        model: as `compile` takes it.
+        spec: the rest of the step.
+        device: that it runs on.
+        steps: that are timed.
+        warm_up: steps before them.
+        keep: of the CPU: whether freed memory stays, as on CUDA.
+        profile: of the operations; None predicts nothing.
+        say: told what goes on.
+        sizes: `batch_size`, `seq_len` and `attention` of a zoo model.
+
+    Returns:
+        Seconds, and relative errors of what was predicted.
+    """
+    predicted = {} if profile is None else predicted_step(model, spec, profile, device.cache_bytes, say, **sizes)
+    samples = measure_step(model, spec, device, steps, warm_up, keep, say, **sizes)
+    errors = {
+        f"{name[:-2]}_error": seconds / samples.median - 1
+        for name, seconds in predicted.items()
+        if name.endswith("_s")
+    }
+    return {
+        "model": model,
+        "device": device.environment().hardware,
+        "steps": len(samples.seconds),
+        "step_s": samples.median,
+        "mean_s": samples.mean,
+        "spread": samples.spread,
+        "seconds": list(samples.seconds),
+        **predicted,
+        **errors,
+    }
+
+
 def measure_step(
     model: str, spec: Any, device: Any, steps: int, warm_up: int, keep: bool, say: Any, **sizes: Any
 ) -> Any:
@@ -155,15 +202,15 @@ def predicted_step(
     from echograph.ir.passes.annotate import join
     from echograph.ir.profile import load_profile
     from echograph.workflow.measure import capture_invocations
-    from echograph.workflow.measured import predict_measured
     from echograph.workflow.plan import Plan
+    from echograph.workflow.predict import predict
 
     graph = capture_invocations(model, spec, cache_bytes, say, **sizes).graph
     _, coverage = join(graph, load_profile(profile))
     found: dict[str, Any] = {"sum_s": to_s(coverage.busy_ps), "missing": coverage.missing}
     if not coverage.missing:
         say("simulating")
-        result, _ = predict_measured(graph, Plan(cluster=str(profile)))
+        result, _ = predict(graph, Plan(cluster=str(profile)))
         found["simulated_s"] = to_s(result.step_ps)
     return found
 
@@ -182,7 +229,7 @@ def device_and_spec(device: str, dtype: str, optimizer: str, clock: str) -> tupl
     """
     import torch
 
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
     from echograph.profiler.measure.device import open_device
 
     for option, value, choices in (("--device", device or "cpu", DEVICES), ("--clock", clock, CLOCKS)):

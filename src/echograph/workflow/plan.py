@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypedDict, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
 from echograph.errors import InputError, UnknownNameError, UsageError
+from echograph.options import given, kinds, option, option_name
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 Recompute = Literal["none", "selective", "selective-op", "full"]
@@ -24,43 +24,6 @@ MAX_BYTES = 64 * 1024
 """Of a plan file."""
 
 
-class PlanOptions(TypedDict, total=False):
-    """The fields of a plan, for functions that take them as keywords."""
-
-    gpus: int | None
-    cluster: str
-    tp: int
-    sequence_parallel: bool
-    tp_plan: str
-    cp: int
-    cp_method: str
-    ep: int
-    capacity_factor: float | None
-    expert_imbalance: float
-    pp: int
-    vpp: int
-    schedule: str
-    stage_layers: str
-    dp: int | None
-    zero: int
-    hsdp_replicas: int
-    reshard_after_forward: bool | None
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    micro_batch: int | None
-    global_batch: int | None
-    recompute: str
-    recompute_early_stop: bool | None
-    loss: str
-    precision: str
-    grad_dtype: str
-    mesh_order: str
-
-
-def _option(default: Any, text: str, shown: str = "") -> Any:
-    return field(default=default, metadata={"help": text, "shown": shown})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How a step is spread over a cluster. The text of each field is its help on the command line.
@@ -69,55 +32,54 @@ class Plan:
         UsageError: a value that no plan can have, or two that exclude each other.
     """
 
-    gpus: int | None = _option(None, "Number of GPUs.", "one node, or as many as the plan needs")
-    cluster: str = _option("dgx-h100", "A preset (see echosim clusters), a TOML file, or an echoprof profile.pb.")
-    tp: int = _option(1, "Tensor-parallel ranks, which share each layer.")
-    sequence_parallel: bool = _option(False, "They share the sequence between the products as well.")
-    tp_plan: str = _option(
+    gpus: int | None = option(None, "Number of GPUs.", "one node, or as many as the plan needs")
+    cluster: str = option("dgx-h100", "A preset (see echosim clusters), a TOML file, or an echoprof profile.pb.")
+    tp: int = option(1, "Tensor-parallel ranks, which share each layer.")
+    sequence_parallel: bool = option(False, "They share the sequence between the products as well.")
+    tp_plan: str = option(
         "", "TOML file of module patterns and how they are shared.", "the model's own, or by structure"
     )
-    cp: int = _option(1, "Context-parallel ranks, which share the sequence.")
-    cp_method: str = _option("ring", f"Attention over shared sequences: {', '.join(get_args(CpMethod))}.")
-    ep: int = _option(1, "Expert-parallel ranks, which share the experts of a layer.")
-    capacity_factor: float | None = _option(
+    cp: int = option(1, "Context-parallel ranks, which share the sequence.")
+    cp_method: str = option("ring", f"Attention over shared sequences: {', '.join(get_args(CpMethod))}.")
+    ep: int = option(1, "Expert-parallel ranks, which share the experts of a layer.")
+    capacity_factor: float | None = option(
         None, "Rows that an expert takes, in units of its even share; the rest is dropped.", "no limit"
     )
-    expert_imbalance: float = _option(1.0, "Rows of the busiest rank's experts in units of the mean (assumed).")
-    pp: int = _option(1, "Pipeline stages.")
-    vpp: int = _option(1, "Chunks of layers on each stage (interleaving).")
-    schedule: str = _option("", f"{', '.join(get_args(Schedule))}.", "interleaved with --vpp, else 1f1b")
-    stage_layers: str = _option("", "Layers of each chunk in the model's order, as 10,12,12,10.", "even")
-    dp: int | None = _option(None, "Data-parallel ranks, experts' included.", "what the GPUs leave")
-    zero: int = _option(0, "0: DDP; 1: optimizer states sharded; 2: gradients, too; 3: parameters, too (FSDP).")
-    hsdp_replicas: int = _option(1, "Copies of the sharded model (HSDP), with --zero 3.")
-    reshard_after_forward: bool | None = _option(
+    expert_imbalance: float = option(1.0, "Rows of the busiest rank's experts in units of the mean (assumed).")
+    pp: int = option(1, "Pipeline stages.")
+    vpp: int = option(1, "Chunks of layers on each stage (interleaving).")
+    schedule: str = option("", f"{', '.join(get_args(Schedule))}.", "interleaved with --vpp, else 1f1b")
+    stage_layers: str = option("", "Layers of each chunk in the model's order, as 10,12,12,10.", "even")
+    dp: int | None = option(None, "Data-parallel ranks, experts' included.", "what the GPUs leave")
+    zero: int = option(0, "0: DDP; 1: optimizer states sharded; 2: gradients, too; 3: parameters, too (FSDP).")
+    hsdp_replicas: int = option(1, "Copies of the sharded model (HSDP), with --zero 3.")
+    reshard_after_forward: bool | None = option(
         None, "Drop gathered parameters after forward, with --zero 3.", "yes; no in a pipeline"
     )
-    overlap_grad_reduce: bool = _option(True, "Reduce gradients while backward goes on.")
-    overlap_param_gather: bool = _option(
+    overlap_grad_reduce: bool = option(True, "Reduce gradients while backward goes on.")
+    overlap_param_gather: bool = option(
         False, "Gather parameters while the next forward goes on, with --zero 1 and 2."
     )
-    micro_batch: int | None = _option(None, "Samples of a micro-batch.", "as the graph was compiled")
-    global_batch: int | None = _option(
+    micro_batch: int | None = option(None, "Samples of a micro-batch.", "as the graph was compiled")
+    global_batch: int | None = option(
         None, "Samples of one step over all GPUs.", "one micro-batch a data-parallel rank and stage"
     )
-    recompute: str = _option(
+    recompute: str = option(
         "none",
         f"Activations computed again in backward: {', '.join(get_args(Recompute))}, or N: all of every Nth layer.",
     )
-    recompute_early_stop: bool | None = _option(
+    recompute_early_stop: bool | None = option(
         None,
         "Recompute only until backward has what it needs, as PyTorch does; Megatron-LM runs all of it.",
         "yes; no with selective",
     )
-    loss: str = _option(
+    loss: str = option(
         "eager", "Cross-entropy: eager, or fused, which writes no probabilities (torch.compile, Liger Kernel)."
     )
-    precision: str = _option("", f"{', '.join(get_args(Precision))}.", "as the graph was compiled")
-    grad_dtype: str = _option(
-        "", f"Type in which gradients add up: {', '.join(get_args(GradDType))}.", "their own"
-    )
-    mesh_order: str = _option("-".join(AXES), "Axes of the mesh, neighbours first.")
+    precision: str = option("", f"{', '.join(get_args(Precision))}.", "as the graph was compiled")
+    grad_dtype: str = option("", f"Type in which gradients add up: {', '.join(get_args(GradDType))}.", "their own")
+    mesh_order: str = option("-".join(AXES), "Axes of the mesh, neighbours first.")
+    passes: str = option("", "The passes themselves, as 'fuse data_parallel{replicas=8}'.", "those of the options")
 
     def __post_init__(self) -> None:
         for check in (_check_sizes, _check_words, _check_pairs):
@@ -141,12 +103,7 @@ class Plan:
     @property
     def given(self) -> dict[str, Any]:
         """What differs from the defaults."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-
-
-def option_name(field_name: str) -> str:
-    """A field as the command line spells it."""
-    return "--" + field_name.replace("_", "-")
+        return given(self)
 
 
 def _check_sizes(plan: Plan) -> None:
@@ -225,6 +182,9 @@ def _check_pairs(plan: Plan) -> None:
             "--overlap-param-gather: is of --zero 1 or 2; --zero 3 gathers ahead always",
         ),
     )
+    others = [name for name in plan.given if name not in ("passes", "cluster")]
+    if plan.passes and others:
+        raise UsageError(f"--passes: is the whole list: leave {', '.join(map(option_name, others))} out")
     for broken, line in rules:
         if broken:
             raise UsageError(line)
@@ -317,7 +277,7 @@ def read_plan(path: Path) -> dict[str, Any]:
         raise InputError(f"plan file {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # also of a number with too many digits
         raise InputError(f"plan file {path}: is no TOML: {error}") from None
-    hints = {name: kind_of(hint) for name, hint in get_type_hints(Plan).items()}
+    hints = kinds(Plan)
     values = {}
     for key, value in found.items():
         name = key.replace("-", "_")
@@ -325,13 +285,6 @@ def read_plan(path: Path) -> dict[str, Any]:
             raise UnknownNameError(f"option in plan file {path}:", key, [n.replace("_", "-") for n in hints])
         values[name] = _value(path, key, value, hints[name])
     return values
-
-
-def kind_of(hint: Any) -> Any:
-    """The type of a field, without None."""
-    if isinstance(hint, UnionType):
-        (hint,) = (h for h in get_args(hint) if h is not type(None))
-    return hint
 
 
 def _value(path: Path, key: str, value: Any, kind: type) -> Any:

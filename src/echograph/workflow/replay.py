@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import PlanError, UsageError
 from echograph.ir.graph import Graph, JobGraph
-from echograph.ir.timeline import Timeline
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind
-from echograph.simulator.clusters import Cluster, load_cluster
+from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import Host
 from echograph.simulator.result import Result
 from echograph.simulator.what_if import Scale
 from echograph.units import to_s
-from echograph.workflow.plan import Plan
-from echograph.workflow.scenario import Scenario
+from echograph.workflow.system import System
 
 # As profiler.replay writes it: beside an operation's own, the time of the step that it ends.
 STEP = "step"
 FREE = "free step"
+_KEPT = (
+    "model", "cluster", "device", "gpus", "breakdown_s", "breakdown_of", "breakdown_mean_s", "breakdown_least_s",
+    "breakdown_most_s", "breakdown_ranks", "limits_s", "durations", "collectives", "simulation",
+)  # fmt: skip
 TRACE = "trace"
 NOT_TRACED, NOT_TRACED_WORLD = "not traced", "not traced (all ranks)"
 ONE_OF_SEVERAL = "one rank of several"
@@ -58,31 +61,33 @@ def is_traced(graph: Graph) -> bool:
 
 
 def replay(
-    job: JobGraph, *, cluster: str | None = None, gpus: int | None = None, scales: Sequence[Scale] = ()
-) -> tuple[Result, JobGraph]:
+    job: JobGraph, *, system: System | None = None, gpus: int | None = None, scales: Sequence[Scale] = ()
+) -> Result:
     """Simulates a traced job with its own durations.
 
     Args:
         job: the job.
-        cluster: whose network carries its communication; None: it takes what it took.
+        system: whose network carries its communication; None: it takes what it took.
         gpus: how many ranks; None: its own.
         scales: what is longer or shorter than it was.
+
+    Returns:
+        The prediction of all that was traced; its `job` is what ran.
 
     Raises:
         UsageError: another number of ranks without a cluster, or of a job in which nothing is communicated, or
             collectives of which the trace does not say the sizes, or whose ranks were not traced.
         PlanError: another number of ranks of a job that is not purely data-parallel.
     """
-    from echograph.ir.passes.mesh import one_communicator
+    from echograph.ir.passes.base import run
+    from echograph.ir.passes.mesh import OneCommunicator, ResizeWorld
     from echograph.simulator.simulate import simulate
 
     if gpus not in (None, job.world_size):
-        if cluster is None:
+        if system is None:
             raise UsageError(
                 f"--gpus {gpus}: what was measured is of {job.world_size} ranks: say whose network, with --cluster"
             )
-        from echograph.ir.passes.mesh import ResizeWorld
-
         _check_sizes(job)
         _check_traced(job, f"--gpus {gpus}", {NOT_TRACED})
         if _of_groups(job, {ONE_OF_SEVERAL}).any():
@@ -94,47 +99,33 @@ def replay(
                 f"--gpus {gpus}: the trace has no collective, so it does not say what {gpus} ranks would "
                 "exchange: trace a job that communicates"
             )
-        job = one_communicator(ResizeWorld(gpus=int(gpus or 0))(job))
-    elif cluster is not None:
-        from echograph.ir.passes.annotate import forget_communication
+        job = run(job, (ResizeWorld(gpus=int(gpus or 0)), OneCommunicator()), to=JobGraph)
+    elif system is not None:
+        from echograph.ir.passes.annotate import ForgetCommunication
 
         _check_sizes(job)
-        _check_traced(job, f"--cluster {cluster}", {NOT_TRACED, NOT_TRACED_WORLD})
-        job = one_communicator(forget_communication(job))
-    where = machine(job, cluster)
-    threads = Host(op_ps=0, launch_ps=0, threads=True)
-    result = simulate(job, where, threads, engine="static", scales=scales, memory=False)
-    return result, job
+        _check_traced(job, f"--cluster {system.cluster.name}", {NOT_TRACED, NOT_TRACED_WORLD})
+        job = run(job, (ForgetCommunication(), OneCommunicator()), to=JobGraph)
+    on = _machine(job, system)
+    result = simulate(job, on.cluster, on.host, engine="static", scales=scales, memory=False)
+    return replace(result, job=job)
 
 
-def replay_plan(job: JobGraph, plan: Plan, scenario: Scenario) -> tuple[Result, JobGraph]:
-    """`replay` for `echosim run`: the step is then all that was traced.
-
-    Raises:
-        UsageError: what a traced job has already, or what needs more than its own ranks.
-    """
-    if asked := [name for name in plan.given if name not in ("gpus", "cluster")]:
-        raise UsageError(f"a traced job has its plan already: leave {', '.join(asked)} out")
-    default = Scenario()
-    others = [f.name for f in fields(scenario) if f.name != "scales"]
-    if asked := [name for name in others if getattr(scenario, name) != getattr(default, name)]:
-        raise UsageError(f"{', '.join(asked)}: not of a traced job, whose ranks run what they ran")
-    other = "cluster" in plan.given or plan.gpus not in (None, job.world_size)
-    named = plan.cluster if other else None
-    return replay(job, cluster=named, gpus=plan.gpus, scales=scenario.scales)
-
-
-def machine(job: JobGraph, cluster: str | None) -> Cluster:
-    """The cluster with the job's own device; without one, where nothing is asked of the network."""
+def _machine(job: JobGraph, system: System | None) -> System:
+    """The system with the job's own device; without one, where nothing is asked of the network."""
     name = job.strings[_own_device(job)]
-    if cluster is not None:
-        return replace(load_cluster(cluster), device=name)
-    size = job.world_size
-    return replace(load_cluster(), name="as traced", device=name, max_gpus=size, stated_gpus=size)
+    if system is None:
+        size = job.world_size
+        where = replace(load_cluster(), name="as traced", device=name, max_gpus=size, stated_gpus=size)
+    else:
+        where = replace(system.cluster, device=name)
+    return System.timed(where, Host(op_ps=0, launch_ps=0, threads=True))
 
 
-def steps(job: JobGraph, timeline: Timeline) -> list[StepTime]:
-    """The steps of all programs, as they were measured and as they are simulated."""
+def steps(result: Result) -> list[StepTime]:
+    """The steps of all programs of a replay, as they were measured and as they are simulated."""
+    job, timeline = result.job, result.timeline
+    assert job is not None
     ops, found = job.ops, []
     measured, free = _durations(job, STEP), _durations(job, FREE)
     names = {int(ops.name[row]) for row in measured}
@@ -215,3 +206,22 @@ def _of_groups(job: JobGraph, names: set[str]) -> npt.NDArray[np.bool_]:
     """Which operations communicate in a group of one of the names."""
     groups = [index for index, group in enumerate(job.groups) if group.name in names]
     return np.isin(job.ops.kind, COMMUNICATIONS) & np.isin(job.ops.group, groups)
+
+
+def shown_steps(found: Sequence[StepTime]) -> list[StepTime]:
+    """The steps; all of the trace where there are none."""
+    return [step for step in found if step.name != TRACE] or list(found)
+
+
+def replay_record(result: Result, found: Sequence[StepTime], *, changed: bool) -> dict[str, Any]:
+    """What `echosim replay --json` says; `changed` where it is no longer the step that was traced."""
+    shown = shown_steps(found)
+    of_step = {
+        "measured_step_s": float(np.mean([s.measured_s for s in shown])),
+        "replayed_step_s": float(np.mean([s.replayed_s for s in shown])),
+        "largest_error": None if changed else max((abs(s.error) for s in found), default=0.0),
+        "free_step_s": free[2] if (free := step_medians(found)) else None,
+        "steps": [asdict(step) for step in found],
+    }
+    record = result.to_json()
+    return {**of_step, "trace_s": to_s(result.step_ps), **{name: record[name] for name in _KEPT}}

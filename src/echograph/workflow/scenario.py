@@ -1,58 +1,99 @@
-"""What a prediction is asked beyond its plan: other durations, another cluster, ranks that differ, failures."""
+"""What a prediction is asked beyond its plan and its system: other durations, ranks that differ, failures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from echograph.errors import UsageError
+from echograph.options import option
 from echograph.simulator.clusters import DegradedLink, SlowNode, parse_degraded
 from echograph.simulator.goodput import Reliability
 from echograph.simulator.ranks import EveryRank
 from echograph.simulator.what_if import Scale, parse_scale
 
 MAX_DRAWS = 10_000
-MAX_TRACED = 64
 HOUR_S = 3600.0
+NETWORKS = ("closed-form", "flows")
+_NONE: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Options of `echosim run` that are not the plan's.
+    """What is otherwise in a step than that all runs as it should.
 
-    Attributes:
-        scales: kinds of work that take longer or shorter.
-        settings: keys of the cluster's file with other values, as text.
-        slow: (rank or "node:N") with the factor on its kernels.
-        jitter: relative standard deviation of every kernel.
-        seed: of the jitter.
-        draws: simulations with other noise, for percentiles.
-        every_rank: simulate every rank, even if all are alike.
-        network: "auto", "closed-form" or "flows".
-        degraded: links and nodes of the cluster that are worse than their like.
-        trace_ranks: ranks whose timelines are written.
-        host_waits: the host waits for what a pipeline stage receives.
-        launch_blocking: it waits for every kernel.
-        reliability: how often nodes fail.
+    The text of each field is its help on the command line.
+
+    Raises:
+        UsageError: a field is misspelt, or lacks another.
     """
 
-    scales: tuple[Scale, ...] = ()
-    settings: dict[str, str] = field(default_factory=dict)
-    slow: tuple[tuple[str, float], ...] = ()
-    jitter: float = 0.0
-    seed: int = 0
-    draws: int = 1
-    every_rank: bool = False
-    network: str = "auto"
-    degraded: tuple[DegradedLink | SlowNode, ...] = ()
-    trace_ranks: tuple[int, ...] = ()
-    host_waits: bool = False
-    launch_blocking: bool = False
-    reliability: Reliability | None = None
+    scale: tuple[str, ...] = option(_NONE, "What if WHAT=FACTOR, as compute=0.9, comm.dp=2, op:aten.mm=0.5.")
+    without: tuple[str, ...] = option(_NONE, "What if this took no time, as collective:all_gather.")
+    ranks: str = option("roles", "roles: equal ranks once; all: every rank.")
+    straggler: tuple[str, ...] = option(_NONE, "A slow GPU or node: RANK=FACTOR or node:N=FACTOR.")
+    jitter: float = option(0.0, "Relative deviation of every kernel, on every rank.")
+    seed: int = option(0, "Of the jitter.")
+    draws: int = option(1, "Simulations with other noise, for percentiles.")
+    network: str = option(
+        "",
+        "closed-form: collectives on their own; flows: every rank, collectives that share links",
+        "closed-form, or flows if links are degraded",
+    )
+    degrade: tuple[str, ...] = option(
+        _NONE, "A worse LINK=FACTOR, as 'node 3 nic 5=0.5', 'leaf 0 up=0.8', 'node 3 compute=0.9'."
+    )
+    node_mtbf_hours: float | None = option(None, "Hours between failures of one node.", "none fails")
+    checkpoint_s: float | None = option(None, "Seconds that a checkpoint stops training.", "none")
+    restart_s: float | None = option(None, "Seconds from a failure to training again.", "none")
+    checkpoint_interval_s: float | None = option(None, "Seconds between checkpoints.", "the best")
 
-    def ranks(self, gpus_per_node: int) -> EveryRank | None:
+    def __post_init__(self) -> None:
+        if self.ranks not in ("roles", "all"):
+            raise UsageError(f"--ranks {self.ranks[:20]}: choose roles or all")
+        if not 1 <= self.draws <= MAX_DRAWS:
+            raise UsageError(f"--draws {self.draws}: choose 1 to {MAX_DRAWS:,}")
+        if self.draws > 1 and not self.jitter:
+            raise UsageError("--draws: repeats a noisy step, give --jitter as well")
+        # What is misspelt is said when the scenario is made, not when it is simulated.
+        _ = self.scales, self.slow, self.degraded, self.reliability
+
+    @property
+    def scales(self) -> tuple[Scale, ...]:
+        """Kinds of work that take longer or shorter."""
+        return (*map(parse_scale, self.scale), *(parse_scale(f"{what}=0") for what in self.without))
+
+    @property
+    def slow(self) -> tuple[tuple[str, float], ...]:
+        """Ranks, or "node:N", with the factor on their kernels."""
+        return tuple(map(_straggler, self.straggler))
+
+    @property
+    def degraded(self) -> tuple[DegradedLink | SlowNode, ...]:
+        """Links and nodes of the cluster that are worse than their like."""
+        return tuple(map(parse_degraded, self.degrade))
+
+    @property
+    def reliability(self) -> Reliability | None:
+        """How often nodes fail, and what a failure costs; None where that is not asked."""
+        costs = (self.checkpoint_s, self.restart_s, self.checkpoint_interval_s)
+        if self.node_mtbf_hours is None:
+            if costs != (None, None, None):
+                raise UsageError(
+                    "--checkpoint-s, --restart-s, --checkpoint-interval-s: give --node-mtbf-hours as well"
+                )
+            return None
+        if self.checkpoint_s is None or self.restart_s is None:
+            raise UsageError("--node-mtbf-hours: give what a failure costs: --checkpoint-s and --restart-s")
+        return Reliability(
+            node_mtbf_s=self.node_mtbf_hours * HOUR_S,
+            checkpoint_s=self.checkpoint_s,
+            restart_s=self.restart_s,
+            interval_s=self.checkpoint_interval_s,
+        )
+
+    def every_rank(self, gpus_per_node: int) -> EveryRank | None:
         """How ranks differ; None where all of a role are alike."""
-        if not (self.every_rank or self.slow or self.jitter):
+        if not (self.ranks == "all" or self.straggler or self.jitter):
             return None
         slow: dict[int, float] = {}
         for where, factor in self.slow:
@@ -62,68 +103,6 @@ class Scenario:
             else:
                 slow[int(where)] = factor
         return EveryRank(slow=slow, jitter=self.jitter, seed=self.seed, draws=self.draws)
-
-
-def make_scenario(
-    *,
-    scale: Sequence[str],
-    without: Sequence[str],
-    setting: Sequence[str],
-    ranks: str,
-    straggler: Sequence[str],
-    jitter: float,
-    seed: int,
-    draws: int,
-    network: str | None,
-    degrade: Sequence[str],
-    trace_ranks: str | None,
-    host_waits: bool,
-    launch_blocking: bool,
-    reliability: tuple[float | None, float | None, float | None, float | None],
-) -> Scenario:
-    """Options as the command line spells them.
-
-    Raises:
-        UsageError: one is misspelt or lacks another.
-    """
-    if ranks not in ("roles", "all"):
-        raise UsageError(f"--ranks {ranks[:20]}: choose roles or all")
-    if not 1 <= draws <= MAX_DRAWS:
-        raise UsageError(f"--draws {draws}: choose 1 to {MAX_DRAWS:,}")
-    if draws > 1 and not jitter:
-        raise UsageError("--draws: repeats a noisy step, give --jitter as well")
-    return Scenario(
-        scales=(*map(parse_scale, scale), *(parse_scale(f"{what}=0") for what in without)),
-        settings=dict(map(_setting, setting)),
-        slow=tuple(map(_straggler, straggler)),
-        jitter=jitter,
-        seed=seed,
-        draws=draws,
-        every_rank=ranks == "all",
-        network=network or "auto",
-        degraded=tuple(map(parse_degraded, degrade)),
-        trace_ranks=_ranks(trace_ranks) if trace_ranks is not None else (),
-        host_waits=host_waits,
-        launch_blocking=launch_blocking,
-        reliability=_reliability(*reliability),
-    )
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) <= 9 for part in parts):
-        raise UsageError(f"--trace-ranks {text[:40]}: give ranks with commas between them, as 0,17")
-    ranks = tuple(dict.fromkeys(map(int, parts)))
-    if len(ranks) > MAX_TRACED:
-        raise UsageError(f"--trace-ranks: {len(ranks)} ranks: give at most {MAX_TRACED}")
-    return ranks
-
-
-def _setting(text: str) -> tuple[str, str]:
-    key, separator, value = text.partition("=")
-    if not separator or not key.startswith("cluster."):
-        raise UsageError(f"--set {text[:60]}: give cluster.KEY=VALUE, as cluster.network.nic_GBps=100")
-    return key.removeprefix("cluster."), value
 
 
 def _straggler(text: str) -> tuple[str, float]:
@@ -136,19 +115,3 @@ def _straggler(text: str) -> tuple[str, float]:
     if not number.isdecimal() or len(number) > 9 or not factor > 0:
         raise UsageError(f"--straggler {text[:40]}: give RANK=FACTOR or node:N=FACTOR, as 17=1.2")
     return where, factor
-
-
-def _reliability(
-    mtbf_hours: float | None, checkpoint_s: float | None, restart_s: float | None, interval_s: float | None
-) -> Reliability | None:
-    if mtbf_hours is None:
-        if (checkpoint_s, restart_s, interval_s) != (None, None, None):
-            raise UsageError(
-                "--checkpoint-s, --restart-s, --checkpoint-interval-s: give --node-mtbf-hours as well"
-            )
-        return None
-    if checkpoint_s is None or restart_s is None:
-        raise UsageError("--node-mtbf-hours: give what a failure costs: --checkpoint-s and --restart-s")
-    return Reliability(
-        node_mtbf_s=mtbf_hours * HOUR_S, checkpoint_s=checkpoint_s, restart_s=restart_s, interval_s=interval_s
-    )

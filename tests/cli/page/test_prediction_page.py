@@ -22,12 +22,12 @@ def seconds(value: float) -> str:
 
 @pytest.fixture(scope="module")
 def made(
-    status_of: Callable[..., int], graph: Path, tmp_path_factory: pytest.TempPathFactory
+    session_cli: Callable[..., Any], graph: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], str]:
     """The JSON of a run and its page."""
     folder = tmp_path_factory.mktemp("page")
     files = ("-o", folder / "result.json", "--html", folder / "page.html")
-    assert status_of("echosim", "run", graph, *STAGED, *files) == 0
+    assert session_cli("echosim", "run", graph, *STAGED, *files).status == 0
     return json.loads((folder / "result.json").read_text()), (folder / "page.html").read_text()
 
 
@@ -174,4 +174,4 @@ def test_many_roles_are_shown_in_part() -> None:
 def test_the_page_is_no_other_file(cli: Any, graph: Path) -> None:
     outcome = cli("echosim", "run", graph, "--html", graph)
     assert outcome.status == 2
-    assert "give each its own" in outcome.err
+    assert "give it a file of its own" in outcome.err

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +34,25 @@ def configure(path: Path, zero: dict[str, Any], precision: dict[str, Any], micro
     return path
 
 
-def told_of(cases: dict[str, list[str]], folder: Path, size: int = 2) -> Path:
+def told_of(cases: dict[str, list[str]], folder: Path, programs: Path, size: int = 2) -> Path:
     """The folder, in which real ranks, and captures of the same scripts, have written down what they communicate.
 
     Args:
         cases: name -> script and its arguments.
         folder: where to.
+        programs: the folder of `python`.
         size: ranks.
     """
     (folder / "cases.json").write_text(json.dumps(cases))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", str(size), "--master-port", str(port))
-    run(folder, sys.executable, *ranks, str(HERE / "deepspeed_ranks.py"), str(folder))
-    run(folder, sys.executable, str(HERE / "deepspeed_captures.py"), str(folder), str(size))
+    python = str(programs / "python")
+    ranks = (
+        "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", str(size), "--master-port", str(port),
+    )  # fmt: skip
+    run(folder, python, *ranks, python, str(HERE / "deepspeed_ranks.py"), str(folder))
+    run(folder, python, str(HERE / "deepspeed_captures.py"), str(folder), str(size))
     return folder
 
 
@@ -61,9 +64,9 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def echo(command: str, *arguments: str) -> str:
+def echo(program: Path, *arguments: str) -> str:
     """What one of the project's commands prints."""
-    return run(Path.cwd(), str(Path(sys.executable).with_name(command)), *arguments)
+    return run(Path.cwd(), str(program), *arguments)
 
 
 def real_calls(folder: Path, name: str, rank: int) -> list[Call]:

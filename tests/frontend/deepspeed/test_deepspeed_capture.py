@@ -51,19 +51,19 @@ DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def both(tmp_path_factory: pytest.TempPathFactory, warm: Path) -> Path:
     """A folder with what two real ranks told of all cases, and with what was captured of them."""
-    return both_of(tuple(CASES), tmp_path_factory.mktemp("deepspeed"))
+    return both_of(tuple(CASES), tmp_path_factory.mktemp("deepspeed"), warm)
 
 
-def both_of(names: tuple[str, ...], folder: Path) -> Path:
+def both_of(names: tuple[str, ...], folder: Path, programs: Path) -> Path:
     """The folder, in which two real ranks, and a capture of each, have written down what they communicate."""
     cases = {}
     for name in names:
         zero, precision, micro_batches, arguments = CASES[name]
         config = configure(folder / f"{name}.json", zero, precision, micro_batches)
         cases[name] = [str(EXAMPLE / "train.py"), "--deepspeed_config", str(config), *arguments]
-    return told_of(cases, folder)
+    return told_of(cases, folder, programs)
 
 
 def calls_of_job(path: Path) -> list[list[Any]]:
@@ -80,8 +80,8 @@ def calls_of_job(path: Path) -> list[list[Any]]:
     return found
 
 
-def test_the_example_runs_on_two_ranks_and_communicates_as_captured(tmp_path: Path) -> None:
-    compare("zero3", both_of(("zero3",), tmp_path))
+def test_the_example_runs_on_two_ranks_and_communicates_as_captured(tmp_path: Path, warm: Path) -> None:
+    compare("zero3", both_of(("zero3",), tmp_path, warm))
 
 
 @pytest.mark.slow
@@ -129,13 +129,13 @@ def test_parameters_on_the_host_are_copied_to_be_gathered(both: Path) -> None:
 
 
 @pytest.mark.slow
-def test_llama_in_shares_of_1024_ranks_moves_what_its_parameters_weigh(tmp_path: Path) -> None:
+def test_llama_in_shares_of_1024_ranks_moves_what_its_parameters_weigh(tmp_path: Path, warm: Path) -> None:
     """Each gradient is scattered once; a parameter is gathered for both passes, or once where it persists."""
     zero = {"stage": 3, "stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 1}
     config = configure(tmp_path / "ds.json", zero, BF16, 1)
     given = ("--layers", "2", "--hidden", "1024", "--length", "256", "--deepspeed_config", str(config))
     script = str(HERE / "deepspeed_llama.py")
-    echo("echoc", "capture", "deepspeed", "--script", script, "--world-size", "1024", "-o",
+    echo(warm / "echoc", "capture", "deepspeed", "--script", script, "--world-size", "1024", "-o",
          str(tmp_path / "job.pb"), "--", *given)  # fmt: skip
     moved: dict[str, int] = {}
     for operation, ranks, nbytes, dtype, _ in calls_of_job(tmp_path / "job.pb"):
@@ -149,11 +149,18 @@ def test_llama_in_shares_of_1024_ranks_moves_what_its_parameters_weigh(tmp_path:
     # The embedding's input has no gradient, so nothing asks for its table in the backward pass.
     once = padded["model.embed_tokens.weight"] + small
     assert moved["all_gather_into_tensor"] == 2 * (sum(padded.values()) - once) + once
-    told = json.loads(echo("echosim", "run", str(tmp_path / "job.pb"), "--json"))
+    told = json.loads(echo(warm / "echosim", "run", str(tmp_path / "job.pb"), "--json"))
     assert told["gpus"] == 1024
     assert told["step_time_s"] > 0
     echo(
-        "echoc", "export", str(tmp_path / "job.pb"), "--to", "chakra", "--per-role", "-o", str(tmp_path / "traces")
+        warm / "echoc",
+        "export",
+        str(tmp_path / "job.pb"),
+        "--to",
+        "chakra",
+        "--per-role",
+        "-o",
+        str(tmp_path / "traces"),
     )
     assert list((tmp_path / "traces").iterdir())
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import serde
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.types import TensorRole

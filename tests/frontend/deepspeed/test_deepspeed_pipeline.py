@@ -42,18 +42,18 @@ NAMES = [(size, name) for size, cases in CASES.items() for name in cases]
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def both(tmp_path_factory: pytest.TempPathFactory, warm: Path) -> Any:
     """Ranks -> a folder with what that many real ranks told of all cases, and with what was captured of them."""
-    return cache(lambda size: both_of(size, tuple(CASES[size]), tmp_path_factory.mktemp(f"pipeline{size}")))
+    return cache(lambda size: both_of(size, tuple(CASES[size]), tmp_path_factory.mktemp(f"pipeline{size}"), warm))
 
 
-def both_of(size: int, names: tuple[str, ...], folder: Path) -> Path:
+def both_of(size: int, names: tuple[str, ...], folder: Path, programs: Path) -> Path:
     cases = {}
     for name in names:
         zero, precision, micro_batches, arguments = CASES[size][name]
         config = configure(folder / f"{name}.json", zero, precision, micro_batches)
         cases[name] = [str(SCRIPT), "--deepspeed_config", str(config), *arguments]
-    return told_of(cases, folder, size)
+    return told_of(cases, folder, programs, size)
 
 
 @pytest.mark.slow
@@ -142,12 +142,12 @@ def members(job: JobGraph, group: int, rank: int) -> list[int]:
     return ranks
 
 
-def test_a_pipeline_passes_on_what_shapes_say(tmp_path: Path) -> None:
+def test_a_pipeline_passes_on_what_shapes_say(tmp_path: Path, warm: Path) -> None:
     """Two stages of two ranks: vectors of every micro-batch one way, their gradients the other."""
     config = configure(tmp_path / "ds.json", {"stage": 1}, BF16, 3)
     job = tmp_path / "job.pb"
-    echo("echoc", "capture", "deepspeed", "--script", str(SCRIPT), "--world-size", "4", "-o", str(job), "--",
-         "--tied", "--deepspeed_config", str(config))  # fmt: skip
+    echo(warm / "echoc", "capture", "deepspeed", "--script", str(SCRIPT), "--world-size", "4", "-o", str(job),
+         "--", "--tied", "--deepspeed_config", str(config))  # fmt: skip
     graph = serde.load(job)
     assert isinstance(graph, JobGraph)
     assert [dict(program.coordinates) for program in graph.programs] == [{"pp": 0}, {"pp": 1}]
@@ -160,12 +160,24 @@ def test_a_pipeline_passes_on_what_shapes_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pipeline_of_1024_ranks(tmp_path: Path) -> None:
+def test_a_pipeline_of_1024_ranks(tmp_path: Path, warm: Path) -> None:
     """8 stages of 128 ranks each: what it communicates follows from shapes, and other commands take it."""
     config = configure(tmp_path / "ds.json", {"stage": 1, "reduce_bucket_size": 10**9}, BF16, 16)
     given = ("--stages", "8", "--blocks", "14", "--hidden", "256", "--deepspeed_config", str(config))
     job = str(tmp_path / "job.pb")
-    echo("echoc", "capture", "deepspeed", "--script", str(SCRIPT), "--world-size", "1024", "-o", job, "--", *given)
+    echo(
+        warm / "echoc",
+        "capture",
+        "deepspeed",
+        "--script",
+        str(SCRIPT),
+        "--world-size",
+        "1024",
+        "-o",
+        job,
+        "--",
+        *given,
+    )
     graph = serde.load(tmp_path / "job.pb")
     assert [dict(program.coordinates) for program in graph.programs] == [{"pp": stage} for stage in range(8)]
     vector = 2 * 16 * 256 * 2
@@ -179,19 +191,19 @@ def test_a_pipeline_of_1024_ranks(tmp_path: Path) -> None:
             block = 2 * 256 + 2 * 4 * 256 * 256 + 5 * 256
             gradients = [call for call in calls if call[0] == "all_reduce" and call[3] == "bf16"]
             assert sum(call[2] for call in gradients) == 2 * 2 * block
-    echo("echoc", "check", job)
-    told = json.loads(echo("echosim", "run", job, "--cluster", "dgx-h100", "--json"))
+    echo(warm / "echoc", "check", job)
+    told = json.loads(echo(warm / "echosim", "run", job, "--cluster", "dgx-h100", "--json"))
     assert told["gpus"] == 1024
     assert told["breakdown_s"]["bubble"] > 0
-    echo("echoc", "export", job, "--to", "chakra", "--per-role", "-o", str(tmp_path / "traces"))
+    echo(warm / "echoc", "export", job, "--to", "chakra", "--per-role", "-o", str(tmp_path / "traces"))
     assert len(list((tmp_path / "traces").iterdir())) >= 8
 
 
 @pytest.mark.slow
-def test_a_stage_alone_does_not_know_its_shapes(tmp_path: Path) -> None:
+def test_a_stage_alone_does_not_know_its_shapes(tmp_path: Path, warm: Path) -> None:
     config = configure(tmp_path / "ds.json", {"stage": 0}, FP32, 2)
     with pytest.raises(AssertionError, match="stage 1 of the pipeline needs the shapes that stage 0 gives"):
         echo(
-            "echoc", "capture", "deepspeed", "--script", str(SCRIPT), "--world-size", "2", "--ranks", "1",
+            warm / "echoc", "capture", "deepspeed", "--script", str(SCRIPT), "--world-size", "2", "--ranks", "1",
             "-o", str(tmp_path / "job.pb"), "--", "--deepspeed_config", str(config),
         )  # fmt: skip

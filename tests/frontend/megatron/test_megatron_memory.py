@@ -13,7 +13,7 @@ from megatron_plans import capture, options
 
 pytest.importorskip("transformers")
 
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import JobGraph
 from echograph.ir.types import TensorRole
 from echograph.models import get_model

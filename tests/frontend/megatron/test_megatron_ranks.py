@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,11 +60,11 @@ PLANS = {
 }
 
 
-def recorded(ranks: int, arguments: list[str], folder: Path) -> list[list[list[Any]]]:
+def recorded(ranks: int, arguments: list[str], folder: Path, python: Path) -> list[list[list[Any]]]:
     """What each of the real ranks communicated in its second step."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-        str(RANK), str(folder), str(SCRIPT), *arguments,
+        python, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", str(ranks),
+        python, str(RANK), str(folder), str(SCRIPT), *arguments,
     ]  # fmt: skip
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -104,10 +103,10 @@ def captured(ranks: int, arguments: list[str]) -> list[list[list[Any]]]:
 @pytest.mark.parametrize(
     "plan", [plan if plan == "tp2 sequence" else pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS]
 )
-def test_captured_calls_are_those_of_real_ranks(plan: str, tmp_path: Path) -> None:
+def test_captured_calls_are_those_of_real_ranks(plan: str, tmp_path: Path, warm: Path) -> None:
     ranks, options = PLANS[plan]
     arguments = [*SMALL.split(), *options.split()]
-    theirs, ours = recorded(ranks, arguments, tmp_path), captured(ranks, arguments)
+    theirs, ours = recorded(ranks, arguments, tmp_path, warm / "python"), captured(ranks, arguments)
     for rank in range(ranks):
         assert len(theirs[rank]) > 0
         assert ours[rank] == theirs[rank], rank

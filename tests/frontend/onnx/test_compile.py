@@ -16,7 +16,7 @@ from echograph.frontend.onnx import load
 from echograph.frontend.onnx.compile import Compiled, compile_onnx
 from echograph.frontend.onnx.dtypes import step_type
 from echograph.frontend.onnx.model import read
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.types import DType, Phase, TensorRole
 
 B, S, W, V = 4, 8, 16, 50

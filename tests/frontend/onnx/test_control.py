@@ -14,7 +14,7 @@ from echograph.errors import CaptureError, InputError
 from echograph.frontend.onnx.compile import Compiled, compile_onnx
 from echograph.frontend.onnx.dtypes import step_type
 from echograph.frontend.onnx.model import read
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 
 node = helper.make_node
 

@@ -16,7 +16,7 @@ from echograph.frontend.onnx.compile import compile_onnx
 from echograph.frontend.onnx.dtypes import step_type
 from echograph.frontend.onnx.model import read
 from echograph.frontend.onnx.operators import OPERATORS
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import StepGraph
 
 SEEDS = {

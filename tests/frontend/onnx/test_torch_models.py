@@ -17,9 +17,9 @@ from echograph.frontend.onnx.compile import compile_onnx
 from echograph.frontend.onnx.model import OnnxModel, read
 from echograph.frontend.pytorch.capture import capture, capture_mode
 from echograph.frontend.pytorch.lower import lower
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.models import ModelEntry, build, get_model
 from echograph.workflow.compile import compile_entry
 
@@ -113,7 +113,7 @@ def test_a_tower_of_layers(tmp_path: Path) -> None:
     assert program is not None
     program.save(tmp_path / "m.onnx", include_initializers=False, keep_initializers_as_inputs=True)
     step, *_ = compile_onnx(read(tmp_path / "m.onnx"), SPEC, train=True)
-    captured = fold(lower(capture(module, (x,), None, SPEC), SPEC, name="tower"))
+    captured = Fold()(lower(capture(module, (x,), None, SPEC), SPEC, name="tower"))
     assert m.products(step) == m.products(captured)
     assert m.flops(step) == m.flops(captured)
     assert _layers(step) == _layers(captured) == {"main": 1, "layers": 2}

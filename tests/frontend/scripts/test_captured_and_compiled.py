@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from echograph.frontend.pytorch.step import StepSpec
+from echograph.frontend.pytorch.spec import StepSpec
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter

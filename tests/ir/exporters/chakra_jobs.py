@@ -39,13 +39,13 @@ MODELS["tied gpt2"] = {**MODELS["gpt2"], "tie_word_embeddings": True}
 @cache
 def step(model: str) -> StepGraph:
     """The folded step of one of `MODELS`, two samples a micro-batch."""
-    from echograph.frontend.pytorch.step import StepSpec
-    from echograph.workflow.compile import compile_model
+    from echograph.frontend.pytorch.spec import StepSpec
+    from echograph.workflow.compile import compile as compile_model
 
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"{model}.json"
         path.write_text(json.dumps(MODELS[model]))
-        return compile_model(str(path), StepSpec(dtype="bf16"), batch_size=2, seq_len=SEQUENCE, attention=None)
+        return compile_model(str(path), StepSpec(dtype="bf16"), batch_size=2, seq_len=SEQUENCE)
 
 
 @cache

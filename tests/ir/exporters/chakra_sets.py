@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from echograph.ir.serde_chakra import ChakraNode, CommType, NodeType, write
+from echograph.ir.chakra.messages import ChakraNode, CommType, NodeType, write
 
 NAME = "tiny"
 Ranks = dict[int, list[ChakraNode]]

@@ -15,7 +15,7 @@ import tempfile
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,6 @@ class Node:
     """Source, target and tag."""
     chain: int = 0
     """The first node of the chain of control dependencies that it is in."""
-    waits: int = 0
     readers: list[int] = field(default_factory=list)
 
 
@@ -97,14 +96,14 @@ def read_rank(path: Path) -> dict[int, Node]:
         assert len(before) <= 1, "streams are chains"
         nodes[message.id].chain = nodes[before[0]].chain if before else message.id
     for node in nodes.values():
-        node.waits = len(node.deps)
         for before in node.deps:
             nodes[before].readers.append(node.id)
     return nodes
 
 
+@lru_cache(maxsize=1)
 def read_folder(folder: Path) -> tuple[dict[int, dict[int, Node]], dict[str, list[int]]]:
-    """The nodes of every rank, and the groups."""
+    """The nodes of every rank, and the groups; of the folder that was read last, as they were then."""
     files = {int(re.findall(r"\.(\d+)\.et$", p.name)[0]): p for p in folder.glob("*.et")}
     return {rank: read_rank(files[rank]) for rank in sorted(files)}, json.loads(
         (folder / "comm_groups.json").read_text()
@@ -140,6 +139,9 @@ class Replay:
     ) -> None:
         self.streams, self.one_at_a_time = streams, one_at_a_time
         self.nodes, self.groups = read_folder(folder)
+        self.waits = {
+            rank: {node.id: len(node.deps) for node in nodes.values()} for rank, nodes in self.nodes.items()
+        }
         self.rate = bytes_per_s
         self.events: list[tuple[float, int, int]] = []
         self.ready: dict[int, list[int]] = {rank: [] for rank in self.nodes}
@@ -151,7 +153,7 @@ class Replay:
         """Seconds until the last node has ended; fails where nodes wait for each other for ever."""
         now = 0.0
         for rank, nodes in self.nodes.items():
-            self.ready[rank] = [node.id for node in nodes.values() if not node.waits]
+            self.ready[rank] = [node.id for node in nodes.values() if not node.deps]
             heapq.heapify(self.ready[rank])
         for rank in self.nodes:
             self._issue(rank, now)
@@ -222,6 +224,6 @@ class Replay:
         self.done += 1
         self.busy.discard((rank, self._resource(nodes[number])))
         for reader in nodes[number].readers:
-            nodes[reader].waits -= 1
-            if not nodes[reader].waits:
+            self.waits[rank][reader] -= 1
+            if not self.waits[rank][reader]:
                 heapq.heappush(self.ready[rank], reader)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from _pytest.mark import ParameterSet
 from chakra_jobs import DEVICE, job
 from even_cluster import GBPS, even_cluster
 from replay import COLLECTIVE, COMP, RECV, SEND, Node, Replay, read_folder, read_messages
 
-from echograph.ir.chakra_traces import read_traces
-from echograph.ir.exporters.chakra import ChakraExport, write_chakra
-from echograph.ir.exporters.chakra_check import check
+from echograph.ir.chakra.check import check
+from echograph.ir.chakra.reader import read_traces
+from echograph.ir.chakra.writer import ChakraExport, write_chakra
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.types import OpKind
@@ -46,6 +48,7 @@ SHARDED: list[Case] = [
     ("llama", {"gpus": 8, "zero": 3}),
     ("gpt2", {"gpus": 16, "zero": 3, "hsdp_replicas": 2}),
 ]
+Exported = tuple[JobGraph, ChakraExport, Path]
 CASES = [*SMALL, *(pytest.param(*case, marks=pytest.mark.slow) for case in LARGE)]
 
 Traces = dict[int, dict[int, Node]]
@@ -62,32 +65,51 @@ def step_s(made: JobGraph, folder: Path) -> float:
     return found.step_ps / 1e12
 
 
-@pytest.mark.parametrize(("model", "plan"), CASES)
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, dict[str, Any]], Exported]:
+    """`exported(model, plan)`: a job, what its export said, and where it is; the last one is kept."""
+    last: list[tuple[tuple[str, dict[str, Any]], Exported]] = []
+
+    def make(model: str, plan: dict[str, Any]) -> Exported:
+        if not last or last[0][0] != (model, plan):
+            folder, made = tmp_path_factory.mktemp("exported"), job(model, **plan)
+            times = durations(made, even_cluster(folder)).picoseconds
+            done = write_chakra(made, folder / "out", device=DEVICE, communication_ps=times)
+            last[:] = [((model, plan), (made, done, folder / "out"))]
+        return last[0][1]
+
+    return make
+
+
+def of_each(cases: Sequence[Case | ParameterSet]) -> pytest.MarkDecorator:
+    """A parametrization that has all tests of a case run one after another."""
+    return pytest.mark.parametrize(("model", "plan"), cases, scope="module")
+
+
+@of_each(CASES)
 def test_a_replay_of_the_files_takes_as_long_as_the_simulator_says(
-    tmp_path: Path, model: str, plan: dict[str, Any]
+    exported, tmp_path: Path, model: str, plan: dict[str, Any]
 ) -> None:
-    made, _ = export(tmp_path / "out", model, plan)
-    replayed = Replay(tmp_path / "out", GBPS * 1e9).run()
+    made, _, folder = exported(model, plan)
+    replayed = Replay(folder, GBPS * 1e9).run()
     assert replayed == pytest.approx(step_s(made, tmp_path), rel=0.02)
 
 
-@pytest.mark.parametrize(("model", "plan"), [*SMALL[:-1], *SHARDED])
+@of_each([*SMALL[:-1], *SHARDED])
 def test_a_reader_that_communicates_once_at_a_time_comes_to_the_end(
-    tmp_path: Path, model: str, plan: dict[str, Any]
+    exported, model: str, plan: dict[str, Any]
 ) -> None:
     """What ASTRA-sim does: what overlapped follows each other, and no rank waits for ever."""
-    export(tmp_path / "out", model, plan)
-    side_by_side = Replay(tmp_path / "out", GBPS * 1e9).run()
-    assert Replay(tmp_path / "out", GBPS * 1e9, one_at_a_time=True).run() > side_by_side * (1 - 1e-9)
+    _, _, folder = exported(model, plan)
+    side_by_side = Replay(folder, GBPS * 1e9).run()
+    assert Replay(folder, GBPS * 1e9, one_at_a_time=True).run() > side_by_side * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(("model", "plan"), [*CASES, *SHARDED])
-def test_what_is_expected_of_a_reader_is_what_one_takes(tmp_path: Path, model: str, plan: dict[str, Any]) -> None:
+@of_each([*CASES, *SHARDED])
+def test_what_is_expected_of_a_reader_is_what_one_takes(exported, model: str, plan: dict[str, Any]) -> None:
     """From the job alone, with a rank of each program; the replay reads the files of all ranks."""
-    made = job(model, **plan)
-    times = durations(made, even_cluster(tmp_path)).picoseconds
-    done = write_chakra(made, tmp_path / "out", device=DEVICE, communication_ps=times)
-    replayed = Replay(tmp_path / "out", GBPS * 1e9, one_at_a_time=True).run()
+    _, done, folder = exported(model, plan)
+    replayed = Replay(folder, GBPS * 1e9, one_at_a_time=True).run()
     assert done.one_at_a_time_ps is not None
     assert done.one_at_a_time_ps / 1e12 == pytest.approx(replayed, rel=1e-3)
 
@@ -104,14 +126,14 @@ def test_kernels_of_communication_streams_are_what_one_compute_unit_cannot_overl
     assert any("one kernel of a rank at a time" in note for note in done.notes)
 
 
-@pytest.mark.parametrize(("model", "plan"), CASES)
-def test_the_files_agree_with_each_other(tmp_path: Path, model: str, plan: dict[str, Any]) -> None:
-    made, done = export(tmp_path / "out", model, plan)
-    traces, groups = read_folder(tmp_path / "out")
+@of_each(CASES)
+def test_the_files_agree_with_each_other(exported, model: str, plan: dict[str, Any]) -> None:
+    made, done, folder = exported(model, plan)
+    traces, groups = read_folder(folder)
     assert sorted(traces) == list(range(made.world_size))
     assert done.ranks == made.world_size
     assert done.nodes == sum(map(len, traces.values()))
-    assert not check(read_traces(tmp_path / "out")).findings
+    assert not check(read_traces(folder)).findings
     check_order(traces)
     check_groups(traces, groups)
     check_messages(traces)

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from echograph.cli.check_chakra import check_chakra
 from echograph.errors import FormatError, InputError
-from echograph.ir.chakra_traces import read_traces
-from echograph.ir.exporters.chakra_check import CHECKS, MAX_SHOWN, Checked, check
-from echograph.ir.exporters.chakra_dry_run import dry_run, free_run
-from echograph.ir.exporters.chakra_finding import Finding
-from echograph.ir.serde_chakra import CommType, NodeType, delimited, encode_node
+from echograph.ir.chakra.check import CHECKS, MAX_SHOWN, Checked, Finding, check
+from echograph.ir.chakra.dry_run import dry_run, free_run
+from echograph.ir.chakra.messages import CommType, NodeType, delimited, encode_node
+from echograph.ir.chakra.reader import read_traces
 
 Plant = Callable[[Ranks, Groups], None]
 

@@ -15,11 +15,11 @@ from replay import COLLECTIVE, COMP, RECV, SEND, Node, read_folder
 from echograph.errors import EchoError, OutputError, PlanError, SimulationError, UsageError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.exporters import chakra
-from echograph.ir.exporters.chakra import write_chakra
-from echograph.ir.exporters.chakra_lower import LEAST_GATHER_BYTES
+from echograph.ir.chakra import writer as chakra
+from echograph.ir.chakra.lowering import LEAST_GATHER_BYTES
+from echograph.ir.chakra.messages import read, read_metadata, write
+from echograph.ir.chakra.writer import write_chakra
 from echograph.ir.graph import Axis, JobGraph
-from echograph.ir.serde_chakra import read, read_metadata, write
 
 ALL_REDUCE, ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER = 0, 2, 6, 7
 US = 1_000_000

@@ -16,11 +16,10 @@ from hypothesis import given, settings
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.exporters import EXPORTERS
-from echograph.ir.exporters.picture import MAX_STEPS, Picture, picture
-from echograph.ir.exporters.svg import to_svg
+from echograph.ir.exporters.drawing import MAX_STEPS, Picture, picture, to_svg
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -43,7 +42,7 @@ def rectangles(graph: Graph) -> list[tuple[float, float, float, float]]:
 @settings(max_examples=30, deadline=None)
 @given(models())
 def test_every_operation_but_views_is_in_one_step_of_its_block(model: Model) -> None:
-    for graph in (fold(build(model)), DataParallel(replicas=4)(fold(build(model)))):
+    for graph in (Fold()(build(model)), DataParallel(replicas=4)(Fold()(build(model)))):
         drawn = picture(graph)
         rows = sorted(row for ops in steps_of(drawn) for row in ops)
         assert rows == [row for row, view in enumerate(graph.ops.is_view) if not view]
@@ -55,7 +54,7 @@ def test_every_operation_but_views_is_in_one_step_of_its_block(model: Model) -> 
 @settings(max_examples=30, deadline=None)
 @given(models())
 def test_steps_do_not_lie_on_each_other(model: Model) -> None:
-    graph = DataParallel(replicas=4)(fold(build(model)))
+    graph = DataParallel(replicas=4)(Fold()(build(model)))
     found = rectangles(graph)
     assert len(found) == len(steps_of(picture(graph)))
     for i, (left, top, right, bottom) in enumerate(found):

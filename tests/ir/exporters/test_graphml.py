@@ -13,7 +13,7 @@ from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.exporters import EXPORTERS
 from echograph.ir.graph import StepGraph
-from echograph.ir.network import to_network
+from echograph.ir.text.network import to_network
 
 nx = pytest.importorskip("networkx")
 

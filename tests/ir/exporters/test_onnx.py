@@ -21,10 +21,11 @@ from echograph.errors import UsageError  # noqa: E402
 from echograph.frontend.onnx.compile import compile_onnx  # noqa: E402
 from echograph.frontend.onnx.dtypes import step_type  # noqa: E402
 from echograph.frontend.onnx.model import read  # noqa: E402
-from echograph.frontend.pytorch.step import StepSpec  # noqa: E402
+from echograph.frontend.pytorch.spec import StepSpec  # noqa: E402
 from echograph.ir.builder import GraphBuilder  # noqa: E402
-from echograph.ir.exporters import EXPORTERS, Exported  # noqa: E402
+from echograph.ir.exporters import EXPORTERS  # noqa: E402
 from echograph.ir.exporters.onnx import export  # noqa: E402
+from echograph.ir.formats import Exported  # noqa: E402
 from echograph.ir.graph import JobGraph, StepGraph  # noqa: E402
 from echograph.ir.types import Attention, Convolution, DType, Phase, TensorRole  # noqa: E402
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn  # noqa: E402
 
 from echograph.frontend.pytorch.capture import capture, capture_mode  # noqa: E402
 from echograph.frontend.pytorch.lower import lower  # noqa: E402
-from echograph.frontend.pytorch.step import StepSpec  # noqa: E402
+from echograph.frontend.pytorch.spec import StepSpec  # noqa: E402
 from echograph.ir.builder import GraphBuilder  # noqa: E402
 from echograph.ir.exporters.onnx import export  # noqa: E402
 from echograph.ir.graph import StepGraph  # noqa: E402

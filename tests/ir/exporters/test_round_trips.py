@@ -19,12 +19,12 @@ from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.exporters import EXPORTERS
 from echograph.ir.graph import Graph, JobGraph, StepGraph, Workload
-from echograph.ir.json_form import from_json, to_json
-from echograph.ir.network import from_gml, to_network
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.text import to_text
-from echograph.ir.text_parse import from_text
+from echograph.ir.text.network import from_gml, to_network
+from echograph.ir.text.parser import from_text
+from echograph.ir.text.records import from_json, to_json
 
 nx = pytest.importorskip("networkx")
 
@@ -55,7 +55,7 @@ def test_conformance_graphs_come_back(form: str, name: str) -> None:
 @given(model=models())
 def test_random_steps_and_jobs_come_back(form: str, model: Model) -> None:
     write, read = FORMS[form]
-    folded = fold(build(model))
+    folded = Fold()(build(model))
     for graph in (build(model), folded, DataParallel(replicas=4)(folded)):
         assert encoded(read(write(graph))) == encoded(graph)
 
@@ -132,7 +132,7 @@ def test_gml_comes_back_whatever_the_order_of_its_nodes() -> None:
 
 
 def test_a_network_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echograph.ir.network.MAX_ROWS", 3)
+    monkeypatch.setattr("echograph.ir.text.network.MAX_ROWS", 3)
     with pytest.raises(Exception, match="at most 3: export it as json"):
         to_network(GRAPHS["two_layers"]())
 

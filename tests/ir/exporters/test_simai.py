@@ -13,13 +13,14 @@ import pytest
 from conformance_graphs import GRAPHS
 
 from echograph.errors import PlanError, UsageError
-from echograph.ir.exporters import Exported
 from echograph.ir.exporters.simai import write_simai
+from echograph.ir.formats import Exported
 from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.types import COMMUNICATIONS, Collective, CollectiveKind, Compute, OpKind, Phase
 from echograph.workflow.annotate import annotate
 from echograph.workflow.plan import Plan
-from echograph.workflow.predict import lower_graph
+from echograph.workflow.predict import lower
+from echograph.workflow.system import System
 
 pytest.importorskip("transformers", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch
@@ -62,7 +63,7 @@ class Row:
 @cache
 def job(plan: str) -> JobGraph:
     model, options = PLANS[plan]
-    return annotate(lower_graph(small_step(model), Plan(**options)), "dgx-h100")[0]
+    return annotate(lower(small_step(model), Plan(**options)), System("dgx-h100"))
 
 
 def written(graph: JobGraph, path: Path) -> tuple[dict[str, str], list[Row], Exported]:

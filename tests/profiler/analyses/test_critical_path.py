@@ -201,6 +201,12 @@ def test_small_summary(tmp_path: Path, scale: str, cpu: float, gpu: float | None
     assert sum(r["duration"] for r in summary.values()) == whole
 
 
+@pytest.mark.parametrize("factor", [1e17, 1e300])
+def test_times_beyond_64_bits_are_refused(tmp_path: Path, factor: float) -> None:
+    with pytest.raises(UsageError, match="more than 106 days: give a smaller factor"):
+        critical_graph(trace(tmp_path, small())).scaled(factor, bounds=[Bound.gpu_compute_bound])
+
+
 def test_a_slower_host_delays_kernels_by_launch_edges(tmp_path: Path) -> None:
     one = trace(tmp_path, small())
     slow = [critical_graph(one, launch_edges=e).scaled(10, bounds=[Bound.cpu_bound]) for e in (False, True)]

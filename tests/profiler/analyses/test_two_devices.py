@@ -109,7 +109,7 @@ def test_streams_of_two_devices_are_replayed_apart(tmp_path: Path) -> None:
     found = traces(tmp_path)
     graph = lower(found, "two").graph
     assert {"device 0 stream 7", "device 1 stream 7"} <= set(graph.streams)
-    result, _ = replay(graph)
+    result = replay(graph)
     assert result.step_ps == int(found[0].end.max())
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 WORKERS = Path(__file__).with_name("workers.py")
+TIMEOUT_S = 120
 
 
 def run_job(
-    name: str, folder: Path, ranks: int = 2, timeout_s: float = 120, check: bool = True, **environment: str
+    name: str, folder: Path, programs: Path, ranks: int = 2, check: bool = True, **environment: str
 ) -> list[Any]:
     """What the function of each rank answered; None for a rank that did not live to answer."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "TORCH_FR_BUFFER_SIZE": "4096"}
@@ -21,11 +21,11 @@ def run_job(
     processes = []
     for rank in range(ranks):
         with (folder / f"{name}.{rank}.log").open("wb") as log:
-            command = [sys.executable, str(WORKERS), name, str(folder)]
+            command = [programs / "python", str(WORKERS), name, str(folder)]
             own = {**env, "RANK": str(rank), **environment}
             processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
     try:
-        status = [process.wait(timeout_s) for process in processes]
+        status = [process.wait(TIMEOUT_S) for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:

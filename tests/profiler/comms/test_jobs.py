@@ -21,9 +21,9 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.fixture(scope="module")
-def raw(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+def raw(tmp_path_factory: pytest.TempPathFactory, warm: Path) -> tuple[list[Any], Path]:
     folder = tmp_path_factory.mktemp("raw")
-    return run_job("raw", folder), folder
+    return run_job("raw", folder, warm), folder
 
 
 # What workers.raw calls, counted by hand: the message of the n-th size is of 4 n bytes a rank.
@@ -129,8 +129,8 @@ def test_a_block_that_the_backend_refuses_does_not_begin(raw: tuple[list[Any], P
 
 
 @pytest.fixture(scope="module")
-def frameworks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_job("frameworks", tmp_path_factory.mktemp("frameworks"))
+def frameworks(tmp_path_factory: pytest.TempPathFactory, warm: Path) -> list[Any]:
+    return run_job("frameworks", tmp_path_factory.mktemp("frameworks"), warm)
 
 
 @pytest.mark.slow
@@ -175,8 +175,8 @@ def test_a_pipeline_sends_what_its_other_stage_receives(frameworks: list[Any]) -
 
 
 @pytest.mark.slow
-def test_four_ranks_in_halves_of_two_kinds_and_fsdp1(tmp_path: Path) -> None:
-    answers = run_job("four", tmp_path, ranks=4)
+def test_four_ranks_in_halves_of_two_kinds_and_fsdp1(tmp_path: Path, warm: Path) -> None:
+    answers = run_job("four", tmp_path, warm, ranks=4)
     parameters = 4 * (64 * 256 + 256)
     for rank, answer in enumerate(answers):
         row, column = ("0,1", "2,3")[rank // 2], ("0,2", "1,3")[rank % 2]
@@ -200,14 +200,14 @@ def test_four_ranks_in_halves_of_two_kinds_and_fsdp1(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("package", "job"), [("deepspeed", "deepspeed_zero"), ("megatron.core", "megatron_tensor_parallel")]
 )
-def test_libraries_are_counted_as_pytorch_counts(package: str, job: str, tmp_path: Path) -> None:
+def test_libraries_are_counted_as_pytorch_counts(package: str, job: str, tmp_path: Path, warm: Path) -> None:
     try:
         found = importlib.util.find_spec(package)
     except ModuleNotFoundError:
         found = None
     if found is None:
         pytest.skip(f"needs {package}")
-    for answer in run_job(job, tmp_path):
+    for answer in run_job(job, tmp_path, warm):
         for part in [answer] if "debug" in answer else answer.values():
             ours: Counter[str] = Counter()
             for operation, _, _, n in part["counts"]:
@@ -217,9 +217,9 @@ def test_libraries_are_counted_as_pytorch_counts(package: str, job: str, tmp_pat
 
 
 @pytest.fixture(scope="module")
-def late(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+def late(tmp_path_factory: pytest.TempPathFactory, warm: Path) -> tuple[Report, Path]:
     folder = tmp_path_factory.mktemp("late")
-    run_job("late", folder)
+    run_job("late", folder, warm)
     return report_on(folder / "traces"), folder / "traces"
 
 
@@ -254,9 +254,9 @@ def test_transfer_is_alike_on_all_ranks(late: tuple[Report, Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed(tmp_path_factory: pytest.TempPathFactory, warm: Path) -> Path:
     folder = tmp_path_factory.mktemp("killed")
-    run_job("killed", folder, check=False)
+    run_job("killed", folder, warm, check=False)
     return folder
 
 
@@ -270,9 +270,9 @@ def test_of_a_killed_rank_what_it_did_is_reported(killed: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def stuck(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+def stuck(tmp_path_factory: pytest.TempPathFactory, warm: Path) -> tuple[list[Any], Path]:
     folder = tmp_path_factory.mktemp("stuck")
-    return run_job("stuck", folder), folder
+    return run_job("stuck", folder, warm), folder
 
 
 @pytest.mark.slow

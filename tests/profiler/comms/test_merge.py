@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from echograph.ir.comms_record import FORMAT, End, GroupLine, Header, What, encode
+from echograph.ir.comms.record import FORMAT, End, GroupLine, Header, What, encode
 from echograph.profiler.comms import report as report_module
 from echograph.profiler.comms.bandwidth import bus_factor, family, message_bytes
 from echograph.profiler.comms.report import report_on

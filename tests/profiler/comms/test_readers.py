@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echograph.errors import FormatError, InputError
-from echograph.ir.comms_record import FORMAT, Beat, End, GroupLine, Header, What, encode
+from echograph.ir.comms.record import FORMAT, Beat, End, GroupLine, Header, What, encode
 from echograph.profiler.comms.readers.flight_recorder import plain_pickle, read_dump
 from echograph.profiler.comms.report import Report, report_on
 

@@ -9,7 +9,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch
 
-from echograph.ir.invocations import Invocation, Named, Operand, contiguous  # noqa: E402
+
+from echograph.ir.profile import Invocation, Named, Operand, contiguous  # noqa: E402
 from echograph.profiler.measure.ops import RealOperands, operator_of  # noqa: E402
 
 

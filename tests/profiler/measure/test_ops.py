@@ -12,8 +12,7 @@ torch = pytest.importorskip("torch", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch
 
 from echograph.errors import InputError, UsageError  # noqa: E402
-from echograph.ir.invocations import Invocation, Operand, Part  # noqa: E402
-from echograph.ir.profile import Environment, Profile, Signature, TensorType  # noqa: E402
+from echograph.ir.profile import Environment, Invocation, Operand, Part, Profile, Signature, TensorType  # noqa: E402  # noqa: E402
 from echograph.ir.types import DType  # noqa: E402
 from echograph.profiler.measure.device import Cuda, MeasuringDevice, Processor, open_device  # noqa: E402
 from echograph.profiler.measure.host import _solved, measure_host  # noqa: E402

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from small_traces import Event, call, job, launched, operator, step, trace, work
 
 from echograph.errors import InputError, UsageError
 from echograph.ir.graph import JobGraph
-from echograph.ir.types import CollectiveKind, OpKind, Phase, Source
+from echograph.ir.types import CollectiveKind, Copy, OpKind, Phase, Source
 from echograph.profiler.replay import lower
 from echograph.profiler.traces import TraceSet, read_traces
 from echograph.simulator.what_if import parse_scale
 from echograph.workflow.replay import replay, steps
+from echograph.workflow.system import System
 
 SETS = (
     "critical-path-alexnet",
@@ -35,8 +37,8 @@ def graph_of(traces: TraceSet) -> JobGraph:
 
 def step_us(traces: TraceSet, *changes: str, rank: int = 0, name: str = "trace") -> float:
     """How long a step of a rank takes, by the simulator."""
-    result, ran = replay(graph_of(traces), scales=[parse_scale(text) for text in changes])
-    found = [s for s in steps(ran, result.timeline) if (s.role, s.name) == (f"rank {rank}", name)]
+    result = replay(graph_of(traces), scales=[parse_scale(text) for text in changes])
+    found = [s for s in steps(result) if (s.role, s.name) == (f"rank {rank}", name)]
     return found[0].replayed_s / US
 
 
@@ -48,8 +50,8 @@ def operations(graph: JobGraph, kind: OpKind) -> list[str]:
 def test_measured_steps_come_back(measured_data: Path, name: str) -> None:
     traces = read_traces(measured_data / "traces" / name, last_step=True)
     graph = graph_of(traces)
-    result, ran = replay(graph)
-    found = steps(ran, result.timeline)
+    result = replay(graph)
+    found = steps(result)
     assert {s.role for s in found} == {f"rank {rank}" for rank in traces}
     assert max(abs(s.error) for s in found) < 0.001
     spans = {s.role: s.measured_s for s in found if s.name == "trace"}
@@ -187,10 +189,10 @@ def test_ranks_that_meet_on_gloo(tmp_path: Path) -> None:
 
 def test_more_ranks_over_a_network(tmp_path: Path) -> None:
     graph = graph_of(job(tmp_path, *two_ranks()))
-    result, ran = replay(graph, gpus=8, cluster="dgx-a100")
-    assert (result.gpus, ran.world_size) == (8, 8)
+    result = replay(graph, gpus=8, system=System("dgx-a100"))
+    assert (result.gpus, result.job.world_size) == (8, 8)
     assert result.sources["measured"] > 0 and result.collectives["world"]["algorithms"]
-    found = {s.role: s.replayed_s for s in steps(ran, result.timeline) if s.name == "trace"}
+    found = {s.role: s.replayed_s for s in steps(result) if s.name == "trace"}
     assert len(found) == 2 and max(found.values()) < 200 * US + 1e-3
     with pytest.raises(UsageError, match="say whose network, with --cluster"):
         replay(graph, gpus=4)
@@ -200,9 +202,9 @@ def test_sizes_have_to_be_known_to_be_modelled(tmp_path: Path) -> None:
     kernel = "ncclKernel_AllReduce_RING_LL_Sum_float"
     events: Sequence[Event] = [operator("aten::mm", 0, 10), *launched(kernel, 2, 5, 20, 1, stream=20)]
     graph = graph_of(job(tmp_path, list(events), list(events)))
-    assert replay(graph)[0].step_ps == 25 * 1_000_000
+    assert replay(graph).step_ps == 25 * 1_000_000
     with pytest.raises(UsageError, match=r"2 collectives, 'all_reduce' first, have no size in the trace"):
-        replay(graph, cluster="dgx-a100")
+        replay(graph, system=System("dgx-a100"))
 
 
 def test_clocks_that_contradict_one_another_are_aligned_first(tmp_path: Path) -> None:
@@ -211,15 +213,15 @@ def test_clocks_that_contradict_one_another_are_aligned_first(tmp_path: Path) ->
         event["ts"] += 10_000.0
     lowered = lower(job(tmp_path, first, second), "skewed")
     assert any("clocks aligned by 1 collectives" in note for note in lowered.notes)
-    result, ran = replay(lowered.graph)
+    result = replay(lowered.graph)
     assert result.step_ps < 300 * 1_000_000
-    assert max(abs(s.error) for s in steps(ran, result.timeline)) < 0.05
+    assert max(abs(s.error) for s in steps(result)) < 0.05
 
 
 def test_collectives_of_ranks_that_were_not_traced_take_what_they_took(tmp_path: Path) -> None:
     lowered = lower(job(tmp_path, two_ranks()[0]), "alone")
     assert any("whose other ranks are not in the traces" in note for note in lowered.notes)
-    result, _ = replay(lowered.graph)
+    result = replay(lowered.graph)
     assert result.step_ps == 200 * 1_000_000
 
 
@@ -267,7 +269,7 @@ def test_ranks_of_one_file(tmp_path: Path) -> None:
     path = write(tmp_path / "all.json", events, rank=None, processRanks={"0": 0, "1": 1})
     graph = graph_of(read_traces(path, last_step=True))
     assert [program.role for program in graph.programs] == ["rank 0", "rank 1"]
-    assert replay(graph)[0].step_ps == 200 * 1_000_000
+    assert replay(graph).step_ps == 200 * 1_000_000
 
 
 def test_what_one_thread_shows_at_once_runs_at_once(tmp_path: Path) -> None:
@@ -281,7 +283,7 @@ def test_what_one_thread_shows_at_once_runs_at_once(tmp_path: Path) -> None:
     ]
     lowered = lower(job(tmp_path, events), "messages")
     assert any("2 sends and receives take what they took" in note for note in lowered.notes)
-    assert replay(lowered.graph)[0].step_ps == 75 * 1_000_000
+    assert replay(lowered.graph).step_ps == 75 * 1_000_000
 
 
 def test_groups_of_the_same_ranks_do_not_wait_for_each_other(tmp_path: Path) -> None:
@@ -298,5 +300,15 @@ def test_groups_of_the_same_ranks_do_not_wait_for_each_other(tmp_path: Path) -> 
 
     graph = graph_of(job(tmp_path, rank("AB"), rank("BA")))
     assert {group.name for group in graph.groups} == {"world (A)", "world (B)"}
-    result, ran = replay(graph)
-    assert max(abs(found.error) for found in steps(ran, result.timeline)) < 1e-9
+    result = replay(graph)
+    assert max(abs(found.error) for found in steps(result)) < 1e-9
+
+
+@pytest.mark.parametrize("said", [2**64, 1e300, math.inf, -4, 0.5])
+def test_a_copy_of_bytes_that_nothing_has_is_of_none(said: float, tmp_path: Path) -> None:
+    copies = [
+        *launched("Memcpy HtoD", 10, 20, 5, 1, cat="gpu_memcpy", bytes=4096),
+        *launched("Memcpy HtoD", 30, 40, 5, 2, cat="gpu_memcpy", bytes=said),
+    ]
+    graph = lower(job(tmp_path, copies)).graph
+    assert [op.nbytes for op in graph.ops if isinstance(op, Copy)] == [4096, 0]

@@ -15,6 +15,7 @@ from echograph.profiler.replay.job import CPU, UNNAMED
 from echograph.profiler.traces import TraceSet, read_trace, read_traces
 from echograph.simulator.what_if import parse_scale
 from echograph.workflow.replay import replay
+from echograph.workflow.system import System
 
 CLUSTER = "dgx-a100"
 
@@ -41,20 +42,20 @@ def test_a_job_without_collectives_is_not_that_of_more_ranks(tmp_path: Path) -> 
     with pytest.raises(
         UsageError, match="--gpus 16: the trace has no collective, so it does not say what 16 ranks"
     ):
-        replay(job, cluster=CLUSTER, gpus=16)
-    assert replay(job, cluster=CLUSTER)[0].step_ps == replay(job)[0].step_ps
+        replay(job, system=System(CLUSTER), gpus=16)
+    assert replay(job, system=System(CLUSTER)).step_ps == replay(job).step_ps
 
 
 @pytest.mark.parametrize(("ranks", "world"), [([0], 1), (list(range(8)), 8)])
 def test_collectives_of_all_ranks_are_timed_anew_for_more(tmp_path: Path, ranks: list[int], world: int) -> None:
     job = job_of(tmp_path, reduced(ranks), world)
-    (measured,) = replay(job)[0].collectives.values()
+    (measured,) = replay(job).collectives.values()
     assert measured["busy_s"] == pytest.approx(50e-6)
     busy = []
     for gpus in (16, 64):
-        result, ran = replay(job, cluster=CLUSTER, gpus=gpus)
+        result = replay(job, system=System(CLUSTER), gpus=gpus)
         (found,) = result.collectives.values()
-        assert (result.gpus, ran.world_size) == (gpus, gpus) and found["algorithms"] != ["none/none"]
+        assert (result.gpus, result.job.world_size) == (gpus, gpus) and found["algorithms"] != ["none/none"]
         busy.append(found["busy_s"])
     assert busy[0] < busy[1]
 
@@ -64,10 +65,10 @@ def test_collectives_of_ranks_that_were_not_traced_are_not_timed(tmp_path: Path)
     with pytest.raises(
         UsageError, match="1 collectives, 'all_reduce' first, are of ranks that were not traced"
     ) as no:
-        replay(whole, cluster=CLUSTER)
+        replay(whole, system=System(CLUSTER))
     assert "say with --gpus how many ranks the job has" in str(no.value)
     some = job_of(tmp_path / "some", reduced([0, 1]), 8)
-    for options in ({"cluster": CLUSTER}, {"cluster": CLUSTER, "gpus": 16}):
+    for options in ({"system": System(CLUSTER)}, {"system": System(CLUSTER), "gpus": 16}):
         with pytest.raises(UsageError, match=r"import the traces of all ranks$"):
             replay(some, **options)  # type: ignore[arg-type]
 
@@ -75,8 +76,8 @@ def test_collectives_of_ranks_that_were_not_traced_are_not_timed(tmp_path: Path)
 def test_a_group_of_one_rank_of_several_is_not_the_world(tmp_path: Path) -> None:
     job = job_of(tmp_path, reduced([0]), 8)
     with pytest.raises(PlanError, match="collectives of one rank of several, so it is not only data-parallel"):
-        replay(job, cluster=CLUSTER, gpus=16)
-    assert replay(job, cluster=CLUSTER)[0].step_ps == replay(job)[0].step_ps
+        replay(job, system=System(CLUSTER), gpus=16)
+    assert replay(job, system=System(CLUSTER)).step_ps == replay(job).step_ps
 
 
 def test_groups_of_some_of_the_traced_ranks_stay_refused(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_groups_of_some_of_the_traced_ranks_stay_refused(tmp_path: Path) -> None
         write(tmp_path / f"rank{rank}.json", events, rank=rank)
     job = lower(read_traces(tmp_path, last_step=True), "traced").graph
     with pytest.raises(PlanError, match="is of some ranks, so it is not only data-parallel"):
-        replay(job, cluster=CLUSTER, gpus=6)
+        replay(job, system=System(CLUSTER), gpus=6)
 
 
 def test_an_all_reduce_that_goes_round_nccl_is_communication(tmp_path: Path) -> None:
@@ -95,9 +96,9 @@ def test_an_all_reduce_that_goes_round_nccl_is_communication(tmp_path: Path) -> 
         write(tmp_path / f"rank{rank}.json", events, rank=rank)
     lowered = lower(read_traces(tmp_path, last_step=True), "traced")
     assert any("2 collectives whose other ranks are not in the traces, or not known" in n for n in lowered.notes)
-    assert replay(lowered.graph)[0].step_ps == 60_000_000
-    assert replay(lowered.graph, scales=[parse_scale("comm=0.5")])[0].step_ps == 35_000_000
-    assert replay(lowered.graph, scales=[parse_scale("compute=0.5")])[0].step_ps == 60_000_000
+    assert replay(lowered.graph).step_ps == 60_000_000
+    assert replay(lowered.graph, scales=[parse_scale("comm=0.5")]).step_ps == 35_000_000
+    assert replay(lowered.graph, scales=[parse_scale("compute=0.5")]).step_ps == 60_000_000
 
 
 H100 = {"id": 0, "name": "NVIDIA H100"}
@@ -112,17 +113,17 @@ H100 = {"id": 0, "name": "NVIDIA H100"}
 )  # fmt: skip
 def test_a_device_that_ran_is_no_cpu(tmp_path: Path, header: dict[str, Any], name: str) -> None:
     job = job_of(tmp_path, launched("gemm", 5, 10, 50, 1), 1, **header)
-    assert replay(job)[0].device == name
+    assert replay(job).device == name
 
 
 def test_a_device_that_did_nothing_is_not_the_device(tmp_path: Path) -> None:
     job = job_of(tmp_path, [operator("aten::mm", 0, 5)], 1, deviceProperties=[H100])
-    assert replay(job)[0].device == CPU
+    assert replay(job).device == CPU
 
 
 def test_a_thread_whose_events_take_no_time_is_replayed(tmp_path: Path) -> None:
     found = trace(
         tmp_path, [operator("aten::a", 1, 5), operator("aten::b", 2, 0, tid=2), operator("aten::c", 9, 1)]
     )
-    result, _ = replay(lower(TraceSet({0: found}), "traced").graph)
+    result = replay(lower(TraceSet({0: found}), "traced").graph)
     assert result.step_ps == int(found.end.max())

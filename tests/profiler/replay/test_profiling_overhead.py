@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from small_traces import Event, job, launched, operator, step, write
 
-from echograph.ir.comms_record import FORMAT, MAJOR, MINOR, GroupLine, Header, What, encode
+from echograph.ir.comms.record import FORMAT, MAJOR, MINOR, GroupLine, Header, What, encode
 from echograph.ir.types import OpKind
 from echograph.profiler.record.folder import Hooks, Metadata, StepTimes, write_hooks, write_metadata
 from echograph.profiler.record.overhead import Overhead
@@ -27,8 +27,8 @@ OVERHEAD = Overhead(
 def taken_us(traces: TraceSet, seen: Mapping[int, Observed], *changes: str) -> list[float]:
     """How long each rank's trace takes, by the simulator."""
     graph = lower(traces, seen=seen).graph
-    result, ran = replay(graph, scales=[parse_scale(text) for text in changes])
-    return [one.replayed_s / US for one in steps(ran, result.timeline) if one.name == "trace"]
+    result = replay(graph, scales=[parse_scale(text) for text in changes])
+    return [one.replayed_s / US for one in steps(result) if one.name == "trace"]
 
 
 def without(*events: Event, folder: Path, hooks: Hooks | None = None) -> float:
@@ -139,17 +139,17 @@ def test_an_import_says_recorded_without_and_free(tmp_path: Path) -> None:
     (note,) = found.notes
     # Two operators and a module.
     assert "0.03 ms recorded, takes 0.023 ms without" in note and "took 0.026 ms free" in note
-    result, ran = replay(found.graph)
-    assert step_medians(steps(ran, result.timeline)) == pytest.approx((30 * US, 23 * US, 26 * US))
+    result = replay(found.graph)
+    assert step_medians(steps(result)) == pytest.approx((30 * US, 23 * US, 26 * US))
     kept = load_kineto(folder, keep_overhead=True)
     assert kept.notes == ("durations are as recorded: --keep-overhead",)
-    result, ran = replay(kept.graph)
-    assert step_medians(steps(ran, result.timeline)) == pytest.approx((30 * US, 30 * US, 26 * US))
+    result = replay(kept.graph)
+    assert step_medians(steps(result)) == pytest.approx((30 * US, 30 * US, 26 * US))
 
 
 def test_nothing_is_taken_out_where_no_one_measured_what_to(tmp_path: Path) -> None:
     found = load_kineto(recording(tmp_path, None))
     assert found.notes == ("durations are as recorded: what recording costs was not measured",)
-    result, ran = replay(found.graph)
-    (one,) = (s for s in steps(ran, result.timeline) if "#" in s.name)
+    result = replay(found.graph)
+    (one,) = (s for s in steps(result) if "#" in s.name)
     assert one.replayed_s == pytest.approx(30 * US) and one.free_error == pytest.approx(30 / 26 - 1)

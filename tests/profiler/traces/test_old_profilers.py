@@ -99,7 +99,7 @@ def test_threads_that_are_text_are_the_same_in_every_part_of_a_file(tmp_path: Pa
     (row,) = ANALYSES["operators"](TraceSet({0: found})).records()
     assert (row["aten_op_name"], row["kernel_sequence"]) == ("aten::op8", "gemm")
     # And a replay takes as long as the job did.
-    result, _ = replay(lower(TraceSet({0: found}), "old").graph)
+    result = replay(lower(TraceSet({0: found}), "old").graph)
     assert result.step_ps == int(found.end.max())
 
 

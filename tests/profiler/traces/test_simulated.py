@@ -17,7 +17,7 @@ from echograph.ir.builder import GraphBuilder
 from echograph.ir.exporters.chrome import chrome_trace
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.timeline import Lane, Timeline
@@ -34,7 +34,7 @@ from echograph.simulator.simulate import simulate
 CLUSTER = load_cluster("dgx-h100")
 HOST = Host(op_ps=4_000_000, launch_ps=3_000_000)
 US, NS = 1_000_000, 1_000
-STEP = fold(layered_step(4))
+STEP = Fold()(layered_step(4))
 
 
 def pipelined(stages: int, **options: object) -> JobGraph:

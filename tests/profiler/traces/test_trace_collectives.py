@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_traces import job, launched, operator, work, write
 
-from echograph.ir.comms_record import FORMAT, GroupLine, Header, Line, What, encode
+from echograph.ir.comms.record import FORMAT, GroupLine, Header, Line, What, encode
 from echograph.profiler.traces import read_trace
 from echograph.profiler.traces.collectives import collectives, kind_of, matched
 
@@ -50,6 +50,20 @@ def test_sizes_and_groups_are_read_from_whichever_row_has_them(tmp_path: Path) -
         (0, 2, 4, 6),
         "3",
     )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"In msg nelems": 4, "Out msg nelems": 2**64 - 1, "dtype": "Float"},
+        {"Input Dims": [[2**40, 2**40]], "Input type": ["float"]},
+        {"Input Dims": [[-4]], "Input type": ["float"]},
+    ],
+)
+def test_a_size_that_no_buffer_has_is_not_known(tmp_path: Path, said: dict[str, Any]) -> None:
+    events = [work("ncclDevKernel_AllReduce", 20, 30, 9, stream=20, **said)]
+    (call,) = collectives(read_trace(write(tmp_path / "rank0.json", events)))
+    assert (call.kind, call.nbytes, call.dtype) == ("all_reduce", 0, "")
 
 
 def gloo(name: str, called: str, ts: float) -> list[dict[str, Any]]:

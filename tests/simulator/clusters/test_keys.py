@@ -21,12 +21,12 @@ from layered import layered_step
 
 from echograph.errors import EchoError
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.simulator.clusters import cluster_names, fabric_names, load_cluster
 from echograph.simulator.clusters.astra_sim import dimensions
 from echograph.simulator.simulate import simulate
 from echograph.workflow.plan import Plan
-from echograph.workflow.predict import predict_plan
+from echograph.workflow.predict import predict
 from echograph.workflow.scenario import Scenario
 
 EXPORT, FLOWS = "export", "flows"
@@ -66,7 +66,7 @@ def modes(document: dict[str, Any], path: Keys) -> list[str | int]:
 
 @cache
 def step() -> StepGraph:
-    return fold(layered_step(1))
+    return Fold()(layered_step(1))
 
 
 def outcome(document: dict[str, Any], mode: str | int, base: dict[str, Any], folder: Path) -> Any:
@@ -79,7 +79,7 @@ def outcome(document: dict[str, Any], mode: str | int, base: dict[str, Any], fol
             return dimensions(load_cluster(path), top // domain * domain)
         gpus = min(top, 2 * base["network"]["level"][0]["gpus"], 1152) if mode == FLOWS else mode
         scenario = Scenario(network="flows" if mode == FLOWS else "auto")
-        result, job = predict_plan(step(), Plan(gpus=gpus, cluster=str(path)), scenario=scenario)
+        result, job = predict(step(), Plan(gpus=gpus, cluster=str(path)), scenario=scenario)
         record = result.to_json()
         if mode != FLOWS:
             reduced = communications({"dp": job.world_size}, ("all_reduce", "dp", 2**30, 0))

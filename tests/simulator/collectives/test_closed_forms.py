@@ -18,7 +18,7 @@ from echograph.simulator.clusters import load_cluster
 from echograph.simulator.clusters.fabric import NvlsCost, PeerCost, ProtocolCost, ProtocolName, Protocols
 from echograph.simulator.collectives import ALGORITHMS, Algorithm, Cost, Kind, bus_factor
 from echograph.simulator.network import patterns
-from echograph.simulator.network.links import Links
+from echograph.simulator.network.topology import Links
 
 NODE = {name: ProtocolCost(base_s=b, hop_s=h, efficiency=e) for name, b, h, e in
         (("LL", 3e-6, 1.1e-6, 0.23), ("LL128", 5e-6, 1.3e-6, 0.71), ("Simple", 7e-6, 1.9e-6, 0.97))}  # fmt: skip

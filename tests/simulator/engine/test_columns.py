@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_tasks import random_meetings, random_tasks, seeded_meetings, task_graph
 
-from echograph.simulator.engine import columns, loops, static
-from echograph.simulator.engine.numbering import number
+from echograph.simulator.engine import columns, schedule, static
+from echograph.simulator.engine.static import number
 from echograph.simulator.tasks import TaskGraph
 
 KINDS = 3
@@ -48,7 +48,7 @@ def test_each_column_is_the_event_engine_with_its_durations(tasks: TaskGraph, se
 @pytest.mark.parametrize("compile_from", [0, 10**9])
 def test_scenarios_end_when_each_of_them_does(monkeypatch: pytest.MonkeyPatch, compile_from: int) -> None:
     monkeypatch.setattr(static, "COMPILE_FROM", compile_from)
-    monkeypatch.setattr(loops, "COMPILE_FROM", 10**9)
+    monkeypatch.setattr(schedule, "COMPILE_FROM", 10**9)
     for seed in range(20):
         tasks = seeded_meetings(seed, 30)
         kind, factor = scenarios(tasks, seed)

@@ -16,9 +16,9 @@ from echograph.ir.passes.data_parallel import DataParallel
 from echograph.simulator import engine
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.durations import durations
-from echograph.simulator.engine import events, loops, numbering, static
-from echograph.simulator.engine.numbering import WINDOW, number
+from echograph.simulator.engine import events, schedule, static
 from echograph.simulator.engine.schedule import Starts
+from echograph.simulator.engine.static import WINDOW, number
 from echograph.simulator.host import Host
 from echograph.simulator.roles import Roles
 from echograph.simulator.tasks import HOST, TaskGraph
@@ -53,7 +53,7 @@ def test_the_static_pass_and_the_event_engine_agree_to_the_picosecond(tasks: Tas
 def test_they_agree_on_thousands_of_programs_that_meet(
     crossed: bool, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(numbering, "WINDOW", window)
+    monkeypatch.setattr(static, "WINDOW", window)
     deadlocks = 0
     for seed in range(600):
         tasks = seeded_meetings(seed, events=4 + seed % 90, crossed=crossed)
@@ -135,9 +135,9 @@ def test_the_compiled_pass_equals_the_interpreted_one(monkeypatch: pytest.Monkey
         tasks = seeded_meetings(seed, 2000, crossed=crossed)
         alone = replace(tasks, join=np.full_like(tasks.join, -1))
         for graph in (tasks, alone):
-            monkeypatch.setattr(loops, "COMPILE_FROM", 10**9)
+            monkeypatch.setattr(schedule, "COMPILE_FROM", 10**9)
             interpreted = outcome(static.run, graph)
-            monkeypatch.setattr(loops, "COMPILE_FROM", 0)
+            monkeypatch.setattr(schedule, "COMPILE_FROM", 0)
             assert_same(interpreted, outcome(static.run, graph))
 
 

@@ -19,10 +19,10 @@ from sharing_oracle import Oracle
 from echograph.errors import DeadlockError, SimulationError
 from echograph.ir.columns import Ragged
 from echograph.simulator import engine
-from echograph.simulator.engine import columns, events, loops, static
-from echograph.simulator.engine.numbering import number
+from echograph.simulator.engine import columns, events, schedule, static
 from echograph.simulator.engine.schedule import Starts
 from echograph.simulator.engine.sharing import Sharing
+from echograph.simulator.engine.static import number
 from echograph.simulator.tasks import TaskGraph
 
 MANY = 1e9
@@ -96,7 +96,7 @@ def test_it_agrees_with_the_static_pass(tasks: TaskGraph) -> None:
 def test_causes_follow_from_the_times_that_an_engine_found(
     monkeypatch: pytest.MonkeyPatch, compile_from: int
 ) -> None:
-    monkeypatch.setattr(loops, "COMPILE_FROM", compile_from)
+    monkeypatch.setattr(schedule, "COMPILE_FROM", compile_from)
     for seed in range(20):
         tasks = seeded_meetings(seed, 200)
         expected = reference.run(tasks)

@@ -15,7 +15,7 @@ from random_jobs import random_job
 from echograph.errors import DeadlockError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.simulator.clusters import load_cluster
@@ -28,9 +28,8 @@ from echograph.simulator.engine.segments.run import SegmentRun, run, work_of
 from echograph.simulator.engine.segments.timeline import program_timeline
 from echograph.simulator.host import Host
 from echograph.simulator.limits import families, largest_first, limits
-from echograph.simulator.roles import Roles
+from echograph.simulator.roles import Roles, write_timeline
 from echograph.simulator.simulate import simulate
-from echograph.simulator.steps import write_timeline
 from echograph.simulator.tasks import expand
 
 US = 1_000_000
@@ -125,7 +124,7 @@ JOBS: dict[str, Callable[[StepGraph], JobGraph]] = {
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_prediction_over_segments_is_the_same_bytes(name: str, waits: bool) -> None:
-    job = timed(JOBS[name](fold(layered_step(8))), CLUSTER.device, 30 * US)
+    job = timed(JOBS[name](Fold()(layered_step(8))), CLUSTER.device, 30 * US)
     host = replace(HOST, waits=waits)
     records = {}
     for asked in ("auto", "static"):
@@ -139,7 +138,8 @@ def test_a_prediction_over_segments_is_the_same_bytes(name: str, waits: bool) ->
 
 def test_equal_calls_are_worked_out_once() -> None:
     few, many = (
-        cut(job) for job in (Pipeline(stages=4, micro_batches=count)(fold(layered_step(8))) for count in (16, 64))
+        cut(job)
+        for job in (Pipeline(stages=4, micro_batches=count)(Fold()(layered_step(8))) for count in (16, 64))
     )
     assert few is not None
     assert many is not None
@@ -153,9 +153,12 @@ def test_a_graph_that_repeats_nothing_runs_task_by_task() -> None:
 
 
 def test_times_whose_sum_64_bits_do_not_hold_run_task_by_task() -> None:
-    job = JOBS["fsdp"](fold(layered_step(8)))
+    job = JOBS["fsdp"](Fold()(layered_step(8)))
     count = len(job.ops)
     long = Durations(
-        picoseconds=np.full(count, 2**62), source=np.zeros(count, np.uint8), spread=np.zeros(count, np.float32)
+        picoseconds=np.full(count, 2**62),
+        source=np.zeros(count, np.uint8),
+        spread=np.zeros(count, np.float32),
+        algorithm={},
     )
     assert segments(Roles(job=job, times=long, issue=long.picoseconds, host=HOST)) is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,74 @@ from echograph.errors import DataError, UnavailableError, UnknownNameError, Usag
 from echograph.progress import Progress, silent
 
 if TYPE_CHECKING:
+    from echograph.profiler.analyses.table import AnswerTable
     from echograph.profiler.costs.device import DeviceProfile
+
+
+TITLES = ("profile", "what", "rows held out", "median error", "mean error", "bias")
+
+
+def fit(
+    output: str | Path,
+    *,
+    kernels: str | Path | None = None,
+    collectives: str | Path | None = None,
+    nccl_tests: Sequence[str | Path] = (),
+    cluster: str = "",
+    collective: str = "",
+    name: str = "ours",
+    devices: Sequence[str] = (),
+    base: str | None = None,
+    fabrics: Sequence[str] = (),
+    date: str = "",
+    say: Progress = silent,
+) -> AnswerTable:
+    """Turns tables of measurements into profiles of devices and fabrics, which predictions then rest on.
+
+    Args:
+        output: folder for the profiles; it is written whole or not at all.
+        kernels: a table of measured kernels (CSV, may be gzipped).
+        collectives: a table of measured collectives (CSV).
+        nccl_tests: what programs of nccl-tests printed; a cluster is written from them.
+        cluster: what those ran on: a preset or a TOML file.
+        collective: what they ran, where they do not say.
+        name: of the cluster that is written.
+        devices: only these of the table; none: all.
+        base: fit the table of one device anew on top of this shipped profile.
+        fabrics: only these of the table; none: all.
+        date: of the fit, as it stands in the profiles.
+        say: told what goes on.
+
+    Returns:
+        How far each fit is off on rows that it has not seen; relative errors.
+
+    Raises:
+        UsageError: nothing to fit, or too few rows.
+        UnknownNameError: a device, fabric or collective that there is not.
+        InputError: a table cannot be read.
+        DataError: it breaks a rule, or holds no row that fits.
+        OutputError: the folder cannot be written.
+    """
+    if kernels is None and collectives is None and not nccl_tests:
+        raise UsageError("nothing to fit: give --kernels TABLE, --collectives TABLE or --nccl-tests LOG")
+    from echograph.ir.files import whole_folder
+    from echograph.profiler.analyses.table import from_rows
+
+    records: list[dict[str, object]] = []
+    skipped: list[str] = []
+    with whole_folder(Path(output)) as folder:
+        if kernels is not None and base is not None:
+            records += refit_device(Path(kernels), base, folder, date, say)
+        elif kernels is not None:
+            records += fit_devices(Path(kernels), list(devices), folder, date, say)
+        if collectives is not None:
+            found, skipped = fit_the_fabrics(Path(collectives), list(fabrics), folder, date, say)
+            records += found
+        if nccl_tests:
+            logs = [Path(log) for log in nccl_tests]
+            records += fit_the_logs(logs, cluster, collective, name, folder, date, say)
+    notes = (f"{without}: the table has no rows for it, skipped" for without in skipped)
+    return from_rows(TITLES, [[record[title] for title in TITLES] for record in records], notes)
 
 
 def fit_devices(

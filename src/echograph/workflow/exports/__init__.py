@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from echograph.errors import UsageError
-from echograph.ir.exporters import EXPORTERS, Exported
+from echograph.ir.exporters import EXPORTERS
+from echograph.ir.formats import Exported
 from echograph.ir.graph import Graph, JobGraph
 from echograph.progress import Progress, silent
 from echograph.registry import Table
@@ -77,25 +78,40 @@ def check_options(to: str, options: ExportOptions) -> None:
             )
 
 
-def export(graph: Graph, to: str, output: Path, options: ExportOptions, say: Progress = silent) -> Exported:
+def export(
+    graph: Graph,
+    to: str,
+    output: str | Path,
+    *,
+    cluster: str | None = None,
+    per_role: bool = False,
+    name: str | None = None,
+    say: Progress = silent,
+) -> Exported:
     """Writes a graph in another tool's format.
 
     Args:
-        graph: what is written.
-        to: the format: one of `EXPORTERS` or of `COMPOSED`.
-        output: the file, or for formats of several files the folder.
-        options: of the format.
+        graph: a step graph, or for formats of ranks a job graph.
+        to: the format: "chakra", "simai", "chrome", "onnx", "gml", "graphml", "json", "dot", "svg", ...
+        output: the file; for chakra the folder.
+        cluster: where the job runs, for formats with durations; None: the default one.
+        per_role: of chakra: one file a role instead of one a rank.
+        name: of chakra's files.
         say: told what goes on.
 
     Returns:
-        What was written, and what the format cannot hold.
+        What was written, and in `notes` what the format cannot hold.
 
     Raises:
-        EchoError: as `check_options`, and what the format's exporter raises.
+        UnknownNameError: no such format.
+        UnavailableError: a format that is only read.
+        UsageError: an option that the format does not have, or a step graph where a job is needed.
+        OutputError: the output cannot be written.
     """
+    options = ExportOptions(cluster=cluster, per_role=per_role, name=name)
     check_options(to, options)
     if to in EXPORTERS:
-        done: Exported = EXPORTERS[to](graph, output)
+        done: Exported = EXPORTERS[to](graph, Path(output))
     else:
-        done = COMPOSED[to](graph, output, options, say)
+        done = COMPOSED[to](graph, Path(output), options, say)
     return done

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from echograph.ir.exporters.chakra import ChakraExport, write_chakra
+from echograph.ir.chakra.writer import ChakraExport, write_chakra
 from echograph.ir.graph import Graph, JobGraph
 from echograph.progress import Progress, silent
-from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
+from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster
 from echograph.simulator.clusters.astra_sim import astra_sim_files
 from echograph.simulator.durations import durations
 from echograph.units import format_time, to_ps, to_s
 from echograph.workflow.exports import ExportOptions, job_of
-
-if TYPE_CHECKING:
-    from echograph.profiler.costs import DeviceProfile
+from echograph.workflow.system import System
 
 
 def export_chakra(graph: Graph, output: Path, options: ExportOptions, say: Progress = silent) -> ChakraExport:
@@ -29,20 +26,16 @@ def export_chakra(graph: Graph, output: Path, options: ExportOptions, say: Progr
         UsageError: the graph is a step graph.
         PlanError: the job is too large to be written out, or does not fill the cluster's NVLink domains.
     """
-    from echograph.profiler.costs import load_device
-    from echograph.profiler.costs.estimate import estimate
-
     job = job_of(graph)
-    cluster = load_cluster(options.cluster or DEFAULT_CLUSTER)
-    device = load_device(cluster.device)
+    system = System(options.cluster or DEFAULT_CLUSTER)
+    cluster, device = system.cluster, system.device
     say("estimating durations")
-    timed = estimate(job, device)(job)
-    where = replace(cluster, device=device.name)
-    times = None if cluster.degraded else durations(timed, where).picoseconds
+    timed = system.annotate(job)
+    times = None if cluster.degraded else durations(timed, cluster).picoseconds
     done = write_chakra(
         timed,
         output,
-        device=device.name,
+        device=cluster.device,
         name=options.name or "",
         per_role=options.per_role,
         progress=say,
@@ -50,25 +43,24 @@ def export_chakra(graph: Graph, output: Path, options: ExportOptions, say: Progr
         beside=astra_sim_files(
             cluster,
             job.world_size,
-            peak_flops_per_s=_peak(job, device),
-            memory_bytes_per_s=device.datasheet.memory_bandwidth_bytes_per_s,
+            peak_flops_per_s=system.peak_flops_per_s(job),
+            memory_bytes_per_s=0.0 if device is None else device.datasheet.memory_bandwidth_bytes_per_s,
         ),
     )
     say("simulating, to say what a reader of the traces will make of them")
-    expected = None if done.one_at_a_time_ps is None else _expected(timed, where, device, done.one_at_a_time_ps)
+    expected = None if done.one_at_a_time_ps is None else _expected(timed, system, done.one_at_a_time_ps)
     gap = () if expected is None else (_gap(expected),)
     return replace(done, notes=(*done.notes, *_lost(cluster, output), *gap), expected=expected)
 
 
-def _expected(job: JobGraph, cluster: Cluster, device: DeviceProfile, serial_ps: int) -> dict[str, float]:
+def _expected(job: JobGraph, system: System, serial_ps: int) -> dict[str, float]:
     """Seconds of the step: as `echosim` says, without the time of the host, and one communication at a time."""
     from echograph.simulator.host import Host
     from echograph.simulator.simulate import simulate
-    from echograph.workflow.predict import host_of
 
     step, free = (
-        simulate(job, cluster, host, memory=False).step_ps
-        for host in (host_of(device), Host(op_ps=0, launch_ps=0))
+        simulate(job, system.cluster, host, memory=False).step_ps
+        for host in (system.host, Host(op_ps=0, launch_ps=0))
     )
     return {
         "echosim_s": to_s(step),
@@ -87,14 +79,6 @@ def _gap(expected: Mapping[str, float]) -> str:
         f"{format_time(to_ps(step))}: no time of the host {host:+.1%}, one kernel and one communication of a rank "
         f"at a time {turns:+.1%}; its model of the network not counted"
     )
-
-
-def _peak(job: Graph, device: DeviceProfile) -> float:
-    """Dense peak for the model's type; fp16 runs as bf16 does."""
-    from echograph.profiler.costs.estimate import DTYPE_NAMES
-
-    name = DTYPE_NAMES.get(job.workload.dtype, "fp32").replace("fp16", "bf16")
-    return device.datasheet.peak_flops_per_s.get(name, 0.0)
 
 
 def _lost(cluster: Cluster, output: Path) -> Iterator[str]:

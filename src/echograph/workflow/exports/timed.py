@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from echograph.ir.exporters import Exported
 from echograph.ir.files import write_whole
+from echograph.ir.formats import Exported
 from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.progress import Progress, silent
 from echograph.simulator.clusters import DEFAULT_CLUSTER
 from echograph.workflow.annotate import annotate
 from echograph.workflow.exports import ExportOptions, job_of
+from echograph.workflow.plan import Plan
+from echograph.workflow.system import System
 
 
 def export_chrome(graph: Graph, output: Path, options: ExportOptions, say: Progress = silent) -> Exported:
@@ -24,9 +26,8 @@ def export_chrome(graph: Graph, output: Path, options: ExportOptions, say: Progr
     from echograph.workflow.predict import predict
 
     assert isinstance(graph, StepGraph | JobGraph)
-    cluster = options.cluster or DEFAULT_CLUSTER
     say("simulating")
-    result, job = predict(graph, cluster=cluster)
+    result, job = predict(graph, Plan(cluster=options.cluster or DEFAULT_CLUSTER))
     say(f"writing {output}")
     written = write_whole(output, chrome_trace(job, result.timeline))
     note = (
@@ -46,5 +47,5 @@ def export_simai(graph: Graph, output: Path, options: ExportOptions, say: Progre
     from echograph.ir.exporters.simai import write_simai
 
     say("estimating durations")
-    job, where = annotate(job_of(graph), options.cluster or DEFAULT_CLUSTER)
-    return write_simai(job, output, device=where.device)
+    system = System(options.cluster or DEFAULT_CLUSTER)
+    return write_simai(annotate(job_of(graph), system), output, device=system.cluster.device)

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from echograph.ir.graph import JobGraph
-from echograph.profiler.costs import load_device
 from echograph.profiler.costs.device import DeviceProfile, Label
-from echograph.simulator.clusters import NetworkFabric, NodeFabric, load_cluster
+from echograph.simulator.clusters import Cluster, NetworkFabric, NodeFabric
 from echograph.simulator.result import Result
 from echograph.units import format_bytes
 from echograph.workflow.plan import Plan
 from echograph.workflow.replay import is_traced
 from echograph.workflow.scenario import Scenario
+from echograph.workflow.system import System
 
 
 class Assumption(NamedTuple):
@@ -31,7 +31,7 @@ class Assumption(NamedTuple):
 
 
 def assumptions(
-    result: Result, job: JobGraph, plan: Plan, scenario: Scenario, notes: Sequence[str] = ()
+    result: Result, job: JobGraph, plan: Plan, system: System, notes: Sequence[str] = ()
 ) -> list[Assumption]:
     """What a prediction rests on, the durations first.
 
@@ -39,12 +39,12 @@ def assumptions(
         result: the prediction.
         job: what was simulated.
         plan: as it was asked for.
-        scenario: what was asked beyond it.
+        system: where it ran.
         notes: what the plan could not do.
     """
-    modelled = not is_traced(job) and not plan.cluster.endswith(".pb")
-    found = [*_given(result, job, plan), *(_fitted(result, job, plan, scenario) if modelled else ())]
-    found += _network(result, plan, scenario) if modelled and result.collectives else ()
+    device = None if is_traced(job) else system.device
+    found = [*_given(result, job), *(_fitted(result, job, device) if device else ())]
+    found += _network(result, system.cluster) if device and result.collectives else ()
     found += [Assumption("plan", "as asked", note) for note in notes]
     if "ep" in {axis.name for axis in job.mesh}:
         rows = f"{plan.expert_imbalance:g} times the mean of all ranks (--expert-imbalance)"
@@ -71,21 +71,21 @@ _ALWAYS = (
 )
 
 
-def asked(scenario: Scenario) -> list[str]:
-    """What a scenario changes of a prediction, in words; none for a plain one."""
+def asked(scenario: Scenario, system: System) -> list[str]:
+    """What a scenario and a system change of a prediction, in words; none for plain ones."""
     said = [f"{scale.selector} takes {scale.factor:g} times as long" for scale in scenario.scales]
-    said += [f"{key} is {value}" for key, value in scenario.settings.items()]
+    said += [f"{key} is {value}" for key, value in system.settings.items()]
     said += [
         f"{where.replace(':', ' ') if ':' in where else f'rank {where}'} is {factor:g} times as slow"
         for where, factor in scenario.slow
     ]
     said += [f"kernels vary by {100 * scenario.jitter:g} %"] if scenario.jitter else []
-    said += ["the host waits for what a stage receives"] if scenario.host_waits else []
-    said += ["every launch waits for its kernel"] if scenario.launch_blocking else []
+    said += ["the host waits for what a stage receives"] if system.host.waits else []
+    said += ["every launch waits for its kernel"] if system.host.blocking and system.profile is None else []
     return said
 
 
-def _given(result: Result, job: JobGraph, plan: Plan) -> Iterator[Assumption]:
+def _given(result: Result, job: JobGraph) -> Iterator[Assumption]:
     """Durations that the graph or a profile holds."""
     if is_traced(job):
         yield Assumption("durations", "as traced", "every operation takes what it took in the trace")
@@ -96,9 +96,8 @@ def _given(result: Result, job: JobGraph, plan: Plan) -> Iterator[Assumption]:
             yield Assumption("durations", source, f"{100 * share:.1f} % of the busy time, {text}")
 
 
-def _fitted(result: Result, job: JobGraph, plan: Plan, scenario: Scenario) -> Iterator[Assumption]:
+def _fitted(result: Result, job: JobGraph, device: DeviceProfile) -> Iterator[Assumption]:
     """The models of kernels and of the host."""
-    device = load_device(load_cluster(plan.cluster, scenario.settings).device)
     precision = str(result.plan.get("precision") or job.workload.dtype.text)
     gemm = device.gemm.get("fp8" if "fp8" in precision else "bf16" if precision == "fp16" else precision)
     if result.sources.get("fitted", 0.0) + result.sources.get("analytical", 0.0) > 0:
@@ -134,8 +133,7 @@ def _other_kernels(device: DeviceProfile) -> Iterator[Assumption]:
         yield Assumption(f"other kernels: {', '.join(kinds)}", source, f"{basis}; error {error}")
 
 
-def _network(result: Result, plan: Plan, scenario: Scenario) -> Iterator[Assumption]:
-    cluster = load_cluster(plan.cluster, scenario.settings)
+def _network(result: Result, cluster: Cluster) -> Iterator[Assumption]:
     domains: list[tuple[str, NodeFabric | NetworkFabric]] = [
         ("links within an NVLink domain", cluster.node_fabric)
     ]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from echograph.ir.columns import NONE, Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
-from echograph.simulator.families import KERNELS, family_of
+from echograph.simulator.limits import KERNELS, family_of
 
 COMPUTE = 0
 

@@ -20,6 +20,7 @@ from echograph.workflow.report.details import details
 from echograph.workflow.report.lanes import Step
 from echograph.workflow.report.moments import kinds_of, moments
 from echograph.workflow.scenario import Scenario
+from echograph.workflow.system import System
 
 Record = Mapping[str, Any]
 
@@ -59,6 +60,7 @@ def page(
     result: Result,
     job: JobGraph,
     plan: Plan,
+    system: System,
     scenario: Scenario,
     notes: Sequence[str] = (),
     near: Sequence[str] = (),
@@ -69,7 +71,8 @@ def page(
         result: the prediction.
         job: what was simulated.
         plan: as it was asked for.
-        scenario: what was asked beyond it.
+        system: where it ran.
+        scenario: what was asked beyond that.
         notes: what the plan could not do.
         near: where it does not fit in memory, what to change so that it does.
     """
@@ -77,8 +80,8 @@ def page(
     shown = _shown(len(timeline.programs))
     found = {number: moments(timeline, kinds, number) for number in shown}
     record, more = result.to_json(), details(result, job, timeline, kinds, found)
-    more["assumptions"] = [part._asdict() for part in assumptions(result, job, plan, scenario, notes)]
-    more["asked"] = asked(scenario)
+    more["assumptions"] = [part._asdict() for part in assumptions(result, job, plan, system, notes)]
+    more["asked"] = asked(scenario, system)
     roles = len(timeline.programs)
     some = "" if len(shown) == roles else f" Of {roles} roles {len(shown)} are shown."
     note = f"{result.tasks:,} tasks: --trace writes them all."

@@ -1,1 +1,1 @@
-"""`echosim validate`: predictions held against a table of measured training steps."""
+"""Predictions held against a table of measured training steps."""

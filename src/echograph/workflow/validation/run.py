@@ -13,17 +13,19 @@ from dataclasses import dataclass, field, replace
 
 from echograph.errors import EchoError, PlanError
 from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.passes.base import Pass, run, split_at_job
+from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.depth import FEWEST, Depth
-from echograph.ir.passes.mesh import resized
+from echograph.ir.passes.mesh import ResizeAxes
 from echograph.ir.passes.micro_batch import MicroBatch
+from echograph.ir.passes.spec import pass_text
 from echograph.progress import Progress, silent
-from echograph.simulator.clusters import Cluster, load_cluster
-from echograph.simulator.step_time import step_time
 from echograph.units import to_s
 from echograph.workflow.compile import compile_entry
-from echograph.workflow.lowering import prepare, replicate, share
-from echograph.workflow.plan import Plan, micro_batches, spread
-from echograph.workflow.predict import host_of
+from echograph.workflow.lowering import passes
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import simulate
+from echograph.workflow.system import System
 from echograph.workflow.validation.memory import measured_memory, predicted_memory
 from echograph.workflow.validation.score import Outcome
 from echograph.workflow.validation.setup import Setup, setup
@@ -33,7 +35,7 @@ PIECE = 90
 """Rows that a process takes at once: they share a capture, and no process is left alone with a large family."""
 
 
-def validate(rows: Sequence[Row], jobs: int = 1, say: Progress = silent) -> list[Outcome]:
+def predict_rows(rows: Sequence[Row], jobs: int = 1, say: Progress = silent) -> list[Outcome]:
     """A prediction for every row that can be simulated, in the order of the rows.
 
     Args:
@@ -104,26 +106,19 @@ class _Steps:
     made: dict[Hashable, StepGraph] = field(default_factory=dict)
     last: tuple[Hashable, JobGraph | None] = (None, None)
 
-    def job(self, made: Setup, cluster: Cluster) -> JobGraph:
+    def job(self, made: Setup, system: System) -> JobGraph:
         """The annotated job of a row. DDP's does not depend on how many data-parallel ranks there are."""
-        from echograph.profiler.costs import load_device
-        from echograph.profiler.costs.estimate import estimate
-
-        plan = made.plan
-        _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
-        count = micro_batches(plan, ranks, made.micro_batch)
-        key = (made.layers, replace(plan, gpus=None, global_batch=None), count, ranks > 1)
+        step = self._whole(made)
+        of_step, of_job = split_at_job(passes(made.plan, step.workload, system.cluster))
+        begun = (made.layers, made.micro_batch, *map(pass_text, of_step))
+        key = (begun, made.plan.cluster, *map(pass_text, map(_alike, of_job)))
         before, job = self.last
-        if job is None or key != before or plan.zero or plan.hsdp_replicas > 1:
-            job = replicate(self.of(made), plan, cluster)
-            job = estimate(job, load_device(cluster.device))(job)
+        if job is None or key != before:
+            started = self._once(begun, lambda: run(step, of_step, to=StepGraph, verify=False))
+            job = system.annotate(run(started, of_job, to=JobGraph, verify=False))
             self.last = (key, job)
-        return resized(job, {"dp": ranks})
-
-    def of(self, made: Setup) -> StepGraph:
-        """The step of one rank under a row's plan."""
-        key = (made.layers, _shared(made.plan))
-        return self._once(key, lambda: share(prepare(self._whole(made), made.plan), made.plan))
+        sizes = [("dp", one.replicas) for one in of_job if isinstance(one, DataParallel)]
+        return ResizeAxes(sizes=dict(sizes))(job)
 
     def _whole(self, made: Setup) -> StepGraph:
         """The model's step with a row's layers and micro-batch."""
@@ -144,6 +139,13 @@ class _Steps:
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
+
+
+def _alike(one: Pass) -> Pass:
+    """A pass with the number of replicas that makes the same programs: two of them, where there are several."""
+    if isinstance(one, DataParallel) and not one.zero:
+        return replace(one, replicas=min(one.replicas, 2))
+    return one
 
 
 def _shared(plan: Plan) -> Plan:
@@ -169,15 +171,12 @@ def _compile(made: Setup, batch_size: int) -> StepGraph:
 
 
 def _predict(row: Row, made: Setup, steps: _Steps) -> Outcome:
-    from echograph.profiler.costs import load_device
-
     try:
-        cluster = load_cluster(made.plan.cluster)
-        job = steps.job(made, cluster)
-        host = host_of(load_device(cluster.device), waits=made.host_waits, blocking=made.blocking)
-        picoseconds = step_time(job, cluster, host)
+        system = System(made.plan.cluster, host_waits=made.host_waits, launch_blocking=made.blocking)
+        job = steps.job(made, system)
+        picoseconds = simulate(job, system, plan=made.plan, memory=False).step_ps
         measured = measured_memory(row)
-        peak = predicted_memory(row, job, cluster) if measured else None
+        peak = predicted_memory(row, job, system.cluster) if measured else None
     except EchoError as error:
         return _skipped(row, str(error))
     seconds = to_s(picoseconds)

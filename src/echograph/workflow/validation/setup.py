@@ -11,7 +11,7 @@ from echograph.workflow.plan import Plan
 from echograph.workflow.validation.table import Row, Skip
 
 if TYPE_CHECKING:
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
     from echograph.models import ModelEntry
 
 CLUSTERS = {
@@ -112,7 +112,7 @@ def setup(row: Row) -> Setup:
     Raises:
         Skip: the row says too little, or what no plan can be.
     """
-    from echograph.frontend.pytorch.step import StepSpec
+    from echograph.frontend.pytorch.spec import StepSpec
 
     assumed: list[str] = []
     dtype, precision = _known(PRECISION, row, "precision")

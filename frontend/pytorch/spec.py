@@ -1,0 +1,64 @@
+"""What a training step does besides the model; known without PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from echograph.errors import UsageError
+from echograph.options import option
+
+if TYPE_CHECKING:
+    import torch
+
+StepDType = Literal["bf16", "fp16", "fp32"]
+OptimizerName = Literal["adamw", "adam", "sgd"]
+Kernels = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpec:
+    """What a training step does besides the model. The text of each field is its help on the command line.
+
+    Attributes:
+        dtype: type of parameters, activations and gradients.
+        optimizer: "adamw", "adam", or "sgd" with momentum; each the fused, multi-tensor kernel.
+        clip_grad_norm: largest norm of all gradients together; None does not clip.
+        master_weights: keep fp32 copies of 16-bit parameters and update those; None: yes for 16-bit types.
+        recompute: discard activations and compute them again in the backward pass, with the module's own
+            `gradient_checkpointing_enable` (Hugging Face).
+        kernels: whose kernels composite operators become: "cuda" or "cpu".
+
+    Raises:
+        UsageError: a field is no choice of its own, or a norm is not above 0.
+    """
+
+    dtype: StepDType = option("bf16", "bf16, fp16 or fp32.", "bf16; the file's for ONNX")
+    optimizer: OptimizerName = option("adamw", "adamw, adam or sgd.")
+    clip_grad_norm: float | None = option(None, "Clip the gradients' norm to this.", "no clipping")
+    master_weights: bool | None = option(None, "Keep fp32 copies of 16-bit parameters.", "yes")
+    recompute: bool = option(False, "The model's own activation checkpointing.")
+    kernels: Kernels = option("cuda", "Whose kernels operators become: cuda or cpu.")
+
+    def __post_init__(self) -> None:
+        for field, choices in (
+            ("dtype", get_args(StepDType)),
+            ("optimizer", get_args(OptimizerName)),
+            ("kernels", get_args(Kernels)),
+        ):
+            if getattr(self, field) not in choices:
+                raise UsageError(f"{field} '{getattr(self, field)}': choose one of {', '.join(choices)}")
+        if self.clip_grad_norm is not None and not 0 < self.clip_grad_norm < float("inf"):
+            raise UsageError(f"clip_grad_norm {self.clip_grad_norm}: give a norm above 0, or leave it out")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as PyTorch names it."""
+        import torch
+
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.dtype]
+
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether the optimizer updates fp32 copies instead of the parameters."""
+        return self.dtype != "fp32" and self.master_weights is not False

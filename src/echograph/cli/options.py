@@ -1,0 +1,107 @@
+"""Options of a command made of the fields of dataclasses, so that their words stand once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+
+from echograph.errors import UsageError
+from echograph.options import kinds, option_name
+from echograph.workflow.plan import Plan, read_plan
+
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_FILE = Annotated[
+    Path | None, typer.Option("--plan", help="TOML file of these options; those given here count more.")
+]
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command an option for each field of the dataclasses that it takes; a plan can come from a file.
+
+    A parameter of a dataclass's type gets one, made of what is given; one that is
+    `Annotated[dict[str, Any], Dataclass]` gets only what is given, by the fields' names.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    declared = inspect.signature(command).parameters.values()
+    own = [p.replace(annotation=hints[p.name], kind=_KEYWORD) for p in declared]
+    groups = {p.name: group for p in own if (group := _group(p.annotation)) is not None}
+
+    def run(**values: Any) -> None:
+        file = values.pop("plan_file", None)
+        for name, group in groups.items():
+            asked = {} if file is None or group is not Plan else read_plan(file)
+            for f in fields(group):
+                value = values.pop(f.name)
+                if value not in (None, (), []):
+                    asked[f.name] = tuple(value) if isinstance(value, list) else value
+            values[name] = group(**asked) if is_dataclass(hints[name]) else asked
+        command(**values)
+
+    made: list[inspect.Parameter] = []
+    for parameter in own:
+        group = groups.get(parameter.name)
+        made += [parameter] if group is None else _options(group)
+        if group is Plan:
+            made.append(inspect.Parameter("plan_file", _KEYWORD, default=None, annotation=_FILE))
+    run.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in made}
+    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    return run
+
+
+def _group(hint: Any) -> Any:
+    """The dataclass whose fields are options, if a parameter has one."""
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[1]
+    return hint if isinstance(hint, type) and is_dataclass(hint) else None
+
+
+def _options(group: Any) -> Iterator[inspect.Parameter]:
+    """No option has a default of its own: only so can a file say what the command line does not."""
+    types = kinds(group)
+    for f in fields(group):
+        name, kind = option_name(f.name), types[f.name]
+        names = f"{name}/--no-{name[2:]}" if kind is bool else name
+        several = get_origin(kind) is tuple
+        shown = "" if several else f" [default: {f.metadata['shown'] or _shown(f.default)}]"
+        option: Any = Annotated[
+            (list[str] if several else kind) | None,
+            typer.Option(names, help=f.metadata["help"] + shown, show_default=False),
+        ]
+        yield inspect.Parameter(f.name, _KEYWORD, default=None, annotation=option)
+
+
+def _shown(default: Any) -> str:
+    return {True: "yes", False: "no"}.get(default, str(default)) if isinstance(default, bool) else str(default)
+
+
+def parse_ranks(option: str, text: str, most: int = 1_000_000) -> tuple[int, ...]:
+    """Ranks from "0,2,8-15", each once.
+
+    Args:
+        option: how it is called, for what is said of a wrong one.
+        text: as it was given.
+        most: ranks that may be given.
+
+    Raises:
+        UsageError: it is no list of ranks, or too long a one.
+    """
+    found: dict[int, None] = {}
+    for part in text.split(","):
+        first, dash, last = (word.strip() for word in part.partition("-"))
+        if not _is_rank(first) or (dash and not _is_rank(last)):
+            raise UsageError(f"{option} {text[:40]}: give ranks with commas between them, as 0,17 or 0-7")
+        for rank in range(int(first), int(last or first) + 1):
+            found[rank] = None
+            if len(found) > most:
+                raise UsageError(f"{option}: over {most} ranks: give at most {most}")
+    return tuple(found)
+
+
+def _is_rank(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10

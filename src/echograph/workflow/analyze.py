@@ -1,0 +1,163 @@
+"""Analyses of what ran: of profiler traces, and of a prediction, which answer alike."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import tempfile
+import typing
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from echograph.errors import UnknownNameError, UsageError
+from echograph.progress import Progress, silent
+from echograph.simulator.result import Result
+
+if TYPE_CHECKING:
+    from echograph.profiler.traces import TraceSet
+    from echograph.registry import Table
+
+OVERVIEW = ("steps", "temporal-breakdown", "kernel-types", "overlap", "idle")
+"""The analyses that together say where the time goes."""
+
+
+def analyze(
+    what: Result | Path | str | TraceSet,
+    name: str,
+    *,
+    ranks: Collection[int] | None = None,
+    last_step: bool = False,
+    say: Progress = silent,
+    **options: Any,
+) -> Table:
+    """Answers a question about what ran: where the time goes, what waits, what is launched.
+
+    Args:
+        what: a prediction; the folder of a job's profiler traces, or one of them; or traces that are read already.
+        name: of the analysis: "overlap", "temporal-breakdown", "kernels", ... (a wrong one lists them).
+        ranks: only these; None: all that there are. A prediction has one rank of each role.
+        last_step: of traces: keep the last profiler step, which is often cut off.
+        say: told how far the reading is.
+        options: of the analysis.
+
+    Returns:
+        Columns of equal length, one row each rank or event; times in microseconds where a column's name says so.
+
+    Raises:
+        UnknownNameError: no such analysis, or option of it.
+        InputError: there is no trace, or it cannot be read.
+        DataError: a trace is broken.
+    """
+    from echograph.profiler.analyses import ANALYSES
+
+    analysis = ANALYSES[name]
+    known = options_of(analysis)
+    for key in options:
+        if key not in known:
+            raise UnknownNameError(f"option of {name}", key, known)
+    found: Table = analysis(_traces(what, ranks, last_step, say), **options)
+    return found
+
+
+def _traces(
+    what: Result | Path | str | TraceSet, ranks: Collection[int] | None, last_step: bool, say: Progress
+) -> TraceSet:
+    if isinstance(what, Result):
+        return _simulated(what, ranks)
+    if isinstance(what, str | Path):
+        return read_folder(Path(what), ranks, last_step=last_step, say=say)
+    return what
+
+
+def _simulated(result: Result, ranks: Collection[int] | None) -> TraceSet:
+    """The traces that a prediction would have left, of one rank of each role."""
+    from echograph.ir.exporters.chrome import chrome_trace
+    from echograph.ir.files import write_whole
+    from echograph.profiler.traces import read_traces
+
+    if result.job is None:
+        raise UsageError("the prediction does not know its job: make it with echograph.simulate")
+    with tempfile.TemporaryDirectory(prefix="echograph-") as folder:
+        path = Path(folder, "trace.json")
+        write_whole(path, chrome_trace(result.job, result.timeline))
+        return read_traces(path, ranks, last_step=True)
+
+
+def read_folder(
+    path: Path,
+    ranks: Collection[int] | None = None,
+    *,
+    last_step: bool = False,
+    jobs: int = 1,
+    cache: bool = False,
+    engine: str = "local",
+    say: Progress = silent,
+) -> TraceSet:
+    """The profiler traces of a folder, or of one file.
+
+    Args:
+        path: the folder, or the file.
+        ranks: the ranks to read; None reads all.
+        last_step: keep the last profiler step.
+        jobs: processes that read; 0 takes one a core.
+        cache: keep what was read, so that a second look is quick.
+        engine: "local", or "ray" for a task a rank on a Ray cluster.
+        say: told how far it is.
+
+    Raises:
+        EchoError: as `profiler.traces.read_traces`.
+    """
+    from echograph.profiler.traces import cache_folder, read_traces
+
+    return read_traces(
+        path,
+        ranks,
+        last_step=last_step,
+        workers=jobs or os.cpu_count() or 1,
+        engine=engine,
+        cache_folder=cache_folder() if cache else None,
+        say=say,
+    )
+
+
+def options_of(analysis: Callable[..., Any]) -> list[str]:
+    """The names of an analysis's options."""
+    parameters = inspect.signature(analysis).parameters
+    return [key for key, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+
+
+def parse_options(name: str, given: Iterable[str], read: Callable[[Path], TraceSet]) -> dict[str, Any]:
+    """Options of an analysis from text, as the types that its signature has.
+
+    Args:
+        name: of the analysis.
+        given: KEY=VALUE, each.
+        read: what makes traces of a path, for options that are traces.
+
+    Raises:
+        UnknownNameError: the analysis has no such option.
+        UsageError: a text is no KEY=VALUE, or a value not of the option's type.
+    """
+    import msgspec
+
+    from echograph.profiler.analyses import ANALYSES
+    from echograph.profiler.traces import TraceSet
+
+    analysis = ANALYSES[name]
+    known, types = options_of(analysis), typing.get_type_hints(analysis)
+    options: dict[str, Any] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--option '{text}': write KEY=VALUE; {name} has {', '.join(known) or 'no options'}")
+        if key not in known:
+            raise UnknownNameError(f"option of {name}", key, known)
+        if types[key] == TraceSet | None:
+            options[key] = read(Path(value))
+            continue
+        try:
+            options[key] = msgspec.convert(value, types[key], strict=False)
+        except msgspec.ValidationError:
+            raise UsageError(f"--option {key}: '{value}' is not of type {types[key].__name__}") from None
+    return options

@@ -1,0 +1,119 @@
+"""A user's own training script as a job graph, without its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from echograph.errors import UsageError
+from echograph.ir.graph import JobGraph
+from echograph.notes import tell
+from echograph.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from echograph.ir.formats import Imported
+
+_NONE: Mapping[str, bool] = {}
+
+
+def capture(
+    script: str | Path,
+    framework: str = "torch",
+    arguments: Sequence[str] = (),
+    *,
+    world_size: int = 8,
+    local_size: int = 8,
+    gpus: bool = True,
+    decided: Mapping[str, bool] = _NONE,
+    ranks: Sequence[int] = (),
+    step: int | None = None,
+    whole: bool = False,
+    config: str | Path | None = None,
+    say: Progress = silent,
+) -> JobGraph:
+    """Runs a training script as one rank of a job that is not there, in a process of its own, and takes a step.
+
+    What a graph cannot hold of the script is told to the logger `echograph`.
+
+    Args:
+        script: the file; it is not edited.
+        framework: "torch", "deepspeed" or "megatron".
+        arguments: what the script finds behind its name.
+        world_size: ranks of the job.
+        local_size: ranks of a machine.
+        gpus: whether the script finds a GPU for each rank.
+        decided: which way the script goes where a tensor's value decides: {"train.py:12": False}.
+        ranks: those that are run; none: one of each that differ.
+        step: which training step is recorded, from 1; None: the first steady one.
+        whole: let the script go on after that step.
+        config: of DeepSpeed, for scripts that take one.
+        say: told what goes on.
+
+    Returns:
+        What all ranks execute in the step, with their groups.
+
+    Raises:
+        UnknownNameError: no such framework.
+        CaptureError: the script cannot be captured; names its line.
+        MissingExtraError: the framework, or PyTorch, is not installed.
+    """
+    captured = capture_script_file(
+        Path(script), framework, arguments, world_size=world_size, local_size=local_size, gpus=gpus,
+        decided=decided, ranks=ranks, step=step, whole=whole, config=None if config is None else Path(config),
+        showing=lambda: nullcontext(say),
+    )  # fmt: skip
+    tell(captured.notes)
+    return cast(JobGraph, captured.graph)
+
+
+def capture_script_file(
+    script: Path,
+    framework: str,
+    arguments: Sequence[str],
+    *,
+    world_size: int,
+    local_size: int,
+    gpus: bool,
+    decided: Mapping[str, bool],
+    ranks: Sequence[int],
+    step: int | None,
+    whole: bool,
+    config: Path | None,
+    showing: Callable[[], AbstractContextManager[Progress]],
+    quiet: bool = False,
+) -> Imported:
+    """`capture` with what the graph cannot hold.
+
+    Args:
+        script: as `capture` takes it, as what follows.
+        framework: of the script.
+        arguments: of the script.
+        world_size: ranks of the job.
+        local_size: ranks of a machine.
+        gpus: whether there are GPUs.
+        decided: which way the script goes.
+        ranks: those that are run.
+        step: which is recorded.
+        whole: let the script go on.
+        config: of DeepSpeed.
+        showing: opens what is told of the progress, once the script's process has begun: a fork would cut a thread
+            of it in two.
+        quiet: whether what the script prints goes to stderr.
+    """
+    from echograph.frontend.scripts import ADAPTERS
+    from echograph.frontend.scripts.process import CaptureProcess
+    from echograph.frontend.scripts.run import Script
+    from echograph.frontend.scripts.world import World
+
+    adapter = ADAPTERS[framework]()
+    if not gpus and framework != "torch":
+        raise UsageError(
+            f"--device cpu is for scripts of plain PyTorch: {framework} is captured as it runs on GPUs"
+        )
+    given = adapter.arguments(tuple(arguments), config)
+    asked = Script(path=script, arguments=given, step=step or adapter.steady_step, whole=whole)
+    world = World(size=world_size, local_size=local_size, gpus=gpus, decided=dict(decided))
+    with CaptureProcess(asked, world, adapter, ranks=tuple(ranks), quiet=quiet) as running, showing() as say:
+        return running.result(say)

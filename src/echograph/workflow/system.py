@@ -1,0 +1,170 @@
+"""Where a job runs: a cluster, what its device's kernels take, and the host that feeds it, resolved once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar
+
+from echograph.ir.graph import Graph
+from echograph.ir.profile import Profile, load_profile
+from echograph.profiler.costs import DeviceProfile, load_device
+from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
+from echograph.simulator.host import Host
+from echograph.units import to_ps
+
+G = TypeVar("G", bound=Graph)
+_AS_SHIPPED: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class System:
+    """A cluster of one kind of device, and the hosts that feed them.
+
+    `System("dgx-h100")` is a preset, `System("ours.toml")` a user's own cluster, and `System("profile.pb")` the
+    one machine that a profile of `echoprof ops` was measured on.
+
+    Attributes:
+        cluster: nodes, links and memory; its `device` is the name under which durations stand in graphs.
+        device: the cost models of its device; None where every duration stands in the graph or in `profile`.
+        host: what issuing an operation takes.
+        profile: durations measured on the one device; None for a cluster.
+        settings: keys of the cluster's file that have other values, as text: {"network.nic_GBps": "100"}.
+    """
+
+    cluster: Cluster
+    device: DeviceProfile | None
+    host: Host
+    profile: Profile | None
+    settings: Mapping[str, str]
+
+    def __init__(
+        self,
+        cluster: str | Path | Cluster = DEFAULT_CLUSTER,
+        device: str | Path | DeviceProfile | None = None,
+        *,
+        settings: Mapping[str, str] = _AS_SHIPPED,
+        host_waits: bool = False,
+        launch_blocking: bool = False,
+    ) -> None:
+        """Resolves names and files.
+
+        Args:
+            cluster: a preset, a cluster file (.toml), a measured profile (.pb), or a cluster.
+            device: another device than the cluster's file names: a name, a profile file (.json), or a profile.
+            settings: keys of the cluster's file with other values, as text.
+            host_waits: the host waits for what a pipeline stage receives.
+            launch_blocking: every launch waits for its kernel.
+
+        Raises:
+            UnknownNameError: no preset, device or key of that name.
+            InputError: a file cannot be read.
+            DataError: a file breaks a rule of its format.
+        """
+        profile, costs = None, None
+        if isinstance(cluster, str | Path) and str(cluster).endswith(".pb"):
+            profile = load_profile(str(cluster))
+            where, host = _machine(profile, Path(cluster).stem), measured_host(profile)
+        else:
+            where = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, settings)
+            costs = device if isinstance(device, DeviceProfile) else load_device(device or where.device)
+            # A cluster may name the file of a device; durations carry the name that stands in it.
+            where, host = replace(where, device=costs.name), host_of(costs)
+        host = replace(host, waits=host_waits, blocking=launch_blocking or host.blocking)
+        self._fill(where, costs, host, profile, settings)
+
+    def _fill(
+        self,
+        cluster: Cluster,
+        device: DeviceProfile | None,
+        host: Host,
+        profile: Profile | None,
+        settings: Mapping[str, str],
+    ) -> None:
+        values = {"cluster": cluster, "device": device, "host": host, "profile": profile, "settings": settings}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def timed(cls, cluster: Cluster, host: Host) -> System:
+        """A system for jobs in which every duration stands already, as in one that was traced.
+
+        Args:
+            cluster: its `device` is the name under which they stand.
+            host: what issuing takes.
+        """
+        system = cls.__new__(cls)
+        system._fill(cluster, None, host, None, _AS_SHIPPED)
+        return system
+
+    def annotate(self, graph: G) -> G:
+        """The graph with a duration for every operation of the device: those that it has, else this system's.
+
+        Raises:
+            UnavailableError: the device has no model of a kind of operation.
+        """
+        if self.profile is not None:
+            from echograph.ir.passes.annotate import join
+
+            return join(graph, self.profile)[0](graph)
+        if self.device is None:
+            return graph
+        from echograph.profiler.costs.estimate import estimate
+
+        return estimate(graph, self.device)(graph)
+
+    def peak_flops_per_s(self, graph: Graph) -> float:
+        """FLOP/s of one device in the type of the step; 0 where it is not known."""
+        if self.device is None:
+            return 0.0
+        from echograph.profiler.costs.estimate import DTYPE_NAMES
+        from echograph.profiler.costs.gemm import STAND_IN
+
+        peaks, name = self.device.datasheet.peak_flops_per_s, DTYPE_NAMES.get(graph.workload.dtype, "fp32")
+        return peaks.get(name) or peaks.get(STAND_IN.get(name, name), 0.0)
+
+
+def host_name(device: str) -> str:
+    """The name under which a file says how long the host takes to issue an operation for a device."""
+    return f"{device}/host"
+
+
+def host_of(device: DeviceProfile) -> Host:
+    """The host that feeds a device."""
+    from echograph.profiler.costs.host import SPREAD
+
+    model = device.host
+    return Host(
+        op_ps=to_ps(model.op_s),
+        launch_ps=to_ps(model.kernel_s),
+        communication_ps=None if model.communication_s is None else to_ps(model.communication_s),
+        spread=SPREAD,
+        name=host_name(device.name),
+    )
+
+
+def measured_host(profile: Profile) -> Host:
+    """The host as it was measured. Where it computes itself it issues nothing meanwhile."""
+    environment = profile.environment
+    return Host(
+        op_ps=environment.host_op_picoseconds,
+        launch_ps=environment.host_op_picoseconds - environment.host_view_picoseconds,
+        blocking=environment.threads > 0,
+    )
+
+
+def _machine(profile: Profile, name: str) -> Cluster:
+    """A cluster of one device; what stands there of links joins nothing."""
+    return replace(
+        load_cluster(),
+        name=name,
+        device=profile.environment.device,
+        memory_bytes=profile.environment.memory_bytes,
+        gpus_per_node=1,
+        domain_gpus=1,
+        nvlink_bytes_per_s=0.0,
+        max_gpus=1,
+        stated_gpus=1,
+    )

@@ -1,0 +1,72 @@
+"""Predictions held against a table of measured training steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from echograph.profiler.analyses.table import AnswerTable, from_rows
+from echograph.progress import Progress, silent
+from echograph.workflow.validation.run import predict_rows
+from echograph.workflow.validation.score import Outcome, by_family, read_peers
+from echograph.workflow.validation.table import read
+
+_FIGURES = ("rows", "simulated", "skipped", "mean_abs_error", "median_abs_error", "bias")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """How far predictions are off.
+
+    Attributes:
+        outcomes: of every row, in their order.
+        families: figures of each family, as `echosim validate --json` has them.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    families: dict[str, dict[str, Any]]
+
+    @property
+    def table(self) -> AnswerTable:
+        """A row each family: how many steps, and the relative errors of those that were simulated."""
+        rows = [(name, *(family[figure] for figure in _FIGURES)) for name, family in self.families.items()]
+        return from_rows(("family", *_FIGURES), rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record of `echosim validate --json`."""
+        return {"families": self.families, "rows": [outcome.to_json() for outcome in self.outcomes]}
+
+    def _repr_html_(self) -> str:
+        return self.table._repr_html_()
+
+
+def validate(
+    table: str | Path,
+    *,
+    families: Sequence[str] = (),
+    grades: Sequence[str] = ("A", "B"),
+    peers: str | Path | None = None,
+    jobs: int = 1,
+    say: Progress = silent,
+) -> Validation:
+    """Predicts measured training steps, and says how far the predictions are off.
+
+    Args:
+        table: a CSV table of measured steps, a row each (docs/accuracy.md names its columns); times in seconds.
+        families: only rows of these; none: all.
+        grades: only rows whose source is trusted so far; none: all.
+        peers: a CSV table of other tools' errors on these rows, with the columns tool, id, err.
+        jobs: processes.
+        say: told how far it is.
+
+    Raises:
+        InputError: a table cannot be read.
+        DataError: it lacks a column, or no row is left.
+        MissingExtraError: PyTorch is not installed, and a row's model must be captured.
+    """
+    rows = read(Path(table), tuple(families), tuple(grades))
+    said = read_peers(Path(peers)) if peers else {}
+    outcomes = predict_rows(rows, jobs, say)
+    return Validation(outcomes=tuple(outcomes), families=by_family(outcomes, said))
