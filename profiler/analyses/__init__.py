@@ -2,7 +2,7 @@
 
 An analysis is a function of a `TraceSet` and keyword options; its docstring says what it answers, what each column
 means and in which unit. A new one is a file and a line in `ANALYSES`. What several need is beside them: `table`
-(the result), `intervals` (union and overlap of times), `work` (what ran on the devices), `statistics`.
+(the result), `work` (what ran on the devices), `statistics`, and `ir.intervals` (union and overlap of times).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from echograph.profiler.analyses.intervals import coverage, union
+from echograph.ir.intervals import coverage, union
 from echograph.profiler.analyses.statistics import groups, summary
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US, KernelKind, device_work, kinds

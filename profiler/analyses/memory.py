@@ -93,7 +93,7 @@ def _said(trace: Trace) -> Iterator[_Said | None]:
     if trace.header.get("profile_memory") == 0:
         return
     ranks = trace.header.get("processRanks") or {}
-    for _, event in whole_events(Path(trace.path)):
+    for _, event in whole_events(Path(trace.path)) if trace.has_file else ():
         if event.get("name") != "[memory]" or ranks.get(str(event.get("pid")), trace.rank) != trace.rank:
             continue
         try:

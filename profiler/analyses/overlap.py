@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echograph.profiler.analyses.intervals import coverage, union
+from echograph.ir.intervals import coverage, union
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US, KernelKind, device_work, kinds
 from echograph.profiler.traces.trace import TraceSet

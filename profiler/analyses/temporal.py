@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from echograph.profiler.analyses.intervals import union
+from echograph.ir.intervals import union
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US, KernelKind, device_work, kinds
 from echograph.profiler.traces.trace import TraceSet

@@ -423,7 +423,7 @@ def details(trace: Trace, rows: Int64 | Bool) -> list[dict[str, Any]]:
     """What the trace's file says of some rows (shapes, grids, types, ...), in the order of the rows.
 
     Args:
-        trace: a trace whose file is still where it was.
+        trace: a trace whose file is still where it was; one without a file says no more.
         rows: row numbers, or which rows.
 
     Raises:
@@ -431,6 +431,8 @@ def details(trace: Trace, rows: Int64 | Bool) -> list[dict[str, Any]]:
         DataError: it is not the file that the trace was read from.
     """
     chosen = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
+    if not trace.has_file:
+        return [{} for _ in chosen]
     wanted = set(trace.index[chosen].tolist())
     last = max(wanted, default=-1)
     found: dict[int, dict[str, Any]] = {}

@@ -92,7 +92,7 @@ class Trace:
         stream: stream of work on a device and of calls that name one, or -1; see `streams`.
         correlation: what a call to the runtime shares with the work that it launched, or -1.
         external_id: the operator under which a call was made, or -1.
-        index: position of the event among the file's.
+        index: position of the event among the file's; -1 where there is no file (a simulated step).
         strings: texts that codes stand for.
         arguments: further arguments by their name in the file (see `events.ARGUMENTS`).
         header: what the file says beside the events (`deviceProperties`, `distributedInfo`, ...).
@@ -125,6 +125,11 @@ class Trace:
     def end(self) -> Int64:
         """Picoseconds since `origin` at which each event ends."""
         return self.start + self.duration
+
+    @property
+    def has_file(self) -> bool:
+        """Whether a file says more of the events than the columns do."""
+        return not len(self) or int(self.index[0]) != NONE
 
     @property
     def on_device(self) -> Bool:

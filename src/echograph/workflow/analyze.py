@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import tempfile
 import typing
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -72,16 +71,17 @@ def _traces(
 
 def _simulated(result: Result, ranks: Collection[int] | None) -> TraceSet:
     """The traces that a prediction would have left, of one rank of each role."""
-    from echograph.ir.exporters.chrome import chrome_trace
-    from echograph.ir.files import write_whole
-    from echograph.profiler.traces import read_traces
+    from echograph.profiler.traces.simulated import simulated_traces
 
     if result.job is None:
         raise UsageError("the prediction does not know its job: make it with echograph.simulate")
-    with tempfile.TemporaryDirectory(prefix="echograph-") as folder:
-        path = Path(folder, "trace.json")
-        write_whole(path, chrome_trace(result.job, result.timeline))
-        return read_traces(path, ranks, last_step=True)
+    traces = simulated_traces(result.job, result.timeline)
+    if ranks is None:
+        return traces
+    if unknown := sorted(set(ranks) - set(traces)):
+        there = ", ".join(map(str, traces))
+        raise UsageError(f"no rank {unknown[0]} in the prediction; it has one of each role: {there}")
+    return traces.replaced({rank: traces[rank] for rank in sorted(ranks)})
 
 
 def read_folder(

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from hta_reference import PUBLISHED, answer, close, compare, exact, numbers, traces
 
+from echograph.ir.intervals import union
 from echograph.profiler.analyses import ANALYSES
-from echograph.profiler.analyses.intervals import union
 from echograph.profiler.analyses.launches import launched_work
 from echograph.profiler.analyses.table import AnswerTable
 from echograph.profiler.traces import TraceSet
