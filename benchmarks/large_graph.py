@@ -17,7 +17,7 @@ from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.types import CollectiveKind, DType, Duration, Payload, Phase, Source, TensorRole
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.simulate import simulate
 
 COLLECTIVE_EVERY = 50
@@ -71,7 +71,7 @@ def main() -> None:
         loaded = serde.load(path)
         lap("load_and_verify")
     assert isinstance(loaded, JobGraph)
-    result = simulate(loaded, load_cluster("dgx-h100"), Host(op_ps=5_000_000, launch_ps=3_000_000))
+    result = simulate(loaded, load_cluster("dgx-h100"), HostTimes(op_ps=5_000_000, launch_ps=3_000_000))
     lap("simulate")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(

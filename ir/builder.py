@@ -465,10 +465,6 @@ class GraphBuilder:
             raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
         # Texts are numbered in the order in which they come, which a stored graph shows.
         name_of, module = self.string(name), self.string(common.get("module", ""))
-        durations = [
-            (self.string(d.device), d.picoseconds, d.source, d.samples, d.spread)
-            for d in common.get("durations", ())
-        ]
         try:
             self.op_row(
                 kind,
@@ -479,7 +475,10 @@ class GraphBuilder:
                 common.get("inputs", ()),
                 common.get("outputs", ()),
                 common.get("deps", ()),
-                durations,
+                [
+                    (self.string(d.device), d.picoseconds, d.source, d.samples, d.spread)
+                    for d in common.get("durations", ())
+                ],
                 **values,
             )
         except OverflowError:

@@ -15,10 +15,13 @@ import numpy.typing as npt
 
 from echograph.ir import types as t
 
-Int8 = npt.NDArray[np.uint8]
+Bools = npt.NDArray[np.bool_]
+UInt8 = npt.NDArray[np.uint8]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
 Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
 
 NONE = -1
 
@@ -78,10 +81,10 @@ class TensorTable(Sequence[t.Tensor]):
     strings: tuple[str, ...]
     name: Int32
     shape: Ragged
-    dtype: Int8
-    role: Int8
+    dtype: UInt8
+    role: UInt8
     alias_of: Int64
-    port: npt.NDArray[np.bool_]
+    port: Bools
     sharded: Ragged
 
     def __post_init__(self) -> None:
@@ -142,9 +145,9 @@ class OpTable(Sequence[t.Op]):
 
     strings: tuple[str, ...]
     attribute_values: tuple[t.Attributes, ...]
-    kind: Int8
+    kind: UInt8
     name: Int32
-    phase: Int8
+    phase: UInt8
     module: Int32
     stream: Int32
     inputs: Ragged
@@ -156,17 +159,17 @@ class OpTable(Sequence[t.Op]):
     bytes_written: Int64
     attributes: Int32
     arguments: Int32
-    variant: Int8
-    dtype: Int8
-    payload: Int8
-    asynchronous: npt.NDArray[np.bool_]
+    variant: UInt8
+    dtype: UInt8
+    payload: UInt8
+    asynchronous: Bools
     group: Int32
     peer: Int32
     tag: Int64
     nbytes: Int64
     duration: Ragged
     duration_device: Int32
-    duration_source: Int8
+    duration_source: UInt8
     duration_samples: Int64
     duration_spread: Float32
 
@@ -198,10 +201,10 @@ class OpTable(Sequence[t.Op]):
         return int(np.dot(runs, self.bytes_read)) + int(np.dot(runs, self.bytes_written))
 
     @property
-    def is_view(self) -> npt.NDArray[np.bool_]:
+    def is_view(self) -> Bools:
         """Which operations cost the device nothing."""
         still = (self.flops == 0) & (self.bytes_read == 0) & (self.bytes_written == 0)
-        view: npt.NDArray[np.bool_] = (self.kind == t.OpKind.COMPUTE) & still
+        view: Bools = (self.kind == t.OpKind.COMPUTE) & still
         return view
 
     def durations_of(self, row: int) -> tuple[t.Duration, ...]:
@@ -218,7 +221,7 @@ class OpTable(Sequence[t.Op]):
             for i in span
         )
 
-    def duration_on(self, device: str) -> tuple[Int64, Int8, Float32]:
+    def duration_on(self, device: str) -> tuple[Int64, UInt8, Float32]:
         """Picoseconds, source and spread of every operation on one device; -1, 0 and 0 where unknown."""
         picoseconds = np.full(len(self), NONE, np.int64)
         source = np.zeros(len(self), np.uint8)

@@ -23,7 +23,7 @@ from echograph.ir.files import read_whole
 MAX_PARTS = 1000
 """Of a dotted key."""
 
-Record = TypeVar("Record", bound=msgspec.Struct)
+_Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
 def parse_toml(data: bytes, what: str) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
         raise DataError(f"{what}: is no JSON object ({reason})") from error
 
 
-def convert(document: Mapping[str, Any], record: type[Record], what: str) -> Record:
+def convert(document: Mapping[str, Any], record: type[_Record], what: str) -> _Record:
     """A document as a record.
 
     Args:
@@ -73,7 +73,7 @@ def convert(document: Mapping[str, Any], record: type[Record], what: str) -> Rec
         raise DataError(f"{what}: {_line(str(error), document, record)}") from error
 
 
-def read_json_record(path: Path, record: type[Record], most: int, what: str) -> Record:
+def read_json_record(path: Path, record: type[_Record], most: int, what: str) -> _Record:
     """The record that a JSON file holds, decoded in one go.
 
     Raises:
@@ -92,7 +92,7 @@ def read_json_record(path: Path, record: type[Record], most: int, what: str) -> 
         raise DataError(f"{path}: not a {what}: {_line(str(error), document, record)}") from error
 
 
-def _line(message: str, document: Mapping[str, Any], record: type[Record]) -> str:
+def _line(message: str, document: Mapping[str, Any], record: type[_Record]) -> str:
     """What msgspec says of a value, with the value and what is permitted in its place."""
     words, _, place = message.partition(" - at ")
     found = re.fullmatch(r"`\$(.*)`", place)

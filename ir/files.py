@@ -19,13 +19,13 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from echograph.errors import DataError, FormatError, InputError, OutputError
 from echograph.units import format_bytes
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 MAX_FILE_BYTES = 16 * 2**30
 # Profilers' traces shrink to a twentieth, tables of equal rows to a hundredth; gzip packs zeros to a thousandth.
@@ -481,6 +481,9 @@ def read_arrays(path: Path, names: Collection[str] = ()) -> dict[str, npt.NDArra
         FormatError: it is no such archive, lacks a name, or unpacks to more than `MAX_FILE_BYTES` or `MAX_RATIO`
             times its size.
     """
+    # Those who only read names and texts start without numpy.
+    import numpy as np
+
     with open_file(path) as source:
         try:
             with zipfile.ZipFile(source) as archive:

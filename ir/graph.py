@@ -367,7 +367,7 @@ class JobGraph(Graph):
 # A *slot* is one port of one instance. Slots follow each other as blocks, instances and ports do.
 
 
-Place = tuple[Int64, Int64, Int64]
+_Place = tuple[Int64, Int64, Int64]
 """Blocks, instances, and rows of the tensor table."""
 
 
@@ -409,11 +409,11 @@ class Ports:
         return found
 
     @cached_property
-    def located(self) -> Place:
+    def located(self) -> _Place:
         """Where the tensor stands that every slot is bound to."""
         return self.locate(self.bound)
 
-    def locate(self, tensor_id: Int64) -> Place:
+    def locate(self, tensor_id: Int64) -> _Place:
         """`Graph.locate_tensor` of ids that exist."""
         graph = self.graph
         starts, counts = np.array(graph.tensor_bases, np.int64).reshape(-1, 2).T
@@ -443,13 +443,13 @@ class Ports:
         return np.where(goes_on[after], NONE, after)
 
     @cached_property
-    def _values(self) -> Place:
+    def _values(self) -> _Place:
         """Where every slot has its value from."""
         last = self.last(self.graph.origin)
         block, instance, row = (column[last] for column in self.located)
         return block, instance, self.graph.origin[row]
 
-    def value(self, block: Int64, instance: Int64, row: Int64) -> Place:
+    def value(self, block: Int64, instance: Int64, row: Int64) -> _Place:
         """`Graph.value` of many tensors."""
         row = self.graph.origin[row]
         through = np.flatnonzero(self.graph.tensors.port[row])

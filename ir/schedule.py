@@ -69,7 +69,7 @@ class Schedule:
 # ran there before, else in the last run before the reader.
 
 
-Pairs = tuple[Int64, Int64]
+_Pairs = tuple[Int64, Int64]
 
 
 class Edges:
@@ -92,7 +92,7 @@ class Edges:
         self._port_readers, self._ports = readers[ports], origin[ports]
         self._instances = max(len(block.instances) for block in job.blocks)
 
-    def of(self, number: int) -> Pairs:
+    def of(self, number: int) -> _Pairs:
         """Positions (before, after) in a program between which a stream waits for another one."""
         schedule = Schedule(self.job, self.job.programs[number])
         calls = schedule.calls
@@ -101,7 +101,7 @@ class Edges:
         through = self._through_ports(schedule)
         return np.concatenate([local[0], through[0]]), np.concatenate([local[1], through[1]])
 
-    def _through_ports(self, schedule: Schedule) -> Pairs:
+    def _through_ports(self, schedule: Schedule) -> _Pairs:
         """Where the maker is an operation of another block or instance."""
         calls, size = schedule.calls, len(self.job.ops) + 1
         homes, home = np.unique(calls[:, 0] * self._instances + calls[:, 3], return_inverse=True)
@@ -118,14 +118,14 @@ class Edges:
         return _place(schedule, call, reader[row], instance[row], maker[row])
 
 
-def spread(low: Int64, high: Int64) -> Pairs:
+def spread(low: Int64, high: Int64) -> _Pairs:
     """For ranges of rows, one of each call: every (call, row)."""
     count = high - low
     call = np.repeat(np.arange(len(count)), count)
     return call, np.arange(len(call)) + np.repeat(low - (np.cumsum(count) - count), count)
 
 
-def _place(schedule: Schedule, call: Int64, reader: Int64, instance: Int64, maker: Int64) -> Pairs:
+def _place(schedule: Schedule, call: Int64, reader: Int64, instance: Int64, maker: Int64) -> _Pairs:
     """Positions of makers and readers, without what the program does not run."""
     now = schedule.starts[call] + reader - schedule.calls[call, 1]
     made = schedule.position(instance, schedule.calls[call, 4], maker)

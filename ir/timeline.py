@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from echograph.ir.columns import Int8, Int32, Int64
+from echograph.ir.columns import Int32, Int64, UInt8
 
 
 class Lane(IntEnum):
@@ -37,7 +37,7 @@ class Timeline:
     """
 
     program: Int32
-    lane: Int8
+    lane: UInt8
     stream: Int32
     op: Int64
     instance: Int32

@@ -426,7 +426,7 @@ def _block_bounds(graph: Graph, rows: Any) -> tuple[Any, Any]:
 MAX_ROLES = 2**20
 """Parts that programs which fix different axes may be cut into to be compared; beyond it a job is refused."""
 
-Place = Mapping[str, int]
+_Place = Mapping[str, int]
 
 
 def groups_sound(graph: Graph) -> None:
@@ -526,7 +526,7 @@ class _Role(NamedTuple):
     """Some or all of a program's ranks: those at a place of the mesh."""
 
     program: int
-    place: Place
+    place: _Place
 
 
 class _Roles:
@@ -583,6 +583,8 @@ class _Messages:
                 # A list says its ranks itself, however the program is cut.
                 for role in [_Role(number, {})] if graph.groups[index].ranks else roles.of(number):
                     self._add(role, index, rows[mine], counts[mine])
+        if not self.columns:  # no program runs what the blocks have
+            return
         *keys, rows, counts = (np.concatenate(column) for column in zip(*self.columns, strict=True))
         if not len(rows):
             return
@@ -631,6 +633,10 @@ class _Messages:
         axes = [axis for axis in self.graph.mesh if axis.name in group.axes]
         if not any(axis.name in role.place for axis in axes):
             return [NONE]
+        several = prod(axis.size for axis in axes if axis.name not in role.place)
+        if several > MAX_ROLES:
+            what = f"has {several:,} ranks of one program that exchange messages: make it a group of fewer axes"
+            _fail("messages_meet", f"group '{group.name}'", what)
         places = np.zeros(1, np.int64)
         for axis in axes:
             along = [role.place[axis.name]] if axis.name in role.place else range(axis.size)
@@ -644,9 +650,10 @@ class _Messages:
     @cached_property
     def _recorded(self) -> Int64:
         graph = self.graph
-        return np.array(
-            [rank for number in range(len(graph.programs)) for rank in _ranks(graph, number)], np.int64
-        )
+        if not graph.mesh:
+            return np.array([rank for number in range(len(graph.programs)) for rank in _ranks(graph, number)])
+        listed = sorted({rank for group in graph.groups for rank in group.ranks})
+        return np.array([rank for rank in listed if _is_run(graph, rank)], np.int64)
 
 
 def _ranks(graph: Graph, number: int) -> Iterator[int]:
@@ -655,12 +662,24 @@ def _ranks(graph: Graph, number: int) -> Iterator[int]:
         yield from graph.programs[number].ranks or (number,)
         return
     own = graph.programs[number].coordinates
-    names = [axis.name for axis in graph.mesh]
-    for place in product(*([own[a.name]] if a.name in own else range(a.size) for a in graph.mesh)):
-        yield _rank(graph, dict(zip(names, place, strict=True)))
+    free = [axis for axis in graph.mesh if axis.name not in own]
+    # One by one: who asks may have heard enough after a few of a million million.
+    for number in range(prod(axis.size for axis in free)):
+        place = dict(own)
+        for axis in reversed(free):
+            number, place[axis.name] = divmod(number, axis.size)
+        yield _rank(graph, place)
 
 
-def _rank(graph: Graph, place: Place) -> int:
+def _is_run(graph: Graph, rank: int) -> bool:
+    """Whether a rank of the mesh runs a program."""
+    place: dict[str, int] = {}
+    for axis in reversed(graph.mesh):
+        rank, place[axis.name] = divmod(rank, axis.size)
+    return any(program.coordinates.items() <= place.items() for program in graph.programs)
+
+
+def _rank(graph: Graph, place: _Place) -> int:
     """The rank at a place, 0 along axes that it does not name."""
     rank = 0
     for axis in graph.mesh:

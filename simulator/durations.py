@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from echograph.errors import SimulationError
-from echograph.ir.columns import NONE, Float32, Int8, Int64
+from echograph.ir.columns import NONE, Float32, Int64, UInt8
 from echograph.ir.graph import Group, JobGraph
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Source
 from echograph.simulator.clusters import Cluster
-from echograph.simulator.collectives import CollectiveEstimate, Kind, collective_time
+from echograph.simulator.collectives import CollectiveEstimate, CollectiveName, collective_time
 from echograph.simulator.groups import group_ranks, place_in_group
 from echograph.units import to_ps
 
-_KINDS: dict[int, Kind] = {
+_KINDS: dict[int, CollectiveName] = {
     CollectiveKind.ALL_REDUCE: "all_reduce",
     CollectiveKind.ALL_GATHER: "all_gather",
     CollectiveKind.REDUCE_SCATTER: "reduce_scatter",
@@ -25,7 +25,7 @@ _KINDS: dict[int, Kind] = {
     CollectiveKind.REDUCE: "reduce",
     CollectiveKind.BARRIER: "barrier",
 }
-Estimate = Callable[[Kind, float, Sequence[int]], CollectiveEstimate]
+Estimate = Callable[[CollectiveName, float, Sequence[int]], CollectiveEstimate]
 """How long a communication takes, by kind, bytes and ranks."""
 
 
@@ -42,7 +42,7 @@ class Durations:
     """
 
     picoseconds: Int64
-    source: Int8
+    source: UInt8
     spread: Float32
     algorithm: dict[int, str]
     estimates: dict[int, CollectiveEstimate] = field(default_factory=dict)
@@ -90,7 +90,7 @@ def durations(job: JobGraph, cluster: Cluster, estimate: Estimate | None = None)
     )
 
 
-def _use_imported(job: JobGraph, picoseconds: Int64, source: Int8, spread: Float32) -> None:
+def _use_imported(job: JobGraph, picoseconds: Int64, source: UInt8, spread: Float32) -> None:
     ops = job.ops
     imported = np.flatnonzero(ops.duration_source == Source.IMPORTED)
     rows = ops.duration.rows[imported]
@@ -101,7 +101,7 @@ def _use_imported(job: JobGraph, picoseconds: Int64, source: Int8, spread: Float
     spread[rows] = ops.duration_spread[imported]
 
 
-def kind_of(job: JobGraph, row: int) -> Kind:
+def kind_of(job: JobGraph, row: int) -> CollectiveName:
     """What a communication is for the network's model."""
     if job.ops.kind[row] != OpKind.COLLECTIVE:
         return "send_recv"

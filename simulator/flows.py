@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from echograph.errors import SimulationError
-from echograph.ir.columns import NONE, Int32, Int64, Ragged
+from echograph.ir.columns import NONE, Float64, Int32, Int64, Ragged
 from echograph.ir.graph import Group, JobGraph
 from echograph.ir.types import OpKind
 from echograph.simulator.clusters import Cluster
-from echograph.simulator.collectives import ALGORITHMS, CollectiveEstimate, Kind, collective_time
+from echograph.simulator.collectives import ALGORITHMS, CollectiveEstimate, CollectiveName, collective_time
 from echograph.simulator.durations import Durations, kind_of
-from echograph.simulator.engine.sharing import Float64, Sharing
+from echograph.simulator.engine.sharing import Sharing
 from echograph.simulator.groups import group_ranks, place_in_group
 from echograph.simulator.network.patterns import Pattern
 from echograph.simulator.network.routes import Loads, loads
@@ -105,14 +105,14 @@ def links_of(job: JobGraph, cluster: Cluster) -> Topology:
     return Topology(cluster=cluster, gpus=max(job.world_size, 1 + max(named)))
 
 
-def alone(topology: Topology) -> Callable[[Kind, float, Sequence[int]], CollectiveEstimate]:
+def alone(topology: Topology) -> Callable[[CollectiveName, float, Sequence[int]], CollectiveEstimate]:
     """How long a communication takes that has the links of its ranks for itself, for `durations`.
 
     The function's estimates count `network_s` at the full rate of the ports.
     """
     cluster = topology.cluster
 
-    def estimate(kind: Kind, nbytes: float, ranks: Sequence[int]) -> CollectiveEstimate:
+    def estimate(kind: CollectiveName, nbytes: float, ranks: Sequence[int]) -> CollectiveEstimate:
         placement, members = cluster.place(ranks), np.asarray(ranks, np.int64)
         ports = topology.group_bytes_per_s(members)
         # What its GPUs get out over PCIe may be less than the ports that they share with others.
@@ -254,7 +254,7 @@ def _coordinates(job: JobGraph, group: Group, ranks: Int64) -> Int64:
     return np.searchsorted(group.positions, here) if group.positions else here
 
 
-def _pattern(found: CollectiveEstimate, kind: Kind) -> Pattern:
+def _pattern(found: CollectiveEstimate, kind: CollectiveName) -> Pattern:
     pattern: Pattern = ALGORITHMS[found.algorithm].pattern("all_reduce" if kind == "barrier" else kind)
     return pattern
 

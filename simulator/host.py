@@ -19,7 +19,7 @@ WAIT = "pp.wait"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class HostTimes:
     """Time of the issuing thread.
 
     Attributes:
@@ -67,7 +67,7 @@ class Host:
         return work + np.where(own, 0, issue), np.where(own, issue, 0)
 
     def issue(self, graph: Graph) -> Int64:
-        """Picoseconds to issue every row of the operation table; for `Host` work its own duration, 0 if unknown.
+        """Picoseconds to issue every row of the operation table; for host work its own duration, 0 if unknown.
 
         The operations that share a multi-tensor launch cost nothing beyond the first.
         """

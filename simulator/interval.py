@@ -12,20 +12,18 @@ from math import sqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
-from echograph.ir.columns import NONE, Int64, distinct
+from echograph.ir.columns import NONE, Float64, Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.simulator.durations import Durations
 from echograph.simulator.engine.static import finishes
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.limits import family_of
 from echograph.simulator.tasks import DEVICE
 
 if TYPE_CHECKING:
-    from echograph.simulator.roles import Roles, Step
+    from echograph.simulator.roles import Roles, StepRun
 
-Factors = npt.NDArray[np.float64]
 
 NINETY_PERCENT = 1.645
 """Half-width of the central 90 % of a normal distribution, in standard deviations."""
@@ -35,7 +33,7 @@ MAX_TASKS = 200_000_000
 stands for them."""
 
 
-def interval(roles: Roles, step: Step) -> tuple[int, int]:
+def interval(roles: Roles, step: StepRun) -> tuple[int, int]:
     """The central 90 % of the step time, picoseconds.
 
     Args:
@@ -55,10 +53,10 @@ def interval(roles: Roles, step: Step) -> tuple[int, int]:
     return _bounds(step.end_ps, finishes(tasks, kind, roles.factor))
 
 
-def scenarios(job: JobGraph, times: Durations, host: Host) -> Factors:
+def scenarios(job: JobGraph, times: Durations, host: HostTimes) -> Float64:
     """Factors on durations, float64 [rows + 1, scenarios], last row the host: families longer, then shorter."""
     errors = _families(job, times, host)
-    factors: Factors = np.maximum(0.0, 1.0 + np.concatenate([errors, -errors]).T)
+    factors: Float64 = np.maximum(0.0, 1.0 + np.concatenate([errors, -errors]).T)
     return factors
 
 
@@ -74,7 +72,7 @@ def _around(step: int, shorter: float, longer: float) -> tuple[int, int]:
     return max(0, step - round(NINETY_PERCENT * sqrt(shorter))), step + round(NINETY_PERCENT * sqrt(longer))
 
 
-def _families(job: JobGraph, times: Durations, host: Host) -> np.ndarray:
+def _families(job: JobGraph, times: Durations, host: HostTimes) -> np.ndarray:
     """For each family, the relative error of every operation and of the host, 0 for those of other families."""
     family = np.append(family_of(job)[0], NONE)
     spread = np.append(np.where(times.picoseconds > 0, times.spread, 0.0), 0.0)

@@ -251,7 +251,7 @@ class Mesh:
         return column
 
 
-Recorded = tuple[TaskGraph, Starts]
+_Recorded = tuple[TaskGraph, Starts]
 MOST_COLUMNS = 4
 """Columns that are simulated again to be looked at."""
 MOST_TOLD = 8
@@ -305,8 +305,8 @@ def rank_path(
     job: JobGraph,
     every: EveryRank,
     times: RankTimes,
-    first: Recorded,
-    again: Callable[[int], Recorded],
+    first: _Recorded,
+    again: Callable[[int], _Recorded],
     most: int | None = None,
 ) -> RankPath:
     """Follows the critical path through the ranks that are waited for.
@@ -343,7 +343,7 @@ def rank_path(
 
 class _Path:
     def __init__(
-        self, job: JobGraph, times: RankTimes, first: Recorded, again: Callable[[int], Recorded], most: int
+        self, job: JobGraph, times: RankTimes, first: _Recorded, again: Callable[[int], _Recorded], most: int
     ) -> None:
         self.mesh, self.times, self.again, self.left = Mesh(job), times, again, most
         self.column = int(times.column)

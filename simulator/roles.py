@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from echograph.errors import DeadlockError
-from echograph.ir.columns import Int64
+from echograph.ir.columns import Float64, Int64
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
 from echograph.simulator.breakdown import Breakdown, breakdown, breakdowns
 from echograph.simulator.durations import Durations
 from echograph.simulator.engine.schedule import Starts
-from echograph.simulator.host import Host
-from echograph.simulator.interval import Factors, scenarios
+from echograph.simulator.host import HostTimes
+from echograph.simulator.interval import scenarios
 from echograph.simulator.limits import limits
 from echograph.simulator.tasks import TaskGraph, expand
 
@@ -29,14 +28,14 @@ class Roles:
     Attributes:
         job: an annotated job graph.
         times: how long its operations take on the device.
-        issue: int64 [ops], picoseconds that the host takes to issue each, or for `Host` work to do it.
+        issue: int64 [ops], picoseconds that the host takes to issue each, or for `HostTimes` work to do it.
         host: the host.
     """
 
     job: JobGraph
     times: Durations
     issue: Int64
-    host: Host
+    host: HostTimes
 
     @cached_property
     def tasks(self) -> TaskGraph:
@@ -44,11 +43,11 @@ class Roles:
         return expand(self.job, self.times.picoseconds, self.issue, threads=self.host.threads)
 
     @cached_property
-    def factor(self) -> Factors:
+    def factor(self) -> Float64:
         """float64 [ops + 1, scenarios]: factors on durations, the host last, in the scenarios of the interval."""
         return scenarios(self.job, self.times, self.host)
 
-    def run(self, engine: Callable[[TaskGraph], Starts]) -> Step:
+    def run(self, engine: Callable[[TaskGraph], Starts]) -> StepRun:
         """The step whose tasks an engine starts one by one.
 
         Raises:
@@ -71,11 +70,8 @@ class Roles:
         return f"deadlock: {', '.join(waits[:4]) or 'tasks'} wait for each other; {len(stuck)} streams stand still"
 
 
-Float64 = npt.NDArray[np.float64]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Step:
+class StepRun:
     """What ran.
 
     Attributes:
@@ -102,7 +98,7 @@ class Step:
     scenario_ends: Int64 | None = None
 
 
-def of_tasks(job: JobGraph, tasks: TaskGraph, starts: Starts) -> Step:
+def of_tasks(job: JobGraph, tasks: TaskGraph, starts: Starts) -> StepRun:
     """A step of tasks that ran one by one."""
     timeline = write_timeline(job, tasks, starts)
     last = int(timeline.program[np.argmax(timeline.end)]) if len(timeline) else 0
@@ -111,7 +107,7 @@ def of_tasks(job: JobGraph, tasks: TaskGraph, starts: Starts) -> Step:
         np.bincount(timeline.op[rows], timeline.duration[rows], len(job.ops)).astype(np.float64)
         for rows in (device, device & (timeline.program == last))
     )
-    return Step(
+    return StepRun(
         end_ps=timeline.makespan,
         last=last,
         breakdown=breakdown(job, timeline, last),

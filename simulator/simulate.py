@@ -27,13 +27,13 @@ from echograph.simulator.clusters import Cluster
 from echograph.simulator.durations import Durations, durations
 from echograph.simulator.engine import ENGINES, simulate_roles
 from echograph.simulator.flows import LinkUse, alone, flows, links_of
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.interval import interval
 from echograph.simulator.memory import largest_memory
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.ranks import EveryRank, Mesh, RankPath, RankTimes, of_ranks, rank_path, run_every_rank
 from echograph.simulator.result import Result
-from echograph.simulator.roles import Roles, Step, of_tasks, write_timeline
+from echograph.simulator.roles import Roles, StepRun, of_tasks, write_timeline
 from echograph.simulator.tasks import TaskGraph, check_tasks
 from echograph.simulator.what_if import Scale, factors
 from echograph.units import to_s
@@ -44,7 +44,7 @@ _TOO_LONG = f"the step would take more than {to_s(2**63) / 86_400:.0f} days: che
 def simulate(
     job: JobGraph,
     cluster: Cluster,
-    host: Host,
+    host: HostTimes,
     *,
     peak_flops_per_s: float = 0.0,
     engine: str = "auto",
@@ -136,7 +136,7 @@ def simulate(
 class _Run:
     """The result of one simulation run: of each role once, or of the column of ranks that ends last."""
 
-    step: Step
+    step: StepRun
     engine: str
     columns: int = 1
     ranks: RankTimes | None = None
@@ -150,7 +150,7 @@ class _Run:
         return None if self.ranks is None else int(Mesh(job).ranks()[program, self.ranks.column])
 
 
-def _run_roles(job: JobGraph, step: Step, engine: str, trace_ranks: Sequence[int]) -> _Run:
+def _run_roles(job: JobGraph, step: StepRun, engine: str, trace_ranks: Sequence[int]) -> _Run:
     traced = of_ranks(job, trace_ranks, lambda _: step.write()) if trace_ranks else None
     return _Run(step=step, engine=engine, traced=traced)
 
@@ -187,13 +187,13 @@ def _run_ranks(
     )
 
 
-def _spread(job: JobGraph, step: Step, *, every: bool) -> Spread:
+def _spread(job: JobGraph, step: StepRun, *, every: bool) -> Spread:
     """How breakdowns differ: between roles, or where every rank is simulated, between those of one column."""
     roles = range(len(job.programs))
     return spread(step.breakdowns(), [1 if every else job.rank_count(number) for number in roles])
 
 
-def _scaled(job: JobGraph, times: Durations, host: Host, scales: Sequence[Scale]) -> tuple[Durations, Int64]:
+def _scaled(job: JobGraph, times: Durations, host: HostTimes, scales: Sequence[Scale]) -> tuple[Durations, Int64]:
     factor, of_host = factors(job, scales)
     work, issue = host.times(job, _times(times.picoseconds, factor))
     # What the host does itself has a name, too, by which it may be scaled.
@@ -209,7 +209,7 @@ def _times(picoseconds: Int64, factor: npt.NDArray[np.float64]) -> Int64:
     return np.where(factor == 1.0, picoseconds, changed.astype(np.int64))
 
 
-def _check_range(job: JobGraph, times: Durations, issue: Int64, host: Host) -> None:
+def _check_range(job: JobGraph, times: Durations, issue: Int64, host: HostTimes) -> None:
     """Refuses what the clock, 64-bit picoseconds, cannot hold, the longest step of the interval included."""
     device = np.where(job.ops.kind == OpKind.HOST, 0.0, times.picoseconds) * (1.0 + times.spread + host.spread)
     longest = float(np.dot(job.run_counts(), device + issue * (1.0 + times.spread + host.spread)))
@@ -226,13 +226,13 @@ def _micro_batches(job: JobGraph, program: int) -> int:
     return max(1, len(distinct(job.programs[program].calls[:, 4])))
 
 
-def _shares(step: Step, times: Durations) -> dict[str, float]:
+def _shares(step: StepRun, times: Durations) -> dict[str, float]:
     busy = np.bincount(times.source, weights=step.busy, minlength=5)
     total = float(busy.sum()) or 1.0
     return {source.name.lower(): float(busy[source]) / total for source in Source}
 
 
-def _collectives(job: JobGraph, step: Step, times: Durations) -> dict[str, dict[str, Any]]:
+def _collectives(job: JobGraph, step: StepRun, times: Durations) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     ops, count_of = job.ops, job.run_counts(step.last)
     communicates = np.isin(ops.kind, COMMUNICATIONS)

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from echograph.errors import SimulationError
-from echograph.ir.columns import NONE, Int8, Int32, Int64, Ragged
+from echograph.ir.columns import NONE, Int32, Int64, Ragged, UInt8
 from echograph.ir.graph import JobGraph
 from echograph.ir.schedule import Edges
 from echograph.ir.types import OpKind
@@ -46,7 +46,7 @@ class TaskGraph:
     deps: Ragged
     join: Int32
     program: Int32
-    lane: Int8
+    lane: UInt8
     op: Int64
     instance: Int32
     micro_batch: Int32

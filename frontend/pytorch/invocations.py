@@ -1,4 +1,4 @@
-"""The invocations of a captured step, as plain data (`ir.invocations`): what it takes to run them again.
+"""The invocations of a captured step, as plain data (`ir.profile`): what it takes to run them again.
 
 The annotated graph is the record: its nodes hold every argument as it was given. Each tensor is told with its
 strides, and whether the step would find it in a cache of the device's size: the step is followed twice through a

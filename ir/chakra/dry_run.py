@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from heapq import heappop, heappush
 
 import numpy as np
+import numpy.typing as npt
 
 from echograph.ir.chakra.messages import NodeType
-from echograph.ir.chakra.reader import ABSENT, RankTrace, Traces, followers, group_name, ranks_of
+from echograph.ir.chakra.reader import ABSENT, RankTrace, Traces, followers, group_called, group_name, ranks_of
 from echograph.ir.columns import NONE, Int64
 
 NS_PER_US = 1000
+
+_SEND, _COLLECTIVE = int(NodeType.SEND), int(NodeType.COLLECTIVE)
 
 _Message = tuple[int, int, int]
 """From which rank, to which, and the tag."""
@@ -42,28 +44,52 @@ class Wait:
     of: tuple[int, ...]
 
 
-class _Lane(IntEnum):
-    COMPUTE = 0
-    COMMUNICATION = 1
-    HOST = 2
-    RECEIVE = 3
+_COMPUTE, _COMMUNICATION, _HOST, _RECEIVE = _LANES = range(4)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shape:
+    """What ranks alike have in common: the nodes that start, by ascending id.
+
+    Computations that follow each other, and nothing else, are one node: the last of them, with the time of all.
+    """
+
+    rows: memoryview
+    types: bytes
+    lanes: bytes
+    kinds: memoryview
+    sizes: memoryview
+    missing: Int64
+    offsets: memoryview
+    children: memoryview
+    duration: memoryview
 
 
 @dataclass(slots=True, eq=False)
 class _Rank:
-    """A rank while it runs. Nodes are places by ascending id; `number` counts the collectives of a group."""
+    """A rank while it runs. Nodes are places in its shape.
+
+    Attributes:
+        trace: its trace.
+        shape: what it has in common with others.
+        missing: of every node, how many that it waits for have not ended.
+        groups: of every node, as `Traces.groups_named` counts.
+        number: of every collective, the how manieth of its group it is by ascending id.
+        calls: of every group, how many collectives have been issued.
+        ready: of every lane, the nodes that wait for it.
+        busy: of every lane, the node that has it; -1: none.
+        posted: receives that wait for their sends.
+    """
 
     trace: RankTrace
-    rows: memoryview
-    lanes: bytes
+    shape: _Shape
     missing: memoryview
-    offsets: memoryview
-    children: memoryview
-    duration: memoryview
+    groups: memoryview
     number: memoryview
+    calls: Counter[str]
     ready: tuple[list[int], ...]
     busy: list[int]
-    posted: list[int]
+    posted: set[int]
 
 
 def dry_run(traces: Traces) -> list[Wait]:
@@ -104,10 +130,16 @@ class _Run:
     def __init__(self, traces: Traces, *, buffered: bool = True, lanes: bool = True) -> None:
         self.traces, self.buffered, self.lanes = traces, buffered, lanes
         self.members = {name: frozenset(ranks_of(traces, name)) for name in ("", *(traces.groups or ()))}
-        self.ranks = {trace.rank: _start(traces, trace, strict=lanes) for trace in traces.ranks}
+        self.groups = [group_called(named) for named in traces.groups_named]
+        shapes: dict[int, _Shape] = {}
+        self.ranks: dict[int, _Rank] = {}
+        for trace in traces.ranks:
+            key = id(trace.id)  # ranks that were found alike share their columns
+            if key not in shapes:
+                shapes[key] = _shape(trace, strict=lanes)
+            self.ranks[trace.rank] = _start(traces, trace, shapes[key], strict=lanes)
         self.events: list[tuple[int, int, int]] = []
         self.now = 0
-        self.calls: dict[tuple[int, str], int] = {}
         self.arrived: dict[tuple[str, int], list[tuple[int, int]]] = {}
         self.sent: dict[_Message, deque[int]] = {}
         self.receiving: dict[_Message, deque[int]] = {}
@@ -125,47 +157,51 @@ class _Run:
     def _issue(self, number: int, todo: deque[int]) -> None:
         """Starts what is ready and has a lane."""
         rank = self.ranks[number]
-        while rank.ready[_Lane.RECEIVE]:
-            self._receive(number, heappop(rank.ready[_Lane.RECEIVE]), todo)
-        for lane in (_Lane.COMPUTE, _Lane.HOST):
+        while rank.ready[_RECEIVE]:
+            self._receive(number, heappop(rank.ready[_RECEIVE]), todo)
+        for lane in (_COMPUTE, _HOST):
             while rank.ready[lane] and (rank.busy[lane] < 0 or not self.lanes):
                 place = rank.busy[lane] = heappop(rank.ready[lane])
-                heappush(self.events, (self.now + rank.duration[place], number, place))
-        while rank.ready[_Lane.COMMUNICATION] and (rank.busy[_Lane.COMMUNICATION] < 0 or not self.lanes):
-            place = rank.busy[_Lane.COMMUNICATION] = heappop(rank.ready[_Lane.COMMUNICATION])
+                heappush(self.events, (self.now + rank.shape.duration[place], number, place))
+        while rank.ready[_COMMUNICATION] and (rank.busy[_COMMUNICATION] < 0 or not self.lanes):
+            place = rank.busy[_COMMUNICATION] = heappop(rank.ready[_COMMUNICATION])
             self._communicate(number, place, todo)
 
     def _communicate(self, number: int, place: int, todo: deque[int]) -> None:
         rank = self.ranks[number]
-        row, kind = rank.rows[place], rank.trace.type[rank.rows[place]]
-        if kind == NodeType.SEND:
+        kind = rank.shape.types[place]
+        if kind == _SEND:
             self._send(number, place, todo)
             return
-        name = group_name(self.traces, rank.trace, row) if kind == NodeType.COLLECTIVE else "?"
+        name = self.groups[rank.groups[place]] if kind == _COLLECTIVE else "?"
         members = self.members.get(name, frozenset())
         if number not in members or len(members) < 2:
             self._end(number, place, todo)  # nobody else is there
             return
-        if self.lanes:
-            nth = self.calls[number, name] = self.calls.get((number, name), 0) + 1
-        else:
-            nth = rank.number[place]
-        there = self.arrived.setdefault((name, nth), [])
+        rank.calls[name] += 1
+        key = name, rank.calls[name] if self.lanes else rank.number[place]
+        there = self.arrived.setdefault(key, [])
         there.append((number, place))
-        if len(there) == len(members) and len({self._call(one, its) for one, its in there}) == 1:
-            del self.arrived[name, nth]
+        if len(there) == len(members) and self._agree(there):
+            del self.arrived[key]
             for one, its in there:
                 self._end(one, its, todo)
 
+    def _agree(self, there: Sequence[tuple[int, int]]) -> bool:
+        """Whether ranks call one collective."""
+        number, place = there[0]
+        kind, size = self._call(number, place)
+        shapes = ((self.ranks[one].shape, its) for one, its in there)
+        return all(shape.kinds[its] == kind and shape.sizes[its] == size for shape, its in shapes)
+
     def _call(self, number: int, place: int) -> tuple[int, int]:
         """Kind and size of a collective."""
-        rank = self.ranks[number]
-        row = rank.rows[place]
-        return int(rank.trace.comm_type[row]), int(rank.trace.comm_size[row])
+        shape = self.ranks[number].shape
+        return shape.kinds[place], shape.sizes[place]
 
     def _send(self, number: int, place: int, todo: deque[int]) -> None:
         rank = self.ranks[number]
-        row = rank.rows[place]
+        row = rank.shape.rows[place]
         key = (number, int(rank.trace.comm_dst[row]), _tag(rank.trace, row))
         if waiting := self.receiving.get(key):
             self._end(key[1], waiting.popleft(), todo)
@@ -185,20 +221,21 @@ class _Run:
             self._end(number, place, todo)
         else:
             self.receiving.setdefault(key, deque()).append(place)
-            rank.posted.append(place)
+            rank.posted.add(place)
 
     def _end(self, number: int, place: int, todo: deque[int]) -> None:
         """Frees the lane of a node, and those that wait for it."""
         rank = self.ranks[number]
-        if rank.lanes[place] != _Lane.RECEIVE:
-            rank.busy[rank.lanes[place]] = -1
-        elif place in rank.posted:
-            rank.posted.remove(place)
-        for at in range(rank.offsets[place], rank.offsets[place + 1]):
-            child = rank.children[at]
+        shape = rank.shape
+        lane = shape.lanes[place]
+        if lane != _RECEIVE:
+            rank.busy[lane] = -1
+        else:
+            rank.posted.discard(place)
+        for child in shape.children[shape.offsets[place] : shape.offsets[place + 1]]:
             rank.missing[child] -= 1
             if not rank.missing[child]:
-                heappush(rank.ready[rank.lanes[child]], child)
+                heappush(rank.ready[shape.lanes[child]], child)
         todo.append(number)
 
     def _waits(self) -> list[Wait]:
@@ -216,38 +253,82 @@ class _Run:
 
     def _wait(self, number: int, place: int, of: Sequence[int]) -> Wait:
         rank = self.ranks[number]
-        return Wait(rank=number, trace=rank.trace, row=rank.rows[place], of=tuple(of))
+        return Wait(rank=number, trace=rank.trace, row=rank.shape.rows[place], of=tuple(of))
 
 
-def _start(traces: Traces, trace: RankTrace, *, strict: bool) -> _Rank:
-    """A rank before it runs; unless strict, without dependencies that cannot be kept."""
+def _start(traces: Traces, trace: RankTrace, shape: _Shape, *, strict: bool) -> _Rank:
+    """A rank before it runs; unless strict, its collectives are numbered by ascending id."""
+    number, seen = np.zeros(len(shape.rows), np.int32), Counter[str]()
+    if not strict:
+        place = np.zeros(len(trace), np.int64)
+        place[np.asarray(shape.rows)] = np.arange(len(shape.rows))
+        for row in trace.ascending(trace.type == NodeType.COLLECTIVE).tolist():
+            seen[name := group_name(traces, trace, row)] += 1
+            number[place[row]] = seen[name]
+    lanes = np.frombuffer(shape.lanes, np.uint8)
+    ready = tuple(np.flatnonzero((shape.missing == 0) & (lanes == lane)).tolist() for lane in _LANES)
+    return _Rank(
+        trace=trace, shape=shape, missing=shape.missing.copy().data,
+        groups=trace.group[np.asarray(shape.rows)].data, number=number.data, calls=Counter(), ready=ready,
+        busy=[-1] * len(_LANES), posted=set(),
+    )  # fmt: skip
+
+
+def _shape(trace: RankTrace, *, strict: bool) -> _Shape:
+    """The nodes of a rank; unless strict, without dependencies that cannot be kept."""
     rows = np.argsort(trace.id, kind="stable")
     place = np.empty(len(rows), np.int64)
     place[rows] = np.arange(len(rows))
     before, after = trace.edges(control=strict or len(trace.order()) == len(trace))
-    children = followers(len(rows), place[before], place[after])
-    missing = np.bincount(place[after], minlength=len(rows)).astype(np.int32)
+    before, after = place[before], place[after]
+    missing = np.bincount(after, minlength=len(rows))
     for deps in (trace.ctrl_deps, trace.data_deps) if strict else ():
-        missing[place[deps.rows[deps.values < 0]]] += 1  # what the file does not have never ends
-    lanes = np.full(len(rows), _Lane.COMMUNICATION, np.uint8)
-    lanes[trace.type[rows] == NodeType.COMP] = _Lane.COMPUTE
-    lanes[trace.type[rows] == NodeType.RECV] = _Lane.RECEIVE
-    lanes[trace.host[rows]] = _Lane.HOST
+        np.add.at(missing, place[deps.rows[deps.values < 0]], 1)  # what the file does not have never ends
+    lanes = np.full(len(rows), _COMMUNICATION, np.uint8)
+    lanes[trace.type[rows] == NodeType.COMP] = _COMPUTE
+    lanes[trace.type[rows] == NodeType.RECV] = _RECEIVE
+    lanes[trace.host[rows]] = _HOST
     duration = np.maximum(np.minimum(trace.duration_us[rows], 2**50).astype(np.int64) * NS_PER_US, 1)
-    number, seen = np.zeros(len(rows), np.int32), Counter[str]()
-    for row in trace.ascending(trace.type == NodeType.COLLECTIVE).tolist():
-        seen[name := group_name(traces, trace, row)] += 1
-        number[place[row]] = seen[name]
-    ready = tuple(np.flatnonzero((missing == 0) & (lanes == lane)).tolist() for lane in _Lane)
-    return _Rank(
-        trace=trace, rows=rows.data, lanes=lanes.tobytes(), missing=missing.data,
-        offsets=children.offsets.data, children=children.values.data, duration=duration.data,
-        number=number.data, ready=ready, busy=[-1] * len(_Lane), posted=[],
+    joined = _joined(lanes, before, after, missing, strict=strict)
+    if duration.sum(dtype=np.float64) > 2**62:
+        joined[:] = False
+    computes, kept = np.flatnonzero(lanes == _COMPUTE), ~joined
+    ends = kept[computes]
+    last = np.arange(len(rows))
+    last[computes] = computes[ends][np.cumsum(ends) - ends]
+    one = (np.cumsum(kept) - 1)[last]
+    total, waits = np.zeros((2, int(kept.sum())), np.int64)
+    np.add.at(total, one, duration)
+    waits[one[::-1]] = missing[::-1]  # those of the first of each
+    goes_on = kept[before]
+    children = followers(len(total), one[before[goes_on]], one[after[goes_on]])
+    return _Shape(
+        rows=rows[kept].data, types=trace.type[rows[kept]].tobytes(), lanes=lanes[kept].tobytes(),
+        kinds=trace.comm_type[rows[kept]].data, sizes=trace.comm_size[rows[kept]].data, missing=waits,
+        duration=total.data, offsets=children.offsets.data, children=children.values.data,
     )  # fmt: skip
 
 
+def _joined(
+    lanes: npt.NDArray[np.uint8], before: Int64, after: Int64, missing: Int64, *, strict: bool
+) -> npt.NDArray[np.bool_]:
+    """Which nodes are computations that nothing waits for but the next computation, which waits for nothing else.
+
+    If strict, where computations run one at a time, none unless all of them follow each other: else those that are
+    ready take turns.
+    """
+    joined = np.zeros(len(lanes), np.bool_)
+    computes = np.flatnonzero(lanes == _COMPUTE)
+    one, next_one = computes[:-1], computes[1:]
+    follow = np.isin(one * len(lanes) + next_one, before * len(lanes) + after)
+    if follow.all() or not strict:
+        alone = np.bincount(before, minlength=len(lanes)) == 1
+        joined[one] = follow & alone[one] & (missing[next_one] == 1)
+    return joined
+
+
 def _message(rank: _Rank, number: int, place: int) -> _Message:
-    row = rank.rows[place]
+    row = rank.shape.rows[place]
     return int(rank.trace.comm_src[row]), number, _tag(rank.trace, row)
 
 

@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 
 from echograph.errors import PlanError, SimulationError
-from echograph.ir.chakra.messages import CommType, NodeType, Value, encode_attributes
+from echograph.ir.chakra.messages import AttributeValue, CommType, NodeType, encode_attributes
 from echograph.ir.columns import Int64
 from echograph.ir.graph import Axis, Group, JobGraph, Program
 from echograph.ir.types import CollectiveKind, OpKind
@@ -113,7 +113,11 @@ class Lowering:
             self.changed[change] += 1
         if (flops, moved) not in self._kernels:
             # A roofline divides both by each other: neither is 0.
-            work: dict[str, Value] = {"num_ops": max(1, flops), "tensor_size": max(1, moved), "is_cpu_op": False}
+            work: dict[str, AttributeValue] = {
+                "num_ops": max(1, flops),
+                "tensor_size": max(1, moved),
+                "is_cpu_op": False,
+            }
             self._kernels[flops, moved] = Lowered(kind=NodeType.COMP, attributes=encode_attributes(work))
         return self._kernels[flops, moved]
 
@@ -132,7 +136,7 @@ class Lowering:
             if size < LEAST_GATHER_BYTES:
                 self.changed[f"all_gather shards made {LEAST_GATHER_BYTES} bytes"] += 1
             size = max(size, LEAST_GATHER_BYTES)
-        attributes: dict[str, Value] = {
+        attributes: dict[str, AttributeValue] = {
             "comm_type": int(becomes),
             "comm_size": size,
             "involved_dim": (True,) * DIMENSIONS,
@@ -152,7 +156,7 @@ class Lowering:
             return None
         # Two groups that hold the same two ranks keep their messages apart.
         tag = int(ops.tag[row]) + self.first_tags[group]
-        attributes: dict[str, Value] = {"comm_tag": tag, "comm_size": size, "is_cpu_op": False}
+        attributes: dict[str, AttributeValue] = {"comm_tag": tag, "comm_size": size, "is_cpu_op": False}
         return Lowered(
             kind=NodeType.SEND if kind == OpKind.SEND else NodeType.RECV,
             attributes=encode_attributes(attributes),
@@ -225,7 +229,7 @@ class Communicators:
             for place, start in enumerate(numbered.starts.tolist()):
                 yield numbered.first + place, (start + numbered.offsets).tolist()
 
-    def attributes(self, differs: Differs, rank: int) -> dict[str, Value]:
+    def attributes(self, differs: Differs, rank: int) -> dict[str, AttributeValue]:
         """The attributes of a communication that only its rank knows.
 
         Raises:

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from echograph.errors import FormatError, InputError
-from echograph.ir.columns import Int64
+from echograph.ir.columns import Bools, Int64, UInt64
 from echograph.ir.files import open_file, write_whole
 from echograph.proto import chakra_pb2 as pb
 
@@ -28,7 +28,7 @@ VERSION = "0.0.4"
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_READ_BYTES = 2**20
 
-Value = bool | int | float | str | bytes | tuple[bool | int | float | str | bytes, ...]
+AttributeValue = bool | int | float | str | bytes | tuple[bool | int | float | str | bytes, ...]
 """What an attribute holds; the 32-bit and unsigned variants of the format are one `int`."""
 
 
@@ -82,7 +82,7 @@ class ChakraNode:
     data_deps: tuple[int, ...] = ()
     start_us: int = 0
     duration_us: int = 0
-    attributes: Mapping[str, Value] = field(default_factory=dict)
+    attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
 
 
 # The alternative of an attribute's value that readers of the format expect, by the attribute's name.
@@ -100,7 +100,9 @@ _FIELDS = {
 _BY_TYPE = {bool: "bool", int: "int64", float: "double", str: "string", bytes: "bytes"}
 
 
-def write(path: Path | str, nodes: Iterable[ChakraNode], metadata: Mapping[str, Value] | None = None) -> int:
+def write(
+    path: Path | str, nodes: Iterable[ChakraNode], metadata: Mapping[str, AttributeValue] | None = None
+) -> int:
     """Writes the trace of a rank whole or not at all; returns the bytes written.
 
     Args:
@@ -114,13 +116,13 @@ def write(path: Path | str, nodes: Iterable[ChakraNode], metadata: Mapping[str, 
     return write_whole(Path(path), _messages(nodes, metadata or {}))
 
 
-def _messages(nodes: Iterable[ChakraNode], metadata: Mapping[str, Value]) -> Iterator[bytes]:
+def _messages(nodes: Iterable[ChakraNode], metadata: Mapping[str, AttributeValue]) -> Iterator[bytes]:
     yield encode_metadata(metadata)
     for node in nodes:
         yield delimited(encode_node(node))
 
 
-def encode_metadata(metadata: Mapping[str, Value]) -> bytes:
+def encode_metadata(metadata: Mapping[str, AttributeValue]) -> bytes:
     """How a file begins: the message of the whole trace, after its length."""
     attributes = [_attribute(name, value) for name, value in metadata.items()]
     return delimited(pb.GlobalMetadata(version=VERSION, attr=attributes).SerializeToString(deterministic=True))
@@ -163,7 +165,7 @@ def _varint(value: int) -> bytes:
 _SMALL = tuple(_varint(value) for value in range(2**14))
 
 
-def _attribute(name: str, value: Value) -> pb.AttributeProto:
+def _attribute(name: str, value: AttributeValue) -> pb.AttributeProto:
     attribute = pb.AttributeProto(name=name)
     if isinstance(value, tuple):
         kind = _BY_TYPE[type(value[0])] if value else "string"
@@ -192,7 +194,7 @@ def read(path: Path | str) -> Iterator[ChakraNode]:
         yield _decode_node(path, number, data)
 
 
-def read_metadata(path: Path | str) -> tuple[str, dict[str, Value]]:
+def read_metadata(path: Path | str) -> tuple[str, dict[str, AttributeValue]]:
     """The version that a file states, "" where it states none, and the attributes of the whole trace.
 
     Raises:
@@ -245,7 +247,7 @@ def _read_length(path: Path, file: BinaryIO, number: int) -> int | None:
     raise FormatError(f"{path}: message {number} has no length: not a Chakra trace, or corrupted")
 
 
-def decode_metadata(path: Path, data: bytes) -> tuple[str, dict[str, Value]]:
+def decode_metadata(path: Path, data: bytes) -> tuple[str, dict[str, AttributeValue]]:
     """Version and attributes of the whole trace from the message that a file begins with.
 
     Raises:
@@ -283,7 +285,7 @@ def _decode_node(path: Path, number: int, data: bytes) -> ChakraNode:
     )
 
 
-def _value(attribute: pb.AttributeProto) -> Value:
+def _value(attribute: pb.AttributeProto) -> AttributeValue:
     chosen = attribute.WhichOneof("value")
     if chosen is None:
         return ""
@@ -291,7 +293,7 @@ def _value(attribute: pb.AttributeProto) -> Value:
     return tuple(value.values) if chosen.endswith("_list") else value
 
 
-def decode_attribute(data: bytes) -> tuple[str, Value]:
+def decode_attribute(data: bytes) -> tuple[str, AttributeValue]:
     """Name and value of an attribute from its message.
 
     Raises:
@@ -301,7 +303,7 @@ def decode_attribute(data: bytes) -> tuple[str, Value]:
     return attribute.name, _value(attribute)
 
 
-def encode_attributes(attributes: Mapping[str, Value]) -> bytes:
+def encode_attributes(attributes: Mapping[str, AttributeValue]) -> bytes:
     """Attributes as they stand at the end of a node's message."""
     return pb.Node(attr=[_attribute(n, v) for n, v in attributes.items()]).SerializeToString(deterministic=True)
 
@@ -323,19 +325,19 @@ _ID_KEY, _NAME_KEY, _TYPE_KEY, _CTRL_DEPS_KEY, _DATA_DEPS_KEY, _DURATION_KEY = (
 )
 
 
-Key = TypeVar("Key", bound=Hashable)
+_Key = TypeVar("_Key", bound=Hashable)
 
 
-class Template(Generic[Key]):
-    """A trace with places to be filled in; `Key` says what is put into which.
+class Template(Generic[_Key]):
+    """A trace with places to be filled in; `_Key` says what is put into which.
 
     Args:
         metadata: attributes of the whole trace.
     """
 
-    def __init__(self, metadata: Mapping[str, Value]) -> None:
+    def __init__(self, metadata: Mapping[str, AttributeValue]) -> None:
         self._constant = bytearray(encode_metadata(metadata))
-        self._parts: list[tuple[bytes, bytes, Key]] = []
+        self._parts: list[tuple[bytes, bytes, _Key]] = []
 
     def add(
         self,
@@ -346,7 +348,7 @@ class Template(Generic[Key]):
         data_deps: tuple[int, ...],
         duration_us: int,
         attributes: bytes,
-        differs: Key | None = None,
+        differs: _Key | None = None,
     ) -> None:
         """Adds a node.
 
@@ -375,11 +377,11 @@ class Template(Generic[Key]):
             self._constant.clear()
 
     @property
-    def keys(self) -> set[Key]:
+    def keys(self) -> set[_Key]:
         """What ranks have to fill in."""
         return {differs for _, _, differs in self._parts}
 
-    def fill(self, own: Mapping[Key, Mapping[str, Value]]) -> Iterator[bytes]:
+    def fill(self, own: Mapping[_Key, Mapping[str, AttributeValue]]) -> Iterator[bytes]:
         """The file of one rank, piece by piece.
 
         Args:
@@ -407,9 +409,6 @@ def encode_name(name: str) -> bytes:
 # twice, a number of more than eight bytes, a message within that is malformed) is called odd and left to
 # `read`, which knows what it means, or what is wrong with it.
 
-
-Bools = npt.NDArray[np.bool_]
-Words = npt.NDArray[np.uint64]
 
 _ID, _NAME, _TYPE, _CTRL, _DATA, _START, _DURATION, _IN, _OUT, _ATTRIBUTE = (
     0x08, 0x12, 0x18, 0x22, 0x2A, 0x30, 0x38, 0x42, 0x4A, 0x52,
@@ -440,18 +439,18 @@ class NodeColumns:
     """
 
     odd: Bools
-    id: Words
+    id: UInt64
     names: Int64
     type: npt.NDArray[np.uint8]
-    duration_us: Words
-    ctrl_deps: tuple[Int64, Words]
-    data_deps: tuple[Int64, Words]
-    attributes: Attributes
+    duration_us: UInt64
+    ctrl_deps: tuple[Int64, UInt64]
+    data_deps: tuple[Int64, UInt64]
+    attributes: AttributeColumns
     texts: list[str]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Attributes:
+class AttributeColumns:
     """Attributes of nodes: those that are plain numbers as columns, all others by the distinct ones among them.
 
     Attributes:
@@ -463,7 +462,7 @@ class Attributes:
 
     numbers: dict[str, tuple[Int64, Int64, Int64]]
     others: tuple[Int64, Int64, Int64]
-    values: list[tuple[str, Value]]
+    values: list[tuple[str, AttributeValue]]
     texts: list[bytes]
 
 
@@ -609,7 +608,7 @@ class _Decoding:
             self.odd |= np.isin(indices, wrong)
         return texts, indices
 
-    def _packed(self, tag: int) -> tuple[Int64, Words]:
+    def _packed(self, tag: int) -> tuple[Int64, UInt64]:
         """For every message how many numbers a packed field has, and all of them."""
         begins, ends = self.spans[tag]
         at = _ranges(begins, ends)
@@ -627,7 +626,7 @@ class _Decoding:
         self.odd[filled] |= self.bytes[ends[filled] - 1] >= 128
         return np.bincount(node, minlength=len(begins)), values
 
-    def _read_attributes(self, names: Mapping[str, bool]) -> Attributes:
+    def _read_attributes(self, names: Mapping[str, bool]) -> AttributeColumns:
         """Those that are plain numbers are told by their first eight bytes, which hold the name's length."""
         found = self.attributes or [(np.zeros(0, np.int64),) * 3]
         nodes, begins, ends = (np.concatenate(part) for part in zip(*found, strict=True))
@@ -645,7 +644,9 @@ class _Decoding:
         rows = np.flatnonzero(left)
         which, values, texts = self._distinct(nodes[rows], begins[rows], ends[rows])
         self._refuse_repeated(numbers, nodes[rows], which, values)
-        return Attributes(numbers=numbers, others=(nodes[rows], which, ends[rows]), values=values, texts=texts)
+        return AttributeColumns(
+            numbers=numbers, others=(nodes[rows], which, ends[rows]), values=values, texts=texts
+        )
 
     def _plain(self, at: Int64, ends: Int64, *, flags: bool) -> tuple[Int64, Int64, Bools]:
         """Values that begin with their tag, where they stand, which are numbers that end with their attribute."""
@@ -660,7 +661,7 @@ class _Decoding:
 
     def _distinct(
         self, nodes: Int64, begins: Int64, ends: Int64
-    ) -> tuple[Int64, list[tuple[str, Value]], list[bytes]]:
+    ) -> tuple[Int64, list[tuple[str, AttributeValue]], list[bytes]]:
         found: dict[bytes, int] = {}
         data = self.data
         which = np.array(
@@ -670,7 +671,7 @@ class _Decoding:
             ],
             np.int64,
         )
-        values: list[tuple[str, Value]] = []
+        values: list[tuple[str, AttributeValue]] = []
         for number, text in enumerate(found):
             try:
                 values.append(decode_attribute(text))
@@ -684,7 +685,7 @@ class _Decoding:
         numbers: dict[str, tuple[Int64, Int64, Int64]],
         nodes: Int64,
         which: Int64,
-        values: list[tuple[str, Value]],
+        values: list[tuple[str, AttributeValue]],
     ) -> None:
         """Of an attribute that a node has twice the last counts: such nodes are odd."""
         known: dict[str, int] = {name: number for number, name in enumerate(numbers)}
@@ -704,13 +705,13 @@ class _Decoding:
             self.odd[np.flatnonzero(np.bincount(nodes) > 1)] = True
 
 
-def eights(data: bytes) -> tuple[npt.NDArray[np.uint8], Words]:
+def eights(data: bytes) -> tuple[npt.NDArray[np.uint8], UInt64]:
     """The bytes, some zeros behind them, and the eight bytes from every byte on as a number."""
     padded = np.frombuffer(data + _PADDING, np.uint8)
     return padded, np.ndarray(len(data) + len(_PADDING) - 8, "<u8", padded, strides=(1,))
 
 
-def varints(words: Words) -> tuple[Words, Int64]:
+def varints(words: UInt64) -> tuple[UInt64, Int64]:
     """Numbers in sevens of bits from the eight bytes that they begin, and lengths: 0 where they are longer."""
     stops = ~words & np.uint64(0x8080808080808080)
     low = stops & (~stops + np.uint64(1))

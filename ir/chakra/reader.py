@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from echograph.errors import FormatError, InputError
 from echograph.ir.chakra.messages import (
+    AttributeValue,
     ChakraNode,
     NodeColumns,
-    Value,
     decode,
     decode_metadata,
     eights,
@@ -51,7 +51,7 @@ MAX_DISTINCT = 100_000
 GROUPS_FILE = "comm_groups.json"
 ROLES_FILE = "roles.json"
 
-Groups = Mapping[str, tuple[int, ...]]
+_Groups = Mapping[str, tuple[int, ...]]
 _TRACE = re.compile(r"(.+)\.(0|[1-9]\d{0,8})\.et")
 _NUMBERS = ("comm_type", "comm_size", "comm_src", "comm_dst", "comm_tag", "num_ops", "tensor_size", "stream")
 ATTRIBUTES = (*_NUMBERS, "pg_name", "is_cpu_op", "involved_dim", "comm_priority")
@@ -67,7 +67,7 @@ _MAX_TEMPLATES_BYTES = 256 * 2**20
 _GROUP = b"\x0a\x07pg_name\xea\x01"
 """How an attribute begins that names a group, before the length of the name."""
 
-Places = dict[str, tuple[Int64, Int64]]
+_Places = dict[str, tuple[Int64, Int64]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -182,10 +182,10 @@ class Traces:
 
     prefix: str
     ranks: tuple[RankTrace, ...]
-    groups: Groups | None
+    groups: _Groups | None
     groups_path: Path
     names: tuple[str, ...]
-    groups_named: tuple[Value | None, ...]
+    groups_named: tuple[AttributeValue | None, ...]
     others: Mapping[str, int]
 
     def name(self, trace: RankTrace, row: int) -> str:
@@ -195,7 +195,11 @@ class Traces:
 
 def group_name(traces: Traces, trace: RankTrace, row: int) -> str:
     """The group of a node: "" is the whole world, which nodes without one mean; "?" none that is text."""
-    named = traces.groups_named[int(trace.group[row])]
+    return group_called(traces.groups_named[int(trace.group[row])])
+
+
+def group_called(named: AttributeValue | None) -> str:
+    """The group that a node means by what it states as its `pg_name`, as `group_name` has it."""
     if named is None or named == "0":
         return ""
     return named if isinstance(named, str) else "?"
@@ -266,7 +270,7 @@ def _groups_path(folder: Path) -> Path:
     return others[0] if not usual.exists() and len(others) == 1 else usual
 
 
-def read_groups(path: Path) -> Groups:
+def read_groups(path: Path) -> _Groups:
     """Process groups, name -> ranks.
 
     Raises:
@@ -299,7 +303,7 @@ class _Shared:
 
     def __init__(self) -> None:
         self.names: dict[str, int] = {}
-        self.groups: dict[tuple[type, Value | None], int] = {}
+        self.groups: dict[tuple[type, AttributeValue | None], int] = {}
         self.others: Counter[str] = Counter()
         self.nodes = self.dependencies = self.letters = 0
 
@@ -314,7 +318,7 @@ class _Shared:
         """Writes the index of each (place, name) to its place; whether all are of a length that is read."""
         return all(self._take(indices, at, self.names, text, text) for at, text in texts)
 
-    def take_groups(self, indices: Int64, values: Iterable[tuple[int, Value]]) -> bool:
+    def take_groups(self, indices: Int64, values: Iterable[tuple[int, AttributeValue]]) -> bool:
         """The same for what nodes state as their group."""
         return all(self._take(indices, at, self.groups, (type(value), value), value) for at, value in values)
 
@@ -400,7 +404,7 @@ class _File:
     dependencies: int = 0
     odd: bool = False
     data: bytes = b""
-    places: Places = field(default_factory=dict)
+    places: _Places = field(default_factory=dict)
     trace: RankTrace | None = None
 
     def count(self, nodes: int, dependencies: int, shared: _Shared) -> None:
@@ -573,7 +577,7 @@ class _Window:
             if (name := found.attributes.values[at][0]) not in ATTRIBUTES:
                 file.others[name[:80]] += times
 
-    def _places(self, low: int, high: int, start: int) -> Places:
+    def _places(self, low: int, high: int, start: int) -> _Places:
         """Where the numbers and names stand that equal ranks differ in."""
         attributes = self.found.attributes
         places = {}

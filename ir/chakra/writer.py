@@ -150,7 +150,7 @@ class _Writer:
         kept = np.zeros(len(self.job.ops), np.bool_)
         kept[list(self.rows)] = True
         for numbers in self._alike():
-            template, count = self._template(Trace(edges, numbers[0], kept, self.picoseconds), numbers)
+            template, count = self._template(ProgramTrace(edges, numbers[0], kept, self.picoseconds), numbers)
             for number in numbers:
                 self.nodes += count * self._write_role(folder, number, template)
         with (folder / GROUPS).open("w", encoding="utf-8") as file:
@@ -190,7 +190,7 @@ class _Writer:
             separator = ","
         yield "\n}\n" if separator == "," else "{}\n"
 
-    def _template(self, trace: Trace, numbers: list[int]) -> tuple[Template[Differs], int]:
+    def _template(self, trace: ProgramTrace, numbers: list[int]) -> tuple[Template[Differs], int]:
         """A role's trace, and how many nodes it has: never none, which a reader takes for an error."""
         template = Template[Differs]({"producer": self.job.producer or "echograph"})
         steps = list(trace)
@@ -290,7 +290,7 @@ def _used_rows(job: JobGraph) -> list[int]:
 # The nodes that a role of a job runs, in order, with what each waits for and how long it takes.
 
 
-class Step(NamedTuple):
+class TraceNode(NamedTuple):
     """A node.
 
     Attributes:
@@ -312,7 +312,7 @@ class Step(NamedTuple):
     duration_us: int
 
 
-class Trace:
+class ProgramTrace:
     """What one program runs.
 
     Work on a stream runs in order, so of the nodes of another stream that a node waits for, the last is enough;
@@ -346,7 +346,7 @@ class Trace:
     def __len__(self) -> int:
         return sum(self._kept)
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[TraceNode]:
         lengths = self._calls[:, 2] - self._calls[:, 1]
         block, instance = (np.repeat(self._calls[:, i], lengths).tolist() for i in (0, 3))
         rows, owed = self._rows.tolist(), [0] * len(self.drift_ps)
@@ -358,7 +358,7 @@ class Trace:
             if self._kernels[position]:
                 # Readers take 0 microseconds for a nanosecond.
                 owed[stream] = exact - (micros * PS_PER_US or PS_PER_NS)
-            yield Step(number, rows[position], block[position], instance[position], after, waits, micros)
+            yield TraceNode(number, rows[position], block[position], instance[position], after, waits, micros)
         self.drift_ps = [-left for left in owed]
 
     def _order(self) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
@@ -484,7 +484,7 @@ class Serial:
         self.events: list[tuple[int, int, int]] = []
         self.met: dict[tuple[object, ...], deque[tuple[int, int, int]]] = defaultdict(deque)
 
-    def add(self, number: int, steps: Iterable[Step]) -> None:
+    def add(self, number: int, steps: Iterable[TraceNode]) -> None:
         """Adds the nodes of a program, in order; beyond `MAX_SERIAL_NODES` nothing more is kept."""
         role = _Role([], [], [], [], [])
         for step in steps:

@@ -13,8 +13,8 @@ from typing import Any
 from echograph.ir.types import CollectiveKind
 
 Tensors = Sequence[Any]
-Arguments = tuple[Any, ...]
-Take = Callable[[Arguments, bool], Tensors]
+OperatorArguments = tuple[Any, ...]
+Take = Callable[[OperatorArguments, bool], Tensors]
 
 _KINDS = {
     "all_reduce": CollectiveKind.ALL_REDUCE,
@@ -82,7 +82,7 @@ def _flat(position: int) -> Take:
     return lambda arguments, root: [tensor for row in arguments[position] for tensor in row]
 
 
-def _none(arguments: Arguments, root: bool) -> Tensors:
+def _none(arguments: OperatorArguments, root: bool) -> Tensors:
     return ()
 
 

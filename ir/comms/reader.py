@@ -21,21 +21,21 @@ from echograph.ir.comms.record import (
     MAX_WALL_NS,
     UNREADABLE,
     Beat,
-    End,
+    EndLine,
     GroupLine,
-    Header,
-    Line,
+    HeaderLine,
+    RecordLine,
     Stuck,
     What,
 )
 from echograph.ir.files import open_file
 
-Rows = NDArray[np.int64]
+CallRows = NDArray[np.int64]
 # In the end's place of a row: the call has ended, and nobody knows when.
 NO_TIME = -2
 
 
-class Source:
+class CallSource:
     """One file of one rank.
 
     Attributes:
@@ -76,12 +76,12 @@ class Source:
         """
         raise NotImplementedError
 
-    def rows(self) -> Iterator[Rows]:
+    def rows(self) -> Iterator[CallRows]:
         """Rows as in the trace format (what, sequence, queued, start, end, wait), some ten thousand at a time."""
         raise NotImplementedError
 
 
-def known_rows(rows: Rows, source: Source) -> Rows:
+def known_rows(rows: CallRows, source: CallSource) -> CallRows:
     """Rows whose description has been read; the others are counted."""
     table = np.array([what is not None for what in source.whats], dtype=np.bool_)
     inside = (rows[:, 0] >= 0) & (rows[:, 0] < len(table))
@@ -91,7 +91,7 @@ def known_rows(rows: Rows, source: Source) -> Rows:
     return rows[inside]
 
 
-def no_rows() -> Rows:
+def no_rows() -> CallRows:
     """None."""
     return np.empty((0, COLUMNS), dtype=np.int64)
 
@@ -105,7 +105,7 @@ _COLUMN_NAMES = ("what", "sequence", "queued", "start", "end", "wait")
 _NUMBERS = msgspec.json.Decoder(list[int])
 
 
-class NativeSource(Source):
+class NativeSource(CallSource):
     """A file that `trace_collectives` wrote.
 
     Half a line at its end, or a broken one inside, costs that line; one that is whole and says what cannot be, as
@@ -133,7 +133,7 @@ class NativeSource(Source):
         except UNREADABLE as error:
             self._refuse_what_cannot_be(error, 1)
             header = None
-        if not isinstance(header, Header) or header.format != FORMAT:
+        if not isinstance(header, HeaderLine) or header.format != FORMAT:
             raise FormatError(f"{self.path}: its first line is no header of a trace of collectives")
         if header.version[0] > MAJOR:
             version = ".".join(map(str, header.version))
@@ -144,7 +144,7 @@ class NativeSource(Source):
         if header.unknown:
             self.problems[f"operators that the tracer does not see: {', '.join(header.unknown)}"] += 1
 
-    def rows(self) -> Iterator[Rows]:
+    def rows(self) -> Iterator[CallRows]:
         """Rows of the file.
 
         Raises:
@@ -166,7 +166,7 @@ class NativeSource(Source):
         if rest:
             self.problems["half-written last lines"] += 1
 
-    def _block(self, block: bytes) -> Rows:
+    def _block(self, block: bytes) -> CallRows:
         """Rows of whole lines, the first of which is the one after `_line`."""
         numbered = None
         if b"{" in block or block[:1] != b"[":
@@ -180,7 +180,7 @@ class NativeSource(Source):
             return no_rows()
         return known_rows(self._numbers(block, numbered), self)
 
-    def _numbers(self, block: bytes, numbered: list[int] | None) -> Rows:
+    def _numbers(self, block: bytes, numbered: list[int] | None) -> CallRows:
         """Rows of arrays alone; `numbered` are their lines' numbers, None where they follow each other."""
         block = block.strip()
         try:
@@ -203,7 +203,7 @@ class NativeSource(Source):
                 self.problems["unreadable lines"] += 1
         return self._in_range(np.array(good, dtype=np.int64).reshape(-1, COLUMNS), places)
 
-    def _in_range(self, rows: Rows, numbered: list[int] | None) -> Rows:
+    def _in_range(self, rows: CallRows, numbered: list[int] | None) -> CallRows:
         wrong = np.argwhere((rows < _LEAST) | (rows > _MOST))
         if len(wrong):
             row, column = wrong[0].tolist()
@@ -216,7 +216,7 @@ class NativeSource(Source):
 
     def _object(self, text: bytes, number: int) -> None:
         try:
-            line: Line = DECODER.decode(text)
+            line: RecordLine = DECODER.decode(text)
         except UNREADABLE as error:
             self._refuse_what_cannot_be(error, number)
             self.problems["unreadable lines"] += 1
@@ -226,9 +226,9 @@ class NativeSource(Source):
                 self.groups[line.name] = line.ranks
             case Stuck():
                 self.stuck.append(line)
-            case End():
+            case EndLine():
                 self.complete, self.dropped = True, line.dropped
-            case Header() | Beat():
+            case HeaderLine() | Beat():
                 pass
             case what:
                 self.whats += [None] * (what.id + 1 - len(self.whats))

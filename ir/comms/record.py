@@ -28,17 +28,17 @@ MAX_WHATS = 1 << 22
 # Nanoseconds: 73 years after a call, 146 years of the wall clock; sums of both are 64-bit integers.
 MAX_NS, MAX_WALL_NS = 1 << 61, 1 << 62
 MAX_SEQUENCE = (1 << 40) - 1
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
+WholeNumber: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=2**24)]
 Peer: TypeAlias = Annotated[int, Meta(ge=-1, lt=2**24)]
-Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e12)]
+_Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e12)]
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True, tag_field="line", omit_defaults=True):
     """Base of the objects; what a newer minor version adds is skipped."""
 
 
-class Header(_Line, frozen=True, kw_only=True, tag="header"):
+class HeaderLine(_Line, frozen=True, kw_only=True, tag="header"):
     """First line of a file.
 
     Attributes:
@@ -54,12 +54,12 @@ class Header(_Line, frozen=True, kw_only=True, tag="header"):
     """
 
     format: str
-    version: tuple[Count, Count]
+    version: tuple[WholeNumber, WholeNumber]
     rank: Rank
     world: Annotated[int, Meta(ge=1, le=2**24)]
     host: str = ""
-    pid: Count = 0
-    began_ns: Count = 0
+    pid: WholeNumber = 0
+    began_ns: WholeNumber = 0
     torch: str = ""
     unknown: tuple[str, ...] = ()
 
@@ -111,16 +111,16 @@ class What(_Line, frozen=True, kw_only=True, tag="what"):
     op: str
     group: str
     channel: str
-    bytes: Count
-    input_bytes: Count
-    output_bytes: Count
-    shapes: tuple[tuple[Count, ...], ...] = ()
-    tensors: Count = 1
+    bytes: WholeNumber
+    input_bytes: WholeNumber
+    output_bytes: WholeNumber
+    shapes: tuple[tuple[WholeNumber, ...], ...] = ()
+    tensors: WholeNumber = 1
     dtype: str = ""
     asynchronous: bool = False
     coalesced: bool = False
     device: str = "cpu"
-    stream: Count = 0
+    stream: WholeNumber = 0
     api: str = ""
     site: str = ""
     phase: str = ""
@@ -136,8 +136,8 @@ class Beat(_Line, frozen=True, kw_only=True, tag="beat"):
         issued: calls issued so far, by channel; of the channels that moved last.
     """
 
-    at_ns: Count
-    issued: dict[str, Count]
+    at_ns: WholeNumber
+    issued: dict[str, WholeNumber]
 
 
 class Stuck(_Line, frozen=True, kw_only=True, tag="stuck"):
@@ -156,15 +156,15 @@ class Stuck(_Line, frozen=True, kw_only=True, tag="stuck"):
 
     op: str
     channel: str
-    sequence: Count
-    seconds: Seconds
+    sequence: WholeNumber
+    seconds: _Seconds
     arrived: tuple[Rank, ...]
     missing: tuple[Rank, ...]
     unheard: tuple[Rank, ...]
     site: str = ""
 
 
-class End(_Line, frozen=True, kw_only=True, tag="end"):
+class EndLine(_Line, frozen=True, kw_only=True, tag="end"):
     """Last line of a file.
 
     Attributes:
@@ -174,21 +174,21 @@ class End(_Line, frozen=True, kw_only=True, tag="end"):
         errors: calls that the tracer failed to describe.
     """
 
-    calls: Count
-    dropped: Count = 0
-    failed: Count = 0
-    errors: Count = 0
+    calls: WholeNumber
+    dropped: WholeNumber = 0
+    failed: WholeNumber = 0
+    errors: WholeNumber = 0
 
 
-Line: TypeAlias = Header | GroupLine | What | Beat | Stuck | End
-Row: TypeAlias = tuple[int, int, int, int, int, int]
+RecordLine: TypeAlias = HeaderLine | GroupLine | What | Beat | Stuck | EndLine
+CallRow: TypeAlias = tuple[int, int, int, int, int, int]
 
 ENCODER = msgspec.json.Encoder()
 # What decoding a broken line raises.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError)
-DECODER: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
+DECODER: msgspec.json.Decoder[RecordLine] = msgspec.json.Decoder(RecordLine)
 
 
-def encode(line: Line) -> bytes:
+def encode(line: RecordLine) -> bytes:
     """A line with its end."""
     return ENCODER.encode(line) + b"\n"

@@ -37,7 +37,7 @@ MAX_WIDTH = 38
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class DrawnStep:
     """A node of the drawing.
 
     Attributes:
@@ -77,7 +77,7 @@ class Box:
     name: str
     instances: int
     block: int
-    steps: tuple[Step, ...]
+    steps: tuple[DrawnStep, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def picture(graph: Graph) -> Picture:
     return Picture(title=title, boxes=tuple(boxes), edges=edges, left_out=tuple(left_out), box_of=box_of)
 
 
-def _boxes(steps_of: Sequence[list[Step]], graph: Graph) -> tuple[list[Box], tuple[int, ...]]:
+def _boxes(steps_of: Sequence[list[DrawnStep]], graph: Graph) -> tuple[list[Box], tuple[int, ...]]:
     """Blocks of equal steps together; the main block stands alone."""
     found: dict[tuple[object, ...], list[int]] = {}
     for number, steps in enumerate(steps_of):
@@ -147,7 +147,7 @@ def _boxes(steps_of: Sequence[list[Step]], graph: Graph) -> tuple[list[Box], tup
     return boxes, tuple(box_of)
 
 
-def _folded(steps: Iterator[Step]) -> list[Step]:
+def _folded(steps: Iterator[DrawnStep]) -> list[DrawnStep]:
     """Steps that repeat, alone or several in turn, once; the shortest repetitions first."""
     kept = list(steps)
     period, codes = 1, _codes(kept)
@@ -165,12 +165,12 @@ def _folded(steps: Iterator[Step]) -> list[Step]:
     return kept
 
 
-def _codes(steps: Sequence[Step]) -> np.ndarray:
+def _codes(steps: Sequence[DrawnStep]) -> np.ndarray:
     known: dict[tuple[object, ...], int] = {}
     return np.array([known.setdefault(step.alike, len(known)) for step in steps], np.int64)
 
 
-def _together(steps: Sequence[Step]) -> Step:
+def _together(steps: Sequence[DrawnStep]) -> DrawnStep:
     """One step for several that are alike; numbers that they do not share become `*`."""
     first = steps[0]
     same = all(step.title == first.title and step.lines == first.lines for step in steps)
@@ -184,7 +184,7 @@ def _numberless(text: str) -> str:
     return re.sub(r"\d+", "*", text)
 
 
-def _steps(graph: Graph, block: Block) -> Iterator[Step]:
+def _steps(graph: Graph, block: Block) -> Iterator[DrawnStep]:
     ops = graph.ops
     views = ops.is_view
     rows = [row for row in block.ops if not views[row]]
@@ -200,14 +200,14 @@ def _steps(graph: Graph, block: Block) -> Iterator[Step]:
         module = modules.pop() if len(modules) == 1 else ""
         title = module.removeprefix(f"{block.name}.{{}}").lstrip(".") or block.name
         if own != NONE:
-            yield Step(phase=Phase(phase), title=_communication(graph, own), lines=(_end(title),),
+            yield DrawnStep(phase=Phase(phase), title=_communication(graph, own), lines=(_end(title),),
                        communication=True, ops=run)  # fmt: skip
             continue
         flops = int(ops.flops[list(run)].sum())
         moved = int(ops.bytes_read[list(run)].sum()) + int(ops.bytes_written[list(run)].sum())
         size = format_count(flops, "FLOP") if flops else format_bytes(moved)
         names = _cut(_names(graph, run))
-        yield Step(phase=Phase(phase), title=_end(title), lines=(names, size), communication=False, ops=run)
+        yield DrawnStep(phase=Phase(phase), title=_end(title), lines=(names, size), communication=False, ops=run)
 
 
 def _communication(graph: Graph, row: int) -> str:
@@ -234,19 +234,21 @@ def _end(text: str) -> str:
     return text if len(text) <= MAX_WIDTH else "…" + text[1 - MAX_WIDTH :]
 
 
-def _trimmed(steps: list[Step]) -> list[Step]:
+def _trimmed(steps: list[DrawnStep]) -> list[DrawnStep]:
     """The steps, or the first and last of too many with one between them that says after which row they are."""
     if len(steps) <= MAX_STEPS:
         return steps
     half = MAX_STEPS // 2
     count = len(steps) - 2 * half
     last = steps[half - 1]
-    gap = Step(phase=last.phase, title=str(last.ops[-1]), lines=(f"{count:,}",), communication=False, ops=())
+    gap = DrawnStep(phase=last.phase, title=str(last.ops[-1]), lines=(f"{count:,}",), communication=False, ops=())
     return [*steps[:half], gap, *steps[-half:]]
 
 
-def _gap(step: Step) -> Step:
-    return Step(phase=step.phase, title="...", lines=(f"{step.lines[0]} steps", ""), communication=False, ops=())
+def _gap(step: DrawnStep) -> DrawnStep:
+    return DrawnStep(
+        phase=step.phase, title="...", lines=(f"{step.lines[0]} steps", ""), communication=False, ops=()
+    )
 
 
 def _edges(graph: Graph, boxes: Sequence[Box]) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
@@ -306,7 +308,7 @@ _FORWARD, _BACKWARD, _REST = range(3)
 _LANE = {Phase.FORWARD: _FORWARD, Phase.BACKWARD: _BACKWARD, Phase.RECOMPUTE: _BACKWARD}
 _PITCH = NODE_WIDTH + 3 * GAP
 
-Place = tuple[int, int]
+_Place = tuple[int, int]
 """(box, place of the step in it)."""
 
 
@@ -325,9 +327,9 @@ class _Layout:
 
     def __init__(self, drawn: Picture, programs: Sequence[Program]) -> None:
         self.drawn = drawn
-        self.steps: dict[Place, _Spot] = {}
+        self.steps: dict[_Place, _Spot] = {}
         self.boxes: dict[int, _Spot] = {}
-        self.follows: set[tuple[Place, Place]] = set()
+        self.follows: set[tuple[_Place, _Place]] = set()
         bands, aside = _bands(drawn, programs)
         y: float = 70
         for band, number in bands:
@@ -398,11 +400,11 @@ class _Layout:
         self.steps[number, i] = _Spot(x=x, y=y, width=NODE_WIDTH, height=height)
 
 
-def _lane(step: Step) -> int:
+def _lane(step: DrawnStep) -> int:
     return _LANE.get(step.phase, _REST)
 
 
-def _height(step: Step) -> float:
+def _height(step: DrawnStep) -> float:
     return LINE * (1 + sum(map(bool, step.lines))) + 8
 
 
@@ -479,7 +481,7 @@ def _legend() -> Iterator[str]:
     yield _text(x + 19, 47, "communication")
 
 
-def _step(step: Step, spot: _Spot) -> Iterator[str]:
+def _step(step: DrawnStep, spot: _Spot) -> Iterator[str]:
     stroke, wide = ("#6a3d9a", 2.5) if step.communication else ("#888", 1)
     yield _rect(spot, fill=COLOURS[step.phase], stroke=stroke, wide=wide)
     for at, line in enumerate((step.heading, *filter(None, step.lines))):
@@ -617,7 +619,7 @@ def _dot(drawn: Picture) -> Iterator[str]:
     yield "}\n"
 
 
-def _node(step: Step) -> str:
+def _node(step: DrawnStep) -> str:
     border = ', penwidth=2, color="#6a3d9a"' if step.communication else ', color="#888888"'
     label = _quoted("\n".join((step.heading, *step.lines)))
     return f'label={label}, fillcolor="{COLOURS[step.phase]}"{border}'

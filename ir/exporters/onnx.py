@@ -80,7 +80,7 @@ def export(graph: Graph, output: Path) -> Exported:
 
 @dataclass(slots=True, kw_only=True)
 class _Call:
-    """One operation being spelled; see `onnx_operators.Call`. What it adds counts only once the rule has ended."""
+    """One operation being spelled; see `OperatorCall`. What it adds counts only once the rule has ended."""
 
     writer: _Writer
     op: Compute
@@ -149,7 +149,7 @@ class _Writer:
         self.helper = helper
         self.from_array = numpy_helper.from_array
         self.graph = graph
-        self.memory = Memory(graph, self._replayed)
+        self.memory = ValueNames(graph, self._replayed)
         self.assumed: Counter[str] = Counter()
         self.foreign: Counter[str] = Counter()
         self.functions: dict[str, None] = {}
@@ -438,7 +438,7 @@ _MOST_PLACES = 2**20
 _RESHAPED = ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "unflatten")
 
 
-class Memory:
+class ValueNames:
     """Names of values.
 
     Args:

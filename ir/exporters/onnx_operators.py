@@ -31,7 +31,7 @@ class Unsaid(Exception):
     """An operation cannot be spelled: ONNX has no word for it, or the graph does not say all."""
 
 
-class Call(Protocol):
+class OperatorCall(Protocol):
     """An operation to be spelled.
 
     Attributes:
@@ -71,7 +71,7 @@ class Call(Protocol):
         """Says what the model does otherwise than the step."""
 
 
-Rule = Callable[[Call], Sequence[str]]
+Rule = Callable[[OperatorCall], Sequence[str]]
 """Adds nodes; returns the names of the results, those at the end that nobody reads left out."""
 
 
@@ -80,7 +80,7 @@ def rule_of(name: str) -> Rule | None:
     return _RULES.get(name.removeprefix("aten.").rstrip("_"))
 
 
-def _given(call: Call, name: str) -> Any:
+def _given(call: OperatorCall, name: str) -> Any:
     """An argument that has no default.
 
     Raises:
@@ -91,21 +91,21 @@ def _given(call: Call, name: str) -> Any:
     return call.given[name]
 
 
-def _operands(call: Call, count: int) -> Sequence[str]:
+def _operands(call: OperatorCall, count: int) -> Sequence[str]:
     if len(call.names) != count:
         raise Unsaid("operands")
     return call.names
 
 
-def _ints(call: Call, *values: int) -> str:
+def _ints(call: OperatorCall, *values: int) -> str:
     return call.constant(np.array(values, np.int64), DType.INT64)
 
 
-def _scalar(call: Call, value: Any, dtype: DType) -> str:
+def _scalar(call: OperatorCall, value: Any, dtype: DType) -> str:
     return call.constant(value, dtype)
 
 
-def _number(call: Call, position: int, name: str, dtype: DType) -> str:
+def _number(call: OperatorCall, position: int, name: str, dtype: DType) -> str:
     """An operand as a type: a tensor, or a number among the arguments."""
     if name in call.given:
         return _scalar(call, call.given[name], dtype)
@@ -114,21 +114,21 @@ def _number(call: Call, position: int, name: str, dtype: DType) -> str:
     return call.cast(call.names[position], call.inputs[position].dtype, dtype)
 
 
-def _out(call: Call) -> Tensor:
+def _out(call: OperatorCall) -> Tensor:
     return call.outputs[0]
 
 
 # -- element by element --------------------------------------------------------------------------------------
 
 
-def _unary(operator: str, call: Call) -> Sequence[str]:
+def _unary(operator: str, call: OperatorCall) -> Sequence[str]:
     (x,) = _operands(call, 1)
     dtype = call.inputs[0].dtype
     wide = _out(call).dtype if operator in _REAL else dtype
     return [call.cast(call.node(operator, call.cast(x, dtype, wide)), wide, _out(call).dtype)]
 
 
-def _pair(call: Call, dtype: DType) -> tuple[str, str]:
+def _pair(call: OperatorCall, dtype: DType) -> tuple[str, str]:
     """Both operands of a binary operator; one of them may be a number."""
     if "self" in call.given:
         return _number(call, -1, "self", dtype), _number(call, 0, "", dtype)
@@ -138,7 +138,7 @@ def _pair(call: Call, dtype: DType) -> tuple[str, str]:
     return first, _number(call, 1, "other", dtype)
 
 
-def _binary(operator: str, call: Call) -> Sequence[str]:
+def _binary(operator: str, call: OperatorCall) -> Sequence[str]:
     dtype = _out(call).dtype
     a, b = _pair(call, dtype)
     if call.given.get("alpha", 1) != 1:
@@ -148,7 +148,7 @@ def _binary(operator: str, call: Call) -> Sequence[str]:
     return [call.node(operator, a, b)]
 
 
-def _reverse_subtract(call: Call) -> Sequence[str]:
+def _reverse_subtract(call: OperatorCall) -> Sequence[str]:
     dtype = _out(call).dtype
     a, b = _pair(call, dtype)
     if call.given.get("alpha", 1) != 1:
@@ -156,7 +156,7 @@ def _reverse_subtract(call: Call) -> Sequence[str]:
     return [call.node("Sub", b, a)]
 
 
-def _divide(call: Call) -> Sequence[str]:
+def _divide(call: OperatorCall) -> Sequence[str]:
     mode = call.given.get("rounding_mode")
     dtype = _out(call).dtype
     a, b = _pair(call, dtype)
@@ -168,18 +168,18 @@ def _divide(call: Call) -> Sequence[str]:
     return [made]
 
 
-def _floor_divided(call: Call, a: str, b: str, dtype: DType) -> str:
+def _floor_divided(call: OperatorCall, a: str, b: str, dtype: DType) -> str:
     if dtype in _FLOATS:
         return call.node("Floor", call.node("Div", a, b))
     return call.node("Div", call.node("Sub", a, call.node("Mod", a, b)), b)
 
 
-def _floor_divide(call: Call) -> Sequence[str]:
+def _floor_divide(call: OperatorCall) -> Sequence[str]:
     dtype = _out(call).dtype
     return [_floor_divided(call, *_pair(call, dtype), dtype)]
 
 
-def _remainder(call: Call) -> Sequence[str]:
+def _remainder(call: OperatorCall) -> Sequence[str]:
     dtype = _out(call).dtype
     a, b = _pair(call, dtype)
     if dtype not in _FLOATS:
@@ -187,7 +187,7 @@ def _remainder(call: Call) -> Sequence[str]:
     return [call.node("Sub", a, call.node("Mul", b, _floor_divided(call, a, b, dtype)))]
 
 
-def _power(call: Call) -> Sequence[str]:
+def _power(call: OperatorCall) -> Sequence[str]:
     dtype = _out(call).dtype
     if "self" in call.given:
         return [call.node("Pow", *_pair(call, dtype))]
@@ -195,7 +195,7 @@ def _power(call: Call) -> Sequence[str]:
     return [call.node("Pow", base, _number(call, 1, "exponent", dtype))]
 
 
-def _comparison(operator: str, call: Call) -> Sequence[str]:
+def _comparison(operator: str, call: OperatorCall) -> Sequence[str]:
     dtype = max((t.dtype for t in call.inputs), key=_RANK.index)
     other = call.given.get("other", call.given.get("self"))
     if isinstance(other, float) and dtype not in _FLOATS:
@@ -206,18 +206,18 @@ def _comparison(operator: str, call: Call) -> Sequence[str]:
     return [call.node("Not", made) if operator.startswith("Not") else made]
 
 
-def _logical(operator: str, call: Call) -> Sequence[str]:
+def _logical(operator: str, call: OperatorCall) -> Sequence[str]:
     if _out(call).dtype != DType.BOOL:
         raise Unsaid("bits")
     return [call.node(operator, *_pair(call, DType.BOOL))]
 
 
-def _not(call: Call) -> Sequence[str]:
+def _not(call: OperatorCall) -> Sequence[str]:
     (x,) = _operands(call, 1)
     return [call.node("Not", call.cast(x, call.inputs[0].dtype, DType.BOOL))]
 
 
-def _clamp(call: Call) -> Sequence[str]:
+def _clamp(call: OperatorCall) -> Sequence[str]:
     dtype, made = _out(call).dtype, call.cast(call.names[0], call.inputs[0].dtype, _out(call).dtype)
     bounds = {n: call.given.get(n) for n in ("min", "max")}
     if len(call.names) != 1:
@@ -228,45 +228,45 @@ def _clamp(call: Call) -> Sequence[str]:
     return [made]
 
 
-def _rsqrt(call: Call) -> Sequence[str]:
+def _rsqrt(call: OperatorCall) -> Sequence[str]:
     return [call.node("Reciprocal", _unary("Sqrt", call)[0])]
 
 
-def _silu(call: Call) -> Sequence[str]:
+def _silu(call: OperatorCall) -> Sequence[str]:
     (x,) = _operands(call, 1)
     return [call.node("Mul", call.node("Sigmoid", x), x)]
 
 
-def _gelu(call: Call) -> Sequence[str]:
+def _gelu(call: OperatorCall) -> Sequence[str]:
     (x,) = _operands(call, 1)
     return [call.node("Gelu", x, approximate=call.given.get("approximate", "none"))]
 
 
-def _leaky_relu(call: Call) -> Sequence[str]:
+def _leaky_relu(call: OperatorCall) -> Sequence[str]:
     (x,) = _operands(call, 1)
     return [call.node("LeakyRelu", x, alpha=float(call.given.get("negative_slope", 0.01)))]
 
 
-def _where(call: Call) -> Sequence[str]:
+def _where(call: OperatorCall) -> Sequence[str]:
     dtype = _out(call).dtype
     a = _number(call, 1, "self", dtype)
     return [call.node("Where", call.names[0], a, _number(call, 1 if "self" in call.given else 2, "other", dtype))]
 
 
-def _masked_fill(call: Call) -> Sequence[str]:
+def _masked_fill(call: OperatorCall) -> Sequence[str]:
     dtype = _out(call).dtype
     if len(call.names) < 2:
         raise Unsaid("mask")
     return [call.node("Where", call.names[1], _number(call, 2, "value", dtype), call.names[0])]
 
 
-def _copy(call: Call) -> Sequence[str]:
+def _copy(call: OperatorCall) -> Sequence[str]:
     (x,) = _operands(call, 1)
     before, after = call.inputs[0].dtype, _out(call).dtype
     return [call.node("Identity", x) if before == after else call.cast(x, before, after)]
 
 
-def _write(call: Call) -> Sequence[str]:
+def _write(call: OperatorCall) -> Sequence[str]:
     """`copy_`: the source spread over what it is written to."""
     if not call.names:
         raise Unsaid("source")
@@ -279,7 +279,7 @@ def _write(call: Call) -> Sequence[str]:
 # -- from nothing ----------------------------------------------------------------------------------------------
 
 
-def _filled(value: Any, call: Call) -> Sequence[str]:
+def _filled(value: Any, call: OperatorCall) -> Sequence[str]:
     if value is None:
         name = next((n for n in ("fill_value", "value", "s") if n in call.given), None)
         if name is None:
@@ -290,7 +290,7 @@ def _filled(value: Any, call: Call) -> Sequence[str]:
     return [call.node("Expand", scalar, _ints(call, *out.shape)) if out.shape else call.node("Identity", scalar)]
 
 
-def _arange(call: Call) -> Sequence[str]:
+def _arange(call: OperatorCall) -> Sequence[str]:
     start, step, count = call.given.get("start", 0), call.given.get("step", 1), _out(call).numel
     dtype = DType.FP32 if any(isinstance(v, float) for v in (start, step)) else DType.INT64
     end = start + step * (count - 0.5 if dtype == DType.FP32 else count)
@@ -303,19 +303,19 @@ def _arange(call: Call) -> Sequence[str]:
 # -- shapes ----------------------------------------------------------------------------------------------------
 
 
-def _reshape(call: Call) -> Sequence[str]:
+def _reshape(call: OperatorCall) -> Sequence[str]:
     (x,) = _operands(call, 1)
     if call.inputs[0].numel != _out(call).numel or call.inputs[0].dtype != _out(call).dtype:
         raise Unsaid("shape")
     return [call.node("Reshape", x, _ints(call, *_out(call).shape), allowzero=1)]
 
 
-def _expand(call: Call) -> Sequence[str]:
+def _expand(call: OperatorCall) -> Sequence[str]:
     (x,) = _operands(call, 1)
     return [call.node("Expand", x, _ints(call, *_out(call).shape))]
 
 
-def _transpose(call: Call) -> Sequence[str]:
+def _transpose(call: OperatorCall) -> Sequence[str]:
     (x,) = _operands(call, 1)
     rank = len(call.inputs[0].shape)
     order = list(range(rank))
@@ -327,39 +327,39 @@ def _transpose(call: Call) -> Sequence[str]:
     return [call.node("Transpose", x, perm=order)]
 
 
-def _dim(call: Call, default: int | None = None, tensor: Tensor | None = None) -> int:
+def _dim(call: OperatorCall, default: int | None = None, tensor: Tensor | None = None) -> int:
     dim = _given(call, "dim") if default is None else call.given.get("dim", default)
     return int(dim) % max(len((tensor or call.inputs[0]).shape), 1)
 
 
-def _slice(call: Call) -> Sequence[str]:
+def _slice(call: OperatorCall) -> Sequence[str]:
     (x,) = _operands(call, 1)
     start, end = call.given.get("start") or 0, call.given.get("end")
     bounds = (start, _END if end is None else end, _dim(call, 0), call.given.get("step", 1))
     return [call.node("Slice", x, *(_ints(call, value) for value in bounds))]
 
 
-def _select(call: Call) -> Sequence[str]:
+def _select(call: OperatorCall) -> Sequence[str]:
     (x,) = _operands(call, 1)
     index = call.constant(_given(call, "index"), DType.INT64)
     return [call.node("Gather", x, index, axis=_dim(call))]
 
 
-def _split(call: Call) -> Sequence[str]:
+def _split(call: OperatorCall) -> Sequence[str]:
     (x,) = _operands(call, 1)
     axis = _dim(call, 0)
     sizes = [t.shape[axis] for t in call.outputs]
     return call.nodes("Split", [x, _ints(call, *sizes)], len(sizes), axis=axis)
 
 
-def _unbind(call: Call) -> Sequence[str]:
+def _unbind(call: OperatorCall) -> Sequence[str]:
     (x,) = _operands(call, 1)
     axis, count = _dim(call, 0), len(call.outputs)
     parts = call.nodes("Split", [x, _ints(call, *[1] * count)], count, axis=axis)
     return [call.node("Squeeze", part, _ints(call, axis)) for part in parts]
 
 
-def _concat(call: Call) -> Sequence[str]:
+def _concat(call: OperatorCall) -> Sequence[str]:
     out = _out(call)
     if not call.names or sum(t.numel for t in call.inputs) != out.numel:
         raise Unsaid("operands")
@@ -367,13 +367,13 @@ def _concat(call: Call) -> Sequence[str]:
     return [call.node("Concat", *parts, axis=_dim(call, 0))]
 
 
-def _stack(call: Call) -> Sequence[str]:
+def _stack(call: OperatorCall) -> Sequence[str]:
     axis = int(call.given.get("dim", 0)) % len(_out(call).shape)
     parts = [call.node("Unsqueeze", name, _ints(call, axis)) for name in call.names]
     return [call.node("Concat", *parts, axis=axis)]
 
 
-def _pad(call: Call) -> Sequence[str]:
+def _pad(call: OperatorCall) -> Sequence[str]:
     x = call.names[0]
     rank, widths = len(call.inputs[0].shape), _given(call, "pad")
     before, after = [0] * rank, [0] * rank
@@ -383,7 +383,7 @@ def _pad(call: Call) -> Sequence[str]:
     return [call.node("Pad", x, _ints(call, *before, *after), value)]
 
 
-def _triangle(upper: int, call: Call) -> Sequence[str]:
+def _triangle(upper: int, call: OperatorCall) -> Sequence[str]:
     diagonal = call.constant(call.given.get("diagonal", 0), DType.INT64)
     return [call.node("Trilu", call.names[0], diagonal, upper=upper)]
 
@@ -391,19 +391,19 @@ def _triangle(upper: int, call: Call) -> Sequence[str]:
 # -- lookups ---------------------------------------------------------------------------------------------------
 
 
-def _embedding(call: Call) -> Sequence[str]:
+def _embedding(call: OperatorCall) -> Sequence[str]:
     return [call.node("Gather", *_operands(call, 2), axis=0)]
 
 
-def _gather(call: Call) -> Sequence[str]:
+def _gather(call: OperatorCall) -> Sequence[str]:
     return [call.node("GatherElements", *_operands(call, 2), axis=_dim(call))]
 
 
-def _index_select(call: Call) -> Sequence[str]:
+def _index_select(call: OperatorCall) -> Sequence[str]:
     return [call.node("Gather", *_operands(call, 2), axis=_dim(call))]
 
 
-def _index(call: Call) -> Sequence[str]:
+def _index(call: OperatorCall) -> Sequence[str]:
     """Picks by one tensor of positions along a dimension, or by one for each of the first dimensions."""
     told, indices = call.given.get("indices"), call.inputs[1:]
     if not indices or any(t.dtype not in (DType.INT64, DType.INT32) for t in indices):
@@ -415,7 +415,7 @@ def _index(call: Call) -> Sequence[str]:
     return [call.node("GatherND", call.names[0], _positions(call, call.names[1:], indices))]
 
 
-def _positions(call: Call, names: Sequence[str], indices: Sequence[Tensor]) -> str:
+def _positions(call: OperatorCall, names: Sequence[str], indices: Sequence[Tensor]) -> str:
     shape = np.broadcast_shapes(*(t.shape for t in indices))
     parts = []
     for name, tensor in zip(names, indices, strict=True):
@@ -425,7 +425,7 @@ def _positions(call: Call, names: Sequence[str], indices: Sequence[Tensor]) -> s
     return call.node("Concat", *parts, axis=-1) if len(parts) > 1 else parts[0]
 
 
-def _index_put(call: Call) -> Sequence[str]:
+def _index_put(call: OperatorCall) -> Sequence[str]:
     """Memory that nothing wrote yet is zeros before."""
     out, names, inputs = _out(call), list(call.names), list(call.inputs)
     if names and names[0] == call.written:
@@ -442,7 +442,7 @@ def _index_put(call: Call) -> Sequence[str]:
     return [call.node("ScatterND", base, where, values, reduction=reduction)]
 
 
-def _scatter(reduction: str, call: Call) -> Sequence[str]:
+def _scatter(reduction: str, call: OperatorCall) -> Sequence[str]:
     x, index = call.names[:2]
     source = _number(call, 2, "value", _out(call).dtype)
     if "value" in call.given:
@@ -453,7 +453,7 @@ def _scatter(reduction: str, call: Call) -> Sequence[str]:
 # -- reductions and ranks --------------------------------------------------------------------------------------
 
 
-def _reduce(operator: str, call: Call) -> Sequence[str]:
+def _reduce(operator: str, call: OperatorCall) -> Sequence[str]:
     (x,) = _operands(call, 1)
     rank, dtype = len(call.inputs[0].shape), _out(call).dtype
     dims = call.given.get("dim")
@@ -463,30 +463,30 @@ def _reduce(operator: str, call: Call) -> Sequence[str]:
     return [call.node(operator, made, _ints(call, *(d % max(rank, 1) for d in dims)), keepdims=keep)]
 
 
-def _arg(operator: str, call: Call) -> Sequence[str]:
+def _arg(operator: str, call: OperatorCall) -> Sequence[str]:
     keep = int(bool(call.given.get("keepdim", False)))
     return [call.node(operator, call.names[0], axis=_dim(call), keepdims=keep)]
 
 
-def _top_k(call: Call) -> Sequence[str]:
+def _top_k(call: OperatorCall) -> Sequence[str]:
     count = _ints(call, _given(call, "k"))
     largest = int(call.given.get("largest", True))
     return call.nodes("TopK", [call.names[0], count], 2, axis=_dim(call, -1), largest=largest, sorted=1)
 
 
-def _sort(call: Call) -> Sequence[str]:
+def _sort(call: OperatorCall) -> Sequence[str]:
     axis = _dim(call, -1)
     count = _ints(call, call.inputs[0].shape[axis])
     largest = int(call.given.get("descending", False))
     return call.nodes("TopK", [call.names[0], count], 2, axis=axis, largest=largest, sorted=1)
 
 
-def _cumulative(call: Call) -> Sequence[str]:
+def _cumulative(call: OperatorCall) -> Sequence[str]:
     x = call.cast(call.names[0], call.inputs[0].dtype, _out(call).dtype)
     return [call.node("CumSum", x, call.constant(_dim(call), DType.INT64))]
 
 
-def _histogram(call: Call) -> Sequence[str]:
+def _histogram(call: OperatorCall) -> Sequence[str]:
     """Counts of values in equal bins; the last one holds its upper edge too."""
     bins, low, high = (call.given.get(n, d) for n, d in (("bins", 100), ("min", 0), ("max", 0)))
     if not low < high:
@@ -507,17 +507,17 @@ def _histogram(call: Call) -> Sequence[str]:
 # -- layers ------------------------------------------------------------------------------------------------------
 
 
-def _matmul(call: Call) -> Sequence[str]:
+def _matmul(call: OperatorCall) -> Sequence[str]:
     return [call.node("MatMul", *_operands(call, 2))]
 
 
-def _addmm(call: Call) -> Sequence[str]:
+def _addmm(call: OperatorCall) -> Sequence[str]:
     c, a, b = _operands(call, 3)
     alpha, beta = (float(call.given.get(name, 1.0)) for name in ("alpha", "beta"))
     return [call.node("Gemm", a, b, c, alpha=alpha, beta=beta)]
 
 
-def _baddbmm(call: Call) -> Sequence[str]:
+def _baddbmm(call: OperatorCall) -> Sequence[str]:
     c, a, b = _operands(call, 3)
     dtype, made = _out(call).dtype, call.node("MatMul", a, b)
     if (alpha := call.given.get("alpha", 1)) != 1:
@@ -527,13 +527,13 @@ def _baddbmm(call: Call) -> Sequence[str]:
     return [call.node("Add", made, c if beta == 1 else call.node("Mul", c, _scalar(call, beta, dtype)))]
 
 
-def _grouped_mm(call: Call) -> Sequence[str]:
+def _grouped_mm(call: OperatorCall) -> Sequence[str]:
     if len(call.names) != 3 or len(call.inputs[1].shape) != 3 or len(call.inputs[0].shape) != 2:
         raise Unsaid("groups")
     return call.function(GROUPED_MM)
 
 
-def _convolution(call: Call) -> Sequence[str]:
+def _convolution(call: OperatorCall) -> Sequence[str]:
     a = call.op.attributes
     if not isinstance(a, Convolution) or len(call.inputs) not in (2, 3):
         raise Unsaid("form")
@@ -550,7 +550,7 @@ def _convolution(call: Call) -> Sequence[str]:
     return [call.node("ConvTranspose" if a.transposed else "Conv", *call.names, **attributes)]
 
 
-def _windows(call: Call, kernel: list[int]) -> dict[str, Any]:
+def _windows(call: OperatorCall, kernel: list[int]) -> dict[str, Any]:
     """Stride and padding of a pooling, one entry a dimension."""
     found = {n: _listed(call.given.get(n), len(kernel)) for n in ("stride", "padding")}
     pads = found["padding"] or [0] * len(kernel)
@@ -562,7 +562,7 @@ def _listed(value: Any, count: int) -> list[int]:
     return values * count if len(values) == 1 else values
 
 
-def _max_pool(call: Call) -> Sequence[str]:
+def _max_pool(call: OperatorCall) -> Sequence[str]:
     count = len(_out(call).shape) - 2
     kernel = _listed(_given(call, "kernel_size"), count)
     dilations = _listed(call.given.get("dilation", 1), count)
@@ -570,7 +570,7 @@ def _max_pool(call: Call) -> Sequence[str]:
     return [call.node("MaxPool", call.names[0], dilations=dilations, ceil_mode=ceil, **_windows(call, kernel))]
 
 
-def _average_pool(call: Call) -> Sequence[str]:
+def _average_pool(call: OperatorCall) -> Sequence[str]:
     kernel = _listed(_given(call, "kernel_size"), len(_out(call).shape) - 2)
     if call.given.get("divisor_override") is not None:
         raise Unsaid("divisor")
@@ -581,13 +581,13 @@ def _average_pool(call: Call) -> Sequence[str]:
     return [call.node("AveragePool", call.names[0], **values, **_windows(call, kernel))]
 
 
-def _global_average(call: Call) -> Sequence[str]:
+def _global_average(call: OperatorCall) -> Sequence[str]:
     if prod(_out(call).shape[2:]) != 1:
         raise Unsaid("windows")
     return [call.node("GlobalAveragePool", *_operands(call, 1))]
 
 
-def _layer_norm(call: Call) -> Sequence[str]:
+def _layer_norm(call: OperatorCall) -> Sequence[str]:
     shape = _given(call, "normalized_shape")
     epsilon = float(_given(call, "eps"))
     scale = list(call.names[1:])
@@ -597,14 +597,14 @@ def _layer_norm(call: Call) -> Sequence[str]:
     return call.nodes("LayerNormalization", [call.names[0], *scale], 3 if any(call.read[1:]) else 1, **values)
 
 
-def _rms_norm(call: Call) -> Sequence[str]:
+def _rms_norm(call: OperatorCall) -> Sequence[str]:
     x, weight = _operands(call, 2)
     epsilon = call.given.get("eps")
     epsilon = float(np.finfo(np.float32).eps) if epsilon is None else float(epsilon)
     return [call.node("RMSNormalization", x, weight, axis=-len(call.inputs[1].shape), epsilon=epsilon)]
 
 
-def _batch_norm(call: Call) -> Sequence[str]:
+def _batch_norm(call: OperatorCall) -> Sequence[str]:
     names = _operands(call, 5)
     epsilon, training = float(_given(call, "eps")), bool(_given(call, "training"))
     values = {"epsilon": epsilon, "momentum": 1.0 - float(call.given.get("momentum", 0.1))}
@@ -613,25 +613,25 @@ def _batch_norm(call: Call) -> Sequence[str]:
     return call.nodes("BatchNormalization", names, 3, training_mode=1, **values)[:1]
 
 
-def _softmax(operator: str, call: Call) -> Sequence[str]:
+def _softmax(operator: str, call: OperatorCall) -> Sequence[str]:
     (x,) = _operands(call, 1)
     return [call.node(operator, call.cast(x, call.inputs[0].dtype, _out(call).dtype), axis=_dim(call))]
 
 
-def _safe_softmax(call: Call) -> Sequence[str]:
+def _safe_softmax(call: OperatorCall) -> Sequence[str]:
     """Zero where nothing is left to choose from."""
     made = _softmax("Softmax", call)[0]
     return [call.node("Where", call.node("IsNaN", made), _scalar(call, 0, _out(call).dtype), made)]
 
 
-def _dropout(call: Call) -> Sequence[str]:
+def _dropout(call: OperatorCall) -> Sequence[str]:
     if call.given.get("train") and call.given.get("p", 0):
         call.assume("nothing is dropped")
     kept = [call.node("Identity", call.names[0])]
     return [*kept, call.node("Expand", call.constant(True, DType.BOOL), _ints(call, *_out(call).shape))]
 
 
-def _attention(call: Call) -> Sequence[str]:
+def _attention(call: OperatorCall) -> Sequence[str]:
     a = call.op.attributes
     if not isinstance(a, Attention) or len(call.inputs) not in (3, 4) or len(call.inputs[0].shape) != 4:
         raise Unsaid("form")
@@ -643,7 +643,7 @@ def _attention(call: Call) -> Sequence[str]:
     return [call.node("Attention", *call.names, **values)]
 
 
-def _nll_loss(call: Call) -> Sequence[str]:
+def _nll_loss(call: OperatorCall) -> Sequence[str]:
     reduction = _REDUCTIONS.get(_given(call, "reduction"))
     if reduction is None or len(call.names) not in (2, 3):
         raise Unsaid("reduction")

@@ -11,7 +11,7 @@ from typing import ClassVar, TypeVar
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Float32, Int8, Int64, Ragged
+from echograph.ir.columns import NONE, Float32, Int64, Ragged, UInt8
 from echograph.ir.graph import Graph
 from echograph.ir.profile import Measurement, Profile, Signature, signatures
 from echograph.ir.types import COMMUNICATIONS, OpKind, Source
@@ -35,7 +35,7 @@ class Annotate:
 
     device: str
     picoseconds: Int64
-    source: Int8
+    source: UInt8
     spread: Float32
     samples: Int64
 

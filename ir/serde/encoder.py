@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.ir import types as t
-from echograph.ir.columns import NONE, Int64, OpTable, Ragged, TensorTable
+from echograph.ir.columns import NONE, Int64, OpTable, Ragged, TensorTable, UInt8, UInt64
 from echograph.ir.graph import FORMAT_MAJOR, Graph, Group
 from echograph.ir.types import OpKind
 from echograph.progress import Progress, silent
@@ -148,9 +148,6 @@ _MESSAGE_OF = {
     OpKind.HOST: 15,
 }
 
-Bytes = npt.NDArray[np.uint8]
-Words = npt.NDArray[np.uint64]
-
 
 class _Part(Protocol):
     """A field of all operations."""
@@ -158,7 +155,7 @@ class _Part(Protocol):
     lengths: Int64
     """Bytes that it takes; 0 where it is left out."""
 
-    def write(self, out: Bytes, at: Int64) -> None:
+    def write(self, out: UInt8, at: Int64) -> None:
         """Writes it where it stands."""
 
 
@@ -243,7 +240,7 @@ class _Number:
         self.lengths = np.zeros(len(values), np.int64)
         self.lengths[self.rows] = 1 + self.sizes
 
-    def write(self, out: Bytes, at: Int64) -> None:
+    def write(self, out: UInt8, at: Int64) -> None:
         """Tag and number."""
         at = at[self.rows]
         out[at] = self.tag
@@ -260,7 +257,7 @@ class _Float:
         self.bytes = bits[self.rows].astype("<u4").view(np.uint8).reshape(-1, 4)
         self.lengths = np.where(bits != 0, 5, 0)
 
-    def write(self, out: Bytes, at: Int64) -> None:
+    def write(self, out: UInt8, at: Int64) -> None:
         """Tag and bytes."""
         at = at[self.rows]
         out[at] = self.tag
@@ -285,7 +282,7 @@ class _Packed:
         self.row_of = np.repeat(np.arange(high - low), np.diff(offsets))
         self.within = ends[:-1] - starts[self.row_of]
 
-    def write(self, out: Bytes, at: Int64) -> None:
+    def write(self, out: UInt8, at: Int64) -> None:
         """Tag, length and numbers."""
         body = at + 1
         body[self.rows] += self.heads
@@ -304,7 +301,7 @@ class _Message:
         self.rows = np.flatnonzero(rows)
         self.lengths = np.where(rows, 1 + self.heads + self.bodies, 0)
 
-    def write(self, out: Bytes, at: Int64) -> None:
+    def write(self, out: UInt8, at: Int64) -> None:
         """Tag, length and fields."""
         out[at[self.rows]] = self.tag
         _put(out, at[self.rows] + 1, self.bodies[self.rows].view(np.uint64), self.heads[self.rows])
@@ -333,7 +330,7 @@ class _Durations:
         whole.write(self.bytes, ends[:-1])
         self.lengths = np.diff(ends[offsets - offsets[0]])
 
-    def write(self, out: Bytes, at: Int64) -> None:
+    def write(self, out: UInt8, at: Int64) -> None:
         """All of them, which follow each other as the operations do."""
         rows = np.flatnonzero(self.lengths)
         lengths = self.lengths[rows]
@@ -341,7 +338,7 @@ class _Durations:
         out[np.repeat(at[rows] - (ends - lengths), lengths) + np.arange(len(self.bytes))] = self.bytes
 
 
-def _sizes(values: Words) -> Int64:
+def _sizes(values: UInt64) -> Int64:
     """Bytes of numbers in sevens of bits."""
     sizes = np.ones(len(values), np.int64)
     most, limit = int(values.max(initial=0)), 1 << 7
@@ -351,7 +348,7 @@ def _sizes(values: Words) -> Int64:
     return sizes
 
 
-def _put(out: Bytes, at: Int64, values: Words, sizes: Int64) -> None:
+def _put(out: UInt8, at: Int64, values: UInt64, sizes: Int64) -> None:
     """Writes numbers in sevens of bits, the lowest first."""
     for place in range(int(sizes.max(initial=0))):
         if place:

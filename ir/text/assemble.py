@@ -15,7 +15,7 @@ MIN_NUMBER = -(2**63)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class GraphHead:
     """Everything of a graph but its rows and programs; `strings` and `attributes` order the tables."""
 
     level: type[StepGraph] | type[JobGraph] = StepGraph
@@ -32,7 +32,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class BlockRows:
     """A block: its name, its instances, and its rows of both tables."""
 
     name: str
@@ -41,7 +41,7 @@ class Rows:
     ops: tuple[t.Op, ...] = ()
 
 
-def assemble(head: Head, blocks: Sequence[Rows], programs: Iterable[Program]) -> StepGraph | JobGraph:
+def assemble(head: GraphHead, blocks: Sequence[BlockRows], programs: Iterable[Program]) -> StepGraph | JobGraph:
     """Builds and verifies the graph.
 
     Raises:
@@ -71,7 +71,7 @@ def _numbers(values: Iterable[object]) -> Iterator[int]:
             yield value
 
 
-def _begin(head: Head) -> GraphBuilder:
+def _begin(head: GraphHead) -> GraphBuilder:
     builder = GraphBuilder(name=head.name, producer=head.producer, workload=head.workload, streams=head.streams)
     builder.unknown, builder.mesh, builder.passes = head.unknown, head.mesh, head.passes
     for number, group in enumerate(head.groups):
@@ -84,7 +84,7 @@ def _begin(head: Head) -> GraphBuilder:
     return builder
 
 
-def _fill(builder: GraphBuilder, blocks: Sequence[Rows]) -> None:
+def _fill(builder: GraphBuilder, blocks: Sequence[BlockRows]) -> None:
     begins, ends, tensors, ops = [], [], 0, 0
     for block in blocks:
         begins.append((block.name, tensors, ops))

@@ -19,7 +19,7 @@ import numpy as np
 from echograph.errors import FormatError
 from echograph.ir import types as t
 from echograph.ir.graph import FORMAT_MAJOR, Axis, Group, Instance, JobGraph, Program, StepGraph, Workload
-from echograph.ir.text.assemble import MIN_NUMBER, Head, Rows, assemble
+from echograph.ir.text.assemble import MIN_NUMBER, BlockRows, GraphHead, assemble
 
 MAX_SPAN = 2**22
 """Numbers that the spans of a file (`0..9`) may stand for together, so that a short file stays a small graph."""
@@ -48,7 +48,7 @@ class _Parser:
     def graph(self) -> StepGraph | JobGraph:
         head, line = self._head()
         self.streams, self.groups = _numbers(head.streams), _numbers([g.name for g in head.groups])
-        blocks: list[Rows] = []
+        blocks: list[BlockRows] = []
         while line is not None and line.has("block "):
             if line.integer() != len(blocks):
                 line.fail(f"block {len(blocks)}")
@@ -64,7 +64,7 @@ class _Parser:
 
     # -- the head ----------------------------------------------------------------------------------------
 
-    def _head(self) -> tuple[Head, Line | None]:
+    def _head(self) -> tuple[GraphHead, Line | None]:
         line = next(self.lines, None) or Line(1, "")
         line.take("echograph ")
         if line.integer() != FORMAT_MAJOR:
@@ -84,7 +84,7 @@ class _Parser:
                 after = line
                 break
             line.end()
-        return Head(**said | {key: tuple(said[key]) for key in ("groups", "streams", "passes")}), after
+        return GraphHead(**said | {key: tuple(said[key]) for key in ("groups", "streams", "passes")}), after
 
     def _said(self, line: Line, said: dict[str, Any]) -> bool:
         """Takes what a line of the head says; False where the head has ended."""
@@ -117,7 +117,7 @@ class _Parser:
 
     # -- blocks ------------------------------------------------------------------------------------------
 
-    def _block(self, line: Line) -> Rows:
+    def _block(self, line: Line) -> BlockRows:
         name = line.word()
         line.take(" {")
         line.end()
@@ -134,7 +134,7 @@ class _Parser:
             line.end()
         line.end()
         rows = tuple(tensors[number] for number in sorted(tensors))
-        return Rows(name=name, instances=tuple(instances), tensors=rows, ops=tuple(ops))
+        return BlockRows(name=name, instances=tuple(instances), tensors=rows, ops=tuple(ops))
 
     def _next(self, what: str) -> Line:
         line = next(self.lines, None)

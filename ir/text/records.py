@@ -30,7 +30,7 @@ from echograph.ir.graph import (
     Program,
     StepGraph,
 )
-from echograph.ir.text.assemble import MIN_NUMBER, Head, Rows, assemble
+from echograph.ir.text.assemble import MIN_NUMBER, BlockRows, GraphHead, assemble
 
 Record = dict[str, Any]
 
@@ -108,9 +108,9 @@ def from_record(record: object) -> StepGraph | JobGraph:
         raise FormatError(f"echograph: is {_shown(version)}, and format {FORMAT_MAJOR}.x is read")
     if not isinstance(level, str) or level not in _LEVELS:
         raise FormatError(f"level: is {_shown(level)}: give step or job")
-    blocks = value(tuple[Rows, ...], head.pop("blocks", []), "blocks")
+    blocks = value(tuple[BlockRows, ...], head.pop("blocks", []), "blocks")
     programs = value(tuple[Program, ...], head.pop("programs", []), "programs")
-    return assemble(replace(_dataclass(Head, head, ""), level=_LEVELS[level]), blocks, programs)
+    return assemble(replace(_dataclass(GraphHead, head, ""), level=_LEVELS[level]), blocks, programs)
 
 
 def value(hint: Any, item: Any, where: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
-from echograph.ir.comms.record import UNKNOWN, Row
+from echograph.ir.comms.record import UNKNOWN, CallRow
 from echograph.profiler.comms.groups import TracedGroup
 
 # The wall clock of a process: read once, so that later steps of the system's clock do not tear calls apart.
@@ -77,7 +77,7 @@ class TracedCall:
         self.written = False
         self.queued = time.perf_counter_ns()
 
-    def row(self, what: int) -> Row:
+    def row(self, what: int) -> CallRow:
         """The call as a line of the trace.
 
         Args:

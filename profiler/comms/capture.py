@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
-from echograph.ir.comms.operations import OPERATIONS, Arguments, Operation
+from echograph.ir.comms.operations import OPERATIONS, Operation, OperatorArguments
 from echograph.ir.comms.record import UNKNOWN
 from echograph.profiler.comms.bandwidth import message_bytes
 from echograph.profiler.comms.call import CallKind, Listener, TracedCall
@@ -171,7 +171,7 @@ class CallKinds:
     def of(
         self,
         operation: Operation,
-        arguments: Arguments,
+        arguments: OperatorArguments,
         group: TracedGroup,
         coalesced: bool,
         device: str,
@@ -441,7 +441,7 @@ class Capture:
         return make
 
     def _issue(
-        self, operation: Operation, arguments: Arguments, clock: _CallClock, sparse: bool, site: CallSite
+        self, operation: Operation, arguments: OperatorArguments, clock: _CallClock, sparse: bool, site: CallSite
     ) -> TracedCall:
         group = self.groups.of(self._unbox_group(arguments[operation.group]))
         coalesced = group.torch_name in self._coalescing
@@ -459,7 +459,7 @@ class Capture:
         return call
 
     def _follow(
-        self, operation: Operation, arguments: Arguments, call: TracedCall, result: Any, clock: _CallClock
+        self, operation: Operation, arguments: OperatorArguments, call: TracedCall, result: Any, clock: _CallClock
     ) -> None:
         if not operation.work:
             call.wait, call.end = call.queued, time.perf_counter_ns()

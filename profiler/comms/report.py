@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from echograph.ir.comms.reader import NO_TIME, Rows, Source
+from echograph.ir.comms.reader import NO_TIME, CallRows, CallSource
 from echograph.ir.comms.record import UNKNOWN, What
 from echograph.profiler.comms.bandwidth import bus_factor, family
 from echograph.profiler.comms.readers import find_sources
@@ -69,7 +69,7 @@ class Merge:
         unmatched: rows whose other ranks were not found, though their files are there.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[CallSource]) -> None:
         self.sources = sources
         self.whats: list[What] = []
         self.offsets: dict[str, float] = {}
@@ -79,9 +79,9 @@ class Merge:
         self._channels: dict[str, int] = {}
         self._channel_of = np.empty(0, dtype=np.int64)
         self._expected: list[int] = []
-        self._waiting: Rows = np.empty((0, 8), dtype=np.int64)
+        self._waiting: CallRows = np.empty((0, 8), dtype=np.int64)
         self._match_at = BATCH
-        self._open: dict[tuple[int, int, int], Rows] = {}
+        self._open: dict[tuple[int, int, int], CallRows] = {}
 
     def batches(self) -> Iterator[Batch]:
         """All calls, some ten thousand at a time: first those whose ranks are all here, at last the others."""
@@ -101,7 +101,7 @@ class Merge:
         if self._open:
             yield self._batch(np.concatenate(list(self._open.values())), whole=False, unfinished=True)
 
-    def _take(self, source: int, rows: Rows) -> Iterator[Batch]:
+    def _take(self, source: int, rows: CallRows) -> Iterator[Batch]:
         kinds = self._kinds(source)[rows[:, 0]]
         added = np.column_stack(
             [self._channel_of[kinds], rows[:, 1], np.full(len(rows), source), kinds, rows[:, 2:]]
@@ -117,7 +117,7 @@ class Merge:
         elif len(added):
             yield self._batch(added, whole=False)
 
-    def _keep_open(self, source: int, rows: Rows, open_ended: _Flags) -> None:
+    def _keep_open(self, source: int, rows: CallRows, open_ended: _Flags) -> None:
         """Remembers the rows without an end, until the same call comes with one."""
         keys = (rows[:, 0] << 40) | rows[:, 1]
         known = [(channel << 40) | sequence for other, channel, sequence in self._open if other == source]
@@ -150,7 +150,7 @@ class Merge:
         self._waiting = rest
         self._match_at = BATCH + 2 * len(rest)
 
-    def _batch(self, rows: Rows, *, whole: bool, unfinished: bool = False) -> Batch:
+    def _batch(self, rows: CallRows, *, whole: bool, unfinished: bool = False) -> Batch:
         order = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0])) if not whole else slice(None)
         rows = rows[order]
         call = np.cumsum(np.r_[False, np.any(rows[1:, :2] != rows[:-1, :2], axis=1)])

@@ -32,11 +32,11 @@ from echograph.ir.comms.record import (
     UNKNOWN,
     UNREADABLE,
     Beat,
-    End,
+    CallRow,
+    EndLine,
     GroupLine,
-    Header,
-    Line,
-    Row,
+    HeaderLine,
+    RecordLine,
     Stuck,
     What,
     encode,
@@ -46,7 +46,7 @@ from echograph.profiler.comms.groups import TracedGroup
 
 QUEUE = 1 << 16
 INTERVAL_S = 0.2
-Item: TypeAlias = Line | Row | TracedCall
+Item: TypeAlias = RecordLine | CallRow | TracedCall
 
 
 class Writer:
@@ -98,7 +98,7 @@ class Writer:
         if waiting > self._half:
             self._wake.set()
 
-    def close(self, last: Callable[[], Line] | None = None) -> None:
+    def close(self, last: Callable[[], RecordLine] | None = None) -> None:
         """Writes what is queued, then a last line, and closes the file; twice does nothing."""
         if self._closing:
             return
@@ -157,12 +157,12 @@ def _is_row(line: Item) -> bool:
     return isinstance(line, (tuple, TracedCall))
 
 
-def spell_row(row: Row) -> bytes:
+def spell_row(row: CallRow) -> bytes:
     """A call as a line with its end."""
     return b"[%d,%d,%d,%d,%d,%d]\n" % row
 
 
-def _text(line: Line | Row) -> bytes:
+def _text(line: RecordLine | CallRow) -> bytes:
     return spell_row(line) if isinstance(line, tuple) else encode(line)
 
 
@@ -437,7 +437,7 @@ class Tracer:
             self.file = file_of(self.path, rank, restart)
             writer = Writer(self.file, self._tick, self._spell)
             writer.put(
-                Header(
+                HeaderLine(
                     format=FORMAT,
                     version=(MAJOR, MINOR),
                     rank=rank,
@@ -500,8 +500,8 @@ class Tracer:
             for stuck in self._watchdog.look(list(_capture.pending.values()), now, _capture.read_events):
                 writer.put(stuck)
 
-    def _last_line(self) -> End:
-        return End(calls=self.calls, dropped=self.dropped, failed=self._failed, errors=_capture.errors)
+    def _last_line(self) -> EndLine:
+        return EndLine(calls=self.calls, dropped=self.dropped, failed=self._failed, errors=_capture.errors)
 
 
 def shared_capture() -> Any:

@@ -100,6 +100,8 @@ def estimate(graph: Graph, device: DeviceProfile) -> Annotate:
 
 def _signatures(graph: Graph, rows: list[int]) -> Iterator[Hashable]:
     """Of each operation what its cost depends on, read off the columns: equal ones are costed once."""
+    if not rows:
+        return
     ops, tensors = graph.ops, graph.tensors
     types: dict[Hashable, int] = {}
     shapes, ends = tensors.shape.values.tolist(), tensors.shape.offsets.tolist()

@@ -25,7 +25,7 @@ _ROUNDS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostTimes:
+class EagerOverhead:
     """Seconds to issue an operation beyond running its operator, and to issue a view."""
 
     op_s: float
@@ -68,7 +68,7 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
 
-def measure_host(device: MeasuringDevice, rounds: int = _ROUNDS) -> HostTimes:
+def measure_host(device: MeasuringDevice, rounds: int = _ROUNDS) -> EagerOverhead:
     """Measures the host that feeds a device.
 
     Where the host runs ahead, issuing is all that it does, the operators' own part included; where it computes
@@ -90,13 +90,13 @@ def measure_host(device: MeasuringDevice, rounds: int = _ROUNDS) -> HostTimes:
     return _solved(counts, (first, second))
 
 
-def _solved(counts: list[tuple[int, int]], seconds: tuple[float, float]) -> HostTimes:
+def _solved(counts: list[tuple[int, int]], seconds: tuple[float, float]) -> EagerOverhead:
     """The two unknowns from two steps: seconds = operations * op_s + views * view_s."""
     (a, b), (c, d) = counts
     determinant = a * d - b * c
     op_s = (seconds[0] * d - b * seconds[1]) / determinant
     view_s = (a * seconds[1] - c * seconds[0]) / determinant
-    return HostTimes(op_s=max(0.0, op_s), view_s=max(0.0, view_s))
+    return EagerOverhead(op_s=max(0.0, op_s), view_s=max(0.0, view_s))
 
 
 def _step(module: nn.Module, device: MeasuringDevice) -> None:

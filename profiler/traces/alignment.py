@@ -12,13 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from echograph.ir.columns import Int64
+from echograph.ir.columns import Float64, Int64
 from echograph.profiler.traces.collectives import Meeting, matched
 from echograph.profiler.traces.trace import Trace, TraceSet
-
-_Floats = npt.NDArray[np.float64]
 
 # Crystals of computers are within this of each other (relative, one sigma); a drift is not fitted beyond what the
 # collectives say against it, or the noise of a trace of milliseconds would be taken for one.
@@ -167,7 +164,7 @@ class _Fit:
         self.span = max(float(np.ptp(self.end)), 1.0) if calls else 1.0
         self.nothing = np.zeros(2 * len(ranks))
 
-    def solve(self) -> _Floats:
+    def solve(self) -> Float64:
         """Offset at the middle and drift over half the span, of each rank, in picoseconds."""
         design = self._moves(self.end)
         count = np.bincount(self.meeting)
@@ -179,7 +176,7 @@ class _Fit:
         values = self._least(rows, wanted, self._noise(rows, wanted))
         return self._within(rows, wanted, values)
 
-    def _noise(self, rows: _Floats, wanted: _Floats) -> float:
+    def _noise(self, rows: Float64, wanted: Float64) -> float:
         """How exact the ends are, from what offsets alone leave of them."""
         offsets = rows.copy()
         offsets[:, 1::2] = 0.0
@@ -187,8 +184,8 @@ class _Fit:
         return max(_NOISE_PS, 1.4826 * float(np.median(np.abs(left))))
 
     def _least(
-        self, rows: _Floats, wanted: _Floats, noise: float, heavy: tuple[_Floats, _Floats] | None = None
-    ) -> _Floats:
+        self, rows: Float64, wanted: Float64, noise: float, heavy: tuple[Float64, Float64] | None = None
+    ) -> Float64:
         """Iterated least squares, in which what is far off weighs by its root (a rank held up while it ended)."""
         drifts = np.arange(1, len(self.nothing), 2)
         prior = np.zeros((len(drifts), len(self.nothing)))
@@ -206,7 +203,7 @@ class _Fit:
             values = found
         return values
 
-    def _within(self, rows: _Floats, wanted: _Floats, values: _Floats) -> _Floats:
+    def _within(self, rows: Float64, wanted: Float64, values: Float64) -> Float64:
         """The values moved until no collective ends before its last rank has begun it, as far as that goes."""
         noise, held = self._noise(rows, wanted), np.zeros((0, 2), np.int64)
         for _ in range(_ROUNDS):
@@ -220,7 +217,7 @@ class _Fit:
             values = self._least(rows, wanted, noise, (_HEAVY * (ends - starts), _HEAVY * aim))
         return values
 
-    def _violations(self, values: _Floats) -> Int64:
+    def _violations(self, values: Float64) -> Int64:
         """Pairs of calls of one meeting of which the first ends before the second begins."""
         start, end = (times + self._moves(times) @ values for times in (self.start, self.end))
         order = np.lexsort((start, self.meeting))
@@ -230,7 +227,7 @@ class _Fit:
         late = np.flatnonzero(end < start[latest] - 1.0)
         return np.stack([late, latest[late]], axis=1)
 
-    def _moves(self, times: _Floats) -> _Floats:
+    def _moves(self, times: Float64) -> Float64:
         """How each unknown moves each call's time."""
         moves = np.zeros((len(times), 2 * len(self.ranks)))
         at = np.arange(len(times))
@@ -239,7 +236,7 @@ class _Fit:
         moves[:, :2] = 0.0
         return moves
 
-    def residual(self, values: _Floats) -> float:
+    def residual(self, values: Float64) -> float:
         """Root mean square of the distances of ends from their meeting's mean end."""
         if not len(self.end):
             return 0.0
@@ -247,11 +244,11 @@ class _Fit:
         mean = np.bincount(self.meeting, end) / np.bincount(self.meeting)
         return float(np.sqrt(np.mean((end - mean[self.meeting]) ** 2)))
 
-    def apart(self, values: _Floats) -> int:
+    def apart(self, values: Float64) -> int:
         """Meetings that do not overlap."""
         return len(set(self.meeting[self._violations(values)[:, 0]].tolist()))
 
-    def clocks(self, values: _Floats) -> dict[int, RankClock]:
+    def clocks(self, values: Float64) -> dict[int, RankClock]:
         """The values as clocks."""
         drift = values[1::2] / (self.span / 2)
         offset = values[::2] - drift * self.middle

@@ -187,19 +187,19 @@ class NetworkFabric:
 
 
 Microseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-Efficiency = Annotated[float, msgspec.Meta(gt=0, le=1.05)]
+_Efficiency = Annotated[float, msgspec.Meta(gt=0, le=1.05)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Bandwidth = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]
+_Bandwidth = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]
 """GB/s: from what a thousandth of the slowest link that a cluster may have leaves, to a petabyte a second."""
-Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
-Words = Annotated[str, msgspec.Meta(min_length=1, max_length=10_000)]
-Error = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+_Words = Annotated[str, msgspec.Meta(min_length=1, max_length=10_000)]
+_Error = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 
 class _Cost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     base_us: Microseconds
     hop_us: Microseconds
-    efficiency: Efficiency
+    efficiency: _Efficiency
 
     def value(self) -> ProtocolCost:
         return ProtocolCost(base_s=self.base_us * US, hop_s=self.hop_us * US, efficiency=self.efficiency)
@@ -216,17 +216,17 @@ class _Protocols(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class _Level(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ranks: Annotated[int, msgspec.Meta(ge=2, le=10**6)]
-    bandwidth_GBps: Bandwidth
+    bandwidth_GBps: _Bandwidth
 
 
 class _Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kind: Literal["nvlink", "pcie"]
-    bandwidth_GBps: Bandwidth
+    bandwidth_GBps: _Bandwidth
 
 
 class _Nvls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     base_us: Microseconds
-    bandwidth_GBps: Bandwidth
+    bandwidth_GBps: _Bandwidth
 
     def value(self) -> NvlsCost:
         return NvlsCost(base_s=self.base_us * US, bytes_per_s=self.bandwidth_GBps * GB)
@@ -235,7 +235,7 @@ class _Nvls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class _Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     LL: _Cost
     Simple: _Cost
-    bandwidth_GBps: Bandwidth
+    bandwidth_GBps: _Bandwidth
     local_share: Share
 
     def value(self) -> PeerCost:
@@ -249,11 +249,11 @@ class _Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class _About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     origin: Literal["fitted", "partly assumed", "assumed"]
-    source: Words
+    source: _Words
     date: str
-    rows: Count = 0
-    held_out_rows: Count = 0
-    assumed_error: Error
+    rows: _Count = 0
+    held_out_rows: _Count = 0
+    assumed_error: _Error
     held_out_error: dict[str, Annotated[float, msgspec.Meta(ge=0, le=100)]] = msgspec.field(default_factory=dict)
     note: str = ""
 

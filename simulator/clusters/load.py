@@ -32,10 +32,10 @@ SLOWEST_GBPS = 1e-3
 
 Gpus = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 Few = Annotated[int, msgspec.Meta(ge=1, le=1024)]
-Bandwidth = Annotated[float, msgspec.Meta(ge=SLOWEST_GBPS, le=1e6)]
-Part = Annotated[float, msgspec.Meta(ge=LEAST_PART, le=1)]
+_Bandwidth = Annotated[float, msgspec.Meta(ge=SLOWEST_GBPS, le=1e6)]
+_Part = Annotated[float, msgspec.Meta(ge=LEAST_PART, le=1)]
 Ratio = Annotated[float, msgspec.Meta(ge=1, le=64)]
-Microseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+_Microseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 
 
@@ -45,7 +45,7 @@ class _Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     gpus: Few
     nvlink_domain: Gpus
     nvlink_GBps: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-    pcie_GBps: Bandwidth
+    pcie_GBps: _Bandwidth
     nvls: bool
     fabric: Name
 
@@ -71,7 +71,7 @@ class _Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class _Level(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: Name
     gpus: Gpus
-    hop_us: Microseconds
+    hop_us: _Microseconds
     oversubscription: Ratio
 
     def value(self) -> FabricLevel:
@@ -84,7 +84,7 @@ class _Growth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How the network grows beyond its last level: more levels, each `ratio` times as large as the one below."""
 
     ratio: Annotated[int, msgspec.Meta(ge=2, le=10**6)]
-    hop_us: Microseconds
+    hop_us: _Microseconds
     oversubscription: Ratio
 
     def above(self, last: _Level, gpus: int) -> list[_Level]:
@@ -100,7 +100,7 @@ class _Growth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class _Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nics_per_node: Few
-    nic_GBps: Bandwidth
+    nic_GBps: _Bandwidth
     rails: Few
     fabric: Name
     level: Annotated[list[_Level], msgspec.Meta(min_length=1, max_length=16)]
@@ -119,8 +119,8 @@ class _Network(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class _Degraded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     link: Name | None = None
     node: Annotated[int, msgspec.Meta(ge=0, le=10**9)] | None = None
-    bandwidth: Part = 1.0
-    compute: Part = 1.0
+    bandwidth: _Part = 1.0
+    compute: _Part = 1.0
 
     def __post_init__(self) -> None:
         _require((self.link is None) != (self.node is None), "degraded names a link or a node")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echograph.simulator.collectives.model import KINDS, Algorithm, Cost, Kind, bus_factor
+from echograph.simulator.collectives.model import KINDS, Algorithm, CollectiveName, Cost, bus_factor
 from echograph.simulator.collectives.select import (
     ALGORITHMS,
     CollectiveEstimate,
@@ -16,7 +16,7 @@ __all__ = [
     "Algorithm",
     "CollectiveEstimate",
     "Cost",
-    "Kind",
+    "CollectiveName",
     "bus_factor",
     "collective_curve",
     "collective_time",

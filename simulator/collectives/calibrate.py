@@ -17,7 +17,7 @@ from echograph.errors import DataError
 from echograph.simulator.clusters.fabric import NodeFabric, parse_fabric
 from echograph.simulator.clusters.placement import Placement
 from echograph.simulator.clusters.types import Cluster
-from echograph.simulator.collectives.model import Kind
+from echograph.simulator.collectives.model import CollectiveName
 from echograph.simulator.collectives.select import collective_curve
 
 # Not to be fitted: the link measured on, a factor of a bandwidth that is itself fitted, or a ratio that usual rows
@@ -34,7 +34,7 @@ class MeasuredCollective(Protocol):
     """What a calibration reads of a measured row."""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> CollectiveName:
         """The collective."""
 
     @property
@@ -52,7 +52,7 @@ class MeasuredCollective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Curve:
-    kind: Kind
+    kind: CollectiveName
     placement: Placement
     index: NDArray[np.int64]
     sizes: NDArray[np.float64]
@@ -133,7 +133,7 @@ def place_measured(ranks: int, nodes: int, cluster: Cluster) -> Placement:
 
 
 def _curves(rows: Sequence[MeasuredCollective], cluster: Cluster) -> list[_Curve]:
-    groups: dict[tuple[Kind, int, int], list[int]] = {}
+    groups: dict[tuple[CollectiveName, int, int], list[int]] = {}
     for i, row in enumerate(rows):
         groups.setdefault((row.kind, row.ranks, row.nodes), []).append(i)
     return [

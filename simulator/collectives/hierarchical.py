@@ -16,12 +16,12 @@ together are not counted; nothing measured tests these formulas.
 from __future__ import annotations
 
 from echograph.simulator.clusters.fabric import ProtocolName
-from echograph.simulator.collectives.model import ALL_PROTOCOLS, Algorithm, Bytes, Cost, Kind
+from echograph.simulator.collectives.model import ALL_PROTOCOLS, Algorithm, Bytes, CollectiveName, Cost
 from echograph.simulator.network import patterns
 from echograph.simulator.network.topology import Links
 
 
-def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
+def _cost(kind: CollectiveName, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
     ranks, domains = links.ranks_per_domain, links.domains
     rounds = 2 if kind == "all_reduce" else 1
     inside, across = rounds * (ranks - 1), rounds * (domains - 1)

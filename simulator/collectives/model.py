@@ -13,10 +13,10 @@ from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.network.patterns import Pattern
 from echograph.simulator.network.topology import Links
 
-Kind = Literal[
+CollectiveName = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv", "barrier"
 ]
-KINDS: tuple[Kind, ...] = (
+KINDS: tuple[CollectiveName, ...] = (
     "all_reduce",
     "all_gather",
     "reduce_scatter",
@@ -63,15 +63,15 @@ class Algorithm:
     """
 
     name: str
-    kinds: frozenset[Kind]
+    kinds: frozenset[CollectiveName]
     protocols: tuple[ProtocolName, ...]
-    applies: Callable[[Kind, Links], bool]
-    cost: Callable[[Kind, Bytes, Links, ProtocolName], Cost]
-    pattern: Callable[[Kind], Pattern]
+    applies: Callable[[CollectiveName, Links], bool]
+    cost: Callable[[CollectiveName, Bytes, Links, ProtocolName], Cost]
+    pattern: Callable[[CollectiveName], Pattern]
     by_name: bool = False
 
 
-def bus_factor(kind: Kind, ranks: int) -> float:
+def bus_factor(kind: CollectiveName, ranks: int) -> float:
     """Bus bandwidth over algorithm bandwidth, as nccl-tests defines it (PERFORMANCE.md of NVIDIA/nccl-tests)."""
     if kind == "all_reduce":
         return 2 * (ranks - 1) / ranks

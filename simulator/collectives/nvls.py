@@ -11,12 +11,12 @@ nccl-tests on 5 to 8 H200 follow this (1 + 1/n) within 2 %. Measured times fall 
 from __future__ import annotations
 
 from echograph.simulator.clusters.fabric import ProtocolName
-from echograph.simulator.collectives.model import Algorithm, Bytes, Cost, Kind
+from echograph.simulator.collectives.model import Algorithm, Bytes, CollectiveName, Cost
 from echograph.simulator.network import patterns
 from echograph.simulator.network.topology import Links
 
 
-def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
+def _cost(kind: CollectiveName, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
     nvls = links.node.nvls
     assert nvls is not None
     inside = size * (1 + 1 / links.ranks) / nvls.bytes_per_s

@@ -12,12 +12,12 @@ from __future__ import annotations
 from math import ceil, log2
 
 from echograph.simulator.clusters.fabric import ProtocolName
-from echograph.simulator.collectives.model import Algorithm, Bytes, Cost, Kind
+from echograph.simulator.collectives.model import Algorithm, Bytes, CollectiveName, Cost
 from echograph.simulator.network import patterns
 from echograph.simulator.network.topology import Links
 
 
-def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
+def _cost(kind: CollectiveName, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
     nvls, net = links.node.nvls, links.network.nvls_tree
     assert nvls is not None and net is not None
     depth = ceil(log2(links.domains))
@@ -27,7 +27,7 @@ def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost
     return Cost(latency + size * max(switch, tree), 2 * depth + 2, size * switch, size * tree)
 
 
-def _applies(kind: Kind, links: Links) -> bool:
+def _applies(kind: CollectiveName, links: Links) -> bool:
     offered = links.node.nvls is not None and links.network.nvls_tree is not None
     return offered and links.domains > 1 and links.ranks_per_domain > 2
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from math import ceil, log2
 
 from echograph.simulator.clusters.fabric import ProtocolName
-from echograph.simulator.collectives.model import Algorithm, Bytes, Cost, Kind
+from echograph.simulator.collectives.model import Algorithm, Bytes, CollectiveName, Cost
 from echograph.simulator.network import patterns
 from echograph.simulator.network.topology import Links
 
 
-def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
+def _cost(kind: CollectiveName, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
     node, net = links.node.protocols[protocol], links.network.protocols[protocol]
     steps = ceil(log2(links.ranks))
     volume = (links.ranks - 1 + links.node.fill) / links.ranks * size
@@ -25,7 +25,7 @@ def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost
     return Cost(latency + between, steps, 0.0, between)
 
 
-def _applies(kind: Kind, links: Links) -> bool:
+def _applies(kind: CollectiveName, links: Links) -> bool:
     return links.network.pat and links.domains > 1 and links.ranks_per_domain == 1
 
 

@@ -12,12 +12,12 @@ and Simple for large ones.
 from __future__ import annotations
 
 from echograph.simulator.clusters.fabric import ProtocolName
-from echograph.simulator.collectives.model import Algorithm, Bytes, Cost, Kind
+from echograph.simulator.collectives.model import Algorithm, Bytes, CollectiveName, Cost
 from echograph.simulator.network import patterns
 from echograph.simulator.network.topology import Links
 
 
-def _pairwise(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
+def _pairwise(kind: CollectiveName, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
     peer, n, m = links.node.peer, links.ranks, links.ranks_per_domain
     node = peer.ll if protocol == "LL" else peer.simple
     latency = node.base_s + (m - 1) * node.hop_s
@@ -32,7 +32,7 @@ def _pairwise(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> 
     return Cost(latency + size * max(inside, between), n - 1, size * inside, size * between)
 
 
-def _send(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
+def _send(kind: CollectiveName, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
     peer = links.node.peer
     node = peer.ll if protocol == "LL" else peer.simple
     if links.domains == 1:

@@ -14,12 +14,12 @@ inside one domain this is the closed form 2(n-1)(a + S/(n b)).
 from __future__ import annotations
 
 from echograph.simulator.clusters.fabric import ProtocolName
-from echograph.simulator.collectives.model import ALL_PROTOCOLS, Algorithm, Bytes, Cost, Kind, Seconds
+from echograph.simulator.collectives.model import ALL_PROTOCOLS, Algorithm, Bytes, CollectiveName, Cost, Seconds
 from echograph.simulator.network import patterns
 from echograph.simulator.network.topology import Links
 
 
-def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
+def _cost(kind: CollectiveName, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
     n, node = links.ranks, links.node.protocols[protocol]
     rounds = 2 if kind == "all_reduce" else 1
     steps = rounds * (n - 1)

@@ -13,7 +13,15 @@ from echograph.registry import Table
 from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.clusters.placement import Placement
 from echograph.simulator.clusters.types import Cluster
-from echograph.simulator.collectives.model import ALL_PROTOCOLS, KINDS, Algorithm, Bytes, Cost, Kind, bus_factor
+from echograph.simulator.collectives.model import (
+    ALL_PROTOCOLS,
+    KINDS,
+    Algorithm,
+    Bytes,
+    CollectiveName,
+    Cost,
+    bus_factor,
+)
 from echograph.simulator.network.topology import Links, group_links
 
 _HERE = "echograph.simulator.collectives"
@@ -61,7 +69,7 @@ class CollectiveEstimate:
 
 
 def collective_time(
-    kind: Kind,
+    kind: CollectiveName,
     bytes_per_rank: float,
     placement: Placement,
     cluster: Cluster,
@@ -119,7 +127,7 @@ def collective_time(
 
 
 def collective_curve(
-    kind: Kind, sizes: NDArray[np.float64], placement: Placement, cluster: Cluster
+    kind: CollectiveName, sizes: NDArray[np.float64], placement: Placement, cluster: Cluster
 ) -> NDArray[np.float64]:
     """Seconds for each of an array of sizes; what `collective_time` says of each.
 
@@ -142,13 +150,13 @@ def collective_curve(
 
 
 def _candidates(
-    kind: Kind, size: Bytes, links: Links, algorithm: str | None, protocol: ProtocolName | None
+    kind: CollectiveName, size: Bytes, links: Links, algorithm: str | None, protocol: ProtocolName | None
 ) -> Iterator[tuple[Algorithm, ProtocolName, Cost]]:
     if kind not in KINDS:
         raise UnknownNameError("collective", kind, KINDS)
     if protocol is not None and protocol not in ALL_PROTOCOLS:
         raise UnknownNameError("protocol", protocol, ALL_PROTOCOLS)
-    runs: Kind = "all_reduce" if kind == "barrier" else kind
+    runs: CollectiveName = "all_reduce" if kind == "barrier" else kind
     table: list[Algorithm] = [ALGORITHMS[name] for name in ([algorithm] if algorithm else ALGORITHMS)]
     table = [a for a in table if algorithm or not a.by_name]
     offered = [a for a in table if runs in a.kinds and (links.ranks == 1 or a.applies(runs, links))]
@@ -183,7 +191,7 @@ def check_named(named: Mapping[str, str]) -> None:
             raise UnavailableError(f"algorithm '{name}' does not run {kind}", runs)
 
 
-def _named(kind: Kind, links: Links, cluster: Cluster) -> str | None:
+def _named(kind: CollectiveName, links: Links, cluster: Cluster) -> str | None:
     """The algorithm that a cluster names for a kind, where it applies."""
     named = dict(cluster.collectives)
     check_named(named)
@@ -193,7 +201,7 @@ def _named(kind: Kind, links: Links, cluster: Cluster) -> str | None:
     return algorithm.name if links.ranks > 1 and algorithm.applies(kind, links) else None
 
 
-def _spread(kind: Kind, links: Links, chosen: Algorithm) -> float:
+def _spread(kind: CollectiveName, links: Links, chosen: Algorithm) -> float:
     if chosen.by_name:
         return max(links.node.about.assumed_error, links.network.about.assumed_error)
     tested = "all_reduce" if kind == "barrier" else kind

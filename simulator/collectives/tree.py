@@ -15,12 +15,12 @@ from __future__ import annotations
 from math import ceil, log2
 
 from echograph.simulator.clusters.fabric import ProtocolName
-from echograph.simulator.collectives.model import ALL_PROTOCOLS, Algorithm, Bytes, Cost, Kind
+from echograph.simulator.collectives.model import ALL_PROTOCOLS, Algorithm, Bytes, CollectiveName, Cost
 from echograph.simulator.network import patterns
 from echograph.simulator.network.topology import Links
 
 
-def _cost(kind: Kind, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
+def _cost(kind: CollectiveName, size: Bytes, links: Links, protocol: ProtocolName) -> Cost:
     node, net = links.node.protocols[protocol], links.network.protocols[protocol]
     chain, depth = links.ranks_per_domain - 1, ceil(log2(links.domains))
     latency = 2 * (chain * node.hop_s + depth * (net.hop_s + links.climb_s))

@@ -16,9 +16,9 @@ from echograph.errors import SimulationError
 from echograph.registry import Table
 
 if TYPE_CHECKING:
-    from echograph.simulator.roles import Roles, Step
+    from echograph.simulator.roles import Roles, StepRun
 
-    Engine = Callable[[Roles], Step | None]
+    Engine = Callable[[Roles], StepRun | None]
     """None: it cannot simulate these roles, or another one is quicker."""
 
 ENGINES = Table(
@@ -33,7 +33,7 @@ AUTO = ("segments", "static")
 """The engines that are tried where none is asked for; the last one simulates every job."""
 
 
-def simulate_roles(roles: Roles, engine: str = "auto") -> tuple[Step, str]:
+def simulate_roles(roles: Roles, engine: str = "auto") -> tuple[StepRun, str]:
     """One step, and the engine that simulated it.
 
     Args:

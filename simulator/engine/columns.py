@@ -14,13 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from echograph.ir.columns import NONE, Int32, Int64
+from echograph.ir.columns import NONE, Float64, Int32, Int64
 from echograph.simulator.engine.machine_code import kept
 from echograph.simulator.tasks import DEVICE, TaskGraph
-
-Factors = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,7 +35,7 @@ class Columns:
     """
 
     kind: Int32
-    factor: Factors
+    factor: Float64
     place: Int32
     places: Int32
     jitter: float = 0.0
@@ -63,7 +60,7 @@ class Ends:
     duration: Int64
 
 
-def alone(tasks: TaskGraph, kind: Int32, factor: Factors) -> Columns:
+def alone(tasks: TaskGraph, kind: Int32, factor: Float64) -> Columns:
     """Columns that never wait for each other."""
     columns = factor.shape[1]
     return Columns(

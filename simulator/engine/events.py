@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from echograph.errors import SimulationError
-from echograph.ir.columns import NONE, Int32, Ragged
+from echograph.ir.columns import NONE, Float64, Int32, Ragged
 from echograph.simulator.engine import columns as engine
 from echograph.simulator.engine import events_loop
 from echograph.simulator.engine.columns import Columns, Ends
 from echograph.simulator.engine.events_loop import COUNTS, DUE, FREE, FREE_NODE, LONGEST
 from echograph.simulator.engine.schedule import Starts, deadlock
-from echograph.simulator.engine.sharing import Float64, Sharing
+from echograph.simulator.engine.sharing import Sharing
 from echograph.simulator.engine.static import number, run_in_order
 from echograph.simulator.tasks import DEVICE, TaskGraph
 
 if TYPE_CHECKING:
-    from echograph.simulator.roles import Roles, Step
+    from echograph.simulator.roles import Roles, StepRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,7 +42,7 @@ class SharedEnds(Ends):
     carried: Float64
 
 
-def simulate(roles: Roles) -> Step:
+def simulate(roles: Roles) -> StepRun:
     """One step of roles that share nothing.
 
     Raises:

@@ -41,12 +41,12 @@ SIZE, VACANT, DUE, FLOWS, FREE, NODES, FREE_NODE, CHANGED, ROUND, LONGEST, NOW, 
 
 OPTIONS: Any = {"nogil": True, "error_model": "numpy", "_nrt": False}
 """Without numba's runtime: nothing is allocated, and references to arrays, else half of the time, not counted."""
-Part = TypeVar("Part", bound=Callable[..., Any])
+_Part = TypeVar("_Part", bound=Callable[..., Any])
 
 
-def part(function: Part) -> Part:
+def part(function: _Part) -> _Part:
     """Compiles a part of `events_loop.run`, with which it is kept on disk."""
-    return cast(Part, numba.njit(**OPTIONS)(function))
+    return cast(_Part, numba.njit(**OPTIONS)(function))
 
 
 @part
@@ -481,7 +481,7 @@ END = np.dtype([("time", "i8"), ("item", "i4"), (f"of_{_sources()}", "i4")])
 """A place of the heap. Its type tells compiled code of other sources apart."""
 
 
-def _kept(function: Part) -> Part:
+def _kept(function: _Part) -> _Part:
     """Compiles a function, or takes it from disk."""
     return kept(function, **OPTIONS)
 

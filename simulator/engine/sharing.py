@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from echograph.errors import SimulationError
-from echograph.ir.columns import Int32, Ragged
-
-Float64 = npt.NDArray[np.float64]
+from echograph.ir.columns import Float64, Int32, Ragged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,11 +18,11 @@ from echograph.simulator.engine.schedule import COMPILE_FROM, Starts, deadlock, 
 from echograph.simulator.tasks import HOST, TaskGraph
 
 if TYPE_CHECKING:
-    from echograph.simulator.engine.columns import Factors
-    from echograph.simulator.roles import Roles, Step
+    from echograph.ir.columns import Float64
+    from echograph.simulator.roles import Roles, StepRun
 
 
-def simulate(roles: Roles) -> Step:
+def simulate(roles: Roles) -> StepRun:
     """One step, task by task.
 
     Raises:
@@ -62,7 +62,7 @@ def run_in_order(tasks: TaskGraph, order: Int32, earliest: Int64) -> Starts:
     return Starts(start=start, cause=cause)
 
 
-def finishes(tasks: TaskGraph, kind: Int32, factor: Factors) -> Int64:
+def finishes(tasks: TaskGraph, kind: Int32, factor: Float64) -> Int64:
     """The end of the last task, picoseconds, in scenarios that differ in durations.
 
     Args:

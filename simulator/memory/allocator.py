@@ -30,14 +30,14 @@ def rounded(nbytes: int) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class CachedBlock:
     """A part of a segment, taken or free."""
 
     start: int
     size: int
     pool: _Pool
-    before: Block | None = None
-    after: Block | None = None
+    before: CachedBlock | None = None
+    after: CachedBlock | None = None
     taken: bool = True
 
 
@@ -47,19 +47,19 @@ class _Pool:
 
     small: bool
     free: list[tuple[int, int]] = field(default_factory=list)
-    at: dict[int, Block] = field(default_factory=dict)
-    tail: Block | None = None
+    at: dict[int, CachedBlock] = field(default_factory=dict)
+    tail: CachedBlock | None = None
 
-    def put(self, block: Block) -> None:
+    def put(self, block: CachedBlock) -> None:
         block.taken = False
         insort(self.free, (block.size, block.start))
         self.at[block.start] = block
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: CachedBlock) -> None:
         del self.free[bisect_left(self.free, (block.size, block.start))]
         del self.at[block.start]
 
-    def smallest(self, size: int) -> Block | None:
+    def smallest(self, size: int) -> CachedBlock | None:
         """The smallest free block that is large enough."""
         at = bisect_left(self.free, (size, 0))
         return self.at[self.free[at][1]] if at < len(self.free) else None
@@ -88,7 +88,7 @@ class CachingAllocator:
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._address = 0
 
-    def allocate(self, nbytes: int, stream: int = 0) -> Block | None:
+    def allocate(self, nbytes: int, stream: int = 0) -> CachedBlock | None:
         """A block for a request; None when the device is out of memory."""
         size = rounded(nbytes)
         small = size <= SMALL_REQUEST
@@ -109,7 +109,7 @@ class CachingAllocator:
             self.peak_allocated_bytes = self.allocated_bytes
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: CachedBlock) -> None:
         """Gives a block back to its stream."""
         self.allocated_bytes -= block.size
         pool, before, after = block.pool, block.before, block.after
@@ -122,7 +122,7 @@ class CachingAllocator:
             block = before
         pool.put(block)
 
-    def _merge(self, block: Block, after: Block) -> None:
+    def _merge(self, block: CachedBlock, after: CachedBlock) -> None:
         block.size += after.size
         block.after = after.after
         if after.after is not None:
@@ -130,11 +130,11 @@ class CachingAllocator:
         if block.pool.tail is after:
             block.pool.tail = block
 
-    def _split(self, pool: _Pool, block: Block, size: int) -> None:
+    def _split(self, pool: _Pool, block: CachedBlock, size: int) -> None:
         left = block.size - size
         if left < BLOCK if pool.small or self.expandable_segments else left <= SMALL_REQUEST:
             return
-        rest = Block(block.start + size, left, pool, before=block, after=block.after)
+        rest = CachedBlock(block.start + size, left, pool, before=block, after=block.after)
         if block.after is not None:
             block.after.before = rest
         block.size, block.after = size, rest
@@ -142,7 +142,7 @@ class CachingAllocator:
             pool.tail = rest
         pool.put(rest)
 
-    def _reserve(self, pool: _Pool, size: int) -> Block | None:
+    def _reserve(self, pool: _Pool, size: int) -> CachedBlock | None:
         """A block of new memory that is at least as large; it is in no list of free ones."""
         grown = self._growth(pool, size)
         if self.limit_bytes is not None and self.reserved_bytes + grown > self.limit_bytes:
@@ -153,7 +153,7 @@ class CachingAllocator:
         self.reserved_bytes += grown
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         tail = pool.tail
-        block = Block(self._address, grown, pool)
+        block = CachedBlock(self._address, grown, pool)
         if self.expandable_segments:
             if tail is not None and not tail.taken:
                 pool.remove(tail)
@@ -189,7 +189,7 @@ class CachingAllocator:
                     pool.remove(block)
                     self.reserved_bytes -= block.size
 
-    def _unmap(self, pool: _Pool, block: Block) -> None:
+    def _unmap(self, pool: _Pool, block: CachedBlock) -> None:
         """Gives back the whole pages of a free block; what is left on either side is no neighbour any more."""
         page = SMALL_SEGMENT if pool.small else MEDIUM_SEGMENT
         low, high = -(-block.start // page) * page, (block.start + block.size) // page * page
@@ -200,7 +200,7 @@ class CachingAllocator:
         end = block.start + block.size
         is_tail = pool.tail is block
         for start, stop, before, after in ((block.start, low, block.before, None), (high, end, None, block.after)):
-            piece = Block(start, stop - start, pool, before=before, after=after) if stop > start else None
+            piece = CachedBlock(start, stop - start, pool, before=before, after=after) if stop > start else None
             if before is not None:
                 before.after = piece
             if after is not None:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from echograph.errors import SimulationError
-from echograph.ir.columns import NONE, Int64, distinct
+from echograph.ir.columns import NONE, Bools, Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.ir.types import CollectiveKind, DType, OpKind, Payload, Phase, TensorRole
 
@@ -24,7 +23,6 @@ ROLES = {
     COMMUNICATION: "communication",
     WORKSPACE: "workspace",
 }
-Flags = npt.NDArray[np.bool_]
 _BEFORE_THE_STEP = (TensorRole.PARAMETER, TensorRole.OPTIMIZER_STATE, TensorRole.BUFFER)
 
 
@@ -118,7 +116,7 @@ class Memories:
         return _held(self.job)
 
     @cached_property
-    def before(self) -> Flags:
+    def before(self) -> Bools:
         """Whether each exists before the step and outlives it."""
         outlives = np.isin(self.role, _BEFORE_THE_STEP) | ((self.role == TensorRole.GRADIENT) & (self.made == 0))
         return np.asarray(outlives & (self.size > 0))
@@ -179,7 +177,7 @@ class Memories:
         return Span(what=found, first=at[first], last=at[np.append(first, len(at))[1:] - 1], made=makes)
 
     @cached_property
-    def _touched(self) -> tuple[Int64, Int64, Flags]:
+    def _touched(self) -> tuple[Int64, Int64, Bools]:
         """All that operations touch, in their order: operation, root tensor or buffer, whether it is made."""
         ops, tensors = self.job.ops, len(self.job.tensors)
         users, used = ops.deps.rows, np.asarray(ops.deps.values, np.int64)
@@ -199,7 +197,7 @@ class Memories:
         return rows[order], what[order], made[order]
 
 
-def _fresh(job: JobGraph) -> Flags:
+def _fresh(job: JobGraph) -> Bools:
     """For every output, whether its operation takes memory for it.
 
     It does not where it reads the same memory, nor where it writes over (part of) a gradient that no operation
@@ -285,7 +283,7 @@ def _of_kind(job: JobGraph, rows: list[int], kind: CollectiveKind, payload: Payl
     return [op for op in rows if job.ops.variant[op] == kind and job.ops.payload[op] == payload]
 
 
-def _by_block(job: JobGraph, chosen: Flags) -> Iterator[tuple[int, list[int]]]:
+def _by_block(job: JobGraph, chosen: Bools) -> Iterator[tuple[int, list[int]]]:
     for block in distinct(job.block_of_op[chosen]).tolist():
         rows = job.blocks[block].ops
         yield block, (rows.start + np.flatnonzero(chosen[rows.start : rows.stop])).tolist()

@@ -20,10 +20,10 @@ from operator import itemgetter
 
 import numpy as np
 
-from echograph.ir.columns import Int64, distinct
+from echograph.ir.columns import Bools, Int64, distinct
 from echograph.ir.types import TensorRole
-from echograph.simulator.memory.allocator import BLOCK, Block, CachingAllocator
-from echograph.simulator.memory.kinds import COMMUNICATION, Flags, Memories
+from echograph.simulator.memory.allocator import BLOCK, CachedBlock, CachingAllocator
+from echograph.simulator.memory.kinds import COMMUNICATION, Memories
 
 _EMPTY = np.zeros(0, np.int64)
 
@@ -266,7 +266,7 @@ class Usage:
         start = self.before_bytes + np.concatenate([[0], np.cumsum(net)[:-1]])
         return start, start + peak, at
 
-    def _profile(self, length: int, events: CallEvents, new: Flags | None) -> tuple[int, int, int]:
+    def _profile(self, length: int, events: CallEvents, new: Bools | None) -> tuple[int, int, int]:
         """A call's bytes relative to those before it: what it leaves, the most on the way, and where that is."""
         of_gradients, at = self.size[events.gradients], events.gradients_at
         new = np.zeros(len(at), np.bool_) if new is None else new
@@ -356,7 +356,7 @@ class Usage:
         calls = self._chosen()
         if int((self.calls[calls, 2] - self.calls[calls, 1]).sum()) > MAX_REPLAYED:
             return None
-        held: dict[tuple[int, int], Block] = {}
+        held: dict[tuple[int, int], CachedBlock] = {}
         size, stream = self.lifetimes.memories.size, self.lifetimes.memories.stream
         for nbytes in (*size[self.lifetimes.before].tolist(), *also):
             if nbytes and allocator.allocate(nbytes) is None:

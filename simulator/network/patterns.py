@@ -10,11 +10,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from echograph.ir.columns import Int64
-
-Float64 = npt.NDArray[np.float64]
+from echograph.ir.columns import Float64, Int64
 
 
 class Hops(NamedTuple):

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from echograph.ir.columns import Int64
-from echograph.simulator.network.patterns import Float64, Hops, Pattern, chain
+from echograph.ir.columns import Float64, Int64
+from echograph.simulator.network.patterns import Hops, Pattern, chain
 from echograph.simulator.network.topology import Topology
 
 
@@ -58,10 +58,10 @@ def loads(topology: Topology, members: Int64, pattern: Pattern) -> Loads:
     return Loads(group, link, total, link >= topology.first_port)
 
 
-Part = tuple[Int64, Int64, Float64]
+_Part = tuple[Int64, Int64, Float64]
 
 
-def _inside(topology: Topology, members: Int64, starts: npt.NDArray[np.bool_], *, ends: bool) -> Part:
+def _inside(topology: Topology, members: Int64, starts: npt.NDArray[np.bool_], *, ends: bool) -> _Part:
     """Links of GPUs that share a domain with others of their group; the ends of a chain only send, or receive."""
     alone = starts.copy()
     alone[:, :-1] &= starts[:, 1:]
@@ -73,7 +73,7 @@ def _inside(topology: Topology, members: Int64, starts: npt.NDArray[np.bool_], *
     return np.concatenate([to, back]), link, topology.full[link]
 
 
-def _between(topology: Topology, members: Int64, place: Int64, groups: Int64, hops: Hops) -> list[Part]:
+def _between(topology: Topology, members: Int64, place: Int64, groups: Int64, hops: Hops) -> list[_Part]:
     """Links of ports, and of the tiers above them, for groups of one number of domains."""
     source, target, weight = hops
     count = int(place[0, -1]) + 1

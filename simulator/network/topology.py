@@ -20,11 +20,10 @@ from operator import mul
 import numpy as np
 
 from echograph.errors import UsageError
-from echograph.ir.columns import NONE, Int64
+from echograph.ir.columns import NONE, Float64, Int64
 from echograph.simulator.clusters.fabric import NetworkFabric, NodeFabric
 from echograph.simulator.clusters.placement import Placement
 from echograph.simulator.clusters.types import Cluster
-from echograph.simulator.network.patterns import Float64
 
 ENDS = (("out", "in"), ("up", "down"))
 

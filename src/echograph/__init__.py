@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from echograph.workflow.calibration.profiles import fit
     from echograph.workflow.capture import capture
     from echograph.workflow.compile import compile
-    from echograph.workflow.exports import export
-    from echograph.workflow.imports import import_
+    from echograph.workflow.formats import export, import_
+    from echograph.workflow.lowering import passes
     from echograph.workflow.plan import Plan
     from echograph.workflow.predict import lower, simulate
     from echograph.workflow.replay import replay
@@ -57,6 +57,7 @@ __all__ = [
     "import_",
     "load",
     "lower",
+    "passes",
     "record",
     "replay",
     "save",
@@ -77,11 +78,12 @@ _HOMES = {
     "analyze": "workflow.analyze",
     "capture": "workflow.capture",
     "compile": "workflow.compile",
-    "export": "workflow.exports",
+    "export": "workflow.formats",
     "fit": "workflow.calibration.profiles",
-    "import_": "workflow.imports",
+    "import_": "workflow.formats",
     "load": "ir.serde",
     "lower": "workflow.predict",
+    "passes": "workflow.lowering",
     "record": "profiler.record.recorder",
     "replay": "workflow.replay",
     "save": "ir.serde",

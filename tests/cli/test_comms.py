@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from echograph.ir.comms.record import FORMAT, End, GroupLine, Header, What, encode
+from echograph.ir.comms.record import FORMAT, EndLine, GroupLine, HeaderLine, What, encode
 from echograph.profiler.fit.collectives import read_nccl_tests
 
 BIN = Path(sys.executable).parent
@@ -29,14 +29,16 @@ def traces(tmp_path: Path) -> Path:
     folder.mkdir()
     for rank in range(2):
         objects = [
-            Header(format=FORMAT, version=(1, 0), rank=rank, world=2),
+            HeaderLine(format=FORMAT, version=(1, 0), rank=rank, world=2),
             GroupLine(name="0,1", ranks=(0, 1)),
             What(
                 id=0, op="all_reduce", group="0,1", channel="0,1", bytes=4096, input_bytes=4096, output_bytes=4096
             ),
         ]
         row = json.dumps([0, 0, 10**18 + rank * 10**6, 0, 5 * 10**6 - rank * 10**6, 0]).encode() + b"\n"
-        (folder / f"trace.{rank}.jsonl").write_bytes(b"".join(map(encode, objects)) + row + encode(End(calls=1)))
+        (folder / f"trace.{rank}.jsonl").write_bytes(
+            b"".join(map(encode, objects)) + row + encode(EndLine(calls=1))
+        )
     return folder
 
 

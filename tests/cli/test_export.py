@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from echograph.ir import serde
-from echograph.ir.exporters import EXPORTERS
 from echograph.ir.types import Source
-from echograph.workflow import exports
+from echograph.registry import Table
 from echograph.workflow.annotate import annotate
+from echograph.workflow.formats import EXPORTS, IMPORTS
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 from echograph.workflow.system import System, host_name
@@ -29,7 +29,7 @@ def lines(text: str) -> list[str]:
 @pytest.mark.parametrize("form", PLAIN)
 def test_it_writes_what_the_exporter_writes(form: str, job_graph: Path, tmp_path: Path, cli: Any) -> None:
     done = cli("echoc", "export", job_graph, "--to", form, "-o", tmp_path / "a", "--json")
-    expected = EXPORTERS[form](serde.load(job_graph), tmp_path / "b")
+    expected = EXPORTS[form](serde.load(job_graph), tmp_path / "b")
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     record = {"files": 1, "bytes": expected.bytes, "notes": list(expected.notes)}
     assert done.json() == {"output": str(tmp_path / "a"), "format": form, **record}
@@ -76,9 +76,9 @@ def test_simai_has_the_durations_of_the_cluster(graph: Path, tmp_path: Path, cli
     ("arguments", "status", "said"),
     [
         (("--to", "gmll"), 2, "unknown format 'gmll': did you mean 'gml'? known: chakra, chrome, dot"),
-        (("--to", "gml", "--cluster", "dgx-h100"), 2, "--cluster: --to gml has no such option (it is of chakra,"),
-        (("--to", "simai", "--per-role"), 2, "--per-role: --to simai has no such option (it is of chakra)"),
-        (("--to", "json", "--name", "x"), 2, "--name: --to json has no such option (it is of chakra)"),
+        (("--to", "gml", "--cluster", "dgx-h100"), 2, "--cluster: gml has no such option (it is of chakra,"),
+        (("--to", "simai", "--per-role"), 2, "--per-role: simai has no such option (it is of chakra)"),
+        (("--to", "json", "--name", "x"), 2, "--name: json has no such option (it is of chakra)"),
         (("--to", "simai"), 2, "is a step graph, and the format is of jobs: spread it first, as echoc lower"),
         (("--to", "simai", "--cluster", "dgx-h99"), 2, "unknown cluster"),
     ],
@@ -102,11 +102,10 @@ def test_the_graph_itself_is_not_written_over(graph: Path, cli: Any) -> None:
     assert graph.read_bytes() == before
 
 
-def test_every_format_is_offered_once() -> None:
-    assert not set(EXPORTERS) & set(exports.COMPOSED)
-    assert set(exports.TAKES) <= set(exports.COMPOSED)
-    assert all(callable(EXPORTERS[name]) for name in EXPORTERS)
-    assert all(callable(exports.COMPOSED[name]) for name in exports.COMPOSED)
+@pytest.mark.parametrize("table", [EXPORTS, IMPORTS])
+def test_every_line_of_a_table_leads_to_a_function(table: Table) -> None:
+    assert len(table) > 0
+    assert all(callable(function) for function in table.values())
 
 
 # -- annotate ------------------------------------------------------------------------------------------------

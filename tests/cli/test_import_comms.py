@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from echograph.ir.comms.record import FORMAT, GroupLine, Header, Line, What, encode
+from echograph.ir.comms.record import FORMAT, GroupLine, HeaderLine, RecordLine, What, encode
 
 ROWS = [[0, 0, 0, 0, 400_000, 0], [0, 1, 1_000_000, 0, 400_000, 0]]
 
@@ -21,8 +21,8 @@ def traces(tmp_path: Path) -> Path:
     folder.mkdir()
     what = What(id=0, op="all_reduce", group="0,1", channel="0,1", bytes=1 << 20, input_bytes=0, output_bytes=0)
     for rank in range(2):
-        header = Header(format=FORMAT, version=(1, 0), rank=rank, world=2, host="here")
-        said: list[Line] = [header, GroupLine(name="0,1", ranks=(0, 1)), what]
+        header = HeaderLine(format=FORMAT, version=(1, 0), rank=rank, world=2, host="here")
+        said: list[RecordLine] = [header, GroupLine(name="0,1", ranks=(0, 1)), what]
         lines = [*map(encode, said), *(json.dumps(row).encode() + b"\n" for row in ROWS)]
         (folder / f"trace.{rank}.jsonl").write_bytes(b"".join(lines))
     return folder

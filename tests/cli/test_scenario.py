@@ -45,6 +45,14 @@ def test_a_key_of_the_cluster_with_another_value(run) -> None:
     assert slow["collectives"]["pp"]["busy_s"] > run()["collectives"]["pp"]["busy_s"]
 
 
+def test_another_device_in_the_same_cluster(run) -> None:
+    other, usual = run("--device", "b200"), run()
+    assert (other["cluster"], other["device"]) == (usual["cluster"], "b200")
+    assert other["breakdown_s"]["compute"] < usual["breakdown_s"]["compute"]
+    assert other["memory"]["capacity_bytes"] > usual["memory"]["capacity_bytes"]
+    assert run("--device", "h100-sxm")["memory"] == usual["memory"]
+
+
 def test_equal_ranks_change_nothing_and_a_slow_one_is_found(run) -> None:
     usual, every = run(), run("--ranks", "all")
     assert every["step_time_s"] == usual["step_time_s"]
@@ -84,6 +92,7 @@ def test_failures_leave_a_goodput(run) -> None:
         (("--set", "network.nic_GBps=1"), "cluster.KEY=VALUE"),
         (("--set", "cluster.network.nic_GBs=1"), "did you mean 'network.nic_GBps'?"),
         (("--set", "cluster.network.nic_GBps=fast"), "nic_GBps"),
+        (("--device", "b2000"), "did you mean 'b200'?"),
         (("--ranks", "some"), "roles or all"),
         (("--straggler", "x=2"), "RANK=FACTOR"),
         (("--straggler", "99=2"), "from 0 to 15"),

@@ -12,7 +12,7 @@ from echograph.workflow.validation.memory import GIB, measured_memory
 from echograph.workflow.validation.run import predict_rows
 from echograph.workflow.validation.score import Outcome, by_family
 from echograph.workflow.validation.setup import setup
-from echograph.workflow.validation.table import Row, Skip
+from echograph.workflow.validation.table import MeasuredStep, Skip
 
 ROW: dict[str, Any] = {
     "id": "toy-001", "model": "GPT toy", "layers": 2, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn_hidden": 512,
@@ -49,6 +49,10 @@ def test_every_row_has_a_prediction_or_a_reason(cli, tmp_path: Path) -> None:
     assert (toy["rows"], toy["simulated"], toy["skipped"]) == (5, 2, 3)
     assert toy["peers"]["abacus"] == {"rows": 1, "mean_abs_error": 0.5, "median_abs_error": 0.5, "bias": 0.5}
     by_id = {row["id"]: row for row in record["rows"]}
+    low, high = by_id["toy-001"]["interval_s"]
+    assert low < by_id["toy-001"]["predicted_s"] < high
+    assert by_id["toy-001"]["in_interval"] == (low <= 0.02 <= high)
+    assert by_id["toy-003"]["in_interval"] is None
     assert by_id["toy-001"]["error"] == pytest.approx(by_id["toy-001"]["predicted_s"] / 0.02 - 1)
     assert "vpp 1" in by_id["toy-002"]["assumed"]
     assert by_id["toy-003"]["skipped"] == "hidden is empty"
@@ -66,7 +70,7 @@ def test_one_capture_serves_all_micro_batches(precision: str) -> None:
     from echograph.workflow.predict import predict
 
     rows = [ROW | {"id": f"toy-{n}", "micro_batch": n, "precision": precision} for n in (1, 2, 4)]
-    read = [Row({k: str(v) for k, v in row.items()}) for row in rows]
+    read = [MeasuredStep({k: str(v) for k, v in row.items()}) for row in rows]
     for row, outcome in zip(read, predict_rows(read), strict=True):
         made = setup(row)
         alone = compile_entry(
@@ -99,14 +103,14 @@ def test_processes_change_nothing(cli, tmp_path: Path) -> None:
 def test_what_is_not_modelled_is_skipped(change: dict[str, Any], words: str) -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     with pytest.raises(Skip, match=words):
-        setup(Row({k: str(v) for k, v in (ROW | change).items()}))
+        setup(MeasuredStep({k: str(v) for k, v in (ROW | change).items()}))
 
 
 @pytest.mark.parametrize(
     ("text", "gib"), [("47", 47.0), ("82.4", 82.4), ("", None), ("47GB", None), ("nan", None)]
 )
 def test_a_peak_that_is_no_number_is_none(text: str, gib: float | None) -> None:
-    row = Row({k: str(v) for k, v in (ROW | {"peak_mem_gib": text}).items()})
+    row = MeasuredStep({k: str(v) for k, v in (ROW | {"peak_mem_gib": text}).items()})
     assert measured_memory(row) == (None if gib is None else round(gib * GIB))
 
 
@@ -119,7 +123,7 @@ def test_embedding_and_loss_take_a_layers_slot_where_layers_do_not_divide(
 ) -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     change = {"layers": layers, "pp": pp, "vpp": vpp, "n_gpus": 2 * pp, "dp": 1}
-    assert setup(Row({k: str(v) for k, v in (ROW | change).items()})).plan.stage_layers == stages
+    assert setup(MeasuredStep({k: str(v) for k, v in (ROW | change).items()})).plan.stage_layers == stages
 
 
 @pytest.mark.torch
@@ -131,7 +135,7 @@ def test_deeper_models_and_more_replicas_share_a_capture() -> None:
 
     changes = ({"layers": 6, "dp": 2, "n_gpus": 4}, {"layers": 6}, {"layers": 8, "dp": 8, "n_gpus": 16})
     rows = [ROW | {"id": f"toy-{n}", "global_batch": 4 * (c.get("dp") or 4)} | c for n, c in enumerate(changes)]
-    read = [Row({k: str(v) for k, v in row.items()}) for row in rows]
+    read = [MeasuredStep({k: str(v) for k, v in row.items()}) for row in rows]
     for row, outcome in zip(read, predict_rows(read), strict=True):
         made = setup(row)
         entry = made.entry.with_config(n_layer=made.layers)

@@ -67,6 +67,15 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
 
 
+@pytest.mark.parametrize("path", [*PAGES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_reader_is_shown_is_public(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert re.findall(r"^\s*(?:from|import) echograph\.(?:cli|workflow)\b.*", text, re.MULTILINE) == []
+    assert re.findall(r"^\s*from echograph\S* import .*\b_\w+", text, re.MULTILINE) == []
+    if path.suffix == ".py":
+        assert re.findall(r"^\s*(?:from|import) (echograph\S*)", text, re.MULTILINE) == ["echograph"]
+
+
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.kind)
 def test_every_line_of_a_table_names_something(table: Table) -> None:
     assert len([table[name] for name in table]) == len(table) > 0

@@ -30,7 +30,7 @@ from echograph.ir.types import Collective, Compute, Copy, Host, Recv, Send, Sour
 from echograph.profiler.costs import load_device
 from echograph.profiler.costs.estimate import estimate
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.host import Host as Issue
+from echograph.simulator.host import HostTimes as Issue
 from echograph.simulator.simulate import simulate
 from echograph.workflow.lowering import lower
 from echograph.workflow.plan import Plan

@@ -19,8 +19,9 @@ from chakra_jobs import DEVICE, job
 from chakra_sets import NAME, changed, collective, good_set, node, write_set
 
 from echograph.errors import EchoError
+from echograph.ir.chakra import dry_run as chakra_dry_run
 from echograph.ir.chakra import reader as chakra_traces
-from echograph.ir.chakra.dry_run import free_run, surely_end
+from echograph.ir.chakra.dry_run import dry_run, free_run, surely_end
 from echograph.ir.chakra.importer import _Shape, load
 from echograph.ir.chakra.messages import (
     ChakraNode,
@@ -215,6 +216,32 @@ def test_what_surely_ends_does(tmp_path_factory: pytest.TempPathFactory, ranks: 
     )
     if surely_end(traces, edges, chains):
         assert free_run(traces, buffered=False) == []
+
+
+busy = st.tuples(st.sampled_from("CSRWWWW"), st.integers(0, 2), st.integers(0, 1), st.booleans(), st.booleans())
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(ranks=st.lists(st.lists(busy, max_size=9), min_size=2, max_size=3), alike=st.booleans())
+def test_computations_in_a_row_are_run_as_one(
+    tmp_path_factory: pytest.TempPathFactory, ranks: Any, alike: bool
+) -> None:
+    """Whoever waits, waits for the same ranks as where each computation starts and ends by itself."""
+    nodes = {
+        rank: [talking(rank, 1 + at, what) for at, what in enumerate(ranks[0] if alike else mine)]
+        for rank, mine in enumerate(ranks)
+    }
+    folder = write_set(tmp_path_factory.mktemp("rows"), nodes, {"1": list(range(len(ranks))), "2": [0, 1]})
+    traces = read_traces(folder)
+
+    def waits() -> list[list[tuple[int, int, tuple[int, ...]]]]:
+        runs = dry_run(traces), free_run(traces, buffered=True), free_run(traces, buffered=False)
+        return [[(wait.rank, wait.row, wait.of) for wait in run] for run in runs]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chakra_dry_run, "_joined", lambda lanes, *_, **__: np.zeros(len(lanes), np.bool_))
+        apart = waits()
+    assert waits() == apart
 
 
 def test_our_jobs_surely_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from echograph.errors import FormatError, InputError, PlanError
 from echograph.frontend.comms import load
 from echograph.ir import serde
-from echograph.ir.comms.record import FORMAT, GroupLine, Header, Line, What, encode
+from echograph.ir.comms.record import FORMAT, GroupLine, HeaderLine, RecordLine, What, encode
 from echograph.ir.formats import Imported
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.annotate import ForgetCommunication
@@ -25,7 +25,7 @@ from echograph.ir.passes.mesh import ResizeWorld
 from echograph.ir.types import COMMUNICATIONS, Collective, CollectiveKind, Recv, Send
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.collectives import collective_time
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
 from echograph.simulator.what_if import Scale
@@ -35,7 +35,7 @@ from echograph.workflow.predict import predict
 
 BEGAN = 1_700_000_000_000_000_000
 MIB = 1 << 20
-FREE = Host(op_ps=0, launch_ps=0)
+FREE = HostTimes(op_ps=0, launch_ps=0)
 UNKNOWN = -1
 Row = tuple[int, int, int, int, int, int]
 
@@ -49,12 +49,12 @@ def write(folder: Path, ranks: list[tuple[list[What], list[Row]]], *, world: int
     """Traces of ranks: descriptions, and rows whose time of the call is from the job's beginning on."""
     folder.mkdir(parents=True)
     for rank, (whats, rows) in enumerate(ranks):
-        header = Header(
+        header = HeaderLine(
             format=FORMAT, version=(1, 0), rank=rank, world=world or len(ranks), host=f"host {rank % hosts}"
         )
         names = {what.group for what in whats}
         groups = [GroupLine(name=name, ranks=tuple(map(int, name.split(",")))) for name in sorted(names)]
-        said: list[Line] = [header, *groups, *whats]
+        said: list[RecordLine] = [header, *groups, *whats]
         lines = [encode(line) for line in said]
         lines += [json.dumps([w, s, BEGAN + queued, *rest]).encode() + b"\n" for w, s, queued, *rest in rows]
         (folder / f"trace.{rank}.jsonl").write_bytes(b"".join(lines))

@@ -17,9 +17,9 @@ from conformance_graphs import GRAPHS
 
 from echograph.cli.app import run
 from echograph.errors import EchoError
-from echograph.frontend import FRONTENDS, graph_files
+from echograph.frontend import graph_files
 from echograph.ir import serde
-from echograph.ir.exporters import EXPORTERS
+from echograph.workflow.formats import EXPORTS, IMPORTS
 
 pytest.importorskip("networkx")
 
@@ -33,7 +33,7 @@ quick = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def refused(form: str, path: Path) -> str | None:
     """Why a file is refused; None if it holds a graph, which then can be written and read again."""
     try:
-        graph = FRONTENDS[form](path)
+        graph = IMPORTS[form](path)
     except EchoError as error:
         assert str(error).startswith(str(path))
         assert "\n" not in str(error)
@@ -49,7 +49,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str],
     found = {}
     for form in FORMS:
         for name in ("two_layers", "job", "kinds"):
-            EXPORTERS[form](GRAPHS[name](), folder / "graph")
+            EXPORTS[form](GRAPHS[name](), folder / "graph")
             found[form, name] = (folder / "graph").read_bytes()
     return found
 

@@ -58,10 +58,10 @@ def _conformance(*names: str) -> list[Files]:
 def _exported(form: str, ending: str) -> list[Files]:
     from conformance_graphs import GRAPHS
 
-    from echograph.ir.exporters import EXPORTERS
+    from echograph.workflow.formats import EXPORTS
 
     names = ("two_layers", "job", "kinds")
-    return [made(lambda f, n=name: EXPORTERS[form](GRAPHS[n](), f / f"graph.{ending}")) for name in names]  # type: ignore[misc]
+    return [made(lambda f, n=name: EXPORTS[form](GRAPHS[n](), f / f"graph.{ending}")) for name in names]  # type: ignore[misc]
 
 
 def _chakra() -> list[Files]:
@@ -71,7 +71,7 @@ def _chakra() -> list[Files]:
 
 
 def _comms() -> list[Files]:
-    from echograph.ir.comms.record import FORMAT, Beat, End, GroupLine, Header, Stuck, What, encode
+    from echograph.ir.comms.record import FORMAT, Beat, EndLine, GroupLine, HeaderLine, Stuck, What, encode
 
     began, files = 1_700_000_000_000_000_000, {}
     for rank in range(2):
@@ -82,7 +82,7 @@ def _comms() -> list[Files]:
             else {"op": "recv", "channel": "0,1:0>1/0", "peer": 0}
         )
         lines = [
-            Header(format=FORMAT, version=(1, 0), rank=rank, world=2, host="here", began_ns=began),
+            HeaderLine(format=FORMAT, version=(1, 0), rank=rank, world=2, host="here", began_ns=began),
             GroupLine(name="0,1", ranks=(0, 1)),
             What(
                 id=0, op="all_reduce", group="0,1", channel="0,1", shapes=((512, 512),), asynchronous=True, **both
@@ -90,7 +90,7 @@ def _comms() -> list[Files]:
             What(id=1, group="0,1", shapes=((512, 512),), site="train.py:3", module="layer", **message, **both),  # type: ignore[arg-type]
             Beat(at_ns=began + 5, issued={"0,1": 2}),
             Stuck(op="all_reduce", channel="0,1", sequence=1, seconds=3.5, arrived=(0,), missing=(1,), unheard=()),
-            End(calls=4),
+            EndLine(calls=4),
         ]
         rows = [[0, 0, began, 0, 900, 100], [1, 0, began + 1000, 0, 300, 0], [0, 1, began + 2000, -1, 100, -1]]
         said = [encode(line) for line in lines[:4]] + [json.dumps(row).encode() + b"\n" for row in rows]
@@ -223,7 +223,7 @@ def _some(kind: Any) -> Any:
 
 def _traced_job() -> list[Files]:
     from echograph.ir import serde
-    from echograph.workflow.imports import load_kineto
+    from echograph.workflow.formats.kineto import load as load_kineto
 
     def make(folder: Path) -> None:
         for name, data in _traces()[0].items():

@@ -18,7 +18,7 @@ from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, Op, Payload, Phase, TensorRole
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.simulate import simulate
 
 LAYERS = 6
@@ -212,7 +212,7 @@ def test_any_plan_conserves_work_and_reduces_every_gradient(
     times = micro_batches if zero == 2 else 1
     whole = times * PARAMETERS * PARAMETER_BYTES if ranks > 1 else 0
     assert whole <= reduced < whole + times * PARAMETERS * ranks * 128 * 4 + 1
-    result = simulate(timed(job, CLUSTER.device, 10**7), CLUSTER, Host(op_ps=10**5, launch_ps=10**5))
+    result = simulate(timed(job, CLUSTER.device, 10**7), CLUSTER, HostTimes(op_ps=10**5, launch_ps=10**5))
     assert result.samples == step.workload.batch_size * ranks * micro_batches
 
 
@@ -277,7 +277,7 @@ def test_gradients_of_no_other_rank_are_only_added_up() -> None:
 
 def test_samples_are_those_of_ranks_with_their_own_micro_batches() -> None:
     job = DataParallel(replicas=4, micro_batches=2)(with_axes({"ep": 2, "cp": 3, "tp": 2}, {}))
-    result = simulate(timed(job, CLUSTER.device, 10**7), CLUSTER, Host(op_ps=10**5, launch_ps=10**5))
+    result = simulate(timed(job, CLUSTER.device, 10**7), CLUSTER, HostTimes(op_ps=10**5, launch_ps=10**5))
     assert result.samples == 4 * (4 * 2) * 2
 
 
@@ -305,7 +305,7 @@ def test_stages_gather_once_and_reduce_after_their_last_backward(schedule: str) 
         last = max(i for i, n in enumerate(found) if n == "aten.mm")
         assert last < found.index("fsdp.reduce_scatter") < found.index("aten._fused_adam_")
     assert 8 * held(job, TensorRole.PARAMETER) == held(staged, TensorRole.PARAMETER)
-    simulate(timed(job, CLUSTER.device, 10**7), CLUSTER, Host(op_ps=10**5, launch_ps=10**5))
+    simulate(timed(job, CLUSTER.device, 10**7), CLUSTER, HostTimes(op_ps=10**5, launch_ps=10**5))
 
 
 def test_stages_may_drop_parameters_and_reduce_every_micro_batch() -> None:

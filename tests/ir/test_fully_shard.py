@@ -16,7 +16,7 @@ from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.types import CollectiveKind, DType, Op, OpKind, Phase
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.simulate import simulate
 
 LAYERS = 5
@@ -90,7 +90,7 @@ def test_gradients_may_be_reduced_in_another_type() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 16, 1000])
 def test_persistent_memory_is_that_of_the_largest_shard(ranks: int) -> None:
     job = timed(lower(replicas=ranks), CLUSTER.device, 10**7)
-    result = simulate(job, CLUSTER, Host(op_ps=10**6, launch_ps=10**6))
+    result = simulate(job, CLUSTER, HostTimes(op_ps=10**6, launch_ps=10**6))
     shard = ceil(WIDTH / ranks) * WIDTH * 4
     parameters = 2 * LAYERS + 1
     assert result.memory is not None
@@ -98,7 +98,7 @@ def test_persistent_memory_is_that_of_the_largest_shard(ranks: int) -> None:
     assert result.memory.by_role["optimizer_state"] == parameters * shard
     replicated = simulate(
         timed(DataParallel(replicas=ranks)(layered_step(LAYERS)), CLUSTER.device, 10**7), CLUSTER,
-        Host(op_ps=10**6, launch_ps=10**6),
+        HostTimes(op_ps=10**6, launch_ps=10**6),
     )  # fmt: skip
     assert replicated.memory is not None
     if ranks > 1:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from echograph.errors import EchoError, FormatError, InputError, OutputError
-from echograph.ir.chakra.messages import ChakraNode, NodeType, Value, read, read_metadata, varint, write
+from echograph.ir.chakra.messages import AttributeValue, ChakraNode, NodeType, read, read_metadata, varint, write
 
 SOME_INT = st.integers(-(2**31), 2**31 - 1)
 ONE = st.one_of(st.booleans(), SOME_INT, st.floats(allow_nan=False), st.text(max_size=8), st.binary(max_size=8))
@@ -23,7 +23,7 @@ IDS = st.integers(0, 2**64 - 1)
 
 @st.composite
 def nodes(draw: st.DrawFn) -> ChakraNode:
-    attributes: dict[str, Value] = draw(st.dictionaries(NAMES, ONE | LISTS, max_size=4))
+    attributes: dict[str, AttributeValue] = draw(st.dictionaries(NAMES, ONE | LISTS, max_size=4))
     return ChakraNode(
         id=draw(IDS), name=draw(st.text(min_size=1, max_size=10)), type=draw(st.sampled_from(NodeType)),
         ctrl_deps=tuple(draw(st.lists(IDS, max_size=3))), data_deps=tuple(draw(st.lists(IDS, max_size=3))),

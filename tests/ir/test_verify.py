@@ -13,7 +13,7 @@ from echograph.errors import GraphError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import Ragged
-from echograph.ir.graph import Axis, Graph, Group, Instance, StepGraph
+from echograph.ir.graph import Axis, Graph, Group, Instance, JobGraph, StepGraph
 from echograph.ir.verify import CHECKS, calls_in_order, verify
 
 Break = Callable[[Graph], Graph]
@@ -271,3 +271,39 @@ def test_persistent_values_may_come_from_an_earlier_micro_batch() -> None:
     reader = int(graph.ops.inputs.rows[np.flatnonzero(graph.ops.inputs.values == gradient.id)[0]])
     assert reader == 6
     calls_in_order(calls((1, 0, 6, 0, 0), (1, 6, 8, 0, 3))(graph))
+
+
+def larger(graph: Graph, axis: str, size: int) -> Graph:
+    mesh = tuple(replace(one, size=size) if one.name == axis else one for one in graph.mesh)
+    return replace(graph, mesh=mesh)
+
+
+def test_a_million_million_ranks_are_not_counted_to_find_one_outside_its_group() -> None:
+    with pytest.raises(GraphError, match=r"is run by rank 8, which is not in its group .*\[members_only\]"):
+        verify(larger(GRAPHS["job"](), "dp", 2**37))
+
+
+def test_messages_that_no_program_runs_meet() -> None:
+    job = GRAPHS["job"]()
+    idle = tuple(replace(program, calls=program.calls[:0]) for program in job.programs)
+    verify(replace(job, programs=idle))
+
+
+@pytest.mark.parametrize("size", [2, 2**30])
+def test_messages_over_a_group_of_several_axes(size: int) -> None:
+    builder = GraphBuilder()
+    builder.mesh = (Axis(name="pp", size=2), Axis(name="dp", size=size))
+    group = builder.group("all", axes=("pp", "dp"))
+    for stage in range(2):
+        at = builder.op_count()
+        (builder.send if stage == 0 else builder.recv)(
+            "x", group=group, peer=size * (1 - 2 * stage), tag=0, nbytes=8
+        )
+        builder.program([(0, at, at + 1, 0, 0)], role=f"stage {stage}", coordinates={"pp": stage})
+    if size == 2:
+        assert builder.build(JobGraph).world_size == 4
+        return
+    with pytest.raises(
+        GraphError, match=r"group 'all' has 1,073,741,824 ranks of one program .*\[messages_meet\]"
+    ):
+        builder.build(JobGraph)

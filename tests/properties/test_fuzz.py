@@ -17,7 +17,7 @@ from small_models import CONFIGS, small_step
 from echograph.errors import EchoError
 from echograph.simulator.clusters import cluster_names
 from echograph.simulator.result import Result
-from echograph.workflow.plan import CpMethod, GradDType, Loss, Plan, Precision, Recompute, Schedule
+from echograph.workflow.plan import CpMethod, GradDType, LossName, Plan, PrecisionName, RecomputeName, ScheduleName
 from echograph.workflow.predict import predict
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
@@ -40,7 +40,7 @@ PLAN: dict[str, Choice] = {
     "cp_method": (get_args(CpMethod), ("telepathy",)),
     "capacity_factor": ((1.0, 1.5), (0.0, -1.0)),
     "expert_imbalance": ((1.0, 2.0), (0.5,)),
-    "schedule": (get_args(Schedule), ("whenever",)),
+    "schedule": (get_args(ScheduleName), ("whenever",)),
     "stage_layers": (("2,2", "1,3", "4", "1,1,1,1"), ("0,4", "a,b")),
     "zero": ((0, 1, 2, 3), (4,)),
     "hsdp_replicas": (COUNTS, NO_COUNTS),
@@ -49,9 +49,9 @@ PLAN: dict[str, Choice] = {
     "overlap_param_gather": ((True, False), ()),
     "micro_batch": ((1, 2, 4), (0, 1000)),
     "global_batch": ((128, 256), (8, 16, 7, 0)),
-    "recompute": ((*get_args(Recompute), "2"), ("0", "sometimes")),
-    "loss": (get_args(Loss), ("lost",)),
-    "precision": (("bf16", "fp8", "fp8-rowwise", "mxfp8"), (*get_args(Precision), "fp2")),
+    "recompute": ((*get_args(RecomputeName), "2"), ("0", "sometimes")),
+    "loss": (get_args(LossName), ("lost",)),
+    "precision": (("bf16", "fp8", "fp8-rowwise", "mxfp8"), (*get_args(PrecisionName), "fp2")),
     "grad_dtype": (("bf16", "fp32"), (*get_args(GradDType), "fp2")),
     "mesh_order": (("tp-cp-ep-dp-pp", "tp-pp-dp-cp-ep"), ("tp-tp",)),
 }  # fmt: skip

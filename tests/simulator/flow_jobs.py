@@ -13,18 +13,18 @@ from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, DType
 from echograph.simulator.clusters import Cluster, DegradedLink
-from echograph.simulator.collectives import Kind
+from echograph.simulator.collectives import CollectiveName
 from echograph.simulator.durations import durations
 from echograph.simulator.flows import Flows, alone, flows
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
 from echograph.simulator.tasks import expand
 
 US = 1_000_000
-IDLE = Host(op_ps=0, launch_ps=0)
-HOST = Host(op_ps=4_000_000, launch_ps=3_000_000)
+IDLE = HostTimes(op_ps=0, launch_ps=0)
+HOST = HostTimes(op_ps=4_000_000, launch_ps=3_000_000)
 MIB = 2**20
 KIND_OF = {
     "all_reduce": CollectiveKind.ALL_REDUCE,
@@ -37,7 +37,9 @@ KIND_OF = {
 }
 
 
-def communications(mesh: dict[str, int], *what: tuple[Kind, str, int, int], chained: bool = False) -> JobGraph:
+def communications(
+    mesh: dict[str, int], *what: tuple[CollectiveName, str, int, int], chained: bool = False
+) -> JobGraph:
     """A job that only communicates: (kind, axis, bytes, stream), each after the one before if chained."""
     builder = GraphBuilder(streams=tuple(f"stream {i}" for i in range(1 + max(w[3] for w in what))))
     builder.mesh = tuple(Axis(name=name, size=size) for name, size in mesh.items())
@@ -56,14 +58,14 @@ def run(job: JobGraph, cluster: Cluster, **options: object) -> Result:
     return simulate(job, cluster, IDLE, memory=False, **{"network": "flows", **options})
 
 
-def shared(job: JobGraph, cluster: Cluster, host: Host = IDLE) -> Flows:
+def shared(job: JobGraph, cluster: Cluster, host: HostTimes = IDLE) -> Flows:
     links = Topology(cluster=cluster, gpus=job.world_size)
     times = durations(job, cluster, alone(links))
     tasks = expand(job, times.picoseconds, host.issue(job))
     return flows(job, tasks, times, links)
 
 
-def step_alone(kind: Kind, nbytes: int, ranks: range, cluster: Cluster) -> float:
+def step_alone(kind: CollectiveName, nbytes: int, ranks: range, cluster: Cluster) -> float:
     links = Topology(cluster=cluster, gpus=cluster.max_gpus)
     return alone(links)(kind, nbytes, ranks).seconds
 
@@ -72,7 +74,7 @@ def worse(cluster: Cluster, link: str, bandwidth: float) -> Cluster:
     return replace(cluster, degraded=(DegradedLink(link=link, bandwidth=bandwidth),))
 
 
-def listed(ranks: range, kind: Kind, nbytes: int) -> JobGraph:
+def listed(ranks: range, kind: CollectiveName, nbytes: int) -> JobGraph:
     """One group of ranks communicates twice, on two streams that wait for each other; nobody else is there."""
     builder = GraphBuilder(streams=("one", "two"))
     last, ops = [], []

@@ -13,12 +13,12 @@ from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.simulator.breakdown import Breakdown, breakdown, breakdowns, spread
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.ranks import EveryRank
 from echograph.simulator.simulate import simulate
 
 CLUSTER = load_cluster("dgx-h100")
-HOST = Host(op_ps=4_000_000, launch_ps=3_000_000)
+HOST = HostTimes(op_ps=4_000_000, launch_ps=3_000_000)
 
 
 def job(stages: int = 3, replicas: int = 4, micro_batches: int = 6) -> JobGraph:

@@ -27,16 +27,16 @@ from echograph.ir.types import (
 )
 from echograph.simulator import interval
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.collectives import CollectiveEstimate, Kind
+from echograph.simulator.collectives import CollectiveEstimate, CollectiveName
 from echograph.simulator.durations import durations
 from echograph.simulator.groups import rendezvous_key
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.limits import OTHER_RANKS, families, largest_first
 from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
 
 CLUSTER = load_cluster("dgx-h100")
-IDLE = Host(op_ps=0, launch_ps=0)
+IDLE = HostTimes(op_ps=0, launch_ps=0)
 GEMM, CONVOLUTION = Gemm(), Convolution(stride=(1,), padding=(0,), dilation=(1,))
 ATTENTION = Attention(heads=1, kv_heads=1, head_dim=16)
 
@@ -91,14 +91,14 @@ def test_the_interval_begins_at_nothing() -> None:
 
 def test_a_host_that_is_slower_than_thought_binds_the_step_and_a_faster_one_changes_nothing() -> None:
     kernels = [(GEMM, 1000, 0.0)] * 4
-    busy = simulate(chain(kernels), CLUSTER, Host(op_ps=900, launch_ps=100, spread=0.5))
+    busy = simulate(chain(kernels), CLUSTER, HostTimes(op_ps=900, launch_ps=100, spread=0.5))
     # One issue, then the device is busy to the end; half as long again, every issue is waited for.
     assert busy.step_ps == 900 + 4 * 1000
     slower, faster = 4 * 1350 + 1000 - busy.step_ps, busy.step_ps - (450 + 4 * 1000)
     assert busy.interval_ps == (busy.step_ps - round(1.645 * faster), busy.step_ps + round(1.645 * slower))
-    sure = simulate(chain(kernels), CLUSTER, Host(op_ps=900, launch_ps=100))
+    sure = simulate(chain(kernels), CLUSTER, HostTimes(op_ps=900, launch_ps=100))
     assert sure.interval_ps == (sure.step_ps, sure.step_ps)
-    free = simulate(chain(kernels), CLUSTER, Host(op_ps=0, launch_ps=0, spread=0.5))
+    free = simulate(chain(kernels), CLUSTER, HostTimes(op_ps=0, launch_ps=0, spread=0.5))
     assert free.interval_ps == (free.step_ps, free.step_ps)
 
 
@@ -106,7 +106,7 @@ def test_a_host_that_is_slower_than_thought_binds_the_step_and_a_faster_one_chan
 
 
 def test_a_step_is_limited_by_the_families_of_its_path_the_largest_first() -> None:
-    result: Result = simulate(chain(MIXED), CLUSTER, Host(op_ps=7, launch_ps=1))
+    result: Result = simulate(chain(MIXED), CLUSTER, HostTimes(op_ps=7, launch_ps=1))
     assert list(result.limits.items()) == [
         ("matrix products", 4000), ("attention", 800), ("other kernels", 600), ("convolutions", 50), ("host", 7),
     ]  # fmt: skip
@@ -131,18 +131,20 @@ def test_what_takes_no_time_limits_nothing_and_the_rest_is_other_ranks() -> None
 @pytest.mark.parametrize(
     ("kernel", "spread", "host", "fits"),
     [
-        (2**62, 0.0, Host(op_ps=0, launch_ps=0), True),
-        (2**62, 0.9, Host(op_ps=0, launch_ps=0), True),
-        (2**62, 1.1, Host(op_ps=0, launch_ps=0), False),
-        (2**62, 0.9, Host(op_ps=0, launch_ps=0, spread=0.2), False),
-        (2**61, 0.0, Host(op_ps=2**61, launch_ps=0, spread=0.9), True),
-        (2**61, 0.0, Host(op_ps=2**61, launch_ps=0, spread=1.1), False),
-        (2**61, 0.9, Host(op_ps=2**61, launch_ps=0), True),
-        (2**61, 1.1, Host(op_ps=2**61, launch_ps=0), False),
-        (2**62, 0.0, Host(op_ps=2**62, launch_ps=0), False),
+        (2**62, 0.0, HostTimes(op_ps=0, launch_ps=0), True),
+        (2**62, 0.9, HostTimes(op_ps=0, launch_ps=0), True),
+        (2**62, 1.1, HostTimes(op_ps=0, launch_ps=0), False),
+        (2**62, 0.9, HostTimes(op_ps=0, launch_ps=0, spread=0.2), False),
+        (2**61, 0.0, HostTimes(op_ps=2**61, launch_ps=0, spread=0.9), True),
+        (2**61, 0.0, HostTimes(op_ps=2**61, launch_ps=0, spread=1.1), False),
+        (2**61, 0.9, HostTimes(op_ps=2**61, launch_ps=0), True),
+        (2**61, 1.1, HostTimes(op_ps=2**61, launch_ps=0), False),
+        (2**62, 0.0, HostTimes(op_ps=2**62, launch_ps=0), False),
     ],
 )
-def test_a_step_that_the_clock_cannot_hold_is_refused(kernel: int, spread: float, host: Host, fits: bool) -> None:
+def test_a_step_that_the_clock_cannot_hold_is_refused(
+    kernel: int, spread: float, host: HostTimes, fits: bool
+) -> None:
     """64 bits of picoseconds, the longest step of the interval included."""
     job = chain([(None, kernel, spread)])
     if fits:
@@ -182,15 +184,15 @@ def issued() -> JobGraph:
 def test_what_issuing_takes() -> None:
     job = issued()
     assert job.ops.is_view.tolist() == [False, True, False, False, False, False, False, False]
-    host = Host(op_ps=40, launch_ps=30)
+    host = HostTimes(op_ps=40, launch_ps=30)
     assert host.issue(job).tolist() == [40, 10, 40, 0, 40, 55, 0, 40]
-    through = Host(op_ps=40, launch_ps=30, communication_ps=90)
+    through = HostTimes(op_ps=40, launch_ps=30, communication_ps=90)
     assert through.issue(job).tolist() == [40, 10, 40, 0, 90, 55, 0, 40]
-    named = Host(op_ps=40, launch_ps=30, name="my host")
+    named = HostTimes(op_ps=40, launch_ps=30, name="my host")
     assert named.issue(job).tolist() == [40, 10, 40, 0, 40, 55, 0, 77]
     work = np.arange(8)
     assert [times.tolist() for times in host.times(job, work)] == [work.tolist(), host.issue(job).tolist()]
-    blocking = Host(op_ps=40, launch_ps=30, blocking=True)
+    blocking = HostTimes(op_ps=40, launch_ps=30, blocking=True)
     device, issue = blocking.times(job, work)
     assert device.tolist() == [40, 11, 42, 3, 44, 5, 6, 47]
     assert issue.tolist() == [0, 0, 0, 0, 0, 55, 0, 0]
@@ -228,7 +230,7 @@ def test_who_takes_part_in_a_communication() -> None:
     """Of the first group of its kind: a message has two ranks, not all stages."""
     job, asked = stages(), list[tuple[str, float, list[int]]]()
 
-    def ask(kind: Kind, nbytes: float, ranks: Sequence[int]) -> CollectiveEstimate:
+    def ask(kind: CollectiveName, nbytes: float, ranks: Sequence[int]) -> CollectiveEstimate:
         asked.append((kind, nbytes, list(ranks)))
         return CollectiveEstimate(
             seconds=2e-6, spread=0.25, algorithm="mine", protocol="LL", source="", bus_bandwidth=0.0, steps=1

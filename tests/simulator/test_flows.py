@@ -35,7 +35,7 @@ from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, DType, Duration, Source
 from echograph.simulator import simulate as simulation
 from echograph.simulator.clusters import Cluster, cluster_names, load_cluster
-from echograph.simulator.collectives import KINDS, Kind, collective_time
+from echograph.simulator.collectives import KINDS, CollectiveName, collective_time
 from echograph.simulator.durations import durations
 from echograph.simulator.flows import alone, flows
 from echograph.simulator.network.topology import Topology
@@ -53,7 +53,7 @@ from echograph.units import to_ps, to_s
     stride=st.sampled_from([1, 2, 4, 8, 16]),
 )
 def test_a_collective_alone_is_never_slowed(
-    cluster: Cluster, kind: Kind, nbytes: int, ranks: int, stride: int
+    cluster: Cluster, kind: CollectiveName, nbytes: int, ranks: int, stride: int
 ) -> None:
     members = range(0, ranks * stride, stride)
     job = listed(members, kind, nbytes)
@@ -67,7 +67,7 @@ def test_a_collective_alone_is_never_slowed(
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all", "broadcast", "barrier"])
 @pytest.mark.parametrize("nbytes", [8, MIB, 256 * MIB])
 def test_one_collective_at_a_time_is_its_closed_form_to_the_picosecond(
-    cluster: str, kind: Kind, nbytes: int
+    cluster: str, kind: CollectiveName, nbytes: int
 ) -> None:
     where = load_cluster(cluster)
     job = communications({"dp": 256}, (kind, "dp", nbytes, 0), (kind, "dp", nbytes, 1), chained=True)
@@ -127,7 +127,7 @@ def test_siblings_on_shared_nics_take_what_the_closed_form_assumes(nodes: int) -
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather"])
-def test_siblings_over_an_oversubscribed_leaf_take_what_the_closed_form_assumes(kind: Kind) -> None:
+def test_siblings_over_an_oversubscribed_leaf_take_what_the_closed_form_assumes(kind: CollectiveName) -> None:
     """One rank of each group a leaf, so that all they send climbs."""
     where = load_cluster("ethernet-100g")
     job = communications({"dp": 4, "rest": 128}, (kind, "dp", 256 * MIB, 0))

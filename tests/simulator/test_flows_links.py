@@ -27,7 +27,7 @@ from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.types import OpKind
 from echograph.simulator.clusters import SlowNode, load_cluster
-from echograph.simulator.collectives import Kind, collective_time
+from echograph.simulator.collectives import CollectiveName, collective_time
 from echograph.simulator.durations import durations
 from echograph.simulator.ranks import EveryRank
 from echograph.simulator.simulate import simulate
@@ -36,7 +36,7 @@ from echograph.units import to_ps
 
 @pytest.mark.parametrize("factor", [0.5, 0.1])
 @pytest.mark.parametrize("kind", ["all_gather", "all_reduce"])
-def test_a_degraded_nic_slows_its_ring_by_the_closed_form(factor: float, kind: Kind) -> None:
+def test_a_degraded_nic_slows_its_ring_by_the_closed_form(factor: float, kind: CollectiveName) -> None:
     where = load_cluster("dgx-h100")
     job = communications({"dp": 4, "tp": 8}, (kind, "dp", 2**33, 0))
     place = where.place(range(0, 32, 8))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echograph.simulator.memory.allocator import Block, CachingAllocator, rounded
+from echograph.simulator.memory.allocator import CachedBlock, CachingAllocator, rounded
 
 KIB, MIB = 2**10, 2**20
 
@@ -110,7 +110,7 @@ def test_blocks_never_overlap_and_nothing_is_lost(
 ) -> None:
     limit = None if limit_mib is None else limit_mib * MIB
     allocator = CachingAllocator(expandable_segments=expandable, limit_bytes=limit)
-    living: list[tuple[Block, int]] = []
+    living: list[tuple[CachedBlock, int]] = []
     for nbytes, stream, which in traffic:
         if 0 <= which < len(living):
             allocator.free(living.pop(which)[0])

@@ -22,14 +22,14 @@ from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.durations import durations
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.limits import KERNELS
 from echograph.simulator.ranks import MOST_TOLD, EveryRank, Mesh, RankPath, rank_path, run_every_rank
 from echograph.simulator.simulate import simulate
 from echograph.simulator.tasks import TaskGraph, expand
 
 CLUSTER = load_cluster("dgx-h100")
-HOST = Host(op_ps=4_000_000, launch_ps=3_000_000)
+HOST = HostTimes(op_ps=4_000_000, launch_ps=3_000_000)
 US = 1_000_000
 
 

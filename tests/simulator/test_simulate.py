@@ -16,14 +16,14 @@ from echograph.ir.passes.fold import Fold
 from echograph.ir.timeline import Lane
 from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source, TensorRole
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.memory.kinds import Memories
 from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
 from echograph.simulator.what_if import Scale
 
 CLUSTER = load_cluster("dgx-h100")
-HOST = Host(op_ps=4_000_000, launch_ps=3_000_000)
+HOST = HostTimes(op_ps=4_000_000, launch_ps=3_000_000)
 US = 1_000_000
 
 
@@ -179,7 +179,7 @@ def one_operation(picoseconds: int, kind: str = "compute", **columns: int) -> Jo
 @pytest.mark.parametrize(
     "host", [HOST, replace(HOST, blocking=True), replace(HOST, threads=True)], ids=["eager", "blocking", "threads"]
 )
-def test_a_duration_that_the_clock_does_not_hold_is_refused(kind: str, host: Host) -> None:
+def test_a_duration_that_the_clock_does_not_hold_is_refused(kind: str, host: HostTimes) -> None:
     with pytest.raises(SimulationError, match="more than 107 days: check its durations"):
         simulate(one_operation(2**63 - 1, kind), CLUSTER, host)
 
@@ -192,7 +192,7 @@ def test_a_duration_that_a_scale_makes_too_long_is_refused(kind: str) -> None:
 
 
 def test_durations_beyond_the_precision_of_a_float_stay_exact() -> None:
-    threads = Host(op_ps=0, launch_ps=0, threads=True)
+    threads = HostTimes(op_ps=0, launch_ps=0, threads=True)
     for kind in ("compute", "host"):
         assert simulate(one_operation(2**61 + 1, kind), CLUSTER, threads).step_ps == 2**61 + 1
 

@@ -20,18 +20,18 @@ from configurations import Configuration, Links
 from jobs import DEVICE, Job, alone
 from namespaces import HOSTS, HOSTS_PER_LEAF, Bed
 
-from echograph.profiler.fit.collectives import CollectiveName, CollectiveRow
+from echograph.profiler.fit.collectives import CollectiveRow, TimedCollective
 from echograph.profiler.fit.fabric import fit_fabric
 from echograph.simulator.clusters import Cluster, load_cluster
 from echograph.simulator.collectives.calibrate import LIMITS, Calibration
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.simulate import simulate
 from echograph.simulator.what_if import Scale
 from echograph.units import to_s
 
 WORKER = Path(__file__).with_name("worker.py")
 PORT = 29_400
-KINDS: tuple[CollectiveName, ...] = ("all_reduce", "all_gather", "send_recv")
+KINDS: tuple[TimedCollective, ...] = ("all_reduce", "all_gather", "send_recv")
 SIZES = (384 << 10, 1_500_000, 6_000_000)
 WARM_UP = 1
 REPEATS = 5
@@ -195,7 +195,7 @@ def cluster(folder: Path, links: Links, fabric: Fabric) -> Cluster:
 
 def predict(job: Job, bed: Cluster, network: str, scales: Sequence[Scale] = ()) -> float:
     """Seconds of a job's step by the simulator: in "closed-form", or as "flows" that share links."""
-    host = Host(op_ps=0, launch_ps=0)
+    host = HostTimes(op_ps=0, launch_ps=0)
     return to_s(simulate(job.graph(), bed, host, network=network, scales=scales, memory=False).step_ps)
 
 

@@ -14,10 +14,10 @@ from jobs import DEVICE
 from measure import Ranks, cluster, fit, rows
 from namespaces import Bed, why_not
 
-from echograph.frontend import FRONTENDS
 from echograph.ir.passes.annotate import ForgetCommunication
 from echograph.simulator.clusters import load_cluster
 from echograph.units import to_s
+from echograph.workflow.formats import IMPORTS
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 
@@ -62,7 +62,7 @@ def test_two_traced_ranks_say_what_slower_links_and_four_ranks_take(tmp_path: Pa
         # A device that there is, of which nothing but the name is asked: all work is in the trace.
         file.write_text(file.read_text().replace(DEVICE, load_cluster().device))
         wheres[name] = str(file)
-    job = FRONTENDS["comms"](tmp_path / "two").graph
+    job = IMPORTS["comms"](tmp_path / "two").graph
     asked: dict[str, tuple[Any, dict[str, Any]]] = {
         "two": (job, {}),
         "four": (job, {"cluster": wheres["bed"], "gpus": 4}),

@@ -73,6 +73,14 @@ def test_a_prediction_is_the_commands(step: eg.StepGraph, result: eg.Result, cap
     assert result.interval_s[0] < result.step_s < result.interval_s[1]
 
 
+def test_a_plan_is_a_tuple_of_passes(step: eg.StepGraph) -> None:
+    system = eg.System("dgx-a100")
+    named = [type(one).__name__ for one in eg.passes(eg.Plan(**PLAN), step.workload, system.cluster)]
+    assert [name for name in named if "Parallel" in name or name == "Pipeline"] == [
+        "TensorParallel", "Pipeline", "DataParallel",
+    ]  # fmt: skip
+
+
 def test_a_scenario_and_a_system_change_what_they_say(step: eg.StepGraph, result: eg.Result) -> None:
     system = eg.System("dgx-a100", settings={"network.nic_GBps": "0.1"})
     job = eg.lower(step, eg.Plan(**PLAN), system)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from echograph.errors import InputError
-from echograph.ir.comms.reader import Source
+from echograph.ir.comms.reader import CallSource
 from echograph.registry import Table
 
 READERS = Table(
@@ -19,7 +19,7 @@ READERS = Table(
 HEAD_BYTES = 1 << 16
 
 
-def find_sources(path: Path) -> tuple[list[Source], list[str]]:
+def find_sources(path: Path) -> tuple[list[CallSource], list[str]]:
     """The traces in a file or a folder, opened, by rank; and what was passed over, and why.
 
     Args:
@@ -31,14 +31,14 @@ def find_sources(path: Path) -> tuple[list[Source], list[str]]:
     if not path.exists():
         raise InputError(f"{path}: no such file or folder: give the folder where trace.<rank>.jsonl are")
     files = files_in(path) if path.is_dir() else [path]
-    sources: list[Source] = []
+    sources: list[CallSource] = []
     skipped: list[str] = []
     for file in files:
         kind = guess(file)
         if kind is None:
             skipped.append(f"{file}: no trace of collectives")
             continue
-        source: Source = READERS[kind](file)
+        source: CallSource = READERS[kind](file)
         try:
             source.open()
         except InputError as error:

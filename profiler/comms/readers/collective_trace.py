@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from echograph.errors import FormatError, InputError
-from echograph.ir.comms.reader import NO_TIME, Rows, Source
+from echograph.ir.comms.reader import NO_TIME, CallRows, CallSource
 from echograph.ir.comms.record import COLUMNS, UNKNOWN, What
 from echograph.ir.files import open_file
 
@@ -45,7 +45,7 @@ _NAME = re.compile(r"name:\s*(\w+)")
 _ASYNC = re.compile(r"async:\s*(\d)")
 
 
-class CollectiveTraceSource(Source):
+class CollectiveTraceSource(CallSource):
     """A log of one rank."""
 
     kind = "collective_trace"
@@ -70,7 +70,7 @@ class CollectiveTraceSource(Source):
         except ValueError as error:
             raise FormatError(f"{self.path}: line {number}: {error}") from None
 
-    def rows(self) -> Iterator[Rows]:
+    def rows(self) -> Iterator[CallRows]:
         """Rows with a sequence by group, and a duration in the end's place.
 
         Raises:

@@ -18,8 +18,8 @@ import numpy as np
 from msgspec import Meta
 
 from echograph.errors import FormatError
-from echograph.ir.comms.reader import NO_TIME, Rows, Source
-from echograph.ir.comms.record import COLUMNS, MAX_SEQUENCE, MAX_WALL_NS, UNKNOWN, Count, What
+from echograph.ir.comms.reader import NO_TIME, CallRows, CallSource
+from echograph.ir.comms.record import COLUMNS, MAX_SEQUENCE, MAX_WALL_NS, UNKNOWN, What, WholeNumber
 from echograph.ir.files import read_whole
 from echograph.profiler.comms.bandwidth import message_bytes
 from echograph.profiler.comms.groups import spell_ranks
@@ -50,8 +50,8 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True):
 
     process_group: Annotated[list[str | int], Meta(min_length=1)]
     profiling_name: str
-    input_sizes: list[list[Count]]
-    output_sizes: list[list[Count]]
+    input_sizes: list[list[WholeNumber]]
+    output_sizes: list[list[WholeNumber]]
     input_dtypes: list[str]
     output_dtypes: list[str]
     time_created_ns: WallClock
@@ -69,7 +69,7 @@ class _Group(msgspec.Struct, frozen=True, kw_only=True):
     ranks: str = ""
 
 
-class FlightRecorderSource(Source):
+class FlightRecorderSource(CallSource):
     """One rank's dump: the last calls before it, as many as the recorder's buffer holds."""
 
     kind = "flight recorder"
@@ -94,7 +94,7 @@ class FlightRecorderSource(Source):
                 self.groups[str(name)] = tuple(map(int, ranks))
                 self.world = max(self.world, int(ranks[-1]) + 1)
 
-    def rows(self) -> Iterator[Rows]:
+    def rows(self) -> Iterator[CallRows]:
         """Rows of the dump.
 
         Raises:

@@ -18,7 +18,7 @@ from echograph.simulator.engine.segments.transfer import TransferMatrix
 HOST, DEVICE = 0, 1
 Task = tuple[int, int, int, int]
 """Program, segment, operation of the segment, and whether the host or the device does it."""
-Times = list[list[int]]
+_Times = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def critical_path(run: SegmentRun, family: Int64) -> tuple[int, Int64]:
 class _Path:
     def __init__(self, run: SegmentRun, family: Int64) -> None:
         self.run, self.family = run, family.tolist()
-        self.durations: Times = [run.work.host[:, 0].tolist(), run.work.device[:, 0].tolist()]
+        self.durations: _Times = [run.work.host[:, 0].tolist(), run.work.device[:, 0].tolist()]
         self.total = np.zeros(int(family.max(initial=0)) + 1, np.int64)
         self.ways: dict[tuple[int, int, int, int], _Way] = {}
         self.kind_of = [sequence.kind.tolist() for sequence in run.segments.sequences]
@@ -104,7 +104,7 @@ class _Path:
         into: Int64 = (stretch.chain.before[segment - stretch.first] + entry).max(axis=1)
         return into
 
-    def _ends(self, program: int, segment: int) -> Times:
+    def _ends(self, program: int, segment: int) -> _Times:
         its, rows = self._matrix(program, segment), self.run.segments.kinds[self.kind_of[program][segment]].rows
         if its is None:
             met = self.run.met[int(self.run.segments.sequences[program].rendezvous[segment])]

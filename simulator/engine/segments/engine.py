@@ -17,7 +17,7 @@ from echograph.simulator.engine.segments.run import SegmentRun, run, work_of
 from echograph.simulator.engine.segments.timeline import program_timeline
 from echograph.simulator.engine.segments.transfer import LONGEST_PS
 from echograph.simulator.limits import families, largest_first
-from echograph.simulator.roles import Step
+from echograph.simulator.roles import StepRun
 
 if TYPE_CHECKING:
     from echograph.simulator.roles import Roles
@@ -26,7 +26,7 @@ REPEATED = 4
 """How often operations have to run, on average, for segments to pay: a kind takes as long as so many runs."""
 
 
-def simulate(roles: Roles) -> Step | None:
+def simulate(roles: Roles) -> StepRun | None:
     """One step, and when it ends in the scenarios of its interval.
 
     Returns:
@@ -57,7 +57,7 @@ def _pays(roles: Roles) -> bool:
     return job.unfolded_ops >= REPEATED * int((end - begin).sum()) and longest < LONGEST_PS
 
 
-def _step(roles: Roles, ran: SegmentRun) -> Step:
+def _step(roles: Roles, ran: SegmentRun) -> StepRun:
     """What the segments did; their tasks are run one by one if they have to be written down."""
     job: JobGraph = roles.job
     last, total = critical_path(ran, families(job))
@@ -66,7 +66,7 @@ def _step(roles: Roles, ran: SegmentRun) -> Step:
     def of_program(number: int) -> Breakdown:
         return breakdown(job, program_timeline(ran, number), number, end)
 
-    return Step(
+    return StepRun(
         end_ps=end,
         last=last,
         breakdown=of_program(last),

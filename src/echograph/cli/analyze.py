@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echograph.cli.app import print_error, print_json, print_line, print_table, print_text, progress
+from echograph.cli.app import print_error, print_line, print_table, print_text, progress
 from echograph.cli.options import parse_ranks
 from echograph.errors import UsageError
 from echograph.ir.files import check_writable, write_whole
@@ -65,7 +65,8 @@ def analyze_command(
         raise UsageError("the overview is several tables: name one analysis, or ask for --json")
     if option and not name:
         raise UsageError("--option: name the analysis that it is for")
-    analysis = ANALYSES[name] if name else None
+    if name:
+        ANALYSES[name]
 
     def read(path: Path, wanted: list[int] | None = None) -> TraceSet:
         with progress(f"reading {path}") as say:
@@ -85,27 +86,25 @@ def analyze_command(
         pieces = COPIES[name](found, **options)
         write_whole(output, _gzipped(pieces) if output.suffix == ".gz" else pieces)
         return
-    if analysis is not None:
-        tables: dict[str, AnswerTable] = {name: analysis(found, **options)}
-    else:
-        tables = {each: ANALYSES[each](found) for each in OVERVIEW}
+    asked = {name: options} if name else {each: {} for each in OVERVIEW}
+    tables: dict[str, AnswerTable] = {each: ANALYSES[each](found, **chosen) for each, chosen in asked.items()}
     for note in dict.fromkeys(note for table in tables.values() for note in table.notes):
         print_error(f"note: {note}")
-    if as_json or (output is not None and not as_csv):
+    if as_csv:
+        _put(tables[name].csv(), output)
+    elif as_json or output is not None:
         answer = [{"analysis": n, "rows": t.records(), "notes": list(t.notes)} for n, t in tables.items()]
         document: Any = answer[0] if name else answer
-        if output is None:
-            print_json(document)
-        else:
-            write_whole(output, [json.dumps(document, indent=2, allow_nan=False) + "\n"])
-    elif as_csv:
-        text = tables[name].csv()
-        if output is None:
-            print_text(text)
-        else:
-            write_whole(output, [text])
+        _put(json.dumps(document, indent=2, allow_nan=False) + "\n", output)
     else:
         _show(tables)
+
+
+def _put(text: str, output: Path | None) -> None:
+    if output is None:
+        print_text(text)
+    else:
+        write_whole(output, [text])
 
 
 def _write_page(target: Path, traces: TraceSet, folder: str, name: str, options: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from echograph.cli.replay import replay_command
 from echograph.errors import UsageError
 from echograph.workflow.plan import Plan
 from echograph.workflow.scenario import Scenario
+from echograph.workflow.system import SystemOptions
 
 app = make_app("echosim", "Simulate a workload graph on a cluster: step time, where it goes, how sure it is.")
 
@@ -25,20 +26,8 @@ MAX_TRACED = 64
 def run_command(
     graph: Annotated[Path, typer.Argument(help="A graph file written by echoc.")],
     plan: Plan,
+    system_options: SystemOptions,
     scenario: Scenario,
-    setting: Annotated[
-        list[str] | None, typer.Option("--set", help="What if cluster.KEY=VALUE, as cluster.network.nic_GBps=100.")
-    ] = None,
-    host_waits: Annotated[
-        bool,
-        typer.Option(
-            "--host-waits",
-            help="The host waits for what a pipeline stage receives (Megatron-LM of 2021, DeepSpeed).",
-        ),
-    ] = False,
-    launch_blocking: Annotated[
-        bool, typer.Option("--launch-blocking", help="Every launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1).")
-    ] = False,
     model_communication: Annotated[
         bool,
         typer.Option(
@@ -72,14 +61,12 @@ def run_command(
     from echograph.workflow.feasible import FEW, MOST_TRIED, feasible_plans, refuse_if_it_does_not_fit
     from echograph.workflow.lowering import cluster_notes
     from echograph.workflow.predict import predict
-    from echograph.workflow.system import System
 
     if trace_ranks is not None and trace is None:
         raise UsageError("--trace-ranks: says whose timelines a trace holds, give --trace as well")
     traced = () if trace_ranks is None else parse_ranks("--trace-ranks", trace_ranks, MAX_TRACED)
-    settings = dict(map(_setting, setting or ()))
     check_outputs({"the graph": graph}, {"--output": output, "--trace": trace, "--html": html})
-    system = System(plan.cluster, settings=settings, host_waits=host_waits, launch_blocking=launch_blocking)
+    system = system_options.system(plan.cluster)
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph, say)
         if model_communication:
@@ -106,13 +93,6 @@ def run_command(
         from echograph.workflow.report.prediction import page
 
         write_text(html, page(result, job, plan, system, scenario, said, near), "page: open it in a browser")
-
-
-def _setting(text: str) -> tuple[str, str]:
-    key, separator, value = text.partition("=")
-    if not separator or not key.startswith("cluster."):
-        raise UsageError(f"--set {text[:60]}: give cluster.KEY=VALUE, as cluster.network.nic_GBps=100")
-    return key.removeprefix("cluster."), value
 
 
 app.command("replay")(replay_command)

@@ -10,15 +10,13 @@ import typer
 
 from echograph.cli.app import print_error, print_json, print_line, progress
 from echograph.errors import UsageError
-from echograph.ir.exporters import EXPORTERS
 from echograph.units import format_bytes
-from echograph.workflow.exports import COMPOSED, ExportOptions, check_options
-from echograph.workflow.exports import export as export_graph
+from echograph.workflow.formats import EXPORTS, check_export, export
 
 
 def export_command(
     graph: Annotated[Path, typer.Argument(help="A graph file written by echoc.")],
-    to: Annotated[str, typer.Option(help=f"{', '.join(sorted((*EXPORTERS, *COMPOSED)))}.")],
+    to: Annotated[str, typer.Option(help=f"{', '.join(sorted(EXPORTS))}.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file; for chakra the folder.")],
     cluster: Annotated[
         str | None,
@@ -33,14 +31,13 @@ def export_command(
     """Write a graph in another tool's format, and say what the format cannot hold."""
     from echograph.ir import serde
 
-    options = ExportOptions(cluster=cluster, per_role=per_role, name=name)
-    check_options(to, options)
+    check_export(to, {"cluster": cluster, "per_role": per_role, "name": name})
     if graph.resolve() == output.resolve():
         raise UsageError(f"--output {output}: is the graph itself: give the export a path of its own")
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph, say)
         say(f"writing {output}")
-        done = export_graph(loaded, to, output, say=say, **asdict(options))
+        done = export(loaded, to, output, cluster=cluster, per_role=per_role, name=name, say=say)
     if as_json:
         print_json({"output": str(output), "format": to, **asdict(done)})
         return

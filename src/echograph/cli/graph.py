@@ -11,8 +11,8 @@ import typer
 from echograph.cli.app import print_error, print_json, print_line, progress
 from echograph.cli.output import Json, check_outputs
 from echograph.errors import UsageError
-from echograph.ir.exporters import EXPORTERS
 from echograph.units import format_bytes
+from echograph.workflow.formats import export
 
 FORMATS = ("dot", "gml", "graphml", "json", "svg")
 
@@ -34,7 +34,7 @@ def graph_command(
     with progress(f"reading {graph}") as say:
         loaded = serde.load(graph, say)
         say(f"drawing {output}")
-        done = EXPORTERS[to](loaded, output)
+        done = export(loaded, to, output)
     if as_json:
         print_json({"output": str(output), "format": to, **asdict(done)})
         return

@@ -10,12 +10,12 @@ import typer
 from echograph.cli.app import print_error, print_json, print_line, progress
 from echograph.cli.output import Json, check_outputs
 from echograph.units import format_bytes
-from echograph.workflow.imports import FORMATS, check_import, import_graph
+from echograph.workflow.formats import IMPORTS, check_import, import_graph
 from echograph.workflow.summary import outline
 
 
 def import_command(
-    format_name: Annotated[str, typer.Argument(metavar="FORMAT", help=f"{', '.join(sorted(FORMATS))}.")],
+    format_name: Annotated[str, typer.Argument(metavar="FORMAT", help=f"{', '.join(sorted(IMPORTS))}.")],
     source: Annotated[Path, typer.Argument(help="The file; for chakra and kineto the folder of the ranks.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the graph goes.")],
     keep_overhead: Annotated[
@@ -26,7 +26,7 @@ def import_command(
     """Read what another tool wrote, and write it as a graph; say what a graph cannot hold of it."""
     from echograph.ir import serde
 
-    check_import(format_name, keep_overhead=keep_overhead)
+    check_import(format_name, {"keep_overhead": keep_overhead})
     check_outputs({"the source": source}, {"--output": output})
     with progress(f"reading {source}") as say:
         imported = import_graph(format_name, source, keep_overhead=keep_overhead, say=say)

@@ -11,10 +11,10 @@ from typing import Any, Literal, get_args
 from echograph.errors import InputError, UnknownNameError, UsageError
 from echograph.options import given, kinds, option, option_name
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
-Recompute = Literal["none", "selective", "selective-op", "full"]
-Loss = Literal["eager", "fused"]
-Precision = Literal["bf16", "fp16", "fp32", "fp8", "fp8-rowwise", "mxfp8"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+RecomputeName = Literal["none", "selective", "selective-op", "full"]
+LossName = Literal["eager", "fused"]
+PrecisionName = Literal["bf16", "fp16", "fp32", "fp8", "fp8-rowwise", "mxfp8"]
 GradDType = Literal["bf16", "fp16", "fp32"]
 CpMethod = Literal["ring", "all-to-all"]
 AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -48,7 +48,7 @@ class Plan:
     expert_imbalance: float = option(1.0, "Rows of the busiest rank's experts in units of the mean (assumed).")
     pp: int = option(1, "Pipeline stages.")
     vpp: int = option(1, "Chunks of layers on each stage (interleaving).")
-    schedule: str = option("", f"{', '.join(get_args(Schedule))}.", "interleaved with --vpp, else 1f1b")
+    schedule: str = option("", f"{', '.join(get_args(ScheduleName))}.", "interleaved with --vpp, else 1f1b")
     stage_layers: str = option("", "Layers of each chunk in the model's order, as 10,12,12,10.", "even")
     dp: int | None = option(None, "Data-parallel ranks, experts' included.", "what the GPUs leave")
     zero: int = option(0, "0: DDP; 1: optimizer states sharded; 2: gradients, too; 3: parameters, too (FSDP).")
@@ -66,7 +66,8 @@ class Plan:
     )
     recompute: str = option(
         "none",
-        f"Activations computed again in backward: {', '.join(get_args(Recompute))}, or N: all of every Nth layer.",
+        f"Activations computed again in backward: {', '.join(get_args(RecomputeName))}, "
+        "or N: all of every Nth layer.",
     )
     recompute_early_stop: bool | None = option(
         None,
@@ -76,7 +77,7 @@ class Plan:
     loss: str = option(
         "eager", "Cross-entropy: eager, or fused, which writes no probabilities (torch.compile, Liger Kernel)."
     )
-    precision: str = option("", f"{', '.join(get_args(Precision))}.", "as the graph was compiled")
+    precision: str = option("", f"{', '.join(get_args(PrecisionName))}.", "as the graph was compiled")
     grad_dtype: str = option("", f"Type in which gradients add up: {', '.join(get_args(GradDType))}.", "their own")
     mesh_order: str = option("-".join(AXES), "Axes of the mesh, neighbours first.")
     passes: str = option("", "The passes themselves, as 'fuse data_parallel{replicas=8}'.", "those of the options")
@@ -125,12 +126,12 @@ def _check_sizes(plan: Plan) -> None:
 
 def _check_words(plan: Plan) -> None:
     words = {
-        "schedule": ("", *get_args(Schedule)),
+        "schedule": ("", *get_args(ScheduleName)),
         "cp_method": get_args(CpMethod),
-        "loss": get_args(Loss),
-        "precision": ("", *get_args(Precision)),
+        "loss": get_args(LossName),
+        "precision": ("", *get_args(PrecisionName)),
         "grad_dtype": ("", *get_args(GradDType)),
-        "recompute": (*get_args(Recompute), plan.recompute if plan.recompute.isdigit() else "none"),
+        "recompute": (*get_args(RecomputeName), plan.recompute if plan.recompute.isdigit() else "none"),
     }
     for name, choices in words.items():
         value = getattr(plan, name)

@@ -13,7 +13,7 @@ from echograph.errors import PlanError, UsageError
 from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.result import Result
 from echograph.simulator.what_if import Scale
 from echograph.units import to_s
@@ -119,7 +119,7 @@ def _machine(job: JobGraph, system: System | None) -> System:
         where = replace(load_cluster(), name="as traced", device=name, max_gpus=size, stated_gpus=size)
     else:
         where = replace(system.cluster, device=name)
-    return System.timed(where, Host(op_ps=0, launch_ps=0, threads=True))
+    return System.timed(where, HostTimes(op_ps=0, launch_ps=0, threads=True))
 
 
 def steps(result: Result) -> list[StepTime]:

@@ -8,11 +8,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
+from echograph.errors import UsageError
 from echograph.ir.graph import Graph
 from echograph.ir.profile import Profile, load_profile
+from echograph.options import option
 from echograph.profiler.costs import DeviceProfile, load_device
 from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.units import to_ps
 
 G = TypeVar("G", bound=Graph)
@@ -36,7 +38,7 @@ class System:
 
     cluster: Cluster
     device: DeviceProfile | None
-    host: Host
+    host: HostTimes
     profile: Profile | None
     settings: Mapping[str, str]
 
@@ -53,25 +55,31 @@ class System:
 
         Args:
             cluster: a preset, a cluster file (.toml), a measured profile (.pb), or a cluster.
-            device: another device than the cluster's file names: a name, a profile file (.json), or a profile.
+            device: another device than the cluster's file names, with its memory: a name, a profile file (.json),
+                or a profile.
             settings: keys of the cluster's file with other values, as text.
             host_waits: the host waits for what a pipeline stage receives.
             launch_blocking: every launch waits for its kernel.
 
         Raises:
             UnknownNameError: no preset, device or key of that name.
+            UsageError: another device for a measured profile, which is of one.
             InputError: a file cannot be read.
             DataError: a file breaks a rule of its format.
         """
         profile, costs = None, None
         if isinstance(cluster, str | Path) and str(cluster).endswith(".pb"):
+            if device is not None:
+                raise UsageError(f"--device: {cluster} is one measured device: give a cluster to put another into")
             profile = load_profile(str(cluster))
             where, host = _machine(profile, Path(cluster).stem), measured_host(profile)
         else:
             where = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, settings)
             costs = device if isinstance(device, DeviceProfile) else load_device(device or where.device)
             # A cluster may name the file of a device; durations carry the name that stands in it.
-            where, host = replace(where, device=costs.name), host_of(costs)
+            another = device is not None and costs.name != where.device
+            memory = costs.datasheet.memory_bytes if another else where.memory_bytes
+            where, host = replace(where, device=costs.name, memory_bytes=memory), host_of(costs)
         host = replace(host, waits=host_waits, blocking=launch_blocking or host.blocking)
         self._fill(where, costs, host, profile, settings)
 
@@ -79,7 +87,7 @@ class System:
         self,
         cluster: Cluster,
         device: DeviceProfile | None,
-        host: Host,
+        host: HostTimes,
         profile: Profile | None,
         settings: Mapping[str, str],
     ) -> None:
@@ -88,7 +96,7 @@ class System:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def timed(cls, cluster: Cluster, host: Host) -> System:
+    def timed(cls, cluster: Cluster, host: HostTimes) -> System:
         """A system for jobs in which every duration stands already, as in one that was traced.
 
         Args:
@@ -126,17 +134,51 @@ class System:
         return peaks.get(name) or peaks.get(STAND_IN.get(name, name), 0.0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemOptions:
+    """What is otherwise than a cluster's file says. The text of each field is its help on the command line."""
+
+    device: str = option("", "Another device: a name (see echosim devices) or a profile.json.", "the cluster's")
+    set: tuple[str, ...] = option((), "What if cluster.KEY=VALUE, as cluster.network.nic_GBps=100.")
+    host_waits: bool = option(
+        False, "The host waits for what a pipeline stage receives (Megatron-LM of 2021, DeepSpeed)."
+    )
+    launch_blocking: bool = option(False, "Every launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1).")
+
+    def system(self, cluster: str) -> System:
+        """The system of a cluster with these options.
+
+        Raises:
+            UsageError: a setting is misspelt.
+            EchoError: as `System`.
+        """
+        return System(
+            cluster,
+            self.device or None,
+            settings=dict(map(_setting, self.set)),
+            host_waits=self.host_waits,
+            launch_blocking=self.launch_blocking,
+        )
+
+
+def _setting(text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    if not separator or not key.startswith("cluster."):
+        raise UsageError(f"--set {text[:60]}: give cluster.KEY=VALUE, as cluster.network.nic_GBps=100")
+    return key.removeprefix("cluster."), value
+
+
 def host_name(device: str) -> str:
     """The name under which a file says how long the host takes to issue an operation for a device."""
     return f"{device}/host"
 
 
-def host_of(device: DeviceProfile) -> Host:
+def host_of(device: DeviceProfile) -> HostTimes:
     """The host that feeds a device."""
     from echograph.profiler.costs.host import SPREAD
 
     model = device.host
-    return Host(
+    return HostTimes(
         op_ps=to_ps(model.op_s),
         launch_ps=to_ps(model.kernel_s),
         communication_ps=None if model.communication_s is None else to_ps(model.communication_s),
@@ -145,10 +187,10 @@ def host_of(device: DeviceProfile) -> Host:
     )
 
 
-def measured_host(profile: Profile) -> Host:
+def measured_host(profile: Profile) -> HostTimes:
     """The host as it was measured. Where it computes itself it issues nothing meanwhile."""
     environment = profile.environment
-    return Host(
+    return HostTimes(
         op_ps=environment.host_op_picoseconds,
         launch_ps=environment.host_op_picoseconds - environment.host_view_picoseconds,
         blocking=environment.threads > 0,

@@ -31,7 +31,7 @@ from echograph.ir.passes.recompute import Recompute
 from echograph.ir.types import OpKind, Source
 from echograph.simulator.clusters import Cluster, SlowNode, load_cluster
 from echograph.simulator.goodput import Reliability, goodput
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.memory import Runtime, memory
 from echograph.simulator.ranks import EveryRank
 from echograph.simulator.result import Result
@@ -40,9 +40,9 @@ from echograph.simulator.what_if import Scale
 
 STORED = Path(__file__).parent / "simulations.json"
 US = 1_000_000
-EAGER = Host(op_ps=4 * US, launch_ps=3 * US, spread=0.5)
-BLOCKING = Host(op_ps=9 * US, launch_ps=3 * US, blocking=True)
-WAITING = Host(op_ps=2 * US, launch_ps=US, communication_ps=11 * US, waits=True)
+EAGER = HostTimes(op_ps=4 * US, launch_ps=3 * US, spread=0.5)
+BLOCKING = HostTimes(op_ps=9 * US, launch_ps=3 * US, blocking=True)
+WAITING = HostTimes(op_ps=2 * US, launch_ps=US, communication_ps=11 * US, waits=True)
 GIB = 2**30
 
 
@@ -87,7 +87,7 @@ class Case(NamedTuple):
     """A job, where it runs, and how that is simulated."""
 
     job: str
-    host: Host = EAGER
+    host: HostTimes = EAGER
     cluster: str = "dgx-h100"
     worse: tuple[SlowNode, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
@@ -98,7 +98,9 @@ class Case(NamedTuple):
         return 6 if any(isinstance(value, EveryRank) and value.jitter for _, value in self.options) else 0
 
 
-def _case(job: str, /, host: Host = EAGER, cluster: str = "dgx-h100", worse: Any = (), **options: Any) -> Case:
+def _case(
+    job: str, /, host: HostTimes = EAGER, cluster: str = "dgx-h100", worse: Any = (), **options: Any
+) -> Case:
     return Case(job, host, cluster, tuple(worse), tuple(options.items()))
 
 

@@ -22,7 +22,7 @@ from echograph.ir.graph import JobGraph
 from echograph.ir.passes.mesh import UnfoldRanks
 from echograph.ir.types import OpKind
 from echograph.simulator.durations import durations
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.simulate import simulate
 
 pytestmark = pytest.mark.torch
@@ -61,7 +61,7 @@ def export(folder: Path, model: str, plan: dict[str, Any], **options: Any) -> tu
 
 def step_s(made: JobGraph, folder: Path) -> float:
     """Seconds by the simulator, on the cluster that the replay assumes and with a host that takes no time."""
-    found = simulate(made, even_cluster(folder), Host(op_ps=0, launch_ps=0), memory=False)
+    found = simulate(made, even_cluster(folder), HostTimes(op_ps=0, launch_ps=0), memory=False)
     return found.step_ps / 1e12
 
 

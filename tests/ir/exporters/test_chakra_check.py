@@ -231,6 +231,27 @@ def test_a_send_does_not_wait_for_its_receive(tmp_path: Path) -> None:
     assert checked(tmp_path, ranks, groups).findings == ()
 
 
+def test_what_becomes_ready_meanwhile_takes_its_turn(tmp_path: Path) -> None:
+    """Between two computations that follow each other comes one of a lower id, whose sum others wait for first."""
+    ranks: Ranks = {
+        0: [
+            node(1, "r", NodeType.RECV, comm_src=1, comm_dst=0, comm_tag=1, comm_size=8),
+            node(2, "received", duration_us=1, data_deps=(1,)),
+            node(3, "long", duration_us=5),
+            node(4, "longer", duration_us=5, ctrl_deps=(3,)),
+            collective(5, "first", CommType.ALL_REDUCE, 64, "1", data_deps=(2,)),
+            collective(6, "then", CommType.ALL_REDUCE, 64, "2", data_deps=(4,)),
+        ],
+        1: [
+            node(1, "mm", duration_us=1),
+            node(2, "s", NodeType.SEND, comm_src=1, comm_dst=0, comm_tag=1, comm_size=8, data_deps=(1,)),
+            collective(3, "first", CommType.ALL_REDUCE, 64, "1", ctrl_deps=(2,)),
+            collective(4, "then", CommType.ALL_REDUCE, 64, "2", ctrl_deps=(3,)),
+        ],
+    }
+    assert checked(tmp_path, ranks, {"1": [0, 1], "2": [0, 1]}).findings == ()
+
+
 MEMBERS = {"1": [0, 1], "2": [1, 2], "3": [0, 2], "4": [0, 1, 2]}
 
 

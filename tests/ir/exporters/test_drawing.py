@@ -15,11 +15,11 @@ from hypothesis import given, settings
 
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.exporters import EXPORTERS
 from echograph.ir.exporters.drawing import MAX_STEPS, Picture, picture, to_svg
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
+from echograph.workflow.formats import EXPORTS
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -79,7 +79,7 @@ def test_communications_are_marked_with_their_axis_and_bytes(tmp_path: Path) -> 
                             + (graph.ops.kind == t.OpKind.RECV).sum())  # fmt: skip
     assert all(re.fullmatch(r"[a-z-]+ (pp|dp|tp|dp[+]tp|first and last) [0-9.]+ B", title) for title in said)
     for form in ("svg", "dot"):
-        done = EXPORTERS[form](graph, tmp_path / form)
+        done = EXPORTS[form](graph, tmp_path / form)
         assert "blocks stand once" in done.notes[0]
         assert all(title in (tmp_path / form).read_text(encoding="utf-8") for title in said)
 
@@ -116,7 +116,7 @@ def test_what_repeats_stands_once_with_how_often(tmp_path: Path) -> None:
     assert [(box.name, box.instances) for box in drawn.boxes[1:]] == [("part.1 to part.5", 5), ("part.6", 1)]
     assert drawn.left_out == ()
     assert sorted(row for ops in steps_of(drawn) for row in ops) == list(range(len(graph.ops)))
-    EXPORTERS["svg"](graph, tmp_path / "svg")
+    EXPORTS["svg"](graph, tmp_path / "svg")
     text = (tmp_path / "svg").read_text(encoding="utf-8")
     root = ElementTree.fromstring(text)
     assert float(root.get("width", "")) <= 1800
@@ -130,14 +130,14 @@ def test_any_name_can_be_drawn(name: str, tmp_path: Path) -> None:
     builder = GraphBuilder(name=name)
     builder.compute(name, module=name, flops=1, phase=t.Phase.FORWARD)
     for form in ("svg", "dot"):
-        EXPORTERS[form](builder.build(StepGraph), tmp_path / form)
+        EXPORTS[form](builder.build(StepGraph), tmp_path / form)
     ElementTree.parse(tmp_path / "svg")
 
 
 @pytest.mark.skipif(shutil.which("dot") is None, reason="needs Graphviz")
 def test_graphviz_draws_it(tmp_path: Path) -> None:
     graph = GRAPHS["job"]()
-    EXPORTERS["dot"](graph, tmp_path / "graph.dot")
+    EXPORTS["dot"](graph, tmp_path / "graph.dot")
     done = subprocess.run(["dot", "-Tsvg", tmp_path / "graph.dot"], capture_output=True, text=True, check=True)
     with_steps = [box for box in picture(graph).boxes if box.steps]
     assert done.stdout.count('class="cluster"') == len(with_steps) == len(graph.blocks) - 1, "main is empty"

@@ -23,11 +23,11 @@ from echograph.frontend.onnx.dtypes import step_type  # noqa: E402
 from echograph.frontend.onnx.model import read  # noqa: E402
 from echograph.frontend.pytorch.spec import StepSpec  # noqa: E402
 from echograph.ir.builder import GraphBuilder  # noqa: E402
-from echograph.ir.exporters import EXPORTERS  # noqa: E402
 from echograph.ir.exporters.onnx import export  # noqa: E402
 from echograph.ir.formats import Exported  # noqa: E402
 from echograph.ir.graph import JobGraph, StepGraph  # noqa: E402
 from echograph.ir.types import Attention, Convolution, DType, Phase, TensorRole  # noqa: E402
+from echograph.workflow.formats import EXPORTS  # noqa: E402
 
 
 def written(graph: Any, folder: Path) -> tuple[Any, Exported]:
@@ -175,7 +175,7 @@ def test_jobs_and_graphs_without_a_forward_pass_are_refused(tmp_path: Path) -> N
 
 
 def test_it_is_in_the_table_of_formats() -> None:
-    assert EXPORTERS["onnx"] is export
+    assert EXPORTS["onnx"] is export
     assert TensorProto.BFLOAT16 == 16
 
 

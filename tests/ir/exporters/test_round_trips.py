@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echograph.errors import FormatError
-from echograph.frontend import FRONTENDS
 from echograph.ir import serde
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.exporters import EXPORTERS
 from echograph.ir.graph import Graph, JobGraph, StepGraph, Workload
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
@@ -25,6 +23,7 @@ from echograph.ir.text import to_text
 from echograph.ir.text.network import from_gml, to_network
 from echograph.ir.text.parser import from_text
 from echograph.ir.text.records import from_json, to_json
+from echograph.workflow.formats import EXPORTS, IMPORTS
 
 nx = pytest.importorskip("networkx")
 
@@ -85,9 +84,9 @@ def test_any_name_and_number_comes_back(form: str, names: list[str], spread: flo
 @pytest.mark.parametrize("form", FORMS)
 def test_the_exporter_and_the_frontend_are_the_same_forms(form: str, tmp_path: Path) -> None:
     graph = replace(GRAPHS["job"](), unknown=b"\xa2\x06\x00")
-    done = EXPORTERS[form](graph, tmp_path / "graph")
+    done = EXPORTS[form](graph, tmp_path / "graph")
     assert (done.files, done.bytes, done.notes) == (1, (tmp_path / "graph").stat().st_size, ())
-    assert encoded(FRONTENDS[form](tmp_path / "graph")) == encoded(graph)
+    assert encoded(IMPORTS[form](tmp_path / "graph")) == encoded(graph)
 
 
 def test_text_without_tables_comes_back_with_others() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from echograph.ir.comms.record import FORMAT, End, GroupLine, Header, What, encode
+from echograph.ir.comms.record import FORMAT, EndLine, GroupLine, HeaderLine, What, encode
 from echograph.profiler.comms import report as report_module
 from echograph.profiler.comms.bandwidth import bus_factor, family, message_bytes
 from echograph.profiler.comms.report import report_on
@@ -32,12 +32,12 @@ def write(folder: Path, rank: int, rows: list[tuple[int, ...]], world: int, host
         "output_bytes": 1,
     }
     objects = [
-        Header(format=FORMAT, version=(1, 0), rank=rank, world=world, host=host),
+        HeaderLine(format=FORMAT, version=(1, 0), rank=rank, world=world, host=host),
         GroupLine(name="g", ranks=tuple(range(world))),
         What(id=0, **(fields | what)),
     ]
     text = b"".join(
-        [*map(encode, objects), *(json.dumps(row).encode() + b"\n" for row in rows), encode(End(calls=1))]
+        [*map(encode, objects), *(json.dumps(row).encode() + b"\n" for row in rows), encode(EndLine(calls=1))]
     )
     (folder / f"trace.{rank}.jsonl").write_bytes(text)
 
@@ -209,7 +209,7 @@ def test_ten_million_calls_fit_in_300_MB(tmp_path: Path) -> None:
                         for n in range(first, first + 100_000)
                     )
                 )
-            stream.write(encode(End(calls=5_000_000)))
+            stream.write(encode(EndLine(calls=5_000_000)))
     script = (
         "import sys; from pathlib import Path; from echograph.profiler.comms.report import report_on;"
         "r = report_on(Path(sys.argv[1])); print(r.calls, r.operations[0]['merged'], r.problems);"

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echograph.errors import FormatError, InputError
-from echograph.ir.comms.record import FORMAT, Beat, End, GroupLine, Header, What, encode
+from echograph.ir.comms.record import FORMAT, Beat, EndLine, GroupLine, HeaderLine, What, encode
 from echograph.profiler.comms.readers.flight_recorder import plain_pickle, read_dump
 from echograph.profiler.comms.report import Report, report_on
 
-HEADER = Header(format=FORMAT, version=(1, 0), rank=0, world=1)
+HEADER = HeaderLine(format=FORMAT, version=(1, 0), rank=0, world=1)
 WHAT = What(id=0, op="all_reduce", group="0", channel="0", bytes=8, input_bytes=8, output_bytes=8, shapes=((2,),))
 
 
@@ -68,8 +68,8 @@ def test_no_damage_to_a_file_is_more_than_the_loss_of_lines(
 
 
 def test_files_of_other_versions_and_kinds_are_passed_over_and_named(tmp_path: Path) -> None:
-    write(tmp_path, HEADER, WHAT, row(0, 0, 0, 0, 1, 0), End(calls=1))
-    newer = Header(format=FORMAT, version=(2, 3), rank=1, world=2)
+    write(tmp_path, HEADER, WHAT, row(0, 0, 0, 0, 1, 0), EndLine(calls=1))
+    newer = HeaderLine(format=FORMAT, version=(2, 3), rank=1, world=2)
     write(tmp_path, newer, rank=1)
     (tmp_path / "notes.txt").write_text("nothing\n")
     report = report_on(tmp_path)
@@ -82,8 +82,10 @@ def test_files_of_other_versions_and_kinds_are_passed_over_and_named(tmp_path: P
 
 
 def test_a_newer_minor_version_is_read(tmp_path: Path) -> None:
-    header = encode(Header(format=FORMAT, version=(1, 9), rank=0, world=1)).replace(b'"rank"', b'"new":[1],"rank"')
-    write(tmp_path, header, WHAT, row(0, 0, 0, 0, 1, 0), End(calls=1))
+    header = encode(HeaderLine(format=FORMAT, version=(1, 9), rank=0, world=1)).replace(
+        b'"rank"', b'"new":[1],"rank"'
+    )
+    write(tmp_path, header, WHAT, row(0, 0, 0, 0, 1, 0), EndLine(calls=1))
     assert report_on(tmp_path).calls == 1
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from small_traces import Event, job, launched, operator, step, write
 
-from echograph.ir.comms.record import FORMAT, MAJOR, MINOR, GroupLine, Header, What, encode
+from echograph.ir.comms.record import FORMAT, MAJOR, MINOR, GroupLine, HeaderLine, What, encode
 from echograph.ir.types import OpKind
 from echograph.profiler.record.folder import Hooks, Metadata, StepTimes, write_hooks, write_metadata
 from echograph.profiler.record.overhead import Overhead
 from echograph.profiler.replay import Observed, lower
 from echograph.profiler.traces import TraceSet, read_traces
 from echograph.simulator.what_if import parse_scale
-from echograph.workflow.imports import load_kineto
+from echograph.workflow.formats.kineto import load as load_kineto
 from echograph.workflow.replay import replay, step_medians, steps
 
 US = 1e-6
@@ -93,7 +93,7 @@ def messages(folder: Path) -> TraceSet:
         ]
         write(folder / str(rank) / "trace.json", events, rank=rank, baseTimeNanoseconds=0)
         lines = (
-            Header(
+            HeaderLine(
                 format=FORMAT, version=(MAJOR, MINOR), rank=rank, world=2, host="h", pid=1, began_ns=0, torch="2"
             ),
             GroupLine(name="0,1", ranks=(0, 1), torch_name="0", about="", backend="gloo"),

@@ -30,11 +30,11 @@ from echograph.profiler.traces.simulated import simulated_traces
 from echograph.profiler.traces.trace import COPIES
 from echograph.simulator.breakdown import Breakdown, breakdown
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.simulate import simulate
 
 CLUSTER = load_cluster("dgx-h100")
-HOST = Host(op_ps=4_000_000, launch_ps=3_000_000)
+HOST = HostTimes(op_ps=4_000_000, launch_ps=3_000_000)
 US, NS = 1_000_000, 1_000
 STEP = Fold()(layered_step(4))
 
@@ -231,7 +231,7 @@ def test_copies_are_copies(tmp_path: Path) -> None:
     builder.compute("mm", flops=1, durations=took)
     builder.program([(0, 0, builder.op_count(), 0, 0)], role="all")
     job = builder.build(JobGraph)
-    result = simulate(job, replace(CLUSTER, device="trace"), Host(op_ps=0, launch_ps=0))
+    result = simulate(job, replace(CLUSTER, device="trace"), HostTimes(op_ps=0, launch_ps=0))
     traces = read_back(job, result.timeline, tmp_path / "trace.json")
     check_columns(job, result.timeline, tmp_path / "trace.json")
     device = traces[0].rows(traces[0].on_device)

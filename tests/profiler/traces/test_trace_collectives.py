@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_traces import job, launched, operator, work, write
 
-from echograph.ir.comms.record import FORMAT, GroupLine, Header, Line, What, encode
+from echograph.ir.comms.record import FORMAT, GroupLine, HeaderLine, RecordLine, What, encode
 from echograph.profiler.traces import read_trace
 from echograph.profiler.traces.collectives import collectives, kind_of, matched
 
@@ -90,7 +90,7 @@ def test_groups_come_from_a_trace_of_collectives_beside_it(tmp_path: Path) -> No
     events = [*gloo("all_reduce", "allreduce_", 1000), *gloo("all_reduce", "allreduce_", 2000)]
     path = write(tmp_path / "0" / "trace.json", events, rank=None, **job_says)
     assert [call.ranks for call in collectives(read_trace(path))] == [(), ()]
-    said: list[Line] = [Header(format=FORMAT, version=(1, 0), rank=0, world=4, host="here")]
+    said: list[RecordLine] = [HeaderLine(format=FORMAT, version=(1, 0), rank=0, world=4, host="here")]
     for number, ranks in enumerate(((0, 1), (0, 1, 2, 3))):
         name = ",".join(map(str, ranks))
         said.append(GroupLine(name=name, ranks=ranks))

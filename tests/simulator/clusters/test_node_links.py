@@ -11,17 +11,17 @@ from echograph.errors import DataError
 from echograph.simulator.clusters import Cluster, load_cluster
 from echograph.simulator.clusters.fabric import read_fabric_document
 from echograph.simulator.clusters.load import PRESETS
-from echograph.simulator.collectives import Kind, collective_time
+from echograph.simulator.collectives import CollectiveName, collective_time
 from echograph.simulator.network.topology import Topology
 
 
-def seconds(cluster: Cluster, kind: Kind = "all_gather", ranks: int = 8, size: float = 2**30) -> float:
+def seconds(cluster: Cluster, kind: CollectiveName = "all_gather", ranks: int = 8, size: float = 2**30) -> float:
     return collective_time(kind, size, cluster.place(range(ranks)), cluster).seconds
 
 
 @pytest.mark.parametrize("rate", ["1", "45", "225", "4500"])
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all", "send_recv"])
-def test_bytes_take_as_much_longer_as_the_link_is_slower(rate: str, kind: Kind) -> None:
+def test_bytes_take_as_much_longer_as_the_link_is_slower(rate: str, kind: CollectiveName) -> None:
     usual, other = load_cluster("dgx-h100"), load_cluster("dgx-h100", {"node.nvlink_GBps": rate})
     # Latencies are told from bytes by two sizes.
     per_byte = [(seconds(c, kind, 2, 2**37) - seconds(c, kind, 2, 2**36)) / 2**36 for c in (usual, other)]

@@ -13,7 +13,7 @@ from echograph.simulator.clusters.fabric import NvlsCost, PeerCost, ProtocolCost
 from echograph.simulator.collectives import (
     ALGORITHMS,
     KINDS,
-    Kind,
+    CollectiveName,
     bus_factor,
     collective_curve,
     collective_time,
@@ -54,7 +54,7 @@ def ideal(pat: bool = False) -> Cluster:
 
 @pytest.mark.parametrize("n", [2, 3, 8])
 @pytest.mark.parametrize(("kind", "rounds"), [("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1)])
-def test_ring_closed_form(n: int, kind: Kind, rounds: int) -> None:
+def test_ring_closed_form(n: int, kind: CollectiveName, rounds: int) -> None:
     cluster = ideal()
     found = collective_time(kind, SIZE, cluster.place(range(n)), cluster, algorithm="ring")
     assert found.seconds == pytest.approx(rounds * (n - 1) * (ALPHA + SIZE / (n * BETA)), rel=1e-12)
@@ -158,14 +158,14 @@ def test_send_closed_form() -> None:
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "reduce"])
-def test_broadcast_is_a_pipelined_chain(kind: Kind) -> None:
+def test_broadcast_is_a_pipelined_chain(kind: CollectiveName) -> None:
     cluster = ideal()
     found = collective_time(kind, SIZE, cluster.place(range(8)), cluster)
     assert found.seconds == pytest.approx(7 * ALPHA + SIZE / BETA, rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_takes_no_time(kind: Kind) -> None:
+def test_one_rank_takes_no_time(kind: CollectiveName) -> None:
     cluster = load_cluster()
     found = collective_time(kind, SIZE, cluster.place([5]), cluster)
     assert (found.seconds, found.steps, found.algorithm, found.spread) == (0.0, 0, "none", 0.0)
@@ -185,7 +185,7 @@ def test_barrier_ignores_the_size_and_equals_a_tiny_all_reduce() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_choice_is_the_fastest_that_can_be_asked_for(kind: Kind) -> None:
+def test_the_choice_is_the_fastest_that_can_be_asked_for(kind: CollectiveName) -> None:
     cluster = load_cluster()
     for place in (cluster.place(range(8)), cluster.place(range(64)), cluster.place_strided(16, 8)):
         chosen = collective_time(kind, 1e6, place, cluster)
@@ -256,7 +256,7 @@ sizes = st.floats(0, 1e11)
     every=st.sampled_from([1, 2, 4]),
 )
 def test_more_bytes_never_take_less(
-    cluster: Cluster, kind: Kind, small: float, more: float, nodes: int, every: int
+    cluster: Cluster, kind: CollectiveName, small: float, more: float, nodes: int, every: int
 ) -> None:
     ranks = min(nodes * cluster.gpus_per_node, cluster.max_gpus) // every
     place = cluster.place_strided(ranks, every)
@@ -266,7 +266,7 @@ def test_more_bytes_never_take_less(
 
 @given(cluster=presets, kind=kinds, size=sizes, domains=st.integers(1, 1500), more=st.integers(1, 400))
 def test_more_whole_domains_never_take_less(
-    cluster: Cluster, kind: Kind, size: float, domains: int, more: int
+    cluster: Cluster, kind: CollectiveName, size: float, domains: int, more: int
 ) -> None:
     largest = cluster.max_gpus // cluster.domain_gpus
     few, many = (min(count, largest) for count in (domains, domains + more))
@@ -281,7 +281,7 @@ def test_more_whole_domains_never_take_less(
 
 @given(cluster=presets, kind=kinds, size=sizes, ranks=st.integers(1, 1500), more=st.integers(1, 400))
 def test_more_ranks_of_one_a_domain_never_take_less(
-    cluster: Cluster, kind: Kind, size: float, ranks: int, more: int
+    cluster: Cluster, kind: CollectiveName, size: float, ranks: int, more: int
 ) -> None:
     largest = cluster.max_gpus // cluster.domain_gpus
     times = [
@@ -295,14 +295,16 @@ def test_more_ranks_of_one_a_domain_never_take_less(
 
 @given(cluster=presets, kind=kinds, size=sizes, ranks=st.integers(1, 7))
 def test_more_ranks_of_a_node_never_take_less_save_by_nvls(
-    cluster: Cluster, kind: Kind, size: float, ranks: int
+    cluster: Cluster, kind: CollectiveName, size: float, ranks: int
 ) -> None:
     few, many = (collective_time(kind, size, cluster.place(range(count)), cluster) for count in (ranks, ranks + 1))
     assert "nvls" in (few.algorithm, many.algorithm) or few.seconds <= many.seconds * (1 + 1e-12)
 
 
 @given(cluster=presets, kind=kinds, values=st.lists(sizes, min_size=1, max_size=5), ranks=st.integers(1, 600))
-def test_curve_says_what_each_size_does(cluster: Cluster, kind: Kind, values: list[float], ranks: int) -> None:
+def test_curve_says_what_each_size_does(
+    cluster: Cluster, kind: CollectiveName, values: list[float], ranks: int
+) -> None:
     place = cluster.place(range(min(ranks, cluster.max_gpus)))
     curve = collective_curve(kind, np.array(values), place, cluster)
     assert curve.tolist() == pytest.approx(

@@ -16,7 +16,7 @@ import pytest
 
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.clusters.fabric import NvlsCost, PeerCost, ProtocolCost, ProtocolName, Protocols
-from echograph.simulator.collectives import ALGORITHMS, Algorithm, Cost, Kind, bus_factor
+from echograph.simulator.collectives import ALGORITHMS, Algorithm, CollectiveName, Cost, bus_factor
 from echograph.simulator.network import patterns
 from echograph.simulator.network.topology import Links
 
@@ -81,7 +81,7 @@ class Form(NamedTuple):
     bound: float = 0.0
 
 
-def ring(kind: Kind, at: Links, protocol: ProtocolName) -> Form:
+def ring(kind: CollectiveName, at: Links, protocol: ProtocolName) -> Form:
     n, m, d = at.ranks, at.ranks_per_domain, at.domains
     rounds = 2 if kind == "all_reduce" else 1
     share = 1.0 if kind in ("broadcast", "reduce") else (rounds * (n - 1) + FILL) / n
@@ -96,7 +96,7 @@ def ring(kind: Kind, at: Links, protocol: ProtocolName) -> Form:
     return Form(latency, steps, inside, across, bound=share / (at.node_bytes_per_s * a.efficiency))
 
 
-def tree(kind: Kind, at: Links, protocol: ProtocolName) -> Form:
+def tree(kind: CollectiveName, at: Links, protocol: ProtocolName) -> Form:
     m, d, a, far = at.ranks_per_domain, at.domains, NODE[protocol], NET[protocol]
     depth = ceil(log2(d))
     latency = a.base_s + far.base_s + 2 * (m - 1) * a.hop_s + 2 * depth * (far.hop_s + CLIMB)
@@ -106,11 +106,11 @@ def tree(kind: Kind, at: Links, protocol: ProtocolName) -> Form:
     return Form(latency, 2 * (m - 1) + 2 * depth, inside, across)
 
 
-def nvls(kind: Kind, at: Links, protocol: ProtocolName) -> Form:
+def nvls(kind: CollectiveName, at: Links, protocol: ProtocolName) -> Form:
     return Form(NVLS_BASE, 2, (at.ranks + 1) / at.ranks / NVLS_RATE, 0.0)
 
 
-def nvls_tree(kind: Kind, at: Links, protocol: ProtocolName) -> Form:
+def nvls_tree(kind: CollectiveName, at: Links, protocol: ProtocolName) -> Form:
     m, d = at.ranks_per_domain, at.domains
     depth, volume = ceil(log2(d)), TWO_DOMAINS if d == 2 else 2.0
     latency = NVLS_BASE + NVLS_TREE.base_s + 2 * depth * (NVLS_TREE.hop_s + CLIMB)
@@ -118,14 +118,14 @@ def nvls_tree(kind: Kind, at: Links, protocol: ProtocolName) -> Form:
     return Form(latency, 2 + 2 * depth, (m + 1) / m / NVLS_RATE, across)
 
 
-def pat(kind: Kind, at: Links, protocol: ProtocolName) -> Form:
+def pat(kind: CollectiveName, at: Links, protocol: ProtocolName) -> Form:
     n, a, far = at.ranks, NODE[protocol], NET[protocol]
     steps = ceil(log2(n))
     latency = a.base_s + far.base_s + steps * (far.hop_s + CLIMB)
     return Form(latency, steps, 0.0, (n - 1 + FILL) / n / (at.network_bytes_per_s * far.efficiency))
 
 
-def pairwise(kind: Kind, at: Links, protocol: ProtocolName) -> Form:
+def pairwise(kind: CollectiveName, at: Links, protocol: ProtocolName) -> Form:
     n, m, a = at.ranks, at.ranks_per_domain, PEER[protocol]
     rate = PEER_RATE * (at.node_bytes_per_s / PAIR_RATE)
     latency, across = a.base_s + (m - 1) * a.hop_s, 0.0
@@ -135,7 +135,7 @@ def pairwise(kind: Kind, at: Links, protocol: ProtocolName) -> Form:
     return Form(latency, n - 1, (m - 1 + LOCAL) / n / (rate * a.efficiency), across)
 
 
-def send(kind: Kind, at: Links, protocol: ProtocolName) -> Form:
+def send(kind: CollectiveName, at: Links, protocol: ProtocolName) -> Form:
     a = PEER[protocol]
     if at.domains == 1:
         return Form(a.base_s + a.hop_s, 1, 1 / (PEER_RATE * a.efficiency), 0.0)
@@ -145,7 +145,7 @@ def send(kind: Kind, at: Links, protocol: ProtocolName) -> Form:
     )
 
 
-def hierarchical(kind: Kind, at: Links, protocol: ProtocolName) -> Form:
+def hierarchical(kind: CollectiveName, at: Links, protocol: ProtocolName) -> Form:
     m, d, rounds = at.ranks_per_domain, at.domains, 2 if kind == "all_reduce" else 1
     steps = rounds * (m - 1) + rounds * (d - 1)
     a, far, rate, nics = NODE[protocol], NET[protocol], at.node_bytes_per_s, at.network_bytes_per_s
@@ -158,7 +158,7 @@ def hierarchical(kind: Kind, at: Links, protocol: ProtocolName) -> Form:
     return Form(latency, steps, inside, across, joined=True)
 
 
-FORMS: dict[str, Callable[[Kind, Links, ProtocolName], Form]] = {
+FORMS: dict[str, Callable[[CollectiveName, Links, ProtocolName], Form]] = {
     "ring": ring, "tree": tree, "nvls": nvls, "nvls_tree": nvls_tree, "pat": pat, "pairwise": pairwise,
     "send": send, "hierarchical": hierarchical,
 }  # fmt: skip
@@ -217,7 +217,7 @@ def test_what_a_fabric_does_not_offer_does_not_run() -> None:
 
 
 def test_which_domains_send_to_which() -> None:
-    expected: dict[tuple[str, Kind], patterns.Pattern] = {
+    expected: dict[tuple[str, CollectiveName], patterns.Pattern] = {
         ("ring", "all_reduce"): patterns.ring, ("ring", "all_gather"): patterns.ring,
         ("ring", "broadcast"): patterns.chain, ("ring", "reduce"): patterns.chain,
         ("tree", "all_reduce"): patterns.tree, ("nvls_tree", "all_reduce"): patterns.tree,

@@ -19,7 +19,7 @@ from echograph.simulator.durations import durations
 from echograph.simulator.engine import events, schedule, static
 from echograph.simulator.engine.schedule import Starts
 from echograph.simulator.engine.static import WINDOW, number
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.roles import Roles
 from echograph.simulator.tasks import HOST, TaskGraph
 
@@ -171,7 +171,7 @@ def test_engines_are_chosen_and_refused_by_name() -> None:
         job=job,
         times=durations(job, load_cluster()),
         issue=np.zeros(len(job.ops), np.int64),
-        host=Host(op_ps=0, launch_ps=0),
+        host=HostTimes(op_ps=0, launch_ps=0),
     )
     assert engine.simulate_roles(roles)[1] == "static"
     assert engine.simulate_roles(roles, "events")[1] == "events"

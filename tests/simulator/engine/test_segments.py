@@ -26,7 +26,7 @@ from echograph.simulator.engine.segments.cut import SegmentedJob, cut
 from echograph.simulator.engine.segments.engine import simulate as segments
 from echograph.simulator.engine.segments.run import SegmentRun, run, work_of
 from echograph.simulator.engine.segments.timeline import program_timeline
-from echograph.simulator.host import Host
+from echograph.simulator.host import HostTimes
 from echograph.simulator.limits import families, largest_first, limits
 from echograph.simulator.roles import Roles, write_timeline
 from echograph.simulator.simulate import simulate
@@ -34,7 +34,7 @@ from echograph.simulator.tasks import expand
 
 US = 1_000_000
 CLUSTER = load_cluster("dgx-h100")
-HOST = Host(op_ps=4 * US, launch_ps=3 * US, spread=0.5)
+HOST = HostTimes(op_ps=4 * US, launch_ps=3 * US, spread=0.5)
 SCENARIOS = 3
 
 

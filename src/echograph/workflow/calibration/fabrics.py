@@ -13,7 +13,7 @@ from echograph.profiler.fit.fabric import FabricFit, error_by_kind, fit_fabric, 
 from echograph.simulator.clusters import Cluster, load_cluster, load_network_fabric, load_node_fabric
 from echograph.simulator.clusters.fabric import FABRICS
 from echograph.simulator.collectives.calibrate import LIMITS, Calibration
-from echograph.workflow.calibration.recipes import Recipe
+from echograph.workflow.calibration.recipes import FabricRecipe
 
 ASSUMED_ERROR = 0.3
 FOLDS = 4
@@ -27,18 +27,18 @@ def with_fabric(cluster: Cluster, fabric: str) -> Cluster:
     return replace(cluster, network=replace(cluster.network, fabric=load_network_fabric(fabric)))
 
 
-def rows_of(recipe: Recipe, rows: list[CollectiveRow]) -> list[CollectiveRow]:
+def rows_of(recipe: FabricRecipe, rows: list[CollectiveRow]) -> list[CollectiveRow]:
     """The rows that make a fabric."""
     return [row for row in rows if recipe.rows(row)]
 
 
-def fit(recipe: Recipe, rows: list[CollectiveRow]) -> FabricFit:
+def fit(recipe: FabricRecipe, rows: list[CollectiveRow]) -> FabricFit:
     """Fits a recipe's fabric on given rows."""
     calibration = _calibration(recipe, rows)
     return fit_fabric(rows, calibration.predict, calibration.start(), upper=LIMITS)
 
 
-def cross_validate(recipe: Recipe, rows: list[CollectiveRow]) -> tuple[list[CollectiveRow], np.ndarray]:
+def cross_validate(recipe: FabricRecipe, rows: list[CollectiveRow]) -> tuple[list[CollectiveRow], np.ndarray]:
     """Predicts every row that is judged by a fit that has not seen its size; rows and seconds."""
     judged: list[CollectiveRow] = []
     seconds: list[np.ndarray] = []
@@ -50,22 +50,22 @@ def cross_validate(recipe: Recipe, rows: list[CollectiveRow]) -> tuple[list[Coll
     return judged, np.concatenate(seconds)
 
 
-def predict(recipe: Recipe, made: FabricFit, rows: list[CollectiveRow]) -> np.ndarray:
+def predict(recipe: FabricRecipe, made: FabricFit, rows: list[CollectiveRow]) -> np.ndarray:
     """Seconds of rows by a fit."""
     return _calibration(recipe, rows).predict(made.parameters)
 
 
-def _calibration(recipe: Recipe, rows: list[CollectiveRow]) -> Calibration:
+def _calibration(recipe: FabricRecipe, rows: list[CollectiveRow]) -> Calibration:
     return Calibration(load_cluster(recipe.cluster), recipe.fabric, _start(recipe), rows, recipe.fixed)
 
 
-def _start(recipe: Recipe, date: str = "") -> dict[str, Any]:
+def _start(recipe: FabricRecipe, date: str = "") -> dict[str, Any]:
     about = {"origin": recipe.origin, "source": recipe.source, "date": date, "assumed_error": ASSUMED_ERROR}
     return {"about": about, **recipe.start()}
 
 
 def document(
-    recipe: Recipe, made: FabricFit, rows: list[CollectiveRow], date: str
+    recipe: FabricRecipe, made: FabricFit, rows: list[CollectiveRow], date: str
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """The fabric's file, and the errors by collective on rows unseen by their fit."""
     judged, seconds = cross_validate(recipe, rows) if recipe.hold_out else ([], np.empty(0))

@@ -21,7 +21,7 @@ NETWORK_ONLY_BANDWIDTH = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class FabricRecipe:
     """How one fabric is made: where its rows are, what the fit may move, and what its file says."""
 
     fabric: str
@@ -109,7 +109,7 @@ _AIC = "nccl-tests of ai-dynamo/aiconfigurator (Apache-2.0), fp16, out-of-place"
 _SHORT = "Only bandwidth is fitted; latencies are assumed: those of hdr200."
 
 RECIPES = (
-    Recipe(
+    FabricRecipe(
         fabric="nvlink3",
         cluster="dgx-a100",
         rows=_one_node("A100-SXM4-80GB"),
@@ -117,7 +117,7 @@ RECIPES = (
         source=f"{_AIC}, 2-8 A100-SXM4-80GB, NCCL 2.27.3",
         note="NCCL of 2022 takes up to twice as long from 64 KiB to 16 MiB; larger sizes agree.",
     ),
-    Recipe(
+    FabricRecipe(
         fabric="nvlink3-one-process",
         cluster="azure-nd-a100-v4",
         rows=lambda row: _echo(row) and row.nodes == 1 and row.ranks > 1,
@@ -128,7 +128,7 @@ RECIPES = (
         origin="partly assumed",
         fixed=("peer",),
     ),
-    Recipe(
+    FabricRecipe(
         fabric="nvlink4",
         cluster="dgx-h100",
         rows=_one_node("H100-SXM5-80GB"),
@@ -136,7 +136,7 @@ RECIPES = (
         source=f"{_AIC}, 2-8 H100-SXM5-80GB, NCCL 2.29.2",
         note="NVLS is seen on 8 GPUs only; on fewer, its (1 + 1/n) law is taken from H200.",
     ),
-    Recipe(
+    FabricRecipe(
         fabric="nvlink4-h200",
         cluster="dgx-h200",
         rows=lambda row: (
@@ -153,7 +153,7 @@ RECIPES = (
         "4-8 H200 at 8 and 16 GiB of stas00/ml-engineering, NCCL 2.27.7",
         note="",
     ),
-    Recipe(
+    FabricRecipe(
         fabric="nvlink5",
         cluster="dgx-b200",
         rows=_one_node("B200-SXM"),
@@ -161,7 +161,7 @@ RECIPES = (
         source=f"{_AIC}, 2-8 B200-SXM, NCCL 2.29.2",
         note="No NVLS: NCCL chose ring up to 4 GiB, above which NVLS is a tenth faster.",
     ),
-    Recipe(
+    FabricRecipe(
         fabric="nvlink5-nvl72",
         cluster="gb200-nvl72",
         rows=lambda row: _one_node("GB200")(row) or ("coreweave" in row.source and row.ranks == 72),
@@ -170,7 +170,7 @@ RECIPES = (
         "72 GB200 of one rack, 512 MiB to 8 GiB, coreweave/nccl-tests, NCCL 2.26.2",
         note="Between 4 and 72 GPUs nothing is measured; NVLS rests on five sizes of one run on 72.",
     ),
-    Recipe(
+    FabricRecipe(
         fabric="pcie4",
         cluster="ethernet-100g",
         rows=_one_node("L40S"),
@@ -179,7 +179,7 @@ RECIPES = (
         note="The eight-GPU rows of this host scatter by a factor of three between neighbouring sizes, and have a "
         "seventeenth of a pair's bandwidth; no preset names it.",
     ),
-    Recipe(
+    FabricRecipe(
         fabric="pcie5",
         cluster="ethernet-100g",
         rows=_one_node("RTX PRO 6000"),
@@ -187,7 +187,7 @@ RECIPES = (
         source=f"{_AIC}, 2-8 RTX PRO 6000 on PCIe 5.0, NCCL 2.29.2",
         note="ethernet-100g takes it at the bandwidth of PCIe 4.0.",
     ),
-    Recipe(
+    FabricRecipe(
         fabric="hdr200",
         cluster="azure-nd-a100-v4",
         rows=lambda row: _echo(row) and row.nodes > 1,
@@ -199,7 +199,7 @@ RECIPES = (
         fixed=("peer",),
         judged=_from_64_kib,
     ),
-    Recipe(
+    FabricRecipe(
         fabric="efa-p5",
         cluster="aws-p5",
         rows=lambda row: "(p5)" in row.gpu and row.nccl == "",
@@ -210,7 +210,7 @@ RECIPES = (
         fixed=("peer",),
         judged=_from_64_kib,
     ),
-    Recipe(
+    FabricRecipe(
         fabric="efa-p4de",
         cluster="aws-p4de",
         rows=lambda row: "(p4de)" in row.gpu,
@@ -221,7 +221,7 @@ RECIPES = (
         fixed=("peer",),
         judged=_from_64_kib,
     ),
-    Recipe(
+    FabricRecipe(
         fabric="ndr400",
         cluster="dgx-h100",
         rows=lambda row: "coreweave" in row.source and row.ranks == 96,
@@ -233,7 +233,7 @@ RECIPES = (
         fixed=NETWORK_ONLY_BANDWIDTH,
         hold_out=False,
     ),
-    Recipe(
+    FabricRecipe(
         fabric="nvl72-ib",
         cluster="gb200-nvl72",
         rows=lambda row: "coreweave" in row.source and row.ranks > 96,

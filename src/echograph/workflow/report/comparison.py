@@ -11,8 +11,8 @@ from echograph.profiler.page.frame import data, document, tiles
 from echograph.units import format_bytes, format_count
 from echograph.workflow.report import parts
 
-Record = Mapping[str, Any]
-Pair = Sequence[tuple[str, Record]]
+_Record = Mapping[str, Any]
+_Pair = Sequence[tuple[str, _Record]]
 
 COMPARISON = "comparison"
 _DIFFERENCES = (
@@ -21,7 +21,7 @@ _DIFFERENCES = (
 )
 
 
-def comparison_page(found: Record, before: Record, after: Record, names: tuple[str, str]) -> str:
+def comparison_page(found: _Record, before: _Record, after: _Record, names: tuple[str, str]) -> str:
     """Two predictions as HTML that loads nothing, with the comparison's JSON in it.
 
     Args:
@@ -53,14 +53,14 @@ def comparison_page(found: Record, before: Record, after: Record, names: tuple[s
     return document(f"{names[0]} against {names[1]}", body)
 
 
-def _timed(name: str, record: Record) -> str:
+def _timed(name: str, record: _Record) -> str:
     """A prediction with its step time, and whose step is split."""
     last = record.get("breakdown_of")
     of_role = f", {last['name']}" if last else ""
     return f"{name}: {parts.seconds(record['step_time_s'])}{of_role}"
 
 
-def _head(found: Record, both: Pair) -> list[str]:
+def _head(found: _Record, both: _Pair) -> list[str]:
     lines = [
         f"{name}: {record['model']} on {record['gpus']:,} GPUs of {record['cluster']}: {parts.plan_line(record)}"
         for name, record in both
@@ -75,7 +75,7 @@ def _head(found: Record, both: Pair) -> list[str]:
     return [f"<h1>{escape(both[0][0])} against {escape(both[1][0])}</h1>", paragraphs, tiles(shown), _apart(both)]
 
 
-def _apart(both: Pair) -> str:
+def _apart(both: _Pair) -> str:
     """Whether the intervals leave open which of the two is faster."""
     (low, high), (other_low, other_high) = (record["step_time_interval_s"] for _, record in both)
     if high < other_low or other_high < low:
@@ -88,7 +88,7 @@ def _apart(both: Pair) -> str:
     return f"<p>{escape(text)}</p>"
 
 
-def _plan(found: Record, both: Pair) -> str:
+def _plan(found: _Record, both: _Pair) -> str:
     rows = [
         (key, *(str(record[key]) for _, record in both))
         for key in ("model", "cluster", "device")
@@ -107,7 +107,7 @@ def _value(value: Any) -> str:
     return "–" if value in (None, "") else str(value)
 
 
-def _differences(found: Record) -> str:
+def _differences(found: _Record) -> str:
     """The parts of the step by how much they differ."""
     split = [
         (name, row["difference"]) for name, row in found["figures"].items() if name in _PARTS or "exposed " in name
@@ -129,7 +129,7 @@ _CHANGE = (1, 2)
 _PARTS = ("compute", "host", "bubble", "wait")
 
 
-def _figures(found: Record, names: tuple[str, str]) -> str:
+def _figures(found: _Record, names: tuple[str, str]) -> str:
     rows = [
         (
             _FIGURES.get(name, name),
@@ -152,19 +152,19 @@ def _figure(name: str, value: float | None) -> str:
     return parts.percent(value) if name == "mfu" else parts.seconds(value)
 
 
-def _limits(both: Pair) -> str:
+def _limits(both: _Pair) -> str:
     bars = parts.limit_bars(both)
     text = "The critical path of each, by kind of work: what would have to be faster for the step to be shorter."
     return parts.section("What limits the step", text, bars)
 
 
-def _memory(both: Pair) -> str:
+def _memory(both: _Pair) -> str:
     known = [(f"{name}: {parts.memory_said(r['memory'])}", r["memory"]) for name, r in both if r["memory"]]
     text = "What is allocated at the moment when most is, on the role that needs most."
     return parts.section("Memory at the peak", text, parts.memory_bars(known) if known else "")
 
 
-def _communication(both: Pair) -> str:
+def _communication(both: _Pair) -> str:
     rows = [
         (f"{name}: {axis}", *parts.communication(record, axis))
         for axis in dict.fromkeys(axis for _, record in both for axis in record["collectives"])

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from echograph.ir.columns import Bools
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, Phase, Source
@@ -17,7 +17,6 @@ from echograph.simulator.result import Result
 from echograph.units import to_s
 from echograph.workflow.report.moments import COMPUTE, Kinds, Moments, totals
 
-Flags = npt.NDArray[np.bool_]
 MOST_OPERATIONS, MOST_COLLECTIVES = 15, 10
 _TENSORS = 3
 _LAST_NUMBER = re.compile(r"(?<=_)\d+$")
@@ -97,7 +96,7 @@ class _Path:
             row["each_s"] = row["on_path_s"] / row["count"]
         return {"operations": operations, "collectives": collectives, "rest_s": to_s(rest)}
 
-    def _rows(self, mask: Flags, of: Callable[[int], dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    def _rows(self, mask: Bools, of: Callable[[int], dict[str, Any]], most: int) -> list[dict[str, Any]]:
         """Those that are alike but for layer, stage and size together; the time is in picoseconds."""
         rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         for op in np.flatnonzero(mask & (self.spent > 0)).tolist():

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from echograph.ir.columns import NONE, Int64, distinct
+from echograph.ir.columns import NONE, Bools, Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import Phase
@@ -23,7 +22,6 @@ _PHASE_COLOURS = np.array([_OF_PHASE.get(Phase(n), 6) if n else 6 for n in range
 HOST, IDLE = 7, 8
 _EXPOSED = "exposed: "
 _LEVELS = ("each operation", "all work of a layer", "all work of a micro-batch")
-Flags = npt.NDArray[np.bool_]
 
 
 def colours(kinds: Kinds) -> list[int]:
@@ -32,7 +30,7 @@ def colours(kinds: Kinds) -> list[int]:
     return [0, *cycle, HOST, IDLE]
 
 
-class Step:
+class ShownStep:
     """What is put on lanes: a job, when it ran, and what its roles did at each moment."""
 
     def __init__(self, job: JobGraph, timeline: Timeline, kinds: Kinds) -> None:
@@ -155,7 +153,7 @@ class Step:
         order = np.lexsort((timeline.start[rows], track))
         return rows[order], track[order]
 
-    def _parted(self, rows: Int64, track: Int64, level: str) -> Flags:
+    def _parted(self, rows: Int64, track: Int64, level: str) -> Bools:
         """Where a bar begins."""
         new = np.full(len(rows), level == _LEVELS[0])
         op = self.timeline.op[rows]
@@ -168,7 +166,7 @@ class Step:
         return new
 
     def _stream(
-        self, number: int, rows: Int64, new: Flags, level: str, track: int, *, detail: bool
+        self, number: int, rows: Int64, new: Bools, level: str, track: int, *, detail: bool
     ) -> TimelineTrack:
         """What runs on the host (track 0) or a stream, in bars."""
         timeline, first = self.timeline, np.flatnonzero(new)

@@ -21,7 +21,7 @@ _OF_KIND = {
     "host": HOST,
     "other ranks": IDLE,
 }
-Row = Sequence[Any]
+_Row = Sequence[Any]
 
 
 def seconds(value: float) -> str:
@@ -92,7 +92,7 @@ def flat(breakdown: Mapping[str, Any]) -> dict[str, float]:
     return {"compute": breakdown["compute"], **exposed, **{k: breakdown[k] for k in ("host", "bubble", "wait")}}
 
 
-def grid(titles: Sequence[str], rows: Sequence[Row], texts: Sequence[int] = ()) -> str:
+def grid(titles: Sequence[str], rows: Sequence[_Row], texts: Sequence[int] = ()) -> str:
     """A table of what is written already.
 
     Args:

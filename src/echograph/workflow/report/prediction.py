@@ -17,12 +17,12 @@ from echograph.workflow.plan import Plan
 from echograph.workflow.report import parts
 from echograph.workflow.report.assumptions import asked, assumptions
 from echograph.workflow.report.details import details
-from echograph.workflow.report.lanes import Step
+from echograph.workflow.report.lanes import ShownStep
 from echograph.workflow.report.moments import kinds_of, moments
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
 
-Record = Mapping[str, Any]
+_Record = Mapping[str, Any]
 
 MOST_ROLES = 16
 RESULT, DETAILS = "result", "details"
@@ -86,7 +86,7 @@ def page(
     some = "" if len(shown) == roles else f" Of {roles} roles {len(shown)} are shown."
     note = f"{result.tasks:,} tasks: --trace writes them all."
     note += "" if result.ranks is None else " Of each role, those ranks are drawn that end last."
-    drawn = Step(job, timeline, kinds).drawing(found, more["idle"], note) if result.step_ps else ""
+    drawn = ShownStep(job, timeline, kinds).drawing(found, more["idle"], note) if result.step_ps else ""
     does_not_fit = result.memory is not None and not result.memory.fits
     body = [
         *_head(record, more, banner("DOES NOT FIT", f"needs {shortage(result, near)}") if does_not_fit else ""),
@@ -110,7 +110,7 @@ def _shown(count: int) -> list[int]:
     return sorted({round(i * (count - 1) / (MOST_ROLES - 1)) for i in range(MOST_ROLES)})
 
 
-def _head(record: Record, more: Record, alarm: str) -> list[str]:
+def _head(record: _Record, more: _Record, alarm: str) -> list[str]:
     low, high = (parts.seconds(value) for value in record["step_time_interval_s"])
     shown = [(parts.seconds(record["step_time_s"]), f"step time; 90 % interval {low} to {high}")]
     if record["tokens_per_s"]:
@@ -141,14 +141,14 @@ def _head(record: Record, more: Record, alarm: str) -> list[str]:
     ]
 
 
-def _utilisation(record: Record) -> str:
+def _utilisation(record: _Record) -> str:
     """By which FLOPs the devices' peak is used, and how much of it with causal attention by half."""
     text = "of the devices' peak (model FLOPs, none recomputed or padded)"
     causal = record["mfu_causal"]
     return text if causal == record["mfu"] else f"{text}; {parts.percent(causal)} with causal attention by half"
 
 
-def _verdict(record: Record) -> str:
+def _verdict(record: _Record) -> str:
     """The page in two sentences."""
     step, limits = record["step_time_s"], record["limits_s"]
     if not step or not limits:
@@ -164,7 +164,7 @@ def _verdict(record: Record) -> str:
     return f"<p>{escape(text)}</p>"
 
 
-def _where(record: Record, more: Record, some: str) -> str:
+def _where(record: _Record, more: _Record, some: str) -> str:
     step = record["step_time_s"] or 1.0
     rows = [
         (f"{role['role']}: computes {parts.percent(role['breakdown_s']['compute'] / step)}", role["breakdown_s"])
@@ -186,7 +186,7 @@ def _where(record: Record, more: Record, some: str) -> str:
     return parts.section("Where the step goes", said, parts.stacked(rows), table, by_phase)
 
 
-def _of_one(record: Record, step: float) -> str:
+def _of_one(record: _Record, step: float) -> str:
     """The parts of the step of the one role that was simulated."""
     lines = [
         (name, parts.seconds(value), parts.percent(value / step))
@@ -196,7 +196,7 @@ def _of_one(record: Record, step: float) -> str:
     return parts.grid(("part", "time", "of the step"), lines)
 
 
-def _of_ranks(record: Record, step: float) -> str:
+def _of_ranks(record: _Record, step: float) -> str:
     """The parts of the step of the role that ends last, and how they differ between ranks."""
     split, mean, least, most = (
         parts.flat(record[f"breakdown_{which}s"]) for which in ("", "mean_", "least_", "most_")
@@ -209,7 +209,7 @@ def _of_ranks(record: Record, step: float) -> str:
     return parts.grid(("part", "time", "of the step", "mean", "least", "most"), lines)
 
 
-def _limits(record: Record) -> str:
+def _limits(record: _Record) -> str:
     step = record["step_time_s"] or 1.0
     rows = [
         (name, parts.seconds(value), parts.percent(value / step), parts.seconds(0.1 * value))
@@ -222,7 +222,7 @@ def _limits(record: Record) -> str:
     return parts.section("What limits the step", _LIMITS, drawn, parts.grid(titles, rows), _through(record, step))
 
 
-def _through(record: Record, step: float) -> str:
+def _through(record: _Record, step: float) -> str:
     """The ranks through which the critical path goes."""
     rows = []
     for one in record.get("limits_by_rank", ()):
@@ -236,7 +236,7 @@ def _through(record: Record, step: float) -> str:
     return parts.grid(titles, rows, (1, 4))
 
 
-def _path(record: Record, path: Record) -> str:
+def _path(record: _Record, path: _Record) -> str:
     step = record["step_time_s"] or 1.0
     spent = ("on the path", "of the step", "times", "each", "duration")
     operations = [
@@ -263,12 +263,12 @@ def _path(record: Record, path: Record) -> str:
     return parts.section("On the critical path", _PATH + rest, *drawn)
 
 
-def _named(row: Record) -> str:
+def _named(row: _Record) -> str:
     """An operation with its phase, where its name does not say it."""
     return row["name"] if row["phase"] in row["name"] else f"{row['name']}, {row['phase']}"
 
 
-def _spent(row: Record, step: float) -> tuple[str, ...]:
+def _spent(row: _Record, step: float) -> tuple[str, ...]:
     """What the critical path spends on an operation, and where its duration comes from."""
     spread = f" ±\u00a0{100 * row['spread']:.0f}\u00a0%" if row["spread"] else ""
     on_path = row["on_path_s"]
@@ -277,7 +277,7 @@ def _spent(row: Record, step: float) -> tuple[str, ...]:
     return (parts.seconds(on_path), share, times, parts.seconds(row["each_s"]), f"{row['source']}{spread}" or "–")
 
 
-def _memory(record: Record) -> str:
+def _memory(record: _Record) -> str:
     memory = record["memory"]
     if memory is None:
         return ""
@@ -310,12 +310,12 @@ def _memory(record: Record) -> str:
     )
 
 
-def _communication(record: Record) -> str:
+def _communication(record: _Record) -> str:
     rows = [(axis, *parts.communication(record, axis)) for axis in record["collectives"]]
     return parts.section("Communication", _COMMUNICATION, parts.grid(parts.COMMUNICATION, rows, (5,)))
 
 
-def _links(record: Record) -> str:
+def _links(record: _Record) -> str:
     rows = [
         (link["name"], parts.percent(link["utilisation"]), f"{link['alike']:,}")
         for link in record.get("links", ())
@@ -324,7 +324,7 @@ def _links(record: Record) -> str:
     return parts.section("Links", "Those used most, as a share of their bandwidth over the step.", table)
 
 
-def _rests(record: Record, more: Record) -> str:
+def _rests(record: _Record, more: _Record) -> str:
     shares = ", ".join(
         f"{parts.percent(share)} {name}" for name, share in record["durations"].items() if share > 0
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from echograph.ir.graph import JobGraph
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.memory import MIB, Memory, Runtime, largest_memory
-from echograph.workflow.validation.table import Row
+from echograph.workflow.validation.table import MeasuredStep
 
 GIB = 2**30
 RESERVED = ("titan",)
@@ -22,7 +22,7 @@ THOUSANDS = ("bloom",)
 """Families whose GB are thousands of nvidia-smi's MiB: their 80 GB would not fit an A100 as GiB."""
 
 
-def measured_memory(row: Row) -> int | None:
+def measured_memory(row: MeasuredStep) -> int | None:
     """The row's figure in bytes; None where it has none."""
     try:
         gib = float(row.text("peak_mem_gib"))
@@ -31,19 +31,19 @@ def measured_memory(row: Row) -> int | None:
     return round(gib * GIB * (1000 / 1024 if row.family in THOUSANDS else 1)) if 0 < gib < 1e6 else None
 
 
-def predicted_memory(row: Row, job: JobGraph, cluster: Cluster) -> int | None:
+def predicted_memory(row: MeasuredStep, job: JobGraph, cluster: Cluster) -> int | None:
     """The same figure, predicted, of the rank that needs most."""
     memory = largest_memory(job, cluster.memory_bytes, _runtime(row))
     return None if memory is None else _reported(row, memory)
 
 
-def _reported(row: Row, memory: Memory) -> int:
+def _reported(row: MeasuredStep, memory: Memory) -> int:
     if row.family in RESERVED and memory.reserved_bytes is not None:
         return memory.reserved_bytes
     return memory.device_bytes
 
 
-def _runtime(row: Row) -> Runtime:
+def _runtime(row: MeasuredStep) -> Runtime:
     runtime = Runtime(expandable_segments=row.family in RESERVED)
     if row.family not in EAGER_KERNELS:
         return runtime

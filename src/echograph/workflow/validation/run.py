@@ -20,7 +20,6 @@ from echograph.ir.passes.mesh import ResizeAxes
 from echograph.ir.passes.micro_batch import MicroBatch
 from echograph.ir.passes.spec import pass_text
 from echograph.progress import Progress, silent
-from echograph.units import to_s
 from echograph.workflow.compile import compile_entry
 from echograph.workflow.lowering import passes
 from echograph.workflow.plan import Plan
@@ -29,13 +28,13 @@ from echograph.workflow.system import System
 from echograph.workflow.validation.memory import measured_memory, predicted_memory
 from echograph.workflow.validation.score import Outcome
 from echograph.workflow.validation.setup import Setup, setup
-from echograph.workflow.validation.table import Row, Skip
+from echograph.workflow.validation.table import MeasuredStep, Skip
 
 PIECE = 90
 """Rows that a process takes at once: they share a capture, and no process is left alone with a large family."""
 
 
-def predict_rows(rows: Sequence[Row], jobs: int = 1, say: Progress = silent) -> list[Outcome]:
+def predict_rows(rows: Sequence[MeasuredStep], jobs: int = 1, say: Progress = silent) -> list[Outcome]:
     """A prediction for every row that can be simulated, in the order of the rows.
 
     Args:
@@ -43,7 +42,7 @@ def predict_rows(rows: Sequence[Row], jobs: int = 1, say: Progress = silent) -> 
         jobs: processes.
         say: told how far it is.
     """
-    groups: dict[object, list[tuple[Row, Setup]]] = defaultdict(list)
+    groups: dict[object, list[tuple[MeasuredStep, Setup]]] = defaultdict(list)
     done: dict[str, Outcome] = {}
     for row in rows:
         try:
@@ -58,7 +57,7 @@ def predict_rows(rows: Sequence[Row], jobs: int = 1, say: Progress = silent) -> 
     return [done[row.id] for row in rows]
 
 
-def _pieces(groups: Iterable[list[tuple[Row, Setup]]]) -> Iterator[list[tuple[Row, Setup]]]:
+def _pieces(groups: Iterable[list[tuple[MeasuredStep, Setup]]]) -> Iterator[list[tuple[MeasuredStep, Setup]]]:
     """Groups, the large ones cut between rows that share least; the longest piece first."""
     pieces = []
     for group in groups:
@@ -67,7 +66,7 @@ def _pieces(groups: Iterable[list[tuple[Row, Setup]]]) -> Iterator[list[tuple[Ro
     return iter(sorted(pieces, key=_work, reverse=True))
 
 
-def _run(pieces: list[list[tuple[Row, Setup]]], jobs: int) -> Iterator[list[Outcome]]:
+def _run(pieces: list[list[tuple[MeasuredStep, Setup]]], jobs: int) -> Iterator[list[Outcome]]:
     if jobs == 1:
         yield from map(_predict_piece, pieces)
         return
@@ -81,12 +80,12 @@ def _run(pieces: list[list[tuple[Row, Setup]]], jobs: int) -> Iterator[list[Outc
             raise
 
 
-def _work(piece: list[tuple[Row, Setup]]) -> int:
+def _work(piece: list[tuple[MeasuredStep, Setup]]) -> int:
     """About how much there is to simulate, so that no process is left alone with the longest piece."""
     return sum((made.plan.global_batch or 1) * made.plan.model_ranks // made.micro_batch for _, made in piece)
 
 
-def _predict_piece(piece: list[tuple[Row, Setup]]) -> list[Outcome]:
+def _predict_piece(piece: list[tuple[MeasuredStep, Setup]]) -> list[Outcome]:
     """Rows of one architecture."""
     steps = _Steps(sizes={made.micro_batch for _, made in piece})
     return [_predict(row, made, steps) for row, made in piece]
@@ -170,27 +169,27 @@ def _compile(made: Setup, batch_size: int) -> StepGraph:
     )
 
 
-def _predict(row: Row, made: Setup, steps: _Steps) -> Outcome:
+def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
     try:
         system = System(made.plan.cluster, host_waits=made.host_waits, launch_blocking=made.blocking)
         job = steps.job(made, system)
-        picoseconds = simulate(job, system, plan=made.plan, memory=False).step_ps
+        result = simulate(job, system, plan=made.plan, memory=False)
         measured = measured_memory(row)
         peak = predicted_memory(row, job, system.cluster) if measured else None
     except EchoError as error:
         return _skipped(row, str(error))
-    seconds = to_s(picoseconds)
     return Outcome(
         id=row.id,
         family=row.family,
         measured_s=row.measured_s,
-        predicted_s=seconds,
-        tokens_per_s=(made.plan.global_batch or 0) * made.seq_len / seconds,
+        predicted_s=result.step_s,
+        interval_s=result.interval_s,
+        tokens_per_s=(made.plan.global_batch or 0) * made.seq_len / result.step_s,
         peak_bytes=peak,
         measured_peak_bytes=measured,
         assumed=made.assumed,
     )
 
 
-def _skipped(row: Row, why: str) -> Outcome:
+def _skipped(row: MeasuredStep, why: str) -> Outcome:
     return Outcome(id=row.id, family=row.family, skipped=" ".join(why.split()))

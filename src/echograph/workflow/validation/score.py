@@ -22,6 +22,7 @@ class Outcome:
         family: of the row.
         measured_s: measured step time.
         predicted_s: predicted step time; None where the row was skipped.
+        interval_s: its 90 % interval.
         tokens_per_s: predicted.
         peak_bytes: predicted peak memory.
         measured_peak_bytes: measured peak memory, where the row has it.
@@ -33,6 +34,7 @@ class Outcome:
     family: str
     measured_s: float | None = None
     predicted_s: float | None = None
+    interval_s: tuple[float, float] | None = None
     tokens_per_s: float | None = None
     peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
@@ -47,6 +49,13 @@ class Outcome:
         return self.predicted_s / self.measured_s - 1
 
     @property
+    def in_interval(self) -> bool | None:
+        """Whether the measured step is within the interval of the predicted one."""
+        if self.interval_s is None or self.measured_s is None:
+            return None
+        return self.interval_s[0] <= self.measured_s <= self.interval_s[1]
+
+    @property
     def memory_error(self) -> float | None:
         """Relative error of the peak memory."""
         if self.peak_bytes is None or not self.measured_peak_bytes:
@@ -56,6 +65,7 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """The record of `echosim validate --json`."""
         record = asdict(self) | {"error": self.error, "memory_error": self.memory_error}
+        record["in_interval"] = self.in_interval
         return {**record, "assumed": list(self.assumed), "skipped": self.skipped or None}
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from echograph.ir.passes.depth import FEWEST
 from echograph.workflow.plan import Plan
-from echograph.workflow.validation.table import Row, Skip
+from echograph.workflow.validation.table import MeasuredStep, Skip
 
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.spec import StepSpec
@@ -106,7 +106,7 @@ class Setup:
         return self.plan.micro_batch or 1
 
 
-def setup(row: Row) -> Setup:
+def setup(row: MeasuredStep) -> Setup:
     """The model, step and plan of a row.
 
     Raises:
@@ -130,14 +130,14 @@ def setup(row: Row) -> Setup:
     )
 
 
-def _known(table: dict[str, Any], row: Row, column: str) -> Any:
+def _known(table: dict[str, Any], row: MeasuredStep, column: str) -> Any:
     value = row.text(column)
     if value not in table:
         raise Skip(f"{column} '{value}' is not modelled")
     return table[value]
 
 
-def _model(row: Row, assumed: list[str]) -> tuple[ModelEntry, str]:
+def _model(row: MeasuredStep, assumed: list[str]) -> tuple[ModelEntry, str]:
     from echograph.models import get_model
 
     layers, hidden, heads = (row.number(c) for c in ("layers", "hidden", "heads"))
@@ -172,7 +172,7 @@ def _model(row: Row, assumed: list[str]) -> tuple[ModelEntry, str]:
     return entry, attention
 
 
-def _plan(row: Row, precision: str, assumed: list[str]) -> Plan:
+def _plan(row: MeasuredStep, precision: str, assumed: list[str]) -> Plan:
     gpu = row.text("gpu_type")
     cluster = CLUSTERS.get(gpu)
     if cluster is None:
@@ -223,19 +223,19 @@ def _stage_layers(layers: int, chunks: int) -> str:
     return ",".join(str(even - (chunk in (0, chunks - 1))) for chunk in range(chunks))
 
 
-def _is_of(row: Row, kinds: tuple[str, ...]) -> bool:
+def _is_of(row: MeasuredStep, kinds: tuple[str, ...]) -> bool:
     """Whether a row is of a family and, after a colon, a part of its source."""
     pairs = [kind.split(": ") for kind in kinds]
     return any(row.family == family and part in row.text("source") for family, part in pairs)
 
 
-def _compiles_loss(row: Row) -> bool:
+def _compiles_loss(row: MeasuredStep) -> bool:
     """Whether a report of torchtitan is of a compiled loss: since April 2025 (its pull request 1033)."""
     month = re.search(r"_(20\d{4})_", row.text("source"))
     return bool(row.family == "titan" and "compile" in row.text("notes") and month and int(month[1]) >= 202504)
 
 
-def _micro_batch(row: Row, replicas: int, chunks: int, assumed: list[str]) -> int:
+def _micro_batch(row: MeasuredStep, replicas: int, chunks: int, assumed: list[str]) -> int:
     """The row's; where torchtitan's names none for a pipeline, its default: as many micro-batches as chunks."""
     if row.text("micro_batch") or chunks == 1:
         return row.number("micro_batch")

@@ -18,7 +18,7 @@ class Skip(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MeasuredStep:
     """One measured step: what the table says of it, by column."""
 
     columns: dict[str, str]
@@ -73,7 +73,7 @@ class Row:
         return seconds
 
 
-def read(path: Path, families: Sequence[str] = (), grades: Sequence[str] = ()) -> list[Row]:
+def read(path: Path, families: Sequence[str] = (), grades: Sequence[str] = ()) -> list[MeasuredStep]:
     """The rows of a CSV table, of the families and grades asked for.
 
     Raises:
@@ -96,9 +96,9 @@ def read(path: Path, families: Sequence[str] = (), grades: Sequence[str] = ()) -
     return kept
 
 
-def _rows(path: Path, reader: Iterable[dict[str, str]]) -> Iterable[Row]:
+def _rows(path: Path, reader: Iterable[dict[str, str]]) -> Iterable[MeasuredStep]:
     for number, columns in enumerate(reader):
         if number >= MAX_ROWS:
             raise DataError(f"{path}: has over {MAX_ROWS} rows")
         if columns["id"]:
-            yield Row(columns)
+            yield MeasuredStep(columns)

@@ -1,4 +1,4 @@
-"""`echoc export` in formats that hold times: a Chrome trace of a simulation, and SimAI's workload text."""
+"""Formats that hold times: a Chrome trace of a simulation, and SimAI's workload text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.progress import Progress, silent
 from echograph.simulator.clusters import DEFAULT_CLUSTER
 from echograph.workflow.annotate import annotate
-from echograph.workflow.exports import ExportOptions, job_of
+from echograph.workflow.formats.chakra import job_of
 from echograph.workflow.plan import Plan
 from echograph.workflow.system import System
 
 
-def export_chrome(graph: Graph, output: Path, options: ExportOptions, say: Progress = silent) -> Exported:
+def export_chrome(
+    graph: Graph, output: Path, *, cluster: str = DEFAULT_CLUSTER, progress: Progress = silent
+) -> Exported:
     """Writes the timeline of a simulation without options, as `echosim run --trace` does; a step is one node's.
 
     Raises:
@@ -26,9 +28,9 @@ def export_chrome(graph: Graph, output: Path, options: ExportOptions, say: Progr
     from echograph.workflow.predict import predict
 
     assert isinstance(graph, StepGraph | JobGraph)
-    say("simulating")
-    result, job = predict(graph, Plan(cluster=options.cluster or DEFAULT_CLUSTER))
-    say(f"writing {output}")
+    progress("simulating")
+    result, job = predict(graph, Plan(cluster=cluster))
+    progress(f"writing {output}")
     written = write_whole(output, chrome_trace(job, result.timeline))
     note = (
         f"the times are simulated, of {job.world_size} GPUs of {result.cluster}; echosim run --trace has options"
@@ -36,7 +38,9 @@ def export_chrome(graph: Graph, output: Path, options: ExportOptions, say: Progr
     return Exported(files=1, bytes=written, notes=(note,))
 
 
-def export_simai(graph: Graph, output: Path, options: ExportOptions, say: Progress = silent) -> Exported:
+def export_simai(
+    graph: Graph, output: Path, *, cluster: str = DEFAULT_CLUSTER, progress: Progress = silent
+) -> Exported:
     """Writes SimAI's workload text with the durations of a cluster's device.
 
     Raises:
@@ -46,6 +50,6 @@ def export_simai(graph: Graph, output: Path, options: ExportOptions, say: Progre
     """
     from echograph.ir.exporters.simai import write_simai
 
-    say("estimating durations")
-    system = System(options.cluster or DEFAULT_CLUSTER)
+    progress("estimating durations")
+    system = System(cluster)
     return write_simai(annotate(job_of(graph), system), output, device=system.cluster.device)
