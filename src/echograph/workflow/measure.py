@@ -88,7 +88,7 @@ def start_profile(device: MeasuringDevice, output: Path, name: str, resume: bool
 
 def with_host(device: MeasuringDevice, name: str = "") -> Environment:
     """A device's environment with the host's times, measured now."""
-    from echograph.profiler.measure.host import measure_host
+    from echograph.profiler.measure.ops import measure_host
     from echograph.units import to_ps
 
     host = measure_host(device)
