@@ -268,3 +268,20 @@ def test_who_meets_for_a_communication() -> None:
     assert keys[2][4] == keys[3][4]
     distinct = {key for of_stage in keys for key in of_stage if key is not None}
     assert len(distinct) == 5
+
+
+def test_programs_that_stand_for_several_ranks_do_not_meet_in_a_list_of_ranks() -> None:
+    """Only a program that lists its ranks, or has a place on every axis, is in such a list."""
+    for axes, pinned, meets in ((("pp",), ("pp",), True), (("pp", "dp"), ("pp",), False)):
+        builder = GraphBuilder(streams=("compute", "comm"))
+        builder.mesh = tuple(Axis(name=axis, size=2) for axis in axes)
+        group = builder.group("listed", ranks=range(2 ** len(axes)))
+        for stage in range(2):
+            row = builder.collective(
+                "it", CollectiveKind.ALL_REDUCE, group=group, bytes_per_rank=8, dtype=DType.FP32, stream=1
+            )
+            places = dict.fromkeys(pinned, stage)
+            builder.program([(0, row, row + 1, 0, 0)], role=f"stage {stage}", coordinates=places)
+        job = builder.build(JobGraph)
+        keys = [meeting(job, number, number) for number in range(2)]
+        assert keys == ([(0, ()), (0, ())] if meets else [None, None])

@@ -252,7 +252,17 @@ def test_ranks_that_are_not_there_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"slow": {0: 0.0}}, {"slow": {0: 1e9}}, {"jitter": -0.1}, {"jitter": float("nan")}, {"seed": -1}]
+    "wrong",
+    [
+        {"slow": {0: 0.0}},
+        {"slow": {0: 1e9}},
+        {"jitter": -0.1},
+        {"jitter": float("nan")},
+        {"seed": -1},
+        {"slow": {0: 1000.1}},
+        {"jitter": 0.51},
+        {"seed": 2**63},
+    ],
 )
 def test_numbers_out_of_range_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=": give a"):

@@ -24,7 +24,7 @@ from layered import layered_step
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.annotate import Annotate
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.fold import fold
+from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.recompute import Recompute
@@ -62,19 +62,19 @@ def timed(job: JobGraph, device: str) -> JobGraph:
 def _staged(layers: int, stages: int, schedule: str, *, chunks: int = 1, micro_batches: int = 0) -> JobGraph:
     micro_batches = micro_batches or 2 * stages
     return Pipeline(stages=stages, micro_batches=micro_batches, schedule=schedule, chunks=chunks)(
-        fold(layered_step(layers))
+        Fold()(layered_step(layers))
     )
 
 
 JOBS: dict[str, Callable[[], JobGraph]] = {
-    "alone": lambda: DataParallel(replicas=1)(fold(layered_step(3))),
+    "alone": lambda: DataParallel(replicas=1)(Fold()(layered_step(3))),
     "unfolded": lambda: DataParallel(replicas=16)(layered_step(3)),
-    "replicas": lambda: DataParallel(replicas=24, micro_batches=3, bucket_bytes=3 << 20)(fold(layered_step(5))),
-    "zero-1": lambda: DataParallel(replicas=8, zero=1, overlap_param_gather=True)(fold(layered_step(4))),
-    "zero-2": lambda: DataParallel(replicas=16, zero=2, micro_batches=2)(fold(layered_step(4))),
-    "sharded": lambda: FullyShard(replicas=16, micro_batches=2)(fold(layered_step(4))),
-    "hybrid": lambda: FullyShard(replicas=32, shard=8, reshard_after_forward=False)(fold(layered_step(4))),
-    "recomputed": lambda: DataParallel(replicas=2)(Recompute(policy="full", every=2)(fold(layered_step(6)))),
+    "replicas": lambda: DataParallel(replicas=24, micro_batches=3, bucket_bytes=3 << 20)(Fold()(layered_step(5))),
+    "zero-1": lambda: DataParallel(replicas=8, zero=1, overlap_param_gather=True)(Fold()(layered_step(4))),
+    "zero-2": lambda: DataParallel(replicas=16, zero=2, micro_batches=2)(Fold()(layered_step(4))),
+    "sharded": lambda: FullyShard(replicas=16, micro_batches=2)(Fold()(layered_step(4))),
+    "hybrid": lambda: FullyShard(replicas=32, shard=8, reshard_after_forward=False)(Fold()(layered_step(4))),
+    "recomputed": lambda: DataParallel(replicas=2)(Recompute(policy="full", every=2)(Fold()(layered_step(6)))),
     "gpipe": lambda: DataParallel(replicas=4)(_staged(4, 2, "gpipe")),
     "1f1b": lambda: DataParallel(replicas=4)(_staged(8, 4, "1f1b")),
     "interleaved": lambda: DataParallel(replicas=2)(_staged(8, 2, "interleaved", chunks=2)),
@@ -111,7 +111,7 @@ STRAGGLERS, JITTER = EveryRank(slow={1: 1.5, 3: 0.75}), EveryRank(jitter=0.05, s
 WAYS: dict[str, tuple[tuple[str, ...], Callable[[str], Case]]] = {
     "": (tuple(JOBS), _case),
     ", task by task": (("replicas", "1f1b", "sharded", "zero-bubble"), lambda job: _case(job, engine="static")),
-    ", readable": (("unfolded", "1f1b"), lambda job: _case(job, engine="reference")),
+    ", by events": (("unfolded", "1f1b"), lambda job: _case(job, engine="events")),
     ", blocking": (("alone", "1f1b"), lambda job: _case(job, BLOCKING)),
     ", waiting": (("1f1b", "interleaved", "long"), lambda job: _case(job, WAITING)),
     ", every rank": (
