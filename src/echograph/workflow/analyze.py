@@ -14,8 +14,8 @@ from echograph.progress import Progress, silent
 from echograph.simulator.result import Result
 
 if TYPE_CHECKING:
+    from echograph.profiler.analyses.table import AnswerTable
     from echograph.profiler.traces import TraceSet
-    from echograph.registry import Table
 
 OVERVIEW = ("steps", "temporal-breakdown", "kernel-types", "overlap", "idle")
 """The analyses that together say where the time goes."""
@@ -29,7 +29,7 @@ def analyze(
     last_step: bool = False,
     say: Progress = silent,
     **options: Any,
-) -> Table:
+) -> AnswerTable:
     """Answers a question about what ran: where the time goes, what waits, what is launched.
 
     Args:
@@ -55,7 +55,7 @@ def analyze(
     for key in options:
         if key not in known:
             raise UnknownNameError(f"option of {name}", key, known)
-    found: Table = analysis(_traces(what, ranks, last_step, say), **options)
+    found: AnswerTable = analysis(_traces(what, ranks, last_step, say), **options)
     return found
 
 

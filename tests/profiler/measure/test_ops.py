@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch
 
 from echograph.errors import InputError, UsageError  # noqa: E402
-from echograph.ir.profile import Environment, Invocation, Operand, Part, Profile, Signature, TensorType  # noqa: E402  # noqa: E402
+from echograph.ir.profile import Environment, Invocation, Operand, Part, Profile, Signature, TensorType  # noqa: E402
 from echograph.ir.types import DType  # noqa: E402
 from echograph.profiler.measure.device import Cuda, MeasuringDevice, Processor, open_device  # noqa: E402
-from echograph.profiler.measure.ops import Options, _solved, continued, label, measure, measure_host  # noqa: E402  # noqa: E402
+from echograph.profiler.measure.ops import Options, _solved, continued, label, measure, measure_host  # noqa: E402
 from echograph.profiler.measure.sampling import time_steps  # noqa: E402
 
 HERE = Environment(device="fake", threads=1)
