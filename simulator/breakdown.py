@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph
+from echograph.ir.intervals import union
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, OpKind
 from echograph.units import to_s
@@ -214,18 +215,8 @@ def _cover(timeline: Timeline, layers: list[Int64], end: int) -> list[int]:
     for layer in layers:
         starts = np.concatenate([starts, timeline.start[layer]])
         stops = np.concatenate([stops, timeline.end[layer]])
-        starts, stops = _merge(starts, stops)
+        starts, stops = union(starts, stops)
         now = int((np.minimum(stops, end) - starts).sum())
         covered.append(now - before)
         before = now
     return covered
-
-
-def _merge(starts: Int64, stops: Int64) -> tuple[Int64, Int64]:
-    """The union of intervals as disjoint ones, ascending."""
-    if not len(starts):
-        return starts, stops
-    order = np.argsort(starts, kind="stable")
-    starts, reach = starts[order], np.maximum.accumulate(stops[order])
-    first = np.concatenate([[True], starts[1:] > reach[:-1]])
-    return starts[first], reach[np.concatenate([first[1:], [True]])]

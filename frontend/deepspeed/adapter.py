@@ -83,15 +83,15 @@ class DeepSpeedAdapter(TorchAdapter):
 
     @contextmanager
     def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
-        """DeepSpeed's shims, and its engine's seams."""
+        """DeepSpeed's shims, and its engine's hooks."""
         shims.load()
         self._engine = None
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(super().installed(world, recorder))
             enter(shims.installed(world))
-            for seam in self._seams(recorder):
-                enter(seam)
+            for hook in self._hooks(recorder):
+                enter(hook)
             yield
 
     def axes(self, world: World) -> Mapping[str, int] | None:
@@ -108,23 +108,25 @@ class DeepSpeedAdapter(TorchAdapter):
         neighbours = not experts and sorted(ranks) == list(range(min(ranks), min(ranks) + len(ranks)))
         return {"dp": world.size // len(ranks), "ep": len(ranks)} if neighbours else None
 
-    def _seams(self, recorder: ScriptRecorder) -> Iterator[AbstractContextManager[None]]:
-        engine = shims.seam(*_ENGINE)
+    def _hooks(self, recorder: ScriptRecorder) -> Iterator[AbstractContextManager[None]]:
+        engine = shims.hook_point(*_ENGINE)
         yield patched(engine, "__init__", lambda f: self._made(f, recorder))
         yield patched(engine, "forward", lambda f: _in_micro_batch(f, recorder, annotate.FORWARD))
         yield patched(engine, "backward", lambda f: _in_micro_batch(f, recorder, annotate.BACKWARD))
         yield patched(engine, "step", lambda f: _stepping(f, recorder))
-        yield from self._pipelines.seams(recorder, lambda engine: _step_ends(engine, recorder))
+        yield from self._pipelines.hooks(recorder, lambda engine: _step_ends(engine, recorder))
         for module, owner, name, payload in _CARRYING:
             around = partial(_carrying, recorder=recorder, payload=payload)
-            yield patched(shims.seam(module, owner), name, around)
-        coordinator = shims.seam("runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
-        init = shims.seam("runtime.zero.partition_parameters", "Init")
+            yield patched(shims.hook_point(module, owner), name, around)
+        coordinator = shims.hook_point(
+            "runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator"
+        )
+        init = shims.hook_point("runtime.zero.partition_parameters", "Init")
         yield patched(coordinator, GATHER, lambda f: self._gathering(f, recorder))
         for owner, name in ((coordinator, GATHER), *((init, name) for name in _GATHERS)):
             yield patched(owner, name, lambda f: gathering(f, self._offloads_parameters))
         if self._config is not None:
-            yield patched(shims.seam(""), "initialize", self._configured)
+            yield patched(shims.hook_point(""), "initialize", self._configured)
 
     def _configured(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def initialize(args: Any = None, *others: Any, **kwargs: Any) -> Any:
@@ -161,7 +163,7 @@ class DeepSpeedAdapter(TorchAdapter):
 
 
 def _expert_groups() -> Mapping[str, Any]:
-    found: Mapping[str, Any] = shims.seam("utils.groups")._get_expert_parallel_group_dict()
+    found: Mapping[str, Any] = shims.hook_point("utils.groups")._get_expert_parallel_group_dict()
     return found
 
 

@@ -45,26 +45,26 @@ class CapturedAccelerator(CPU_Accelerator):  # type: ignore[misc]
         return self._world.local_rank
 
     @property
-    def Stream(self) -> type[streams.Stream]:
+    def Stream(self) -> type[streams.CapturedStream]:
         """The class of streams."""
-        return streams.Stream
+        return streams.CapturedStream
 
     @property
-    def Event(self) -> type[streams.Event]:
+    def Event(self) -> type[streams.CapturedEvent]:
         """The class of events."""
-        return streams.Event
+        return streams.CapturedEvent
 
-    def stream(self, stream: streams.Stream | None) -> Any:
+    def stream(self, stream: streams.CapturedStream | None) -> Any:
         """What is issued in the context goes to the stream."""
         return streams.on(stream)
 
-    def current_stream(self, device_index: int | None = None) -> streams.Stream:
+    def current_stream(self, device_index: int | None = None) -> streams.CapturedStream:
         """What work is issued to."""
-        return streams.Stream.current
+        return streams.CapturedStream.current
 
-    def default_stream(self, device_index: int | None = None) -> streams.Stream:
+    def default_stream(self, device_index: int | None = None) -> streams.CapturedStream:
         """What work is issued to where nobody says otherwise."""
-        return streams.Stream.default
+        return streams.CapturedStream.default
 
     def is_fp16_supported(self) -> bool:
         """Half precision is there on every GPU that DeepSpeed trains on."""

@@ -46,16 +46,16 @@ class Pipelines:
         self._outputs: dict[int, list[list[Layout] | Layout]] = {}
         self._done: Counter[Any] = Counter()
 
-    def seams(
+    def hooks(
         self, recorder: ScriptRecorder, step_ends: Callable[[Any], None]
     ) -> Iterator[AbstractContextManager[None]]:
-        """The engine's seams, to be put in place.
+        """The engine's hooks, to be put in place.
 
         Args:
             recorder: is told.
             step_ends: called with the engine where a step has ended.
         """
-        engine = shims.seam(_MODULE, "PipelineEngine")
+        engine = shims.hook_point(_MODULE, "PipelineEngine")
         executing = getattr(engine, "_INSTRUCTION_MAP", {})
         told = {kind: self._executing(kind.__name__, run, recorder) for kind, run in executing.items()}
         yield replaced(engine, "_INSTRUCTION_MAP", told)
@@ -110,9 +110,9 @@ class Pipelines:
                 )
             told = known[asked[stage]]
             asked[stage] += 1
-            size = shims.seam(_MODULE).TENSOR_META_SIZE
+            size = shims.hook_point(_MODULE).TENSOR_META_SIZE
             with recorder.carrying("other"):
-                shims.seam("runtime.pipe.p2p").recv(
+                shims.hook_point("runtime.pipe.p2p").recv(
                     torch.empty(size, dtype=torch.int32, device=engine.device), stage
                 )
             if isinstance(told, tuple):

@@ -34,7 +34,7 @@ def load() -> None:
 
 @contextmanager
 def installed(world: World) -> Iterator[None]:
-    """In the context DeepSpeed runs as one rank of a world that is not there; nothing of that stays."""
+    """In the context DeepSpeed runs as one rank under fake process groups; nothing of that stays."""
     from deepspeed.accelerator import real_accelerator
 
     from echograph.frontend.deepspeed.device import CapturedAccelerator, stand_in
@@ -44,14 +44,14 @@ def installed(world: World) -> Iterator[None]:
         enter(_as_it_was())
         real_accelerator.ds_accelerator = CapturedAccelerator(world)
         enter(patched(nn.Module, "_apply", _convert))
-        enter(patched(seam("ops.op_builder.builder", "OpBuilder"), "load", stand_in))
-        enter(slices.at_once(seam, world.rank))
+        enter(patched(hook_point("ops.op_builder.builder", "OpBuilder"), "load", stand_in))
+        enter(slices.at_once(hook_point, world.rank))
         for module, owner, name, around in _SHIMS:
-            enter(patched(seam(module, owner), name, around))
+            enter(patched(hook_point(module, owner), name, around))
         yield
 
 
-def seam(module: str, owner: str = "") -> Any:
+def hook_point(module: str, owner: str = "") -> Any:
     """DeepSpeed (""), a module of it, or a class in that.
 
     Raises:

@@ -23,21 +23,23 @@ GATHER = "_PartitionedParameterCoordinator__all_gather_params_"
 
 
 @contextmanager
-def at_once(seam: Callable[[str, str], Any], rank: int) -> Iterator[None]:
+def at_once(hook_point: Callable[[str, str], Any], rank: int) -> Iterator[None]:
     """In the context, ZeRO-3 handles the slices of all ranks together.
 
     Args:
-        seam: (module of DeepSpeed, class or "") -> it.
+        hook_point: (module of DeepSpeed, class or "") -> it.
         rank: of this process.
     """
-    handle = seam("runtime.zero.partition_parameters", "AllGatherCoalescedHandle")
-    coordinator = seam("runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
-    reduce = seam("runtime.comm.coalesced_collectives", "")
+    handle = hook_point("runtime.zero.partition_parameters", "AllGatherCoalescedHandle")
+    coordinator = hook_point("runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
+    reduce = hook_point("runtime.comm.coalesced_collectives", "")
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(
             patched(
-                seam("runtime.zero.stage3", ""), "reduce_scatter_coalesced", lambda _: partial(_scatter, reduce)
+                hook_point("runtime.zero.stage3", ""),
+                "reduce_scatter_coalesced",
+                lambda _: partial(_scatter, reduce),
             )
         )
         enter(patched(handle, "wait", _wait))

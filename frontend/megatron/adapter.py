@@ -1,4 +1,4 @@
-"""Megatron scripts for `echoc capture megatron`: shims, seams, the mesh of `parallel_state`, one rank a stage.
+"""Megatron scripts for `echoc capture megatron`: shims, hooks, the mesh of `parallel_state`, one rank a stage.
 
 What megatron-core keeps from step to step is told as well: which ranks have shares of it, its flat buffers, its
 masters.
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from echograph.frontend.megatron import checkout, engine, experts
+from echograph.frontend.megatron import experts, startup_stubs, transformer_engine
+from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
-from echograph.frontend.megatron.seams import seams
 from echograph.frontend.megatron.shims import shimmed
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.collectives import ranks_of
-from echograph.frontend.scripts.memory import Memory
+from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _BUFFERS = ("buffers", "expert_parallel_buffers")
 
 
-def tell(memory: Memory) -> None:
+def tell(memory: LivingTensors) -> None:
     """Says what tensors are and who has shares of them: parameters, their masters, and the buffers they lie in."""
     names = {id(parameter): name for parameter, name in memory.parameters()}
     for parameter, name in memory.parameters():
@@ -55,7 +55,7 @@ def tell(memory: Memory) -> None:
                 memory.name(tensor, role, name)
 
 
-def _buffers(memory: Memory) -> Iterator[Any]:
+def _buffers(memory: LivingTensors) -> Iterator[Any]:
     for root in memory.roots:
         for module in root.modules():
             for attribute in _BUFFERS:
@@ -95,18 +95,18 @@ class MegatronAdapter(TorchAdapter):
 
     @contextmanager
     def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
-        """Shims and seams of megatron-core, around those of plain PyTorch."""
+        """Shims and hooks of megatron-core, around those of plain PyTorch."""
         # Scripts that launch Megatron-LM set it, and it refuses to go on without; the world restores what was.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         with (
             shimmed(),
-            patched(engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),
+            patched(transformer_engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),
             super().installed(world, recorder),
-            in_place(checkout.LEFT_OUT),
+            in_place(startup_stubs.LEFT_OUT),
             in_place(experts.balanced(recorder.note)),
-            in_place(seams(recorder, lambda: recorder.is_early)),
+            in_place(hooks(recorder, lambda: recorder.is_early)),
         ):
-            recorder.memory.tellers.append(lambda: tell(recorder.memory))
+            recorder.memory.state_providers.append(lambda: tell(recorder.memory))
             try:
                 yield
             finally:

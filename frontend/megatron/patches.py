@@ -1,4 +1,4 @@
-"""Functions of megatron-core that others take the place of for a while: shims and seams are tables of these."""
+"""Functions of megatron-core that others take the place of for a while: shims and hooks are tables of these."""
 
 from __future__ import annotations
 

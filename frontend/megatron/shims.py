@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 
 from echograph.errors import CaptureError
-from echograph.frontend.megatron.absent import standing_in
 from echograph.frontend.megatron.patches import Patch, in_place
+from echograph.frontend.megatron.stub_modules import standing_in
 
 _COALESCED = ("allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
 _GENERATOR = "random numbers are drawn from the GPU's generator; which they are does not change what runs"

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from echograph.errors import CaptureError
 from echograph.frontend.onnx.dtypes import DTypes
-from echograph.frontend.onnx.model import Node
+from echograph.frontend.onnx.model import OnnxNode
 
-Operator = Callable[["Call"], Any]
+Operator = Callable[["NodeCall"], Any]
 """What an operator's row in a table is: a call -> its result, or a tuple of its results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class NodeCall:
     """Operands and attributes of a node.
 
     An operand of which the numbers are known (a constant, or computed from shapes) is a tensor with data; the
@@ -35,7 +35,7 @@ class Call:
         training: whether the step trains: running statistics are updated, dropout drops.
     """
 
-    node: Node
+    node: OnnxNode
     operands: Sequence[Any]
     known: Sequence[np.ndarray[Any, Any] | None]
     dtypes: DTypes

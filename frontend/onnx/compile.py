@@ -24,7 +24,7 @@ from echograph.frontend.pytorch.annotate import check_annotations
 from echograph.frontend.pytorch.capture import capture, capture_mode, quiet_fakes
 from echograph.frontend.pytorch.device_ops import cuda_operators
 from echograph.frontend.pytorch.lower import lower
-from echograph.frontend.pytorch.recorder import Recorder
+from echograph.frontend.pytorch.recorder import OperatorRecorder
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.frontend.pytorch.step import TrainingStep
 from echograph.ir.graph import StepGraph
@@ -38,7 +38,7 @@ _LABELS = "labels"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class OutputLoss:
     """A loss and what it needs.
 
     Attributes:
@@ -52,7 +52,7 @@ class Loss:
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def choose_loss(kind: str, model: OnnxModel, outputs: Mapping[str, Any]) -> Loss:
+def choose_loss(kind: str, model: OnnxModel, outputs: Mapping[str, Any]) -> OutputLoss:
     """The loss of a training step.
 
     Args:
@@ -80,15 +80,15 @@ def choose_loss(kind: str, model: OnnxModel, outputs: Mapping[str, Any]) -> Loss
     if kind == "output":
         if first not in floats or value.numel() != 1:
             raise UsageError(f"--loss output: '{first}' is not a scalar: give --loss cross-entropy or sum")
-        return Loss(text=f"output '{first}'", function=lambda out: out[first])
+        return OutputLoss(text=f"output '{first}'", function=lambda out: out[first])
     if kind == "sum":
-        return Loss(text="sum of the outputs", function=lambda out: _sum([out[name] for name in floats]))
+        return OutputLoss(text="sum of the outputs", function=lambda out: _sum([out[name] for name in floats]))
     if first not in floats or value.dim() < 2:
         raise UsageError(f"--loss cross-entropy: '{first}' is no matrix of scores: give --loss sum")
     return _cross_entropy(first, value, {value.name for value in model.inputs} | set(model.outputs))
 
 
-def _cross_entropy(first: str, scores: Tensor, taken: set[str]) -> Loss:
+def _cross_entropy(first: str, scores: Tensor, taken: set[str]) -> OutputLoss:
     labels = _LABELS
     while labels in taken:
         labels += "_"
@@ -98,7 +98,7 @@ def _cross_entropy(first: str, scores: Tensor, taken: set[str]) -> Loss:
         return F.cross_entropy(out[first].reshape(-1, classes), out[labels].reshape(-1))
 
     made = torch.empty(scores.shape[:-1], dtype=torch.int64)
-    return Loss(text=f"cross-entropy of '{first}'", function=function, inputs={labels: made})
+    return OutputLoss(text=f"cross-entropy of '{first}'", function=function, inputs={labels: made})
 
 
 def _sum(values: list[Tensor]) -> Tensor:
@@ -199,7 +199,7 @@ def _notes(module: OnnxModule) -> Iterator[str]:
 
 
 def _forward(module: OnnxModule, inputs: Mapping[str, Tensor], spec: StepSpec, mode: FakeTensorMode) -> StepGraph:
-    recorder = Recorder(mode)
+    recorder = OperatorRecorder(mode)
     with cuda_operators(), recorder.following(ForwardStep(module, inputs)), recorder, torch.no_grad():
         module(**inputs)
     check_annotations(recorder.graph)

@@ -1,7 +1,8 @@
 """Reads an ONNX file: nodes, inputs, weights and small constants, checked and with every dimension a number.
 
 Weights are shapes: what lies in external files is never opened, and of what lies in the file itself only integers
-and scalars that a shape may depend on are looked at. Local functions are inlined.
+and scalars that a shape may depend on are looked at. Local functions are inlined, as long as what comes out stays
+of a sane size.
 
 Module paths of ONNX nodes and names of their weights, so that repeated layers are seen as such. Where a node says
 in which module it stands:
@@ -20,15 +21,149 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
-from echograph.errors import InputError, UsageError
-from echograph.frontend.onnx.parse import inline_functions, parse
+from echograph.errors import FormatError, InputError, MissingExtraError, UsageError
+from echograph.ir.files import read_whole
 
 if TYPE_CHECKING:
     import numpy as np
-    from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto
+    from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+
+def parse(path: Path) -> ModelProto:
+    """A file as the message it holds; files with external data are not opened.
+
+    Raises:
+        InputError: the file cannot be read, holds no model, or names data outside its folder, or a device or pipe.
+        MissingExtraError: the `onnx` package is not installed.
+    """
+    try:
+        import onnx
+    except ImportError:
+        raise MissingExtraError("onnx", "onnx", "reading ONNX models") from None
+    data = read_whole(path, "give the path of an ONNX model")
+    try:
+        # Other than `onnx.load`, this looks for no file beside it.
+        model = onnx.ModelProto.FromString(data)
+    except Exception:
+        raise FormatError(f"{path}: not an ONNX model, or truncated: export it again") from None
+    if not model.graph.node or not _is_text(model):
+        raise FormatError(f"{path}: holds no ONNX graph, or text that is none: export the model again")
+    for tensor in _external(model):
+        _check_place(path, tensor)
+    return model
+
+
+def _external(message: Any) -> Iterator[TensorProto]:
+    """The tensors, wherever in a message, whose data are in another file."""
+    for entry, value in message.ListFields():
+        if entry.type == entry.TYPE_MESSAGE:
+            for part in [value] if hasattr(value, "ListFields") else value:
+                yield from _external(part)
+    if message.DESCRIPTOR.name == "TensorProto" and len(message.external_data):
+        yield message
+
+
+def _check_place(path: Path, tensor: TensorProto) -> None:
+    """Other programs open what a model names: what lies outside its folder is no part of it.
+
+    Raises:
+        FormatError: the tensor's data are outside the model's folder, or in a device or a pipe.
+    """
+    location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+    where = f"{path}: tensor '{tensor.name[:40]}': its data are in '{location[:80]}'"
+    if (
+        not location
+        or "\0" in location
+        or PurePosixPath(location).is_absolute()
+        or PureWindowsPath(location).anchor
+    ):
+        raise FormatError(f"{where}, no path below the model's folder: export the model again")
+    folder = path.resolve().parent
+    try:
+        place = (folder / location.replace("\\", "/")).resolve()
+        outside = not place.is_relative_to(folder)
+        odd = not outside and place.exists() and not (place.is_file() or place.is_dir())
+    except (OSError, RuntimeError):
+        outside = odd = True
+    if outside:
+        raise FormatError(
+            f"{where}, outside the model's folder: put the data beside the model and export it again"
+        )
+    if odd:
+        raise FormatError(f"{where}, a device or a pipe: export the model again")
+
+
+def _is_text(message: Any) -> bool:
+    """Whether all text of a message is: ONNX's schema does not check, and gives bytes where it is not."""
+    for entry, value in message.ListFields():
+        texts = () if entry.type != entry.TYPE_STRING else [value] if isinstance(value, str | bytes) else value
+        parts = () if entry.type != entry.TYPE_MESSAGE else [value] if hasattr(value, "ListFields") else value
+        if any(isinstance(text, bytes) for text in texts) or not all(_is_text(part) for part in parts):
+            return False
+    return True
+
+
+MAX_NODES = 1_000_000
+OWN_DOMAIN = "echograph"
+"""Of functions that stand for operators of a step graph: their calls stay what they are."""
+_FunctionKey = tuple[str, str]
+
+
+def inline_functions(model: ModelProto, source: str) -> ModelProto:
+    """The model with each call of a local function replaced by the function's nodes.
+
+    Args:
+        model: is not changed.
+        source: the file's name, for messages.
+
+    Raises:
+        InputError: a function calls itself, or the model would have more than `MAX_NODES` nodes.
+    """
+    if not model.functions:
+        return model
+    bodies = {(f.domain, f.name): [(n.domain, n.op_type) for n in f.node] for f in model.functions}
+    sizes: dict[_FunctionKey, int] = {}
+    for key in bodies:
+        _measure(key, bodies, sizes, source)
+    total = sum(sizes.get((n.domain, n.op_type), 1) for n in model.graph.node)
+    if total > MAX_NODES:
+        raise InputError(
+            f"{source}: {total} nodes with its functions inlined, more than {MAX_NODES}: export a part"
+        )
+    from onnx import inliner
+
+    try:
+        kept = [(f.domain, f.name) for f in model.functions if f.domain == OWN_DOMAIN]
+        return inliner.inline_selected_functions(model, kept, exclude=True)
+    except Exception as error:
+        line = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
+        raise InputError(
+            f"{source}: its functions cannot be inlined ({line}): export it without functions"
+        ) from None
+
+
+def _measure(
+    key: _FunctionKey, bodies: dict[_FunctionKey, list[_FunctionKey]], sizes: dict[_FunctionKey, int], source: str
+) -> None:
+    """Nodes that a function becomes; depth first on a stack of our own, since files may nest at will."""
+    open_calls: set[_FunctionKey] = set()
+    stack = [key]
+    while stack:
+        current = stack[-1]
+        if current in sizes:
+            open_calls.discard(stack.pop())
+            continue
+        open_calls.add(current)
+        missing = [callee for callee in bodies[current] if callee in bodies and callee not in sizes]
+        if not missing:
+            sizes[current] = min(MAX_NODES + 1, sum(sizes.get(callee, 1) for callee in bodies[current]))
+        elif missing[0] in open_calls:
+            raise InputError(f"{source}: function '{missing[0][1]}' calls itself: export it without functions")
+        else:
+            stack.append(missing[0])
 
 
 _PRODUCTS = {
@@ -178,7 +313,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
+class OnnxValue:
     """A tensor that the model is given.
 
     Attributes:
@@ -193,7 +328,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weight(Value):
+class OnnxWeight(OnnxValue):
     """A tensor that the model owns.
 
     Attributes:
@@ -220,12 +355,12 @@ class Body:
     """
 
     inputs: tuple[str, ...]
-    nodes: tuple[Node, ...]
+    nodes: tuple[OnnxNode, ...]
     outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class OnnxNode:
     """An operation.
 
     Attributes:
@@ -266,12 +401,12 @@ class OnnxModel:
     source: str
     name: str
     opset: int
-    inputs: tuple[Value, ...]
-    weights: tuple[Weight, ...]
+    inputs: tuple[OnnxValue, ...]
+    weights: tuple[OnnxWeight, ...]
     constants: Mapping[str, np.ndarray[Any, Any]]
-    nodes: tuple[Node, ...]
+    nodes: tuple[OnnxNode, ...]
     outputs: tuple[str, ...]
-    types: Mapping[str, Value]
+    types: Mapping[str, OnnxValue]
 
 
 def read(path: Path, dims: Mapping[str, int] | None = None) -> OnnxModel:
@@ -310,7 +445,7 @@ class _Reader:
         self.known_dims: dict[str, None] = {}
         self.places: set[str] = set()
         self.constants: dict[str, np.ndarray[Any, Any]] = {}
-        self.owned: dict[str, Value] = {}
+        self.owned: dict[str, OnnxValue] = {}
         self.kinds: dict[str, str] = {}
         self.readers = Readers(graph)
         self.of_constants: set[str] = set()
@@ -361,9 +496,9 @@ class _Reader:
         if data is not None and (data.size == 1 or (asked and tensor.name not in self.readers.quantised)):
             self.constants[name] = data
         else:
-            self.owned[name] = Value(name=name, dtype=tensor.data_type, shape=shape)
+            self.owned[name] = OnnxValue(name=name, dtype=tensor.data_type, shape=shape)
 
-    def _value(self, info: ValueInfoProto, what: str) -> Value:
+    def _value(self, info: ValueInfoProto, what: str) -> OnnxValue:
         if not info.type.HasField("tensor_type"):
             kind = info.type.WhichOneof("value") or "nothing"
             raise InputError(f"{self.source}: {what} '{info.name}' is a {kind}: export it with tensors alone")
@@ -377,7 +512,7 @@ class _Reader:
             else:
                 extents.append(self._bound(dim.dim_param, f"{info.name}.{position}"))
         shape = self._sane(tuple(extents), f"{what} '{info.name}'")
-        return Value(name=info.name, dtype=_stated_type(info.metadata_props, tensor.elem_type), shape=shape)
+        return OnnxValue(name=info.name, dtype=_stated_type(info.metadata_props, tensor.elem_type), shape=shape)
 
     def _sane(self, shape: tuple[int, ...], what: str) -> tuple[int, ...]:
         if min(shape, default=0) < 0 or prod(shape) > MAX_ELEMENTS or len(shape) > MAX_DIMENSIONS:
@@ -411,7 +546,7 @@ class _Reader:
             known = ", ".join(list(self.known_dims)[:_SHOWN]) or "none: every size is in the file"
             raise UsageError(f"--dim {unknown}={self.dims[unknown]}: {self.source} has no such dimension: {known}")
 
-    def _types(self, made: Iterable[str], stated: Mapping[str, ValueInfoProto]) -> Iterator[tuple[str, Value]]:
+    def _types(self, made: Iterable[str], stated: Mapping[str, ValueInfoProto]) -> Iterator[tuple[str, OnnxValue]]:
         for name in made:
             info = stated.get(name)
             if info is None or not info.type.tensor_type.HasField("shape"):
@@ -420,7 +555,7 @@ class _Reader:
             extents = [d.dim_value if d.HasField("dim_value") else self.dims.get(d.dim_param, -1) for d in dims]
             if min(extents, default=0) >= 0:
                 dtype = _stated_type(info.metadata_props, info.type.tensor_type.elem_type)
-                yield name, Value(name=name, dtype=dtype, shape=tuple(extents))
+                yield name, OnnxValue(name=name, dtype=dtype, shape=tuple(extents))
 
     # -- nodes ---------------------------------------------------------------------------------------------
 
@@ -431,7 +566,7 @@ class _Reader:
         names: Mapping[str, str],
         stated: Mapping[str, ValueInfoProto],
         depth: int = 0,
-    ) -> Iterator[Node]:
+    ) -> Iterator[OnnxNode]:
         """The nodes of a graph in order.
 
         Args:
@@ -463,7 +598,7 @@ class _Reader:
             yield node
 
     def _body(
-        self, node: Node, graph: GraphProto, available: set[str], names: Mapping[str, str], depth: int
+        self, node: OnnxNode, graph: GraphProto, available: set[str], names: Mapping[str, str], depth: int
     ) -> Body:
         """A graph within a node, its values under names that no other graph has."""
         if depth == _MAX_DEPTH:
@@ -489,7 +624,9 @@ class _Reader:
         self.taken.add(unique)
         return unique
 
-    def _undeclared(self, name: str, node: Node, makers: set[str], stated: Mapping[str, ValueInfoProto]) -> None:
+    def _undeclared(
+        self, name: str, node: OnnxNode, makers: set[str], stated: Mapping[str, ValueInfoProto]
+    ) -> None:
         """A value that neither an earlier node nor an initializer makes: a weight of a file without weights."""
         if name in makers:
             raise InputError(
@@ -503,7 +640,7 @@ class _Reader:
             )
         self.owned[name] = self._value(stated[name], "weight")
 
-    def _node(self, proto: NodeProto, position: int, names: Mapping[str, str]) -> Node:
+    def _node(self, proto: NodeProto, position: int, names: Mapping[str, str]) -> OnnxNode:
         name = proto.name or next((o for o in proto.output if o), f"node {position}")
         attributes = {}
         for attribute in proto.attribute:
@@ -520,7 +657,7 @@ class _Reader:
             attributes["to"] = _stated_type(proto.metadata_props, attributes["to"])
         outputs = tuple(names.get(output, output) for output in proto.output)
         prefix = "" if proto.domain in _DEFAULT_DOMAINS else f"{proto.domain}."
-        return Node(
+        return OnnxNode(
             name=name,
             operator=prefix + proto.op_type,
             inputs=tuple(names.get(name, name) for name in proto.input),
@@ -548,14 +685,14 @@ class _Reader:
         if not weight and _may_be_known(tensor, shape):
             return False
         shape = self._sane(shape, f"constant '{name}'")
-        self.owned[name] = Value(name=name, dtype=tensor.data_type, shape=shape)
+        self.owned[name] = OnnxValue(name=name, dtype=tensor.data_type, shape=shape)
         self.of_constants.add(name)
         if not weight:
             self.kinds[name] = "BUFFER"
         return True
 
-    def _weights(self, nodes: Iterable[Node]) -> Iterator[Weight]:
-        users: dict[str, Node] = {}
+    def _weights(self, nodes: Iterable[OnnxNode]) -> Iterator[OnnxWeight]:
+        users: dict[str, OnnxNode] = {}
         for node in all_nodes(nodes):
             for name in node.inputs:
                 users.setdefault(name, node)
@@ -574,7 +711,7 @@ class _Reader:
             taken[path] += 1
             kind = self.kinds.get(value.name)
             fixed = value.name in self.readers.fixed or prod(value.shape) <= 1
-            yield Weight(
+            yield OnnxWeight(
                 name=value.name,
                 dtype=value.dtype,
                 shape=value.shape,
@@ -585,7 +722,7 @@ class _Reader:
             )
 
 
-def all_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
+def all_nodes(nodes: Iterable[OnnxNode]) -> Iterator[OnnxNode]:
     """Nodes and those of the graphs that they hold, each after the one that holds it."""
     for node in nodes:
         yield node

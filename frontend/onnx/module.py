@@ -28,9 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from echograph.errors import CaptureError, EchoError, InputError
-from echograph.frontend.onnx.call import Call, Operator, shapes
+from echograph.frontend.onnx.call import NodeCall, Operator, shapes
 from echograph.frontend.onnx.dtypes import DTypes
-from echograph.frontend.onnx.model import MAX_KNOWN, Body, Node, OnnxModel, all_nodes
+from echograph.frontend.onnx.model import MAX_KNOWN, Body, OnnxModel, OnnxNode, all_nodes
 from echograph.frontend.onnx.operators import OPERATORS, UNKNOWN
 from echograph.frontend.onnx.operators.shape import STATIC
 from echograph.frontend.pytorch.userfile import reason
@@ -41,10 +41,10 @@ Execute = Callable[[Body, Sequence[Any]], list[Any]]
 """Runs a body on values for its inputs -> its outputs."""
 Numbers = Callable[[Any], np.ndarray[Any, Any] | None]
 """A value's numbers where they are known."""
-Control = Callable[[Node, Sequence[Any], Execute, Numbers], list[Any]]
+Control = Callable[[OnnxNode, Sequence[Any], Execute, Numbers], list[Any]]
 
 
-def choose(node: Node, condition: np.ndarray[Any, Any] | None, branch: str) -> Body:
+def choose(node: OnnxNode, condition: np.ndarray[Any, Any] | None, branch: str) -> Body:
     """The branch of an `If` that runs.
 
     Args:
@@ -66,7 +66,7 @@ def choose(node: Node, condition: np.ndarray[Any, Any] | None, branch: str) -> B
     return body
 
 
-def loop(node: Node, operands: Sequence[Any], execute: Execute, numbers: Numbers) -> list[Any]:
+def loop(node: OnnxNode, operands: Sequence[Any], execute: Execute, numbers: Numbers) -> list[Any]:
     """Runs the body of a `Loop` as often as its trip count and its condition say.
 
     Raises:
@@ -93,7 +93,7 @@ def loop(node: Node, operands: Sequence[Any], execute: Execute, numbers: Numbers
     return carried + [torch.stack(values) for values in scanned]
 
 
-def scan(node: Node, operands: Sequence[Any], execute: Execute, numbers: Numbers) -> list[Any]:
+def scan(node: OnnxNode, operands: Sequence[Any], execute: Execute, numbers: Numbers) -> list[Any]:
     """Runs the body of a `Scan` once for every slice of what it scans.
 
     Raises:
@@ -122,7 +122,7 @@ def scan(node: Node, operands: Sequence[Any], execute: Execute, numbers: Numbers
     return carried + [torch.stack(v[::-1] if back else v, axis) for v, axis, back in joined]
 
 
-def _body(node: Node) -> Body:
+def _body(node: OnnxNode) -> Body:
     if "body" not in node.bodies:
         raise CaptureError("it has no body")
     return node.bodies["body"]
@@ -146,11 +146,11 @@ def _condition(value: Any, numbers: Numbers) -> bool:
     return bool(known.reshape(-1)[0])
 
 
-def _integer(node: Node, name: str) -> int:
+def _integer(node: OnnxNode, name: str) -> int:
     return int(node.attributes.get(name, 0))
 
 
-def _listed(node: Node, name: str, count: int) -> list[int]:
+def _listed(node: OnnxNode, name: str, count: int) -> list[int]:
     return [int(value) for value in node.attributes.get(name) or [0] * count]
 
 
@@ -169,7 +169,7 @@ _SCHEMA = "(Tensor?[] operands, int[] ranks, int[] extents, ScalarType[] dtypes)
 _libraries: list[Any] = []
 
 
-def opaque(node: Node, model: OnnxModel, dtypes: DTypes) -> Operator:
+def opaque(node: OnnxNode, model: OnnxModel, dtypes: DTypes) -> Operator:
     """What a node of echograph's domain runs.
 
     Raises:
@@ -186,7 +186,7 @@ def opaque(node: Node, model: OnnxModel, dtypes: DTypes) -> Operator:
     extents = [extent for value in results for extent in value.shape]
     types = [dtypes.of(value.dtype, model.source) for value in results]
 
-    def run(call: Call) -> Any:
+    def run(call: NodeCall) -> Any:
         if call.training:
             raise CaptureError(
                 "nothing is known of its derivative: train from the graph that it was exported from"
@@ -221,7 +221,7 @@ def _empty(
     return results
 
 
-def _grouped_mm(call: Call) -> Any:
+def _grouped_mm(call: NodeCall) -> Any:
     return torch._grouped_mm(call[0], call[1], call.get(2))
 
 
@@ -318,14 +318,14 @@ class OnnxModule(Scope):
         trained = sum(parameter.numel() for parameter in self.parameters())
         return trained + sum(prod(weight.shape) for weight in weights)
 
-    def _execute(self, nodes: Iterable[Node], values: dict[str, Any]) -> None:
+    def _execute(self, nodes: Iterable[OnnxNode], values: dict[str, Any]) -> None:
         for node in nodes:
             self._read.update(node.inputs)
             operands = [self._value(node, name, values) for name in node.inputs]
             results = self._flow(node, operands, values) if node.bodies else self._run(node, operands)
             values.update(zip(node.outputs, results, strict=False))
 
-    def _value(self, node: Node, name: str, values: dict[str, Any]) -> Any:
+    def _value(self, node: OnnxNode, name: str, values: dict[str, Any]) -> Any:
         """What a node reads; a result that its maker's kernel does not have is nobody's operand."""
         value = values.get(name)
         if value is None and name:
@@ -335,7 +335,7 @@ class OnnxModule(Scope):
             )
         return value
 
-    def _flow(self, node: Node, operands: Sequence[Any], values: dict[str, Any]) -> Sequence[Any]:
+    def _flow(self, node: OnnxNode, operands: Sequence[Any], values: dict[str, Any]) -> Sequence[Any]:
         """The results of a node that holds graphs."""
 
         def execute(body: Body, given: Sequence[Any]) -> list[Any]:
@@ -354,7 +354,7 @@ class OnnxModule(Scope):
                 raise CaptureError("it is not known: export the model with ONNX's own operators")
         return execute(body, ()) if node.operator == "If" else self._repeat(node, operands, execute)
 
-    def _repeat(self, node: Node, operands: Sequence[Any], execute: Execute) -> list[Any]:
+    def _repeat(self, node: OnnxNode, operands: Sequence[Any], execute: Execute) -> list[Any]:
         try:
             return CONTROL[node.operator](node, operands, execute, _numbers)
         except CaptureError as error:
@@ -362,8 +362,8 @@ class OnnxModule(Scope):
                 raise  # it names a node of the body
             raise CaptureError(f"{self.model.source}: node '{node.name}' ({node.operator}): {error}") from error
 
-    def _call(self, node: Node, operands: Sequence[Any]) -> Call:
-        return Call(
+    def _call(self, node: OnnxNode, operands: Sequence[Any]) -> NodeCall:
+        return NodeCall(
             node=node,
             operands=operands,
             known=[_numbers(value) for value in operands],
@@ -372,7 +372,7 @@ class OnnxModule(Scope):
             training=self.training,
         )
 
-    def _run(self, node: Node, operands: Sequence[Any]) -> tuple[Any, ...]:
+    def _run(self, node: OnnxNode, operands: Sequence[Any]) -> tuple[Any, ...]:
         call = self._call(node, operands)
         with _one_line(self.model.source, call):
             operator = self._operators.get(node.operator if node.operator in OPERATORS else node.outputs[0])
@@ -383,7 +383,7 @@ class OnnxModule(Scope):
                 result = self._scopes[node.module](partial(operator, call)) if node.module else operator(call)
         return tuple(result) if isinstance(result, tuple | list) else (result,)
 
-    def _known(self, operator: Operator, call: Call) -> Any:
+    def _known(self, operator: Operator, call: NodeCall) -> Any:
         """The result where it follows from constants and shapes and is small; else None."""
         static = call.node.operator in STATIC
         made_up = call.node.operator.startswith(DOMAIN)  # it has shapes and no numbers
@@ -394,11 +394,11 @@ class OnnxModule(Scope):
                 return None
             return operator(call)
 
-    def _is_small(self, operator: Operator, call: Call) -> bool:
+    def _is_small(self, operator: Operator, call: NodeCall) -> bool:
         """Runs it on shapes alone first: two small operands may broadcast to a huge result."""
         with self._shapes:
             fakes = [_map(self._shapes.from_tensor, value) for value in call.operands]
-            trial = Call(
+            trial = NodeCall(
                 node=call.node,
                 operands=fakes,
                 known=call.known,
@@ -412,7 +412,7 @@ class OnnxModule(Scope):
 class _one_line:
     """Names the node in what goes wrong in it."""
 
-    def __init__(self, source: str, call: Call) -> None:
+    def __init__(self, source: str, call: NodeCall) -> None:
         self.source, self.call = source, call
 
     def __enter__(self) -> None:

@@ -31,7 +31,7 @@ from echograph.frontend.pytorch.annotate import (
     VAL,
 )
 from echograph.frontend.pytorch.linking import link_sums
-from echograph.frontend.pytorch.recorder import HANDLES, Recorder
+from echograph.frontend.pytorch.recorder import HANDLES, OperatorRecorder
 from echograph.frontend.pytorch.step import Inputs, TrainingStep
 
 _ATEN = torch.ops.aten
@@ -42,7 +42,7 @@ _FUNCTIONAL_BATCH_NORM = _ATEN._native_batch_norm_legit_functional.default
 _BATCH_NORM_RESULTS = 3
 
 
-def trace_step(step: TrainingStep, recorder: Recorder) -> Graph:
+def trace_step(step: TrainingStep, recorder: OperatorRecorder) -> Graph:
     """Traces a training step ahead of time and returns it as an annotated graph (`annotate`).
 
     Args:
@@ -94,7 +94,7 @@ def _arguments(step: TrainingStep) -> tuple[Inputs, Tensor | None]:
 class _Importer:
     """Writes a joint graph into a recorder's graph, in the annotated form."""
 
-    def __init__(self, step: TrainingStep, recorder: Recorder) -> None:
+    def __init__(self, step: TrainingStep, recorder: OperatorRecorder) -> None:
         self._step = step
         self._recorder = recorder
         self._nodes: dict[Node, Any] = {}

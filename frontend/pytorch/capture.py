@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_map_only
 from echograph.errors import CaptureError, EchoError
 from echograph.frontend.pytorch.annotate import check_annotations
 from echograph.frontend.pytorch.device_ops import cpu_operators, cuda_operators
-from echograph.frontend.pytorch.recorder import Recorder
+from echograph.frontend.pytorch.recorder import OperatorRecorder
 from echograph.frontend.pytorch.spec import StepSpec
-from echograph.frontend.pytorch.step import Inputs, Loss, TrainingStep
+from echograph.frontend.pytorch.step import Inputs, LossFunction, TrainingStep
 from echograph.frontend.pytorch.userfile import reason, user_line
 from echograph.registry import Table
 
@@ -57,7 +57,7 @@ def capture_mode() -> Iterator[FakeTensorMode]:
 
 
 def capture(
-    module: Module, inputs: Inputs, loss: Loss | None, spec: StepSpec, *, producer: str = "recorder"
+    module: Module, inputs: Inputs, loss: LossFunction | None, spec: StepSpec, *, producer: str = "recorder"
 ) -> Graph:
     """Captures one training step: forward, loss, backward, optimizer.
 
@@ -77,7 +77,7 @@ def capture(
     """
     produce = PRODUCERS[producer]
     mode = _mode_of(module)
-    recorder = Recorder(mode)
+    recorder = OperatorRecorder(mode)
     operators = cuda_operators() if spec.kernels == "cuda" else cpu_operators()
     with _one_line_errors(module, recorder), quiet_fakes(), operators, plain_attention_masks():
         with mode:
@@ -121,7 +121,7 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
 
 
 @contextmanager
-def _one_line_errors(module: Module, recorder: Recorder) -> Iterator[None]:
+def _one_line_errors(module: Module, recorder: OperatorRecorder) -> Iterator[None]:
     """Turns whatever user code raises into one line that says where."""
     try:
         yield
@@ -157,7 +157,7 @@ def quiet_fakes() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _where(module: Module, recorder: Recorder, error: Exception) -> str:
+def _where(module: Module, recorder: OperatorRecorder, error: Exception) -> str:
     path = recorder.failed_path(error)
     if path is None:
         where = f"{type(module).__name__}, outside of its forward pass (loss, backward or optimizer)"

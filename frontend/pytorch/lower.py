@@ -85,7 +85,7 @@ def lower(
 
 def lower_nodes(graph: Graph, workload: Workload) -> tuple[StepGraph, dict[Node, list[int]]]:
     """`lower`, and the operations that each call node became."""
-    lowering = Lowering(GraphBuilder(name=workload.model, workload=workload), graph)
+    lowering = GraphLowering(GraphBuilder(name=workload.model, workload=workload), graph)
     for node in graph.nodes:
         lowering.add(node)
     return lowering.builder.build(StepGraph), lowering.made
@@ -122,7 +122,7 @@ class Order(TypedDict, total=False):
     deps: list[int]
 
 
-class Lowering:
+class GraphLowering:
     """State of one lowering: which tensor a node's value is now, and which operations (`made`) a node became.
 
     Args:

@@ -38,7 +38,7 @@ from echograph.frontend.pytorch.call_nodes import (
     plain_name,
 )
 
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+_TensorShapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 # A functional graph writes a changed view back into its base; the in-place operation has done that already.
 _WRITE_BACKS = frozenset({"slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter"})
@@ -62,8 +62,8 @@ class ComputeOperation:
 
     phase: str
     operator: str
-    inputs: Shapes
-    outputs: Shapes
+    inputs: _TensorShapes
+    outputs: _TensorShapes
 
 
 def compute_operations(graph: Graph) -> Counter[ComputeOperation]:

@@ -52,7 +52,7 @@ _SILENT_NAMESPACES = ("prim", "profiler")
 _DEVICES = ("cpu", "meta")
 
 
-def record_step(step: TrainingStep, recorder: Recorder) -> Graph:
+def record_step(step: TrainingStep, recorder: OperatorRecorder) -> Graph:
     """Runs a training step and returns what it did as an annotated graph (`annotate`).
 
     Args:
@@ -72,7 +72,7 @@ def record_step(step: TrainingStep, recorder: Recorder) -> Graph:
     return recorder.graph
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Appends to `graph` a node for each operator dispatched while it is active.
 
     Attributes:

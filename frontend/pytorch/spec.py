@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 StepDType = Literal["bf16", "fp16", "fp32"]
-Optimizer = Literal["adamw", "adam", "sgd"]
+OptimizerName = Literal["adamw", "adam", "sgd"]
 Kernels = Literal["cuda", "cpu"]
 
 
@@ -34,7 +34,7 @@ class StepSpec:
     """
 
     dtype: StepDType = option("bf16", "bf16, fp16 or fp32.", "bf16; the file's for ONNX")
-    optimizer: Optimizer = option("adamw", "adamw, adam or sgd.")
+    optimizer: OptimizerName = option("adamw", "adamw, adam or sgd.")
     clip_grad_norm: float | None = option(None, "Clip the gradients' norm to this.", "no clipping")
     master_weights: bool | None = option(None, "Keep fp32 copies of 16-bit parameters.", "yes")
     recompute: bool = option(False, "The model's own activation checkpointing.")
@@ -43,7 +43,7 @@ class StepSpec:
     def __post_init__(self) -> None:
         for field, choices in (
             ("dtype", get_args(StepDType)),
-            ("optimizer", get_args(Optimizer)),
+            ("optimizer", get_args(OptimizerName)),
             ("kernels", get_args(Kernels)),
         ):
             if getattr(self, field) not in choices:

@@ -22,7 +22,7 @@ from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.spec import StepSpec
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
-Loss = Callable[[Any], Tensor]
+LossFunction = Callable[[Any], Tensor]
 
 # Any values do: a captured graph holds shapes, not numbers.
 _LEARNING_RATE = 1e-4
@@ -42,7 +42,7 @@ class TrainingStep:
         CaptureError: the module has no trainable parameter, or cannot recompute and should.
     """
 
-    def __init__(self, module: nn.Module, inputs: Inputs, loss: Loss | None, spec: StepSpec) -> None:
+    def __init__(self, module: nn.Module, inputs: Inputs, loss: LossFunction | None, spec: StepSpec) -> None:
         self.module = module.train()
         self.spec = spec
         self.loss = loss
@@ -181,7 +181,7 @@ def _clip(grads: list[Tensor], max_norm: float) -> None:
     torch._foreach_mul_(grads, coefficient)
 
 
-def _scalar_loss(value: Any, module: nn.Module, loss: Loss | None) -> Tensor:
+def _scalar_loss(value: Any, module: nn.Module, loss: LossFunction | None) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.reshape(()) if value.dim() else value
     whose = "the loss function" if loss is not None else type(module).__name__
@@ -263,7 +263,7 @@ def _scaler_state() -> dict[str, Tensor]:
 
 
 def real_step(
-    module: Module, inputs: Inputs, loss: Loss | None, spec: StepSpec, device: str
+    module: Module, inputs: Inputs, loss: LossFunction | None, spec: StepSpec, device: str
 ) -> Callable[[], None]:
     """One training step on a device, to be run again and again: forward, loss, backward, optimizer.
 

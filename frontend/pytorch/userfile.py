@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 
 from echograph.errors import EchoError, InputError, UsageError
-from echograph.frontend.pytorch.step import Inputs, Loss
+from echograph.frontend.pytorch.step import Inputs, LossFunction
 
 _LONGEST_REASON = 200
 
@@ -50,7 +50,7 @@ def user_line(error: BaseException) -> str:
 _MODULE_NAME = "echograph_user_model"
 
 
-def build_from_file(reference: str) -> tuple[nn.Module, Inputs, Loss | None]:
+def build_from_file(reference: str) -> tuple[nn.Module, Inputs, LossFunction | None]:
     """Runs the function that `file.py:function` names; call it under `capture_mode`.
 
     Raises:
@@ -92,7 +92,7 @@ def _run(path: Path, what: str, function: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _checked(result: Any, where: str) -> tuple[nn.Module, Inputs, Loss | None]:
+def _checked(result: Any, where: str) -> tuple[nn.Module, Inputs, LossFunction | None]:
     wanted = "return (module, inputs) or (module, inputs, loss)"
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise InputError(f"{where} returned {_describe(result)}: {wanted}")

@@ -1,4 +1,4 @@
-"""Runs a user's own training script as one rank of a world that is not there, and lowers what it does to a job.
+"""Runs a user's own training script as one rank under fake process groups, and lowers what it does to a job.
 
     world       `World`: rank, size; process groups of any backend become fake ones
     adapter     `Adapter`: what a framework needs; `ADAPTERS` names them, one line each

@@ -1,4 +1,4 @@
-"""What a framework is to a capture of scripts: its shims and seams, its mesh, and which of its ranks differ.
+"""What a framework is to a capture of scripts: its shims and hooks, its mesh, and which of its ranks differ.
 
 An adapter of a framework is a class derived from `Adapter` in a module of its own and a line in `ADAPTERS`. It is
 made once per capture and serves the runs of all ranks, one after the other:
@@ -17,7 +17,7 @@ made once per capture and serves the runs of all ranks, one after the other:
             return {"pp": 2, "dp": world.size // 2}            # outermost first
 
 Most derive from `torch_adapter.TorchAdapter`, which does what scripts of plain PyTorch need (devices, data
-loaders, wrappers such as DDP, values that are read). A seam is a function of the framework that is wrapped with
+loaders, wrappers such as DDP, values that are read). A hook is a function of the framework that is wrapped with
 `patched` and tells the recorder where in the step it is: `recorder.in_phase`, `in_micro_batch`, `in_chunk`,
 `carrying`, `pausing`, `step_begins`, `step_ends` (`recorder.ScriptRecorder` says what each means).
 """
@@ -80,7 +80,7 @@ class Adapter:
         return arguments
 
     def installed(self, world: World, recorder: ScriptRecorder) -> AbstractContextManager[None]:
-        """The framework's shims and seams, in place for one run of the script.
+        """The framework's shims and hooks, in place for one run of the script.
 
         Entered before the script starts and left when it has ended, however it did; nothing of it may stay.
         """

@@ -31,8 +31,8 @@ from torch.utils import _foreach_utils
 from echograph.errors import CaptureError
 from echograph.frontend.scripts import streams, values
 from echograph.frontend.scripts.adapter import patched, replaced
-from echograph.frontend.scripts.streams import Event, Stream
-from echograph.frontend.scripts.values import QUESTIONS, Note, deciding, keep_finite
+from echograph.frontend.scripts.streams import CapturedEvent, CapturedStream
+from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, deciding, keep_finite
 from echograph.frontend.scripts.world import NO_GPU, World
 
 MEMORY_BYTES = 80 * 2**30
@@ -117,8 +117,33 @@ def answers(world: World) -> Iterator[AbstractContextManager[None]]:
 
 
 def _answers(world: World) -> dict[Any, dict[str, Any]]:
+    shared = _of_every_device(world)
+    marks = dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _nothing)
+    return {
+        torch.cuda: shared | _of_cuda(world),
+        torch.accelerator: shared
+        | {
+            "current_accelerator": lambda *_, **__: torch.device("cuda"),
+            "current_device_index": lambda: world.local_rank,
+            "current_device_idx": lambda: world.local_rank,
+            "set_device_index": _nothing,
+            "set_device_idx": _nothing,
+            "device_index": Chosen,
+            "get_memory_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
+            "reset_accumulated_memory_stats": _nothing,
+        },
+        torch.cuda.nvtx: marks,
+        torch.cuda.profiler: {"start": _nothing, "stop": _nothing},
+        torch.cuda.nccl: {"version": lambda: _NCCL, "is_available": lambda *_: True},
+        torch.cuda.memory: {"_record_memory_history": _nothing, "_dump_snapshot": _nothing},
+        torch.version: {"cuda": _CUDA},
+        torch.distributed: {"is_nccl_available": lambda: True},
+    }
+
+
+def _of_every_device(world: World) -> dict[str, Any]:
     properties = Properties()
-    shared = {
+    return {
         "is_available": lambda: True,
         "device_count": lambda: min(world.local_size, world.size),
         "get_device_capability": lambda *_: (properties.major, properties.minor),
@@ -131,9 +156,13 @@ def _answers(world: World) -> dict[Any, dict[str, Any]]:
         "memory_stats": lambda *_, **__: defaultdict(int),
         "reset_peak_memory_stats": _nothing,
         "set_stream": _set_stream,
-        "current_stream": lambda *_, **__: Stream.current,
+        "current_stream": lambda *_, **__: CapturedStream.current,
     }
-    cuda = shared | {
+
+
+def _of_cuda(world: World) -> dict[str, Any]:
+    properties = Properties()
+    return {
         "is_initialized": lambda: True,
         "is_bf16_supported": lambda *_, **__: True,
         "init": _nothing,
@@ -162,31 +191,10 @@ def _answers(world: World) -> dict[Any, dict[str, Any]]:
         "reset_accumulated_memory_stats": _nothing,
         "set_per_process_memory_fraction": _nothing,
         "is_current_stream_capturing": lambda: False,
-        "Stream": Stream,
-        "Event": Event,
+        "Stream": CapturedStream,
+        "Event": CapturedEvent,
         "stream": streams.on,
-        "default_stream": lambda *_, **__: Stream.default,
-    }
-    accelerator = shared | {
-        "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        "current_device_index": lambda: world.local_rank,
-        "current_device_idx": lambda: world.local_rank,
-        "set_device_index": _nothing,
-        "set_device_idx": _nothing,
-        "device_index": Chosen,
-        "get_memory_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
-        "reset_accumulated_memory_stats": _nothing,
-    }
-    marks = dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _nothing)
-    return {
-        torch.cuda: cuda,
-        torch.accelerator: accelerator,
-        torch.cuda.nvtx: marks,
-        torch.cuda.profiler: {"start": _nothing, "stop": _nothing},
-        torch.cuda.nccl: {"version": lambda: _NCCL, "is_available": lambda *_: True},
-        torch.cuda.memory: {"_record_memory_history": _nothing, "_dump_snapshot": _nothing},
-        torch.version: {"cuda": _CUDA},
-        torch.distributed: {"is_nccl_available": lambda: True},
+        "default_stream": lambda *_, **__: CapturedStream.default,
     }
 
 
@@ -232,8 +240,8 @@ def _refuse(why: str) -> type[Any]:
     return Refused
 
 
-def _set_stream(stream: Stream) -> None:
-    Stream.current = stream
+def _set_stream(stream: CapturedStream) -> None:
+    CapturedStream.current = stream
 
 
 def _zero(*_: Any, **__: Any) -> int:
@@ -254,7 +262,7 @@ class OnTheDevice(TorchFunctionMode):
         CaptureError: there are none, and the script asks for one.
     """
 
-    def __init__(self, note: Note, *, gpus: bool = True) -> None:
+    def __init__(self, note: NoteTaker, *, gpus: bool = True) -> None:
         super().__init__()
         self._note, self._gpus = note, gpus
 
@@ -335,7 +343,7 @@ def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @contextmanager
-def present(world: World, note: Note = lambda _: None) -> Iterator[None]:
+def present(world: World, note: NoteTaker = lambda _: None) -> Iterator[None]:
     """In the context there is a GPU of the kind that captures stand for, one for each rank, or none.
 
     Args:
@@ -361,10 +369,10 @@ def present(world: World, note: Note = lambda _: None) -> Iterator[None]:
 
 def _streams() -> Iterator[AbstractContextManager[None]]:
     """Of the CPU, as libraries ask for those of the device that tensors are on."""
-    yield replaced(torch.cpu, "Stream", Stream)
-    yield replaced(torch.cpu, "Event", Event)
+    yield replaced(torch.cpu, "Stream", CapturedStream)
+    yield replaced(torch.cpu, "Event", CapturedEvent)
     yield replaced(torch.cpu, "stream", streams.on)
-    yield replaced(torch.cpu, "current_stream", lambda *_, **__: Stream.current)
+    yield replaced(torch.cpu, "current_stream", lambda *_, **__: CapturedStream.current)
     yield patched(Tensor, "record_stream", lambda _: _nothing)
 
 

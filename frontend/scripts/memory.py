@@ -2,7 +2,8 @@
 
 Tensors are told apart by the memory that they lie in, since wrappers of all kinds (DDP's buckets, FSDP's and
 ZeRO's flat parameters) make further tensors of the same memory. What ranks have shares of is known with the groups
-of ranks that share it: of PyTorch's own wrappers here, of frameworks as their adapters say (`Memory.tellers`).
+of ranks that share it: of PyTorch's own wrappers here, of frameworks as their adapters say
+(`LivingTensors.state_providers`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch.optim import Optimizer
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts.collectives import ranks_of
 
-Groups = tuple[tuple[int, ...], ...]
+SharingGroups = tuple[tuple[int, ...], ...]
 """Global ranks of each group over whose ranks the elements of a tensor are divided."""
 
 
-def groups_of(tensor: Tensor) -> Groups:
+def groups_of(tensor: Tensor) -> SharingGroups:
     """The groups of a DTensor's shards; none of another tensor."""
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
@@ -32,7 +33,7 @@ def groups_of(tensor: Tensor) -> Groups:
     return tuple(ranks_of(mesh.get_group(i)) for i in shards if mesh.size(i) > 1)
 
 
-def fsdp_shards(root: nn.Module) -> Iterator[tuple[Tensor, Groups, int]]:
+def fsdp_shards(root: nn.Module) -> Iterator[tuple[Tensor, SharingGroups, int]]:
     """Parameters that the first FSDP divides, with the groups that have shares and the elements of the whole."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -52,25 +53,26 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _DDP = "module"
 
 
-class Memory:
+class LivingTensors:
     """Which memory holds what.
 
     Attributes:
         roots: modules that a script called, which no other module did.
         optimizers: those that stepped.
         trained: trainable elements, where an adapter counted them.
-        tellers: asked where a step begins, to say what an adapter knows of what lives then (`name`, `divide`).
+        state_providers: asked where a step begins, to say what an adapter knows of what lives then (`name`,
+            `divide`).
     """
 
     def __init__(self) -> None:
         self.roots: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.trained: int | None = None
-        self.tellers: list[Callable[[], None]] = []
+        self.state_providers: list[Callable[[], None]] = []
         self._paths: dict[nn.Module, str] = {}
         self._told: list[tuple[Tensor, str, str]] = []
-        self._known: dict[int, tuple[str, str, Groups, Any]] = {}
-        self._divided: dict[int, tuple[Tensor, Groups, int]] = {}
+        self._known: dict[int, tuple[str, str, SharingGroups, Any]] = {}
+        self._divided: dict[int, tuple[Tensor, SharingGroups, int]] = {}
         self._nodes: dict[int, tuple[Node, Any]] = {}
         self._names: dict[int, str] = {}
         self._lies: dict[Node, int] = {}
@@ -124,7 +126,7 @@ class Memory:
         whole = tensor.numel() * prod(map(len, groups)) if elements is None else elements
         self._divided[id(tensor)] = tensor, groups, whole
 
-    def shares_of(self, tensor: Tensor) -> Groups:
+    def shares_of(self, tensor: Tensor) -> SharingGroups:
         """Global ranks of each group over whose ranks the elements of a tensor are divided."""
         told = self._divided.get(id(tensor))
         return groups_of(tensor) if told is None else told[1]
@@ -134,7 +136,7 @@ class Memory:
         for root in self.roots:
             for share in fsdp_shards(root):
                 self.divide(*share)
-        for tell in self.tellers:
+        for tell in self.state_providers:
             tell()
         for tensor, role, name in self._told:
             self._keep(tensor, role, name)
@@ -162,7 +164,7 @@ class Memory:
                     over = self.shares_of(parameter) if value.numel() == parameter.numel() else ()
                     self._keep(value, annotate.OPTIMIZER_STATE, f"{name}.{slot}", over)
 
-    def _keep(self, tensor: Tensor, role: str, name: str, shares: Groups | None = None) -> None:
+    def _keep(self, tensor: Tensor, role: str, name: str, shares: SharingGroups | None = None) -> None:
         storage = _storage(tensor)
         if storage is not None:
             over = self.shares_of(tensor) if shares is None else shares
@@ -221,7 +223,7 @@ class Memory:
         last, _ = self._renewed.get(storage._cdata, (None, None))
         return bool(lies == storage._cdata and (last is None or last < node))
 
-    def describe(self, tensor: Tensor) -> tuple[str, str, Groups]:
+    def describe(self, tensor: Tensor) -> tuple[str, str, SharingGroups]:
         """Role and name of what was there before the step, and the groups of ranks that have shares of it."""
         storage = _storage(tensor)
         known = None if storage is None else self._known.get(storage._cdata)

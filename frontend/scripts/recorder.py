@@ -53,11 +53,11 @@ from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, MODULE, OPTIMIZER, PHASE
 from echograph.frontend.pytorch.call_nodes import is_allocation, is_in_place
 from echograph.frontend.pytorch.linking import link_recomputed, link_sums
-from echograph.frontend.pytorch.recorder import HANDLES, Recorder
+from echograph.frontend.pytorch.recorder import HANDLES, OperatorRecorder
 from echograph.frontend.pytorch.shapes import Results, Shapes
 from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communication_of
-from echograph.frontend.scripts.memory import Memory
-from echograph.frontend.scripts.streams import AFTER, STREAM, Stream
+from echograph.frontend.scripts.memory import LivingTensors
+from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream
 from echograph.frontend.scripts.values import answer
 
 SHARES = "shares"
@@ -66,7 +66,7 @@ SHARES = "shares"
 _ATEN = torch.ops.aten
 
 
-class MemoryRecorder(Recorder):  # type: ignore[no-untyped-call]
+class MemoryRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
     """Finds the node that stands for a tensor by its memory, where no operator of the step made the tensor.
 
     Attributes:
@@ -75,7 +75,7 @@ class MemoryRecorder(Recorder):  # type: ignore[no-untyped-call]
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__(mode)
-        self.memory = Memory()
+        self.memory = LivingTensors()
         self._recording = False
         self._paused = 0
 
@@ -142,7 +142,7 @@ class MemoryRecorder(Recorder):  # type: ignore[no-untyped-call]
         whole = self.memory.whole(tensor)
         with self.pausing(), self._mode:
             flat = tensor.new_empty(tensor.shape) if whole is None else whole()
-        meta = {PHASE: FORWARD, MODULE: "", STREAM: Stream.current.name, AFTER: frozenset()}
+        meta = {PHASE: FORWARD, MODULE: "", STREAM: CapturedStream.current.name, AFTER: frozenset()}
         meta |= self.of_micro_batch()
         node = self.add_call(_ATEN.empty.memory_format, (list(flat.shape),), {}, self._snapshot(flat), meta)
         self.memory.made(tensor, node)
@@ -154,7 +154,7 @@ class MemoryRecorder(Recorder):  # type: ignore[no-untyped-call]
             super().bind(tensor, base)
             return base
         meta = {key: base.meta[key] for key in (PHASE, MODULE) if key in base.meta} or {PHASE: FORWARD, MODULE: ""}
-        meta |= {STREAM: Stream.current.name, AFTER: frozenset()} | self.of_micro_batch()
+        meta |= {STREAM: CapturedStream.current.name, AFTER: frozenset()} | self.of_micro_batch()
         if value.dtype != here.dtype:
             base = self.add_call(_ATEN.view.dtype, (base, here.dtype), {}, here, dict(meta))
         layout = (tuple(here.shape), tuple(here.stride()), here.storage_offset())
@@ -333,7 +333,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             _, node = self._works.get(id(work), (None, None))
             if node is not None:
-                Stream.current.after(frozenset((node,)))
+                CapturedStream.current.after(frozenset((node,)))
             return original(work, *args, **kwargs)
 
         return wait
@@ -434,7 +434,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         if func._schema.name.endswith(WAIT):
             node = self.node_of(args[0])
-            Stream.current.after(frozenset((node.args[0] if node.target is operator.getitem else node,)))
+            CapturedStream.current.after(frozenset((node.args[0] if node.target is operator.getitem else node,)))
             self.stands_for(node, out)
             return
         call = communication_of(func, args, kwargs, out)
@@ -445,13 +445,13 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         written = [] if functional else [self.node_of(t) for t in call.outputs]
         values = tuple(self._snapshot(t) for t in call.outputs) if functional else None
         node = self.add_call(func, (read, written), {}, values, {})
-        before = Stream.current.reached
+        before = CapturedStream.current.reached
         node.meta |= self._annotations(node) | {COMMUNICATION: call, STREAM: "", AFTER: before}
         if values is not None:
             for i, tensor in enumerate(call.outputs):
                 self.stands_for(self.add_call(operator.getitem, (node, i), {}, values[i], node.meta), tensor)
         elif not call.asynchronous:
-            Stream.current.after(frozenset((node,)))
+            CapturedStream.current.after(frozenset((node,)))
         else:
             self._hold(out, node)
 
@@ -468,7 +468,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         made |= {key: value for key, value in self._context.items() if key in _CONTEXT}
         # Reserving memory is no work: what its stream waits for, the next work waits for.
         if node.target.namespace not in NAMESPACES and not is_allocation(node):  # type: ignore[union-attr]
-            made |= {STREAM: Stream.current.name, AFTER: Stream.current.issue(node)}
+            made |= {STREAM: CapturedStream.current.name, AFTER: CapturedStream.current.issue(node)}
         return made
 
     def of_micro_batch(self) -> dict[str, Any]:

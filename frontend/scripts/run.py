@@ -54,7 +54,7 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Recorded:
+class ScriptRun:
     """What a run left.
 
     Attributes:
@@ -68,7 +68,7 @@ class Recorded:
     axes: dict[str, int] | None
 
 
-def run_script(script: Script, world: World, adapter: Adapter, results: Results | None = None) -> Recorded:
+def run_script(script: Script, world: World, adapter: Adapter, results: Results | None = None) -> ScriptRun:
     """Runs a script as a rank and records its step.
 
     Args:
@@ -102,7 +102,7 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         enter(adapter.installed(world, recorder))
         _run(script, recorder)
         axes = adapter.axes(world)
-    return Recorded(world=world, recorder=recorder, axes=None if axes is None else dict(axes))
+    return ScriptRun(world=world, recorder=recorder, axes=None if axes is None else dict(axes))
 
 
 def _left_out(model: Any = None, *_: Any, **__: Any) -> Any:

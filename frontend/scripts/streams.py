@@ -1,4 +1,4 @@
-"""Streams and events of a device that is not there: what waits for what, as CUDA orders it.
+"""Streams and events of a captured device: what waits for what, as CUDA orders it.
 
 Work is issued to the current stream. An event that is recorded on a stream is the work issued to it so far; a
 stream that waits for an event begins its next work after that. The recorder asks for both, and so a script's (or a
@@ -16,19 +16,19 @@ AFTER = "after"
 """Of nodes: the stream that a call is issued to, and the call nodes that this stream had waited for."""
 
 
-class Event:
+class CapturedEvent:
     """`torch.cuda.Event`: the work of a stream up to a moment."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.after: frozenset[Any] = frozenset()
 
-    def record(self, stream: Stream | None = None) -> None:
+    def record(self, stream: CapturedStream | None = None) -> None:
         """Takes in what was issued to a stream so far."""
-        self.after = (stream or Stream.current).reached
+        self.after = (stream or CapturedStream.current).reached
 
-    def wait(self, stream: Stream | None = None) -> None:
+    def wait(self, stream: CapturedStream | None = None) -> None:
         """Makes a stream wait for it."""
-        (stream or Stream.current).wait_event(self)
+        (stream or CapturedStream.current).wait_event(self)
 
     def query(self) -> bool:
         """Whether it is over."""
@@ -36,15 +36,15 @@ class Event:
 
     def synchronize(self) -> None:
         """The host waits: what it issues next comes later."""
-        Stream.current.wait_event(self)
+        CapturedStream.current.wait_event(self)
 
-    def elapsed_time(self, end_event: Event) -> float:
+    def elapsed_time(self, end_event: CapturedEvent) -> float:
         """Milliseconds from this one to another: there are no times, and none is 0, since scripts divide by it."""
         del end_event
         return 1.0
 
 
-class Stream:
+class CapturedStream:
     """`torch.cuda.Stream`.
 
     Attributes:
@@ -53,13 +53,13 @@ class Stream:
         awaited: work of other streams that its next work comes after.
     """
 
-    current: Stream
-    default: Stream
+    current: CapturedStream
+    default: CapturedStream
     made: int = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.number = Stream.made
-        Stream.made += 1
+        self.number = CapturedStream.made
+        CapturedStream.made += 1
         self.last: Any = None
         self.awaited: frozenset[Any] = frozenset()
         self.cuda_stream = self.stream_id = self.number
@@ -84,17 +84,17 @@ class Stream:
         """What is issued next comes after these too."""
         self.awaited |= nodes - {self.last}
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: CapturedEvent) -> None:
         """What is issued next comes after an event."""
         self.after(event.after)
 
-    def wait_stream(self, stream: Stream) -> None:
+    def wait_stream(self, stream: CapturedStream) -> None:
         """What is issued next comes after what was issued to another stream so far."""
         self.after(stream.reached)
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: CapturedEvent | None = None) -> CapturedEvent:
         """An event of what was issued so far."""
-        event = event or Event()
+        event = event or CapturedEvent()
         event.record(self)
         return event
 
@@ -108,24 +108,24 @@ class Stream:
 
     def synchronize(self) -> None:
         """The host waits: what it issues next, to any stream, comes later. Of streams the current one waits."""
-        Stream.current.wait_stream(self)
+        CapturedStream.current.wait_stream(self)
 
 
 def start() -> None:
     """The default stream, and nothing issued."""
-    Stream.made = 0
-    Stream.default = Stream.current = Stream()
+    CapturedStream.made = 0
+    CapturedStream.default = CapturedStream.current = CapturedStream()
 
 
 @contextmanager
-def on(stream: Stream | None) -> Iterator[None]:
+def on(stream: CapturedStream | None) -> Iterator[None]:
     """`torch.cuda.stream`: what is issued in the context goes to the stream."""
-    before = Stream.current
-    Stream.current = stream or before
+    before = CapturedStream.current
+    CapturedStream.current = stream or before
     try:
         yield
     finally:
-        Stream.current = before
+        CapturedStream.current = before
 
 
 start()

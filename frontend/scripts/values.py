@@ -40,13 +40,13 @@ _FRAMEWORKS = ("megatron.",)
 _THROUGH = ("torch/_tensor.py", "torch/_ops.py", "torch/overrides.py", "torch/utils/_device.py",
             "torch/_subclasses/fake_tensor.py", "torch/utils/_python_dispatch.py")  # fmt: skip
 
-Note = Callable[[str], None]
+NoteTaker = Callable[[str], None]
 
 _DECIDED: ContextVar[Mapping[str, bool]] = ContextVar("decided")
 _FINITE = "_echograph_finite"
 
 
-def answer(tensor: Tensor, note: Note) -> Any:
+def answer(tensor: Tensor, note: NoteTaker) -> Any:
     """The number that stands for the one element of a tensor.
 
     Args:
@@ -66,7 +66,7 @@ def answer(tensor: Tensor, note: Note) -> Any:
         note(f"{line} reads a tensor's value, which a capture does not have: 1 stands for it")
     if tensor.dtype == torch.bool:
         return True
-    return Value(1.0) if tensor.is_floating_point() else 1
+    return StandInNumber(1.0) if tensor.is_floating_point() else 1
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def caller() -> str | None:
     return None
 
 
-class Value(float):
+class StandInNumber(float):
     """A number that stands for one that is not known."""
 
     def _unknown(self, other: Any) -> Any:
@@ -119,22 +119,22 @@ class Value(float):
 def _arithmetic(name: str) -> Any:
     plain = getattr(float, name)
 
-    def operate(self: Value, *others: Any) -> Any:
+    def operate(self: StandInNumber, *others: Any) -> Any:
         made = plain(self, *others)
-        return Value(made) if isinstance(made, float) else made
+        return StandInNumber(made) if isinstance(made, float) else made
 
     return operate
 
 
 for _name in ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
               "__neg__", "__abs__"):  # fmt: skip
-    setattr(Value, _name, _arithmetic(_name))
+    setattr(StandInNumber, _name, _arithmetic(_name))
 
 
 def _compare(name: str) -> Any:
     plain = getattr(float, name)
 
-    def compare(self: Value, other: Any) -> Any:
+    def compare(self: StandInNumber, other: Any) -> Any:
         made = self._unknown(other)
         return plain(self, other) if made is NotImplemented else made
 
@@ -142,25 +142,25 @@ def _compare(name: str) -> Any:
 
 
 for _name in ("__lt__", "__le__", "__gt__", "__ge__"):
-    setattr(Value, _name, _compare(_name))
+    setattr(StandInNumber, _name, _compare(_name))
 
 
-def _item(note: Note, tensor: Tensor) -> Any:
+def _item(note: NoteTaker, tensor: Tensor) -> Any:
     return answer(tensor, note)
 
 
-def _list(note: Note, tensor: Tensor) -> Any:
+def _list(note: NoteTaker, tensor: Tensor) -> Any:
     return [_list(note, row) for row in tensor] if tensor.dim() else answer(tensor, note)
 
 
-def _true(note: Note, tensor: Tensor) -> bool:
+def _true(note: NoteTaker, tensor: Tensor) -> bool:
     where = caller()
     if where is None or hasattr(tensor, _FINITE):
         return bool(answer(tensor, note))
     return _decided(where, "whether a tensor is true")
 
 
-def _format(note: Note, tensor: Tensor, form: str) -> str:
+def _format(note: NoteTaker, tensor: Tensor, form: str) -> str:
     return format(answer(tensor, note), form) if tensor.dim() == 0 else object.__format__(tensor, form)
 
 

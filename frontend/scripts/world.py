@@ -1,4 +1,4 @@
-"""A world of ranks that is not there: the environment of a launcher, and process groups that answer at once."""
+"""Fake process groups: the environment that a launcher would set, and groups of ranks that answer at once."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def chrome_trace(
             those of the graph, and each stands for the first rank that runs it.
     """
     chosen = sorted(set(range(len(timeline.programs)) if programs is None else programs))
-    ranks = ranks or [_first_rank(graph, number) for number in range(len(timeline.programs))]
+    ranks = ranks or [first_rank(graph, number) for number in range(len(timeline.programs))]
     job = {"world_size": graph.world_size} | ({"rank": ranks[chosen[0]]} if len(chosen) == 1 else {})
     head = {"displayTimeUnit": "ms", "distributedInfo": job, "processRanks": {str(p): ranks[p] for p in chosen}}
     yield json.dumps(head, separators=(",", ":"))[:-1] + ',"traceEvents":[\n'
@@ -52,7 +52,8 @@ def chrome_trace(
     yield "\n]}\n"
 
 
-def _first_rank(graph: Graph, number: int) -> int:
+def first_rank(graph: Graph, number: int) -> int:
+    """The lowest rank that runs a program."""
     program = graph.programs[number]
     if program.ranks or not graph.mesh:
         return min(program.ranks, default=number)
@@ -80,7 +81,7 @@ def _names(timeline: Timeline, programs: list[int]) -> Iterator[dict[str, object
 
 def _events(graph: Graph, timeline: Timeline, programs: list[int]) -> Iterator[dict[str, object]]:
     shown = np.isin(timeline.program, programs) & (timeline.duration > 0)
-    labels, launch = _labels(graph), _launches(timeline)
+    labels, launch = _labels(graph), launch_numbers(timeline)
     for row in np.flatnonzero(shown).tolist():
         op, device = int(timeline.op[row]), timeline.lane[row] == Lane.DEVICE
         args = _arguments(graph, op)
@@ -95,7 +96,7 @@ def _events(graph: Graph, timeline: Timeline, programs: list[int]) -> Iterator[d
         of_thread = graph.ops.kind[op] == OpKind.HOST and timeline.stream[row] > 0
         track = 1 + int(timeline.stream[row]) if device or of_thread else 0
         if device:
-            name, category = _on_device(graph, op)
+            name, category = device_label(graph, op)
             args["stream"] = int(timeline.stream[row])
             if graph.ops.kind[op] == OpKind.COPY:
                 rate = int(graph.ops.nbytes[op]) * _PS_PER_NS / int(timeline.duration[row])
@@ -123,7 +124,7 @@ def _arguments(graph: Graph, op: int) -> dict[str, object]:
     return args
 
 
-def _on_device(graph: Graph, op: int) -> tuple[str, str]:
+def device_label(graph: Graph, op: int) -> tuple[str, str]:
     """Name and category by which readers of profiler traces know what a device runs."""
     ops, name = graph.ops, graph.strings[graph.ops.name[op]]
     if ops.kind[op] == OpKind.COPY:
@@ -136,7 +137,7 @@ def _on_device(graph: Graph, op: int) -> tuple[str, str]:
     return name, "kernel"
 
 
-def _launches(timeline: Timeline) -> Int64:
+def launch_numbers(timeline: Timeline) -> Int64:
     """For each row a number >= 1 that work on a device shares with its issue; -1 where either takes no time.
 
     The host issues each operation that a device runs once, in the order in which a program calls it.

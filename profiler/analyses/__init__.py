@@ -2,17 +2,17 @@
 
 An analysis is a function of a `TraceSet` and keyword options; its docstring says what it answers, what each column
 means and in which unit. A new one is a file and a line in `ANALYSES`. What several need is beside them: `table`
-(the result), `intervals` (union and overlap of times), `work` (what ran on the devices), `statistics`.
+(the result), `work` (what ran on the devices), `statistics`, and `ir.intervals` (union and overlap of times).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from echograph.profiler.analyses.table import Table as Answer
+from echograph.profiler.analyses.table import AnswerTable
 from echograph.registry import Table
 
-Analysis = Callable[..., Answer]
+Analysis = Callable[..., AnswerTable]
 
 _HERE = "echograph.profiler.analyses"
 ANALYSES = Table(

@@ -8,14 +8,16 @@ import numpy as np
 
 from echograph.errors import UsageError
 from echograph.profiler.analyses.kernels import statistics_by_name
-from echograph.profiler.analyses.table import Table, from_rows, stacked
+from echograph.profiler.analyses.table import AnswerTable, from_rows, stacked
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.trace import NONE, Trace, TraceSet
 
 _CATEGORIES = {"device": "gpu_user_annotation", "host": "user_annotation"}
 
 
-def annotation_breakdown(traces: TraceSet, *, side: str = "device", pattern: str = "", top: int = 0) -> Table:
+def annotation_breakdown(
+    traces: TraceSet, *, side: str = "device", pattern: str = "", top: int = 0
+) -> AnswerTable:
     """What each annotation costs on each rank: total, extremes and spread of its durations.
 
     Columns, microseconds: `name`; `sum (us)`, `max (us)`, `min (us)`, `stddev` (of a sample), `mean (us)`; `rank`;
@@ -47,7 +49,7 @@ def annotation_breakdown(traces: TraceSet, *, side: str = "device", pattern: str
     return from_rows(titles, rows, notes)
 
 
-def annotated_kernels(traces: TraceSet) -> Table:
+def annotated_kernels(traces: TraceSet) -> AnswerTable:
     """Each kernel, copy and set with the innermost annotation that its launch was made under.
 
     Columns: `rank`; `index` of the event in the file; `name`; `ts` and `dur` microseconds; `stream`;

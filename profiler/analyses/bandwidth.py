@@ -8,15 +8,15 @@ from typing import NamedTuple
 import numpy as np
 
 from echograph.ir.columns import Int64
-from echograph.profiler.analyses.statistics import DESCRIPTION, Floats, describe
-from echograph.profiler.analyses.table import Table, from_rows, stacked
-from echograph.profiler.analyses.work import US, Kind, device_work, kinds
+from echograph.profiler.analyses.statistics import DESCRIPTION, _Floats, describe
+from echograph.profiler.analyses.table import AnswerTable, from_rows, stacked
+from echograph.profiler.analyses.work import US, KernelKind, device_work, kinds
 from echograph.profiler.traces.trace import Trace, TraceSet
 
 BANDWIDTH = "memory bandwidth (GB/s)"
 
 
-class Rate(NamedTuple):
+class BandwidthSteps(NamedTuple):
     """The bandwidth of all transfers of one sort that run at once, whenever it changes.
 
     Attributes:
@@ -27,10 +27,10 @@ class Rate(NamedTuple):
 
     rows: Int64
     time: Int64
-    gbps: Floats
+    gbps: _Floats
 
 
-def rates(work: Trace) -> Iterator[tuple[str, Rate]]:
+def rates(work: Trace) -> Iterator[tuple[str, BandwidthSteps]]:
     """The bandwidth of each sort of transfer ("Memcpy HtoD", "Memset") of each device of one rank.
 
     A transfer that took less than a tick of the clock counts as one tick long.
@@ -39,7 +39,7 @@ def rates(work: Trace) -> Iterator[tuple[str, Rate]]:
         work: rows on devices.
     """
     gbps = work.argument(BANDWIDTH, np.nan)
-    moving = np.flatnonzero((kinds(work) == Kind.MEMORY) & ~np.isnan(gbps))
+    moving = np.flatnonzero((kinds(work) == KernelKind.MEMORY) & ~np.isnan(gbps))
     sorts = np.array([sort_of_transfer(text) for text in work.strings], object)
     of_row = sorts[work.name[moving]]
     for sort, device in sorted(set(zip(of_row.tolist(), work.pid[moving].tolist(), strict=True))):
@@ -52,7 +52,7 @@ def rates(work: Trace) -> Iterator[tuple[str, Rate]]:
         running = np.cumsum(np.repeat((-1, 1), len(rows))[order])
         # What rounding leaves of a sum is no bandwidth.
         rate = np.where(running > 0, np.cumsum(change[order]), 0.0)
-        yield sort, Rate(np.tile(rows, 2)[order], time[order], rate)
+        yield sort, BandwidthSteps(np.tile(rows, 2)[order], time[order], rate)
 
 
 def sort_of_transfer(name: str) -> str:
@@ -60,7 +60,7 @@ def sort_of_transfer(name: str) -> str:
     return name.partition(" (")[0]
 
 
-def memory_bandwidth(traces: TraceSet) -> Table:
+def memory_bandwidth(traces: TraceSet) -> AnswerTable:
     """The bandwidth of copies and sets, whenever it changes.
 
     Columns: `rank`; `ts` microseconds since the first event of the job; `pid` the device; `name` the sort of
@@ -82,7 +82,7 @@ def memory_bandwidth(traces: TraceSet) -> Table:
     return stacked(parts, ("rank", "ts", "pid", "name", "memory_bw_gbps"), notes)
 
 
-def memory_bandwidth_summary(traces: TraceSet) -> Table:
+def memory_bandwidth_summary(traces: TraceSet) -> AnswerTable:
     """Statistics of the bandwidth of each sort of transfer while there is any.
 
     Columns: `rank`, `device`, `name`, `count` of changes after which something is moving, then mean, deviation

@@ -8,7 +8,7 @@ import numpy as np
 
 from echograph.errors import UsageError
 from echograph.ir.columns import Int64
-from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.relations import Stacks, call_stacks, launches
 from echograph.profiler.traces.trace import NONE, Trace, TraceSet
@@ -25,7 +25,7 @@ TITLES = (
 )
 
 
-def call_times(traces: TraceSet, *, name: str = "", max_depth: int = -1) -> Table:
+def call_times(traces: TraceSet, *, name: str = "", max_depth: int = -1) -> AnswerTable:
     """The host time of operators, annotations and calls to the runtime, by how deep in the stack they run.
 
     Columns: `rank`; `depth` how many events it is within, 0 at the bottom of a thread's stack; `name`; `count`;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.comms.bandwidth import bus_factor
 from echograph.profiler.traces.alignment import align, clocks
@@ -16,7 +16,7 @@ _TITLES = (
 _PS_PER_NS = 1000
 
 
-def collective_times(traces: TraceSet, *, always_align: bool = False) -> Table:
+def collective_times(traces: TraceSet, *, always_align: bool = False) -> AnswerTable:
     """Bandwidth and skew of every collective that was traced on several ranks.
 
     Clocks are aligned where they contradict one another. Columns: `name`; `group` of processes, empty where the

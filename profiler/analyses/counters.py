@@ -15,7 +15,7 @@ from echograph.errors import UsageError
 from echograph.ir.columns import Int64
 from echograph.profiler.analyses.bandwidth import rates
 from echograph.profiler.analyses.queue import queues
-from echograph.profiler.analyses.table import Table, stacked
+from echograph.profiler.analyses.table import AnswerTable, stacked
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.events import EventStream
 from echograph.profiler.traces.trace import Trace, TraceSet
@@ -61,7 +61,7 @@ def counters_of(trace: Trace, which: str = "all") -> Iterator[Counter]:
             yield Counter(f"{sort} (GB/s)", int(work.pid[rate.rows[0]]), rate.time, rate.gbps)
 
 
-def counters(traces: TraceSet, *, which: str = "all") -> Table:
+def counters(traces: TraceSet, *, which: str = "all") -> AnswerTable:
     """How long queues are and how fast memory is moved, as counters that a copy of the trace can show.
 
     Columns: `rank`; `ts` microseconds since the first event of the job; `pid` the device; `counter` what is

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from echograph.errors import DataError, UsageError
 from echograph.ir.columns import Int64
 from echograph.profiler.analyses.queue import queues
-from echograph.profiler.analyses.work import US, Kind, kinds
+from echograph.profiler.analyses.work import US, KernelKind, kinds
 from echograph.profiler.traces.relations import Stacks, call_stacks, launch_of_rows, launches, of_device_queue
 from echograph.profiler.traces.trace import CALLS, NONE, OPERATORS, Bool, Trace, place_of_stream
 
@@ -104,9 +104,9 @@ class CriticalGraph:
     @property
     def bound(self) -> npt.NDArray[np.int8]:
         """The `Bound` of each edge: by its kind for delays, by its event for the rest."""
-        of_kind = np.full(len(Kind), Bound.gpu_compute_bound, np.int8)
-        of_kind[Kind.COMMUNICATION] = Bound.gpu_communication_bound
-        of_kind[Kind.MEMORY] = Bound.gpu_memory_bound
+        of_kind = np.full(len(KernelKind), Bound.gpu_compute_bound, np.int8)
+        of_kind[KernelKind.COMMUNICATION] = Bound.gpu_communication_bound
+        of_kind[KernelKind.MEMORY] = Bound.gpu_memory_bound
         of_host = np.where(loads_data(self.trace, self.data_load_events), Bound.data_loading, Bound.cpu_bound)
         of_row = np.where(self.trace.on_device, of_kind[kinds(self.trace)], of_host.astype(np.int8))
         bound = np.where(self.event == NONE, np.int8(Bound.none), of_row[self.event])
@@ -284,10 +284,14 @@ def critical_graph(
         edges.add(edges.begin(row), edges.end(row), Edge.operator, int(trace.duration[row]), row)
     waited = _waits(edges, streams, inside)
     _starts(edges, streams, waited, launch_edges=launch_edges)
+    return _graph_of(edges, rows, data_load_events)
+
+
+def _graph_of(edges: _Edges, rows: Int64, data_load_events: str) -> CriticalGraph:
     pairs = np.array(list(edges.found), np.int64).reshape(-1, 2)
     kinds, weights, spenders = zip(*edges.found.values(), strict=True)
     return CriticalGraph(
-        trace=trace,
+        trace=edges.trace,
         rows=rows,
         source=pairs[:, 0],
         target=pairs[:, 1],

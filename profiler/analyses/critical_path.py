@@ -12,8 +12,8 @@ import numpy as np
 from echograph.errors import DataError, FormatError, UnknownNameError, UsageError
 from echograph.ir.files import read_arrays, write_whole
 from echograph.profiler.analyses.critical_graph import Bound, CriticalGraph, Edge, critical_graph
-from echograph.profiler.analyses.marked_copy import Places, exact_json, marked_copy
-from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.marked_copy import _MarkedRows, exact_json, marked_copy
+from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.trace import NONE, Trace, TraceSet
 
@@ -84,7 +84,7 @@ def overlaid(graph: CriticalGraph) -> Iterator[bytes]:
     )
 
 
-def _arrows(graph: CriticalGraph, edges: list[int], places: Places) -> Iterator[str]:
+def _arrows(graph: CriticalGraph, edges: list[int], places: _MarkedRows) -> Iterator[str]:
     time = graph.time
     for number, edge in enumerate(edges):
         if graph.kind[edge] not in _FLOWS:
@@ -110,7 +110,7 @@ def critical_path(
     data_load_events: str = "",
     scale: str = "",
     save: str = "",
-) -> Table:
+) -> AnswerTable:
     """The longest chain of dependencies of each rank, in order of time.
 
     Columns: `rank`; `event_idx` of the event whose time is spent, in the file, or -1; `duration` microseconds;
@@ -155,7 +155,7 @@ def critical_path_summary(
     launch_edges: bool = False,
     data_load_events: str = "",
     scale: str = "",
-) -> Table:
+) -> AnswerTable:
     """What bounds each rank: the time on its critical path by what it is spent on.
 
     Columns: `rank`; `bound_by`; `duration` microseconds on the path; `percentage` of its length. It is bound by

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from echograph.errors import UsageError
-from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.relations import of_device_queue, profiler_steps, step_of_rows
 from echograph.profiler.traces.trace import NONE, Bool, Trace, TraceSet
@@ -51,7 +51,7 @@ def trace_diff(
     change: str = "",
     sort: str = "duration",
     top: int = 0,
-) -> Table:
+) -> AnswerTable:
     """What one step of one rank runs (the control) against another step, rank or job (the test).
 
     Columns: `name`; how often it ran and how many microseconds in all, in the control and in the test;
@@ -76,11 +76,7 @@ def trace_diff(
     Raises:
         UsageError: control and test are the same; a rank or step that is not there; an unknown word.
     """
-    _check("device", device, ("all", "cpu", "gpu"))
-    _check("sort", sort, ("duration", "counts"))
-    _check("change", change or CHANGES[0], CHANGES)
-    if top < 0:
-        raise UsageError(f"top: {top} is below 0; 0 keeps all rows")
+    _check_options(device, sort, change, top)
     notes = [*traces.notes, *(test.notes if test is not None else ())]
     sides = []
     for label, job, rank, step in (
@@ -122,9 +118,13 @@ def _unnumbered(name: str) -> str:
     return "ProfilerStep" if _STEP.match(name) else name
 
 
-def _check(option: str, given: str, known: Iterable[str]) -> None:
-    if given not in known:
-        raise UsageError(f"{option}: '{given}' is none of {', '.join(known)}")
+def _check_options(device: str, sort: str, change: str, top: int) -> None:
+    words = (("device", device, ("all", "cpu", "gpu")), ("sort", sort, ("duration", "counts")))
+    for option, given, known in (*words, ("change", change or CHANGES[0], CHANGES)):
+        if given not in known:
+            raise UsageError(f"{option}: '{given}' is none of {', '.join(known)}")
+    if top < 0:
+        raise UsageError(f"top: {top} is below 0; 0 keeps all rows")
 
 
 def _of_rank(job: TraceSet, rank: int, label: str) -> Trace:

@@ -10,7 +10,7 @@ import msgspec
 
 from echograph.errors import DataError, UsageError
 from echograph.ir.files import read_unpacked
-from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.events import details
 from echograph.profiler.traces.trace import NONE, OPERATORS, Bool, Trace, TraceSet
@@ -63,7 +63,7 @@ class _File(msgspec.Struct, gc=False):
     nodes: list[_Node]
 
 
-def execution_trace(traces: TraceSet, *, file: str = "") -> Table:
+def execution_trace(traces: TraceSet, *, file: str = "") -> AnswerTable:
     """The events of a profile with their nodes of an execution trace that was recorded at the same time.
 
     A node's `rf_id` is the number that PyTorch gave a call: an operator's "Record function id", or in files that

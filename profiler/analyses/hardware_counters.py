@@ -11,7 +11,7 @@ import numpy as np
 
 from echograph.errors import UsageError
 from echograph.ir.columns import Int64
-from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.events import details
 from echograph.profiler.traces.relations import call_stacks, launches
@@ -40,7 +40,7 @@ _TIME_NS = "gpu__time_duration.sum"
 _BYTES = ("dram__bytes.sum",), ("dram__bytes_read.sum", "dram__bytes_write.sum")
 
 
-def hardware_counters(traces: TraceSet, *, peak_gflops: float = 0.0, peak_gbps: float = 0.0) -> Table:
+def hardware_counters(traces: TraceSet, *, peak_gflops: float = 0.0, peak_gbps: float = 0.0) -> AnswerTable:
     """The hardware counters of each kernel, with the operators around its launch and where it is on the roofline.
 
     CUPTI's ranges say no correlation: where there are as many as launches, the n-th is of the n-th launch.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from echograph.errors import UsageError
 from echograph.ir.columns import Int64
 from echograph.profiler.analyses.statistics import DESCRIPTION, describe
-from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.relations import launch_of_rows
 from echograph.profiler.traces.trace import NONE, Trace, TraceSet
@@ -38,7 +38,7 @@ class Gaps(NamedTuple):
     cause: npt.NDArray[np.int8]
 
 
-def idle_breakdown(traces: TraceSet, *, kernel_delay_us: float = 30.0) -> Table:
+def idle_breakdown(traces: TraceSet, *, kernel_delay_us: float = 30.0) -> AnswerTable:
     """How long each stream was idle between two of its kernels, and for which cause.
 
     Columns: `rank`; `device` and its `stream`; `idle_category`; `idle_time` microseconds;
@@ -65,7 +65,7 @@ def idle_breakdown(traces: TraceSet, *, kernel_delay_us: float = 30.0) -> Table:
     return from_rows(("rank", "device", "stream", "idle_category", "idle_time", "idle_time_ratio"), rows, notes)
 
 
-def idle_intervals(traces: TraceSet, *, kernel_delay_us: float = 30.0) -> Table:
+def idle_intervals(traces: TraceSet, *, kernel_delay_us: float = 30.0) -> AnswerTable:
     """How the gaps between kernels are distributed, for each stream and cause.
 
     Columns: `idle_category` (see the idle breakdown), `rank`, `device`, `stream`, `count`, then mean, deviation

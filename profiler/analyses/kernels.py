@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from echograph.profiler.analyses.intervals import coverage, union
+from echograph.ir.intervals import coverage, union
 from echograph.profiler.analyses.statistics import groups, summary
-from echograph.profiler.analyses.table import Table, from_rows
-from echograph.profiler.analyses.work import US, Kind, device_work, kinds
+from echograph.profiler.analyses.table import AnswerTable, from_rows
+from echograph.profiler.analyses.work import US, KernelKind, device_work, kinds
 from echograph.profiler.traces.trace import Trace, TraceSet
 
-_KINDS = (Kind.COMPUTATION, Kind.COMMUNICATION, Kind.MEMORY)
+_KINDS = (KernelKind.COMPUTATION, KernelKind.COMMUNICATION, KernelKind.MEMORY)
 _QUANTILES = (1, 5, 25, 50, 75, 95, 99)
 
 
-def kernel_types(traces: TraceSet, *, memory: bool = True) -> Table:
+def kernel_types(traces: TraceSet, *, memory: bool = True) -> AnswerTable:
     """How long each combination of kinds of kernel runs at once, over all ranks.
 
     Columns: `kernel_type` the kinds that run ("COMPUTATION overlapping COMMUNICATION"), on any streams of a rank;
@@ -43,7 +43,7 @@ def kernel_types(traces: TraceSet, *, memory: bool = True) -> Table:
     return from_rows(("kernel_type", "sum", "percentage"), rows, notes)
 
 
-def kernel_breakdown(traces: TraceSet, *, top: int = 0, memory: bool = True) -> Table:
+def kernel_breakdown(traces: TraceSet, *, top: int = 0, memory: bool = True) -> AnswerTable:
     """What each kernel costs on each rank: total, extremes and spread of its durations.
 
     Columns, microseconds: `name`; `sum (us)`, `max (us)`, `min (us)`, `stddev` (of a sample), `mean (us)` over all
@@ -87,7 +87,7 @@ def statistics_by_name(trace: Trace, top: int = 0) -> list[tuple[Any, ...]]:
     return list(zip(*columns, found.sizes[order].tolist(), strict=True))
 
 
-def kernel_durations(traces: TraceSet) -> Table:
+def kernel_durations(traces: TraceSet) -> AnswerTable:
     """How the durations of each kernel are distributed, over all ranks together.
 
     Columns, microseconds: `name`, `kernel_type`, `count`, `mean (us)`, then `1% (us)` to `99% (us)`: the duration
@@ -99,7 +99,7 @@ def kernel_durations(traces: TraceSet) -> Table:
         kind, found = kinds(work), groups(work.name)
         for key, rows in zip(found.keys, np.split(found.order, found.first[1:]), strict=True):
             durations.setdefault(work.strings[key], []).append(work.duration[rows] / US)
-            kind_of[work.strings[key]] = Kind(int(kind[rows[0]])).name
+            kind_of[work.strings[key]] = KernelKind(int(kind[rows[0]])).name
     total = Counter({name: float(sum(part.sum() for part in parts)) for name, parts in durations.items()})
     rows_out = []
     for name, _ in total.most_common():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from echograph.profiler.analyses.table import Table, from_rows, stacked
+from echograph.profiler.analyses.table import AnswerTable, from_rows, stacked
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.relations import Launches, launches
 from echograph.profiler.traces.trace import KERNELS, Trace, TraceSet
@@ -27,7 +27,7 @@ def launched_work(trace: Trace, *, memory: bool = True) -> Launches:
     return Launches(calls[kept][order], works[kept][order])
 
 
-def launch_statistics(traces: TraceSet, *, memory: bool = True) -> Table:
+def launch_statistics(traces: TraceSet, *, memory: bool = True) -> AnswerTable:
     """Each launch: how long the call took the host, the work the device, and what lay between.
 
     Columns, microseconds: `rank`; `correlation`, the number that call and work share; `cpu_duration` of the call;
@@ -63,7 +63,7 @@ def launch_summary(
     runtime_cutoff_us: float = 50.0,
     launch_delay_cutoff_us: float = 100.0,
     memory: bool = True,
-) -> Table:
+) -> AnswerTable:
     """How many launches of each rank cost more than they should.
 
     Columns: `rank`; `call`; `launches`; `short_kernels`, launches whose work is shorter than its call, which

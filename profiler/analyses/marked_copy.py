@@ -13,14 +13,14 @@ from echograph.errors import DataError
 from echograph.profiler.traces.events import EventStream
 from echograph.profiler.traces.trace import Trace
 
-Places = Mapping[int, Mapping[str, Any]]
+_MarkedRows = Mapping[int, Mapping[str, Any]]
 _PS_DIGITS = 6
 
 
 def marked_copy(
     trace: Trace,
     marks: Mapping[int, Mapping[str, Any]],
-    after: Callable[[Places], Iterator[str]] = lambda _: iter(()),
+    after: Callable[[_MarkedRows], Iterator[str]] = lambda _: iter(()),
 ) -> Iterator[bytes]:
     """The text of a trace's file with further arguments for some of its events, piece by piece.
 

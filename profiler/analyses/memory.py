@@ -11,7 +11,7 @@ import numpy as np
 
 from echograph.errors import DataError, UsageError
 from echograph.ir.files import read_unpacked
-from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.events import whole_events
 from echograph.profiler.traces.trace import LONGEST_US, Trace, TraceSet
@@ -57,7 +57,7 @@ class _Memory(msgspec.Struct, gc=False):
     args: _Arguments
 
 
-def memory_timeline(traces: TraceSet) -> Table:
+def memory_timeline(traces: TraceSet) -> AnswerTable:
     """What the allocator of each device held, whenever that changed (a profile with `profile_memory=True`).
 
     Columns: `rank`; `ts` microseconds since the first event of the job; `device` ("cuda:1", "cpu");
@@ -93,7 +93,7 @@ def _said(trace: Trace) -> Iterator[_Said | None]:
     if trace.header.get("profile_memory") == 0:
         return
     ranks = trace.header.get("processRanks") or {}
-    for _, event in whole_events(Path(trace.path)):
+    for _, event in whole_events(Path(trace.path)) if trace.has_file else ():
         if event.get("name") != "[memory]" or ranks.get(str(event.get("pid")), trace.rank) != trace.rank:
             continue
         try:
@@ -115,7 +115,7 @@ def _said(trace: Trace) -> Iterator[_Said | None]:
         )
 
 
-def memory_categories(traces: TraceSet, *, file: str = "") -> Table:
+def memory_categories(traces: TraceSet, *, file: str = "") -> AnswerTable:
     """What the memory of one device was for, whenever that changed, from PyTorch's memory timeline.
 
     The file is what `torch.profiler.profile.export_memory_timeline` writes to a name that ends in `.raw.json.gz`.
@@ -147,7 +147,7 @@ def memory_categories(traces: TraceSet, *, file: str = "") -> Table:
     columns: dict[str, Any] = {"ts": time[last] / _NS_PER_US}
     columns |= {name: held[last, at] for at, name in enumerate(CATEGORIES)}
     columns["total"] = held[last].sum(axis=1)
-    return Table(columns=columns, notes=traces.notes)
+    return AnswerTable(columns=columns, notes=traces.notes)
 
 
 def _raw_events(path: Path) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from echograph.ir.columns import Int64
 from echograph.profiler.analyses.launches import launched_work
-from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.relations import call_stacks
 from echograph.profiler.traces.trace import NONE, OPERATORS, Trace, TraceSet
@@ -23,7 +23,7 @@ TITLES = (
 )
 
 
-def operator_kernels(traces: TraceSet, *, prefix: str = "aten::") -> Table:
+def operator_kernels(traces: TraceSet, *, prefix: str = "aten::") -> AnswerTable:
     """The kernels that each operator launches itself, with the delays until the first of them.
 
     Columns: `rank`; `aten_op_name`; `kernel_sequence` the kernels by their launches, joined by " -> "; how often

@@ -11,9 +11,9 @@ from echograph.errors import UsageError
 from echograph.ir.columns import Int64
 from echograph.profiler.analyses.launches import launched_work
 from echograph.profiler.analyses.statistics import DESCRIPTION, describe
-from echograph.profiler.analyses.table import Table, from_rows, stacked
+from echograph.profiler.analyses.table import AnswerTable, from_rows, stacked
 from echograph.profiler.analyses.work import US
-from echograph.profiler.traces.trace import Stream, Trace, TraceSet
+from echograph.profiler.traces.trace import DeviceStream, Trace, TraceSet
 
 TITLES = ("rank", "index", "ts", "pid", "tid", "stream", "queue_length")
 
@@ -34,7 +34,7 @@ class Queue(NamedTuple):
     length: Int64
 
 
-def queues(trace: Trace) -> Iterator[tuple[Stream, Queue]]:
+def queues(trace: Trace) -> Iterator[tuple[DeviceStream, Queue]]:
     """The queue of each stream: longer by one when a call launches something, shorter when that starts.
 
     A CUDA graph counts as many as it has kernels. Of what happens in one moment, launches come first.
@@ -50,7 +50,7 @@ def queues(trace: Trace) -> Iterator[tuple[Stream, Queue]]:
         yield streams[at], Queue(both, rows[order], trace.start[rows][order], np.cumsum(change[order]))
 
 
-def queue_length(traces: TraceSet) -> Table:
+def queue_length(traces: TraceSet) -> AnswerTable:
     """How many kernels, copies and sets wait on each stream, whenever that changes.
 
     Columns: `rank`; `index` of the event that changes it, in the file; `ts` microseconds since the first event of
@@ -79,7 +79,7 @@ def queue_length(traces: TraceSet) -> Table:
     return stacked(parts, TITLES, traces.notes)
 
 
-def queue_length_summary(traces: TraceSet) -> Table:
+def queue_length_summary(traces: TraceSet) -> AnswerTable:
     """How long each stream's queue is over all its changes.
 
     Columns: `rank`, `device`, `stream`, `count` of changes, then mean, deviation (of a sample), least,
@@ -93,7 +93,7 @@ def queue_length_summary(traces: TraceSet) -> Table:
     return from_rows(("rank", "device", "stream", *DESCRIPTION), rows, traces.notes)
 
 
-def time_on_full_queue(traces: TraceSet, *, max_queue_length: int = 1024) -> Table:
+def time_on_full_queue(traces: TraceSet, *, max_queue_length: int = 1024) -> AnswerTable:
     """How long each stream's queue was full, so that the host's next launch had to wait.
 
     Columns: `rank`; `device`; `stream`; `duration_at_max_queue_length` microseconds at which at least

@@ -11,7 +11,7 @@ import numpy as np
 from echograph.errors import UsageError
 from echograph.ir.columns import Int64
 from echograph.profiler.analyses.marked_copy import marked_copy
-from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.relations import Stacks, call_stacks, launches
 from echograph.profiler.traces.trace import Trace, TraceSet
@@ -19,7 +19,7 @@ from echograph.profiler.traces.trace import Trace, TraceSet
 TITLES = ("pattern", "count", "GPU kernel duration (us)", "CPU op duration (us)", "rank")
 
 
-def kernel_sequences(traces: TraceSet, *, operator: str = "", min_length: int = 3) -> Table:
+def kernel_sequences(traces: TraceSet, *, operator: str = "", min_length: int = 3) -> AnswerTable:
     """The sequences of kernels that an operator launches, the most frequent first.
 
     Columns: `pattern` the operator and its kernels, copies and sets by their start, joined by "|"; `count` of

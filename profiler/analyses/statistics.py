@@ -9,11 +9,11 @@ import numpy.typing as npt
 
 from echograph.ir.columns import Int64
 
-Floats = npt.NDArray[np.float64]
+_Floats = npt.NDArray[np.float64]
 DESCRIPTION = ("count", "mean", "std", "min", "25%", "50%", "75%", "max")
 
 
-class Groups(NamedTuple):
+class ValueGroups(NamedTuple):
     """Values in groups of equal keys, groups by ascending key.
 
     Attributes:
@@ -32,25 +32,25 @@ class Groups(NamedTuple):
         return np.diff(self.first, append=len(self.order))
 
 
-def groups(keys: npt.NDArray[Any]) -> Groups:
+def groups(keys: npt.NDArray[Any]) -> ValueGroups:
     """Groups rows by an integer key."""
     order = np.argsort(keys, kind="stable")
     sorted_keys = keys[order]
     first = np.flatnonzero(np.concatenate((np.ones(min(1, len(keys)), np.bool_), np.diff(sorted_keys) != 0)))
-    return Groups(sorted_keys[first].astype(np.int64), first, order)
+    return ValueGroups(sorted_keys[first].astype(np.int64), first, order)
 
 
 class Summary(NamedTuple):
     """Statistics of each group; `std` is that of a sample (n - 1), 0 for a single value."""
 
-    sum: Floats
-    max: Floats
-    min: Floats
-    std: Floats
-    mean: Floats
+    sum: _Floats
+    max: _Floats
+    min: _Floats
+    std: _Floats
+    mean: _Floats
 
 
-def summary(grouped: Groups, values: npt.NDArray[Any]) -> Summary:
+def summary(grouped: ValueGroups, values: npt.NDArray[Any]) -> Summary:
     """Sum, extremes, deviation and mean of each group."""
     count = grouped.sizes
     if not len(count):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.relations import profiler_steps, step_of_rows
 from echograph.profiler.traces.trace import TraceSet
 
 
-def steps(traces: TraceSet) -> Table:
+def steps(traces: TraceSet) -> AnswerTable:
     """The steps of each rank, on the host and on its devices.
 
     Columns: `rank`; `step` the number after "ProfilerStep#"; `ts` microseconds since the first event of the job;

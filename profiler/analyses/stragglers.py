@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from echograph.errors import UsageError
-from echograph.profiler.analyses.table import Table, from_rows
-from echograph.profiler.analyses.work import US, Kind, kinds
+from echograph.profiler.analyses.table import AnswerTable, from_rows
+from echograph.profiler.analyses.work import US, KernelKind, kinds
 from echograph.profiler.traces.relations import profiler_steps, step_of_rows
 from echograph.profiler.traces.trace import Trace, TraceSet
 
@@ -32,7 +32,7 @@ class _Collective(NamedTuple):
     duration: int
 
 
-def stragglers(traces: TraceSet, *, candidates: int = 2) -> Table:
+def stragglers(traces: TraceSet, *, candidates: int = 2) -> AnswerTable:
     """The ranks that others wait for most often.
 
     In each step a rank that comes late to a collective starts it last and is through with it first. Among the
@@ -91,7 +91,7 @@ def stragglers(traces: TraceSet, *, candidates: int = 2) -> Table:
 def _collectives(trace: Trace, least: float) -> list[tuple[_Key, int, _Collective]]:
     devices = {pid: at for at, pid in enumerate(np.unique(trace.pid[trace.on_device]).tolist())}
     step = step_of_rows(trace)
-    chosen = trace.on_device & (kinds(trace) == Kind.COMMUNICATION) & (step >= 0) & (trace.duration >= least)
+    chosen = trace.on_device & (kinds(trace) == KernelKind.COMMUNICATION) & (step >= 0) & (trace.duration >= least)
     rows = np.flatnonzero(chosen)
     rows = rows[np.argsort(trace.start[rows], kind="stable")]
     return [

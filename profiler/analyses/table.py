@@ -15,7 +15,7 @@ from echograph.ir.tables import MOST_SHOWN, csv_text, html_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Table:
+class AnswerTable:
     """Columns by name, and what is missing from them.
 
     Attributes:
@@ -59,21 +59,21 @@ class Table:
         return html_table(list(self.columns), islice(self.rows(), MOST_SHOWN), len(self), self.notes)
 
 
-def from_rows(titles: Sequence[str], rows: Iterable[Sequence[Any]], notes: Iterable[str] = ()) -> Table:
+def from_rows(titles: Sequence[str], rows: Iterable[Sequence[Any]], notes: Iterable[str] = ()) -> AnswerTable:
     """A table from its rows."""
     found = list(rows)
     columns = {title: [row[i] for row in found] for i, title in enumerate(titles)}
-    return Table(columns=columns, notes=tuple(notes))
+    return AnswerTable(columns=columns, notes=tuple(notes))
 
 
-def stacked(parts: Sequence[Mapping[str, Any]], titles: Sequence[str], notes: Iterable[str] = ()) -> Table:
+def stacked(parts: Sequence[Mapping[str, Any]], titles: Sequence[str], notes: Iterable[str] = ()) -> AnswerTable:
     """A table from one set of columns a rank, one below the other."""
     columns: dict[str, Any] = {}
     for title in titles:
         pieces = [part[title] for part in parts]
         numbers = all(isinstance(piece, np.ndarray) for piece in pieces)
         columns[title] = np.concatenate(pieces) if pieces and numbers else [v for piece in pieces for v in piece]
-    return Table(columns=columns, notes=tuple(notes))
+    return AnswerTable(columns=columns, notes=tuple(notes))
 
 
 def _list(column: Sequence[Any] | np.ndarray[Any, Any]) -> list[Any]:

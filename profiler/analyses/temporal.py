@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from echograph.profiler.analyses.intervals import union
-from echograph.profiler.analyses.table import Table, from_rows
-from echograph.profiler.analyses.work import US, Kind, device_work, kinds
+from echograph.ir.intervals import union
+from echograph.profiler.analyses.table import AnswerTable, from_rows
+from echograph.profiler.analyses.work import US, KernelKind, device_work, kinds
 from echograph.profiler.traces.trace import TraceSet
 
 TITLES = (
@@ -21,7 +21,7 @@ TITLES = (
 )
 
 
-def temporal_breakdown(traces: TraceSet) -> Table:
+def temporal_breakdown(traces: TraceSet) -> AnswerTable:
     """How much of each rank's device time is idle, computation, and neither.
 
     Columns: `kernel_time(us)` from the start of the first kernel, copy or set to the end of the last, on any
@@ -33,7 +33,7 @@ def temporal_breakdown(traces: TraceSet) -> Table:
     """
     rows, notes = [], list(traces.notes)
     for rank, work in device_work(traces, notes):
-        computes = kinds(work) == Kind.COMPUTATION
+        computes = kinds(work) == KernelKind.COMPUTATION
         whole = int(work.end.max() - work.start.min())
         busy = union(work.start, work.end).length
         compute = union(work.start[computes], work.end[computes]).length

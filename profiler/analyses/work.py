@@ -15,7 +15,7 @@ from echograph.profiler.traces.trace import COPIES, SETS, WAITS, Trace
 US = 1_000_000
 
 
-class Kind(IntEnum):
+class KernelKind(IntEnum):
     """What a kernel is for."""
 
     COMPUTATION = 0
@@ -28,21 +28,21 @@ class Kind(IntEnum):
 _MEMORY = re.compile(r"(cuda|hip)?(Memcpy|Memset)|dma(?![a-z])")
 
 
-def kind_of_name(name: str) -> Kind:
+def kind_of_name(name: str) -> KernelKind:
     """What a kernel, copy or set is for, by its name."""
     if _MEMORY.match(name):
-        return Kind.MEMORY
+        return KernelKind.MEMORY
     if communicates(name):
-        return Kind.COMMUNICATION
-    return Kind.OTHER if name in WAITS else Kind.COMPUTATION
+        return KernelKind.COMMUNICATION
+    return KernelKind.OTHER if name in WAITS else KernelKind.COMPUTATION
 
 
 def kinds(trace: Trace) -> npt.NDArray[np.int8]:
-    """The `Kind` of each row, as if it ran on a device: by its category, if that tells, or else by its name."""
-    kind = np.full(len(trace.strings) + 1, Kind.OTHER, np.int8)
+    """The `KernelKind` of each row, as if it ran on a device: by its category, if that tells, or by its name."""
+    kind = np.full(len(trace.strings) + 1, KernelKind.OTHER, np.int8)
     for code in np.unique(trace.name):
         kind[code] = kind_of_name(trace.strings[code])
-    return np.where(trace.of_category(COPIES | SETS), np.int8(Kind.MEMORY), kind[trace.name])
+    return np.where(trace.of_category(COPIES | SETS), np.int8(KernelKind.MEMORY), kind[trace.name])
 
 
 def device_work(traces: Mapping[int, Trace], notes: list[str]) -> Iterator[tuple[int, Trace]]:

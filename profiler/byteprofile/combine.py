@@ -19,16 +19,16 @@ import numpy as np
 
 from echograph.errors import DataError, InputError, OutputError
 from echograph.ir.files import check_writable, write_whole
-from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.byteprofile.dag import read_dag
 from echograph.profiler.byteprofile.events import (
     ALLREDUCE,
     COMMUNICATION,
     COMPUTATION,
     UPDATES,
-    Event,
+    ChromeEvent,
+    EventLabel,
     Events,
-    Label,
     category_of,
     columns_of,
     complete_events,
@@ -43,7 +43,7 @@ from echograph.units import PS_PER_MS, PS_PER_US
 _COMMON_ENDS = ("PULL", ALLREDUCE)
 
 
-class Source(NamedTuple):
+class CombinedTrace(NamedTuple):
     """A trace among those that are combined.
 
     Attributes:
@@ -64,21 +64,21 @@ class Combined(NamedTuple):
         by: the event by whose end clocks were aligned; empty where there is one worker, or none was asked for.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[CombinedTrace, ...]
     shift: dict[int, int]
     by: str
 
 
-def sources_of(jobs: Sequence[Job]) -> list[Source]:
+def sources_of(jobs: Sequence[Job]) -> list[CombinedTrace]:
     """The traces of several jobs; each worker of each job is one of all, and a trace that is given alone too."""
     found, first = [], 0
     for job in jobs:
-        found += [Source(first + gpu.worker, gpu) for gpu in job.gpus]
+        found += [CombinedTrace(first + gpu.worker, gpu) for gpu in job.gpus]
         first += max(gpu.worker for gpu in job.gpus) + 1
     return found
 
 
-def aligned(sources: Sequence[Source], *, keep: bool = False) -> Combined:
+def aligned(sources: Sequence[CombinedTrace], *, keep: bool = False) -> Combined:
     """Finds by how much the workers' clocks differ: the first pull of the same name ends everywhere at once.
 
     Where there are no pulls, the first all-reduce.
@@ -114,11 +114,11 @@ def aligned(sources: Sequence[Source], *, keep: bool = False) -> Combined:
     )
 
 
-def _first_ends(sources: Sequence[Source]) -> dict[Label, int]:
+def _first_ends(sources: Sequence[CombinedTrace]) -> dict[EventLabel, int]:
     """When the first of each common end was over; of the GPUs that have it, on the first."""
-    found: dict[Label, int] = {}
+    found: dict[EventLabel, int] = {}
     for source in sources:
-        starts: dict[Label, int] = {}
+        starts: dict[EventLabel, int] = {}
         for event in _events(source.gpu):
             label = label_of(event)
             if label.part not in _COMMON_ENDS:
@@ -131,12 +131,12 @@ def _first_ends(sources: Sequence[Source]) -> dict[Label, int]:
     return found
 
 
-def _events(gpu: Gpu) -> Iterator[Event]:
+def _events(gpu: Gpu) -> Iterator[ChromeEvent]:
     for file in gpu.files:
         yield from complete_events(file, [])
 
 
-def combined_events(combined: Combined, only: Collection[str] = ()) -> Iterator[Event]:
+def combined_events(combined: Combined, only: Collection[str] = ()) -> Iterator[ChromeEvent]:
     """The events of all traces: names have the rank before them, processes the worker and the rank.
 
     Names that have a prefix in the file keep it.
@@ -168,7 +168,7 @@ def _shifted(microseconds: float, shift: int) -> float:
     return moved // PS_PER_US if moved % PS_PER_US == 0 else moved / PS_PER_US
 
 
-def communications(sources: Sequence[Source]) -> set[str]:
+def communications(sources: Sequence[CombinedTrace]) -> set[str]:
     """The communications of the traces, and their parts, by the names that a filter takes."""
     known: set[str] = set()
     for _, gpu in sources:
@@ -177,11 +177,11 @@ def communications(sources: Sequence[Source]) -> set[str]:
     return known
 
 
-def _without_key(label: Label) -> str:
+def _without_key(label: EventLabel) -> str:
     return f"{label.operation}.{label.part}".removesuffix(".")
 
 
-def as_trace(events: Iterator[Event]) -> Iterator[str]:
+def as_trace(events: Iterator[ChromeEvent]) -> Iterator[str]:
     """Events as a Chrome trace, piece by piece."""
     yield '{"displayTimeUnit": "ms", "traceEvents": [\n'
     separator = ""
@@ -209,7 +209,7 @@ class Collected:
         notes: what is missing, one line each.
     """
 
-    events: tuple[Event, ...]
+    events: tuple[ChromeEvent, ...]
     notes: tuple[str, ...]
 
 
@@ -258,7 +258,7 @@ def collect(gpu: Gpu, *, operators_only: bool = False) -> Collected:
     return Collected(events=tuple(events), notes=tuple(notes))
 
 
-def _named(event: Event, name: str, inputs: Sequence[str], category: str) -> Event:
+def _named(event: ChromeEvent, name: str, inputs: Sequence[str], category: str) -> ChromeEvent:
     arguments = {"name": name, **{f"input{i}": other for i, other in enumerate(inputs)}}
     return event | {"name": name, "cat": category, "args": arguments}
 
@@ -273,12 +273,12 @@ def operator_name(raw: str) -> str:
     return f"FW.{raw.removesuffix('_fwd')}"
 
 
-def _operators(path: Path, inputs: dict[str, list[str]], notes: list[str]) -> list[Event]:
+def _operators(path: Path, inputs: dict[str, list[str]], notes: list[str]) -> list[ChromeEvent]:
     """Computation: operators of the graph, and the span of the optimizer's of each step."""
     raw = sorted(complete_events(path, notes), key=lambda event: event["ts"])
     process: Any = None
-    found: list[Event] = []
-    update: Event | None = None
+    found: list[ChromeEvent] = []
+    update: ChromeEvent | None = None
     for event in raw:
         said = str(event.get("name", ""))
         name = operator_name(said)
@@ -299,7 +299,7 @@ def _operators(path: Path, inputs: dict[str, list[str]], notes: list[str]) -> li
 
 def _communications(
     path: Path, inputs: dict[str, list[str]], names: Sequence[str], notes: list[str]
-) -> Iterator[Event]:
+) -> Iterator[ChromeEvent]:
     for event in complete_events(path, notes):
         raw = str(event.get("name", ""))
         found = _GRADIENT.match(raw) or _INDEX.match(raw)
@@ -318,7 +318,9 @@ def _communications(
         yield renamed | {"pid": whole, "args": renamed["args"] | {"name": whole}}
 
 
-def _inputs(path: Path, inputs: dict[str, list[str]], names: Sequence[str], notes: list[str]) -> Iterator[Event]:
+def _inputs(
+    path: Path, inputs: dict[str, list[str]], names: Sequence[str], notes: list[str]
+) -> Iterator[ChromeEvent]:
     del names
     for event in complete_events(path, notes):
         name = str(event.get("name", ""))
@@ -384,7 +386,7 @@ def iterations(events: Events) -> list[Iteration]:
     ]
 
 
-def iteration_table(job: Job) -> Table:
+def iteration_table(job: Job) -> AnswerTable:
     """One row a GPU: its `steps`; on average forward and backward, `fw_bw_ms`, and all, `iteration_ms`.
 
     Args:

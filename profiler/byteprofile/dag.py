@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from echograph.errors import DataError, MissingExtraError, UnknownNameError, UsageError
-from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.byteprofile.events import COMMUNICATION, COMPUTATION, UPDATES, category_of
 from echograph.profiler.byteprofile.layout import read_text
 from echograph.units import PS_PER_MS, PS_PER_US
@@ -21,7 +21,7 @@ SHARED = -1
 """The GPU of a node that belongs to none."""
 
 
-class Node(NamedTuple):
+class DagNode(NamedTuple):
     """What runs.
 
     Attributes:
@@ -45,7 +45,7 @@ class LongestPath(NamedTuple):
         length: picoseconds of all of them, the last included.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[DagNode, ...]
     length: int
 
 
@@ -58,7 +58,7 @@ class Dag:
         waits: the names that a node waits for, for each that waits for any.
     """
 
-    nodes: dict[str, Node]
+    nodes: dict[str, DagNode]
     waits: dict[str, frozenset[str]]
 
     def order(self) -> list[str]:
@@ -104,10 +104,10 @@ class Drawing:
     """Grows a `Dag`."""
 
     def __init__(self) -> None:
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, DagNode] = {}
         self.waits: dict[str, set[str]] = {}
 
-    def node(self, node: Node) -> str:
+    def node(self, node: DagNode) -> str:
         """Adds a node, if its name is new; its name."""
         self.nodes.setdefault(node.name, node)
         return node.name
@@ -137,7 +137,7 @@ def composed(dags: Iterable[Dag]) -> Dag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Recorded:
+class RecordedDag:
     """A dependency graph as a file has it.
 
     Attributes:
@@ -149,7 +149,7 @@ class Recorded:
     edges: tuple[tuple[str, str], ...]
 
 
-def read_dag(path: Path) -> Recorded:
+def read_dag(path: Path) -> RecordedDag:
     """Reads a `dag.gml`.
 
     Raises:
@@ -177,14 +177,14 @@ def read_dag(path: Path) -> Recorded:
     if not any(category_of(name) for name in nodes):
         raise DataError(f"{path}: is no dependency graph of a step: no node is called FW., BW., Comm. or STEP")
     edges = [(str(before), str(after)) for before, after in network.edges() if not _next_step(before, after)]
-    return Recorded(nodes=nodes, edges=tuple(dict.fromkeys(edges)))
+    return RecordedDag(nodes=nodes, edges=tuple(dict.fromkeys(edges)))
 
 
 def _next_step(before: object, after: object) -> bool:
     return category_of(str(before)) in UPDATES and category_of(str(after)) in ("FW", "I/O", "BW")
 
 
-def table(dag: Dag, head: int | None = None) -> Table:
+def table(dag: Dag, head: int | None = None) -> AnswerTable:
     """One row a node, in an order in which they can run: `name`, what it takes, `avg_ms`, and what it `waits_for`.
 
     Args:
@@ -204,7 +204,7 @@ def table(dag: Dag, head: int | None = None) -> Table:
 def as_dot(dag: Dag) -> Iterator[str]:
     """A drawing for Graphviz: a cluster a GPU, a colour a category."""
     numbers = {name: number for number, name in enumerate(dag.nodes)}
-    clusters: dict[int, list[Node]] = {}
+    clusters: dict[int, list[DagNode]] = {}
     for node in dag.nodes.values():
         clusters.setdefault(node.gpu, []).append(node)
     yield "digraph step {\n  node [shape=box, style=filled, fontname=Helvetica, fontsize=10];\n"
@@ -243,7 +243,7 @@ FORMS: Mapping[str, Callable[[Dag], Iterator[str]]] = {"dot": as_dot, "gml": as_
 
 
 COMMUNICATIONS, COMPUTATIONS, EACH = "communication", "computation", "each:"
-Durations = Mapping[str, int]
+NodeDurations = Mapping[str, int]
 
 
 class Change(NamedTuple):
@@ -273,7 +273,7 @@ class Replay(NamedTuple):
     """
 
     dag: Dag
-    durations: Durations
+    durations: NodeDurations
     starts: tuple[Mapping[str, int], ...]
     ends: tuple[Mapping[int, int], ...]
 
@@ -288,7 +288,7 @@ class Replay(NamedTuple):
         return self.makespan / len(self.ends)
 
 
-def replay(dag: Dag, *, steps: int = 1, durations: Durations | None = None) -> Replay:
+def replay(dag: Dag, *, steps: int = 1, durations: NodeDurations | None = None) -> Replay:
     """Runs a graph.
 
     A GPU starts a step when it has ended all of its own nodes of the step before. Nothing but dependencies holds a
@@ -324,7 +324,7 @@ def replay(dag: Dag, *, steps: int = 1, durations: Durations | None = None) -> R
     return Replay(dag, taken, tuple(all_starts), tuple(all_ends))
 
 
-def step_table(found: Replay, names: Mapping[int, str]) -> Table:
+def step_table(found: Replay, names: Mapping[int, str]) -> AnswerTable:
     """One row a step and GPU: when it `start_ms`ed and `end_ms`ed on it, and `step_ms` between the two.
 
     Args:
@@ -368,7 +368,7 @@ def delayed(dag: Dag, what: str, change: Change) -> dict[str, int]:
     return {name: change.of(dag.nodes[name].duration) for name in chosen}
 
 
-def sensitivity(dag: Dag, path: LongestPath, every: int, change: Change, *, steps: int = 1) -> Table:
+def sensitivity(dag: Dag, path: LongestPath, every: int, change: Change, *, steps: int = 1) -> AnswerTable:
     """What each n-th node of the critical path does to the step when it alone takes another time.
 
     One row a node: its `name`, the time it takes (`node_ms`), the step if it is changed (`step_ms`), by how much
@@ -429,7 +429,7 @@ def _us(picoseconds: int) -> float:
     return picoseconds // PS_PER_US if picoseconds % PS_PER_US == 0 else picoseconds / PS_PER_US
 
 
-def path_table(paths: Sequence[tuple[str, LongestPath]]) -> Table:
+def path_table(paths: Sequence[tuple[str, LongestPath]]) -> AnswerTable:
     """One row a node of each path: `of` which GPU, or all; `name`; what it takes, `avg_ms`; and its `end_ms`."""
     rows = []
     for of, path in paths:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from echograph.errors import DataError, InputError
-from echograph.profiler.byteprofile.dag import SHARED, Dag, Drawing, Node, Recorded, read_dag
+from echograph.profiler.byteprofile.dag import SHARED, Dag, DagNode, Drawing, RecordedDag, read_dag
 from echograph.profiler.byteprofile.events import (
     ALLREDUCE,
     COMMUNICATION,
@@ -25,8 +25,8 @@ from echograph.profiler.byteprofile.events import (
     QUEUE_TYPES,
     SERVER,
     WAITING,
+    EventLabel,
     Events,
-    Label,
     by_number,
     category_of,
     is_kineto,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from echograph.profiler.byteprofile.dag import Dag, LongestPath
 
 
-Averages = dict[Label, int]
+Averages = dict[EventLabel, int]
 
 
 class Chain(NamedTuple):
@@ -116,7 +116,7 @@ def dependencies(job: Job, *, queues: bool = False) -> list[Dependencies]:
     return found
 
 
-def _recorded(gpu: Gpu) -> Recorded:
+def _recorded(gpu: Gpu) -> RecordedDag:
     if gpu.dag.is_file():
         return read_dag(gpu.dag)
     ours = bool(gpu.files) and is_kineto(gpu.files[0])
@@ -124,7 +124,7 @@ def _recorded(gpu: Gpu) -> Recorded:
     raise InputError(f"{gpu.dag}: no such file: the dependency graph of that GPU is needed{hint}")
 
 
-def _sent_by(sender: str | None) -> Callable[[Label], bool]:
+def _sent_by(sender: str | None) -> Callable[[EventLabel], bool]:
     return lambda label: label.prefix == sender
 
 
@@ -140,7 +140,7 @@ def _own(averages: Averages, names: Sequence[str]) -> Averages:
 
 
 def _weighted(
-    recorded: Recorded, averages: Averages, names: Sequence[str], gpu: int, prefix: str, queues: bool
+    recorded: RecordedDag, averages: Averages, names: Sequence[str], gpu: int, prefix: str, queues: bool
 ) -> tuple[Drawing, list[Chain]]:
     """The recorded graph with durations, communications as one node or as chains."""
     by_name = {label.name: average for label, average in averages.items()}
@@ -169,7 +169,7 @@ def _weighted(
                 whole = _chains(operation, parts[operation], prefix, waiting=True)
                 total = max(sum(labels.values()) for _, labels in whole)
             node = drawing.node(
-                Node(f"{prefix}{operation}", total if total is not None else said or 0, gpu, category)
+                DagNode(f"{prefix}{operation}", total if total is not None else said or 0, gpu, category)
             )
             ends[name] = [(node, node)]
         ends[operation] = ends[name]
@@ -181,7 +181,9 @@ def _weighted(
 
 
 def _link(drawing: Drawing, chain: Chain, durations: Mapping[str, int], gpu: int) -> None:
-    nodes = [drawing.node(Node(name, durations[part], gpu, COMMUNICATION)) for part, name in chain.parts.items()]
+    nodes = [
+        drawing.node(DagNode(name, durations[part], gpu, COMMUNICATION)) for part, name in chain.parts.items()
+    ]
     for before, after in pairwise(nodes):
         drawing.edge(before, after)
 
@@ -221,7 +223,7 @@ def _chains(
     dropped = set(WAITING) if ALLREDUCE in said and not waiting else set()
     dropped |= {"PUSH", "PULL"} if said & set(MESSAGES) else set()
     kept = [label for label, average in averages.items() if label.part in said - dropped and average]
-    partitions: dict[int, list[Label]] = {}
+    partitions: dict[int, list[EventLabel]] = {}
     # Queues and messages name partitions differently, but count them in the same order.
     for seen in (QUEUE_TYPES, tuple(PARTS - set(QUEUE_TYPES))):
         labels = [label for label in kept if label.part in seen]
@@ -291,7 +293,7 @@ _COLLECTED, _SPREAD = (
     ("COORDINATE_BROADCAST", "BROADCAST"),
 )
 
-Key = tuple[str, int]
+_PartitionKey = tuple[str, int]
 
 
 class Member(NamedTuple):
@@ -324,7 +326,7 @@ def coupled(job: Job, gpus: Sequence[Dependencies], dags: Sequence[Dag]) -> Dag:
     drawing = Drawing()
     for dag in dags:
         drawing.add(dag)
-    groups: dict[Key, list[Member]] = {}
+    groups: dict[_PartitionKey, list[Member]] = {}
     for found in gpus:
         for chain in found.chains:
             member = Member(found.gpu.worker, found.root, chain)
@@ -360,7 +362,9 @@ def _around(chain: Chain) -> tuple[str | None, str | None]:
     return before[-1] if before else None, after[0] if after else None
 
 
-def _through_servers(drawing: Drawing, key: Key, members: Sequence[Member], server: dict[str, int]) -> None:
+def _through_servers(
+    drawing: Drawing, key: _PartitionKey, members: Sequence[Member], server: dict[str, int]
+) -> None:
     pairs = [(member.part(_PUSHES), member.part(reversed(_PULLS))) for member in members]
     ends = [(push, pull) for push, pull in pairs if push is not None and pull is not None]
     alone = len({member.worker for member in members}) < 2 and not server
@@ -368,9 +372,9 @@ def _through_servers(drawing: Drawing, key: Key, members: Sequence[Member], serv
         return
     name = f"{key[0]}.{key[1]}"
     parts = [
-        Node(f"server.{name}.{part}", server[part], SHARED, COMMUNICATION) for part in SERVER if part in server
+        DagNode(f"server.{name}.{part}", server[part], SHARED, COMMUNICATION) for part in SERVER if part in server
     ]
-    nodes = [drawing.node(node) for node in parts or [Node(f"server.{name}.Sync", 0, SHARED, COMMUNICATION)]]
+    nodes = [drawing.node(node) for node in parts or [DagNode(f"server.{name}.Sync", 0, SHARED, COMMUNICATION)]]
     for before, after in pairwise(nodes):
         drawing.edge(before, after)
     for push, pull in ends:
@@ -378,7 +382,7 @@ def _through_servers(drawing: Drawing, key: Key, members: Sequence[Member], serv
         drawing.edge(nodes[-1], pull)
 
 
-def _synchronise(drawing: Drawing, key: Key, members: Sequence[Member]) -> None:
+def _synchronise(drawing: Drawing, key: _PartitionKey, members: Sequence[Member]) -> None:
     """A node that takes no time between what GPUs do alone and what they do together."""
     everywhere = [member for member in members if ALLREDUCE in member.chain.parts]
     if everywhere:
@@ -399,14 +403,14 @@ def _broadcast(chain: Chain) -> str | None:
 
 
 def _meet(drawing: Drawing, name: str, places: Sequence[tuple[Chain, str]]) -> None:
-    sync = drawing.node(Node(name, 0, SHARED, COMMUNICATION))
+    sync = drawing.node(DagNode(name, 0, SHARED, COMMUNICATION))
     for _, node in places:
         for before in drawing.waits.get(node, set()) - {sync}:
             drawing.edge(before, sync)
         drawing.edge(sync, node)
 
 
-def _servers(job: Job) -> dict[Key, dict[str, int]]:
+def _servers(job: Job) -> dict[_PartitionKey, dict[str, int]]:
     """Picoseconds of what servers do of each partition: copy the first push, add the others, hand out the sum."""
     found = joined([events_of(file) for file in job.messages])
     found = found.rows(found.where(lambda label: label.part in SERVER))
@@ -425,7 +429,7 @@ def _servers(job: Job) -> dict[Key, dict[str, int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prepared:
+class JobDependencies:
     """The graphs of a folder of traces.
 
     Attributes:
@@ -448,7 +452,7 @@ class Prepared:
         return [*own, ("all", self.all.longest_path())]
 
 
-def prepare(path: Path, *, queues: bool, run_time: bool) -> Prepared:
+def prepare(path: Path, *, queues: bool, run_time: bool) -> JobDependencies:
     """Reads a folder of traces with their dependencies.
 
     Args:
@@ -461,7 +465,7 @@ def prepare(path: Path, *, queues: bool, run_time: bool) -> Prepared:
     names = {one.number: job.title(one.gpu) for one in found}
     swept = [observed_order(one) for one in found] if run_time else []
     dags = [one.dag for one in swept or found]
-    return Prepared(
+    return JobDependencies(
         names=names,
         dags=dags,
         all=coupled(job, found, dags),

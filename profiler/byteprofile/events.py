@@ -1,6 +1,6 @@
 """Events of ByteProfile's and dPRO's traces: what their names say, columns that hold them, files they come from.
 
-A name is `Comm.w.PUSH` to ByteProfile and `host0.rank1->Comm.1+2.SEND~>0_1_6_0` to dPRO: a `Label` is either,
+A name is `Comm.w.PUSH` to ByteProfile and `host0.rank1->Comm.1+2.SEND~>0_1_6_0` to dPRO: a `EventLabel` is either,
 taken apart. `complete_events` reads a file one event at a time, `columns_of` as columns.
 """
 
@@ -66,7 +66,7 @@ _PREFIX = re.compile(r"(?:(?:wk\d+\.)?rank\d+\.|[\w.\- ]+->)(?=\S)")
 _CATEGORY = re.compile(r"(FW|BW|Comm|OUTPUT|STEP|UPDATE|I/O|push|pull)(?:[._\-\d]|$)")
 
 
-class Label(NamedTuple):
+class EventLabel(NamedTuple):
     """An event's name, taken apart; events with the same label are repetitions of one thing.
 
     Attributes:
@@ -92,7 +92,7 @@ class Label(NamedTuple):
         return f"{self.prefix}{self.operation}{part}{self.mark if self.key else ''}{self.key}"
 
 
-def parse(name: str, category: str, key: str) -> Label:
+def parse(name: str, category: str, key: str) -> EventLabel:
     """Takes an event's name apart.
 
     Args:
@@ -105,13 +105,13 @@ def parse(name: str, category: str, key: str) -> Label:
     operation, mark, suffix = name[len(prefix) :].partition("~>")
     known = category_of(operation)
     if known != COMMUNICATION:
-        return Label(prefix, known or category or operation.split(".")[0], operation, "", suffix, mark or ".")
+        return EventLabel(prefix, known or category or operation.split(".")[0], operation, "", suffix, mark or ".")
     whole, _, part = operation.rpartition(".")
     if part not in PARTS or whole in ("", COMMUNICATION) or key == TOTAL:
-        return Label(prefix, known, operation, "", suffix, mark or ".")
+        return EventLabel(prefix, known, operation, "", suffix, mark or ".")
     # Only of BytePS' queues is the thread a partition.
     queued = part in QUEUE_TYPES and not suffix
-    return Label(prefix, known, whole, part, key if queued else suffix, mark or ".")
+    return EventLabel(prefix, known, whole, part, key if queued else suffix, mark or ".")
 
 
 def category_of(name: str) -> str:
@@ -143,7 +143,7 @@ class Events:
         notes: what is missing, one line each.
     """
 
-    labels: tuple[Label, ...]
+    labels: tuple[EventLabel, ...]
     label: Int32
     start: Int64
     duration: Int64
@@ -158,9 +158,9 @@ class Events:
         """Picoseconds since `origin` at which each event ends."""
         return self.start + self.duration
 
-    def relabelled(self, change: Callable[[Label], Label]) -> Events:
+    def relabelled(self, change: Callable[[EventLabel], EventLabel]) -> Events:
         """The events with each label changed; labels that become equal are one."""
-        new: dict[Label, int] = {}
+        new: dict[EventLabel, int] = {}
         codes = np.array([new.setdefault(change(label), len(new)) for label in self.labels] or [0], np.int32)
         return dataclasses.replace(self, labels=tuple(new), label=codes[self.label])
 
@@ -168,7 +168,7 @@ class Events:
         """The events with a prefix, where they have none."""
         return self.relabelled(lambda label: label if label.prefix else label._replace(prefix=prefix))
 
-    def where(self, true: Callable[[Label], bool]) -> Int64:
+    def where(self, true: Callable[[EventLabel], bool]) -> Int64:
         """Rows whose label is such."""
         return np.flatnonzero(np.array([true(label) for label in self.labels] or [False])[self.label])
 
@@ -188,11 +188,11 @@ class Growing:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._codes: dict[Label, int] = {}
+        self._codes: dict[EventLabel, int] = {}
         self._rows: list[tuple[int, int, int]] = []
         self._origin: int | None = None
 
-    def add(self, label: Label, start_us: float, duration_us: float) -> None:
+    def add(self, label: EventLabel, start_us: float, duration_us: float) -> None:
         """Appends an event.
 
         Raises:
@@ -238,7 +238,7 @@ def joined(parts: Sequence[Events]) -> Events:
             notes.append("the files' clocks are more than 106 days apart: their times are not compared")
             shift = 0
         starts.append(part.start + shift)
-    codes: dict[Label, int] = {}
+    codes: dict[EventLabel, int] = {}
     columns = []
     for part in parts:
         renumber = np.array([codes.setdefault(label, len(codes)) for label in part.labels] or [0], np.int32)
@@ -258,7 +258,7 @@ def of_trace(trace: Trace, prefix: str = "") -> Events:
     width = len(trace.strings) + 1
     pairs, label = np.unique(trace.category.astype(np.int64) * width + trace.name, return_inverse=True)
     labels = tuple(
-        Label(prefix, trace.strings[pair // width], trace.strings[pair % width]) for pair in pairs.tolist()
+        EventLabel(prefix, trace.strings[pair // width], trace.strings[pair % width]) for pair in pairs.tolist()
     )
     return Events(
         labels=labels,
@@ -270,7 +270,7 @@ def of_trace(trace: Trace, prefix: str = "") -> Events:
     )
 
 
-Event = dict[str, Any]
+ChromeEvent = dict[str, Any]
 # What torch.profiler, and our own exporter, say before the events.
 _KINETO = frozenset({"schemaVersion", "deviceProperties", "distributedInfo", "processRanks", "traceName"})
 # 30,000 years: what is beyond is garbage.
@@ -292,7 +292,7 @@ def is_kineto(path: Path) -> bool:
     return not _KINETO.isdisjoint(EventStream(path).head())
 
 
-def complete_events(path: Path, notes: list[str]) -> Iterator[Event]:
+def complete_events(path: Path, notes: list[str]) -> Iterator[ChromeEvent]:
     """The complete events of a file; pairs of begin and end are made one where they end.
 
     An end is that of the last begin of its process, thread and name (where it has one) that is still open.
@@ -342,14 +342,14 @@ class _Pairs:
 
     def __init__(self) -> None:
         self.unmatched = 0
-        self._begun: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
+        self._begun: dict[tuple[Any, Any], list[ChromeEvent]] = defaultdict(list)
 
     @property
     def open(self) -> int:
         """Begins without an end, so far."""
         return sum(map(len, self._begun.values()))
 
-    def add(self, event: Event) -> Event | None:
+    def add(self, event: ChromeEvent) -> ChromeEvent | None:
         """The complete event that ends with this one, if one does."""
         begun = self._begun[_plain(event.get("pid")), _plain(event.get("tid"))]
         if event["ph"] in ("B", "b"):
@@ -365,7 +365,7 @@ class _Pairs:
         return None
 
 
-def _check(path: Path, event: Event) -> None:
+def _check(path: Path, event: ChromeEvent) -> None:
     ts, dur = event["ts"], event.get("dur", 0)
     numbers = isinstance(ts, int | float) and isinstance(dur, int | float)
     if not numbers or not abs(ts) < _MOST_US or not 0 <= dur < _MOST_US:
@@ -377,7 +377,7 @@ def _shown(time: Any) -> str:
     return repr(time)[:40]
 
 
-def _arguments(event: Event) -> dict[str, Any]:
+def _arguments(event: ChromeEvent) -> dict[str, Any]:
     arguments = event.get("args")
     return arguments if isinstance(arguments, dict) else {}
 
@@ -387,7 +387,7 @@ def _plain(place: Any) -> Any:
     return place if isinstance(place, str | int) else str(place)
 
 
-def named(event: Event, process: str) -> Event:
+def named(event: ChromeEvent, process: str) -> ChromeEvent:
     """An event of dPRO's timelines by the name that it has elsewhere: `host->Comm.tensor.PART~>partition`.
 
     Horovod names the process after the tensor and the event after the part; of BytePS' messages the process is
@@ -417,7 +417,7 @@ def named(event: Event, process: str) -> Event:
     return event | {"name": f"{whose}->{named_}~>{partition}".removesuffix("~>"), "cat": COMMUNICATION}
 
 
-def label_of(event: Event) -> Label:
+def label_of(event: ChromeEvent) -> EventLabel:
     """What an event is of."""
     return parse(str(event.get("name", "")), str(event.get("cat") or ""), str(event.get("tid", "")))
 
@@ -433,10 +433,10 @@ def read_events(path: Path) -> Events:
     return columns_of(path, complete_events(path, notes), notes)
 
 
-def columns_of(path: Path, found: Iterable[Event], notes: list[str]) -> Events:
+def columns_of(path: Path, found: Iterable[ChromeEvent], notes: list[str]) -> Events:
     """Events as columns."""
     growing = Growing(path)
-    known: dict[tuple[str, str, str], Label] = {}
+    known: dict[tuple[str, str, str], EventLabel] = {}
     for event in found:
         said = str(event.get("name", "")), str(event.get("cat")), str(event.get("tid", ""))
         label = known.get(said)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from echograph.errors import DataError, MissingExtraError, OutputError
 from echograph.ir.files import write_whole
-from echograph.profiler.analyses.table import Table
+from echograph.profiler.analyses.table import AnswerTable
 from echograph.profiler.byteprofile.statistics import Setting
 
 _MAX_ROWS = 1 << 20
@@ -31,7 +31,7 @@ def check_workbook(path: Path) -> None:
         raise OutputError(f"cannot write {path}: the ending of a workbook is .xlsx")
 
 
-def write_workbook(path: Path, sheets: Mapping[str, Table]) -> None:
+def write_workbook(path: Path, sheets: Mapping[str, AnswerTable]) -> None:
     """Writes a workbook with a sheet a table, titles in its first row.
 
     Args:

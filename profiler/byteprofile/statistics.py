@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from echograph.errors import DataError
 from echograph.ir.columns import NONE, Int64
-from echograph.profiler.analyses.table import Table, from_rows
-from echograph.profiler.byteprofile.events import COMPUTATION, UPDATES, Events, Label
+from echograph.profiler.analyses.table import AnswerTable, from_rows
+from echograph.profiler.byteprofile.events import COMPUTATION, UPDATES, EventLabel, Events
 from echograph.profiler.byteprofile.layout import Job
 from echograph.units import PS_PER_MS
 
@@ -32,7 +32,7 @@ class Statistics(NamedTuple):
         notes: what is missing, one line each.
     """
 
-    labels: tuple[Label, ...]
+    labels: tuple[EventLabel, ...]
     counts: Int64
     total: Int64
     shortest: Int64
@@ -46,7 +46,7 @@ class Statistics(NamedTuple):
         average: Float = self.total / self.counts / PS_PER_MS
         return average
 
-    def average_ps(self) -> dict[Label, int]:
+    def average_ps(self) -> dict[EventLabel, int]:
         """Picoseconds of one repetition, rounded, of each operation."""
         return {
             label: round(int(total) / int(count))
@@ -91,7 +91,7 @@ def statistics(events: Events, *, partitions: bool = True) -> Statistics:
 TITLES = ("name", "count", "total_ms", "min_ms", "max_ms", "avg_ms", "variance_ms2")
 
 
-def statistics_table(found: Statistics, *, sort: bool = False, head: int | None = None) -> Table:
+def statistics_table(found: Statistics, *, sort: bool = False, head: int | None = None) -> AnswerTable:
     """One row a name: `count`, and in milliseconds `total_ms`, `min_ms`, `max_ms`, `avg_ms`, `variance_ms2`.
 
     Args:
@@ -109,10 +109,10 @@ def statistics_table(found: Statistics, *, sort: bool = False, head: int | None 
         average[order],
         found.variance[order],
     )
-    return Table(columns=dict(zip(TITLES, columns, strict=True)), notes=found.notes)
+    return AnswerTable(columns=dict(zip(TITLES, columns, strict=True)), notes=found.notes)
 
 
-def category_table(found: Statistics) -> Table:
+def category_table(found: Statistics) -> AnswerTable:
     """One row a category: the `operation` whose average is the largest, and that average, `avg_ms`."""
     largest: dict[str, tuple[float, str]] = {}
     for label, average in zip(found.labels, found.average_ms.tolist(), strict=True):
@@ -121,7 +121,9 @@ def category_table(found: Statistics) -> Table:
     return from_rows(("category", "operation", "avg_ms"), [(c, name, ms) for c, (ms, name) in largest.items()])
 
 
-def comparison(first: Statistics, second: Statistics, *, sort: bool = False, head: int | None = None) -> Table:
+def comparison(
+    first: Statistics, second: Statistics, *, sort: bool = False, head: int | None = None
+) -> AnswerTable:
     """What both runs did: `avg1_ms`, `avg2_ms`, `difference_ms` = avg2 - avg1, `relative` = that over avg1.
 
     Names that only one has are left out, and counted in a note. Where avg1 is 0, `relative` is empty.
@@ -187,7 +189,7 @@ def settings_of(jobs: Iterable[Job]) -> list[Setting]:
     return found
 
 
-def settings_table(settings: Sequence[Setting]) -> Table:
+def settings_table(settings: Sequence[Setting]) -> AnswerTable:
     """One row a setting, worker and category: how many `operations`, and the mean of their averages, `mean_ms`."""
     rows = [
         (one.name, one.worker, category, len(averages), sum(averages.values()) / len(averages))
@@ -201,7 +203,7 @@ _KERNELS = frozenset({"kernel", "Kernel", "gpu_memcpy", "gpu_memset", "Memcpy", 
 _HALF = 2
 
 
-def mapping(operators: Events, kernels: Events, *, offset: int = 0) -> Table:
+def mapping(operators: Events, kernels: Events, *, offset: int = 0) -> AnswerTable:
     """The kernels that ran while an operator did, at least half of their time.
 
     One row an operator and kernel: `operator`, `kernel`, `count`, `total_ms` and `per_operator`, how many of them
@@ -271,5 +273,5 @@ def _owners(operators: Events, start: Int64, duration: Int64) -> Int64:
     return found
 
 
-def _is_no_operator(label: Label) -> bool:
+def _is_no_operator(label: EventLabel) -> bool:
     return label.category not in COMPUTATION | UPDATES

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-Factor = Callable[[int], float]
+BusFactor = Callable[[int], float]
 
 
 def _all_but_own(ranks: int) -> float:
@@ -24,7 +24,7 @@ def _once(ranks: int) -> float:
     return 1.0
 
 
-_FACTORS: dict[str, Factor] = {
+_FACTORS: dict[str, BusFactor] = {
     "all_reduce": _there_and_back,
     "all_gather": _all_but_own,
     "reduce_scatter": _all_but_own,

@@ -6,13 +6,13 @@ import time
 from typing import Any, Protocol
 
 from echograph.ir.comms.record import UNKNOWN, CallRow
-from echograph.profiler.comms.groups import Group
+from echograph.profiler.comms.groups import TracedGroup
 
 # The wall clock of a process: read once, so that later steps of the system's clock do not tear calls apart.
 WALL_NS = time.time_ns() - time.perf_counter_ns()
 
 
-class Kind:
+class CallKind:
     """What calls have in common: the fields of a `What`, without its number. Equal is what is one object."""
 
     __slots__ = ("asynchronous", "bytes", "channel", "coalesced", "group", "op", "peer", "site", "what")
@@ -32,17 +32,17 @@ class Kind:
 class Listener(Protocol):
     """What is told of calls; from any thread, and must not raise."""
 
-    def issued(self, call: Call) -> None:
+    def issued(self, call: TracedCall) -> None:
         """A call is about to be made."""
 
-    def refused(self, call: Call) -> None:
+    def refused(self, call: TracedCall) -> None:
         """PyTorch raised an error instead of making it."""
 
-    def ended(self, call: Call) -> None:
+    def ended(self, call: TracedCall) -> None:
         """A call has ended, or will never be seen to end."""
 
 
-class Call:
+class TracedCall:
     """One call of a collective or of a point-to-point operation.
 
     Attributes:
@@ -65,7 +65,7 @@ class Call:
         "written",
     )  # fmt: skip
 
-    def __init__(self, kind: Kind, group: Group, sequence: int, listeners: tuple[Listener, ...]) -> None:
+    def __init__(self, kind: CallKind, group: TracedGroup, sequence: int, listeners: tuple[Listener, ...]) -> None:
         self.kind = kind
         self.group = group
         self.sequence = sequence

@@ -27,9 +27,9 @@ from typing import Any, TypeAlias
 from echograph.ir.comms.operations import OPERATIONS, Operation, OperatorArguments
 from echograph.ir.comms.record import UNKNOWN
 from echograph.profiler.comms.bandwidth import message_bytes
-from echograph.profiler.comms.call import Call, Kind, Listener
-from echograph.profiler.comms.context import CallSites, Phases, Site
-from echograph.profiler.comms.groups import Group, Groups
+from echograph.profiler.comms.call import CallKind, Listener, TracedCall
+from echograph.profiler.comms.context import CallSite, CallSites, Phases
+from echograph.profiler.comms.groups import TracedGroup, TracedGroups
 
 REANCHOR_MS = 1000.0
 
@@ -39,14 +39,14 @@ class HostClock:
 
     device = "cpu"
 
-    def __init__(self, finished: Callable[[Call], None]) -> None:
+    def __init__(self, finished: Callable[[TracedCall], None]) -> None:
         self._finished = finished
 
-    def issue(self, call: Call) -> None:
+    def issue(self, call: TracedCall) -> None:
         """Before the call."""
         call.start = call.queued
 
-    def watch(self, call: Call, work: Any) -> bool:
+    def watch(self, call: TracedCall, work: Any) -> bool:
         """After the call; false where only waiting tells its end."""
         try:
             future = work.get_future()
@@ -62,11 +62,11 @@ class HostClock:
         future.add_done_callback(partial(self._ended, call))
         return True
 
-    def _ended(self, call: Call, _: Any) -> None:
+    def _ended(self, call: TracedCall, _: Any) -> None:
         call.end = time.perf_counter_ns()
         self._finished(call)
 
-    def waits(self, call: Call, *, at_once: bool = False) -> None:
+    def waits(self, call: TracedCall, *, at_once: bool = False) -> None:
         """The caller starts to wait, now or as soon as the call was issued."""
         call.wait = call.queued if at_once else time.perf_counter_ns()
 
@@ -84,20 +84,20 @@ class EventClock:
 
     device = "cuda"
 
-    def __init__(self, finished: Callable[[Call], None], module: Any) -> None:
+    def __init__(self, finished: Callable[[TracedCall], None], module: Any) -> None:
         self._finished = finished
         self._module = module
-        self._running: deque[Call] = deque()
+        self._running: deque[TracedCall] = deque()
         self._anchors: dict[Any, tuple[Any, int]] = {}
         self._free: dict[str, int] = {}
 
-    def issue(self, call: Call) -> None:
+    def issue(self, call: TracedCall) -> None:
         """Before the call."""
         self.read()
         if not self._module.is_current_stream_capturing():
             call.timer = [self._record(), None, None]
 
-    def watch(self, call: Call, work: Any) -> bool:
+    def watch(self, call: TracedCall, work: Any) -> bool:
         """After the call; one that goes into a CUDA graph has no times."""
         timer = call.timer
         if timer is None:
@@ -111,7 +111,7 @@ class EventClock:
         work.get_future().add_done_callback(behind)
         return True
 
-    def waits(self, call: Call, *, at_once: bool = False) -> None:
+    def waits(self, call: TracedCall, *, at_once: bool = False) -> None:
         """The caller's stream starts to wait, now or as soon as the call was issued."""
         if call.end != UNKNOWN:
             # The host comes to wait after it saw the end.
@@ -158,26 +158,26 @@ class EventClock:
 
 SHOWN_SHAPES = 8
 MAX_KINDS = 1 << 16
-Place: TypeAlias = tuple[Site, str, str]
+CallPlace: TypeAlias = tuple[CallSite, str, str]
 _ASYNCHRONOUS_APIS = {"isend", "irecv", "batch_isend_irecv"}
 
 
-class Kinds:
+class CallKinds:
     """Finds the kind of a call; a training step makes the same calls again and again, so that most are known."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Kind] = {}
+        self._known: dict[tuple[Any, ...], CallKind] = {}
 
     def of(
         self,
         operation: Operation,
         arguments: OperatorArguments,
-        group: Group,
+        group: TracedGroup,
         coalesced: bool,
         device: str,
         sparse: bool,
-        place: Place,
-    ) -> Kind:
+        place: CallPlace,
+    ) -> CallKind:
         """What a call has in common with others like it.
 
         Args:
@@ -218,7 +218,7 @@ class Kinds:
 
 def _make(
     operation: Operation,
-    group: Group,
+    group: TracedGroup,
     inputs: Any,
     outputs: Any,
     other: tuple[int, int],
@@ -226,8 +226,8 @@ def _make(
     coalesced: bool,
     device: str,
     stream: int,
-    place: Place,
-) -> Kind:
+    place: CallPlace,
+) -> CallKind:
     # What each rank holds alike: the root of a scatter alone has the parts of all.
     tensors = outputs if operation.name == "scatter" else inputs or outputs
     given, got = sum(map(_bytes, inputs)), sum(map(_bytes, outputs))
@@ -236,7 +236,7 @@ def _make(
     if operation.point_to_point:
         peer, channel = _channel(operation, group, *other)
         asynchronous = site.api in _ASYNCHRONOUS_APIS
-    return Kind(
+    return CallKind(
         op=operation.name,
         group=group.name,
         channel=channel,
@@ -258,7 +258,7 @@ def _make(
     )
 
 
-def _channel(operation: Operation, group: Group, peer: int, tag: int) -> tuple[int, str]:
+def _channel(operation: Operation, group: TracedGroup, peer: int, tag: int) -> tuple[int, str]:
     """The other rank, and what a message is numbered by: sender, receiver and tag, the same on both sides."""
     me = group.ranks[group.rank]
     if peer < 0:
@@ -284,15 +284,15 @@ def _stream(tensor: Any) -> int:
 # own.
 KEY = "BackendSelect"
 MAX_RESULTS = 4096
-MAX_LINGERING = 4096
-LINGER_NS = 10**9
+MAX_KEPT_ALIVE = 4096
+KEEP_ALIVE_NS = 10**9
 
 Redispatch: TypeAlias = Callable[..., Any]
-Clock: TypeAlias = HostClock | EventClock
+_CallClock: TypeAlias = HostClock | EventClock
 # The keys of a call below ours, what tells its times (None for tensors without data), whether tensors are sparse.
-Route: TypeAlias = tuple[Any, Clock | None, bool]
+Route: TypeAlias = tuple[Any, _CallClock | None, bool]
 # A weak reference to a Work, and the calls that it is of, with true where only waiting for it tells their end.
-Awaited: TypeAlias = tuple[Any, list[tuple[Call, Clock, bool]]]
+Awaited: TypeAlias = tuple[Any, list[tuple[TracedCall, _CallClock, bool]]]
 
 
 class Capture:
@@ -310,15 +310,15 @@ class Capture:
     def __init__(self) -> None:
         import torch
 
-        self.groups = Groups()
+        self.groups = TracedGroups()
         self.phases = Phases()
-        self.pending: dict[int, Call] = {}
+        self.pending: dict[int, TracedCall] = {}
         self.failed = 0
         self.errors = 0
         self.error = ""
         self.unknown: tuple[str, ...] = ()
         self._sites = CallSites()
-        self._kinds = Kinds()
+        self._kinds = CallKinds()
         self._unbox_group: Any = torch.distributed.ProcessGroup.unbox
         self._unbox_work: Any = torch.distributed.Work.unbox
         key = torch._C.DispatchKey.__members__[KEY]
@@ -327,9 +327,9 @@ class Capture:
         self._host = HostClock(self._finished)
         self._events = EventClock(self._finished, torch.cuda)
         self._awaited: dict[int, Awaited] = {}
-        self._results: OrderedDict[int, tuple[Call, Clock]] = OrderedDict()
-        self._lingering: dict[int, Call] = {}
-        self._coalescing: dict[str, list[tuple[Call, Clock]]] = {}
+        self._results: OrderedDict[int, tuple[TracedCall, _CallClock]] = OrderedDict()
+        self._kept_alive: dict[int, TracedCall] = {}
+        self._coalescing: dict[str, list[tuple[TracedCall, _CallClock]]] = {}
         self._latest: Any = None
         self._restore: list[Callable[[], None]] = []
 
@@ -342,7 +342,7 @@ class Capture:
         """Tells of every call from now on."""
         if not self._restore:
             # Groups may have come and gone while nobody looked.
-            self.groups = Groups()
+            self.groups = TracedGroups()
             self._install()
         self.groups.sweep()
         self._listeners += (listener,)
@@ -441,8 +441,8 @@ class Capture:
         return make
 
     def _issue(
-        self, operation: Operation, arguments: OperatorArguments, clock: Clock, sparse: bool, site: Site
-    ) -> Call:
+        self, operation: Operation, arguments: OperatorArguments, clock: _CallClock, sparse: bool, site: CallSite
+    ) -> TracedCall:
         group = self.groups.of(self._unbox_group(arguments[operation.group]))
         coalesced = group.torch_name in self._coalescing
         phase, module = self.phases.here()
@@ -451,7 +451,7 @@ class Capture:
         issued, channel = group.issued, kind.channel
         sequence = issued.get(channel, 0)
         issued[channel] = sequence + 1
-        call = Call(kind, group, sequence, self._listeners)
+        call = TracedCall(kind, group, sequence, self._listeners)
         clock.issue(call)
         self.pending[id(call)] = call
         for listener in call.listeners:
@@ -459,7 +459,7 @@ class Capture:
         return call
 
     def _follow(
-        self, operation: Operation, arguments: OperatorArguments, call: Call, result: Any, clock: Clock
+        self, operation: Operation, arguments: OperatorArguments, call: TracedCall, result: Any, clock: _CallClock
     ) -> None:
         if not operation.work:
             call.wait, call.end = call.queued, time.perf_counter_ns()
@@ -482,7 +482,7 @@ class Capture:
             if not clock.watch(call, work):
                 self._remember(work, [(call, clock, True)])
 
-    def _await(self, work: Any, calls: list[tuple[Call, Clock]]) -> None:
+    def _await(self, work: Any, calls: list[tuple[TracedCall, _CallClock]]) -> None:
         """Follows calls that the caller may wait for to their ends."""
         reference = weakref.ref(work)
         followed = []
@@ -494,58 +494,58 @@ class Capture:
             followed.append((call, clock, not clock.watch(call, work)))
         self._remember(work, followed)
 
-    def _remember(self, work: Any, calls: list[tuple[Call, Clock, bool]]) -> None:
+    def _remember(self, work: Any, calls: list[tuple[TracedCall, _CallClock, bool]]) -> None:
         """Until it is waited for, or gone."""
         before = self._awaited.get(id(work))
         self._awaited[id(work)] = weakref.ref(work), calls
         if before is not None:
             self._gone(before[1])
 
-    def _gone(self, calls: list[tuple[Call, Clock, bool]]) -> None:
+    def _gone(self, calls: list[tuple[TracedCall, _CallClock, bool]]) -> None:
         """Nobody waits for a Work that is gone."""
         for call, _, ends_here in calls:
             if ends_here:
                 self._finished(call)
 
-    def _finished(self, call: Call) -> None:
+    def _finished(self, call: TracedCall) -> None:
         if self.pending.pop(id(call), None) is None:
             return
         call.work = None
         if call.holder is not None and call.wait == UNKNOWN and call.end != UNKNOWN:
             # Whether it was waited for before or after its end is worth a moment.
-            self._lingering[id(call)] = call
-            if len(self._lingering) > MAX_LINGERING:
+            self._kept_alive[id(call)] = call
+            if len(self._kept_alive) > MAX_KEPT_ALIVE:
                 self.settle(0)
             return
         for listener in call.listeners:
             listener.ended(call)
 
-    def settle(self, linger_ns: int = LINGER_NS) -> None:
+    def settle(self, keep_alive_ns: int = KEEP_ALIVE_NS) -> None:
         """Lets go of calls whose Work is gone, or that ended some time ago and that nobody has waited for.
 
         Where the caller still holds the Work, its waiting comes after the end; where C++ holds it, nobody knows.
 
         Args:
-            linger_ns: how long ago.
+            keep_alive_ns: how long ago.
         """
         for key, (reference, calls) in list(self._awaited.items()):
             if reference() is None and self._awaited.get(key, (None,))[0] is reference:
                 del self._awaited[key]
                 self._gone(calls)
-        before = time.perf_counter_ns() - linger_ns
-        for call in list(self._lingering.values()):
-            if call.end <= before and self._lingering.pop(id(call), None) is not None:
+        before = time.perf_counter_ns() - keep_alive_ns
+        for call in list(self._kept_alive.values()):
+            if call.end <= before and self._kept_alive.pop(id(call), None) is not None:
                 if call.holder() is self._latest:
                     self._latest = None
                 if call.holder() is not None:
                     call.wait = call.end
                 self._tell(call)
 
-    def _tell(self, call: Call) -> None:
+    def _tell(self, call: TracedCall) -> None:
         for listener in call.listeners:
             listener.ended(call)
 
-    def _refuse(self, call: Call) -> None:
+    def _refuse(self, call: TracedCall) -> None:
         self.pending.pop(id(call), None)
         self.failed += 1
         issued = call.group.issued
@@ -572,10 +572,10 @@ class Capture:
 
         return kernel
 
-    def _waits_for(self, call: Call, clock: Clock) -> None:
+    def _waits_for(self, call: TracedCall, clock: _CallClock) -> None:
         if call.wait == UNKNOWN:
             clock.waits(call)
-        if self._lingering.pop(id(call), None) is not None:
+        if self._kept_alive.pop(id(call), None) is not None:
             self._tell(call)
 
     def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:

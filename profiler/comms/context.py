@@ -19,7 +19,7 @@ _API_FILES = (
 )
 
 
-class Site:
+class CallSite:
     """A place in the code that calls: `file:line function`, and the function of torch.distributed called there.
 
     Two are equal if they are one object.
@@ -45,11 +45,11 @@ class CallSites:
         # By identity, since the hash of code is computed anew each time; the code is kept, so that it stays its
         # own.
         self._kinds: dict[int, tuple[int, CodeType]] = {}
-        self._sites: dict[tuple[int, int, int], Site] = {}
+        self._sites: dict[tuple[int, int, int], CallSite] = {}
         # By instruction, since the line of one must be searched for.
-        self._instructions: dict[tuple[int, int, int], Site] = {}
+        self._instructions: dict[tuple[int, int, int], CallSite] = {}
 
-    def at(self, frame: FrameType | None) -> Site:
+    def at(self, frame: FrameType | None) -> CallSite:
         """The first code outside PyTorch, and the function of torch.distributed that it called.
 
         Args:
@@ -73,7 +73,7 @@ class CallSites:
             frame = frame.f_back
         return self._site(None, 0, api)
 
-    def _site(self, code: CodeType | None, line: int, api: CodeType | None) -> Site:
+    def _site(self, code: CodeType | None, line: int, api: CodeType | None) -> CallSite:
         if len(self._instructions) >= MAX_CODES:
             self._instructions.clear()
         key = (id(code), line, id(api))
@@ -81,7 +81,7 @@ class CallSites:
         if site is None:
             if len(self._sites) >= MAX_CODES:
                 self._sites.clear()
-            site = self._sites[key] = Site(code, line, api)
+            site = self._sites[key] = CallSite(code, line, api)
         return site
 
     def _classify(self, code: CodeType) -> int:

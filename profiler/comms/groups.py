@@ -11,7 +11,7 @@ from typing import Any
 LONGEST = 40
 
 
-class Group:
+class TracedGroup:
     """A process group as the tracer knows it.
 
     Attributes:
@@ -38,7 +38,7 @@ class Group:
         self.issued: dict[str, int] = {}
 
 
-class Groups:
+class TracedGroups:
     """The groups of this process.
 
     A name is the group's sorted ranks, and a number where several groups have the same ones: PyTorch asks that all
@@ -47,10 +47,10 @@ class Groups:
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, Group] = {}
+        self._known: dict[str, TracedGroup] = {}
         self._made: Counter[str] = Counter()
 
-    def of(self, process_group: Any) -> Group:
+    def of(self, process_group: Any) -> TracedGroup:
         """The group of a `ProcessGroup`."""
         group = self._known.get(process_group.group_name)
         return group if group is not None else self._find(process_group)
@@ -73,16 +73,16 @@ class Groups:
         """Calls so far, by channel."""
         return {channel: n for group in list(self._known.values()) for channel, n in list(group.issued.items())}
 
-    def _find(self, process_group: Any) -> Group:
+    def _find(self, process_group: Any) -> TracedGroup:
         self.sweep()
         group = self._known.get(process_group.group_name)
         # A group that PyTorch's Python side does not list: its ranks are not known, only how many.
         return group if group is not None else self._add(process_group, tuple(range(process_group.size())))
 
-    def _add(self, process_group: Any, ranks: tuple[int, ...]) -> Group:
+    def _add(self, process_group: Any, ranks: tuple[int, ...]) -> TracedGroup:
         shown = spell_ranks(ranks)
         self._made[shown] += 1
-        group = Group(
+        group = TracedGroup(
             name=shown if self._made[shown] == 1 else f"{shown}#{self._made[shown]}",
             ranks=ranks,
             torch_name=process_group.group_name,

@@ -22,7 +22,7 @@ from echograph.profiler.comms.bandwidth import bus_factor, family
 from echograph.profiler.comms.readers import find_sources
 
 Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
+_Flags = NDArray[np.bool_]
 
 MAX_WAITING = 1 << 19
 _RANK = re.compile("[0-9]{1,9}")
@@ -55,7 +55,7 @@ class Batch:
     wait: Ints
     duration: Ints
     call: Ints
-    whole: Flags
+    whole: _Flags
     unfinished: bool = False
 
 
@@ -117,7 +117,7 @@ class Merge:
         elif len(added):
             yield self._batch(added, whole=False)
 
-    def _keep_open(self, source: int, rows: CallRows, open_ended: Flags) -> None:
+    def _keep_open(self, source: int, rows: CallRows, open_ended: _Flags) -> None:
         """Remembers the rows without an end, until the same call comes with one."""
         keys = (rows[:, 0] << 40) | rows[:, 1]
         known = [(channel << 40) | sequence for other, channel, sequence in self._open if other == source]

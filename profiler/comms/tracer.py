@@ -41,12 +41,12 @@ from echograph.ir.comms.record import (
     What,
     encode,
 )
-from echograph.profiler.comms.call import WALL_NS, Call, Kind
-from echograph.profiler.comms.groups import Group
+from echograph.profiler.comms.call import WALL_NS, CallKind, TracedCall
+from echograph.profiler.comms.groups import TracedGroup
 
 QUEUE = 1 << 16
 INTERVAL_S = 0.2
-Item: TypeAlias = RecordLine | CallRow | Call
+Item: TypeAlias = RecordLine | CallRow | TracedCall
 
 
 class Writer:
@@ -67,7 +67,7 @@ class Writer:
         self,
         path: Path,
         tick: Callable[[], None] = lambda: None,
-        rows: Callable[[Call], bytes] = lambda call: _text(call.row(0)),
+        rows: Callable[[TracedCall], bytes] = lambda call: _text(call.row(0)),
         *,
         queue: int = QUEUE,
         interval_s: float = INTERVAL_S,
@@ -130,7 +130,7 @@ class Writer:
             self.flush()
 
     def _write(self, batch: list[Item]) -> None:
-        data = b"".join(self._rows(line) if isinstance(line, Call) else _text(line) for line in batch)
+        data = b"".join(self._rows(line) if isinstance(line, TracedCall) else _text(line) for line in batch)
         written = 0
         try:
             while written < len(data):
@@ -154,7 +154,7 @@ class Writer:
 
 
 def _is_row(line: Item) -> bool:
-    return isinstance(line, (tuple, Call))
+    return isinstance(line, (tuple, TracedCall))
 
 
 def spell_row(row: CallRow) -> bytes:
@@ -186,7 +186,7 @@ class Watchdog:
         self._timeout_ns = int(timeout_s * 1e9)
         self._reported: set[tuple[str, int]] = set()
 
-    def look(self, pending: Iterable[Call], now: int, read_events: Callable[[], None]) -> Iterator[Stuck]:
+    def look(self, pending: Iterable[TracedCall], now: int, read_events: Callable[[], None]) -> Iterator[Stuck]:
         """Reports on stderr, and as lines for the trace, the calls that are late and were not reported yet.
 
         Args:
@@ -205,7 +205,7 @@ class Watchdog:
                 sys.stderr.write(_spell(self._rank, call, stuck))
                 yield stuck
 
-    def _describe(self, call: Call, now: int) -> Stuck:
+    def _describe(self, call: TracedCall, now: int) -> Stuck:
 
         arrived, missing, unheard = [], [], []
         for rank in call.group.ranks:
@@ -214,7 +214,7 @@ class Watchdog:
                 continue
             if call.kind.peer >= 0 and rank != call.kind.peer:
                 continue
-            issued = last_beat(file_of(self._path, rank, self._restart))
+            issued = last_heartbeat(file_of(self._path, rank, self._restart))
             if issued is None:
                 unheard.append(rank)
             elif issued.get(call.kind.channel, 0) > call.sequence:
@@ -233,7 +233,7 @@ class Watchdog:
         )
 
 
-def last_beat(path: Path) -> dict[str, int] | None:
+def last_heartbeat(path: Path) -> dict[str, int] | None:
     """Calls that a rank has issued, by channel, as its file last says; None where it does not."""
     try:
         with path.open("rb") as stream:
@@ -252,7 +252,7 @@ def last_beat(path: Path) -> dict[str, int] | None:
     return None
 
 
-def _spell(rank: int, call: Call, stuck: Stuck) -> str:
+def _spell(rank: int, call: TracedCall, stuck: Stuck) -> str:
     where = f", {stuck.site}" if stuck.site else ""
     who = [f"arrived: {_ranks(stuck.arrived)}"]
     who += [f"not arrived: {_ranks(stuck.missing)}"] if stuck.missing else []
@@ -272,7 +272,7 @@ MAX_KINDS = 1 << 16
 RANK = "{rank}"
 MAX_CHANNELS = 512
 OPEN_AFTER_NS = 10**9
-BEAT_NS = 10**9
+HEARTBEAT_NS = 10**9
 
 _lock = threading.Lock()
 _capture: Any = None
@@ -327,14 +327,14 @@ class Tracer:
         self.path = path
         self.file: Path | None = None
         self.calls = 0
-        self._counts: dict[Kind, int] = {}
+        self._counts: dict[CallKind, int] = {}
         self._counted: Counter[tuple[str, str, int]] = Counter()
-        self._kinds: dict[Kind, int] = {}
+        self._kinds: dict[CallKind, int] = {}
         self._next_kind = 0
         self._groups: set[str] = set()
         self._writer: Writer | None = None
         self._running = False
-        self._beat_ns = 0
+        self._heartbeat_ns = 0
         self._issued: dict[str, int] = {}
         self._opening = threading.Lock()
         self._timeout_s = timeout_s
@@ -393,7 +393,7 @@ class Tracer:
     ) -> None:
         self.stop()
 
-    def issued(self, call: Call) -> None:
+    def issued(self, call: TracedCall) -> None:
         """Told by the capture."""
         self.calls += 1
         kind, counts = call.kind, self._counts
@@ -404,14 +404,14 @@ class Tracer:
         if self._writer is None:
             self._open()
 
-    def refused(self, call: Call) -> None:
+    def refused(self, call: TracedCall) -> None:
         """Told by the capture."""
         self.calls -= 1
         self._failed += 1
         kind = call.kind
         self._counted[kind.op, kind.group, kind.bytes] -= 1
 
-    def ended(self, call: Call) -> None:
+    def ended(self, call: TracedCall) -> None:
         """Told by the capture."""
         if self._running and self._writer is not None:
             self._writer.put(call)
@@ -452,7 +452,7 @@ class Tracer:
             self._watchdog = Watchdog(self.path, rank, restart, self._timeout_s)
             self._writer = writer
 
-    def _spell(self, call: Call) -> bytes:
+    def _spell(self, call: TracedCall) -> bytes:
         """The row of a call, behind what it refers to; one thread at a time writes."""
         kind = self._kinds.get(call.kind)
         if kind is not None:
@@ -463,7 +463,7 @@ class Tracer:
         self._next_kind += 1
         return self._group_line(call.group) + encode(What(id=kind, **call.kind.what)) + spell_row(call.row(kind))
 
-    def _group_line(self, group: Group) -> bytes:
+    def _group_line(self, group: TracedGroup) -> bytes:
         if group.name in self._groups:
             return b""
         self._groups.add(group.name)
@@ -490,10 +490,10 @@ class Tracer:
                 still = copy(call)
                 if still.end == UNKNOWN:
                     writer.put(still)
-        if now - self._beat_ns > BEAT_NS:
+        if now - self._heartbeat_ns > HEARTBEAT_NS:
             issued = _capture.groups.issued()
-            if issued != self._issued or now - self._beat_ns > 10 * BEAT_NS:
-                self._issued, self._beat_ns = issued, now
+            if issued != self._issued or now - self._heartbeat_ns > 10 * HEARTBEAT_NS:
+                self._issued, self._heartbeat_ns = issued, now
                 latest = dict(list(issued.items())[-MAX_CHANNELS:])
                 writer.put(Beat(at_ns=now + WALL_NS, issued=latest))
         if self._watchdog is not None:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import UnavailableError, UnknownNameError
-from echograph.profiler.costs.cost import Cost, FloatArray, as_floats, make_cost
+from echograph.profiler.costs.cost import CostEstimate, FloatArray, as_floats, make_cost
 from echograph.profiler.costs.device import AttentionModel, AttentionPass, Datasheet, DeviceProfile
 
 ATTENTION_KERNELS = ("trtllm", "flash1", "flash2", "flash3", "cudnn")
@@ -80,7 +80,7 @@ def attention_forward(
     v_head_dim: npt.ArrayLike | None = None,
     causal: bool = True,
     kernel: str | None = None,
-) -> Cost:
+) -> CostEstimate:
     """Cost of softmax(Q K^T) V in bf16 or fp16, one kernel.
 
     Args:
@@ -116,7 +116,7 @@ def attention_backward(
     v_head_dim: npt.ArrayLike | None = None,
     causal: bool = True,
     kernel: str | None = None,
-) -> Cost:
+) -> CostEstimate:
     """Cost of the gradients of Q, K and V, recomputing the scores; arguments as in `attention_forward`.
 
     Raises:
@@ -225,5 +225,5 @@ def _model(device: DeviceProfile, kernel: str | None) -> AttentionModel:
     return model
 
 
-def _cost(kernel: AttentionPass, seconds: FloatArray) -> Cost:
+def _cost(kernel: AttentionPass, seconds: FloatArray) -> CostEstimate:
     return make_cost(seconds, kernel.label.spread, kernel.label.spread_short, kernel.label.source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from echograph.errors import UnknownNameError
-from echograph.profiler.costs.cost import Cost, as_floats, make_cost
+from echograph.profiler.costs.cost import CostEstimate, as_floats, make_cost
 from echograph.profiler.costs.device import DeviceProfile
 from echograph.profiler.costs.gemm import gemm_model, physical_seconds
 
@@ -27,7 +27,7 @@ def convolution(
     groups: float = 1,
     pass_: str = "forward",
     dtype: str = "bf16",
-) -> Cost:
+) -> CostEstimate:
     """Cost of one pass of a convolution of any rank.
 
     Args:

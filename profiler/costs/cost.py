@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
-Source: TypeAlias = Literal["fitted", "analytical"]
+CostSource: TypeAlias = Literal["fitted", "analytical"]
 
 SHORT_KERNEL_S = 20e-6
 """Below this a kernel is dominated by launch and drain, and its measurement by noise (seconds)."""
 
 
-class Cost(NamedTuple):
+class CostEstimate(NamedTuple):
     """The predicted duration of one kernel, or of one per element of the shape arrays.
 
     Attributes:
@@ -25,7 +25,7 @@ class Cost(NamedTuple):
 
     seconds: float | FloatArray
     spread: float | FloatArray
-    source: Source
+    source: CostSource
 
 
 def as_floats(*values: npt.ArrayLike) -> list[FloatArray]:
@@ -40,15 +40,15 @@ def as_floats(*values: npt.ArrayLike) -> list[FloatArray]:
     return [np.asarray(a) for a in arrays]
 
 
-def make_cost(seconds: FloatArray, spread: float, spread_short: float, source: Source) -> Cost:
+def make_cost(seconds: FloatArray, spread: float, spread_short: float, source: CostSource) -> CostEstimate:
     """A cost whose spread depends on the length of the kernel; 0-d arrays become floats."""
     wide = np.where(seconds < SHORT_KERNEL_S, spread_short, spread)
     if seconds.ndim == 0:
-        return Cost(float(seconds), float(wide), source)
-    return Cost(seconds, wide, source)
+        return CostEstimate(float(seconds), float(wide), source)
+    return CostEstimate(seconds, wide, source)
 
 
-def widen(cost: Cost, doubt: FloatArray) -> Cost:
+def widen(cost: CostEstimate, doubt: FloatArray) -> CostEstimate:
     """The cost with one more independent relative error."""
     spread = np.hypot(cost.spread, doubt)
     return cost._replace(spread=float(spread) if spread.ndim == 0 else spread)

@@ -17,24 +17,24 @@ import msgspec
 
 from echograph.errors import DataError, FormatError, UnknownNameError
 from echograph.ir.documents import read_json_record
-from echograph.profiler.costs.cost import Source
+from echograph.profiler.costs.cost import CostSource
 
 FORMAT = 1
 MAX_PROFILE_BYTES = 4 * 2**20
 
 # What a file may hold: far beyond any device, and within what the formulas can be evaluated with.
-Rate = Annotated[float, msgspec.Meta(ge=1e6, le=1e21)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Factor = Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)]
-Weight = Annotated[float, msgspec.Meta(ge=0, le=1e3)]
-Work = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-Efficiency = Annotated[float, msgspec.Meta(ge=1e-4, le=2)]
-Spread = Annotated[float, msgspec.Meta(ge=0, le=10)]
-Error = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
+_Rate = Annotated[float, msgspec.Meta(ge=1e6, le=1e21)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Factor = Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)]
+_Weight = Annotated[float, msgspec.Meta(ge=0, le=1e3)]
+_Work = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_Efficiency = Annotated[float, msgspec.Meta(ge=1e-4, le=2)]
+_Spread = Annotated[float, msgspec.Meta(ge=0, le=10)]
+_Error = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 Positive = Annotated[float, msgspec.Meta(ge=1, le=1e30)]
 Nbytes = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
-Count = Annotated[int, msgspec.Meta(ge=1, le=10**6)]
-Rows = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=10**6)]
+_Rows = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 Knots = Annotated[list[Positive], msgspec.Meta(min_length=2, max_length=1000)]
 
 
@@ -57,12 +57,12 @@ class Datasheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     title: str
     architecture: str
-    peak_flops_per_s: dict[str, Rate]
-    memory_bandwidth_bytes_per_s: Rate
+    peak_flops_per_s: dict[str, _Rate]
+    memory_bandwidth_bytes_per_s: _Rate
     memory_bytes: Nbytes
-    sm_count: Count
+    sm_count: _Count
     l2_bytes: Nbytes
-    clock_hz: Rate
+    clock_hz: _Rate
     source: str
 
     def __post_init__(self) -> None:
@@ -75,11 +75,11 @@ class FitError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `bias` is the mean signed error (positive: predicted too long), `rms` the root mean square.
     """
 
-    rows: Rows
-    median_abs: Error
-    mean_abs: Error
-    bias: Error
-    rms: Error
+    rows: _Rows
+    median_abs: _Error
+    mean_abs: _Error
+    bias: _Error
+    rms: _Error
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,10 +92,10 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Label(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a model comes from and how far it may be off (relative one sigma)."""
 
-    source: Source
+    source: CostSource
     basis: str
-    spread: Spread
-    spread_short: Spread
+    spread: _Spread
+    spread_short: _Spread
     held_out: HeldOut = HeldOut()
 
 
@@ -117,11 +117,11 @@ class Quantize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     The price rises from `cached` to `cached + streamed` around `knee_elements`, where the operand leaves L2.
     """
 
-    launch_s: Seconds
-    cached_s_per_element: Seconds
-    streamed_s_per_element: Seconds
+    launch_s: _Seconds
+    cached_s_per_element: _Seconds
+    streamed_s_per_element: _Seconds
     knee_elements: Positive
-    sharpness: Weight
+    sharpness: _Weight
 
 
 class Alignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -130,8 +130,8 @@ class Alignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     `operand` applies to what is read (a narrower load pipeline), `output` to what is written.
     """
 
-    operand: dict[int, Factor]
-    output: dict[int, Factor]
+    operand: dict[int, _Factor]
+    output: dict[int, _Factor]
     source: str
 
     def __post_init__(self) -> None:
@@ -145,23 +145,23 @@ class GemmModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     label: Label
     peak: str
     element_bytes: Annotated[float, msgspec.Meta(ge=0.125, le=16)]
-    tiles: Annotated[list[tuple[Count, Count]], msgspec.Meta(min_length=1)]
-    efficiency: list[Efficiency]
-    overhead_k: list[Work]
-    splits: Annotated[list[Count], msgspec.Meta(min_length=1)]
-    split_traffic: Weight
-    split_s: Seconds
+    tiles: Annotated[list[tuple[_Count, _Count]], msgspec.Meta(min_length=1)]
+    efficiency: list[_Efficiency]
+    overhead_k: list[_Work]
+    splits: Annotated[list[_Count], msgspec.Meta(min_length=1)]
+    split_traffic: _Weight
+    split_s: _Seconds
     wave_rounding: Annotated[float, msgspec.Meta(ge=0, le=1)]
-    launch_s: Seconds
-    bandwidth_fraction: Factor
+    launch_s: _Seconds
+    bandwidth_fraction: _Factor
     overlap_power: Annotated[float, msgspec.Meta(ge=0.1, le=1e3)]
-    throttle: Weight
+    throttle: _Weight
     throttle_flops: Annotated[float, msgspec.Meta(ge=0, le=1e30)]
-    time_scale: Factor = 1.0
-    transposed_scale: dict[str, Factor] = {}
-    accumulate_exposure: Weight = 1.0
-    batched_scale: Factor = 1.0
-    batched_spread: Spread = 0.0
+    time_scale: _Factor = 1.0
+    transposed_scale: dict[str, _Factor] = {}
+    accumulate_exposure: _Weight = 1.0
+    batched_scale: _Factor = 1.0
+    batched_spread: _Spread = 0.0
     alignment: Alignment | None = None
     quantize: Quantize | None = None
     residual: Grid | None = None
@@ -175,7 +175,7 @@ class GroupedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Expert products run as one GEMM after another: time over the sum of single products, by pass."""
 
     label: Label
-    scale: dict[str, Factor]
+    scale: dict[str, _Factor]
 
     def __post_init__(self) -> None:
         _require(set(_GROUPED_PASSES) <= set(self.scale), f"scale has {', '.join(_GROUPED_PASSES)}")
@@ -185,18 +185,18 @@ class AttentionPass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """One pass (forward or backward) of one fused attention kernel; see `attention.py`."""
 
     label: Label
-    head_dims: Annotated[list[Count], msgspec.Meta(min_length=1)]
-    efficiency: list[Efficiency]
-    overhead: Work
-    overhead_per_element: Work
-    tail: Weight
-    launch_s: Seconds
-    query_traffic: Weight = 0.0
-    kv_traffic: Weight = 0.0
+    head_dims: Annotated[list[_Count], msgspec.Meta(min_length=1)]
+    efficiency: list[_Efficiency]
+    overhead: _Work
+    overhead_per_element: _Work
+    tail: _Weight
+    launch_s: _Seconds
+    query_traffic: _Weight = 0.0
+    kv_traffic: _Weight = 0.0
     traffic_knee_bytes: Positive = 1.0
-    traffic_sharpness: Weight = 1.0
-    traffic_cached: Weight = 1.0
-    time_scale: Factor = 1.0
+    traffic_sharpness: _Weight = 1.0
+    traffic_cached: _Weight = 1.0
+    time_scale: _Factor = 1.0
 
     def __post_init__(self) -> None:
         _require(_grows(self.head_dims), "head_dims grow")
@@ -207,7 +207,7 @@ class AttentionModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """A fused attention kernel: an inference kernel has no backward pass."""
 
     peak: str
-    padded_head_dims: Annotated[list[Count], msgspec.Meta(min_length=1)]
+    padded_head_dims: Annotated[list[_Count], msgspec.Meta(min_length=1)]
     forward: AttentionPass
     backward: AttentionPass | None = None
 
@@ -217,7 +217,7 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     label: Label
     row_bytes: Annotated[list[Positive], msgspec.Meta(min_length=1)]
-    bandwidth_fraction: list[Factor]
+    bandwidth_fraction: list[_Factor]
 
     def __post_init__(self) -> None:
         _require(_grows(self.row_bytes), "row_bytes grow")
@@ -233,12 +233,12 @@ class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     as `op_s`.
     """
 
-    launch_s: Seconds
-    op_s: Seconds
+    launch_s: _Seconds
+    op_s: _Seconds
     source: Literal["measured", "assumed"]
     basis: str
-    view_s: Seconds | None = None
-    communication_s: Seconds | None = None
+    view_s: _Seconds | None = None
+    communication_s: _Seconds | None = None
 
     def __post_init__(self) -> None:
         _require(self.view_s is None or self.view_s <= self.op_s, "view_s is at most op_s")
@@ -269,10 +269,10 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     attention: dict[str, AttentionModel]
     default_attention: str
     memory: dict[str, MemoryModel]
-    memory_launch_s: Seconds
+    memory_launch_s: _Seconds
     host: HostModel
     provenance: Provenance
-    sustained_gemm_slowdown: Factor = 1.0
+    sustained_gemm_slowdown: _Factor = 1.0
     sustained_basis: str = ""
 
 

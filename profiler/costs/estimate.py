@@ -31,7 +31,7 @@ from echograph.ir.types import (
 )
 from echograph.profiler.costs.attention import attention_backward, attention_forward
 from echograph.profiler.costs.convolution import convolution
-from echograph.profiler.costs.cost import Cost
+from echograph.profiler.costs.cost import CostEstimate
 from echograph.profiler.costs.device import DeviceProfile
 from echograph.profiler.costs.gemm import gemm, grouped_gemm
 from echograph.profiler.costs.memory import memory_bound
@@ -58,7 +58,7 @@ _KINDS = (
 _REDUCING_NORMS = ("linalg_vector_norm", "_foreach_norm")
 _ROWS = ("norm", "softmax")
 
-Operands = tuple[list[Tensor], list[Tensor]]
+_InOut = tuple[list[Tensor], list[Tensor]]
 
 LONGEST_S = 2.0**62 / PS_PER_S
 """What the clock of whole picoseconds in 64 bits counts, with room to add."""
@@ -80,7 +80,7 @@ def estimate(graph: Graph, device: DeviceProfile) -> Annotate:
     known[graph.ops.duration.rows[graph.ops.duration_source == Source.IMPORTED]] = 0
     works = np.isin(graph.ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~graph.ops.is_view & (known == NONE)
     rows = np.flatnonzero(works).tolist()
-    memo: dict[Hashable, Cost] = {}
+    memo: dict[Hashable, CostEstimate] = {}
     for row, key in zip(rows, _signatures(graph, rows), strict=True):
         if key not in memo:
             op = graph.ops[row]
@@ -113,7 +113,7 @@ def _signatures(graph: Graph, rows: list[int]) -> Iterator[Hashable]:
         yield *rest, inputs, outputs
 
 
-def cost_of(op: Compute | Copy, operands: Operands, device: DeviceProfile) -> Cost:
+def cost_of(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> CostEstimate:
     """Cost of one operation.
 
     Args:
@@ -138,7 +138,7 @@ def cost_of(op: Compute | Copy, operands: Operands, device: DeviceProfile) -> Co
     return _memory(op, operands, device)
 
 
-def _gemm(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
+def _gemm(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
     attributes = op.attributes
     assert isinstance(attributes, Gemm)
     inputs, outputs = operands
@@ -161,7 +161,7 @@ def _gemm(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
     )  # fmt: skip
 
 
-def _grouped(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
+def _grouped(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
     """`_grouped_mm(a, b, offsets)`: tokens [T, k] x experts [E, k, n], or both 2-D for the weight gradients."""
     a, b = operands[0][:2]
     if len(b.shape) == 3:
@@ -177,7 +177,7 @@ def _grouped(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
     )
 
 
-def _attention(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
+def _attention(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
     attributes = op.attributes
     assert isinstance(attributes, Attention)
     backward = "backward" in op.name
@@ -197,10 +197,10 @@ def _attention(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
         return cost
     peaks = device.datasheet.peak_flops_per_s
     slower = peaks["bf16"] / peaks.get("tf32", peaks["fp32"]) if "bf16" in peaks else 1.0
-    return Cost(cost.seconds * slower, ASSUMED_SPREAD, "analytical")
+    return CostEstimate(cost.seconds * slower, ASSUMED_SPREAD, "analytical")
 
 
-def _convolution(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
+def _convolution(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
     attributes = op.attributes
     assert isinstance(attributes, Convolution)
     backward = "backward" in op.name
@@ -222,20 +222,20 @@ def _convolution(op: Compute, operands: Operands, device: DeviceProfile) -> Cost
         )
         for which in passes
     ]  # fmt: skip
-    return Cost(sum(float(c.seconds) for c in costs), max(float(c.spread) for c in costs), "analytical")
+    return CostEstimate(sum(float(c.seconds) for c in costs), max(float(c.spread) for c in costs), "analytical")
 
 
-def _multi_tensor(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
+def _multi_tensor(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
     """A part of a shared launch: only the leading part bears it."""
     attributes = op.attributes
     assert isinstance(attributes, MultiTensor)
     whole = _memory(replace(op, attributes=None), operands, device)
     if attributes.leads:
         return whole
-    return Cost(max(0.0, float(whole.seconds) - device.memory_launch_s), whole.spread, whole.source)
+    return CostEstimate(max(0.0, float(whole.seconds) - device.memory_launch_s), whole.spread, whole.source)
 
 
-def _memory(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
+def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
     kind = "elementwise"
     if any(name in op.name for name in _REDUCING_NORMS):
         kind = "reduction"
@@ -247,7 +247,7 @@ def _memory(op: Compute, operands: Operands, device: DeviceProfile) -> Cost:
     return memory_bound(device, kind, **sizes, row_bytes=row) if row else memory_bound(device, kind, **sizes)
 
 
-def _or_slower(cost: Callable[[str], Cost], dtype: DType, device: DeviceProfile) -> Cost:
+def _or_slower(cost: Callable[[str], CostEstimate], dtype: DType, device: DeviceProfile) -> CostEstimate:
     """The cost in a type, or where the device has no model of the type that of fp32, labelled analytical."""
     name = DTYPE_NAMES.get(dtype)
     if name is not None:
@@ -257,10 +257,10 @@ def _or_slower(cost: Callable[[str], Cost], dtype: DType, device: DeviceProfile)
             if name in ("fp32", "fp8"):  # no wider unit computes on 8-bit operands
                 raise
     single = cost("fp32")
-    return Cost(single.seconds * max(1.0, dtype.itemsize / 4), ASSUMED_SPREAD, "analytical")
+    return CostEstimate(single.seconds * max(1.0, dtype.itemsize / 4), ASSUMED_SPREAD, "analytical")
 
 
-_BY_ATTRIBUTE: tuple[tuple[type, Callable[[Compute, Operands, DeviceProfile], Cost]], ...] = (
+_BY_ATTRIBUTE: tuple[tuple[type, Callable[[Compute, _InOut, DeviceProfile], CostEstimate]], ...] = (
     (Gemm, _gemm),
     (Attention, _attention),
     (Convolution, _convolution),

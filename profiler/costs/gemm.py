@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import UnavailableError, UnknownNameError
-from echograph.profiler.costs.cost import Cost, FloatArray, as_floats, make_cost, widen
+from echograph.profiler.costs.cost import CostEstimate, FloatArray, as_floats, make_cost, widen
 from echograph.profiler.costs.device import Datasheet, DeviceProfile, GemmModel, Grid, Quantize
 
 LIMIT = 0.25
@@ -117,7 +117,7 @@ def gemm(
     layout: str = "TN",
     accumulate: bool = False,
     quantize: bool = True,
-) -> Cost:
+) -> CostEstimate:
     """Cost of a (batched) matrix product.
 
     Args:
@@ -299,7 +299,7 @@ def grouped_gemm(
     pass_: str = "forward",
     dtype: str = "bf16",
     accumulate: bool = False,
-) -> Cost:
+) -> CostEstimate:
     """Cost of C_e[rows_e, n] = A_e[rows_e, k] B_e[k, n] over the experts e of one rank.
 
     Args:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import UnavailableError, UnknownNameError
-from echograph.profiler.costs.cost import Cost, make_cost
+from echograph.profiler.costs.cost import CostEstimate, make_cost
 from echograph.profiler.costs.device import DeviceProfile
 
 KINDS = ("elementwise", "copy", "norm", "softmax", "reduction", "gather", "optimizer")
@@ -22,7 +22,7 @@ def memory_bound(
     bytes_read: npt.ArrayLike,
     bytes_written: npt.ArrayLike,
     row_bytes: npt.ArrayLike = DEFAULT_ROW_BYTES,
-) -> Cost:
+) -> CostEstimate:
     """Cost of one memory-bound kernel.
 
     Args:

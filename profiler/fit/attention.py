@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.profiler.costs.attention import AttentionShape, attention_shape, pass_seconds
-from echograph.profiler.costs.cost import FloatArray, Source
+from echograph.profiler.costs.cost import CostSource, FloatArray
 from echograph.profiler.costs.device import AttentionModel, AttentionPass, Datasheet, Label
 from echograph.profiler.fit.facts import device_facts
 from echograph.profiler.fit.regression import held_out, logit, minimize, score, sigmoid, spreads, weights
@@ -86,7 +86,7 @@ def fit_pass(
     basis: str,
     backward: bool = False,
     traffic: bool = False,
-    source: Source = "fitted",
+    source: CostSource = "fitted",
 ) -> AttentionPass:
     """Fits one pass of one kernel on the rows that are not held out.
 

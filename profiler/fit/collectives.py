@@ -14,10 +14,10 @@ from typing import Literal, TypeAlias, get_args
 from echograph.errors import DataError
 from echograph.ir.files import read_unpacked
 
-Kind: TypeAlias = Literal[
+TimedCollective: TypeAlias = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv", "barrier"
 ]
-KINDS: tuple[str, ...] = get_args(Kind)
+KINDS: tuple[str, ...] = get_args(TimedCollective)
 MAX_BYTES = 256 << 20
 MAX_ROWS = 2_000_000
 MAX_RANKS, MAX_SIZE_BYTES, MAX_SECONDS = 1 << 24, 1 << 53, 86_400
@@ -52,7 +52,7 @@ class CollectiveRow:
         note: what else the source says of the run, or "".
     """
 
-    kind: Kind
+    kind: TimedCollective
     ranks: int
     nodes: int
     size_bytes: int
@@ -65,7 +65,7 @@ class CollectiveRow:
     note: str = ""
 
 
-def read_nccl_tests(path: str | Path, kind: Kind | None = None) -> list[CollectiveRow]:
+def read_nccl_tests(path: str | Path, kind: TimedCollective | None = None) -> list[CollectiveRow]:
     """Reads the output of one nccl-tests program, plain or as `mpirun --tag-output` prints it.
 
     Rows of zero bytes or zero time are left out. Out-of-place times are taken.
@@ -190,14 +190,14 @@ def _table_row(line: str) -> _TableRow | None:
     return _TableRow(size, words[2], words[3], rooted, time, bus / alg if alg > 0 else 0.0)
 
 
-def _kind(name: str) -> Kind:
+def _kind(name: str) -> TimedCollective:
     kind = _SPELLINGS.get(name, name)
     if kind not in KINDS:
         raise ValueError(f"unknown collective '{name[:40]}'")
     return kind  # type: ignore[return-value]
 
 
-def _kind_named(lines: Iterable[str]) -> Kind | None:
+def _kind_named(lines: Iterable[str]) -> TimedCollective | None:
     name = next((m[1] for line in lines if (m := _TEST.search(line))), None)
     try:
         return _kind(name) if name else None
@@ -205,15 +205,20 @@ def _kind_named(lines: Iterable[str]) -> Kind | None:
         return None
 
 
-def _kind_guessed(table: list[_TableRow], ranks: int) -> Kind | None:
+def _kind_guessed(table: list[_TableRow], ranks: int) -> TimedCollective | None:
     """The collective that has a reduction and this ratio of busbw to algbw; two decimals are printed."""
     largest = max(table, key=lambda row: row.size_bytes)
     if largest.rooted:
         return "broadcast" if largest.redop == "none" else "reduce"
     if largest.redop == "none" or ranks < 2:
         return None
-    factors: dict[Kind, float] = {"all_reduce": 2 * (ranks - 1) / ranks, "reduce_scatter": (ranks - 1) / ranks}
-    near: list[Kind] = [kind for kind, factor in factors.items() if abs(largest.bus_over_alg / factor - 1) < 0.02]
+    factors: dict[TimedCollective, float] = {
+        "all_reduce": 2 * (ranks - 1) / ranks,
+        "reduce_scatter": (ranks - 1) / ranks,
+    }
+    near: list[TimedCollective] = [
+        kind for kind, factor in factors.items() if abs(largest.bus_over_alg / factor - 1) < 0.02
+    ]
     return near[0] if len(near) == 1 else None
 
 

@@ -28,10 +28,19 @@ from echograph.profiler.costs.device import (
     Provenance,
 )
 from echograph.profiler.costs.gemm import DTYPES
-from echograph.profiler.fit import second
 from echograph.profiler.fit.attention import fit_attention
 from echograph.profiler.fit.facts import DATASHEETS, DeviceFacts, RowChoice, device_facts
-from echograph.profiler.fit.gemm import Products, fit_batched, fit_gemm
+from echograph.profiler.fit.gemm import (
+    Products,
+    calibrate_products,
+    dense_products,
+    fit_batched,
+    fit_gemm,
+    fit_grouped,
+    fit_layouts,
+    log_ratio,
+    sustained_slowdown,
+)
 from echograph.profiler.fit.memory import OPERANDS, fit_memory
 from echograph.profiler.fit.regression import DESCRIPTION
 from echograph.profiler.fit.table import KernelTable
@@ -338,7 +347,7 @@ def _with_second_source(
         return own
     apart = table.select(gpus=facts.rows.second_source) if facts.rows.second_source else None
     if apart is not None and len(apart):
-        found = second.layouts(apart, own["bf16"], sheet)
+        found = fit_layouts(apart, own["bf16"], sheet)
         transposed, exposure = found.transposed, found.exposure
     elif relative is not None and "bf16" in relative.gemm:
         transposed = relative.gemm["bf16"].transposed_scale
@@ -384,7 +393,7 @@ def _calibrate(
     if facts.rows.calibration:
         rows = table.select(gpus=facts.rows.calibration, ops=["matmul"])
         basis = f"scaled from {facts.relative}, one factor fitted: {_basis(rows, used)}"
-        return gemm | {"bf16": second.calibrate(gemm["bf16"], sheet, second.dense(rows, "TN"), basis)}
+        return gemm | {"bf16": calibrate_products(gemm["bf16"], sheet, dense_products(rows, "TN"), basis)}
     found = dict(gemm)
     if relative is None or not facts.rows.best:
         return found
@@ -405,7 +414,7 @@ def _best(rows: KernelTable, model: GemmModel, sheet: Datasheet) -> float:
     m, n, k = (rows.number[size] for size in "mnk")
     seconds = 2.0 * m * n * k / (rows.number["tflops"] * 1e12)
     best = Products(batch=np.ones(len(rows)), m=m, n=n, k=k, seconds=seconds)
-    return float(np.exp(np.median(second.log_ratio(model, sheet, best))))
+    return float(np.exp(np.median(log_ratio(model, sheet, best))))
 
 
 def _fit_memory(table: KernelTable, facts: DeviceFacts, used: dict[str, int]) -> dict[str, MemoryModel]:
@@ -428,7 +437,7 @@ def _sustained(
             return 1.0, ""
         return relative.sustained_gemm_slowdown, relative.sustained_basis and f"as on {facts.relative}"
     apart = table.select(gpus=facts.rows.second_source, ops=["matmul"])
-    factor = second.sustained_slowdown(apart, gemm["bf16"], facts.datasheet())
+    factor = sustained_slowdown(apart, gemm["bf16"], facts.datasheet())
     return factor, f"median over large bf16 products of {_source(apart)}, against the fit; not applied"
 
 
@@ -444,7 +453,7 @@ def _grouped(
     if rows is None or not np.any(rows.text["op"] == "group_matmul"):
         return borrow_grouped(relative, facts)
     basis = _basis(rows.select(ops=["group_matmul"]), used)
-    return second.fit_grouped(rows, gemm["bf16"], sheet, basis)
+    return fit_grouped(rows, gemm["bf16"], sheet, basis)
 
 
 def _basis(rows: KernelTable, used: dict[str, int]) -> str:

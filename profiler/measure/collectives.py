@@ -29,7 +29,7 @@ _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class CollectiveTiming:
     """One size of one operation.
 
     Attributes:
@@ -80,7 +80,9 @@ def parse_operations(text: str) -> list[str]:
     return names
 
 
-def sweep(operations: Sequence[str], sizes: Sequence[int], device: Any, budget_s: float) -> Iterator[Measured]:
+def sweep(
+    operations: Sequence[str], sizes: Sequence[int], device: Any, budget_s: float
+) -> Iterator[CollectiveTiming]:
     """Measures on the ranks of the default group, which all call this alike.
 
     Args:
@@ -101,7 +103,7 @@ def sweep(operations: Sequence[str], sizes: Sequence[int], device: Any, budget_s
             size = max(unit, asked // unit * unit)
             call = _make(operation, size // ITEM_BYTES, device)
             times = _time(call, device, budget_s)
-            yield Measured(
+            yield CollectiveTiming(
                 operation=operation, size_bytes=size, seconds=statistics.median(times), repeats=len(times)
             )
 
@@ -127,7 +129,7 @@ def header(operation: str, facts: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def table_row(measured: Measured, ranks: int) -> str:
+def table_row(measured: CollectiveTiming, ranks: int) -> str:
     """A line of the table; what was not measured (in place, errors) is N/A."""
     _, reduction, root = PROGRAMS[measured.operation]
     alg = measured.size_bytes / measured.seconds * 1e-9

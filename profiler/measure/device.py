@@ -17,7 +17,7 @@ import torch
 from echograph.errors import UsageError
 from echograph.ir.profile import Environment
 
-Clock = Literal["wall", "cpu"]
+HostClockName = Literal["wall", "cpu"]
 
 _ASSUMED_CACHE_BYTES = 32 * 2**20
 _HOLD_CYCLES = 400_000
@@ -28,7 +28,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _BASELINES = 101
 
 
-class Device(ABC):
+class MeasuringDevice(ABC):
     """A device to measure on.
 
     Attributes:
@@ -91,7 +91,7 @@ class Device(ABC):
         self._other.fill_(1)
 
 
-class Processor(Device):
+class Processor(MeasuringDevice):
     """The CPU: the host is the device, and computes with the threads that PyTorch has.
 
     Args:
@@ -104,7 +104,7 @@ class Processor(Device):
     name = "cpu"
     runs_ahead = False
 
-    def __init__(self, clock: Clock = "wall") -> None:
+    def __init__(self, clock: HostClockName = "wall") -> None:
         if clock == "cpu" and torch.get_num_threads() > 1:
             raise UsageError(
                 "--clock cpu: adds up the time of several threads: set OMP_NUM_THREADS=1, or use wall"
@@ -151,7 +151,7 @@ class Processor(Device):
         return sum(sizes.values())
 
 
-class Cuda(Device):
+class Cuda(MeasuringDevice):
     """A CUDA device, timed with events. It idles first, so that the host's own time does not show."""
 
     name = "cuda"
@@ -226,7 +226,7 @@ class Cuda(Device):
         return None if found is None else float(found) / 100
 
 
-def open_device(name: str, clock: Clock = "wall") -> Device:
+def open_device(name: str, clock: HostClockName = "wall") -> MeasuringDevice:
     """The device to measure on.
 
     Args:

@@ -1,6 +1,11 @@
 """Measures the invocations of a step one by one, on real tensors of the recorded types, strides and identities.
 
 Each finds in the cache what the step would have left there.
+
+What the host adds to an operation: an eager framework's bookkeeping, beyond running the operator itself. Two
+modules of ordinary layers, so small that their arithmetic takes no time, are trained step by step; one has views
+between its layers, the other has not. What their steps take beyond their operators, run on their own, is the
+host's. No model's step time is used.
 """
 
 from __future__ import annotations
@@ -11,14 +16,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from math import prod
+from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from echograph.errors import InputError
 from echograph.ir.profile import Argument, Environment, Invocation, Measurement, Named, Operand, Part, Profile
-from echograph.profiler.measure.device import Device
+from echograph.profiler.measure.device import MeasuringDevice
 from echograph.profiler.measure.sampling import Samples, sample
 from echograph.progress import Progress, silent
 from echograph.units import format_bytes, to_ps
@@ -29,24 +36,24 @@ _SEED = 0
 _UNORDERED = (torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
 """Types that have no largest element; few small tensors have them."""
 
-Arguments = Mapping[str, Any]
+CallArguments = Mapping[str, Any]
 
 
-def _along(values: str, indices: str = "index") -> Callable[[Arguments], dict[str, int]]:
+def _along(values: str, indices: str = "index") -> Callable[[CallArguments], dict[str, int]]:
     """Indices into one dimension of a tensor."""
     return lambda a: {indices: _size(a[values], a["dim"])}
 
 
-def _classes(a: Arguments) -> dict[str, int]:
+def _classes(a: CallArguments) -> dict[str, int]:
     return {"target": _size(a["self"], 1 if len(a["self"].shape) > 1 else 0)}
 
 
-def _each(a: Arguments) -> dict[str, int]:
+def _each(a: CallArguments) -> dict[str, int]:
     """One tensor of indices for each of the first dimensions."""
     return {f"indices.{i}": a["self"].shape[i] for i, index in enumerate(a["indices"]) if index is not None}
 
 
-_INDICES: dict[str, Callable[[Arguments], dict[str, int]]] = {
+_INDICES: dict[str, Callable[[CallArguments], dict[str, int]]] = {
     "aten.embedding": lambda a: {"indices": a["weight"].shape[0]},
     "aten.embedding_dense_backward": lambda a: {"indices": a["num_weights"]},
     "aten.nll_loss_forward": _classes,
@@ -74,17 +81,17 @@ _INDICES: dict[str, Callable[[Arguments], dict[str, int]]] = {
 an index into anything."""
 
 
-def _grouped(a: Arguments) -> tuple[str, int]:
+def _grouped(a: CallArguments) -> tuple[str, int]:
     """Where the groups of `_grouped_mm` end: along the rows, what is summed over, or the columns."""
     left, right = a["self"].shape, a["mat2"].shape
     return "offs", (left[0] if len(right) == 3 else left[1]) if len(left) == 2 else right[-1]
 
 
-_ENDS: dict[str, Callable[[Arguments], tuple[str, int]]] = {"aten._grouped_mm": _grouped}
+_ENDS: dict[str, Callable[[CallArguments], tuple[str, int]]] = {"aten._grouped_mm": _grouped}
 """Operator -> name of its argument that holds the ends of groups, with the last end; groups are made equal."""
 
 
-class Operands:
+class RealOperands:
     """Makes the arguments of invocations on a device.
 
     Args:
@@ -95,7 +102,7 @@ class Operands:
         self._device = device
         self._blocks: dict[tuple[str, bool], Tensor] = {}
 
-    def make(self, invocation: Invocation) -> Prepared:
+    def make(self, invocation: Invocation) -> PreparedCall:
         """The operator, its arguments, and the tensors among them.
 
         What an argument's maker alone can give is taken from one run of the maker.
@@ -120,7 +127,7 @@ class Operands:
         args = tuple(self._argument(a, tensors) for a in invocation.arguments)
         kwargs = {name: self._argument(a, tensors) for name, a in invocation.keywords}
         resident = [tensors[o.number] for o in invocation.operands if o.resident]
-        return Prepared(operator, args, kwargs, list(tensors.values()), resident)
+        return PreparedCall(operator, args, kwargs, list(tensors.values()), resident)
 
     def _argument(self, argument: Argument, tensors: dict[int, Tensor]) -> Any:
         if isinstance(argument, Operand):
@@ -156,7 +163,7 @@ class Operands:
         memory[whole:].copy_(block[: memory.numel() - whole])
 
 
-class Prepared:
+class PreparedCall:
     """An invocation that can be run again and again.
 
     Attributes:
@@ -271,7 +278,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class OpTiming:
     """What came of it.
 
     Attributes:
@@ -295,14 +302,14 @@ def label(invocation: Invocation) -> str:
 
 def measure(
     invocations: Sequence[Invocation],
-    device: Device,
+    device: MeasuringDevice,
     profile: Profile,
     options: Options,
     *,
     save: Save = lambda _: None,
     say: Progress = silent,
     clock: Callable[[], float] = time.monotonic,
-) -> Outcome:
+) -> OpTiming:
     """Measures the invocations that a profile does not have yet.
 
     Args:
@@ -323,7 +330,7 @@ def measure(
         left_s = began + options.budget_s - clock()
         if left_s <= 0:
             save(profile)
-            return Outcome(profile=profile, refused=tuple(refused), left=tuple(label(c) for c in waiting[done:]))
+            return OpTiming(profile=profile, refused=tuple(refused), left=tuple(label(c) for c in waiting[done:]))
         share = left_s / (len(waiting) - done)
         say("measuring operations", done, len(waiting))
         try:
@@ -337,7 +344,7 @@ def measure(
             save(profile)
             saved = clock()
     save(profile)
-    return Outcome(profile=profile, refused=tuple(refused))
+    return OpTiming(profile=profile, refused=tuple(refused))
 
 
 def continued(found: Profile, here: Environment, name: str) -> Profile:
@@ -356,9 +363,9 @@ def continued(found: Profile, here: Environment, name: str) -> Profile:
 
 
 class _Measurer:
-    def __init__(self, device: Device, options: Options) -> None:
+    def __init__(self, device: MeasuringDevice, options: Options) -> None:
         self._device, self._options = device, options
-        self._operands = Operands(device.name)
+        self._operands = RealOperands(device.name)
         self._baseline = device.baseline()
 
     def measure(self, invocation: Invocation, budget_s: float) -> list[Measurement]:
@@ -387,7 +394,7 @@ class _Measurer:
         if need > free:
             raise RuntimeError(f"it takes {format_bytes(need)}, and {format_bytes(free)} are free")
 
-    def _once(self, prepared: Prepared) -> float:
+    def _once(self, prepared: PreparedCall) -> float:
         prepared.restore()
         if prepared.cold:
             self._device.flush()
@@ -433,3 +440,109 @@ def _itemsize(dtype: str) -> int:
 
 def _result_bytes(part: Part) -> int:
     return sum(t.dtype.itemsize * prod(t.shape) for t in part.signature.outputs)
+
+
+_WIDTH = 8
+_LAYERS = 24
+_ROUNDS = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerOverhead:
+    """Seconds to issue an operation beyond running its operator, and to issue a view."""
+
+    op_s: float
+    view_s: float
+
+
+class _Layer(nn.Module):
+    """Layers whose steps dispatch a known kind of operator: with views between them, or without."""
+
+    def __init__(self, views: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.act = nn.GELU()
+        self.scale = nn.Parameter(torch.ones(_WIDTH))
+        self.views = views
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.norm(x) * self.scale)
+        if self.views:
+            y = y.view(2, 2, _WIDTH).transpose(0, 1).transpose(0, 1).view(4, _WIDTH)
+        out: Tensor = x + y
+        return out
+
+
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The operators that ran, with their arguments; and how many of them were views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work: list[tuple[Any, Any, Any]] = []
+        self.views = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        returns = func._schema.returns
+        if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+            self.views += func is not torch.ops.aten.detach.default
+        else:
+            self.work.append((func, args, kwargs or {}))
+        return out
+
+
+def measure_host(device: MeasuringDevice, rounds: int = _ROUNDS) -> EagerOverhead:
+    """Measures the host that feeds a device.
+
+    Where the host runs ahead, issuing is all that it does, the operators' own part included; where it computes
+    itself, what the operators take alone is taken off.
+    """
+    modules = [nn.Sequential(*(_Layer(views) for _ in range(_LAYERS))).to(device.name) for views in (False, True)]
+    counts, alone = [], []
+    for module in modules:
+        with _Seen() as seen:
+            _step(module, device)
+        counts.append((len(seen.work), seen.views))
+        alone.append(seen.work)
+    samples = []
+    for _ in range(rounds):
+        steps = [_timed(lambda m=m: _step(m, device), device) for m in modules]  # type: ignore[misc]
+        own = [0.0 if device.runs_ahead else _timed(lambda w=w: _alone(w), device) for w in alone]  # type: ignore[misc]
+        samples.append([step - kernels for step, kernels in zip(steps, own, strict=True)])
+    first, second = (median(s[i] for s in samples) for i in range(2))
+    return _solved(counts, (first, second))
+
+
+def _solved(counts: list[tuple[int, int]], seconds: tuple[float, float]) -> EagerOverhead:
+    """The two unknowns from two steps: seconds = operations * op_s + views * view_s."""
+    (a, b), (c, d) = counts
+    determinant = a * d - b * c
+    op_s = (seconds[0] * d - b * seconds[1]) / determinant
+    view_s = (a * seconds[1] - c * seconds[0]) / determinant
+    return EagerOverhead(op_s=max(0.0, op_s), view_s=max(0.0, view_s))
+
+
+def _step(module: nn.Module, device: MeasuringDevice) -> None:
+    loss = module(torch.ones(4, _WIDTH, device=device.name)).sum()
+    loss.backward()
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+def _alone(work: list[tuple[Any, Any, Any]]) -> None:
+    with _below_autograd():
+        for func, args, kwargs in work:
+            func(*args, **kwargs)
+
+
+@contextmanager
+def _below_autograd() -> Iterator[None]:
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        yield
+
+
+def _timed(run: Callable[[], None], device: MeasuringDevice) -> float:
+    device.synchronize()
+    began = device.host_clock()
+    run()
+    return device.host_clock() - began

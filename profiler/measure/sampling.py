@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist, fmean, median, stdev
 
-from echograph.profiler.measure.device import Device
+from echograph.profiler.measure.device import MeasuringDevice
 from echograph.progress import Progress, silent
 
 PRECISION = 0.02
@@ -89,7 +89,7 @@ def sample(
 
 
 def time_steps(
-    step: Callable[[], None], device: Device, steps: int, warm_up: int, say: Progress = silent
+    step: Callable[[], None], device: MeasuringDevice, steps: int, warm_up: int, say: Progress = silent
 ) -> Samples:
     """Runs a step `warm_up` + `steps` times; the seconds of the latter, host and device together.
 

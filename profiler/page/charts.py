@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from echograph.profiler.page.frame import key, measure
 
-Floats = npt.NDArray[np.float64]
+_Floats = npt.NDArray[np.float64]
 
 COLOURS = 8
 _ROW, _BAR, _TEXT = 34, 10, 12
@@ -60,7 +60,7 @@ def bars(
     return legend + _svg(len(rows) * _ROW, parts)
 
 
-def lines(series: Mapping[str, tuple[Floats, Floats]], x_unit: str, y_unit: str) -> str:
+def lines(series: Mapping[str, tuple[_Floats, _Floats]], x_unit: str, y_unit: str) -> str:
     """Values that hold until the next one, over time; of many in one place the largest is drawn.
 
     Args:
@@ -93,7 +93,7 @@ def lines(series: Mapping[str, tuple[Floats, Floats]], x_unit: str, y_unit: str)
     return (key(list(drawn)) if len(drawn) > 1 else "") + _svg(_HEIGHT + 36, parts)
 
 
-def histogram(values: Floats, unit: str) -> str:
+def histogram(values: _Floats, unit: str) -> str:
     """How often values occur, in bins of equal ratio (or of equal width, where they span less than tenfold).
 
     Args:
@@ -205,7 +205,7 @@ def _share(value: float, low: float, high: float, *, ratio: bool) -> float:
     return math.log(value / low) / math.log(high / low) if ratio else (value - low) / (high - low)
 
 
-def _envelope(x: Floats, y: Floats, first: float, last: float) -> tuple[Floats, Floats]:
+def _envelope(x: _Floats, y: _Floats, first: float, last: float) -> tuple[_Floats, _Floats]:
     """Steps as points of a line: places from 0 to 1 and values; at most some `_POINTS` columns, each its peak."""
     share = (x - first) / ((last - first) or 1.0)
     if len(x) <= _POINTS:

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from echograph.profiler.analyses.table import Table
+from echograph.profiler.analyses.table import AnswerTable
 from echograph.units import PS_PER_US, format_bytes, format_time
 
 ROWS = 40
@@ -63,7 +63,7 @@ def key(names: Sequence[str], colours: Sequence[int] = ()) -> str:
     )
 
 
-def table(content: Table, limit: int = ROWS) -> str:
+def table(content: AnswerTable, limit: int = ROWS) -> str:
     """A table's first rows, numbers to the right; and how many more there are.
 
     Args:

@@ -44,7 +44,7 @@ class Spans(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Lane:
+class TimelineTrack:
     """A row of the timeline.
 
     Attributes:
@@ -62,7 +62,7 @@ class Lane:
     detail: bool = False
 
 
-def drawing(lanes: list[Lane], most: int, colours: dict[str, int], note: str = "") -> str:
+def drawing(lanes: list[TimelineTrack], most: int, colours: dict[str, int], note: str = "") -> str:
     """The lanes as HTML; `script` draws them.
 
     Args:
@@ -93,7 +93,7 @@ def script() -> str:
     return Path(__file__).with_name("timeline.js").read_text()
 
 
-def coarse(lanes: list[Lane], most: int) -> tuple[list[Lane], int]:
+def coarse(lanes: list[TimelineTrack], most: int) -> tuple[list[TimelineTrack], int]:
     """The lanes with so many spans at most, and the grain with which they are: picoseconds, 0 for none.
 
     The longest spans of a lane are never lost: only what is shorter than the grain is joined.
@@ -137,7 +137,7 @@ def _joined(spans: Spans, grain: int) -> Spans:
     )
 
 
-def _content(lanes: list[Lane]) -> dict[str, Any]:
+def _content(lanes: list[TimelineTrack]) -> dict[str, Any]:
     """Lanes for the script: nanoseconds, starts as the distance from the start before."""
     first = min(int(lane.spans.start[0]) for lane in lanes)
     names: dict[str, int] = {}

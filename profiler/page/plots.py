@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from echograph.profiler.analyses.memory import CATEGORIES
-from echograph.profiler.analyses.table import Table
+from echograph.profiler.analyses.table import AnswerTable
 from echograph.profiler.page import charts
 
 # Of a table with more rows than people compare, the largest are drawn.
@@ -21,7 +21,7 @@ _SERIES, _OTHER = 6, 7
 class Plot(Protocol):
     """Draws a table."""
 
-    def draw(self, table: Table, most: int = MOST) -> str:
+    def draw(self, table: AnswerTable, most: int = MOST) -> str:
         """The table as a chart, HTML; at most so many bars or lines.
 
         Args:
@@ -51,7 +51,7 @@ class Bars:
     unit: str = "us"
     largest: bool = False
 
-    def draw(self, table: Table, most: int = MOST) -> str:
+    def draw(self, table: AnswerTable, most: int = MOST) -> str:
         """The table as bars."""
         sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for row in table.records():
@@ -86,7 +86,7 @@ class Lines:
     by: Sequence[str]
     unit: str = ""
 
-    def draw(self, table: Table, most: int = MOST) -> str:
+    def draw(self, table: AnswerTable, most: int = MOST) -> str:
         """The table as lines."""
         x, y = (np.asarray(table.columns[name], np.float64) for name in (self.x, self.y))
         groups: dict[str, list[int]] = defaultdict(list)
@@ -99,7 +99,7 @@ class Lines:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
+class ColumnLines:
     """A line for each of several columns.
 
     Attributes:
@@ -112,7 +112,7 @@ class Columns:
     ys: Sequence[str]
     unit: str = ""
 
-    def draw(self, table: Table, most: int = MOST) -> str:
+    def draw(self, table: AnswerTable, most: int = MOST) -> str:
         """The table as lines; those that are 0 throughout are left out."""
         x, *ys = (np.asarray(table.columns[name], np.float64) for name in (self.x, *self.ys))
         return charts.lines({n: (x, y) for n, y in zip(self.ys, ys, strict=True) if y.any()}, "us", self.unit)
@@ -134,7 +134,7 @@ class Points:
     y: str
     units: tuple[str, str]
 
-    def draw(self, table: Table, most: int = MOST) -> str:
+    def draw(self, table: AnswerTable, most: int = MOST) -> str:
         """The table as points."""
         rows = [(r[self.label], r[self.x], r[self.y]) for r in table.records() if r[self.x] and r[self.y]]
         return charts.points(rows, *self.units)
@@ -147,7 +147,7 @@ class Histogram:
     value: str
     unit: str = "us"
 
-    def draw(self, table: Table, most: int = MOST) -> str:
+    def draw(self, table: AnswerTable, most: int = MOST) -> str:
         """The table as a histogram."""
         values = [np.nan if value is None else value for value in table.columns[self.value]]
         return charts.histogram(np.asarray(values, np.float64), self.unit)
@@ -167,7 +167,7 @@ class Ranges:
     values: Sequence[str] = ("min", "25%", "50%", "75%", "max")
     unit: str = "us"
 
-    def draw(self, table: Table, most: int = MOST) -> str:
+    def draw(self, table: AnswerTable, most: int = MOST) -> str:
         """The table as ranges."""
         rows = [
             (_label(row, self.label), [row[name] for name in self.values])
@@ -228,7 +228,7 @@ PLOTS: Mapping[str, Plot] = {
     "call-stacks": Bars(label=["name"], value="self_time(us)", largest=True),
     "counters": Lines(x="ts", y="value", by=["rank", "counter"]),
     "memory-timeline": Lines(x="ts", y="allocated_bytes", by=["rank", "device"], unit="bytes"),
-    "memory-categories": Columns(x="ts", ys=CATEGORIES, unit="bytes"),
+    "memory-categories": ColumnLines(x="ts", ys=CATEGORIES, unit="bytes"),
     "execution-trace": Bars(label=["et_node_name"], value="dur", largest=True),
     "hardware-counters": Points(
         label="name", x="flops_per_byte", y="GFLOP/s", units=("operations a byte", "GFLOP/s")
@@ -242,7 +242,7 @@ PLOTS: Mapping[str, Plot] = {
 }
 
 
-def draw(name: str, table: Table, most: int = MOST) -> str:
+def draw(name: str, table: AnswerTable, most: int = MOST) -> str:
     """The chart of an analysis' table, HTML; nothing where the table is empty or has no numbers.
 
     Args:
@@ -254,7 +254,7 @@ def draw(name: str, table: Table, most: int = MOST) -> str:
     return plot.draw(table, most) if plot is not None and len(table) else ""
 
 
-def _by_first_number(table: Table) -> Plot | None:
+def _by_first_number(table: AnswerTable) -> Plot | None:
     """Bars of the first column of numbers that is no name, under the columns before it."""
     records = table.records()[:1]
     if not records:

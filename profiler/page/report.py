@@ -15,10 +15,10 @@ from echograph.ir.columns import Int64
 from echograph.profiler.analyses import ANALYSES
 from echograph.profiler.analyses.critical_graph import Bound, CriticalGraph, critical_graph
 from echograph.profiler.analyses.critical_path import TITLES, breakdown, path_rows
-from echograph.profiler.analyses.table import Table, from_rows
-from echograph.profiler.analyses.work import Kind, kinds
+from echograph.profiler.analyses.table import AnswerTable, from_rows
+from echograph.profiler.analyses.work import KernelKind, kinds
 from echograph.profiler.page.frame import document, folded, notes, table, tiles
-from echograph.profiler.page.lanes import Lane, Spans, drawing, script
+from echograph.profiler.page.lanes import Spans, TimelineTrack, drawing, script
 from echograph.profiler.page.plots import draw
 from echograph.profiler.traces.relations import call_stacks
 from echograph.profiler.traces.trace import CALLS, Trace, TraceSet
@@ -29,7 +29,7 @@ MOST_SPANS = 40_000
 MOST_RANKS, _STREAMS = 16, 8
 # Colours of the page's style.
 _HOST, _CALL, _STEP, _OTHER = 7, 5, 8, 6
-_OF_KIND = {Kind.COMPUTATION: 0, Kind.COMMUNICATION: 1, Kind.MEMORY: 2, Kind.OTHER: _OTHER}
+_OF_KIND = {KernelKind.COMPUTATION: 0, KernelKind.COMMUNICATION: 1, KernelKind.MEMORY: 2, KernelKind.OTHER: _OTHER}
 _OF_BOUND = {
     Bound.cpu_bound: _HOST,
     Bound.gpu_compute_bound: 0,
@@ -63,7 +63,7 @@ def timeline(traces: Mapping[int, Trace], graphs: Mapping[int, CriticalGraph]) -
     return drawing(lanes, MOST_SPANS, _KEY, left_out)
 
 
-def lanes_of(rank: int, trace: Trace, graph: CriticalGraph | None, ranks: int) -> Iterator[Lane]:
+def lanes_of(rank: int, trace: Trace, graph: CriticalGraph | None, ranks: int) -> Iterator[TimelineTrack]:
     """The lanes of a rank: its critical path, the stacks of its busiest threads, its busiest streams.
 
     Args:
@@ -79,7 +79,7 @@ def lanes_of(rank: int, trace: Trace, graph: CriticalGraph | None, ranks: int) -
         name = np.where(graph.event[spent] >= 0, trace.name[graph.event[spent]], len(trace.strings))
         start = graph.time[graph.source[spent]]
         spans = _spans(start, np.maximum(graph.time[graph.target[spent]], start), name, colour)
-        yield Lane(
+        yield TimelineTrack(
             head=f"rank {rank}", label="critical path", spans=spans, strings=(*trace.strings, "launch or gap")
         )
     threads, depths = (3, 4) if ranks <= 2 else (1, 3)
@@ -87,7 +87,7 @@ def lanes_of(rank: int, trace: Trace, graph: CriticalGraph | None, ranks: int) -
     yield from _stream_lanes(rank, trace)
 
 
-def _thread_lanes(rank: int, trace: Trace, threads: int, depths: int) -> Iterator[Lane]:
+def _thread_lanes(rank: int, trace: Trace, threads: int, depths: int) -> Iterator[TimelineTrack]:
     host = trace.rows(~trace.of_category({"python_function"}))
     stacks = call_stacks(host)
     rows = stacks.order[stacks.depth[stacks.order] < depths]
@@ -105,10 +105,10 @@ def _thread_lanes(rank: int, trace: Trace, threads: int, depths: int) -> Iterato
                 rows_here = own[of]
                 spans = _spans(host.start[rows_here], host.end[rows_here], host.name[rows_here], colour[of])
                 label = f"thread {host.process(int(tid))}"
-                yield Lane(head=f"rank {rank}", label=label, spans=spans, strings=host.strings)
+                yield TimelineTrack(head=f"rank {rank}", label=label, spans=spans, strings=host.strings)
 
 
-def _stream_lanes(rank: int, trace: Trace) -> Iterator[Lane]:
+def _stream_lanes(rank: int, trace: Trace) -> Iterator[TimelineTrack]:
     rows = np.flatnonzero(trace.on_device)
     place, streams = trace.streams()
     several, at = len(np.unique(trace.pid[rows])) > 1, place[rows]
@@ -123,7 +123,7 @@ def _stream_lanes(rank: int, trace: Trace) -> Iterator[Lane]:
         spans = _spans(trace.start[own], trace.end[own], trace.name[own], colour[of])
         label = f"stream {streams[chosen].number}"
         label = f"device {trace.process(streams[chosen].device)}, {label}" if several else label
-        yield Lane(head=f"rank {rank}", label=label, spans=spans, strings=trace.strings)
+        yield TimelineTrack(head=f"rank {rank}", label=label, spans=spans, strings=trace.strings)
 
 
 def _spans(start: Int64, end: Int64, name: npt.NDArray[Any], colour: npt.NDArray[Any]) -> Spans:
@@ -230,7 +230,7 @@ def report(traces: TraceSet, title: str, say: Progress = silent) -> str:
     missing = list(traces.notes)
     say("finding the critical path")
     graphs = dict(_graphs(traces, missing))
-    answers: dict[str, Table] = {}
+    answers: dict[str, AnswerTable] = {}
     for section in SECTIONS:
         for name in section.analyses:
             say(f"analysing {name}")
@@ -243,7 +243,7 @@ def report(traces: TraceSet, title: str, say: Progress = silent) -> str:
     return document(title, parts, [script()])
 
 
-def page_of(name: str, answer: Table, title: str) -> str:
+def page_of(name: str, answer: AnswerTable, title: str) -> str:
     """A page with one analysis: its plot and its table.
 
     Args:
@@ -279,7 +279,7 @@ def _answer(
     name: str,
     options: Mapping[str, Any],
     graphs: Mapping[int, CriticalGraph],
-    answers: dict[str, Table],
+    answers: dict[str, AnswerTable],
     missing: list[str],
 ) -> None:
     """Adds one analysis' table, or why there is none."""
@@ -298,7 +298,7 @@ def _answer(
         missing.append(f"{name}: {error}")
 
 
-def _section(section: Section, answers: Mapping[str, Table]) -> str:
+def _section(section: Section, answers: Mapping[str, AnswerTable]) -> str:
     found = [(name, answers[name]) for name in section.analyses if name in answers and len(answers[name])]
     if not found:
         return ""
@@ -312,7 +312,7 @@ def _section(section: Section, answers: Mapping[str, Table]) -> str:
     )
 
 
-def _tiles(traces: TraceSet, answers: Mapping[str, Table]) -> str:
+def _tiles(traces: TraceSet, answers: Mapping[str, AnswerTable]) -> str:
     """The few numbers that say most."""
     rows = [trace for trace in traces.values() if len(trace)]
     span = max((int(trace.end.max()) for trace in rows), default=0)

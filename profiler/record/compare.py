@@ -21,7 +21,7 @@ from echograph.profiler.traces.kineto import read_trace
 from echograph.profiler.traces.trace import OPERATORS, Trace
 
 # Kind, phase and name of what is counted.
-Key: TypeAlias = tuple[str, str, str]
+_OperatorKey: TypeAlias = tuple[str, str, str]
 
 _BACKWARD = "autograd::engine::evaluate_function"
 _OPTIMIZER = "Optimizer.step#"
@@ -31,7 +31,7 @@ SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """One thing and how often a step of a rank has it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Comparison:
         order: for each rank the first place at which their collectives differ, or -1.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
     order: dict[int, int]
 
     @property
@@ -93,7 +93,7 @@ def compare_recording(job: JobGraph, recording: Path) -> Comparison:
         InputError: there is no recording, or it holds no whole window.
         UsageError: the graph is of another number of ranks.
     """
-    rows: list[Row] = []
+    rows: list[ComparisonRow] = []
     order = {}
     for folder in read_recording(recording):
         rank, world = folder.metadata.rank, folder.metadata.world_size
@@ -125,9 +125,11 @@ def program_of(job: JobGraph, rank: int) -> Program:
     raise UsageError(f"the graph has no program for rank {rank}")
 
 
-def _rows(rank: int, captured: Counter[Key], recorded: Counter[Key], steps: int) -> list[Row]:
+def _rows(
+    rank: int, captured: Counter[_OperatorKey], recorded: Counter[_OperatorKey], steps: int
+) -> list[ComparisonRow]:
     return [
-        Row(
+        ComparisonRow(
             rank=rank, what=key[0], phase=key[1], name=key[2], captured=captured[key],
             recorded=recorded[key] / steps,
         )
@@ -135,7 +137,7 @@ def _rows(rank: int, captured: Counter[Key], recorded: Counter[Key], steps: int)
     ]  # fmt: skip
 
 
-def _first_difference(captured: Sequence[Key], recorded: Sequence[Key]) -> int:
+def _first_difference(captured: Sequence[_OperatorKey], recorded: Sequence[_OperatorKey]) -> int:
     """Where the first recorded step leaves the captured one."""
     for place, call in enumerate(captured):
         if place >= len(recorded) or recorded[place] != call:
@@ -143,7 +145,7 @@ def _first_difference(captured: Sequence[Key], recorded: Sequence[Key]) -> int:
     return -1
 
 
-def _captured_calls(job: JobGraph, program: Program) -> list[Key]:
+def _captured_calls(job: JobGraph, program: Program) -> list[_OperatorKey]:
     ops, found = job.ops, []
     for op in _ops_of(program):
         kind = OpKind(int(ops.kind[op]))
@@ -156,7 +158,7 @@ def _captured_calls(job: JobGraph, program: Program) -> list[Key]:
     return found
 
 
-def _recorded_calls(folder: RankFolder) -> list[Key]:
+def _recorded_calls(folder: RankFolder) -> list[_OperatorKey]:
     file = folder.path / COMMS
     if not file.exists():
         return []
@@ -175,7 +177,7 @@ def _recorded_calls(folder: RankFolder) -> list[Key]:
     ]
 
 
-def _told(recorded: Sequence[Key], captured: Sequence[Key]) -> list[Key]:
+def _told(recorded: Sequence[_OperatorKey], captured: Sequence[_OperatorKey]) -> list[_OperatorKey]:
     """The recorded calls; of those whose phase no hook knew, with that of the captured call in the same place."""
     told = []
     for place, call in enumerate(recorded):
@@ -184,12 +186,12 @@ def _told(recorded: Sequence[Key], captured: Sequence[Key]) -> list[Key]:
     return told
 
 
-def _call_key(name: str, phase: str, nbytes: int, ranks: int) -> Key:
+def _call_key(name: str, phase: str, nbytes: int, ranks: int) -> _OperatorKey:
     return "collective", phase, f"{name} of {nbytes:,} bytes, {ranks} ranks"
 
 
-def _captured_operators(job: JobGraph, program: Program) -> Counter[Key]:
-    ops, counts = job.ops, Counter[Key]()
+def _captured_operators(job: JobGraph, program: Program) -> Counter[_OperatorKey]:
+    ops, counts = job.ops, Counter[_OperatorKey]()
     view = ops.is_view
     for op in _ops_of(program):
         if ops.kind[op] == OpKind.COMPUTE and not view[op]:
@@ -202,12 +204,12 @@ def _ops_of(program: Program) -> list[int]:
     return [op for _, begin, end, _, _ in program.calls.tolist() for op in range(begin, end)]
 
 
-def _operator_key(name: str, phase: str) -> Key:
+def _operator_key(name: str, phase: str) -> _OperatorKey:
     name = ".".join(name.split(".")[:2])
     return "operator", {"recompute": "backward"}.get(phase, phase), name
 
 
-def _recorded_operators(folder: RankFolder, captured: Counter[Key]) -> Counter[Key]:
+def _recorded_operators(folder: RankFolder, captured: Counter[_OperatorKey]) -> Counter[_OperatorKey]:
     file = folder.path / TRACE
     if not file.exists():
         raise InputError(f"{folder.path}: holds no {TRACE}: the job ended before its window did")
@@ -240,9 +242,9 @@ class _Walk:
     """
 
     known: set[str]
-    counts: Counter[Key] = field(default_factory=Counter)
-    alone: Counter[Key] = field(default_factory=Counter)
-    times: Counter[Key] = field(default_factory=Counter)
+    counts: Counter[_OperatorKey] = field(default_factory=Counter)
+    alone: Counter[_OperatorKey] = field(default_factory=Counter)
+    times: Counter[_OperatorKey] = field(default_factory=Counter)
 
     def thread(self, spans: Sequence[tuple[int, int, int, str]]) -> None:
         """Counts those of a thread: start, end, thread and name, by start, outer ones first."""
@@ -275,7 +277,7 @@ class _Open:
     """An operator that has not ended; `known`: it is one of the graph's or in one, `alone`: it holds none."""
 
     name: str
-    key: Key
+    key: _OperatorKey
     end: int
     took: int
     known: bool = False

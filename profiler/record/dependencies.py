@@ -27,7 +27,7 @@ from echograph.errors import DataError
 from echograph.ir.comms.reader import NativeSource
 from echograph.ir.files import write_whole
 from echograph.profiler.record.folder import COMMS, DAG, TRACE
-from echograph.profiler.record.operators import Communication, Operator, StepObserver
+from echograph.profiler.record.operators import ObservedCommunication, ObservedOperator, StepObserver
 from echograph.profiler.traces.kineto import read_trace
 from echograph.profiler.traces.relations import launches
 from echograph.profiler.traces.trace import NONE, OPERATORS, Trace
@@ -91,7 +91,7 @@ def dependencies(observer: StepObserver) -> Any:
     return graph
 
 
-def _operator_edges(observer: StepObserver, names: dict[Operator, str]) -> Iterator[tuple[str, str]]:
+def _operator_edges(observer: StepObserver, names: dict[ObservedOperator, str]) -> Iterator[tuple[str, str]]:
     consumed = {taken for operator in observer.operators for taken in operator.inputs}
     outputs = 0
     for operator in observer.operators:
@@ -108,7 +108,7 @@ def _operator_edges(observer: StepObserver, names: dict[Operator, str]) -> Itera
 
 
 def _communication_edges(
-    observer: StepObserver, names: dict[Operator, str], one: Communication, name: str
+    observer: StepObserver, names: dict[ObservedOperator, str], one: ObservedCommunication, name: str
 ) -> Iterator[tuple[str, str]]:
     if one.phase == "optimizer":
         yield STEP, name
@@ -141,13 +141,15 @@ def _communication_edges(
         yield name, STEP
 
 
-def _around(operators: list[Operator], order: int) -> tuple[Operator | None, Operator | None]:
+def _around(
+    operators: list[ObservedOperator], order: int
+) -> tuple[ObservedOperator | None, ObservedOperator | None]:
     before = [operator for operator in operators if operator.order < order]
     after = [operator for operator in operators if operator.order >= order]
     return (before[-1] if before else None), (after[0] if after else None)
 
 
-def _called(communications: list[Communication]) -> dict[Communication, str]:
+def _called(communications: list[ObservedCommunication]) -> dict[ObservedCommunication, str]:
     """`Comm.<id>+<id>` for gradients, whose ids are lines of the list of names, else operation and place."""
     seen: Counter[str] = Counter()
     names = {}
@@ -159,7 +161,7 @@ def _called(communications: list[Communication]) -> dict[Communication, str]:
     return names
 
 
-def _distinct(operators: list[Operator]) -> dict[Operator, str]:
+def _distinct(operators: list[ObservedOperator]) -> dict[ObservedOperator, str]:
     """A name for each: the n-th further one of a name gets `_n`."""
     seen: Counter[str] = Counter()
     names = {}
@@ -188,8 +190,8 @@ class Owner(NamedTuple):
 
 _UPDATE = Owner("STEP", NONE)
 # A step: picoseconds of each owner, and the kind of each number whose backward ran.
-Times: TypeAlias = dict[Owner, int]
-Kinds: TypeAlias = dict[int, str]
+_OwnerTimes: TypeAlias = dict[Owner, int]
+_NodeKinds: TypeAlias = dict[int, str]
 
 
 def add_durations(folder: Path) -> str:
@@ -229,7 +231,7 @@ def add_durations(folder: Path) -> str:
     )
 
 
-def _averages(graph: Any, steps: list[tuple[Times, Kinds]]) -> Iterator[tuple[str, float]]:
+def _averages(graph: Any, steps: list[tuple[_OwnerTimes, _NodeKinds]]) -> Iterator[tuple[str, float]]:
     """Of operators and the update; the mean over the steps in which they were found."""
     numbers = {name: order for name, order in graph.nodes(data="order") if order is not None}
     seen = Counter((name[:2], order) for name, order in numbers.items())
@@ -248,7 +250,7 @@ def _averages(graph: Any, steps: list[tuple[Times, Kinds]]) -> Iterator[tuple[st
         yield name, sum(taken) / len(taken) / PS_PER_US
 
 
-def _offset(numbers: Mapping[str, int], kinds: Kinds) -> int | None:
+def _offset(numbers: Mapping[str, int], kinds: _NodeKinds) -> int | None:
     """What a step's numbers are ahead of the observed step's: where most kinds agree."""
     places: dict[str, list[int]] = defaultdict(list)
     at: dict[int, tuple[str, ...]] = {}
@@ -277,14 +279,14 @@ def _kinds_of(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((last, _FURTHER.sub("", last))))
 
 
-def _steps(trace: Trace, begins: Any) -> Iterator[tuple[Times, Kinds]]:
+def _steps(trace: Trace, begins: Any) -> Iterator[tuple[_OwnerTimes, _NodeKinds]]:
     owners = _owners(trace)
     rows = np.array(sorted(owners), np.int64)
     host = dict(_own_times(trace, rows, owners))
     device = _device_times(trace, owners)
     step = np.searchsorted(begins, trace.start, "right") - 1
     for number in range(len(begins)):
-        on_host, on_device, kinds = Counter[Owner](), Counter[Owner](), Kinds()
+        on_host, on_device, kinds = Counter[Owner](), Counter[Owner](), _NodeKinds()
         for row in rows[step[rows] == number].tolist():
             owner, name = owners[row], trace.text(row)
             on_host[owner] += host[row]

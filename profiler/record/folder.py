@@ -10,7 +10,7 @@ import msgspec
 
 from echograph.errors import InputError
 from echograph.ir.files import read_whole, write_whole
-from echograph.profiler.record.overhead import Measured, Overhead
+from echograph.profiler.record.overhead import MeasuredSeconds, Overhead
 
 FORMAT, VERSION = "echograph recording", (1, 1)
 TRACE, COMMS, METADATA, DAG = "trace.json.gz", "comms.jsonl", "metadata.json", "dag.gml"
@@ -19,7 +19,7 @@ MAX_BYTES = 64 << 20
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     """One step as the wall clock of its rank saw it.
 
     Attributes:
@@ -31,7 +31,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     number: int
-    seconds: Measured
+    seconds: MeasuredSeconds
     processor_s: float = 0.0
     state: str
 
@@ -78,7 +78,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True):
     end_step: int
     complete: bool = False
     problems: list[str] = []
-    steps: list[Step] = []
+    steps: list[StepTimes] = []
     overhead: Overhead | None = None
 
     def seconds(self, state: str) -> list[float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from echograph.profiler.comms.call import Call
+from echograph.profiler.comms.call import TracedCall
 
 _GRADIENT = re.compile(r"Backward\d*$")
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module"}
@@ -21,7 +21,7 @@ _REDUCES = "RegisterPostBackwardFunction"
 
 
 @dataclass(slots=True, eq=False)
-class Operator:
+class ObservedOperator:
     """A node of autograd's graph.
 
     Attributes:
@@ -35,12 +35,12 @@ class Operator:
     name: str
     order: int
     python: bool
-    inputs: list[Operator] = field(default_factory=list)
+    inputs: list[ObservedOperator] = field(default_factory=list)
     gradients: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
-class Communication:
+class ObservedCommunication:
     """A call, and where it was made.
 
     Attributes:
@@ -52,10 +52,10 @@ class Communication:
         gradients: parameters whose gradients were ready then, and in no reduction yet.
     """
 
-    call: Call
+    call: TracedCall
     phase: str
     order: int
-    during: Operator | None
+    during: ObservedOperator | None
     for_gradients: bool
     gradients: list[int] = field(default_factory=list)
 
@@ -83,11 +83,11 @@ class StepObserver:
     """
 
     def __init__(self) -> None:
-        self.operators: list[Operator] = []
-        self.communications: list[Communication] = []
+        self.operators: list[ObservedOperator] = []
+        self.communications: list[ObservedCommunication] = []
         self.parameters: list[Parameter] = []
         self.roots: list[Any] = []
-        self._known: dict[Any, Operator] = {}
+        self._known: dict[Any, ObservedOperator] = {}
         self._stack: list[str] = []
         self._paths: dict[int, str] = {}
         self._numbers: dict[int, int] = {}
@@ -124,7 +124,7 @@ class StepObserver:
         self.operators = sorted(self._known.values(), key=lambda operator: operator.order)
         self._known.clear()
 
-    def issued(self, call: Call) -> None:
+    def issued(self, call: TracedCall) -> None:
         """Told by the capture of collectives, before the call."""
         import torch
 
@@ -134,7 +134,7 @@ class StepObserver:
         reduces = in_backward and (during is None or during.name.rpartition(".")[2] == _REDUCES)
         after = not in_backward and self._backward_began and not self._stack
         phase = "optimizer" if self._optimizing else "backward" if in_backward or after else "forward"
-        communication = Communication(
+        communication = ObservedCommunication(
             call=call,
             phase=phase,
             order=torch._C._autograd._get_sequence_nr(),
@@ -145,11 +145,11 @@ class StepObserver:
             communication.gradients = self._reduced(_elements(call))
         self.communications.append(communication)
 
-    def refused(self, call: Call) -> None:
+    def refused(self, call: TracedCall) -> None:
         """Told by the capture: there was no such call."""
         self.communications = [other for other in self.communications if other.call is not call]
 
-    def ended(self, call: Call) -> None:
+    def ended(self, call: TracedCall) -> None:
         """Told by the capture."""
 
     def _reduced(self, elements: int) -> list[int]:
@@ -209,13 +209,13 @@ class StepObserver:
 
     def _claim(self, nodes: list[Any], path: str, module: Any) -> None:
         """The operators above some tensors that no one has claimed yet belong to this module."""
-        added: list[tuple[Any, Operator]] = []
+        added: list[tuple[Any, ObservedOperator]] = []
         while nodes:
             node = nodes.pop()
             if node is None or node in self._known or _accumulates(node):
                 continue
             kind = _GRADIENT.sub("", type(node).__name__)
-            self._known[node] = operator = Operator(
+            self._known[node] = operator = ObservedOperator(
                 name=f"{path}.{kind}" if path else kind, order=node._sequence_nr(), python=_in_python(node)
             )
             added.append((node, operator))
@@ -264,7 +264,7 @@ def _sums(sizes: list[int], most: int) -> Iterator[int]:
         yield total
 
 
-def _elements(call: Call) -> int:
+def _elements(call: TracedCall) -> int:
     import torch
 
     dtype = getattr(torch, call.kind.what["dtype"], torch.float32)

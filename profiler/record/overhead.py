@@ -21,7 +21,7 @@ import msgspec
 EVALUATES = "autograd::engine::evaluate_function: "
 OPERATOR, NESTED, NODE, COLLECTIVE = "operator", "nested", "node", "collective"
 FORWARD, BACKWARD, UPDATE = PARTS = ("forward", "backward", "update")
-Measured = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+MeasuredSeconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 """Seconds: up to eleven days, whose picoseconds are well within 64 bits."""
 _COMPILED = re.compile(r"Backward\d+$")
 
@@ -39,12 +39,12 @@ class Overhead(msgspec.Struct, frozen=True, kw_only=True):
         how: how it was measured, in a line.
     """
 
-    operator_s: Measured
-    nested_s: Measured
-    node_s: Measured
-    module_s: Measured
-    collective_s: Measured | None = None
-    issue_s: Measured = 0.0
+    operator_s: MeasuredSeconds
+    nested_s: MeasuredSeconds
+    node_s: MeasuredSeconds
+    module_s: MeasuredSeconds
+    collective_s: MeasuredSeconds | None = None
+    issue_s: MeasuredSeconds = 0.0
     how: str = ""
 
 
@@ -138,7 +138,7 @@ STEPS, WARMUP = 25, 3
 ROUNDS, CALLS = 3, 100
 BLOCKS, WIDTH, HEADS, TOKENS = 2, 64, 4, 32
 _MARK = "echograph: "
-Call: TypeAlias = Callable[[], object]
+_Thunk: TypeAlias = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,7 +354,7 @@ def _listener() -> Iterator[_Listener]:
         capture.remove(listener)
 
 
-def _call_alone() -> Call | None:
+def _call_alone() -> _Thunk | None:
     """A call in a group that has this rank alone, which no other rank and no one else knows."""
     import torch.distributed
 
@@ -373,7 +373,7 @@ def _call_alone() -> Call | None:
     return lambda: group.allreduce(tensor).wait()
 
 
-def _calls(call: Call, listener: _Listener) -> list[tuple[float, float]]:
+def _calls(call: _Thunk, listener: _Listener) -> list[tuple[float, float]]:
     """Seconds of calls, and of those until they were issued, where the listener hears them."""
     took = []
     for _ in range(CALLS):

@@ -26,14 +26,14 @@ from echograph.profiler.record.folder import (
     TRACE,
     Hooks,
     Metadata,
-    Step,
+    StepTimes,
     write_hooks,
     write_metadata,
 )
 from echograph.profiler.record.window import StepEnds, Window, choose_window
 
 
-class Profile:
+class ProfiledWindow:
     """Warms up before the window and marks its steps, `ProfilerStep#N` with the window's numbers.
 
     Args:
@@ -127,7 +127,7 @@ def sees_cuda() -> bool:
     return torch.cuda.is_available() and ProfilerActivity.CUDA in activities
 
 
-_recorder: Recorder | None = None
+_recorder: JobRecorder | None = None
 
 
 def record(
@@ -137,7 +137,7 @@ def record(
     end_step: int | None = None,
     shapes: bool | None = None,
     enabled: bool = True,
-) -> Recorder:
+) -> JobRecorder:
     """Records a window of the training steps that follow, on every rank that runs this line.
 
     A step ends with the step of the optimizer; it is found, whatever framework calls it. Each rank writes a folder
@@ -158,7 +158,7 @@ def record(
     """
     global _recorder
     window = choose_window(None if folder is None else Path(folder), start_step, end_step, shapes)
-    recorder = Recorder(window)
+    recorder = JobRecorder(window)
     if not enabled:
         return recorder
     if _recorder is not None and _recorder.running:
@@ -172,7 +172,7 @@ def record(
     return recorder
 
 
-class Recorder:
+class JobRecorder:
     """A recording that goes on; made by `record`.
 
     Attributes:
@@ -187,7 +187,7 @@ class Recorder:
         self.running = False
         self.steps = 0
         self.folder: Path | None = None
-        self._seen: list[Step] = []
+        self._seen: list[StepTimes] = []
         self._began_ns = self._spent_ns = 0
         self._ends = StepEnds(self._step_ended, self._lost, self._in_step)
         self._by_hand = False
@@ -217,7 +217,7 @@ class Recorder:
         self._ends.remove()
         self._close()
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> JobRecorder:
         return self
 
     def __exit__(
@@ -255,7 +255,9 @@ class Recorder:
         if ended:
             seconds = (time.perf_counter_ns() - self._began_ns) / 1e9
             spent = (time.thread_time_ns() - self._spent_ns) / 1e9
-            self._seen.append(Step(number=ended, seconds=seconds, processor_s=spent, state=self._state(ended)))
+            self._seen.append(
+                StepTimes(number=ended, seconds=seconds, processor_s=spent, state=self._state(ended))
+            )
         self.steps = step = ended + 1
         if step == window.start - 1:
             self._try(self._prepare)
@@ -298,7 +300,7 @@ class Recorder:
 
     def _start_profile(self) -> None:
 
-        profile = Profile(self.window, (self.folder or self._open()) / TRACE)
+        profile = ProfiledWindow(self.window, (self.folder or self._open()) / TRACE)
         profile.begin(self.steps)
         self._profile = profile
 

@@ -1,4 +1,4 @@
-"""The pieces of all ranks of a job, on one clock, and the job graph that is made of them.
+"""The work items of all ranks of a job, on one clock, and the job graph that is made of them.
 
 A graph has one program a rank; collectives that ranks ran together are of one group.
 """
@@ -14,12 +14,12 @@ from echograph.errors import InputError
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.graph import JobGraph, Workload
 from echograph.ir.types import CollectiveKind, CopyDirection, DType, Duration, Payload, Phase, Source
-from echograph.profiler.replay.observing import Observed
-from echograph.profiler.replay.pieces import Piece, Work
-from echograph.profiler.replay.rank import rank_pieces
+from echograph.profiler.replay.profiling_overhead import Observed
+from echograph.profiler.replay.rank import rank_work_items
 from echograph.profiler.replay.walk import TRACE
+from echograph.profiler.replay.work_items import WorkItem, WorkKind
 from echograph.profiler.traces.alignment import align, clocks
-from echograph.profiler.traces.collectives import MESSAGES, Call, Meeting, meetings
+from echograph.profiler.traces.collectives import MESSAGES, CollectiveCall, Meeting, meetings
 from echograph.profiler.traces.trace import NONE, TraceSet
 from echograph.progress import Progress, silent
 
@@ -30,46 +30,46 @@ class Together:
 
     Attributes:
         meeting: what it is.
-        pieces: by rank.
+        work_items: by rank.
     """
 
     meeting: Meeting
-    pieces: Mapping[int, Piece]
+    work_items: Mapping[int, WorkItem]
 
     @property
     def begun(self) -> int:
         """When the last of its ranks had begun: from then on it takes what it takes, before that it waits."""
-        return max(piece.start for piece in self.pieces.values())
+        return max(item.start for item in self.work_items.values())
 
     @property
     def last(self) -> int:
         """The rank that began last."""
-        return max(self.pieces, key=lambda rank: (self.pieces[rank].start, -rank))
+        return max(self.work_items, key=lambda rank: (self.work_items[rank].start, -rank))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobPieces:
-    """A traced job in pieces.
+class JobWorkItems:
+    """A traced job in work items.
 
     Attributes:
         traces: the traces, on one clock.
-        of_rank: the pieces of each rank, each after all that it waits for.
+        of_rank: the work items of each rank, each after all that it waits for.
         together: the collectives that several of the traced ranks ran.
         messages: the messages of which the sender and the receiver were traced.
         notes: what was taken for something, or could not be matched, a line each.
     """
 
     traces: TraceSet
-    of_rank: Mapping[int, Sequence[Piece]]
+    of_rank: Mapping[int, Sequence[WorkItem]]
     together: Sequence[Together]
     messages: Sequence[Together]
     notes: tuple[str, ...]
 
 
-def job_pieces(
+def job_work_items(
     traces: TraceSet, say: Progress = silent, seen: Mapping[int, Observed] = MappingProxyType({})
-) -> JobPieces:
-    """The pieces of a job.
+) -> JobWorkItems:
+    """The work items of a job.
 
     Clocks are aligned where they contradict one another: where a collective would have ended on one rank before
     another one had begun it.
@@ -92,32 +92,33 @@ def job_pieces(
     return found
 
 
-def _on_their_clocks(traces: TraceSet, say: Progress, seen: Mapping[int, Observed]) -> JobPieces:
+def _on_their_clocks(traces: TraceSet, say: Progress, seen: Mapping[int, Observed]) -> JobWorkItems:
     of_rank, dropped = {}, 0
     for done, (rank, trace) in enumerate(traces.items()):
         say("going through the events of ranks", done, len(traces))
-        of_rank[rank], against = rank_pieces(trace, seen.get(rank)).in_order()
+        of_rank[rank], against = rank_work_items(trace, seen.get(rank)).in_order()
         dropped += against
-    of_call = {id(piece.call): piece for order in of_rank.values() for piece in order if piece.call is not None}
+    of_call = {id(item.call): item for order in of_rank.values() for item in order if item.call is not None}
     met, notes = meetings({rank: [p.call for p in order if p.call is not None] for rank, order in of_rank.items()})
     together = [
-        Together(meeting=one, pieces={rank: of_call[id(call)] for rank, call in one.calls.items()}) for one in met
+        Together(meeting=one, work_items={rank: of_call[id(call)] for rank, call in one.calls.items()})
+        for one in met
     ]
-    matched = {id(piece) for one in together for piece in one.pieces.values()}
-    every = [piece for order in of_rank.values() for piece in order if piece.call is not None]
-    unmatched = [piece for piece in every if piece.work is Work.COLLECTIVE and id(piece) not in matched]
+    matched = {id(item) for one in together for item in one.work_items.values()}
+    every = [item for order in of_rank.values() for item in order if item.call is not None]
+    unmatched = [item for item in every if item.work is WorkKind.COLLECTIVE and id(item) not in matched]
     messages = _messages(of_rank)
-    sent = [piece for piece in every if piece.call is not None and piece.call.kind in MESSAGES]
-    if lone := sum(piece.work is not Work.MESSAGE for piece in sent):
+    sent = [item for item in every if item.call is not None and item.call.kind in MESSAGES]
+    if lone := sum(item.work is not WorkKind.MESSAGE for item in sent):
         notes.append(f"{lone:,} sends and receives take what they took: ranks do not wait for each other there")
-    if alone := sum(piece.call is not None and len(piece.call.ranks) != 1 for piece in unmatched):
+    if alone := sum(item.call is not None and len(item.call.ranks) != 1 for item in unmatched):
         notes.append(
             f"{alone:,} collectives whose other ranks are not in the traces, or not known: as long as they took, "
             "with what they waited"
         )
     if dropped:
         notes.append(f"{dropped:,} waits left out: by the trace's clocks, what was waited for came later")
-    return JobPieces(
+    return JobWorkItems(
         traces=traces,
         of_rank=of_rank,
         together=together,
@@ -126,24 +127,26 @@ def _on_their_clocks(traces: TraceSet, say: Progress, seen: Mapping[int, Observe
     )
 
 
-def _messages(of_rank: Mapping[int, Sequence[Piece]]) -> list[Together]:
+def _messages(of_rank: Mapping[int, Sequence[WorkItem]]) -> list[Together]:
     """The n-th send of a channel and its n-th receive, where there are as many of both."""
-    ends: dict[str, dict[str, list[tuple[int, Piece, Call]]]] = defaultdict(lambda: {"send": [], "recv": []})
+    ends: dict[str, dict[str, list[tuple[int, WorkItem, CollectiveCall]]]] = defaultdict(
+        lambda: {"send": [], "recv": []}
+    )
     for rank, order in of_rank.items():
-        for piece in order:
-            if piece.call is not None and piece.call.channel:
-                ends[piece.call.channel][piece.call.kind].append((rank, piece, piece.call))
+        for item in order:
+            if item.call is not None and item.call.channel:
+                ends[item.call.channel][item.call.kind].append((rank, item, item.call))
     found = []
     for of in ends.values():
         sends, receives = of["send"], of["recv"]
         if len(sends) != len(receives) or {rank for rank, *_ in sends} & {rank for rank, *_ in receives}:
             continue
         for number, pair in enumerate(zip(sends, receives, strict=True)):
-            for _, piece, _ in pair:
-                piece.work = Work.MESSAGE
+            for _, item, _ in pair:
+                item.work = WorkKind.MESSAGE
             calls = {rank: call for rank, _, call in pair}
             met = Meeting(kind="send", group=pair[0][2].group, number=number, calls=calls)
-            found.append(Together(meeting=met, pieces={rank: piece for rank, piece, _ in pair}))
+            found.append(Together(meeting=met, work_items={rank: item for rank, item, _ in pair}))
     return found
 
 
@@ -176,7 +179,7 @@ _PAYLOADS = {Phase.BACKWARD: Payload.GRADIENT, Phase.OPTIMIZER: Payload.GRADIENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lowered:
+class LoweredTraces:
     """A job graph from traces.
 
     Attributes:
@@ -194,7 +197,7 @@ def lower(
     say: Progress = silent,
     *,
     seen: Mapping[int, Observed] = MappingProxyType({}),
-) -> Lowered:
+) -> LoweredTraces:
     """The job graph of the traces of a job.
 
     Args:
@@ -206,12 +209,12 @@ def lower(
     Raises:
         InputError: a trace's file is gone, or no trace has anything in it.
     """
-    return _Lowering(job_pieces(traces, say, seen), name, seen).run()
+    return _Lowering(job_work_items(traces, say, seen), name, seen).run()
 
 
 @dataclass(slots=True)
 class _Lowering:
-    job: JobPieces
+    job: JobWorkItems
     name: str
     seen: Mapping[int, Observed]
     builder: GraphBuilder = field(init=False)
@@ -220,99 +223,99 @@ class _Lowering:
     tags: dict[str, int] = field(default_factory=dict)
     names: dict[tuple[int, ...], set[str]] = field(default_factory=lambda: defaultdict(set))
 
-    def run(self) -> Lowered:
+    def run(self) -> LoweredTraces:
         self.builder = GraphBuilder(name=self.name, workload=Workload(model=self.name), streams=("main",))
         self.device = _device(self.job.traces)
         together = (*self.job.together, *self.job.messages)
         for one in together:
-            self.names[tuple(sorted(one.pieces))].add(one.meeting.group)
+            self.names[tuple(sorted(one.work_items))].add(one.meeting.group)
         for one in together:
-            number, begun = self._group(one), one.begun + one.pieces[one.last].cost
-            for piece in one.pieces.values():
-                self.groups[id(piece)] = number, max(0, piece.end - begun)
+            number, begun = self._group(one), one.begun + one.work_items[one.last].cost
+            for item in one.work_items.values():
+                self.groups[id(item)] = number, max(0, item.end - begun)
         for rank, order in self.job.of_rank.items():
             begin = self.builder.op_count()
             self._program(rank, order)
             calls = [(0, begin, self.builder.op_count(), 0, 0)]
             self.builder.program(calls, role=f"rank {rank}", ranks=(rank,))
-        return Lowered(graph=self.builder.build(JobGraph), notes=self.job.notes)
+        return LoweredTraces(graph=self.builder.build(JobGraph), notes=self.job.notes)
 
     def _group(self, one: Together) -> int:
         """A group is of the ranks that were traced; one of all of them is the world.
 
         Groups of the same ranks have an order each: what runs in one says nothing of the other.
         """
-        ranks = tuple(sorted(one.pieces))
+        ranks = tuple(sorted(one.work_items))
         name = "world" if len(ranks) == len(self.job.of_rank) else f"ranks {','.join(map(str, ranks))}"
         return self.builder.group(
             f"{name} ({one.meeting.group})" if len(self.names[ranks]) > 1 else name, ranks=ranks
         )
 
-    def _program(self, rank: int, order: Sequence[Piece]) -> None:
+    def _program(self, rank: int, order: Sequence[WorkItem]) -> None:
         number: dict[int, int] = {}
         forward: dict[int, int] = {}
-        for piece in order:
+        for item in order:
             common: Common = {
-                "phase": piece.phase,
-                "stream": self.builder.stream(piece.line),
-                "deps": sorted({number[id(one)] for one in piece.after}),
-                "durations": (_duration(self.device, piece.duration - piece.cost),),
+                "phase": item.phase,
+                "stream": self.builder.stream(item.line),
+                "deps": sorted({number[id(one)] for one in item.after}),
+                "durations": (_duration(self.device, item.duration - item.cost),),
             }
-            number[id(piece)] = at = self._add(rank, piece, common, forward)
-            if piece.sequence != NONE and piece.work is Work.COMPUTE:
-                forward[piece.sequence] = at
+            number[id(item)] = at = self._add(rank, item, common, forward)
+            if item.sequence != NONE and item.work is WorkKind.COMPUTE:
+                forward[item.sequence] = at
 
-    def _add(self, rank: int, piece: Piece, common: Common, forward: Mapping[int, int]) -> int:
-        match piece.work:
-            case Work.HOST:
-                if piece.step != NONE:
+    def _add(self, rank: int, item: WorkItem, common: Common, forward: Mapping[int, int]) -> int:
+        match item.work:
+            case WorkKind.HOST:
+                if item.step != NONE:
                     # What runs a host's work takes the last of its durations.
-                    common["durations"] = (*self._of_step(rank, piece), *common["durations"])
-                return self.builder.host(piece.name, **common)
-            case Work.COMPUTE:
-                return self.builder.compute(piece.name, forward_op=forward.get(piece.forward), **common)
-            case Work.COPY:
-                direction = next((d for w, d in _DIRECTIONS.items() if w in piece.name), None)
+                    common["durations"] = (*self._of_step(rank, item), *common["durations"])
+                return self.builder.host(item.name, **common)
+            case WorkKind.COMPUTE:
+                return self.builder.compute(item.name, forward_op=forward.get(item.forward), **common)
+            case WorkKind.COPY:
+                direction = next((d for w, d in _DIRECTIONS.items() if w in item.name), None)
                 direction = direction or CopyDirection.DEVICE_TO_DEVICE
-                return self.builder.copy(piece.name, direction, nbytes=piece.nbytes, **common)
-            case Work.COLLECTIVE:
-                return self._collective(rank, piece, common)
-            case Work.MESSAGE:
-                return self._message(piece, common)
+                return self.builder.copy(item.name, direction, nbytes=item.nbytes, **common)
+            case WorkKind.COLLECTIVE:
+                return self._collective(rank, item, common)
+            case WorkKind.MESSAGE:
+                return self._message(item, common)
 
-    def _of_step(self, rank: int, piece: Piece) -> Iterator[Duration]:
-        yield _duration(STEP, piece.step)
-        if piece.name != TRACE and rank in self.seen and self.seen[rank].free_ps:
+    def _of_step(self, rank: int, item: WorkItem) -> Iterator[Duration]:
+        yield _duration(STEP, item.step)
+        if item.name != TRACE and rank in self.seen and self.seen[rank].free_ps:
             yield _duration(FREE, self.seen[rank].free_ps)
 
-    def _collective(self, rank: int, piece: Piece, common: Common) -> int:
-        assert piece.call is not None
-        if id(piece) in self.groups:
-            group, duration = self.groups[id(piece)]
+    def _collective(self, rank: int, item: WorkItem, common: Common) -> int:
+        assert item.call is not None
+        if id(item) in self.groups:
+            group, duration = self.groups[id(item)]
             common["durations"] = (_duration(self.device, duration),)
         else:
-            group = self.builder.group(self._name_alone(rank, piece.call), ranks=(rank,))
+            group = self.builder.group(self._name_alone(rank, item.call), ranks=(rank,))
         return self.builder.collective(
-            piece.name, CollectiveKind[piece.call.kind.upper()], group=group, bytes_per_rank=piece.nbytes,
-            dtype=_DTYPES.get(piece.call.dtype, DType.UINT8), payload=_PAYLOADS.get(piece.phase, Payload.OTHER),
+            item.name, CollectiveKind[item.call.kind.upper()], group=group, bytes_per_rank=item.nbytes,
+            dtype=_DTYPES.get(item.call.dtype, DType.UINT8), payload=_PAYLOADS.get(item.phase, Payload.OTHER),
             asynchronous=True, **common,
         )  # fmt: skip
 
-    def _name_alone(self, rank: int, call: Call) -> str:
+    def _name_alone(self, rank: int, call: CollectiveCall) -> str:
         """The group of a collective of which only this rank is known to have been in it."""
         world = self.job.traces[rank].world_size
         if len(call.ranks) == 1 or (world == 1 and not call.ranks):
             return "one rank" if world <= 1 else ONE_OF_SEVERAL
         return NOT_TRACED_WORLD if world > 1 and len(set(call.ranks)) == world else NOT_TRACED
 
-    def _message(self, piece: Piece, common: Common) -> int:
-        assert piece.call is not None
-        group, duration = self.groups[id(piece)]
+    def _message(self, item: WorkItem, common: Common) -> int:
+        assert item.call is not None
+        group, duration = self.groups[id(item)]
         common["durations"] = (_duration(self.device, duration),)
-        add = self.builder.send if piece.call.kind == "send" else self.builder.recv
-        tag = self.tags.setdefault(piece.call.channel, len(self.tags))
+        add = self.builder.send if item.call.kind == "send" else self.builder.recv
+        tag = self.tags.setdefault(item.call.channel, len(self.tags))
         # Of the two ranks in the group, the other one.
-        return add(piece.name, group=group, peer=1, tag=tag, nbytes=piece.nbytes, **common)
+        return add(item.name, group=group, peer=1, tag=tag, nbytes=item.nbytes, **common)
 
 
 def _device(traces: TraceSet) -> str:

@@ -1,4 +1,4 @@
-"""One rank's trace as pieces of work that wait for each other.
+"""One rank's trace as items of work that wait for each other.
 
 Threads are cut where something outside them is concerned: a launch, a wait, a collective, another thread, a step.
 What a device did is put on its stream when it is launched, so that later calls can wait for it.
@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from echograph.profiler.replay.observing import Observed
-from echograph.profiler.replay.pieces import Piece, Pieces, Work
+from echograph.profiler.replay.profiling_overhead import Observed
 from echograph.profiler.replay.walk import BLOCK, END_STEP, ISSUE, RELEASE, WAIT, Walk, operator_name
-from echograph.profiler.traces.collectives import MESSAGES, MOST_MOVED, Call, collectives
+from echograph.profiler.replay.work_items import WorkItem, WorkItems, WorkKind
+from echograph.profiler.traces.collectives import MESSAGES, MOST_MOVED, CollectiveCall, collectives
 from echograph.profiler.traces.relations import launches, of_device_queue
 from echograph.profiler.traces.trace import CALLS, COPIES, NONE, Trace, place_of_stream
 from echograph.units import to_ps
@@ -31,8 +31,8 @@ _OPTIMIZER = "Optimizer.step"
 _NEAR = 1_000_000
 
 
-def rank_pieces(trace: Trace, seen: Observed | None = None) -> Pieces:
-    """The pieces of a rank.
+def rank_work_items(trace: Trace, seen: Observed | None = None) -> WorkItems:
+    """The work items of a rank.
 
     Args:
         trace: with times since the origin of the job's traces.
@@ -47,24 +47,24 @@ def rank_pieces(trace: Trace, seen: Observed | None = None) -> Pieces:
 class _Rank(Walk):
     """The walk through a rank's threads, with the device and the collectives that they use.
 
-    `issued` has what was put on each stream: when it was launched, and the piece; `ends` until when each line of a
-    stream or thread is taken.
+    `issued` has what was put on each stream: when it was launched, and the work item; `ends` until when each line
+    of a stream or thread is taken.
     """
 
     def __init__(self, trace: Trace, seen: Observed | None = None) -> None:
         super().__init__(trace, seen)
         overhead = None if seen is None else seen.overhead
         self.issue_ps = 0 if overhead is None else to_ps(overhead.issue_s)
-        self.calls: Mapping[int, Call] = {call.row: call for call in collectives(trace, self.stacks)}
-        self.issued: dict[int, tuple[list[int], list[Piece]]] = defaultdict(lambda: ([], []))
-        self.stream_waits: dict[int, list[Piece]] = defaultdict(list)
+        self.calls: Mapping[int, CollectiveCall] = {call.row: call for call in collectives(trace, self.stacks)}
+        self.issued: dict[int, tuple[list[int], list[WorkItem]]] = defaultdict(lambda: ([], []))
+        self.stream_waits: dict[int, list[WorkItem]] = defaultdict(list)
         self.unsaid_wait = False
-        self.outstanding: list[Piece] = []
+        self.outstanding: list[WorkItem] = []
         self.place, self.streams = trace.streams()
         self.several = len(np.unique(trace.pid[trace.on_device])) > 1
         self.ends: dict[str, list[int]] = defaultdict(list)
 
-    def run(self) -> Pieces:
+    def run(self) -> WorkItems:
         """Walks the trace."""
         self._plan_device()
         self._plan_syncs()
@@ -108,33 +108,35 @@ class _Rank(Walk):
         if self.unsaid_wait and call != NONE:
             after += self._likely(line, row, after)
             self.unsaid_wait = False
-        piece = self._device_piece(row, line, time)
-        self._begin_after(piece, after)
-        times, pieces = self.issued[stream]
+        item = self._device_work_item(row, line, time)
+        self._begin_after(item, after)
+        times, work_items = self.issued[stream]
         times.append(time)
-        pieces.append(piece)
+        work_items.append(item)
         # A copy from or to pageable memory returns when it is done.
-        if call != NONE and any(word in self.trace.text(call) for word in _COPIES) and piece.end <= self.end[call]:
-            self.wait(number, self.start[call], piece.end, [piece], operator_name(self.trace.text(call)))
+        if call != NONE and any(word in self.trace.text(call) for word in _COPIES) and item.end <= self.end[call]:
+            self.wait(number, self.start[call], item.end, [item], operator_name(self.trace.text(call)))
 
-    def _likely(self, line: str, row: int, after: Sequence[Piece]) -> list[Piece]:
+    def _likely(self, line: str, row: int, after: Sequence[WorkItem]) -> list[WorkItem]:
         """What a stream waited for where only the call that says so was traced: what ended before it went on."""
-        ready, start = self.pieces.ready(line, after), self.start[row]
-        ended = [pieces[-1] for _, pieces in self.issued.values() if ready < pieces[-1].end <= start + _NEAR]
-        return [max(ended, key=lambda piece: piece.end)] if ended else []
+        ready, start = self.work_items.ready(line, after), self.start[row]
+        ended = [
+            work_items[-1] for _, work_items in self.issued.values() if ready < work_items[-1].end <= start + _NEAR
+        ]
+        return [max(ended, key=lambda item: item.end)] if ended else []
 
-    def _device_piece(self, row: int, line: str, key: int) -> Piece:
+    def _device_work_item(self, row: int, line: str, key: int) -> WorkItem:
         trace, operator = self.trace, self.facts.operator[row]
         start, copy = self.start[row], trace.strings[trace.category[row]] in COPIES
         name = trace.text(row) if copy else operator_name(trace.text(operator if operator != NONE else row))
-        work = Work.COPY if copy else Work.COMPUTE
-        piece = Piece(work=work, name=name, line=line, start=start, duration=self.end[row] - start, key=key)
-        self.describe(piece, row)
+        work = WorkKind.COPY if copy else WorkKind.COMPUTE
+        item = WorkItem(work=work, name=name, line=line, start=start, duration=self.end[row] - start, key=key)
+        self.describe(item, row)
         if copy:
-            piece.nbytes = self._bytes(row)
+            item.nbytes = self._bytes(row)
         if (call := self.calls.get(row)) is not None:
-            self._communicates(piece, call)
-        return piece
+            self._communicates(item, call)
+        return item
 
     def _bytes(self, row: int) -> int:
         sizes = self.trace.arguments.get("bytes")
@@ -142,22 +144,22 @@ class _Rank(Walk):
         said = sizes.values[at] if sizes and at < len(sizes.rows) and sizes.rows[at] == row else 0
         return int(said) if 0 <= said < MOST_MOVED else 0
 
-    def _begin_after(self, piece: Piece, after: Sequence[Piece], cost: int = 0) -> None:
-        """Puts a piece on its line, and before it what passed until it began, part of which recording cost."""
-        ready, before = self.pieces.ready(piece.line, after), self.pieces.last.get(piece.line)
-        piece.after = list(after)
-        if piece.start > ready:
-            late = self.host(LAUNCH, f"{piece.line} {LAUNCH}", ready, piece.start - ready, piece.key)
+    def _begin_after(self, item: WorkItem, after: Sequence[WorkItem], cost: int = 0) -> None:
+        """Puts a work item on its line, and before it what passed until it began, part of which recording cost."""
+        ready, before = self.work_items.ready(item.line, after), self.work_items.last.get(item.line)
+        item.after = list(after)
+        if item.start > ready:
+            late = self.host(LAUNCH, f"{item.line} {LAUNCH}", ready, item.start - ready, item.key)
             late.after = [*after, *([before] if before else [])]
-            late.phase, late.cost = piece.phase, min(cost, late.duration)
-            piece.after = [self.pieces.add(late)]
-        self.pieces.add(piece)
+            late.phase, late.cost = item.phase, min(cost, late.duration)
+            item.after = [self.work_items.add(late)]
+        self.work_items.add(item)
 
-    def _communicates(self, piece: Piece, call: Call) -> None:
-        piece.call, piece.nbytes = call, call.nbytes
-        piece.name = call.kind or piece.name
+    def _communicates(self, item: WorkItem, call: CollectiveCall) -> None:
+        item.call, item.nbytes = call, call.nbytes
+        item.name = call.kind or item.name
         if call.kind and call.kind not in MESSAGES:
-            piece.work = Work.COLLECTIVE
+            item.work = WorkKind.COLLECTIVE
 
     # -- synchronisation -------------------------------------------------------------------------------------
 
@@ -186,27 +188,27 @@ class _Rank(Walk):
     def _wait_event(self, stream: int, event: tuple[int, int]) -> None:
         self.stream_waits[stream] += self._last_before(*event)
 
-    def _last_before(self, stream: int, time: int) -> list[Piece]:
-        times, pieces = self.issued.get(stream, ([], []))
+    def _last_before(self, stream: int, time: int) -> list[WorkItem]:
+        times, work_items = self.issued.get(stream, ([], []))
         at = bisect_right(times, time)
-        return [pieces[at - 1]] if at else []
+        return [work_items[at - 1]] if at else []
 
     def _synchronize(self, call: int, sync: int, event: tuple[int, int] | None) -> None:
         """A call that returns when work is done: that of a stream or device, or the one that the times tell of."""
         begin, end, text = self.start[call], self.end[call], self.trace.text(call)
-        last = {stream: pieces[-1] for stream, (_, pieces) in self.issued.items() if pieces}
+        last = {stream: work_items[-1] for stream, (_, work_items) in self.issued.items() if work_items}
         if event is not None:
             awaited = self._last_before(*event)
         elif sync != NONE and "Stream" in self.trace.text(sync) and self.place[sync] != NONE:
             awaited = self._last_before(int(self.place[sync]), begin)
         elif "Device" in text:
             device = int(self.trace.pid[sync]) if sync != NONE else NONE
-            awaited = [piece for stream, piece in last.items() if device in (NONE, self.streams[stream].device)]
+            awaited = [item for stream, item in last.items() if device in (NONE, self.streams[stream].device)]
         else:
-            done = [piece for piece in last.values() if piece.end <= end + _NEAR]
-            awaited = [max(done, key=lambda piece: piece.end)] if done else []
-        awaited = [piece for piece in awaited if piece.end <= end + _NEAR]
-        until = min(end, max((piece.end for piece in awaited), default=begin))
+            done = [item for item in last.values() if item.end <= end + _NEAR]
+            awaited = [max(done, key=lambda item: item.end)] if done else []
+        awaited = [item for item in awaited if item.end <= end + _NEAR]
+        until = min(end, max((item.end for item in awaited), default=begin))
         self.wait(self.thread(call), begin, until, awaited, operator_name(text))
 
     # -- collectives of the host -----------------------------------------------------------------------------
@@ -237,14 +239,14 @@ class _Rank(Walk):
     def _transfer(self, row: int, line: str, time: int) -> None:
         call, start = self.calls[row], self._posted(row)
         after = self.point(self.thread(call.issue), time) if call.issue != NONE else []
-        work, text = Work.COMPUTE, self.trace.text(row)
-        piece = Piece(work=work, name=text, line=line, start=start, duration=self.end[row] - start, key=time)
-        piece.phase = self.facts.phase[call.issue if call.issue != NONE else row]
-        self._communicates(piece, call)
+        work, text = WorkKind.COMPUTE, self.trace.text(row)
+        item = WorkItem(work=work, name=text, line=line, start=start, duration=self.end[row] - start, key=time)
+        item.phase = self.facts.phase[call.issue if call.issue != NONE else row]
+        self._communicates(item, call)
         if call.kind in MESSAGES:
-            piece.cost = min(self.issue_ps, piece.duration)
-        self._begin_after(piece, after, self.issue_ps - piece.cost)
-        self.outstanding.append(piece)
+            item.cost = min(self.issue_ps, item.duration)
+        self._begin_after(item, after, self.issue_ps - item.cost)
+        self.outstanding.append(item)
 
     def _waiting_at(self, number: int, time: int) -> tuple[int, int] | None:
         """The stretch around a moment in which a thread does nothing, or runs an operator that waits."""
@@ -259,16 +261,16 @@ class _Rank(Walk):
 
     def _await(self, number: int, begin: int, end: int, until: int) -> None:
         """A thread did nothing when a collective ended: it waited for that, and for those issued before it."""
-        ended = [at for at, piece in enumerate(self.outstanding) if begin < piece.end <= until]
-        awaited = [piece for piece in self.outstanding[: max(ended, default=-1) + 1] if piece.end <= end]
+        ended = [at for at, item in enumerate(self.outstanding) if begin < item.end <= until]
+        awaited = [item for item in self.outstanding[: max(ended, default=-1) + 1] if item.end <= end]
         if awaited:
             self.wait(number, max(begin, 0), until, awaited, WAIT)
-            self.outstanding = [piece for piece in self.outstanding if piece not in awaited]
+            self.outstanding = [item for item in self.outstanding if item not in awaited]
 
     def _settle(self, row: int) -> None:
         """What had ended when the optimizer began was waited for: it reads the gradients."""
         number, time = self.thread(row), self.start[row]
-        done = [piece for piece in self.outstanding if piece.end <= time]
+        done = [item for item in self.outstanding if item.end <= time]
         if done:
             self.wait(number, time, time, done, WAIT)
-            self.outstanding = [piece for piece in self.outstanding if piece.end > time]
+            self.outstanding = [item for item in self.outstanding if item.end > time]

@@ -1,4 +1,4 @@
-"""The threads of a rank, walked in the order of time and cut into pieces where something outside is concerned.
+"""The threads of a rank, walked in the order of time and cut into work items where something outside is concerned.
 
 A trace says when operators and calls began and ended, not who waited for whom. Taken for waiting is what looks
 like it: a thread that did nothing while the main thread worked goes on from there (the backward pass after the
@@ -17,8 +17,8 @@ import numpy as np
 
 from echograph.ir.columns import Int64
 from echograph.ir.types import Phase
-from echograph.profiler.replay.observing import NO_COSTS, Observed, costs
-from echograph.profiler.replay.pieces import Piece, Pieces, Work
+from echograph.profiler.replay.profiling_overhead import NO_COSTS, Observed, costs
+from echograph.profiler.replay.work_items import WorkItem, WorkItems, WorkKind
 from echograph.profiler.traces.relations import Stacks, call_stacks, profiler_steps
 from echograph.profiler.traces.trace import CALLS, NONE, OPERATORS, Trace
 
@@ -249,26 +249,26 @@ class _Event(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-class State:
-    """How far a thread is: until when it is in pieces, and what it waits for next."""
+class ThreadState:
+    """How far a thread is: until when it is in work items, and what it waits for next."""
 
     def __init__(self, thread: Thread) -> None:
         self.thread = thread
         self.now = 0
         self.at = 0
-        self.after: list[Piece] = []
+        self.after: list[WorkItem] = []
         self.owed = 0
 
 
 class Walk:
-    """The walk. What an event spent between two cuts is one piece, whatever ran in between.
+    """The walk. What an event spent between two cuts is one work item, whatever ran in between.
 
     Attributes:
         trace: the rank's.
         stacks: what ran within what.
         facts: what rows have from those around them.
         states: of the threads; 0 is the main one.
-        pieces: as far as they are.
+        work_items: as far as they are.
         costs: what recording cost the threads.
         start: when each row began.
         end: when it ended.
@@ -278,8 +278,8 @@ class Walk:
         self.trace = trace
         self.stacks: Stacks = call_stacks(trace)
         self.facts: Facts = facts(trace, self.stacks)
-        self.states = {number: State(thread) for number, thread in threads(trace).items()}
-        self.pieces = Pieces()
+        self.states = {number: ThreadState(thread) for number, thread in threads(trace).items()}
+        self.work_items = WorkItems()
         self.start: list[int] = trace.start.tolist()
         self.end: list[int] = trace.end.tolist()
         self._has_device = bool(trace.on_device.any())
@@ -291,7 +291,7 @@ class Walk:
         """Plans what is done when the walk comes to a moment."""
         self._events.append(_Event(time, order, len(self._events), act, arguments))
 
-    def walk(self) -> Pieces:
+    def walk(self) -> WorkItems:
         """Does what was planned, from first to last event."""
         for one in handovers({number: state.thread for number, state in self.states.items()}):
             self.at(one.time, RETURN if one.source else HAND_OVER, self._hand_over, *one)
@@ -305,8 +305,8 @@ class Walk:
             event.act(*event.arguments)
         for number, state in self.states.items():
             self.flush(number, state.thread.end)
-        self._mark(TRACE, last, last - first, list(self.pieces.last.values()))
-        return self.pieces
+        self._mark(TRACE, last, last - first, list(self.work_items.last.values()))
+        return self.work_items
 
     # -- threads ---------------------------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class Walk:
         return self._thread_of.get((int(self.trace.pid[row]), int(self.trace.tid[row])), 0)
 
     def flush(self, number: int, until: int) -> None:
-        """Puts a thread in pieces until a moment."""
+        """Puts a thread in work items until a moment."""
         state = self.states[number]
         segments, spent, paid = state.thread.segments, dict[int, int](), Counter[int]()
         cost = self.costs.get(number, NO_COSTS)
@@ -335,25 +335,25 @@ class Walk:
             now = stop
         start, line = state.now, state.thread.name
         for row, duration in spent.items():
-            piece = self._of_row(row, line, start, duration)
-            piece.after, state.after = state.after, []
-            piece.cost = paid[row]
-            self.pieces.add(piece)
+            item = self._of_row(row, line, start, duration)
+            item.after, state.after = state.after, []
+            item.cost = paid[row]
+            self.work_items.add(item)
             start += duration
         state.at, state.now = at, max(state.now, until)
 
-    def point(self, number: int, time: int) -> list[Piece]:
-        """The piece with which a thread reached a moment."""
+    def point(self, number: int, time: int) -> list[WorkItem]:
+        """The work item with which a thread reached a moment."""
         if number not in self.states:
             return []
         self.flush(number, time)
         state = self.states[number]
         if state.after:
             self._carry(state, WAIT)
-        last = self.pieces.last.get(state.thread.name)
+        last = self.work_items.last.get(state.thread.name)
         return [last] if last else []
 
-    def wait(self, number: int, since: int, until: int, awaited: Sequence[Piece], name: str) -> None:
+    def wait(self, number: int, since: int, until: int, awaited: Sequence[WorkItem], name: str) -> None:
         """A thread did nothing from one moment to another, when what it waited for was done."""
         if number not in self.states:
             return
@@ -363,22 +363,22 @@ class Walk:
         state.now, state.owed = max(state.now, until), 0
         self._carry(state, name)
 
-    def host(self, name: str, line: str, start: int, duration: int, key: int) -> Piece:
-        """A piece of the host's work."""
-        return Piece(work=Work.HOST, name=name, line=line, start=start, duration=duration, key=key)
+    def host(self, name: str, line: str, start: int, duration: int, key: int) -> WorkItem:
+        """A work item of the host's work."""
+        return WorkItem(work=WorkKind.HOST, name=name, line=line, start=start, duration=duration, key=key)
 
-    def describe(self, piece: Piece, row: int) -> None:
-        """Gives a piece what is known of the row that it is of, or was launched by."""
-        piece.phase = self.facts.phase[row]
+    def describe(self, item: WorkItem, row: int) -> None:
+        """Gives a work item what is known of the row that it is of, or was launched by."""
+        item.phase = self.facts.phase[row]
         number = self.facts.sequence[row]
         if self.facts.backward[row]:
-            piece.forward = number
-        elif piece.phase is Phase.FORWARD:
-            piece.sequence = number
+            item.forward = number
+        elif item.phase is Phase.FORWARD:
+            item.sequence = number
 
     def _begin(self, first: int) -> None:
-        self.pieces.add(self.host(START, MAIN, 0, first, first))
-        mark = self.pieces.add(self.host(TRACE, MAIN, first, 0, first))
+        self.work_items.add(self.host(START, MAIN, 0, first, first))
+        mark = self.work_items.add(self.host(TRACE, MAIN, first, 0, first))
         for number, state in self.states.items():
             state.now = first
             state.after = [mark] if number else []
@@ -387,11 +387,11 @@ class Walk:
         """Whether it is the host's own time: between events or of an operator, not of a call to a device."""
         return row == NONE or self.facts.operator[row] == row
 
-    def _carry(self, state: State, name: str) -> None:
-        """A piece of no time that waits for what the thread waits for."""
-        piece = self.host(name, state.thread.name, state.now, 0, state.now)
-        piece.after, state.after = state.after, []
-        self.pieces.add(piece)
+    def _carry(self, state: ThreadState, name: str) -> None:
+        """A work item of no time that waits for what the thread waits for."""
+        item = self.host(name, state.thread.name, state.now, 0, state.now)
+        item.after, state.after = state.after, []
+        self.work_items.add(item)
 
     def _hand_over(self, source: int, target: int, time: int, idle: int) -> None:
         point = self.point(source, time)
@@ -401,26 +401,26 @@ class Walk:
         state.after += point
         state.now, state.owed = max(state.now, time), 0
 
-    def _of_row(self, row: int, line: str, start: int, duration: int) -> Piece:
+    def _of_row(self, row: int, line: str, start: int, duration: int) -> WorkItem:
         if row == NONE:
             return self.host(GAP, line, start, duration, start)
-        piece = self.host(operator_name(self.trace.text(row)), line, start, duration, start)
+        item = self.host(operator_name(self.trace.text(row)), line, start, duration, start)
         if not self._has_device and self.facts.operator[row] == row:
-            piece.work = Work.COMPUTE
-        self.describe(piece, row)
-        return piece
+            item.work = WorkKind.COMPUTE
+        self.describe(item, row)
+        return item
 
     def _step(self, name: str, time: int, took: int) -> None:
         if not self.states:
             # Nothing is known of the thread that was in that step but the time.
-            now = self.pieces.last[MAIN].end
-            self.pieces.add(self.host(GAP, MAIN, now, time - now, now))
+            now = self.work_items.last[MAIN].end
+            self.work_items.add(self.host(GAP, MAIN, now, time - now, now))
         self._mark(name, time, took, self.point(0, time))
 
-    def _mark(self, name: str, time: int, took: int, after: list[Piece]) -> None:
+    def _mark(self, name: str, time: int, took: int, after: list[WorkItem]) -> None:
         mark = self.host(name, MAIN, time, 0, time)
         mark.after, mark.step = after, took
-        self.pieces.add(mark)
+        self.work_items.add(mark)
 
 
 def operator_name(text: str) -> str:

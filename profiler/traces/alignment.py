@@ -27,7 +27,7 @@ _HEAVY = 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Clock:
+class RankClock:
     """What a rank's times are corrected by: `time + offset_ps + drift * time`.
 
     Attributes:
@@ -40,7 +40,7 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Alignment:
+class JobClocks:
     """The clocks of a job.
 
     Attributes:
@@ -53,7 +53,7 @@ class Alignment:
         notes: what could not be told, one line each.
     """
 
-    clocks: Mapping[int, Clock]
+    clocks: Mapping[int, RankClock]
     meetings: int
     residual_ps: float
     before_ps: float
@@ -62,7 +62,7 @@ class Alignment:
     notes: tuple[str, ...] = ()
 
 
-def align(traces: TraceSet) -> tuple[TraceSet, Alignment]:
+def align(traces: TraceSet) -> tuple[TraceSet, JobClocks]:
     """The traces on the clock of their first rank, and how well that is known.
 
     Args:
@@ -70,20 +70,20 @@ def align(traces: TraceSet) -> tuple[TraceSet, Alignment]:
     """
     met, notes = matched(traces)
     found = clocks(traces, met, notes)
-    moved = {rank: on_clock(trace, found.clocks.get(rank, Clock())) for rank, trace in traces.items()}
+    moved = {rank: on_clock(trace, found.clocks.get(rank, RankClock())) for rank, trace in traces.items()}
     first = min(moved)
     said = (*moved[first].notes, *_said(found))
     moved[first] = dataclasses.replace(moved[first], notes=said)
     return traces.replaced(moved), found
 
 
-def on_clock(trace: Trace, clock: Clock) -> Trace:
+def on_clock(trace: Trace, clock: RankClock) -> Trace:
     """A trace with its times as another clock has them."""
     start, end = (_moved(times, clock) for times in (trace.start, trace.end))
     return dataclasses.replace(trace, start=start, duration=np.maximum(end - start, 0))
 
 
-def clocks(traces: TraceSet, met: Sequence[Meeting], notes: Sequence[str] = ()) -> Alignment:
+def clocks(traces: TraceSet, met: Sequence[Meeting], notes: Sequence[str] = ()) -> JobClocks:
     """Offsets and drifts from collectives that are known to be the same.
 
     Args:
@@ -104,10 +104,10 @@ def clocks(traces: TraceSet, met: Sequence[Meeting], notes: Sequence[str] = ()) 
     fit = _Fit(traces, sorted(reached), used)
     before = fit.residual(fit.nothing)
     if not used:
-        own = {rank: Clock() for rank in reached}
-        return Alignment(clocks=own, meetings=0, residual_ps=0.0, before_ps=0.0, apart=0, notes=tuple(said))
+        own = {rank: RankClock() for rank in reached}
+        return JobClocks(clocks=own, meetings=0, residual_ps=0.0, before_ps=0.0, apart=0, notes=tuple(said))
     values = fit.solve()
-    return Alignment(
+    return JobClocks(
         clocks=fit.clocks(values),
         meetings=len(used),
         residual_ps=fit.residual(values),
@@ -118,7 +118,7 @@ def clocks(traces: TraceSet, met: Sequence[Meeting], notes: Sequence[str] = ()) 
     )
 
 
-def _moved(times: Int64, clock: Clock) -> Int64:
+def _moved(times: Int64, clock: RankClock) -> Int64:
     moved: Int64 = times + np.rint(clock.offset_ps + clock.drift * times).astype(np.int64)
     return moved
 
@@ -134,7 +134,7 @@ def _reached(ranks: Sequence[int], met: Sequence[Meeting]) -> set[int]:
     return reached
 
 
-def _said(found: Alignment) -> tuple[str, ...]:
+def _said(found: JobClocks) -> tuple[str, ...]:
     if not found.meetings:
         return found.notes
     line = (
@@ -248,10 +248,11 @@ class _Fit:
         """Meetings that do not overlap."""
         return len(set(self.meeting[self._violations(values)[:, 0]].tolist()))
 
-    def clocks(self, values: Float64) -> dict[int, Clock]:
+    def clocks(self, values: Float64) -> dict[int, RankClock]:
         """The values as clocks."""
         drift = values[1::2] / (self.span / 2)
         offset = values[::2] - drift * self.middle
         return {
-            rank: Clock(offset_ps=float(offset[at]), drift=float(drift[at])) for at, rank in enumerate(self.ranks)
+            rank: RankClock(offset_ps=float(offset[at]), drift=float(drift[at]))
+            for at, rank in enumerate(self.ranks)
         }

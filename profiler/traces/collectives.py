@@ -99,7 +99,7 @@ _WIDTHS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class CollectiveCall:
     """A collective on one rank.
 
     Attributes:
@@ -142,7 +142,7 @@ class Meeting:
     kind: str
     group: str
     number: int
-    calls: Mapping[int, Call]
+    calls: Mapping[int, CollectiveCall]
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +155,7 @@ class Meeting:
         return next(iter(self.calls.values())).ranks or tuple(self.calls)
 
 
-def collectives(trace: Trace, stacks: Stacks | None = None) -> list[Call]:
+def collectives(trace: Trace, stacks: Stacks | None = None) -> list[CollectiveCall]:
     """The collectives and messages of one rank, in the order in which they were issued.
 
     Args:
@@ -183,7 +183,7 @@ def collectives(trace: Trace, stacks: Stacks | None = None) -> list[Call]:
             group, ranks, channel = recorded.of(int(trace.start[issue]), int(trace.end[issue]))
         nbytes, dtype = _size(arguments, kind, len(ranks))
         found.append(
-            Call(
+            CollectiveCall(
                 rank=trace.rank, row=row, issue=issues.get(row, NONE), kind=kind, group=group, ranks=ranks,
                 nbytes=nbytes, dtype=dtype, channel=channel if kind in MESSAGES else "",
                 known=bool(ranks or gloo[row] or ordered[row]),
@@ -192,7 +192,7 @@ def collectives(trace: Trace, stacks: Stacks | None = None) -> list[Call]:
     return sorted(found, key=lambda call: int(trace.start[call.row if call.issue == NONE else call.issue]))
 
 
-def meetings(calls: Mapping[int, list[Call]]) -> tuple[list[Meeting], list[str]]:
+def meetings(calls: Mapping[int, list[CollectiveCall]]) -> tuple[list[Meeting], list[str]]:
     """Which collectives are one: the n-th of a kind in a group, on all ranks of the group that were traced.
 
     Args:
@@ -217,14 +217,18 @@ def meetings(calls: Mapping[int, list[Call]]) -> tuple[list[Meeting], list[str]]
     return met, notes
 
 
-def _alike(calls: Mapping[int, list[Call]]) -> dict[tuple[str, tuple[int, ...], str], dict[int, list[Call]]]:
+def _alike(
+    calls: Mapping[int, list[CollectiveCall]],
+) -> dict[tuple[str, tuple[int, ...], str], dict[int, list[CollectiveCall]]]:
     """The calls of each rank by kind, ranks of the group, and its name where all ranks have the same names."""
     named: dict[tuple[int, ...], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for rank, found in calls.items():
         for call in found:
             named[call.ranks][rank].add(call.group)
     same = {ranks for ranks, names in named.items() if len({frozenset(known) for known in names.values()}) == 1}
-    alike: dict[tuple[str, tuple[int, ...], str], dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
+    alike: dict[tuple[str, tuple[int, ...], str], dict[int, list[CollectiveCall]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for rank, found in calls.items():
         for call in found:
             if call.known and call.kind and call.kind not in MESSAGES:

@@ -35,7 +35,7 @@ _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _GAP = re.compile(r"[\s,]*")
 
 
-class Group(NamedTuple):
+class ArgumentGroup(NamedTuple):
     """Arguments that come together: an event without the first has none of the others.
 
     Attributes:
@@ -49,16 +49,16 @@ class Group(NamedTuple):
 
 # What analyses need of an event; whatever else it says is read anew when it is asked for (`details`).
 GROUPS = (
-    Group(DEVICE, {"bytes": "bytes"}),
-    Group(DEVICE, {"bandwidth": "memory bandwidth (GB/s)"}),
-    Group(DEVICE, {"graph_node": "graph node id"}),
-    Group(
+    ArgumentGroup(DEVICE, {"bytes": "bytes"}),
+    ArgumentGroup(DEVICE, {"bandwidth": "memory bandwidth (GB/s)"}),
+    ArgumentGroup(DEVICE, {"graph_node": "graph node id"}),
+    ArgumentGroup(
         frozenset({"cuda_sync"}),
         {"wait_stream": "wait_on_stream", "wait_record": "wait_on_cuda_event_record_corr_id"},
     ),
-    Group(OPERATORS, {"sequence": "Sequence number", "forward_thread": "Fwd thread id"}),
-    Group(frozenset({"python_function"}), {"python_id": "Python id", "python_parent": "Python parent id"}),
-    Group(
+    ArgumentGroup(OPERATORS, {"sequence": "Sequence number", "forward_thread": "Fwd thread id"}),
+    ArgumentGroup(frozenset({"python_function"}), {"python_id": "Python id", "python_parent": "Python parent id"}),
+    ArgumentGroup(
         OPERATORS | KERNELS,
         {
             "collective": "Collective name",
@@ -77,7 +77,7 @@ _RENAMED = NAMES | {"external_id": "External id", "old_external_id": "external i
 TEXTS = frozenset({"Collective name", "dtype", "Process Group Name", "Process Group Ranks"})
 
 
-class Arguments(msgspec.Struct, frozen=True, gc=False, rename=_RENAMED):
+class EventArguments(msgspec.Struct, frozen=True, gc=False, rename=_RENAMED):
     """What analyses need of an event's `args`; -1 or None where it does not say."""
 
     external_id: int | None = -1
@@ -103,11 +103,11 @@ class Arguments(msgspec.Struct, frozen=True, gc=False, rename=_RENAMED):
     graph_node: int | None = None
 
 
-NOTHING = Arguments()
-_TYPES = {field.encode_name: field.type for field in msgspec.structs.fields(Arguments)}
+NOTHING = EventArguments()
+_TYPES = {field.encode_name: field.type for field in msgspec.structs.fields(EventArguments)}
 
 
-class Event(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
+class TraceEvent(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
     """A complete event as it stands in the file; microseconds."""
 
     cat: str = ""
@@ -116,16 +116,16 @@ class Event(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
     dur: int | float | None = None
     pid: int | str | None = None
     tid: int | str | None = None
-    args: Arguments | None = NOTHING
+    args: EventArguments | None = NOTHING
 
 
-class ExactEvent(Event, gc=False, tag_field="ph", tag="X"):
+class ExactEvent(TraceEvent, gc=False, tag_field="ph", tag="X"):
     """A complete event whose time needs more digits than a float has (nanoseconds since 1970)."""
 
     ts: Decimal | None = None  # type: ignore[assignment]
 
 
-class Begin(msgspec.Struct, gc=False, tag_field="ph", tag="B"):
+class BeginEvent(msgspec.Struct, gc=False, tag_field="ph", tag="B"):
     """The begin of an event that another event ends; microseconds."""
 
     cat: str = ""
@@ -133,16 +133,16 @@ class Begin(msgspec.Struct, gc=False, tag_field="ph", tag="B"):
     ts: Decimal | None = None
     pid: int | str | None = None
     tid: int | str | None = None
-    args: Arguments | None = NOTHING
+    args: EventArguments | None = NOTHING
 
 
-class End(msgspec.Struct, gc=False, tag_field="ph", tag="E"):
+class EndEvent(msgspec.Struct, gc=False, tag_field="ph", tag="E"):
     """The end of the last event of its thread that is open; microseconds."""
 
     ts: Decimal | None = None
     pid: int | str | None = None
     tid: int | str | None = None
-    args: Arguments | None = NOTHING
+    args: EventArguments | None = NOTHING
 
 
 # All that the Trace Event Format has besides; nothing of them is kept.
@@ -164,19 +164,19 @@ class EventStream:
 
     Args:
         path: a JSON file, gzipped or not.
-        event: what a complete event becomes: `Event`, `ExactEvent` for times that a float cannot hold, or a `dict`
-            of all that it says; in that case, events of other phases too.
+        event: what a complete event becomes: `TraceEvent`, `ExactEvent` for times that a float cannot hold, a
+            `dict` of all that it says; in that case, events of other phases too.
 
     Attributes:
         header: what the file says before and after the events; complete when the batches have ended.
         notes: what is missing, one line each; complete when the batches have ended.
     """
 
-    def __init__(self, path: Path, event: type[Event] | type[dict[str, Any]] = Event) -> None:
+    def __init__(self, path: Path, event: type[TraceEvent] | type[dict[str, Any]] = TraceEvent) -> None:
         self.path = path
         self.header: dict[str, Any] = {}
         self.notes: list[str] = []
-        phases = (event, Begin, End, *_OTHERS)
+        phases = (event, BeginEvent, EndEvent, *_OTHERS)
         kinds: Any = dict[str, Any] if event is dict else functools.reduce(operator.or_, phases)
         self._typed = event is not dict
         self._kinds = kinds
@@ -423,7 +423,7 @@ def details(trace: Trace, rows: Int64 | Bool) -> list[dict[str, Any]]:
     """What the trace's file says of some rows (shapes, grids, types, ...), in the order of the rows.
 
     Args:
-        trace: a trace whose file is still where it was.
+        trace: a trace whose file is still where it was; one without a file says no more.
         rows: row numbers, or which rows.
 
     Raises:
@@ -431,6 +431,8 @@ def details(trace: Trace, rows: Int64 | Bool) -> list[dict[str, Any]]:
         DataError: it is not the file that the trace was read from.
     """
     chosen = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
+    if not trace.has_file:
+        return [{} for _ in chosen]
     wanted = set(trace.index[chosen].tolist())
     last = max(wanted, default=-1)
     found: dict[int, dict[str, Any]] = {}

@@ -22,13 +22,13 @@ from echograph.profiler.traces.events import (
     GROUPS,
     NOTHING,
     TEXTS,
-    Arguments,
-    Begin,
-    End,
-    Event,
+    ArgumentGroup,
+    BeginEvent,
+    EndEvent,
+    EventArguments,
     EventStream,
     ExactEvent,
-    Group,
+    TraceEvent,
     whole_characters,
 )
 from echograph.profiler.traces.trace import DEVICE, LONGEST_US, NONE, TEXT, Bool, Trace, Values
@@ -57,7 +57,7 @@ def category(name: str) -> str:
     return CATEGORIES.get(name, name)
 
 
-class Pair(NamedTuple):
+class EventPair(NamedTuple):
     """A begin with its end.
 
     Attributes:
@@ -68,12 +68,12 @@ class Pair(NamedTuple):
     """
 
     at: int
-    begin: Begin
+    begin: BeginEvent
     duration: Decimal
-    args: Arguments
+    args: EventArguments
 
 
-class Pairs:
+class EventPairs:
     """Matches ends with begins: an end is that of the last begin of its process and thread that is still open.
 
     Attributes:
@@ -82,26 +82,28 @@ class Pairs:
 
     def __init__(self) -> None:
         self.unmatched = 0
-        self._open: dict[tuple[str, str], list[tuple[int, Begin]]] = defaultdict(list)
+        self._open: dict[tuple[str, str], list[tuple[int, BeginEvent]]] = defaultdict(list)
 
     @property
     def open(self) -> int:
         """Begins that have no end, so far."""
         return sum(map(len, self._open.values()))
 
-    def closed(self, events: Iterable[tuple[int, Any]]) -> Iterator[Pair]:
+    def closed(self, events: Iterable[tuple[int, Any]]) -> Iterator[EventPair]:
         """The pairs that end among further events of a file, by their ends.
 
         Args:
             events: events with their positions; those that are no begin and no end are passed over.
         """
         for index, event in events:
-            if type(event) is Begin:
+            if type(event) is BeginEvent:
                 self._open[str(event.pid), str(event.tid)].append((index, event))
-            elif type(event) is End:
+            elif type(event) is EndEvent:
                 if around := self._open[str(event.pid), str(event.tid)]:
                     at, begin = around.pop()
-                    yield Pair(at, begin, _between(begin.ts, event.ts), _merged_arguments(begin.args, event.args))
+                    yield EventPair(
+                        at, begin, _between(begin.ts, event.ts), _merged_arguments(begin.args, event.args)
+                    )
                 else:
                     self.unmatched += 1
 
@@ -112,9 +114,9 @@ def _between(begin: Decimal | None, end: Decimal | None) -> Decimal:
     return end - begin
 
 
-def _merged_arguments(first: Arguments | None, last: Arguments | None) -> Arguments:
+def _merged_arguments(first: EventArguments | None, last: EventArguments | None) -> EventArguments:
     first, last = first or NOTHING, last or NOTHING
-    fields = Arguments.__struct_fields__
+    fields = EventArguments.__struct_fields__
     said = {name: getattr(last, name) for name in fields if getattr(last, name) != getattr(NOTHING, name)}
     return msgspec.structs.replace(first, **said)
 
@@ -157,7 +159,7 @@ def read_trace(path: Path, say: Progress = silent) -> Trace:
         DataError: it is no trace, or broken otherwise than by being cut off.
     """
     try:
-        return _read(path, Event, say)
+        return _read(path, TraceEvent, say)
     except _TooLarge:
         return _read(path, ExactEvent, say)
 
@@ -175,7 +177,7 @@ def rank_in(header: dict[str, Any], path: Path) -> int | None:
     return rank
 
 
-def _read(path: Path, event: type[Event], say: Progress) -> Trace:
+def _read(path: Path, event: type[TraceEvent], say: Progress) -> Trace:
     stream = EventStream(path, event)
     columns = _Columns(event)
     for batch in stream:
@@ -244,9 +246,9 @@ class _Categories(dict[str, int]):
 class _Columns:
     """Grows columns from batches of events."""
 
-    def __init__(self, event: type[Event]) -> None:
+    def __init__(self, event: type[TraceEvent]) -> None:
         self.events = 0
-        self.pairs = Pairs()
+        self.pairs = EventPairs()
         self._event = event
         self._rows = 0
         self._codes = _Codes()
@@ -260,7 +262,7 @@ class _Columns:
         """Appends the complete events of a batch, and those that end in it."""
         events = [event for event in batch if type(event) is self._event]
         index = [place for place, event in enumerate(batch) if type(event) is self._event]
-        if len(events) < len(batch) and not {Begin, End}.isdisjoint(map(type, batch)):
+        if len(events) < len(batch) and not {BeginEvent, EndEvent}.isdisjoint(map(type, batch)):
             for at, begin, duration, args in self.pairs.closed(enumerate(batch, start=self.events)):
                 index.append(at - self.events)
                 events.append(self._complete(begin, float(duration), args))
@@ -282,7 +284,7 @@ class _Columns:
         self._left_out.add("their duration is negative or no time", index[at & ~took])
         return list(compress(events, kept.tolist())), index[kept]
 
-    def _complete(self, begin: Begin, duration: float, args: Arguments) -> Event:
+    def _complete(self, begin: BeginEvent, duration: float, args: EventArguments) -> TraceEvent:
         ts: Any = begin.ts
         if self._event is not ExactEvent and ts is not None and ts.is_finite():
             ts = int(ts) if ts == int(ts) else float(ts)
@@ -318,7 +320,7 @@ class _Columns:
                 self._add_arguments(group, arguments, np.isin(columns["category"], list(of)))
         self._rows += len(events)
 
-    def _add_arguments(self, group: Group, arguments: list[Arguments], of: Bool) -> None:
+    def _add_arguments(self, group: ArgumentGroup, arguments: list[EventArguments], of: Bool) -> None:
         said = list(map(attrgetter(next(iter(group.names))), arguments))
         if said.count(None) == len(said):
             return

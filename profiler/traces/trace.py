@@ -56,7 +56,7 @@ class Values(NamedTuple):
     values: npt.NDArray[Any]
 
 
-class Stream(NamedTuple):
+class DeviceStream(NamedTuple):
     """A stream of a device; numbers of streams are those of their device.
 
     Attributes:
@@ -68,7 +68,7 @@ class Stream(NamedTuple):
     number: int
 
 
-def place_of_stream(streams: Sequence[Stream], number: int, device: int) -> int:
+def place_of_stream(streams: Sequence[DeviceStream], number: int, device: int) -> int:
     """The place of the stream with a number: on this device, or else on the first that has one; or -1."""
     named = [at for at, stream in enumerate(streams) if stream.number == number]
     return next(iter([at for at in named if streams[at].device == device] or named), NONE)
@@ -92,7 +92,7 @@ class Trace:
         stream: stream of work on a device and of calls that name one, or -1; see `streams`.
         correlation: what a call to the runtime shares with the work that it launched, or -1.
         external_id: the operator under which a call was made, or -1.
-        index: position of the event among the file's.
+        index: position of the event among the file's; -1 where there is no file (a simulated step).
         strings: texts that codes stand for.
         arguments: further arguments by their name in the file (see `events.ARGUMENTS`).
         header: what the file says beside the events (`deviceProperties`, `distributedInfo`, ...).
@@ -127,6 +127,11 @@ class Trace:
         return self.start + self.duration
 
     @property
+    def has_file(self) -> bool:
+        """Whether a file says more of the events than the columns do."""
+        return not len(self) or int(self.index[0]) != NONE
+
+    @property
     def on_device(self) -> Bool:
         """Which rows are work on a device stream: kernels, copies, sets; not waits."""
         return self.of_category(DEVICE) & (self.stream >= 0) & ~self.named(WAITS)
@@ -143,14 +148,14 @@ class Trace:
         """Name of the event in one row."""
         return self.strings[int(self.name[row])]
 
-    def streams(self) -> tuple[Int64, list[Stream]]:
+    def streams(self) -> tuple[Int64, list[DeviceStream]]:
         """The streams of the trace, ascending; and for each row the place of its stream among them, or -1."""
         place = np.full(len(self), NONE, np.int64)
         rows = np.flatnonzero(self.stream != NONE)
         both = np.stack((self.pid[rows], self.stream[rows]))
         known, at = np.unique(both, axis=1, return_inverse=True)
         place[rows] = at.ravel()
-        return place, [Stream(device, number) for device, number in known.T.tolist()]
+        return place, [DeviceStream(device, number) for device, number in known.T.tolist()]
 
     def process(self, pid: int) -> int | str:
         """A process or thread as the file names it: by a number, or by a text."""

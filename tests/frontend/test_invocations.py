@@ -21,7 +21,7 @@ from echograph.frontend.pytorch.step import real_step  # noqa: E402
 from echograph.ir.graph import StepGraph  # noqa: E402
 from echograph.ir.passes.fold import Fold  # noqa: E402
 from echograph.ir.profile import Invocation, signatures  # noqa: E402
-from echograph.profiler.measure.ops import Operands  # noqa: E402
+from echograph.profiler.measure.ops import RealOperands  # noqa: E402
 
 SPECS = {
     "adamw": StepSpec(dtype="fp32", kernels="cpu"),
@@ -131,7 +131,7 @@ def test_the_parts_of_a_shared_launch_share_its_time() -> None:
 
 def test_all_of_them_run_again() -> None:
     _, invocations = captured(SPECS["adamw"])
-    maker = Operands("cpu")
+    maker = RealOperands("cpu")
     with torch.no_grad():
         for invocation in invocations:
             maker.make(invocation).run()

@@ -194,9 +194,9 @@ def test_memory_that_was_given_back_is_viewed_as_fake_tensors_view_it(mode: Fake
 
 def test_gradients_pass_through_remembered_results(mode: FakeTensorMode) -> None:
     """Views and in-place writes keep their place in autograd's graph where a recorder answers for the mode."""
-    from echograph.frontend.pytorch.recorder import Recorder
+    from echograph.frontend.pytorch.recorder import OperatorRecorder
 
-    recorder = Recorder(mode)
+    recorder = OperatorRecorder(mode)
     with recorder:
         for _ in range(3):
             weight = torch.empty(8, 8, requires_grad=True)

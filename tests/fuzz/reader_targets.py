@@ -188,14 +188,14 @@ def _packed_traces() -> list[Files]:
 
 
 def _recording() -> list[Files]:
-    from echograph.profiler.record.folder import Hooks, Metadata, Step, write_hooks, write_metadata
+    from echograph.profiler.record.folder import Hooks, Metadata, StepTimes, write_hooks, write_metadata
     from echograph.profiler.record.overhead import Overhead
 
     def make(folder: Path) -> None:
         for rank in range(2):
             mine = folder / str(rank)
             mine.mkdir()
-            steps = [Step(number=n, seconds=0.1, state="recorded" if n > 1 else "free") for n in range(4)]
+            steps = [StepTimes(number=n, seconds=0.1, state="recorded" if n > 1 else "free") for n in range(4)]
             about = Metadata(
                 rank=rank,
                 world_size=2,

@@ -35,7 +35,7 @@ from echograph.profiler.costs import (
     load_device,
     memory_bound,
 )
-from echograph.profiler.costs.cost import Cost
+from echograph.profiler.costs.cost import CostEstimate
 from echograph.profiler.costs.estimate import ASSUMED_SPREAD, cost_of, estimate
 from echograph.units import to_ps
 
@@ -54,7 +54,7 @@ def cost(
     dtype: DType = BF16,
     device: Any = H100,
     **more: Any,
-) -> Cost:
+) -> CostEstimate:
     """What an operation on tensors of a type costs; a tensor may have another."""
     builder = GraphBuilder()
     sides = []
@@ -69,7 +69,7 @@ def cost(
     return cost_of(op, ([graph.tensors[i] for i in op.inputs], [graph.tensors[i] for i in op.outputs]), device)
 
 
-def by_bytes(kind: str, device: Any = H100, **more: float) -> Cost:
+def by_bytes(kind: str, device: Any = H100, **more: float) -> CostEstimate:
     return memory_bound(device, kind, bytes_read=3 << 20, bytes_written=1 << 20, **more)
 
 
@@ -167,7 +167,7 @@ def test_a_convolution_backward_is_asked_for_the_gradients_that_it_makes() -> No
     image, weight, made = (5, 12, 14, 15), (18, 4, 3, 2), (5, 18, 6, 7)
     attributes = Convolution(stride=(2, 2), padding=(0, 0), dilation=(1, 1), groups=3)
 
-    def one(pass_: str) -> Cost:
+    def one(pass_: str) -> CostEstimate:
         return convolution(
             H100, batch=5, in_channels=12, out_channels=18, kernel=6, in_positions=210, out_positions=42, groups=3,
             pass_=pass_,
@@ -225,7 +225,7 @@ def test_a_type_without_a_model_takes_what_single_precision_does_by_its_size() -
     single = gemm(V100, 96, 520, 4000, layout="NN", dtype="fp32")
     for dtype, times in ((BF16, 1), (FP64, 2), (INT64, 2), (DType.INT32, 1), (DType.INT8, 1)):
         found = cost("aten.mm", [A, B], [C], Gemm(), dtype=dtype, device=V100)
-        assert found == Cost(times * single.seconds, ASSUMED_SPREAD, "analytical"), dtype
+        assert found == CostEstimate(times * single.seconds, ASSUMED_SPREAD, "analytical"), dtype
     with pytest.raises(UnavailableError):
         cost("aten.mm", [A, B], [C], Gemm(), dtype=FP8, device=V100)
 

@@ -20,7 +20,7 @@ from configurations import Configuration, Links
 from jobs import DEVICE, Job, alone
 from namespaces import HOSTS, HOSTS_PER_LEAF, Bed
 
-from echograph.profiler.fit.collectives import CollectiveRow, Kind
+from echograph.profiler.fit.collectives import CollectiveRow, TimedCollective
 from echograph.profiler.fit.fabric import fit_fabric
 from echograph.simulator.clusters import Cluster, load_cluster
 from echograph.simulator.collectives.calibrate import LIMITS, Calibration
@@ -31,7 +31,7 @@ from echograph.units import to_s
 
 WORKER = Path(__file__).with_name("worker.py")
 PORT = 29_400
-KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "send_recv")
+KINDS: tuple[TimedCollective, ...] = ("all_reduce", "all_gather", "send_recv")
 SIZES = (384 << 10, 1_500_000, 6_000_000)
 WARM_UP = 1
 REPEATS = 5

@@ -151,11 +151,11 @@ def test_what_cannot_be_asked_is_said_in_one_line(step: eg.StepGraph) -> None:
 
 
 def test_validation_and_fits_are_tables(tmp_path: Path) -> None:
-    from echograph.profiler.analyses.table import Table
+    from echograph.profiler.analyses.table import AnswerTable
 
     root = Path(__file__).resolve().parents[2]
     found = eg.fit(tmp_path / "profiles", nccl_tests=[root / "examples" / "all_reduce_16.log"], cluster="dgx-h100")
-    assert isinstance(found, Table) and len(found) > 0
+    assert isinstance(found, AnswerTable) and len(found) > 0
     assert (tmp_path / "profiles" / "ours.toml").exists()
     eg.System(tmp_path / "profiles" / "ours.toml")
     with pytest.raises(UsageError, match="nothing to fit"):

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echograph.errors import CaptureError
-from echograph.frontend.onnx.call import Call, Operator, extents
+from echograph.frontend.onnx.call import NodeCall, Operator, extents
 
 _KNOWN = ("is_causal", "q_num_heads", "kv_num_heads", "scale", "softmax_precision", "qk_matmul_output_mode")
 
 
-def _attention(call: Call) -> Any:
+def _attention(call: NodeCall) -> Any:
     """Standard attention (version 23): heads apart, or side by side in the last dimension."""
     query, key, value, mask = call[0], call[1], call[2], call.get(3)
     if any(call.get(i) is not None for i in (4, 5, 6)) or call.real("softcap", 0.0):
@@ -37,7 +37,7 @@ def _attention(call: Call) -> Any:
     return out if apart else out.transpose(1, 2).flatten(-2)
 
 
-def packed_attention(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None) -> Any:
+def packed_attention(call: NodeCall, x: Tensor, weight: Tensor, bias: Tensor | None, mask: Tensor | None) -> Any:
     """ONNX Runtime's attention of one packed projection [input, query + key + value].
 
     Raises:
@@ -54,11 +54,11 @@ def packed_attention(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None,
     return _heads(call, query, key, value, mask, bool(call.integer("unidirectional")))
 
 
-def _packed(call: Call) -> Any:
+def _packed(call: NodeCall) -> Any:
     return packed_attention(call, call[0], call[1], call.get(2), call.get(3))
 
 
-def _multi_head(call: Call) -> Any:
+def _multi_head(call: NodeCall) -> Any:
     """Query, key and value projected already, their bias [query + key + value] not yet added."""
     query, key, value, bias = call[0], call.get(1), call.get(2), call.get(3)
     if (
@@ -75,7 +75,7 @@ def _multi_head(call: Call) -> Any:
     return _heads(call, query, key, value, call.get(4), bool(call.integer("unidirectional")))
 
 
-def _heads(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Any:
+def _heads(call: NodeCall, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Any:
     heads = call.integer("num_heads")
     operands: tuple[Any, ...] = (query, key, value)
     query, key, value = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in operands)
@@ -89,7 +89,7 @@ def _heads(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
     return out.transpose(1, 2).flatten(-2)
 
 
-def _rotary(positions_at: int, call: Call) -> Any:
+def _rotary(positions_at: int, call: NodeCall) -> Any:
     """Rotates pairs of a head's numbers; [batch, heads, sequence, head] or heads side by side."""
     x = call[0]
     cos, sin = call[2 if positions_at == 1 else 1], call[3 if positions_at == 1 else 2]
@@ -114,7 +114,7 @@ def _rotary(positions_at: int, call: Call) -> Any:
     return out if apart else out.transpose(1, 2).flatten(-2)
 
 
-def _embed_layer_norm(call: Call) -> Any:
+def _embed_layer_norm(call: NodeCall) -> Any:
     """The sum of three lookups, normalised; a mask becomes its lengths."""
     tokens = call[0]
     positions = call.get(8)

@@ -13,20 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echograph.errors import CaptureError
-from echograph.frontend.onnx.call import Call, Operator, extents
+from echograph.frontend.onnx.call import NodeCall, Operator, extents
 from echograph.frontend.onnx.operators.network import convolve, gemm
 
 
-def _fast_gelu(call: Call) -> Any:
+def _fast_gelu(call: NodeCall) -> Any:
     x = call[0] if call.get(1) is None else call[0] + call[1]
     return F.gelu(x, approximate="tanh")
 
 
-def _quick_gelu(call: Call) -> Any:
+def _quick_gelu(call: NodeCall) -> Any:
     return call[0] * torch.sigmoid(call.real("alpha", 1.702) * call[0])
 
 
-def _fused_matmul(call: Call) -> Any:
+def _fused_matmul(call: NodeCall) -> Any:
     a, b = call[0], call[1]
     a = a.transpose(-2, -1) if call.integer("transA") else a
     b = b.transpose(-2, -1) if call.integer("transB") else b
@@ -35,18 +35,18 @@ def _fused_matmul(call: Call) -> Any:
     return product if alpha == 1.0 else product * alpha
 
 
-def _skip_layer_norm(call: Call) -> Any:
+def _skip_layer_norm(call: NodeCall) -> Any:
     total = call[0] + call[1] if call.get(4) is None else call[0] + call[1] + call[4]
     out = F.layer_norm(total, extents(total)[-1:], call[2], call.get(3), call.real("epsilon", 1e-12))
     return out, None, None, total
 
 
-def _simplified_layer_norm(call: Call) -> Any:
+def _simplified_layer_norm(call: NodeCall) -> Any:
     x = call[0]
     return F.rms_norm(x, extents(x)[call.axis(-1, x.dim()) :], call[1], call.real("epsilon", 1e-5))
 
 
-def _skip_simplified_layer_norm(call: Call) -> Any:
+def _skip_simplified_layer_norm(call: NodeCall) -> Any:
     total = call[0] + call[1] if call.get(3) is None else call[0] + call[1] + call[3]
     return F.rms_norm(total, extents(total)[-1:], call[2], call.real("epsilon", 1e-5)), None, None, total
 
@@ -59,7 +59,7 @@ _ACTIVATIONS: Mapping[str, Any] = {
 }
 
 
-def _activated(call: Call, x: Tensor) -> Any:
+def _activated(call: NodeCall, x: Tensor) -> Any:
     name = call.text("activation")
     if name == "LeakyRelu":
         return F.leaky_relu(x, (call.node.attributes.get("activation_params") or [0.01])[0])
@@ -68,12 +68,12 @@ def _activated(call: Call, x: Tensor) -> Any:
     return _ACTIVATIONS[name](x) if name else x
 
 
-def _fused_conv(call: Call) -> Any:
+def _fused_conv(call: NodeCall) -> Any:
     made = convolve(call, call[0], call[1], call.get(2))
     return _activated(call, made if call.get(3) is None else made + call[3])
 
 
-def _fused_gemm(call: Call) -> Any:
+def _fused_gemm(call: NodeCall) -> Any:
     return _activated(call, gemm(call))
 
 

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from echograph.frontend.onnx.call import Call, Operator
+from echograph.frontend.onnx.call import NodeCall, Operator
 
 
-def _unary(function: Callable[[Tensor], Tensor], call: Call) -> Any:
+def _unary(function: Callable[[Tensor], Tensor], call: NodeCall) -> Any:
     return function(call[0])
 
 
-def _binary(function: Callable[[Any, Any], Any], call: Call) -> Any:
+def _binary(function: Callable[[Any, Any], Any], call: NodeCall) -> Any:
     """A number that is known is an argument of the kernel and no operand in memory."""
     a, b = call[0], call[1]
     if _absorbs(a, b):
@@ -43,72 +43,72 @@ def _divide(a: Any, b: Any) -> Any:
     return torch.div(a, b, rounding_mode="trunc")
 
 
-def _modulo(call: Call) -> Any:
+def _modulo(call: NodeCall) -> Any:
     function = torch.fmod if call.integer("fmod") else torch.remainder
     return _binary(function, call)
 
 
-def _variadic(function: Callable[[Any, Any], Any], call: Call) -> Any:
+def _variadic(function: Callable[[Any, Any], Any], call: NodeCall) -> Any:
     return reduce(function, [call[i] for i in range(len(call.operands))])
 
 
-def _mean(call: Call) -> Any:
+def _mean(call: NodeCall) -> Any:
     return _variadic(operator.add, call) / len(call.operands)
 
 
-def _clip(call: Call) -> Any:
+def _clip(call: NodeCall) -> Any:
     low, high = (call.node.attributes.get(name) for name in ("min", "max"))
     low = call.number(1) if call.get(1) is not None else low
     high = call.number(2) if call.get(2) is not None else high
     return call[0] if low is None and high is None else torch.clamp(call[0], low, high)
 
 
-def _where(call: Call) -> Any:
+def _where(call: NodeCall) -> Any:
     return torch.where(call[0], call[1], call[2])
 
 
-def _cast(call: Call) -> Any:
+def _cast(call: NodeCall) -> Any:
     return call[0].to(call.dtypes.of(call.integer("to"), call.node.name))
 
 
-def _cast_like(call: Call) -> Any:
+def _cast_like(call: NodeCall) -> Any:
     return call[0].to(call[1].dtype)
 
 
-def _gelu(call: Call) -> Any:
+def _gelu(call: NodeCall) -> Any:
     return F.gelu(call[0], approximate=call.text("approximate", "none"))
 
 
-def _prelu(call: Call) -> Any:
+def _prelu(call: NodeCall) -> Any:
     x, slope = call[0], call[1]
     return torch.where(x > 0, x, x * slope)
 
 
-def _selu(call: Call) -> Any:
+def _selu(call: NodeCall) -> Any:
     x = call[0]
     alpha, gamma = call.real("alpha", 1.6732632), call.real("gamma", 1.0507)
     return gamma * F.elu(x, alpha)
 
 
-def _swish(call: Call) -> Any:
+def _swish(call: NodeCall) -> Any:
     x, alpha = call[0], call.real("alpha", 1.0)
     return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
 
 
-def _hard_sigmoid(call: Call) -> Any:
+def _hard_sigmoid(call: NodeCall) -> Any:
     return torch.clamp(call[0] * call.real("alpha", 0.2) + call.real("beta", 0.5), 0.0, 1.0)
 
 
-def _thresholded(call: Call) -> Any:
+def _thresholded(call: NodeCall) -> Any:
     return F.threshold(call[0], call.real("alpha", 1.0), 0.0)
 
 
-def _shift(call: Call) -> Any:
+def _shift(call: NodeCall) -> Any:
     shift = torch.bitwise_left_shift if call.text("direction") == "LEFT" else torch.bitwise_right_shift
     return shift(call[0], call[1])
 
 
-def _shrink(call: Call) -> Any:
+def _shrink(call: NodeCall) -> Any:
     x, bias, edge = call[0], call.real("bias", 0.0), call.real("lambd", 0.5)
     return torch.where(x < -edge, x + bias, torch.where(x > edge, x - bias, torch.zeros_like(x)))
 

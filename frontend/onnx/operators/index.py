@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echograph.errors import CaptureError
-from echograph.frontend.onnx.call import Call, Operator, extents
+from echograph.frontend.onnx.call import NodeCall, Operator, extents
 
 
-def _gather(call: Call) -> Any:
+def _gather(call: NodeCall) -> Any:
     """Rows of a table are an embedding, one known position is a view, anything else picks along a dimension."""
     x: Tensor = call[0]
     axis = call.axis(0, x.dim())
@@ -31,11 +31,11 @@ def _gather(call: Call) -> Any:
     return picked.reshape([*extents(x)[:axis], *extents(index), *extents(x)[axis + 1 :]])
 
 
-def _gather_elements(call: Call) -> Any:
+def _gather_elements(call: NodeCall) -> Any:
     return torch.gather(call[0], call.axis(0, call[0].dim()), call[1])
 
 
-def _gather_nd(call: Call) -> Any:
+def _gather_nd(call: NodeCall) -> Any:
     x, index = call[0], call[1]
     if call.integer("batch_dims"):
         raise CaptureError("its batch_dims are not 0: export it as GatherElements")
@@ -50,7 +50,7 @@ def _positions(x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
     return index.unbind(-1)
 
 
-def _scatter_elements(call: Call) -> Any:
+def _scatter_elements(call: NodeCall) -> Any:
     x, index, updates = call[0], call[1], call[2]
     axis = call.axis(0, x.dim())
     reduction = call.text("reduction", "none")
@@ -64,7 +64,7 @@ def _scatter_elements(call: Call) -> Any:
     return x.scatter_reduce(axis, index, updates, name)
 
 
-def _scatter_nd(call: Call) -> Any:
+def _scatter_nd(call: NodeCall) -> Any:
     x, index, updates = call[0], call[1], call[2]
     reduction = call.text("reduction", "none")
     if reduction not in ("none", "add"):
@@ -72,7 +72,7 @@ def _scatter_nd(call: Call) -> Any:
     return x.index_put(_positions(x, index), updates, accumulate=reduction == "add")
 
 
-def _one_hot(call: Call) -> Any:
+def _one_hot(call: NodeCall) -> Any:
     depth = call.constant(1)
     if depth is None:
         raise CaptureError("it lacks its depth")

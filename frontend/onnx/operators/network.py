@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echograph.errors import CaptureError
-from echograph.frontend.onnx.call import Call, Operator, extents
+from echograph.frontend.onnx.call import NodeCall, Operator, extents
 
 
-def _matmul(call: Call) -> Any:
+def _matmul(call: NodeCall) -> Any:
     return torch.matmul(call[0], call[1])
 
 
-def gemm(call: Call) -> Any:
+def gemm(call: NodeCall) -> Any:
     """`Gemm`: alpha A B + beta C, A and B transposed or not."""
     a, b, c = call[0], call[1], call.get(2)
     a = a.t() if call.integer("transA") else a
@@ -30,7 +30,7 @@ def gemm(call: Call) -> Any:
     return product if alpha == 1.0 else product * alpha
 
 
-def _einsum(call: Call) -> Any:
+def _einsum(call: NodeCall) -> Any:
     return torch.einsum(call.text("equation"), [call[i] for i in range(len(call.operands))])
 
 
@@ -47,7 +47,7 @@ def _dimensions(table: Mapping[int, Any], x: Tensor) -> Any:
     return function
 
 
-def _window(call: Call, x: Tensor, kernel: list[int]) -> tuple[list[int], list[int], list[int], list[int]]:
+def _window(call: NodeCall, x: Tensor, kernel: list[int]) -> tuple[list[int], list[int], list[int], list[int]]:
     """Stride, dilation, and padding before and after, one entry per spatial dimension."""
     count = len(kernel)
     stride, dilation = call.ints("strides", default=[1] * count), call.ints("dilations", default=[1] * count)
@@ -72,13 +72,13 @@ def _even(x: Tensor, before: list[int], after: list[int], value: float = 0.0) ->
     return F.pad(x, widths, value=value), [0] * len(before)
 
 
-def _bias(call: Call, position: int) -> Tensor | None:
+def _bias(call: NodeCall, position: int) -> Tensor | None:
     """A bias; one that is known to be zero is what an exporter writes for none."""
     known = call.known[position] if position < len(call.known) else None
     return None if known is not None and not known.any() else call.get(position)
 
 
-def convolve(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+def convolve(call: NodeCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     """The convolution that a node's attributes say."""
     stride, dilation, before, after = _window(call, x, extents(weight)[2:])
     function = _dimensions(_CONVOLUTIONS, x)
@@ -86,11 +86,11 @@ def convolve(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
     return function(x, weight, bias, stride, padding, dilation, call.integer("group", 1))
 
 
-def _conv(call: Call) -> Any:
+def _conv(call: NodeCall) -> Any:
     return convolve(call, call[0], call[1], _bias(call, 2))
 
 
-def _conv_transpose(call: Call) -> Any:
+def _conv_transpose(call: NodeCall) -> Any:
     x, weight = call[0], call[1]
     stride, dilation, before, after = _window(call, x, extents(weight)[2:])
     extra = call.ints("output_padding", default=[0] * len(before))
@@ -113,7 +113,7 @@ def _conv_transpose(call: Call) -> Any:
     return function(x, weight, _bias(call, 2), stride, before, extra, call.integer("group", 1), dilation)
 
 
-def _max_pool(call: Call) -> Any:
+def _max_pool(call: NodeCall) -> Any:
     kernel = call.ints("kernel_shape")
     stride, dilation, before, after = _window(call, call[0], kernel)
     x, padding = _even(call[0], before, after, float("-inf"))
@@ -122,7 +122,7 @@ def _max_pool(call: Call) -> Any:
     return pool(x, kernel, stride, padding, dilation, bool(call.integer("ceil_mode")), both)
 
 
-def _average_pool(call: Call) -> Any:
+def _average_pool(call: NodeCall) -> Any:
     kernel = call.ints("kernel_shape")
     stride, _, before, after = _window(call, call[0], kernel)
     x, padding = _even(call[0], before, after)
@@ -132,13 +132,13 @@ def _average_pool(call: Call) -> Any:
     return _dimensions(_AVERAGE_POOLS, x)(x, kernel, stride, padding, bool(call.integer("ceil_mode")), counts)
 
 
-def _global_pool(call: Call, *, largest: bool) -> Any:
+def _global_pool(call: NodeCall, *, largest: bool) -> Any:
     x = call[0]
     axes = list(range(2, x.dim()))
     return torch.amax(x, axes, keepdim=True) if largest else torch.mean(x, axes, keepdim=True)
 
 
-def _batch_norm(call: Call) -> Any:
+def _batch_norm(call: NodeCall) -> Any:
     """In training, an inference graph's fixed statistics are those of the batch again."""
     momentum = 1.0 - call.real("momentum", 0.9)
     training = call.training or bool(call.integer("training_mode"))
@@ -146,15 +146,15 @@ def _batch_norm(call: Call) -> Any:
     return (out, call[3], call[4]) if len(call.node.outputs) > 1 else out
 
 
-def _instance_norm(call: Call) -> Any:
+def _instance_norm(call: NodeCall) -> Any:
     return F.instance_norm(call[0], weight=call[1], bias=call[2], eps=call.real("epsilon", 1e-5))
 
 
-def _group_norm(call: Call) -> Any:
+def _group_norm(call: NodeCall) -> Any:
     return F.group_norm(call[0], call.integer("num_groups", 1), call[1], call[2], call.real("epsilon", 1e-5))
 
 
-def _layer_norm(call: Call) -> Any:
+def _layer_norm(call: NodeCall) -> Any:
     x = call[0]
     shape = extents(x)[call.axis(-1, x.dim()) :]
     if len(call.node.outputs) > 1:  # mean and inverse deviation too
@@ -162,22 +162,22 @@ def _layer_norm(call: Call) -> Any:
     return F.layer_norm(x, shape, call[1], call.get(2), call.real("epsilon", 1e-5))
 
 
-def _rms_norm(call: Call) -> Any:
+def _rms_norm(call: NodeCall) -> Any:
     x = call[0]
     return F.rms_norm(x, extents(x)[call.axis(-1, x.dim()) :], call[1], call.real("epsilon", 1e-5))
 
 
-def _lp_norm(call: Call) -> Any:
+def _lp_norm(call: NodeCall) -> Any:
     return F.normalize(call[0], call.integer("p", 2), call.axis(-1, call[0].dim()), eps=0.0)
 
 
-def _local_response_norm(call: Call) -> Any:
+def _local_response_norm(call: NodeCall) -> Any:
     return F.local_response_norm(
         call[0], call.integer("size", 1), call.real("alpha", 1e-4), call.real("beta", 0.75), call.real("bias", 1.0)
     )
 
 
-def _dropout(call: Call) -> Any:
+def _dropout(call: NodeCall) -> Any:
     x = call[0]
     ratio = call.number(1) if call.get(1) is not None else call.real("ratio", 0.5)
     if not call.training or not ratio:
@@ -185,7 +185,7 @@ def _dropout(call: Call) -> Any:
     return torch.native_dropout(x, float(ratio), True)
 
 
-def _loss(call: Call, *, of_logits: bool) -> Any:
+def _loss(call: NodeCall, *, of_logits: bool) -> Any:
     scores, labels, weight = call[0], call[1], call.get(2)
     ignored = call.integer("ignore_index", -100)
     reduction = call.text("reduction", "mean")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echograph.errors import CaptureError
-from echograph.frontend.onnx.call import Call, Operator, extents
+from echograph.frontend.onnx.call import NodeCall, Operator, extents
 from echograph.frontend.onnx.operators.attention import packed_attention
 from echograph.frontend.onnx.operators.network import convolve
 from echograph.frontend.onnx.operators.recurrent import lstm
@@ -30,7 +30,7 @@ def _spread(value: Any, rank: int, axis: int) -> Any:
     return value.reshape([-1 if i == axis % rank else 1 for i in range(rank)])
 
 
-def _real(call: Call, x: Tensor, scale: Any, zero: int, axis: int) -> Tensor:
+def _real(call: NodeCall, x: Tensor, scale: Any, zero: int, axis: int) -> Tensor:
     """Integers as the numbers that they stand for; `scale` None leaves them integers, of the step's type."""
     wide = scale.dtype if isinstance(scale, Tensor) else call.dtypes.step
     made = x.to(wide)
@@ -40,13 +40,13 @@ def _real(call: Call, x: Tensor, scale: Any, zero: int, axis: int) -> Tensor:
     return made if scale is None else made * _spread(scale, x.dim(), axis)
 
 
-def _operand(call: Call, at: int, axis: int = 0) -> Tensor:
+def _operand(call: NodeCall, at: int, axis: int = 0) -> Tensor:
     """A tensor that is followed by its scale and its zero point."""
     return _real(call, call[at], call[at + 1], at + 2, axis)
 
 
 def _integers(
-    call: Call, x: Tensor, scale: Any, zero: Any, axis: int = 0, dtype: torch.dtype | None = None
+    call: NodeCall, x: Tensor, scale: Any, zero: Any, axis: int = 0, dtype: torch.dtype | None = None
 ) -> Any:
     """Numbers as integers: divided, rounded, moved, and cut to the type."""
     dtype = dtype or (torch.uint8 if zero is None else zero.dtype)
@@ -59,28 +59,28 @@ def _integers(
     return torch.clamp(made, torch.iinfo(dtype).min, torch.iinfo(dtype).max).to(dtype)
 
 
-def _result(call: Call, x: Tensor, at: int) -> Any:
+def _result(call: NodeCall, x: Tensor, at: int) -> Any:
     return _integers(call, x, call[at], call.get(at + 1))
 
 
-def _whole(call: Call) -> None:
+def _whole(call: NodeCall) -> None:
     if call.integer("block_size"):
         raise CaptureError("its scales are of blocks: export it with scales of tensors or channels")
 
 
-def _quantize(call: Call) -> Any:
+def _quantize(call: NodeCall) -> Any:
     _whole(call)
     number = call.integer("output_dtype")
     dtype = call.dtypes.of(number, call.node.name) if number else None
     return _integers(call, call[0], call[1], call.get(2), call.integer("axis", 1), dtype)
 
 
-def _dequantize(call: Call) -> Any:
+def _dequantize(call: NodeCall) -> Any:
     _whole(call)
     return _real(call, call[0], call[1], 2, call.integer("axis", 1))
 
 
-def _dynamic(call: Call) -> Any:
+def _dynamic(call: NodeCall) -> Any:
     x = call[0]
     low, high = torch.clamp(torch.amin(x), max=0.0), torch.clamp(torch.amax(x), min=0.0)
     scale = (high - low) / 255
@@ -88,41 +88,41 @@ def _dynamic(call: Call) -> Any:
     return _integers(call, x, scale, zero), scale, zero
 
 
-def _matmul_integer(call: Call) -> Any:
+def _matmul_integer(call: NodeCall) -> Any:
     a, b = _real(call, call[0], None, 2, -2), _real(call, call[1], None, 3, -1)
     return torch.matmul(a, b).to(torch.int32)
 
 
-def _conv_integer(call: Call) -> Any:
+def _conv_integer(call: NodeCall) -> Any:
     x, weight = _real(call, call[0], None, 2, 0), _real(call, call[1], None, 3, 0)
     return convolve(call, x, weight, None).to(torch.int32)
 
 
-def _qlinear_matmul(call: Call) -> Any:
+def _qlinear_matmul(call: NodeCall) -> Any:
     return _result(call, torch.matmul(_operand(call, 0, -2), _operand(call, 3, -1)), 6)
 
 
-def _qlinear_conv(call: Call) -> Any:
+def _qlinear_conv(call: NodeCall) -> Any:
     bias = call.get(8)
     if bias is not None:
         bias = bias.to(call[1].dtype) * (call[1].reshape([]) * call[4].reshape(-1))
     return _result(call, convolve(call, _operand(call, 0), _operand(call, 3), bias), 6)
 
 
-def _qlinear_binary(function: Callable[[Tensor, Tensor], Tensor], call: Call) -> Any:
+def _qlinear_binary(function: Callable[[Tensor, Tensor], Tensor], call: NodeCall) -> Any:
     return _result(call, function(_operand(call, 0), _operand(call, 3)), 6)
 
 
-def _qlinear_unary(function: Callable[[Call, Tensor], Tensor], call: Call) -> Any:
+def _qlinear_unary(function: Callable[[NodeCall, Tensor], Tensor], call: NodeCall) -> Any:
     return _result(call, function(call, _operand(call, 0)), 3)
 
 
-def _qlinear_concat(call: Call) -> Any:
+def _qlinear_concat(call: NodeCall) -> Any:
     parts = [_operand(call, at) for at in range(2, len(call.operands), 3)]
     return _result(call, torch.cat(parts, call.integer("axis")), 0)
 
 
-def _q_gemm(call: Call) -> Any:
+def _q_gemm(call: NodeCall) -> Any:
     a, b, c = _operand(call, 0), _operand(call, 3, -1), call.get(6)
     a = a.t() if call.integer("transA") else a
     b = b.t() if call.integer("transB") else b
@@ -132,18 +132,18 @@ def _q_gemm(call: Call) -> Any:
     return product if call.get(7) is None else _result(call, product, 7)
 
 
-def _dynamic_quantize_matmul(call: Call) -> Any:
+def _dynamic_quantize_matmul(call: NodeCall) -> Any:
     product = torch.matmul(call[0], _real(call, call[1], call[2], 3, -1))
     return product if call.get(4) is None else product + call[4]
 
 
-def _matmul_integer_to_float(call: Call) -> Any:
+def _matmul_integer_to_float(call: NodeCall) -> Any:
     a, b = _real(call, call[0], call[2], 4, -2), _real(call, call[1], call[3], 5, -1)
     product = torch.matmul(a, b)
     return product if call.get(6) is None else product + call[6]
 
 
-def _matmul_n_bits(call: Call) -> Any:
+def _matmul_n_bits(call: NodeCall) -> Any:
     """Weights of 2, 4 or 8 bits, packed from the low bits up, with a scale for every block of a row."""
     bits, block = call.integer("bits", 4), call.integer("block_size", 32)
     inner, columns = call.integer("K"), call.integer("N")
@@ -167,7 +167,7 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
     return torch.stack(parts, -1).reshape([extents(packed)[0], -1])
 
 
-def _dynamic_quantize_lstm(call: Call) -> Any:
+def _dynamic_quantize_lstm(call: NodeCall) -> Any:
     """Its weights lie transposed: [directions, input, gates]."""
     of_input, of_state = (
         (_by_direction(call, call[at], at + zero)).transpose(1, 2) for at, zero in ((1, 7), (2, 8))
@@ -175,7 +175,7 @@ def _dynamic_quantize_lstm(call: Call) -> Any:
     return lstm(call, weights=(of_input, of_state))
 
 
-def _by_direction(call: Call, weight: Tensor, scale_at: int) -> Tensor:
+def _by_direction(call: NodeCall, weight: Tensor, scale_at: int) -> Tensor:
     scale, zero = call[scale_at], call.get(scale_at + 1)
     shape = [-1, 1, 1] if scale.dim() == 1 else [int(weight.shape[0]), 1, -1]
     made = weight.to(scale.dtype)
@@ -184,24 +184,24 @@ def _by_direction(call: Call, weight: Tensor, scale_at: int) -> Tensor:
     return real
 
 
-def _q_attention(call: Call) -> Any:
+def _q_attention(call: NodeCall) -> Any:
     x, weight = _real(call, call[0], call[3], 6, 0), _real(call, call[1], call[4], 7, -1)
     return packed_attention(call, x, weight, call.get(2), call.get(5))
 
 
-def _sigmoid(call: Call, x: Tensor) -> Tensor:
+def _sigmoid(call: NodeCall, x: Tensor) -> Tensor:
     return torch.sigmoid(x)
 
 
-def _leaky(call: Call, x: Tensor) -> Tensor:
+def _leaky(call: NodeCall, x: Tensor) -> Tensor:
     return F.leaky_relu(x, call.real("alpha", 0.01))
 
 
-def _softmax(call: Call, x: Tensor) -> Tensor:
+def _softmax(call: NodeCall, x: Tensor) -> Tensor:
     return F.softmax(x, call.axis(-1, x.dim()))
 
 
-def _global_average(call: Call, x: Tensor) -> Tensor:
+def _global_average(call: NodeCall, x: Tensor) -> Tensor:
     last = call.integer("channels_last")
     return torch.mean(x, list(range(1, x.dim() - 1)) if last else list(range(2, x.dim())), keepdim=True)
 

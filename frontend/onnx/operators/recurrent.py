@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echograph.errors import CaptureError
-from echograph.frontend.onnx.call import Call, Operator, extents
+from echograph.frontend.onnx.call import NodeCall, Operator, extents
 
 MAX_STEPS = 10_000
 _X, _W, _R, _B, _LENGTHS, _H, _C, _P = range(8)
@@ -46,12 +46,14 @@ class Cell(NamedTuple):
     coupled: bool
 
 
-State = tuple[Tensor, ...]
-Step = Callable[[Cell, Weights, Tensor, State], State]
+_CellState = tuple[Tensor, ...]
+_CellStep = Callable[[Cell, Weights, Tensor, _CellState], _CellState]
 """(cell, weights, the input's share of the gates, state) -> state; the first of a state is what a layer shows."""
 
 
-def recurrent(step: Step, gates: int, states: int, call: Call, weights: tuple[Any, Any] | None = None) -> Any:
+def recurrent(
+    step: _CellStep, gates: int, states: int, call: NodeCall, weights: tuple[Any, Any] | None = None
+) -> Any:
     """Runs a layer.
 
     Args:
@@ -87,7 +89,7 @@ def recurrent(step: Step, gates: int, states: int, call: Call, weights: tuple[An
     return (whole, *lasts)
 
 
-def _cell(call: Call, step: Step, number: int) -> Cell:
+def _cell(call: NodeCall, step: _CellStep, number: int) -> Cell:
     default = _DEFAULTS[step]
     names = call.node.attributes.get("activations") or list(default) * (number + 1)
     names = names[number * len(default) : (number + 1) * len(default)]
@@ -100,7 +102,7 @@ def _cell(call: Call, step: Step, number: int) -> Cell:
     )
 
 
-def _weights(call: Call, of_input: Tensor, of_state: Tensor, number: int, width: int, hidden: int) -> Weights:
+def _weights(call: NodeCall, of_input: Tensor, of_state: Tensor, number: int, width: int, hidden: int) -> Weights:
     bias, peepholes = call.get(_B), call.get(_P)
     own, of_states = (None, None) if bias is None else bias[number].split(width)
     return Weights(
@@ -108,7 +110,7 @@ def _weights(call: Call, of_input: Tensor, of_state: Tensor, number: int, width:
     )
 
 
-def _initial(call: Call, position: int, number: int, x: Tensor, hidden: int, first: int) -> Tensor:
+def _initial(call: NodeCall, position: int, number: int, x: Tensor, hidden: int, first: int) -> Tensor:
     given = call.get(position)
     if given is None:
         return torch.zeros([int(x.shape[1]), hidden], dtype=x.dtype)
@@ -117,8 +119,8 @@ def _initial(call: Call, position: int, number: int, x: Tensor, hidden: int, fir
 
 
 def _direction(
-    step: Step, cell: Cell, its: Weights, x: Tensor, state: State, backward: bool, lengths: Tensor | None
-) -> tuple[list[Tensor], State]:
+    step: _CellStep, cell: Cell, its: Weights, x: Tensor, state: _CellState, backward: bool, lengths: Tensor | None
+) -> tuple[list[Tensor], _CellState]:
     count, batch, _ = extents(x)
     shares = F.linear(x.reshape(count * batch, -1), its.of_input, its.bias).reshape(count, batch, -1)
     outputs = []
@@ -134,7 +136,7 @@ def _direction(
     return (outputs[::-1] if backward else outputs), state
 
 
-def _lstm(cell: Cell, its: Weights, share: Tensor, state: State) -> State:
+def _lstm(cell: Cell, its: Weights, share: Tensor, state: _CellState) -> _CellState:
     hidden, memory = state
     sigmoid, tanh, last = cell.activations
     i, o, f, c = (share + F.linear(hidden, its.of_state, its.state_bias)).chunk(4, -1)
@@ -148,7 +150,7 @@ def _lstm(cell: Cell, its: Weights, share: Tensor, state: State) -> State:
     return sigmoid(o) * last(memory), memory
 
 
-def _gru(cell: Cell, its: Weights, share: Tensor, state: State) -> State:
+def _gru(cell: Cell, its: Weights, share: Tensor, state: _CellState) -> _CellState:
     (hidden,) = state
     width = int(hidden.shape[-1])
     sigmoid, tanh = cell.activations
@@ -166,11 +168,11 @@ def _gru(cell: Cell, its: Weights, share: Tensor, state: State) -> State:
     return ((1 - update) * new + update * hidden,)
 
 
-def _rnn(cell: Cell, its: Weights, share: Tensor, state: State) -> State:
+def _rnn(cell: Cell, its: Weights, share: Tensor, state: _CellState) -> _CellState:
     return (cell.activations[0](share + F.linear(state[0], its.of_state, its.state_bias)),)
 
 
-_DEFAULTS: Mapping[Step, tuple[str, ...]] = {
+_DEFAULTS: Mapping[_CellStep, tuple[str, ...]] = {
     _lstm: ("Sigmoid", "Tanh", "Tanh"), _gru: ("Sigmoid", "Tanh"), _rnn: ("Tanh",)
 }  # fmt: skip
 lstm = partial(recurrent, _lstm, 4, 2)

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from echograph.frontend.onnx.call import Call, Operator
+from echograph.frontend.onnx.call import NodeCall, Operator
 
 Reduction = Callable[[Tensor, list[int], bool], Tensor]
 
 
-def _reduce(function: Reduction, call: Call) -> Any:
+def _reduce(function: Reduction, call: NodeCall) -> Any:
     x: Tensor = call[0]
     axes = call.optional_ints("axes", 1)
     if not axes:
@@ -31,16 +31,16 @@ def _prod(x: Tensor, axes: list[int], keep: bool) -> Tensor:
     return x
 
 
-def _arg(function: Callable[..., Tensor], call: Call) -> Any:
+def _arg(function: Callable[..., Tensor], call: NodeCall) -> Any:
     return function(call[0], call.axis(0, call[0].dim()), bool(call.integer("keepdims", 1)))
 
 
-def _top_k(call: Call) -> Any:
+def _top_k(call: NodeCall) -> Any:
     k = call.ints("k", 1)[0]
     return torch.topk(call[0], k, call.axis(-1, call[0].dim()), bool(call.integer("largest", 1)))
 
 
-def _cumulative(function: Callable[[Tensor, int], Tensor], call: Call) -> Any:
+def _cumulative(function: Callable[[Tensor, int], Tensor], call: NodeCall) -> Any:
     x, axis = call[0], call.ints("axis", 1)[0]
     backward, exclusive = bool(call.integer("reverse")), bool(call.integer("exclusive"))
     x = x.flip([axis]) if backward else x
@@ -55,13 +55,13 @@ def _hardmax(x: Tensor, axis: int) -> Tensor:
     return torch.zeros_like(x).scatter(axis, torch.argmax(x, axis, keepdim=True), 1.0)
 
 
-def _mean_variance(call: Call) -> Any:
+def _mean_variance(call: NodeCall) -> Any:
     x, axes = call[0], call.ints("axes", default=[0, 2, 3])
     centred = x - torch.mean(x, axes, keepdim=True)
     return centred / (torch.sqrt(torch.mean(centred * centred, axes, keepdim=True)) + 1e-9)
 
 
-def _softmax(function: Callable[[Tensor, int], Tensor], call: Call) -> Any:
+def _softmax(function: Callable[[Tensor, int], Tensor], call: NodeCall) -> Any:
     x: Tensor = call[0]
     if call.opset >= 13 or x.dim() == 2:
         return function(x, call.axis(-1 if call.opset >= 13 else 1, x.dim()))

@@ -12,53 +12,53 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echograph.errors import CaptureError
-from echograph.frontend.onnx.call import Call, Operator, extents
+from echograph.frontend.onnx.call import NodeCall, Operator, extents
 from echograph.frontend.onnx.model import MAX_KNOWN
 
 
-def _type(call: Call, default: torch.dtype) -> torch.dtype:
+def _type(call: NodeCall, default: torch.dtype) -> torch.dtype:
     number = call.integer("dtype")
     return call.dtypes.of(number, call.node.name) if number else default
 
 
-def _normal(call: Call, made: Tensor) -> Any:
+def _normal(call: NodeCall, made: Tensor) -> Any:
     return made.normal_(call.real("mean", 0.0), call.real("scale", 1.0))
 
 
-def _uniform(call: Call, made: Tensor) -> Any:
+def _uniform(call: NodeCall, made: Tensor) -> Any:
     return made.uniform_(call.real("low", 0.0), call.real("high", 1.0))
 
 
-def _shaped(fill: Any, call: Call) -> Any:
+def _shaped(fill: Any, call: NodeCall) -> Any:
     return fill(call, torch.empty(call.ints("shape"), dtype=_type(call, call.dtypes.to_step(torch.float32))))
 
 
-def _like(fill: Any, call: Call) -> Any:
+def _like(fill: Any, call: NodeCall) -> Any:
     return fill(call, torch.empty(call[0].shape, dtype=_type(call, call[0].dtype)))
 
 
-def _bernoulli(call: Call) -> Any:
+def _bernoulli(call: NodeCall) -> Any:
     return torch.bernoulli(call[0]).to(_type(call, call[0].dtype))
 
 
-def _multinomial(call: Call) -> Any:
+def _multinomial(call: NodeCall) -> Any:
     if call[0].dim() != 2:
         raise CaptureError("its input is no matrix of scores")
     drawn = torch.multinomial(torch.exp(call[0]), call.integer("sample_size", 1), True)
     return drawn.to(_type(call, torch.int32))
 
 
-def _shape(call: Call) -> Any:
+def _shape(call: NodeCall) -> Any:
     whole = extents(call[0])
     start, end = call.integer("start"), call.integer("end", len(whole))
     return torch.tensor(whole[start:end], dtype=torch.int64)
 
 
-def _size(call: Call) -> Any:
+def _size(call: NodeCall) -> Any:
     return torch.tensor(prod(extents(call[0])), dtype=torch.int64)
 
 
-def _constant(call: Call) -> Any:
+def _constant(call: NodeCall) -> Any:
     for name, dtype in (("value_float", torch.float32), ("value_floats", torch.float32),
                         ("value_int", torch.int64), ("value_ints", torch.int64)):  # fmt: skip
         if name in call.node.attributes:
@@ -70,13 +70,13 @@ def _constant(call: Call) -> Any:
     return made.to(call.dtypes.to_step(made.dtype))
 
 
-def _constant_of_shape(call: Call) -> Any:
+def _constant_of_shape(call: NodeCall) -> Any:
     fill = call.node.attributes.get("value")
     value = torch.tensor(0.0 if fill is None else fill.reshape(-1)[0])
     return torch.full(call.ints("shape", 0), value.item(), dtype=call.dtypes.to_step(value.dtype))
 
 
-def _range(call: Call) -> Any:
+def _range(call: NodeCall) -> Any:
     numbers = []
     for position in range(3):
         known = call.constant(position)
@@ -86,26 +86,26 @@ def _range(call: Call) -> Any:
     return torch.arange(*numbers, dtype=call[0].dtype)
 
 
-def _reshape(call: Call) -> Any:
+def _reshape(call: NodeCall) -> Any:
     x, wanted = call[0], call.ints("shape", 1)
     if not call.integer("allowzero"):
         wanted = [x.shape[i] if extent == 0 and i < x.dim() else extent for i, extent in enumerate(wanted)]
     return x.reshape(wanted)
 
 
-def _flatten(call: Call) -> Any:
+def _flatten(call: NodeCall) -> Any:
     x = call[0]
     axis = call.integer("axis", 1)
     axis = axis + x.dim() if axis < 0 else axis
     return x.reshape([prod(extents(x)[:axis]), prod(extents(x)[axis:])])
 
 
-def _squeeze(call: Call) -> Any:
+def _squeeze(call: NodeCall) -> Any:
     axes = call.optional_ints("axes", 1)
     return call[0].squeeze() if axes is None else call[0].squeeze(axes)
 
 
-def _unsqueeze(call: Call) -> Any:
+def _unsqueeze(call: NodeCall) -> Any:
     x = call[0]
     axes = call.ints("axes", 1)
     rank = x.dim() + len(axes)
@@ -114,7 +114,7 @@ def _unsqueeze(call: Call) -> Any:
     return x
 
 
-def _transpose(call: Call) -> Any:
+def _transpose(call: NodeCall) -> Any:
     x = call[0]
     order = call.ints("perm", default=range(x.dim() - 1, -1, -1))
     if order == list(range(x.dim())):
@@ -124,11 +124,11 @@ def _transpose(call: Call) -> Any:
     return x.transpose(*moved) if len(moved) == 2 else x.permute(order)
 
 
-def _concat(call: Call) -> Any:
+def _concat(call: NodeCall) -> Any:
     return torch.cat([call[i] for i in range(len(call.operands))], call.axis(0, call[0].dim()))
 
 
-def _split(call: Call) -> Any:
+def _split(call: NodeCall) -> Any:
     x = call[0]
     axis = call.axis(0, x.dim())
     sizes = call.optional_ints("split", 1)
@@ -139,7 +139,7 @@ def _split(call: Call) -> Any:
     return torch.split(x, sizes, axis)
 
 
-def _split_to_sequence(call: Call) -> Any:
+def _split_to_sequence(call: NodeCall) -> Any:
     x = call[0]
     axis = call.axis(0, x.dim())
     known = call.constant(1)
@@ -150,19 +150,19 @@ def _split_to_sequence(call: Call) -> Any:
     return [parts if known is not None or call.integer("keepdims", 1) else [p.squeeze(axis) for p in parts]]
 
 
-def _sequence_at(call: Call) -> Any:
+def _sequence_at(call: NodeCall) -> Any:
     position = call.constant(1)
     if position is None:
         raise CaptureError("it lacks its position")
     return call[0][int(position)]
 
 
-def _concat_from_sequence(call: Call) -> Any:
+def _concat_from_sequence(call: NodeCall) -> Any:
     join = torch.stack if call.integer("new_axis") else torch.cat
     return join(list(call[0]), call.integer("axis"))
 
 
-def _slice(call: Call) -> Any:
+def _slice(call: NodeCall) -> Any:
     x: Tensor = call[0]
     starts, ends = call.ints("starts", 1), call.ints("ends", 2)
     axes = call.ints("axes", 3, default=range(len(starts)))
@@ -178,17 +178,17 @@ def _slice(call: Call) -> Any:
     return x
 
 
-def _expand(call: Call) -> Any:
+def _expand(call: NodeCall) -> Any:
     x = call[0]
     wanted = torch.broadcast_shapes(x.shape, call.ints("shape", 1))  # type: ignore[no-untyped-call]
     return x if wanted == x.shape else x.expand(wanted)
 
 
-def _tile(call: Call) -> Any:
+def _tile(call: NodeCall) -> Any:
     return call[0].repeat(call.ints("repeats", 1))
 
 
-def _pad(call: Call) -> Any:
+def _pad(call: NodeCall) -> Any:
     x: Tensor = call[0]
     pads = call.ints("pads", 1)
     axes = [a % x.dim() for a in call.ints("axes", 3, default=range(x.dim()))]
@@ -209,7 +209,7 @@ def _pad(call: Call) -> Any:
     return F.pad(x, widths, value=value if isinstance(value, int | float) else 0.0)
 
 
-def _eye_like(call: Call) -> Any:
+def _eye_like(call: NodeCall) -> Any:
     rows, columns = extents(call[0])
     number = call.integer("dtype")
     dtype = call.dtypes.of(number, call.node.name) if number else call[0].dtype
@@ -217,7 +217,7 @@ def _eye_like(call: Call) -> Any:
     return (offset == call.integer("k")).to(dtype)
 
 
-def _reverse_sequence(call: Call) -> Any:
+def _reverse_sequence(call: NodeCall) -> Any:
     """Turns the first so many entries of each sequence round; how many follows from data."""
     x, lengths = call[0], call[1]
     time, batch = call.integer("time_axis", 0), call.integer("batch_axis", 1)
@@ -233,7 +233,7 @@ def _reverse_sequence(call: Call) -> Any:
     return made if batch == 0 else made.transpose(0, 1)
 
 
-def _center_crop_pad(call: Call) -> Any:
+def _center_crop_pad(call: NodeCall) -> Any:
     x, wanted = call[0], call.ints("shape", 1)
     for axis, extent in zip(call.ints("axes", default=range(x.dim())), wanted, strict=True):
         size = int(x.shape[axis])
@@ -246,25 +246,25 @@ def _center_crop_pad(call: Call) -> Any:
     return x
 
 
-def _sequence_insert(call: Call) -> Any:
+def _sequence_insert(call: NodeCall) -> Any:
     parts, position = list(call[0]), call.constant(2)
     parts.insert(len(parts) if position is None else int(position), call[1])
     return [parts]
 
 
-def _sequence_erase(call: Call) -> Any:
+def _sequence_erase(call: NodeCall) -> Any:
     parts, position = list(call[0]), call.constant(1)
     del parts[-1 if position is None else int(position)]
     return [parts]
 
 
-def _trilu(call: Call) -> Any:
+def _trilu(call: NodeCall) -> Any:
     known = call.constant(1)
     diagonal = 0 if known is None else int(known)
     return torch.triu(call[0], diagonal) if call.integer("upper", 1) else torch.tril(call[0], diagonal)
 
 
-def _depth_to_space(call: Call) -> Any:
+def _depth_to_space(call: NodeCall) -> Any:
     x, block = call[0], call.integer("blocksize", 1)
     batch, channels, height, width = extents(x)
     first = call.text("mode", "DCR") == "DCR"
@@ -274,14 +274,14 @@ def _depth_to_space(call: Call) -> Any:
     return moved.reshape([batch, channels // block**2, height * block, width * block])
 
 
-def _space_to_depth(call: Call) -> Any:
+def _space_to_depth(call: NodeCall) -> Any:
     x, block = call[0], call.integer("blocksize", 1)
     batch, channels, height, width = extents(x)
     parts = x.reshape([batch, channels, height // block, block, width // block, block])
     return parts.permute([0, 3, 5, 1, 2, 4]).reshape([batch, channels * block**2, height // block, width // block])
 
 
-def _resize(scales_at: int, call: Call) -> Any:
+def _resize(scales_at: int, call: NodeCall) -> Any:
     """Only a picture's own dimensions are resized, as every exporter writes it."""
     x: Tensor = call[0]
     scales = call.constant(scales_at) if scales_at < len(call.operands) else None

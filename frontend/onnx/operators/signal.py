@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from echograph.errors import CaptureError
-from echograph.frontend.onnx.call import Call, Operator, extents
+from echograph.frontend.onnx.call import NodeCall, Operator, extents
 
 _HANN, _HAMMING, _BLACKMAN = (0.5, 0.5), (25 / 46, 21 / 46), (0.42, 0.5, 0.08)
 
 
-def _window(terms: tuple[float, ...], call: Call) -> Any:
+def _window(terms: tuple[float, ...], call: NodeCall) -> Any:
     size = call.ints("size", 0)[0]
     number = call.integer("output_datatype", 1)
     length = size if call.integer("periodic", 1) else size - 1
@@ -27,7 +27,7 @@ def _window(terms: tuple[float, ...], call: Call) -> Any:
     return made.to(call.dtypes.of(number, call.node.name))
 
 
-def _dft(call: Call) -> Any:
+def _dft(call: NodeCall) -> Any:
     """Real [..., 1] or complex [..., 2] numbers in, complex pairs out."""
     x, length = call[0], call.constant(1)
     axis = call.integer("axis", 1) if call.opset < 20 else (call.optional_ints("axis", 2) or [-2])[0]
@@ -43,7 +43,7 @@ def _dft(call: Call) -> Any:
     return torch.view_as_real(made)
 
 
-def _stft(call: Call) -> Any:
+def _stft(call: NodeCall) -> Any:
     """Frames of a signal [batch, length, 1], windowed and transformed."""
     signal, step, window = call[0], call.constant(1), call.get(2)
     length = call.constant(3)
@@ -56,17 +56,17 @@ def _stft(call: Call) -> Any:
     return torch.view_as_real(transform(frames))
 
 
-def _grid_sample(call: Call) -> Any:
+def _grid_sample(call: NodeCall) -> Any:
     mode = {"linear": "bilinear", "cubic": "bicubic"}.get(call.text("mode", "linear"), call.text("mode", "linear"))
     padding, aligned = call.text("padding_mode", "zeros"), bool(call.integer("align_corners"))
     return F.grid_sample(call[0], call[1], mode, padding, aligned)
 
 
-def _affine_grid(call: Call) -> Any:
+def _affine_grid(call: NodeCall) -> Any:
     return F.affine_grid(call[0], call.ints("size", 1), bool(call.integer("align_corners")))
 
 
-def _col2im(call: Call) -> Any:
+def _col2im(call: NodeCall) -> Any:
     image, block = call.ints("image_shape", 1), call.ints("block_shape", 2)
     pads = call.ints("pads", default=[0] * (2 * len(block)))
     if len(image) != 2 or pads[: len(block)] != pads[len(block) :]:

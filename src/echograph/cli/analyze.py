@@ -16,7 +16,7 @@ from echograph.ir.files import check_writable, write_whole
 from echograph.workflow.analyze import OVERVIEW, parse_options, read_folder
 
 if TYPE_CHECKING:
-    from echograph.profiler.analyses.table import Table
+    from echograph.profiler.analyses.table import AnswerTable
     from echograph.profiler.traces import TraceSet
 
 _WIDEST = 72
@@ -87,7 +87,7 @@ def analyze_command(
         write_whole(output, _gzipped(pieces) if output.suffix == ".gz" else pieces)
         return
     asked = {name: options} if name else {each: {} for each in OVERVIEW}
-    tables: dict[str, Table] = {each: ANALYSES[each](found, **chosen) for each, chosen in asked.items()}
+    tables: dict[str, AnswerTable] = {each: ANALYSES[each](found, **chosen) for each, chosen in asked.items()}
     for note in dict.fromkeys(note for table in tables.values() for note in table.notes):
         print_error(f"note: {note}")
     if as_csv:
@@ -126,7 +126,7 @@ def _gzipped(pieces: Iterable[bytes]) -> Iterator[bytes]:
     yield compress.flush()
 
 
-def _show(tables: dict[str, Table]) -> None:
+def _show(tables: dict[str, AnswerTable]) -> None:
     for number, (name, table) in enumerate(tables.items()):
         if len(tables) > 1:
             if number:

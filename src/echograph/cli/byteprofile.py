@@ -14,7 +14,7 @@ from echograph.ir.files import check_writable
 from echograph.units import PS_PER_US
 
 if TYPE_CHECKING:
-    from echograph.profiler.analyses.table import Table
+    from echograph.profiler.analyses.table import AnswerTable
     from echograph.profiler.byteprofile.statistics import Statistics
 
 _WIDEST = 72
@@ -26,7 +26,7 @@ Xlsx = Annotated[Path | None, typer.Option(help="Write the whole tables to this 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def show(tables: Mapping[str, Table], *, as_json: bool) -> None:
+def show(tables: Mapping[str, AnswerTable], *, as_json: bool) -> None:
     """Prints tables one below the other, or as one JSON object by their names; notes on stderr."""
     notes = dict.fromkeys(note for table in tables.values() for note in table.notes)
     if as_json:
@@ -157,7 +157,7 @@ def mapping_command(
     show({"mapping": found}, as_json=as_json)
 
 
-def _launched(path: Path) -> Table:
+def _launched(path: Path) -> AnswerTable:
     from echograph.profiler.analyses.operators import operator_kernels
     from echograph.profiler.byteprofile.events import is_kineto
     from echograph.profiler.traces import read_traces

@@ -11,7 +11,7 @@ from echograph.cli.app import print_json, print_line, progress
 from echograph.cli.byteprofile import AsJson, Head, show
 from echograph.errors import UsageError
 from echograph.ir.files import check_writable, write_whole
-from echograph.profiler.byteprofile.dependencies import Prepared, prepare
+from echograph.profiler.byteprofile.dependencies import JobDependencies, prepare
 from echograph.units import PS_PER_MS, format_time
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def replay_command(
     print_line(f"{output}: the replay as a trace")
 
 
-def _summary(prepared: Prepared, done: Replay, delayed: bool, *, pretty: bool) -> dict[str, Any]:
+def _summary(prepared: JobDependencies, done: Replay, delayed: bool, *, pretty: bool) -> dict[str, Any]:
     from echograph.profiler.byteprofile.dag import replay
 
     record: dict[str, Any] = {"step_ms": done.step / PS_PER_MS}

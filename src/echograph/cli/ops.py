@@ -29,7 +29,7 @@ from echograph.workflow.measure import (
 )
 
 if TYPE_CHECKING:
-    from echograph.profiler.measure.ops import Outcome
+    from echograph.profiler.measure.ops import OpTiming
 
 _SHOWN = 12
 
@@ -83,7 +83,7 @@ def ops_command(
     _report(summarize_measured(captured, outcome, here), outcome, output, as_json)
 
 
-def _report(summary: dict[str, Any], outcome: Outcome, output: Path, as_json: bool) -> None:
+def _report(summary: dict[str, Any], outcome: OpTiming, output: Path, as_json: bool) -> None:
     if as_json:
         print_json({"output": str(output), **summary})
     else:
@@ -95,7 +95,7 @@ def _report(summary: dict[str, Any], outcome: Outcome, output: Path, as_json: bo
     print_error(f"wrote {output} (profile of {outcome.profile.environment.device})")
 
 
-def _print(summary: dict[str, Any], outcome: Outcome) -> None:
+def _print(summary: dict[str, Any], outcome: OpTiming) -> None:
     counts = summary["operations"]
     print_line(f"{summary['hardware']} as '{summary['device']}', torch {summary['torch']}")
     print_line(

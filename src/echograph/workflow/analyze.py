@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import tempfile
 import typing
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -15,7 +14,7 @@ from echograph.progress import Progress, silent
 from echograph.simulator.result import Result
 
 if TYPE_CHECKING:
-    from echograph.profiler.analyses.table import Table
+    from echograph.profiler.analyses.table import AnswerTable
     from echograph.profiler.traces import TraceSet
 
 OVERVIEW = ("steps", "temporal-breakdown", "kernel-types", "overlap", "idle")
@@ -30,7 +29,7 @@ def analyze(
     last_step: bool = False,
     say: Progress = silent,
     **options: Any,
-) -> Table:
+) -> AnswerTable:
     """Answers a question about what ran: where the time goes, what waits, what is launched.
 
     Args:
@@ -56,7 +55,7 @@ def analyze(
     for key in options:
         if key not in known:
             raise UnknownNameError(f"option of {name}", key, known)
-    found: Table = analysis(_traces(what, ranks, last_step, say), **options)
+    found: AnswerTable = analysis(_traces(what, ranks, last_step, say), **options)
     return found
 
 
@@ -72,16 +71,17 @@ def _traces(
 
 def _simulated(result: Result, ranks: Collection[int] | None) -> TraceSet:
     """The traces that a prediction would have left, of one rank of each role."""
-    from echograph.ir.exporters.chrome import chrome_trace
-    from echograph.ir.files import write_whole
-    from echograph.profiler.traces import read_traces
+    from echograph.profiler.traces.simulated import simulated_traces
 
     if result.job is None:
         raise UsageError("the prediction does not know its job: make it with echograph.simulate")
-    with tempfile.TemporaryDirectory(prefix="echograph-") as folder:
-        path = Path(folder, "trace.json")
-        write_whole(path, chrome_trace(result.job, result.timeline))
-        return read_traces(path, ranks, last_step=True)
+    traces = simulated_traces(result.job, result.timeline)
+    if ranks is None:
+        return traces
+    if unknown := sorted(set(ranks) - set(traces)):
+        there = ", ".join(map(str, traces))
+        raise UsageError(f"no rank {unknown[0]} in the prediction; it has one of each role: {there}")
+    return traces.replaced({rank: traces[rank] for rank in sorted(ranks)})
 
 
 def read_folder(

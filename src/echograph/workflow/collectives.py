@@ -39,7 +39,7 @@ def measure_collectives(
     from torch import distributed
 
     from echograph.ir.files import whole_folder, write_whole
-    from echograph.profiler.comms.sweep import facts_of_ranks, header, sweep, table_row
+    from echograph.profiler.measure.collectives import facts_of_ranks, header, sweep, table_row
 
     device = _device(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from echograph.frontend.pytorch.spec import StepSpec
-    from echograph.frontend.pytorch.step import Inputs, Loss
+    from echograph.frontend.pytorch.step import Inputs, LossFunction
     from echograph.models import ModelEntry
 
-    Built = tuple[Module, Inputs, Loss | None]
+    Built = tuple[Module, Inputs, LossFunction | None]
 
 
 def compile(
@@ -32,7 +32,7 @@ def compile(
     seq_len: int | None = None,
     attention: str | None = None,
     inputs: Inputs | None = None,
-    loss: Loss | None = None,
+    loss: LossFunction | None = None,
     producer: str = "recorder",
     say: Progress = silent,
 ) -> StepGraph:

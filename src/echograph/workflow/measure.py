@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from echograph.frontend.pytorch.spec import StepSpec
     from echograph.ir.graph import StepGraph
     from echograph.ir.profile import Environment, Invocation, Profile
-    from echograph.profiler.measure.device import Device
-    from echograph.profiler.measure.ops import Outcome
+    from echograph.profiler.measure.device import MeasuringDevice
+    from echograph.profiler.measure.ops import OpTiming
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,12 @@ def capture_invocations(model: str, spec: StepSpec, cache_bytes: int, say: Progr
 
 def measure_invocations(
     invocations: list[Invocation],
-    device: Device,
+    device: MeasuringDevice,
     profile: Profile,
     options: Any,
     output: Path,
     say: Progress,
-) -> Outcome:
+) -> OpTiming:
     """Measures invocations, and writes the profile as it grows."""
     from echograph.ir.profile import save_profile
     from echograph.profiler.measure.device import keep_freed_memory
@@ -73,7 +73,7 @@ def measure_invocations(
     return measure(invocations, device, profile, options, save=save, say=say)
 
 
-def start_profile(device: Device, output: Path, name: str, resume: bool, say: Progress) -> Profile:
+def start_profile(device: MeasuringDevice, output: Path, name: str, resume: bool, say: Progress) -> Profile:
     """The profile to begin with: the one that there is, or an empty one with the host's times."""
     from echograph.ir.profile import Profile, load_profile
     from echograph.profiler.measure.ops import continued
@@ -86,9 +86,9 @@ def start_profile(device: Device, output: Path, name: str, resume: bool, say: Pr
     return Profile(environment=with_host(device, name))
 
 
-def with_host(device: Device, name: str = "") -> Environment:
+def with_host(device: MeasuringDevice, name: str = "") -> Environment:
     """A device's environment with the host's times, measured now."""
-    from echograph.profiler.measure.host import measure_host
+    from echograph.profiler.measure.ops import measure_host
     from echograph.units import to_ps
 
     host = measure_host(device)
@@ -97,7 +97,7 @@ def with_host(device: Device, name: str = "") -> Environment:
     )
 
 
-def summarize_measured(captured: Captured, outcome: Outcome, device: Device) -> dict[str, Any]:
+def summarize_measured(captured: Captured, outcome: OpTiming, device: MeasuringDevice) -> dict[str, Any]:
     """What was measured of a step, in numbers."""
     from echograph.ir.passes.annotate import join
 
@@ -132,7 +132,7 @@ def summarize_measured(captured: Captured, outcome: Outcome, device: Device) -> 
 def time_step(
     model: str,
     spec: StepSpec,
-    device: Device,
+    device: MeasuringDevice,
     *,
     steps: int,
     warm_up: int,

@@ -15,12 +15,12 @@ from echograph.frontend.deepspeed.adapter import DeepSpeedAdapter
 from echograph.frontend.pytorch.annotate import PHASE
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.recorder import COMMUNICATION
-from echograph.frontend.scripts.run import Recorded, Script, run_script
+from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.world import World
 from echograph.ir import serde
 
 
-def calls_of(run: Recorded) -> list[list[Any]]:
+def calls_of(run: ScriptRun) -> list[list[Any]]:
     """Operation, ranks of its group, bytes, type, the other rank of a message (or -1) and phase, in order."""
     found = []
     for node in run.recorder.graph.nodes:

@@ -1,4 +1,4 @@
-"""The adapter's rules, without a capture: refusals, names, seams; and ZeRO-3's slices against DeepSpeed's own."""
+"""The adapter's rules, without a capture: refusals, names, hooks; and ZeRO-3's slices against DeepSpeed's own."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_copies_between_host_and_device_are_told_by_what_lies_where() -> None:
 
 
 # In a process of its own, since importing DeepSpeed changes the one it is imported in.
-_SEAMS = """
+_HOOKS = """
 import torch
 from echograph.errors import CaptureError
 from echograph.frontend.deepspeed import shims, slices
@@ -112,11 +112,11 @@ from echograph.frontend.scripts.adapter import patched
 shims.load()
 for module, owner, name in (("runtime.engine", "Engine", ""), ("runtime.nowhere", "", "")):
     try:
-        shims.seam(module, owner)
+        shims.hook_point(module, owner)
     except CaptureError as error:
         print(error)
 try:
-    with patched(shims.seam("runtime.engine", "DeepSpeedEngine"), "backwards", lambda f: f):
+    with patched(shims.hook_point("runtime.engine", "DeepSpeedEngine"), "backwards", lambda f: f):
         pass
 except CaptureError as error:
     print(error)
@@ -140,9 +140,9 @@ for sizes in ((8,), (7, 8, 3), (1, 2), (5,)):
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_moved_seams_are_one_line_and_slices_are_deepspeeds(tmp_path: Path) -> None:
+def test_moved_hooks_are_one_line_and_slices_are_deepspeeds(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _SEAMS], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, "-c", _HOOKS], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     wanted = ("True", "False", "this version", "deepspeed.")

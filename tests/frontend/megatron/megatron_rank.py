@@ -4,7 +4,7 @@
 
 Each rank writes `FOLDER/<rank>.json`: in the order of the calls, [phase, operation, ranks of the group, bytes,
 type, peer]. The calls are those of the tracer of collectives. Phases are what its hooks on modules and autograd
-tell, and, for what runs outside both, what the seams of the adapter say.
+tell, and, for what runs outside both, what the hooks of the adapter say.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import echograph
+from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import in_place
-from echograph.frontend.megatron.seams import seams
 from echograph.frontend.megatron.shims import shimmed
 from echograph.frontend.scripts import device
 from echograph.frontend.scripts.adapter import patched
@@ -31,7 +31,7 @@ STEP = 2
 
 
 class Place:
-    """Where in the step this rank is, by the seams."""
+    """Where in the step this rank is, by the hooks."""
 
     def __init__(self, folder: Path) -> None:
         self.phase = ""
@@ -110,7 +110,7 @@ def main() -> None:
     with (
         shimmed(),
         device.present(World(rank=rank, size=size)),
-        in_place(seams(place)),
+        in_place(hooks(place)),
     ):
         # The shims have megatron-core imported anew.
         from megatron.core.distributed import DistributedDataParallel

@@ -18,8 +18,8 @@ if find_spec("megatron") is None:
 
 from echograph.errors import CaptureError
 from echograph.frontend.megatron.adapter import MegatronAdapter
+from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import in_place
-from echograph.frontend.megatron.seams import seams
 from echograph.frontend.megatron.shims import SHIMS, shimmed
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script
@@ -101,11 +101,11 @@ def test_a_job_has_its_micro_batches_and_is_simulated(job: JobGraph) -> None:
     assert result.step_ps > 0
 
 
-def test_shims_and_seams_are_taken_out_again() -> None:
+def test_shims_and_hooks_are_taken_out_again() -> None:
     import torch
     from megatron.core.transformer.moe import moe_utils
 
-    patches = (*SHIMS, *seams(Nowhere()))
+    patches = (*SHIMS, *hooks(Nowhere()))
 
     def now() -> list[Any]:
         found = []
@@ -119,7 +119,7 @@ def test_shims_and_seams_are_taken_out_again() -> None:
         return found
 
     before = now()
-    with shimmed(), in_place(seams(Nowhere())):
+    with shimmed(), in_place(hooks(Nowhere())):
         during = now()
     assert all(a is b for a, b in zip(before, now(), strict=True))
     assert all(a is not b for a, b in zip(before, during, strict=True))
@@ -143,7 +143,7 @@ class Nowhere:
         ("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup", "_ParamAndGradBucketGroup"),
     ],
 )
-def test_a_seam_that_has_moved_is_named(where: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_that_has_moved_is_named(where: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, _, path = where.partition(":")
     owner: Any = importlib.import_module(module)
     *outer, name = path.split(".")
@@ -151,7 +151,7 @@ def test_a_seam_that_has_moved_is_named(where: str, named: str, monkeypatch: pyt
         owner = getattr(owner, part)
     monkeypatch.delattr(owner, name)
     moved = pytest.raises(CaptureError, match=rf"has no megatron\.core.*{named}.*0\.16")
-    with moved as raised, in_place(seams(Nowhere())):
+    with moved as raised, in_place(hooks(Nowhere())):
         pass
     assert "\n" not in str(raised.value)
 

@@ -12,8 +12,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from echograph.errors import EchoError, FormatError, InputError, UsageError
-from echograph.frontend.onnx.model import MAX_KNOWN, read
-from echograph.frontend.onnx.parse import MAX_NODES
+from echograph.frontend.onnx.model import MAX_KNOWN, MAX_NODES, read
 
 
 def test_symbolic_dimensions_are_bound_by_name(tmp_path: Path) -> None:

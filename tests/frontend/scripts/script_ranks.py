@@ -12,7 +12,7 @@ from pathlib import Path
 from echograph.frontend.pytorch.annotate import PHASE
 from echograph.frontend.scripts.adapter import Adapter
 from echograph.frontend.scripts.recorder import COMMUNICATION
-from echograph.frontend.scripts.run import Recorded, Script, run_script
+from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
 from echograph.ir.comms.reader import NativeSource
@@ -38,7 +38,7 @@ def captured(
     }
 
 
-def calls_of(run: Recorded) -> list[Call]:
+def calls_of(run: ScriptRun) -> list[Call]:
     """The communications of a recorded step."""
     found = []
     for node in run.recorder.graph.nodes:

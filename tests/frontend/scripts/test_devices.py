@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echograph.errors import CaptureError
-from echograph.frontend.scripts.run import Recorded, Script, run_script
+from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
 
@@ -27,7 +27,7 @@ for step in range(3):
 """
 
 
-def run(folder: Path, text: str, *, gpus: bool = True) -> Recorded:
+def run(folder: Path, text: str, *, gpus: bool = True) -> ScriptRun:
     path = folder / "train.py"
     path.write_text(text)
     return run_script(Script(path=path), World(size=16, gpus=gpus), TorchAdapter())

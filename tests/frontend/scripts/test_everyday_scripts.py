@@ -10,7 +10,7 @@ from echograph.errors import CaptureError
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.collectives import Communication
 from echograph.frontend.scripts.recorder import COMMUNICATION
-from echograph.frontend.scripts.run import Recorded, Script, run_script
+from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
 from echograph.ir.graph import JobGraph
@@ -136,12 +136,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *arguments: str, world: World, step: int = 2, whole: bool = False) -> Recorded:
+def run(folder: Path, *arguments: str, world: World, step: int = 2, whole: bool = False) -> ScriptRun:
     script = Script(path=folder / "train.py", arguments=arguments, step=step, whole=whole)
     return run_script(script, world, TorchAdapter())
 
 
-def calls(run: Recorded) -> list[Communication]:
+def calls(run: ScriptRun) -> list[Communication]:
     return [node.meta[COMMUNICATION] for node in run.recorder.graph.nodes if COMMUNICATION in node.meta]
 
 

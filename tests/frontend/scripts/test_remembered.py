@@ -11,7 +11,7 @@ import torch
 from script_ranks import PROGRAMS
 
 from echograph.frontend.pytorch.annotate import VAL
-from echograph.frontend.pytorch.recorder import Recorder
+from echograph.frontend.pytorch.recorder import OperatorRecorder
 from echograph.frontend.pytorch.shapes import Results, Shapes
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.recorder import ScriptRecorder
@@ -47,7 +47,7 @@ def test_a_job_is_the_one_that_fake_tensors_alone_give(
         return func(*args, **kwargs)
 
     monkeypatch.setattr(Shapes, "call", ask)
-    monkeypatch.setattr(ScriptRecorder, "_snapshot", Recorder._snapshot)
+    monkeypatch.setattr(ScriptRecorder, "_snapshot", OperatorRecorder._snapshot)
     assert job_bytes(name, size, arguments) == remembered
     assert len(asked) > 100
 

@@ -8,7 +8,7 @@ import pytest
 
 from echograph.errors import CaptureError, InputError, UsageError
 from echograph.frontend.scripts.capture import capture_script
-from echograph.frontend.scripts.run import Recorded, Script, run_script
+from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
 
@@ -26,7 +26,7 @@ for step in range(3):
 """
 
 
-def run(folder: Path, text: str, *, size: int = 2, step: int = 2) -> Recorded:
+def run(folder: Path, text: str, *, size: int = 2, step: int = 2) -> ScriptRun:
     path = folder / "train.py"
     path.write_text(text)
     return run_script(Script(path=path, step=step), World(size=size), TorchAdapter())

@@ -23,7 +23,7 @@ from echograph.profiler.costs import (
     load_device,
     memory_bound,
 )
-from echograph.profiler.costs.cost import Cost
+from echograph.profiler.costs.cost import CostEstimate
 from echograph.profiler.costs.device import DeviceProfile
 from echograph.profiler.costs.memory import KINDS
 
@@ -83,7 +83,7 @@ def costs() -> dict[str, dict[str, list[Any]]]:
     return {name: {what: _figures(cost) for what, cost in _costs(load_device(name))} for name in DEVICES}
 
 
-def _figures(cost: Cost) -> list[Any]:
+def _figures(cost: CostEstimate) -> list[Any]:
     seconds, spread = (np.asarray(v, np.float64) for v in (cost.seconds, cost.spread))
     return [
         *(float(f"{v:.10g}") for v in (seconds * 1e6).ravel()),
@@ -92,7 +92,7 @@ def _figures(cost: Cost) -> list[Any]:
     ]
 
 
-def _costs(device: DeviceProfile) -> Iterator[tuple[str, Cost]]:
+def _costs(device: DeviceProfile) -> Iterator[tuple[str, CostEstimate]]:
     for dtype, layout in product(device.gemm, ("TN", "NN", "NT")):
         yield f"gemm {dtype} {layout}", gemm(device, *SIZES, dtype=dtype, layout=layout)
     for dtype in device.gemm:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from echograph.profiler.analyses.table import Table
+from echograph.profiler.analyses.table import AnswerTable
 from echograph.profiler.traces import TraceSet, read_traces
 
 US = 1_000_000
@@ -88,7 +88,9 @@ def close(ours: Any, theirs: Any, within: float = 0.0) -> bool:
     return math.isclose(ours, theirs, rel_tol=1e-3, abs_tol=max(within, 1e-9))
 
 
-def compare(ours: Table, theirs: list[dict[str, Any]], keys: tuple[str, ...], within: float = 0.0) -> list[str]:
+def compare(
+    ours: AnswerTable, theirs: list[dict[str, Any]], keys: tuple[str, ...], within: float = 0.0
+) -> list[str]:
     """Differences of two tables, rows matched by `keys`: a row more or less, unequal counts, numbers not close."""
     mine = {tuple(row[k] for k in keys): row for row in ours.records()}
     other = {tuple(row[k] for k in keys): row for row in theirs}

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from hta_reference import PUBLISHED, answer, close, compare, exact, numbers, traces
 
+from echograph.ir.intervals import union
 from echograph.profiler.analyses import ANALYSES
-from echograph.profiler.analyses.intervals import union
 from echograph.profiler.analyses.launches import launched_work
-from echograph.profiler.analyses.table import Table
+from echograph.profiler.analyses.table import AnswerTable
 from echograph.profiler.traces import TraceSet
 from echograph.profiler.traces.relations import call_stacks, launch_of_rows, of_device_queue
 from echograph.profiler.traces.trace import NONE, Trace
@@ -151,7 +151,7 @@ def per_rank(data: Path, name: str, file: str) -> dict[int, list[dict[str, Any]]
 def test_launches(measured_data: Path, name: str) -> None:
     table = ANALYSES["launches"](traces(measured_data, name)).records()
     for rank, theirs in per_rank(measured_data, name, "cuda_kernel_launch_stats").items():
-        ours = Table(columns=_columns([row for row in table if row["rank"] == rank]))
+        ours = AnswerTable(columns=_columns([row for row in table if row["rank"] == rank]))
         assert compare(ours, theirs, ("correlation",)) == []
 
 

@@ -10,7 +10,7 @@ from small_traces import Event, call, job, launched, operator, step, work
 
 from echograph.errors import UsageError
 from echograph.profiler.analyses import ANALYSES
-from echograph.profiler.analyses.work import Kind, kind_of_name
+from echograph.profiler.analyses.work import KernelKind, kind_of_name
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -22,21 +22,21 @@ def rows(name: str, folder: Path, *ranks: list[Event], **options: Any) -> list[d
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        (NCCL, Kind.COMMUNICATION),
-        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", Kind.COMMUNICATION),
-        ("void ncclKernel_Foo()", Kind.COMMUNICATION),
-        ("void vllm::cross_device_reduce_1stage<half, 8>(...)", Kind.COMMUNICATION),
-        ("Memcpy HtoD (Pinned -> Device)", Kind.MEMORY),
-        ("hipMemcpyAsync", Kind.MEMORY),
-        ("Memset (Device)", Kind.MEMORY),
-        ("Event Sync", Kind.OTHER),
-        ("Stream Wait Event", Kind.OTHER),
-        ("volta_sgemm_128x32_nt", Kind.COMPUTATION),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float>(...)", Kind.COMPUTATION),
-        ("hipblaslt_gemm", Kind.COMPUTATION),
+        (NCCL, KernelKind.COMMUNICATION),
+        ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", KernelKind.COMMUNICATION),
+        ("void ncclKernel_Foo()", KernelKind.COMMUNICATION),
+        ("void vllm::cross_device_reduce_1stage<half, 8>(...)", KernelKind.COMMUNICATION),
+        ("Memcpy HtoD (Pinned -> Device)", KernelKind.MEMORY),
+        ("hipMemcpyAsync", KernelKind.MEMORY),
+        ("Memset (Device)", KernelKind.MEMORY),
+        ("Event Sync", KernelKind.OTHER),
+        ("Stream Wait Event", KernelKind.OTHER),
+        ("volta_sgemm_128x32_nt", KernelKind.COMPUTATION),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float>(...)", KernelKind.COMPUTATION),
+        ("hipblaslt_gemm", KernelKind.COMPUTATION),
     ],
 )
-def test_what_a_kernel_is_for(name: str, kind: Kind) -> None:
+def test_what_a_kernel_is_for(name: str, kind: KernelKind) -> None:
     assert kind_of_name(name) is kind
 
 

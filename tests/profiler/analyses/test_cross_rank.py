@@ -11,7 +11,7 @@ from small_traces import Event, call, job, launched, operator, step
 
 from echograph.errors import UsageError
 from echograph.profiler.analyses import ANALYSES
-from echograph.profiler.replay.job import job_pieces
+from echograph.profiler.replay.job import job_work_items
 from echograph.profiler.traces import TraceSet, read_traces
 
 REAL = "traces/dlrm-v100-8-ranks"
@@ -105,7 +105,7 @@ def test_ranks_that_ran_it_unequally_often_are_named(tmp_path: Path) -> None:
 def test_a_real_job_of_eight_ranks(measured_data: Path) -> None:
     traces = read_traces(measured_data / REAL)
     path = rows(traces, "cross-rank-critical-path")
-    job_ = job_pieces(traces)
+    job_ = job_work_items(traces)
     last = max(int(trace.end.max()) for trace in job_.traces.values())
     first = min(int(trace.start.min()) for trace in job_.traces.values())
     assert sum(row["duration(us)"] for row in path) == pytest.approx((last - first) / 1e6)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echograph.profiler.analyses.intervals import Intervals, coverage, union
+from echograph.ir.intervals import Intervals, coverage, union
 from echograph.profiler.analyses.statistics import describe, groups, summary
 
 Spans = list[tuple[int, int]]

@@ -23,7 +23,7 @@ from profiled_jobs import (
 )
 
 from echograph.errors import DataError, InputError
-from echograph.profiler.byteprofile.events import Label, category_of, complete_events, joined, parse
+from echograph.profiler.byteprofile.events import EventLabel, category_of, complete_events, joined, parse
 from echograph.profiler.byteprofile.layout import events_of, find_job, gradient_names
 from echograph.profiler.byteprofile.statistics import statistics
 
@@ -33,28 +33,28 @@ US = 10**6
 @pytest.mark.parametrize(
     ("name", "key", "expected", "shown"),
     [
-        ("FW.conv0", "3", Label("", "FW", "FW.conv0"), "FW.conv0"),
-        ("Comm.conv.weight", "total", Label("", "Comm", "Comm.conv.weight"), "Comm.conv.weight"),
-        ("Comm.w.PUSH", "9", Label("", "Comm", "Comm.w", "PUSH", "9"), "Comm.w.PUSH.9"),
-        ("Comm.a.SUM", "total", Label("", "Comm", "Comm.a.SUM"), "Comm.a.SUM"),
-        ("Comm.PUSH", "total", Label("", "Comm", "Comm.PUSH"), "Comm.PUSH"),
-        ("rank0.BW.a", "0", Label("rank0.", "BW", "BW.a"), "rank0.BW.a"),
-        ("wk1.rank0.Comm.w.SUM", "9", Label("wk1.rank0.", "Comm", "Comm.w", "SUM"), "wk1.rank0.Comm.w.SUM"),
+        ("FW.conv0", "3", EventLabel("", "FW", "FW.conv0"), "FW.conv0"),
+        ("Comm.conv.weight", "total", EventLabel("", "Comm", "Comm.conv.weight"), "Comm.conv.weight"),
+        ("Comm.w.PUSH", "9", EventLabel("", "Comm", "Comm.w", "PUSH", "9"), "Comm.w.PUSH.9"),
+        ("Comm.a.SUM", "total", EventLabel("", "Comm", "Comm.a.SUM"), "Comm.a.SUM"),
+        ("Comm.PUSH", "total", EventLabel("", "Comm", "Comm.PUSH"), "Comm.PUSH"),
+        ("rank0.BW.a", "0", EventLabel("rank0.", "BW", "BW.a"), "rank0.BW.a"),
+        ("wk1.rank0.Comm.w.SUM", "9", EventLabel("wk1.rank0.", "Comm", "Comm.w", "SUM"), "wk1.rank0.Comm.w.SUM"),
         (
             "host0.rank1->Comm.1+2.SEND~>0_1_6_0",
             "0",
-            Label("host0.rank1->", "Comm", "Comm.1+2", "SEND", "0_1_6_0", "~>"),
+            EventLabel("host0.rank1->", "Comm", "Comm.1+2", "SEND", "0_1_6_0", "~>"),
             "host0.rank1->Comm.1+2.SEND~>0_1_6_0",
         ),
-        ("Comm.1+2.QUEUE", "7", Label("", "Comm", "Comm.1+2", "QUEUE"), "Comm.1+2.QUEUE"),
-        ("UPDATE_CAL", "0", Label("", "UPDATE", "UPDATE_CAL"), "UPDATE_CAL"),
-        ("I/O_0", "0", Label("", "I/O", "I/O_0"), "I/O_0"),
-        ("STEP", "0", Label("", "STEP", "STEP"), "STEP"),
-        ("push-9", "9", Label("", "push", "push-9"), "push-9"),
-        ("aten::mm", "1", Label("", "cpu_op", "aten::mm"), "aten::mm"),
+        ("Comm.1+2.QUEUE", "7", EventLabel("", "Comm", "Comm.1+2", "QUEUE"), "Comm.1+2.QUEUE"),
+        ("UPDATE_CAL", "0", EventLabel("", "UPDATE", "UPDATE_CAL"), "UPDATE_CAL"),
+        ("I/O_0", "0", EventLabel("", "I/O", "I/O_0"), "I/O_0"),
+        ("STEP", "0", EventLabel("", "STEP", "STEP"), "STEP"),
+        ("push-9", "9", EventLabel("", "push", "push-9"), "push-9"),
+        ("aten::mm", "1", EventLabel("", "cpu_op", "aten::mm"), "aten::mm"),
     ],
 )  # fmt: skip
-def test_names_are_taken_apart(name: str, key: str, expected: Label, shown: str) -> None:
+def test_names_are_taken_apart(name: str, key: str, expected: EventLabel, shown: str) -> None:
     found = parse(name, "cpu_op", key)
     assert found == expected
     assert found.name == shown

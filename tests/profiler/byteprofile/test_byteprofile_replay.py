@@ -34,7 +34,7 @@ from echograph.profiler.byteprofile.combine import as_trace
 from echograph.profiler.byteprofile.dag import (
     Change,
     Dag,
-    Node,
+    DagNode,
     as_dot,
     as_events,
     as_gml,
@@ -265,7 +265,7 @@ def dags(draw: st.DrawFn) -> Dag:
     size = draw(st.integers(1, 12))
     gpus = draw(st.lists(st.integers(-1, 2), min_size=size, max_size=size))
     times = draw(st.lists(st.integers(0, 20), min_size=size, max_size=size))
-    nodes = {f"n{i}": Node(f"n{i}", times[i], gpus[i], "FW") for i in range(size)}
+    nodes = {f"n{i}": DagNode(f"n{i}", times[i], gpus[i], "FW") for i in range(size)}
     waits = {
         f"n{i}": frozenset(f"n{j}" for j in range(i) if draw(st.booleans())) for i in range(size)
     }  # fmt: skip

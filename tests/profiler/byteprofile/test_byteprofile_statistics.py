@@ -14,7 +14,7 @@ from profiled_jobs import BW_A, BW_B, FW_A, FW_B, OTHERS, PARTS, STEP, byteprofi
 
 from echograph.errors import DataError, OutputError
 from echograph.profiler.analyses.table import from_rows
-from echograph.profiler.byteprofile.events import Growing, Label
+from echograph.profiler.byteprofile.events import EventLabel, Growing
 from echograph.profiler.byteprofile.layout import events_of, find_job
 from echograph.profiler.byteprofile.output import draw_settings, write_workbook
 from echograph.profiler.byteprofile.statistics import (
@@ -58,7 +58,7 @@ def test_each_name_is_counted_in_milliseconds(worker: Path) -> None:
 def test_python_says_the_same(events: list[tuple[str, int]]) -> None:
     growing = Growing(Path("t"))
     for at, (name, dur) in enumerate(events):
-        growing.add(Label("", "FW", f"FW.{name}"), at, dur)
+        growing.add(EventLabel("", "FW", f"FW.{name}"), at, dur)
     found = statistics(growing.events())
     expected: dict[str, list[float]] = {}
     for name, dur in events:

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import echograph
+from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import in_place
-from echograph.frontend.megatron.seams import seams
 from echograph.frontend.megatron.shims import shimmed
 from echograph.frontend.scripts import device
 from echograph.frontend.scripts.adapter import patched
@@ -86,7 +86,7 @@ def main() -> None:
     with (
         shimmed(),
         device.present(World(rank=rank, size=size)),
-        in_place(seams(counters)),
+        in_place(hooks(counters)),
         patched(dist, "batch_isend_irecv", counters.batches),
     ):
         runpy.run_path(sys.argv[0], run_name="__main__")

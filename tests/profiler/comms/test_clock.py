@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from echograph.profiler.comms.call import Call, Kind
+from echograph.profiler.comms.call import CallKind, TracedCall
 from echograph.profiler.comms.capture import EventClock
-from echograph.profiler.comms.groups import Group
+from echograph.profiler.comms.groups import TracedGroup
 
-GROUP = Group(name="0", ranks=(0,), torch_name="0", about="", backend="", rank=0)
+GROUP = TracedGroup(name="0", ranks=(0,), torch_name="0", about="", backend="", rank=0)
 
 
-def kind(asynchronous: bool = True) -> Kind:
+def kind(asynchronous: bool = True) -> CallKind:
     fields = {
         "op": "all_reduce",
         "group": "0",
@@ -25,7 +25,7 @@ def kind(asynchronous: bool = True) -> Kind:
         "peer": -1,
         "site": "",
     }
-    return Kind(asynchronous=asynchronous, **fields)
+    return CallKind(asynchronous=asynchronous, **fields)
 
 
 class Device:
@@ -80,13 +80,13 @@ class Work:
 
 
 @pytest.fixture
-def timed() -> tuple[Device, EventClock, list[Call]]:
-    device, ended = Device(), list[Call]()
+def timed() -> tuple[Device, EventClock, list[TracedCall]]:
+    device, ended = Device(), list[TracedCall]()
     return device, EventClock(ended.append, device), ended
 
 
-def issue(clock: EventClock, device: Device, takes_ms: float, asynchronous: bool = True) -> Call:
-    call = Call(kind(asynchronous), GROUP, 0, ())
+def issue(clock: EventClock, device: Device, takes_ms: float, asynchronous: bool = True) -> TracedCall:
+    call = TracedCall(kind(asynchronous), GROUP, 0, ())
     clock.issue(call)
     if not asynchronous:
         clock.waits(call, at_once=True)
@@ -94,11 +94,11 @@ def issue(clock: EventClock, device: Device, takes_ms: float, asynchronous: bool
     return call
 
 
-def ms(call: Call) -> tuple[float, float]:
+def ms(call: TracedCall) -> tuple[float, float]:
     return (call.end - call.start) / 1e6, (call.wait - call.start) / 1e6
 
 
-def test_a_call_ends_when_its_event_passes(timed: tuple[Device, EventClock, list[Call]]) -> None:
+def test_a_call_ends_when_its_event_passes(timed: tuple[Device, EventClock, list[TracedCall]]) -> None:
     device, clock, ended = timed
     call = issue(clock, device, 5)
     device.now_ms = 2
@@ -111,7 +111,7 @@ def test_a_call_ends_when_its_event_passes(timed: tuple[Device, EventClock, list
     assert ms(call) == (pytest.approx(5), pytest.approx(2))
 
 
-def test_calls_of_a_group_run_one_after_the_other(timed: tuple[Device, EventClock, list[Call]]) -> None:
+def test_calls_of_a_group_run_one_after_the_other(timed: tuple[Device, EventClock, list[TracedCall]]) -> None:
     device, clock, _ = timed
     first, second = issue(clock, device, 5, False), issue(clock, device, 8)
     device.now_ms = 10
@@ -122,7 +122,7 @@ def test_calls_of_a_group_run_one_after_the_other(timed: tuple[Device, EventCloc
     assert ms(second) == (pytest.approx(3), pytest.approx(5))
 
 
-def test_who_waits_after_the_end_waits_for_nothing(timed: tuple[Device, EventClock, list[Call]]) -> None:
+def test_who_waits_after_the_end_waits_for_nothing(timed: tuple[Device, EventClock, list[TracedCall]]) -> None:
     device, clock, _ = timed
     call = issue(clock, device, 5)
     device.now_ms = 6
@@ -131,7 +131,7 @@ def test_who_waits_after_the_end_waits_for_nothing(timed: tuple[Device, EventClo
     assert call.wait == call.end
 
 
-def test_times_stay_sharp_through_a_long_run(timed: tuple[Device, EventClock, list[Call]]) -> None:
+def test_times_stay_sharp_through_a_long_run(timed: tuple[Device, EventClock, list[TracedCall]]) -> None:
     device, clock, ended = timed
     began = time.perf_counter_ns()
     for turn in range(3000):
@@ -145,7 +145,7 @@ def test_times_stay_sharp_through_a_long_run(timed: tuple[Device, EventClock, li
     assert ended[0].start >= began - 10**9
 
 
-def test_calls_that_go_into_a_graph_have_no_times(timed: tuple[Device, EventClock, list[Call]]) -> None:
+def test_calls_that_go_into_a_graph_have_no_times(timed: tuple[Device, EventClock, list[TracedCall]]) -> None:
     device, clock, ended = timed
     device.capturing = True
     call = issue(clock, device, 5, False)

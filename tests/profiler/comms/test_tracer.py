@@ -159,7 +159,7 @@ def test_calls_of_a_coalesced_block_end_with_it(tmp_path: Path) -> None:
     with echograph.trace_collectives(tmp_path / "trace.jsonl") as tracer:
         together = block(1, 2)
         dist.all_reduce(ones(3))
-        assert [call.kind.bytes for call in tracer_module._capture._lingering.values()] == [4, 8]
+        assert [call.kind.bytes for call in tracer_module._capture._kept_alive.values()] == [4, 8]
         together.wait()
         with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as managed:
             dist.broadcast(ones(4), 0)

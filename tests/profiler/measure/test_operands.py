@@ -9,8 +9,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch
 
+
 from echograph.ir.profile import Invocation, Named, Operand, contiguous  # noqa: E402
-from echograph.profiler.measure.ops import Operands, operator_of  # noqa: E402
+from echograph.profiler.measure.ops import RealOperands, operator_of  # noqa: E402
 
 
 def tensor(number: int, *shape: int, dtype: str = "float32", strides: tuple[int, ...] | None = None) -> Operand:
@@ -61,7 +62,7 @@ INDEXED = {
 
 @pytest.mark.parametrize("name", INDEXED)
 def test_indices_lie_in_range_and_are_not_all_alike(name: str) -> None:
-    prepared = Operands("cpu").make(INDEXED[name])
+    prepared = RealOperands("cpu").make(INDEXED[name])
     prepared.run()  # PyTorch refuses an index out of range.
     indices = [t for t in prepared.tensors if t.dtype == torch.int64]
     assert indices and all(len(t.unique()) > 1 and t.min() >= 0 for t in indices)
@@ -77,13 +78,13 @@ def test_the_groups_of_a_grouped_product_are_equal_and_end_where_the_rows_do() -
         ),
         products=True,
     )
-    assert Operands("cpu").make(invocation).tensors[2].tolist() == [8, 16, 24, 32]
+    assert RealOperands("cpu").make(invocation).tensors[2].tolist() == [8, 16, 24, 32]
 
 
 def test_layout_and_identity_are_the_recorded_ones() -> None:
     transposed = tensor(0, 4, 3, strides=(1, 4))
     invocation = Invocation(operator="aten.mul", overload="Tensor", arguments=(transposed, transposed))
-    prepared = Operands("cpu").make(invocation)
+    prepared = RealOperands("cpu").make(invocation)
     (only,) = prepared.tensors
     assert only.shape == (4, 3) and only.stride() == (1, 4)
     assert torch.equal(prepared.run(), only * only)
@@ -97,14 +98,14 @@ def test_expanded_and_empty_tensors_take_the_memory_that_they_span() -> None:
 
 def test_products_get_numbers_of_both_signs_and_others_none_that_make_nan() -> None:
     root = Invocation(operator="aten.sqrt", arguments=(tensor(0, 1000),))
-    assert not Operands("cpu").make(root).run().isnan().any()
+    assert not RealOperands("cpu").make(root).run().isnan().any()
     product = Invocation(operator="aten.mm", arguments=(tensor(0, 30, 30), tensor(1, 30, 30)), products=True)
-    assert all(bool((t < 0).any() and (t > 0).any()) for t in Operands("cpu").make(product).tensors)
+    assert all(bool((t < 0).any() and (t > 0).any()) for t in RealOperands("cpu").make(product).tensors)
 
 
 def test_what_is_overwritten_becomes_ordinary_again() -> None:
     invocation = Invocation(operator="aten.mul_", overload="Scalar", arguments=(tensor(0, 8), 0.5))
-    prepared = Operands("cpu").make(invocation)
+    prepared = RealOperands("cpu").make(invocation)
     for _ in range(200):
         prepared.restore()
         prepared.run()
@@ -114,7 +115,7 @@ def test_what_is_overwritten_becomes_ordinary_again() -> None:
 def test_lists_written_in_place_become_ordinary_again() -> None:
     pair = (tensor(0, 8), tensor(1, 3))
     invocation = Invocation(operator="aten._foreach_mul_", overload="Scalar", arguments=(pair, 0.0))
-    prepared = Operands("cpu").make(invocation)
+    prepared = RealOperands("cpu").make(invocation)
     prepared.run()
     prepared.restore()
     assert all(torch.all(t == 0.5) for t in prepared.tensors)
@@ -130,7 +131,7 @@ def test_constants_of_the_framework_become_what_they_name() -> None:
             ("layout", Named(kind="layout", name="strided")),
         ),
     )
-    made = Operands("cpu").make(invocation).run()
+    made = RealOperands("cpu").make(invocation).run()
     assert made.dtype == torch.float64 and made.tolist() == [[1.5] * 3] * 2
 
 
@@ -141,7 +142,7 @@ def test_what_only_its_maker_can_give_comes_from_one_run_of_it() -> None:
         for i, d in enumerate(("float32", "int64"))
     )
     invocation = Invocation(operator="aten.gather", arguments=(first, 0, second))
-    values, order = Operands("cpu").make(invocation).tensors
+    values, order = RealOperands("cpu").make(invocation).tensors
     assert torch.equal(values, values.sort()[0]) and sorted(order.tolist()) == list(range(9))
 
 

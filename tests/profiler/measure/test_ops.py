@@ -12,18 +12,17 @@ torch = pytest.importorskip("torch", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch
 
 from echograph.errors import InputError, UsageError  # noqa: E402
-from echograph.ir.profile import Environment, Invocation, Operand, Part, Profile, Signature, TensorType  # noqa: E402  # noqa: E402
+from echograph.ir.profile import Environment, Invocation, Operand, Part, Profile, Signature, TensorType  # noqa: E402
 from echograph.ir.types import DType  # noqa: E402
-from echograph.profiler.measure.device import Cuda, Device, Processor, open_device  # noqa: E402
-from echograph.profiler.measure.host import _solved, measure_host  # noqa: E402
-from echograph.profiler.measure.ops import Options, continued, label, measure  # noqa: E402
+from echograph.profiler.measure.device import Cuda, MeasuringDevice, Processor, open_device  # noqa: E402
+from echograph.profiler.measure.ops import Options, _solved, continued, label, measure, measure_host  # noqa: E402
 from echograph.profiler.measure.sampling import time_steps  # noqa: E402
 
 HERE = Environment(device="fake", threads=1)
 SHORT = Options(repeats=5, budget_s=1e9)
 
 
-class Fake(Device):
+class Fake(MeasuringDevice):
     """A device on which every operation takes the next of some seconds, and a measurement of nothing 1 s."""
 
     name = "cpu"

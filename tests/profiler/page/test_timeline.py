@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from small_traces import job, launched, operator, step, work
 
 from echograph.profiler.analyses.critical_graph import critical_graph
-from echograph.profiler.page.lanes import Lane, Spans, coarse
+from echograph.profiler.page.lanes import Spans, TimelineTrack, coarse
 from echograph.profiler.page.report import timeline
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 spans = st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**5)), min_size=1, max_size=400)
 
 
-def lane_of(times: list[tuple[int, int]]) -> Lane:
+def lane_of(times: list[tuple[int, int]]) -> TimelineTrack:
     times = sorted(times)
     start = np.array([t for t, _ in times], np.int64)
     end = start + np.array([d for _, d in times], np.int64)
     index = np.arange(len(times))
     found = Spans(start, end, index, index % 3, np.ones(len(times), np.int64))
-    return Lane(head="rank 0", label="stream 7", spans=found, strings=tuple(map(str, index)))
+    return TimelineTrack(head="rank 0", label="stream 7", spans=found, strings=tuple(map(str, index)))
 
 
 @given(spans, st.integers(20, 200))

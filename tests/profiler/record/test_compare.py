@@ -20,7 +20,7 @@ from echograph.ir import serde
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph, StepGraph
 from echograph.ir.types import CollectiveKind, DType, Phase
-from echograph.profiler.record.compare import Row, _Walk, compare_recording
+from echograph.profiler.record.compare import ComparisonRow, _Walk, compare_recording
 
 pytestmark = pytest.mark.torch
 
@@ -70,7 +70,7 @@ def test_what_is_the_same_is_said_to_be(recording: Path, phase: Phase) -> None:
     assert compared.same_collectives and compared.order == {2: -1}
     name = f"all_reduce of {REDUCED} bytes, 4 ranks"
     assert [row for row in compared.rows if row.what == "collective"] == [
-        Row(rank=2, what="collective", phase=phase.name.lower(), name=name, captured=1, recorded=1.0)
+        ComparisonRow(rank=2, what="collective", phase=phase.name.lower(), name=name, captured=1, recorded=1.0)
     ]
     operators = {(row.phase, row.name): (row.captured, row.recorded) for row in compared.rows if row.captured}
     assert operators["forward", "aten.addmm"] == operators["forward", "aten.mm"] == (1, 1.0)

@@ -10,7 +10,7 @@ import pytest
 from small_traces import Event, job, operator, work
 
 from echograph.profiler.traces import TraceSet, read_traces
-from echograph.profiler.traces.alignment import Clock, align, clocks, on_clock
+from echograph.profiler.traces.alignment import RankClock, align, clocks, on_clock
 from echograph.profiler.traces.collectives import matched
 
 REAL = "traces/dlrm-v100-8-ranks"
@@ -36,7 +36,7 @@ def wrong(traces: TraceSet, seed: int, offset_us: float, drift: float) -> TraceS
     chance, moved = random.Random(seed), {}
     for rank, trace in traces.items():
         off, pace = chance.uniform(-offset_us, offset_us) * US, chance.uniform(-drift, drift)
-        moved[rank] = on_clock(trace, Clock(offset_ps=off, drift=pace) if rank else Clock())
+        moved[rank] = on_clock(trace, RankClock(offset_ps=off, drift=pace) if rank else RankClock())
     return TraceSet(moved)
 
 

@@ -8,7 +8,7 @@ import pytest
 from small_traces import job, launched, operator, work
 
 from echograph.profiler.analyses import ANALYSES
-from echograph.profiler.analyses.work import Kind, kind_of_name
+from echograph.profiler.analyses.work import KernelKind, kind_of_name
 from echograph.profiler.traces.kernel_names import COMMUNICATION, function_name
 
 COMMUNICATES = """
@@ -63,12 +63,12 @@ void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>
 
 @pytest.mark.parametrize("name", COMMUNICATES)
 def test_communication_is_known_by_its_function(name: str) -> None:
-    assert kind_of_name(name) is Kind.COMMUNICATION
+    assert kind_of_name(name) is KernelKind.COMMUNICATION
 
 
 @pytest.mark.parametrize("name", COMPUTES)
 def test_what_only_names_communication_computes(name: str) -> None:
-    assert kind_of_name(name) is Kind.COMPUTATION
+    assert kind_of_name(name) is KernelKind.COMPUTATION
 
 
 def test_every_line_of_the_table_is_met() -> None:
@@ -83,10 +83,16 @@ def test_every_line_of_the_table_is_met() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("Memcpy HtoD (Pinned -> Device)", Kind.MEMORY), ("hipMemcpyAsync", Kind.MEMORY), ("dma_0", Kind.MEMORY),
-     ("event_wait", Kind.OTHER), ("Stream Wait Event", Kind.OTHER), ("Context Sync", Kind.OTHER)],
-)  # fmt: skip
-def test_what_is_no_kernel_keeps_its_kind(name: str, kind: Kind) -> None:
+    [
+        ("Memcpy HtoD (Pinned -> Device)", KernelKind.MEMORY),
+        ("hipMemcpyAsync", KernelKind.MEMORY),
+        ("dma_0", KernelKind.MEMORY),
+        ("event_wait", KernelKind.OTHER),
+        ("Stream Wait Event", KernelKind.OTHER),
+        ("Context Sync", KernelKind.OTHER),
+    ],
+)
+def test_what_is_no_kernel_keeps_its_kind(name: str, kind: KernelKind) -> None:
     assert kind_of_name(name) is kind
 
 

@@ -12,7 +12,7 @@ import pytest
 from layered import layered_step, timed
 from random_jobs import RandomJob
 
-from echograph.errors import DataError, UsageError
+from echograph.errors import DataError, EchoError, UsageError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.exporters.chrome import chrome_trace
 from echograph.ir.graph import JobGraph
@@ -23,8 +23,10 @@ from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, CopyDirection, Duration, Source
 from echograph.profiler.analyses import ANALYSES
-from echograph.profiler.analyses.work import Kind, kinds
+from echograph.profiler.analyses.table import AnswerTable
+from echograph.profiler.analyses.work import KernelKind, kinds
 from echograph.profiler.traces import TraceSet, read_traces
+from echograph.profiler.traces.simulated import simulated_traces
 from echograph.profiler.traces.trace import COPIES
 from echograph.simulator.breakdown import Breakdown, breakdown
 from echograph.simulator.clusters import load_cluster
@@ -102,6 +104,61 @@ def test_the_breakdown_of_random_jobs_is_the_simulators(seed: int, tmp_path: Pat
     check(read_back(job, timeline, tmp_path / "trace.json"), job, timeline)
 
 
+OF_OTHER_FILES = {"memory-categories", "execution-trace", "hardware-counters", "trace-diff"}
+PLACES = {"index": 0, "event_idx": 0}
+
+
+def answer(name: str, traces: TraceSet) -> AnswerTable | str:
+    """A table, or why there is none."""
+    try:
+        return ANALYSES[name](traces)  # type: ignore[no-any-return]
+    except EchoError as error:
+        return str(error).partition(": ")[2]
+
+
+def check_columns(job: JobGraph, timeline: Timeline, path: Path, **options: object) -> None:
+    """A timeline as traces is what its file holds, and analyses answer alike."""
+    read, made = read_back(job, timeline, path, **options), simulated_traces(job, timeline, **options)
+    assert list(made) == list(read)
+    for ours, theirs in zip(made.values(), read.values(), strict=True):
+        for column in ("start", "duration", "pid", "tid", "stream", "correlation", "external_id"):
+            assert getattr(ours, column).tolist() == getattr(theirs, column).tolist(), column
+        for column in ("name", "category"):
+            texts = [[t.strings[code] for code in getattr(t, column).tolist()] for t in (ours, theirs)]
+            assert texts[0] == texts[1], column
+        assert ours.world_size == theirs.world_size and ours.notes == theirs.notes
+        assert {name: (v.rows.tolist(), v.values.tolist()) for name, v in ours.arguments.items()} == {
+            name: (v.rows.tolist(), v.values.tolist()) for name, v in theirs.arguments.items()
+        }
+    for name in ANALYSES.keys() - OF_OTHER_FILES:
+        first, second = answer(name, made), answer(name, read)
+        if isinstance(first, str) or isinstance(second, str):
+            assert first == second, name
+            continue
+        assert first.columns.keys() == second.columns.keys() and first.notes == second.notes
+        # Rows that are equal but for their texts stand in the order in which the texts were met, and positions are
+        # those of events in a file.
+        said = [sorted(str(row | PLACES) for row in table.records()) for table in (first, second)]
+        assert said[0] == said[1], name
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_timeline_needs_no_file_to_be_analysed(name: str, tmp_path: Path) -> None:
+    job, timeline = run(*JOBS[name])
+    check_columns(job, timeline, tmp_path / "trace.json")
+
+
+@pytest.mark.parametrize("seed", (0, 3, 8))
+def test_timelines_of_random_jobs_need_no_file(seed: int, tmp_path: Path) -> None:
+    job, timeline = run(RandomJob(seed, stages=1 + seed % 4).build, 11 * US + seed)
+    check_columns(job, timeline, tmp_path / "trace.json")
+
+
+def test_some_programs_of_a_timeline_are_the_ranks_that_one_says(tmp_path: Path) -> None:
+    job, timeline = run(*JOBS["pipeline"])
+    check_columns(job, timeline, tmp_path / "trace.json", programs=[1, 3], ranks=(3, 7, 11, 15))
+
+
 def test_jobs_that_are_checked_overlap_and_stand_still() -> None:
     """Else equality says little."""
 
@@ -176,13 +233,14 @@ def test_copies_are_copies(tmp_path: Path) -> None:
     job = builder.build(JobGraph)
     result = simulate(job, replace(CLUSTER, device="trace"), IssueTimes(op_ps=0, launch_ps=0))
     traces = read_back(job, result.timeline, tmp_path / "trace.json")
+    check_columns(job, result.timeline, tmp_path / "trace.json")
     device = traces[0].rows(traces[0].on_device)
-    assert sorted(device.text(row) for row in np.flatnonzero(kinds(device) == Kind.MEMORY)) == [
+    assert sorted(device.text(row) for row in np.flatnonzero(kinds(device) == KernelKind.MEMORY)) == [
         "Memcpy DtoD (offload)",
         "Memcpy DtoH (offload)",
         "Memcpy HtoD (offload)",
     ]
-    assert int((kinds(device) == Kind.COMPUTATION).sum()) == 1
+    assert int((kinds(device) == KernelKind.COMPUTATION).sum()) == 1
     assert int(device.of_category(COPIES).sum()) == 3
     rates = ANALYSES["memory-bandwidth"](traces).records()
     assert {row["memory_bw_gbps"] for row in rates} == {0.0, 250.0}, "a megabyte in four microseconds"

@@ -11,7 +11,7 @@ from echograph.errors import DataError, UnavailableError, UnknownNameError, Usag
 from echograph.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from echograph.profiler.analyses.table import Table
+    from echograph.profiler.analyses.table import AnswerTable
     from echograph.profiler.costs.device import DeviceProfile
 
 
@@ -32,7 +32,7 @@ def fit(
     fabrics: Sequence[str] = (),
     date: str = "",
     say: Progress = silent,
-) -> Table:
+) -> AnswerTable:
     """Turns tables of measurements into profiles of devices and fabrics, which predictions then rest on.
 
     Args:

@@ -8,10 +8,9 @@ import numpy as np
 
 from echograph.ir.columns import NONE, Bools, Int64, distinct
 from echograph.ir.graph import JobGraph
-from echograph.ir.timeline import Lane as Side
-from echograph.ir.timeline import Timeline
+from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import Phase
-from echograph.profiler.page.lanes import Lane, Spans, drawing
+from echograph.profiler.page.lanes import Spans, TimelineTrack, drawing
 from echograph.workflow.report.moments import COMPUTE, Kinds, Moments, runs
 
 MOST_SPANS = 24_000
@@ -64,11 +63,11 @@ class ShownStep:
         names = (*(f"{label} communication" for label in self.kinds.labels), "host", idle)
         return shown | {name: self.colours[1 + at] for at, name in enumerate(names) if used[1 + at]}
 
-    def path(self) -> Lane:
+    def path(self) -> TimelineTrack:
         """The critical path."""
         timeline, rows = self.timeline, self.timeline.critical_path()
         rows = rows[timeline.duration[rows] > 0]
-        kind = np.where(timeline.lane[rows] == Side.HOST, self.kinds.host, self.kinds.of_op[timeline.op[rows]])
+        kind = np.where(timeline.lane[rows] == Lane.HOST, self.kinds.host, self.kinds.of_op[timeline.op[rows]])
         pieces = Moments(timeline.start[rows], timeline.end[rows], kind, rows)
         of_role = timeline.program[rows].astype(np.int64)
         key = self._work(rows) * len(timeline.programs) + of_role
@@ -80,7 +79,7 @@ class ShownStep:
 
         return self._lane("critical path", pieces, key, said)
 
-    def role(self, number: int, pieces: Moments, idle: str) -> Lane:
+    def role(self, number: int, pieces: Moments, idle: str) -> TimelineTrack:
         """What a program does at each moment."""
         return self._lane(
             self.timeline.programs[number],
@@ -102,7 +101,7 @@ class ShownStep:
     def _micro_batch(self, rows: Int64) -> Int64:
         return np.asarray(np.maximum(self.timeline.micro_batch[rows].astype(np.int64), 0))
 
-    def _lane(self, label: str, pieces: Moments, key: Int64, said: Callable[[int, int], str]) -> Lane:
+    def _lane(self, label: str, pieces: Moments, key: Int64, said: Callable[[int, int], str]) -> TimelineTrack:
         """Pieces of one key as one bar, with what is short and lies between them as its strip."""
         found = runs(pieces, np.where(pieces.kind == COMPUTE, key, NONE), self.gap_ps)
         start = pieces.start[found.first]
@@ -115,7 +114,7 @@ class ShownStep:
         under = np.array([*self.colours, NONE])[found.other]
         filled = found.own / np.maximum(end - start, 1)
         spans = Spans(start, end, name, colour, np.ones(len(name), np.int64), filled, under)
-        return Lane(head="", label=label, spans=spans, strings=tuple(names))
+        return TimelineTrack(head="", label=label, spans=spans, strings=tuple(names))
 
     def _said(self, row: int, kind: int, idle: str) -> str:
         """What a run is."""
@@ -132,7 +131,7 @@ class ShownStep:
         of_none = not self.several or phase == Phase.OPTIMIZER
         return phase.name.lower() if of_none else f"{phase.name.lower()}, micro-batch {number}"
 
-    def streams(self, programs: Sequence[int], most: int) -> tuple[list[Lane], str]:
+    def streams(self, programs: Sequence[int], most: int) -> tuple[list[TimelineTrack], str]:
         """The host and the streams of programs, and what a bar of them is: the finest that there is room for."""
         tracks = [(number, *self._tracks(number)) for number in programs]
         for level in _LEVELS:
@@ -150,7 +149,7 @@ class ShownStep:
         """Rows of a program that take time, by host and stream and start; and for each which of these it is on."""
         timeline = self.timeline
         rows = np.flatnonzero((timeline.program == number) & (timeline.duration > 0))
-        track = np.where(timeline.lane[rows] == Side.DEVICE, 1 + timeline.stream[rows].astype(np.int64), 0)
+        track = np.where(timeline.lane[rows] == Lane.DEVICE, 1 + timeline.stream[rows].astype(np.int64), 0)
         order = np.lexsort((timeline.start[rows], track))
         return rows[order], track[order]
 
@@ -166,7 +165,9 @@ class ShownStep:
         new[:1] = True
         return new
 
-    def _stream(self, number: int, rows: Int64, new: Bools, level: str, track: int, *, detail: bool) -> Lane:
+    def _stream(
+        self, number: int, rows: Int64, new: Bools, level: str, track: int, *, detail: bool
+    ) -> TimelineTrack:
         """What runs on the host (track 0) or a stream, in bars."""
         timeline, first = self.timeline, np.flatnonzero(new)
         length = timeline.duration[rows]
@@ -178,7 +179,7 @@ class ShownStep:
         strings, name = self._texts(longest, level, host=track == 0)
         filled = np.minimum(np.add.reduceat(length, first) / np.maximum(end - start, 1), 1.0)
         many = np.diff(np.append(first, len(rows)))
-        return Lane(
+        return TimelineTrack(
             head=f"{timeline.programs[number]}: streams",
             label=timeline.streams[track - 1] if track else "host",
             spans=Spans(start, end, name, colour, many, filled),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echograph.profiler.analyses.table import Table, from_rows
+from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.progress import Progress, silent
 from echograph.workflow.validation.run import predict_rows
 from echograph.workflow.validation.score import Outcome, by_family, read_peers
@@ -29,7 +29,7 @@ class Validation:
     families: dict[str, dict[str, Any]]
 
     @property
-    def table(self) -> Table:
+    def table(self) -> AnswerTable:
         """A row each family: how many steps, and the relative errors of those that were simulated."""
         rows = [(name, *(family[figure] for figure in _FIGURES)) for name, family in self.families.items()]
         return from_rows(("family", *_FIGURES), rows)

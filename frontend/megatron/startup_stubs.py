@@ -19,7 +19,7 @@ from echograph.frontend.megatron.patches import Patch
 _EPOCH = 1 << 31
 
 
-class Samples(Dataset[dict[str, Tensor]]):
+class TokenSamples(Dataset[dict[str, Tensor]]):
     """Sequences of tokens, in the shapes in which a `GPTDataset` gives them.
 
     Args:
@@ -61,7 +61,7 @@ def _build(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
             )
         if not builder.is_built_on_rank():
             return [None] * len(Split)
-        return [Samples(builder.config, split, builder.sizes[split.value]) for split in Split]
+        return [TokenSamples(builder.config, split, builder.sizes[split.value]) for split in Split]
 
     return build
 

@@ -97,7 +97,7 @@ def _weight_gradients() -> list[ModuleType]:
 
 def _engine() -> list[ModuleType]:
     """Transformer Engine's packages, as far as megatron-core imports them at once."""
-    from echograph.frontend.megatron import engine
+    from echograph.frontend.megatron import transformer_engine as te
 
     class Manager:
         """`FP8GlobalStateManager`: nothing is in FP8."""
@@ -105,24 +105,28 @@ def _engine() -> list[ModuleType]:
         is_fp8_enabled = staticmethod(lambda: False)
 
     names = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm", "DotProductAttention")
-    recipe = _module(f"{_ENGINE}.common.recipe", DelayedScaling=engine.DelayedScaling, Format=engine.Formats())
+    recipe = _module(
+        f"{_ENGINE}.common.recipe",
+        DelayedScaling=te.DelayedScaling,
+        Format=te.Formats(),
+    )
     common = _module(f"{_ENGINE}.common", recipe=recipe)
-    fp8 = _module(f"{_ENGINE}.pytorch.fp8", FP8GlobalStateManager=Manager, fp8_autocast=engine.without_fp8)
+    fp8 = _module(f"{_ENGINE}.pytorch.fp8", FP8GlobalStateManager=Manager, fp8_autocast=te.without_fp8)
     distributed = _module(
         f"{_ENGINE}.pytorch.distributed",
-        CudaRNGStatesTracker=engine.CudaRNGStatesTracker,
-        activation_recompute_forward=engine.without_fp8,
-        checkpoint=engine.checkpoint,
+        CudaRNGStatesTracker=te.CudaRNGStatesTracker,
+        activation_recompute_forward=te.without_fp8,
+        checkpoint=te.checkpoint,
     )
     tensor = _module(f"{_ENGINE}.pytorch.tensor", QuantizedTensor=type("QuantizedTensor", (), {}))
-    rope = _module(f"{_ENGINE}.pytorch.attention.rope", apply_rotary_pos_emb=engine.apply_rotary_pos_emb)
+    rope = _module(f"{_ENGINE}.pytorch.attention.rope", apply_rotary_pos_emb=te.apply_rotary_pos_emb)
     attention = _module(f"{_ENGINE}.pytorch.attention", rope=rope)
-    permutation = _module(f"{_ENGINE}.pytorch.permutation", **dict.fromkeys(_PERMUTATIONS, engine.not_at_once))
+    permutation = _module(f"{_ENGINE}.pytorch.permutation", **dict.fromkeys(_PERMUTATIONS, te.not_at_once))
     fused = _module(f"{_ENGINE}.pytorch.ops", Sequential=None, FusibleOperation=None)
     within = {"fp8": fp8, "distributed": distributed, "tensor": tensor, "attention": attention, "ops": fused}
     within["permutation"] = permutation
-    pytorch = _module(f"{_ENGINE}.pytorch", **within, **{name: getattr(engine, name) for name in names})
-    whole = _module(_ENGINE, __version__=engine.VERSION, common=common, pytorch=pytorch)
+    pytorch = _module(f"{_ENGINE}.pytorch", **within, **{name: getattr(te, name) for name in names})
+    whole = _module(_ENGINE, __version__=te.VERSION, common=common, pytorch=pytorch)
     return [whole, pytorch, common, recipe, rope, *within.values()]
 
 

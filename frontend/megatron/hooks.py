@@ -1,6 +1,6 @@
 """Where in a step megatron-core is: its schedules, pipeline messages, gradient and parameter buckets, optimizers.
 
-A seam is one of its functions, wrapped so that it tells a `Place` what it begins and ends. The recorder of a
+A hook is one of its functions, wrapped so that it tells a `StepPlace` what it begins and ends. The recorder of a
 capture is one (`frontend.scripts.recorder.ScriptRecorder`), and so can be what watches real ranks.
 """
 
@@ -30,7 +30,7 @@ _SCHEDULES = (
 _OPTIMIZERS = ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
 
 
-class Place(Protocol):
+class StepPlace(Protocol):
     """Told where in a step the script is."""
 
     def in_phase(self, phase: str) -> AbstractContextManager[None]:
@@ -54,8 +54,8 @@ class Place(Protocol):
         ...
 
 
-def seams(place: Place, short: Callable[[], bool] = lambda: False) -> tuple[Patch, ...]:
-    """All seams, telling one place.
+def hooks(place: StepPlace, short: Callable[[], bool] = lambda: False) -> tuple[Patch, ...]:
+    """All hooks, telling one place.
 
     Args:
         place: is told.
@@ -118,18 +118,18 @@ def _within(contexts: Callable[[], tuple[AbstractContextManager[None], ...]]) ->
     return around
 
 
-def _message(place: Place, phase: str) -> Callable[[Any], Any]:
+def _message(place: StepPlace, phase: str) -> Callable[[Any], Any]:
     return _within(lambda: (place.in_phase(phase), place.carrying("activation")))
 
 
-def _bucket(place: Place, payload: str) -> Callable[[Any], Any]:
+def _bucket(place: StepPlace, payload: str) -> Callable[[Any], Any]:
     return _within(lambda: (place.carrying(payload),))
 
 
 class _Passes:
     """Which micro-batch and chunk a pass is of: a backward pass is known by the output that it begins with."""
 
-    def __init__(self, place: Place, short: Callable[[], bool]) -> None:
+    def __init__(self, place: StepPlace, short: Callable[[], bool]) -> None:
         self._place, self._short = place, short
         self._outputs: dict[int, tuple[Any, int, int]] = {}
         self._models: list[Any] = []

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from echograph.errors import CaptureError
-from echograph.frontend.megatron.absent import accumulate
+from echograph.frontend.megatron.stub_modules import accumulate
 
 VERSION = "2.6.0"
 """Version that the stand-ins are of."""

@@ -10,7 +10,7 @@ from small_traces import Event, job, launched, operator, step, write
 
 from echograph.ir.comms.record import FORMAT, MAJOR, MINOR, GroupLine, HeaderLine, What, encode
 from echograph.ir.types import OpKind
-from echograph.profiler.record.folder import Hooks, Metadata, Step, write_hooks, write_metadata
+from echograph.profiler.record.folder import Hooks, Metadata, StepTimes, write_hooks, write_metadata
 from echograph.profiler.record.overhead import Overhead
 from echograph.profiler.replay import Observed, lower
 from echograph.profiler.traces import TraceSet, read_traces
@@ -125,8 +125,8 @@ def recording(folder: Path, overhead: Overhead | None) -> Path:
     events = [step(2, 0, 30), operator("aten::mm", 0, 15), operator("aten::mm", 15, 15)]
     path = folder / "0"
     write(path / "trace.json.gz", events, baseTimeNanoseconds=1_000)
-    steps_ = [Step(number=n, seconds=s, state=t) for n, s, t in ((1, 24 * US, "free"), (2, 1.0, "recorded"))]
-    steps_.append(Step(number=3, seconds=28 * US, state="free"))
+    steps_ = [StepTimes(number=n, seconds=s, state=t) for n, s, t in ((1, 24 * US, "free"), (2, 1.0, "recorded"))]
+    steps_.append(StepTimes(number=3, seconds=28 * US, state="free"))
     about = Metadata(rank=0, world_size=1, start_step=2, end_step=3, steps=steps_, overhead=overhead)
     write_metadata(path, about)
     write_hooks(path, Hooks(entered_ns=[2_000]))

@@ -22,10 +22,10 @@ import torch
 from torch.nn import functional
 
 from echograph.errors import CaptureError
-from echograph.frontend.megatron import engine
-from echograph.frontend.megatron.absent import accumulate, standing_in
+from echograph.frontend.megatron import transformer_engine as te
 from echograph.frontend.megatron.adapter import MegatronAdapter, axes_with_experts
 from echograph.frontend.megatron.experts import loads
+from echograph.frontend.megatron.stub_modules import accumulate, standing_in
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.mesh import axes_of
 from echograph.frontend.scripts.run import Script
@@ -60,14 +60,14 @@ def test_stand_ins_are_there_in_the_context_alone() -> None:
         import megatron.core.extensions.transformer_engine as inside
 
         assert inside.HAVE_TE
-        assert issubclass(inside.TERowParallelLinear, engine.Linear)
+        assert issubclass(inside.TERowParallelLinear, te.Linear)
     assert not without.HAVE_TE
     assert sys.modules["megatron.core.extensions.transformer_engine"] is without
     assert find_spec("transformer_engine") is None
 
 
 def grouped(fuses: bool) -> Any:
-    return engine.GroupedLinear(
+    return te.GroupedLinear(
         num_gemms=3, in_features=4, out_features=5, init_method=torch.nn.init.normal_, bias=False,
         fuse_wgrad_accumulation=fuses, params_dtype=torch.float64,
     )  # fmt: skip
@@ -93,7 +93,7 @@ def test_a_grouped_product_is_one_of_each_expert(fuses: bool) -> None:
 
 def test_attention_is_that_of_its_definition() -> None:
     query, key, value = (torch.randn(6, 2, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    out = engine.DotProductAttention(attention_dropout=0.0)(query, key, value, attn_mask_type="causal")
+    out = te.DotProductAttention(attention_dropout=0.0)(query, key, value, attn_mask_type="causal")
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, *(y.repeat_interleave(2, 2) for y in (key, value))))
     scores = (q @ k.mT / 8**0.5).masked_fill(torch.ones(6, 6).triu(1).bool(), float("-inf"))
     expected = (scores.softmax(-1) @ v).permute(2, 0, 1, 3).reshape(6, 2, 32)
@@ -110,11 +110,14 @@ def test_a_product_that_adds() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: engine.DotProductAttention(attention_dropout=0.0, cp_group=1, cp_comm_type="p2p"), "a2a"),
-        (lambda: engine.DotProductAttention(attention_dropout=0.0, window_size=(8, 0)), "windows"),
-        (engine.DelayedScaling, "--fp8-format"),
-        (engine.CudaRNGStatesTracker, "--te-rng-tracker"),
-        (engine.without_fp8, "--fp8-format"),
+        (
+            lambda: te.DotProductAttention(attention_dropout=0.0, cp_group=1, cp_comm_type="p2p"),
+            "a2a",
+        ),
+        (lambda: te.DotProductAttention(attention_dropout=0.0, window_size=(8, 0)), "windows"),
+        (te.DelayedScaling, "--fp8-format"),
+        (te.CudaRNGStatesTracker, "--te-rng-tracker"),
+        (te.without_fp8, "--fp8-format"),
     ],
 )
 def test_what_stand_ins_do_not_do_is_one_line(make: Callable[[], Any], said: str) -> None:

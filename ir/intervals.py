@@ -45,7 +45,7 @@ def union(start: Int64, end: Int64) -> Intervals:
     return Intervals(start[first], latest[last])
 
 
-class Coverage(NamedTuple):
+class IntervalCoverage(NamedTuple):
     """Which sets of intervals run at once; a combination's index has the bits of its sets.
 
     Attributes:
@@ -57,7 +57,7 @@ class Coverage(NamedTuple):
     met: npt.NDArray[np.bool_]
 
 
-def coverage(sets: Sequence[Intervals]) -> Coverage:
+def coverage(sets: Sequence[Intervals]) -> IntervalCoverage:
     """How long each combination of sets runs at once.
 
     Args:
@@ -73,4 +73,4 @@ def coverage(sets: Sequence[Intervals]) -> Coverage:
     np.add.at(length, running, np.diff(times[order]))
     met[running] = True
     length[0], met[0] = 0, False
-    return Coverage(length, met)
+    return IntervalCoverage(length, met)

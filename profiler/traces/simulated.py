@@ -1,0 +1,106 @@
+"""A simulated timeline as the traces that a profiler would have left: columns from columns, no file in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from echograph.ir.columns import Int64
+from echograph.ir.exporters.chrome import device_label, first_rank, launch_numbers
+from echograph.ir.graph import Graph
+from echograph.ir.timeline import Lane, Timeline
+from echograph.ir.types import COMMUNICATIONS, OpKind
+from echograph.profiler.traces.trace import NONE, Trace, TraceSet, Values
+
+PATH = "simulated step"
+"""What a trace that has no file is called in messages."""
+_STEP = ("ProfilerStep#0", "user_annotation")
+
+
+def simulated_traces(
+    graph: Graph, timeline: Timeline, programs: Iterable[int] | None = None, *, ranks: Sequence[int] = ()
+) -> TraceSet:
+    """A timeline as traces, equal to those read from its Chrome trace (`ir.exporters.chrome`), but without a file.
+
+    Args:
+        graph: the graph that ran.
+        timeline: when it ran.
+        programs: which programs to take; None takes all.
+        ranks: the rank that each of the timeline's programs stands for; where none are given, the programs are
+            those of the graph, and each stands for the first rank that runs it.
+
+    Raises:
+        UsageError: the timeline has no program.
+    """
+    chosen = sorted(set(range(len(timeline.programs)) if programs is None else programs))
+    ranks = ranks or [first_rank(graph, number) for number in range(len(timeline.programs))]
+    columns = _Columns(graph, timeline)
+    return TraceSet({ranks[number]: columns.trace(number, ranks[number]) for number in chosen})
+
+
+class _Columns:
+    """What the traces of all programs have in common: texts, and the columns of each row of the timeline."""
+
+    def __init__(self, graph: Graph, timeline: Timeline) -> None:
+        self.graph, self.timeline = graph, timeline
+        self.codes: dict[str, int] = {}
+        self.shown = timeline.duration > 0
+        self.device = timeline.lane == Lane.DEVICE
+        self.launch = launch_numbers(timeline)
+        host, device = np.zeros((2, 2, len(graph.ops.kind)), np.int32)
+        for op in np.unique(timeline.op[self.shown & ~self.device]).tolist():
+            host[:, op] = self._coded(graph.strings[graph.ops.name[op]], "cpu_op")
+        for op in np.unique(timeline.op[self.shown & self.device]).tolist():
+            device[:, op] = self._coded(*device_label(graph, op))
+        self.name, self.category = np.where(self.device, device[:, timeline.op], host[:, timeline.op])
+        self.step = self._coded(*_STEP)
+
+    def _coded(self, name: str, category: str) -> tuple[int, int]:
+        return tuple(self.codes.setdefault(text, len(self.codes)) for text in (name, category))  # type: ignore[return-value]
+
+    def trace(self, program: int, rank: int) -> Trace:
+        """The trace of one program: its step, and what it ran."""
+        timeline = self.timeline
+        rows = np.flatnonzero(self.shown & (timeline.program == program))
+        device, kind = self.device[rows], self.graph.ops.kind[timeline.op[rows]]
+        stream = timeline.stream[rows].astype(np.int64)
+        # Host work on another stream than the first is that of a thread, beside the one that issues.
+        apart = device | ((kind == OpKind.HOST) & (stream > 0))
+        whole = np.full(len(rows) + 1, NONE, np.int64)
+        return Trace(
+            rank=rank,
+            world_size=self.graph.world_size,
+            path=PATH,
+            origin=0,
+            start=_behind(0, timeline.start[rows]),
+            duration=_behind(timeline.makespan, timeline.duration[rows]),
+            name=_behind(self.step[0], self.name[rows]).astype(np.int32),
+            category=_behind(self.step[1], self.category[rows]).astype(np.int32),
+            pid=np.full(len(whole), program, np.int64),
+            tid=_behind(0, np.where(apart, 1 + stream, 0)),
+            stream=_behind(NONE, np.where(device, stream, NONE)),
+            correlation=_behind(NONE, self.launch[rows]),
+            external_id=whole,
+            index=whole,
+            strings=tuple(self.codes),
+            arguments=self._arguments(rows, device, kind),
+            header={"distributedInfo": {"world_size": self.graph.world_size, "rank": rank}},
+        )
+
+    def _arguments(self, rows: Int64, device: np.ndarray, kind: np.ndarray) -> dict[str, Values]:
+        """Bytes of what is copied and communicated, and how fast copies are."""
+        found = {}
+        copies = np.flatnonzero(device & (kind == OpKind.COPY))
+        moved = np.flatnonzero(device & ((kind == OpKind.COPY) | np.isin(kind, COMMUNICATIONS)))
+        nbytes = self.graph.ops.nbytes[self.timeline.op[rows]].astype(np.float64)
+        if len(moved):
+            found["bytes"] = Values(moved + 1, nbytes[moved])
+        if len(copies):
+            rate = 1000 * nbytes[copies] / self.timeline.duration[rows[copies]]
+            found["memory bandwidth (GB/s)"] = Values(copies + 1, rate)
+        return found
+
+
+def _behind(first: int, rest: np.ndarray) -> Int64:
+    return np.concatenate(([first], rest)).astype(np.int64)
