@@ -110,9 +110,11 @@ def flops(graph: Graph) -> int:
 # -- against a capture of the rank's own part ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [*((name, None) for name in NAMES), *((NAMES[0], shared) for shared in (False, True))],
+)
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
-@pytest.mark.parametrize("shared", [None, False, True])
 def test_all_but_attention_is_what_a_capture_of_a_part_of_the_sequence_has(
     step: Step, name: str, method: Method, shared: bool | None
 ) -> None:

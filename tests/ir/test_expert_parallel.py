@@ -100,8 +100,9 @@ def row_bytes(name: str) -> int:
     return TOKENS * CHOSEN[name] * HIDDEN * t.DType.BF16.itemsize
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 4) for name in FAMILIES), *((FAMILIES[0], size) for size in (2, 8))]
+)
 def test_work_is_conserved(name: str, size: int) -> None:
     """Each rank brings its own micro-batch, so in balance a rank does as much as one that has all experts."""
     whole, local = step(name), ExpertParallel(size=size)(step(name))

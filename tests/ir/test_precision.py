@@ -319,8 +319,7 @@ def test_folding_changes_nothing(options: dict[str, Any]) -> None:
     assert difference(unfold(precision(graph)), precision(unfold(graph))) is None
 
 
-@EVERY
-@pytest.mark.parametrize("grad_dtype", [None, "fp32"])
+@pytest.mark.parametrize(("recipe", "grad_dtype"), [*((recipe, None) for recipe in RECIPES), ("fp8", "fp32")])
 def test_other_passes_take_it_on(recipe: str, grad_dtype: str | None) -> None:
     graph = TensorParallel(size=2, sequence_parallel=True)(Recompute(policy="full")(captured("gpt2")))
     graph = Precision(dtype=recipe, grad_dtype=grad_dtype)(graph)
