@@ -269,6 +269,11 @@ def test_numbers_out_of_range_are_refused(wrong: dict[str, object]) -> None:
         EveryRank(**wrong)
 
 
+def test_the_last_numbers_in_range_are_not() -> None:
+    assert EveryRank(slow={0: 1000.0}, jitter=0.5, seed=2**63 - 1).seed == 2**63 - 1
+    assert EveryRank(slow={0: 1e-9}, jitter=0.0, seed=0).seed == 0
+
+
 def test_a_step_beyond_the_clock_is_refused() -> None:
     job, tasks = expanded(data_parallel(replicas=2))
     days = replace(tasks, duration=tasks.duration + 2**63 // (500 * len(tasks)))
