@@ -15,7 +15,7 @@ instance 1, and so on. Operations have ids made the same way.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -314,6 +314,14 @@ class Graph:
             b.tensors.start + np.flatnonzero(~self.tensors.port[b.tensors.start : b.tensors.stop])
             for b in self.blocks
         )
+
+    def bindings(self) -> Iterator[tuple[int, int, int, tuple[int, int, int]]]:
+        """Block, instance and port, and the (block, instance, tensor) bound to it, of all ports of all instances."""
+        for number, block in enumerate(self.blocks):
+            ports = [i for i in block.tensors if self.tensors.port[i]]
+            for instance, made in enumerate(block.instances):
+                for port, bound in zip(ports, made.bindings, strict=True):
+                    yield number, instance, port, self.locate_tensor(bound)
 
     def op_id(self, block: int, instance: int, index: int) -> int:
         """The id of an operation of the table in one instance of its block."""

@@ -47,7 +47,7 @@ def parse(path: Path) -> ModelProto:
     try:
         # Other than `onnx.load`, this looks for no file beside it.
         model = onnx.ModelProto.FromString(data)
-    except Exception:
+    except Exception:  # protobuf's own, which only ir/serde may name
         raise FormatError(f"{path}: not an ONNX model, or truncated: export it again") from None
     if not model.graph.node or not _is_text(model):
         raise FormatError(f"{path}: holds no ONNX graph, or text that is none: export the model again")
@@ -138,7 +138,7 @@ def inline_functions(model: ModelProto, source: str) -> ModelProto:
     try:
         kept = [(f.domain, f.name) for f in model.functions if f.domain == OWN_DOMAIN]
         return inliner.inline_selected_functions(model, kept, exclude=True)
-    except Exception as error:
+    except Exception as error:  # of compiled code, which raises whatever C++ threw
         line = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
         raise InputError(
             f"{source}: its functions cannot be inlined ({line}): export it without functions"

@@ -1,9 +1,9 @@
 """Many runs of one task graph side by side: the same pass as `static`, with a row of clocks for every resource.
 
 A column is a rank, or a scenario: its tasks are those of all others, its durations its own. Columns may meet, as
-the ranks of a role do in a collective. What is waited for lies in the order of `numbering`, which holds for every
-column, since whoever waits in a column waits in the task graph. Of all ends only those that a later task reads
-are remembered, so memory does not grow with the number of tasks times the columns.
+the ranks of a role do in a collective. What is waited for lies in the order of `static.number`, which holds for
+every column, since whoever waits in a column waits in the task graph. Of all ends only those that a later task
+reads are remembered, so memory does not grow with the number of tasks times the columns.
 
 Compiled only: import it where there is much to do.
 """
@@ -76,7 +76,7 @@ def run(tasks: TaskGraph, order: Int32, columns: Columns, record: int = NONE) ->
 
     Args:
         tasks: what each of them does.
-        order: an order in which tasks can be computed, of `numbering.number`.
+        order: an order in which tasks can be computed, of `static.number`.
         columns: how they differ.
         record: the column whose start times are wanted; -1 for none.
     """

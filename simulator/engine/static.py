@@ -45,7 +45,7 @@ def run_in_order(tasks: TaskGraph, order: Int32, earliest: Int64) -> Starts:
 
     Args:
         tasks: what to run.
-        order: of `numbering.number`.
+        order: of `number`.
         earliest: int64 [tasks], picoseconds before which tasks do not start, the same for tasks that meet; none if
             empty. What starts only then has no cause.
     """

@@ -423,16 +423,13 @@ class Places:
     def _check_ports(self) -> None:
         """All instances of a block must bind a port to tensors of one place."""
         graph = self.graph
-        for number, block in enumerate(graph.blocks):
-            ports = [i for i in block.tensors if graph.tensors.port[i]]
-            for instance, made in enumerate(block.instances):
-                for port, bound in zip(ports, made.bindings, strict=True):
-                    where = graph.locate_tensor(bound)
-                    if self._place(*where) != self._place(number, instance, port):
-                        raise PlanError(
-                            f"{graph.tensors[where[2]].name} is not with the experts as what instance 0 of block "
-                            f"'{block.name}' takes in its place is: expert parallelism cannot share this step"
-                        )
+        for number, instance, port, where in graph.bindings():
+            if self._place(*where) != self._place(number, instance, port):
+                raise PlanError(
+                    f"{graph.tensors[where[2]].name} is not with the experts as what instance 0 of block "
+                    f"'{graph.blocks[number].name}' takes in its place is: expert parallelism cannot share this "
+                    "step"
+                )
 
     def _unshareable(self, row: int, index: int) -> PlanError:
         tensor = self.graph.tensors[index]

@@ -219,17 +219,12 @@ class Sharding:
 
     def _check_ports(self) -> None:
         """All instances of a block must bind a port to tensors of one placement."""
-        graph = self.graph
-        for number, block in enumerate(graph.blocks):
-            ports = [i for i in block.tensors if graph.tensors.port[i]]
-            for instance, made in enumerate(block.instances):
-                for port, bound in zip(ports, made.bindings, strict=True):
-                    where = graph.locate_tensor(bound)
-                    if self._placement(*where) != self._placement(number, instance, port):
-                        raise PlanError(
-                            f"{self._where(where[2])} is shared otherwise than what instance 0 of block "
-                            f"'{block.name}' takes in its place: leave it out of the plan"
-                        )
+        for number, instance, port, where in self.graph.bindings():
+            if self._placement(*where) != self._placement(number, instance, port):
+                raise PlanError(
+                    f"{self._where(where[2])} is shared otherwise than what instance 0 of block "
+                    f"'{self.graph.blocks[number].name}' takes in its place: leave it out of the plan"
+                )
 
     def _where(self, index: int) -> str:
         graph, maker = self.graph, int(self.graph.maker[index])
