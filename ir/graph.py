@@ -316,7 +316,7 @@ class Graph:
         )
 
     def bindings(self) -> Iterator[tuple[int, int, int, tuple[int, int, int]]]:
-        """Block, instance and port of all ports of all instances, and the (block, instance, tensor) bound to each."""
+        """Block, instance and port of every port, and the (block, instance, tensor) that is bound to it."""
         for number, block in enumerate(self.blocks):
             ports = [i for i in block.tensors if self.tensors.port[i]]
             for instance, made in enumerate(block.instances):
