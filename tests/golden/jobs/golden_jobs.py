@@ -26,10 +26,12 @@ from echograph.ir.passes.annotate import ForgetCommunication
 from echograph.ir.passes.context_parallel import ContextParallel
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.depth import Depth
+from echograph.ir.passes.expert_parallel import ExpertParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.fuse import Fuse
-from echograph.ir.passes.mesh import OneCommunicator
+from echograph.ir.passes.mesh import MeshOrder, OneCommunicator, ResizeAxes, UnfoldRanks
+from echograph.ir.passes.micro_batch import MicroBatch
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.precision import Precision
 from echograph.ir.passes.recompute import Recompute
@@ -48,7 +50,36 @@ PREDICTED = HERE.parent / "predictions" / "plans.txt"
 STORED = HERE / "jobs.json"
 MIB = 2**20
 
-PASSED: dict[str, tuple[str, tuple[Callable[[Any], Any], ...]]] = {
+Passes = tuple[Callable[[Any], Any], ...]
+
+
+def _at_limits() -> dict[str, tuple[str, Passes]]:
+    """Options at the ends of their ranges and beyond: the words of a refusal have the range."""
+    ranges: dict[str, tuple[int, int, Callable[[int], Passes]]] = {
+        "tensor parallel": (1, 1024, lambda n: (TensorParallel(size=n),)),
+        "vocabulary multiple": (1, 50257, lambda n: (TensorParallel(size=3, vocab_multiple=n),)),
+        "context parallel": (1, 4096, lambda n: (ContextParallel(size=n),)),
+        "experts": (1, 4096, lambda n: (ExpertParallel(size=n),)),
+        "stages": (1, 4096, lambda n: (Pipeline(stages=n),)),
+        "micro-batches of stages": (1, 65_536, lambda n: (Pipeline(stages=97, micro_batches=n),)),
+        "passes of a stage": (
+            2, 100_000, lambda n: (Pipeline(stages=4, micro_batches=40, chunks=n, schedule="interleaved"),),
+        ),
+        "replicas": (1, 10_000_000, lambda n: (DataParallel(replicas=n),)),
+        "shards": (1, 10_000_000, lambda n: (FullyShard(replicas=n),)),
+        "micro-batches": (1, 65_536, lambda n: (DataParallel(replicas=1, micro_batches=n, zero=9),)),
+        "layers": (40, 10_000, lambda n: (Depth(layers=n),)),
+        "samples": (1, 2**20, lambda n: (MicroBatch(size=n),)),
+        "shared layers": (1, 40, lambda n: (Recompute(policy="full", every=n),)),
+    }  # fmt: skip
+    return {
+        f"{what} of {size}": ("gpt3", of(size))
+        for what, (least, most, of) in ranges.items()
+        for size in dict.fromkeys((least - 1, least, most, most + 1))
+    }
+
+
+PASSED: dict[str, tuple[str, Passes]] = {
     "deeper": ("llama", (Depth(layers=37),)),
     "deeper-tied": ("gpt2-xl", (Depth(layers=50), Pipeline(stages=5, micro_batches=5))),
     "fused": ("llama", (Fuse(),)),
@@ -82,6 +113,24 @@ PASSED: dict[str, tuple[str, tuple[Callable[[Any], Any], ...]]] = {
     "no-second-share": ("gpt3", (TensorParallel(size=2), TensorParallel(size=2))),
     "no-ranks": ("gpt3", (TensorParallel(size=0),)),
     "no-policy": ("gpt3", (Recompute(policy="full", every=0),)),
+    **{f"one-sample-{graph}": (graph, (MicroBatch(size=1),)) for graph in ("bert", "resnet", "t5", "vit")},
+    **{f"seven-samples-{graph}": (graph, (MicroBatch(size=7),)) for graph in ("bert", "gpt2-xl", "resnet")},
+    "reordered": (
+        "gpt3",
+        (
+            TensorParallel(size=2), Pipeline(stages=2, micro_batches=4), FullyShard(replicas=6, shard=3),
+            MeshOrder(order=("pp", "dp", "ep", "tp")),
+        ),
+    ),
+    "resized": ("bert", (DataParallel(replicas=3, zero=0), ResizeAxes(sizes={"dp": 7, "tp": 2}))),
+    "written-out": (
+        "bert",
+        (TensorParallel(size=2), Pipeline(stages=2, micro_batches=3), DataParallel(replicas=3), UnfoldRanks()),
+    ),
+    "no-order": ("bert", (TensorParallel(size=2), DataParallel(replicas=2), MeshOrder(order=("dp", "pp")))),
+    "no-resizing": ("bert", (DataParallel(replicas=3, zero=1), ResizeAxes(sizes={"dp": 7}))),
+    "no-resized-stages": ("bert", (Pipeline(stages=2), DataParallel(replicas=2), ResizeAxes(sizes={"pp": 3}))),
+    **_at_limits(),
     "one-communicator": ("gpt3", (TensorParallel(size=2), FullyShard(replicas=2), OneCommunicator())),
 }  # fmt: skip
 """Graph and passes, of what no plan asks for."""
@@ -112,7 +161,7 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def _passed(graph: Any, passes: tuple[Callable[[Any], Any], ...]) -> Graph:
+def _passed(graph: Any, passes: Passes) -> Graph:
     for each in passes:
         graph = each(graph)
     return graph
