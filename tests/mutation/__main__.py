@@ -54,6 +54,8 @@ LEFT_OUT = shutil.ignore_patterns(
 )
 LEAST_SECONDS, SLOWER, STALLED = 90, 4, 3600
 """CPU seconds that tests may always use, times those that they used once; seconds after which none will end."""
+ADDRESS_SPACE = 8 * 2**30
+"""Bytes of virtual memory of the process that runs tests of a mutant; the suite needs about 2 GiB."""
 MOST_TESTS = 400
 
 Map = dict[tuple[str, int], set[str]]
@@ -186,6 +188,8 @@ class Runner:
         if child == 0:
             most = LEAST_SECONDS + round(SLOWER * sum(self.seconds.get(test_key(test), 30.0) for test in tests))
             resource.setrlimit(resource.RLIMIT_CPU, (most, most + 10))
+            # A mutant may ask for all the memory there is; address space is what Linux can limit.
+            resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
             self._run(tests, told, compiled or self.compiled)
         deadline = time.monotonic() + STALLED
         while not os.waitpid(child, os.WNOHANG)[0]:
