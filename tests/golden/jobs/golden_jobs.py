@@ -29,7 +29,7 @@ from echograph.ir.passes.depth import Depth
 from echograph.ir.passes.expert_parallel import ExpertParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
-from echograph.ir.passes.fuse import Fuse
+from echograph.ir.passes.fuse import Fuse, FuseLoss
 from echograph.ir.passes.mesh import MeshOrder, OneCommunicator, ResizeAxes, UnfoldRanks
 from echograph.ir.passes.micro_batch import MicroBatch
 from echograph.ir.passes.pipeline import Pipeline
@@ -135,6 +135,46 @@ PASSED: dict[str, tuple[str, Passes]] = {
 }  # fmt: skip
 """Graph and passes, of what no plan asks for."""
 
+WAYS: dict[str, Passes] = {
+    "tp": (TensorParallel(size=2),),
+    "tp-sp": (TensorParallel(size=4, sequence_parallel=True, vocab_multiple=1), Precision(grad_dtype="fp32")),
+    "cp": (ContextParallel(size=2),),
+    "cp-heads": (ContextParallel(size=2, method="all_to_all"), TensorParallel(size=2)),
+    "ep": (ExpertParallel(size=4),),
+    "ep-tp": (
+        TensorParallel(size=2),
+        ExpertParallel(size=2, imbalance=1.25),
+        DataParallel(replicas=2, micro_batches=2),
+    ),
+    "ep-zero": (Precision(grad_dtype="fp32"), ExpertParallel(size=8), DataParallel(replicas=3, zero=2)),
+    "pp": (Pipeline(stages=2, micro_batches=3), DataParallel(replicas=2)),
+    "pp-vpp": (
+        Pipeline(stages=2, micro_batches=4, chunks=2, schedule="interleaved"),
+        DataParallel(replicas=3, zero=1),
+    ),
+    "pp-zb": (
+        Recompute(policy="full", every=2),
+        TensorParallel(size=2),
+        Pipeline(stages=3, micro_batches=3, schedule="zb-h1"),
+        DataParallel(replicas=2),
+    ),
+    "pp-zero3": (Pipeline(stages=2, micro_batches=2, schedule="gpipe"), FullyShard(replicas=4, shard=2)),
+    "zero1": (DataParallel(replicas=3, zero=1, micro_batches=2, overlap_param_gather=True),),
+    "zero2": (TensorParallel(size=2), DataParallel(replicas=4, zero=2, micro_batches=2, bucket_bytes=200_000)),
+    "zero3": (FullyShard(replicas=5, micro_batches=2),),
+    "recompute": (Recompute(policy="selective"), DataParallel(replicas=2, bucket_bytes=100_000)),
+    "recompute-op": (Recompute(policy="selective_op"), TensorParallel(size=2, sequence_parallel=True)),
+    "fused": (Fuse(),),
+    "fused-loss": (MicroBatch(size=4), FuseLoss(), DataParallel(replicas=2, gradient_as_bucket_view=True)),
+    "fp8": (Precision(dtype="fp8"), DataParallel(replicas=2, micro_batches=3)),
+    "mxfp8": (Precision(dtype="mxfp8", grad_dtype="fp32"), TensorParallel(size=2), FullyShard(replicas=2)),
+    "bf16": (Precision(dtype="bf16"),),
+    "one-sample": (MicroBatch(size=1), Fuse()),
+    "deeper": (Depth(layers=9), Pipeline(stages=2, micro_batches=2)),
+}
+"""What is made of each of the small graphs beside this file, of those with experts alone what begins with "ep"."""
+WITH_EXPERTS = ("deepseek", "experts", "gpt-oss", "qwen-moe")
+
 
 class Case(NamedTuple):
     """A job: its name, a stored graph, and what is made of it."""
@@ -145,7 +185,7 @@ class Case(NamedTuple):
 
 
 def cases() -> dict[str, Case]:
-    """What `jobs.txt`, the predictions' `plans.txt`, and `PASSED` say."""
+    """What `jobs.txt`, the predictions' `plans.txt`, `PASSED` and `WAYS` say."""
     found, plans, cluster = dict[str, Case](), set[str](), load_cluster("dgx-h100")
     for path in (PREDICTED, HERE / "jobs.txt"):
         for name, graph, *words in filter(
@@ -158,6 +198,12 @@ def cases() -> dict[str, Case]:
                 found[name] = Case(name, graph, lambda step, plan=plan: lower(step, plan, cluster))
     for name, (graph, passes) in PASSED.items():
         found[name] = Case(name, graph, lambda step, passes=passes: _passed(step, passes))
+    for path in sorted((HERE / "graphs").glob("*.pb")):
+        for way, passes in WAYS.items():
+            if way.startswith("ep") and path.stem not in WITH_EXPERTS:
+                continue
+            name = f"{path.stem} {way}"
+            found[name] = Case(name, path.stem, lambda step, passes=passes: _passed(step, passes))
     return found
 
 
@@ -185,7 +231,8 @@ def _plan_of(words: list[str]) -> Plan:
 
 def made(case: Case) -> Graph:
     """The job of a case."""
-    step = load(GRAPHS / f"{case.graph}.pb")
+    its_own = HERE / "graphs" / f"{case.graph}.pb"
+    step = load(its_own if its_own.exists() else GRAPHS / f"{case.graph}.pb")
     assert isinstance(step, StepGraph)
     return case.make(step)
 
