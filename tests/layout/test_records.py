@@ -1,4 +1,7 @@
-"""Records that hold arrays are compared by who they are: arrays have no one truth, and no hash."""
+"""Records that hold arrays, or that are linked, are compared by who they are, not by value.
+
+Arrays have no one truth, and no hash; what is linked would be compared to the end of its chain.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ def records() -> Iterator[type]:
                 yield from filter(dataclasses.is_dataclass, its)
 
 
-def test_records_that_hold_arrays_are_not_compared_by_value() -> None:
-    """Neither are those that hold such records."""
+def test_records_that_hold_arrays_or_each_other_are_not_compared_by_value() -> None:
+    """Neither are those that hold such records, or others of their own."""
     every = {record.__name__: record for record in records()}
     apart = set(ARRAYS)
     for _ in every:

@@ -130,6 +130,10 @@ PASSED: dict[str, tuple[str, Passes]] = {
     "no-order": ("bert", (TensorParallel(size=2), DataParallel(replicas=2), MeshOrder(order=("dp", "pp")))),
     "no-resizing": ("bert", (DataParallel(replicas=3, zero=1), ResizeAxes(sizes={"dp": 7}))),
     "no-resized-stages": ("bert", (Pipeline(stages=2), DataParallel(replicas=2), ResizeAxes(sizes={"pp": 3}))),
+    **{
+        f"no-heads-{graph}-{size}": (graph, (ContextParallel(size=size, method="all_to_all"),))
+        for graph, size in (("llama", 64), ("llama", 3), ("mixtral", 64), ("phi", 64), ("qwen-moe", 8), ("vit", 5))
+    },
     **_at_limits(),
     "one-communicator": ("gpt3", (TensorParallel(size=2), FullyShard(replicas=2), OneCommunicator())),
 }  # fmt: skip
