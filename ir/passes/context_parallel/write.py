@@ -19,7 +19,7 @@ TensorRow = tuple[int, t.Tensor]
 """A row of the new tensor table, and the tensor that stands there."""
 
 
-class Method(Protocol):
+class AttentionMethod(Protocol):
     """Writes attention that needs the whole sequence."""
 
     def forward(self, op: t.Compute) -> None:
@@ -40,7 +40,12 @@ class ContextWriter(ExtentWriter):
     """
 
     def __init__(
-        self, graph: StepGraph, carriers: Carriers, *, ranks: int, method: Callable[[ContextWriter], Method]
+        self,
+        graph: StepGraph,
+        carriers: Carriers,
+        *,
+        ranks: int,
+        method: Callable[[ContextWriter], AttentionMethod],
     ) -> None:
         super().__init__(graph, carriers, carriers.extent.size // ranks)
         self.ranks = ranks
