@@ -123,7 +123,7 @@ class _Reduction:
     held: list[int]
 
 
-class Program:
+class ProgramWriter:
     """Writes one program.
 
     Args:
