@@ -28,7 +28,7 @@ class _Part:
     backward: list[Place] = field(default_factory=list)
 
 
-class Schedule:
+class UnitSchedule:
     """What one program runs, in order.
 
     Args:
