@@ -10,7 +10,7 @@ from echograph.simulator.clusters.fabric import (
     load_node_fabric,
 )
 from echograph.simulator.clusters.load import DEFAULT_CLUSTER, cluster_names, load_cluster
-from echograph.simulator.clusters.placement import Placement
+from echograph.simulator.clusters.placement import GroupPlacement
 from echograph.simulator.clusters.types import (
     Cluster,
     DegradedLink,
@@ -28,7 +28,7 @@ __all__ = [
     "Network",
     "NetworkFabric",
     "NodeFabric",
-    "Placement",
+    "GroupPlacement",
     "SlowNode",
     "cluster_names",
     "fabric_names",

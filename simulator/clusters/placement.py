@@ -12,7 +12,7 @@ from echograph.ir.columns import distinct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class GroupPlacement:
     """How a group spreads over a cluster; all that the time of a collective depends on.
 
     Args:
@@ -36,7 +36,7 @@ class Placement:
             raise PlanError(f"placement of {self.ranks} ranks: every count is at least 1")
 
 
-def place(ranks: Sequence[int], gpus_per_node: int, domain_gpus: int) -> Placement:
+def place(ranks: Sequence[int], gpus_per_node: int, domain_gpus: int) -> GroupPlacement:
     """Places a group on consecutive nodes.
 
     Args:
@@ -64,7 +64,7 @@ def place(ranks: Sequence[int], gpus_per_node: int, domain_gpus: int) -> Placeme
             raise PlanError(f"group: rank {low} is below 0")
         nodes, per_node = _listed(members, gpus_per_node)
         domains, per_domain = _listed(members, domain_gpus)
-    return Placement(
+    return GroupPlacement(
         ranks=len(ranks),
         nodes=nodes,
         ranks_per_node=per_node,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from echograph.errors import PlanError, UsageError
 from echograph.simulator.clusters.fabric import NetworkFabric, NodeFabric
-from echograph.simulator.clusters.placement import Placement, place
+from echograph.simulator.clusters.placement import GroupPlacement, place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class Cluster:
             slow_nodes=(*self.slow_nodes, *(entry for entry in worse if isinstance(entry, SlowNode))),
         )
 
-    def place(self, ranks: Sequence[int]) -> Placement:
+    def place(self, ranks: Sequence[int]) -> GroupPlacement:
         """How a group spreads over the cluster.
 
         Args:
@@ -118,7 +118,7 @@ class Cluster:
             raise PlanError(f"cluster {self.name}: rank {largest} is beyond its {self.max_gpus} GPUs (max_gpus)")
         return placement
 
-    def place_strided(self, size: int, stride: int = 1) -> Placement:
+    def place_strided(self, size: int, stride: int = 1) -> GroupPlacement:
         """How the group 0, stride, 2 stride, ... of `size` ranks spreads over the cluster.
 
         Raises:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from echograph.errors import DataError
 from echograph.simulator.clusters.fabric import NodeFabric, parse_fabric
-from echograph.simulator.clusters.placement import Placement
+from echograph.simulator.clusters.placement import GroupPlacement
 from echograph.simulator.clusters.types import Cluster
 from echograph.simulator.collectives.model import CollectiveName
 from echograph.simulator.collectives.select import collective_curve
@@ -53,7 +53,7 @@ class MeasuredCollective(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Curve:
     kind: CollectiveName
-    placement: Placement
+    placement: GroupPlacement
     index: NDArray[np.int64]
     sizes: NDArray[np.float64]
 
@@ -119,7 +119,7 @@ class Calibration:
         return seconds
 
 
-def place_measured(ranks: int, nodes: int, cluster: Cluster) -> Placement:
+def place_measured(ranks: int, nodes: int, cluster: Cluster) -> GroupPlacement:
     """Placement of a measurement that used `ranks` GPUs spread evenly over `nodes` hosts.
 
     Raises:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from echograph.errors import UnavailableError, UnknownNameError
 from echograph.registry import Table
 from echograph.simulator.clusters.fabric import ProtocolName
-from echograph.simulator.clusters.placement import Placement
+from echograph.simulator.clusters.placement import GroupPlacement
 from echograph.simulator.clusters.types import Cluster
 from echograph.simulator.collectives.model import (
     ALL_PROTOCOLS,
@@ -71,7 +71,7 @@ class CollectiveEstimate:
 def collective_time(
     kind: CollectiveName,
     bytes_per_rank: float,
-    placement: Placement,
+    placement: GroupPlacement,
     cluster: Cluster,
     *,
     algorithm: str | None = None,
@@ -127,7 +127,7 @@ def collective_time(
 
 
 def collective_curve(
-    kind: CollectiveName, sizes: NDArray[np.float64], placement: Placement, cluster: Cluster
+    kind: CollectiveName, sizes: NDArray[np.float64], placement: GroupPlacement, cluster: Cluster
 ) -> NDArray[np.float64]:
     """Seconds for each of an array of sizes; what `collective_time` says of each.
 
