@@ -16,7 +16,7 @@ from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.gradients import NORMS
-from echograph.ir.passes.tensor_parallel.rules import VIEWS, WHOLE, Ambiguous, Placement, Shard, Site, decide
+from echograph.ir.passes.tensor_parallel.rules import VIEWS, WHOLE, Ambiguous, OpSchema, Placement, Shard, decide
 from echograph.ir.passes.tensor_parallel.sharding import operator
 
 GROUPED = ("_grouped_mm",)
@@ -93,7 +93,7 @@ class Load:
         return (*shape[:dim], before * part, *shape[dim + 1 :])
 
 
-def grouped(site: Site, experts: int) -> Choice:
+def grouped(site: OpSchema, experts: int) -> Choice:
     """Rows times weights [experts, ...], or rows times rows to gradients of weights.
 
     Raises:
@@ -109,7 +109,7 @@ def grouped(site: Site, experts: int) -> Choice:
     return Choice((rows.at(1), rows, share), (share,))
 
 
-def by_expert(site: Site, places: tuple[ExpertPlacement, ...], experts: int) -> Choice | None:
+def by_expert(site: OpSchema, places: tuple[ExpertPlacement, ...], experts: int) -> Choice | None:
     """Rows of a table of the experts (biases), picked by the expert of each row, and the gradient of that."""
     table, rows = Away(Shard(0), experts, rows=False), Away(Shard(0), experts)
     if site.name == "index" and places == (table, None):
@@ -120,7 +120,7 @@ def by_expert(site: Site, places: tuple[ExpertPlacement, ...], experts: int) -> 
 
 
 def carry(
-    site: Site, places: tuple[ExpertPlacement, ...], in_place: ExpertPlacement, fixed: tuple[bool, ...]
+    site: OpSchema, places: tuple[ExpertPlacement, ...], in_place: ExpertPlacement, fixed: tuple[bool, ...]
 ) -> Choice | None:
     """What any other operator does with what is away, or None if it needs something of it at home.
 
@@ -143,7 +143,7 @@ def carry(
 
     try:
         decision = decide(
-            Site(
+            OpSchema(
                 name=site.name, inputs=site.inputs, placements=tuple(map(placement, places)), outputs=site.outputs,
                 in_place=None if in_place is None else in_place.along,
             )
@@ -158,7 +158,7 @@ def carry(
 
 def before(name: str, source: tuple[int, ...], view: tuple[int, ...], place: Away) -> Away | None:
     """Where a tensor must be for a view of it to have a place: along a dim of the same extent, or None."""
-    site = Site(name=name, inputs=(source,), placements=(), outputs=(view,))
+    site = OpSchema(name=name, inputs=(source,), placements=(), outputs=(view,))
     for dim, extent in enumerate(source):
         if extent == view[place.along.dim] and place.along == Shard(place.along.dim):
             made = carry(site, (place.at(dim),), None, (True,))
@@ -377,10 +377,10 @@ class Places:
                 return True
         return False
 
-    def _site(self, row: int) -> Site:
+    def _site(self, row: int) -> OpSchema:
         graph = self.graph
         shape = graph.tensors.shape.row
-        return Site(
+        return OpSchema(
             name=operator(graph, row).removesuffix("_"), placements=(),
             inputs=tuple(map(shape, graph.ops.inputs.row(row))),
             outputs=tuple(map(shape, graph.ops.outputs.row(row))),
