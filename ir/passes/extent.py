@@ -21,10 +21,10 @@ from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
+from echograph.ir.passes.dims import Ambiguous, Shape, view_dim
 from echograph.ir.passes.rewrite import StepWriter
 from echograph.ir.types import CollectiveKind
 
-Shape = tuple[int, ...]
 Found = Iterator[tuple[int, "ExtentDim"]]
 
 
@@ -41,10 +41,6 @@ class ExtentDim:
     dim: int
     before: int = 1
     extra: int = 0
-
-
-class Ambiguous(Exception):
-    """Two dims of equal extent cannot be told apart, or an operator does what no rule knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +80,8 @@ def follow(site: OpShapes, at: int, place: ExtentDim) -> Found:
 
 def view_place(place: ExtentDim, source: Shape, target: Shape) -> ExtentDim | None:
     """Where an extent is after a view of row-major memory; None where the view cuts across it."""
-    outer, above = prod(source[: place.dim]) * place.before, 1
-    for dim, extent in enumerate(target):
-        if above <= outer < above * extent:
-            inside = outer // above
-            return None if outer % above or extent % inside else ExtentDim(dim, inside)
-        above *= extent
-    return None
+    moved = view_dim(place.dim, place.before, source, target)
+    return ExtentDim(*moved) if moved else None
 
 
 def _joined(site: OpShapes, at: int, place: ExtentDim, links: Sequence[Sequence[tuple[int, int]]]) -> Found:

@@ -8,18 +8,16 @@ from typing import Any
 import pytest
 
 from echograph.ir import types as t
+from echograph.ir.passes.dims import Ambiguous, Shape
 from echograph.ir.passes.tensor_parallel.rules import (
     EXPERTS,
     PARTIAL,
     WHOLE,
-    Ambiguous,
     Decision,
     OpSchema,
     Placement,
-    Shape,
     Shard,
     decide,
-    view_dim,
 )
 
 
@@ -37,7 +35,7 @@ from echograph.ir.passes.tensor_parallel.rules import (
     ],
 )
 def test_a_view_keeps_what_is_cut(source: Shard, target: Shard | None, before: Shape, after: Shape) -> None:
-    assert view_dim(source, before, after) == target
+    assert source.viewed(before, after) == target
 
 
 def _product(a: Placement, b: Placement) -> Decision:

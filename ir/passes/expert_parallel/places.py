@@ -15,8 +15,9 @@ from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
+from echograph.ir.passes.dims import Ambiguous
 from echograph.ir.passes.gradients import NORMS
-from echograph.ir.passes.tensor_parallel.rules import VIEWS, WHOLE, Ambiguous, OpSchema, Placement, Shard, decide
+from echograph.ir.passes.tensor_parallel.rules import VIEWS, WHOLE, OpSchema, Placement, Shard, decide
 from echograph.ir.passes.tensor_parallel.sharding import operator
 
 GROUPED = ("_grouped_mm",)

@@ -1,9 +1,9 @@
 """Pipeline schedules as data: the actions of a stage, in order.
 
 An action is the forward or backward pass of one chunk of layers for one micro-batch. A schedule may split
-backward: then "backward" makes the gradients that are sent on, and "weight" those of the parameters. Every schedule
-runs the micro-batches of a chunk in ascending order, each kind of pass for itself, so the sends of a stage meet the
-receives of its neighbour in the order in which both issue them.
+backward: then "backward" makes the gradients that are sent on, and "weight" those of the parameters. Every
+schedule runs the micro-batches of a chunk in ascending order, each kind of pass for itself, so the sends of a
+stage meet the receives of its neighbour in the order in which both issue them.
 
 How many layers each chunk gets can be said in Megatron-LM's words (`split_layers`). The rules are those of
 megatron-core's `get_num_layers_to_build`: either the embedding or the loss counts as a layer of the stage that has

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 from math import prod
 
+from echograph.ir.passes.dims import Ambiguous, Shape, view_dim
 from echograph.ir.types import Phase
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,11 @@ class Shard:
     def at(self, dim: int, before: int | None = None) -> Shard:
         """The same sharding at another dim of another tensor."""
         return replace(self, dim=dim, before=self.before if before is None else before)
+
+    def viewed(self, source: Shape, target: Shape) -> Shard | None:
+        """The same sharding after a view of row-major memory; None where the view cuts across it."""
+        moved = view_dim(self.dim, self.before, source, target)
+        return self.at(*moved) if moved else None
 
     def finest(self, shape: Shape, size: int) -> Shard:
         """One share a rank, if the dim of a tensor has that many."""
@@ -115,23 +119,6 @@ class Decision:
     outputs: tuple[Placement, ...]
 
 
-class Ambiguous(Exception):
-    """Two dims of equal extent, of which one is sharded, cannot be told apart."""
-
-
-def view_dim(shard: Shard, source: Shape, target: Shape) -> Shard | None:
-    """Where a sharding is after a view of row-major memory, or None where the view cuts across it."""
-    outer = prod(source[: shard.dim]) * shard.before
-    above = 1
-    for dim, extent in enumerate(target):
-        if above <= outer < above * extent:
-            if outer % above or extent % (outer // above):
-                return None
-            return shard.at(dim, outer // above)
-        above *= extent
-    return None
-
-
 def decide(site: OpSchema) -> Decision:
     """The decision of the operator's rule, or all whole where none applies."""
     placements = tuple(map(_at_its_finest, site.placements, site.inputs, (site.size,) * len(site.inputs)))
@@ -179,7 +166,7 @@ def _view(site: OpSchema) -> Decision | None:
         return Decision((PARTIAL,), (PARTIAL,) * len(site.outputs))
     if not isinstance(source, Shard):
         return None
-    moved = [view_dim(source, site.inputs[0], shape) for shape in site.outputs]
+    moved = [source.viewed(site.inputs[0], shape) for shape in site.outputs]
     if len(moved) == 1 and moved[0] is not None and not source.shares:
         # Channels cut finer than heads: whole heads are wanted, which some ranks then share.
         made = _of_one_head(site, source, moved[0]).fitting(site.outputs[0], site.size)

@@ -10,18 +10,17 @@ from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
+from echograph.ir.passes.dims import Ambiguous, Shape
 from echograph.ir.passes.gradients import NORMS, overflow_flags, total_norms
 from echograph.ir.passes.tensor_parallel.plan import Style, given_placements
 from echograph.ir.passes.tensor_parallel.rules import (
     PARTIAL,
     VIEWS,
     WHOLE,
-    Ambiguous,
     Decision,
     OpSchema,
     Partial,
     Placement,
-    Shape,
     Shard,
     decide,
 )
