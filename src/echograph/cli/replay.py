@@ -12,8 +12,8 @@ from echograph.cli.app import print_json, print_line, print_table, progress
 from echograph.cli.output import Json, Output, Trace, check_outputs, write_json, write_trace
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph
+from echograph.simulator.limits import parse_scale
 from echograph.simulator.result import Result
-from echograph.simulator.what_if import parse_scale
 from echograph.units import format_bytes, format_time
 from echograph.workflow.replay import (
     TRACE,

@@ -19,8 +19,8 @@ import msgspec
 from echograph.ir.passes import PASSES
 from echograph.profiler import costs
 from echograph.profiler.costs import DeviceProfile
+from echograph.simulator.clusters.cluster import ClusterFile
 from echograph.simulator.clusters.fabric import FILES
-from echograph.simulator.clusters.load import ClusterFile
 from echograph.simulator.goodput import Reliability
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.memory import Memory, Runtime, largest_memory, memory
