@@ -21,8 +21,7 @@ from echograph.ir.passes.micro_batch import MicroBatch
 from echograph.ir.passes.spec import pass_text
 from echograph.progress import Progress, silent
 from echograph.workflow.compile import compile_entry
-from echograph.workflow.lowering import passes
-from echograph.workflow.plan import Plan
+from echograph.workflow.plan import Plan, passes
 from echograph.workflow.predict import simulate
 from echograph.workflow.system import System
 from echograph.workflow.validation.memory import measured_memory, predicted_memory
