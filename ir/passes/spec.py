@@ -30,7 +30,7 @@ _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _SPACE = re.compile(r"\s*")
 _WORDS = {int: "a whole number", float: "a number", str: "a text"}
 
-Value = str | list[str] | dict[str, str] | None
+OptionValue = str | list[str] | dict[str, str] | None
 """A word, what stands in parentheses, or the bare word `none`."""
 
 
@@ -90,7 +90,7 @@ class _Reader:
 
     def _pass(self) -> Pass:
         name = self._match(_NAME, "the name of a pass")
-        given: dict[str, Value] = {}
+        given: dict[str, OptionValue] = {}
         if self._has("{"):
             while not self._has("}"):
                 key = self._match(_KEY, f"an option of {name}, or }}")
@@ -102,7 +102,7 @@ class _Reader:
                     self._fail("a comma or }")
         return _made(name, given)
 
-    def _value(self) -> Value:
+    def _value(self) -> OptionValue:
         if not self._has("("):
             quoted = self.text.startswith('"', self._skip())
             word = self._word()
@@ -159,7 +159,7 @@ class _Reader:
         )
 
 
-def _made(name: str, given: Mapping[str, Value]) -> Pass:
+def _made(name: str, given: Mapping[str, OptionValue]) -> Pass:
     """A pass by its name and what is said of its options."""
     kind = _elsewhere(name) if ":" in name else PASSES[name]
     hints = get_type_hints(kind)
@@ -191,7 +191,7 @@ def _elsewhere(target: str) -> Any:
     return kind
 
 
-def _read(hint: Any, value: Value, where: str) -> Any:
+def _read(hint: Any, value: OptionValue, where: str) -> Any:
     """A value as what a type hint says."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and NoneType in kinds:

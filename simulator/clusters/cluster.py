@@ -33,7 +33,7 @@ from echograph.units import GB, GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class GroupPlacement:
     """How a group spreads over a cluster; all that the time of a collective depends on.
 
     Args:
@@ -57,7 +57,7 @@ class Placement:
             raise PlanError(f"placement of {self.ranks} ranks: every count is at least 1")
 
 
-def place(ranks: Sequence[int], gpus_per_node: int, domain_gpus: int) -> Placement:
+def place(ranks: Sequence[int], gpus_per_node: int, domain_gpus: int) -> GroupPlacement:
     """Places a group on consecutive nodes.
 
     Args:
@@ -85,7 +85,7 @@ def place(ranks: Sequence[int], gpus_per_node: int, domain_gpus: int) -> Placeme
             raise PlanError(f"group: rank {low} is below 0")
         nodes, per_node = _listed(members, gpus_per_node)
         domains, per_domain = _listed(members, domain_gpus)
-    return Placement(
+    return GroupPlacement(
         ranks=len(ranks),
         nodes=nodes,
         ranks_per_node=per_node,
@@ -205,7 +205,7 @@ class Cluster:
             slow_nodes=(*self.slow_nodes, *(entry for entry in worse if isinstance(entry, SlowNode))),
         )
 
-    def place(self, ranks: Sequence[int]) -> Placement:
+    def place(self, ranks: Sequence[int]) -> GroupPlacement:
         """How a group spreads over the cluster.
 
         Args:
@@ -220,7 +220,7 @@ class Cluster:
             raise PlanError(f"cluster {self.name}: rank {largest} is beyond its {self.max_gpus} GPUs (max_gpus)")
         return placement
 
-    def place_strided(self, size: int, stride: int = 1) -> Placement:
+    def place_strided(self, size: int, stride: int = 1) -> GroupPlacement:
         """How the group 0, stride, 2 stride, ... of `size` ranks spreads over the cluster.
 
         Raises:

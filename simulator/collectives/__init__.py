@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from echograph.errors import UnavailableError, UnknownNameError
 from echograph.registry import Table
-from echograph.simulator.clusters.cluster import Cluster, Placement
+from echograph.simulator.clusters.cluster import Cluster, GroupPlacement
 from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.network.patterns import Pattern
 from echograph.simulator.network.topology import Links, group_links
@@ -145,7 +145,7 @@ class CollectiveEstimate:
 def collective_time(
     kind: CollectiveName,
     bytes_per_rank: float,
-    placement: Placement,
+    placement: GroupPlacement,
     cluster: Cluster,
     *,
     algorithm: str | None = None,
@@ -201,7 +201,7 @@ def collective_time(
 
 
 def collective_curve(
-    kind: CollectiveName, sizes: NDArray[np.float64], placement: Placement, cluster: Cluster
+    kind: CollectiveName, sizes: NDArray[np.float64], placement: GroupPlacement, cluster: Cluster
 ) -> NDArray[np.float64]:
     """Seconds for each of an array of sizes; what `collective_time` says of each.
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echograph.errors import DataError
-from echograph.simulator.clusters.cluster import Cluster, Placement
+from echograph.simulator.clusters.cluster import Cluster, GroupPlacement
 from echograph.simulator.clusters.fabric import NodeFabric, parse_fabric
 from echograph.simulator.collectives import CollectiveName, collective_curve
 
@@ -51,7 +51,7 @@ class MeasuredCollective(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Curve:
     kind: CollectiveName
-    placement: Placement
+    placement: GroupPlacement
     index: NDArray[np.int64]
     sizes: NDArray[np.float64]
 
@@ -117,7 +117,7 @@ class Calibration:
         return seconds
 
 
-def place_measured(ranks: int, nodes: int, cluster: Cluster) -> Placement:
+def place_measured(ranks: int, nodes: int, cluster: Cluster) -> GroupPlacement:
     """Placement of a measurement that used `ranks` GPUs spread evenly over `nodes` hosts.
 
     Raises:

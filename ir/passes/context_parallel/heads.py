@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from echograph.errors import PlanError
 from echograph.ir import types as t
-from echograph.ir.passes.context_parallel.write import AXIS, POSITIONS, ContextWriter, Operand
+from echograph.ir.passes.context_parallel.write import AXIS, POSITIONS, ContextWriter, TensorRow
 
 HEADS = 1
 
@@ -29,7 +29,7 @@ class HeadExchange:
     def __init__(self, writer: ContextWriter) -> None:
         self.writer = writer
         self.stream = writer.builder.stream(f"comm.{AXIS}")
-        self._exchanged: dict[int, dict[int, Operand]] = {}  # by the forward operation, then by old row
+        self._exchanged: dict[int, dict[int, TensorRow]] = {}  # by the forward operation, then by old row
 
     def forward(self, op: t.Compute) -> None:
         """Exchanges queries, keys and values, computes, and exchanges the result."""
@@ -58,7 +58,7 @@ class HeadExchange:
         for index, made in zip(op.outputs[:3], makes, strict=True):
             writer.stands_for(index, self._summed(op, self._to_positions(op, made), writer.local(index))[0])
 
-    def _again(self, op: t.Compute, index: int) -> Operand:
+    def _again(self, op: t.Compute, index: int) -> TensorRow:
         """Queries, keys or values that were computed again are exchanged again."""
         operand = self._repeated(op, self.writer.operand(index))
         return self._exchange(op, operand, self._of_heads(operand[1]), t.Payload.ACTIVATION)
@@ -87,13 +87,13 @@ class HeadExchange:
         shape[HEADS], shape[POSITIONS] = shape[HEADS] * ranks, shape[POSITIONS] // ranks
         return replace(like, shape=tuple(shape))
 
-    def _to_heads(self, op: t.Compute, operand: Operand) -> Operand:
+    def _to_heads(self, op: t.Compute, operand: TensorRow) -> TensorRow:
         return self._exchange(op, operand, self._of_heads(operand[1]), _payload(op))
 
-    def _to_positions(self, op: t.Compute, operand: Operand) -> Operand:
+    def _to_positions(self, op: t.Compute, operand: TensorRow) -> TensorRow:
         return self._exchange(op, operand, self._of_positions(operand[1]), _payload(op))
 
-    def _exchange(self, op: t.Compute, operand: Operand, becomes: t.Tensor, payload: t.Payload) -> Operand:
+    def _exchange(self, op: t.Compute, operand: TensorRow, becomes: t.Tensor, payload: t.Payload) -> TensorRow:
         """An all-to-all, and a copy on either side."""
         writer, like = self.writer, operand[1]
         packed, arrived, made = writer.new(like), writer.new(like), writer.new(becomes)
@@ -106,7 +106,7 @@ class HeadExchange:
         writer.kernel(op, "aten.clone", (arrived,), (made,), (like.nbytes, like.nbytes))
         return made
 
-    def _repeated(self, op: t.Compute, operand: Operand) -> Operand:
+    def _repeated(self, op: t.Compute, operand: TensorRow) -> TensorRow:
         """Heads of keys as often as there are ranks, where there are fewer."""
         row, like = operand
         if like.shape[HEADS] >= self.writer.ranks:
@@ -115,7 +115,7 @@ class HeadExchange:
         self.writer.kernel(op, "aten.repeat_interleave", (operand,), (made,), (like.nbytes, made[1].nbytes))
         return made
 
-    def _summed(self, op: t.Compute, operand: Operand, like: t.Tensor) -> Operand:
+    def _summed(self, op: t.Compute, operand: TensorRow, like: t.Tensor) -> TensorRow:
         """The gradient of repeated heads."""
         if operand[1].shape == like.shape:
             return operand

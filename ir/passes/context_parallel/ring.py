@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from echograph.ir import types as t
-from echograph.ir.passes.context_parallel.write import AXIS, ContextWriter, Operand, part_of
+from echograph.ir.passes.context_parallel.write import AXIS, ContextWriter, TensorRow, part_of
 
 _KEYS, _GRADIENTS = 0, 1
 """Tags of what goes round."""
@@ -50,9 +50,9 @@ class Ring:
         self.writer, self.load_balance = writer, load_balance
         self.sends = writer.builder.stream(f"comm.{AXIS}.send")
         self.receives = writer.builder.stream(f"comm.{AXIS}.recv")
-        self._last: dict[int, Operand] = {}  # keys and values that came last, by the forward operation
+        self._last: dict[int, TensorRow] = {}  # keys and values that came last, by the forward operation
         self._maker: dict[int, int] = {}  # operations that make what goes round
-        self._chunks: dict[int, Operand] = {}
+        self._chunks: dict[int, TensorRow] = {}
 
     def forward(self, op: t.Compute) -> None:
         """Writes the steps, and merges their results."""
@@ -62,8 +62,8 @@ class Ring:
         sums = writer.logarithms(op.outputs[1], result)
         steps = self._steps(op)
         buffer = self._pack(op, (key, value))
-        partial: list[tuple[Operand, Operand]] = []
-        total: Operand | None = None
+        partial: list[tuple[TensorRow, TensorRow]] = []
+        total: TensorRow | None = None
         for number, step in enumerate(steps):
             pair = self._unpack(op, buffer, (key[1], value[1]), step.keys) if number else (key, value)
             if number + 1 < len(steps):
@@ -86,8 +86,8 @@ class Ring:
         steps = self._steps(op)[::-1]
         buffer = self._last[writer.forward_of(op, op.inputs[4:6])]
         keys = key[1], value[1]
-        query_total: Operand | None = None
-        key_total: Operand | None = None
+        query_total: TensorRow | None = None
+        key_total: TensorRow | None = None
         for number, step in enumerate(steps):
             pair = self._unpack(op, buffer, keys, step.keys)
             if number + 1 < len(steps):
@@ -119,13 +119,13 @@ class Ring:
         return [first, *[_Step(keys=2)] * lower, *[_Step(queries=2)] * (ranks - 1 - lower)]
 
     def _attention(
-        self, op: t.Compute, step: _Step, reads: Sequence[Operand], makes: Sequence[Operand], *, first: bool
+        self, op: t.Compute, step: _Step, reads: Sequence[TensorRow], makes: Sequence[TensorRow], *, first: bool
     ) -> None:
         assert isinstance(op.attributes, t.Attention)
         attributes = replace(op.attributes, causal=step.causal)
         self.writer.attention(op, reads, makes, attributes, op.flops // self.writer.ranks**2, stands=first)
 
-    def _queries(self, op: t.Compute, operand: Operand, step: _Step) -> Operand:
+    def _queries(self, op: t.Compute, operand: TensorRow, step: _Step) -> TensorRow:
         """All positions of a tensor, or a view of the second chunk."""
         if step.queries == 1:
             return operand
@@ -138,12 +138,12 @@ class Ring:
 
     # -- what goes round -------------------------------------------------------------------------------------
 
-    def _pack(self, op: t.Compute, pair: Sequence[Operand]) -> Operand:
+    def _pack(self, op: t.Compute, pair: Sequence[TensorRow]) -> TensorRow:
         """Keys and values, or their gradients, one after the other; what is left out of a chunk is 0."""
         elements = sum(like.numel for _, like in pair)
         return self._packed(op, pair, replace(pair[0][1], shape=(elements,)))
 
-    def _packed(self, op: t.Compute, pair: Sequence[Operand], like: t.Tensor) -> Operand:
+    def _packed(self, op: t.Compute, pair: Sequence[TensorRow], like: t.Tensor) -> TensorRow:
         made = self.writer.new(like)
         self._maker[made[0]] = self.writer.kernel(
             op, "aten.cat", pair, (made,), (sum(x.nbytes for _, x in pair), like.nbytes)
@@ -151,14 +151,14 @@ class Ring:
         return made
 
     def _unpack(
-        self, op: t.Compute, buffer: Operand, pair: tuple[t.Tensor, t.Tensor], share: int
-    ) -> tuple[Operand, Operand]:
+        self, op: t.Compute, buffer: TensorRow, pair: tuple[t.Tensor, t.Tensor], share: int
+    ) -> tuple[TensorRow, TensorRow]:
         """Views of keys and values, or of their first chunks."""
         made = [self.writer.new(part_of(like, share), alias_of=buffer[0]) for like in pair]
         self.writer.kernel(op, "aten.split_with_sizes", (buffer,), made)
         return made[0], made[1]
 
-    def _exchange(self, op: t.Compute, sent: Operand, tag: int, *, towards: int) -> Operand:
+    def _exchange(self, op: t.Compute, sent: TensorRow, tag: int, *, towards: int) -> TensorRow:
         """Sends something on and receives the like, which cannot come before it is ready on the other side."""
         row, like = sent
         received = self.writer.new(like)
@@ -176,7 +176,7 @@ class Ring:
 
     # -- sums over steps -------------------------------------------------------------------------------------
 
-    def _add_logarithms(self, op: t.Compute, total: Operand, new: Operand, *, fresh: bool) -> Operand:
+    def _add_logarithms(self, op: t.Compute, total: TensorRow, new: TensorRow, *, fresh: bool) -> TensorRow:
         """The logarithm of the sum of exponentials so far: in place from the second sum on."""
         made = self.writer.new(total[1], alias_of=None if fresh else total[0])
         written = total[1].nbytes if fresh else new[1].nbytes
@@ -184,10 +184,10 @@ class Ring:
         return made
 
     def _merge(
-        self, op: t.Compute, like: t.Tensor, total: Operand, partial: Sequence[tuple[Operand, Operand]]
+        self, op: t.Compute, like: t.Tensor, total: TensorRow, partial: Sequence[tuple[TensorRow, TensorRow]]
     ) -> int:
         """Each step's result times exp(its logarithm - the total's), added up."""
-        made: list[Operand] = []
+        made: list[TensorRow] = []
         for result, logarithms in partial:
             nbytes = result[1].nbytes * (1 + len(made[-1:])) + 2 * logarithms[1].nbytes
             new = self.writer.new(like, alias_of=made[-1][0] if made else None)
@@ -196,7 +196,9 @@ class Ring:
             made.append(new)
         return made[-1][0]
 
-    def _add(self, op: t.Compute, like: t.Tensor, total: Operand | None, parts: Sequence[Operand]) -> Operand:
+    def _add(
+        self, op: t.Compute, like: t.Tensor, total: TensorRow | None, parts: Sequence[TensorRow]
+    ) -> TensorRow:
         """Gradients of a step added to those of the steps before."""
         if total is None:
             return parts[0] if parts[0][1].shape == like.shape else self._packed(op, parts, like)

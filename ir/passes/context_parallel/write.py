@@ -15,11 +15,11 @@ from echograph.ir.passes.extent import Carriers, ExtentWriter
 AXIS, INNER = "cp", "tp"
 POSITIONS = 2
 """The dim of positions of queries, keys and values: [batch, heads, positions, channels]."""
-Operand = tuple[int, t.Tensor]
+TensorRow = tuple[int, t.Tensor]
 """A row of the new tensor table, and the tensor that stands there."""
 
 
-class Method(Protocol):
+class AttentionMethod(Protocol):
     """Writes attention that needs the whole sequence."""
 
     def forward(self, op: t.Compute) -> None:
@@ -40,7 +40,12 @@ class ContextWriter(ExtentWriter):
     """
 
     def __init__(
-        self, graph: StepGraph, carriers: Carriers, *, ranks: int, method: Callable[[ContextWriter], Method]
+        self,
+        graph: StepGraph,
+        carriers: Carriers,
+        *,
+        ranks: int,
+        method: Callable[[ContextWriter], AttentionMethod],
     ) -> None:
         super().__init__(graph, carriers, carriers.extent.size // ranks)
         self.ranks = ranks
@@ -82,11 +87,11 @@ class ContextWriter(ExtentWriter):
         """The log-sum-exp of a local result, in its shape (some kernels pad what was captured)."""
         return replace(self.local(index), shape=result.shape[: POSITIONS + 1])
 
-    def operand(self, index: int) -> Operand:
+    def operand(self, index: int) -> TensorRow:
         """An old tensor's new row and shape."""
         return self.tensor(index), self.local(index)
 
-    def new(self, like: t.Tensor, *, alias_of: int | None = None) -> Operand:
+    def new(self, like: t.Tensor, *, alias_of: int | None = None) -> TensorRow:
         """Adds an activation like another."""
         row = self.builder.tensor(like.name, like.shape, like.dtype, t.TensorRole.ACTIVATION, alias_of=alias_of)
         return row, like
@@ -99,8 +104,8 @@ class ContextWriter(ExtentWriter):
         self,
         op: t.Compute,
         name: str,
-        reads: Sequence[Operand],
-        makes: Sequence[Operand],
+        reads: Sequence[TensorRow],
+        makes: Sequence[TensorRow],
         nbytes: tuple[int, int] = (0, 0),
     ) -> int:
         """Adds an operation beside attention, of some bytes (read, written); a view, without any."""
@@ -112,8 +117,8 @@ class ContextWriter(ExtentWriter):
     def attention(
         self,
         op: t.Compute,
-        reads: Sequence[Operand],
-        makes: Sequence[Operand],
+        reads: Sequence[TensorRow],
+        makes: Sequence[TensorRow],
         attributes: t.Attention,
         flops: int,
         *,

@@ -34,7 +34,7 @@ from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, Graph, JobGraph, StepGraph
 from echograph.ir.passes.data_parallel.distributed_optimizer import Division, ShardedBlock, ShardedGraph, unchanged
-from echograph.ir.passes.data_parallel.program import MIB, Program
+from echograph.ir.passes.data_parallel.program import MIB, ProgramWriter
 from echograph.ir.passes.gradients import DATA, final_gradients, overflow_flags, reduction_axes, total_norms
 from echograph.ir.passes.rewrite import copy_tables, empty_copy
 
@@ -105,7 +105,7 @@ class DataParallel:
         division = Division(graph=graph, mesh=mesh, gradients=gradients, flat=True, none=none)
         job = self._write(graph, builder, division)
         for program in graph.programs:
-            writer = Program(options=self, graph=graph, job=job, division=division, program=program)
+            writer = ProgramWriter(options=self, graph=graph, job=job, division=division, program=program)
             builder.program(
                 writer.calls(),
                 role=program.role or "replica",

@@ -17,7 +17,7 @@ from echograph.ir.graph import Axis
 from echograph.ir.passes.data_parallel.distributed_optimizer import SHARD, WHOLE, Division, ShardedGraph
 from echograph.ir.passes.gradients import (
     Gradient,
-    Place,
+    ProgramPoint,
     adds_up,
     axes_group,
     buffer_bytes,
@@ -123,7 +123,7 @@ class _Reduction:
     held: list[int]
 
 
-class Program:
+class ProgramWriter:
     """Writes one program.
 
     Args:
@@ -145,9 +145,9 @@ class Program:
         self.name = "zero" if options.zero else "ddp"
         self.reduces = bool(reduction_axes(self.mesh, ()))
         self.bindings: list[int] = []
-        self.added: dict[Place, list[tuple[int, list[int]]]] = {}
+        self.added: dict[ProgramPoint, list[tuple[int, list[int]]]] = {}
         self.block = 0
-        self.accumulations: dict[Place, Call] = {}
+        self.accumulations: dict[ProgramPoint, Call] = {}
         calls: list[Call] = [(b, x, y, i, m) for b, x, y, i, m in program.calls.tolist() if y > x]
         self.steps = self._of_pipeline(calls) if self.staged else self._of_step(calls)
         self.last = max((call[4] for call in self.steps), default=0)
@@ -246,7 +246,7 @@ class Program:
                 out.append(self.job.call((block, begin, end, instance, micro_batch)))
         return out
 
-    def _at(self, place: Place, ops: list[int]) -> None:
+    def _at(self, place: ProgramPoint, ops: list[int]) -> None:
         if ops:
             self.added.setdefault(place, []).append((self.block, ops))
 
@@ -293,7 +293,7 @@ class Program:
             self._at(end, [wait])
             self._at(end, keep if first or not add else add)
 
-    def _end_of_passes(self) -> Place:
+    def _end_of_passes(self) -> ProgramPoint:
         """Where forward and backward end, and their messages, and the optimizer begins."""
         passes, _ = split_at_optimizer(self.graph, self.steps)
         return len(passes) - 1, passes[-1][2]

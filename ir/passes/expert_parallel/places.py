@@ -15,8 +15,9 @@ from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
+from echograph.ir.passes.dims import Ambiguous
 from echograph.ir.passes.gradients import NORMS
-from echograph.ir.passes.tensor_parallel.rules import VIEWS, WHOLE, Ambiguous, Placement, Shard, Site, decide
+from echograph.ir.passes.tensor_parallel.rules import VIEWS, WHOLE, OpSchema, Placement, Shard, decide
 from echograph.ir.passes.tensor_parallel.sharding import operator
 
 GROUPED = ("_grouped_mm",)
@@ -42,7 +43,7 @@ class Away:
         return Away(Shard(dim), self.experts, self.rows)
 
 
-Place = Away | None
+ExpertPlacement = Away | None
 """Where a tensor is; None: at home, or whole on every rank."""
 
 
@@ -50,8 +51,8 @@ Place = Away | None
 class Choice:
     """Where an operation wants its inputs, and where it leaves its outputs."""
 
-    inputs: tuple[Place, ...]
-    outputs: tuple[Place, ...]
+    inputs: tuple[ExpertPlacement, ...]
+    outputs: tuple[ExpertPlacement, ...]
 
     @property
     def away(self) -> tuple[Away, ...]:
@@ -83,7 +84,7 @@ class Load:
         """Rows that the busiest rank's experts work on, for the rows that each rank's tokens make."""
         return ceil(round(self.imbalance * self.sent(rows, experts), 6))
 
-    def local(self, shape: tuple[int, ...], place: Place) -> tuple[int, ...]:
+    def local(self, shape: tuple[int, ...], place: ExpertPlacement) -> tuple[int, ...]:
         """Shape of what one rank holds of a tensor with this place."""
         if place is None:
             return shape
@@ -93,7 +94,7 @@ class Load:
         return (*shape[:dim], before * part, *shape[dim + 1 :])
 
 
-def grouped(site: Site, experts: int) -> Choice:
+def grouped(site: OpSchema, experts: int) -> Choice:
     """Rows times weights [experts, ...], or rows times rows to gradients of weights.
 
     Raises:
@@ -109,7 +110,7 @@ def grouped(site: Site, experts: int) -> Choice:
     return Choice((rows.at(1), rows, share), (share,))
 
 
-def by_expert(site: Site, places: tuple[Place, ...], experts: int) -> Choice | None:
+def by_expert(site: OpSchema, places: tuple[ExpertPlacement, ...], experts: int) -> Choice | None:
     """Rows of a table of the experts (biases), picked by the expert of each row, and the gradient of that."""
     table, rows = Away(Shard(0), experts, rows=False), Away(Shard(0), experts)
     if site.name == "index" and places == (table, None):
@@ -119,7 +120,9 @@ def by_expert(site: Site, places: tuple[Place, ...], experts: int) -> Choice | N
     return None
 
 
-def carry(site: Site, places: tuple[Place, ...], in_place: Place, fixed: tuple[bool, ...]) -> Choice | None:
+def carry(
+    site: OpSchema, places: tuple[ExpertPlacement, ...], in_place: ExpertPlacement, fixed: tuple[bool, ...]
+) -> Choice | None:
     """What any other operator does with what is away, or None if it needs something of it at home.
 
     Args:
@@ -133,15 +136,15 @@ def carry(site: Site, places: tuple[Place, ...], in_place: Place, fixed: tuple[b
         return None
     ((experts, rows),) = kinds
 
-    def placement(place: Place) -> Placement:
+    def placement(place: ExpertPlacement) -> Placement:
         return WHOLE if place is None else place.along
 
-    def place(placement: Placement) -> Place:
+    def place(placement: Placement) -> ExpertPlacement:
         return Away(placement, experts, rows) if isinstance(placement, Shard) else None
 
     try:
         decision = decide(
-            Site(
+            OpSchema(
                 name=site.name, inputs=site.inputs, placements=tuple(map(placement, places)), outputs=site.outputs,
                 in_place=None if in_place is None else in_place.along,
             )
@@ -156,7 +159,7 @@ def carry(site: Site, places: tuple[Place, ...], in_place: Place, fixed: tuple[b
 
 def before(name: str, source: tuple[int, ...], view: tuple[int, ...], place: Away) -> Away | None:
     """Where a tensor must be for a view of it to have a place: along a dim of the same extent, or None."""
-    site = Site(name=name, inputs=(source,), placements=(), outputs=(view,))
+    site = OpSchema(name=name, inputs=(source,), placements=(), outputs=(view,))
     for dim, extent in enumerate(source):
         if extent == view[place.along.dim] and place.along == Shard(place.along.dim):
             made = carry(site, (place.at(dim),), None, (True,))
@@ -259,9 +262,9 @@ class Places:
                     seen.update(reads)
         return ends
 
-    def _parameters(self) -> dict[int, Place]:
+    def _parameters(self) -> dict[int, ExpertPlacement]:
         """Weights and biases of the experts and their optimizer state, divided along their first dim."""
-        graph, found = self.graph, dict[int, Place]()
+        graph, found = self.graph, dict[int, ExpertPlacement]()
         for row in range(len(graph.ops)):
             name, inputs = operator(graph, row), graph.ops.inputs.row(row)
             if name in GROUPED and len(graph.tensors.shape.row(inputs[1])) == 3:
@@ -286,9 +289,9 @@ class Places:
                 return index
             index = self.graph.ops.inputs.row(maker)[0]
 
-    def _states(self, parameters: dict[int, Place]) -> dict[int, Place]:
+    def _states(self, parameters: dict[int, ExpertPlacement]) -> dict[int, ExpertPlacement]:
         """What lives through the step for each of these parameters: their name begins with the parameter's."""
-        graph, found = self.graph, dict[int, Place]()
+        graph, found = self.graph, dict[int, ExpertPlacement]()
         for index, place in parameters.items():
             parameter = graph.tensors[index]
             block = next(b for b in graph.blocks if index in b.tensors)
@@ -320,11 +323,11 @@ class Places:
                 raise self._unshareable(row, index)
         self.places |= zip(outputs, choice.outputs, strict=True)
 
-    def _moves(self, index: int, place: Place) -> bool:
+    def _moves(self, index: int, place: ExpertPlacement) -> bool:
         """Whether a tensor can be moved: rows, and the ends of their groups, which are counted anew."""
         return (place is not None and place.rows) or self.ends.get(index) == index
 
-    def _choice(self, block: int, instance: int, row: int, places: tuple[Place, ...]) -> Choice | None:
+    def _choice(self, block: int, instance: int, row: int, places: tuple[ExpertPlacement, ...]) -> Choice | None:
         """What an operation chooses; None for everything at home."""
         graph = self.graph
         inputs, outputs = graph.ops.inputs.row(row), graph.ops.outputs.row(row)
@@ -360,7 +363,7 @@ class Places:
             return anywhere if between else None
         return choice
 
-    def _goes_on(self, index: int, place: Place) -> bool:
+    def _goes_on(self, index: int, place: ExpertPlacement) -> bool:
         """Whether rows go into a further product, row by row: nothing between is worth a way home and back."""
         graph = self.graph
         if place is None or not place.rows:
@@ -375,10 +378,10 @@ class Places:
                 return True
         return False
 
-    def _site(self, row: int) -> Site:
+    def _site(self, row: int) -> OpSchema:
         graph = self.graph
         shape = graph.tensors.shape.row
-        return Site(
+        return OpSchema(
             name=operator(graph, row).removesuffix("_"), placements=(),
             inputs=tuple(map(shape, graph.ops.inputs.row(row))),
             outputs=tuple(map(shape, graph.ops.outputs.row(row))),
@@ -394,7 +397,7 @@ class Places:
             len(reads) == 1 and operator(self.graph, maker) in VIEWS and self._is_free(reads[0])
         )
 
-    def _settle(self, index: int, wanted: Place) -> None:
+    def _settle(self, index: int, wanted: ExpertPlacement) -> None:
         """Makes a constant where it is read."""
         graph, maker = self.graph, int(self.graph.maker[index])
         self.places[index] = wanted
@@ -409,10 +412,10 @@ class Places:
         if wanted is not None:
             self.choices[maker] = Choice((place,) * len(reads), (wanted,))
 
-    def _place(self, block: int, instance: int, index: int) -> Place:
+    def _place(self, block: int, instance: int, index: int) -> ExpertPlacement:
         graph = self.graph
         if index not in self.places and not self._is_free(index):
-            place: Place = None
+            place: ExpertPlacement = None
             if graph.tensors.port[index]:
                 place = self._place(*graph.locate_tensor(graph.tensor_id(block, instance, index)))
             elif (alias := int(graph.tensors.alias_of[index])) != NONE:

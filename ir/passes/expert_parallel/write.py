@@ -10,7 +10,7 @@ from math import prod
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, StepGraph
-from echograph.ir.passes.expert_parallel.places import Away, Choice, Load, Place, Places, before
+from echograph.ir.passes.expert_parallel.places import Away, Choice, ExpertPlacement, Load, Places, before
 from echograph.ir.passes.gradients import axes_group, overflow_flags, total_norms
 from echograph.ir.passes.rewrite import StepWriter
 from echograph.ir.passes.tensor_parallel.rules import VIEWS, Shard
@@ -40,7 +40,7 @@ class _Writer(StepWriter):
         super().__init__(graph)
         self.places, self.load = places, load
         self.axes = tuple(axis.name for axis in axes)
-        self.copies: dict[tuple[int, Place], int] = {}
+        self.copies: dict[tuple[int, ExpertPlacement], int] = {}
         self.scalars = {*total_norms(graph), *overflow_flags(graph)} if load.size > 1 else set()
         if load.size > 1:
             self.builder.mesh = (*(axis for axis in axes if axis not in graph.mesh), *graph.mesh)
@@ -96,11 +96,11 @@ class _Writer(StepWriter):
             "durations": (),
         }
 
-    def _share(self, index: int, place: Place) -> Fraction:
+    def _share(self, index: int, place: ExpertPlacement) -> Fraction:
         whole = self.graph.tensors.shape.row(index)
         return Fraction(prod(self.load.local(whole, place)), max(1, prod(whole)))
 
-    def _bytes(self, placed: Sequence[tuple[int, Place]], nbytes: int) -> int:
+    def _bytes(self, placed: Sequence[tuple[int, ExpertPlacement]], nbytes: int) -> int:
         """Bytes of the parts: exact where the whole is the sum of the tensors, else in proportion."""
         whole = local = 0
         for index, place in dict(placed).items():
@@ -113,7 +113,7 @@ class _Writer(StepWriter):
 
     # -- between home and experts --------------------------------------------------------------------------
 
-    def _read(self, index: int, wanted: Place, op: t.Op) -> int:
+    def _read(self, index: int, wanted: ExpertPlacement, op: t.Op) -> int:
         """The tensor where an operation wants it, moved before the operation if need be."""
         has = self.places.places.get(index)
         if has == wanted:
@@ -122,7 +122,7 @@ class _Writer(StepWriter):
             self.copies[index, wanted] = self._move(index, has, wanted, op)
         return self.copies[index, wanted]
 
-    def _move(self, index: int, has: Place, wanted: Place, op: t.Op) -> int:
+    def _move(self, index: int, has: ExpertPlacement, wanted: ExpertPlacement, op: t.Op) -> int:
         if (view := self._view(index, wanted, op)) is not None:
             return view
         if wanted is None:
@@ -134,7 +134,7 @@ class _Writer(StepWriter):
             return self._own_experts(index, wanted, op)
         return self._dispatch(index, wanted, op)
 
-    def _view(self, index: int, wanted: Place, op: t.Op) -> int | None:
+    def _view(self, index: int, wanted: ExpertPlacement, op: t.Op) -> int | None:
         """Of a view, what it is a view of is moved, so that several views share the exchange."""
         graph, maker = self.graph, int(self.graph.maker[index])
         if maker == NONE or operator(graph, maker) not in VIEWS or len(graph.ops.outputs.row(maker)) != 1:

@@ -28,8 +28,8 @@ from echograph.ir import types as t
 from echograph.ir.graph import Axis, Graph, JobGraph, Program, StepGraph
 from echograph.ir.passes.data_parallel import check_sizes, data_mesh
 from echograph.ir.passes.data_parallel.distributed_optimizer import Address, Division, ShardedGraph
-from echograph.ir.passes.fully_shard.block import Action, How, UnitBlock, Units, actions
-from echograph.ir.passes.fully_shard.schedule import Schedule
+from echograph.ir.passes.fully_shard.block import How, UnitAction, UnitBlock, Units, actions
+from echograph.ir.passes.fully_shard.schedule import UnitSchedule
 from echograph.ir.passes.gradients import (
     REPLICATE,
     SHARD,
@@ -111,8 +111,8 @@ class _Writer:
         ]
         self.schedules = [self._schedule(program) for program in graph.programs]
 
-    def _schedule(self, program: Program) -> Schedule:
-        return Schedule(self.graph, self.units, self.names, self.how, self._calls(program), self.staged)
+    def _schedule(self, program: Program) -> UnitSchedule:
+        return UnitSchedule(self.graph, self.units, self.names, self.how, self._calls(program), self.staged)
 
     def _calls(self, program: Program) -> list[Call]:
         """The calls of all micro-batches; a pipeline's without those that add up whole gradients if shards do."""
@@ -152,9 +152,9 @@ class _Writer:
             )
         return self.builder.build(JobGraph)
 
-    def _before(self) -> list[dict[int | None, list[Action]]]:
+    def _before(self) -> list[dict[int | None, list[UnitAction]]]:
         """Of each block, what is done before which operation; the programs that call it agree."""
-        found: list[dict[int | None, list[Action]]] = [{} for _ in self.graph.blocks]
+        found: list[dict[int | None, list[UnitAction]]] = [{} for _ in self.graph.blocks]
         done = set()
         for schedule in self.schedules:
             for (block, name, unit), row in schedule.before().items():

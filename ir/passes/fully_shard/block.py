@@ -114,7 +114,7 @@ class Units:
 GATHERED, REGATHERED, REDUCED = "gathered", "regathered", "reduced"
 TOKEN_OF = {"gather": GATHERED, "regather": REGATHERED, "reduce": REDUCED}
 """What says that a unit has done something that others wait for."""
-Action = tuple[int, str]
+UnitAction = tuple[int, str]
 """Number of a unit in its block, and what is done: a name of `actions`."""
 
 
@@ -201,12 +201,12 @@ class UnitBlock(ShardedBlock):
         *,
         units: Units,
         how: How,
-        before: Mapping[int | None, Sequence[Action]],
+        before: Mapping[int | None, Sequence[UnitAction]],
         scalars: Collection[int],
     ) -> None:
         super().__init__(graph, builder, number, division, ops, scalars=scalars)
         self.units, self.how, self.before = units.of_block[number], how, before
-        self.ranges: dict[Action, tuple[int, int]] = {}
+        self.ranges: dict[UnitAction, tuple[int, int]] = {}
         self.tokens: dict[tuple[int, str], int] = {}
         self.gathers: dict[tuple[int, str], list[int]] = {}
         again = {number for actions in before.values() for number, name in actions if name == "regather"}

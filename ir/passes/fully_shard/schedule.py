@@ -11,11 +11,11 @@ from echograph.ir.graph import Graph
 from echograph.ir.passes.fully_shard.block import GATHERED, REDUCED, REGATHERED, TOKEN_OF, How, Units, phase_of
 from echograph.ir.passes.rewrite import Call
 
-Place = tuple[int, int, int]
+UnitInstance = tuple[int, int, int]
 """A unit where it runs: block, instance, and number of the unit in the block."""
-Piece = tuple[t.Phase, Place, Call]
+Piece = tuple[t.Phase, UnitInstance, Call]
 """A part of a call, of one phase and one unit."""
-Done = tuple[Place, str, int]
+Done = tuple[UnitInstance, str, int]
 """Something done for a unit in a micro-batch: a name of `block.actions`."""
 
 
@@ -23,12 +23,12 @@ Done = tuple[Place, str, int]
 class _Part:
     """A model part: a root, and the units that run inside it, in the order in which they do."""
 
-    root: Place
-    forward: list[Place] = field(default_factory=list)
-    backward: list[Place] = field(default_factory=list)
+    root: UnitInstance
+    forward: list[UnitInstance] = field(default_factory=list)
+    backward: list[UnitInstance] = field(default_factory=list)
 
 
-class Schedule:
+class UnitSchedule:
     """What one program runs, in order.
 
     Args:
@@ -53,7 +53,7 @@ class Schedule:
         self.graph, self.units, self.names, self.how, self.staged = graph, units, names, how, staged
         self._cuts: dict[tuple[int, int, int], list[tuple[t.Phase, int, int, int]]] = {}
         self.pieces = [piece for call in calls for piece in self._cut(call)]
-        self.part_of: dict[Place, _Part] = {}
+        self.part_of: dict[UnitInstance, _Part] = {}
         self._find_parts()
         self.last = max((call[4] for call in calls), default=0)
         self.first = min((call[4] for call in calls), default=0)
@@ -74,7 +74,7 @@ class Schedule:
 
     def _find_parts(self) -> None:
         """Units belong to the root that ran last before their first forward pass."""
-        of_root: dict[Place, _Part] = {}
+        of_root: dict[UnitInstance, _Part] = {}
         part: _Part | None = None
         for phase, place, _ in self.pieces:
             if phase == t.Phase.FORWARD:
@@ -109,10 +109,10 @@ class Schedule:
 
     # -- tokens --------------------------------------------------------------------------------------------
 
-    def _does(self, place: Place, name: str) -> bool:
+    def _does(self, place: UnitInstance, name: str) -> bool:
         return name in self.names[place[0]][place[2]]
 
-    def token(self, place: Place, what: str) -> tuple[Place, str] | None:
+    def token(self, place: UnitInstance, what: str) -> tuple[UnitInstance, str] | None:
         """The unit whose token a unit waits for before it does `what`, and which; None: it does not run here."""
         part = self.part_of.get(place)
         if part is None:
@@ -139,8 +139,8 @@ class Schedule:
             for phase, place, call in self.pieces
             if phase == t.Phase.BACKWARD and place in self.part_of
         )
-        gathered: set[tuple[Place, int]] = set()
-        regathered: set[tuple[Place, int]] = set()
+        gathered: set[tuple[UnitInstance, int]] = set()
+        regathered: set[tuple[UnitInstance, int]] = set()
         for phase, place, call in self.pieces:
             micro_batch, part = call[4], self.part_of.get(place)
             if part is None or phase == t.Phase.OPTIMIZER:
@@ -163,7 +163,7 @@ class Schedule:
                 if not of_part[part.root, micro_batch]:
                     yield from self._part_done(part, micro_batch)
 
-    def _prepare_backward(self, part: _Part, place: Place, micro_batch: int) -> Iterator[Done]:
+    def _prepare_backward(self, part: _Part, place: UnitInstance, micro_batch: int) -> Iterator[Done]:
         """Gathers a unit unless it ran ahead, and then the one whose backward comes next."""
         order = [p for p in part.backward if self._does(p, "regather")]
         at = order.index(place)
@@ -173,7 +173,7 @@ class Schedule:
         if at + 1 < len(order):
             yield from self._added(order[at + 1], ("regather",), micro_batch)
 
-    def _backward_done(self, place: Place, micro_batch: int) -> Iterator[Done]:
+    def _backward_done(self, place: UnitInstance, micro_batch: int) -> Iterator[Done]:
         """Adds up gradients and reduces them, where that is not left to the end of the part."""
         if micro_batch > self.first:
             yield from self._added(place, ("sum",), micro_batch)
@@ -189,8 +189,8 @@ class Schedule:
         if self.how.whole and self.staged and micro_batch == self.last:
             yield from self._reduced(part.root, micro_batch)
 
-    def _reduced(self, place: Place, micro_batch: int) -> Iterator[Done]:
+    def _reduced(self, place: UnitInstance, micro_batch: int) -> Iterator[Done]:
         yield from self._added(place, ("reduce", "add") if micro_batch > self.first else ("reduce",), micro_batch)
 
-    def _added(self, place: Place, names: tuple[str, ...], micro_batch: int) -> Iterator[Done]:
+    def _added(self, place: UnitInstance, names: tuple[str, ...], micro_batch: int) -> Iterator[Done]:
         yield from ((place, name, micro_batch) for name in names if self._does(place, name))

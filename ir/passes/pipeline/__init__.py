@@ -6,7 +6,8 @@ is sent on a stream of its direction and received on another one, as separate NC
 so a stage neither blocks its own work by sending nor orders what it receives by what it sends.
 
 A schedule that splits backward runs gradients of weights in passes of their own (`routes.parts`). Clipping by
-the norm of all gradients and fp16 loss scaling all-reduce one scalar over the stages (`placement.Optimizer`).
+the norm of all gradients and fp16 loss scaling all-reduce one scalar over the stages
+(`placement.OptimizerPlacer`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from echograph.errors import PlanError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph, StepGraph
 from echograph.ir.passes.gradients import adds_up, final_gradients
-from echograph.ir.passes.pipeline.blocks import AXIS, Chunk, Layers, Plan, in_order, leaders
-from echograph.ir.passes.pipeline.placement import Optimizer, Placement, place
-from echograph.ir.passes.pipeline.routes import Part, parts, route
-from echograph.ir.passes.pipeline.schedules import SPLIT, Kind, check_schedule, order
+from echograph.ir.passes.pipeline.blocks import AXIS, Chunk, Layers, PipelineContext, in_order, leaders
+from echograph.ir.passes.pipeline.placement import OptimizerPlacer, Partition, place
+from echograph.ir.passes.pipeline.routes import PipelinePhase, parts, route
+from echograph.ir.passes.pipeline.schedules import SPLIT, Computation, check_schedule, order
 from echograph.ir.passes.rewrite import Call, accumulate, empty_copy, in_micro_batch
 from echograph.ir.types import Tensor, TensorRole
 
@@ -60,13 +61,13 @@ class Pipeline:
         """
         self._check(graph)
         placement = place(graph, self.stages * self.chunks, self.layers)
-        Optimizer(graph, placement, self.stages).place()
+        OptimizerPlacer(graph, placement, self.stages).place()
         routes = route(graph, placement)
         of = parts(graph, routes, split=self.schedule in SPLIT)
         leads, leading_layers = leaders(graph, placement, self.stages)
         builder = empty_copy(graph)
         builder.mesh = (Axis(name=AXIS, size=self.stages), *graph.mesh)
-        plan = Plan(
+        plan = PipelineContext(
             graph=graph,
             placement=placement,
             routes=routes,
@@ -96,7 +97,7 @@ class Pipeline:
         if any(axis.name == AXIS for axis in graph.mesh):
             raise PlanError("the graph has a pipeline already: give its step graph without one")
 
-    def _groups(self, graph: StepGraph, placement: Placement, builder: GraphBuilder) -> dict[int, int | None]:
+    def _groups(self, graph: StepGraph, placement: Partition, builder: GraphBuilder) -> dict[int, int | None]:
         """The group of every gradient that several chunks have a share of; None where two stages exchange it."""
         sharers: dict[int, list[int]] = {}
         for chunk, gradient in placement.shares:
@@ -114,27 +115,31 @@ class Pipeline:
                 groups[gradient] = builder.group("embedding", axes=(AXIS,), positions=sorted(stages))
         return groups
 
-    def _calls(self, plan: Plan, builder: GraphBuilder, chunks: list[Chunk], stage: int) -> list[Call]:
+    def _calls(self, plan: PipelineContext, builder: GraphBuilder, chunks: list[Chunk], stage: int) -> list[Call]:
         added = {}
         if self.micro_batches > 1:
             gradients = {c.number: _gradients(plan, c) for c in chunks}
             added = {number: [accumulate(builder, its)] if its else [] for number, its in gradients.items()}
         last = "weight" if self.schedule in SPLIT else "backward"
-        runs = {(chunk.number, part): in_order(chunk.timed(part)) for chunk in chunks for part in Part}
+        runs = {(chunk.number, part): in_order(chunk.timed(part)) for chunk in chunks for part in PipelinePhase}
         calls: list[Call] = []
         for kind, micro_batch, number in order(self.schedule, stage, self.stages, self.micro_batches, self.chunks):
             chunk = chunks[number]
             calls += in_micro_batch(runs[chunk.number, _PARTS[kind]], micro_batch)
             if kind == last and micro_batch:
                 calls += in_micro_batch(added[chunk.number], micro_batch)
-        update = [call for chunk in chunks for call in chunk.timed(Part.UPDATE)]
+        update = [call for chunk in chunks for call in chunk.timed(PipelinePhase.UPDATE)]
         return calls + in_micro_batch(in_order(update), self.micro_batches - 1)
 
 
-_PARTS: dict[Kind, Part] = {"forward": Part.FORWARD, "backward": Part.BACKWARD, "weight": Part.WEIGHT}
+_PARTS: dict[Computation, PipelinePhase] = {
+    "forward": PipelinePhase.FORWARD,
+    "backward": PipelinePhase.BACKWARD,
+    "weight": PipelinePhase.WEIGHT,
+}
 
 
-def _write(plan: Plan, builder: GraphBuilder) -> list[Chunk]:
+def _write(plan: PipelineContext, builder: GraphBuilder) -> list[Chunk]:
     """Writes the first chunk as the main block, the layers' blocks, then the blocks of the other chunks."""
     chunks = [Chunk(plan=plan, number=0, builder=builder, block=0)]
     chunks[0].write()
@@ -149,7 +154,7 @@ def _write(plan: Plan, builder: GraphBuilder) -> list[Chunk]:
     return chunks
 
 
-def _bind(plan: Plan, builder: GraphBuilder, chunks: list[Chunk]) -> None:
+def _bind(plan: PipelineContext, builder: GraphBuilder, chunks: list[Chunk]) -> None:
     """Adds all instances, now that it is known where every block begins."""
     graph, layers = plan.graph, plan.layers
     tensors, ops = layers.number(len(chunks[0].own), len(chunks[0].written))
@@ -175,7 +180,7 @@ def _bind(plan: Plan, builder: GraphBuilder, chunks: list[Chunk]) -> None:
             )
 
 
-def _op_id(plan: Plan, chunks: list[Chunk], number: int, op: int) -> int:
+def _op_id(plan: PipelineContext, chunks: list[Chunk], number: int, op: int) -> int:
     """The id in the job of an operation of the step; of its copy on the same chunk, if there is one."""
     block, instance, row = plan.graph.locate_op(op)
     if block:
@@ -185,7 +190,7 @@ def _op_id(plan: Plan, chunks: list[Chunk], number: int, op: int) -> int:
     return chunk.first_op_id + chunk.ops[row] - chunk.written.start
 
 
-def _gradients(plan: Plan, chunk: Chunk) -> list[tuple[Tensor, int]]:
+def _gradients(plan: PipelineContext, chunk: Chunk) -> list[tuple[Tensor, int]]:
     """The final gradients that a chunk makes and that have to be added up, with their ids in the job."""
     graph, placement = plan.graph, plan.placement
     places: dict[int, list[int]] = {}

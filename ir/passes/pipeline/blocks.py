@@ -2,8 +2,8 @@
 
 A chunk's block is its part of the main block, with what it receives and sends. Its rows stand in the order in
 which they run: receives, operations and sends of forward, the same of backward, weight gradients, then what the
-optimizer needs. The layers stay blocks of their own, called in between. `Plan` is what all chunks have in common
-while they are written, `Links` writes what stages say to each other.
+optimizer needs. The layers stay blocks of their own, called in between. `PipelineContext` is what all chunks have
+in common while they are written, `StageCommunication` writes what stages say to each other.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.pipeline.placement import Placement, memory_of
-from echograph.ir.passes.pipeline.routes import Part, Routes
+from echograph.ir.passes.pipeline.placement import Partition, memory_of
+from echograph.ir.passes.pipeline.routes import PipelinePhase, Routes
 from echograph.ir.passes.rewrite import Call
 
-Layer = tuple[int, int]
+BlockInstance = tuple[int, int]
 """(block, instance) of the step."""
 
 
@@ -59,11 +59,13 @@ class Layers:
         leads: for layers that bear launches, the operations that do.
     """
 
-    def __init__(self, graph: StepGraph, parts: list[Part], leads: dict[Layer, frozenset[int]]) -> None:
+    def __init__(
+        self, graph: StepGraph, parts: list[PipelinePhase], leads: dict[BlockInstance, frozenset[int]]
+    ) -> None:
         self.graph, self.parts = graph, parts
         self.blocks: list[LayerBlock] = []
-        self.of: dict[Layer, tuple[LayerBlock, int]] = {}
-        self._runs: dict[tuple[int, int, Part], tuple[int, int] | None] = {}
+        self.of: dict[BlockInstance, tuple[LayerBlock, int]] = {}
+        self._runs: dict[tuple[int, int, PipelinePhase], tuple[int, int] | None] = {}
         for number, block in enumerate(graph.blocks[1:], 1):
             alike: dict[frozenset[int], LayerBlock] = {}
             for index in range(len(block.instances)):
@@ -113,13 +115,13 @@ class Layers:
             first_op_id += len(made.places) * len(made.instances)
         return first_id, first_op_id
 
-    def tensor_id(self, layer: Layer, row: int) -> int:
+    def tensor_id(self, layer: BlockInstance, row: int) -> int:
         """The id in the job of a layer's own tensor, a row of the step's table."""
         made, index = self.of[layer]
         own = self.graph.tensor_bases[made.block][1]
         return made.first_id + index * own + int(self.graph.local_position[row])
 
-    def op_id(self, layer: Layer, row: int) -> int:
+    def op_id(self, layer: BlockInstance, row: int) -> int:
         """The id in the job of a layer's operation, a row of the step's table."""
         made, index = self.of[layer]
         return made.first_op_id + index * len(made.places) + made.places[row]
@@ -128,7 +130,7 @@ class Layers:
         """Row of the first operation of a block of the job if it is a layers' block, else 0."""
         return self.blocks[block - 1].begin if 0 < block <= len(self.blocks) else 0
 
-    def call(self, layer: Layer, begin: int, end: int, part: Part) -> Call | None:
+    def call(self, layer: BlockInstance, begin: int, end: int, part: PipelinePhase) -> Call | None:
         """What of a call of the step runs in a part; None where nothing does.
 
         Operations count from the first one of the block, whose row is known once the block is written (`begin`).
@@ -152,15 +154,15 @@ def with_lead(op: t.Op, *, leads: bool) -> t.Op:
 
 
 def leaders(
-    graph: StepGraph, placement: Placement, stages: int
-) -> tuple[set[tuple[int, int]], dict[Layer, frozenset[int]]]:
+    graph: StepGraph, placement: Partition, stages: int
+) -> tuple[set[tuple[int, int]], dict[BlockInstance, frozenset[int]]]:
     """Who bears the launches of multi-tensor kernels on each stage: one share of each launch does.
 
     Returns:
         (chunk, operation) of the main block, and the operations of layers on stages that have no share there.
     """
     main: dict[tuple[int, int], tuple[int, int]] = {}
-    layers: dict[tuple[int, int], tuple[Layer, int]] = {}
+    layers: dict[tuple[int, int], tuple[BlockInstance, int]] = {}
     for (block, instance, row), launch in _launches(graph).items():
         if block:
             chunk = placement.instances[block, instance]
@@ -168,7 +170,7 @@ def leaders(
         else:
             for chunk in sorted(placement.ops[row]):
                 main.setdefault((chunk % stages, launch), (chunk, row))
-    led: dict[Layer, frozenset[int]] = {}
+    led: dict[BlockInstance, frozenset[int]] = {}
     for where, (layer, row) in layers.items():
         if where not in main:
             led[layer] = led.get(layer, frozenset()) | {row}
@@ -189,7 +191,7 @@ def _launches(graph: StepGraph) -> dict[tuple[int, int, int], int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PipelineContext:
     """A step and where it goes. "Ids" are those of the step.
 
     Attributes:
@@ -205,9 +207,9 @@ class Plan:
     """
 
     graph: StepGraph
-    placement: Placement
+    placement: Partition
     routes: Routes
-    parts: list[Part]
+    parts: list[PipelinePhase]
     layers: Layers
     leads: set[tuple[int, int]]
     stages: int
@@ -250,14 +252,14 @@ class Plan:
     def is_late(self, tensor: int) -> bool:
         """Whether the optimizer makes a tensor, when all chunks of a stage are done."""
         source = self.graph.source(*self.graph.locate_tensor(tensor))
-        return source is not None and self.parts[source[2]] == Part.UPDATE
+        return source is not None and self.parts[source[2]] == PipelinePhase.UPDATE
 
 
 AXIS = "pp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
+class StageCommunication:
     """Writes the communications of a chunk.
 
     Attributes:
@@ -310,7 +312,7 @@ class Links:
 
 Moment = tuple[int, int, int]
 """When something runs within a part: call of the step, operation of the step, before (0) or after (1) it."""
-_PHASES = {Part.FORWARD: t.Phase.FORWARD, Part.BACKWARD: t.Phase.BACKWARD}
+_PHASES = {PipelinePhase.FORWARD: t.Phase.FORWARD, PipelinePhase.BACKWARD: t.Phase.BACKWARD}
 _FIRST, _LAST = (-1, 0, 0), (2**31, 0, 0)
 
 
@@ -337,7 +339,7 @@ class Chunk:
         first_op_id: the same of its first operation.
     """
 
-    plan: Plan
+    plan: PipelineContext
     number: int
     builder: GraphBuilder
     block: int
@@ -346,7 +348,9 @@ class Chunk:
     ports: list[int] = field(default_factory=list)
     ops: dict[int, int] = field(default_factory=dict)
     forward_ops: list[int] = field(default_factory=list)
-    calls: dict[Part, list[tuple[Moment, Call]]] = field(default_factory=lambda: {part: [] for part in Part})
+    calls: dict[PipelinePhase, list[tuple[Moment, Call]]] = field(
+        default_factory=lambda: {part: [] for part in PipelinePhase}
+    )
     names: dict[int, str] = field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     siblings: list[Chunk] = field(default_factory=list)
@@ -360,17 +364,17 @@ class Chunk:
         return self.number % self.plan.stages
 
     @property
-    def links(self) -> Links:
+    def links(self) -> StageCommunication:
         """Writes communications into the block."""
         plan = self.plan
-        return Links(builder=self.builder, number=self.number, stages=plan.stages, group=plan.group)
+        return StageCommunication(builder=self.builder, number=self.number, stages=plan.stages, group=plan.group)
 
     def write(self) -> None:
         """Writes all rows, and the calls that run them and the layers."""
         graph, placement = self.plan.graph, self.plan.placement
         first = self.builder.op_count()
         self._name_shares()
-        for part in Part:
+        for part in PipelinePhase:
             self._run(part, _FIRST, self._begin(part))
             for number, (block, begin, end, instance, _) in enumerate(graph.programs[0].calls.tolist()):
                 if block == 0:
@@ -387,7 +391,7 @@ class Chunk:
             self.tensor(tensor)
         self.written = range(first, self.builder.op_count())
 
-    def _main(self, part: Part, number: int, rows: range) -> None:
+    def _main(self, part: PipelinePhase, number: int, rows: range) -> None:
         """Writes the chunk's operations of a call of the main block."""
         placement, stages = self.plan.placement, self.plan.stages
         completed = placement.totals | placement.flags.keys()
@@ -399,13 +403,13 @@ class Chunk:
             if row in completed and self.number < stages > 1:
                 self._run(part, (number, row, 1), self._complete(row))
 
-    def _run(self, part: Part, when: Moment, ops: list[int]) -> None:
+    def _run(self, part: PipelinePhase, when: Moment, ops: list[int]) -> None:
         if ops:
             self.calls[part].append((when, (self.block, ops[0], ops[-1] + 1, 0, 0)))
 
     # -- calls ---------------------------------------------------------------------------------------------
 
-    def timed(self, part: Part) -> list[tuple[Moment, Call]]:
+    def timed(self, part: PipelinePhase) -> list[tuple[Moment, Call]]:
         """What runs in a part, and when, once all blocks are written."""
         begin = self.plan.layers.begin
         return [
@@ -423,36 +427,36 @@ class Chunk:
 
     # -- communication -------------------------------------------------------------------------------------
 
-    def _begin(self, part: Part) -> list[int]:
+    def _begin(self, part: PipelinePhase) -> list[int]:
         routes = self.plan.routes
-        if part == Part.UPDATE:
+        if part == PipelinePhase.UPDATE:
             return self._add_shares_up()
-        if part == Part.WEIGHT:
+        if part == PipelinePhase.WEIGHT:
             return []
-        received = routes.up[self.number] if part == Part.FORWARD else routes.down[self.number]
+        received = routes.up[self.number] if part == PipelinePhase.FORWARD else routes.down[self.number]
         ops = [self._receive(tensor, part) for tensor in received]
         # All of the pass waits, also what it recomputes, as it does in torch and Megatron-LM.
         return [*ops, self.links.wait(ops, _PHASES[part])] if ops else ops
 
-    def _end(self, part: Part) -> list[int]:
+    def _end(self, part: PipelinePhase) -> list[int]:
         routes, sent = self.plan.routes, tuple[int, ...]()
-        if part == Part.FORWARD and self.number + 1 < self.plan.placement.chunks:
+        if part == PipelinePhase.FORWARD and self.number + 1 < self.plan.placement.chunks:
             sent = routes.up[self.number + 1]
-        elif part == Part.BACKWARD and self.number > 0:
+        elif part == PipelinePhase.BACKWARD and self.number > 0:
             sent = routes.down[self.number - 1]
         return [self._send(tensor, part) for tensor in sent]
 
-    def _receive(self, tensor: int, part: Part) -> int:
+    def _receive(self, tensor: int, part: PipelinePhase) -> int:
         value = self.value(tensor)
         made = self._add(tensor, replace(value, role=t.TensorRole.ACTIVATION, port=False, alias_of=None))
-        other = self.number - 1 if part == Part.FORWARD else self.number + 1
+        other = self.number - 1 if part == PipelinePhase.FORWARD else self.number + 1
         return self.links.receive(made, value.nbytes, other, *self._line(other, part))
 
-    def _send(self, tensor: int, part: Part) -> int:
-        other = self.number + 1 if part == Part.FORWARD else self.number - 1
+    def _send(self, tensor: int, part: PipelinePhase) -> int:
+        other = self.number + 1 if part == PipelinePhase.FORWARD else self.number - 1
         return self.links.send(self.tensor(tensor), self.value(tensor).nbytes, other, *self._line(other, part))
 
-    def _line(self, other: int, part: Part) -> tuple[int, str, t.Phase, t.Payload]:
+    def _line(self, other: int, part: PipelinePhase) -> tuple[int, str, t.Phase, t.Payload]:
         """Tag, label, phase and payload of what a pass says to another chunk."""
         return 2 * min(other, self.number) + part, part.name.lower(), _PHASES[part], t.Payload.ACTIVATION
 

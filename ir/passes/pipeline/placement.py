@@ -9,7 +9,7 @@ belongs to one layer; an operation of the main block goes
   last one after all layers; but to every chunk that reads it, if it depends on no parameter and no layer (position
   ids, rotary tables, masks);
 - backward otherwise: with the forward operation that it differentiates;
-- optimizer: with the parameter that it updates, to every chunk that holds the parameter (`Optimizer`).
+- optimizer: with the parameter that it updates, to every chunk that holds the parameter (`OptimizerPlacer`).
 
 A parameter that several chunks read is on each of them. The additions that sum its gradient over chunks do not
 run: each chunk keeps its own share, and the shares are all-reduced (Shoeybi et al., "Megatron-LM", 2019; the
@@ -44,7 +44,7 @@ Chunks = frozenset[int]
 
 
 @dataclass(slots=True, kw_only=True)
-class Placement:
+class Partition:
     """Where everything runs.
 
     Attributes:
@@ -78,7 +78,7 @@ class Placement:
         return self.ops[op] if block == 0 else frozenset((self.instances[block, instance],))
 
 
-def place(graph: StepGraph, chunks: int, layers: tuple[int, ...] | None) -> Placement:
+def place(graph: StepGraph, chunks: int, layers: tuple[int, ...] | None) -> Partition:
     """Places the forward and backward operations of a step on chunks.
 
     Args:
@@ -159,10 +159,10 @@ def _near(layers: tuple[int, ...], chunks: int, total: int) -> str:
 class _Placer:
     def __init__(self, graph: StepGraph, chunks: int, layers: dict[str, int]) -> None:
         self.graph, self.layers = graph, layers
-        self.placement = Placement(chunks=chunks)
+        self.placement = Partition(chunks=chunks)
         self.main = graph.blocks[0].ops
 
-    def place(self) -> Placement:
+    def place(self) -> Partition:
         graph, placement = self.graph, self.placement
         for number, block in enumerate(graph.blocks[1:], 1):
             module = graph.strings[graph.ops.module[block.ops.start]]
@@ -265,7 +265,7 @@ class _Placer:
 class _Gradients:
     """Splits sums of gradients that cross chunks."""
 
-    def __init__(self, graph: StepGraph, placement: Placement) -> None:
+    def __init__(self, graph: StepGraph, placement: Partition) -> None:
         self.graph, self.placement = graph, placement
 
     def share(self) -> None:
@@ -319,7 +319,7 @@ class _Gradients:
 _KEPT = (t.TensorRole.PARAMETER, t.TensorRole.GRADIENT, t.TensorRole.OPTIMIZER_STATE)
 
 
-class Optimizer:
+class OptimizerPlacer:
     """Places the optimizer's operations of the main block, once all others are placed.
 
     Args:
@@ -328,7 +328,7 @@ class Optimizer:
         stages: chunk k is on stage k modulo this.
     """
 
-    def __init__(self, graph: StepGraph, placement: Placement, stages: int) -> None:
+    def __init__(self, graph: StepGraph, placement: Partition, stages: int) -> None:
         self.graph, self.placement = graph, placement
         self.everywhere = frozenset(range(stages))
         self.parent: dict[int, int] = {}

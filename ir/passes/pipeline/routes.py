@@ -22,10 +22,10 @@ from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.pipeline.placement import Placement
+from echograph.ir.passes.pipeline.placement import Partition
 
 
-class Part(IntEnum):
+class PipelinePhase(IntEnum):
     """The part of the step that an operation runs in: once a micro-batch, or once a step.
 
     `WEIGHT` is the end of backward, where a schedule runs it as a pass of its own; for all else it is backward.
@@ -37,10 +37,12 @@ class Part(IntEnum):
     UPDATE = 3
 
 
-def part_of(graph: StepGraph, row: int) -> Part:
+def part_of(graph: StepGraph, row: int) -> PipelinePhase:
     """The part of an operation; recomputation belongs to the backward pass."""
     phase = int(graph.ops.phase[row])
-    return {t.Phase.FORWARD: Part.FORWARD, t.Phase.OPTIMIZER: Part.UPDATE}.get(t.Phase(phase), Part.BACKWARD)
+    return {t.Phase.FORWARD: PipelinePhase.FORWARD, t.Phase.OPTIMIZER: PipelinePhase.UPDATE}.get(
+        t.Phase(phase), PipelinePhase.BACKWARD
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class Routes:
     down: tuple[tuple[int, ...], ...]
 
 
-def route(graph: StepGraph, placement: Placement) -> Routes:
+def route(graph: StepGraph, placement: Partition) -> Routes:
     """Finds what crosses.
 
     Raises:
@@ -65,7 +67,7 @@ def route(graph: StepGraph, placement: Placement) -> Routes:
     """
     up: list[set[int]] = [set() for _ in range(placement.chunks)]
     down: list[set[int]] = [set() for _ in range(placement.chunks)]
-    readers: dict[int, dict[int, Part]] = defaultdict(dict)
+    readers: dict[int, dict[int, PipelinePhase]] = defaultdict(dict)
     for tensor, chunk, part in _reads(graph, placement):
         readers[tensor][chunk] = min(part, readers[tensor].get(chunk, part))
     for tensor, parts in readers.items():
@@ -74,15 +76,15 @@ def route(graph: StepGraph, placement: Placement) -> Routes:
         for chunk, part in parts.items():
             if homes is None or chunk in homes:
                 continue
-            if source is not None and part_of(graph, source[2]) == Part.UPDATE:
+            if source is not None and part_of(graph, source[2]) == PipelinePhase.UPDATE:
                 continue  # stages agree on it when their passes are done (`placement.Optimizer`)
             _check_crosses(graph, tensor)
             assert source is not None
             made, home = part_of(graph, source[2]), min(homes, default=chunk)
-            if made == Part.FORWARD and home < chunk and part != Part.UPDATE:
+            if made == PipelinePhase.FORWARD and home < chunk and part != PipelinePhase.UPDATE:
                 for hop in range(home + 1, chunk + 1):
                     up[hop].add(tensor)
-            elif made != Part.UPDATE and home > chunk and part == Part.BACKWARD:
+            elif made != PipelinePhase.UPDATE and home > chunk and part == PipelinePhase.BACKWARD:
                 for hop in range(chunk, home):
                     down[hop].add(tensor)
             else:
@@ -94,7 +96,7 @@ def route(graph: StepGraph, placement: Placement) -> Routes:
     return Routes(up=tuple(tuple(sorted(s)) for s in up), down=tuple(tuple(sorted(s)) for s in down))
 
 
-def _reads(graph: StepGraph, placement: Placement) -> Iterator[tuple[int, int, Part]]:
+def _reads(graph: StepGraph, placement: Partition) -> Iterator[tuple[int, int, PipelinePhase]]:
     """(tensor id, chunk, part) of what operations read: those of the main block, and ports of the others."""
     for row, chunks in placement.ops.items():
         for chunk in chunks:
@@ -105,21 +107,21 @@ def _reads(graph: StepGraph, placement: Placement) -> Iterator[tuple[int, int, P
     for (number, index), chunk in placement.instances.items():
         ports = [i for i in graph.blocks[number].tensors if graph.tensors.port[i]]
         for port, bound in zip(ports, graph.blocks[number].instances[index].bindings, strict=True):
-            yield bound, chunk, parts[number].get(port, Part.FORWARD)
+            yield bound, chunk, parts[number].get(port, PipelinePhase.FORWARD)
 
 
-def _port_parts(graph: StepGraph, ops: range) -> dict[int, Part]:
+def _port_parts(graph: StepGraph, ops: range) -> dict[int, PipelinePhase]:
     """For every port that operations of a block read, the part in which it is read first."""
-    parts: dict[int, Part] = {}
+    parts: dict[int, PipelinePhase] = {}
     for row in ops:
         for tensor in graph.ops.inputs.row(row):
             origin = int(graph.origin[tensor])
             if graph.tensors.port[origin]:
-                parts[origin] = min(part_of(graph, row), parts.get(origin, Part.UPDATE))
+                parts[origin] = min(part_of(graph, row), parts.get(origin, PipelinePhase.UPDATE))
     return parts
 
 
-def _homes(graph: StepGraph, placement: Placement, tensor: int) -> frozenset[int] | None:
+def _homes(graph: StepGraph, placement: Partition, tensor: int) -> frozenset[int] | None:
     """The chunks that have a value without receiving it; None where all do."""
     source = graph.source(*graph.locate_tensor(tensor))
     if source is not None:
@@ -147,14 +149,14 @@ def _name(graph: StepGraph, tensor: int) -> str:
     return graph.tensors[row].name.replace("{}", graph.blocks[block].instances[instance].label)
 
 
-def parts(graph: StepGraph, routes: Routes, *, split: bool) -> list[Part]:
+def parts(graph: StepGraph, routes: Routes, *, split: bool) -> list[PipelinePhase]:
     """The part of every operation of the table; `split` divides backward in two."""
     found = [part_of(graph, row) for row in range(len(graph.ops))]
     if split:
         needed = _InputGradients(graph).needed(routes)
         for row in range(len(found)):
             if graph.ops.phase[row] == t.Phase.BACKWARD and row not in needed:
-                found[row] = Part.WEIGHT
+                found[row] = PipelinePhase.WEIGHT
     return found
 
 
@@ -184,7 +186,7 @@ class _InputGradients:
         found: set[int] = set()
         while left:
             row = left.pop()
-            if row not in found and part_of(graph, row) == Part.BACKWARD:
+            if row not in found and part_of(graph, row) == PipelinePhase.BACKWARD:
                 found.add(row)
                 left += graph.ops.deps.row(row)
                 left += [maker for tensor in graph.ops.inputs.row(row) for maker in self._of(tensor)]

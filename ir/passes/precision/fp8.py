@@ -46,7 +46,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operand:
+class Fp8Operand:
     """An operand of a product.
 
     Attributes:
@@ -86,9 +86,9 @@ class _Finder:
     def __init__(self, graph: StepGraph, recipe: Recipe) -> None:
         self.graph, self.recipe = graph, recipe
 
-    def products(self) -> dict[int, tuple[Operand, Operand]]:
+    def products(self) -> dict[int, tuple[Fp8Operand, Fp8Operand]]:
         """The operands of every product that becomes an FP8 one, by its row."""
-        graph, found = self.graph, dict[int, tuple[Operand, Operand]]()
+        graph, found = self.graph, dict[int, tuple[Fp8Operand, Fp8Operand]]()
         linears = {row for layer in find_layers(graph) for row in layer.rows if self._is_linear(row)}
         backward: dict[int, list[int]] = {row: [] for row in linears}
         for row, forward in enumerate(graph.ops.forward_op.tolist()):
@@ -129,7 +129,7 @@ class _Finder:
             elif self._is_parameter(left):
                 yield self._base(right)
 
-    def _operands(self, row: int, gradients: frozenset[int]) -> tuple[Operand, Operand]:
+    def _operands(self, row: int, gradients: frozenset[int]) -> tuple[Fp8Operand, Fp8Operand]:
         op = self.graph.ops[row]
         assert isinstance(op, t.Compute)
         assert isinstance(op.attributes, t.Gemm)
@@ -144,12 +144,12 @@ class _Finder:
 
     def _operand(
         self, index: int, shape: tuple[int, int], columns: bool, left: bool, gradients: frozenset[int]
-    ) -> Operand:
+    ) -> Fp8Operand:
         base = self._base(index)
         dtype = self.recipe.gradients if base in gradients else t.DType.FP8_E4M3
-        return Operand(base=base, columns=columns, left=left, shape=shape, dtype=dtype)
+        return Fp8Operand(base=base, columns=columns, left=left, shape=shape, dtype=dtype)
 
-    def _by_phase(self, operand: Operand) -> Operand:
+    def _by_phase(self, operand: Fp8Operand) -> Fp8Operand:
         maker = int(self.graph.maker[operand.base])
         made = maker != NONE and self.graph.ops.phase[maker] == t.Phase.BACKWARD
         return replace(operand, dtype=self.recipe.gradients) if made else operand
@@ -168,10 +168,12 @@ class _Finder:
 class _Writer(StepWriter):
     """Writes FP8 products in place of the others, each after the kernels that make what it reads first."""
 
-    def __init__(self, graph: StepGraph, recipe: Recipe, products: dict[int, tuple[Operand, Operand]]) -> None:
+    def __init__(
+        self, graph: StepGraph, recipe: Recipe, products: dict[int, tuple[Fp8Operand, Fp8Operand]]
+    ) -> None:
         super().__init__(graph)
         self.recipe, self.products = recipe, products
-        self.wanted: dict[object, dict[bool, Operand]] = {}
+        self.wanted: dict[object, dict[bool, Fp8Operand]] = {}
         for row, operands in products.items():
             for operand in operands:
                 self.wanted.setdefault(self._scope(operand, graph.ops[row]), {}).setdefault(
@@ -200,11 +202,11 @@ class _Writer(StepWriter):
         )
         self.copy(scaled, inputs=[first, turned, *bias, *first_scale, *second_scale])
 
-    def _scope(self, operand: Operand, op: t.Op) -> object:
+    def _scope(self, operand: Fp8Operand, op: t.Op) -> object:
         """What shares 8-bit copies: all products of a tensor, or those of one phase."""
         return operand.base if self.recipe.kept == "fp8" else (operand.base, op.phase)
 
-    def _quantised(self, operand: Operand, op: t.Compute) -> tuple[int, ...]:
+    def _quantised(self, operand: Fp8Operand, op: t.Compute) -> tuple[int, ...]:
         """The 8-bit copy that a product reads, and its scale where it has one."""
         scope = self._scope(operand, op)
         if (scope, operand.columns) not in self.copies:
@@ -216,7 +218,7 @@ class _Writer(StepWriter):
                     self._cast_rows(each, scope, op)
         return self.copies[scope, operand.columns]
 
-    def _cast_all(self, wanted: list[Operand], scope: object, op: t.Compute) -> None:
+    def _cast_all(self, wanted: list[Fp8Operand], scope: object, op: t.Compute) -> None:
         """With one scale for a tensor: its maximum, once, then one kernel that writes all copies."""
         source = self.graph.tensors[wanted[0].base]
         if source.id not in self.scales and not self.recipe.delayed:
@@ -230,7 +232,7 @@ class _Writer(StepWriter):
         for each, made in zip(wanted, copies, strict=True):
             self.copies[scope, each.columns] = (made, *scale)
 
-    def _cast_rows(self, operand: Operand, scope: object, op: t.Compute) -> None:
+    def _cast_rows(self, operand: Fp8Operand, scope: object, op: t.Compute) -> None:
         """With scales within a tensor: a kernel for each copy, which finds the maxima on its way.
 
         Maxima down the columns of a tensor are another pass over it; blocks of 32 fit into a tile.
@@ -250,7 +252,7 @@ class _Writer(StepWriter):
             self._kernel(name, op, read, (made, scale), source.nbytes, source.numel + nbytes)
         self.copies[scope, operand.columns] = made, scale
 
-    def _scale_shape(self, operand: Operand) -> tuple[tuple[int, ...], t.DType]:
+    def _scale_shape(self, operand: Fp8Operand) -> tuple[tuple[int, ...], t.DType]:
         rows, inner = operand.shape
         match self.recipe.scales:
             case "tensor":
@@ -260,7 +262,7 @@ class _Writer(StepWriter):
         # One byte an exponent, in tiles of 128 rows by 4 blocks as the tensor cores read them.
         return (128 * ceil(rows / 128) * 4 * ceil(inner / BLOCK / 4),), t.DType.UINT8
 
-    def _scale_bytes(self, operand: Operand) -> int:
+    def _scale_bytes(self, operand: Fp8Operand) -> int:
         shape, dtype = self._scale_shape(operand)
         return 0 if self.recipe.delayed else prod(shape) * dtype.itemsize
 

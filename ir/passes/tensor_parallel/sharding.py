@@ -10,19 +10,18 @@ from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
+from echograph.ir.passes.dims import Ambiguous, Shape
 from echograph.ir.passes.gradients import NORMS, overflow_flags, total_norms
 from echograph.ir.passes.tensor_parallel.plan import Style, given_placements
 from echograph.ir.passes.tensor_parallel.rules import (
     PARTIAL,
     VIEWS,
     WHOLE,
-    Ambiguous,
     Decision,
+    OpSchema,
     Partial,
     Placement,
-    Shape,
     Shard,
-    Site,
     decide,
 )
 
@@ -138,7 +137,7 @@ class Sharding:
         graph = self.graph
         inputs, outputs = graph.ops.inputs.row(row), graph.ops.outputs.row(row)
         name = operator(graph, row)
-        site = Site(
+        site = OpSchema(
             name=name.removesuffix("_"),
             inputs=tuple(graph.tensors.shape.row(i) for i in inputs),
             placements=tuple(self._placement(block, instance, i) for i in inputs),
@@ -166,7 +165,7 @@ class Sharding:
                 made = self.reduction_target(index)
             self.placement[index] = made
 
-    def _at_gradients(self, site: Site, row: int) -> Decision:
+    def _at_gradients(self, site: OpSchema, row: int) -> Decision:
         """The decision; norms for clipping and overflow flags are first those of a rank, then of all."""
         outputs = self.graph.ops.outputs.row(row)
         local = decide(site)

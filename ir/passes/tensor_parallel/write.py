@@ -10,6 +10,7 @@ from math import prod
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, StepGraph
+from echograph.ir.passes.dims import Shape
 from echograph.ir.passes.rewrite import StepWriter
 from echograph.ir.passes.tensor_parallel.rules import (
     PARTIAL,
@@ -18,7 +19,6 @@ from echograph.ir.passes.tensor_parallel.rules import (
     Decision,
     Partial,
     Placement,
-    Shape,
     Shard,
 )
 from echograph.ir.passes.tensor_parallel.sharding import Sharding, operator
