@@ -82,7 +82,7 @@ _HOMES = {
     "import_": "workflow.formats",
     "load": "ir.serde",
     "lower": "workflow.predict",
-    "passes": "workflow.lowering",
+    "passes": "workflow.plan",
     "record": "profiler.record.recorder",
     "replay": "workflow.replay",
     "save": "ir.serde",

@@ -9,14 +9,16 @@ import tomllib
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from echograph.errors import InputError, UnknownNameError, UsageError
 from echograph.ir.graph import JobGraph, StepGraph, Workload
 from echograph.ir.passes import PASSES
 from echograph.ir.passes.base import Note, Pass, run
 from echograph.options import given, kinds, option, option_name
-from echograph.simulator.clusters import Cluster
+
+if TYPE_CHECKING:
+    from echograph.simulator.clusters import Cluster
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 RecomputeName = Literal["none", "selective", "selective-op", "full"]
@@ -327,7 +329,7 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
             what `plan.passes` lists is no list of passes.
     """
     if plan.passes:
-        from echograph.ir.passes.spec import parse_passes
+        from echograph.ir.passes.base import parse_passes
 
         return parse_passes(plan.passes)
     _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, replace
 
 from echograph.errors import EchoError, PlanError
 from echograph.ir.graph import JobGraph, StepGraph
-from echograph.ir.passes.base import Pass, run, split_at_job
+from echograph.ir.passes.base import Pass, pass_text, run, split_at_job
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.depth import FEWEST, Depth
 from echograph.ir.passes.mesh import ResizeAxes
 from echograph.ir.passes.micro_batch import MicroBatch
-from echograph.ir.passes.spec import pass_text
 from echograph.progress import Progress, silent
 from echograph.workflow.compile import compile_entry
 from echograph.workflow.plan import Plan, passes
