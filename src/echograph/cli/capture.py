@@ -13,7 +13,7 @@ from echograph.cli.options import parse_ranks
 from echograph.cli.show_job import print_job
 from echograph.errors import UsageError
 from echograph.units import format_bytes
-from echograph.workflow.job_summary import summarize_job
+from echograph.workflow.summary import summarize_job
 
 
 class Device(StrEnum):

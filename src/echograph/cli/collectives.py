@@ -35,7 +35,7 @@ def collectives_command(
         )
     if not budget > 0:
         raise UsageError(f"--budget: {budget:g}: give seconds above 0")
-    from echograph.workflow.collectives import measure_collectives
+    from echograph.workflow.measure import measure_collectives
 
     found = measure_collectives(wanted, steps, backend, budget, silent if as_json else print_text, output)
     if found is None:

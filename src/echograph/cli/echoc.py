@@ -30,9 +30,8 @@ from echograph.cli.step_options import Attention, BatchSize, SeqLen
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.units import format_bytes, format_count
 from echograph.workflow.formats import refuse_format
-from echograph.workflow.job_summary import summarize_job
 from echograph.workflow.plan import Plan
-from echograph.workflow.summary import summarize
+from echograph.workflow.summary import summarize, summarize_job
 
 app = make_app("echoc", "Compile a training step into a workload graph, without a GPU; look at graphs.")
 
@@ -68,7 +67,7 @@ def compile_command(
     from echograph.cli.compile_onnx import check_source
     from echograph.ir import files, serde
     from echograph.workflow.compile import compile as compile_model
-    from echograph.workflow.compile_onnx import compile_onnx_file
+    from echograph.workflow.compile import compile_onnx_file
 
     zoo = (batch_size, seq_len, attention, step.get("recompute"), None if capture == "recorder" else capture)
     check_source(
@@ -184,7 +183,7 @@ def lower_command(
     """Spread a step over GPUs by a parallel plan and write what every rank executes as a job graph."""
     from echograph.ir import serde
     from echograph.ir.graph import JobGraph
-    from echograph.workflow.lowering import apply
+    from echograph.workflow.plan import apply
     from echograph.workflow.system import System
 
     check_outputs({"the graph": graph}, {"--output": output})

@@ -59,7 +59,7 @@ def run_command(
     from echograph.ir.passes import PASSES
     from echograph.ir.passes.base import run as run_passes
     from echograph.workflow.feasible import FEW, MOST_TRIED, feasible_plans, refuse_if_it_does_not_fit
-    from echograph.workflow.lowering import cluster_notes
+    from echograph.workflow.plan import cluster_notes
     from echograph.workflow.predict import predict
 
     if trace_ranks is not None and trace is None:
@@ -108,8 +108,7 @@ def compare_command(
     """Compare two predictions figure by figure, and say which options of their plans differ."""
     from echograph.cli.compare import print_comparison
     from echograph.ir import files
-    from echograph.workflow.compare import compare
-    from echograph.workflow.result_file import read_result
+    from echograph.workflow.compare import compare, read_result
 
     if html is not None:
         if html.resolve() in (before.resolve(), after.resolve()):
@@ -157,7 +156,7 @@ def validate_command(
 @app.command()
 def clusters(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
     """List the cluster presets, or describe one."""
-    from echograph.workflow.listing import cluster_rows
+    from echograph.workflow.summary import cluster_rows
 
     _print_rows(cluster_rows(name), as_json)
 
@@ -165,7 +164,7 @@ def clusters(name: Annotated[str | None, typer.Argument()] = None, as_json: Json
 @app.command()
 def devices(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
     """List the devices, what their costs rest on, and how far the fits were off."""
-    from echograph.workflow.listing import device_rows
+    from echograph.workflow.summary import device_rows
 
     _print_rows(device_rows(name), as_json)
 
