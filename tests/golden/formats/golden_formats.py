@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from echograph.simulator.clusters.load import ClusterFile
 
 from echograph.ir.passes import PASSES
 from echograph.profiler import costs
 from echograph.profiler.costs import DeviceProfile
 from echograph.simulator.clusters.fabric import FILES
-from echograph.simulator.clusters.load import ClusterFile
 from echograph.simulator.goodput import Reliability
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.memory import Memory, Runtime, largest_memory, memory
