@@ -41,8 +41,7 @@ from echograph.ir.text import to_text
 from echograph.ir.types import CollectiveKind, DType, OpKind, Phase
 from echograph.ir.unfold import unfold
 from echograph.simulator.clusters import load_cluster
-from echograph.workflow.lowering import lower
-from echograph.workflow.plan import Plan
+from echograph.workflow.plan import Plan, lower
 
 HERE = Path(__file__).parent
 GRAPHS = HERE.parent / "predictions" / "graphs"
