@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from echograph.simulator.clusters.load import ClusterFile
 
 from echograph.ir.passes import PASSES
 from echograph.profiler import costs
