@@ -30,7 +30,7 @@ from echograph.errors import EchoError
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import StepGraph
 from echograph.models import get_model
-from echograph.models.entry import ModelEntry
+from echograph.models.catalog import ModelEntry
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.memory import Memory, Runtime, largest_memory
 from echograph.workflow.compile import compile_entry

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from echograph.simulator.clusters.cluster import (
+    DEFAULT_CLUSTER,
+    Cluster,
+    DegradedLink,
+    FabricLevel,
+    GroupPlacement,
+    Network,
+    SlowNode,
+    cluster_names,
+    load_cluster,
+    parse_degraded,
+)
 from echograph.simulator.clusters.fabric import (
     NetworkFabric,
     NodeFabric,
     fabric_names,
     load_network_fabric,
     load_node_fabric,
-)
-from echograph.simulator.clusters.load import DEFAULT_CLUSTER, cluster_names, load_cluster
-from echograph.simulator.clusters.placement import GroupPlacement
-from echograph.simulator.clusters.types import (
-    Cluster,
-    DegradedLink,
-    FabricLevel,
-    Network,
-    SlowNode,
-    parse_degraded,
 )
 
 __all__ = [

@@ -14,11 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echograph.errors import DataError
+from echograph.simulator.clusters.cluster import Cluster, GroupPlacement
 from echograph.simulator.clusters.fabric import NodeFabric, parse_fabric
-from echograph.simulator.clusters.placement import GroupPlacement
-from echograph.simulator.clusters.types import Cluster
-from echograph.simulator.collectives.model import CollectiveName
-from echograph.simulator.collectives.select import collective_curve
+from echograph.simulator.collectives import CollectiveName, collective_curve
 
 # Not to be fitted: the link measured on, a factor of a bandwidth that is itself fitted, or a ratio that usual rows
 # do not separate.

@@ -21,9 +21,8 @@ import numpy as np
 
 from echograph.errors import UsageError
 from echograph.ir.columns import NONE, Float64, Int64
+from echograph.simulator.clusters.cluster import Cluster, GroupPlacement
 from echograph.simulator.clusters.fabric import NetworkFabric, NodeFabric
-from echograph.simulator.clusters.placement import GroupPlacement
-from echograph.simulator.clusters.types import Cluster
 
 ENDS = (("out", "in"), ("up", "down"))
 

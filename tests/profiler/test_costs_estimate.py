@@ -35,7 +35,7 @@ from echograph.profiler.costs import (
     load_device,
     memory_bound,
 )
-from echograph.profiler.costs.cost import CostEstimate
+from echograph.profiler.costs.device import CostEstimate
 from echograph.profiler.costs.estimate import ASSUMED_SPREAD, cost_of, estimate
 from echograph.units import to_ps
 

@@ -13,10 +13,8 @@ from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import DType, Phase, TensorRole
-from echograph.simulator.memory import Memory, Runtime, largest_memory, memory
+from echograph.simulator.memory import Lifetimes, Memories, Memory, Runtime, Usage, largest_memory, memory
 from echograph.simulator.memory.allocator import CachingAllocator
-from echograph.simulator.memory.kinds import Memories
-from echograph.simulator.memory.lifetimes import Lifetimes, Usage
 
 GIB = 2**30
 BARE = Runtime(cublas_workspace_bytes=(), cuda_context_bytes=0, nccl_bytes=0, nccl_pair_bytes=0)
@@ -200,7 +198,7 @@ def test_the_verdict_is_the_allocators() -> None:
 
 
 def test_a_step_too_long_to_replay_has_no_reserved_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echograph.simulator.memory.lifetimes.MAX_REPLAYED", 10)
+    monkeypatch.setattr("echograph.simulator.memory.MAX_REPLAYED", 10)
     result = of(JOBS["folded"](), capacity=GIB)
     assert result.reserved_bytes is None
     assert result.fits

@@ -149,7 +149,7 @@ def record_command(
     """
     require_torch("recording a job")
     from echograph.profiler.comms.launch import run_started
-    from echograph.profiler.record.window import choose_window
+    from echograph.profiler.record.recorder import choose_window
 
     window = choose_window(folder, start_step, end_step, shapes)
     status = run_started(command, window.environment())

@@ -11,8 +11,7 @@ import numpy as np
 from echograph.ir.columns import Int64
 from echograph.ir.graph import JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Payload, Phase
-from echograph.simulator.memory import memory
-from echograph.simulator.memory.kinds import Memories
+from echograph.simulator.memory import Memories, memory
 
 
 def summarize_job(job: JobGraph) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from echograph.errors import PlanError
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.clusters.placement import GroupPlacement, place
+from echograph.simulator.clusters.cluster import GroupPlacement, place
 
 
 def test_whole_nodes() -> None:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from echograph.profiler.fit.collectives import CollectiveRow
-from echograph.profiler.fit.fabric import error_by_kind
+from echograph.profiler.fit.fabric import CollectiveRow, error_by_kind
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.clusters.fabric import read_fabric_document
 from echograph.simulator.collectives import collective_time

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from echograph.profiler.fit.collectives import CollectiveRow
-from echograph.profiler.fit.fabric import FabricFit, error_by_kind, fit_fabric, size_fold
+from echograph.profiler.fit.fabric import CollectiveRow, FabricFit, error_by_kind, fit_fabric, size_fold
 from echograph.simulator.clusters import Cluster, load_cluster, load_network_fabric, load_node_fabric
 from echograph.simulator.clusters.fabric import FABRICS
 from echograph.simulator.collectives.calibrate import LIMITS, Calibration

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from echograph.profiler.fit.collectives import CollectiveRow
+from echograph.profiler.fit.fabric import CollectiveRow
 from echograph.simulator.clusters.fabric import FABRICS
 
 NETWORK_ONLY_BANDWIDTH = (
