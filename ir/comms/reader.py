@@ -21,12 +21,12 @@ from echograph.ir.comms.record import (
     MAX_WALL_NS,
     UNREADABLE,
     Beat,
+    CallSignature,
     EndLine,
     GroupLine,
     HeaderLine,
     RecordLine,
     Stuck,
-    What,
 )
 from echograph.ir.files import open_file
 
@@ -45,7 +45,7 @@ class CallSource:
         world: ranks of the job, as the file says.
         host: name of the machine, "" where not known.
         timed: whether the rows tell when a call began; if not, only how long it took.
-        whats: what the rows' first column points into.
+        signatures: what the rows' first column points into.
         groups: ranks of each group.
         problems: what could not be read, in words, and how often.
         stuck: calls that were reported as not ending.
@@ -61,7 +61,7 @@ class CallSource:
         self.rank = 0
         self.world = 1
         self.host = ""
-        self.whats: list[What | None] = []
+        self.signatures: list[CallSignature | None] = []
         self.groups: dict[str, tuple[int, ...]] = {}
         self.problems: Counter[str] = Counter()
         self.stuck: list[Stuck] = []
@@ -83,7 +83,7 @@ class CallSource:
 
 def known_rows(rows: CallRows, source: CallSource) -> CallRows:
     """Rows whose description has been read; the others are counted."""
-    table = np.array([what is not None for what in source.whats], dtype=np.bool_)
+    table = np.array([what is not None for what in source.signatures], dtype=np.bool_)
     inside = (rows[:, 0] >= 0) & (rows[:, 0] < len(table))
     inside[inside] = table[rows[inside, 0]]
     if not inside.all():
@@ -231,8 +231,8 @@ class NativeSource(CallSource):
             case HeaderLine() | Beat():
                 pass
             case what:
-                self.whats += [None] * (what.id + 1 - len(self.whats))
-                self.whats[what.id] = what
+                self.signatures += [None] * (what.id + 1 - len(self.signatures))
+                self.signatures[what.id] = what
 
     def _refuse_what_cannot_be(self, error: Exception, number: int) -> None:
         """Damage costs a line; a value of another type, or out of range, in a known kind of line is an error."""

@@ -33,12 +33,12 @@ from echograph.ir.comms.record import (
     UNREADABLE,
     Beat,
     CallRow,
+    CallSignature,
     EndLine,
     GroupLine,
     HeaderLine,
     RecordLine,
     Stuck,
-    What,
     encode,
 )
 from echograph.profiler.comms.call import WALL_NS, CallKind, TracedCall
@@ -461,7 +461,11 @@ class Tracer:
             self._kinds.clear()
         kind = self._kinds[call.kind] = self._next_kind
         self._next_kind += 1
-        return self._group_line(call.group) + encode(What(id=kind, **call.kind.what)) + spell_row(call.row(kind))
+        return (
+            self._group_line(call.group)
+            + encode(CallSignature(id=kind, **call.kind.what))
+            + spell_row(call.row(kind))
+        )
 
     def _group_line(self, group: TracedGroup) -> bytes:
         if group.name in self._groups:

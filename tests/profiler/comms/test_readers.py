@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echograph.errors import FormatError, InputError
-from echograph.ir.comms.record import FORMAT, Beat, EndLine, GroupLine, HeaderLine, What, encode
+from echograph.ir.comms.record import FORMAT, Beat, CallSignature, EndLine, GroupLine, HeaderLine, encode
 from echograph.profiler.comms.readers.flight_recorder import plain_pickle, read_dump
 from echograph.profiler.comms.report import Report, report_on
 
 HEADER = HeaderLine(format=FORMAT, version=(1, 0), rank=0, world=1)
-WHAT = What(id=0, op="all_reduce", group="0", channel="0", bytes=8, input_bytes=8, output_bytes=8, shapes=((2,),))
+WHAT = CallSignature(
+    id=0, op="all_reduce", group="0", channel="0", bytes=8, input_bytes=8, output_bytes=8, shapes=((2,),)
+)
 
 
 def write(folder: Path, *parts: Any, rank: int = 0, name: str = "trace") -> Path:
