@@ -20,13 +20,13 @@ from echograph.ir.comms.record import (
     MAX_SEQUENCE,
     MAX_WALL_NS,
     UNREADABLE,
-    Beat,
     CallSignature,
     EndLine,
     GroupLine,
     HeaderLine,
+    Heartbeat,
     RecordLine,
-    Stuck,
+    StuckCall,
 )
 from echograph.ir.files import open_file
 
@@ -64,7 +64,7 @@ class CallSource:
         self.signatures: list[CallSignature | None] = []
         self.groups: dict[str, tuple[int, ...]] = {}
         self.problems: Counter[str] = Counter()
-        self.stuck: list[Stuck] = []
+        self.stuck: list[StuckCall] = []
         self.complete = True
         self.dropped = 0
 
@@ -224,11 +224,11 @@ class NativeSource(CallSource):
         match line:
             case GroupLine():
                 self.groups[line.name] = line.ranks
-            case Stuck():
+            case StuckCall():
                 self.stuck.append(line)
             case EndLine():
                 self.complete, self.dropped = True, line.dropped
-            case HeaderLine() | Beat():
+            case HeaderLine() | Heartbeat():
                 pass
             case what:
                 self.signatures += [None] * (what.id + 1 - len(self.signatures))

@@ -128,7 +128,7 @@ class CallSignature(_Line, frozen=True, kw_only=True, tag="what"):
     peer: Peer = -1
 
 
-class Beat(_Line, frozen=True, kw_only=True, tag="beat"):
+class Heartbeat(_Line, frozen=True, kw_only=True, tag="beat"):
     """How far a rank is.
 
     Attributes:
@@ -140,7 +140,7 @@ class Beat(_Line, frozen=True, kw_only=True, tag="beat"):
     issued: dict[str, WholeNumber]
 
 
-class Stuck(_Line, frozen=True, kw_only=True, tag="stuck"):
+class StuckCall(_Line, frozen=True, kw_only=True, tag="stuck"):
     """A call that did not end in time.
 
     Attributes:
@@ -180,7 +180,7 @@ class EndLine(_Line, frozen=True, kw_only=True, tag="end"):
     errors: WholeNumber = 0
 
 
-RecordLine: TypeAlias = HeaderLine | GroupLine | CallSignature | Beat | Stuck | EndLine
+RecordLine: TypeAlias = HeaderLine | GroupLine | CallSignature | Heartbeat | StuckCall | EndLine
 CallRow: TypeAlias = tuple[int, int, int, int, int, int]
 
 ENCODER = msgspec.json.Encoder()

@@ -73,12 +73,12 @@ def _chakra() -> list[Files]:
 def _comms() -> list[Files]:
     from echograph.ir.comms.record import (
         FORMAT,
-        Beat,
         CallSignature,
         EndLine,
         GroupLine,
         HeaderLine,
-        Stuck,
+        Heartbeat,
+        StuckCall,
         encode,
     )
 
@@ -99,8 +99,10 @@ def _comms() -> list[Files]:
             CallSignature(
                 id=1, group="0,1", shapes=((512, 512),), site="train.py:3", module="layer", **message, **both
             ),  # type: ignore[arg-type]
-            Beat(at_ns=began + 5, issued={"0,1": 2}),
-            Stuck(op="all_reduce", channel="0,1", sequence=1, seconds=3.5, arrived=(0,), missing=(1,), unheard=()),
+            Heartbeat(at_ns=began + 5, issued={"0,1": 2}),
+            StuckCall(
+                op="all_reduce", channel="0,1", sequence=1, seconds=3.5, arrived=(0,), missing=(1,), unheard=()
+            ),
             EndLine(calls=4),
         ]
         rows = [[0, 0, began, 0, 900, 100], [1, 0, began + 1000, 0, 300, 0], [0, 1, began + 2000, -1, 100, -1]]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echograph.errors import FormatError, InputError
-from echograph.ir.comms.record import FORMAT, Beat, CallSignature, EndLine, GroupLine, HeaderLine, encode
+from echograph.ir.comms.record import FORMAT, CallSignature, EndLine, GroupLine, HeaderLine, Heartbeat, encode
 from echograph.profiler.comms.readers.flight_recorder import plain_pickle, read_dump
 from echograph.profiler.comms.report import Report, report_on
 
@@ -101,7 +101,7 @@ def test_nothing_to_read_is_said_in_a_line(tmp_path: Path) -> None:
 def test_a_row_without_an_end_is_unfinished_until_a_later_one_has_it(tmp_path: Path) -> None:
     write(
         tmp_path, HEADER, GroupLine(name="0", ranks=(0,)), WHAT,
-        row(0, 0, 0, 0, -1, -1), row(0, 1, 1, 0, -1, -1), Beat(at_ns=5, issued={"0": 2}), row(0, 0, 0, 0, 9, 0),
+        row(0, 0, 0, 0, -1, -1), row(0, 1, 1, 0, -1, -1), Heartbeat(at_ns=5, issued={"0": 2}), row(0, 0, 0, 0, 9, 0),
     )  # fmt: skip
     report = report_on(tmp_path)
     assert [(call["operation"], call["sequence"]) for call in report.unfinished] == [("all_reduce", 1)]
