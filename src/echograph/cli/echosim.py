@@ -58,9 +58,8 @@ def run_command(
     from echograph.ir import serde
     from echograph.ir.passes import PASSES
     from echograph.ir.passes.base import run as run_passes
-    from echograph.workflow.feasible import FEW, MOST_TRIED, feasible_plans, refuse_if_it_does_not_fit
     from echograph.workflow.plan import cluster_notes
-    from echograph.workflow.predict import predict
+    from echograph.workflow.predict import FEW, MOST_TRIED, feasible_plans, predict, refuse_if_it_does_not_fit
 
     if trace_ranks is not None and trace is None:
         raise UsageError("--trace-ranks: says whose timelines a trace holds, give --trace as well")

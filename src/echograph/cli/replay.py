@@ -15,7 +15,7 @@ from echograph.ir.graph import JobGraph
 from echograph.simulator.limits import parse_scale
 from echograph.simulator.result import Result
 from echograph.units import format_bytes, format_time
-from echograph.workflow.replay import (
+from echograph.workflow.predict import (
     TRACE,
     StepTime,
     is_traced,

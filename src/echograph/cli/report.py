@@ -9,7 +9,7 @@ from echograph.simulator.memory import Memory
 from echograph.simulator.ranks import RankPath
 from echograph.simulator.result import Result
 from echograph.units import format_bytes, format_count, format_time
-from echograph.workflow.feasible import shortage
+from echograph.workflow.predict import shortage
 
 BAR = 30
 MOST_RANKS = 3
