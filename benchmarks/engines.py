@@ -41,8 +41,8 @@ def tasks(count: int) -> TaskGraph:
         resource=rng.integers(0, RESOURCES, count).astype(np.int32),
         duration=rng.integers(1, 10**9, count),
         deps=Ragged(offsets, deps[2:]),
-        join=zeros - 1, program=zeros, lane=zeros.astype(np.uint8), op=zeros.astype(np.int64), instance=zeros,
-        micro_batch=zeros, resources=RESOURCES,
+        rendezvous=zeros - 1, program=zeros, lane=zeros.astype(np.uint8), op=zeros.astype(np.int64),
+        instance=zeros, micro_batch=zeros, resources=RESOURCES,
     )  # fmt: skip
 
 
@@ -51,17 +51,17 @@ def meeting_tasks(count: int) -> TaskGraph:
     each = count // (2 * PROGRAMS)
     program = np.repeat(np.arange(PROGRAMS, dtype=np.int32), 2 * each)
     lane = np.tile(np.array([HOST, DEVICE], np.uint8), PROGRAMS * each)
-    join = np.full(len(lane), -1, np.int32)
+    rendezvous = np.full(len(lane), -1, np.int32)
     meets = np.arange(1, 2 * each, 2 * MEETING_EVERY)
     for first in range(0, len(lane), 2 * each):
-        join[first + meets] = np.arange(len(meets))
+        rendezvous[first + meets] = np.arange(len(meets))
     zeros = np.zeros(len(lane), np.int32)
     return TaskGraph(
         resource=2 * program + lane,
         duration=np.random.default_rng(0).integers(1, 10**9, len(lane)),
         deps=Ragged(np.append(0, np.cumsum(lane, dtype=np.int64)), np.arange(0, len(lane), 2, dtype=np.int32)),
-        join=join, program=program, lane=lane, op=zeros.astype(np.int64), instance=zeros, micro_batch=zeros,
-        resources=2 * PROGRAMS,
+        rendezvous=rendezvous, program=program, lane=lane, op=zeros.astype(np.int64),
+        instance=zeros, micro_batch=zeros, resources=2 * PROGRAMS,
     )  # fmt: skip
 
 

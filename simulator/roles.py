@@ -63,7 +63,7 @@ class Roles:
         """Which programs stand still, and at which communication each of them waits for others."""
         job, waits = self.job, []
         for task in stuck:
-            if self.tasks.join[task] >= 0:
+            if self.tasks.rendezvous[task] >= 0:
                 program, op = int(self.tasks.program[task]), int(self.tasks.op[task])
                 name = job.programs[program].role or f"program {program}"
                 waits.append(f"{name} at operation {op} ({job.strings[job.ops.name[op]]})")

@@ -31,8 +31,8 @@ class TaskGraph:
         resource: int32; tasks of a resource run in the order of their numbers.
         duration: int64, picoseconds.
         deps: int32 values; for each task, earlier tasks of the same program that must end first.
-        join: int32; tasks with the same number >= 0 start together (a collective of several programs, a send and
-            its receive); -1 alone.
+        rendezvous: int32; tasks with the same number >= 0 start together (a collective of several programs, a
+            send and its receive); -1 alone.
         program: int32, number of the task's program.
         lane: uint8, `HOST` or `DEVICE`.
         op: int64, row of the operation table.
@@ -44,7 +44,7 @@ class TaskGraph:
     resource: Int32
     duration: Int64
     deps: Ragged
-    join: Int32
+    rendezvous: Int32
     program: Int32
     lane: UInt8
     op: Int64
@@ -56,9 +56,9 @@ class TaskGraph:
         return len(self.resource)
 
     @property
-    def joined(self) -> bool:
+    def has_rendezvous(self) -> bool:
         """Whether tasks of several programs wait for each other."""
-        return bool((self.join != NONE).any())
+        return bool((self.rendezvous != NONE).any())
 
 
 def expand(job: JobGraph, duration: Int64, host: Int64, *, threads: bool = False) -> TaskGraph:
@@ -80,14 +80,14 @@ def expand(job: JobGraph, duration: Int64, host: Int64, *, threads: bool = False
     operation, instance, micro_batch = (_written_out(job, field) for field in (1, 3, 4))
     bounds = np.cumsum([0, *(program.unfolded_ops for program in job.programs)])
     program = np.repeat(np.arange(len(job.programs), dtype=np.int32), np.diff(bounds))
-    join = np.full(total, NONE, np.int32)
-    join[DEVICE::2] = _rendezvous(job, operation, bounds)
+    rendezvous = np.full(total, NONE, np.int32)
+    rendezvous[DEVICE::2] = _rendezvous(job, operation, bounds)
     issuing, stream = program * lanes, program * lanes + 1 + streams[operation]
     return TaskGraph(
         resource=_weave(np.where(hosts[operation], stream, issuing) if threads else issuing, stream),
         duration=_weave(host[operation], work[operation]),
         deps=_dependencies(job, bounds, hosts[operation]),
-        join=join,
+        rendezvous=rendezvous,
         program=np.repeat(program, 2),
         lane=np.tile(np.array([HOST, DEVICE], np.uint8), total // 2),
         op=np.repeat(operation, 2),

@@ -92,11 +92,11 @@ def run(tasks: TaskGraph, order: Int32, columns: Columns, record: int = NONE) ->
     slots = int(_SLOTS(order, tasks.deps.offsets, deps, uses, slot))
     end, waited = (np.zeros((tasks.resources, count), np.int64) for _ in range(2))
     start, duration = (np.zeros(len(tasks) if record >= 0 else 0, np.int64) for _ in range(2))
-    members = np.bincount(tasks.join[tasks.join != NONE], minlength=1).astype(np.int32)
+    members = np.bincount(tasks.rendezvous[tasks.rendezvous != NONE], minlength=1).astype(np.int32)
     same = (factor == 1.0).all(axis=1)
-    varies = (tasks.lane == DEVICE) & (tasks.join == NONE) & (place == NONE) & (columns.jitter > 0)
+    varies = (tasks.lane == DEVICE) & (tasks.rendezvous == NONE) & (place == NONE) & (columns.jitter > 0)
     _SWEEP(
-        *(order, tasks.resource, tasks.duration, tasks.deps.offsets, deps, tasks.join, members, slot),
+        *(order, tasks.resource, tasks.duration, tasks.deps.offsets, deps, tasks.rendezvous, members, slot),
         *(kind, factor, same, place, places, varies, float(columns.jitter), np.uint64(columns.seed), record),
         *(np.zeros((max(1, slots), count), np.int64), np.zeros((max(1, int(members.max())), count), np.int64)),
         *(end, waited, start, duration),
@@ -126,7 +126,7 @@ def _slots(order: Any, offsets: Any, deps: Any, uses: Any, slot: Any) -> int:
 
 
 def _sweep(
-    order: Any, resource: Any, duration: Any, offsets: Any, deps: Any, join: Any, members: Any, slot: Any,
+    order: Any, resource: Any, duration: Any, offsets: Any, deps: Any, rendezvous: Any, members: Any, slot: Any,
     kind: Any, factor: Any, same: Any, place: Any, places: Any, varies: Any, jitter: Any, seed: Any, record: Any,
     ends: Any, ready: Any, free: Any, waited: Any, starts: Any, durations: Any,
 ) -> None:  # fmt: skip
@@ -144,7 +144,7 @@ def _sweep(
             for c in range(columns):
                 mine[c] = max(mine[c], end[c])
         here += 1
-        met = join[task]
+        met = rendezvous[task]
         meets = met >= 0 or place[task] >= 0
         if met >= 0 and here < members[met]:
             continue

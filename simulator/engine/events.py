@@ -120,16 +120,16 @@ def _table(tasks: TaskGraph, columns: Columns, sharing: Sharing | None) -> tuple
     table = np.zeros(len(tasks) + 1, events_loop.TASK)
     these = table[:-1]
     table["deps"] = tasks.deps.offsets
-    these["duration"], these["resource"], these["join"] = tasks.duration, tasks.resource, tasks.join
+    these["duration"], these["resource"], these["rendezvous"] = tasks.duration, tasks.resource, tasks.rendezvous
     these["row"], these["kind"] = columns.place, columns.kind
     same = (columns.factor == 1.0).all(axis=1)
-    varies = (tasks.lane == DEVICE) & (tasks.join == NONE) & (columns.place == NONE) & (columns.jitter > 0)
+    varies = (tasks.lane == DEVICE) & (tasks.rendezvous == NONE) & (columns.place == NONE) & (columns.jitter > 0)
     these["steady"] = np.where(varies, 0, np.where(same[columns.kind], 2, 1))
     these["route"] = NONE
     if sharing is not None:
         these["route"], these["load"] = sharing.route, sharing.load
     first = np.full(tasks.resources, events_loop.DONE, np.int32)
-    events_loop.chain(table, first, np.full((2, int(tasks.join.max(initial=NONE)) + 1), NONE, np.int32))
+    events_loop.chain(table, first, np.full((2, int(tasks.rendezvous.max(initial=NONE)) + 1), NONE, np.int32))
     return table, first
 
 

@@ -453,7 +453,10 @@ DONE = 2**31 - 1
 TASK = np.dtype(
     [
         *(("duration", "i8"), ("deps", "i8"), ("load", "f8"), ("start", "i8")),
-        *((name, "i4") for name in ("resource", "after", "join", "fellow", "row", "route", "kind", "steady")),
+        *(
+            (name, "i4")
+            for name in ("resource", "after", "rendezvous", "fellow", "row", "route", "kind", "steady")
+        ),
     ],
     align=True,
 )
@@ -487,25 +490,25 @@ def _kept(function: _Part) -> _Part:
 
 
 @_kept
-def chain(tasks: Any, first: Any, joins: Any) -> None:
+def chain(tasks: Any, first: Any, rendezvous: Any) -> None:
     """Fills `after` and `fellow` of all tasks, and the first task of each resource.
 
     Args:
         tasks: tasks, with an end mark.
         first: int32 [resources], `DONE`.
-        joins: int32 [2, joins], -1: of each the first task and the last.
+        rendezvous: int32 [2, rendezvous], -1: of each the first task and the last.
     """
     for task in range(len(tasks) - 2, -1, -1):
         this = tasks[task]
         this.after, first[this.resource] = first[this.resource], task
         this.fellow = task
-        met = this.join
+        met = this.rendezvous
         if met >= 0:
-            if joins[0, met] < 0:
-                joins[1, met] = task
+            if rendezvous[0, met] < 0:
+                rendezvous[1, met] = task
             else:
-                this.fellow = joins[0, met]
-            joins[0, met] = tasks[joins[1, met]].fellow = task
+                this.fellow = rendezvous[0, met]
+            rendezvous[0, met] = tasks[rendezvous[1, met]].fellow = task
 
 
 @_kept
@@ -528,7 +531,7 @@ def run(
             if leader < 0:
                 continue
             task = tasks[lines[leader].task]
-            if task.join >= 0 or task.row >= 0:
+            if task.rendezvous >= 0 or task.row >= 0:
                 leader, longest, route, load, place = _gather(
                     tasks, factor, places, jitter, seed, record, lines, fellows, now, leader
                 )
@@ -594,10 +597,10 @@ def _ready(
             line.chain, other.waiters = other.waiters, number
             return -1
     line.since, line.chain = now, -1
-    if task.join < 0 and task.row < 0:
+    if task.rendezvous < 0 and task.row < 0:
         return number
     place = line.column if task.row < 0 else places[task.row, line.column]
-    what = task.join if task.join >= 0 else len(tasks) + line.task
+    what = task.rendezvous if task.rendezvous >= 0 else len(tasks) + line.task
     key = np.uint64(what) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(place) * np.uint64(0xD1342543DE82EF95)
     slot = np.int64((key ^ (key >> np.uint64(32))) & np.uint64(len(meetings) - 1))
     before, leader = -1, meetings[slot]
@@ -646,7 +649,7 @@ def _gather(
         line.duration = _lasts(tasks, factor, jitter, seed, line.task, line.column)
         if line.column == record:
             task.start = now
-        if task.join < 0:
+        if task.rendezvous < 0:
             line.waited += now - line.since
         if task.route >= 0:
             lowest = min(lowest, line.task)

@@ -49,7 +49,7 @@ COMPILE_FROM = 300_000
 
 def effort(tasks: TaskGraph) -> int:
     """About how long interpreting one pass over tasks takes, in tasks of programs that wait for nobody."""
-    return len(tasks) * (4 if tasks.joined else 1)
+    return len(tasks) * (4 if tasks.has_rendezvous else 1)
 
 
 def execute(loop: Callable[..., None], effort: int, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:

@@ -55,7 +55,7 @@ def run_in_order(tasks: TaskGraph, order: Int32, earliest: Int64) -> Starts:
         effort(tasks),
         (
             *(order, tasks.resource, tasks.duration, tasks.deps.offsets, tasks.deps.values),
-            *(tasks.join, np.bincount(tasks.join[tasks.join != NONE], minlength=1), earliest),
+            *(tasks.rendezvous, np.bincount(tasks.rendezvous[tasks.rendezvous != NONE], minlength=1), earliest),
         ),
         (start, cause, np.zeros(tasks.resources, np.int64), np.full(tasks.resources, NONE, np.int64)),
     )
@@ -89,13 +89,13 @@ def finishes(tasks: TaskGraph, kind: Int32, factor: Float64) -> Int64:
 
 
 def _pass(
-    order: Any, resource: Any, duration: Any, offsets: Any, deps: Any, join: Any, members: Any, earliest: Any,
-    start: Any, cause: Any, free: Any, last: Any,
+    order: Any, resource: Any, duration: Any, offsets: Any, deps: Any, rendezvous: Any, members: Any,
+    earliest: Any, start: Any, cause: Any, free: Any, last: Any,
 ) -> None:  # fmt: skip
     left, bound = 0, len(earliest) > 0
     for at in range(len(order)):
         task = order[at]
-        on, met = resource[task], join[task]
+        on, met = resource[task], rendezvous[task]
         now, why = free[on], last[on]
         for k in range(offsets[task], offsets[task + 1]):
             end = start[deps[k]] + duration[deps[k]]
@@ -133,17 +133,17 @@ def number(tasks: TaskGraph) -> Int32:
         DeadlockError: tasks wait for each other for ever; names two of them.
     """
     order = np.arange(len(tasks), dtype=np.int32)
-    if not tasks.joined:
+    if not tasks.has_rendezvous:
         return order
     line, bounds = _lines(tasks)
-    members = np.bincount(tasks.join[tasks.join != NONE]).astype(np.int32)
+    members = np.bincount(tasks.rendezvous[tasks.rendezvous != NONE]).astype(np.int32)
     at = bounds[:-1].copy()
     hosts = tasks.lane[line[np.minimum(at, len(line) - 1)]] == HOST
     resources, meetings = np.zeros(tasks.resources, np.int32), np.zeros(len(members), np.int32)
     execute(
         _number,
         effort(tasks),
-        (tasks.resource, tasks.deps.offsets, tasks.deps.values, tasks.join, members, line, bounds, hosts),
+        (tasks.resource, tasks.deps.offsets, tasks.deps.values, tasks.rendezvous, members, line, bounds, hosts),
         (
             *(at, order, np.zeros(len(tasks), np.bool_), np.full(len(tasks), NONE, np.int32)),
             *(resources, meetings + NONE, meetings, resources.copy(), np.ones(tasks.resources, np.bool_)),
@@ -164,7 +164,7 @@ def _lines(tasks: TaskGraph) -> tuple[Int32, Int64]:
 
 
 def _number(
-    resource: Any, offsets: Any, deps: Any, join: Any, members: Any, line: Any, bounds: Any, hosts: Any,
+    resource: Any, offsets: Any, deps: Any, rendezvous: Any, members: Any, line: Any, bounds: Any, hosts: Any,
     at: Any, order: Any, done: Any, waiter: Any, chain: Any, gate: Any, arrived: Any, stack: Any, idle: Any,
 ) -> None:  # fmt: skip
     """Fills `order`; `at` ends where each resource stands.
@@ -200,7 +200,7 @@ def _number(
                 chain[on], waiter[missing] = waiter[missing], on
                 top -= 1
                 continue
-            chain[on], met = -1, join[task]
+            chain[on], met = -1, rendezvous[task]
             if met >= 0:
                 arrived[met] += 1
                 chain[on] = gate[met]

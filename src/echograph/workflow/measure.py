@@ -1,4 +1,4 @@
-"""Measurements of the machine at hand: operations of a step, whole steps, and collectives between its ranks."""
+"""The operations of a training step, whole steps, and collectives, measured on the machine at hand."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echograph.errors import UsageError
+from echograph.options import option
 from echograph.progress import Progress
 from echograph.units import to_s
 
@@ -18,6 +19,52 @@ if TYPE_CHECKING:
     from echograph.ir.profile import Environment, Invocation, Profile
     from echograph.profiler.measure.device import MeasuringDevice
     from echograph.profiler.measure.ops import OpTiming
+    from echograph.profiler.measure.sampling import Samples
+
+
+DEVICES, CLOCKS = ("cuda", "cpu"), ("wall", "cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuringOptions:
+    """How a training step is measured on the machine at hand.
+
+    Attributes:
+        dtype: as of `StepSpec`; "": bf16, on the CPU fp32.
+        optimizer: as of `StepSpec`.
+        device: "cuda" or "cpu"; "": cuda where there is one.
+        clock: of the CPU: "wall", or "cpu" (time of this process; one thread only).
+
+    Raises:
+        UsageError: there is no such device or clock.
+    """
+
+    dtype: str = option("", "bf16, fp16 or fp32", "bf16, on the CPU fp32")
+    optimizer: str = option("adamw", "adamw, adam or sgd.")
+    device: str = option("", "cuda or cpu", "cuda where there is one")
+    clock: str = option("wall", "Of the CPU: wall, or cpu (time of this process; one thread only).")
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (("--device", self.device or "cpu", DEVICES), ("--clock", self.clock, CLOCKS)):
+            if value not in choices:
+                raise UsageError(f"{name} {value}: give one of {', '.join(choices)}")
+
+    def open(self) -> tuple[MeasuringDevice, StepSpec]:
+        """The device, and what the step is captured with for it.
+
+        Raises:
+            UsageError: there is no such type or optimizer.
+        """
+        import torch
+
+        from echograph.frontend.pytorch.spec import StepSpec
+        from echograph.profiler.measure.device import open_device
+
+        name: Any = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype: Any = self.dtype or ("bf16" if name == "cuda" else "fp32")
+        clock: Any = self.clock
+        optimizer: Any = self.optimizer
+        return open_device(name, clock), StepSpec(dtype=dtype, optimizer=optimizer, kernels=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +225,15 @@ def time_step(
 
 
 def measure_step(
-    model: str, spec: Any, device: Any, steps: int, warm_up: int, keep: bool, say: Any, **sizes: Any
-) -> Any:
+    model: str,
+    spec: StepSpec,
+    device: MeasuringDevice,
+    steps: int,
+    warm_up: int,
+    keep: bool,
+    say: Progress,
+    **sizes: Any,
+) -> Samples:
     """Times real steps of a model on a device."""
     import torch
 
@@ -196,7 +250,7 @@ def measure_step(
 
 
 def predicted_step(
-    model: str, spec: Any, profile: Path, cache_bytes: int, say: Any, **sizes: Any
+    model: str, spec: StepSpec, profile: Path, cache_bytes: int, say: Progress, **sizes: Any
 ) -> dict[str, Any]:
     """The sum of a step's operations, and the step simulated, from a profile; None where it lacks operations."""
     from echograph.ir.passes.annotate import join
@@ -212,33 +266,6 @@ def predicted_step(
         result, _ = predict(graph, Plan(cluster=str(profile)))
         found["simulated_s"] = to_s(result.step_ps)
     return found
-
-
-DEVICES = ("cuda", "cpu")
-
-
-CLOCKS = ("wall", "cpu")
-
-
-def device_and_spec(device: str, dtype: str, optimizer: str, clock: str) -> tuple[Any, StepSpec]:
-    """The device to measure on, and what the step is captured with for it.
-
-    Raises:
-        UsageError: there is no such device, clock, type or optimizer.
-    """
-    import torch
-
-    from echograph.frontend.pytorch.spec import StepSpec
-    from echograph.profiler.measure.device import open_device
-
-    for option, value, choices in (("--device", device or "cpu", DEVICES), ("--clock", clock, CLOCKS)):
-        if value not in choices:
-            raise UsageError(f"{option} {value}: give one of {', '.join(choices)}")
-    name: Any = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind: Any = dtype or ("bf16" if name == "cuda" else "fp32")
-    chosen: Any = optimizer
-    ticks: Any = clock
-    return open_device(name, ticks), StepSpec(dtype=kind, optimizer=chosen, kernels=name)
 
 
 def measure_collectives(

@@ -55,7 +55,7 @@ def test_scenarios_end_when_each_of_them_does(monkeypatch: pytest.MonkeyPatch, c
         expected = [int((reference.run(t).start + t.duration).max()) for t in one_by_one(tasks, kind, factor)]
         assert static.finishes(tasks, kind, factor).tolist() == expected
     nothing = replace(
-        tasks, **{name: getattr(tasks, name)[:0] for name in ("resource", "duration", "join", "lane")}
+        tasks, **{name: getattr(tasks, name)[:0] for name in ("resource", "duration", "rendezvous", "lane")}
     )
     assert static.finishes(nothing, kind[:0], factor).tolist() == [0] * 5
 

@@ -77,7 +77,9 @@ def test_makespan_is_at_least_the_critical_path_and_the_busiest_resource(tasks: 
     assert end.max() >= busiest
     for task in range(len(tasks)):
         assert all(start[task] >= end[d] for d in tasks.deps[task])
-        assert np.all(start[tasks.join == tasks.join[task]] == start[task]) or tasks.join[task] < 0
+        assert (
+            np.all(start[tasks.rendezvous == tasks.rendezvous[task]] == start[task]) or tasks.rendezvous[task] < 0
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -98,16 +100,20 @@ def test_each_number_comes_after_all_that_it_waits_for(tasks: TaskGraph) -> None
     for resource in range(tasks.resources):
         assert np.all(np.diff(place[tasks.resource == resource]) > 0)
     assert np.all(place[tasks.deps.values] < place[tasks.deps.rows])
-    for join in set(tasks.join.tolist()) - {-1}:
-        assert np.ptp(place[tasks.join == join]) == (tasks.join == join).sum() - 1
+    for rendezvous in set(tasks.rendezvous.tolist()) - {-1}:
+        assert np.ptp(place[tasks.rendezvous == rendezvous]) == (tasks.rendezvous == rendezvous).sum() - 1
 
 
-def one_stream_each(count: int, joins: dict[tuple[int, int], int]) -> TaskGraph:
+def one_stream_each(count: int, rendezvous: dict[tuple[int, int], int]) -> TaskGraph:
     """Two programs of a host and two streams, between which operations alternate; (program, op) -> meeting."""
     resources = [4 * p + lane for p in (0, 1) for n in range(count) for lane in (0, 1 + n % 2)]
     deps = [[task - 1] if task % 2 else [] for task in range(4 * count)]
-    join = [joins.get((p, n), -1) if lane else -1 for p in (0, 1) for n in range(count) for lane in (0, 1)]
-    return task_graph(resources, [1] * len(resources), deps, join, [p for p in (0, 1) for _ in range(2 * count)])
+    rendezvous = [
+        rendezvous.get((p, n), -1) if lane else -1 for p in (0, 1) for n in range(count) for lane in (0, 1)
+    ]
+    return task_graph(
+        resources, [1] * len(resources), deps, rendezvous, [p for p in (0, 1) for _ in range(2 * count)]
+    )
 
 
 def test_a_host_is_numbered_near_its_streams() -> None:
@@ -133,7 +139,7 @@ def test_one_resource_sums_exactly(durations: list[int]) -> None:
 def test_the_compiled_pass_equals_the_interpreted_one(monkeypatch: pytest.MonkeyPatch, crossed: bool) -> None:
     for seed in range(20):
         tasks = seeded_meetings(seed, 2000, crossed=crossed)
-        alone = replace(tasks, join=np.full_like(tasks.join, -1))
+        alone = replace(tasks, rendezvous=np.full_like(tasks.rendezvous, -1))
         for graph in (tasks, alone):
             monkeypatch.setattr(schedule, "COMPILE_FROM", 10**9)
             interpreted = outcome(static.run, graph)

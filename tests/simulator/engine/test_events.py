@@ -226,7 +226,7 @@ def test_nothing_is_faster_than_its_work_its_links_or_the_run_without_sharing(se
 @given(st.integers(0, 2**32 - 1))
 def test_links_carry_what_tasks_put_on_them(seed: int) -> None:
     tasks, _, _ = random_scene(seed, 30)
-    tasks = replace(tasks, join=np.full_like(tasks.join, -1))
+    tasks = replace(tasks, rendezvous=np.full_like(tasks.rendezvous, -1))
     alone = columns.alone(tasks, np.zeros(len(tasks), np.int32), np.ones((1, 1)))
     sharing = random_sharing(tasks, 1, np.random.default_rng(seed))
     expected = [Fraction(0)] * len(sharing.capacity)
