@@ -16,7 +16,7 @@ import resource
 import time
 from pathlib import Path
 
-from echograph.cli.validate import print_outcomes
+from echograph.cli.echosim import print_outcomes
 from echograph.workflow.validation.run import predict_rows
 from echograph.workflow.validation.score import by_family, read_peers
 from echograph.workflow.validation.table import read

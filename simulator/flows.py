@@ -23,8 +23,7 @@ from echograph.simulator.collectives import ALGORITHMS, CollectiveEstimate, Coll
 from echograph.simulator.durations import Durations, kind_of
 from echograph.simulator.engine.sharing import Sharing
 from echograph.simulator.groups import group_ranks, place_in_group
-from echograph.simulator.network.patterns import Pattern
-from echograph.simulator.network.routes import Loads, loads
+from echograph.simulator.network.patterns import Loads, Pattern, loads
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.ranks import Mesh
 from echograph.simulator.tasks import DEVICE, TaskGraph

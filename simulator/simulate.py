@@ -29,13 +29,13 @@ from echograph.simulator.engine import ENGINES, simulate_roles
 from echograph.simulator.flows import LinkUse, alone, flows, links_of
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.interval import interval
+from echograph.simulator.limits import Scale, factors
 from echograph.simulator.memory import largest_memory
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.ranks import EveryRank, Mesh, RankPath, RankTimes, of_ranks, rank_path, run_every_rank
 from echograph.simulator.result import Result
 from echograph.simulator.roles import Roles, StepRun, of_tasks
 from echograph.simulator.tasks import TaskGraph, check_tasks
-from echograph.simulator.what_if import Scale, factors
 from echograph.units import to_s
 
 _TOO_LONG = f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations"

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from echograph.ir.comms.reader import NO_TIME, CallRows, CallSource
 from echograph.ir.comms.record import UNKNOWN, What
+from echograph.ir.tables import csv_text
 from echograph.profiler.comms.bandwidth import bus_factor, family
 from echograph.profiler.comms.readers import find_sources
 
@@ -264,6 +265,29 @@ class Report:
     skipped: list[str] = field(default_factory=list)
     problems: dict[str, int] = field(default_factory=dict)
     clock_offsets: dict[str, float] = field(default_factory=dict)
+
+    def operations_csv(self) -> str:
+        """The table of operations as comma-separated values with a line of titles."""
+        titles = list(self.operations[0]) if self.operations else ["operation"]
+        return csv_text(titles, ([row[title] for title in titles] for row in self.operations))
+
+    def troubles(self) -> list[str]:
+        """What did not end and what could not be read, a line each; clocks that were put right."""
+        lines = [
+            f"stuck: rank {s['rank']}, {s['operation']} {s['sequence']} of {s['channel']}, {s['seconds']:g} s; "
+            f"not arrived: {', '.join(map(str, s['missing'])) or 'nobody'}"
+            for s in self.stuck
+        ]
+        for call in self.unfinished:
+            site = f" ({call['site']})" if call["site"] else ""
+            lines.append(
+                f"no end: rank {call['rank']}, {call['operation']} {call['sequence']} of {call['channel']}{site}"
+            )
+        lines += [
+            f"clock of {host}: {offset * 1e3:+.3f} ms, taken off" for host, offset in self.clock_offsets.items()
+        ]
+        lines += [f"note: {count} {problem}" for problem, count in self.problems.items()]
+        return lines + [f"passed over: {line}" for line in self.skipped]
 
 
 def report_on(path: Path, sinks: Iterable[Sink] = ()) -> Report:

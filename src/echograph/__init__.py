@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from echograph.workflow.capture import capture
     from echograph.workflow.compile import compile
     from echograph.workflow.formats import export, import_
-    from echograph.workflow.lowering import passes
-    from echograph.workflow.plan import Plan
+    from echograph.workflow.plan import Plan, passes
     from echograph.workflow.predict import lower, simulate
     from echograph.workflow.replay import replay
     from echograph.workflow.scenario import Scenario
@@ -83,7 +82,7 @@ _HOMES = {
     "import_": "workflow.formats",
     "load": "ir.serde",
     "lower": "workflow.predict",
-    "passes": "workflow.lowering",
+    "passes": "workflow.plan",
     "record": "profiler.record.recorder",
     "replay": "workflow.replay",
     "save": "ir.serde",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from echograph.ir.comms.record import FORMAT, EndLine, GroupLine, HeaderLine, What, encode
-from echograph.profiler.fit.collectives import read_nccl_tests
+from echograph.profiler.fit.fabric import read_nccl_tests
 
 BIN = Path(sys.executable).parent
 SIZES = [4096, 8192, 16384]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from echograph.cli.app import MOST_OF_ERROR, printable, shortened
+from echograph.cli.output import MOST_OF_ERROR, printable, shortened
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import StepGraph, Workload
 from echograph.ir.serde import save

@@ -26,9 +26,9 @@ from echograph.ir.types import COMMUNICATIONS, Collective, CollectiveKind, Recv,
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.collectives import collective_time
 from echograph.simulator.host import IssueTimes
+from echograph.simulator.limits import Scale
 from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
-from echograph.simulator.what_if import Scale
 from echograph.units import PS_PER_NS, to_ps
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict

@@ -277,28 +277,27 @@ def _nccl_tests() -> list[Files]:
 
 
 def _cluster() -> list[Files]:
-    from echograph.simulator.clusters import load
+    from echograph.simulator.clusters.cluster import PRESETS
 
-    presets = Path(load.__file__).parent / "presets"
     extra = b'\n[[degraded]]\nlink = "node 0 nic 1"\nbandwidth = 0.5\n'
-    return [{"mine.toml": (presets / f"{name}.toml").read_bytes()} for name in ("dgx-h100", "ethernet-100g")] + [
-        {"mine.toml": (presets / "dgx-a100.toml").read_bytes() + extra}
+    return [{"mine.toml": (PRESETS / f"{name}.toml").read_bytes()} for name in ("dgx-h100", "ethernet-100g")] + [
+        {"mine.toml": (PRESETS / "dgx-a100.toml").read_bytes() + extra}
     ]
 
 
 def _fabric() -> list[Files]:
-    from echograph.simulator.clusters import load
+    from echograph.simulator.clusters.cluster import PRESETS
 
-    folder = Path(load.__file__).parent
-    cluster = (folder / "presets" / "dgx-h100.toml").read_bytes().replace(b'"nvlink4"', b'"own.json"')
+    folder = PRESETS.parent
+    cluster = (PRESETS / "dgx-h100.toml").read_bytes().replace(b'"nvlink4"', b'"own.json"')
     return [{"mine.toml": cluster, "own.json": (folder / "fabrics" / "nvlink4.json").read_bytes()}]
 
 
 def _device() -> list[Files]:
     from echograph.profiler import devices
-    from echograph.simulator.clusters import load
+    from echograph.simulator.clusters.cluster import PRESETS
 
-    cluster = (Path(load.__file__).parent / "presets" / "dgx-h100.toml").read_bytes()
+    cluster = (PRESETS / "dgx-h100.toml").read_bytes()
     own = (Path(str(devices.__file__)).parent / "v100-sxm2.json").read_bytes()
     return [{"mine.toml": cluster.replace(b'"h100-sxm"', b'"own.json"'), "own.json": own}]
 

@@ -27,7 +27,7 @@ from echograph.simulator.engine.machine_code import compiled
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.limits import KERNELS
 from echograph.simulator.ranks import MOST_TOLD, EveryRank, Mesh, RankPath, rank_path, run_every_rank
-from echograph.simulator.simulate import simulate
+from echograph.simulator.simulate import check_effort, left_over, simulate
 from echograph.simulator.tasks import TaskGraph, expand
 
 CLUSTER = load_cluster("dgx-h100")
@@ -302,3 +302,22 @@ def test_a_job_that_lists_its_ranks_is_refused() -> None:
         UnfoldRanks()(job)
     with pytest.raises(SimulationError, match="simulate roles"):
         Mesh(job)
+
+
+def test_the_event_engine_takes_as_many_tasks_as_its_limit_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all ranks, as often as they run; what is left over is for looking at other ranks."""
+    job, tasks = expanded(data_parallel(replicas=6))
+    every = 6 * len(tasks)
+    for limit, runs, left in ((every, 1, 0), (3 * every, 2, 1), (3 * every + 1, 3, 0), (8 * every - 1, 2, 5)):
+        monkeypatch.setattr("echograph.simulator.simulate.MAX_EVENTS", limit)
+        check_effort(job, tasks, runs)
+        assert left_over(job, tasks, runs) == left
+    monkeypatch.setattr("echograph.simulator.simulate.MAX_EVENTS", 3 * every - 1)
+    with pytest.raises(
+        SimulationError, match=rf"^{every:,} tasks of all ranks, 3 times, are over .* {3 * every - 1:,}:"
+    ):
+        check_effort(job, tasks, 3)
+    assert left_over(job, tasks, 3) == 0
+    monkeypatch.setattr("echograph.simulator.simulate.MAX_EVENTS", every - 1)
+    with pytest.raises(SimulationError, match=rf"^{every:,} tasks of all ranks are over"):
+        check_effort(job, tasks, 1)

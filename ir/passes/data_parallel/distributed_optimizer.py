@@ -125,7 +125,7 @@ class Division:
         return any(self.graph.tensors[i].shape == tensor.shape and self.cut(i) for i in op.inputs)
 
 
-WHOLE, SHARD = t.Phase.FORWARD, t.Phase.OPTIMIZER
+WHOLE, SHARDED = t.Phase.FORWARD, t.Phase.OPTIMIZER
 """A tensor as the forward and backward passes see it, and as the optimizer does."""
 Meaning = tuple[int, t.Phase] | tuple[str, int]
 Address = tuple[int, int, int]
@@ -150,7 +150,7 @@ class Written:
 
     def tensor(self, old: int, phase: t.Phase) -> int:
         """The tensor that another block's port means."""
-        for variant in (phase, WHOLE, t.Phase.BACKWARD, SHARD):
+        for variant in (phase, WHOLE, t.Phase.BACKWARD, SHARDED):
             if (old, variant) in self.tensors:
                 return self.tensors[old, variant]
         raise PlanError(f"tensor {old} is read by another block, but this one does not hold it")
@@ -204,7 +204,7 @@ class ShardedBlock:
             for phase in uses.get(row) or (self._unused(row),):
                 self.use(row, phase)
             if row in self.division.gradients:
-                self.use(row, SHARD)
+                self.use(row, SHARDED)
         for row in self.block.ops:
             self.op(row, self.phase(row))
         return self.finish(first_tensor, first_op)
@@ -219,8 +219,8 @@ class ShardedBlock:
     # -- tensors -------------------------------------------------------------------------------------------
 
     def phase(self, row: int) -> t.Phase:
-        """Whether an operation works on shards (`SHARD`) or on whole tensors."""
-        return SHARD if self.graph.ops.phase[row] == t.Phase.OPTIMIZER else WHOLE
+        """Whether an operation works on shards (`SHARDED`) or on whole tensors."""
+        return SHARDED if self.graph.ops.phase[row] == t.Phase.OPTIMIZER else WHOLE
 
     def _uses(self) -> dict[int, list[t.Phase]]:
         uses: dict[int, list[t.Phase]] = {}
@@ -235,11 +235,11 @@ class ShardedBlock:
 
     def _unused(self, row: int) -> t.Phase:
         state = self.graph.tensors.role[row] == t.TensorRole.OPTIMIZER_STATE
-        return SHARD if state else WHOLE
+        return SHARDED if state else WHOLE
 
     def variant(self, row: int, phase: t.Phase) -> t.Phase:
         """Which of its tensors an old one is in a phase."""
-        return SHARD if phase == SHARD and self.division.cut(row) else WHOLE
+        return SHARDED if phase == SHARDED and self.division.cut(row) else WHOLE
 
     def use(self, row: int, phase: t.Phase) -> int:
         """The tensor that an old one is in a phase; made when it is first used."""
@@ -248,7 +248,7 @@ class ShardedBlock:
             tensor = self.graph.tensors[row]
             made = (
                 self._shard(tensor)
-                if variant == SHARD and self.division.cut(row)
+                if variant == SHARDED and self.division.cut(row)
                 else self._whole(tensor, variant)
             )
             self.written.tensors[row, variant] = made
@@ -274,9 +274,9 @@ class ShardedBlock:
         elif tensor.alias_of is None or given:
             alias = None
         else:
-            alias = self.use(tensor.alias_of, SHARD)
+            alias = self.use(tensor.alias_of, SHARDED)
         shape = self.division.shape(tensor)
-        return self.add(tensor, SHARD, shape, alias, port=tensor.port and not view, role=role)
+        return self.add(tensor, SHARDED, shape, alias, port=tensor.port and not view, role=role)
 
     def dtype(self, tensor: t.Tensor, variant: t.Phase) -> t.DType:
         """The element type of a tensor."""
@@ -295,7 +295,7 @@ class ShardedBlock:
     ) -> int:
         """Adds what a tensor is in a phase; notes a port."""
         port = tensor.port if port is None else port
-        over = self.division.axes(tensor) if variant == SHARD and role in PERSISTENT else ()
+        over = self.division.axes(tensor) if variant == SHARDED and role in PERSISTENT else ()
         row = self.builder.tensor(
             tensor.name, shape, self.dtype(tensor, variant), role, alias_of=alias, port=port,
             sharded=(*tensor.sharded, *over),
@@ -316,7 +316,7 @@ class ShardedBlock:
         }
         if isinstance(op, t.Compute) and op.forward_op is not None and op.forward_op >= 0:
             changes["forward_op"] = self.ops[op.forward_op].start
-        share = self._share(op) if phase == SHARD else 1.0
+        share = self._share(op) if phase == SHARDED else 1.0
         if share != 1.0:
             names = ("flops", "bytes_read", "bytes_written", "bytes_per_rank", "nbytes")
             changes |= {n: ceil(getattr(op, n) * share) for n in names if hasattr(op, n)}
@@ -335,7 +335,7 @@ class ShardedBlock:
         reduce = builder.collective(
             f"{'+'.join(axes)}.all_reduce_scalar", t.CollectiveKind.ALL_REDUCE, group=group,
             bytes_per_rank=tensor.nbytes, dtype=tensor.dtype, payload=t.Payload.OTHER, asynchronous=True,
-            phase=op.phase, stream=stream, inputs=(self.use(index, SHARD),), deps=(made,),
+            phase=op.phase, stream=stream, inputs=(self.use(index, SHARDED),), deps=(made,),
         )  # fmt: skip
         builder.compute(f"{'+'.join(axes)}.wait", phase=op.phase, deps=(reduce,))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from echograph.cli.app import print_error, print_json, print_line, print_table, progress
+from echograph.cli.output import print_error, print_json, print_line, print_table, progress
 from echograph.errors import UsageError
 from echograph.ir.files import check_writable
 from echograph.units import PS_PER_US
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _WIDEST = 72
 
-Traces = Annotated[Path, typer.Argument(help="A trace; or the folder of a GPU, a worker or a job.")]
+TracePath = Annotated[Path, typer.Argument(help="A trace; or the folder of a GPU, a worker or a job.")]
 Sort = Annotated[bool, typer.Option("--sort", help="The largest first, rather than as in the trace.")]
 Head = Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")]
 Xlsx = Annotated[Path | None, typer.Option(help="Write the whole tables to this workbook.")]
@@ -66,7 +66,7 @@ def _check_workbook(xlsx: Path | None) -> None:
 
 
 def stats_command(
-    traces: Traces,
+    traces: TracePath,
     sort: Sort = False,
     head: Head = None,
     xlsx: Xlsx = None,
@@ -88,8 +88,8 @@ def stats_command(
 
 
 def compare_command(
-    first: Traces,
-    second: Traces,
+    first: TracePath,
+    second: TracePath,
     sort: Sort = False,
     head: Head = None,
     xlsx: Xlsx = None,

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from echograph.cli.app import print_json, print_line, progress
 from echograph.cli.byteprofile import AsJson, Head, show
 from echograph.cli.byteprofile_replay import Folder, Queues, RunOrder
+from echograph.cli.output import print_json, print_line, progress
 from echograph.errors import UsageError
 from echograph.ir.files import check_writable, write_whole
 from echograph.profiler.byteprofile.dependencies import prepare

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echograph.cli.app import print_json, print_line, progress
 from echograph.cli.byteprofile import AsJson, Head, show
+from echograph.cli.output import print_json, print_line, progress
 from echograph.errors import UsageError
 from echograph.ir.files import check_writable, write_whole
 from echograph.profiler.byteprofile.dependencies import JobDependencies, prepare

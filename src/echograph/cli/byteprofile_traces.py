@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from echograph.cli.app import print_error, print_json, print_line, progress
-from echograph.cli.byteprofile import AsJson, Traces, show
+from echograph.cli.byteprofile import AsJson, TracePath, show
+from echograph.cli.output import print_error, print_json, print_line, progress
 from echograph.errors import UnknownNameError, UsageError
 from echograph.ir.files import check_writable, write_whole
 from echograph.units import PS_PER_US, format_bytes
@@ -59,7 +59,7 @@ def combine_command(
 
 
 def collect_command(
-    traces: Traces,
+    traces: TracePath,
     sub_option: Annotated[
         Literal["iter_time", "operator"] | None,
         typer.Option(help="iter_time: only tell what iterations take; operator: make only computation anew."),

@@ -15,8 +15,7 @@ from echograph.simulator.clusters import Cluster
 from echograph.simulator.memory import Memory, largest_memory
 from echograph.simulator.result import Result
 from echograph.units import format_bytes
-from echograph.workflow.lowering import lower
-from echograph.workflow.plan import Plan
+from echograph.workflow.plan import Plan, lower
 
 ENOUGH = 2
 MOST_TRIED = 12

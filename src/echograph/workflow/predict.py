@@ -13,7 +13,7 @@ from echograph.options import given, option_name
 from echograph.simulator.flows import links_of
 from echograph.simulator.goodput import goodput
 from echograph.units import to_s
-from echograph.workflow import lowering
+from echograph.workflow import plan as plans
 from echograph.workflow.plan import Plan
 from echograph.workflow.replay import is_traced, replay
 from echograph.workflow.scenario import Scenario
@@ -46,7 +46,7 @@ def lower(
         PlanError: the plan does not fit the model.
     """
     plan = plan or Plan()
-    return lowering.lower(graph, plan, (system or System(plan.cluster)).cluster, note)
+    return plans.lower(graph, plan, (system or System(plan.cluster)).cluster, note)
 
 
 def simulate(
@@ -108,7 +108,7 @@ def simulate(
         network=scenario.network or "auto",
         trace_ranks=trace_ranks,
         scales=scenario.scales,
-        plan=lowering.record(job, plan or Plan(), where),
+        plan=plans.record(job, plan or Plan(), where),
         memory=memory,
     )
     result = replace(result, job=job)
@@ -151,7 +151,7 @@ def predict(
     if isinstance(graph, JobGraph) and is_traced(graph):
         return _replayed(graph, plan, system, scenario)
     system = system or System(plan.cluster)
-    job = lowering.lower(graph, plan, system.cluster, note)
+    job = plans.lower(graph, plan, system.cluster, note)
     result = simulate(job, system, scenario, plan=plan, engine=engine, trace_ranks=trace_ranks, memory=memory)
     assert result.job is not None
     return result, result.job

@@ -14,8 +14,8 @@ from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import IssueTimes
+from echograph.simulator.limits import Scale
 from echograph.simulator.result import Result
-from echograph.simulator.what_if import Scale
 from echograph.units import to_s
 from echograph.workflow.system import System
 

@@ -14,7 +14,7 @@ from echograph.profiler.record.folder import Hooks, Metadata, StepTimes, write_h
 from echograph.profiler.record.overhead import Overhead
 from echograph.profiler.replay import Observed, lower
 from echograph.profiler.traces import TraceSet, read_traces
-from echograph.simulator.what_if import parse_scale
+from echograph.simulator.limits import parse_scale
 from echograph.workflow.formats.kineto import load as load_kineto
 from echograph.workflow.replay import replay, step_medians, steps
 
