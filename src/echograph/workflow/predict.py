@@ -21,7 +21,6 @@ from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind
 from echograph.options import given, option_name
 from echograph.progress import Progress
 from echograph.simulator.clusters import Cluster, load_cluster
-from echograph.simulator.flows import links_of
 from echograph.simulator.goodput import goodput
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.limits import Scale
@@ -106,8 +105,11 @@ def simulate(
         if system.settings:
             raise UsageError(f"--set: {system.cluster.name} is one measured device; give a cluster of several")
     where = system.cluster.with_degraded(scenario.degraded)
-    for entry in scenario.degraded:
-        links_of(job, where).find(entry.where)
+    if scenario.degraded:
+        from echograph.simulator.flows import links_of
+
+        for entry in scenario.degraded:
+            links_of(job, where).find(entry.where)
     job = system.annotate(job)
     result = simulator.simulate(
         job,
