@@ -15,8 +15,9 @@ import numpy as np
 
 from benchmarks import contended
 from echograph.ir.columns import Ragged
-from echograph.simulator.engine import columns, events, schedule, static
-from echograph.simulator.engine.static import number
+from echograph.simulator.engine import events, static
+from echograph.simulator.engine.columns import apart
+from echograph.simulator.engine.static import topological_order
 from echograph.simulator.tasks import DEVICE, HOST, TaskGraph
 
 RESOURCES = 64
@@ -71,18 +72,18 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=2_000_000)
     count = parser.parse_args().tasks
     large, small = tasks(count), tasks(SMALL_TASKS)
-    meeting, meeting_small = meeting_tasks(count), meeting_tasks(schedule.COMPILE_FROM // 4)
-    order = number(meeting)
-    ranks = columns.alone(meeting, meeting.program, np.full((PROGRAMS, RANKS), 1.0))
-    static.run(large), columns.run(meeting, order, ranks)  # compiles
+    meeting, meeting_small = meeting_tasks(count), meeting_tasks(static.COMPILE_FROM // 5)
+    order = topological_order(meeting)
+    ranks = apart(meeting, meeting.program, np.full((PROGRAMS, RANKS), 1.0))
+    static.run(large), static.run_columns(meeting, ranks, order=order)  # compiles
     rows: list[tuple[str, int, Callable[[], object]]] = [
         ("numpy.cumsum (the floor)", count, lambda: np.cumsum(large.duration)),
         ("static pass, compiled", count, lambda: static.run(large)),
         ("static pass, interpreted", SMALL_TASKS, lambda: static.run(small)),
-        ("programs that meet: numbering", count, lambda: number(meeting)),
+        ("programs that meet: topological order", count, lambda: topological_order(meeting)),
         ("  with the static pass", count, lambda: static.run(meeting)),
         ("  interpreted", len(meeting_small), lambda: static.run(meeting_small)),
-        (f"  {RANKS} ranks of each", RANKS * count, lambda: columns.run(meeting, order, ranks)),
+        (f"  {RANKS} ranks of each", RANKS * count, lambda: static.run_columns(meeting, ranks, order=order)),
     ]
     for name, size, run in rows:
         print(f"{name:<30} {size / _median(run) / 1e6:10.3f} M tasks/s")

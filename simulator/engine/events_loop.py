@@ -31,22 +31,22 @@ import numba
 import numpy as np
 
 from echograph.ir.columns import NONE
-from echograph.simulator.engine import columns
-from echograph.simulator.engine.columns import _NORMAL
-from echograph.simulator.engine.machine_code import kept
+from echograph.simulator.engine import static
+from echograph.simulator.engine.machine_code import OPTIONS, kept
 from echograph.simulator.engine.sharing import Sharing
 
 # What `count` counts, here and for the flows: places of one array.
 SIZE, VACANT, DUE, FLOWS, FREE, NODES, FREE_NODE, CHANGED, ROUND, LONGEST, NOW, COUNTS = range(12)
 
-OPTIONS: Any = {"nogil": True, "error_model": "numpy", "_nrt": False}
-"""Without numba's runtime: nothing is allocated, and references to arrays, else half of the time, not counted."""
 _Part = TypeVar("_Part", bound=Callable[..., Any])
 
 
 def part(function: _Part) -> _Part:
     """Compiles a part of `events_loop.run`, with which it is kept on disk."""
     return cast(_Part, numba.njit(**OPTIONS)(function))
+
+
+noise = part(static.noise)
 
 
 @part
@@ -476,20 +476,15 @@ it `meets` for and in which `place`, how many are `missing`, and the `next` in t
 
 
 def _sources() -> str:
-    """What changes with the sources of `columns`: the cache of compiled code knows this file alone."""
-    return hashlib.sha256(inspect.getsource(columns).encode()).hexdigest()[:16]
+    """What changes with the source of `noise`: the cache of compiled code knows this file alone."""
+    return hashlib.sha256(inspect.getsource(static.noise).encode()).hexdigest()[:16]
 
 
 END = np.dtype([("time", "i8"), ("item", "i4"), (f"of_{_sources()}", "i4")])
 """A place of the heap. Its type tells compiled code of other sources apart."""
 
 
-def _kept(function: _Part) -> _Part:
-    """Compiles a function, or takes it from disk."""
-    return kept(function, **OPTIONS)
-
-
-@_kept
+@kept
 def chain(tasks: Any, first: Any, rendezvous: Any) -> None:
     """Fills `after` and `fellow` of all tasks, and the first task of each resource.
 
@@ -511,7 +506,7 @@ def chain(tasks: Any, first: Any, rendezvous: Any) -> None:
             rendezvous[0, met] = tasks[rendezvous[1, met]].fellow = task
 
 
-@_kept
+@kept
 def run(
     tasks: Any, deps: Any, factor: Any, places: Any, attend: Any, jitter: Any, seed: Any, record: Any, lasted: Any,
     lines: Any, meetings: Any, todo: Any, heap: Any, count: Any,
@@ -702,8 +697,8 @@ def _lasts(tasks: Any, factor: Any, jitter: Any, seed: Any, task: Any, column: A
     this = tasks[task]
     if this.steady == 2:
         return this.duration
-    noise = 1.0 if this.steady else max(0.0, 1.0 + jitter * _NORMAL(seed, task, column))
-    return np.int64(np.rint(this.duration * factor[this.kind, column] * noise))
+    noisy = 1.0 if this.steady else max(0.0, 1.0 + jitter * noise(seed, task, column))
+    return np.int64(np.rint(this.duration * factor[this.kind, column] * noisy))
 
 
 @part

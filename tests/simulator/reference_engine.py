@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from typing import NamedTuple
 
 import numpy as np
 
-from echograph.simulator.engine.schedule import Starts, deadlock
+from echograph.simulator.engine.columns import deadlock
 from echograph.simulator.tasks import TaskGraph
+
+
+class Starts(NamedTuple):
+    """When each task starts, and the task whose end let it start, or -1."""
+
+    start: np.ndarray
+    cause: np.ndarray
 
 
 def run(tasks: TaskGraph) -> Starts:

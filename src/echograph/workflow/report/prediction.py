@@ -21,9 +21,8 @@ from echograph.simulator.clusters import Cluster, NetworkFabric, NodeFabric
 from echograph.simulator.durations import Durations
 from echograph.simulator.result import Result
 from echograph.units import format_bytes, format_count, to_s
-from echograph.workflow.feasible import shortage
 from echograph.workflow.plan import Plan
-from echograph.workflow.replay import is_traced
+from echograph.workflow.predict import is_traced, shortage
 from echograph.workflow.report import parts
 from echograph.workflow.report.lanes import ShownStep
 from echograph.workflow.report.moments import COMPUTE, Kinds, Moments, kinds_of, moments, totals
