@@ -123,7 +123,7 @@ def test_key(test: str) -> str:
 def covering(mutant: Mutant, through: Map, seconds: dict[str, float]) -> list[str]:
     """The tests that pass through a mutant's line, quickest first; compiled code leaves none: its file's, then."""
     found = through.get((str(mutant.path), mutant.line), set())
-    if not found:
+    if not found or mutant.defines:
         found = set().union(*(tests for (path, _), tests in through.items() if path == str(mutant.path)))
     return sorted(found, key=lambda test: (seconds.get(test_key(test), 1.0), test))[:MOST_TESTS]
 
@@ -282,7 +282,7 @@ def main() -> None:
         runner = Runner(root, seconds)
         for number, mutant in enumerate(mutants, start=1):
             tests, before = covering(mutant, through, seconds), _cpu_seconds()
-            known = (str(mutant.path), mutant.line) in through
+            known = (str(mutant.path), mutant.line) in through and not mutant.defines
             of_definitions = [] if known else OF_DEFINITIONS
             # Where all that pass through a line were asked, no other can notice.
             others = [] if known and len(tests) < MOST_TESTS else namesakes(mutant)
