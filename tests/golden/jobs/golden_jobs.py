@@ -167,6 +167,8 @@ WAYS: dict[str, Passes] = {
     "zero3": (FullyShard(replicas=5, micro_batches=2),),
     "recompute": (Recompute(policy="selective"), DataParallel(replicas=2, bucket_bytes=100_000)),
     "recompute-op": (Recompute(policy="selective_op"), TensorParallel(size=2, sequence_parallel=True)),
+    "shared-recompute": (TensorParallel(size=2, sequence_parallel=True), Recompute(policy="selective_op")),
+    "ep-recompute": (ExpertParallel(size=2), Recompute(policy="selective_op")),
     "fused": (Fuse(),),
     "fused-loss": (MicroBatch(size=4), FuseLoss(), DataParallel(replicas=2, gradient_as_bucket_view=True)),
     "fp8": (Precision(dtype="fp8"), DataParallel(replicas=2, micro_batches=3)),

@@ -173,3 +173,14 @@ def test_slowest_and_fastest_links_are_predicted(name: str) -> None:
         for ranks in (8, 64):
             seconds = collective_time("all_reduce", 1e9, cluster.place(range(ranks)), cluster).seconds
             assert 0 < seconds < 1e9
+
+
+def test_what_is_degraded_keeps_a_millionth_to_all_of_its_speed() -> None:
+    for factor in ("1", "1.0", "0.000001"):
+        assert parse_degraded(f"node 3 nic 5={factor}").bandwidth == float(factor)
+        assert parse_degraded(f" node  3 compute ={factor}").compute == float(factor)
+    for factor in ("1.0000001", "0.0000009", "0", "-1", "nan", "inf", "", "half"):
+        with pytest.raises(UsageError, match=r"give LINK=FACTOR with a factor from 1e-06 to 1"):
+            parse_degraded(f"node 3 nic 5={factor}")
+    with pytest.raises(UsageError, match=r"give LINK=FACTOR"):
+        parse_degraded("=0.5")
