@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ENGINES = Table(
     "engine",
     {
-        "segments": "echograph.simulator.engine.segments.engine:simulate",
+        "segments": "echograph.simulator.engine.segments:simulate",
         "static": "echograph.simulator.engine.static:simulate",
         "events": "echograph.simulator.engine.events:simulate",
     },

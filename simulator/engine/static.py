@@ -23,7 +23,7 @@ from echograph.simulator.tasks import DEVICE, HOST, TaskGraph
 if TYPE_CHECKING:
     from echograph.simulator.roles import Roles, StepRun
 
-Bool = npt.NDArray[np.bool_]
+_Bool = npt.NDArray[np.bool_]
 
 
 def simulate(roles: Roles) -> StepRun:
@@ -119,10 +119,10 @@ class _Differences(NamedTuple):
 
     kind: Int32
     factor: Float64
-    same: Bool
+    same: _Bool
     place: Int32
     places: Int32
-    varies: Bool
+    varies: _Bool
     jitter: float
     seed: np.uint64
 
@@ -140,10 +140,10 @@ def _differences(tasks: TaskGraph, columns: Columns) -> _Differences:
     )
 
 
-def jittered(tasks: TaskGraph, columns: Columns) -> Bool:
+def jittered(tasks: TaskGraph, columns: Columns) -> _Bool:
     """Bool [tasks], whose duration is noisy: what a stream does without waiting for others in a rendezvous."""
     waits = (tasks.rendezvous != NONE) | (columns.place != NONE)
-    noisy: Bool = (tasks.lane == DEVICE) & ~waits & (columns.jitter > 0)
+    noisy: _Bool = (tasks.lane == DEVICE) & ~waits & (columns.jitter > 0)
     return noisy
 
 
@@ -335,7 +335,7 @@ class _Queues(NamedTuple):
 
     task: Int32
     bounds: Int64
-    hosts: Bool
+    hosts: _Bool
 
 
 class _Progress(NamedTuple):
@@ -358,13 +358,13 @@ class _Progress(NamedTuple):
 
     head: Int64
     order: Int32
-    done: Bool
+    done: _Bool
     waiter: Int32
     following: Int32
     gate: Int32
     arrived: Int32
     stack: Int32
-    idle: Bool
+    idle: _Bool
 
 
 def _order(work: _Work, queues: _Queues, window: int, progress: _Progress) -> None:

@@ -1,21 +1,160 @@
-"""The critical path of a run: from the task that ends last, cause by cause, to the start of the step.
+"""The engine of segments: the static pass over whole calls, each worked out once, however often it runs.
 
-Inside a segment the path depends on one thing, the entry that it comes from, unless two entries let a task
-start at the same picosecond. So it is followed once for each kind of segment, task and entry.
+`max_plus` cuts programs into segments and sends their clocks through. Here the answers are read off: when
+operations start, and the critical path, from the task that ends last, cause by cause, to the start of the step.
+Inside a segment the path depends on one thing, the entry that it comes from, unless two entries let a task start
+at the same picosecond: so it is followed once for each kind of segment, task and entry. All times are those of
+`static`, to the picosecond.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from echograph.ir.columns import Int64
-from echograph.simulator.engine.segments.run import SegmentRun
-from echograph.simulator.engine.segments.transfer import TransferMatrix
+from echograph.ir.columns import NONE, Int64, distinct
+from echograph.ir.graph import JobGraph
+from echograph.ir.timeline import Lane, Timeline
+from echograph.simulator.breakdown import Breakdown, breakdown
+from echograph.simulator.engine import static
+from echograph.simulator.engine.max_plus import (
+    LONGEST_PS,
+    SegmentChain,
+    SegmentRun,
+    TransferMatrix,
+    cut,
+    run,
+    work_of,
+)
+from echograph.simulator.limits import families, largest_first
+from echograph.simulator.roles import StepRun
+from echograph.simulator.tasks import DEVICE, HOST
 
-HOST, DEVICE = 0, 1
+if TYPE_CHECKING:
+    from echograph.simulator.roles import Roles
+
+
+REPEATED = 4
+"""How often operations have to run, on average, for segments to pay: a kind takes as long as so many runs."""
+
+
+def simulate(roles: Roles) -> StepRun | None:
+    """One step, and when it ends in the scenarios of its interval.
+
+    Returns:
+        The step; None where operations do not repeat, where runs of the same operations do not wait alike, where
+        segments wait for each other in a circle, or where threads issue besides the host.
+    """
+    if roles.host.threads or not _pays(roles):
+        return None
+    if (segments := cut(roles.job)) is None:
+        return None
+    device, host = (
+        np.rint(times[:, None] * factors).astype(np.int64)
+        for times, factors in ((roles.times.picoseconds, roles.factor[:-1]), (roles.issue, roles.factor[-1]))
+    )
+    ran = run(segments, work_of(roles.job, device, host))
+    return None if ran is None else _step(roles, ran)
+
+
+def _pays(roles: Roles) -> bool:
+    """Whether operations repeat often enough, in a step that the constants can hold."""
+    job, rows = roles.job, len(roles.job.ops) + 1
+    calls = [program.calls[:, 1] * rows + program.calls[:, 2] for program in job.programs]
+    begin, end = np.divmod(distinct(np.concatenate(calls)), rows)
+    # As floats: what the host does itself stands in both, and their sum may be beyond 64 bits.
+    work = roles.times.picoseconds.astype(np.float64) + roles.issue
+    longest = float(np.dot(job.run_counts(), work)) * float(roles.factor.max())
+    return job.unfolded_ops >= REPEATED * int((end - begin).sum()) and longest < LONGEST_PS
+
+
+def _step(roles: Roles, ran: SegmentRun) -> StepRun:
+    """What the segments did; their tasks are run one by one if they have to be written down."""
+    job: JobGraph = roles.job
+    last, total = critical_path(ran, families(job))
+    end, work = int(ran.ends[0]), ran.work.device[:, 0].astype(np.float64)
+
+    def of_program(number: int) -> Breakdown:
+        return breakdown(job, program_timeline(ran, number), number, end)
+
+    return StepRun(
+        end_ps=end,
+        last=last,
+        breakdown=of_program(last),
+        breakdowns=lambda: [of_program(number) for number in range(len(job.programs))],
+        limits=largest_first(job, total, end),
+        busy=job.run_counts() * work,
+        busy_of_last=job.run_counts(last) * work,
+        write=cache(lambda: roles.step(static.run(roles.tasks)).write()),
+        scenario_ends=ran.ends[1:],
+    )
+
+
+# -- when operations start ----------------------------------------------------------------------------------------
+
+
+def program_timeline(run: SegmentRun, program: int) -> Timeline:
+    """What one program did, in its order; causes are not worked out (-1)."""
+    job, sequence = run.segments.job, run.segments.sequences[program]
+    count = int(sequence.start[-1])
+    start, op = np.zeros((count, 2), np.int64), np.zeros(count, np.int64)
+    for matrix, first, entries in _by_matrix(run, program):
+        position = sequence.start[first][:, None] + np.arange(len(matrix.kind.rows))
+        op[position] = np.array(matrix.kind.rows)
+        found = np.zeros((*position.shape, 2), np.int64)
+        for entry in range(matrix.starts.shape[2]):
+            np.maximum(found, matrix.starts[:, :, entry] + entries[:, entry, None, None], out=found)
+        start[position] = found
+    for stretch, its in zip(run.stretches[program], run.entries[program], strict=True):
+        if stretch.chain is None:
+            here = int(sequence.start[stretch.first])
+            op[here] = stretch.row
+            start[here] = its[0, 0], run.met[int(sequence.rendezvous[stretch.first])].start
+    calls = job.programs[program].calls
+    lengths = calls[:, 2] - calls[:, 1]
+    instance, micro_batch = (np.repeat(calls[:, field].astype(np.int32), 2 * lengths) for field in (3, 4))
+    op = np.repeat(op, 2)
+    duration = np.where(np.arange(2 * count) % 2, run.work.device[op, 0], run.work.host[op, 0])
+    return Timeline(
+        program=np.full(2 * count, program, np.int32),
+        lane=np.tile(np.array([Lane.HOST, Lane.DEVICE], np.uint8), count),
+        stream=job.ops.stream[op],
+        op=op,
+        instance=instance,
+        micro_batch=micro_batch,
+        start=start.ravel(),
+        duration=duration,
+        cause=np.full(2 * count, NONE, np.int64),
+        programs=tuple(p.role or f"rank {i}" for i, p in enumerate(job.programs)),
+        streams=job.streams,
+    )
+
+
+def _by_matrix(run: SegmentRun, program: int) -> Iterator[tuple[TransferMatrix, Int64, Int64]]:
+    """Numbers of segments that are alike, and int64 [segments, entries] with which they begin."""
+    alike: dict[SegmentChain, tuple[list[int], list[Int64]]] = {}
+    for stretch, entry in zip(run.stretches[program], run.entries[program], strict=True):
+        if stretch.chain is not None:
+            firsts, entries = alike.setdefault(stretch.chain, ([], []))
+            firsts.append(stretch.first)
+            entries.append(entry[:, 0])
+    found: dict[TransferMatrix, list[tuple[Int64, Int64]]] = {}
+    for chain, (firsts, entries) in alike.items():
+        first, entry = np.array(firsts), np.array(entries)
+        for at, (matrix, before) in enumerate(zip(chain.matrices, chain.before, strict=True)):
+            into = (before[None] + entry[:, None]).max(axis=2)
+            found.setdefault(matrix, []).append((first + at, into))
+    for matrix, places in found.items():
+        yield matrix, np.concatenate([first for first, _ in places]), np.concatenate([into for _, into in places])
+
+
+# -- the critical path --------------------------------------------------------------------------------------------
+
+
 Task = tuple[int, int, int, int]
 """Program, segment, operation of the segment, and whether the host or the device does it."""
 _Times = list[list[int]]
