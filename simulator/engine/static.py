@@ -21,7 +21,7 @@ from echograph.simulator.engine.machine_code import array, compiled, interpreted
 from echograph.simulator.tasks import DEVICE, HOST, TaskGraph
 
 if TYPE_CHECKING:
-    from echograph.simulator.roles import Roles, StepRun
+    from echograph.simulator.engine import Roles, StepRun
 
 Bool = npt.NDArray[np.bool_]
 
