@@ -111,7 +111,7 @@ def analyze_command(
     tables = {each: ANALYSES[each](found, **chosen) for each, chosen in asked.items()}
     print_notes(dict.fromkeys(note for table in tables.values() for note in table.notes))
     if not (as_csv or as_json or output):
-        print_tables(tables, lambda value: round(value, 3))
+        print_tables(tables)
         return
     answer: Any = [{"analysis": n, "rows": t.records(), "notes": list(t.notes)} for n, t in tables.items()]
     document = json.dumps(answer[0] if name else answer, indent=2, allow_nan=False) + "\n"
