@@ -101,7 +101,8 @@ def test_nothing_to_read_is_said_in_a_line(tmp_path: Path) -> None:
 def test_a_row_without_an_end_is_unfinished_until_a_later_one_has_it(tmp_path: Path) -> None:
     write(
         tmp_path, HEADER, GroupLine(name="0", ranks=(0,)), WHAT,
-        row(0, 0, 0, 0, -1, -1), row(0, 1, 1, 0, -1, -1), Heartbeat(at_ns=5, issued={"0": 2}), row(0, 0, 0, 0, 9, 0),
+        row(0, 0, 0, 0, -1, -1), row(0, 1, 1, 0, -1, -1),
+        Heartbeat(at_ns=5, issued={"0": 2}), row(0, 0, 0, 0, 9, 0),
     )  # fmt: skip
     report = report_on(tmp_path)
     assert [(call["operation"], call["sequence"]) for call in report.unfinished] == [("all_reduce", 1)]
