@@ -48,7 +48,7 @@ ROLES = {
 _BEFORE_THE_STEP = (TensorRole.PARAMETER, TensorRole.OPTIMIZER_STATE, TensorRole.BUFFER)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Held:
     """What a collective's buffer, or the parameters that it gathers, wait for before they are given back.
 

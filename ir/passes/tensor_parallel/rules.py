@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, permutations
 from math import prod
 
+from echograph.ir.graph import StepGraph
 from echograph.ir.passes.dims import Ambiguous, Shape, view_dim
 from echograph.ir.types import Phase
 
@@ -494,3 +495,9 @@ VIEWS = {n for rule, names in _RULES if rule in (_view, _swap, _removal) for n i
     *_PARTS.split()
 }
 """Operators that only rename memory, and so pass summands on."""
+
+
+def operator(graph: StepGraph, row: int) -> str:
+    """An operation's operator without its namespace."""
+    name: str = graph.strings[graph.ops.name[row]]
+    return name.rpartition(".")[2]

@@ -39,9 +39,8 @@ from echograph.workflow.formats import (
     import_graph,
     refuse_format,
 )
-from echograph.workflow.job_summary import summarize_job
 from echograph.workflow.plan import Plan
-from echograph.workflow.summary import outline, summarize
+from echograph.workflow.summary import outline, summarize, summarize_job
 from echograph.workflow.system import System
 
 app = make_app("echoc", "Compile a training step into a workload graph, without a GPU; look at graphs.")
@@ -73,7 +72,7 @@ def compile_command(
     """Capture one training step of a model and write it as a workload graph."""
     from echograph.ir import files
     from echograph.workflow.compile import compile as compile_model
-    from echograph.workflow.compile_onnx import compile_onnx_file
+    from echograph.workflow.compile import compile_onnx_file
 
     if (model is None) == (onnx is None):
         raise UsageError("give what to compile: --model NAME or --onnx FILE, one of them")
@@ -341,7 +340,7 @@ def lower_command(
     as_json: Json = False,
 ) -> None:
     """Spread a step over GPUs by a parallel plan and write what every rank executes as a job graph."""
-    from echograph.workflow.lowering import apply
+    from echograph.workflow.plan import apply
 
     check_outputs({"the graph": graph}, {"--output": output})
     notes: list[str] = []

@@ -33,7 +33,7 @@ from echograph.workflow.system import System, SystemOptions
 
 if TYPE_CHECKING:
     from echograph.simulator.result import Result
-    from echograph.workflow.replay import StepTime
+    from echograph.workflow.predict import StepTime
 
 app = make_app("echosim", "Simulate a workload graph on a cluster: step time, where it goes, how sure it is.")
 
@@ -75,9 +75,15 @@ def run_command(
     """Predict the time of one training step, spread over the GPUs by a parallel plan."""
     from echograph.ir.passes import PASSES
     from echograph.ir.passes.base import run as run_passes
-    from echograph.workflow.feasible import FEW, MOST_TRIED, feasible_plans, refuse_if_it_does_not_fit, shortage
-    from echograph.workflow.lowering import cluster_notes
-    from echograph.workflow.predict import predict
+    from echograph.workflow.plan import cluster_notes
+    from echograph.workflow.predict import (
+        FEW,
+        MOST_TRIED,
+        feasible_plans,
+        predict,
+        refuse_if_it_does_not_fit,
+        shortage,
+    )
 
     if trace_ranks is not None and trace is None:
         raise UsageError("--trace-ranks: says whose timelines a trace holds, give --trace as well")
@@ -129,7 +135,7 @@ def replay_command(
     as_json: Json = False,
 ) -> None:
     """Run a traced job again with its measured durations: step time, where it goes, error against the measured."""
-    from echograph.workflow.replay import is_traced, replay, replay_record, steps
+    from echograph.workflow.predict import is_traced, replay, replay_record, steps
 
     check_outputs({"the job": job}, {"--output": output, "--trace": trace})
     scales = Scenario(scale=tuple(scale or ()), without=tuple(without or ())).scales
@@ -150,7 +156,7 @@ def replay_command(
 
 
 def _print_replay(result: Result, record: dict[str, Any], found: Sequence[StepTime], *, changed: bool) -> None:
-    from echograph.workflow.replay import TRACE, shown_steps, step_medians
+    from echograph.workflow.predict import TRACE, shown_steps, step_medians
 
     shown = shown_steps(found)
     what = "step" if shown[0].name != TRACE else "trace"
@@ -189,7 +195,7 @@ def compare_command(
 ) -> None:
     """Compare two predictions figure by figure, and say which options of their plans differ."""
     from echograph.ir import files
-    from echograph.workflow.result_file import compare, read_result
+    from echograph.workflow.compare import compare, read_result
 
     if html is not None:
         if html.resolve() in (before.resolve(), after.resolve()):
@@ -252,7 +258,7 @@ def validate_command(
 @app.command()
 def clusters(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
     """List the cluster presets, or describe one."""
-    from echograph.workflow.listing import cluster_rows
+    from echograph.workflow.summary import cluster_rows
 
     _print_rows(cluster_rows(name), as_json)
 
@@ -260,7 +266,7 @@ def clusters(name: Annotated[str | None, typer.Argument()] = None, as_json: Json
 @app.command()
 def devices(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
     """List the devices, what their costs rest on, and how far the fits were off."""
-    from echograph.workflow.listing import device_rows
+    from echograph.workflow.summary import device_rows
 
     _print_rows(device_rows(name), as_json)
 

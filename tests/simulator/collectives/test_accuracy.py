@@ -14,7 +14,7 @@ from echograph.simulator.clusters.fabric import read_fabric_document
 from echograph.simulator.collectives import collective_time
 from echograph.simulator.collectives.calibrate import place_measured
 from echograph.workflow.calibration import fabrics
-from echograph.workflow.calibration.recipes import RECIPES
+from echograph.workflow.calibration.fabrics import RECIPES
 
 Unseen = Callable[[str], tuple[list[CollectiveRow], np.ndarray]]
 NODE_BAR, NETWORK_BAR = 0.08, 0.12

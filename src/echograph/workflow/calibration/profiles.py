@@ -151,7 +151,7 @@ def fit_the_fabrics(
     from echograph.profiler.fit.fabric import read_collectives_csv
     from echograph.simulator.clusters import fabric_names
     from echograph.workflow.calibration import fabrics
-    from echograph.workflow.calibration.recipes import RECIPES
+    from echograph.workflow.calibration.fabrics import RECIPES
 
     known = {recipe.fabric: recipe for recipe in RECIPES}
     for name in names:
