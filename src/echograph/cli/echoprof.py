@@ -9,10 +9,17 @@ import typer
 
 from echograph.cli.analyze import analyze_command
 from echograph.cli.app import make_app, print_error, print_json, print_table, progress, run
-from echograph.cli.byteprofile import compare3d_command, compare_command, mapping_command, stats_command
-from echograph.cli.byteprofile_dag import dag_command
-from echograph.cli.byteprofile_replay import critical_command, replay_command
-from echograph.cli.byteprofile_traces import collect_command, combine_command
+from echograph.cli.byteprofile import (
+    collect_command,
+    combine_command,
+    compare3d_command,
+    compare_command,
+    critical_command,
+    dag_command,
+    mapping_command,
+    replay_command,
+    stats_command,
+)
 from echograph.cli.collectives import collectives_command
 from echograph.cli.comms import comms
 from echograph.cli.graph import graph_command

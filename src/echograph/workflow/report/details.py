@@ -10,12 +10,13 @@ import numpy as np
 
 from echograph.ir.columns import Bools
 from echograph.ir.graph import JobGraph
+from echograph.ir.intervals import Pieces
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, Phase, Source
+from echograph.simulator.breakdown import COMPUTE, breakdown
 from echograph.simulator.durations import Durations
 from echograph.simulator.result import Result
 from echograph.units import to_s
-from echograph.workflow.report.moments import COMPUTE, Kinds, Moments, totals
 
 MOST_OPERATIONS, MOST_COLLECTIVES = 15, 10
 _TENSORS = 3
@@ -23,17 +24,14 @@ _LAST_NUMBER = re.compile(r"(?<=_)\d+$")
 _NUMBER = re.compile(r"(?<![^.])(\d+|\{\})(?![^.])")
 
 
-def details(
-    result: Result, job: JobGraph, timeline: Timeline, kinds: Kinds, found: Mapping[int, Moments]
-) -> dict[str, Any]:
+def details(result: Result, job: JobGraph, timeline: Timeline, found: Mapping[int, Pieces]) -> dict[str, Any]:
     """What the page shows besides the result, as data.
 
     Args:
         result: the prediction.
         job: the job that was simulated.
         timeline: what ran when.
-        kinds: of its moments.
-        found: moments of the programs that are shown.
+        found: what the programs that are shown do at each moment.
     """
     staged = result.breakdown.bubble or "pp" in {axis.name for axis in job.mesh}
     idle = "bubble" if staged else "wait"
@@ -41,7 +39,7 @@ def details(
         "roles": [
             {
                 "role": timeline.programs[number],
-                "breakdown_s": _parts(totals(moments, kinds), kinds, idle),
+                "breakdown_s": breakdown(job, timeline, number).to_json(),
                 "compute_s": _by_phase(job, timeline, moments),
             }
             for number, moments in found.items()
@@ -51,20 +49,9 @@ def details(
     }
 
 
-def _parts(spent: list[int], kinds: Kinds, idle: str) -> dict[str, Any]:
-    """The breakdown of one role, in the shape of the result's."""
-    return {
-        "compute": to_s(spent[0]),
-        "exposed_communication": {label: to_s(spent[1 + i]) for i, label in enumerate(kinds.labels)},
-        "bubble": to_s(spent[kinds.idle]) if idle == "bubble" else 0.0,
-        "wait": to_s(spent[kinds.idle]) if idle == "wait" else 0.0,
-        "host": to_s(spent[kinds.host]),
-    }
-
-
-def _by_phase(job: JobGraph, timeline: Timeline, moments: Moments) -> dict[str, float]:
+def _by_phase(job: JobGraph, timeline: Timeline, moments: Pieces) -> dict[str, float]:
     """The compute of one role by phase."""
-    computes = moments.kind == COMPUTE
+    computes = moments.layer == COMPUTE
     phase = job.ops.phase[timeline.op[moments.row[computes]]]
     length = (moments.end - moments.start)[computes]
     spent = {one.name.lower(): to_s(int(length[phase == one].sum())) for one in Phase}

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+import numpy as np
+
 from echograph.ir.graph import JobGraph
 from echograph.profiler.page import charts
 from echograph.profiler.page.frame import banner, data, document, folded, tiles
 from echograph.profiler.page.lanes import script
+from echograph.simulator.breakdown import layers_of, moments
 from echograph.simulator.result import Result
 from echograph.units import format_bytes, format_count
 from echograph.workflow.feasible import shortage
@@ -18,7 +21,6 @@ from echograph.workflow.report import parts
 from echograph.workflow.report.assumptions import asked, assumptions
 from echograph.workflow.report.details import details
 from echograph.workflow.report.lanes import ShownStep
-from echograph.workflow.report.moments import kinds_of, moments
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
 
@@ -76,17 +78,17 @@ def page(
         notes: what the plan could not do.
         near: where it does not fit in memory, what to change so that it does.
     """
-    timeline, kinds = result.timeline, kinds_of(job)
+    timeline, layers = result.timeline, layers_of(job)
     shown = _shown(len(timeline.programs))
-    found = {number: moments(timeline, kinds, number) for number in shown}
-    record, more = result.to_json(), details(result, job, timeline, kinds, found)
+    found = {n: moments(layers, timeline, np.flatnonzero(timeline.program == n)) for n in shown}
+    record, more = result.to_json(), details(result, job, timeline, found)
     more["assumptions"] = [part._asdict() for part in assumptions(result, job, plan, system, notes)]
     more["asked"] = asked(scenario, system)
     roles = len(timeline.programs)
     some = "" if len(shown) == roles else f" Of {roles} roles {len(shown)} are shown."
     note = f"{result.tasks:,} tasks: --trace writes them all."
     note += "" if result.ranks is None else " Of each role, those ranks are drawn that end last."
-    drawn = ShownStep(job, timeline, kinds).drawing(found, more["idle"], note) if result.step_ps else ""
+    drawn = ShownStep(job, timeline, layers).drawing(found, more["idle"], note) if result.step_ps else ""
     does_not_fit = result.memory is not None and not result.memory.fits
     body = [
         *_head(record, more, banner("DOES NOT FIT", f"needs {shortage(result, near)}") if does_not_fit else ""),
