@@ -41,7 +41,8 @@ from echograph.ir.text import to_text
 from echograph.ir.types import CollectiveKind, DType, OpKind, Phase
 from echograph.ir.unfold import unfold
 from echograph.simulator.clusters import load_cluster
-from echograph.workflow.plan import Plan, lower
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import lower
 
 HERE = Path(__file__).parent
 GRAPHS = HERE.parent / "predictions" / "graphs"
