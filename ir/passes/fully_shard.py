@@ -38,8 +38,7 @@ from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, Graph, JobGraph, Program, StepGraph
-from echograph.ir.passes.data_parallel import check_sizes, data_mesh
-from echograph.ir.passes.data_parallel.distributed_optimizer import (
+from echograph.ir.passes.data_parallel import (
     SHARDED,
     WHOLE,
     Address,
@@ -47,6 +46,8 @@ from echograph.ir.passes.data_parallel.distributed_optimizer import (
     ShardedBlock,
     ShardedGraph,
     Written,
+    check_sizes,
+    data_mesh,
 )
 from echograph.ir.passes.gradients import (
     REPLICATE,

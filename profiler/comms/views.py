@@ -43,7 +43,7 @@ class ChromeTrace:
                 continue
             start = int(batch.start[row])
             self._first = start if self._first is None else self._first
-            what = merge.whats[batch.kind[row]]
+            what = merge.signatures[batch.kind[row]]
             event = {
                 "name": what.op,
                 "ph": "X",

@@ -673,7 +673,7 @@ def _communicated(graph: Any, file: Path, steps: int) -> dict[str, float]:
     calls: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)
     for rows in source.rows():
         for number, sequence, _, start, end, _ in rows.tolist():
-            what = source.whats[number]
+            what = source.signatures[number]
             if what is not None:
                 # One that stands twice had not ended when it was first written.
                 calls[what.channel][sequence] = start, end

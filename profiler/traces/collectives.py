@@ -47,7 +47,7 @@ class RecordedGroups:
                 (queued * PS_PER_NS - base * PS_PER_NS - trace.origin, what.group, what.channel)
                 for rows in source.rows()
                 for number, _, queued, *_ in rows.tolist()
-                if (what := source.whats[number]) is not None
+                if (what := source.signatures[number]) is not None
             ]
         except (InputError, FormatError):
             return

@@ -27,7 +27,7 @@ from echograph.simulator.engine.static import jittered
 from echograph.simulator.tasks import TaskGraph
 
 if TYPE_CHECKING:
-    from echograph.simulator.roles import Roles, StepRun
+    from echograph.simulator.engine import Roles, StepRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

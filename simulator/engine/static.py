@@ -13,17 +13,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from echograph.ir.columns import NONE, Float64, Int32, Int64
+from echograph.ir.columns import NONE, Bools, Float64, Int32, Int64
 from echograph.simulator.engine.columns import Columns, Ends, alone, deadlock
 from echograph.simulator.engine.machine_code import array, compiled, interpreted
 from echograph.simulator.tasks import DEVICE, HOST, TaskGraph
 
 if TYPE_CHECKING:
-    from echograph.simulator.roles import Roles, StepRun
-
-_Bool = npt.NDArray[np.bool_]
+    from echograph.simulator.engine import Roles, StepRun
 
 
 def simulate(roles: Roles) -> StepRun:
@@ -119,10 +116,10 @@ class _Differences(NamedTuple):
 
     kind: Int32
     factor: Float64
-    same: _Bool
+    same: Bools
     place: Int32
     places: Int32
-    varies: _Bool
+    varies: Bools
     jitter: float
     seed: np.uint64
 
@@ -140,10 +137,10 @@ def _differences(tasks: TaskGraph, columns: Columns) -> _Differences:
     )
 
 
-def jittered(tasks: TaskGraph, columns: Columns) -> _Bool:
+def jittered(tasks: TaskGraph, columns: Columns) -> Bools:
     """Bool [tasks], whose duration is noisy: what a stream does without waiting for others in a rendezvous."""
     waits = (tasks.rendezvous != NONE) | (columns.place != NONE)
-    noisy: _Bool = (tasks.lane == DEVICE) & ~waits & (columns.jitter > 0)
+    noisy: Bools = (tasks.lane == DEVICE) & ~waits & (columns.jitter > 0)
     return noisy
 
 
@@ -335,7 +332,7 @@ class _Queues(NamedTuple):
 
     task: Int32
     bounds: Int64
-    hosts: _Bool
+    hosts: Bools
 
 
 class _Progress(NamedTuple):
@@ -358,13 +355,13 @@ class _Progress(NamedTuple):
 
     head: Int64
     order: Int32
-    done: _Bool
+    done: Bools
     waiter: Int32
     following: Int32
     gate: Int32
     arrived: Int32
     stack: Int32
-    idle: _Bool
+    idle: Bools
 
 
 def _order(work: _Work, queues: _Queues, window: int, progress: _Progress) -> None:

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from echograph.workflow.compile import compile
     from echograph.workflow.formats import export, import_
     from echograph.workflow.plan import Plan, passes
-    from echograph.workflow.predict import lower, simulate
-    from echograph.workflow.replay import replay
+    from echograph.workflow.predict import lower, replay, simulate
     from echograph.workflow.scenario import Scenario
     from echograph.workflow.system import System
     from echograph.workflow.validation.validate import validate
@@ -84,7 +83,7 @@ _HOMES = {
     "lower": "workflow.predict",
     "passes": "workflow.plan",
     "record": "profiler.record.recorder",
-    "replay": "workflow.replay",
+    "replay": "workflow.predict",
     "save": "ir.serde",
     "simulate": "workflow.predict",
     "trace_collectives": "profiler.comms.tracer",

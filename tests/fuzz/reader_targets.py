@@ -71,7 +71,16 @@ def _chakra() -> list[Files]:
 
 
 def _comms() -> list[Files]:
-    from echograph.ir.comms.record import FORMAT, Beat, EndLine, GroupLine, HeaderLine, Stuck, What, encode
+    from echograph.ir.comms.record import (
+        FORMAT,
+        CallSignature,
+        EndLine,
+        GroupLine,
+        HeaderLine,
+        Heartbeat,
+        StuckCall,
+        encode,
+    )
 
     began, files = 1_700_000_000_000_000_000, {}
     for rank in range(2):
@@ -84,12 +93,16 @@ def _comms() -> list[Files]:
         lines = [
             HeaderLine(format=FORMAT, version=(1, 0), rank=rank, world=2, host="here", began_ns=began),
             GroupLine(name="0,1", ranks=(0, 1)),
-            What(
+            CallSignature(
                 id=0, op="all_reduce", group="0,1", channel="0,1", shapes=((512, 512),), asynchronous=True, **both
             ),  # type: ignore[arg-type]
-            What(id=1, group="0,1", shapes=((512, 512),), site="train.py:3", module="layer", **message, **both),  # type: ignore[arg-type]
-            Beat(at_ns=began + 5, issued={"0,1": 2}),
-            Stuck(op="all_reduce", channel="0,1", sequence=1, seconds=3.5, arrived=(0,), missing=(1,), unheard=()),
+            CallSignature(
+                id=1, group="0,1", shapes=((512, 512),), site="train.py:3", module="layer", **message, **both
+            ),  # type: ignore[arg-type]
+            Heartbeat(at_ns=began + 5, issued={"0,1": 2}),
+            StuckCall(
+                op="all_reduce", channel="0,1", sequence=1, seconds=3.5, arrived=(0,), missing=(1,), unheard=()
+            ),
             EndLine(calls=4),
         ]
         rows = [[0, 0, began, 0, 900, 100], [1, 0, began + 1000, 0, 300, 0], [0, 1, began + 2000, -1, 100, -1]]

@@ -2,8 +2,10 @@
 
 Draws mutants of the rooms, evenly from all that could change a result (`mutants` says what is not drawn, the
 report how many of what), puts one at a time into a copy of the project, and runs the fast tests that pass through
-its line, quickest first, until one fails; then those that are named after its file. Which tests pass through which
-line is measured once, with coverage, and kept (`--map`, to measure it anew).
+its line, quickest first, until one fails. Of a line that runs when its module is imported, or that is compiled, it
+asks those that look at definitions and those that pass through its file; where not all could be asked, those that
+are named after its file, too. Which tests pass through which line is measured once, with coverage, and kept
+(`--map`, to measure it anew).
 
 A test notices a mutant if it fails with it twice, the second time alone, and passes without it alone; tests that
 failed when the map was measured are not asked. Time is counted in CPU seconds of the tests: those that use several
@@ -39,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("ir/passes", "simulator", "profiler/costs")
 TESTS = (
     *("tests/golden", "tests/ir", "tests/readers/test_interpreter.py", "tests/simulator"),
+    "--ignore=tests/ir/exporters",
     "tests/properties/test_plans.py",
     *(
         f"tests/profiler/test_costs_{kind}.py"
@@ -274,8 +277,11 @@ def main() -> None:
         runner = Runner(root, seconds)
         for number, mutant in enumerate(mutants, start=1):
             tests, before = covering(mutant, through, seconds), _cpu_seconds()
-            of_definitions = [] if (str(mutant.path), mutant.line) in through else OF_DEFINITIONS
-            every = (runner.noticed(mutant, asked) for asked in (of_definitions, tests, namesakes(mutant)))
+            known = (str(mutant.path), mutant.line) in through
+            of_definitions = [] if known else OF_DEFINITIONS
+            # Where all that pass through a line were asked, no other can notice.
+            others = [] if known and len(tests) < MOST_TESTS else namesakes(mutant)
+            every = (runner.noticed(mutant, asked) for asked in (of_definitions, tests, others))
             by = next((test for test in every if test is not None), None)
             survivors += [mutant] if by is None else []
             told = "SURVIVED" if by is None else "caught  "

@@ -21,8 +21,9 @@ from typing import Any
 import typer
 
 from echograph import __version__
-from echograph.cli.output import print_error, print_line, printable, shortened
+from echograph.cli.output import print_error, print_line, shortened
 from echograph.errors import EchoError, MissingExtraError
+from echograph.ir.tables import printable
 
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +16,7 @@ from echograph.cli.output import (
     print_line,
     print_notes,
     print_table,
+    print_text,
     progress,
     reading,
     shortened,
@@ -26,16 +26,14 @@ from echograph.cli.output import (
 )
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph
-from echograph.units import format_bytes, format_count, format_time
+from echograph.units import format_bytes, format_time
 from echograph.workflow.plan import Plan
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System, SystemOptions
 
 if TYPE_CHECKING:
-    from echograph.simulator.memory import Memory
-    from echograph.simulator.ranks import RankPath
     from echograph.simulator.result import Result
-    from echograph.workflow.replay import StepTime
+    from echograph.workflow.predict import StepTime
 
 app = make_app("echosim", "Simulate a workload graph on a cluster: step time, where it goes, how sure it is.")
 
@@ -77,9 +75,15 @@ def run_command(
     """Predict the time of one training step, spread over the GPUs by a parallel plan."""
     from echograph.ir.passes import PASSES
     from echograph.ir.passes.base import run as run_passes
-    from echograph.workflow.feasible import FEW, MOST_TRIED, feasible_plans, refuse_if_it_does_not_fit
     from echograph.workflow.plan import cluster_notes
-    from echograph.workflow.predict import predict
+    from echograph.workflow.predict import (
+        FEW,
+        MOST_TRIED,
+        feasible_plans,
+        predict,
+        refuse_if_it_does_not_fit,
+        shortage,
+    )
 
     if trace_ranks is not None and trace is None:
         raise UsageError("--trace-ranks: says whose timelines a trace holds, give --trace as well")
@@ -99,7 +103,12 @@ def run_command(
     print_notes(notes)
     if strict_memory:
         refuse_if_it_does_not_fit(result, near)
-    print_json(result.to_json()) if as_json else print_result(result, near)
+    if as_json:
+        print_json(result.to_json())
+    else:
+        if result.memory is not None and not result.memory.fits:
+            print_line(f"DOES NOT FIT: needs {shortage(result, near)}", alarm=True)
+        print_text(str(result))
     write_json(output, result.to_json(), "result")
     write_trace(trace, result, traced)
     if html is not None:
@@ -126,7 +135,7 @@ def replay_command(
     as_json: Json = False,
 ) -> None:
     """Run a traced job again with its measured durations: step time, where it goes, error against the measured."""
-    from echograph.workflow.replay import is_traced, replay, replay_record, steps
+    from echograph.workflow.predict import is_traced, replay, replay_record, steps
 
     check_outputs({"the job": job}, {"--output": output, "--trace": trace})
     scales = Scenario(scale=tuple(scale or ()), without=tuple(without or ())).scales
@@ -147,7 +156,7 @@ def replay_command(
 
 
 def _print_replay(result: Result, record: dict[str, Any], found: Sequence[StepTime], *, changed: bool) -> None:
-    from echograph.workflow.replay import TRACE, shown_steps, step_medians
+    from echograph.workflow.predict import TRACE, shown_steps, step_medians
 
     shown = shown_steps(found)
     what = "step" if shown[0].name != TRACE else "trace"
@@ -167,7 +176,8 @@ def _print_replay(result: Result, record: dict[str, Any], found: Sequence[StepTi
     print_line(f"  where it goes {times} (all of the trace, {whose}, which ends last)")
     limits = ", ".join(f"{name} {value / record['trace_s']:.0%}" for name, value in record["limits_s"].items())
     print_line(f"  limited by    {limits} (of the critical path)")
-    _print_collectives(result)
+    for line in result.collective_lines(algorithms=False):
+        print_line(line)
     if len(shown) > 1:
         rows = [
             (s.role, s.name, *(f"{t * 1e3:.4g}" for t in (s.measured_s, s.replayed_s)), f"{s.error:+.2%}")
@@ -240,36 +250,9 @@ def validate_command(
     require_torch()
     grades = tuple(grade.split(",")) if grade else ()
     with progress("compiling") as say:
-        record = validate(table, families=family or (), grades=grades, peers=peers, jobs=jobs, say=say).to_json()
-    print_json(record) if as_json else print_outcomes(record)
-    write_json(output, record, "validation")
-
-
-def print_outcomes(record: dict[str, Any]) -> None:
-    """The record of a validation: errors by family, the worst rows, and why rows were skipped."""
-    lines = []
-    for name, family in record["families"].items():
-        tools = [("echograph", family["simulated"], family)]
-        tools += [(tool, said["rows"], said) for tool, said in family["peers"].items()]
-        for tool, rows, figures in tools:
-            mean, median, bias = (figures[k] for k in ("mean_abs_error", "median_abs_error", "bias"))
-            errors = ("-",) * 3 if mean is None else (f"{mean:.1%}", f"{median:.1%}", f"{bias:+.1%}")
-            lines.append((name, tool, str(rows), str(family["rows"]), *errors))
-    print_table(("family", "tool", "rows", "of", "mean error", "median", "bias"), lines)
-    for name, family in record["families"].items():
-        worst = ", ".join(f"{row['id']} {row['error']:+.1%}" for row in family["worst"])
-        if worst:
-            print_line(f"worst of {name}: {worst}")
-        if (memory := family["memory"])["rows"]:
-            print_line(
-                f"peak memory of {name}: {memory['rows']} rows, mean error {memory['mean_abs_error']:.1%}, "
-                f"bias {memory['bias']:+.1%}"
-            )
-    reasons = Counter(row["skipped"] for row in record["rows"] if row["skipped"])
-    for why, count in reasons.most_common():
-        print_line(f"skipped {count}: {why}")
-    for what, count in Counter(what for row in record["rows"] for what in row["assumed"]).most_common():
-        print_line(f"assumed in {count}: {what}")
+        found = validate(table, families=family or (), grades=grades, peers=peers, jobs=jobs, say=say)
+    print_json(found.to_json()) if as_json else print_text(str(found))
+    write_json(output, found.to_json(), "validation")
 
 
 @app.command()
@@ -296,139 +279,6 @@ def _print_rows(rows: list[dict[str, object]], as_json: bool) -> None:
             print_line(f"{key:<24} {value}")
     else:
         print_table([key.replace("_", " ") for key in rows[0]], [list(row.values()) for row in rows])
-
-
-# -- a prediction, for people ------------------------------------------------------------------------------------
-
-BAR, MOST_RANKS, LEAST_SHARE = 30, 3, 0.03
-
-
-def print_result(result: Result, near: Sequence[str] = ()) -> None:
-    """Step time, where it goes, and how sure it is; before all, whether it cannot run.
-
-    Args:
-        result: the prediction.
-        near: where it does not fit in memory, what to change so that it does.
-    """
-    from echograph.workflow.feasible import shortage
-
-    low, high = result.interval_ps
-    record = result.to_json()
-    if result.memory is not None and not result.memory.fits:
-        print_line(f"DOES NOT FIT: needs {shortage(result, near)}", alarm=True)
-    print_line(f"{result.model} on {result.gpus} GPUs of {result.cluster} ({result.device})")
-    print_line(
-        f"  step time     {format_time(result.step_ps)}   "
-        f"(90 % interval {format_time(low)} to {format_time(high)})"
-    )
-    tokens = f", {format_count(record['tokens_per_s'])} tokens/s" if result.tokens else ""
-    print_line(f"  throughput    {format_count(record['samples_per_s'])} samples/s{tokens}")
-    if result.mfu is not None:
-        print_line(f"  utilisation   {result.mfu:.1%} of the device's peak ({_utilisation(result)})")
-    if result.draws_ps:
-        shown = ", ".join(f"{name.upper()} {value * 1e3:.4g} ms" for name, value in result.percentiles_s.items())
-        print_line(f"  with noise    {shown} ({len(result.draws_ps)} draws)")
-    if result.goodput is not None:
-        found = result.goodput
-        every = f"every {found.interval_s:.4g} s (best {found.best_interval_s:.4g} s)"
-        print_line(
-            f"  with failures {found.share:.1%} of the time trains: one every {found.job_mtbf_s / 3600:.3g} h, "
-            f"a checkpoint {every}"
-        )
-    _print_breakdown(result)
-    print_line(f"  limited by    {_limits(result.limits)} (of the critical path)")
-    if result.path is not None:
-        _print_path(result, result.path)
-    _print_collectives(result, algorithms=True)
-    if result.network == "flows":
-        _print_links(result)
-    if result.degraded:
-        print_line(f"  degraded      {', '.join(result.degraded)}: every rank simulated")
-    if result.memory is not None:
-        _print_memory(result.memory)
-    shares = ", ".join(f"{share:.0%} {name}" for name, share in result.sources.items() if share > 0)
-    print_line(f"  durations     {shares} (shares of the busy time)")
-    print_line(
-        f"  simulation    {result.tasks} tasks of {result.simulated_ranks} distinct rank(s), "
-        f"engine {result.engine}, {result.wall_s:.2g} s"
-    )
-
-
-def _utilisation(result: Result) -> str:
-    """By which FLOPs, and what it is with causal attention by half."""
-    if not result.causal_attention_flops or result.mfu_causal is None:
-        return "model FLOPs, none recomputed or padded"
-    return f"model FLOPs, none recomputed or padded; {result.mfu_causal:.1%} with causal attention by half"
-
-
-def _print_collectives(result: Result, *, algorithms: bool = False) -> None:
-    for axis, entry in result.collectives.items():
-        how = f" ({', '.join(entry['algorithms'])})" if algorithms else ""
-        print_line(
-            f"  collectives   {axis}: {entry['calls']} calls, {format_bytes(entry['bytes_per_rank'])} per rank, "
-            f"{entry['busy_s'] * 1e3:.4g} ms busy{how}"
-        )
-
-
-def _print_memory(memory: Memory) -> None:
-    held = "" if memory.reserved_bytes is None else f", {format_bytes(memory.reserved_bytes)} reserved"
-    verdict = "fits" if memory.fits else "DOES NOT FIT"
-    print_line(
-        f"  memory        {format_bytes(memory.peak_bytes)} allocated at the peak{held}, "
-        f"{format_bytes(memory.device_bytes)} of {format_bytes(memory.capacity_bytes)} in all: {verdict}"
-    )
-    if not memory.fits:
-        for line in memory.lines():
-            print_line(f"                {line}")
-
-
-def _print_links(result: Result) -> None:
-    """The busiest links, those that are used alike once."""
-    print_line(f"  network       flows over links{'; used most:' if result.links else ', which nobody uses'}")
-    for link in result.links:
-        others = f" (and {link.alike - 1} more)" if link.alike > 1 else ""
-        print_line(f"                {link.name:<24} {link.utilisation:>6.1%}{others}")
-
-
-def _limits(limits: Mapping[str, int]) -> str:
-    """What would have to become faster, the most telling first."""
-    total = sum(limits.values()) or 1
-    shares = [(name, value / total) for name, value in limits.items()]
-    return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= LEAST_SHARE)
-
-
-def _print_path(result: Result, path: RankPath) -> None:
-    """The ranks through which the critical path goes, and what they do meanwhile."""
-    for number, one in enumerate(path.ranks[:MOST_RANKS]):
-        share = one.total_ps / result.step_ps if result.step_ps else 0.0
-        if share < LEAST_SHARE:
-            break
-        slower = "" if one.slower == 1 else f", {one.slower:g} times as slow,"
-        role = f" ({one.role})" if one.role and len(result.roles) > 1 else ""
-        head = "  on the path   " if not number else " " * 16
-        print_line(f"{head}rank {one.rank}{role}{slower} for {share:.0%}: {_limits(one.limits)}")
-
-
-def _print_breakdown(result: Result) -> None:
-    """The parts of the step of the role that ends last; where there are others, beside what these have."""
-    own, spread, step = result.breakdown.flat(), result.spread, result.step_ps or 1
-    mean, least, most = (part.flat() for part in (spread.mean, spread.least, spread.most))
-    several = spread.ranks > 1 and len(result.roles) > 1
-    print_line(f"  where the step goes{_whose(result) if several else ''}")
-    for name, value in own.items():
-        if not (value or name == "compute" or (several and most[name])):
-            continue
-        bar = "#" * round(BAR * value / step)
-        if several:
-            others = f"{mean[name] / step:>6.1%} ({least[name] / step:.1%} to {most[name] / step:.1%})"
-            bar = f"{others:<27}  {bar}".rstrip()
-        print_line(f"    {name:<16} {format_time(value):>10} {value / step:>7.1%}  {bar}")
-
-
-def _whose(result: Result) -> str:
-    """Whose parts are listed, and over which ranks their mean goes."""
-    last, spread = result.ends_last, result.spread
-    return f": {last.name} (rank {last.rank}), which ends last; mean of {spread.ranks} ranks (least to most)"
 
 
 def main() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echograph.errors import OutputError, UsageError
+from echograph.ir.tables import printable, text_table
 from echograph.progress import Progress
 from echograph.units import format_bytes
 
@@ -22,20 +22,9 @@ if TYPE_CHECKING:
     from echograph.simulator.result import Result
 
 MOST_OF_ERROR = 500
-WIDEST = 72
 QUIET_S = 2.0
 """A command that writes to a file or a pipe says nothing of its stages for so long."""
 _CUT = " ... "
-_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def printable(text: str) -> str:
-    """Text as a terminal may show it: what would control the terminal or turn the line around is spelt out.
-
-    These are the control characters (C0, DEL, C1), the ends of lines and paragraphs, the marks of bidirectional
-    text, and what no encoding has. They are spelt as JSON spells them, so what programs read stays what it was.
-    """
-    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def shortened(line: str, most: int = MOST_OF_ERROR) -> str:
@@ -76,40 +65,14 @@ def print_json(value: Any) -> None:
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Aligned columns, numbers to the right; as wide as they need to be, so that other programs can cut them."""
-    cells = [list(map(printable, titles)), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(titles))]
-    right = [all(line[i][:1].isdigit() or line[i] == "-" for line in cells[1:]) for i in range(len(titles))]
-    for line in cells:
-        aligned = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True))
-        print_line("  ".join(aligned).rstrip())
+    """Aligned columns, numbers to the right."""
+    print_text(text_table(titles, rows))
 
 
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:g}" if isinstance(value, float) else printable(str(value))
-
-
-def print_tables(tables: Mapping[str, AnswerTable], number: Callable[[float], object]) -> None:
-    """Tables one below the other, under their names where there are several.
-
-    Args:
-        tables: of the library, by name.
-        number: how a number is shown.
-    """
-    for place, (name, table) in enumerate(tables.items()):
-        if len(tables) > 1:
-            print_text(f"\n{name}" if place else name)
-        rows = ([_short(value, number) for value in row] for row in table.rows())
-        print_table(list(table.columns), rows)
-
-
-def _short(value: object, number: Callable[[float], object]) -> object:
-    """A cell that fits: names of kernels are templates of hundreds of characters."""
-    if isinstance(value, str) and len(value) > WIDEST:
-        return value[: WIDEST - 3] + "..."
-    return number(value) if isinstance(value, float) else value
+def print_tables(tables: Mapping[str, AnswerTable], **shown: Any) -> None:
+    """Tables one below the other, under their names where there are several; `shown`: of `AnswerTable.text`."""
+    texts = ([f"{name}\n"] * (len(tables) > 1) + [table.text(**shown)] for name, table in tables.items())
+    print_text("\n\n".join("".join(text) for text in texts))
 
 
 def print_error(text: str) -> None:

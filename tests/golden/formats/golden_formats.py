@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from echograph.simulator.clusters.load import ClusterFile
 
 from echograph.ir.passes import PASSES
 from echograph.profiler import costs
 from echograph.profiler.costs import DeviceProfile
+from echograph.simulator.clusters.cluster import ClusterFile
 from echograph.simulator.clusters.fabric import FILES
 from echograph.simulator.goodput import Reliability
 from echograph.simulator.host import IssueTimes
