@@ -23,8 +23,7 @@ from echograph.simulator.collectives import ALGORITHMS, CollectiveEstimate, Coll
 from echograph.simulator.durations import Durations, kind_of
 from echograph.simulator.engine.sharing import Sharing
 from echograph.simulator.groups import group_ranks, place_in_group
-from echograph.simulator.network.patterns import Pattern
-from echograph.simulator.network.routes import Loads, loads
+from echograph.simulator.network.patterns import Loads, Pattern, loads
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.ranks import Mesh
 from echograph.simulator.tasks import DEVICE, TaskGraph
@@ -176,8 +175,10 @@ class _Routes:
         sender = np.isin(ops.kind, (OpKind.COLLECTIVE, OpKind.SEND))
         speaks = np.flatnonzero((tasks.lane == DEVICE) & sender[tasks.op] & (tasks.duration > 0))
         # Of those that meet, the first speaks for all.
-        joins = tasks.join[speaks]
-        _, first = np.unique(np.where(joins == NONE, -1 - np.arange(len(joins)), joins), return_index=True)
+        rendezvous = tasks.rendezvous[speaks]
+        _, first = np.unique(
+            np.where(rendezvous == NONE, -1 - np.arange(len(rendezvous)), rendezvous), return_index=True
+        )
         speaks = speaks[np.sort(first)]
         code = tasks.program[speaks].astype(np.int64) * len(ops) + tasks.op[speaks]
         order = np.argsort(code, kind="stable")

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Float64, Int64, distinct
+from echograph.ir.columns import NONE, Float64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.simulator.durations import Durations
-from echograph.simulator.engine.static import finishes
+from echograph.simulator.engine.static import run_columns
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.limits import family_of
-from echograph.simulator.tasks import DEVICE
 
 if TYPE_CHECKING:
     from echograph.simulator.roles import Roles, StepRun
@@ -29,7 +28,7 @@ NINETY_PERCENT = 1.645
 """Half-width of the central 90 % of a normal distribution, in standard deviations."""
 
 MAX_TASKS = 200_000_000
-"""Tasks of all further simulations together that are run one by one, about a second's; beyond, the critical path
+"""Tasks of all scenarios together that are run one by one, about a second's; beyond, the critical path
 stands for them."""
 
 
@@ -40,36 +39,30 @@ def interval(roles: Roles, step: StepRun) -> tuple[int, int]:
         roles: durations with their relative standard errors, and the host with its own.
         step: with the durations as they are.
     """
-    if step.scenario_ends is not None:
-        return _bounds(step.end_ps, step.scenario_ends)
-    # A kind of task is an operation, or the host: it has one error.
-    tasks, count = roles.tasks, len(roles.job.ops)
-    kind = np.where(tasks.lane == DEVICE, tasks.op, count).astype(np.int32)
-    if roles.factor.shape[1] * len(tasks) > MAX_TASKS:
+    ends = step.scenario_ends
+    if ends is None:
+        ends = run_columns(roles.tasks, roles.columns).last[1:]
+    if len(ends) < roles.factor.shape[1] - 1:
         path = step.write().critical_path()
-        moves = _families(roles.job, roles.times, roles.host)[:, kind[path]] @ tasks.duration[path]
-        longer = shorter = float((moves**2).sum())
-        return _around(step.end_ps, shorter, longer)
-    return _bounds(step.end_ps, finishes(tasks, kind, roles.factor))
+        errors = _families(roles.job, roles.times, roles.host)[:, roles.columns.kind[path]]
+        longer = shorter = float(((errors @ roles.tasks.duration[path]) ** 2).sum())
+    else:
+        moves = (ends - step.end_ps).reshape(2, -1).astype(np.float64)
+        longer = float((np.maximum(0.0, moves[0]) ** 2).sum())
+        shorter = float((np.maximum(0.0, -moves[1]) ** 2).sum())
+    below, above = (round(NINETY_PERCENT * sqrt(variance)) for variance in (shorter, longer))
+    return max(0, step.end_ps - below), step.end_ps + above
 
 
 def scenarios(job: JobGraph, times: Durations, host: IssueTimes) -> Float64:
-    """Factors on durations, float64 [rows + 1, scenarios], last row the host: families longer, then shorter."""
+    """Factors on durations, the step's own, then those of families that take longer, then shorter.
+
+    Returns:
+        float64 [rows + 1, 1 + scenarios], the last row the host.
+    """
     errors = _families(job, times, host)
-    factors: Float64 = np.maximum(0.0, 1.0 + np.concatenate([errors, -errors]).T)
+    factors: Float64 = np.maximum(0.0, 1.0 + np.concatenate([np.zeros((1, errors.shape[1])), errors, -errors]).T)
     return factors
-
-
-def _bounds(step: int, ends: Int64) -> tuple[int, int]:
-    """The central 90 % of a step time, picoseconds, from when the step ends in each of `scenarios`."""
-    moves = (ends - step).reshape(2, -1).astype(np.float64)
-    longer = float((np.maximum(0.0, moves[0]) ** 2).sum())
-    shorter = float((np.maximum(0.0, -moves[1]) ** 2).sum())
-    return _around(step, shorter, longer)
-
-
-def _around(step: int, shorter: float, longer: float) -> tuple[int, int]:
-    return max(0, step - round(NINETY_PERCENT * sqrt(shorter))), step + round(NINETY_PERCENT * sqrt(longer))
 
 
 def _families(job: JobGraph, times: Durations, host: IssueTimes) -> np.ndarray:

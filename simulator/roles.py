@@ -14,11 +14,11 @@ from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
 from echograph.simulator.breakdown import Breakdown, breakdown, breakdowns
 from echograph.simulator.durations import Durations
-from echograph.simulator.engine.schedule import Starts
+from echograph.simulator.engine.columns import Columns, apart, causes
 from echograph.simulator.host import IssueTimes
-from echograph.simulator.interval import scenarios
+from echograph.simulator.interval import MAX_TASKS, scenarios
 from echograph.simulator.limits import limits
-from echograph.simulator.tasks import TaskGraph, expand
+from echograph.simulator.tasks import DEVICE, TaskGraph, expand
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,30 +44,36 @@ class Roles:
 
     @cached_property
     def factor(self) -> Float64:
-        """float64 [ops + 1, scenarios]: factors on durations, the host last, in the scenarios of the interval."""
+        """float64 [ops + 1, 1 + scenarios]: factors on durations, the host last: the step, and its interval's."""
         return scenarios(self.job, self.times, self.host)
 
-    def run(self, engine: Callable[[TaskGraph], Starts]) -> StepRun:
-        """The step whose tasks an engine starts one by one.
+    @cached_property
+    def columns(self) -> Columns:
+        """The step and the scenarios of its interval, for the tasks; the step alone where that were too many."""
+        tasks, factor = self.tasks, self.factor
+        # An operation has one error, and so has the host.
+        kind = np.where(tasks.lane == DEVICE, tasks.op, len(self.job.ops)).astype(np.int32)
+        return apart(tasks, kind, factor if len(tasks) * factor.shape[1] <= MAX_TASKS else factor[:, :1])
 
-        Raises:
-            DeadlockError: tasks wait for each other for ever; says which programs wait, and at what.
+    def step(self, start: Int64, scenario_ends: Int64 | None = None) -> StepRun:
+        """The step of tasks that ran one by one.
+
+        Args:
+            start: int64 [tasks], picoseconds, when each started.
+            scenario_ends: as of `StepRun`.
         """
-        try:
-            starts = engine(self.tasks)
-        except DeadlockError as error:
-            raise DeadlockError(self._who_waits(error.tasks), error.tasks) from None
-        return of_tasks(self.job, self.tasks, starts)
+        return of_tasks(self.job, write_timeline(self.job, self.tasks, start), scenario_ends)
 
-    def _who_waits(self, stuck: tuple[int, ...]) -> str:
+    def who_waits(self, error: DeadlockError) -> DeadlockError:
         """Which programs stand still, and at which communication each of them waits for others."""
-        job, waits = self.job, []
+        job, waits, stuck = self.job, [], error.tasks
         for task in stuck:
-            if self.tasks.join[task] >= 0:
+            if self.tasks.rendezvous[task] >= 0:
                 program, op = int(self.tasks.program[task]), int(self.tasks.op[task])
                 name = job.programs[program].role or f"program {program}"
                 waits.append(f"{name} at operation {op} ({job.strings[job.ops.name[op]]})")
-        return f"deadlock: {', '.join(waits[:4]) or 'tasks'} wait for each other; {len(stuck)} streams stand still"
+        programs = ", ".join(waits[:4]) or "tasks"
+        return DeadlockError(f"deadlock: {programs} wait for each other; {len(stuck)} streams stand still", stuck)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,7 +90,7 @@ class StepRun:
         busy_of_last: the same of the last program.
         write: writes down what ran when.
         scenario_ends: int64 [scenarios], picoseconds, when the step ends in each scenario of `Roles.factor`, where
-            the engine ran them beside the step; None where it did not.
+            the engine ran them beside the step; None where it did not, empty where they were too many.
     """
 
     end_ps: int
@@ -98,9 +104,8 @@ class StepRun:
     scenario_ends: Int64 | None = None
 
 
-def of_tasks(job: JobGraph, tasks: TaskGraph, starts: Starts) -> StepRun:
+def of_tasks(job: JobGraph, timeline: Timeline, scenario_ends: Int64 | None = None) -> StepRun:
     """A step of tasks that ran one by one."""
-    timeline = write_timeline(job, tasks, starts)
     last = int(timeline.program[np.argmax(timeline.end)]) if len(timeline) else 0
     device = timeline.lane == Lane.DEVICE
     busy, mine = (
@@ -116,11 +121,18 @@ def of_tasks(job: JobGraph, tasks: TaskGraph, starts: Starts) -> StepRun:
         busy=busy,
         busy_of_last=mine,
         write=lambda: timeline,
+        scenario_ends=scenario_ends,
     )
 
 
-def write_timeline(job: JobGraph, tasks: TaskGraph, starts: Starts) -> Timeline:
-    """What ran when."""
+def write_timeline(job: JobGraph, tasks: TaskGraph, start: Int64) -> Timeline:
+    """What ran when, and why not sooner.
+
+    Args:
+        job: the job.
+        tasks: its tasks, with the durations that they took.
+        start: int64 [tasks], picoseconds.
+    """
     return Timeline(
         program=tasks.program,
         lane=tasks.lane,
@@ -128,9 +140,9 @@ def write_timeline(job: JobGraph, tasks: TaskGraph, starts: Starts) -> Timeline:
         op=tasks.op,
         instance=tasks.instance,
         micro_batch=tasks.micro_batch,
-        start=starts.start,
+        start=start,
         duration=tasks.duration,
-        cause=starts.cause,
+        cause=causes(tasks, start),
         programs=tuple(p.role or f"rank {i}" for i, p in enumerate(job.programs)),
         streams=job.streams,
     )

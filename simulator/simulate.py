@@ -29,13 +29,13 @@ from echograph.simulator.engine import ENGINES, simulate_roles
 from echograph.simulator.flows import LinkUse, alone, flows, links_of
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.interval import interval
+from echograph.simulator.limits import Scale, factors
 from echograph.simulator.memory import largest_memory
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.ranks import EveryRank, Mesh, RankPath, RankTimes, of_ranks, rank_path, run_every_rank
 from echograph.simulator.result import Result
-from echograph.simulator.roles import Roles, StepRun, of_tasks, write_timeline
+from echograph.simulator.roles import Roles, StepRun, of_tasks
 from echograph.simulator.tasks import TaskGraph, check_tasks
-from echograph.simulator.what_if import Scale, factors
 from echograph.units import to_s
 
 _TOO_LONG = f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations"
@@ -168,13 +168,13 @@ def _run_ranks(
         most = left_over(job, tasks, runs)
     run = partial(run_every_rank, job, tasks, engine=engine, sharing=shared.sharing if shared else None)
     noisy = [replace(every, seed=every.seed + draw) for draw in range(1, every.draws)]
-    steps = [int(run(one, column=0)[2].end_ps.max()) for one in noisy]
-    its, starts, ends = run(every)
-    step = of_tasks(job, its, starts)
+    steps = [int(run(one, column=0)[1].end_ps.max()) for one in noisy]
+    timeline, ends = run(every)
+    step = of_tasks(job, timeline)
     traced = None
     if trace_ranks:
-        traced = of_ranks(job, trace_ranks, lambda c: write_timeline(job, *run(every, column=c)[:2]))
-    path = rank_path(job, every, ends, (its, starts), lambda c: run(every, column=c)[:2], most)
+        traced = of_ranks(job, trace_ranks, lambda c: run(every, column=c)[0])
+    path = rank_path(job, every, ends, timeline, lambda c: run(every, column=c)[0], most)
     return _Run(
         step=step,
         path=path,

@@ -50,7 +50,7 @@ def axes_group(builder: GraphBuilder, axes: Sequence[str]) -> tuple[int, int]:
     return builder.group(name, axes=axes), builder.stream(f"comm.{name}")
 
 
-Place = tuple[int, int]
+ProgramPoint = tuple[int, int]
 """A place in a program: number of the call, and the operation of it that comes next."""
 
 
@@ -60,7 +60,7 @@ class Gradient:
 
     tensor_id: int
     tensor: int
-    ready: Place
+    ready: ProgramPoint
 
 
 def final_gradients(graph: Graph) -> list[int]:
@@ -135,12 +135,12 @@ def updated_parameters(graph: Graph, calls: Sequence[Call]) -> dict[int, int]:
     return found
 
 
-def first_reads(graph: Graph, calls: Sequence[Call], memories: set[int]) -> dict[int, Place]:
+def first_reads(graph: Graph, calls: Sequence[Call], memories: set[int]) -> dict[int, ProgramPoint]:
     """Where the first micro-batch's forward pass reads each of some memories first, in the program's order."""
     inputs = graph.ops.inputs
     forward = np.flatnonzero(graph.ops.phase[inputs.rows] == t.Phase.FORWARD)
     parameter = graph.tensors.role[graph.root[inputs.values[forward]]] == t.TensorRole.PARAMETER
-    found: dict[int, Place] = {}
+    found: dict[int, ProgramPoint] = {}
     first = min((call[4] for call in calls), default=0)
     for number, (block, _, _, instance, _), op in _runs_of(
         calls, np.unique(inputs.rows[forward[parameter]]), first

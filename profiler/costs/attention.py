@@ -22,8 +22,16 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import UnavailableError, UnknownNameError
-from echograph.profiler.costs.cost import CostEstimate, FloatArray, as_floats, make_cost
-from echograph.profiler.costs.device import AttentionModel, AttentionPass, Datasheet, DeviceProfile
+from echograph.profiler.costs.device import (
+    AttentionModel,
+    AttentionPass,
+    CostEstimate,
+    Datasheet,
+    DeviceProfile,
+    FloatArray,
+    as_floats,
+    make_cost,
+)
 
 ATTENTION_KERNELS = ("trtllm", "flash1", "flash2", "flash3", "cudnn")
 """Kernels that some device has a model of; a profile may name others of its own."""

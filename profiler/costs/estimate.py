@@ -30,11 +30,8 @@ from echograph.ir.types import (
     Tensor,
 )
 from echograph.profiler.costs.attention import attention_backward, attention_forward
-from echograph.profiler.costs.convolution import convolution
-from echograph.profiler.costs.cost import CostEstimate
-from echograph.profiler.costs.device import DeviceProfile
-from echograph.profiler.costs.gemm import gemm, grouped_gemm
-from echograph.profiler.costs.memory import memory_bound
+from echograph.profiler.costs.device import CostEstimate, DeviceProfile, memory_bound
+from echograph.profiler.costs.gemm import convolution, gemm, grouped_gemm
 from echograph.units import PS_PER_S, to_ps
 
 DTYPE_NAMES = {

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.profiler.costs.attention import AttentionShape, attention_shape, pass_seconds
-from echograph.profiler.costs.cost import CostSource, FloatArray
-from echograph.profiler.costs.device import AttentionModel, AttentionPass, Datasheet, Label
+from echograph.profiler.costs.device import AttentionModel, AttentionPass, CostSource, Datasheet, FloatArray, Label
 from echograph.profiler.fit.facts import device_facts
 from echograph.profiler.fit.regression import held_out, logit, minimize, score, sigmoid, spreads, weights
 from echograph.profiler.fit.table import KernelTable

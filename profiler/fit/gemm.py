@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import MissingExtraError
-from echograph.profiler.costs.cost import FloatArray
 from echograph.profiler.costs.device import (
     Alignment,
     Datasheet,
+    FloatArray,
     GemmModel,
     Grid,
     GroupedModel,

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import MissingExtraError
-from echograph.profiler.costs.cost import SHORT_KERNEL_S, FloatArray
-from echograph.profiler.costs.device import FitError, HeldOut
+from echograph.profiler.costs.device import SHORT_KERNEL_S, FitError, FloatArray, HeldOut
 
 OUTLIER = 0.05
 """Log error beyond which a row pulls with constant, no longer growing, force."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from echograph.errors import DataError
 from echograph.ir.files import read_unpacked
-from echograph.profiler.costs.cost import FloatArray
+from echograph.profiler.costs.device import FloatArray
 
 TEXT = ("source", "gpu", "op", "dtype", "layout", "causal", "notes")
 NUMBERS = ("m", "n", "k", "batch", "seq", "heads", "kv_heads", "head_dim", "latency_ms", "tflops")

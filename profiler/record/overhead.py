@@ -296,7 +296,7 @@ def _unseen() -> Iterator[None]:
 
 @contextmanager
 def _hooks(model: Any) -> Iterator[None]:
-    from echograph.profiler.comms.context import Phases
+    from echograph.profiler.comms.call import Phases
 
     phases = Phases()
     phases.entered = []

@@ -15,9 +15,7 @@ from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.graph import JobGraph, Workload
 from echograph.ir.types import CollectiveKind, CopyDirection, DType, Duration, Payload, Phase, Source
 from echograph.profiler.replay.profiling_overhead import Observed
-from echograph.profiler.replay.rank import rank_work_items
-from echograph.profiler.replay.walk import TRACE
-from echograph.profiler.replay.work_items import WorkItem, WorkKind
+from echograph.profiler.replay.rank import TRACE, WorkItem, WorkKind, rank_work_items
 from echograph.profiler.traces.alignment import align, clocks
 from echograph.profiler.traces.collectives import MESSAGES, CollectiveCall, Meeting, meetings
 from echograph.profiler.traces.trace import NONE, TraceSet

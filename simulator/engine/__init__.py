@@ -1,10 +1,10 @@
 """Engines: the roles of a job in, a simulated step out. All of them give the same times, to the picosecond.
 
-`static` numbers tasks in an order in which each comes after all that it waits for, and makes one pass over them,
-interpreted where they are few, compiled where they are many; `columns` is the same pass for many ranks or
-scenarios side by side. It is exact where rates do not change while work runs: CUDA streams and NCCL queues fix the
-order of work on each resource. `segments` makes that pass over whole calls, each worked out once, where programs
-repeat them. `events` is for what is dynamic: ranks whose collectives share links, at rates that change.
+`static` makes one pass over the tasks in topological order, with a column for each rank or scenario; interpreted
+where they are few, compiled where they are many. It is exact where rates do not change while work runs: CUDA
+streams and NCCL queues fix the order of work on each resource. `segments` makes that pass over whole calls, each
+worked out once, where programs repeat them. `events` is for what is dynamic: ranks whose collectives share links,
+at rates that change.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from echograph.errors import SimulationError
+from echograph.errors import DeadlockError, SimulationError
 from echograph.registry import Table
 
 if TYPE_CHECKING:
@@ -43,10 +43,14 @@ def simulate_roles(roles: Roles, engine: str = "auto") -> tuple[StepRun, str]:
     Raises:
         UnknownNameError: no such engine.
         SimulationError: the engine that is asked for cannot simulate this job.
-        DeadlockError: tasks wait for each other for ever.
+        DeadlockError: tasks wait for each other for ever; says which programs wait, and at what.
     """
     for name in AUTO if engine == "auto" else (engine,):
         chosen: Engine = ENGINES[name]
-        if (step := chosen(roles)) is not None:
+        try:
+            step = chosen(roles)
+        except DeadlockError as error:
+            raise roles.who_waits(error) from None
+        if step is not None:
             return step, name
     raise SimulationError(f"engine '{engine}': this job's operations do not repeat alike: choose static")

@@ -11,21 +11,19 @@ Compiled only: import it where there is much to do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from echograph.errors import SimulationError
-from echograph.ir.columns import NONE, Float64, Int32, Ragged
-from echograph.simulator.engine import columns as engine
+from echograph.ir.columns import NONE, Float64, Int32, Int64, Ragged
 from echograph.simulator.engine import events_loop
-from echograph.simulator.engine.columns import Columns, Ends
+from echograph.simulator.engine.columns import Columns, Ends, alone, deadlock
 from echograph.simulator.engine.events_loop import COUNTS, DUE, FREE, FREE_NODE, LONGEST
-from echograph.simulator.engine.schedule import Starts, deadlock
 from echograph.simulator.engine.sharing import Sharing
-from echograph.simulator.engine.static import number, run_in_order
-from echograph.simulator.tasks import DEVICE, TaskGraph
+from echograph.simulator.engine.static import jittered
+from echograph.simulator.tasks import TaskGraph
 
 if TYPE_CHECKING:
     from echograph.simulator.roles import Roles, StepRun
@@ -48,18 +46,16 @@ def simulate(roles: Roles) -> StepRun:
     Raises:
         DeadlockError: tasks wait for each other for ever.
     """
-    return roles.run(run)
+    return roles.step(run(roles.tasks))
 
 
-def run(tasks: TaskGraph) -> Starts:
-    """Start times of all tasks, which share nothing.
+def run(tasks: TaskGraph) -> Int64:
+    """int64 [tasks], picoseconds, when each task starts; they share nothing.
 
     Raises:
         DeadlockError: tasks wait for each other for ever; names two of them.
     """
-    alone = engine.alone(tasks, np.zeros(len(tasks), np.int32), np.ones((1, 1)))
-    ends = run_columns(tasks, alone, record=0)
-    return run_in_order(replace(tasks, duration=ends.duration), number(tasks), ends.start)
+    return run_columns(tasks, alone(tasks), record=0).start
 
 
 def run_columns(
@@ -77,7 +73,7 @@ def run_columns(
         DeadlockError: tasks wait for each other for ever; names two of them.
         SimulationError: the step takes more than 53 days.
     """
-    count = columns.factor.shape[1]
+    count = len(columns)
     table, first = _table(tasks, columns, sharing)
     lines = _lines(table, first, count)
     todo = np.flatnonzero(lines["task"] != events_loop.DONE)[::-1]
@@ -120,16 +116,15 @@ def _table(tasks: TaskGraph, columns: Columns, sharing: Sharing | None) -> tuple
     table = np.zeros(len(tasks) + 1, events_loop.TASK)
     these = table[:-1]
     table["deps"] = tasks.deps.offsets
-    these["duration"], these["resource"], these["join"] = tasks.duration, tasks.resource, tasks.join
+    these["duration"], these["resource"], these["rendezvous"] = tasks.duration, tasks.resource, tasks.rendezvous
     these["row"], these["kind"] = columns.place, columns.kind
     same = (columns.factor == 1.0).all(axis=1)
-    varies = (tasks.lane == DEVICE) & (tasks.join == NONE) & (columns.place == NONE) & (columns.jitter > 0)
-    these["steady"] = np.where(varies, 0, np.where(same[columns.kind], 2, 1))
+    these["steady"] = np.where(jittered(tasks, columns), 0, np.where(same[columns.kind], 2, 1))
     these["route"] = NONE
     if sharing is not None:
         these["route"], these["load"] = sharing.route, sharing.load
     first = np.full(tasks.resources, events_loop.DONE, np.int32)
-    events_loop.chain(table, first, np.full((2, int(tasks.join.max(initial=NONE)) + 1), NONE, np.int32))
+    events_loop.chain(table, first, np.full((2, int(tasks.rendezvous.max(initial=NONE)) + 1), NONE, np.int32))
     return table, first
 
 

@@ -31,22 +31,22 @@ import numba
 import numpy as np
 
 from echograph.ir.columns import NONE
-from echograph.simulator.engine import columns
-from echograph.simulator.engine.columns import _NORMAL
-from echograph.simulator.engine.machine_code import kept
+from echograph.simulator.engine import static
+from echograph.simulator.engine.machine_code import OPTIONS, kept
 from echograph.simulator.engine.sharing import Sharing
 
 # What `count` counts, here and for the flows: places of one array.
 SIZE, VACANT, DUE, FLOWS, FREE, NODES, FREE_NODE, CHANGED, ROUND, LONGEST, NOW, COUNTS = range(12)
 
-OPTIONS: Any = {"nogil": True, "error_model": "numpy", "_nrt": False}
-"""Without numba's runtime: nothing is allocated, and references to arrays, else half of the time, not counted."""
 _Part = TypeVar("_Part", bound=Callable[..., Any])
 
 
 def part(function: _Part) -> _Part:
     """Compiles a part of `events_loop.run`, with which it is kept on disk."""
     return cast(_Part, numba.njit(**OPTIONS)(function))
+
+
+noise = part(static.noise)
 
 
 @part
@@ -453,7 +453,10 @@ DONE = 2**31 - 1
 TASK = np.dtype(
     [
         *(("duration", "i8"), ("deps", "i8"), ("load", "f8"), ("start", "i8")),
-        *((name, "i4") for name in ("resource", "after", "join", "fellow", "row", "route", "kind", "steady")),
+        *(
+            (name, "i4")
+            for name in ("resource", "after", "rendezvous", "fellow", "row", "route", "kind", "steady")
+        ),
     ],
     align=True,
 )
@@ -473,42 +476,37 @@ it `meets` for and in which `place`, how many are `missing`, and the `next` in t
 
 
 def _sources() -> str:
-    """What changes with the sources of `columns`: the cache of compiled code knows this file alone."""
-    return hashlib.sha256(inspect.getsource(columns).encode()).hexdigest()[:16]
+    """What changes with the source of `noise`: the cache of compiled code knows this file alone."""
+    return hashlib.sha256(inspect.getsource(static.noise).encode()).hexdigest()[:16]
 
 
 END = np.dtype([("time", "i8"), ("item", "i4"), (f"of_{_sources()}", "i4")])
 """A place of the heap. Its type tells compiled code of other sources apart."""
 
 
-def _kept(function: _Part) -> _Part:
-    """Compiles a function, or takes it from disk."""
-    return kept(function, **OPTIONS)
-
-
-@_kept
-def chain(tasks: Any, first: Any, joins: Any) -> None:
+@kept
+def chain(tasks: Any, first: Any, rendezvous: Any) -> None:
     """Fills `after` and `fellow` of all tasks, and the first task of each resource.
 
     Args:
         tasks: tasks, with an end mark.
         first: int32 [resources], `DONE`.
-        joins: int32 [2, joins], -1: of each the first task and the last.
+        rendezvous: int32 [2, rendezvous], -1: of each the first task and the last.
     """
     for task in range(len(tasks) - 2, -1, -1):
         this = tasks[task]
         this.after, first[this.resource] = first[this.resource], task
         this.fellow = task
-        met = this.join
+        met = this.rendezvous
         if met >= 0:
-            if joins[0, met] < 0:
-                joins[1, met] = task
+            if rendezvous[0, met] < 0:
+                rendezvous[1, met] = task
             else:
-                this.fellow = joins[0, met]
-            joins[0, met] = tasks[joins[1, met]].fellow = task
+                this.fellow = rendezvous[0, met]
+            rendezvous[0, met] = tasks[rendezvous[1, met]].fellow = task
 
 
-@_kept
+@kept
 def run(
     tasks: Any, deps: Any, factor: Any, places: Any, attend: Any, jitter: Any, seed: Any, record: Any, lasted: Any,
     lines: Any, meetings: Any, todo: Any, heap: Any, count: Any,
@@ -528,7 +526,7 @@ def run(
             if leader < 0:
                 continue
             task = tasks[lines[leader].task]
-            if task.join >= 0 or task.row >= 0:
+            if task.rendezvous >= 0 or task.row >= 0:
                 leader, longest, route, load, place = _gather(
                     tasks, factor, places, jitter, seed, record, lines, fellows, now, leader
                 )
@@ -594,10 +592,10 @@ def _ready(
             line.chain, other.waiters = other.waiters, number
             return -1
     line.since, line.chain = now, -1
-    if task.join < 0 and task.row < 0:
+    if task.rendezvous < 0 and task.row < 0:
         return number
     place = line.column if task.row < 0 else places[task.row, line.column]
-    what = task.join if task.join >= 0 else len(tasks) + line.task
+    what = task.rendezvous if task.rendezvous >= 0 else len(tasks) + line.task
     key = np.uint64(what) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(place) * np.uint64(0xD1342543DE82EF95)
     slot = np.int64((key ^ (key >> np.uint64(32))) & np.uint64(len(meetings) - 1))
     before, leader = -1, meetings[slot]
@@ -646,7 +644,7 @@ def _gather(
         line.duration = _lasts(tasks, factor, jitter, seed, line.task, line.column)
         if line.column == record:
             task.start = now
-        if task.join < 0:
+        if task.rendezvous < 0:
             line.waited += now - line.since
         if task.route >= 0:
             lowest = min(lowest, line.task)
@@ -699,8 +697,8 @@ def _lasts(tasks: Any, factor: Any, jitter: Any, seed: Any, task: Any, column: A
     this = tasks[task]
     if this.steady == 2:
         return this.duration
-    noise = 1.0 if this.steady else max(0.0, 1.0 + jitter * _NORMAL(seed, task, column))
-    return np.int64(np.rint(this.duration * factor[this.kind, column] * noise))
+    noisy = 1.0 if this.steady else max(0.0, 1.0 + jitter * noise(seed, task, column))
+    return np.int64(np.rint(this.duration * factor[this.kind, column] * noisy))
 
 
 @part

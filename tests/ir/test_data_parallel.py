@@ -146,7 +146,7 @@ def test_stages_reduce_side_by_side() -> None:
         reduces = (job.ops.kind == OpKind.COLLECTIVE) & (job.ops.payload == Payload.GRADIENT)
         time = np.where(reduces, slow, np.where(job.ops.phase == Phase.OPTIMIZER, 0, 1000)).astype(np.int64)
         tasks = expand(job, time, np.zeros(len(time), np.int64))
-        starts = run(tasks)
-        return int((starts.start + tasks.duration).max())
+        start = run(tasks)
+        return int((start + tasks.duration).max())
 
     assert slow < step(8) - step(1) < 1.01 * slow

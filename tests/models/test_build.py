@@ -141,7 +141,7 @@ def test_fused_softmax_touches_scores_in_softmax_and_dropout_alone(fake) -> None
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_fused_softmax_is_attention(groups: int) -> None:
-    from echograph.models.fused_softmax import fused_softmax
+    from echograph.models.transformers_model import fused_softmax
 
     query = torch.randn(2, 4, 8, 16)
     key, value = torch.randn(2, 2, 4 // groups, 8, 16)

@@ -91,3 +91,20 @@ def test_unknown_kernels_list_the_choices() -> None:
         attention_forward(load_device("a100-sxm-80"), kernel="flash3", **shape)
     with pytest.raises(UnavailableError, match=r"'trtllm' has no backward pass on h100-sxm; available: .*flash2"):
         attention_backward(load_device("h100-sxm"), kernel="trtllm", **shape)
+
+
+def test_head_dims_are_those_that_a_kernel_exists_for() -> None:
+    """The next larger one; beyond the largest, the next multiple of 64."""
+    device = load_device("h100-sxm")
+    shape = {"batch": 8, "heads": 32, "seq": 8192, "causal": False, "kernel": "flash2"}
+    known = sorted(device.attention["flash2"].padded_head_dims)
+    largest = -(-known[-1] // 64) * 64
+
+    def seconds(head_dim: int) -> float:
+        return float(attention_forward(device, head_dim=head_dim, **shape).seconds)
+
+    for below, dim in zip([0, *known], known, strict=False):
+        assert seconds(below + 1) == pytest.approx(seconds(dim), rel=1e-9)
+    for multiple in (largest + 64, largest + 128):
+        assert seconds(multiple - 63) == seconds(multiple - 1) == seconds(multiple) < seconds(multiple + 1)
+    assert seconds(largest + 64) > 1.05 * seconds(known[-1])

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 from echograph.errors import UnknownNameError
 from echograph.profiler.costs import convolution, device_names, framework_op, launch, load_device, memory_bound
-from echograph.profiler.costs.memory import KINDS
+from echograph.profiler.costs.device import MEMORY_KINDS
 
 DEVICE = st.sampled_from(device_names())
 
 
-@given(DEVICE, st.sampled_from(KINDS), st.integers(0, 10**12), st.integers(0, 10**12), st.integers(1, 10**6))
+@given(
+    DEVICE, st.sampled_from(MEMORY_KINDS), st.integers(0, 10**12), st.integers(0, 10**12), st.integers(1, 10**6)
+)
 def test_never_beats_the_bandwidth(name: str, kind: str, read: int, written: int, row: int) -> None:
     device = load_device(name)
     cost = memory_bound(device, kind, bytes_read=read, bytes_written=written, row_bytes=row)

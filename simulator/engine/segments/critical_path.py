@@ -21,7 +21,7 @@ Task = tuple[int, int, int, int]
 _Times = list[list[int]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Way:
     """A path inside a segment: picoseconds by family, and the entry that it comes from."""
 

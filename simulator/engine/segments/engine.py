@@ -37,10 +37,9 @@ def simulate(roles: Roles) -> StepRun | None:
         return None
     if (segments := cut(roles.job)) is None:
         return None
-    factor = np.concatenate([np.ones((len(roles.factor), 1)), roles.factor], axis=1)
     device, host = (
         np.rint(times[:, None] * factors).astype(np.int64)
-        for times, factors in ((roles.times.picoseconds, factor[:-1]), (roles.issue, factor[-1]))
+        for times, factors in ((roles.times.picoseconds, roles.factor[:-1]), (roles.issue, roles.factor[-1]))
     )
     ran = run(segments, work_of(roles.job, device, host))
     return None if ran is None else _step(roles, ran)
@@ -53,7 +52,7 @@ def _pays(roles: Roles) -> bool:
     begin, end = np.divmod(distinct(np.concatenate(calls)), rows)
     # As floats: what the host does itself stands in both, and their sum may be beyond 64 bits.
     work = roles.times.picoseconds.astype(np.float64) + roles.issue
-    longest = float(np.dot(job.run_counts(), work)) * max(1.0, float(roles.factor.max(initial=0.0)))
+    longest = float(np.dot(job.run_counts(), work)) * float(roles.factor.max())
     return job.unfolded_ops >= REPEATED * int((end - begin).sum()) and longest < LONGEST_PS
 
 
@@ -74,6 +73,6 @@ def _step(roles: Roles, ran: SegmentRun) -> StepRun:
         limits=largest_first(job, total, end),
         busy=job.run_counts() * work,
         busy_of_last=job.run_counts(last) * work,
-        write=cache(lambda: roles.run(static.run).write()),
+        write=cache(lambda: roles.step(static.run(roles.tasks)).write()),
         scenario_ends=ran.ends[1:],
     )

@@ -135,7 +135,7 @@ class _Arrival:
     duration: Int64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Rendezvous:
     """Who has come to which rendezvous."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import typing
-from collections.abc import Callable, Collection, Iterable
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,43 @@ def read_folder(
         cache_folder=cache_folder() if cache else None,
         say=say,
     )
+
+
+def analysis_page(
+    traces: TraceSet, folder: str, name: str, options: Mapping[str, Any], say: Progress = silent
+) -> str:
+    """One analysis of traces with its plot as an HTML page, or the whole picture.
+
+    Args:
+        traces: the traces.
+        folder: what they are called on the page.
+        name: of the analysis; "": all that there is to see.
+        options: of the analysis.
+        say: told how far it is.
+    """
+    from echograph.profiler.analyses import ANALYSES
+    from echograph.profiler.page.report import page_of, report
+
+    if name:
+        return page_of(name, ANALYSES[name](traces, **options), f"{name} of {folder}")
+    return report(traces, f"Traces of {folder}", say)
+
+
+def write_copy(traces: TraceSet, name: str, output: Path, options: Mapping[str, Any]) -> None:
+    """Writes the trace with the answer of an analysis in it, compressed where the file ends in ".gz"."""
+    from echograph.ir.files import write_whole
+    from echograph.profiler.analyses import COPIES
+
+    parts: Iterable[bytes] = COPIES[name](traces, **options)
+    write_whole(output, _gzipped(parts) if output.suffix == ".gz" else parts)
+
+
+def _gzipped(parts: Iterable[bytes]) -> Iterator[bytes]:
+    # What zlib takes for a gzip header, which then has no time in it: the same trace gives the same bytes.
+    compress = zlib.compressobj(wbits=31)
+    for part in parts:
+        yield compress.compress(part)
+    yield compress.flush()
 
 
 def options_of(analysis: Callable[..., Any]) -> list[str]:

@@ -63,6 +63,22 @@ def _communicate(job: JobGraph, where: Cluster) -> JobGraph:
     return job
 
 
+def duration_sources(graph: Graph, system: System) -> dict[str, tuple[str, dict[str, int]]]:
+    """Where the durations of an annotated graph come from.
+
+    Returns:
+        For "device", "host" and "network": the name of the durations, and how many operations have one by source
+        ("measured", "fitted", "analytical", "imported").
+    """
+    device, network = system.cluster.device, system.cluster.name
+    found: dict[str, tuple[str, dict[str, int]]] = {}
+    for part, name in {"device": device, "host": host_name(device), "network": network}.items():
+        _, source, _ = graph.ops.duration_on(name)
+        counts = {s.name.lower(): int((source == s).sum()) for s in Source}
+        found[part] = name, {kind: count for kind, count in counts.items() if count}
+    return found
+
+
 def annotate_measured(graph: G, profile: Path, device: str = "") -> tuple[G, dict[str, Any]]:
     """The graph with a profile's durations, under a device's name or the profile's own; and what they cover.
 

@@ -117,3 +117,16 @@ def capture_script_file(
     world = World(size=world_size, local_size=local_size, gpus=gpus, decided=dict(decided))
     with CaptureProcess(asked, world, adapter, ranks=tuple(ranks), quiet=quiet) as running, showing() as say:
         return running.result(say)
+
+
+def parse_decision(text: str) -> tuple[str, bool]:
+    """A line of a script and which way it goes, from "train.py:12=no".
+
+    Raises:
+        UsageError: the text says something else.
+    """
+    where, _, which = text.rpartition("=")
+    name, _, line = where.rpartition(":")
+    if not name or not line.isdecimal() or which not in ("yes", "no"):
+        raise UsageError(f"--decide {text}: give a line of the script and which way it goes, as train.py:12=no")
+    return where, which == "yes"

@@ -175,14 +175,14 @@ def host_name(device: str) -> str:
 
 def host_of(device: DeviceProfile) -> IssueTimes:
     """The host that feeds a device."""
-    from echograph.profiler.costs.host import SPREAD
+    from echograph.profiler.costs.device import HOST_SPREAD
 
     model = device.host
     return IssueTimes(
         op_ps=to_ps(model.op_s),
         launch_ps=to_ps(model.kernel_s),
         communication_ps=None if model.communication_s is None else to_ps(model.communication_s),
-        spread=SPREAD,
+        spread=HOST_SPREAD,
         name=host_name(device.name),
     )
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from echograph.profiler.costs import load_device
+from echograph.profiler.costs.device import memory_bound
 from echograph.profiler.costs.gemm import gemm, gemm_seconds, narrowness
-from echograph.profiler.costs.memory import memory_bound
 from echograph.profiler.fit.gemm import fit_batched
 from echograph.profiler.fit.table import read_table
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from echograph.errors import DataError
-from echograph.profiler.fit.collectives import read_collectives_csv
+from echograph.profiler.fit.fabric import read_collectives_csv
 from echograph.profiler.fit.table import read_table
 
 COLLECTIVES = "collective,n_gpus,n_nodes,size_bytes,time_us\nall_reduce,8,1,1024,20\nall_reduce,8,1,2048,21\n"

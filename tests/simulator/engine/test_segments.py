@@ -60,7 +60,7 @@ def check(job: JobGraph, device: np.ndarray, host: np.ndarray, found: SegmentRun
         assert found.ends[scenario] == (starts.start + tasks.duration).max(initial=0)
         if scenario:
             continue
-        timeline = write_timeline(job, tasks, starts)
+        timeline = write_timeline(job, tasks, starts.start)
         last, total = critical_path(found, families(job))
         assert last == timeline.program[np.argmax(timeline.end)]
         assert largest_first(job, total, timeline.makespan) == limits(job, timeline)

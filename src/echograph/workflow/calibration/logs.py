@@ -12,11 +12,10 @@ import numpy as np
 
 from echograph.errors import UsageError
 from echograph.ir.files import write_whole
-from echograph.profiler.fit.collectives import CollectiveRow
-from echograph.profiler.fit.fabric import FabricFit, error_by_kind, fit_fabric, size_fold
+from echograph.profiler.fit.fabric import CollectiveRow, FabricFit, error_by_kind, fit_fabric, size_fold
 from echograph.simulator.clusters import Cluster
+from echograph.simulator.clusters.cluster import PRESETS, load_cluster
 from echograph.simulator.clusters.fabric import over_link, read_fabric_document
-from echograph.simulator.clusters.load import PRESETS, load_cluster
 from echograph.simulator.collectives.calibrate import LIMITS, Calibration, place_measured
 
 FOLDS = 4

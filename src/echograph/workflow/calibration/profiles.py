@@ -148,10 +148,10 @@ def fit_the_fabrics(
         A record for each kind of collective held out; and the fabrics of which the table has no row.
     """
     from echograph.ir.files import write_whole
-    from echograph.profiler.fit.collectives import read_collectives_csv
+    from echograph.profiler.fit.fabric import read_collectives_csv
     from echograph.simulator.clusters import fabric_names
     from echograph.workflow.calibration import fabrics
-    from echograph.workflow.calibration.recipes import RECIPES
+    from echograph.workflow.calibration.fabrics import RECIPES
 
     known = {recipe.fabric: recipe for recipe in RECIPES}
     for name in names:
@@ -195,7 +195,7 @@ def fit_the_logs(
     say: Progress = silent,
 ) -> list[dict[str, object]]:
     """Fits a cluster's fabrics to logs of nccl-tests; one record for each kind of collective held out."""
-    from echograph.profiler.fit.collectives import KINDS, read_nccl_tests
+    from echograph.profiler.fit.fabric import KINDS, read_nccl_tests
     from echograph.workflow.calibration.logs import fit_logs
 
     if not cluster:

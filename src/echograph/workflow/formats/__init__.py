@@ -36,7 +36,7 @@ IMPORTS = Table(
 EXPORTS = Table(
     "format",
     {
-        "chakra": "echograph.workflow.formats.chakra:export_chakra",
+        "chakra": "echograph.workflow.formats.timed:export_chakra",
         "chrome": "echograph.workflow.formats.timed:export_chrome",
         "dot": "echograph.ir.exporters.drawing:export_dot",
         "echo": "echograph.ir.exporters.echo:export_echo",

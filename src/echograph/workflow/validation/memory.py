@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from echograph.ir.graph import JobGraph
 from echograph.simulator.clusters import Cluster
-from echograph.simulator.memory import MIB, Memory, Runtime, largest_memory
+from echograph.simulator.memory import Memory, Runtime, largest_memory
+from echograph.units import MIB
 from echograph.workflow.validation.table import MeasuredStep
 
 GIB = 2**30
