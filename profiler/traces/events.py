@@ -22,9 +22,9 @@ import msgspec
 import numpy as np
 
 from echograph.errors import DataError
-from echograph.ir.columns import Int64
+from echograph.ir.columns import Bools, Int64
 from echograph.ir.files import Unpacked
-from echograph.profiler.traces.trace import DEVICE, KERNELS, NONE, OPERATORS, Bool, Trace
+from echograph.profiler.traces.trace import DEVICE, KERNELS, NONE, OPERATORS, Trace
 
 CHUNK_BYTES = 1 << 20
 # Beyond this, text without the end of an event, or before the first, is not a trace.
@@ -419,7 +419,7 @@ def whole_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             index += 1
 
 
-def details(trace: Trace, rows: Int64 | Bool) -> list[dict[str, Any]]:
+def details(trace: Trace, rows: Int64 | Bools) -> list[dict[str, Any]]:
     """What the trace's file says of some rows (shapes, grids, types, ...), in the order of the rows.
 
     Args:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import DataError
-from echograph.ir.columns import Int64
+from echograph.ir.columns import Bools, Int64
 from echograph.profiler.traces.events import (
     GROUPS,
     NOTHING,
@@ -31,7 +31,7 @@ from echograph.profiler.traces.events import (
     TraceEvent,
     whole_characters,
 )
-from echograph.profiler.traces.trace import DEVICE, LONGEST_US, NONE, TEXT, Bool, Trace, Values
+from echograph.profiler.traces.trace import DEVICE, LONGEST_US, NONE, TEXT, Trace, Values
 from echograph.progress import Progress, silent
 
 CATEGORIES = {
@@ -320,7 +320,7 @@ class _Columns:
                 self._add_arguments(group, arguments, np.isin(columns["category"], list(of)))
         self._rows += len(events)
 
-    def _add_arguments(self, group: ArgumentGroup, arguments: list[EventArguments], of: Bool) -> None:
+    def _add_arguments(self, group: ArgumentGroup, arguments: list[EventArguments], of: Bools) -> None:
         said = list(map(attrgetter(next(iter(group.names))), arguments))
         if said.count(None) == len(said):
             return
@@ -382,16 +382,16 @@ class _Columns:
         return found if near.all() else found.rows(near)
 
 
-def _near(whole: Int64) -> Bool:
+def _near(whole: Int64) -> Bools:
     """Which times are not so far from most others that one of them is wrong."""
     if not len(whole) or int(whole.max()) - int(whole.min()) < LONGEST_US:
         return np.ones(len(whole), np.bool_)
     middle = np.partition(whole, len(whole) // 2)[len(whole) // 2]
-    near: Bool = np.abs(whole - middle) < LONGEST_US // 2
+    near: Bools = np.abs(whole - middle) < LONGEST_US // 2
     return near
 
 
-def _from_first(columns: dict[str, npt.NDArray[Any]], near: Bool) -> int:
+def _from_first(columns: dict[str, npt.NDArray[Any]], near: Bools) -> int:
     """Counts times from the first event; its picoseconds."""
     whole, part = columns.pop("whole"), columns["start"]
     first = int(whole[near].min(initial=_LATEST_US)) if near.any() else 0
@@ -401,7 +401,7 @@ def _from_first(columns: dict[str, npt.NDArray[Any]], near: Bool) -> int:
     return first * _PS_PER_US + earliest
 
 
-def _name_streams(columns: dict[str, npt.NDArray[Any]], device: Bool) -> None:
+def _name_streams(columns: dict[str, npt.NDArray[Any]], device: Bools) -> None:
     """Where work on a device names no stream, its thread is the stream."""
     unnamed, tid = device & (columns["stream"] == NONE), columns["tid"]
     if unnamed.any():

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import UsageError
-from echograph.ir.columns import Int32, Int64
+from echograph.ir.columns import Bools, Int32, Int64
 
-Bool = npt.NDArray[np.bool_]
 NONE = -1
 
 # What Kineto calls the categories of work on a device, of calls to its runtime, and of operators; older versions
@@ -137,7 +136,7 @@ class Trace:
         return f"rank {self.rank}: no {what}{where}"
 
     @property
-    def on_device(self) -> Bool:
+    def on_device(self) -> Bools:
         """Which rows are work on a device stream: kernels, copies, sets; not waits."""
         return self.of_category(DEVICE) & (self.stream >= 0) & ~self.named(WAITS)
 
@@ -166,15 +165,15 @@ class Trace:
         """A process or thread as the file names it: by a number, or by a text."""
         return pid if pid > TEXT else self.strings[TEXT - pid]
 
-    def of_category(self, categories: frozenset[str] | set[str]) -> Bool:
+    def of_category(self, categories: frozenset[str] | set[str]) -> Bools:
         """Which rows are of one of the categories."""
         return self._codes_where([text in categories for text in self.strings])[self.category]
 
-    def named(self, names: frozenset[str] | set[str]) -> Bool:
+    def named(self, names: frozenset[str] | set[str]) -> Bools:
         """Which rows have one of the names."""
         return self._codes_where([text in names for text in self.strings])[self.name]
 
-    def _codes_where(self, true: list[bool]) -> Bool:
+    def _codes_where(self, true: list[bool]) -> Bools:
         return np.array(true, np.bool_) if true else np.zeros(1, np.bool_)
 
     def argument(self, name: str, default: float | int = NONE) -> npt.NDArray[Any]:
@@ -186,7 +185,7 @@ class Trace:
             column[found.rows] = found.values
         return column
 
-    def rows(self, keep: Bool | Int64) -> Trace:
+    def rows(self, keep: Bools | Int64) -> Trace:
         """The trace with some of its rows, in the order given (ascending, for row numbers)."""
         chosen = np.flatnonzero(keep) if keep.dtype == np.bool_ else keep.astype(np.int64)
         columns = (
