@@ -45,7 +45,7 @@ class ShownStep:
         Args:
             found: moments of the programs that are shown.
             idle: what it is called when nothing runs.
-            note: on what is shown.
+            note: a remark below the lanes.
         """
         lanes = [self.path(), *(self.role(number, moments, idle) for number, moments in found.items())]
         streams, level = self.streams(list(found), MOST_SPANS - sum(len(lane.spans.start) for lane in lanes))

@@ -19,7 +19,7 @@ class Kinds(NamedTuple):
     """Numbers of what a moment can be: compute, a communication (1 and up), the host alone, nothing.
 
     Attributes:
-        labels: of the communications' groups.
+        labels: labels of the communications' groups.
         of_op: int64 [rows], number of every operation.
     """
 
@@ -44,7 +44,7 @@ class Moments(NamedTuple):
         start: picoseconds.
         end: picoseconds.
         kind: a number of `Kinds`.
-        row: of the timeline, what runs; -1 where nothing does.
+        row: row of the timeline that runs; -1 where nothing does.
     """
 
     start: Int64
@@ -82,9 +82,9 @@ def moments(timeline: Timeline, kinds: Kinds, program: int) -> Moments:
     A moment is of the first kind that applies: a kernel runs, a communication runs, the host issues, nothing.
 
     Args:
-        timeline: of the step.
-        kinds: of the job's moments.
-        program: its number.
+        timeline: what ran when in the step.
+        kinds: numbers of the kinds of moments in the job.
+        program: number of the program.
     """
     rows = np.flatnonzero((timeline.program == program) & (timeline.duration > 0))
     of_row = np.where(timeline.lane[rows] == Lane.DEVICE, kinds.of_op[timeline.op[rows]], kinds.host)
@@ -121,7 +121,7 @@ def runs(pieces: Moments, key: Int64, gap_ps: int) -> Runs:
 
     Args:
         pieces: one at least; they follow each other without a gap.
-        key: of compute pieces, >= 0: what they belong to; of others -1.
+        key: what each compute piece belongs to, >= 0; -1 for other pieces.
         gap_ps: what is longer and no compute stands alone.
     """
     start, kind, length, computes = pieces.start, pieces.kind, pieces.end - pieces.start, key >= 0
