@@ -177,7 +177,7 @@ WAYS: dict[str, Passes] = {
     "deeper": (Depth(layers=9), Pipeline(stages=2, micro_batches=2)),
 }
 """What is made of each of the small graphs beside this file, of those with experts alone what begins with "ep"."""
-WITH_EXPERTS = ("deepseek", "experts", "gpt-oss", "qwen-moe")
+WITH_EXPERTS = ("deepseek", "experts", "experts-watched", "gpt-oss", "qwen-moe")
 
 
 class Case(NamedTuple):
