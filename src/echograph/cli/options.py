@@ -96,7 +96,7 @@ def parse_ranks(option: str, text: str, most: int = 1_000_000) -> tuple[int, ...
 
     Args:
         option: how it is called, for what is said of a wrong one.
-        text: as it was given.
+        text: the value given.
         most: ranks that may be given.
 
     Raises:

@@ -207,7 +207,7 @@ def spread(plan: Plan, node: int, most: int, where: str) -> tuple[int, int]:
         plan: the plan.
         node: GPUs of a node.
         most: GPUs of the cluster.
-        where: its name.
+        where: name of the cluster.
 
     Raises:
         UsageError: the sizes do not multiply to the number of GPUs; names the nearest that would.
@@ -250,7 +250,7 @@ def micro_batches(plan: Plan, ranks: int, samples: int) -> int:
     Args:
         plan: the plan.
         ranks: data-parallel ranks.
-        samples: of a micro-batch.
+        samples: samples of a micro-batch.
 
     Raises:
         UsageError: the global batch is no multiple of what all ranks take at once; names the nearest that are.
@@ -321,8 +321,8 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
 
     Args:
         plan: how the step is spread.
-        workload: of the step.
-        cluster: that it runs on.
+        workload: sizes of the captured step.
+        cluster: the cluster that the job runs on.
 
     Raises:
         UsageError: the plan's sizes do not multiply to the GPUs, a batch or a number of copies does not divide, or
@@ -368,8 +368,8 @@ def apply(
 
     Args:
         graph: a step; or a job, which is taken as it is.
-        plan: how it is spread.
-        cluster: that it runs on.
+        plan: how the step is spread.
+        cluster: the cluster that the job runs on.
         note: told what could not be spread, and is computed by every rank.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A graph on a system: its job, the prediction of one step of it, and plans near one that does not fit in memory.
+"""A graph on a system: its job, the prediction of one step, and plans near one that does not fit in memory.
 
 A job that was traced is replayed: it runs again with its own measured durations, or with what would be if it were
 changed.
@@ -80,7 +80,7 @@ def simulate(
             are the system's.
         system: where it runs; None: the default cluster.
         scenario: what is asked beyond that.
-        plan: of the job, for `Result.plan`.
+        plan: the plan that made the job, for `Result.plan`.
         engine: "auto", or an engine's name.
         trace_ranks: ranks whose timelines are wanted, too (`Result.traced`).
         memory: whether to work out memory, which takes about as long as the rest.
@@ -152,7 +152,7 @@ def predict(
         graph: a step graph, spread by the plan, or a job graph, run as it is.
         plan: how it is spread; None: data-parallel on one node.
         system: where; None: the cluster that the plan names.
-        scenario: as `simulate` takes it, as what follows.
+        scenario: what is asked beyond that, as in `simulate`.
         engine: "auto", or an engine's name.
         trace_ranks: ranks whose timelines are wanted, too.
         memory: whether to work out memory.
@@ -213,12 +213,12 @@ class StepTime:
 
     Attributes:
         role: the rank.
-        name: "ProfilerStep#N"; "trace" for all of it.
-        measured_s: as it was.
-        replayed_s: as the simulation has it.
-        error: relative.
+        name: "ProfilerStep#N"; "trace" for the whole trace.
+        measured_s: measured time, seconds.
+        replayed_s: simulated time, seconds.
+        error: relative error of the simulated time.
         free_s: a step of the rank in which nothing was recorded, the median; None where that is not known.
-        free_error: of the simulation against that.
+        free_error: relative error of the simulated time against `free_s`.
     """
 
     role: str
@@ -426,9 +426,9 @@ def feasible_plans(
 
     Args:
         graph: the step; for a job graph, whose plan is made, nothing can be said.
-        plan: of the step.
-        cluster: that it runs on.
-        memory: that it needs; nothing is tried where it fits.
+        plan: the plan that does not fit.
+        cluster: the cluster that the job runs on.
+        memory: what the plan needs; nothing is tried where it fits.
         say: told what goes on.
         most: plans that are tried.
     """
