@@ -428,5 +428,5 @@ def _together(parts: list[dict[str, np.ndarray]], names: tuple[str, ...], stream
     for part in parts:
         part["cause"] = np.where(part["cause"] == NONE, NONE, part["cause"] + before)
         before += len(part["cause"])
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+    columns: dict[str, Any] = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
     return Timeline(**columns, programs=names, streams=streams)

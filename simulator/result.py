@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -114,8 +114,8 @@ class Result:
 
     @property
     def timeline(self) -> Timeline:
-        """What ran when; written when it is asked for first."""
-        return self.write_timeline()
+        """What ran when, with the job whose operations it names; written when it is asked for first."""
+        return replace(self.write_timeline(), graph=self.job)
 
     @property
     def spread(self) -> Spread:

@@ -17,27 +17,33 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from echograph.errors import DataError, InputError, OutputError
+from echograph.errors import DataError, InputError, OutputError, UnknownNameError, UsageError
 from echograph.ir.files import check_writable, write_whole
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.byteprofile.dag import read_dag
-from echograph.profiler.byteprofile.events import (
+from echograph.profiler.byteprofile.reader import (
     ALLREDUCE,
     COMMUNICATION,
     COMPUTATION,
+    FINAL,
     UPDATES,
     ChromeEvent,
     EventLabel,
     Events,
+    Gpu,
+    Job,
     category_of,
     columns_of,
     complete_events,
+    find_job,
+    gradient_names,
+    in_us,
     is_kineto,
     label_of,
     to_ps,
 )
-from echograph.profiler.byteprofile.layout import FINAL, Gpu, Job, gradient_names
-from echograph.units import PS_PER_MS, PS_PER_US
+from echograph.progress import Progress, silent
+from echograph.units import PS_PER_MS
 
 # What ends at the same moment on all workers: the sum is there.
 _COMMON_ENDS = ("PULL", ALLREDUCE)
@@ -159,13 +165,8 @@ def combined_events(combined: Combined, only: Collection[str] = ()) -> Iterator[
                 "pid": f"wk{worker}.{rank}{event.get('pid', '')}",
             }
             if shift:
-                event["ts"] = _shifted(event["ts"], shift)
+                event["ts"] = in_us(to_ps(event["ts"]) - shift)
             yield event
-
-
-def _shifted(microseconds: float, shift: int) -> float:
-    moved = to_ps(microseconds) - shift
-    return moved // PS_PER_US if moved % PS_PER_US == 0 else moved / PS_PER_US
 
 
 def communications(sources: Sequence[CombinedTrace]) -> set[str]:
@@ -175,6 +176,41 @@ def communications(sources: Sequence[CombinedTrace]) -> set[str]:
         found = [label for label in gpu.events().labels if label.category == COMMUNICATION]
         known |= {label.operation for label in found} | {_without_key(label) for label in found}
     return known
+
+
+def combine(
+    traces: Sequence[Path], output: Path, *, only: Collection[str] = (), align: bool = True, say: Progress = silent
+) -> tuple[Combined, int]:
+    """Writes several traces as one.
+
+    Args:
+        traces: files, or folders of workers; each is a worker of its own.
+        output: the combined trace.
+        only: keep these communications alone (`Comm.w`).
+        align: align the workers' clocks.
+        say: told what is done.
+
+    Returns:
+        How they were combined, and the bytes that were written.
+
+    Raises:
+        UsageError: the output is one of the traces.
+        UnknownNameError: there is no such communication.
+        InputError: a trace cannot be read.
+        DataError: a trace is broken, or clocks cannot be aligned.
+        OutputError: the output cannot be written.
+    """
+    check_writable(output)
+    sources = sources_of([find_job(path) for path in traces])
+    if any(output.resolve() == file.resolve() for source in sources for file in source.gpu.files):
+        raise UsageError(f"--output {output}: is one of the traces: give the combined one a file of its own")
+    known = communications(sources) if only else set()
+    for name in only:
+        if name not in known:
+            raise UnknownNameError("communication", name, known)
+    combined = aligned(sources, keep=not align)
+    say(f"writing {output}")
+    return combined, write_whole(output, as_trace(combined_events(combined, only)))
 
 
 def _without_key(label: EventLabel) -> str:

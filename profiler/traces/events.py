@@ -24,7 +24,7 @@ import numpy as np
 from echograph.errors import DataError
 from echograph.ir.columns import Int64
 from echograph.ir.files import Unpacked
-from echograph.profiler.traces.trace import DEVICE, KERNELS, OPERATORS, Bool, Trace
+from echograph.profiler.traces.trace import DEVICE, KERNELS, NONE, OPERATORS, Bool, Trace
 
 CHUNK_BYTES = 1 << 20
 # Beyond this, text without the end of an event, or before the first, is not a trace.
@@ -423,7 +423,7 @@ def details(trace: Trace, rows: Int64 | Bool) -> list[dict[str, Any]]:
     """What the trace's file says of some rows (shapes, grids, types, ...), in the order of the rows.
 
     Args:
-        trace: a trace whose file is still where it was; one without a file says no more.
+        trace: a trace whose file is still where it was; one without a file says what its columns do.
         rows: row numbers, or which rows.
 
     Raises:
@@ -432,7 +432,11 @@ def details(trace: Trace, rows: Int64 | Bool) -> list[dict[str, Any]]:
     """
     chosen = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
     if not trace.has_file:
-        return [{} for _ in chosen]
+        columns = {name: trace.argument(name) for name in trace.arguments.keys() & TEXTS}
+        return [
+            {"args": {name: trace.strings[of[row]] for name, of in columns.items() if of[row] != NONE}}
+            for row in chosen.tolist()
+        ]
     wanted = set(trace.index[chosen].tolist())
     last = max(wanted, default=-1)
     found: dict[int, dict[str, Any]] = {}

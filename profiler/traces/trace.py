@@ -131,6 +131,11 @@ class Trace:
         """Whether a file says more of the events than the columns do."""
         return not len(self) or int(self.index[0]) != NONE
 
+    def without(self, what: str, hint: str = "") -> str:
+        """A note that the trace lacks something, and what to do: nothing brings it into a simulated step."""
+        where = (f": {hint}" if hint else "") if self.has_file else " in a simulated step"
+        return f"rank {self.rank}: no {what}{where}"
+
     @property
     def on_device(self) -> Bool:
         """Which rows are work on a device stream: kernels, copies, sets; not waits."""

@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from echograph.cli.app import make_app, require_torch, run
-from echograph.cli.byteprofile import compare3d_command, compare_command, mapping_command, stats_command
-from echograph.cli.byteprofile_dag import dag_command
-from echograph.cli.byteprofile_replay import critical_command, replay_command
-from echograph.cli.byteprofile_traces import collect_command, combine_command
+from echograph.cli.byteprofile import (
+    collect_command,
+    combine_command,
+    compare3d_command,
+    compare_command,
+    critical_command,
+    dag_command,
+    mapping_command,
+    replay_command,
+    stats_command,
+)
 from echograph.cli.comms import comms, record
 from echograph.cli.options import GraphFile, Json, Model, parse_ranks, with_options
 from echograph.cli.output import (

@@ -376,17 +376,8 @@ def apply(
         UsageError: as `passes`, or options for a job graph that has its plan already.
         PlanError: the plan does not fit the model.
     """
-    return run(graph, _passes_of(graph, plan, cluster), verify=bool(plan.passes), note=note)
-
-
-def lower(graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster, note: Note | None = None) -> JobGraph:
-    """`apply` where a job is needed.
-
-    Raises:
-        PlanError: also where the passes that a plan lists leave a step.
-    """
     # The passes of a plan end in a builder, which verifies; a list may hold anyone's.
-    return run(graph, _passes_of(graph, plan, cluster), to=JobGraph, verify=bool(plan.passes), note=note)
+    return run(graph, _passes_of(graph, plan, cluster), verify=bool(plan.passes), note=note)
 
 
 def _passes_of(graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster) -> tuple[Pass, ...]:

@@ -37,14 +37,17 @@ _PLAIN = Scenario()
 
 
 def lower(
-    graph: StepGraph | JobGraph, plan: Plan | None = None, system: System | None = None, note: Note | None = None
+    graph: StepGraph | JobGraph,
+    plan: Plan | None = None,
+    system: System | Cluster | None = None,
+    note: Note | None = None,
 ) -> JobGraph:
     """Spreads a step over the GPUs of a system.
 
     Args:
         graph: a step graph; a job graph has its plan, and is taken as it is.
         plan: how it is spread; None: data-parallel on one node.
-        system: where; None: the cluster that the plan names.
+        system: where, or its cluster alone; None: the cluster that the plan names.
         note: told what could not be spread, and is computed by every rank.
 
     Returns:
@@ -53,10 +56,11 @@ def lower(
     Raises:
         UsageError: the plan's sizes do not multiply to the GPUs, a batch or a number of copies does not divide, or
             options for a job graph that has its plan already.
-        PlanError: the plan does not fit the model.
+        PlanError: the plan does not fit the model, or the passes that it lists itself leave a step.
     """
     plan = plan or Plan()
-    return plans.lower(graph, plan, (system or System(plan.cluster)).cluster, note)
+    where = system if isinstance(system, Cluster) else (system or System(plan.cluster)).cluster
+    return run(plans.apply(graph, plan, where, note), (), to=JobGraph)
 
 
 def simulate(
@@ -164,7 +168,7 @@ def predict(
     if isinstance(graph, JobGraph) and is_traced(graph):
         return _replayed(graph, plan, system, scenario)
     system = system or System(plan.cluster)
-    job = plans.lower(graph, plan, system.cluster, note)
+    job = lower(graph, plan, system, note)
     result = simulate(job, system, scenario, plan=plan, engine=engine, trace_ranks=trace_ranks, memory=memory)
     assert result.job is not None
     return result, result.job
@@ -437,7 +441,7 @@ def feasible_plans(
         if len(found) == ENOUGH:
             break
         try:
-            needed = largest_memory(plans.lower(graph, replace(plan, **changes), cluster), memory.capacity_bytes)
+            needed = largest_memory(lower(graph, replace(plan, **changes), cluster), memory.capacity_bytes)
         except EchoError:
             continue
         if needed is not None and needed.fits:

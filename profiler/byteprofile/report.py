@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from echograph.errors import DataError
+from echograph.errors import DataError, MissingExtraError, OutputError, UsageError
 from echograph.ir.columns import NONE, Int64
+from echograph.ir.files import check_writable, write_whole
 from echograph.profiler.analyses.table import AnswerTable, from_rows
-from echograph.profiler.byteprofile.events import COMPUTATION, UPDATES, EventLabel, Events
-from echograph.profiler.byteprofile.layout import Job
-from echograph.units import PS_PER_MS
+from echograph.profiler.byteprofile.reader import (
+    COMPUTATION,
+    UPDATES,
+    EventLabel,
+    Events,
+    Job,
+    find_job,
+    is_kineto,
+)
+from echograph.units import PS_PER_MS, PS_PER_US
 
 Float = npt.NDArray[np.float64]
 
@@ -86,6 +98,16 @@ def statistics(events: Events, *, partitions: bool = True) -> Statistics:
         variance=(squares / count)[order],
         notes=events.notes,
     )
+
+
+def statistics_of(path: Path) -> Statistics:
+    """What each operation took in a trace, or in the traces of a folder.
+
+    Raises:
+        InputError: a trace cannot be read.
+        DataError: a trace is broken, or has no event.
+    """
+    return statistics(find_job(path).events())
 
 
 TITLES = ("name", "count", "total_ms", "min_ms", "max_ms", "avg_ms", "variance_ms2")
@@ -201,6 +223,35 @@ def settings_table(settings: Sequence[Setting]) -> AnswerTable:
 
 _KERNELS = frozenset({"kernel", "Kernel", "gpu_memcpy", "gpu_memset", "Memcpy", "Memset"})
 _HALF = 2
+_MOST_US = 1e12
+
+
+def mapping_of(operators: Path, kernels: Path | None = None, offset_us: float = 0.0) -> AnswerTable:
+    """The kernels of operators: by time from two traces, by launches from a PyTorch trace alone.
+
+    Args:
+        operators: their trace.
+        kernels: that of the kernels; None where both are in one.
+        offset_us: microseconds that are added to the kernels' times.
+
+    Raises:
+        UsageError: a trace of kernels is missing, or an offset is given without one, or is none.
+        InputError: a trace cannot be read.
+        DataError: a trace is broken, or has no operator, or no kernel.
+    """
+    if not abs(offset_us) <= _MOST_US:
+        raise UsageError(f"--offset-us {offset_us:g}: give at most 1e12")
+    if kernels is not None:
+        found = (find_job(path).events() for path in (operators, kernels))
+        return mapping(*found, offset=round(offset_us * PS_PER_US))
+    if offset_us:
+        raise UsageError("--offset-us: is for a trace of kernels: give one after that of the operators")
+    if operators.is_file() and not is_kineto(operators):
+        raise UsageError(f"{operators}: has operators alone: give the trace of their kernels after it")
+    from echograph.profiler.analyses.sequences import operator_kernels
+    from echograph.profiler.traces import read_traces
+
+    return operator_kernels(read_traces(operators))
 
 
 def mapping(operators: Events, kernels: Events, *, offset: int = 0) -> AnswerTable:
@@ -218,9 +269,9 @@ def mapping(operators: Events, kernels: Events, *, offset: int = 0) -> AnswerTab
     Raises:
         DataError: there is no operator, or no kernel.
     """
-    wanted = operators.rows(operators.where(lambda label: label.category in COMPUTATION | UPDATES))
-    device = kernels.where(lambda label: label.category in _KERNELS)
-    work = kernels.rows(device) if len(device) else kernels.rows(kernels.where(_is_no_operator))
+    wanted = operators.only(lambda label: label.category in COMPUTATION | UPDATES)
+    device = kernels.only(lambda label: label.category in _KERNELS)
+    work = device if len(device) else kernels.only(lambda label: label.category not in COMPUTATION | UPDATES)
     for what, found in (("operators (FW., BW., STEP)", wanted), ("kernels", work)):
         if not len(found):
             raise DataError(f"nothing to map: the trace has no {what}: give one of operators, then one of kernels")
@@ -273,5 +324,125 @@ def _owners(operators: Events, start: Int64, duration: Int64) -> Int64:
     return found
 
 
-def _is_no_operator(label: EventLabel) -> bool:
-    return label.category not in COMPUTATION | UPDATES
+_MAX_ROWS = 1 << 20
+# The same tables give the same bytes.
+_CREATED = datetime(2000, 1, 1)
+
+
+def check_workbook(path: Path | None) -> None:
+    """Fails before any work where a workbook is asked for that cannot be made.
+
+    Raises:
+        MissingExtraError: XlsxWriter is not installed.
+        OutputError: the file's ending is another, or it cannot be written.
+    """
+    if path is None:
+        return
+    if find_spec("xlsxwriter") is None:
+        raise MissingExtraError("XlsxWriter", "report", "a workbook (--xlsx)")
+    if path.suffix.lower() != ".xlsx":
+        raise OutputError(f"cannot write {path}: the ending of a workbook is .xlsx")
+    check_writable(path)
+
+
+def write_workbook(path: Path | None, sheets: Mapping[str, AnswerTable]) -> None:
+    """Writes a workbook with a sheet a table, titles in its first row.
+
+    Args:
+        path: the file; None where none is asked for.
+        sheets: by name.
+
+    Raises:
+        MissingExtraError: XlsxWriter is not installed.
+        DataError: a table has more rows than a sheet.
+        OutputError: the file cannot be written.
+    """
+    check_workbook(path)
+    if path is None:
+        return
+    from xlsxwriter import Workbook
+
+    content = io.BytesIO()
+    # Names are text, whatever they look like: no formulas, no links.
+    options = {"in_memory": True, "strings_to_formulas": False, "strings_to_urls": False}
+    with Workbook(content, options) as workbook:
+        workbook.set_properties({"created": _CREATED})
+        for name, table in sheets.items():
+            if len(table) >= _MAX_ROWS:
+                raise DataError(
+                    f"{path}: a sheet holds {_MAX_ROWS - 1} rows and '{name}' has {len(table)}: use --head"
+                )
+            sheet = workbook.add_worksheet(name)
+            for column, title in enumerate(table.columns):
+                sheet.write_string(0, column, title)
+            for place, row in enumerate(table.rows(), start=1):
+                for column, value in enumerate(row):
+                    if value is not None:
+                        sheet.write(place, column, value)
+    write_whole(path, [content.getvalue()])
+
+
+FORMATS = ("png", "svg", "pdf")
+
+
+def check_plot(path: Path | None) -> None:
+    """Fails before any work where a chart is asked for that cannot be drawn.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        OutputError: the file's ending is none of `FORMATS`, or it cannot be written.
+    """
+    if path is None:
+        return
+    if path.suffix.removeprefix(".").lower() not in FORMATS:
+        raise OutputError(f"cannot write {path}: the ending is the format: give one of .{', .'.join(FORMATS)}")
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError("matplotlib", "report", "a chart (--plot)")
+    check_writable(path)
+
+
+def draw_settings(settings: Sequence[Setting], output: Path | None) -> None:
+    """Draws the average of every operation (x, a colour a category) in every setting (y).
+
+    Args:
+        settings: one a row of bars.
+        output: the picture; None where none is asked for.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        OutputError: the file cannot be written.
+    """
+    check_plot(output)
+    if output is None:
+        return
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    places: dict[tuple[str, str], int] = {}
+    keys = {(category, name) for one in settings for category, names in one.averages.items() for name in names}
+    for key in sorted(keys):
+        places[key] = len(places)
+    categories = sorted({category for category, _ in keys})
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    axes = figure.add_subplot(projection="3d")
+    for row, one in enumerate(settings):
+        for number, category in enumerate(categories):
+            averages = one.averages.get(category, {})
+            x = [places[category, name] for name in averages]
+            first = all(category not in other.averages for other in settings[:row])
+            label = category if averages and first else None
+            axes.bar(x, list(averages.values()), zs=row, zdir="y", color=f"C{number % 10}", alpha=0.8, label=label)
+    axes.set_xlabel("operation")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_zlabel("average, ms")
+    several = len({one.worker for one in settings}) > 1
+    names = [f"{Path(one.name).name} wk{one.worker}" if several else Path(one.name).name for one in settings]
+    axes.set_yticks(range(len(settings)), names)
+    figure.legend(loc="upper left")
+    content = io.BytesIO()
+    kind = output.suffix.removeprefix(".").lower()
+    # No dates and no random identifiers: the same settings give the same bytes.
+    undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+    with matplotlib.rc_context({"svg.hashsalt": "echograph"}):
+        figure.savefig(content, format=kind, metadata=undated)
+    write_whole(output, [content.getvalue()])
