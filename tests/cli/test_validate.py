@@ -11,7 +11,7 @@ import pytest
 from echograph.workflow.validation.memory import GIB, measured_memory
 from echograph.workflow.validation.run import predict_rows
 from echograph.workflow.validation.score import Outcome, by_family
-from echograph.workflow.validation.setup import setup
+from echograph.workflow.validation.setup import Setup, setup
 from echograph.workflow.validation.table import MeasuredStep, Skip
 
 ROW: dict[str, Any] = {
@@ -104,6 +104,42 @@ def test_what_is_not_modelled_is_skipped(change: dict[str, Any], words: str) -> 
     pytest.importorskip("torch", reason="needs the [torch] extra")
     with pytest.raises(Skip, match=words):
         setup(MeasuredStep({k: str(v) for k, v in (ROW | change).items()}))
+
+
+def made(**change: object) -> Setup:
+    return setup(MeasuredStep({k: str(v) for k, v in (ROW | change).items()}))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "stack"),
+    [
+        ("megatron-lm 2022", "megatron-2021"), ("megatron-lm 2024", "megatron-core"), ("nemo 25.02", "nemo"),
+        ("torchtitan", "torchtitan"), ("nemofish", ""), ("", ""),
+    ],
+)  # fmt: skip
+def test_the_trainer_names_the_stack_and_an_unknown_one_is_counted(trainer: str, stack: str) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    for name in ("toy-001", "titan-001"):
+        found = made(trainer=trainer, id=name)
+        assert found.plan.stack == stack
+        assert any("trainer" in line for line in found.assumed) == (not stack)
+
+
+def test_what_single_runs_did_is_read_off_their_columns() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    bloom = {"trainer": "megatron-deepspeed 2022", "tp": 1, "dp": ""}
+    assert [made(n_gpus=n, global_batch=2 * n, **bloom).blocking for n in (80, 88)] == [False, True]
+    assert made(source="chronicles, Rebalancing layers", **bloom).plan.grad_dtype == "fp32"
+    assert made(**bloom).plan.grad_dtype == ""
+    assert made(notes="4xHDR200 per node").plan.cluster == "a100-4x-hdr200"
+    assert made(trainer="torchtitan", notes="eager bf16").plan.stack == "fsdp"
+
+
+@pytest.mark.parametrize(("trainer", "samples"), [("torchtitan", 2), ("nemo 25.02", 1), ("", 1)])
+def test_a_micro_batch_that_a_row_leaves_out_is_its_trainers_default(trainer: str, samples: int) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    pipeline = {"tp": 1, "pp": 2, "dp": 4, "global_batch": 16, "micro_batch": ""}
+    assert made(trainer=trainer, **pipeline).plan.micro_batch == samples
 
 
 @pytest.mark.parametrize(

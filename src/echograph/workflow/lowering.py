@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph, Workload
 from echograph.ir.passes import PASSES
 from echograph.ir.passes.base import Note, Pass, run
+from echograph.models.stacks import Stack, load_stack
 from echograph.simulator.clusters import Cluster
 from echograph.workflow.plan import Plan, micro_batches, spread
 
@@ -32,11 +34,14 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         from echograph.ir.passes.spec import parse_passes
 
         return parse_passes(plan.passes)
+    stack = load_stack(plan.stack) if plan.stack else Stack()
+    plan = with_stack(plan, stack)
     _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
     count = micro_batches(plan, ranks, plan.micro_batch or workload.batch_size)
     replicas, dropping = ranks // plan.expert_ranks, {"capacity_factor": plan.capacity_factor}
     experts = {"imbalance": plan.expert_imbalance, "across": ("cp",) if plan.shares_experts_over_cp else ()}
     types = {"dtype": plan.precision or None, "grad_dtype": plan.grad_dtype or None}
+    recipe = {"kept": stack.fp8_kept, "delayed": stack.fp8_scaling == "delayed" and plan.precision == "fp8"}
     order: tuple[tuple[bool, str, dict[str, Any]], ...] = (
         # The step that one rank would run alone: its batch, what it is asked for, what it computes again.
         (plan.micro_batch not in (None, workload.batch_size), "micro_batch", {"size": plan.micro_batch}),
@@ -51,7 +56,10 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
             {"size": plan.ep} | dropping | experts,
         ),
         (plan.loss == "fused", "fuse_loss", {}),
-        (bool(plan.precision or plan.grad_dtype), "precision", types),
+        (bool(plan.precision or plan.grad_dtype), "precision", types | recipe),
+        # The kernels that its stack runs.
+        (bool(stack.attention), "attention_kernel", {"kernel": _attention(stack, cluster)}),
+        (bool(stack.fuse), "fuse", {"within": stack.fuse}),
         # The job of all ranks.
         (plan.pp > 1, "pipeline", _pipeline(plan, count)),
         (plan.zero < 3, "data_parallel", _data_parallel(plan, replicas, count)),
@@ -59,6 +67,30 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         (plan.mesh_order != Plan().mesh_order, "mesh_order", {"order": tuple(plan.mesh_order.split("-"))}),
     )
     return tuple(PASSES[name](**options) for wanted, name, options in order if wanted)
+
+
+def with_stack(plan: Plan, stack: Stack) -> Plan:
+    """The plan with what its stack says where the plan says nothing."""
+    in_pipeline = plan.pp > 1 and stack.overlap_grad_reduce_in_pipelines is not None
+    reduces = stack.overlap_grad_reduce_in_pipelines if in_pipeline else stack.overlap_grad_reduce
+    said: dict[str, Any] = {
+        "overlap_grad_reduce": reduces,
+        "overlap_param_gather": stack.overlap_param_gather if plan.zero in (1, 2) else None,
+        "recompute_early_stop": stack.recompute_early_stop,
+        "loss": stack.loss if plan.tp == 1 else "",
+        "grad_dtype": (plan.pp > 1 and stack.grad_dtype_in_pipelines) or stack.grad_dtype,
+    }
+    return replace(plan, **{name: value for name, value in said.items() if getattr(plan, name) in (None, "")})
+
+
+def _attention(stack: Stack, cluster: Cluster) -> str:
+    """The first of a stack's kernels that a cluster's device has a model of; the first where it has none."""
+    from echograph.profiler.costs import load_device
+
+    if not stack.attention:
+        return ""
+    known = load_device(cluster.device).attention
+    return next((kernel for kernel in stack.attention if kernel in known), stack.attention[0])
 
 
 def apply(

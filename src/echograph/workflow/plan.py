@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from echograph.errors import InputError, UnknownNameError, UsageError
+from echograph.models.stacks import stack_names
 from echograph.options import given, kinds, option, option_name
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
@@ -56,9 +57,11 @@ class Plan:
     reshard_after_forward: bool | None = option(
         None, "Drop gathered parameters after forward, with --zero 3.", "yes; no in a pipeline"
     )
-    overlap_grad_reduce: bool = option(True, "Reduce gradients while backward goes on.")
-    overlap_param_gather: bool = option(
-        False, "Gather parameters while the next forward goes on, with --zero 1 and 2."
+    overlap_grad_reduce: bool | None = option(
+        None, "Reduce gradients while backward goes on.", "as the stack does; yes"
+    )
+    overlap_param_gather: bool | None = option(
+        None, "Gather parameters while the next forward goes on, with --zero 1 and 2.", "as the stack does; no"
     )
     micro_batch: int | None = option(None, "Samples of a micro-batch.", "as the graph was compiled")
     global_batch: int | None = option(
@@ -72,13 +75,20 @@ class Plan:
     recompute_early_stop: bool | None = option(
         None,
         "Recompute only until backward has what it needs, as PyTorch does; Megatron-LM runs all of it.",
-        "yes; no with selective",
+        "as the stack does; yes, no with selective",
     )
     loss: str = option(
-        "eager", "Cross-entropy: eager, or fused, which writes no probabilities (torch.compile, Liger Kernel)."
+        "",
+        "Cross-entropy: eager, or fused, which writes no probabilities (torch.compile, Liger Kernel).",
+        "as the stack does; eager",
+    )
+    stack: str = option(
+        "", f"Software that trains, whose kernels run: {', '.join(stack_names())}.", "as the graph was captured"
     )
     precision: str = option("", f"{', '.join(get_args(PrecisionName))}.", "as the graph was compiled")
-    grad_dtype: str = option("", f"Type in which gradients add up: {', '.join(get_args(GradDType))}.", "their own")
+    grad_dtype: str = option(
+        "", f"Type in which gradients add up: {', '.join(get_args(GradDType))}.", "as the stack does; their own"
+    )
     mesh_order: str = option("-".join(AXES), "Axes of the mesh, neighbours first.")
     passes: str = option("", "The passes themselves, as 'fuse data_parallel{replicas=8}'.", "those of the options")
 
@@ -128,7 +138,8 @@ def _check_words(plan: Plan) -> None:
     words = {
         "schedule": ("", *get_args(ScheduleName)),
         "cp_method": get_args(CpMethod),
-        "loss": get_args(LossName),
+        "stack": ("", *stack_names()),
+        "loss": ("", *get_args(LossName)),
         "precision": ("", *get_args(PrecisionName)),
         "grad_dtype": ("", *get_args(GradDType)),
         "recompute": (*get_args(RecomputeName), plan.recompute if plan.recompute.isdigit() else "none"),

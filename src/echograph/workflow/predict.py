@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from echograph.errors import UsageError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.base import Note
+from echograph.models.stacks import load_stack
 from echograph.options import given, option_name
 from echograph.simulator.flows import links_of
 from echograph.simulator.goodput import goodput
@@ -66,7 +67,7 @@ def simulate(
             are the system's.
         system: where it runs; None: the default cluster.
         scenario: what is asked beyond that.
-        plan: of the job, for `Result.plan`.
+        plan: of the job, for `Result.plan`, and for what the host of its stack does.
         engine: "auto", or an engine's name.
         trace_ranks: ranks whose timelines are wanted, too (`Result.traced`).
         memory: whether to work out memory, which takes about as long as the rest.
@@ -98,10 +99,11 @@ def simulate(
     for entry in scenario.degraded:
         links_of(job, where).find(entry.where)
     job = system.annotate(job)
+    waits = plan is not None and plan.stack != "" and load_stack(plan.stack).host_waits
     result = simulator.simulate(
         job,
         where,
-        system.host,
+        replace(system.host, waits=True) if waits else system.host,
         peak_flops_per_s=system.peak_flops_per_s(job),
         engine=engine,
         ranks=scenario.every_rank(where.gpus_per_node),

@@ -171,11 +171,11 @@ def _compile(made: Setup, batch_size: int) -> StepGraph:
 
 def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
     try:
-        system = System(made.plan.cluster, host_waits=made.host_waits, launch_blocking=made.blocking)
+        system = System(made.plan.cluster, launch_blocking=made.blocking)
         job = steps.job(made, system)
         result = simulate(job, system, plan=made.plan, memory=False)
         measured = measured_memory(row)
-        peak = predicted_memory(row, job, system.cluster) if measured else None
+        peak = predicted_memory(row, job, system.cluster, made.plan) if measured else None
     except EchoError as error:
         return _skipped(row, str(error))
     return Outcome(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from echograph.ir.passes.depth import FEWEST
 from echograph.workflow.plan import Plan
 from echograph.workflow.validation.table import MeasuredStep, Skip
+from echograph.workflow.validation.trainers import Trainer, machine_of, trainer_of
 
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.spec import StepSpec
@@ -28,9 +28,6 @@ CLUSTERS = {
 }
 """The preset whose nodes are those of the row; a GPU that no preset has is skipped."""
 
-NETWORKS = {"bloom": "jean-zay-a100", "vtrainM": "a100-4x-hdr200"}
-"""Where the rows of a family ran on other NICs than their GPU's usual preset has."""
-
 UNMODELLED = {"H100-96GB-HBM2e-500W": "full clocks within 500 W"}
 """What a preset leaves out, by GPU."""
 
@@ -43,28 +40,6 @@ PRECISION = {
     "MXFP8": ("bf16", "mxfp8"), "FP8-MX": ("bf16", "mxfp8"),
 }  # fmt: skip
 """Type of the step and precision of its matrix products."""
-
-NO_OVERLAP = ("vtrainM", "vtrainS", "bloom", "kor22", "sc21t2", "mlm2009")
-"""Families whose trainer (Megatron-LM and Megatron-DeepSpeed before 2023) reduces gradients after backward."""
-
-NO_OVERLAP_IN_PIPELINES = ("sc21t1",)
-"""Families that ran PyTorch's DDP, which overlaps, in pipelines Megatron-LM's own (the paper's scripts)."""
-
-FP32_GRADIENTS = ("bloom: Rebalancing layers", "bloom: production run")
-"""What a row is of, where the optimizer adds gradients up in fp32 beside the model's own: DeepSpeed's for bf16, of
-28 February 2022 and after (BigScience's chronicles of tr11-176B-ml, "Rebalancing layers")."""
-
-BLOCKING = {"bloom": 80}
-"""Families that ran with `CUDA_LAUNCH_BLOCKING=1` on more GPUs than this, where they hung without (same
-chronicles, "dealing with JZ hanging" and "Hanging Issue")."""
-
-HOST_WAITS = (*NO_OVERLAP, *NO_OVERLAP_IN_PIPELINES)
-"""Families whose pipeline stages wait with the host for what they receive: Megatron-LM synchronizes the device
-after each exchange (p2p_communication.py of v2.x), DeepSpeed reads on the host what shape came
-(PartitionedTensor.from_meta)."""
-
-STOPS_EARLY = ("titan", "mpt")
-"""Families whose recomputation is PyTorch's own; Megatron-LM's runs the whole layer again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +55,6 @@ class Setup:
         seq_len: tokens of a sample.
         assumed: what the row does not say, one line each.
         blocking: whether every launch waited for its kernel.
-        host_waits: whether the host waited for what pipeline stages received.
     """
 
     entry: ModelEntry
@@ -91,7 +65,6 @@ class Setup:
     seq_len: int
     assumed: tuple[str, ...]
     blocking: bool
-    host_waits: bool
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -116,17 +89,19 @@ def setup(row: MeasuredStep) -> Setup:
 
     assumed: list[str] = []
     dtype, precision = _known(PRECISION, row, "precision")
+    trainer = trainer_of(row)
+    if not trainer.stack:
+        assumed.append(f"trainer '{row.text('trainer')}': kernels as PyTorch has them")
     entry, attention = _model(row, assumed)
     return Setup(
         entry=entry,
         layers=row.number("layers"),
         attention=attention,
         spec=StepSpec(dtype=dtype),
-        plan=_plan(row, precision, assumed),
+        plan=_plan(row, trainer, precision, assumed),
         seq_len=row.number("seq_len"),
         assumed=tuple(assumed),
-        blocking=row.family in BLOCKING and row.number("n_gpus") > BLOCKING[row.family],
-        host_waits=row.family in HOST_WAITS,
+        blocking=trainer.launch_blocking,
     )
 
 
@@ -172,12 +147,12 @@ def _model(row: MeasuredStep, assumed: list[str]) -> tuple[ModelEntry, str]:
     return entry, attention
 
 
-def _plan(row: MeasuredStep, precision: str, assumed: list[str]) -> Plan:
+def _plan(row: MeasuredStep, trainer: Trainer, precision: str, assumed: list[str]) -> Plan:
     gpu = row.text("gpu_type")
     cluster = CLUSTERS.get(gpu)
     if cluster is None:
         raise Skip(f"gpu_type '{gpu}' has no cluster preset")
-    cluster = NETWORKS.get(row.family, cluster)
+    cluster = machine_of(row, cluster)
     if gpu in UNMODELLED:
         assumed.append(UNMODELLED[gpu])
     sizes = {name: row.number(name, 1) for name in ("tp", "pp", "vpp", "cp", "ep")}
@@ -189,8 +164,6 @@ def _plan(row: MeasuredStep, precision: str, assumed: list[str]) -> Plan:
         assumed.append("no recomputation")
     recompute = "none" if row.text("recompute") == "see recipe" else _known(RECOMPUTE, row, "recompute")
     zero = _known(ZERO, row, "zero_stage")
-    overlaps = not (row.family in NO_OVERLAP or (row.family in NO_OVERLAP_IN_PIPELINES and sizes["pp"] > 1))
-    assumed.append("reduction overlaps backward" if overlaps else "reduction after backward")
     return Plan(
         gpus=gpus,
         cluster=cluster,
@@ -203,15 +176,12 @@ def _plan(row: MeasuredStep, precision: str, assumed: list[str]) -> Plan:
         sequence_parallel=row.text("sequence_parallel") == "yes" and sizes["tp"] > 1,
         zero=zero,
         reshard_after_forward=False if "SHARD_GRAD_OP" in row.text("zero_stage") else None,
-        overlap_grad_reduce=overlaps,
         recompute=recompute,
-        recompute_early_stop=row.family in STOPS_EARLY,
         precision=precision,
-        loss="fused" if _compiles_loss(row) and sizes["tp"] == 1 else "eager",
-        # FSDP2 adds whole gradients up in the type that it reduces them in: fp32, torchtitan's default.
-        grad_dtype="fp32" if _is_of(row, FP32_GRADIENTS) or (row.family == "titan" and sizes["pp"] > 1) else "",
-        micro_batch=_micro_batch(row, gpus // model, sizes["pp"] * sizes["vpp"], assumed),
+        stack=trainer.stack,
+        micro_batch=_micro_batch(row, trainer, gpus // model, sizes["pp"] * sizes["vpp"], assumed),
         global_batch=row.number("global_batch"),
+        **trainer.set,
     )
 
 
@@ -223,21 +193,12 @@ def _stage_layers(layers: int, chunks: int) -> str:
     return ",".join(str(even - (chunk in (0, chunks - 1))) for chunk in range(chunks))
 
 
-def _is_of(row: MeasuredStep, kinds: tuple[str, ...]) -> bool:
-    """Whether a row is of a family and, after a colon, a part of its source."""
-    pairs = [kind.split(": ") for kind in kinds]
-    return any(row.family == family and part in row.text("source") for family, part in pairs)
-
-
-def _compiles_loss(row: MeasuredStep) -> bool:
-    """Whether a report of torchtitan is of a compiled loss: since April 2025 (its pull request 1033)."""
-    month = re.search(r"_(20\d{4})_", row.text("source"))
-    return bool(row.family == "titan" and "compile" in row.text("notes") and month and int(month[1]) >= 202504)
-
-
-def _micro_batch(row: MeasuredStep, replicas: int, chunks: int, assumed: list[str]) -> int:
-    """The row's; where torchtitan's names none for a pipeline, its default: as many micro-batches as chunks."""
-    if row.text("micro_batch") or chunks == 1:
+def _micro_batch(row: MeasuredStep, trainer: Trainer, replicas: int, chunks: int, assumed: list[str]) -> int:
+    """The row's; where it names none, its trainer's default."""
+    if row.text("micro_batch"):
         return row.number("micro_batch")
-    assumed.append("as many micro-batches as pipeline chunks")
-    return max(1, row.number("global_batch") // replicas // chunks)
+    if trainer.micro_batch == "chunks":
+        assumed.append("as many micro-batches as pipeline chunks")
+        return max(1, row.number("global_batch") // replicas // chunks)
+    assumed.append(f"micro-batches of {trainer.micro_batch}")
+    return trainer.micro_batch
