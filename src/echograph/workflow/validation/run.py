@@ -61,7 +61,7 @@ def _pieces(groups: Iterable[list[tuple[MeasuredStep, Setup]]]) -> Iterator[list
     """Groups, the large ones cut between rows that share least; the longest piece first."""
     pieces = []
     for group in groups:
-        ordered = sorted(group, key=lambda pair: (pair[1].layers, *_order(pair[1].plan)))
+        ordered = sorted(group, key=lambda pair: (pair[1].model.layers, *_order(pair[1].plan)))
         pieces += [ordered[i : i + PIECE] for i in range(0, len(ordered), PIECE)]
     return iter(sorted(pieces, key=_work, reverse=True))
 
@@ -109,7 +109,7 @@ class _Steps:
         """The annotated job of a row. DDP's does not depend on how many data-parallel ranks there are."""
         step = self._whole(made)
         of_step, of_job = split_at_job(passes(made.plan, step.workload, system.cluster))
-        begun = (made.layers, made.micro_batch, *map(pass_text, of_step))
+        begun = (made.model.layers, made.micro_batch, *map(pass_text, of_step))
         key = (begun, made.plan.cluster, *map(pass_text, map(_alike, of_job)))
         before, job = self.last
         if job is None or key != before:
@@ -121,18 +121,27 @@ class _Steps:
 
     def _whole(self, made: Setup) -> StepGraph:
         """The model's step with a row's layers and micro-batch."""
-        key = (made.layers, made.micro_batch)
-        return self._once(key, lambda: _deep(self._sized(made), made))
+        return self._once((made.model.layers, made.micro_batch), lambda: self._deep(made))
 
-    def _sized(self, made: Setup) -> StepGraph:
+    def _deep(self, made: Setup) -> StepGraph:
+        """A shallow capture made deeper; captured as deep as it is where layers differ."""
+        layers = made.model.layers
+        if layers <= FEWEST:
+            return self._sized(made, layers)
+        try:
+            return Depth(layers=layers)(self._sized(made, FEWEST))
+        except PlanError:
+            return self._sized(made, layers)
+
+    def _sized(self, made: Setup, layers: int) -> StepGraph:
         """The captured step with a row's micro-batch; captured anew where the batch cannot be told from others."""
         # A capture of one sample does not show where the batch is, so it cannot be resized.
         size = min(self.sizes) if len(self.sizes) == 1 else max(2, min(self.sizes))
-        captured = self._once(("captured", size), lambda: _compile(made, size))
+        captured = self._once(("captured", layers, size), lambda: _compile(made, layers, size))
         try:
             return MicroBatch(size=made.micro_batch)(captured)
         except PlanError:
-            return _compile(made, made.micro_batch)
+            return _compile(made, layers, made.micro_batch)
 
     def _once(self, key: Hashable, make: Callable[[], StepGraph]) -> StepGraph:
         if key not in self.made:
@@ -159,13 +168,10 @@ def _order(plan: Plan) -> tuple[object, ...]:
     return repr(_shared(plan)), plan.pp, plan.vpp, plan.zero, each, plan.gpus
 
 
-def _deep(graph: StepGraph, made: Setup) -> StepGraph:
-    return Depth(layers=made.layers)(graph) if made.layers > FEWEST else graph
-
-
-def _compile(made: Setup, batch_size: int) -> StepGraph:
+def _compile(made: Setup, layers: int, batch_size: int) -> StepGraph:
+    model = made.model
     return compile_entry(
-        made.entry, made.spec, batch_size=batch_size, seq_len=made.seq_len, attention=made.attention
+        model.of_layers(layers), made.spec, batch_size=batch_size, seq_len=made.seq_len, attention=model.attention
     )
 
 

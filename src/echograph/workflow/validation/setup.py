@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from echograph.ir.passes.depth import FEWEST
 from echograph.workflow.plan import Plan
+from echograph.workflow.validation.model import RowModel, model_of
 from echograph.workflow.validation.table import MeasuredStep, Skip
 from echograph.workflow.validation.trainers import Trainer, machine_of, trainer_of
 
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.spec import StepSpec
-    from echograph.models import ModelEntry
 
 CLUSTERS = {
     "A100-SXM-80GB": "dgx-a100",
     "A100-SXM-40GB": "azure-nd-a100-v4",
-    "A100-SXM-40GB (DGX-A100)": "azure-nd-a100-v4",
-    "A100-SXM (single DGX-class node)": "dgx-a100",
+    "A100-SXM": "dgx-a100",
     "H100-96GB-HBM2e-500W": "grand-teton-h100",
     "H100-SXM-80GB": "dgx-h100",
     "H100-SXM-80GB (p5)": "aws-p5",
     "H200-SXM-141GB": "dgx-h200",
     "B200": "dgx-b200",
+    "B300": "dgx-b300",
     "GB200-NVL72": "gb200-nvl72",
+    "GB300-NVL72": "gb300-nvl72",
 }
 """The preset whose nodes are those of the row; a GPU that no preset has is skipped."""
 
@@ -32,14 +33,19 @@ UNMODELLED = {"H100-96GB-HBM2e-500W": "full clocks within 500 W"}
 """What a preset leaves out, by GPU."""
 
 RECOMPUTE = {"": "none", "none": "none", "full": "full", "selective": "selective", "selective(op)": "selective-op"}
-ZERO = {"": 0, "0": 0, "1": 1, "2": 2, "3": 3, "fsdp3": 3, "fsdp2(SHARD_GRAD_OP)": 3}
+ZERO = re.compile(r"(?:(?P<hsdp>hsdp)|fsdp|zero-?)?(?P<stage>[0-3])(?P<more>[^0-9].*)?")
+"""Spellings of a stage: 1, "fsdp3", "hsdp3", "1 (8-GPU groups)", "fsdp2(SHARD_GRAD_OP)"."""
 PRECISION = {
-    "fp16": ("fp16", ""), "bf16": ("bf16", ""), "BF16": ("bf16", ""), "amp_bf16": ("bf16", ""),
-    "fp8": ("bf16", "fp8"), "FP8": ("bf16", "fp8"), "FP8-hybrid": ("bf16", "fp8"), "FP8-CS": ("bf16", "fp8"),
+    "fp32": ("fp32", ""), "fp16": ("fp16", ""), "bf16": ("bf16", ""), "amp_bf16": ("bf16", ""),
+    "bf16 te": ("bf16", ""), "fp8": ("bf16", "fp8"), "fp8-hybrid": ("bf16", "fp8"), "fp8-cs": ("bf16", "fp8"),
     "fp8 tensorwise": ("bf16", "fp8"), "fp8 rowwise": ("bf16", "fp8-rowwise"), "amp_fp8": ("bf16", "fp8"),
-    "MXFP8": ("bf16", "mxfp8"), "FP8-MX": ("bf16", "mxfp8"),
+    "mxfp8": ("bf16", "mxfp8"), "fp8-mx": ("bf16", "mxfp8"),
 }  # fmt: skip
 """Type of the step and precision of its matrix products."""
+
+
+NODE = 8
+"""GPUs among which a model is sharded that has copies (HSDP), where a row does not say how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +53,7 @@ class Setup:
     """What a row is simulated as.
 
     Attributes:
-        entry: the model, of the row's dimensions, but as deep as a capture needs it.
-        layers: how deep it is.
-        attention: the model's implementation of attention.
+        model: the model.
         spec: the rest of the step.
         plan: how it is spread.
         seq_len: tokens of a sample.
@@ -57,9 +61,7 @@ class Setup:
         blocking: whether every launch waited for its kernel.
     """
 
-    entry: ModelEntry
-    layers: int
-    attention: str
+    model: RowModel
     spec: StepSpec
     plan: Plan
     seq_len: int
@@ -69,9 +71,9 @@ class Setup:
     @property
     def key(self) -> tuple[object, ...]:
         """Rows with one key share a captured step, whatever their layers and micro-batches."""
-        entry = self.entry
+        entry = self.model.of_layers(0)
         shape = tuple(sorted((k, str(v)) for k, v in entry.config.items()))
-        return entry.architecture, shape, self.attention, self.spec, self.seq_len
+        return entry.architecture, shape, self.model.attention, self.spec, self.seq_len
 
     @property
     def micro_batch(self) -> int:
@@ -92,13 +94,11 @@ def setup(row: MeasuredStep) -> Setup:
     trainer = trainer_of(row)
     if not trainer.stack:
         assumed.append(f"trainer '{row.text('trainer')}': kernels as PyTorch has them")
-    entry, attention = _model(row, assumed)
+    model = model_of(row, trainer, assumed)
     return Setup(
-        entry=entry,
-        layers=row.number("layers"),
-        attention=attention,
+        model=model,
         spec=StepSpec(dtype=dtype),
-        plan=_plan(row, trainer, precision, assumed),
+        plan=_plan(row, trainer, model.layers, precision, assumed),
         seq_len=row.number("seq_len"),
         assumed=tuple(assumed),
         blocking=trainer.launch_blocking,
@@ -107,49 +107,20 @@ def setup(row: MeasuredStep) -> Setup:
 
 def _known(table: dict[str, Any], row: MeasuredStep, column: str) -> Any:
     value = row.text(column)
-    if value not in table:
-        raise Skip(f"{column} '{value}' is not modelled")
-    return table[value]
+    for spelling in (value, value.lower(), _bare(value.lower())):
+        if spelling in table:
+            return table[spelling]
+    raise Skip(f"{column} '{value}' is not modelled")
 
 
-def _model(row: MeasuredStep, assumed: list[str]) -> tuple[ModelEntry, str]:
-    from echograph.models import get_model
-
-    layers, hidden, heads = (row.number(c) for c in ("layers", "hidden", "heads"))
-    layers = min(layers, FEWEST)
-    kv_heads, ffn = row.number("kv_heads", heads), row.number("ffn_hidden", 4 * hidden)
-    vocabulary, length = row.number("vocab"), row.number("seq_len")
-    name = row.text("model").lower()
-    if row.number("ep", 1) > 1 or any(
-        word in name for word in ("deepseek", "nemotron", "qwen3", "gpt oss", "moe")
-    ):
-        raise Skip(f"model '{row.text('model')}': its layers are not in the table's columns")
-    # All tables' unfused attention is Megatron's, which has kernels of its own for scale, mask and softmax.
-    attention = "fused-softmax" if row.text("attention").startswith("unfused") else "sdpa"
-    if not row.text("attention"):
-        assumed.append("fused attention")
-    if "llama" in name:
-        entry = get_model("llama-3-8b").with_config(
-            hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-            intermediate_size=ffn, vocab_size=vocabulary, max_position_embeddings=length,
-        )  # fmt: skip
-    elif name.startswith("mpt"):
-        # The library's MPT has no fused attention, the trainer's had: GPT's layers are the same products.
-        assumed.append("GPT's layers for MPT's: biases, positions in a table")
-        entry = get_model("megatron-gpt-1.7b").with_config(
-            n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=length, n_inner=ffn,
-            attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
-        )  # fmt: skip
-    else:
-        entry = get_model("megatron-gpt-1.7b").with_config(
-            n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=length, n_inner=ffn
-        )
-    return entry, attention
+def _bare(text: str) -> str:
+    """A text without what stands in parentheses."""
+    return re.sub(r"\s*\([^)]*\)", "", text).strip()
 
 
-def _plan(row: MeasuredStep, trainer: Trainer, precision: str, assumed: list[str]) -> Plan:
+def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assumed: list[str]) -> Plan:
     gpu = row.text("gpu_type")
-    cluster = CLUSTERS.get(gpu)
+    cluster = CLUSTERS.get(gpu) or CLUSTERS.get(_bare(gpu))
     if cluster is None:
         raise Skip(f"gpu_type '{gpu}' has no cluster preset")
     cluster = machine_of(row, cluster)
@@ -163,19 +134,19 @@ def _plan(row: MeasuredStep, trainer: Trainer, precision: str, assumed: list[str
     if row.text("recompute") == "see recipe":
         assumed.append("no recomputation")
     recompute = "none" if row.text("recompute") == "see recipe" else _known(RECOMPUTE, row, "recompute")
-    zero = _known(ZERO, row, "zero_stage")
+    zero = _zero(row, gpus // model, assumed)
     return Plan(
         gpus=gpus,
         cluster=cluster,
         tp=sizes["tp"],
         pp=sizes["pp"],
         vpp=sizes["vpp"],
-        stage_layers=_stage_layers(row.number("layers"), sizes["pp"] * sizes["vpp"]),
+        stage_layers=_stage_layers(layers, sizes["pp"] * sizes["vpp"]),
         cp=sizes["cp"],
         ep=sizes["ep"],
         sequence_parallel=row.text("sequence_parallel") == "yes" and sizes["tp"] > 1,
-        zero=zero,
-        reshard_after_forward=False if "SHARD_GRAD_OP" in row.text("zero_stage") else None,
+        **zero,
+        capacity_factor=1.0 if "tokendrop" in row.text("model") else None,
         recompute=recompute,
         precision=precision,
         stack=trainer.stack,
@@ -183,6 +154,22 @@ def _plan(row: MeasuredStep, trainer: Trainer, precision: str, assumed: list[str
         global_batch=row.number("global_batch"),
         **trainer.set,
     )
+
+
+def _zero(row: MeasuredStep, replicas: int, assumed: list[str]) -> dict[str, Any]:
+    """What is sharded, and among whom."""
+    said = ZERO.fullmatch(row.text("zero_stage") or "0")
+    if said is None:
+        raise Skip(f"zero_stage '{row.text('zero_stage')}' is not modelled")
+    more, stage = said["more"] or "", int(said["stage"])
+    if stage < 3 and more and "SHARD_GRAD_OP" not in more:
+        assumed.append(f"zero {stage} over all replicas")
+    if "SHARD_GRAD_OP" in more:
+        return {"zero": 3, "reshard_after_forward": False}
+    if said["hsdp"] and stage == 3 and replicas > NODE:
+        assumed.append("sharded within nodes")
+        return {"zero": 3, "hsdp_replicas": replicas // NODE}
+    return {"zero": stage}
 
 
 def _stage_layers(layers: int, chunks: int) -> str:

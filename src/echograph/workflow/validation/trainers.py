@@ -63,6 +63,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         stack: its stack.
         source: where what follows is published.
         set: options of the plan that it sets otherwise than the stack.
+        dropout: of a plain GPT.
         micro_batch: samples of a micro-batch where a row names none; "chunks": as many micro-batches as chunks.
         when: what some rows ran otherwise.
         launch_blocking: whether every launch waited for its kernel.
@@ -72,6 +73,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     stack: str = ""
     source: str = ""
     set: dict[str, Any] = {}
+    dropout: float = 0.0
     micro_batch: int | Literal["chunks"] = 1
     when: tuple[_When, ...] = ()
     launch_blocking: bool = False
