@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from echograph.models import ModelEntry, get_model, model_entries
@@ -19,12 +19,13 @@ _KEYS = {
 """What configurations call the columns."""
 
 _BY_SIZES = {
-    "LlamaForCausalLM": True,
-    "MistralForCausalLM": True,
-    "GPT2LMHeadModel": False,
-    "MptForCausalLM": False,
-}
+    "LlamaForCausalLM": True, "MistralForCausalLM": True, "GPT2LMHeadModel": False, "OPTForCausalLM": False,
+    "BloomForCausalLM": False, "MptForCausalLM": False,
+}  # fmt: skip
 """Architectures that their sizes say all of, and whether their feed-forward network is gated."""
+
+AGREES = 0.1
+"""How far, relatively, the parameters that a row states may be from those of its sizes."""
 
 _METHODS = re.compile(r"\([^)]*\)|\b(sft|lora|qlora|pretrain|finetune)\b")
 """What a name says beyond the model."""
@@ -52,8 +53,12 @@ class RowModel:
         return next(key for key in _KEYS["layers"] if key in self.entry.config)
 
     def of_layers(self, layers: int) -> ModelEntry:
-        """The same with another depth."""
+        """The entry with another depth."""
         return self.entry.with_config(**{self._depth: layers})
+
+    def with_layers(self, layers: int) -> RowModel:
+        """The same with another depth."""
+        return replace(self, entry=self.of_layers(layers))
 
 
 def model_of(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> RowModel:
@@ -149,4 +154,5 @@ def _is_gated(row: MeasuredStep, known: ModelEntry | None, matrix: int, rest: in
     except ValueError:
         assumed.append("a feed-forward network without a gate")
         return False
-    return abs(rest + 3 * matrix - stated) < abs(rest + 2 * matrix - stated)
+    plain, gated = (abs(rest + matrices * matrix - stated) for matrices in (2, 3))
+    return gated < min(plain, AGREES * stated)

@@ -24,6 +24,7 @@ from echograph.workflow.compile import compile_entry
 from echograph.workflow.lowering import passes
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import simulate
+from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
 from echograph.workflow.validation.memory import measured_memory, predicted_memory
 from echograph.workflow.validation.score import Outcome
@@ -32,6 +33,9 @@ from echograph.workflow.validation.table import MeasuredStep, Skip
 
 PIECE = 90
 """Rows that a process takes at once: they share a capture, and no process is left alone with a large family."""
+
+UPDATES = ("op:aten._foreach_*", "op:aten._fused_adamw_")
+"""Operations of the optimizer."""
 
 
 def predict_rows(rows: Sequence[MeasuredStep], jobs: int = 1, say: Progress = silent) -> list[Outcome]:
@@ -180,6 +184,9 @@ def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
         system = System(made.plan.cluster, launch_blocking=made.blocking)
         job = steps.job(made, system)
         result = simulate(job, system, plan=made.plan, memory=False)
+        step_s, interval_s = (
+            _alone(made, steps, system) if made.layer_alone else (result.step_s, result.interval_s)
+        )
         measured = measured_memory(row)
         peak = predicted_memory(row, job, system.cluster, made.plan) if measured else None
     except EchoError as error:
@@ -188,13 +195,29 @@ def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
         id=row.id,
         family=row.family,
         measured_s=row.measured_s,
-        predicted_s=result.step_s,
-        interval_s=result.interval_s,
-        tokens_per_s=(made.plan.global_batch or 0) * made.seq_len / result.step_s,
+        predicted_s=step_s,
+        interval_s=interval_s,
+        tokens_per_s=(made.plan.global_batch or 0) * made.seq_len / step_s,
         peak_bytes=peak,
         measured_peak_bytes=measured,
         assumed=made.assumed,
     )
+
+
+def _alone(made: Setup, steps: _Steps, system: System) -> tuple[float, tuple[float, float]]:
+    """Seconds of the row's layers without embedding, loss and optimizer: by how much so many more make a step longer.
+
+    The interval is as wide, relatively, as that of the longer step.
+    """
+    shallow = replace(made, model=made.model.with_layers(FEWEST))
+    deep = replace(made, model=made.model.with_layers(FEWEST + made.model.layers))
+    scenario = Scenario(without=UPDATES)
+    short, long = (
+        simulate(steps.job(one, system), system, scenario, plan=one.plan, memory=False) for one in (shallow, deep)
+    )
+    seconds = long.step_s - short.step_s
+    low, high = (seconds * bound / long.step_s for bound in long.interval_s)
+    return seconds, (low, high)
 
 
 def _skipped(row: MeasuredStep, why: str) -> Outcome:

@@ -59,6 +59,7 @@ class Setup:
         seq_len: tokens of a sample.
         assumed: what the row does not say, one line each.
         blocking: whether every launch waited for its kernel.
+        layer_alone: whether the figure is of the layers alone, without embedding, loss and optimizer.
     """
 
     model: RowModel
@@ -67,6 +68,7 @@ class Setup:
     seq_len: int
     assumed: tuple[str, ...]
     blocking: bool
+    layer_alone: bool
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -102,6 +104,7 @@ def setup(row: MeasuredStep) -> Setup:
         seq_len=row.number("seq_len"),
         assumed=tuple(assumed),
         blocking=trainer.launch_blocking,
+        layer_alone="layer only" in row.text("notes"),
     )
 
 
