@@ -205,7 +205,7 @@ def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
 
 
 def _alone(made: Setup, steps: _Steps, system: System) -> tuple[float, tuple[float, float]]:
-    """Seconds of the row's layers without embedding, loss and optimizer: by how much so many more make a step longer.
+    """Seconds of the layers without embedding, loss and optimizer: by how much so many more make a step longer.
 
     The interval is as wide, relatively, as that of the longer step.
     """
