@@ -18,6 +18,7 @@ from echograph.errors import EchoError, PlanError, UsageError
 from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.ir.passes.base import Note, run
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind
+from echograph.models.stacks import load_stack
 from echograph.options import given, option_name
 from echograph.progress import Progress
 from echograph.simulator.clusters import Cluster, load_cluster
@@ -80,7 +81,7 @@ def simulate(
             are the system's.
         system: where it runs; None: the default cluster.
         scenario: what is asked beyond that.
-        plan: the plan that made the job, for `Result.plan`.
+        plan: the plan that made the job, for `Result.plan`, and for what the host of its stack does.
         engine: "auto", or an engine's name.
         trace_ranks: ranks whose timelines are wanted, too (`Result.traced`).
         memory: whether to work out memory, which takes about as long as the rest.
@@ -115,10 +116,11 @@ def simulate(
         for entry in scenario.degraded:
             links_of(job, where).find(entry.where)
     job = system.annotate(job)
+    waits = plan is not None and plan.stack != "" and load_stack(plan.stack).host_waits
     result = simulator.simulate(
         job,
         where,
-        system.host,
+        replace(system.host, waits=True) if waits else system.host,
         peak_flops_per_s=system.peak_flops_per_s(job),
         engine=engine,
         ranks=scenario.every_rank(where.gpus_per_node),
