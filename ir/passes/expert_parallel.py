@@ -41,7 +41,7 @@ from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, StepGraph
 from echograph.ir.passes.dims import Ambiguous
-from echograph.ir.passes.gradients import EXPERT, NORMS, axes_group, overflow_flags, total_norms
+from echograph.ir.passes.model import EXPERT, NORMS, axes_group, overflow_flags, total_norms
 from echograph.ir.passes.rewrite import StepWriter
 from echograph.ir.passes.tensor_parallel.rules import VIEWS, WHOLE, OpSchema, Placement, Shard, decide, operator
 

@@ -47,7 +47,7 @@ from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph, StepGraph
-from echograph.ir.passes.gradients import final_gradients, overflow_flags, total_norms
+from echograph.ir.passes.model import final_gradients, overflow_flags, total_norms
 
 Chunks = frozenset[int]
 
