@@ -96,9 +96,9 @@ def run_columns(
         record=record,
         lasted=lasted,
     )
-    events = events_loop.EventQueue(heap=heap, flows=flows, counters=counters)
+    events = events_loop.EventHeap(heap=heap, flows=flows, counters=counters)
     network = _network(shared, len(queues), 64 + 2 * longest)
-    state = events_loop.Queues(
+    state = events_loop.TaskQueues(
         queues=queues,
         rendezvous=np.full(1 << max(4, len(queues).bit_length()), NONE, np.int32),
         due=np.resize(due.astype(np.int32), len(queues)),
@@ -147,11 +147,11 @@ def _queues(table: Any, first: Int32, columns: int) -> Any:
     return queues
 
 
-def _network(sharing: Sharing, flows: int, nodes: int) -> events_loop.FlowNetwork:
+def _network(sharing: Sharing, flows: int, nodes: int) -> events_loop.SharedLinks:
     """Idle links, with room for so many flows, and flows on links."""
     links, hops = events_loop.links_and_hops(sharing, flows)
     room: Any = np.zeros(nodes, events_loop.NODE)
-    return events_loop.FlowNetwork(
+    return events_loop.SharedLinks(
         offsets=array(sharing.links.offsets, np.int64),
         hops=hops,
         links=links,

@@ -268,7 +268,7 @@ class Work(NamedTuple):
     lasted: Int64
 
 
-class Queues(NamedTuple):
+class TaskQueues(NamedTuple):
     """Who runs it.
 
     Attributes:
@@ -285,7 +285,7 @@ class Queues(NamedTuple):
     order: Int32
 
 
-class FlowNetwork(NamedTuple):
+class SharedLinks(NamedTuple):
     """What flows share.
 
     Attributes:
@@ -307,11 +307,11 @@ class FlowNetwork(NamedTuple):
     participants: Int32
 
 
-# What `EventQueue.counters` counts, here and for the flows: places of one array.
+# What `EventHeap.counters` counts, here and for the flows: places of one array.
 SIZE, VACANT, DUE, FLOWS, FREE, NODES, FREE_NODE, CHANGED, ROUND, LONGEST, NOW, COUNTS = range(12)
 
 
-class EventQueue(NamedTuple):
+class EventHeap(NamedTuple):
     """What ends when.
 
     Attributes:
@@ -331,7 +331,7 @@ class EventQueue(NamedTuple):
 
 
 @part
-def push(events: EventQueue, time: int, item: int) -> None:
+def push(events: EventHeap, time: int, item: int) -> None:
     """Adds an end."""
     counters = events.counters
     if counters[VACANT]:
@@ -343,7 +343,7 @@ def push(events: EventQueue, time: int, item: int) -> None:
 
 
 @part
-def settle(events: EventQueue) -> None:
+def settle(events: EventHeap) -> None:
     """Fills the first place, if it is vacant."""
     counters = events.counters
     if counters[VACANT]:
@@ -355,13 +355,13 @@ def settle(events: EventQueue) -> None:
 
 
 @part
-def advance(events: EventQueue, flow: int, time: int) -> None:
+def advance(events: EventHeap, flow: int, time: int) -> None:
     """Moves the end of a flow to an earlier time. The first place may not be vacant."""
     _rise(events, wide(events.flows[flow].at), time, ~flow)
 
 
 @part
-def _rise(events: EventQueue, place: int, time: int, item: int) -> None:
+def _rise(events: EventHeap, place: int, time: int, item: int) -> None:
     heap = events.heap
     while place > 0:
         above = (place - 1) >> 2
@@ -373,7 +373,7 @@ def _rise(events: EventQueue, place: int, time: int, item: int) -> None:
 
 
 @part
-def _sink(events: EventQueue, place: int, time: int, item: int) -> None:
+def _sink(events: EventHeap, place: int, time: int, item: int) -> None:
     heap, size = events.heap, events.counters[SIZE]
     while True:
         first = 4 * place + 1
@@ -391,7 +391,7 @@ def _sink(events: EventQueue, place: int, time: int, item: int) -> None:
 
 
 @part
-def _put(events: EventQueue, place: int, time: int, item: int) -> None:
+def _put(events: EventHeap, place: int, time: int, item: int) -> None:
     row = events.heap[place]
     row.time, row.item = time, item
     if item < 0:
@@ -436,7 +436,7 @@ def links_and_hops(sharing: Sharing, flows: int) -> tuple[Any, Any]:
 
 @once
 def begin(
-    network: FlowNetwork, events: EventQueue, now: int, queue: int, row: int, load: float, left: int, longest: int
+    network: SharedLinks, events: EventHeap, now: int, queue: int, row: int, load: float, left: int, longest: int
 ) -> None:
     """A flow begins. The heap gets its end, unless `share` must first tell when that is.
 
@@ -476,7 +476,7 @@ def begin(
 
 
 @once
-def end(network: FlowNetwork, events: EventQueue, number: int) -> None:
+def end(network: SharedLinks, events: EventHeap, number: int) -> None:
     """A flow has ended, and left the heap."""
     nodes, flow, counters = network.nodes, events.flows[number], events.counters
     for k in range(network.offsets[flow.row], network.offsets[flow.row + 1]):
@@ -502,7 +502,7 @@ def end(network: FlowNetwork, events: EventQueue, number: int) -> None:
 
 
 @part
-def _change(network: FlowNetwork, counters: Int64, number: int) -> None:
+def _change(network: SharedLinks, counters: Int64, number: int) -> None:
     link = network.links[number]
     if not link.changed:
         link.changed = 1
@@ -511,7 +511,7 @@ def _change(network: FlowNetwork, counters: Int64, number: int) -> None:
 
 
 @part
-def _attach(network: FlowNetwork, events: EventQueue, number: int, hop: HopRow) -> None:
+def _attach(network: SharedLinks, events: EventHeap, number: int, hop: HopRow) -> None:
     """Puts a flow into the list of a link."""
     nodes, counters = network.nodes, events.counters
     at = counters[FREE_NODE]
@@ -529,7 +529,7 @@ def _attach(network: FlowNetwork, events: EventQueue, number: int, hop: HopRow) 
 
 
 @once
-def share(network: FlowNetwork, events: EventQueue, now: int) -> bool:
+def share(network: SharedLinks, events: EventHeap, now: int) -> bool:
     """Gives new rates to whom the changed links concern; or returns False: more nodes are needed."""
     links, counters = network.links, events.counters
     if not _know(network, events):
@@ -551,7 +551,7 @@ def share(network: FlowNetwork, events: EventQueue, now: int) -> bool:
 
 
 @once
-def _forget_rounds(network: FlowNetwork, events: EventQueue) -> None:
+def _forget_rounds(network: SharedLinks, events: EventHeap) -> None:
     for k in range(len(network.links)):
         network.links[k].seen = 0
     for k in range(len(events.flows)):
@@ -560,7 +560,7 @@ def _forget_rounds(network: FlowNetwork, events: EventQueue) -> None:
 
 
 @once
-def _know(network: FlowNetwork, events: EventQueue) -> bool:
+def _know(network: SharedLinks, events: EventHeap) -> bool:
     """Finds the flows on links that are saturated for the first time; or returns False: more nodes are needed."""
     links, counters, new = network.links, events.counters, False
     for i in range(counters[CHANGED]):
@@ -589,7 +589,7 @@ def _know(network: FlowNetwork, events: EventQueue) -> bool:
 
 
 @once
-def _connected(network: FlowNetwork, events: EventQueue, first: int, this: int) -> tuple[int, int]:
+def _connected(network: SharedLinks, events: EventHeap, first: int, this: int) -> tuple[int, int]:
     """Finds the saturated links connected to a link, and the flows on them.
 
     Breadth first: `neighbours` is filled with links while it is read, and row 0 of `participants` with flows.
@@ -632,7 +632,7 @@ def _open(link: LinkRow, this: int) -> None:
 
 
 @once
-def _fill(network: FlowNetwork, events: EventQueue, near: int, sharing: int) -> None:
+def _fill(network: SharedLinks, events: EventHeap, near: int, sharing: int) -> None:
     """Progressive filling: the level of each flow, bytes/s, at which it is frozen.
 
     Args:
@@ -682,7 +682,7 @@ def _fill(network: FlowNetwork, events: EventQueue, near: int, sharing: int) -> 
 
 
 @once
-def _freeze(network: FlowNetwork, flow: FlowRow) -> None:
+def _freeze(network: SharedLinks, flow: FlowRow) -> None:
     """A flow rises no more: the rest of its links is for the others."""
     node = flow.nodes
     while node >= 0:
@@ -696,7 +696,7 @@ def _freeze(network: FlowNetwork, flow: FlowRow) -> None:
 
 
 @once
-def _pace(events: EventQueue, now: int, number: int) -> None:
+def _pace(events: EventHeap, now: int, number: int) -> None:
     """Gives a flow the rate of its level. The heap learns of a later end when the former is due."""
     flow = events.flows[number]
     rate = 1.0 if flow.level >= flow.load else flow.level / flow.load
@@ -759,7 +759,7 @@ def link_tasks(tasks: Sequence[TaskRow], first: Int32, rendezvous: Int32) -> Non
 
 
 @kept
-def run(work: Work, queues: Queues, network: FlowNetwork, events: EventQueue) -> bool:
+def run(work: Work, queues: TaskQueues, network: SharedLinks, events: EventHeap) -> bool:
     """Runs until nothing is left that would end; or returns False, to be called again with more nodes."""
     counters = events.counters
     now = counters[NOW]
@@ -786,7 +786,7 @@ def run(work: Work, queues: Queues, network: FlowNetwork, events: EventQueue) ->
 
 
 @once
-def _go_on(work: Work, queues: Queues, network: FlowNetwork, events: EventQueue, now: int, number: int) -> None:
+def _go_on(work: Work, queues: TaskQueues, network: SharedLinks, events: EventHeap, now: int, number: int) -> None:
     """A queue is due: its task begins, with all of its rendezvous, unless it has to wait."""
     leader = _ready(work, queues, now, number)
     if leader < 0:
@@ -813,7 +813,7 @@ def _go_on(work: Work, queues: Queues, network: FlowNetwork, events: EventQueue,
 
 
 @once
-def _end_first(work: Work, queues: Queues, network: FlowNetwork, events: EventQueue, now: int) -> None:
+def _end_first(work: Work, queues: TaskQueues, network: SharedLinks, events: EventHeap, now: int) -> None:
     """The first end of the heap is due: its tasks end, and what is left of its activity goes on."""
     item = wide(events.heap[0].item)
     events.counters[VACANT] = 1
@@ -836,7 +836,7 @@ def _end_first(work: Work, queues: Queues, network: FlowNetwork, events: EventQu
 
 
 @once
-def _ready(work: Work, queues: Queues, now: int, number: int) -> int:
+def _ready(work: Work, queues: TaskQueues, now: int, number: int) -> int:
     """Has a queue wait, or returns who leads the activity that begins."""
     tasks, queue = work.tasks, queues.queues[number]
     task = tasks[queue.task]
@@ -857,7 +857,7 @@ def _ready(work: Work, queues: Queues, now: int, number: int) -> int:
 
 
 @once
-def _arrive(work: Work, queues: Queues, number: int, key: int, place: int) -> int:
+def _arrive(work: Work, queues: TaskQueues, number: int, key: int, place: int) -> int:
     """A queue comes to a rendezvous; returns the first that came if it is the last, else -1."""
     queue, table = queues.queues[number], queues.rendezvous
     hashed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(place) * np.uint64(0xD1342543DE82EF95)
@@ -897,7 +897,7 @@ def _participants(work: Work, task: int, place: int) -> int:
 
 
 @once
-def _gather(work: Work, queues: Queues, now: int, leader: int) -> tuple[int, int, int, float, int]:
+def _gather(work: Work, queues: TaskQueues, now: int, leader: int) -> tuple[int, int, int, float, int]:
     """Begins a rendezvous: puts its participants into the order in which they end, and finds whose route it takes.
 
     Returns:
@@ -930,7 +930,7 @@ def _gather(work: Work, queues: Queues, now: int, leader: int) -> tuple[int, int
 
 
 @once
-def _sort(queues: Queues, leader: int, count: int) -> int:
+def _sort(queues: TaskQueues, leader: int, count: int) -> int:
     """Puts the participants of a rendezvous in the order of their durations, and returns the first.
 
     Merges runs of doubling width, from one row of `order` to the other.
@@ -974,7 +974,7 @@ def _lasts(work: Work, task: int, column: int) -> int:
 
 
 @part
-def _finish(work: Work, queues: Queues, events: EventQueue, now: int, leader: int) -> int:
+def _finish(work: Work, queues: TaskQueues, events: EventHeap, now: int, leader: int) -> int:
     """Ends the tasks of an activity that take no longer than the leader's; returns the next leader, or -1.
 
     Their queues, and those that wait for these tasks, are due.

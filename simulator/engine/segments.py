@@ -1,21 +1,20 @@
-"""The static pass over segments: a call is worked out once, however often programs repeat it.
+"""The static pass over whole calls: what repeats in a step is worked out once, in max-plus algebra.
 
 A *segment* is a run of operations of one call between two rendezvous with other programs. What it does to the
-clocks of the streams that it uses, and of the host, is linear in max-plus algebra: each clock afterwards is the
-largest of (clock before + a constant). `cut` finds the segments: kinds of segments that stand once, and sequences
-of them. `transfer_matrix` works the constants of each kind out, `run` sends the clocks of all programs through
-their segments, `critical_path` follows the causes back, and `program_timeline` writes a program's times out. The
-times are those of `engine.static`, to the picosecond.
+clocks of its *lanes*, the host (0) and streams (1 + their number), is linear in max-plus algebra, in which the
+larger of two numbers is their sum, and their sum their product (Baccelli, Cohen, Olsder and Quadrat,
+"Synchronization and Linearity", 1992, chapter 2). *Entries* are the clocks of these lanes as it begins, then its
+inputs: when what they wait for ended. *Exits* are the clocks after it, then the ends of its outputs. Every exit
+is the largest of (entry + constant), and the constant is the longest path of work between the two: the *transfer
+matrix* of the segment, one for all that have the same operations. Matrices of segments that follow each other
+without waiting for others are multiplied to one, a *chain*. A program is then a row of matrices through which
+its clocks are sent. *Scenarios*, which differ in durations, are worked out side by side.
 
-*Entries* are the clocks of the segment's lanes as it begins, then its inputs: when what each of these waits for
-ended. *Exits* are the clocks of the same lanes after it, then the ends of its outputs. An exit is the largest of
-(entry + constant); the constant is the longest chain of work between the two (Baccelli, Cohen, Olsder and
-Quadrat, "Synchronization and Linearity", 1992, chapter 2). Several *scenarios*, which differ in durations, are
-worked out side by side. A *lane* is the host (0) or a stream (1 + its number).
-
-The critical path goes from the task that ends last, cause by cause, to the start of the step. Inside a segment it
-depends on one thing, the entry that it comes from, unless two entries let a task start at the same picosecond. So
-it is followed once for each kind of segment, task and entry.
+`cut` finds segments, `transfer_matrix` works their constants out, `run` sends the clocks of all programs through.
+Then the answers are read off: `program_timeline`, when operations start, and `critical_path`, from the task that
+ends last, cause by cause, to the start of the step. Inside a segment the path depends on one thing, the entry that
+it comes from, unless two entries let a task start at the same picosecond: so it is followed once for each kind of
+segment, task and entry. All times are those of `static`, to the picosecond.
 """
 
 from __future__ import annotations
@@ -37,6 +36,71 @@ from echograph.simulator.breakdown import Breakdown, breakdown
 from echograph.simulator.engine import Roles, StepRun, static
 from echograph.simulator.groups import RendezvousKeys, number_rendezvous, occurrences
 from echograph.simulator.limits import families, largest_first
+from echograph.simulator.tasks import DEVICE, HOST
+
+REPEATED = 4
+"""How often operations have to run, on average, for segments to pay: a kind takes as long as so many runs."""
+
+
+def simulate(roles: Roles) -> StepRun | None:
+    """One step, and when it ends in the scenarios of its interval.
+
+    Returns:
+        The step; None where operations do not repeat, where runs of the same operations do not wait alike, where
+        segments wait for each other in a circle, or where threads issue besides the host.
+    """
+    if roles.host.threads or not _pays(roles):
+        return None
+    if (segments := cut(roles.job)) is None:
+        return None
+    device, host = (
+        np.rint(times[:, None] * factors).astype(np.int64)
+        for times, factors in ((roles.times.picoseconds, roles.factor[:-1]), (roles.issue, roles.factor[-1]))
+    )
+    ran = run(segments, work_of(roles.job, device, host))
+    return None if ran is None else _step(roles, ran)
+
+
+def _pays(roles: Roles) -> bool:
+    """Whether operations repeat often enough, in a step that the constants can hold."""
+    job, rows = roles.job, len(roles.job.ops) + 1
+    calls = [program.calls[:, 1] * rows + program.calls[:, 2] for program in job.programs]
+    begin, end = np.divmod(distinct(np.concatenate(calls)), rows)
+    # As floats: what the host does itself stands in both, and their sum may be beyond 64 bits.
+    work = roles.times.picoseconds.astype(np.float64) + roles.issue
+    longest = float(np.dot(job.run_counts(), work)) * float(roles.factor.max())
+    return job.unfolded_ops >= REPEATED * int((end - begin).sum()) and longest < LONGEST_PS
+
+
+def _step(roles: Roles, ran: SegmentRun) -> StepRun:
+    """What the segments did; their tasks are run one by one if they have to be written down."""
+    job: JobGraph = roles.job
+    last, total = critical_path(ran, families(job))
+    end, work = int(ran.ends[0]), ran.work.device[:, 0].astype(np.float64)
+
+    def of_program(number: int) -> Breakdown:
+        return breakdown(job, program_timeline(ran, number), number, end)
+
+    return StepRun(
+        end_ps=end,
+        last=last,
+        breakdown=of_program(last),
+        breakdowns=lambda: [of_program(number) for number in range(len(job.programs))],
+        limits=largest_first(job, total, end),
+        busy=job.run_counts() * work,
+        busy_of_last=job.run_counts(last) * work,
+        write=cache(lambda: roles.step(static.run(roles.tasks)).write()),
+        scenario_ends=ran.ends[1:],
+    )
+
+
+NEVER = -(2**62)
+"""A constant for what does not depend on an entry, and the clock of an input that nothing holds back."""
+LONGEST_PS = 2**60
+"""Steps beyond which sums with `NEVER` would not stay apart from those without."""
+
+
+# -- programs, cut into segments ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +109,14 @@ class SegmentKind:
 
     Attributes:
         rows: of the operation table.
-        meets: whether it is one communication that other programs take part in.
+        rendezvous: whether it is one communication that other programs take part in.
         waits: for each operation, those of the segment on other streams that it waits for, ascending.
         inputs: operations that wait for another segment in some run, ascending.
         outputs: operations that another segment waits for, ascending.
     """
 
     rows: range
-    meets: bool
+    rendezvous: bool
     waits: tuple[tuple[int, ...], ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -65,7 +129,7 @@ class SegmentSequence:
     Attributes:
         kind: number of each segment's kind.
         start: int64 [segments + 1], position in the program of its first operation.
-        rendezvous: number of each segment's rendezvous; -1 for segments that do not meet.
+        rendezvous: number of each segment's rendezvous; -1 for those that are none.
         incoming: by segment, (number of the input, edge) of what it waits for, in the order of the makers.
         outgoing: by segment, (number of the output, edge) of what waits for it.
         maker: of each edge, the segment and the number of its output.
@@ -124,6 +188,7 @@ def cut(job: JobGraph) -> SegmentedJob | None:
     keys = RendezvousKeys(job)
     key_of = [keys.of(number) for number in range(len(job.programs))]
     cuts = [_cut(job, number, edges, its >= 0) for number, its in enumerate(key_of)]
+    # Segments of the same rows are of one kind: its number says which rows, and whether they are a rendezvous.
     rows = len(job.ops) + 1
     meets = [np.isin(np.arange(len(c.begin)), c.met) for c in cuts]
     names = np.concatenate(
@@ -143,7 +208,7 @@ def cut(job: JobGraph) -> SegmentedJob | None:
     kinds = tuple(
         SegmentKind(
             rows=range(begin := int(n) // 2 // rows, begin + (length := int(n) // 2 % rows)),
-            meets=bool(n % 2),
+            rendezvous=bool(n % 2),
             waits=tuple(tuple(inner.get((number, op), ())) for op in range(length)),
             inputs=tuple(inputs[number]),
             outputs=tuple(outputs[number]),
@@ -158,8 +223,9 @@ def cut(job: JobGraph) -> SegmentedJob | None:
     return SegmentedJob(job=job, kinds=kinds, sequences=tuple(sequences), members=members)
 
 
-def _cut(job: JobGraph, number: int, edges: Edges, joined: np.ndarray) -> _Cut:
-    calls, rows = job.programs[number].calls, np.flatnonzero(joined)
+def _cut(job: JobGraph, number: int, edges: Edges, meets: np.ndarray) -> _Cut:
+    """One program, cut where its calls begin, and before and after each rendezvous."""
+    calls, rows = job.programs[number].calls, np.flatnonzero(meets)
     starts = np.concatenate([[0], np.cumsum(calls[:, 2] - calls[:, 1])])
     call, which = spread(np.searchsorted(rows, calls[:, 1]), np.searchsorted(rows, calls[:, 2]))
     met = starts[call] + rows[which] - calls[call, 1]
@@ -178,6 +244,8 @@ def _cut(job: JobGraph, number: int, edges: Edges, joined: np.ndarray) -> _Cut:
 
 def _inner(cuts: list[_Cut], kind: Int64, first: Int64) -> dict[tuple[int, int], list[int]] | None:
     """Who waits for whom inside each kind of segment; None where its segments differ."""
+    # An edge inside a segment becomes a number, of the segment, who waits there and for whom: sorted, those of one
+    # segment lie together.
     found = []
     longest = int(max((c.lengths.max(initial=0) for c in cuts), default=0))
     for c, number in zip(cuts, first.tolist(), strict=False):
@@ -190,6 +258,7 @@ def _inner(cuts: list[_Cut], kind: Int64, first: Int64) -> dict[tuple[int, int],
     edges = edges[np.diff(edges, prepend=NONE) > 0]
     segment, offsets = np.divmod(edges, longest**2)
     count = np.bincount(segment, minlength=len(kind))
+    # Every segment must have the edges of the first one of its kind.
     _, example = np.unique(kind, return_index=True)
     if not np.array_equal(count, count[example[kind]]):
         return None
@@ -215,10 +284,11 @@ def _outer(job: JobGraph, c: _Cut) -> tuple[Int64, Int64]:
     maker, reader = c.row(before), c.row(after)
     hosts = job.ops.kind[reader] == OpKind.HOST
     pair = (1 + job.ops.stream[maker]) * lanes + np.where(hosts, 0, 1 + job.ops.stream[reader])
+    # For each pair of streams, the latest run that was waited for so far; numbers hold the pair and the position.
     by_pair = np.argsort(pair, kind="stable")
     span = int(c.start[-1]) + 1
     latest = np.maximum.accumulate(pair[by_pair].astype(np.int64) * span + before[by_pair])
-    # The first edge of each reader: what stands before it is of earlier ones.
+    # What stands before the first edge of a reader is of earlier readers.
     place = pair[by_pair].astype(np.int64) * span + after[by_pair]
     begin = np.searchsorted(place, place)
     known = np.where(begin > 0, latest[np.maximum(begin, 1) - 1], NONE)
@@ -264,10 +334,7 @@ def _connect(
         sequence.maker.append((its, out))
 
 
-NEVER = -(2**62)
-"""A constant for what does not depend on an entry, and the clock of an input that nothing holds back."""
-LONGEST_PS = 2**60
-"""Steps beyond which sums with `NEVER` would not stay apart from those without."""
+# -- transfer matrices --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -336,6 +403,7 @@ class SegmentChain:
         self.over = self._alone() if len(matrices) == 1 else self._together()
 
     def _alone(self) -> Int64:
+        """The constants of the one segment, which begins as the chain does."""
         entries = len(self.lanes) + self.inputs
         as_they_are = np.full((entries, entries), NEVER)
         np.fill_diagonal(as_they_are, 0)
@@ -343,7 +411,7 @@ class SegmentChain:
         return self.matrices[0].over
 
     def _together(self) -> Int64:
-        """Sends the clocks through all segments, and notes those with which each begins."""
+        """The product of the matrices, over the lanes of all; notes the factors that stand before each."""
         matrices = self.matrices
         entries = len(self.lanes) + self.inputs
         clocks = np.full((len(self.lanes), entries, matrices[0].over.shape[2]), NEVER)
@@ -353,17 +421,24 @@ class SegmentChain:
         for its in matrices:
             lanes = np.searchsorted(self.at, its.lanes)
             into = clocks[lanes]
+            # Of later segments no input is waited for in this chain, or they would begin one of their own.
             if its.kind.inputs:
                 closed = np.full((len(its.kind.inputs), *clocks.shape[1:]), NEVER)
                 into = np.concatenate([into, closed if self.before else inputs])
             self.before.append(into[:, :, 0])
+            # Sums of two `NEVER` must not run away, nor come near what is a time.
             after = np.maximum((its.over[:, :, None] + into[None]).max(axis=1), NEVER)
             clocks[lanes] = after[: len(lanes)]
         return np.concatenate([clocks, after[len(lanes) :]])
 
 
 def transfer_matrix(kind: SegmentKind, work: RowTimes) -> TransferMatrix:
-    """Works the constants of a kind of segment out, operation by operation."""
+    """Works the constants of a kind of segment out, operation by operation.
+
+    Every clock is a row of constants, one for each entry: as the segment begins, 0 for its own lane and `NEVER`
+    for the others, the identity of max-plus algebra. Then the operations are run as a clock with one value would
+    run them: work adds its duration to the row, and what waits takes the larger of two rows.
+    """
     rows = kind.rows
     lanes = (0, *sorted({work.lane[row] for row in rows}))
     entries, scenarios = len(lanes) + len(kind.inputs), work.device.shape[1]
@@ -389,12 +464,16 @@ def transfer_matrix(kind: SegmentKind, work: RowTimes) -> TransferMatrix:
 
 def _after(ready: Int64, op: int, kind: SegmentKind, ends: list[Int64], inputs: dict[int, int]) -> Int64:
     """When an operation can start that is ready, but for what it waits for."""
+    # An input's own constant is 0: it starts then, or later.
     for before in kind.waits[op]:
         ready = np.maximum(ready, ends[before])
     if op in inputs:
         ready = ready.copy()
         ready[inputs[op]] = np.maximum(ready[inputs[op]], 0)
     return ready
+
+
+# -- clocks, sent through them ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -519,7 +598,13 @@ class _Arrival:
 
 @dataclass(slots=True, eq=False)
 class _Rendezvous:
-    """Who has come to which rendezvous."""
+    """Who has come to which rendezvous.
+
+    Attributes:
+        members: of each, how many segments take part.
+        waiting: by rendezvous, those that have come.
+        met: those that all have come to.
+    """
 
     members: tuple[int, ...]
     waiting: dict[int, list[_Arrival]] = field(default_factory=dict)
@@ -535,6 +620,7 @@ class _Rendezvous:
         start = here[0].ready
         for its in here[1:]:
             start = np.maximum(start, its.ready)
+        # In the first scenario, which is the step: of those that are ready last, the first in order.
         last = min((-int(its.ready[0]), its.program.number, its.stretch.first) for its in here)
         self.met[rendezvous] = Rendezvous(start=int(start[0]), last=last[1:])
         for its in here:
@@ -543,7 +629,11 @@ class _Rendezvous:
 
 
 class _Program:
-    """The state of one program. A lane that is at a rendezvous is pending: its clock is not known."""
+    """The state of one program.
+
+    It runs ahead of others until it needs what they say. A lane that is at a rendezvous is pending, its clock not
+    known: segments on other lanes go on, and so may the host, which only issues.
+    """
 
     def __init__(
         self, number: int, sequence: SegmentSequence, stretches: list[Stretch], work: RowTimes, lanes: int
@@ -561,20 +651,21 @@ class _Program:
             stretch = self.stretches[self.at]
             chain = stretch.chain
             if chain is None:
-                found = self._meet(stretch, rendezvous)
+                found = self._arrive(stretch, rendezvous)
                 if found is None:
                     break
                 free += found
                 continue
             if self.pending & chain.uses:
                 break
-            entry = self.clocks[chain.at]
+            entry = self.clocks[chain.at]  # a copy, which stays as it is
             if chain.inputs:
                 inputs = self._inputs(stretch, chain.inputs)
                 if inputs is None:
                     break
                 entry = np.concatenate([entry, inputs])
             self.entries.append(entry)
+            # The matrix-vector product of max-plus algebra.
             after = (chain.over + entry).max(axis=1)
             self.clocks[chain.at] = after[: len(chain.lanes)]
             for out_port, edge in stretch.outgoing:
@@ -592,7 +683,7 @@ class _Program:
             np.maximum(values[in_port], end, out=values[in_port])
         return values
 
-    def _meet(self, stretch: Stretch, rendezvous: _Rendezvous) -> list[_Program] | None:
+    def _arrive(self, stretch: Stretch, rendezvous: _Rendezvous) -> list[_Program] | None:
         """Comes to a rendezvous; None where it cannot yet."""
         lane = self.work.lane[stretch.row]
         in_port = self._inputs(stretch, 1) if not self.pending & (1 | 1 << lane) else None
@@ -617,7 +708,7 @@ class _Program:
 
 def _stretches(segments: SegmentedJob, work: RowTimes) -> list[list[Stretch]]:
     """The stretches of each program. Chains that stand once do not pay: their segments go one by one."""
-    matrices = [None if kind.meets else transfer_matrix(kind, work) for kind in segments.kinds]
+    matrices = [None if kind.rendezvous else transfer_matrix(kind, work) for kind in segments.kinds]
     bounded = [_between_bounds(sequence, segments.kinds) for sequence in segments.sequences]
     often = Counter(kinds for its in bounded for _, kinds in its)
     chains: dict[tuple[int, ...], SegmentChain] = {}
@@ -644,8 +735,8 @@ def _stretches(segments: SegmentedJob, work: RowTimes) -> list[list[Stretch]]:
 def _between_bounds(
     sequence: SegmentSequence, kinds: tuple[SegmentKind, ...]
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """The segments of a program between those that meet, wait for others, or are waited for: first, and kinds."""
-    cuts = np.array([kind.meets for kind in kinds] or [False])[sequence.kind]
+    """The segments of a program up to rendezvous, and to what waits or is waited for: first, and kinds."""
+    cuts = np.array([kind.rendezvous for kind in kinds] or [False])[sequence.kind]
     cuts[1:] |= cuts[:-1]
     cuts[[*sequence.incoming]] = True
     cuts[[segment + 1 for segment in sequence.outgoing]] = True
@@ -655,7 +746,67 @@ def _between_bounds(
     return [(first, tuple(numbers[first:end])) for first, end in pairwise(bounds)]
 
 
-HOST, DEVICE = 0, 1
+# -- when operations start ----------------------------------------------------------------------------------------
+
+
+def program_timeline(run: SegmentRun, program: int) -> Timeline:
+    """What one program did, in its order; causes are not worked out (-1)."""
+    job, sequence = run.segments.job, run.segments.sequences[program]
+    count = int(sequence.start[-1])
+    start, op = np.zeros((count, 2), np.int64), np.zeros(count, np.int64)
+    for matrix, first, entries in _by_matrix(run, program):
+        position = sequence.start[first][:, None] + np.arange(len(matrix.kind.rows))
+        op[position] = np.array(matrix.kind.rows)
+        found = np.zeros((*position.shape, 2), np.int64)
+        for entry in range(matrix.starts.shape[2]):
+            np.maximum(found, matrix.starts[:, :, entry] + entries[:, entry, None, None], out=found)
+        start[position] = found
+    for stretch, its in zip(run.stretches[program], run.entries[program], strict=True):
+        if stretch.chain is None:
+            here = int(sequence.start[stretch.first])
+            op[here] = stretch.row
+            start[here] = its[0, 0], run.met[int(sequence.rendezvous[stretch.first])].start
+    calls = job.programs[program].calls
+    lengths = calls[:, 2] - calls[:, 1]
+    instance, micro_batch = (np.repeat(calls[:, field].astype(np.int32), 2 * lengths) for field in (3, 4))
+    op = np.repeat(op, 2)
+    duration = np.where(np.arange(2 * count) % 2, run.work.device[op, 0], run.work.host[op, 0])
+    return Timeline(
+        program=np.full(2 * count, program, np.int32),
+        lane=np.tile(np.array([Lane.HOST, Lane.DEVICE], np.uint8), count),
+        stream=job.ops.stream[op],
+        op=op,
+        instance=instance,
+        micro_batch=micro_batch,
+        start=start.ravel(),
+        duration=duration,
+        cause=np.full(2 * count, NONE, np.int64),
+        programs=tuple(p.role or f"rank {i}" for i, p in enumerate(job.programs)),
+        streams=job.streams,
+    )
+
+
+def _by_matrix(run: SegmentRun, program: int) -> Iterator[tuple[TransferMatrix, Int64, Int64]]:
+    """Numbers of segments that are alike, and int64 [segments, entries] with which they begin."""
+    alike: dict[SegmentChain, tuple[list[int], list[Int64]]] = {}
+    for stretch, entry in zip(run.stretches[program], run.entries[program], strict=True):
+        if stretch.chain is not None:
+            firsts, entries = alike.setdefault(stretch.chain, ([], []))
+            firsts.append(stretch.first)
+            entries.append(entry[:, 0])
+    found: dict[TransferMatrix, list[tuple[Int64, Int64]]] = {}
+    for chain, (firsts, entries) in alike.items():
+        first, entry = np.array(firsts), np.array(entries)
+        for at, (matrix, before) in enumerate(zip(chain.matrices, chain.before, strict=True)):
+            into = (before[None] + entry[:, None]).max(axis=2)
+            found.setdefault(matrix, []).append((first + at, into))
+    for matrix, places in found.items():
+        yield matrix, np.concatenate([first for first, _ in places]), np.concatenate([into for _, into in places])
+
+
+# -- the critical path --------------------------------------------------------------------------------------------
+
+
 Task = tuple[int, int, int, int]
 """Program, segment, operation of the segment, and whether the host or the device does it."""
 _Times = list[list[int]]
@@ -848,114 +999,3 @@ class _Path:
             if cause is None:
                 return _Way(total, where)
             op, side = cause
-
-
-def program_timeline(run: SegmentRun, program: int) -> Timeline:
-    """What one program did, in its order; causes are not worked out (-1)."""
-    job, sequence = run.segments.job, run.segments.sequences[program]
-    count = int(sequence.start[-1])
-    start, op = np.zeros((count, 2), np.int64), np.zeros(count, np.int64)
-    for matrix, first, entries in _by_matrix(run, program):
-        position = sequence.start[first][:, None] + np.arange(len(matrix.kind.rows))
-        op[position] = np.array(matrix.kind.rows)
-        found = np.zeros((*position.shape, 2), np.int64)
-        for entry in range(matrix.starts.shape[2]):
-            np.maximum(found, matrix.starts[:, :, entry] + entries[:, entry, None, None], out=found)
-        start[position] = found
-    for stretch, its in zip(run.stretches[program], run.entries[program], strict=True):
-        if stretch.chain is None:
-            here = int(sequence.start[stretch.first])
-            op[here] = stretch.row
-            start[here] = its[0, 0], run.met[int(sequence.rendezvous[stretch.first])].start
-    calls = job.programs[program].calls
-    lengths = calls[:, 2] - calls[:, 1]
-    instance, micro_batch = (np.repeat(calls[:, field].astype(np.int32), 2 * lengths) for field in (3, 4))
-    op = np.repeat(op, 2)
-    duration = np.where(np.arange(2 * count) % 2, run.work.device[op, 0], run.work.host[op, 0])
-    return Timeline(
-        program=np.full(2 * count, program, np.int32),
-        lane=np.tile(np.array([Lane.HOST, Lane.DEVICE], np.uint8), count),
-        stream=job.ops.stream[op],
-        op=op,
-        instance=instance,
-        micro_batch=micro_batch,
-        start=start.ravel(),
-        duration=duration,
-        cause=np.full(2 * count, NONE, np.int64),
-        programs=tuple(p.role or f"rank {i}" for i, p in enumerate(job.programs)),
-        streams=job.streams,
-    )
-
-
-def _by_matrix(run: SegmentRun, program: int) -> Iterator[tuple[TransferMatrix, Int64, Int64]]:
-    """Numbers of segments that are alike, and int64 [segments, entries] with which they begin."""
-    alike: dict[SegmentChain, tuple[list[int], list[Int64]]] = {}
-    for stretch, entry in zip(run.stretches[program], run.entries[program], strict=True):
-        if stretch.chain is not None:
-            firsts, entries = alike.setdefault(stretch.chain, ([], []))
-            firsts.append(stretch.first)
-            entries.append(entry[:, 0])
-    found: dict[TransferMatrix, list[tuple[Int64, Int64]]] = {}
-    for chain, (firsts, entries) in alike.items():
-        first, entry = np.array(firsts), np.array(entries)
-        for at, (matrix, before) in enumerate(zip(chain.matrices, chain.before, strict=True)):
-            into = (before[None] + entry[:, None]).max(axis=2)
-            found.setdefault(matrix, []).append((first + at, into))
-    for matrix, places in found.items():
-        yield matrix, np.concatenate([first for first, _ in places]), np.concatenate([into for _, into in places])
-
-
-REPEATED = 4
-"""How often operations have to run, on average, for segments to pay: a kind takes as long as so many runs."""
-
-
-def simulate(roles: Roles) -> StepRun | None:
-    """One step, and when it ends in the scenarios of its interval.
-
-    Returns:
-        The step; None where operations do not repeat, where runs of the same operations do not wait alike, where
-        segments wait for each other in a circle, or where threads issue besides the host.
-    """
-    if roles.host.threads or not _pays(roles):
-        return None
-    if (segments := cut(roles.job)) is None:
-        return None
-    device, host = (
-        np.rint(times[:, None] * factors).astype(np.int64)
-        for times, factors in ((roles.times.picoseconds, roles.factor[:-1]), (roles.issue, roles.factor[-1]))
-    )
-    ran = run(segments, work_of(roles.job, device, host))
-    return None if ran is None else _step(roles, ran)
-
-
-def _pays(roles: Roles) -> bool:
-    """Whether operations repeat often enough, in a step that the constants can hold."""
-    job, rows = roles.job, len(roles.job.ops) + 1
-    calls = [program.calls[:, 1] * rows + program.calls[:, 2] for program in job.programs]
-    begin, end = np.divmod(distinct(np.concatenate(calls)), rows)
-    # As floats: what the host does itself stands in both, and their sum may be beyond 64 bits.
-    work = roles.times.picoseconds.astype(np.float64) + roles.issue
-    longest = float(np.dot(job.run_counts(), work)) * float(roles.factor.max())
-    return job.unfolded_ops >= REPEATED * int((end - begin).sum()) and longest < LONGEST_PS
-
-
-def _step(roles: Roles, ran: SegmentRun) -> StepRun:
-    """What the segments did; their tasks are run one by one if they have to be written down."""
-    job: JobGraph = roles.job
-    last, total = critical_path(ran, families(job))
-    end, work = int(ran.ends[0]), ran.work.device[:, 0].astype(np.float64)
-
-    def of_program(number: int) -> Breakdown:
-        return breakdown(job, program_timeline(ran, number), number, end)
-
-    return StepRun(
-        end_ps=end,
-        last=last,
-        breakdown=of_program(last),
-        breakdowns=lambda: [of_program(number) for number in range(len(job.programs))],
-        limits=largest_first(job, total, end),
-        busy=job.run_counts() * work,
-        busy_of_last=job.run_counts(last) * work,
-        write=cache(lambda: roles.step(static.run(roles.tasks)).write()),
-        scenario_ends=ran.ends[1:],
-    )
