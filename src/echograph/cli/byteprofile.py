@@ -5,21 +5,20 @@ What ByteProfile's and dPRO's analyzer answers, of their traces and of others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from echograph.cli.output import print_error, print_json, print_line, print_table, progress
+from echograph.cli.options import Json
+from echograph.cli.output import print_json, print_line, print_notes, print_tables, progress
 from echograph.errors import UsageError
 from echograph.ir.files import check_writable, write_whole
 from echograph.units import PS_PER_MS, PS_PER_US, format_bytes, format_time
 
 if TYPE_CHECKING:
     from echograph.profiler.analyses.table import AnswerTable
-
-_WIDEST = 72
 
 TracePath = Annotated[Path, typer.Argument(help="A trace; or the folder of a GPU, a worker or a job.")]
 Folder = Annotated[Path, typer.Argument(help="Folder of a worker or a job: traces with their dag.gml.")]
@@ -32,7 +31,6 @@ DelQueue = Annotated[
 RunOrder = Annotated[
     bool, typer.Option("--run-time", help="Operators in the order in which they ran, not as the model demands.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def show(
@@ -54,25 +52,13 @@ def show(
         records = {name: table.records() for name, table in tables.items()}
         print_json({**(rest or {}), **records, "notes": said})
         return
-    for number, (name, table) in enumerate(tables.items()):
-        if len(tables) > 1:
-            if number:
-                print_line()
-            print_line(name)
-        print_table(list(table.columns), ([_short(cell) for cell in row] for row in table.rows()))
-    for note in said:
-        print_error(f"note: {note}")
-
-
-def _short(cell: object) -> object:
-    """A cell as wide as it is worth: milliseconds to a tenth of a microsecond; names of kernels cut."""
-    if isinstance(cell, str) and len(cell) > _WIDEST:
-        return cell[: _WIDEST - 3] + "..."
-    return f"{cell:.4f}" if isinstance(cell, float) else cell
+    # Milliseconds to a tenth of a microsecond.
+    print_tables(tables, number=lambda value: f"{value:.4f}")
+    print_notes(said)
 
 
 def stats_command(
-    traces: TracePath, sort: Sort = False, head: Head = None, xlsx: Xlsx = None, as_json: AsJson = False
+    traces: TracePath, sort: Sort = False, head: Head = None, xlsx: Xlsx = None, as_json: Json = False
 ) -> None:
     """How often each operation ran and what it took; of each category, the one that takes longest."""
     from echograph.profiler.byteprofile import report
@@ -91,7 +77,7 @@ def compare_command(
     sort: Sort = False,
     head: Head = None,
     xlsx: Xlsx = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """What the operations of two runs took: the difference of their averages, and that over the first's."""
     from echograph.profiler.byteprofile import report
@@ -110,7 +96,7 @@ def compare3d_command(
     plot: Annotated[
         Path | None, typer.Option(help="Draw the bars in three dimensions there (.png, .svg, .pdf).")
     ] = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Settings side by side: on the first GPU of each worker, the mean of averages of each category."""
     from echograph.profiler.byteprofile import report
@@ -129,7 +115,7 @@ def mapping_command(
     offset_us: Annotated[
         float, typer.Option(help="Microseconds to add to the kernels' times, where clocks differ.")
     ] = 0.0,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Which kernels each operator ran: by time from two traces; by launches from a PyTorch trace."""
     from echograph.profiler.byteprofile.report import mapping_of
@@ -147,7 +133,7 @@ def dag_command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the graph there; its ending says how: .dot, .gml.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """What a step's operations wait for, in an order in which they can run; draw it with --output."""
     from echograph.profiler.byteprofile import dag
@@ -175,7 +161,7 @@ def critical_command(
     del_queue: DelQueue = False,
     run_time: RunOrder = False,
     head: Head = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """The longest path through a step's dependencies: of each GPU, then of all together."""
     from echograph.profiler.byteprofile.dag import path_table
@@ -214,7 +200,7 @@ def replay_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="The replay as a Chrome trace.")] = Path(
         "replay.json"
     ),
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Run a step again from its measured durations and dependencies, as it was or with some of it slower."""
     from echograph.profiler.byteprofile.combine import as_trace
@@ -257,7 +243,7 @@ def combine_command(
     align: Annotated[
         bool, typer.Option(help="Align the workers' clocks at the end of their first common pull.")
     ] = True,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Combine traces into one, ranks and workers before the names, all on the first worker's clock."""
     from echograph.profiler.byteprofile.combine import combine
@@ -285,7 +271,7 @@ def collect_command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the traces, rather than each GPU's own.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Make final traces anew from what the profilers wrote; say what forward, backward and iterations take."""
     from echograph.profiler.byteprofile.combine import iteration_table, write_collected
@@ -298,9 +284,21 @@ def collect_command(
     with progress(f"reading {traces}"):
         if made:
             job, notes = write_collected(job, output, operators_only=sub_option == "operator")
-            for note in notes:
-                print_error(f"note: {note}")
+            print_notes(notes)
         table = iteration_table(job)
     for gpu in job.gpus if made and not as_json else ():
         print_line(str(gpu.files[0]))
     show({"iterations": table}, as_json)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "stats": stats_command,
+    "combine": combine_command,
+    "compare": compare_command,
+    "critical": critical_command,
+    "replay": replay_command,
+    "collect": collect_command,
+    "compare3d": compare3d_command,
+    "mapping": mapping_command,
+    "dag": dag_command,
+}
