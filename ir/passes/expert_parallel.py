@@ -198,7 +198,7 @@ class Places:
 
     The rows of a grouped product are with the experts, and so is what is computed of such rows alone. What also
     reads something at home is computed there, unless it is between two products: so rows are exchanged just before
-    the first product of a layer and just after the last, in the type they then have, and likewise their gradients.
+    the first product of a layer and just after the last, in the type they then have, and so are their gradients.
 
     Args:
         graph: the step.

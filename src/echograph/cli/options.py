@@ -18,9 +18,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON.")]
 TraceFile = Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace, for Perfetto.")]
 GraphFile = Annotated[Path, typer.Argument(help="A graph file written by echoc.")]
-Model = Annotated[
-    str, typer.Option("--model", "-m", help="Zoo name, Hugging Face config folder or JSON, or file.py:function.")
-]
+MODEL = typer.Option("--model", "-m", help="Zoo name, Hugging Face config folder or JSON, or file.py:function.")
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _FILE = Annotated[

@@ -290,9 +290,16 @@ def measure_collectives(
         A record each measurement, in seconds; None on all ranks but the first.
 
     Raises:
-        UsageError: a backend that there is not.
+        UsageError: one rank alone, no time to measure, or a backend that there is not.
         OutputError: the folder cannot be written.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise UsageError(
+            "echoprof collectives measures between ranks: torchrun --nproc-per-node 2 --no-python "
+            "echoprof collectives"
+        )
+    if not budget_s > 0:
+        raise UsageError(f"--budget: {budget_s:g}: give seconds above 0")
     import torch
     from torch import distributed
 
