@@ -10,18 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from echograph.cli import byteprofile
 from echograph.cli.app import make_app, require_torch, run
-from echograph.cli.byteprofile import (
-    collect_command,
-    combine_command,
-    compare3d_command,
-    compare_command,
-    critical_command,
-    dag_command,
-    mapping_command,
-    replay_command,
-    stats_command,
-)
 from echograph.cli.comms import comms, record
 from echograph.cli.options import GraphFile, Json, Model, parse_ranks, with_options
 from echograph.cli.output import (
@@ -307,15 +297,8 @@ def collectives_command(
         print_json(found)
 
 
-app.command("stats")(stats_command)
-app.command("combine")(combine_command)
-app.command("compare")(compare_command)
-app.command("critical")(critical_command)
-app.command("replay")(replay_command)
-app.command("collect")(collect_command)
-app.command("compare3d")(compare3d_command)
-app.command("mapping")(mapping_command)
-app.command("dag")(dag_command)
+for _name, _command in byteprofile.COMMANDS.items():
+    app.command(_name)(_command)
 app.add_typer(comms, name="comms")
 app.add_typer(record, name="record")
 
