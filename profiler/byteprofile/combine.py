@@ -49,42 +49,30 @@ from echograph.units import PS_PER_MS
 _COMMON_ENDS = ("PULL", ALLREDUCE)
 
 
-class CombinedTrace(NamedTuple):
-    """A trace among those that are combined.
-
-    Attributes:
-        worker: its number.
-        gpu: where its files are.
-    """
-
-    worker: int
-    gpu: Gpu
-
-
 class Combined(NamedTuple):
     """How traces were combined.
 
     Attributes:
-        sources: the traces.
+        sources: the GPUs whose traces they are.
         shift: picoseconds that are taken from the times of each worker.
         by: the event by whose end clocks were aligned; empty where there is one worker, or none was asked for.
     """
 
-    sources: tuple[CombinedTrace, ...]
+    sources: tuple[Gpu, ...]
     shift: dict[int, int]
     by: str
 
 
-def sources_of(jobs: Sequence[Job]) -> list[CombinedTrace]:
-    """The traces of several jobs; each worker of each job is one of all, and a trace that is given alone too."""
-    found, first = [], 0
+def sources_of(jobs: Sequence[Job]) -> list[Gpu]:
+    """The GPUs of several jobs; each worker of each job is one of all, and a trace that is given alone too."""
+    found, first = list[Gpu](), 0
     for job in jobs:
-        found += [CombinedTrace(first + gpu.worker, gpu) for gpu in job.gpus]
+        found += [dataclasses.replace(gpu, worker=first + gpu.worker) for gpu in job.gpus]
         first += max(gpu.worker for gpu in job.gpus) + 1
     return found
 
 
-def aligned(sources: Sequence[CombinedTrace], *, keep: bool = False) -> Combined:
+def aligned(sources: Sequence[Gpu], *, keep: bool = False) -> Combined:
     """Finds by how much the workers' clocks differ: the first pull of the same name ends everywhere at once.
 
     Where there are no pulls, the first all-reduce.
@@ -115,21 +103,21 @@ def aligned(sources: Sequence[CombinedTrace], *, keep: bool = False) -> Combined
             shift = {worker: ends[worker][label] - end for worker in workers}
             return Combined(tuple(sources), shift, label.name)
     raise DataError(
-        f"{sources[0].gpu.folder}: its clock cannot be aligned with the others': no {' or '.join(_COMMON_ENDS)} "
+        f"{sources[0].folder}: its clock cannot be aligned with the others': no {' or '.join(_COMMON_ENDS)} "
         "of one name is in all workers' traces; keep the clocks as they are with --no-align"
     )
 
 
-def _first_ends(sources: Sequence[CombinedTrace]) -> dict[EventLabel, int]:
+def _first_ends(sources: Sequence[Gpu]) -> dict[EventLabel, int]:
     """When the first of each common end was over; of the GPUs that have it, on the first."""
     found: dict[EventLabel, int] = {}
-    for source in sources:
+    for gpu in sources:
         starts: dict[EventLabel, int] = {}
-        for event in _events(source.gpu):
+        for event in _events(gpu):
             label = label_of(event)
             if label.part not in _COMMON_ENDS:
                 continue
-            label = label._replace(prefix=f"rank{source.gpu.rank}.")
+            label = label._replace(prefix=f"rank{gpu.rank}.")
             start = to_ps(event["ts"])
             if label not in starts or start < starts[label]:
                 starts[label] = start
@@ -151,8 +139,8 @@ def combined_events(combined: Combined, only: Collection[str] = ()) -> Iterator[
         combined: the traces and their clocks.
         only: keep these communications alone (`Comm.w`); computation is kept in any case.
     """
-    for worker, gpu in combined.sources:
-        shift = combined.shift[worker]
+    for gpu in combined.sources:
+        shift = combined.shift[gpu.worker]
         for event in _events(gpu):
             label = label_of(event)
             names = {label.operation, _without_key(label)}
@@ -162,17 +150,17 @@ def combined_events(combined: Combined, only: Collection[str] = ()) -> Iterator[
             prefix = f"{gpu.host}.rank{gpu.rank}->" if gpu.host else rank
             event |= {
                 "name": f"{'' if label.prefix else prefix}{event.get('name', '')}",
-                "pid": f"wk{worker}.{rank}{event.get('pid', '')}",
+                "pid": f"wk{gpu.worker}.{rank}{event.get('pid', '')}",
             }
             if shift:
                 event["ts"] = in_us(to_ps(event["ts"]) - shift)
             yield event
 
 
-def communications(sources: Sequence[CombinedTrace]) -> set[str]:
+def communications(sources: Sequence[Gpu]) -> set[str]:
     """The communications of the traces, and their parts, by the names that a filter takes."""
     known: set[str] = set()
-    for _, gpu in sources:
+    for gpu in sources:
         found = [label for label in gpu.events().labels if label.category == COMMUNICATION]
         known |= {label.operation for label in found} | {_without_key(label) for label in found}
     return known
@@ -202,7 +190,7 @@ def combine(
     """
     check_writable(output)
     sources = sources_of([find_job(path) for path in traces])
-    if any(output.resolve() == file.resolve() for source in sources for file in source.gpu.files):
+    if any(output.resolve() == file.resolve() for gpu in sources for file in gpu.files):
         raise UsageError(f"--output {output}: is one of the traces: give the combined one a file of its own")
     known = communications(sources) if only else set()
     for name in only:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from echograph.errors import DataError, MissingExtraError, OutputError, UsageError
 from echograph.ir.columns import NONE, Int64
 from echograph.ir.files import check_writable, write_whole
+from echograph.profiler.analyses.statistics import groups
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.byteprofile.reader import (
     COMPUTATION,
@@ -80,22 +81,16 @@ def statistics(events: Events, *, partitions: bool = True) -> Statistics:
         events = events.relabelled(lambda label: label._replace(key=""))
     if not len(events):
         raise DataError("the trace has no events with a duration: nothing to count")
-    used, first, codes = np.unique(events.label, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    rows = np.argsort(codes, kind="stable")
-    duration = events.duration[rows]
-    starts = np.searchsorted(codes[rows], np.arange(len(used)))
-    count = np.diff(np.append(starts, len(rows)))
-    total = np.add.reduceat(duration, starts)
-    average = total / count
-    squares = np.add.reduceat(((duration - np.repeat(average, count)) / PS_PER_MS) ** 2, starts)
+    found = groups(events.label)
+    rows = sorted(np.split(found.order, found.first[1:]), key=lambda its: int(its[0]))
+    took = [events.duration[its] for its in rows]
     return Statistics(
-        labels=tuple(events.labels[code] for code in used[order]),
-        counts=count[order],
-        total=total[order],
-        shortest=np.minimum.reduceat(duration, starts)[order],
-        longest=np.maximum.reduceat(duration, starts)[order],
-        variance=(squares / count)[order],
+        labels=tuple(events.labels[events.label[its[0]]] for its in rows),
+        counts=np.array(list(map(len, took))),
+        total=np.array([its.sum() for its in took]),
+        shortest=np.array([its.min() for its in took]),
+        longest=np.array([its.max() for its in took]),
+        variance=np.array([np.var(its) for its in took]) / PS_PER_MS**2,
         notes=events.notes,
     )
 

@@ -5,7 +5,7 @@ What ByteProfile's and dPRO's analyzer answers, of their traces and of others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -33,20 +33,13 @@ RunOrder = Annotated[
 ]
 
 
-def show(
+def _show(
     tables: Mapping[str, AnswerTable],
     as_json: bool,
     notes: Sequence[str] = (),
     rest: Mapping[str, Any] | None = None,
 ) -> None:
-    """Prints tables one below the other, or as one JSON object by their names; notes on stderr.
-
-    Args:
-        tables: by name; milliseconds are shown to a tenth of a microsecond.
-        as_json: as JSON.
-        notes: beside those of the tables.
-        rest: what else the JSON holds.
-    """
+    """Prints tables, or as JSON by their names, with what else JSON holds; notes on stderr."""
     said = list(dict.fromkeys([*notes, *(note for table in tables.values() for note in table.notes)]))
     if as_json:
         records = {name: table.records() for name, table in tables.items()}
@@ -67,7 +60,7 @@ def stats_command(
         found = report.statistics_of(traces)
     report.write_workbook(xlsx, {"stats": report.statistics_table(found, sort=sort)})
     shown = report.statistics_table(found, sort=sort, head=head)
-    show({"stats": shown, "categories": report.category_table(found)}, as_json)
+    _show({"stats": shown, "categories": report.category_table(found)}, as_json)
 
 
 def compare_command(
@@ -87,7 +80,7 @@ def compare_command(
     compared = report.comparison(one, two, sort=sort, head=head)
     sheets = {"stats1": report.statistics_table(one), "stats2": report.statistics_table(two)}
     report.write_workbook(xlsx, sheets | {"diff": report.comparison(one, two, sort=sort)})
-    show({"compare": compared}, as_json)
+    _show({"compare": compared}, as_json)
 
 
 def compare3d_command(
@@ -105,7 +98,7 @@ def compare3d_command(
     with progress(f"reading {len(settings)} settings"):
         found = report.settings_of(find_job(path) for path in settings)
     report.draw_settings(found, plot)
-    show({"compare3d": report.settings_table(found)}, as_json)
+    _show({"compare3d": report.settings_table(found)}, as_json)
 
 
 def mapping_command(
@@ -121,7 +114,7 @@ def mapping_command(
 
     with progress(f"reading {operators}"):
         found = mapping_of(operators, kernels, offset_us)
-    show({"mapping": found}, as_json)
+    _show({"mapping": found}, as_json)
 
 
 def dag_command(
@@ -152,7 +145,7 @@ def dag_command(
         write_whole(output, dag.FORMS[form](prepared.all))
     for of, most in () if as_json else prepared.parallelism.items():
         print_line(f"{of}: at most {most} operators at once")
-    show({"dag": found}, as_json, prepared.notes, {"parallelism": prepared.parallelism})
+    _show({"dag": found}, as_json, prepared.notes, {"parallelism": prepared.parallelism})
 
 
 def critical_command(
@@ -171,7 +164,7 @@ def critical_command(
         paths = prepared.paths()
     if as_json:
         lengths = {of: path.length / PS_PER_MS for of, path in paths}
-        show({"paths": path_table(paths)}, as_json, prepared.notes, {"length_ms": lengths})
+        _show({"paths": path_table(paths)}, as_json, prepared.notes, {"length_ms": lengths})
         return
     for number, (of, path) in enumerate(paths):
         if number:
@@ -226,7 +219,7 @@ def replay_command(
             print_line(f"{of}: at most {most} operators at once")
         for of, length in lengths.items():
             print_line(f"{of}: critical path {length:.4f} ms")
-    show(tables, as_json, prepared.notes, record)
+    _show(tables, as_json, prepared.notes, record)
     if not as_json:
         print_line(f"{output}: the replay as a trace")
 
@@ -287,4 +280,17 @@ def collect_command(
         table = iteration_table(job)
     for gpu in job.gpus if made and not as_json else ():
         print_line(str(gpu.files[0]))
-    show({"iterations": table}, as_json)
+    _show({"iterations": table}, as_json)
+
+
+COMMANDS: Mapping[str, Callable[..., None]] = {
+    "stats": stats_command,
+    "combine": combine_command,
+    "compare": compare_command,
+    "critical": critical_command,
+    "replay": replay_command,
+    "collect": collect_command,
+    "compare3d": compare3d_command,
+    "mapping": mapping_command,
+    "dag": dag_command,
+}

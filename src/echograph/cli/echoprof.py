@@ -289,8 +289,8 @@ def collectives_command(
         print_json(found)
 
 
-for name, command in byteprofile.COMMANDS.items():
-    app.command(name)(command)
+for _name, _command in byteprofile.COMMANDS.items():
+    app.command(_name)(_command)
 app.add_typer(comms, name="comms")
 app.add_typer(record, name="record")
 
