@@ -90,13 +90,18 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Label(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a model comes from and how far it may be off (relative one sigma)."""
+    """Where a model comes from and how far it may be off (relative one sigma).
+
+    `between_libraries` is the one-sigma spread of the measured libraries on the same shapes (0: one library); the
+    model's own spread is at least that.
+    """
 
     source: CostSource
     basis: str
     spread: _Spread
     spread_short: _Spread
     held_out: HeldOut = HeldOut()
+    between_libraries: _Spread = 0.0
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

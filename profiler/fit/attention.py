@@ -65,7 +65,7 @@ def attention_rows(table: KernelTable, flops_factor: float = 1.0, full_causal: b
         full_causal: the rates count masked pairs too, and every row is causal (SimuMax).
     """
     number = table.number
-    causal = np.ones(len(table), dtype=np.bool_) if full_causal else table.text["causal"] == "yes"
+    causal = np.ones(len(table), dtype=np.bool_) if full_causal else table.text["causal"].among(["yes"])
     v_dim = np.minimum(number["head_dim"], 128.0) if full_causal else number["head_dim"]
     shape = attention_shape(
         number["batch"], number["heads"], number["seq"], number["head_dim"], number["kv_heads"], None, v_dim
@@ -122,7 +122,7 @@ def fit_pass(
 def chart_rows(table: KernelTable, kernel: str, op: str) -> KernelTable:
     """The points of one kernel in the FlashAttention charts."""
     part = table.select(ops=[op], dtypes=["fp16/bf16"])
-    return part.where(np.char.startswith(part.text["notes"], CHARTS[kernel] + ";"))
+    return part.where(part.text["notes"].starting(CHARTS[kernel] + ";"))
 
 
 def split_by_share(both: Attentions, share: Callable[[Attentions], FloatArray]) -> tuple[Attentions, Attentions]:
@@ -217,7 +217,7 @@ def fit_attention(
         both = chart_rows(own, name, "attn_fwd_bwd")
         if len(both) and name not in models:
             models[name] = _from_sum(table, name, both, sheet, used)
-    if np.any(own.text["op"] == "sdp_fwd"):
+    if len(own.select(ops=["sdp_fwd"])):
         models["cudnn"] = _from_pairs(table, own, sheet, used)
     return models
 

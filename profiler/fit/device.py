@@ -27,7 +27,7 @@ from echograph.profiler.costs.device import (
     MemoryModel,
     Provenance,
 )
-from echograph.profiler.costs.gemm import DTYPES
+from echograph.profiler.costs.gemm import DTYPES, STAND_IN
 from echograph.profiler.fit.attention import fit_attention
 from echograph.profiler.fit.facts import DATASHEETS, DeviceFacts, RowChoice, device_facts
 from echograph.profiler.fit.gemm import (
@@ -42,14 +42,16 @@ from echograph.profiler.fit.gemm import (
     sustained_slowdown,
 )
 from echograph.profiler.fit.memory import OPERANDS, fit_memory
-from echograph.profiler.fit.regression import DESCRIPTION
+from echograph.profiler.fit.regression import DESCRIPTION, disagreement
 from echograph.profiler.fit.table import KernelTable
 
 SCALED_SPREAD = 0.15
 SCALED_SPREAD_SHORT = 0.3
 """Assumed one-sigma error of a model on a device that it was not fitted on."""
 
-ELEMENT_BYTES = {"fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0}
+ELEMENT_BYTES = {"nvfp4": 0.5, "fp8": 1.0, "fp8_block": 1.0, "bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0}
+SAME_UNITS = {"fp8_block": "fp8"}
+"""Whose peak a dtype has that the datasheet does not list."""
 
 
 def scaled_label(basis: str) -> Label:
@@ -82,7 +84,8 @@ def borrow_gemm(
     lent = relative.gemm if relative is not None else {}
     name = facts.relative
     models: dict[str, GemmModel] = {}
-    for dtype in facts.peak_TFLOPs:
+    same = [dtype for dtype, units in SAME_UNITS.items() if units in facts.peak_TFLOPs]
+    for dtype in (*facts.peak_TFLOPs, *(dtype for dtype in same if dtype in own or dtype in lent)):
         if dtype in own:
             models[dtype] = own[dtype]
         elif dtype == "tf32" and "bf16" in own:
@@ -238,7 +241,7 @@ def refit(table: KernelTable, base: DeviceProfile, gpus: Sequence[str], *, date:
         UnknownNameError: the base is no device of the datasheet file.
         MissingExtraError: scipy is not installed.
     """
-    cells = list(gpus) or sorted(set(table.text["gpu"].tolist()))
+    cells = list(gpus) or list(table.text["gpu"].counts())
     rows = RowChoice(tensor=cells, fp32=cells, memory=cells)
     facts = msgspec.structs.replace(device_facts(base.name), rows=rows)
     used: dict[str, int] = {}
@@ -293,21 +296,42 @@ def _fit_gemm(
     table: KernelTable, facts: DeviceFacts, sheet: Datasheet, used: dict[str, int]
 ) -> dict[str, GemmModel]:
     models: dict[str, GemmModel] = {}
-    for dtype in ("bf16", "fp8", "fp32"):
+    for dtype in ("bf16", "fp8", "fp8_block", "nvfp4", "fp32"):
         gpus = facts.rows.fp32 if dtype == "fp32" else facts.rows.tensor
-        spellings = [name for name, model in DTYPES.items() if model == dtype]
-        rows = table.select(gpus=gpus, ops=("gemm", "linear", "bmm"), dtypes=spellings)
+        spellings = [name for name, model in DTYPES.items() if dtype in (model, STAND_IN.get(model))]
+        every = table.select(gpus=gpus, ops=("gemm", "linear", "bmm"), dtypes=spellings)
+        rows = _fitted_rows(every, dtype, facts.rows)
         if not gpus or len(rows) < MIN_ROWS:
             continue
+        apart = products(every)
         models[dtype] = fit_gemm(
-            products(rows),
+            once(products(rows)),
             _measured_sheet(sheet, facts, dtype),
-            peak=dtype,
+            peak=SAME_UNITS.get(dtype, dtype),
             element_bytes=ELEMENT_BYTES[dtype],
             basis=_basis(rows, used),
             with_grid=len(rows) >= DENSE_ROWS and dtype != "fp32",
+            between_libraries=disagreement(apart.shape(), every.text["kernel"].codes, apart.seconds),
         )
     return models
+
+
+def _fitted_rows(every: KernelTable, dtype: str, choice: RowChoice) -> KernelTable:
+    """Of the products of a dtype (those of a type of the same rate beside them) the rows that are fitted."""
+    own = [name for name, model in DTYPES.items() if model == dtype]
+    mask = every.text["dtype"].among(own)
+    if dtype in choice.libraries:
+        mask &= every.text["kernel"].among(["", *choice.libraries[dtype]])
+    if choice.largest_product_TFLOP:
+        flops = 2.0 * every.number["m"] * every.number["n"] * every.number["k"]
+        mask &= flops <= choice.largest_product_TFLOP * 1e12
+    return every.where(mask)
+
+
+def once(rows: Products) -> Products:
+    """The rows without the repetitions of a measurement that stands in two tables."""
+    cells = np.stack([*rows.shape(), rows.seconds])
+    return rows.take(np.sort(np.unique(cells, axis=1, return_index=True)[1]))
 
 
 def _launches(own: dict[str, GemmModel]) -> dict[str, GemmModel]:
@@ -450,7 +474,7 @@ def _grouped(
     used: dict[str, int],
 ) -> GroupedModel:
     rows = table.select(gpus=facts.rows.second_source) if facts.rows.second_source else None
-    if rows is None or not np.any(rows.text["op"] == "group_matmul"):
+    if rows is None or not len(rows.select(ops=["group_matmul"])):
         return borrow_grouped(relative, facts)
     basis = _basis(rows.select(ops=["group_matmul"]), used)
     return fit_grouped(rows, gemm["bf16"], sheet, basis)
@@ -459,7 +483,7 @@ def _grouped(
 def _basis(rows: KernelTable, used: dict[str, int]) -> str:
     for name, count in rows.sources().items():
         used[name] = used.get(name, 0) + count
-    gpus = sorted(set(rows.text["gpu"].tolist()))
+    gpus = rows.text["gpu"].counts()
     return f"{len(rows)} rows of {_source(rows)} on {', '.join(gpus)}"
 
 

@@ -18,7 +18,10 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Which `gpu` cells of a table speak for a device, by what they measure.
 
     Attributes:
-        tensor: bf16 and fp8 products and fused attention.
+        tensor: products on tensor cores, fused attention, and what trains beside them.
+        libraries: by dtype, the `kernel` cells whose products are fitted; of a dtype that is not here, all. The rest
+            tells how far libraries differ. Rows without the cell are always fitted.
+        largest_product_TFLOP: larger products are left out (0: none is), where the board that was measured braked.
         fp32: products without tensor cores.
         fp32_TFLOPs: peak of the device measured for `fp32`, where it is not this one (0: it is).
         memory: memory-bound kernels.
@@ -30,6 +33,8 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     tensor: list[str] = []
+    libraries: dict[str, list[str]] = {}
+    largest_product_TFLOP: float = 0.0
     fp32: list[str] = []
     fp32_TFLOPs: float = 0.0
     memory: list[str] = []

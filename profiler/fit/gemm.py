@@ -188,7 +188,14 @@ class Products:
 
 
 def fit_gemm(
-    rows: Products, sheet: Datasheet, *, peak: str, element_bytes: float, basis: str, with_grid: bool = True
+    rows: Products,
+    sheet: Datasheet,
+    *,
+    peak: str,
+    element_bytes: float,
+    basis: str,
+    with_grid: bool = True,
+    between_libraries: float = 0.0,
 ) -> GemmModel:
     """Fits one dtype of one device; the shipped model has seen only the rows that are not held out.
 
@@ -199,6 +206,7 @@ def fit_gemm(
         element_bytes: bytes of one operand element.
         basis: what the label says of the rows.
         with_grid: also fit the residual grid (needs a dense table).
+        between_libraries: spread of the libraries that were measured, which the model's is not below.
     """
     hidden = held_out(*rows.shape())
     seen = rows.take(~hidden)
@@ -216,8 +224,15 @@ def fit_gemm(
     if with_grid:
         model = msgspec.structs.replace(model, residual=_fit_residual(model, sheet, seen))
     error = score(gemm_seconds(model, sheet, *rows.take(hidden).shape()), rows.seconds[hidden])
-    spread, spread_short = spreads(error)
-    label = Label(source="fitted", basis=basis, spread=spread, spread_short=spread_short, held_out=error)
+    spread, spread_short = spreads(error, floor=max(0.01, between_libraries))
+    label = Label(
+        source="fitted",
+        basis=basis,
+        spread=spread,
+        spread_short=spread_short,
+        held_out=error,
+        between_libraries=between_libraries,
+    )
     return msgspec.structs.replace(model, label=label, alignment=ALIGNMENT)
 
 
@@ -313,8 +328,7 @@ def fit_batched(
 ) -> GemmModel | None:
     """The model with the factor on batches of narrow products; None where no chart of the device has them."""
     rows = table.select(gpus=gpus, ops=["attn_fwd_bwd"])
-    unfused = np.char.startswith(rows.text["notes"].astype(str), LABEL) & (rows.text["causal"] == "no")
-    rows = rows.where(unfused)
+    rows = rows.where(rows.text["notes"].starting(LABEL) & rows.text["causal"].among(["no"]))
     if len(rows) < MIN_ROWS:
         return None
     batch, seq, heads, dim = (rows.number[name] for name in ("batch", "seq", "heads", "head_dim"))
@@ -368,7 +382,7 @@ class Layouts:
 def dense_products(table: KernelTable, layout: str, out_dtype: str = "bf16") -> Products:
     """Dense products of one layout."""
     part = table.select(ops=["matmul"], dtypes=[out_dtype])
-    part = part.where(part.text["layout"] == layout)
+    part = part.where(part.text["layout"].among([layout]))
     number = part.number
     return Products(batch=number["batch"], m=number["m"], n=number["n"], k=number["k"], seconds=part.seconds())
 
