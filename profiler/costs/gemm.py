@@ -89,8 +89,8 @@ DTYPES = {
 }
 """Spellings of a dtype, and the model that answers for it.
 
-`fp8` has one scale a tensor; `fp8_block` one for each 128 of an activation and each 128 x 128 of a weight (DeepSeek's
-recipe); `nvfp4` one for each 16.
+`fp8` has one scale a tensor; `fp8_block` one for each 128 of an activation and each 128 x 128 of a weight
+(DeepSeek's recipe); `nvfp4` one for each 16.
 """
 
 STAND_IN = {"fp16": "bf16"}

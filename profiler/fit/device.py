@@ -11,8 +11,10 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from echograph.errors import DataError, OutputError
+from echograph.profiler.costs.cost import SHORT_KERNEL_S, FloatArray
 from echograph.profiler.costs.device import (
     FORMAT,
     AttentionModel,
@@ -105,6 +107,7 @@ KERNELS = {
     "ada": ("flash1", "flash2", "trtllm"),
     "hopper": ("flash1", "flash2", "flash3", "cudnn", "trtllm"),
     "blackwell": ("flash2", "cudnn", "trtllm"),
+    "blackwell-rtx": ("flash1", "flash2", "trtllm"),
     "cdna3": ("flash2",),
 }
 """Attention kernels that exist for an architecture."""
@@ -175,6 +178,10 @@ MIN_ROWS = 200
 
 UNTIMED_LAUNCH_S = 4e-6
 """Assumed launch and drain where a source's own is hidden by its timer."""
+
+CALL_QUANTILE = 0.01
+HOST_MARGIN = 2.0
+"""A source whose shortest rows take twice a short kernel times its host's calls, as far as twice the shortest."""
 
 DENSE_ROWS = 1500
 """From this many rows on, a residual grid is fitted too."""
@@ -322,10 +329,16 @@ def _fitted_rows(every: KernelTable, dtype: str, choice: RowChoice) -> KernelTab
     mask = every.text["dtype"].among(own)
     if dtype in choice.libraries:
         mask &= every.text["kernel"].among(["", *choice.libraries[dtype]])
-    if choice.largest_product_TFLOP:
-        flops = 2.0 * every.number["m"] * every.number["n"] * every.number["k"]
-        mask &= flops <= choice.largest_product_TFLOP * 1e12
-    return every.where(mask)
+    flops = 2.0 * every.number["m"] * every.number["n"] * every.number["k"]
+    mask &= flops <= choice.largest_product_TFLOP.get(dtype, np.inf) * 1e12
+    rows = every.where(mask)
+    return rows.where(_of_the_device(rows.seconds()))
+
+
+def _of_the_device(seconds: FloatArray) -> npt.NDArray[np.bool_]:
+    """False of the rows that time the host: where its call takes longer than a short kernel does."""
+    call = float(np.quantile(seconds, CALL_QUANTILE)) if len(seconds) else 0.0
+    return seconds > (HOST_MARGIN * call if call > HOST_MARGIN * SHORT_KERNEL_S else 0.0)
 
 
 def once(rows: Products) -> Products:
@@ -346,7 +359,9 @@ def _launches(own: dict[str, GemmModel]) -> dict[str, GemmModel]:
     for dtype, model in own.items():
         quantize = model.quantize
         if quantize is not None:
-            quantize = msgspec.structs.replace(quantize, launch_s=max(0.0, model.launch_s - plain))
+            # What a slow call hides of the cast's launch is assumed.
+            extra = UNTIMED_LAUNCH_S if model.launch_s > HOST_MARGIN * SHORT_KERNEL_S else model.launch_s - plain
+            quantize = msgspec.structs.replace(quantize, launch_s=max(0.0, extra))
         found[dtype] = msgspec.structs.replace(model, launch_s=min(plain, model.launch_s), quantize=quantize)
     return found
 

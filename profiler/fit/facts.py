@@ -19,9 +19,9 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         tensor: products on tensor cores, fused attention, and what trains beside them.
-        libraries: by dtype, the `kernel` cells whose products are fitted; of a dtype that is not here, all. The rest
-            tells how far libraries differ. Rows without the cell are always fitted.
-        largest_product_TFLOP: larger products are left out (0: none is), where the board that was measured braked.
+        libraries: by dtype, the `kernel` cells whose products are fitted; of a dtype that is not here, all. The
+            others tell how far libraries differ. Rows without the cell are always fitted.
+        largest_product_TFLOP: by dtype, larger products are left out, where the board that was measured braked.
         fp32: products without tensor cores.
         fp32_TFLOPs: peak of the device measured for `fp32`, where it is not this one (0: it is).
         memory: memory-bound kernels.
@@ -34,7 +34,7 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     tensor: list[str] = []
     libraries: dict[str, list[str]] = {}
-    largest_product_TFLOP: float = 0.0
+    largest_product_TFLOP: dict[str, float] = {}
     fp32: list[str] = []
     fp32_TFLOPs: float = 0.0
     memory: list[str] = []
@@ -49,7 +49,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One device of the file; units are in the names."""
 
     title: str
-    architecture: Literal["volta", "ampere", "ada", "hopper", "blackwell", "cdna3"]
+    architecture: Literal["volta", "ampere", "ada", "hopper", "blackwell", "blackwell-rtx", "cdna3"]
     peak_TFLOPs: dict[str, float]
     bandwidth_GBps: float
     memory_GiB: float

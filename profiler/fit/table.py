@@ -221,8 +221,7 @@ def _numbers(path: Path, name: str, cells: _Cells) -> FloatArray:
         except ValueError:
             raise DataError(f"{path}: line {cells.line(cell)}: '{name}' is '{cell[:40]}', no number") from None
         if cell and not least <= value <= most:
-            raise DataError(
-                f"{path}: line {cells.line(cell)}: '{name}' is {cell[:40]}: give a number from {least:g} to {most:g}"
-            )
+            bounds = f"give a number from {least:g} to {most:g}"
+            raise DataError(f"{path}: line {cells.line(cell)}: '{name}' is {cell[:40]}: {bounds}")
         found.append(value)
     return np.asarray(found, dtype=np.float64)[np.asarray(cells.codes, dtype=np.int32)]
