@@ -202,6 +202,9 @@ class AttentionPass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     traffic_sharpness: _Weight = 1.0
     traffic_cached: _Weight = 1.0
     time_scale: _Factor = 1.0
+    plateau_keys: Positive = 1e30
+    windowed_scale: _Factor = 1.0
+    residual: Grid | None = None
 
     def __post_init__(self) -> None:
         _require(_grows(self.head_dims), "head_dims grow")

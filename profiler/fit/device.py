@@ -214,7 +214,7 @@ def fit_device(
     if not memory:
         raise DataError(f"no memory-bound rows for {name} and no relative to borrow from: add 'relative'")
     gemm = _with_batches(gemm, own, memory, table, facts, relative)
-    attention = borrow_attention(relative, facts) | fit_attention(table, facts.rows.tensor, sheet, used)
+    attention = borrow_attention(relative, facts) | fit_attention(table, facts.rows, sheet, used)
     sustained, why = _sustained(gemm, table, facts, relative)
     leading = gemm.get("bf16") or gemm.get("fp16") or next(iter(gemm.values()))
     return DeviceProfile(
@@ -249,13 +249,13 @@ def refit(table: KernelTable, base: DeviceProfile, gpus: Sequence[str], *, date:
         MissingExtraError: scipy is not installed.
     """
     cells = list(gpus) or list(table.text["gpu"].counts())
-    rows = RowChoice(tensor=cells, fp32=cells, memory=cells)
+    rows = RowChoice(tensor=cells, fp32=cells, memory=cells, attention=cells)
     facts = msgspec.structs.replace(device_facts(base.name), rows=rows)
     used: dict[str, int] = {}
     own = _launches(_fit_gemm(table, facts, base.datasheet, used))
     own = _with_second_source(own, table, facts, base.datasheet, base)
     memory = _fit_memory(table, facts, used)
-    attention = fit_attention(table, cells, base.datasheet, used)
+    attention = fit_attention(table, rows, base.datasheet, used)
     own = _with_batches(own, own, base.memory | memory, table, facts, base)
     if not (own or memory or attention):
         raise DataError(

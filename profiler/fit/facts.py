@@ -22,6 +22,8 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         libraries: by dtype, the `kernel` cells whose products are fitted; of a dtype that is not here, all. The
             others tell how far libraries differ. Rows without the cell are always fitted.
         largest_product_TFLOP: by dtype, larger products are left out, where the board that was measured braked.
+        attention: fused attention whose passes were timed apart (`op` is `attention`).
+        attention_TFLOPs: bf16 peak of the device measured for `attention`, where it is not this one (0: it is).
         fp32: products without tensor cores.
         fp32_TFLOPs: peak of the device measured for `fp32`, where it is not this one (0: it is).
         memory: memory-bound kernels.
@@ -35,6 +37,8 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tensor: list[str] = []
     libraries: dict[str, list[str]] = {}
     largest_product_TFLOP: dict[str, float] = {}
+    attention: list[str] = []
+    attention_TFLOPs: float = 0.0
     fp32: list[str] = []
     fp32_TFLOPs: float = 0.0
     memory: list[str] = []
