@@ -197,7 +197,7 @@ def _floor_seconds(
 def keys_visited(shape: AttentionShape, causal: bool | npt.NDArray[np.bool_]) -> FloatArray:
     """Keys that a query's tile visits on average: the diagonal tile is visited whole."""
     edges = np.where(shape.window < shape.kv, 1.0, 0.5)
-    return np.minimum(shape.kv, _keys_attended(shape, causal) + edges * np.minimum(shape.q, TILE))
+    return np.asarray(np.minimum(shape.kv, _keys_attended(shape, causal) + edges * np.minimum(shape.q, TILE)))
 
 
 def _keys_attended(shape: AttentionShape, causal: bool | npt.NDArray[np.bool_]) -> FloatArray:

@@ -221,16 +221,24 @@ class AttentionModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A memory-bound kind: fraction of the datasheet bandwidth at the knots of the row length."""
+    """A memory-bound kind: fraction of the datasheet bandwidth at the knots of the row length.
+
+    `moved_scale` multiplies it at the knots of all bytes moved: short kernels do not fill the memory's queues.
+    """
 
     label: Label
     row_bytes: Annotated[list[Positive], msgspec.Meta(min_length=1)]
     bandwidth_fraction: list[_Factor]
+    moved_bytes: list[Positive] = []
+    moved_scale: list[_Factor] = []
 
     def __post_init__(self) -> None:
         _require(_grows(self.row_bytes), "row_bytes grow")
         alike = len(self.bandwidth_fraction) == len(self.row_bytes)
         _require(alike, "bandwidth_fraction has a number for each of row_bytes")
+        _require(_grows(self.moved_bytes), "moved_bytes grow")
+        alike = len(self.moved_scale) == len(self.moved_bytes)
+        _require(alike, "moved_scale has a number for each of moved_bytes")
 
 
 class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

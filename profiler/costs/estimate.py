@@ -34,7 +34,7 @@ from echograph.profiler.costs.convolution import convolution
 from echograph.profiler.costs.cost import CostEstimate
 from echograph.profiler.costs.device import DeviceProfile
 from echograph.profiler.costs.gemm import gemm, grouped_gemm
-from echograph.profiler.costs.memory import memory_bound
+from echograph.profiler.costs.memory import DEFAULT_ROW_BYTES, memory_bound
 from echograph.units import PS_PER_S, to_ps
 
 DTYPE_NAMES = {
@@ -56,7 +56,8 @@ _KINDS = (
     ("reduction", re.compile(r"\.sum|\.mean|\.max|\.amax|\.var|argmax|cumsum|\.any|\.all")),
 )
 _REDUCING_NORMS = ("linalg_vector_norm", "_foreach_norm")
-_ROWS = ("norm", "softmax")
+_ROWS = ("norm", "norm_backward", "softmax")
+_EAGER = "aten."
 
 _InOut = tuple[list[Tensor], list[Tensor]]
 
@@ -241,10 +242,26 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
         kind = "reduction"
     else:
         kind = next((name for name, pattern in _KINDS if pattern.search(op.name)), kind)
+    if kind == "norm" and "backward" in op.name:
+        kind = "norm_backward"
+    elif kind == "elementwise" and op.name.startswith(_EAGER) and _broadcasts(operands):
+        kind = "broadcast"
     widest = max((t for side in operands for t in side), key=lambda t: t.nbytes, default=None)
     row = widest.shape[-1] * widest.dtype.itemsize if kind in _ROWS and widest and widest.shape else 0
-    sizes = {"bytes_read": op.bytes_read, "bytes_written": op.bytes_written}
-    return memory_bound(device, kind, **sizes, row_bytes=row) if row else memory_bound(device, kind, **sizes)
+    return memory_bound(
+        device,
+        kind,
+        bytes_read=op.bytes_read,
+        bytes_written=op.bytes_written,
+        row_bytes=row or DEFAULT_ROW_BYTES,
+        library=op.name.partition(".")[0],
+    )
+
+
+def _broadcasts(operands: _InOut) -> bool:
+    """Whether an operand of more than one element is smaller than the result."""
+    result = max((t.numel for t in operands[1]), default=0)
+    return any(1 < t.numel < result for t in operands[0])
 
 
 def _or_slower(cost: Callable[[str], CostEstimate], dtype: DType, device: DeviceProfile) -> CostEstimate:

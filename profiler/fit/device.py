@@ -43,7 +43,7 @@ from echograph.profiler.fit.gemm import (
     log_ratio,
     sustained_slowdown,
 )
-from echograph.profiler.fit.memory import OPERANDS, fit_memory
+from echograph.profiler.fit.memory import OPERANDS, fit_broadcast, fit_casts, fit_gather, fit_memory, fit_norms
 from echograph.profiler.fit.regression import DESCRIPTION, disagreement
 from echograph.profiler.fit.table import KernelTable
 
@@ -211,12 +211,13 @@ def fit_device(
     if not gemm:
         raise DataError(f"no rows for {', '.join(facts.rows.tensor) or name}: check the 'gpu' column of the table")
     memory = borrow_memory(relative, facts) | _fit_memory(table, facts, used)
+    leading = gemm.get("bf16") or gemm.get("fp16") or next(iter(gemm.values()))
+    memory |= _fit_training(table, facts, memory, leading.launch_s, used)
     if not memory:
         raise DataError(f"no memory-bound rows for {name} and no relative to borrow from: add 'relative'")
     gemm = _with_batches(gemm, own, memory, table, facts, relative)
     attention = borrow_attention(relative, facts) | fit_attention(table, facts.rows, sheet, used)
     sustained, why = _sustained(gemm, table, facts, relative)
-    leading = gemm.get("bf16") or gemm.get("fp16") or next(iter(gemm.values()))
     return DeviceProfile(
         format=FORMAT,
         name=name,
@@ -457,14 +458,47 @@ def _best(rows: KernelTable, model: GemmModel, sheet: Datasheet) -> float:
 
 
 def _fit_memory(table: KernelTable, facts: DeviceFacts, used: dict[str, int]) -> dict[str, MemoryModel]:
+    """PyTorch's kernels in fp32, as far as the table has them."""
     if not facts.rows.memory:
         return {}
-    rows = table.select(gpus=facts.rows.memory, ops=(*OPERANDS, "ln", "softmax"))
+    rows = table.select(gpus=facts.rows.memory, ops=(*OPERANDS, "ln", "softmax"), dtypes=["fp32"])
     if len(rows) < MIN_ROWS:
         return {}
     return fit_memory(
         rows, facts.rows.memory_bandwidth_GBps * 1e9 or facts.bandwidth_GBps * 1e9, _basis(rows, used)
     )
+
+
+def _fit_training(
+    table: KernelTable,
+    facts: DeviceFacts,
+    lent: dict[str, MemoryModel],
+    launch_s: float,
+    used: dict[str, int],
+) -> dict[str, MemoryModel]:
+    """Kernels of training: casts, norms, lookups and what repeats an operand, as far as the table has them."""
+    if not facts.rows.tensor:
+        return {}
+    sheet = facts.datasheet()
+    own, found = table.select(gpus=facts.rows.tensor), dict[str, MemoryModel]()
+    if len(casts := own.select(ops=["fp8_cast"])) >= MIN_ROWS:
+        found["elementwise"] = fit_casts(casts, sheet, launch_s, _basis(casts, used))
+        found["copy"] = msgspec.structs.replace(
+            found["elementwise"], label=scaled_label("assumed: as elementwise, which are casts to FP8")
+        )
+    if facts.rows.norms and len(norms := table.select(gpus=facts.rows.norms, ops=["rms_norm"])):
+        bandwidth = facts.rows.norms_bandwidth_GBps * 1e9 or sheet.memory_bandwidth_bytes_per_s
+        found |= fit_norms(norms, bandwidth, launch_s, _basis(norms, used))
+    bandwidth = sheet.memory_bandwidth_bytes_per_s
+    if len(lookups := own.select(ops=["embedding"], dtypes=["fp16"])) >= MIN_ROWS:
+        found["gather"] = fit_gather(lookups, bandwidth, launch_s, _basis(lookups, used))
+    eager = own.select(ops=["rms_norm"])
+    eager = eager.where(eager.text["kernel"].among(["huggingface"]) & eager.text["part"].among(["forward"]))
+    plain = found.get("elementwise", lent.get("elementwise"))
+    if len(eager) and plain is not None:
+        broadcast = fit_broadcast(eager, plain, bandwidth, launch_s, _basis(eager, used))
+        found |= {"broadcast": broadcast} if broadcast is not None else {}
+    return found
 
 
 def _sustained(

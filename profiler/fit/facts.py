@@ -28,6 +28,8 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         fp32_TFLOPs: peak of the device measured for `fp32`, where it is not this one (0: it is).
         memory: memory-bound kernels.
         memory_bandwidth_GBps: bandwidth of the device measured for `memory` (0: this one's).
+        norms: norms forward and backward.
+        norms_bandwidth_GBps: bandwidth of the device measured for `norms` (0: this one's).
         second_source: products timed apart, which tell layouts, accumulation and expert groups.
         calibration: products that set one scale on a relative's model.
         best: the one best product of a search, which sets one scale on a relative's model.
@@ -43,6 +45,8 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     fp32_TFLOPs: float = 0.0
     memory: list[str] = []
     memory_bandwidth_GBps: float = 0.0
+    norms: list[str] = []
+    norms_bandwidth_GBps: float = 0.0
     second_source: list[str] = []
     calibration: list[str] = []
     best: list[str] = []
