@@ -265,6 +265,19 @@ class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.launch_s if self.view_s is None else self.op_s - self.view_s
 
 
+class PowerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a device draws: `static_W` always, and energy for each FLOP (by peak) and byte at full voltage.
+
+    `limit_W` is the board's; `power.py` has the equations.
+    """
+
+    limit_W: _Work
+    static_W: _Work
+    joules_per_flop: dict[str, _Seconds]
+    joules_per_byte: _Seconds
+    source: str
+
+
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which tables the fits stand on, how many rows of each, and when they were fitted."""
 
@@ -290,6 +303,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     provenance: Provenance
     sustained_gemm_slowdown: _Factor = 1.0
     sustained_basis: str = ""
+    power: PowerModel | None = None
 
 
 def device_names() -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from math import prod
 
 import numpy as np
+import numpy.typing as npt
 
 from echograph.errors import GraphError, UnavailableError
 from echograph.ir.columns import NONE
@@ -26,6 +27,7 @@ from echograph.ir.types import (
     Gemm,
     MultiTensor,
     OpKind,
+    Phase,
     Source,
     Tensor,
 )
@@ -33,8 +35,9 @@ from echograph.profiler.costs.attention import attention_backward, attention_for
 from echograph.profiler.costs.convolution import convolution
 from echograph.profiler.costs.cost import CostEstimate
 from echograph.profiler.costs.device import DeviceProfile
-from echograph.profiler.costs.gemm import gemm, grouped_gemm
+from echograph.profiler.costs.gemm import STAND_IN, gemm, grouped_gemm
 from echograph.profiler.costs.memory import DEFAULT_ROW_BYTES, memory_bound
+from echograph.profiler.costs.power import sustained_clock
 from echograph.units import PS_PER_S, to_ps
 
 DTYPE_NAMES = {
@@ -96,7 +99,59 @@ def estimate(graph: Graph, device: DeviceProfile) -> Annotate:
         picoseconds[row] = to_ps(float(cost.seconds))
         source[row] = Source.FITTED if cost.source == "fitted" else Source.ANALYTICAL
         spread[row] = cost.spread
+    picoseconds = _sustained(graph, device, rows, picoseconds)
     return Annotate(device=device.name, picoseconds=picoseconds, source=source, spread=spread, samples=samples)
+
+
+def _sustained(
+    graph: Graph, device: DeviceProfile, rows: list[int], picoseconds: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The durations at the clock that a run of such steps settles at; forward and backward set it.
+
+    What a kernel of products or attention takes beyond its FLOPs at the rate of a burst is not paced by the clock.
+    """
+    power = device.power
+    if power is None or not rows:
+        return picoseconds
+    ops, at = graph.ops, np.asarray(rows)
+    seconds = picoseconds[at] / PS_PER_S
+    peak, joules = np.full(len(at), np.inf), np.zeros(len(at))
+    for i, row in enumerate(rows):
+        name = _core(graph, row)
+        if name in power.joules_per_flop:
+            peak[i], joules[i] = device.datasheet.peak_flops_per_s[name], power.joules_per_flop[name]
+    flops = np.where(np.isfinite(peak), ops.flops[at].astype(np.float64), 0.0)
+    paced = seconds * np.clip(flops / (PACED_AT * peak * np.maximum(seconds, 1e-12)), 0.0, 1.0)
+    moved = (ops.bytes_read[at] + ops.bytes_written[at]).astype(np.float64)
+    layers = np.isin(ops.phase[at], [int(phase) for phase in Phase if phase.name in _LAYERS])
+    clock = sustained_clock(
+        power,
+        core_j=float(np.sum((flops * joules)[layers])),
+        memory_j=float(np.sum(moved[layers])) * power.joules_per_byte,
+        core_s=float(np.sum(paced[layers])),
+        other_s=float(np.sum((seconds - paced)[layers])),
+    )
+    slower = picoseconds.copy()
+    slower[at] = np.rint((seconds + paced * (1.0 / clock - 1.0)) * PS_PER_S).astype(np.int64)
+    return slower
+
+
+PACED_AT = 0.75
+"""A kernel at this share of the peak, which the best ones reach, takes no time that the clock does not pace."""
+_LAYERS = ("FORWARD", "BACKWARD", "RECOMPUTE")
+
+
+def _core(graph: Graph, row: int) -> str:
+    """The peak that an operation's tensor cores work at; "" of one that has none."""
+    op = graph.ops[row]
+    if (
+        not isinstance(op, Compute)
+        or not isinstance(op.attributes, Gemm | Attention | Convolution)
+        or not op.inputs
+    ):
+        return ""
+    name = DTYPE_NAMES.get(graph.tensors[op.inputs[0]].dtype, "")
+    return STAND_IN.get(name, name)
 
 
 def _signatures(graph: Graph, rows: list[int]) -> Iterator[Hashable]:

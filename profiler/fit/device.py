@@ -27,9 +27,11 @@ from echograph.profiler.costs.device import (
     HostModel,
     Label,
     MemoryModel,
+    PowerModel,
     Provenance,
 )
-from echograph.profiler.costs.gemm import DTYPES, STAND_IN
+from echograph.profiler.costs.gemm import DTYPES, STAND_IN, gemm_seconds
+from echograph.profiler.costs.power import volts
 from echograph.profiler.fit.attention import fit_attention
 from echograph.profiler.fit.facts import DATASHEETS, DeviceFacts, RowChoice, device_facts
 from echograph.profiler.fit.gemm import (
@@ -232,6 +234,7 @@ def fit_device(
         provenance=Provenance(date=date, method=METHOD, tables=dict(sorted(used.items())), holdout=DESCRIPTION),
         sustained_gemm_slowdown=sustained,
         sustained_basis=why,
+        power=_power(gemm, facts, relative),
     )
 
 
@@ -499,6 +502,64 @@ def _fit_training(
         broadcast = fit_broadcast(eager, plain, bandwidth, launch_s, _basis(eager, used))
         found |= {"broadcast": broadcast} if broadcast is not None else {}
     return found
+
+
+STATIC_SHARE = 0.22
+"""Of a board's limit what it draws at any clock, from one GB300 at two limits: cuBLAS products at 617 TFLOP/s
+under 500 W and at 1,600 to 2,174 under 1,400 W (facebookexperimental/triton, pull request 2023), and the law of
+voltages."""
+
+JOULES_PER_BYTE = 3e-11
+"""Assumed: some 4 pJ a bit of HBM3."""
+
+SUSTAINED_SIZE = 8192.0
+"""The products that gpu-fryer runs: so many rows, columns and depth."""
+
+
+def _power(gemm: dict[str, GemmModel], facts: DeviceFacts, relative: DeviceProfile | None) -> PowerModel | None:
+    """Energies from what the board sustains within its limit; else a relative's under this board's limit."""
+    known = facts.power
+    if known is None:
+        return None
+    static = STATIC_SHARE * known.limit_W
+    if not known.sustained_TFLOPs:
+        if relative is None or relative.power is None:
+            return None
+        theirs = relative.power
+        return msgspec.structs.replace(
+            theirs, limit_W=known.limit_W, source=f"{known.source}; energies as on {facts.relative}"
+        )
+    joules = {}
+    size = np.asarray([SUSTAINED_SIZE])
+    for dtype, sustained in known.sustained_TFLOPs.items():
+        model = gemm[dtype]
+        seconds = float(
+            gemm_seconds(model, facts.datasheet(), *[size / size, size, size, size], quantize=False)[0]
+        )
+        burst = known.burst_TFLOPs.get(dtype, 2e-12 * SUSTAINED_SIZE**3 / seconds)
+        clock = min(1.0, sustained / burst)
+        traffic = sustained * 1e12 * BYTES_PER_FLOP * JOULES_PER_BYTE
+        limit = known.measured_W or known.limit_W
+        joules[model.peak] = _significant((limit - static - traffic) / (sustained * 1e12 * volts(clock) ** 2))
+    for dtype in ("fp8", "nvfp4"):
+        if dtype in facts.peak_TFLOPs and dtype not in joules:
+            # Assumed: in proportion to the operands' bits, which two rates of an H100 under one limit bear out.
+            joules[dtype] = _significant(joules["bf16"] * ELEMENT_BYTES[dtype] / ELEMENT_BYTES["bf16"])
+    return PowerModel(
+        limit_W=known.limit_W,
+        static_W=round(static, 1),
+        joules_per_flop=joules,
+        joules_per_byte=JOULES_PER_BYTE,
+        source=known.source,
+    )
+
+
+BYTES_PER_FLOP = 3.0 * 2.0 / (2.0 * SUSTAINED_SIZE)
+"""What such a product moves of bf16 operands, each once."""
+
+
+def _significant(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def _sustained(

@@ -53,6 +53,25 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     best_of_relative: list[str] = []
 
 
+class PowerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a board may draw, and what it sustains within that.
+
+    Attributes:
+        limit_W: of the board.
+        sustained_TFLOPs: by dtype, the rate of products or attention that ran long enough for the clock to settle;
+            empty: energies are the relative's.
+        burst_TFLOPs: the same kernels' rate before; of a dtype that is not here, the model's of `SUSTAINED_SIZE`.
+        measured_W: the limit under which these were measured (0: `limit_W`).
+        source: of these figures.
+    """
+
+    limit_W: float
+    sustained_TFLOPs: dict[str, float] = {}
+    burst_TFLOPs: dict[str, float] = {}
+    measured_W: float = 0.0
+    source: str
+
+
 class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One device of the file; units are in the names."""
 
@@ -69,6 +88,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     default_attention: str
     host: Literal["assumed", "assumed-2020", "v100", "mi300x"]
     rows: RowChoice = RowChoice()
+    power: PowerFacts | None = None
 
     def datasheet(self) -> Datasheet:
         """The facts in SI units."""

@@ -144,6 +144,9 @@ BEST_BANDWIDTH = 0.92
 MOST_THROTTLE = 0.5
 """No clock is taken to fall further than to two thirds, however long the product."""
 
+MOST = 1e3
+"""What a parameter that no row holds back is cut at: a profile has no larger factor."""
+
 MOST_SPLIT_S = 1e-5
 """Splitting k costs at most one more short kernel, the one that adds the slices up."""
 
@@ -279,12 +282,12 @@ def _unpack(
         efficiency=_significant(np.maximum(sigmoid(p[:count]), LEAST_EFFICIENCY)),
         overhead_k=_significant(_exp(np.minimum(p[count : 2 * count], 20.0))),
         splits=list(SPLITS),
-        split_traffic=_round(_exp(traffic)),
+        split_traffic=_round(np.minimum(_exp(traffic), MOST)),
         split_s=_round(MOST_SPLIT_S * sigmoid(split)),
         wave_rounding=_round(sigmoid(rounding)),
         launch_s=_round(_exp(launch)),
         bandwidth_fraction=_round(BEST_BANDWIDTH * sigmoid(band)),
-        overlap_power=_round(1.0 + _exp(power)),
+        overlap_power=_round(np.minimum(1.0 + _exp(power), MOST)),
         throttle=_round(MOST_THROTTLE * sigmoid(throttle)),
         throttle_flops=_round(_exp(at_flops)),
         quantize=_quantize(p[-4:]) if fp8 else None,
@@ -302,8 +305,8 @@ def _quantize(p: FloatArray) -> Quantize:
         launch_s=0.0,
         cached_s_per_element=_round(cached),
         streamed_s_per_element=_round(streamed),
-        knee_elements=_round(knee),
-        sharpness=_round(sharp),
+        knee_elements=_round(max(knee, 1.0)),
+        sharpness=_round(min(sharp, MOST)),
     )
 
 

@@ -116,7 +116,7 @@ LEFT_OUT: dict[type[msgspec.Struct], dict[str, object]] = {
     Label: {"held_out": HeldOut(), "between_libraries": 0.0},
     HeldOut: {"long": None, "short": None},
     MemoryModel: {"moved_bytes": [], "moved_scale": []},
-    DeviceProfile: {"sustained_gemm_slowdown": 1.0, "sustained_basis": ""},
+    DeviceProfile: {"sustained_gemm_slowdown": 1.0, "sustained_basis": "", "power": None},
 }  # fmt: skip
 
 
