@@ -11,8 +11,9 @@ from echograph.profiler.costs.power import FLOOR, SLOPE, sustained_clock, volts
 
 
 def board(limit_W: float, static_W: float = 150.0) -> PowerModel:
+    joules = {"bf16": 1e-12}
     return PowerModel(
-        limit_W=limit_W, static_W=static_W, joules_per_flop={"bf16": 1e-12}, joules_per_byte=3e-11, source="made up"
+        limit_W=limit_W, static_W=static_W, joules_per_flop=joules, joules_per_byte=3e-11, source="made up"
     )
 
 
