@@ -81,15 +81,30 @@ def kept(function: Function) -> Function:
     import numba
 
     try:
-        return cast(Function, numba.njit(cache=True, **OPTIONS)(function))
+        return cast(Function, _readable(numba.njit(cache=True, **OPTIONS)(function)))
     except RuntimeError:  # no place to keep it in
         folder = temporary_cache()
     settings: Any = numba.config
     before, settings.CACHE_DIR = settings.CACHE_DIR, str(folder or "")
     try:
-        return cast(Function, numba.njit(cache=folder is not None, **OPTIONS)(function))
+        return cast(Function, _readable(numba.njit(cache=folder is not None, **OPTIONS)(function)))
     finally:
         settings.CACHE_DIR = before
+
+
+def _readable(function: Any) -> Any:
+    """Drops what was kept of a function by sources that had other classes.
+
+    The compiler reads the whole list of what was kept before it asks whether the source is still the same, and a
+    named tuple that has been renamed since cannot be read.
+    """
+    index = getattr(function._cache, "_cache_file", None)
+    if index is not None:
+        try:
+            index._load_index()
+        except (AttributeError, ImportError):
+            index.flush()
+    return function
 
 
 def temporary_cache() -> Path | None:
