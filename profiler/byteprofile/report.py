@@ -67,18 +67,12 @@ class Statistics(NamedTuple):
         }
 
 
-def statistics(events: Events, *, partitions: bool = True) -> Statistics:
+def statistics(events: Events) -> Statistics:
     """What each operation took.
-
-    Args:
-        events: any.
-        partitions: keep partitions of a communication's part apart.
 
     Raises:
         DataError: there is no event.
     """
-    if not partitions:
-        events = events.relabelled(lambda label: label._replace(key=""))
     if not len(events):
         raise DataError("the trace has no events with a duration: nothing to count")
     found = groups(events.label)
@@ -198,7 +192,7 @@ def settings_of(jobs: Iterable[Job]) -> list[Setting]:
     for job in jobs:
         for worker in sorted({gpu.worker for gpu in job.gpus}):
             first = min((gpu for gpu in job.gpus if gpu.worker == worker), key=lambda gpu: gpu.rank)
-            counted = statistics(first.events(), partitions=False)
+            counted = statistics(first.events().relabelled(lambda label: label._replace(key="")))
             averages: dict[str, dict[str, float]] = {}
             for label, average in zip(counted.labels, counted.average_ms.tolist(), strict=True):
                 averages.setdefault(label.category, {})[label._replace(prefix="").name] = average
