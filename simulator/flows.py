@@ -265,13 +265,13 @@ def _sharing(
 ) -> Sharing:
     """Routes over the links that can be overloaded."""
     most = _most(rows, tasks, route, load, topology, columns)
-    crowded = most > topology.capacity * (1 + TOLERANCE)
+    saturated = most > topology.capacity * (1 + TOLERANCE)
     routes = np.zeros((max(1, len(rows)), columns), np.int32)
     # Row 0 of the links is empty: the route of those that share nothing at their place.
     lengths, links, weights = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
     used, unit = np.zeros(len(rows), np.bool_), np.ones(len(rows))
     for number, row in enumerate(rows):
-        keep = crowded[row.link]
+        keep = saturated[row.link]
         if keep.any():
             used[number], unit[number] = True, row.rate[keep].max()
             places, counts = np.unique(row.group[keep], return_counts=True)

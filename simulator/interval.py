@@ -21,7 +21,7 @@ from echograph.simulator.host import IssueTimes
 from echograph.simulator.limits import family_of
 
 if TYPE_CHECKING:
-    from echograph.simulator.roles import Roles, StepRun
+    from echograph.simulator.engine import Roles, StepRun
 
 
 NINETY_PERCENT = 1.645

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, permutations
+from itertools import combinations
 from math import prod
 
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.dims import Ambiguous, Shape, view_dim
+from echograph.ir.passes.dims import Ambiguous, Shape, kept_dims, product_factors, transposed, view_dim
 from echograph.ir.passes.rewrite import StepWriter
 from echograph.ir.types import CollectiveKind
 
@@ -131,16 +131,9 @@ def _view(site: OpShapes, at: int, place: ExtentDim) -> Found:
 
 
 def _swap(site: OpShapes, at: int, place: ExtentDim) -> Found:
-    """`t`, `transpose` and `permute`; the graph does not say which dims, their extents do."""
-    source, made = site.shapes
-    rank = len(source)
-    orders = [o for o in permutations(range(rank)) if tuple(source[i] for i in o) == made]
-    if site.name != "permute":
-        orders = [o for o in orders if sum(i != j for i, j in enumerate(o)) == 2 or rank < 2]
-    # Of equal extents, nobody swaps the batch; heads and positions are swapped, not heads and channels.
-    likely = [o for o in orders if rank < 3 or o[0] == 0] or orders
-    likely = [o for o in likely if rank != 4 or o == (0, 2, 1, 3)] or likely
-    dims = {o.index(place.dim) if at == 0 else o[place.dim] for o in likely}
+    """`t`, `transpose` and `permute`."""
+    orders = transposed(site.name, *site.shapes)
+    dims = {o.index(place.dim) if at == 0 else o[place.dim] for o in orders}
     if len(dims) != 1:
         raise Ambiguous
     yield 1 - at, replace(place, dim=dims.pop())
@@ -182,56 +175,39 @@ def _pieces(site: OpShapes, at: int, place: ExtentDim) -> Found:
 
 def _removal(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """`select`, `unbind` take a dim away, `stack` and `select_backward` add one."""
-    larger, smaller = sorted((site.shapes[0], site.shapes[-1]), key=len, reverse=True)
-    kept = [k for k in combinations(range(len(larger)), len(smaller)) if tuple(larger[i] for i in k) == smaller]
-    kept = [k for k in kept if k[:1] == (0,)] or kept  # nobody selects one sample
     shape = site.shapes[at]
-    for other in range(len(site.shapes)):
-        if len(site.shapes[other]) == len(shape):
-            if other != at:
-                yield other, place
-            continue
-        down = len(shape) > len(site.shapes[other])
-        dims = {(k.index(place.dim) if place.dim in k else None) if down else k[place.dim] for k in kept}
-        if len(dims) != 1:
-            raise Ambiguous
-        if (dim := dims.pop()) is not None:
-            yield other, replace(place, dim=dim)
+    for other, there in enumerate(site.shapes):
+        if len(there) != len(shape):
+            # Nobody selects one sample.
+            yield from _where_kept(other, shape, there, place, first=True)
+        elif other != at:
+            yield other, place
 
 
 def _reduction(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """Sums, means and extremes; all inputs but the first are ignored."""
-    source = site.shapes[0]
     for other in site.outputs if at == 0 else (0,):
-        made = site.shapes[other if at == 0 else at]
-        if len(made) == len(source):
-            if source[place.dim] == made[place.dim]:
-                yield other, place
-            continue
-        kept = [k for k in combinations(range(len(source)), len(made)) if tuple(source[i] for i in k) == made]
-        dims = {(k.index(place.dim) if place.dim in k else None) if at == 0 else k[place.dim] for k in kept}
-        if len(dims) != 1:
-            raise Ambiguous
-        if (dim := dims.pop()) is not None:
-            yield other, replace(place, dim=dim)
+        shape, there = site.shapes[at], site.shapes[other]
+        if len(there) != len(shape):
+            yield from _where_kept(other, shape, there, place)
+        elif there[place.dim] == shape[place.dim]:
+            yield other, place
+
+
+def _where_kept(other: int, shape: Shape, there: Shape, place: ExtentDim, *, first: bool = False) -> Found:
+    """Where an operand carries the extent that has more dims, or fewer: nowhere, if its dim was taken away."""
+    down = len(shape) > len(there)
+    kept = kept_dims(shape, there) if down else kept_dims(there, shape)
+    kept = [k for k in kept if first and k[:1] == (0,)] or kept
+    dims = {(k.index(place.dim) if place.dim in k else None) if down else k[place.dim] for k in kept}
+    if len(dims) != 1:
+        raise Ambiguous
+    if (dim := dims.pop()) is not None:
+        yield other, replace(place, dim=dim)
 
 
 def _matmul(site: OpShapes, at: int, place: ExtentDim) -> Found:
-    """Matrix products: rows, columns, the contraction, and a batch of them; a bias is added by element."""
-    first, out = site.inputs - 2, site.inputs
-    rank = len(site.shapes[out])
-    links = [[(first, d), (first + 1, d), (out, d)] for d in range(rank - 2)]
-    if rank == 1:
-        links = [[(first, 0), (out, 0)], [(first, 1), (first + 1, 0)]]
-    else:
-        links += [
-            [(first, rank - 2), (out, rank - 2)],
-            [(first + 1, rank - 1), (out, rank - 1)],
-            [(first, rank - 1), (first + 1, rank - 2)],
-        ]
-    if first and len(site.shapes[0]) == rank:
-        links += [[(0, d), (out, d)] for d in range(rank)]
-    return _joined(site, at, place, links)
+    return _joined(site, at, place, product_factors(site.shapes, site.inputs))
 
 
 def _grouped(site: OpShapes, at: int, place: ExtentDim) -> Found:

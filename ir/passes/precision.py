@@ -25,7 +25,7 @@ Main gradients add up in fp32: each parameter has a buffer that lives as long as
 (gradient accumulation fusion, on by default there); any other 16-bit gradient is added to it by a kernel of its
 own. The optimizer reads the buffers, which are set to zero after it. Data-parallel passes reduce them in their
 type, and see that nothing has to be added up over micro-batches: no operation makes such a gradient's memory
-(`gradients.adds_up`).
+(`model.adds_up`).
 
 The gradient of a parameter that is used twice (a tied embedding) is a sum, which a pipeline takes apart. Its
 terms are made in fp32, and added up over micro-batches as they would be in 16 bit.
@@ -49,8 +49,7 @@ from echograph.errors import PlanError, UnavailableError, UnknownNameError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.gradients import final_gradients
-from echograph.ir.passes.model import find_layers
+from echograph.ir.passes.model import final_gradients, find_layers
 from echograph.ir.passes.rewrite import StepWriter
 
 _PRODUCTS = ("aten.mm", "aten.addmm")

@@ -63,11 +63,11 @@ def trace_diff(
     Args:
         traces: the control's job.
         test: the test's job; without it, the control's own.
-        control_rank: -1 takes the first.
-        test_rank: likewise.
+        control_rank: rank of the control; -1 takes the first.
+        test_rank: rank of the test; -1 takes the first.
         control_step: the number after "ProfilerStep#"; -1 takes the first, or the whole trace where no step is
             marked.
-        test_step: likewise.
+        test_step: step of the test, in the same way.
         device: "all", "cpu" what ran on the host, or "gpu" what ran, or waited, on devices.
         short_names: without return types, template arguments and parameters: what then has one name is added up.
         change: only rows of this change.

@@ -189,12 +189,19 @@ def _attention(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEsti
         kv_seq=key.shape[-2],
         v_head_dim=value.shape[-1],
         causal=attributes.causal,
+        kernel=_kernel(op.name),
     )
     if query.dtype in (DType.BF16, DType.FP16):
         return cost
     peaks = device.datasheet.peak_flops_per_s
     slower = peaks["bf16"] / peaks.get("tf32", peaks["fp32"]) if "bf16" in peaks else 1.0
     return CostEstimate(cost.seconds * slower, ASSUMED_SPREAD, "analytical")
+
+
+def _kernel(operator: str) -> str | None:
+    """The kernel that an operator of attention names, as `cudnn.attention`; None: the device's own."""
+    kernel, _, rest = operator.partition(".")
+    return kernel if rest in ("attention", "attention_backward") else None
 
 
 def _convolution(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:

@@ -90,8 +90,8 @@ class Trace:
         duration: picoseconds, >= 0.
         name: code into `strings`.
         category: code into `strings`.
-        pid: process; of device work, the device. One that is text is `TEXT` less its code.
-        tid: thread, likewise; of device work, the stream.
+        pid: process; for device work the device. A pid that is text is `TEXT` less the code of that text.
+        tid: thread; for device work the stream. Texts are coded as in `pid`.
         stream: stream of work on a device and of calls that name one, or -1; see `streams`.
         correlation: what a call to the runtime shares with the work that it launched, or -1.
         external_id: the operator under which a call was made, or -1.

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Group = TypeVar("Group", bound=NamedTuple)
+Outputs = TypeVar("Outputs", bound=NamedTuple)
 Number = TypeVar("Number", bound=np.generic)
 
 
-def interpreted(loop: Callable[..., None], *inputs: Any, outputs: Group) -> None:
+def interpreted(loop: Callable[..., None], *inputs: Any, outputs: Outputs) -> None:
     """Runs a loop as it is written.
 
     Args:

@@ -24,7 +24,7 @@ from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
-from echograph.ir.passes.gradients import adds_up, final_gradients
+from echograph.ir.passes.model import adds_up, final_gradients
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.precision import RECIPES, Precision
 from echograph.ir.passes.recompute import Recompute
@@ -284,6 +284,13 @@ def test_micro_batches_add_up_by_themselves_and_are_reduced_in_fp32(micro_batche
         reduced = [op for _, op in ran(job) if isinstance(op, Collective) and op.phase == Phase.BACKWARD]
         assert {op.dtype for op in reduced} == {DType.FP32}
         assert sum(op.bytes_per_rank for op in reduced) == 4 * graph.workload.parameters
+
+
+def test_a_chunk_without_layers_adds_up_the_embeddings_gradient() -> None:
+    graph = Precision(grad_dtype="fp32")(captured("llama-3-8b"))
+    job = Pipeline(stages=6, micro_batches=6, layers=(0, 1, 1, 1, 1, 0))(graph)
+    of_embedding = [op.name for op in job.ops if getattr(op, "module", "") == "model.embed_tokens"]
+    assert of_embedding.count("aten.add_") == of_embedding.count("aten.embedding_dense_backward") == 1
 
 
 def test_fp8_products_add_to_main_gradients() -> None:

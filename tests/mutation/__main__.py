@@ -41,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("ir/passes", "simulator", "profiler/costs")
 TESTS = (
     *("tests/golden", "tests/ir", "tests/readers/test_interpreter.py", "tests/simulator"),
+    "--ignore=tests/ir/exporters",
     "tests/properties/test_plans.py",
     *(
         f"tests/profiler/test_costs_{kind}.py"

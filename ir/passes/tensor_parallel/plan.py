@@ -36,7 +36,7 @@ from echograph.ir.columns import NONE
 from echograph.ir.files import read_whole
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.dims import Ambiguous, Shape
-from echograph.ir.passes.gradients import NORMS, overflow_flags, total_norms
+from echograph.ir.passes.model import NORMS, overflow_flags, total_norms
 from echograph.ir.passes.tensor_parallel.rules import (
     PARTIAL,
     VIEWS,

@@ -25,7 +25,7 @@ Folder = Annotated[Path, typer.Argument(help="Folder of a worker or a job: trace
 Sort = Annotated[bool, typer.Option("--sort", help="The largest first, rather than as in the trace.")]
 Head = Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")]
 Xlsx = Annotated[Path | None, typer.Option(help="Write the whole tables to this workbook.")]
-Queues = Annotated[
+DelQueue = Annotated[
     bool, typer.Option("--del-queue", help="Take communications apart, a chain a partition, without queueing.")
 ]
 RunOrder = Annotated[
@@ -119,7 +119,7 @@ def mapping_command(
 
 def dag_command(
     traces: Folder,
-    del_queue: Queues = False,
+    del_queue: DelQueue = False,
     run_time: RunOrder = False,
     head: Head = None,
     output: Annotated[
@@ -149,7 +149,11 @@ def dag_command(
 
 
 def critical_command(
-    traces: Folder, del_queue: Queues = False, run_time: RunOrder = False, head: Head = None, as_json: Json = False
+    traces: Folder,
+    del_queue: DelQueue = False,
+    run_time: RunOrder = False,
+    head: Head = None,
+    as_json: Json = False,
 ) -> None:
     """The longest path through a step's dependencies: of each GPU, then of all together."""
     from echograph.profiler.byteprofile.dag import path_table
@@ -175,7 +179,7 @@ def critical_command(
 def replay_command(
     traces: Folder,
     step_num: Annotated[int, typer.Option(min=1, help="How many steps to run.")] = 1,
-    del_queue: Queues = False,
+    del_queue: DelQueue = False,
     pretty: Annotated[bool, typer.Option("--pretty", help="Only the steps: no paths, no parallelism.")] = False,
     delay: Annotated[
         str,

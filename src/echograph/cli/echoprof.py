@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ import typer
 from echograph.cli import byteprofile
 from echograph.cli.app import make_app, require_torch, run
 from echograph.cli.comms import comms, record
-from echograph.cli.options import GraphFile, Json, Model, parse_ranks, with_options
+from echograph.cli.options import MODEL, GraphFile, Json, parse_ranks, with_options
 from echograph.cli.output import (
     check_outputs,
     print_error,
@@ -144,7 +143,7 @@ def graph_command(
 @app.command("ops")
 @with_options
 def ops_command(
-    model: Model,
+    model: Annotated[str, MODEL],
     sizes: Annotated[dict[str, Any], ModelSizes],
     measuring: MeasuringOptions,
     name: Annotated[
@@ -224,7 +223,7 @@ def _print_measured(summary: dict[str, Any], outcome: OpTiming) -> None:
 @app.command("step")
 @with_options
 def step_command(
-    model: Model,
+    model: Annotated[str, MODEL],
     sizes: Annotated[dict[str, Any], ModelSizes],
     measuring: MeasuringOptions,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 10,
@@ -281,13 +280,6 @@ def collectives_command(
     from echograph.workflow.measure import measure_collectives
 
     wanted, steps = parse_operations(ops), parse_sizes(sizes)
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        raise UsageError(
-            "echoprof collectives measures between ranks: torchrun --nproc-per-node 2 --no-python "
-            "echoprof collectives"
-        )
-    if not budget > 0:
-        raise UsageError(f"--budget: {budget:g}: give seconds above 0")
     found = measure_collectives(wanted, steps, backend, budget, silent if as_json else print_text, output)
     if found is None:
         return

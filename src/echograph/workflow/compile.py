@@ -48,8 +48,8 @@ def compile(
         batch_size: samples of one micro-batch; None: the model's own.
         seq_len: tokens of a sample, or pixels of an image's side; None: the model's own.
         attention: "sdpa" (fused), "eager", or "fused-softmax" (Megatron-LM's); None: the model's own.
-        inputs: of a module: a tuple (positional) or a mapping (keyword).
-        loss: of a module: its output -> a scalar tensor; None where it returns the loss.
+        inputs: inputs of a module: a tuple (positional) or a mapping (keyword).
+        loss: loss of a module: output -> scalar tensor; None where the module returns the loss.
         producer: "recorder", or "aot" (export and AOTAutograd).
         say: told what goes on.
 

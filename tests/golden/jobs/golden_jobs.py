@@ -41,7 +41,8 @@ from echograph.ir.text import to_text
 from echograph.ir.types import CollectiveKind, DType, OpKind, Phase
 from echograph.ir.unfold import unfold
 from echograph.simulator.clusters import load_cluster
-from echograph.workflow.plan import Plan, lower
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import lower
 
 HERE = Path(__file__).parent
 GRAPHS = HERE.parent / "predictions" / "graphs"
@@ -176,7 +177,7 @@ WAYS: dict[str, Passes] = {
     "deeper": (Depth(layers=9), Pipeline(stages=2, micro_batches=2)),
 }
 """What is made of each of the small graphs beside this file, of those with experts alone what begins with "ep"."""
-WITH_EXPERTS = ("deepseek", "experts", "gpt-oss", "qwen-moe")
+WITH_EXPERTS = ("deepseek", "experts", "experts-watched", "gpt-oss", "qwen-moe")
 
 
 class Case(NamedTuple):

@@ -45,11 +45,12 @@ STEPS: dict[str, tuple[str, dict[str, int], StepSpec, str | None]] = {
         "eager",
     ),
 }  # fmt: skip
-EXPERTS = """
+MODELS = """
 import torch
 from torch import nn
+F = nn.functional
 
-class Layer(nn.Module):
+class Experts(nn.Module):
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(64, 8, bias=False)
@@ -64,18 +65,61 @@ class Layer(nn.Module):
         rows = torch._grouped_mm(rows * weight.flatten()[order, None], self.second, ends)
         return tokens.index_add(0, order // 2, rows)
 
-def build():
-    return nn.Sequential(Layer(), Layer()), (torch.zeros(64, 64, dtype=torch.bfloat16),), lambda y: y.sum()
+def experts():
+    return nn.Sequential(Experts(), Experts()), (torch.zeros(64, 64, dtype=torch.bfloat16),), lambda y: y.sum()
+
+class Watched(Experts):
+    def forward(self, tokens):
+        return super().forward(tokens) * self.first.transpose(1, 2).amax()
+
+def watched():
+    return Watched(), (torch.zeros(64, 64, dtype=torch.bfloat16),), lambda y: y.sum()
+
+class InPlace(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads, self.first, self.second = heads, nn.LayerNorm(width), nn.RMSNorm(width)
+        self.alpha, self.beta = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.gate = nn.Linear(width, 4 * width), nn.Linear(width, 4 * width)
+        self.slim = nn.Linear(4 * width, width, bias=False)
+        self.register_buffer("seen", torch.zeros(4 * width))
+
+    def forward(self, x):
+        batch, positions, width = x.shape
+        parts = self.alpha(self.first(x)).chunk(3, -1)
+        q, k, v = (y.view(batch, positions, self.heads, -1).transpose(1, 2) for y in parts)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = self.beta(y.transpose(1, 2).reshape(batch, positions, width)).add_(x)
+        y = self.second(x)
+        h = F.silu(self.wide(y)).mul_(0.5)
+        h = (torch.zeros_like(h).add_(h) * self.gate(y)).add_(self.seen)
+        h = torch.empty_like(h).copy_(h).masked_fill_(h > 1, 0)
+        return self.slim(h).add_(x)
+
+class Model(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.words, self.out = nn.Embedding(512, width), nn.Linear(width, 512)
+        self.body = nn.Sequential(*(InPlace(width, 4) for _ in range(4)))
+
+    def forward(self, ids, labels):
+        x = self.body(self.words(ids) + 1)
+        return F.cross_entropy(self.out(x).view(-1, 512), labels.view(-1))
+
+def in_place():
+    ids = torch.zeros(2, 32, dtype=torch.long)
+    return Model(), {"ids": ids, "labels": ids.clone()}
 """
+OWN = {"experts": "experts", "experts-watched": "watched", "in-place": "in_place"}
 
 
 def captured(name: str) -> StepGraph:
     """The step of a name."""
-    if name == "experts":
+    if name in OWN:
         with TemporaryDirectory() as folder:
-            model = Path(folder) / "model.py"
-            model.write_text(EXPERTS)
-            return compile_model(f"{model}:build", StepSpec())
+            model = Path(folder) / "models.py"
+            model.write_text(MODELS)
+            return compile_model(f"{model}:{OWN[name]}", StepSpec())
     model_name, changes, spec, attention = STEPS[name]
     changed: dict[str, Any] = dict(changes)
     entry = get_model(model_name).with_config(**changed)
@@ -84,6 +128,6 @@ def captured(name: str) -> StepGraph:
 
 if __name__ == "__main__":
     GRAPHS.mkdir(exist_ok=True)
-    for each in sys.argv[1:] or [*STEPS, "experts"]:
+    for each in sys.argv[1:] or [*STEPS, *OWN]:
         save(captured(each), GRAPHS / f"{each}.pb")
         print(each, (GRAPHS / f"{each}.pb").stat().st_size)

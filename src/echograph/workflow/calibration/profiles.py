@@ -42,11 +42,11 @@ def fit(
         nccl_tests: what programs of nccl-tests printed; a cluster is written from them.
         cluster: what those ran on: a preset or a TOML file.
         collective: what they ran, where they do not say.
-        name: of the cluster that is written.
+        name: name of the cluster that is written.
         devices: only these of the table; none: all.
         base: fit the table of one device anew on top of this shipped profile.
         fabrics: only these of the table; none: all.
-        date: of the fit, as it stands in the profiles.
+        date: date of the fit, as it stands in the profiles.
         say: told what goes on.
 
     Returns:
