@@ -177,19 +177,18 @@ class Events:
         """The events with a prefix, where they have none."""
         return self.relabelled(lambda label: label if label.prefix else label._replace(prefix=prefix))
 
-    def where(self, true: Callable[[EventLabel], bool]) -> Int64:
-        """Rows whose label is such."""
-        return np.flatnonzero(np.array([true(label) for label in self.labels] or [False])[self.label])
-
     def only(self, true: Callable[[EventLabel], bool]) -> Events:
         """The events whose label is such."""
-        return self.rows(self.where(true))
-
-    def rows(self, rows: Int64) -> Events:
-        """Some of the events, in the order given."""
+        rows = np.array([true(label) for label in self.labels] or [False])[self.label]
         return dataclasses.replace(
             self, label=self.label[rows], start=self.start[rows], duration=self.duration[rows]
         )
+
+    def in_order(self) -> list[tuple[int, int, EventLabel]]:
+        """Start, end and label of each event, by their starts."""
+        order = np.argsort(self.start, kind="stable")
+        rows = zip(*(column[order].tolist() for column in (self.start, self.end, self.label)), strict=True)
+        return [(start, end, self.labels[code]) for start, end, code in rows]
 
 
 def to_ps(microseconds: float) -> int:
