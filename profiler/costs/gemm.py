@@ -93,11 +93,17 @@ DTYPES = {
     "fp8": "fp8",
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
+    "fp8_block": "fp8_block",
+    "nvfp4": "nvfp4",
     "fp32": "fp32",
     "float32": "fp32",
     "tf32": "tf32",
 }
-"""Spellings of a dtype, and the model that answers for it."""
+"""Spellings of a dtype, and the model that answers for it.
+
+`fp8` has one scale a tensor; `fp8_block` one for each 128 of an activation and each 128 x 128 of a weight
+(DeepSeek's recipe); `nvfp4` one for each 16.
+"""
 
 STAND_IN = {"fp16": "bf16"}
 """Where a device has no model of its own for a dtype: fp16 runs on the same units as bf16, at the same rate."""
@@ -141,7 +147,7 @@ def gemm(
         dtype: of the operands; the result is written in bf16 (fp32 for fp32 and tf32).
         layout: "TN", "NN" or "NT": which operands are read transposed.
         accumulate: the result is added into an fp32 buffer (a main gradient).
-        quantize: fp8 only: include the cast of A from bf16 with its scale, as the measured rows do.
+        quantize: below 16 bits only: include the cast of A from bf16 with its scale, as the measured rows do.
 
     Raises:
         UnknownNameError: no such dtype or layout.
