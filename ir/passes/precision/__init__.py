@@ -271,6 +271,8 @@ class Precision:
         kept: of inputs and weights, for backward: the 16-bit tensors ("bf16"), or 8-bit copies ("fp8").
         delayed: scales of "fp8" come from earlier steps' maxima, which the casts note on their way (delayed
             scaling); updating the histories is not counted.
+        weights: whether weights are cast for each micro-batch, or once a step ("step"), which is not counted.
+        experts: whether experts' grouped products are in FP8, too.
     """
 
     name: ClassVar[str] = "precision"
@@ -279,6 +281,8 @@ class Precision:
     grad_dtype: str | None = None
     kept: Literal["bf16", "fp8"] = "bf16"
     delayed: bool = False
+    weights: Literal["micro-batch", "step"] = "micro-batch"
+    experts: bool = False
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step graph.
@@ -314,7 +318,8 @@ class Precision:
             raise PlanError(
                 f"precision {self.dtype} with delayed scaling: only fp8, with a scale a tensor, has it"
             )
-        return to_fp8(graph, replace(RECIPES[self.dtype], kept=self.kept, delayed=self.delayed))
+        options = {"kept": self.kept, "delayed": self.delayed, "weights": self.weights, "experts": self.experts}
+        return to_fp8(graph, replace(RECIPES[self.dtype], **options))  # type: ignore[arg-type]
 
     def _gradients(self, graph: StepGraph) -> StepGraph:
         if self.grad_dtype is None:
