@@ -299,7 +299,10 @@ Names = Annotated[list[str] | None, typer.Option(help="Only this one (may be giv
 
 @app.command("fit")
 def fit_command(
-    kernels: Annotated[Path | None, typer.Option(help="Table of measured kernels (CSV, may be gzipped).")] = None,
+    kernels: Annotated[
+        list[Path] | None,
+        typer.Option(help="Table of measured kernels (CSV, may be gzipped; may be given again)."),
+    ] = None,
     collectives: Annotated[Path | None, typer.Option(help="Table of measured collectives (CSV).")] = None,
     nccl_tests: Annotated[
         list[Path] | None, typer.Option(help="Output of an nccl-tests program (may be given again).")
