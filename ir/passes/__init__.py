@@ -14,7 +14,7 @@ PASSES = Table(
     {
         "fold": "echograph.ir.passes.fold:Fold",
         "depth": "echograph.ir.passes.depth:Depth",
-        "micro_batch": "echograph.ir.passes.micro_batch:MicroBatch",
+        "micro_batch": "echograph.ir.passes.extent:MicroBatch",
         "model_flops": "echograph.ir.passes.model:ModelFlops",
         "recompute": "echograph.ir.passes.recompute:Recompute",
         "tensor_parallel": "echograph.ir.passes.tensor_parallel:TensorParallel",

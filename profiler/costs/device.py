@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import DataError, FormatError, UnavailableError, UnknownNameError
-from echograph.ir.documents import read_json_record
+from echograph.ir.documents import read_json_record, require
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 CostSource: TypeAlias = Literal["fitted", "analytical"]
@@ -93,11 +93,6 @@ ALIGNED = 16
 """Bytes from which on alignment no longer matters."""
 
 
-def _require(holds: bool, rule: str) -> None:
-    if not holds:
-        raise ValueError(rule)
-
-
 def _grows(sizes: Sequence[float]) -> bool:
     return all(low < high for low, high in pairwise(sizes))
 
@@ -116,7 +111,7 @@ class Datasheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     source: str
 
     def __post_init__(self) -> None:
-        _require("fp32" in self.peak_flops_per_s, "peak_flops_per_s has fp32")
+        require("fp32" in self.peak_flops_per_s, "peak_flops_per_s has fp32")
 
 
 class FitError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,9 +156,9 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     permille: list[Annotated[int, msgspec.Meta(ge=-10_000, le=10_000)]]
 
     def __post_init__(self) -> None:
-        _require(all(map(_grows, self.knots)), "knots grow along each axis")
+        require(all(map(_grows, self.knots)), "knots grow along each axis")
         cells = prod(map(len, self.knots))
-        _require(len(self.permille) == cells, f"permille has a number for each of {cells} knots")
+        require(len(self.permille) == cells, f"permille has a number for each of {cells} knots")
 
 
 class Quantize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -190,8 +185,8 @@ class Alignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     source: str
 
     def __post_init__(self) -> None:
-        _require(max(self.operand, default=0) >= ALIGNED, f"operand has an entry for {ALIGNED} bytes")
-        _require(max(self.output, default=0) >= ALIGNED, f"output has an entry for {ALIGNED} bytes")
+        require(max(self.operand, default=0) >= ALIGNED, f"operand has an entry for {ALIGNED} bytes")
+        require(max(self.output, default=0) >= ALIGNED, f"output has an entry for {ALIGNED} bytes")
 
 
 class GemmModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -223,7 +218,7 @@ class GemmModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         lengths = {len(self.tiles), len(self.efficiency), len(self.overhead_k)}
-        _require(len(lengths) == 1, "tiles, efficiency and overhead_k are of one length")
+        require(len(lengths) == 1, "tiles, efficiency and overhead_k are of one length")
 
 
 class GroupedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -233,7 +228,7 @@ class GroupedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scale: dict[str, _Factor]
 
     def __post_init__(self) -> None:
-        _require(set(_GROUPED_PASSES) <= set(self.scale), f"scale has {', '.join(_GROUPED_PASSES)}")
+        require(set(_GROUPED_PASSES) <= set(self.scale), f"scale has {', '.join(_GROUPED_PASSES)}")
 
 
 class AttentionPass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -257,8 +252,8 @@ class AttentionPass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     residual: Grid | None = None
 
     def __post_init__(self) -> None:
-        _require(_grows(self.head_dims), "head_dims grow")
-        _require(len(self.efficiency) == len(self.head_dims), "efficiency has a number for each of head_dims")
+        require(_grows(self.head_dims), "head_dims grow")
+        require(len(self.efficiency) == len(self.head_dims), "efficiency has a number for each of head_dims")
 
 
 class AttentionModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -283,12 +278,12 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     moved_scale: list[_Factor] = []
 
     def __post_init__(self) -> None:
-        _require(_grows(self.row_bytes), "row_bytes grow")
+        require(_grows(self.row_bytes), "row_bytes grow")
         alike = len(self.bandwidth_fraction) == len(self.row_bytes)
-        _require(alike, "bandwidth_fraction has a number for each of row_bytes")
-        _require(_grows(self.moved_bytes), "moved_bytes grow")
+        require(alike, "bandwidth_fraction has a number for each of row_bytes")
+        require(_grows(self.moved_bytes), "moved_bytes grow")
         alike = len(self.moved_scale) == len(self.moved_bytes)
-        _require(alike, "moved_scale has a number for each of moved_bytes")
+        require(alike, "moved_scale has a number for each of moved_bytes")
 
 
 class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -307,7 +302,7 @@ class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     communication_s: _Seconds | None = None
 
     def __post_init__(self) -> None:
-        _require(self.view_s is None or self.view_s <= self.op_s, "view_s is at most op_s")
+        require(self.view_s is None or self.view_s <= self.op_s, "view_s is at most op_s")
 
     @property
     def kernel_s(self) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 
 from echograph.errors import FormatError, InputError
 from echograph.ir.columns import Bools, Int64
-from echograph.ir.comms.reader import NativeSource
+from echograph.ir.comms.record import NativeSource
 from echograph.profiler.traces.events import details
 from echograph.profiler.traces.kernel_names import communicates, function_name
 from echograph.profiler.traces.relations import Stacks, call_stacks

@@ -171,7 +171,7 @@ def annotate_command(
 ) -> None:
     """Write the durations of a cluster into a graph: its device's, its host's, and of a job its network's."""
     from echograph.ir import files
-    from echograph.workflow.annotate import annotate, annotate_measured, duration_sources
+    from echograph.workflow.system import annotate, annotate_measured, duration_sources
 
     files.check_writable(output)
     system = System(cluster or DEFAULT_CLUSTER) if cluster is not None or profile is None else None

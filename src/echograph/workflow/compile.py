@@ -239,8 +239,8 @@ def compile_onnx_file(
     sizes = dict(_size(text) for text in dims)
     say(f"reading {path}")
     model = read(path, sizes)
+    from echograph.frontend.onnx.call import step_type
     from echograph.frontend.onnx.compile import compile_onnx
-    from echograph.frontend.onnx.dtypes import step_type
     from echograph.frontend.pytorch.spec import StepSpec
 
     spec = StepSpec(**{"dtype": step_type(model), **step})

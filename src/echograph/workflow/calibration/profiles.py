@@ -197,7 +197,7 @@ def fit_the_logs(
 ) -> list[dict[str, object]]:
     """Fits a cluster's fabrics to logs of nccl-tests; one record for each kind of collective held out."""
     from echograph.profiler.fit.fabric import KINDS, read_nccl_tests
-    from echograph.workflow.calibration.logs import fit_logs
+    from echograph.workflow.calibration.fabrics import fit_logs
 
     if not cluster:
         raise UsageError("--nccl-tests: say what they ran on with --cluster (see echosim clusters)")

@@ -17,9 +17,8 @@ from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster
 from echograph.simulator.clusters.fabric import Protocols
 from echograph.simulator.durations import durations
 from echograph.units import GB, GIB, format_time, to_ps, to_s
-from echograph.workflow.annotate import annotate
 from echograph.workflow.plan import Plan
-from echograph.workflow.system import System
+from echograph.workflow.system import System, annotate
 
 
 def export_chakra(

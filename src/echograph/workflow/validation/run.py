@@ -16,8 +16,8 @@ from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.base import Pass, pass_text, run, split_at_job
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.depth import FEWEST, Depth
+from echograph.ir.passes.extent import MicroBatch
 from echograph.ir.passes.mesh import ResizeAxes
-from echograph.ir.passes.micro_batch import MicroBatch
 from echograph.progress import Progress, silent
 from echograph.workflow.compile import compile_entry
 from echograph.workflow.plan import Plan, passes
