@@ -25,7 +25,7 @@ from echograph.ir.types import (
     Source,
     TensorRole,
 )
-from echograph.simulator import engine
+from echograph.simulator import engine as engines
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.collectives import CollectiveEstimate, CollectiveName
 from echograph.simulator.durations import durations
@@ -60,12 +60,12 @@ MIXED = [(GEMM, 1000, 0.1), (GEMM, 3000, 0.1), (None, 600, 0.5), (ATTENTION, 800
 
 
 @pytest.mark.parametrize("times", [1, 8])
-@pytest.mark.parametrize("most", [0, engine.MAX_COLUMN_TASKS], ids=["along the path", "by further runs"])
+@pytest.mark.parametrize("most", [0, engines.MAX_COLUMN_TASKS], ids=["along the path", "by further runs"])
 @pytest.mark.parametrize("engine", ["auto", "static"])
 def test_errors_of_a_family_move_together_and_families_apart(
     monkeypatch: pytest.MonkeyPatch, times: int, most: int, engine: str
 ) -> None:
-    monkeypatch.setattr(engine, "MAX_COLUMN_TASKS", most)
+    monkeypatch.setattr(engines, "MAX_COLUMN_TASKS", most)
     result = simulate(chain(MIXED, times), CLUSTER, IDLE, engine=engine)
     around = round(1.645 * times * sqrt(400**2 + 300**2 + 200**2))
     assert result.step_ps == 5450 * times
