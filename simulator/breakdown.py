@@ -114,7 +114,7 @@ def role_of(job: JobGraph, program: int, rank: int | None = None) -> Role:
     )
 
 
-class Layers(NamedTuple):
+class BreakdownLayers(NamedTuple):
     """What a moment of a step can be, the first that applies: compute, a communication, the host alone, nothing.
 
     Attributes:
@@ -136,16 +136,16 @@ class Layers(NamedTuple):
         return len(self.labels) + 2
 
 
-def layers_of(job: JobGraph) -> Layers:
+def layers_of(job: JobGraph) -> BreakdownLayers:
     """The layers of a job."""
     names = [group.label or f"group{i}" for i, group in enumerate(job.groups)]
     labels = tuple(dict.fromkeys(names))
     number = np.array([1 + labels.index(name) for name in names] or [0])
     communicates = np.isin(job.ops.kind, COMMUNICATIONS)
-    return Layers(labels, np.where(communicates, number[np.where(communicates, job.ops.group, 0)], 0))
+    return BreakdownLayers(labels, np.where(communicates, number[np.where(communicates, job.ops.group, 0)], 0))
 
 
-def moments(layers: Layers, timeline: Timeline, rows: Int64, end_ps: int | None = None) -> Pieces:
+def moments(layers: BreakdownLayers, timeline: Timeline, rows: Int64, end_ps: int | None = None) -> Pieces:
     """What a program does from 0 to the end of the step: a breakdown laid out in time.
 
     Args:
@@ -183,7 +183,9 @@ def breakdowns(job: JobGraph, timeline: Timeline) -> list[Breakdown]:
     return [_split(job, layers, timeline, order[begin:end]) for begin, end in pairwise(edges.tolist())]
 
 
-def _split(job: JobGraph, layers: Layers, timeline: Timeline, rows: Int64, end_ps: int | None = None) -> Breakdown:
+def _split(
+    job: JobGraph, layers: BreakdownLayers, timeline: Timeline, rows: Int64, end_ps: int | None = None
+) -> Breakdown:
     compute, *exposed, host, idle = moments(layers, timeline, rows, end_ps).spent(layers.idle)
     # An imported job names no axes: who sends is taken for a stage of a pipeline.
     sends = not job.mesh and bool(np.isin(job.ops.kind[timeline.op[rows]], _SENDS).any())

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from echograph.errors import SimulationError, UnknownNameError, UsageError
 from echograph.ir.columns import Int64, distinct
 from echograph.ir.graph import JobGraph
-from echograph.ir.passes.gradients import MICRO_BATCH_AXES
+from echograph.ir.passes.model import MICRO_BATCH_AXES
 from echograph.ir.timeline import Timeline
 from echograph.ir.types import COMMUNICATIONS, OpKind, Source
 from echograph.simulator.breakdown import Spread, role_of, spread

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import DataError, FormatError, UnknownNameError, UsageError
-from echograph.ir.columns import Int64
+from echograph.ir.columns import Bools, Int64
 from echograph.ir.files import read_arrays, write_whole
 from echograph.ir.longest_path import longest_paths
 from echograph.profiler.analyses.counters import queues
@@ -25,7 +25,7 @@ from echograph.profiler.analyses.marked_copy import _MarkedRows, exact_json, mar
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US, KernelKind, kinds
 from echograph.profiler.traces.relations import Stacks, call_stacks, launch_of_rows, launches, of_device_queue
-from echograph.profiler.traces.trace import CALLS, NONE, OPERATORS, Bool, Trace, TraceSet, place_of_stream
+from echograph.profiler.traces.trace import CALLS, NONE, OPERATORS, Trace, TraceSet, place_of_stream
 
 
 class Edge(IntEnum):
@@ -123,7 +123,7 @@ class CriticalGraph:
         *,
         edges: Collection[Edge] | None = None,
         bounds: Collection[Bound] | None = None,
-        where: Bool | None = None,
+        where: Bools | None = None,
     ) -> CriticalGraph:
         """The graph if some of its edges took another time; path, breakdown and summary of it all follow.
 
@@ -169,7 +169,7 @@ class CriticalGraph:
         return CriticalPath(np.array(nodes[::-1], np.int64), np.array(edges[::-1], np.int64), length)
 
 
-def loads_data(trace: Trace, pattern: str) -> Bool:
+def loads_data(trace: Trace, pattern: str) -> Bools:
     """Which rows load data: those whose name the pattern matches anywhere; none for an empty pattern.
 
     Raises:
@@ -378,7 +378,7 @@ class _Streams:
         return NONE
 
 
-def _waits(edges: _Edges, streams: _Streams, inside: Bool) -> dict[int, int]:
+def _waits(edges: _Edges, streams: _Streams, inside: Bools) -> dict[int, int]:
     """Adds the edges of synchronisation; for each work, when the last that it waited for by an event ended."""
     trace = edges.trace
     records = np.flatnonzero(trace.named({"cudaEventRecord", "cudaEventRecordWithFlags", "hipEventRecord"}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -235,16 +234,13 @@ def _colour(category: str) -> str:
 
 def as_gml(dag: Dag) -> Iterator[str]:
     """The graph as `dag.gml`, with the microseconds of each node (`avg`), which `read_dag` reads."""
-    numbers = {name: number for number, name in enumerate(dag.nodes)}
-    yield "graph [\n  directed 1\n"
+    from networkx import DiGraph, generate_gml
+
+    network: Any = DiGraph()
     for name, node in dag.nodes.items():
-        label, category = (html.escape(text, quote=True) for text in (name, node.category))
-        yield f'  node [\n    id {numbers[name]}\n    label "{label}"\n    op "{category}"\n'
-        # In full, since GML has no number like 1e-06.
-        yield f"    avg {node.duration / PS_PER_US:.6f}\n  ]\n"
-    for before, after in dag.edges():
-        yield f"  edge [\n    source {numbers[before]}\n    target {numbers[after]}\n  ]\n"
-    yield "]\n"
+        network.add_node(name, op=node.category, avg=node.duration / PS_PER_US)
+    network.add_edges_from(dag.edges())
+    yield from (line + "\n" for line in generate_gml(network))
 
 
 FORMS: Mapping[str, Callable[[Dag], Iterator[str]]] = {"dot": as_dot, "gml": as_gml}

@@ -5,13 +5,14 @@ What ByteProfile's and dPRO's analyzer answers, of their traces and of others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from echograph.cli.output import print_error, print_json, print_line, print_table, progress
+from echograph.cli.options import Json
+from echograph.cli.output import print_json, print_line, print_notes, print_tables, progress
 from echograph.errors import UsageError
 from echograph.ir.files import check_writable, write_whole
 from echograph.units import PS_PER_MS, PS_PER_US, format_bytes, format_time
@@ -19,60 +20,37 @@ from echograph.units import PS_PER_MS, PS_PER_US, format_bytes, format_time
 if TYPE_CHECKING:
     from echograph.profiler.analyses.table import AnswerTable
 
-_WIDEST = 72
-
 TracePath = Annotated[Path, typer.Argument(help="A trace; or the folder of a GPU, a worker or a job.")]
 Folder = Annotated[Path, typer.Argument(help="Folder of a worker or a job: traces with their dag.gml.")]
 Sort = Annotated[bool, typer.Option("--sort", help="The largest first, rather than as in the trace.")]
 Head = Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")]
 Xlsx = Annotated[Path | None, typer.Option(help="Write the whole tables to this workbook.")]
-Queues = Annotated[
+DelQueue = Annotated[
     bool, typer.Option("--del-queue", help="Take communications apart, a chain a partition, without queueing.")
 ]
 RunOrder = Annotated[
     bool, typer.Option("--run-time", help="Operators in the order in which they ran, not as the model demands.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def show(
+def _show(
     tables: Mapping[str, AnswerTable],
     as_json: bool,
     notes: Sequence[str] = (),
     rest: Mapping[str, Any] | None = None,
 ) -> None:
-    """Prints tables one below the other, or as one JSON object by their names; notes on stderr.
-
-    Args:
-        tables: by name.
-        as_json: as JSON.
-        notes: beside those of the tables.
-        rest: what else the JSON holds.
-    """
+    """Prints tables, or as JSON by their names, with what else JSON holds; notes on stderr."""
     said = list(dict.fromkeys([*notes, *(note for table in tables.values() for note in table.notes)]))
     if as_json:
         records = {name: table.records() for name, table in tables.items()}
         print_json({**(rest or {}), **records, "notes": said})
         return
-    for number, (name, table) in enumerate(tables.items()):
-        if len(tables) > 1:
-            if number:
-                print_line()
-            print_line(name)
-        print_table(list(table.columns), ([_short(cell) for cell in row] for row in table.rows()))
-    for note in said:
-        print_error(f"note: {note}")
-
-
-def _short(cell: object) -> object:
-    """A cell as wide as it is worth: milliseconds to a tenth of a microsecond; names of kernels cut."""
-    if isinstance(cell, str) and len(cell) > _WIDEST:
-        return cell[: _WIDEST - 3] + "..."
-    return f"{cell:.4f}" if isinstance(cell, float) else cell
+    print_tables(tables, number=lambda value: f"{value:.4f}")
+    print_notes(said)
 
 
 def stats_command(
-    traces: TracePath, sort: Sort = False, head: Head = None, xlsx: Xlsx = None, as_json: AsJson = False
+    traces: TracePath, sort: Sort = False, head: Head = None, xlsx: Xlsx = None, as_json: Json = False
 ) -> None:
     """How often each operation ran and what it took; of each category, the one that takes longest."""
     from echograph.profiler.byteprofile import report
@@ -82,7 +60,7 @@ def stats_command(
         found = report.statistics_of(traces)
     report.write_workbook(xlsx, {"stats": report.statistics_table(found, sort=sort)})
     shown = report.statistics_table(found, sort=sort, head=head)
-    show({"stats": shown, "categories": report.category_table(found)}, as_json)
+    _show({"stats": shown, "categories": report.category_table(found)}, as_json)
 
 
 def compare_command(
@@ -91,7 +69,7 @@ def compare_command(
     sort: Sort = False,
     head: Head = None,
     xlsx: Xlsx = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """What the operations of two runs took: the difference of their averages, and that over the first's."""
     from echograph.profiler.byteprofile import report
@@ -102,7 +80,7 @@ def compare_command(
     compared = report.comparison(one, two, sort=sort, head=head)
     sheets = {"stats1": report.statistics_table(one), "stats2": report.statistics_table(two)}
     report.write_workbook(xlsx, sheets | {"diff": report.comparison(one, two, sort=sort)})
-    show({"compare": compared}, as_json)
+    _show({"compare": compared}, as_json)
 
 
 def compare3d_command(
@@ -110,7 +88,7 @@ def compare3d_command(
     plot: Annotated[
         Path | None, typer.Option(help="Draw the bars in three dimensions there (.png, .svg, .pdf).")
     ] = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Settings side by side: on the first GPU of each worker, the mean of averages of each category."""
     from echograph.profiler.byteprofile import report
@@ -120,7 +98,7 @@ def compare3d_command(
     with progress(f"reading {len(settings)} settings"):
         found = report.settings_of(find_job(path) for path in settings)
     report.draw_settings(found, plot)
-    show({"compare3d": report.settings_table(found)}, as_json)
+    _show({"compare3d": report.settings_table(found)}, as_json)
 
 
 def mapping_command(
@@ -129,25 +107,25 @@ def mapping_command(
     offset_us: Annotated[
         float, typer.Option(help="Microseconds to add to the kernels' times, where clocks differ.")
     ] = 0.0,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Which kernels each operator ran: by time from two traces; by launches from a PyTorch trace."""
     from echograph.profiler.byteprofile.report import mapping_of
 
     with progress(f"reading {operators}"):
         found = mapping_of(operators, kernels, offset_us)
-    show({"mapping": found}, as_json)
+    _show({"mapping": found}, as_json)
 
 
 def dag_command(
     traces: Folder,
-    del_queue: Queues = False,
+    del_queue: DelQueue = False,
     run_time: RunOrder = False,
     head: Head = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the graph there; its ending says how: .dot, .gml.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """What a step's operations wait for, in an order in which they can run; draw it with --output."""
     from echograph.profiler.byteprofile import dag
@@ -167,15 +145,15 @@ def dag_command(
         write_whole(output, dag.FORMS[form](prepared.all))
     for of, most in () if as_json else prepared.parallelism.items():
         print_line(f"{of}: at most {most} operators at once")
-    show({"dag": found}, as_json, prepared.notes, {"parallelism": prepared.parallelism})
+    _show({"dag": found}, as_json, prepared.notes, {"parallelism": prepared.parallelism})
 
 
 def critical_command(
     traces: Folder,
-    del_queue: Queues = False,
+    del_queue: DelQueue = False,
     run_time: RunOrder = False,
     head: Head = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """The longest path through a step's dependencies: of each GPU, then of all together."""
     from echograph.profiler.byteprofile.dag import path_table
@@ -186,7 +164,7 @@ def critical_command(
         paths = prepared.paths()
     if as_json:
         lengths = {of: path.length / PS_PER_MS for of, path in paths}
-        show({"paths": path_table(paths)}, as_json, prepared.notes, {"length_ms": lengths})
+        _show({"paths": path_table(paths)}, as_json, prepared.notes, {"length_ms": lengths})
         return
     for number, (of, path) in enumerate(paths):
         if number:
@@ -201,7 +179,7 @@ def critical_command(
 def replay_command(
     traces: Folder,
     step_num: Annotated[int, typer.Option(min=1, help="How many steps to run.")] = 1,
-    del_queue: Queues = False,
+    del_queue: DelQueue = False,
     pretty: Annotated[bool, typer.Option("--pretty", help="Only the steps: no paths, no parallelism.")] = False,
     delay: Annotated[
         str,
@@ -214,7 +192,7 @@ def replay_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="The replay as a Chrome trace.")] = Path(
         "replay.json"
     ),
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Run a step again from its measured durations and dependencies, as it was or with some of it slower."""
     from echograph.profiler.byteprofile.combine import as_trace
@@ -241,7 +219,7 @@ def replay_command(
             print_line(f"{of}: at most {most} operators at once")
         for of, length in lengths.items():
             print_line(f"{of}: critical path {length:.4f} ms")
-    show(tables, as_json, prepared.notes, record)
+    _show(tables, as_json, prepared.notes, record)
     if not as_json:
         print_line(f"{output}: the replay as a trace")
 
@@ -257,7 +235,7 @@ def combine_command(
     align: Annotated[
         bool, typer.Option(help="Align the workers' clocks at the end of their first common pull.")
     ] = True,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Combine traces into one, ranks and workers before the names, all on the first worker's clock."""
     from echograph.profiler.byteprofile.combine import combine
@@ -285,7 +263,7 @@ def collect_command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Folder for the traces, rather than each GPU's own.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: Json = False,
 ) -> None:
     """Make final traces anew from what the profilers wrote; say what forward, backward and iterations take."""
     from echograph.profiler.byteprofile.combine import iteration_table, write_collected
@@ -298,9 +276,21 @@ def collect_command(
     with progress(f"reading {traces}"):
         if made:
             job, notes = write_collected(job, output, operators_only=sub_option == "operator")
-            for note in notes:
-                print_error(f"note: {note}")
+            print_notes(notes)
         table = iteration_table(job)
     for gpu in job.gpus if made and not as_json else ():
         print_line(str(gpu.files[0]))
-    show({"iterations": table}, as_json)
+    _show({"iterations": table}, as_json)
+
+
+COMMANDS: Mapping[str, Callable[..., None]] = {
+    "stats": stats_command,
+    "combine": combine_command,
+    "compare": compare_command,
+    "critical": critical_command,
+    "replay": replay_command,
+    "collect": collect_command,
+    "compare3d": compare3d_command,
+    "mapping": mapping_command,
+    "dag": dag_command,
+}

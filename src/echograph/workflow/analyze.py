@@ -37,17 +37,17 @@ def analyze(
     Args:
         what: a prediction or its timeline; the folder of a job's profiler traces, or one of them; or traces that
             are read already.
-        name: of the analysis: "overlap", "temporal-breakdown", "kernels", ... (a wrong one lists them).
+        name: name of the analysis: "overlap", "temporal-breakdown", "kernels", ... (a wrong one lists them).
         ranks: only these; None: all that there are. A prediction has one rank of each role.
-        last_step: of traces: keep the last profiler step, which is often cut off.
+        last_step: with traces: keep the last profiler step, which is often cut off.
         say: told how far the reading is.
-        options: of the analysis.
+        options: options of the analysis, by name.
 
     Returns:
         Columns of equal length, one row each rank or event; times in microseconds where a column's name says so.
 
     Raises:
-        UnknownNameError: no such analysis, or option of it.
+        UnknownNameError: no such analysis, or the analysis has no such option.
         InputError: there is no trace, or it cannot be read.
         DataError: a trace is broken.
     """
@@ -132,8 +132,8 @@ def analysis_page(
     Args:
         traces: the traces.
         folder: what they are called on the page.
-        name: of the analysis; "": all that there is to see.
-        options: of the analysis.
+        name: name of the analysis; "": the whole picture.
+        options: options of the analysis, by name.
         say: told how far it is.
     """
     from echograph.profiler.analyses import ANALYSES
@@ -171,7 +171,7 @@ def parse_options(name: str, given: Iterable[str], read: Callable[[Path], TraceS
     """Options of an analysis from text, as the types that its signature has.
 
     Args:
-        name: of the analysis.
+        name: name of the analysis.
         given: KEY=VALUE, each.
         read: what makes traces of a path, for options that are traces.
 

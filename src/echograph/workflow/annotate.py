@@ -19,7 +19,7 @@ G = TypeVar("G", bound=Graph)
 
 
 def annotate(graph: G, system: System) -> G:
-    """The graph with all durations that a simulation of it on a system uses.
+    """The graph with all durations that its simulation on a system uses.
 
     Operations of the device have theirs under its name, all under `host_name` what the host takes to issue them
     (host work: to do them), and communications under the cluster's name. What is known already stays.

@@ -15,7 +15,7 @@ from random_jobs import RandomJob
 
 from echograph.errors import DataError, EchoError, UsageError
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.exporters.chrome import chrome_trace
+from echograph.ir.exporters.chrome import chrome_trace, process_groups
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
@@ -32,6 +32,7 @@ from echograph.profiler.traces.simulated import simulated_traces
 from echograph.profiler.traces.trace import COPIES, Trace
 from echograph.simulator.breakdown import Breakdown, breakdown
 from echograph.simulator.clusters import load_cluster
+from echograph.simulator.groups import group_ranks
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.simulate import simulate
 from echograph.workflow.analyze import analyze
@@ -228,6 +229,21 @@ def test_a_file_that_says_ranks_in_other_ways_is_refused(ranks: str, tmp_path: P
     (tmp_path / "t.json").write_text(f'{{"processRanks": {ranks}, "traceEvents": []}}')
     with pytest.raises(DataError, match="processRanks: give the rank of each process by its number"):
         read_traces(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_process_groups_are_the_simulators(name: str) -> None:
+    job = JOBS[name][0]()
+    sizes = [axis.size for axis in job.mesh]
+    for rank in range(0, job.world_size, 5):
+        where = zip(job.mesh, np.unravel_index(rank, sizes), strict=True)
+        fixed = {axis.name: int(at) for axis, at in where}
+        expected = [(number, tuple(group_ranks(job, group, fixed))) for number, group in enumerate(job.groups)]
+        found = process_groups(job, rank)
+        assert [(number, one.ranks) for number, one in found.items()] == [
+            one for one in expected if rank in one[1]
+        ]
+        assert len({one.name for one in found.values()}) == len(found)
 
 
 def test_work_belongs_to_the_step_and_to_what_issued_it(tmp_path: Path) -> None:

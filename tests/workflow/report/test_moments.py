@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from echograph.ir.graph import JobGraph
 from echograph.ir.intervals import Pieces
 from echograph.ir.timeline import Lane, Timeline
-from echograph.simulator.breakdown import Layers, breakdown, layers_of, moments
+from echograph.simulator.breakdown import BreakdownLayers, breakdown, layers_of, moments
 from echograph.simulator.result import Result
 from echograph.workflow.report.lanes import runs
 
@@ -38,7 +38,7 @@ def timeline_of(job: JobGraph, tasks: list[tuple[int, Lane, int, int, int]]) -> 
     )
 
 
-def layer_at(timeline: Timeline, layers: Layers, program: int, moment: int) -> int:
+def layer_at(timeline: Timeline, layers: BreakdownLayers, program: int, moment: int) -> int:
     """The layer of one unit of time, by looking at all that runs then."""
     runs_then = (timeline.program == program) & (timeline.start <= moment) & (moment < timeline.end)
     device = timeline.lane[runs_then] == Lane.DEVICE

@@ -32,9 +32,9 @@ def fit_logs(
     Args:
         rows: measured collectives.
         cluster: what they ran on: a preset, or the path of a TOML file.
-        name: of the new cluster.
+        name: name of the new cluster.
         output: folder.
-        date: of the fit, as it stands in the profiles.
+        date: date of the fit, as it stands in the profiles.
 
     Returns:
         A record for each kind of collective of a fabric: rows, and the error on sizes that its fit has not seen.

@@ -13,7 +13,7 @@ from echograph.ir.intervals import Pieces
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import Phase
 from echograph.profiler.page.lanes import Spans, TimelineTrack, drawing
-from echograph.simulator.breakdown import COMPUTE, Layers
+from echograph.simulator.breakdown import COMPUTE, BreakdownLayers
 
 MOST_SPANS = 24_000
 # What is shorter than this share of the step and between work of one kind is drawn within that.
@@ -26,7 +26,7 @@ _EXPOSED = "exposed: "
 _LEVELS = ("each operation", "all work of a layer", "all work of a micro-batch")
 
 
-def colours(layers: Layers) -> list[int]:
+def colours(layers: BreakdownLayers) -> list[int]:
     """The colour of every kind of moment."""
     cycle = [OF_COMMUNICATION[i % len(OF_COMMUNICATION)] for i in range(len(layers.labels))]
     return [0, *cycle, HOST, IDLE]
@@ -35,7 +35,7 @@ def colours(layers: Layers) -> list[int]:
 class ShownStep:
     """What is put on lanes: a job, when it ran, and what its roles did at each moment."""
 
-    def __init__(self, job: JobGraph, timeline: Timeline, layers: Layers) -> None:
+    def __init__(self, job: JobGraph, timeline: Timeline, layers: BreakdownLayers) -> None:
         self.job, self.timeline, self.layers = job, timeline, layers
         self.colours = colours(layers)
         self.several = int(timeline.micro_batch.max(initial=0)) > 0

@@ -78,7 +78,7 @@ def page(
     Args:
         result: the prediction.
         job: what was simulated.
-        plan: as it was asked for.
+        plan: the plan that the user gave.
         system: where it ran.
         scenario: what was asked beyond that.
         notes: what the plan could not do.
@@ -150,7 +150,7 @@ def _head(record: _Record, more: _Record, alarm: str) -> list[str]:
 
 
 def _utilisation(record: _Record) -> str:
-    """By which FLOPs the devices' peak is used, and how much of it with causal attention by half."""
+    """Which FLOPs the utilisation counts, and the utilisation with causal attention counted by half."""
     text = "of the devices' peak (model FLOPs, none recomputed or padded)"
     causal = record["mfu_causal"]
     return text if causal == record["mfu"] else f"{text}; {parts.percent(causal)} with causal attention by half"
@@ -471,9 +471,9 @@ class Assumption(NamedTuple):
     """A part of the prediction and what it rests on.
 
     Attributes:
-        part: of the prediction.
+        part: the part, in a word.
         basis: what it is: "measured", "fitted", "analytical", "assumed" (a guess), "left out", ...
-        text: in words.
+        text: an explanation in words.
     """
 
     part: str
@@ -489,7 +489,7 @@ def assumptions(
     Args:
         result: the prediction.
         job: what was simulated.
-        plan: as it was asked for.
+        plan: the plan that the user gave.
         system: where it ran.
         notes: what the plan could not do.
     """
