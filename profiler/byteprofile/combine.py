@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from echograph.errors import DataError, InputError, OutputError, UnknownNameError, UsageError
 from echograph.ir.files import check_writable, write_whole
 from echograph.profiler.analyses.table import AnswerTable, from_rows
@@ -377,32 +375,27 @@ def iterations(events: Events) -> list[Iteration]:
     Raises:
         DataError: there is no step: no forward operator, or no backward one after it.
     """
-    marked = events.where(lambda label: bool(_STEP.match(label.operation)))
-    if len(marked):
-        return [Iteration(int(events.start[row]), None, int(events.duration[row])) for row in marked]
-    labels = [label.category for label in events.labels]
+    marked = events.only(lambda label: bool(_STEP.match(label.operation))).in_order()
+    if marked:
+        return [Iteration(start, None, end - start) for start, end, _ in marked]
     kinds = COMPUTATION | UPDATES | {COMMUNICATION}
-    rows = events.where(lambda label: label.category in kinds)
-    rows = rows[np.argsort(events.start[rows], kind="stable")]
+    ran = events.only(lambda label: label.category in kinds).in_order()
     starts: list[int] = []
     backward: list[int] = []
     turned = True
-    end = events.end
-    for row in rows.tolist():
-        category = labels[events.label[row]]
-        if category == "FW" and turned:
-            starts.append(int(events.start[row]))
+    for start, end, label in ran:
+        if label.category == "FW" and turned:
+            starts.append(start)
             backward.append(0)
             turned = False
-        elif category == "BW" and starts:
+        elif label.category == "BW" and starts:
             turned = True
-            backward[-1] = max(backward[-1], int(end[row]))
+            backward[-1] = max(backward[-1], end)
     if not starts or not backward[0]:
         raise DataError(
             "the trace has no step: no forward operator (FW.) with a backward one (BW.) after it starts"
         )
-    last = int(end[rows].max())
-    ends = [*starts[1:], last]
+    ends = [*starts[1:], max(end for _, end, _ in ran)]
     return [
         Iteration(start, until - start, over - start)
         for start, until, over in zip(starts, backward, ends, strict=True)

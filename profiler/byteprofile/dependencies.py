@@ -11,8 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from echograph.errors import DataError, InputError
 from echograph.profiler.analyses.table import AnswerTable
 from echograph.profiler.byteprofile.dag import (
@@ -268,21 +266,18 @@ def observed_order(found: Dependencies) -> RunTime:
     Args:
         found: a GPU's dependencies.
     """
-    events, dag = found.events, found.dag
-    swept: dict[str, int] = {}
-    rows = events.where(lambda label: label.category in COMPUTATION)
-    for row in rows[np.argsort(events.start[rows], kind="stable")].tolist():
-        name = f"{found.at.prefix}{events.labels[events.label[row]]._replace(prefix='').name}"
+    dag, swept = found.dag, dict[str, tuple[int, int]]()
+    for start, end, label in found.events.only(lambda label: label.category in COMPUTATION).in_order():
+        name = f"{found.at.prefix}{label._replace(prefix='').name}"
         if name in dag.nodes:
-            swept.setdefault(name, row)
+            swept.setdefault(name, (start, end))
     ran = Dag(nodes=dag.nodes)
     for before, after in dag.edges():
         if not (before in swept and after in swept):
             ran.edge(before, after)
     running: dict[str, int] = {}
     most = 0
-    for name, row in swept.items():
-        start, end = int(events.start[row]), int(events.end[row])
+    for name, (start, end) in swept.items():
         over = [other for other, until in running.items() if until <= start]
         for other in over:
             ran.edge(other, name)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ import numpy as np
 from echograph.errors import DataError, InputError
 from echograph.ir.columns import Int32, Int64
 from echograph.ir.files import read_whole
-from echograph.profiler.traces.events import EventStream
+from echograph.profiler.traces.events import EventStream, OpenEvents
 from echograph.units import PS_PER_US
 
 if TYPE_CHECKING:
@@ -178,19 +177,18 @@ class Events:
         """The events with a prefix, where they have none."""
         return self.relabelled(lambda label: label if label.prefix else label._replace(prefix=prefix))
 
-    def where(self, true: Callable[[EventLabel], bool]) -> Int64:
-        """Rows whose label is such."""
-        return np.flatnonzero(np.array([true(label) for label in self.labels] or [False])[self.label])
-
     def only(self, true: Callable[[EventLabel], bool]) -> Events:
         """The events whose label is such."""
-        return self.rows(self.where(true))
-
-    def rows(self, rows: Int64) -> Events:
-        """Some of the events, in the order given."""
+        rows = np.array([true(label) for label in self.labels] or [False])[self.label]
         return dataclasses.replace(
             self, label=self.label[rows], start=self.start[rows], duration=self.duration[rows]
         )
+
+    def in_order(self) -> list[tuple[int, int, EventLabel]]:
+        """Start, end and label of each event, by their starts."""
+        order = np.argsort(self.start, kind="stable")
+        rows = zip(*(column[order].tolist() for column in (self.start, self.end, self.label)), strict=True)
+        return [(start, end, self.labels[code]) for start, end, code in rows]
 
 
 def to_ps(microseconds: float) -> int:
@@ -286,63 +284,35 @@ def complete_events(path: Path, notes: list[str]) -> Iterator[ChromeEvent]:
         DataError: it is no trace, or broken.
     """
     stream = EventStream(path, dict)
-    processes: dict[Any, str] = {}
-    pairs = _Pairs()
+    processes: dict[str, str] = {}
+    begun = OpenEvents()
     without_time = 0
     for event in (event for batch in stream for event in batch):
         phase = event.get("ph")
         if phase == "M" and event.get("name") == "process_name":
-            processes[_plain(event.get("pid"))] = str(_arguments(event).get("name", ""))
+            processes[str(event.get("pid"))] = str(_arguments(event).get("name", ""))
         if phase not in ("X", "B", "b", "E", "e"):
             continue
         if event.get("ts") is None or (phase == "X" and event.get("dur") is None):
             without_time += 1
             continue
         _check(path, event)
+        place, name = (event.get("pid"), event.get("tid")), event.get("name")
+        if phase in ("B", "b"):
+            begun.begin(*place, event, name)
+            continue
         if phase != "X":
-            complete = pairs.add(event)
-            if complete is None:
+            begin = begun.end(*place, name)
+            if begin is None:
                 continue
-            event = complete
+            both = {"ph": "X", "dur": event["ts"] - begin["ts"], "args": _arguments(begin) | _arguments(event)}
+            event = begin | both
             _check(path, event)
-        process = processes.get(_plain(event.get("pid")), "") if processes else ""
+        process = processes.get(str(event.get("pid")), "")
         yield named(event, process)
     notes += stream.notes
-    notes += [f"{path}: {pairs.open} events begin and do not end: they are left out"] * bool(pairs.open)
-    notes += [f"{path}: {pairs.unmatched} events end and did not begin: they are left out"] * bool(pairs.unmatched)
+    notes += begun.notes(path)
     notes += [f"{path}: {without_time} events have no time: they are left out"] * bool(without_time)
-
-
-class _Pairs:
-    """Begins and ends as complete events.
-
-    Attributes:
-        unmatched: ends without a begin, so far.
-    """
-
-    def __init__(self) -> None:
-        self.unmatched = 0
-        self._begun: dict[tuple[Any, Any], list[ChromeEvent]] = defaultdict(list)
-
-    @property
-    def open(self) -> int:
-        """Begins without an end, so far."""
-        return sum(map(len, self._begun.values()))
-
-    def add(self, event: ChromeEvent) -> ChromeEvent | None:
-        """The complete event that ends with this one, if one does."""
-        begun = self._begun[_plain(event.get("pid")), _plain(event.get("tid"))]
-        if event["ph"] in ("B", "b"):
-            begun.append(event)
-            return None
-        name = event.get("name")
-        for place in range(len(begun) - 1, -1, -1):
-            if name in (None, "", begun[place].get("name")):
-                begin = begun.pop(place)
-                arguments = _arguments(begin) | _arguments(event)
-                return begin | {"ph": "X", "dur": event["ts"] - begin["ts"], "args": arguments}
-        self.unmatched += 1
-        return None
 
 
 def _check(path: Path, event: ChromeEvent) -> None:
@@ -360,11 +330,6 @@ def _shown(time: Any) -> str:
 def _arguments(event: ChromeEvent) -> dict[str, Any]:
     arguments = event.get("args")
     return arguments if isinstance(arguments, dict) else {}
-
-
-def _plain(place: Any) -> Any:
-    """A process or thread as a dictionary can hold it."""
-    return place if isinstance(place, str | int) else str(place)
 
 
 def named(event: ChromeEvent, process: str) -> ChromeEvent:
@@ -612,7 +577,6 @@ def _files(folder: Path) -> tuple[Path, ...]:
 
 
 def _plain_traces(path: Path) -> list[Gpu]:
-    from echograph.profiler.traces.events import EventStream
     from echograph.profiler.traces.folder import trace_files
     from echograph.profiler.traces.kineto import rank_in
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import DataError, MissingExtraError, OutputError, UsageError
-from echograph.ir.columns import NONE, Int64
+from echograph.ir.columns import Int64
 from echograph.ir.files import check_writable, write_whole
 from echograph.profiler.analyses.statistics import groups
 from echograph.profiler.analyses.table import AnswerTable, from_rows
@@ -67,18 +69,12 @@ class Statistics(NamedTuple):
         }
 
 
-def statistics(events: Events, *, partitions: bool = True) -> Statistics:
+def statistics(events: Events) -> Statistics:
     """What each operation took.
-
-    Args:
-        events: any.
-        partitions: keep partitions of a communication's part apart.
 
     Raises:
         DataError: there is no event.
     """
-    if not partitions:
-        events = events.relabelled(lambda label: label._replace(key=""))
     if not len(events):
         raise DataError("the trace has no events with a duration: nothing to count")
     found = groups(events.label)
@@ -198,7 +194,7 @@ def settings_of(jobs: Iterable[Job]) -> list[Setting]:
     for job in jobs:
         for worker in sorted({gpu.worker for gpu in job.gpus}):
             first = min((gpu for gpu in job.gpus if gpu.worker == worker), key=lambda gpu: gpu.rank)
-            counted = statistics(first.events(), partitions=False)
+            counted = statistics(first.events().relabelled(lambda label: label._replace(key="")))
             averages: dict[str, dict[str, float]] = {}
             for label, average in zip(counted.labels, counted.average_ms.tolist(), strict=True):
                 averages.setdefault(label.category, {})[label._replace(prefix="").name] = average
@@ -270,53 +266,46 @@ def mapping(operators: Events, kernels: Events, *, offset: int = 0) -> AnswerTab
     for what, found in (("operators (FW., BW., STEP)", wanted), ("kernels", work)):
         if not len(found):
             raise DataError(f"nothing to map: the trace has no {what}: give one of operators, then one of kernels")
-    owner = _owners(wanted, work.start + (work.origin - wanted.origin) + offset, work.duration)
-    counted: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for row in np.flatnonzero(owner >= 0).tolist():
-        counted[int(wanted.label[owner[row]]), int(work.label[row])].append(int(work.duration[row]))
-    runs = np.bincount(wanted.label)
-    codes, first = np.unique(wanted.label, return_index=True)
-    place = dict(zip(codes.tolist(), first.tolist(), strict=True))
+    ran, shift = wanted.in_order(), work.origin - wanted.origin + offset
+    counted: dict[tuple[EventLabel, EventLabel], list[int]] = defaultdict(list)
+    outside = 0
+    for (start, end, kernel), owner in zip(work.in_order(), _owners(ran, work, shift), strict=True):
+        if owner is None:
+            outside += 1
+        else:
+            counted[owner, kernel].append(end - start)
+    runs = Counter(label for _, _, label in ran)
+    place = {label: at for at, label in enumerate(wanted.labels)}
     rows = [
-        (
-            wanted.labels[operator].name,
-            work.labels[kernel].name,
-            len(times),
-            sum(times) / PS_PER_MS,
-            len(times) / int(runs[operator]),
-        )
+        (operator.name, kernel.name, len(times), sum(times) / PS_PER_MS, len(times) / runs[operator])
         for (operator, kernel), times in sorted(counted.items(), key=lambda item: place[item[0][0]])
     ]
-    outside = int((owner < 0).sum())
     notes = [f"{outside} of {len(work)} kernels ran outside all operators"] * bool(outside)
     titles = ("operator", "kernel", "count", "total_ms", "per_operator")
     return from_rows(titles, rows, (*operators.notes, *kernels.notes, *notes))
 
 
-def _owners(operators: Events, start: Int64, duration: Int64) -> Int64:
-    """The row of the operator that each kernel ran within, or -1.
+def _owners(ran: Sequence[tuple[int, int, EventLabel]], work: Events, shift: int) -> Iterator[EventLabel | None]:
+    """The operator that each kernel ran within, by the kernels' starts; None outside all of them.
 
     Args:
-        operators: events.
-        start: of the kernels, picoseconds of the operators' clock.
-        duration: of the kernels.
+        ran: operators, by their starts.
+        work: kernels.
+        shift: picoseconds that are added to the kernels' times.
     """
-    order = np.argsort(operators.start, kind="stable")
-    begins, ends = operators.start[order], operators.end[order]
+    begins = [begin for begin, _, _ in ran]
     # Until when any operator up to each lasts: further back than where this is over, none overlaps.
-    lasting = np.maximum.accumulate(ends)
-    found = np.full(len(start), NONE, np.int64)
-    last = np.searchsorted(begins, start + duration, "right") - 1
-    for row, (begin, lasts, at) in enumerate(zip(start.tolist(), duration.tolist(), last.tolist(), strict=True)):
-        most, place = -1, NONE
-        while at >= 0 and lasting[at] >= begin:
-            shared = min(begin + lasts, int(ends[at])) - max(begin, int(begins[at]))
+    lasting = list(accumulate((end for _, end, _ in ran), max))
+    for start, end, _ in work.in_order():
+        start, end = start + shift, end + shift
+        most, owner = -1, None
+        at = bisect_right(begins, end) - 1
+        while at >= 0 and lasting[at] >= start:
+            shared = min(end, ran[at][1]) - max(start, begins[at])
             if shared > most:
-                most, place = shared, at
+                most, owner = shared, ran[at][2]
             at -= 1
-        if place != NONE and most * _HALF >= lasts:
-            found[row] = order[place]
-    return found
+        yield owner if most * _HALF >= end - start else None
 
 
 _MAX_ROWS = 1 << 20

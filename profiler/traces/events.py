@@ -13,6 +13,7 @@ import functools
 import json
 import operator
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -149,6 +150,38 @@ class EndEvent(msgspec.Struct, gc=False, tag_field="ph", tag="E"):
 _OTHERS = [
     msgspec.defstruct("Other", [], tag_field="ph", tag=phase, gc=False) for phase in "IiCbneSTpFstfPNODMVvRca()="
 ]
+
+
+class OpenEvents:
+    """Matches ends with begins: an end is that of the last begin of its thread, and name, that is still open.
+
+    Attributes:
+        unmatched: ends that had no begin, so far.
+    """
+
+    def __init__(self) -> None:
+        self.unmatched = 0
+        self._open: dict[tuple[str, str], list[tuple[str, Any]]] = defaultdict(list)
+
+    def begin(self, pid: Any, tid: Any, event: Any, name: Any = None) -> None:
+        """Keeps an event until it ends."""
+        self._open[str(pid), str(tid)].append((str(name), event))
+
+    def end(self, pid: Any, tid: Any, name: Any = None) -> Any:
+        """The event that ends, or None; without a name, whatever began last."""
+        begun = self._open[str(pid), str(tid)]
+        for place in range(len(begun) - 1, -1, -1):
+            if name in (None, "") or str(name) == begun[place][0]:
+                return begun.pop(place)[1]
+        self.unmatched += 1
+        return None
+
+    def notes(self, path: Path) -> Iterator[str]:
+        """A line for what began and did not end, and for what ended and did not begin."""
+        if still := sum(map(len, self._open.values())):
+            yield f"{path}: {still} events begin and do not end: they are left out"
+        if self.unmatched:
+            yield f"{path}: {self.unmatched} events end and did not begin: they are left out"
 
 
 class _Walked(NamedTuple):

@@ -43,6 +43,10 @@ TEXT = -(2**62)
 _PS_PER_US = 1_000_000
 
 
+COLUMNS = ("start", "duration", "name", "category", "pid", "tid", "stream", "correlation", "external_id", "index")
+"""Fields of a trace that have a value for each row."""
+
+
 class Values(NamedTuple):
     """An argument that some events have.
 
@@ -188,18 +192,6 @@ class Trace:
     def rows(self, keep: Bools | Int64) -> Trace:
         """The trace with some of its rows, in the order given (ascending, for row numbers)."""
         chosen = np.flatnonzero(keep) if keep.dtype == np.bool_ else keep.astype(np.int64)
-        columns = (
-            "start",
-            "duration",
-            "name",
-            "category",
-            "pid",
-            "tid",
-            "stream",
-            "correlation",
-            "external_id",
-            "index",
-        )
         place = np.full(len(self), NONE, np.int64)
         place[chosen] = np.arange(len(chosen))
         arguments = {}
@@ -207,7 +199,7 @@ class Trace:
             kept = place[rows] != NONE
             if kept.any():
                 arguments[name] = Values(place[rows[kept]], values[kept])
-        changed: dict[str, Any] = {column: getattr(self, column)[chosen] for column in columns}
+        changed: dict[str, Any] = {column: getattr(self, column)[chosen] for column in COLUMNS}
         return dataclasses.replace(self, arguments=arguments, **changed)
 
     def since(self, origin: int) -> Trace:
