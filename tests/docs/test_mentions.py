@@ -1,8 +1,9 @@
-"""What the pages name by its path or its module is there."""
+"""What the pages name by its path or its module is there, and a word of the glossary has one meaning."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
@@ -53,3 +54,10 @@ def test_what_is_not_there_is_seen() -> None:
     assert [word for word in mentions(text) if not is_there(word)] == [
         "ir/passes/nothing.py", "echograph.ir.graph.Nothing",
     ]  # fmt: skip
+
+
+def test_the_glossary_has_one_meaning_a_word() -> None:
+    rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    words = Counter(word for row in rows for word in row.split(", ") if row != "word")
+    assert [word for word, count in words.items() if count > 1] == []
+    assert len(words) > 100
