@@ -33,6 +33,8 @@ class Stack:
         grad_dtype_in_pipelines: the same in a pipeline, where it differs.
         fp8_kept: what FP8 keeps of inputs and weights for backward: "bf16" or "fp8".
         fp8_scaling: "current" scales, looked for before each cast, or "delayed" ones of earlier steps.
+        fp8_weights: whether FP8 casts weights for each "micro-batch", or once a "step".
+        fp8_experts: whether experts' grouped products are in FP8, too.
         overlap_grad_reduce: whether gradients are reduced while backward goes on.
         overlap_grad_reduce_in_pipelines: the same in a pipeline, where it differs.
         overlap_param_gather: whether parameters are gathered while the next forward goes on (ZeRO-1 and 2).
@@ -51,6 +53,8 @@ class Stack:
     grad_dtype_in_pipelines: Literal["", "bf16", "fp16", "fp32"] = ""
     fp8_kept: Literal["bf16", "fp8"] = "bf16"
     fp8_scaling: Literal["current", "delayed"] = "current"
+    fp8_weights: Literal["micro-batch", "step"] = "micro-batch"
+    fp8_experts: bool = False
     overlap_grad_reduce: bool | None = None
     overlap_grad_reduce_in_pipelines: bool | None = None
     overlap_param_gather: bool | None = None

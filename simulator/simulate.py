@@ -27,8 +27,7 @@ from echograph.simulator.clusters import Cluster
 from echograph.simulator.durations import Durations, Estimate, durations
 from echograph.simulator.engine import ENGINES, Roles, StepRun, of_tasks, simulate_roles
 from echograph.simulator.host import IssueTimes
-from echograph.simulator.interval import interval
-from echograph.simulator.limits import Scale, factors
+from echograph.simulator.limits import Scale, factors, interval
 from echograph.simulator.memory import largest_memory
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.ranks import EveryRank, Mesh, RankPath, RankTimes, of_ranks, rank_path, run_every_rank

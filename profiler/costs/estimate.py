@@ -226,7 +226,11 @@ def _grouped(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstima
         experts, m, n = operands[1][0].shape
         rows, sizes, name = np.full(experts, max(1.0, a.shape[1] / experts)), (m, n), "weight_gradient"
     return _or_slower(
-        lambda dtype: grouped_gemm(device, rows, sizes[0], sizes[1], pass_=name, dtype=dtype), a.dtype, device
+        lambda dtype: grouped_gemm(
+            device, rows, sizes[0], sizes[1], pass_=name, dtype=dtype, quantize="_scaled" not in op.name
+        ),
+        a.dtype,
+        device,
     )
 
 

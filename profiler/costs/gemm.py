@@ -317,6 +317,7 @@ def grouped_gemm(
     pass_: str = "forward",
     dtype: str = "bf16",
     accumulate: bool = False,
+    quantize: bool = True,
 ) -> CostEstimate:
     """Cost of C_e[rows_e, n] = A_e[rows_e, k] B_e[k, n] over the experts e of one rank.
 
@@ -328,6 +329,7 @@ def grouped_gemm(
         pass_: "forward"; "input_gradient" (sums over n, gives k); "weight_gradient" (sums over the rows).
         dtype: of the operands.
         accumulate: weight gradients are added into fp32.
+        quantize: as in `gemm`.
 
     Raises:
         UnknownNameError: no such pass or dtype.
@@ -346,7 +348,9 @@ def grouped_gemm(
         "input_gradient": (busy, k, n),
         "weight_gradient": (n, k, busy),
     }
-    single = gemm(device, *sizes[pass_], dtype=dtype, layout=PASSES[pass_], accumulate=accumulate)
+    single = gemm(
+        device, *sizes[pass_], dtype=dtype, layout=PASSES[pass_], accumulate=accumulate, quantize=quantize
+    )
     seconds = np.asarray(np.sum(single.seconds) * device.grouped.scale[pass_])
     return make_cost(seconds, label.spread, label.spread_short, source)
 

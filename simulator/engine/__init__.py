@@ -12,7 +12,7 @@ at rates that change.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,10 +25,14 @@ from echograph.registry import Table
 from echograph.simulator.breakdown import Breakdown, breakdown, breakdowns
 from echograph.simulator.durations import Durations
 from echograph.simulator.engine.columns import Columns, apart, causes
+from echograph.simulator.engine.static import run_columns
 from echograph.simulator.host import IssueTimes
-from echograph.simulator.interval import MAX_TASKS, scenarios
-from echograph.simulator.limits import limits
+from echograph.simulator.limits import limits, scenarios
 from echograph.simulator.tasks import DEVICE, TaskGraph, expand
+
+MAX_COLUMN_TASKS = 200_000_000
+"""Tasks of all scenarios together that are run one by one, about a second's; beyond, the critical path stands for
+them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +67,7 @@ class Roles:
         tasks, factor = self.tasks, self.factor
         # An operation has one error, and so has the host.
         kind = np.where(tasks.lane == DEVICE, tasks.op, len(self.job.ops)).astype(np.int32)
-        return apart(tasks, kind, factor if len(tasks) * factor.shape[1] <= MAX_TASKS else factor[:, :1])
+        return apart(tasks, kind, factor if len(tasks) * factor.shape[1] <= MAX_COLUMN_TASKS else factor[:, :1])
 
     def step(self, start: Int64, scenario_ends: Int64 | None = None) -> StepRun:
         """The step of tasks that ran one by one.
@@ -173,7 +177,7 @@ AUTO = ("segments", "static")
 
 
 def simulate_roles(roles: Roles, engine: str = "auto") -> tuple[StepRun, str]:
-    """One step, and the engine that simulated it.
+    """One step with the scenarios of its interval, and the engine that simulated it.
 
     Args:
         roles: what to simulate.
@@ -190,6 +194,9 @@ def simulate_roles(roles: Roles, engine: str = "auto") -> tuple[StepRun, str]:
             step = chosen(roles)
         except DeadlockError as error:
             raise roles.who_waits(error) from None
+        if step is not None and step.scenario_ends is None:
+            # They differ from the step in durations alone, so one static pass has them all.
+            step = replace(step, scenario_ends=run_columns(roles.tasks, roles.columns).last[1:])
         if step is not None:
             return step, name
     raise SimulationError(f"engine '{engine}': this job's operations do not repeat alike: choose static")

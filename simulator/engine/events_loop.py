@@ -30,8 +30,6 @@ before; when one is for the first time, all flows are looked through.
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple, TypeVar, cast, get_type_hints
 
@@ -230,14 +228,9 @@ class EndRow:
     item: I4
 
 
-def _of_noise() -> str:
-    """What changes with the source of `noise`: the cache of compiled code knows this file alone."""
-    return hashlib.sha256(inspect.getsource(static.noise).encode()).hexdigest()[:16]
-
-
-TASK, QUEUE, LINK, FLOW, NODE, HOP = map(layout, (TaskRow, QueueRow, LinkRow, FlowRow, NodeRow, HopRow))
-# The type of the heap tells compiled code of other sources apart.
-END = np.dtype([*layout(EndRow).descr[:2], (f"of_{_of_noise()}", "i4")])
+TASK, QUEUE, LINK, FLOW, NODE, HOP, END = map(
+    layout, (TaskRow, QueueRow, LinkRow, FlowRow, NodeRow, HopRow, EndRow)
+)
 
 
 class Work(NamedTuple):
@@ -736,7 +729,11 @@ def takes(rate: float, left: int, over: float) -> int:
 # -- the loop ------------------------------------------------------------------------------------------------
 
 
-@kept
+def _kept(function: _Part) -> _Part:
+    return kept(function, static.noise)
+
+
+@_kept
 def link_tasks(tasks: Sequence[TaskRow], first: Int32, rendezvous: Int32) -> None:
     """Fills `after` and `participant` of all tasks, and the first task of each resource.
 
@@ -758,7 +755,7 @@ def link_tasks(tasks: Sequence[TaskRow], first: Int32, rendezvous: Int32) -> Non
             rendezvous[0, met] = tasks[rendezvous[1, met]].participant = task
 
 
-@kept
+@_kept
 def run(work: Work, queues: TaskQueues, network: SharedLinks, events: EventHeap) -> bool:
     """Runs until nothing is left that would end; or returns False, to be called again with more nodes."""
     counters = events.counters

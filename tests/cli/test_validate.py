@@ -181,6 +181,18 @@ def test_a_micro_batch_that_a_row_leaves_out_is_its_trainers_default(trainer: st
     assert made(trainer=trainer, **pipeline).plan.micro_batch == samples
 
 
+def test_a_rate_or_a_utilisation_stands_for_a_step_time() -> None:
+    said = {"step_time_s": "", "seq_len": 2048, "global_batch": 64, "n_gpus": 8}
+    row = MeasuredStep({k: str(v) for k, v in (ROW | said | {"tokens_per_s_per_gpu": 4096}).items()})
+    assert row.measured_s == 4.0
+    shape = {"mfu": 0.5, "params_B": 1, "layers": 10, "hidden": 1000}
+    row = MeasuredStep({k: str(v) for k, v in (ROW | said | shape).items()})
+    each = 6e9 + 12 * 10 * 1000 * 2048
+    assert row.measured_s == pytest.approx(64 * 2048 * each / (0.5 * 312e12 * 8))
+    with pytest.raises(Skip, match="no step time"):
+        MeasuredStep({k: str(v) for k, v in (ROW | said).items()}).measured_s  # noqa: B018
+
+
 @pytest.mark.parametrize(
     ("text", "gib"), [("47", 47.0), ("82.4", 82.4), ("", None), ("47GB", None), ("nan", None)]
 )

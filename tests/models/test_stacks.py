@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from echograph.ir.passes.spec import pass_text
 
 from echograph.errors import DataError, UnknownNameError
 from echograph.ir.graph import Workload
+from echograph.ir.passes.base import pass_text
 from echograph.ir.types import DType
 from echograph.models.stacks import CHOICES, Stack, load_stack, read_stack, stack_names
 from echograph.simulator.clusters import load_cluster

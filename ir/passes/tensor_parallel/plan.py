@@ -57,6 +57,8 @@ PLAN: Mapping[str, Style] = {
     # GPT-2 and GPT-3 of Hugging Face (Conv1D)
     "*.attn.c_attn": "colwise", "*.attn.c_proj": "rowwise", "*.mlp.c_fc": "colwise", "*.mlp.c_proj": "rowwise",
     # Llama, Mistral, Qwen, Gemma, Phi, OPT
+    **{f"*.{name}.lora_b": "colwise" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")},
+    "*.o_proj.lora_a": "rowwise", "*.down_proj.lora_a": "rowwise",
     "*.q_proj": "colwise", "*.k_proj": "colwise", "*.v_proj": "colwise", "*.qkv_proj": "colwise",
     "*.o_proj": "rowwise", "*.out_proj": "rowwise", "*.self_attn.dense": "rowwise",
     "*.gate_proj": "colwise", "*.up_proj": "colwise", "*.gate_up_proj": "colwise", "*.down_proj": "rowwise",

@@ -91,6 +91,7 @@ def _compile_built(
 
     if any(size is not None for size in sizes.values()):
         raise UsageError("batch_size, seq_len and attention: are of zoo models: give inputs of that size")
+    _check_adapters(spec)
     _quiet_libraries()
     with capture_mode() as mode:
         if not isinstance(model, Module):
@@ -120,6 +121,7 @@ def build_model(
             raise UsageError(
                 "--batch-size, --seq-len and --attention belong to zoo models: set them in your function"
             )
+        _check_adapters(spec)
         return model.rpartition(":")[2], build_from_file(model)
     from echograph.models import from_config, get_model
 
@@ -157,9 +159,19 @@ def _build_entry(entry: ModelEntry, spec: StepSpec, **sizes: Any) -> tuple[Any, 
     torch.set_default_dtype(spec.torch_dtype)
     try:
         with _one_line_errors(entry.name):
-            return build(entry, **sizes)
+            built = build(entry, **sizes)
+            if spec.lora_rank is not None:
+                from echograph.models.lora import add_adapters
+
+                add_adapters(built.module, spec.lora_rank, spec.lora_targets.split(","))
+            return built
     finally:
         torch.set_default_dtype(before)
+
+
+def _check_adapters(spec: StepSpec) -> None:
+    if spec.lora_rank is not None:
+        raise UsageError("--lora-rank: adapters are put beside zoo models: give your module its own")
 
 
 def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: str, say: Progress) -> StepGraph:

@@ -350,7 +350,9 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
     replicas, dropping = ranks // plan.expert_ranks, {"capacity_factor": plan.capacity_factor}
     experts = {"imbalance": plan.expert_imbalance, "across": ("cp",) if plan.shares_experts_over_cp else ()}
     types = {"dtype": plan.precision or None, "grad_dtype": plan.grad_dtype or None}
-    recipe = {"kept": stack.fp8_kept, "delayed": stack.fp8_scaling == "delayed" and plan.precision == "fp8"}
+    delayed = stack.fp8_scaling == "delayed" and plan.precision == "fp8"
+    recipe: dict[str, Any] = {"kept": stack.fp8_kept, "delayed": delayed}
+    recipe |= {"weights": stack.fp8_weights, "experts": stack.fp8_experts}
     order: tuple[tuple[bool, str, dict[str, Any]], ...] = (
         # The step that one rank would run alone: its batch, what it is asked for, what it computes again.
         (plan.micro_batch not in (None, workload.batch_size), "micro_batch", {"size": plan.micro_batch}),

@@ -99,7 +99,7 @@ def setup(row: MeasuredStep) -> Setup:
     model = model_of(row, trainer, assumed)
     return Setup(
         model=model,
-        spec=StepSpec(dtype=dtype),
+        spec=StepSpec(dtype=dtype, **_adapters(row, trainer, assumed)),
         plan=_plan(row, trainer, model.layers, precision, assumed),
         seq_len=row.number("seq_len"),
         assumed=tuple(assumed),
@@ -146,7 +146,7 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
         vpp=sizes["vpp"],
         stage_layers=_stage_layers(layers, sizes["pp"] * sizes["vpp"]),
         cp=sizes["cp"],
-        ep=sizes["ep"],
+        ep=_experts(sizes["ep"], sizes["tp"], gpus // model * sizes["cp"], assumed),
         sequence_parallel=row.text("sequence_parallel") == "yes" and sizes["tp"] > 1,
         **zero,
         capacity_factor=1.0 if "tokendrop" in row.text("model") else None,
@@ -157,6 +157,22 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
         global_batch=row.number("global_batch"),
         **trainer.set,
     )
+
+
+def _adapters(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> dict[str, Any]:
+    """What is trained of a row that says LoRA; nothing where all is."""
+    if not re.search(r"\blora\b", row.text("model").lower()):
+        return {}
+    assumed.append(f"adapters of rank {trainer.lora_rank} beside {trainer.lora_targets.replace(',', ', ')}")
+    return {"lora_rank": trainer.lora_rank, "lora_targets": trainer.lora_targets}
+
+
+def _experts(ep: int, tp: int, ranks: int, assumed: list[str]) -> int:
+    """Ranks that share the experts; where there are too few, those of a tensor-parallel group cut each expert."""
+    if ep > ranks and ep % tp == 0:
+        assumed.append("experts cut over tensor-parallel ranks")
+        return ep // tp
+    return ep
 
 
 def _zero(row: MeasuredStep, replicas: int, assumed: list[str]) -> dict[str, Any]:

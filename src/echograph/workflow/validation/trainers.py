@@ -64,6 +64,8 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         source: where what follows is published.
         set: options of the plan that it sets otherwise than the stack.
         dropout: of a plain GPT.
+        lora_rank: of a row that says LoRA.
+        lora_targets: linear layers that get adapters.
         micro_batch: samples of a micro-batch where a row names none; "chunks": as many micro-batches as chunks.
         when: what some rows ran otherwise.
         launch_blocking: whether every launch waited for its kernel.
@@ -74,6 +76,8 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     source: str = ""
     set: dict[str, Any] = {}
     dropout: float = 0.0
+    lora_rank: int = 8
+    lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
     micro_batch: int | Literal["chunks"] = 1
     when: tuple[_When, ...] = ()
     launch_blocking: bool = False
