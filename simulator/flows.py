@@ -22,7 +22,7 @@ from echograph.simulator.clusters import Cluster
 from echograph.simulator.collectives import ALGORITHMS, CollectiveEstimate, CollectiveName, collective_time
 from echograph.simulator.durations import Durations, kind_of
 from echograph.simulator.engine.sharing import Sharing
-from echograph.simulator.groups import group_ranks, place_in_group
+from echograph.simulator.groups import place_in_group
 from echograph.simulator.network.patterns import Loads, Pattern, loads
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.ranks import Mesh
@@ -236,7 +236,7 @@ class _Routes:
             here = np.full(len(columns), place_in_group(job, group, job.programs[program]))
             members = np.tile(np.array(group.ranks, np.int64), (len(columns), 1))
         else:
-            ranks, offsets = self.ranks[program, columns], np.asarray(group_ranks(job, group))
+            ranks, offsets = self.ranks[program, columns], np.asarray(job.group_ranks(group))
             here = _coordinates(job, group, ranks)
             members = (ranks - offsets[here])[:, None] + offsets
         if peer is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +41,7 @@ def chrome_trace(
             those of the graph, and each stands for the first rank that runs it.
     """
     chosen = sorted(set(range(len(timeline.programs)) if programs is None else programs))
-    ranks = ranks or [first_rank(graph, number) for number in range(len(timeline.programs))]
+    ranks = ranks or [graph.lowest_rank(number) for number in range(len(timeline.programs))]
     groups = {number: process_groups(graph, ranks[number]) for number in chosen}
     job = job_header(graph, groups.values(), [ranks[number] for number in chosen])
     head = {"displayTimeUnit": "ms", "distributedInfo": job, "processRanks": {str(p): ranks[p] for p in chosen}}
@@ -52,17 +51,6 @@ def chrome_trace(
         yield separator + json.dumps(event, separators=(",", ":"))
         separator = ",\n"
     yield "\n]}\n"
-
-
-def first_rank(graph: Graph, number: int) -> int:
-    """The lowest rank that runs a program."""
-    program = graph.programs[number]
-    if program.ranks or not graph.mesh:
-        return min(program.ranks, default=number)
-    strides = (prod(inner.size for inner in graph.mesh[place + 1 :]) for place in range(len(graph.mesh)))
-    return sum(
-        program.coordinates.get(axis.name, 0) * stride for axis, stride in zip(graph.mesh, strides, strict=True)
-    )
 
 
 class ProcessGroup(NamedTuple):
@@ -79,18 +67,9 @@ class ProcessGroup(NamedTuple):
 
 def process_groups(graph: Graph, rank: int) -> dict[int, ProcessGroup]:
     """The process groups that a rank is in, by their numbers in the graph."""
-    sizes = [axis.size for axis in graph.mesh]
-    every, found = np.arange(prod(sizes)).reshape(sizes), {}
-    here = np.unravel_index(rank % prod(sizes), sizes) if sizes else ()
+    here, found = graph.coordinates(rank), {}
     for number, group in enumerate(graph.groups):
-        if group.axes:
-            along = [
-                slice(None) if axis.name in group.axes else at for axis, at in zip(graph.mesh, here, strict=True)
-            ]
-            whole = every[tuple(along)].ravel()
-            ranks = tuple(whole[list(group.positions) or slice(None)].tolist())
-        else:
-            ranks = tuple(sorted(group.ranks))
+        ranks = tuple(sorted(graph.group_ranks(group, here)))
         if rank in ranks:
             found[number] = ProcessGroup(f"{group.name} {ranks[0]}", ranks)
     return found

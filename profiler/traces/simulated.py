@@ -11,7 +11,6 @@ from echograph.ir.exporters.chrome import (
     ProcessGroup,
     collective_name,
     device_label,
-    first_rank,
     job_header,
     launch_numbers,
     process_groups,
@@ -42,7 +41,7 @@ def simulated_traces(
         UsageError: the timeline has no program.
     """
     chosen = sorted(set(range(len(timeline.programs)) if programs is None else programs))
-    ranks = ranks or [first_rank(graph, number) for number in range(len(timeline.programs))]
+    ranks = ranks or [graph.lowest_rank(number) for number in range(len(timeline.programs))]
     columns = _Columns(graph, timeline)
     return TraceSet({ranks[number]: columns.trace(number, ranks[number]) for number in chosen})
 

@@ -32,7 +32,6 @@ from echograph.profiler.traces.simulated import simulated_traces
 from echograph.profiler.traces.trace import COPIES, Trace
 from echograph.simulator.breakdown import Breakdown, breakdown
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.groups import group_ranks
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.simulate import simulate
 from echograph.workflow.analyze import analyze
@@ -232,18 +231,17 @@ def test_a_file_that_says_ranks_in_other_ways_is_refused(ranks: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_process_groups_are_the_simulators(name: str) -> None:
+def test_process_groups_are_the_ranks_that_differ_along_their_axes_alone(name: str) -> None:
     job = JOBS[name][0]()
-    sizes = [axis.size for axis in job.mesh]
+    places = [dict(zip(job.strides, np.unravel_index(rank, [a.size for a in job.mesh]), strict=True))
+              for rank in range(job.world_size)]  # fmt: skip
     for rank in range(0, job.world_size, 5):
-        where = zip(job.mesh, np.unravel_index(rank, sizes), strict=True)
-        fixed = {axis.name: int(at) for axis, at in where}
-        expected = [(number, tuple(group_ranks(job, group, fixed))) for number, group in enumerate(job.groups)]
         found = process_groups(job, rank)
-        assert [(number, one.ranks) for number, one in found.items()] == [
-            one for one in expected if rank in one[1]
-        ]
-        assert len({one.name for one in found.values()}) == len(found)
+        for number, group in enumerate(job.groups):
+            others = job.strides.keys() - set(group.axes)
+            same = [r for r, place in enumerate(places) if all(place[a] == places[rank][a] for a in others)]
+            assert found[number].ranks == tuple(same)
+        assert len({one.name for one in found.values()}) == len(found) == len(job.groups)
 
 
 def test_work_belongs_to_the_step_and_to_what_issued_it(tmp_path: Path) -> None:
