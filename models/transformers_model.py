@@ -34,7 +34,7 @@ def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -
     Args:
         entry: its architecture names a class of the installed transformers.
         seq_len: tokens, or image side in pixels, that the module will see.
-        attention: `sdpa`, `eager`, `fused-softmax`, or None for the best that the class has.
+        attention: `sdpa`, `fused`, `eager`, `fused-softmax`, or None for the best that the class has.
 
     Raises:
         InputError: no such class, or it rejects the configuration.
@@ -48,8 +48,10 @@ def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -
     # Both go through the library's one interface, which classes without sdpa do not ask.
     if attention in ("sdpa", "fused-softmax") and not model_class._supports_sdpa:
         raise UsageError(f"model {entry.name}: {entry.architecture} has no {attention} attention: use 'eager'")
-    if attention == "fused-softmax":
-        from echograph.models.fused_softmax import NAME as attention
+    if attention in ("fused", "fused-softmax"):
+        from echograph.models.attentions import NAMES
+
+        attention = NAMES[attention]
     real = _tensors_are_real()
     try:
         with offline(), nullcontext() if real else initialization.no_init_weights():

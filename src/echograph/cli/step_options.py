@@ -19,7 +19,7 @@ DType = Annotated[
     str, typer.Option(help="bf16, fp16 or fp32 [default: bf16, on the CPU fp32]", show_default=False)
 ]
 Optimizer = Annotated[str, typer.Option(help="adamw, adam or sgd.")]
-Attention = Annotated[str | None, typer.Option(help="sdpa (fused), eager, or fused-softmax (Megatron-LM's).")]
+Attention = Annotated[str | None, typer.Option(help="sdpa, fused, eager, or fused-softmax (Megatron-LM's).")]
 DeviceName = Annotated[
     str, typer.Option(help="cuda or cpu [default: cuda where there is one]", show_default=False)
 ]
