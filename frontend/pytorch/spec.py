@@ -23,12 +23,12 @@ class ModelSizes:
     Attributes:
         batch_size: samples of one micro-batch.
         seq_len: tokens of a sample, or pixels of an image's side.
-        attention: "sdpa" (fused), "eager", or "fused-softmax" (Megatron-LM's).
+        attention: "sdpa", "fused", "eager", or "fused-softmax" (Megatron-LM's).
     """
 
     batch_size: int | None = option(None, "Samples of one micro-batch.", least=1)
     seq_len: int | None = option(None, "Tokens of a sample, or pixels of an image's side.", least=1)
-    attention: str | None = option(None, "sdpa (fused), eager, or fused-softmax (Megatron-LM's).")
+    attention: str | None = option(None, "sdpa, fused, eager, or fused-softmax (Megatron-LM's).")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ def compile(
         spec: dtype, optimizer and the like; None: bf16 and AdamW, of an ONNX file its own type.
         batch_size: samples of one micro-batch; None: the model's own.
         seq_len: tokens of a sample, or pixels of an image's side; None: the model's own.
-        attention: "sdpa" (fused), "eager", or "fused-softmax" (Megatron-LM's); None: the model's own.
+        attention: "sdpa", "fused", "eager", or "fused-softmax", as `build` has them; None: the model's own.
         inputs: inputs of a module: a tuple (positional) or a mapping (keyword).
         loss: loss of a module: output -> scalar tensor; None where the module returns the loss.
         producer: "recorder", or "aot" (export and AOTAutograd).

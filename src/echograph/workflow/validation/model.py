@@ -37,11 +37,11 @@ class RowModel:
 
     Attributes:
         entry: as deep as it is.
-        attention: its implementation of attention; None: the best that its architecture has.
+        attention: its implementation of attention.
     """
 
     entry: ModelEntry
-    attention: str | None
+    attention: str
 
     @property
     def layers(self) -> int:
@@ -78,7 +78,7 @@ def model_of(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> RowMode
     if not row.text("attention"):
         assumed.append("fused attention")
     if known is not None and known.architecture not in _BY_SIZES:
-        return RowModel(entry=_as_published(known, row), attention=None)
+        return RowModel(entry=_as_published(known, row), attention="fused")
     if row.number("ep", 1) > 1:
         raise Skip(
             f"model '{row.text('model')}': its experts are not in the table's columns, nor is it a known one"
