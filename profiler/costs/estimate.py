@@ -57,6 +57,7 @@ _KINDS = (
 )
 _REDUCING_NORMS = ("linalg_vector_norm", "_foreach_norm")
 _ROWS = ("norm", "norm_backward", "softmax")
+_OF_NO_ROWS = ("batch_norm", "group_norm")
 _EAGER = "aten."
 
 _InOut = tuple[list[Tensor], list[Tensor]]
@@ -310,7 +311,8 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
     elif kind == "elementwise" and op.name.startswith(_EAGER) and _broadcasts(operands):
         kind = "broadcast"
     widest = max((t for side in operands for t in side), key=lambda t: t.nbytes, default=None)
-    row = widest.shape[-1] * widest.dtype.itemsize if kind in _ROWS and widest and widest.shape else 0
+    by_row = kind in _ROWS and not any(name in op.name for name in _OF_NO_ROWS)
+    row = widest.shape[-1] * widest.dtype.itemsize if by_row and widest and widest.shape else 0
     return memory_bound(
         device,
         kind,
@@ -322,9 +324,17 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
 
 
 def _broadcasts(operands: _InOut) -> bool:
-    """Whether an operand of more than one element is smaller than the result."""
-    result = max((t.numel for t in operands[1]), default=0)
-    return any(1 < t.numel < result for t in operands[0])
+    """Whether an operand of more than one element is repeated along the result."""
+    result = max(operands[1], key=lambda t: t.numel, default=None)
+    return result is not None and any(
+        1 < t.numel < result.numel and _repeats(t.shape, result.shape) for t in operands[0]
+    )
+
+
+def _repeats(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
+    """Whether a shape stretches to the result's, as PyTorch stretches it."""
+    pairs = zip(reversed(shape), reversed(result), strict=False)
+    return len(shape) <= len(result) and all(size in (1, whole) for size, whole in pairs)
 
 
 def _or_slower(cost: Callable[[str], CostEstimate], dtype: DType, device: DeviceProfile) -> CostEstimate:

@@ -287,13 +287,11 @@ def fit_attention(
     gpus = choice.tensor
     own = table.select(gpus=gpus) if gpus else table.where(np.zeros(len(table), dtype=np.bool_))
     models: dict[str, AttentionModel] = {}
-    dense = own.select(ops=["attn_fwd"], dtypes=["bf16", "bfloat16"])
-    causal = dense.text["causal"].among(["yes"])
-    dense = dense.where(dense.text["kernel"].among([""]) | dense.text["kernel"].among(["torch_flow"]) & causal)
+    dense = inference_rows(own)
     if len(dense) >= DENSE_ROWS:
         basis = _note(dense, used, "inference kernel, with its rotation and cache write")
         models["trtllm"] = _model(
-            "trtllm", fit_pass(_once(attention_rows(dense)), sheet, "trtllm", basis=basis, dense=True)
+            "trtllm", fit_pass(once(attention_rows(dense)), sheet, "trtllm", basis=basis, dense=True)
         )
     small = _small_head(models["trtllm"].forward) if "trtllm" in models else SMALL_HEAD
     ratio = backward_ratio(table, choice)
@@ -333,7 +331,14 @@ def _forward(own: KernelTable, name: str, sheet: Datasheet, used: dict[str, int]
     return fit_pass(rows, sheet, name, basis=basis, dense=True, between_libraries=apart)
 
 
-def _once(rows: Attentions) -> Attentions:
+def inference_rows(own: KernelTable) -> KernelTable:
+    """The causal rows of the inference kernel, which stand under two names."""
+    dense = own.select(ops=["attn_fwd"], dtypes=["bf16", "bfloat16"])
+    causal = dense.text["causal"].among(["yes"])
+    return dense.where(dense.text["kernel"].among([""]) | dense.text["kernel"].among(["torch_flow"]) & causal)
+
+
+def once(rows: Attentions) -> Attentions:
     """The rows without the repetitions of a measurement that stands in two tables."""
     s = rows.shape
     cells = np.stack([s.b, s.h, s.q, s.d, s.kv_h, rows.seconds])

@@ -314,9 +314,8 @@ def _fit_gemm(
     models: dict[str, GemmModel] = {}
     for dtype in ("bf16", "fp8", "fp8_block", "nvfp4", "fp32"):
         gpus = facts.rows.fp32 if dtype == "fp32" else facts.rows.tensor
-        spellings = [name for name, model in DTYPES.items() if dtype in (model, STAND_IN.get(model))]
-        every = table.select(gpus=gpus, ops=("gemm", "linear", "bmm"), dtypes=spellings)
-        rows = _fitted_rows(every, dtype, facts.rows)
+        every = table.select(gpus=gpus, ops=("gemm", "linear", "bmm"), dtypes=_alike(dtype))
+        rows = fitted_rows(every, dtype, facts.rows)
         if not gpus or len(rows) < MIN_ROWS:
             continue
         apart = products(every)
@@ -332,7 +331,12 @@ def _fit_gemm(
     return models
 
 
-def _fitted_rows(every: KernelTable, dtype: str, choice: RowChoice) -> KernelTable:
+def _alike(dtype: str) -> list[str]:
+    """How tables spell a dtype, and one that runs at the same rate."""
+    return [name for name, model in DTYPES.items() if dtype in (model, STAND_IN.get(model))]
+
+
+def fitted_rows(every: KernelTable, dtype: str, choice: RowChoice) -> KernelTable:
     """Of the products of a dtype (those of a type of the same rate beside them) the rows that are fitted."""
     own = [name for name, model in DTYPES.items() if model == dtype]
     mask = every.text["dtype"].among(own)

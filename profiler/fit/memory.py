@@ -156,13 +156,14 @@ def fit_norms(rows: KernelTable, bandwidth: float, launch_s: float, basis: str) 
     for part, tensors in NORM_TENSORS.items():
         for library, suffix in NORMS.items():
             of = rows.where(rows.text["part"].among([part]) & rows.text["kernel"].among([library]))
+            of = of.where(of.seconds() >= SHORT_KERNEL_S)
             if len(of) >= MIN_NORMS:
                 kind = "norm" if part == "fwd" else "norm_backward"
                 models[kind + suffix] = _fit_norm(of, tensors, bandwidth, launch_s, f"{basis} ({library}, {part})")
     return models
 
 
-MIN_NORMS = 8
+MIN_NORMS = 6
 
 
 def _fit_norm(rows: KernelTable, tensors: float, bandwidth: float, launch_s: float, basis: str) -> MemoryModel:
