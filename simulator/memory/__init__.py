@@ -165,9 +165,9 @@ class Memories:
         memory: Int64 = base[block] + instance * count[block] + job.local_position[job.root[row]]
         return memory
 
-    def of_op(self, block: int, instance: int, op: int, role: int) -> int:
-        """The buffer or workspace of an operation."""
-        return self.tensors + (self.ops if role == WORKSPACE else 0) + self.job.op_id(block, instance, op)
+    def buffer_of(self, block: int, instance: int, op: int) -> int:
+        """The buffer of a collective."""
+        return self.tensors + self.job.op_id(block, instance, op)
 
     def span(self, block: int, begin: int, end: int) -> Span:
         """What operations of a block touch."""
@@ -453,7 +453,7 @@ class Lifetimes:
                 for position, (other, first, last, which) in enumerate(places):
                     if (other, which) == (block, instance) and first <= held.before < last:
                         ends.append((position, held.before - first - 1))
-                buffer = self.memories.of_op(block, instance, held.op, COMMUNICATION)
+                buffer = self.memories.buffer_of(block, instance, held.op)
                 moved = np.searchsorted(unique, buffer) if held.buffer else users
                 freed[moved], freed_at[moved] = max(ends)
 

@@ -47,6 +47,8 @@ class Mutant:
     new: str
     left_out: str = ""
     """Why it cannot change a result."""
+    defines: bool = False
+    """Whether it is in no function: it runs when its module is imported."""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: `{self.old}` -> `{self.new}`"
@@ -66,8 +68,10 @@ def mutants_of(root: Path, path: Path) -> list[Mutant]:
     def place(line: int, column: int) -> int:
         return starts[line - 1] + column
 
-    found = []
-    for node, start, stop, new, why in _faults(ast.parse(source), ""):
+    found, tree = [], ast.parse(source)
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    within = {line for of in functions for line in range(of.body[0].lineno, (of.end_lineno or 0) + 1)}
+    for node, start, stop, new, why in _faults(tree, ""):
         begin, end = place(*start), place(*stop)
         old = source[begin:end].decode()
         if isinstance(node, ast.Compare | ast.BinOp | ast.BoolOp):
@@ -77,7 +81,8 @@ def mutants_of(root: Path, path: Path) -> list[Mutant]:
             end, old = begin + len(operator.encode()), operator
         # Older Pythons misplace what is in some f-strings.
         if old in _spelled(node):
-            found.append(Mutant(path, source.count(b"\n", 0, begin) + 1, begin, end, old, new, why))
+            line = source.count(b"\n", 0, begin) + 1
+            found.append(Mutant(path, line, begin, end, old, new, why, defines=line not in within))
     return sorted(found, key=lambda m: (m.start, m.new))
 
 
@@ -168,7 +173,7 @@ def _of(node: ast.AST) -> Iterator[tuple[ast.AST, Place, Place, str]]:
         case ast.Constant(value=bool(value)):
             yield node, _begin(node), _end(node), str(not value)
         case ast.Constant(value=int(value)) | ast.Constant(value=float(value)):
-            yield node, _begin(node), _end(node), repr(value + 1)
+            yield node, _begin(node), _end(node), repr(value + 1 if value + 1 != value else 2 * value)
         case ast.UnaryOp(op=ast.Not()):
             yield node, _begin(node), _begin(node.operand), ""
         case ast.IfExp():

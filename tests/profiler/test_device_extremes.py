@@ -123,3 +123,12 @@ def test_a_value_is_named_with_what_is_permitted(tmp_path: Path) -> None:
     path.write_text(json.dumps(document))
     with pytest.raises(EchoError, match=r"gemm\.bf16\.efficiency\.0 = -1: give a number from 0\.0001 to 2"):
         load_device(path)
+
+
+def test_a_profile_is_at_most_four_mebibytes(tmp_path: Path) -> None:
+    path, text = tmp_path / "mine.json", (SHIPPED / "h100-sxm.json").read_text()
+    path.write_text(text + " " * ((4 << 20) - len(text.encode())))
+    assert load_device(path).datasheet == load_device("h100-sxm").datasheet
+    path.write_text(text + " " * ((4 << 20) + 1 - len(text.encode())))
+    with pytest.raises(FormatError, match=r"mine\.json: larger than 4 MiB"):
+        load_device(path)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,27 +68,31 @@ def _staged(layers: int, stages: int, schedule: str, *, chunks: int = 1, micro_b
     )
 
 
-def _by_hand() -> JobGraph:
-    """A job that begins with a collective that names no tensors, told by a token that a kernel reads."""
+def _by_hand(before: int = 0) -> JobGraph:
+    """A job with a collective that names no tensors, told by a token that a kernel reads; kernels stand before."""
     builder = GraphBuilder(name="by hand", streams=("compute", "comm"))
     builder.mesh = (Axis(name="dp", size=16),)
     group = builder.group("dp", axes=("dp",))
     token = builder.tensor("token", (1,), DType.BOOL, TensorRole.ACTIVATION)
     made = [builder.tensor("made", (4096, 1024), DType.BF16, TensorRole.ACTIVATION) for _ in range(2)]
+    work: dict[str, Any] = {"flops": 1, "bytes_read": 1, "bytes_written": 1}
+    for number in range(before):
+        output = builder.tensor(f"before {number}", (1024, 1024 + number), DType.BF16, TensorRole.ACTIVATION)
+        builder.compute("before", outputs=(output,), phase=Phase.FORWARD, **work)
     builder.collective(
         "sum", CollectiveKind.REDUCE_SCATTER, group=group, bytes_per_rank=48 << 20, dtype=DType.BF16, stream=1,
         outputs=(token,), phase=Phase.BACKWARD,
     )  # fmt: skip
-    work: dict[str, Any] = {"flops": 1, "bytes_read": 1, "bytes_written": 1}
     builder.compute("first", outputs=made[:1], phase=Phase.FORWARD, **work)
     builder.compute("second", inputs=(token, made[0]), outputs=made[1:], phase=Phase.FORWARD, **work)
-    builder.compute("third", inputs=made, phase=Phase.BACKWARD, forward_op=1, **work)
-    builder.program([(0, 0, 4, 0, 0)], role="rank")
+    builder.compute("third", inputs=made, phase=Phase.BACKWARD, forward_op=before + 1, **work)
+    builder.program([(0, 0, before + 4, 0, 0)], role="rank")
     return builder.build(JobGraph)
 
 
 JOBS: dict[str, Callable[[], JobGraph]] = {
     "by hand": _by_hand,
+    "by hand, later": lambda: _by_hand(before=3),
     "alone": lambda: DataParallel(replicas=1)(Fold()(layered_step(3))),
     "unfolded": lambda: DataParallel(replicas=16)(layered_step(3)),
     "replicas": lambda: DataParallel(replicas=24, micro_batches=3, bucket_bytes=3 << 20)(Fold()(layered_step(5))),
@@ -181,6 +186,7 @@ def record(case: Case) -> dict[str, Any]:
     del found["simulation"]["wall_s"]
     failures = Reliability(node_mtbf_s=1e6, checkpoint_s=30, restart_s=200)
     found["failures"] = goodput(found["step_time_s"], max(1, result.gpus // 8), failures).to_json()
+    shown = replace(result, wall_s=1.25, goodput=goodput(result.step_s, max(1, result.gpus // 8), failures))
     timelines = [result.timeline, *([] if result.traced is None else [result.traced])]
     ran = [[getattr(t, name).tolist() for name in ("lane", "op", "start", "duration", "cause")] for t in timelines]
     kept = {
@@ -192,6 +198,7 @@ def record(case: Case) -> dict[str, Any]:
         "peak_bytes": 0 if result.memory is None else result.memory.peak_bytes,
         "result": _digest(_rounded(found, case.digits or 9)),
         "ran": _digest(_rounded(ran, case.digits)),
+        "printed": _digest([str(shown), shown._repr_html_()]),
     }
 
 

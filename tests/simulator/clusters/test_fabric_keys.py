@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from echograph.errors import UnavailableError
+from echograph.errors import FormatError, UnavailableError
 from echograph.simulator.clusters import Cluster, NodeFabric, fabric_names, load_cluster
 from echograph.simulator.clusters.fabric import over_link, parse_fabric, read_fabric_document
 from echograph.simulator.collectives import ALGORITHMS, KINDS, collective_time
@@ -92,3 +94,12 @@ def test_what_is_told_is_in_the_origin() -> None:
         if path.startswith("about."):
             key = path.removeprefix("about.")
             assert getattr(about, key) == document["about"][key]
+
+
+def test_a_fabric_is_at_most_a_mebibyte(tmp_path: Path) -> None:
+    path, text = tmp_path / "mine.json", json.dumps(read_fabric_document("nvlink4"))
+    path.write_text(text + " " * (2**20 - len(text)))
+    assert read_fabric_document(path) == json.loads(text)
+    path.write_text(text + " " * (2**20 + 1 - len(text)))
+    with pytest.raises(FormatError, match=r"mine\.json: larger than 1 MiB"):
+        read_fabric_document(path)
