@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from echograph.profiler.fit.fabric import CollectiveRow, FabricFit, error_by_kind, fit_fabric, size_fold
-from echograph.simulator.clusters import Cluster, load_cluster, load_network_fabric, load_node_fabric
+from echograph.simulator.clusters import load_cluster
 from echograph.simulator.clusters.fabric import FABRICS
 from echograph.simulator.collectives.calibrate import LIMITS, Calibration
 
@@ -258,14 +258,6 @@ RECIPES = (
 
 ASSUMED_ERROR = 0.3
 FOLDS = 4
-
-
-def with_fabric(cluster: Cluster, fabric: str) -> Cluster:
-    """The cluster with another shipped fabric in its place."""
-    document = json.loads((FABRICS / f"{fabric}.json").read_text())
-    if document["kind"] == "node":
-        return replace(cluster, node_fabric=load_node_fabric(fabric))
-    return replace(cluster, network=replace(cluster.network, fabric=load_network_fabric(fabric)))
 
 
 def rows_of(recipe: FabricRecipe, rows: list[CollectiveRow]) -> list[CollectiveRow]:
