@@ -45,8 +45,8 @@ def tasks(layers: int) -> TaskGraph:
     return TaskGraph(
         resource=resource, duration=duration,
         deps=Ragged(np.cumsum([0, *map(len, deps)]), np.array([d for some in deps for d in some], np.int32)),
-        join=zeros + NONE, program=zeros, lane=lane, op=zeros.astype(np.int64), instance=zeros, micro_batch=zeros,
-        resources=1 + len(STREAMS),
+        rendezvous=zeros + NONE, program=zeros, lane=lane, op=zeros.astype(np.int64), instance=zeros,
+        micro_batch=zeros, resources=1 + len(STREAMS),
     )  # fmt: skip
 
 

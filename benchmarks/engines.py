@@ -15,8 +15,9 @@ import numpy as np
 
 from benchmarks import contended
 from echograph.ir.columns import Ragged
-from echograph.simulator.engine import columns, events, schedule, static
-from echograph.simulator.engine.static import number
+from echograph.simulator.engine import events, static
+from echograph.simulator.engine.columns import apart
+from echograph.simulator.engine.static import topological_order
 from echograph.simulator.tasks import DEVICE, HOST, TaskGraph
 
 RESOURCES = 64
@@ -41,8 +42,8 @@ def tasks(count: int) -> TaskGraph:
         resource=rng.integers(0, RESOURCES, count).astype(np.int32),
         duration=rng.integers(1, 10**9, count),
         deps=Ragged(offsets, deps[2:]),
-        join=zeros - 1, program=zeros, lane=zeros.astype(np.uint8), op=zeros.astype(np.int64), instance=zeros,
-        micro_batch=zeros, resources=RESOURCES,
+        rendezvous=zeros - 1, program=zeros, lane=zeros.astype(np.uint8), op=zeros.astype(np.int64),
+        instance=zeros, micro_batch=zeros, resources=RESOURCES,
     )  # fmt: skip
 
 
@@ -51,17 +52,17 @@ def meeting_tasks(count: int) -> TaskGraph:
     each = count // (2 * PROGRAMS)
     program = np.repeat(np.arange(PROGRAMS, dtype=np.int32), 2 * each)
     lane = np.tile(np.array([HOST, DEVICE], np.uint8), PROGRAMS * each)
-    join = np.full(len(lane), -1, np.int32)
+    rendezvous = np.full(len(lane), -1, np.int32)
     meets = np.arange(1, 2 * each, 2 * MEETING_EVERY)
     for first in range(0, len(lane), 2 * each):
-        join[first + meets] = np.arange(len(meets))
+        rendezvous[first + meets] = np.arange(len(meets))
     zeros = np.zeros(len(lane), np.int32)
     return TaskGraph(
         resource=2 * program + lane,
         duration=np.random.default_rng(0).integers(1, 10**9, len(lane)),
         deps=Ragged(np.append(0, np.cumsum(lane, dtype=np.int64)), np.arange(0, len(lane), 2, dtype=np.int32)),
-        join=join, program=program, lane=lane, op=zeros.astype(np.int64), instance=zeros, micro_batch=zeros,
-        resources=2 * PROGRAMS,
+        rendezvous=rendezvous, program=program, lane=lane, op=zeros.astype(np.int64),
+        instance=zeros, micro_batch=zeros, resources=2 * PROGRAMS,
     )  # fmt: skip
 
 
@@ -71,18 +72,18 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=2_000_000)
     count = parser.parse_args().tasks
     large, small = tasks(count), tasks(SMALL_TASKS)
-    meeting, meeting_small = meeting_tasks(count), meeting_tasks(schedule.COMPILE_FROM // 4)
-    order = number(meeting)
-    ranks = columns.alone(meeting, meeting.program, np.full((PROGRAMS, RANKS), 1.0))
-    static.run(large), columns.run(meeting, order, ranks)  # compiles
+    meeting, meeting_small = meeting_tasks(count), meeting_tasks(static.COMPILE_FROM // 5)
+    order = topological_order(meeting)
+    ranks = apart(meeting, meeting.program, np.full((PROGRAMS, RANKS), 1.0))
+    static.run(large), static.run_columns(meeting, ranks, order=order)  # compiles
     rows: list[tuple[str, int, Callable[[], object]]] = [
         ("numpy.cumsum (the floor)", count, lambda: np.cumsum(large.duration)),
         ("static pass, compiled", count, lambda: static.run(large)),
         ("static pass, interpreted", SMALL_TASKS, lambda: static.run(small)),
-        ("programs that meet: numbering", count, lambda: number(meeting)),
+        ("programs that meet: topological order", count, lambda: topological_order(meeting)),
         ("  with the static pass", count, lambda: static.run(meeting)),
         ("  interpreted", len(meeting_small), lambda: static.run(meeting_small)),
-        (f"  {RANKS} ranks of each", RANKS * count, lambda: columns.run(meeting, order, ranks)),
+        (f"  {RANKS} ranks of each", RANKS * count, lambda: static.run_columns(meeting, ranks, order=order)),
     ]
     for name, size, run in rows:
         print(f"{name:<30} {size / _median(run) / 1e6:10.3f} M tasks/s")

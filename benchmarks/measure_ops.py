@@ -59,10 +59,10 @@ def compare(name: str, given: argparse.Namespace, out: Path) -> dict[str, Any]:
     from echograph.profiler.measure.device import keep_freed_memory
     from echograph.profiler.measure.sampling import time_steps
     from echograph.workflow.compile import build_model
-    from echograph.workflow.measure import capture_invocations, device_and_spec
+    from echograph.workflow.measure import MeasuringOptions, capture_invocations
 
     clock = "cpu" if given.device == "cpu" and torch.get_num_threads() == 1 else "wall"
-    device, spec = device_and_spec(given.device, "", "adamw", clock)
+    device, spec = MeasuringOptions(device=given.device, clock=clock).open()
     if given.device == "cpu":
         keep_freed_memory()
     batch, length = MODELS[name][given.device]

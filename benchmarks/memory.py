@@ -30,12 +30,12 @@ from echograph.errors import EchoError
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import StepGraph
 from echograph.models import get_model
-from echograph.models.entry import ModelEntry
+from echograph.models.catalog import ModelEntry
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.memory import Memory, Runtime, largest_memory
 from echograph.workflow.compile import compile_entry
-from echograph.workflow.lowering import lower
 from echograph.workflow.plan import Plan
+from echograph.workflow.predict import lower
 
 DATA = Path(os.environ.get("ECHOGRAPH_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 GIB = 2**30

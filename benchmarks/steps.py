@@ -16,10 +16,10 @@ import resource
 import time
 from pathlib import Path
 
-from echograph.cli.validate import print_outcomes
 from echograph.workflow.validation.run import predict_rows
 from echograph.workflow.validation.score import by_family, read_peers
 from echograph.workflow.validation.table import read
+from echograph.workflow.validation.validate import Validation
 
 DATA = Path(os.environ.get("ECHOGRAPH_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 WHOLE = ("kor22", "sc21t1", "sc21t2")
@@ -40,11 +40,8 @@ def main() -> None:
     rows += [row for name in SAMPLED for row in read(table, (name,), ("A", "B"))[:: arguments.every]]
     began = time.perf_counter()
     outcomes = predict_rows(rows, arguments.jobs)
-    record = {
-        "families": by_family(outcomes, read_peers(DATA / "peer_predictions.csv")),
-        "rows": [outcome.to_json() for outcome in outcomes],
-    }
-    print_outcomes(record)
+    families = by_family(outcomes, read_peers(DATA / "peer_predictions.csv"))
+    print(Validation(outcomes=tuple(outcomes), families=families))
     used = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     print(
         f"{len(rows)} rows in {time.perf_counter() - began:.0f} s with {arguments.jobs} processes, "

@@ -19,7 +19,7 @@ from echograph.errors import FormatError, InputError
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.comms.operations import kind_of
 from echograph.ir.comms.reader import NativeSource
-from echograph.ir.comms.record import UNKNOWN, What
+from echograph.ir.comms.record import UNKNOWN, CallSignature
 from echograph.ir.formats import Imported
 from echograph.ir.graph import JobGraph, Workload
 from echograph.ir.types import CollectiveKind, DType, Duration, Phase, Source
@@ -105,7 +105,7 @@ class _Call:
     `wait` is when its line of work begins to wait for it, `duration` its own share once all ranks have come.
     """
 
-    what: What
+    what: CallSignature
     rank: int
     sequence: int
     queued: int
@@ -163,7 +163,7 @@ class _Import:
         found: dict[tuple[str, int], _Call] = {}
         for rows in source.rows():
             for number, sequence, queued, _, end, wait in rows.tolist():
-                what = source.whats[number]
+                what = source.signatures[number]
                 assert what is not None
                 if what.device not in ("cpu", ""):
                     raise FormatError(
@@ -288,7 +288,7 @@ class _Line:
             self.unseen.append(following)
 
 
-def _call(what: What, rank: int, row: tuple[int, int, int, int]) -> _Call:
+def _call(what: CallSignature, rank: int, row: tuple[int, int, int, int]) -> _Call:
     sequence, queued, end, wait = row
     unseen = False
     if end < 0:
@@ -303,7 +303,7 @@ def _call(what: What, rank: int, row: tuple[int, int, int, int]) -> _Call:
     )  # fmt: skip
 
 
-def _ranks(what: What, group: tuple[int, ...]) -> tuple[int, ...]:
+def _ranks(what: CallSignature, group: tuple[int, ...]) -> tuple[int, ...]:
     """The ranks that a call is of."""
     if what.op not in ("send", "recv"):
         return group

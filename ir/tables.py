@@ -1,13 +1,46 @@
-"""Tables as texts: comma-separated values, which spreadsheets open as what they are, and HTML for notebooks."""
+"""Tables as texts: aligned for terminals, comma-separated for spreadsheets, and HTML for notebooks."""
 
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+
+
+def printable(text: str) -> str:
+    """Text as a terminal may show it: what would control the terminal or turn the line around is spelt out.
+
+    These are the control characters (C0, DEL, C1), the ends of lines and paragraphs, the marks of bidirectional
+    text, and what no encoding has. They are spelt as JSON spells them, so what programs read stays what it was.
+    """
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def text_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Aligned columns, numbers to the right; as wide as they need to be, so that other programs can cut them.
+
+    Args:
+        titles: of the columns.
+        rows: numbers, texts, or None, which is a dash.
+    """
+    cells = [list(map(printable, titles)), *([_text_cell(value) for value in row] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(titles))]
+    right = [all(line[i][:1].isdigit() or line[i] == "-" for line in cells[1:]) for i in range(len(titles))]
+    aligned = (
+        [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)] for line in cells
+    )
+    return "\n".join("  ".join(line).rstrip() for line in aligned)
+
+
+def _text_cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:g}" if isinstance(value, float) else printable(str(value))
 
 
 def csv_text(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -7,10 +7,15 @@ Nothing here holds weights or knows hardware. Names, families and parameter coun
 from __future__ import annotations
 
 from echograph.models.build import Built, build, parameter_count
-from echograph.models.catalog import get_model, model_entries, model_names
-from echograph.models.entry import ModelEntry
-from echograph.models.flops import StepFlops, dense_flops
-from echograph.models.hf_config import from_config
+from echograph.models.catalog import (
+    ModelEntry,
+    StepFlops,
+    dense_flops,
+    from_config,
+    get_model,
+    model_entries,
+    model_names,
+)
 
 __all__ = [
     "Built",

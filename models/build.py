@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from echograph.errors import MissingExtraError, UsageError
-from echograph.models.entry import ModelEntry
+from echograph.errors import UsageError
+from echograph.models.catalog import ModelEntry, require_torch
 from echograph.registry import Table
 
 if TYPE_CHECKING:
@@ -96,19 +96,6 @@ def parameter_count(entry: ModelEntry) -> int:
     with torch.device("meta"):
         module = _module(entry, entry.default_seq_len, None)
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def require_torch() -> None:
-    """Checks that what modules are built from is there.
-
-    Raises:
-        MissingExtraError: torch or transformers is not installed.
-    """
-    from importlib.util import find_spec
-
-    for package in ("torch", "transformers"):
-        if find_spec(package) is None:
-            raise MissingExtraError(package, "torch", "building a model")
 
 
 def _module(entry: ModelEntry, seq_len: int, attention: str | None) -> torch.nn.Module:

@@ -9,7 +9,7 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
-from echograph.models.entry import ModelEntry
+from echograph.models.catalog import ModelEntry
 
 NOISE_DENSITY = 0.15
 MEAN_SPAN_TOKENS = 3

@@ -23,8 +23,7 @@ from echograph.simulator.collectives import ALGORITHMS, CollectiveEstimate, Coll
 from echograph.simulator.durations import Durations, kind_of
 from echograph.simulator.engine.sharing import Sharing
 from echograph.simulator.groups import group_ranks, place_in_group
-from echograph.simulator.network.patterns import Pattern
-from echograph.simulator.network.routes import Loads, loads
+from echograph.simulator.network.patterns import Loads, Pattern, loads
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.ranks import Mesh
 from echograph.simulator.tasks import DEVICE, TaskGraph
@@ -176,8 +175,10 @@ class _Routes:
         sender = np.isin(ops.kind, (OpKind.COLLECTIVE, OpKind.SEND))
         speaks = np.flatnonzero((tasks.lane == DEVICE) & sender[tasks.op] & (tasks.duration > 0))
         # Of those that meet, the first speaks for all.
-        joins = tasks.join[speaks]
-        _, first = np.unique(np.where(joins == NONE, -1 - np.arange(len(joins)), joins), return_index=True)
+        rendezvous = tasks.rendezvous[speaks]
+        _, first = np.unique(
+            np.where(rendezvous == NONE, -1 - np.arange(len(rendezvous)), rendezvous), return_index=True
+        )
         speaks = speaks[np.sort(first)]
         code = tasks.program[speaks].astype(np.int64) * len(ops) + tasks.op[speaks]
         order = np.argsort(code, kind="stable")
@@ -264,13 +265,13 @@ def _sharing(
 ) -> Sharing:
     """Routes over the links that can be overloaded."""
     most = _most(rows, tasks, route, load, topology, columns)
-    crowded = most > topology.capacity * (1 + TOLERANCE)
+    saturated = most > topology.capacity * (1 + TOLERANCE)
     routes = np.zeros((max(1, len(rows)), columns), np.int32)
     # Row 0 of the links is empty: the route of those that share nothing at their place.
     lengths, links, weights = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
     used, unit = np.zeros(len(rows), np.bool_), np.ones(len(rows))
     for number, row in enumerate(rows):
-        keep = crowded[row.link]
+        keep = saturated[row.link]
         if keep.any():
             used[number], unit[number] = True, row.rate[keep].max()
             places, counts = np.unique(row.group[keep], return_counts=True)

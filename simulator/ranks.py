@@ -26,14 +26,13 @@ from echograph.ir.columns import NONE, Int32, Int64
 from echograph.ir.graph import Axis, Group, JobGraph
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, OpKind
-from echograph.simulator.engine.schedule import Starts
-from echograph.simulator.engine.static import number, run_in_order
+from echograph.simulator.engine import static, write_timeline
+from echograph.simulator.engine.columns import Columns, Ends
 from echograph.simulator.limits import families, largest_first
 from echograph.simulator.tasks import DEVICE, TaskGraph
 from echograph.units import to_s
 
 if TYPE_CHECKING:
-    from echograph.simulator.engine.columns import Columns, Ends
     from echograph.simulator.engine.sharing import Sharing
 
 
@@ -103,7 +102,7 @@ def run_every_rank(
     engine: str = "static",
     sharing: Sharing | None = None,
     column: int | None = None,
-) -> tuple[TaskGraph, Starts, RankTimes]:
+) -> tuple[Timeline, RankTimes]:
     """Runs all ranks of a job.
 
     Args:
@@ -115,8 +114,8 @@ def run_every_rank(
         column: the column that is wanted; None for that of the rank which ends last.
 
     Returns:
-        Of one column, the tasks with the durations that they took, and when they start (without a cause where a
-        rank of another column was waited for); and the times of all ranks.
+        What one column did (without a cause where a rank of another column was waited for), and the times of all
+        ranks.
 
     Raises:
         SimulationError: ranks cannot be told apart by the mesh, or `every` names one that is not there.
@@ -126,9 +125,6 @@ def run_every_rank(
     slowest = max((1.0, *every.slow.values())) * (1 + 4 * every.jitter)
     if not float(tasks.duration.sum(dtype=np.float64)) * slowest < 2**63:
         raise SimulationError(f"the step may take more than {to_s(2**63) / 86_400:.0f} days: give smaller factors")
-    # The compiler is loaded where it is needed.
-    from echograph.simulator.engine.columns import Columns
-
     kernel = (tasks.lane == DEVICE) & (job.ops.kind == OpKind.COMPUTE)[tasks.op]
     place, places = mesh.places(tasks)
     columns = Columns(
@@ -139,27 +135,20 @@ def run_every_rank(
         jitter=every.jitter,
         seed=every.seed,
     )
-    order = number(tasks)
-    run = partial(_on_events if engine == "events" else _in_order, tasks, order, columns, sharing)
+    run: Callable[..., Ends]
+    if engine == "events":
+        # The compiler is loaded where it is needed.
+        from echograph.simulator.engine import events
+
+        run = partial(events.run_columns, tasks, columns, sharing)
+    else:
+        run = partial(static.run_columns, tasks, columns, order=static.topological_order(tasks))
     told = column or 0
-    ends = run(told)
-    if column is None and (last := int(np.argmax(ends.end.max(axis=0)))) != told:
-        ends, told = run(last), last
-    its = replace(tasks, duration=ends.duration)
-    starts = run_in_order(its, order, ends.start)
-    return its, starts, replace(_times(mesh, tasks, ends.end, ends.waited), column=told)
-
-
-def _in_order(tasks: TaskGraph, order: Int32, columns: Columns, _: Sharing | None, record: int) -> Ends:
-    from echograph.simulator.engine.columns import run
-
-    return run(tasks, order, columns, record)
-
-
-def _on_events(tasks: TaskGraph, _: Int32, columns: Columns, sharing: Sharing | None, record: int) -> Ends:
-    from echograph.simulator.engine.events import run_columns
-
-    return run_columns(tasks, columns, sharing, record)
+    ends = run(record=told)
+    if column is None and (last := int(np.argmax(ends.last))) != told:
+        ends, told = run(record=last), last
+    timeline = write_timeline(job, replace(tasks, duration=ends.duration), ends.start)
+    return timeline, replace(_times(mesh, tasks, ends.end, ends.waited), column=told)
 
 
 def _factors(mesh: Mesh, every: EveryRank) -> np.ndarray:
@@ -210,7 +199,7 @@ class Mesh:
             ranks = ranks * axis.size + np.stack([np.broadcast_to(o, self.columns) for o in own])
         return ranks
 
-    def places(self, tasks: TaskGraph) -> tuple[Int32, Int32]:
+    def places(self, tasks: TaskGraph | Timeline) -> tuple[Int32, Int32]:
         """Where the columns of every task meet: `place` and `places` of `engine.columns.Columns`."""
         ops = self.job.ops
         of_row, found = np.full(len(ops), NONE, np.int32), {}
@@ -251,7 +240,6 @@ class Mesh:
         return column
 
 
-_Recorded = tuple[TaskGraph, Starts]
 MOST_COLUMNS = 4
 """Columns that are simulated again to be looked at."""
 MOST_TOLD = 8
@@ -305,8 +293,8 @@ def rank_path(
     job: JobGraph,
     every: EveryRank,
     times: RankTimes,
-    first: _Recorded,
-    again: Callable[[int], _Recorded],
+    first: Timeline,
+    again: Callable[[int], Timeline],
     most: int | None = None,
 ) -> RankPath:
     """Follows the critical path through the ranks that are waited for.
@@ -343,7 +331,7 @@ def rank_path(
 
 class _Path:
     def __init__(
-        self, job: JobGraph, times: RankTimes, first: _Recorded, again: Callable[[int], _Recorded], most: int
+        self, job: JobGraph, times: RankTimes, first: Timeline, again: Callable[[int], Timeline], most: int
     ) -> None:
         self.mesh, self.times, self.again, self.left = Mesh(job), times, again, most
         self.column = int(times.column)
@@ -356,33 +344,33 @@ class _Path:
 
     def tasks(self) -> Iterator[tuple[int, int, int, int]]:
         """From the end of the step: rank, host (0) or device (1), operation and picoseconds of every task."""
-        tasks, starts = self.known[self.column]
-        task = int(np.argmax(starts.start + tasks.duration)) if len(tasks) else NONE
+        its = self.known[self.column]
+        task = int(np.argmax(its.end)) if len(its) else NONE
         while task != NONE:
-            tasks, starts = self.known[self.column]
-            rank = int(self.ranks[tasks.program[task], self.column])
-            yield rank, int(tasks.lane[task] != Lane.HOST), int(tasks.op[task]), int(tasks.duration[task])
-            cause = int(starts.cause[task])
-            task = self._elsewhere(task) if cause == NONE and starts.start[task] > 0 else cause
+            its = self.known[self.column]
+            rank = int(self.ranks[its.program[task], self.column])
+            yield rank, int(its.lane[task] != Lane.HOST), int(its.op[task]), int(its.duration[task])
+            cause = int(its.cause[task])
+            task = self._elsewhere(task) if cause == NONE and its.start[task] > 0 else cause
 
     @cached_property
     def _places(self) -> tuple[Int64, Int64]:
-        place, places = self.mesh.places(self.known[self.column][0])
+        place, places = self.mesh.places(self.known[self.column])
         return place.astype(np.int64), places.astype(np.int64)
 
     def _elsewhere(self, task: int) -> int:
         """What ended last in another column before a meeting, which becomes the column; -1 if it is not found."""
-        start = self.known[self.column][1].start[task]
+        start = self.known[self.column].start[task]
         for column in self._candidates(task):
             if column not in self.known:
                 if not self.left:
                     return NONE
                 self.left -= 1
                 self.known[column] = self.again(column)
-            starts = self.known[column][1]
-            if starts.start[task] == start and starts.cause[task] != NONE:
+            its = self.known[column]
+            if its.start[task] == start and its.cause[task] != NONE:
                 self.column = column
-                return int(starts.cause[task])
+                return int(its.cause[task])
         return NONE
 
     def _candidates(self, task: int) -> list[int]:
@@ -392,7 +380,7 @@ class _Path:
             return []
         meets = places[place[task]]
         columns = np.flatnonzero(meets == meets[self.column])
-        waited = self.times.waited_ps[self.ranks[self.known[self.column][0].program[task]]][columns]
+        waited = self.times.waited_ps[self.ranks[self.known[self.column].program[task]]][columns]
         ordered = columns[np.argsort(waited, kind="stable")].tolist()
         return sorted((c for c in ordered if c != self.column), key=lambda c: c not in self.known)
 
@@ -440,5 +428,5 @@ def _together(parts: list[dict[str, np.ndarray]], names: tuple[str, ...], stream
     for part in parts:
         part["cause"] = np.where(part["cause"] == NONE, NONE, part["cause"] + before)
         before += len(part["cause"])
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+    columns: dict[str, Any] = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
     return Timeline(**columns, programs=names, streams=streams)

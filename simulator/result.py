@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from echograph.ir.graph import JobGraph
-from echograph.ir.tables import html_table
 from echograph.ir.timeline import Timeline
 from echograph.simulator.breakdown import Breakdown, Role, Spread
 from echograph.simulator.durations import Durations
-from echograph.simulator.flows import LinkUse
 from echograph.simulator.goodput import Goodput
 from echograph.simulator.memory import Memory
 from echograph.simulator.ranks import RankPath, RankTimes
-from echograph.units import format_time, to_s
+from echograph.units import format_bytes, format_count, format_time, to_s
+
+if TYPE_CHECKING:
+    from echograph.simulator.flows import LinkUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +114,8 @@ class Result:
 
     @property
     def timeline(self) -> Timeline:
-        """What ran when; written when it is asked for first."""
-        return self.write_timeline()
+        """What ran when, with the job whose operations it names; written when it is asked for first."""
+        return replace(self.write_timeline(), graph=self.job)
 
     @property
     def spread(self) -> Spread:
@@ -149,8 +150,22 @@ class Result:
         values = np.percentile(np.array(self.draws_ps, np.float64), levels) / 1e12
         return {f"p{level}": float(value) for level, value in zip(levels, values, strict=True)}
 
+    def __str__(self) -> str:
+        """The step for people: how long, where it goes, what limits it, what it needs and rests on."""
+        return "\n".join(_lines(self))
+
+    def collective_lines(self, *, algorithms: bool = True) -> list[str]:
+        """A line each group axis: calls, bytes and time of its collectives, and the algorithms chosen."""
+        return [
+            f"  collectives   {axis}: {entry['calls']} calls, {format_bytes(entry['bytes_per_rank'])} per rank, "
+            f"{entry['busy_s'] * 1e3:.4g} ms busy" + f" ({', '.join(entry['algorithms'])})" * algorithms
+            for axis, entry in self.collectives.items()
+        ]
+
     def _repr_html_(self) -> str:
         """The step in a notebook: how long, and where it goes."""
+        from echograph.ir.tables import html_table
+
         parts = [(name, value) for name, value in self.breakdown.flat().items() if value]
         low, high = map(format_time, self.interval_ps)
         head = f"<p>{escape(f'{self.model} on {self.gpus} GPUs of {self.cluster} ({self.device})')}: "
@@ -197,3 +212,99 @@ class Result:
             **({} if not self.draws_ps else {"step_time_percentiles_s": self.percentiles_s}),
             **({} if self.goodput is None else {"failures": self.goodput.to_json()}),
         }
+
+
+BAR, MOST_RANKS, LEAST_SHARE = 30, 3, 0.03
+"""Characters of the longest bar, ranks of the critical path that are listed, and the least share of it that is."""
+
+
+def _lines(result: Result) -> Iterator[str]:
+    low, high = map(format_time, result.interval_ps)
+    yield f"{result.model} on {result.gpus} GPUs of {result.cluster} ({result.device})"
+    yield f"  step time     {format_time(result.step_ps)}   (90 % interval {low} to {high})"
+    yield from _rates(result)
+    if result.draws_ps:
+        shown = ", ".join(f"{name.upper()} {value * 1e3:.4g} ms" for name, value in result.percentiles_s.items())
+        yield f"  with noise    {shown} ({len(result.draws_ps)} draws)"
+    if (found := result.goodput) is not None:
+        every = f"every {found.interval_s:.4g} s (best {found.best_interval_s:.4g} s)"
+        fails = f"one every {found.job_mtbf_s / 3600:.3g} h, a checkpoint {every}"
+        yield f"  with failures {found.share:.1%} of the time trains: {fails}"
+    yield from _breakdown_lines(result)
+    yield f"  limited by    {_limits(result.limits)} (of the critical path)"
+    if result.path is not None:
+        yield from _path_lines(result, result.path)
+    yield from result.collective_lines()
+    if result.network == "flows":
+        # The busiest links, those that are used alike once.
+        yield f"  network       flows over links{'; used most:' if result.links else ', which nobody uses'}"
+        for link in result.links:
+            others = f" (and {link.alike - 1} more)" if link.alike > 1 else ""
+            yield f"                {link.name:<24} {link.utilisation:>6.1%}{others}"
+    if result.degraded:
+        yield f"  degraded      {', '.join(result.degraded)}: every rank simulated"
+    if result.memory is not None:
+        yield from _memory_lines(result.memory)
+    shares = ", ".join(f"{share:.0%} {name}" for name, share in result.sources.items() if share > 0)
+    yield f"  durations     {shares} (shares of the busy time)"
+    ran = f"{result.tasks} tasks of {result.simulated_ranks} distinct rank(s), engine {result.engine}"
+    yield f"  simulation    {ran}, {result.wall_s:.2g} s"
+
+
+def _rates(result: Result) -> Iterator[str]:
+    step = to_s(result.step_ps)
+    samples, tokens = (count / step if step else 0.0 for count in (result.samples, result.tokens))
+    also = f", {format_count(tokens)} tokens/s" if result.tokens else ""
+    yield f"  throughput    {format_count(samples)} samples/s{also}"
+    if result.mfu is not None:
+        flops = "model FLOPs, none recomputed or padded"
+        if result.causal_attention_flops and result.mfu_causal is not None:
+            flops += f"; {result.mfu_causal:.1%} with causal attention by half"
+        yield f"  utilisation   {result.mfu:.1%} of the device's peak ({flops})"
+
+
+def _breakdown_lines(result: Result) -> Iterator[str]:
+    """The parts of the step of the role that ends last; where there are others, beside what these have."""
+    own, spread, step = result.breakdown.flat(), result.spread, result.step_ps or 1
+    mean, least, most = (part.flat() for part in (spread.mean, spread.least, spread.most))
+    several = spread.ranks > 1 and len(result.roles) > 1
+    last = f": {result.ends_last.name} (rank {result.ends_last.rank}), which ends last"
+    yield "  where the step goes" + f"{last}; mean of {spread.ranks} ranks (least to most)" * several
+    for name, value in own.items():
+        if not (value or name == "compute" or (several and most[name])):
+            continue
+        bar = "#" * round(BAR * value / step)
+        if several:
+            others = f"{mean[name] / step:>6.1%} ({least[name] / step:.1%} to {most[name] / step:.1%})"
+            bar = f"{others:<27}  {bar}".rstrip()
+        yield f"    {name:<16} {format_time(value):>10} {value / step:>7.1%}  {bar}"
+
+
+def _limits(limits: Mapping[str, int]) -> str:
+    """What would have to become faster, the most telling first."""
+    total = sum(limits.values()) or 1
+    shares = [(name, value / total) for name, value in limits.items()]
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares if share >= LEAST_SHARE)
+
+
+def _path_lines(result: Result, path: RankPath) -> Iterator[str]:
+    """The ranks through which the critical path goes, and what they do meanwhile."""
+    for number, one in enumerate(path.ranks[:MOST_RANKS]):
+        share = one.total_ps / result.step_ps if result.step_ps else 0.0
+        if share < LEAST_SHARE:
+            break
+        slower = "" if one.slower == 1 else f", {one.slower:g} times as slow,"
+        role = f" ({one.role})" if one.role and len(result.roles) > 1 else ""
+        head = "  on the path   " if not number else " " * 16
+        yield f"{head}rank {one.rank}{role}{slower} for {share:.0%}: {_limits(one.limits)}"
+
+
+def _memory_lines(memory: Memory) -> Iterator[str]:
+    held = "" if memory.reserved_bytes is None else f", {format_bytes(memory.reserved_bytes)} reserved"
+    verdict = "fits" if memory.fits else "DOES NOT FIT"
+    yield (
+        f"  memory        {format_bytes(memory.peak_bytes)} allocated at the peak{held}, "
+        f"{format_bytes(memory.device_bytes)} of {format_bytes(memory.capacity_bytes)} in all: {verdict}"
+    )
+    if not memory.fits:
+        yield from (f"                {line}" for line in memory.lines())

@@ -8,6 +8,7 @@ the order of the resource stands already.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -23,7 +24,7 @@ MAX_TASKS = 200_000_000
 HOST, DEVICE = 0, 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TaskGraph:
     """Tasks of all programs, one program after the other, each in program order.
 
@@ -31,8 +32,8 @@ class TaskGraph:
         resource: int32; tasks of a resource run in the order of their numbers.
         duration: int64, picoseconds.
         deps: int32 values; for each task, earlier tasks of the same program that must end first.
-        join: int32; tasks with the same number >= 0 start together (a collective of several programs, a send and
-            its receive); -1 alone.
+        rendezvous: int32; tasks with the same number >= 0 start together (a collective of several programs, a
+            send and its receive); -1 alone.
         program: int32, number of the task's program.
         lane: uint8, `HOST` or `DEVICE`.
         op: int64, row of the operation table.
@@ -44,7 +45,7 @@ class TaskGraph:
     resource: Int32
     duration: Int64
     deps: Ragged
-    join: Int32
+    rendezvous: Int32
     program: Int32
     lane: UInt8
     op: Int64
@@ -56,9 +57,17 @@ class TaskGraph:
         return len(self.resource)
 
     @property
-    def joined(self) -> bool:
+    def has_rendezvous(self) -> bool:
         """Whether tasks of several programs wait for each other."""
-        return bool((self.join != NONE).any())
+        return bool((self.rendezvous != NONE).any())
+
+    @cached_property
+    def queues(self) -> Ragged:
+        """The tasks of each resource, int32, in the order in which it runs them."""
+        # Sorting by 16-bit keys takes linear time.
+        key = self.resource.astype(np.uint16) if self.resources <= 2**16 else self.resource
+        bounds = np.cumsum([0, *np.bincount(self.resource, minlength=self.resources).tolist()])
+        return Ragged(bounds, np.argsort(key, kind="stable").astype(np.int32))
 
 
 def expand(job: JobGraph, duration: Int64, host: Int64, *, threads: bool = False) -> TaskGraph:
@@ -80,14 +89,14 @@ def expand(job: JobGraph, duration: Int64, host: Int64, *, threads: bool = False
     operation, instance, micro_batch = (_written_out(job, field) for field in (1, 3, 4))
     bounds = np.cumsum([0, *(program.unfolded_ops for program in job.programs)])
     program = np.repeat(np.arange(len(job.programs), dtype=np.int32), np.diff(bounds))
-    join = np.full(total, NONE, np.int32)
-    join[DEVICE::2] = _rendezvous(job, operation, bounds)
+    rendezvous = np.full(total, NONE, np.int32)
+    rendezvous[DEVICE::2] = _rendezvous(job, operation, bounds)
     issuing, stream = program * lanes, program * lanes + 1 + streams[operation]
     return TaskGraph(
         resource=_weave(np.where(hosts[operation], stream, issuing) if threads else issuing, stream),
         duration=_weave(host[operation], work[operation]),
         deps=_dependencies(job, bounds, hosts[operation]),
-        join=join,
+        rendezvous=rendezvous,
         program=np.repeat(program, 2),
         lane=np.tile(np.array([HOST, DEVICE], np.uint8), total // 2),
         op=np.repeat(operation, 2),

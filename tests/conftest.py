@@ -38,9 +38,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def quiet_commands() -> None:
     """Commands that a loaded machine makes slow say no more than quick ones."""
-    from echograph.cli import progress
+    from echograph.cli import output
 
-    progress.QUIET_S = 3600.0
+    output.QUIET_S = 3600.0
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from echograph.frontend.megatron import experts, startup_stubs, transformer_engine
+from echograph.frontend.megatron import transformer_engine
 from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
-from echograph.frontend.megatron.shims import shimmed
+from echograph.frontend.megatron.shims import LEFT_OUT, balanced, shimmed
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.collectives import ranks_of
@@ -102,8 +102,8 @@ class MegatronAdapter(TorchAdapter):
             shimmed(),
             patched(transformer_engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),
             super().installed(world, recorder),
-            in_place(startup_stubs.LEFT_OUT),
-            in_place(experts.balanced(recorder.note)),
+            in_place(LEFT_OUT),
+            in_place(balanced(recorder.note)),
             in_place(hooks(recorder, lambda: recorder.is_early)),
         ):
             recorder.memory.state_providers.append(lambda: tell(recorder.memory))

@@ -17,6 +17,21 @@ Kernels = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """Sizes of a model of the zoo or of a Hugging Face configuration; None: the model's own.
+
+    Attributes:
+        batch_size: samples of one micro-batch.
+        seq_len: tokens of a sample, or pixels of an image's side.
+        attention: "sdpa", "fused", "eager", or "fused-softmax" (Megatron-LM's).
+    """
+
+    batch_size: int | None = option(None, "Samples of one micro-batch.", least=1)
+    seq_len: int | None = option(None, "Tokens of a sample, or pixels of an image's side.", least=1)
+    attention: str | None = option(None, "sdpa, fused, eager, or fused-softmax (Megatron-LM's).")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpec:
     """What a training step does besides the model. The text of each field is its help on the command line.
 

@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from echograph.ir.chakra.dry_run import dry_run, who_waits
-from echograph.ir.chakra.lowering import LEAST_GATHER_BYTES, MAX_TAGS
 from echograph.ir.chakra.messages import CommType, NodeType
 from echograph.ir.chakra.reader import ABSENT, RankTrace, Traces, group_name, ranks_of
-from echograph.ir.chakra.writer import MOST_GROUPS
+from echograph.ir.chakra.writer import LEAST_GATHER_BYTES, MAX_TAGS, MOST_GROUPS
 from echograph.ir.columns import NONE, Int64
 
 MAX_SHOWN = 5

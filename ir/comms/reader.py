@@ -20,13 +20,13 @@ from echograph.ir.comms.record import (
     MAX_SEQUENCE,
     MAX_WALL_NS,
     UNREADABLE,
-    Beat,
+    CallSignature,
     EndLine,
     GroupLine,
     HeaderLine,
+    Heartbeat,
     RecordLine,
-    Stuck,
-    What,
+    StuckCall,
 )
 from echograph.ir.files import open_file
 
@@ -45,7 +45,7 @@ class CallSource:
         world: ranks of the job, as the file says.
         host: name of the machine, "" where not known.
         timed: whether the rows tell when a call began; if not, only how long it took.
-        whats: what the rows' first column points into.
+        signatures: what the rows' first column points into.
         groups: ranks of each group.
         problems: what could not be read, in words, and how often.
         stuck: calls that were reported as not ending.
@@ -61,10 +61,10 @@ class CallSource:
         self.rank = 0
         self.world = 1
         self.host = ""
-        self.whats: list[What | None] = []
+        self.signatures: list[CallSignature | None] = []
         self.groups: dict[str, tuple[int, ...]] = {}
         self.problems: Counter[str] = Counter()
-        self.stuck: list[Stuck] = []
+        self.stuck: list[StuckCall] = []
         self.complete = True
         self.dropped = 0
 
@@ -83,7 +83,7 @@ class CallSource:
 
 def known_rows(rows: CallRows, source: CallSource) -> CallRows:
     """Rows whose description has been read; the others are counted."""
-    table = np.array([what is not None for what in source.whats], dtype=np.bool_)
+    table = np.array([what is not None for what in source.signatures], dtype=np.bool_)
     inside = (rows[:, 0] >= 0) & (rows[:, 0] < len(table))
     inside[inside] = table[rows[inside, 0]]
     if not inside.all():
@@ -224,15 +224,15 @@ class NativeSource(CallSource):
         match line:
             case GroupLine():
                 self.groups[line.name] = line.ranks
-            case Stuck():
+            case StuckCall():
                 self.stuck.append(line)
             case EndLine():
                 self.complete, self.dropped = True, line.dropped
-            case HeaderLine() | Beat():
+            case HeaderLine() | Heartbeat():
                 pass
             case what:
-                self.whats += [None] * (what.id + 1 - len(self.whats))
-                self.whats[what.id] = what
+                self.signatures += [None] * (what.id + 1 - len(self.signatures))
+                self.signatures[what.id] = what
 
     def _refuse_what_cannot_be(self, error: Exception, number: int) -> None:
         """Damage costs a line; a value of another type, or out of range, in a known kind of line is an error."""

@@ -24,7 +24,7 @@ MAJOR, MINOR = 1, 0
 FORMAT = "echograph collective trace"
 COLUMNS = 6
 UNKNOWN = -1
-MAX_WHATS = 1 << 22
+MAX_SIGNATURES = 1 << 22
 # Nanoseconds: 73 years after a call, 146 years of the wall clock; sums of both are 64-bit integers.
 MAX_NS, MAX_WALL_NS = 1 << 61, 1 << 62
 MAX_SEQUENCE = (1 << 40) - 1
@@ -82,8 +82,8 @@ class GroupLine(_Line, frozen=True, kw_only=True, tag="group"):
     backend: str = ""
 
 
-class What(_Line, frozen=True, kw_only=True, tag="what"):
-    """What calls have in common.
+class CallSignature(_Line, frozen=True, kw_only=True, tag="what"):
+    """What calls have in common: their operation, group, sizes and call site.
 
     Attributes:
         id: number in this file.
@@ -107,7 +107,7 @@ class What(_Line, frozen=True, kw_only=True, tag="what"):
         peer: global rank of the other side (point to point), or -1.
     """
 
-    id: Annotated[int, Meta(ge=0, lt=MAX_WHATS)]
+    id: Annotated[int, Meta(ge=0, lt=MAX_SIGNATURES)]
     op: str
     group: str
     channel: str
@@ -128,7 +128,7 @@ class What(_Line, frozen=True, kw_only=True, tag="what"):
     peer: Peer = -1
 
 
-class Beat(_Line, frozen=True, kw_only=True, tag="beat"):
+class Heartbeat(_Line, frozen=True, kw_only=True, tag="beat"):
     """How far a rank is.
 
     Attributes:
@@ -140,7 +140,7 @@ class Beat(_Line, frozen=True, kw_only=True, tag="beat"):
     issued: dict[str, WholeNumber]
 
 
-class Stuck(_Line, frozen=True, kw_only=True, tag="stuck"):
+class StuckCall(_Line, frozen=True, kw_only=True, tag="stuck"):
     """A call that did not end in time.
 
     Attributes:
@@ -180,7 +180,7 @@ class EndLine(_Line, frozen=True, kw_only=True, tag="end"):
     errors: WholeNumber = 0
 
 
-RecordLine: TypeAlias = HeaderLine | GroupLine | What | Beat | Stuck | EndLine
+RecordLine: TypeAlias = HeaderLine | GroupLine | CallSignature | Heartbeat | StuckCall | EndLine
 CallRow: TypeAlias = tuple[int, int, int, int, int, int]
 
 ENCODER = msgspec.json.Encoder()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,11 +43,12 @@ def chrome_trace(
     """
     chosen = sorted(set(range(len(timeline.programs)) if programs is None else programs))
     ranks = ranks or [first_rank(graph, number) for number in range(len(timeline.programs))]
-    job = {"world_size": graph.world_size} | ({"rank": ranks[chosen[0]]} if len(chosen) == 1 else {})
+    groups = {number: process_groups(graph, ranks[number]) for number in chosen}
+    job = job_header(graph, groups.values(), [ranks[number] for number in chosen])
     head = {"displayTimeUnit": "ms", "distributedInfo": job, "processRanks": {str(p): ranks[p] for p in chosen}}
     yield json.dumps(head, separators=(",", ":"))[:-1] + ',"traceEvents":[\n'
     separator = ""
-    for event in (*_names(timeline, chosen), *_events(graph, timeline, chosen)):
+    for event in (*_names(timeline, chosen), *_events(graph, timeline, groups)):
         yield separator + json.dumps(event, separators=(",", ":"))
         separator = ",\n"
     yield "\n]}\n"
@@ -61,6 +63,51 @@ def first_rank(graph: Graph, number: int) -> int:
     return sum(
         program.coordinates.get(axis.name, 0) * stride for axis, stride in zip(graph.mesh, strides, strict=True)
     )
+
+
+class ProcessGroup(NamedTuple):
+    """A process group as profilers write it.
+
+    Attributes:
+        name: by which events name it; that of another set of ranks is another.
+        ranks: ascending.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+def process_groups(graph: Graph, rank: int) -> dict[int, ProcessGroup]:
+    """The process groups that a rank is in, by their numbers in the graph."""
+    sizes = [axis.size for axis in graph.mesh]
+    every, found = np.arange(prod(sizes)).reshape(sizes), {}
+    here = np.unravel_index(rank % prod(sizes), sizes) if sizes else ()
+    for number, group in enumerate(graph.groups):
+        if group.axes:
+            along = [
+                slice(None) if axis.name in group.axes else at for axis, at in zip(graph.mesh, here, strict=True)
+            ]
+            whole = every[tuple(along)].ravel()
+            ranks = tuple(whole[list(group.positions) or slice(None)].tolist())
+        else:
+            ranks = tuple(sorted(group.ranks))
+        if rank in ranks:
+            found[number] = ProcessGroup(f"{group.name} {ranks[0]}", ranks)
+    return found
+
+
+def job_header(graph: Graph, groups: Iterable[dict[int, ProcessGroup]], ranks: Sequence[int]) -> dict[str, object]:
+    """What a trace says of its job (`distributedInfo`).
+
+    Args:
+        graph: the graph that ran.
+        groups: of each rank that is traced.
+        ranks: those.
+    """
+    known = dict.fromkeys(group for of_rank in groups for group in of_rank.values())
+    config = [{"pg_name": name, "ranks": list(members)} for name, members in known]
+    job: dict[str, object] = {"world_size": graph.world_size}
+    return job | ({"rank": ranks[0]} if len(ranks) == 1 else {}) | ({"pg_config": config} if config else {})
 
 
 def _names(timeline: Timeline, programs: list[int]) -> Iterator[dict[str, object]]:
@@ -79,8 +126,10 @@ def _names(timeline: Timeline, programs: list[int]) -> Iterator[dict[str, object
         yield {"ph": "X", "name": "ProfilerStep#0", "pid": program, "tid": 0} | step
 
 
-def _events(graph: Graph, timeline: Timeline, programs: list[int]) -> Iterator[dict[str, object]]:
-    shown = np.isin(timeline.program, programs) & (timeline.duration > 0)
+def _events(
+    graph: Graph, timeline: Timeline, groups: dict[int, dict[int, ProcessGroup]]
+) -> Iterator[dict[str, object]]:
+    shown = np.isin(timeline.program, list(groups)) & (timeline.duration > 0)
     labels, launch = _labels(graph), launch_numbers(timeline)
     for row in np.flatnonzero(shown).tolist():
         op, device = int(timeline.op[row]), timeline.lane[row] == Lane.DEVICE
@@ -98,6 +147,10 @@ def _events(graph: Graph, timeline: Timeline, programs: list[int]) -> Iterator[d
         if device:
             name, category = device_label(graph, op)
             args["stream"] = int(timeline.stream[row])
+            if graph.ops.kind[op] in COMMUNICATIONS:
+                group = groups[int(timeline.program[row])].get(int(graph.ops.group[op]))
+                args |= {"Collective name": collective_name(graph, op)}
+                args |= {"Process Group Name": group.name} if group else {}
             if graph.ops.kind[op] == OpKind.COPY:
                 rate = int(graph.ops.nbytes[op]) * _PS_PER_NS / int(timeline.duration[row])
                 args |= {"bytes": int(graph.ops.nbytes[op]), "memory bandwidth (GB/s)": rate}
@@ -135,6 +188,13 @@ def device_label(graph: Graph, op: int) -> tuple[str, str]:
     if ops.kind[op] in COMMUNICATIONS:
         return f"ncclDevKernel_SendRecv({name})", "kernel"
     return name, "kernel"
+
+
+def collective_name(graph: Graph, op: int) -> str:
+    """What PyTorch calls a communication."""
+    kind = OpKind(int(graph.ops.kind[op]))
+    name = CollectiveKind(int(graph.ops.variant[op])).name if kind == OpKind.COLLECTIVE else kind.name
+    return name.lower()
 
 
 def launch_numbers(timeline: Timeline) -> Int64:

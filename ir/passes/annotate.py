@@ -112,7 +112,7 @@ class Coverage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
+class MeasuredDuration:
     """The duration of a signature.
 
     Attributes:
@@ -157,7 +157,7 @@ def join(graph: Graph, profile: Profile, device: str = "") -> tuple[Annotate, Co
     return annotate, _coverage(graph, picoseconds, unmatched)
 
 
-def by_signature(profile: Profile) -> dict[Signature, Value]:
+def by_signature(profile: Profile) -> dict[Signature, MeasuredDuration]:
     """The durations that a profile has, one for each signature."""
     groups: dict[Signature, list[Measurement]] = defaultdict(list)
     for measurement in profile.measurements:
@@ -165,12 +165,12 @@ def by_signature(profile: Profile) -> dict[Signature, Value]:
     return {signature: _value(group) for signature, group in groups.items()}
 
 
-def _value(group: list[Measurement]) -> Value:
+def _value(group: list[Measurement]) -> MeasuredDuration:
     weights = [max(1, m.runs) for m in group]
     whole = sum(weights)
     total = sum(m.median_picoseconds * w for m, w in zip(group, weights, strict=True))
     error = sqrt(sum((m.spread * m.median_picoseconds * w) ** 2 for m, w in zip(group, weights, strict=True)))
-    return Value(
+    return MeasuredDuration(
         picoseconds=round(Fraction(total, whole)),
         samples=sum(m.samples for m in group),
         spread=error / total if total else 0.0,

@@ -24,7 +24,7 @@ from echograph.ir.types import Compute, MultiTensor, Op, TensorRole
 FEWEST = 4
 """Layers of a capture that show the pattern: a first and a last one, and two between them to compare."""
 MAX_LAYERS = 10_000
-Place = tuple[int, int, int]
+InstanceRow = tuple[int, int, int]
 """Block, instance and row of the table."""
 
 
@@ -193,7 +193,7 @@ class _Instances:
         moves = [self.more if block == self.block and layer else 0 for block, layer, _ in places]
         return self._instance(instance, instance.label, places, moves)
 
-    def _instance(self, like: Instance, label: str, places: list[Place], moves: list[int]) -> Instance:
+    def _instance(self, like: Instance, label: str, places: list[InstanceRow], moves: list[int]) -> Instance:
         ids = [
             self._identity(kind, block, instance + by, row)
             for (kind, _), (block, instance, row), by in zip(_bound(like), places, moves, strict=True)
@@ -201,7 +201,7 @@ class _Instances:
         count = len(like.bindings)
         return Instance(label=label, bindings=tuple(ids[:count]), op_bindings=tuple(ids[count:]))
 
-    def _place(self, kind: str, identity: int) -> Place:
+    def _place(self, kind: str, identity: int) -> InstanceRow:
         graph = self.graph
         return graph.locate_tensor(identity) if kind == "tensor" else graph.locate_op(identity)
 

@@ -14,22 +14,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, permutations
+from itertools import combinations
 from math import prod
 
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
+from echograph.ir.passes.dims import Ambiguous, Shape, kept_dims, product_factors, transposed, view_dim
 from echograph.ir.passes.rewrite import StepWriter
 from echograph.ir.types import CollectiveKind
 
-Shape = tuple[int, ...]
-Found = Iterator[tuple[int, "Place"]]
+Found = Iterator[tuple[int, "ExtentDim"]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ExtentDim:
     """Where a tensor carries the extent.
 
     Attributes:
@@ -43,12 +43,8 @@ class Place:
     extra: int = 0
 
 
-class Ambiguous(Exception):
-    """Two dims of equal extent cannot be told apart, or an operator does what no rule knows."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class OpShapes:
     """What a rule knows of an operation. Operands are numbered: inputs, then outputs.
 
     Attributes:
@@ -73,7 +69,7 @@ class Site:
         return range(self.inputs, len(self.shapes))
 
 
-def follow(site: Site, at: int, place: Place) -> Found:
+def follow(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """Where the other operands carry the extent, if operand `at` carries it at a place.
 
     Raises:
@@ -82,18 +78,13 @@ def follow(site: Site, at: int, place: Place) -> Found:
     return RULES.get(site.name, elementwise)(site, at, place)
 
 
-def view_place(place: Place, source: Shape, target: Shape) -> Place | None:
+def view_place(place: ExtentDim, source: Shape, target: Shape) -> ExtentDim | None:
     """Where an extent is after a view of row-major memory; None where the view cuts across it."""
-    outer, above = prod(source[: place.dim]) * place.before, 1
-    for dim, extent in enumerate(target):
-        if above <= outer < above * extent:
-            inside = outer // above
-            return None if outer % above or extent % inside else Place(dim, inside)
-        above *= extent
-    return None
+    moved = view_dim(place.dim, place.before, source, target)
+    return ExtentDim(*moved) if moved else None
 
 
-def _joined(site: Site, at: int, place: Place, links: Sequence[Sequence[tuple[int, int]]]) -> Found:
+def _joined(site: OpShapes, at: int, place: ExtentDim, links: Sequence[Sequence[tuple[int, int]]]) -> Found:
     """Operands that share a dim with operand `at`: links are lists of (operand, dim)."""
     for link in links:
         if (at, place.dim) in link:
@@ -102,7 +93,7 @@ def _joined(site: Site, at: int, place: Place, links: Sequence[Sequence[tuple[in
                     yield operand, replace(place, dim=dim)
 
 
-def elementwise(site: Site, at: int, place: Place) -> Found:
+def elementwise(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """Element by element, shapes broadcast; the rule of what has no other."""
     shape = site.shapes[at]
     extent, back = shape[place.dim], place.dim - len(shape)
@@ -115,11 +106,11 @@ def elementwise(site: Site, at: int, place: Place) -> Found:
             yield other, replace(place, dim=back + len(site.shapes[other]))
 
 
-def _nothing(site: Site, at: int, place: Place) -> Found:
+def _nothing(site: OpShapes, at: int, place: ExtentDim) -> Found:
     yield from ()
 
 
-def _expand(site: Site, at: int, place: Place) -> Found:
+def _expand(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """The extent of an expanded dim begins here."""
     source, made = site.shapes
     here, other = (source, made) if at == 0 else (made, source)
@@ -128,7 +119,7 @@ def _expand(site: Site, at: int, place: Place) -> Found:
         yield 1 - at, replace(place, dim=dim)
 
 
-def _view(site: Site, at: int, place: Place) -> Found:
+def _view(site: OpShapes, at: int, place: ExtentDim) -> Found:
     for other in site.outputs if at < site.inputs else (0,):
         if site.shapes[other] == site.shapes[at]:
             yield other, place
@@ -139,23 +130,16 @@ def _view(site: Site, at: int, place: Place) -> Found:
         yield other, moved
 
 
-def _swap(site: Site, at: int, place: Place) -> Found:
-    """`t`, `transpose` and `permute`; the graph does not say which dims, their extents do."""
-    source, made = site.shapes
-    rank = len(source)
-    orders = [o for o in permutations(range(rank)) if tuple(source[i] for i in o) == made]
-    if site.name != "permute":
-        orders = [o for o in orders if sum(i != j for i, j in enumerate(o)) == 2 or rank < 2]
-    # Of equal extents, nobody swaps the batch; heads and positions are swapped, not heads and channels.
-    likely = [o for o in orders if rank < 3 or o[0] == 0] or orders
-    likely = [o for o in likely if rank != 4 or o == (0, 2, 1, 3)] or likely
-    dims = {o.index(place.dim) if at == 0 else o[place.dim] for o in likely}
+def _swap(site: OpShapes, at: int, place: ExtentDim) -> Found:
+    """`t`, `transpose` and `permute`."""
+    orders = transposed(site.name, *site.shapes)
+    dims = {o.index(place.dim) if at == 0 else o[place.dim] for o in orders}
     if len(dims) != 1:
         raise Ambiguous
     yield 1 - at, replace(place, dim=dims.pop())
 
 
-def _same_rank(site: Site, at: int, place: Place) -> Found:
+def _same_rank(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """Dims stay: norms, convolutions, pools, softmax, sorting, collectives, slices of other dims."""
     extent = site.shapes[at][place.dim]
     for other, shape in enumerate(site.shapes):
@@ -166,7 +150,7 @@ def _same_rank(site: Site, at: int, place: Place) -> Found:
                 yield other, moved
 
 
-def _resized(site: Site, at: int, other: int, place: Place) -> Place | None:
+def _resized(site: OpShapes, at: int, other: int, place: ExtentDim) -> ExtentDim | None:
     """A share of the extent on each rank of an axis, or a slice or padding of it."""
     here, there = site.shapes[at][place.dim], site.shapes[other][place.dim]
     large, small = max(here, there), min(here, there)
@@ -181,7 +165,7 @@ def _resized(site: Site, at: int, other: int, place: Place) -> Place | None:
     return replace(place, extra=place.extra + there - here) if at < site.inputs else None
 
 
-def _pieces(site: Site, at: int, place: Place) -> Found:
+def _pieces(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """`cat`, `split`: pieces of the extent itself are not followed."""
     extents = {s[place.dim] for s in site.shapes if len(s) == len(site.shapes[at])}
     if len(extents) != 1:
@@ -189,68 +173,51 @@ def _pieces(site: Site, at: int, place: Place) -> Found:
     return _same_rank(site, at, place)
 
 
-def _removal(site: Site, at: int, place: Place) -> Found:
+def _removal(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """`select`, `unbind` take a dim away, `stack` and `select_backward` add one."""
-    larger, smaller = sorted((site.shapes[0], site.shapes[-1]), key=len, reverse=True)
-    kept = [k for k in combinations(range(len(larger)), len(smaller)) if tuple(larger[i] for i in k) == smaller]
-    kept = [k for k in kept if k[:1] == (0,)] or kept  # nobody selects one sample
     shape = site.shapes[at]
-    for other in range(len(site.shapes)):
-        if len(site.shapes[other]) == len(shape):
-            if other != at:
-                yield other, place
-            continue
-        down = len(shape) > len(site.shapes[other])
-        dims = {(k.index(place.dim) if place.dim in k else None) if down else k[place.dim] for k in kept}
-        if len(dims) != 1:
-            raise Ambiguous
-        if (dim := dims.pop()) is not None:
-            yield other, replace(place, dim=dim)
+    for other, there in enumerate(site.shapes):
+        if len(there) != len(shape):
+            # Nobody selects one sample.
+            yield from _where_kept(other, shape, there, place, first=True)
+        elif other != at:
+            yield other, place
 
 
-def _reduction(site: Site, at: int, place: Place) -> Found:
+def _reduction(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """Sums, means and extremes; all inputs but the first are ignored."""
-    source = site.shapes[0]
     for other in site.outputs if at == 0 else (0,):
-        made = site.shapes[other if at == 0 else at]
-        if len(made) == len(source):
-            if source[place.dim] == made[place.dim]:
-                yield other, place
-            continue
-        kept = [k for k in combinations(range(len(source)), len(made)) if tuple(source[i] for i in k) == made]
-        dims = {(k.index(place.dim) if place.dim in k else None) if at == 0 else k[place.dim] for k in kept}
-        if len(dims) != 1:
-            raise Ambiguous
-        if (dim := dims.pop()) is not None:
-            yield other, replace(place, dim=dim)
+        shape, there = site.shapes[at], site.shapes[other]
+        if len(there) != len(shape):
+            yield from _where_kept(other, shape, there, place)
+        elif there[place.dim] == shape[place.dim]:
+            yield other, place
 
 
-def _matmul(site: Site, at: int, place: Place) -> Found:
-    """Matrix products: rows, columns, the contraction, and a batch of them; a bias is added by element."""
-    first, out = site.inputs - 2, site.inputs
-    rank = len(site.shapes[out])
-    links = [[(first, d), (first + 1, d), (out, d)] for d in range(rank - 2)]
-    if rank == 1:
-        links = [[(first, 0), (out, 0)], [(first, 1), (first + 1, 0)]]
-    else:
-        links += [
-            [(first, rank - 2), (out, rank - 2)],
-            [(first + 1, rank - 1), (out, rank - 1)],
-            [(first, rank - 1), (first + 1, rank - 2)],
-        ]
-    if first and len(site.shapes[0]) == rank:
-        links += [[(0, d), (out, d)] for d in range(rank)]
-    return _joined(site, at, place, links)
+def _where_kept(other: int, shape: Shape, there: Shape, place: ExtentDim, *, first: bool = False) -> Found:
+    """Where an operand carries the extent that has more dims, or fewer: nowhere, if its dim was taken away."""
+    down = len(shape) > len(there)
+    kept = kept_dims(shape, there) if down else kept_dims(there, shape)
+    kept = [k for k in kept if first and k[:1] == (0,)] or kept
+    dims = {(k.index(place.dim) if place.dim in k else None) if down else k[place.dim] for k in kept}
+    if len(dims) != 1:
+        raise Ambiguous
+    if (dim := dims.pop()) is not None:
+        yield other, replace(place, dim=dim)
 
 
-def _grouped(site: Site, at: int, place: Place) -> Found:
+def _matmul(site: OpShapes, at: int, place: ExtentDim) -> Found:
+    return _joined(site, at, place, product_factors(site.shapes, site.inputs))
+
+
+def _grouped(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """`_grouped_mm`: tokens [T, k] with experts [E, k, n], or [k, T] with [T, n] for the experts' gradient."""
     out = site.inputs
     weights = len(site.shapes[1]) == 2
     return _joined(site, at, place, [[(0, 1), (1, 0)]] if weights else [[(0, 0), (out, 0)]])
 
 
-def _convolution(site: Site, at: int, place: Place) -> Found:
+def _convolution(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """Images [batch, channels, ...]; backward (gradient, image, weight) -> gradients of image and weight."""
     rows = [0, site.inputs]
     if site.name.endswith("backward"):
@@ -258,7 +225,7 @@ def _convolution(site: Site, at: int, place: Place) -> Found:
     return _joined(site, at, place, [[(i, 0) for i in rows]])
 
 
-def _attention(site: Site, at: int, place: Place) -> Found:
+def _attention(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """Fused attention, [batch, heads, positions, channels]."""
     if not site.positions:
         return _joined(
@@ -270,19 +237,19 @@ def _attention(site: Site, at: int, place: Place) -> Found:
     return _joined(site, at, place, [[(i, 2) for i in ranked if (i in keys) == side] for side in (True, False)])
 
 
-def _loss(site: Site, at: int, place: Place) -> Found:
+def _loss(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """Negative log-likelihood of classes [rows, classes] for targets [rows]; the loss is one number."""
     rows = [(i, 0) for i, s in enumerate(site.shapes) if s]
     return _joined(site, at, place, [rows])
 
 
-def _embedding(site: Site, at: int, place: Place) -> Found:
+def _embedding(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """Rows of a table for indices: (table, indices) -> rows, backward (rows, indices) -> table."""
     rows = 0 if site.name == "embedding_dense_backward" else site.inputs
     return _joined(site, at, place, [[(1, d), (rows, d)] for d in range(len(site.shapes[1]))])
 
 
-def _index(site: Site, at: int, place: Place) -> Found:
+def _index(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """`index(table, indices...)` and `index_put([table,] indices..., values)`; the indexed dims come first."""
     puts = site.name != "index"
     values, whole = (site.inputs - 1, site.inputs) if puts else (site.inputs, 0)
@@ -300,7 +267,7 @@ def _index(site: Site, at: int, place: Place) -> Found:
     return _joined(site, at, place, [[(o, d) for o, d in link if d >= 0] for link in links])
 
 
-def _index_fits(site: Site, indices: range, shape: Shape, start: int) -> bool:
+def _index_fits(site: OpShapes, indices: range, shape: Shape, start: int) -> bool:
     widest = max((site.shapes[i] for i in indices), key=len, default=())
     return shape[start : start + len(widest)] == widest
 
@@ -308,7 +275,7 @@ def _index_fits(site: Site, indices: range, shape: Shape, start: int) -> bool:
 COLLECTIVES = {kind: f"collective {kind.name.lower()}" for kind in CollectiveKind}
 """Names under which rules know communications."""
 _SLICES = frozenset(("slice", "narrow", "constant_pad_nd", "slice_backward"))
-_RULES: Sequence[tuple[Callable[[Site, int, Place], Found], str]] = (
+_RULES: Sequence[tuple[Callable[[OpShapes, int, ExtentDim], Found], str]] = (
     (_view, "view _unsafe_view reshape unsqueeze squeeze alias detach"),
     (_swap, "t transpose permute numpy_T"),
     (_expand, "expand"),
@@ -377,19 +344,19 @@ class Carriers:
 
     def __init__(self, graph: StepGraph, extent: Extent) -> None:
         self.graph, self.extent = graph, extent
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, ExtentDim] = {}
         self._touching = _touching(graph)
         self._bound = _bound(graph)
         self._parts = tuple(axis.size for axis in graph.mesh if axis.size > 1)
         self._shapes: dict[int, Shape] = {}
         self._todo: list[int] = []
         for index in _inputs(graph, extent):
-            self._set(index, Place(extent.dim), None)
+            self._set(index, ExtentDim(extent.dim), None)
         if not self.places:
             raise PlanError(f"no input of the step has the {extent.name} of {extent.size} as dim {extent.dim}")
         self._exhaust()
         for row in self._unread():
-            self._set(row, Place(extent.dim), None)
+            self._set(row, ExtentDim(extent.dim), None)
         self._exhaust()
 
     def carried(self, rows: Iterable[int]) -> bool:
@@ -454,10 +421,10 @@ class Carriers:
         for other in self._bound[row]:
             self._set(other, place, None)
 
-    def _follow(self, op: int, row: int, place: Place) -> None:
+    def _follow(self, op: int, row: int, place: ExtentDim) -> None:
         ops = self.graph.ops
         operands = (*ops.inputs.row(op), *ops.outputs.row(op))
-        site = Site(
+        site = OpShapes(
             name=self._name(op),
             shapes=tuple(map(self._shape, operands)),
             inputs=len(ops.inputs.row(op)),
@@ -481,7 +448,7 @@ class Carriers:
             return COLLECTIVES[t.CollectiveKind(int(ops.variant[op]))]
         return str(self.graph.strings[ops.name[op]]).rpartition(".")[2].removesuffix("_")
 
-    def _set(self, row: int, place: Place, op: int | None) -> None:
+    def _set(self, row: int, place: ExtentDim, op: int | None) -> None:
         known = self.places.get(row)
         if known == place:
             return

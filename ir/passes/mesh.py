@@ -129,7 +129,8 @@ class ResizeWorld:
             return graph
         self._check(graph)
         everyone = tuple(range(self.gpus))
-        groups = tuple(replace(g, ranks=everyone if len(g.ranks) == ranks else ()) for g in graph.groups)
+        # Nobody communicates in a group of some ranks.
+        groups = tuple(replace(group, ranks=everyone) for group in graph.groups)
         programs = tuple(
             replace(program, ranks=tuple(r for r in everyone if r % ranks in program.ranks))
             for program in graph.programs

@@ -99,7 +99,7 @@ def in_micro_batch(calls: Iterable[Call], micro_batch: int) -> list[Call]:
 
 
 @dataclass(slots=True, kw_only=True)
-class Part:
+class BlockMapping:
     """A block of the new graph.
 
     Attributes:
@@ -135,7 +135,7 @@ class StepWriter:
         self.builder = empty_copy(graph)
         if parts is None:
             parts = [(number, range(len(block.instances))) for number, block in enumerate(graph.blocks)]
-        self.parts = [Part(block=block, instances=tuple(instances)) for block, instances in parts]
+        self.parts = [BlockMapping(block=block, instances=tuple(instances)) for block, instances in parts]
         self.part = self.parts[0]
 
     def write(self) -> StepGraph:

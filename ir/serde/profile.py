@@ -13,9 +13,7 @@ from echograph.ir import types as t
 from echograph.ir.files import fields, with_checksum
 from echograph.ir.graph import FORMAT_MAJOR
 from echograph.ir.profile import Environment, Measurement, Profile, TensorType
-from echograph.ir.serde import HEADER_FIELDS, check_header
-from echograph.ir.serde.decoder import decode_attributes
-from echograph.ir.serde.encoder import encode_attributes
+from echograph.ir.serde import HEADER_FIELDS, check_header, decode_attributes, encode_attributes
 from echograph.proto import profile_pb2 as pb
 from echograph.proto import workload_pb2
 

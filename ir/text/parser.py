@@ -20,7 +20,7 @@ from echograph.errors import FormatError
 from echograph.ir import types as t
 from echograph.ir.columns import TENSOR_COLUMNS, Column, Holds
 from echograph.ir.graph import FORMAT_MAJOR, Axis, Group, Instance, JobGraph, Program, StepGraph, Workload
-from echograph.ir.text.assemble import MIN_NUMBER, BlockRows, GraphHead, assemble
+from echograph.ir.text.records import MIN_NUMBER, BlockRows, GraphHead, assemble
 
 MAX_SPAN = 2**22
 """Numbers that the spans of a file (`0..9`) may stand for together, so that a short file stays a small graph."""

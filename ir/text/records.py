@@ -1,15 +1,17 @@
 """A graph as plain values (dict, list, str, numbers) that say everything the file says, and back.
 
-The frozen types of the graph are turned into dictionaries of their fields and read by their type hints, so a field
-that a type gains travels without a line here. Enumerations stand by name in lower case; a field that has its
-default is left out; what is one of several types says which under "kind". JSON and GML are written from this.
+The frozen types of the graph are turned into dictionaries of their fields and read by their type hints, so a
+field that a type gains travels without a line here. Enumerations stand by name in lower case; a field that has
+its default is left out; what is one of several types says which under "kind". JSON and GML are written from this.
+
+`assemble` makes a graph of its frozen types: what the readers of text and of plain values end with.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, fields, is_dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, astuple, dataclass, field, fields, is_dataclass, replace
 from enum import IntEnum
 from functools import cache
 from math import inf
@@ -19,21 +21,126 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from echograph.errors import FormatError
+from echograph.errors import FormatError, GraphError
 from echograph.ir import types as t
+from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import Int64
 from echograph.ir.files import write_whole
 from echograph.ir.formats import Exported
 from echograph.ir.graph import (
     CALL_FIELDS,
     FORMAT_MAJOR,
+    Axis,
     Block,
     Graph,
+    Group,
+    Instance,
     JobGraph,
     Program,
     StepGraph,
+    Workload,
 )
-from echograph.ir.text.assemble import MIN_NUMBER, BlockRows, GraphHead, assemble
+
+MIN_NUMBER = -(2**63)
+"""Readers refuse what is not of 64 bits where it stands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphHead:
+    """Everything of a graph but its rows and programs; `strings` and `attributes` order the tables."""
+
+    level: type[StepGraph] | type[JobGraph] = StepGraph
+    name: str = ""
+    producer: str = ""
+    workload: Workload = field(default_factory=Workload)
+    streams: tuple[str, ...] = ("compute",)
+    mesh: tuple[Axis, ...] = ()
+    groups: tuple[Group, ...] = ()
+    passes: tuple[str, ...] = ()
+    strings: tuple[str, ...] = ()
+    attributes: tuple[t.Attributes, ...] = ()
+    unknown: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRows:
+    """A block: its name, its instances, and its rows of both tables."""
+
+    name: str
+    instances: tuple[Instance, ...] = (Instance(),)
+    tensors: tuple[t.Tensor, ...] = ()
+    ops: tuple[t.Op, ...] = ()
+
+
+def assemble(head: GraphHead, blocks: Sequence[BlockRows], programs: Iterable[Program]) -> StepGraph | JobGraph:
+    """Builds and verifies the graph.
+
+    Raises:
+        FormatError: rows are not numbered on, a number is beyond 64 bits, or an invariant does not hold.
+    """
+    try:
+        builder = _begin(head)
+        _fill(builder, blocks)
+        for item in programs:
+            builder.program(item.calls, role=item.role, coordinates=item.coordinates, ranks=item.ranks)
+        graph = builder.build(head.level)
+    except OverflowError:
+        raise FormatError("a number is beyond 64 bits") from None
+    except GraphError as error:
+        raise FormatError(f"no valid graph: {error}") from None
+    for told in (head.workload, *graph.ops.attribute_values):
+        if (lowest := min(_numbers(astuple(told)), default=0)) < 0:
+            raise FormatError(f"no valid graph: {type(told).__name__} has the negative number {lowest}")
+    return graph
+
+
+def _numbers(values: Iterable[object]) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _numbers(value)
+        elif isinstance(value, int):
+            yield value
+
+
+def _begin(head: GraphHead) -> GraphBuilder:
+    builder = GraphBuilder(name=head.name, producer=head.producer, workload=head.workload, streams=head.streams)
+    builder.unknown, builder.mesh, builder.passes = head.unknown, head.mesh, head.passes
+    for number, group in enumerate(head.groups):
+        if builder.add_group(group) != number:
+            raise FormatError(f"group {number} ({group.name}) repeats an earlier one")
+    for text in head.strings:
+        builder.string(text)
+    for attributes in head.attributes:
+        builder.attribute(attributes)
+    return builder
+
+
+def _fill(builder: GraphBuilder, blocks: Sequence[BlockRows]) -> None:
+    begins, ends, tensors, ops = [], [], 0, 0
+    for block in blocks:
+        begins.append((block.name, tensors, ops))
+        tensors, ops = tensors + len(block.tensors), ops + len(block.ops)
+        ends.append((tensors, ops))
+    if not blocks or len(blocks[0].instances) != 1:
+        raise FormatError("the first block is the main one, and it has one instance")
+    builder.set_blocks(begins, ends)
+    for number, block in enumerate(blocks):
+        for item in block.instances:
+            builder.instance(number, item.label, bindings=item.bindings, op_bindings=item.op_bindings)
+        for tensor in block.tensors:
+            _check("tensor", tensor.id, builder.tensor_count())
+            builder.add_tensor(tensor)
+        for op in block.ops:
+            _check("operation", op.id, builder.op_count())
+            builder.add(op)
+
+
+def _check(what: str, identity: int, position: int) -> None:
+    if identity != position:
+        raise FormatError(
+            f"{what} {identity} stands where {position} is next: rows are numbered on from block to block"
+        )
+
 
 Record = dict[str, Any]
 

@@ -10,9 +10,7 @@ from echograph.errors import UsageError
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US, KernelKind, kind_of_name
 from echograph.profiler.replay.job import JobWorkItems, Together, job_work_items
-from echograph.profiler.replay.rank import LAUNCH
-from echograph.profiler.replay.walk import GAP, START
-from echograph.profiler.replay.work_items import WorkItem, WorkKind
+from echograph.profiler.replay.rank import GAP, LAUNCH, START, WorkItem, WorkKind
 from echograph.profiler.traces.trace import NONE, TraceSet
 
 _TITLES = ("rank", "line", "name", "bound_by", "start(us)", "duration(us)", "waited_for")

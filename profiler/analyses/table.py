@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 
 from echograph.errors import MissingExtraError
-from echograph.ir.tables import MOST_SHOWN, csv_text, html_table
+from echograph.ir.tables import MOST_SHOWN, csv_text, html_table, text_table
+
+WIDEST = 72
+"""Characters of a text that a column shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,6 +44,17 @@ class AnswerTable:
     def csv(self) -> str:
         """The table as comma-separated values with a line of titles; what is not a number is empty."""
         return csv_text(list(self.columns), self.rows())
+
+    def text(self, number: Callable[[float], object] = lambda value: round(value, 3)) -> str:
+        """The table as aligned columns; names of kernels, templates of hundreds of characters, are cut.
+
+        Args:
+            number: what is shown of a number that is not whole.
+        """
+        return text_table(list(self.columns), ([_short(value, number) for value in row] for row in self.rows()))
+
+    def __str__(self) -> str:
+        return "\n".join((self.text(), *(f"note: {note}" for note in self.notes)))
 
     def to_pandas(self) -> Any:
         """The table as a `pandas.DataFrame`.
@@ -84,3 +98,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _short(value: object, number: Callable[[float], object]) -> object:
+    if isinstance(value, str) and len(value) > WIDEST:
+        return value[: WIDEST - 3] + "..."
+    return number(value) if isinstance(value, float) else value

@@ -27,8 +27,7 @@ from typing import Any, TypeAlias
 from echograph.ir.comms.operations import OPERATIONS, Operation, OperatorArguments
 from echograph.ir.comms.record import UNKNOWN
 from echograph.profiler.comms.bandwidth import message_bytes
-from echograph.profiler.comms.call import CallKind, Listener, TracedCall
-from echograph.profiler.comms.context import CallSite, CallSites, Phases
+from echograph.profiler.comms.call import CallKind, CallSite, CallSites, Listener, Phases, TracedCall
 from echograph.profiler.comms.groups import TracedGroup, TracedGroups
 
 REANCHOR_MS = 1000.0

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echograph.ir.comms.reader import NO_TIME, CallRows, CallSource
-from echograph.ir.comms.record import UNKNOWN, What
+from echograph.ir.comms.record import UNKNOWN, CallSignature
+from echograph.ir.tables import csv_text
 from echograph.profiler.comms.bandwidth import bus_factor, family
 from echograph.profiler.comms.readers import find_sources
 
@@ -35,12 +36,12 @@ class Batch:
     """Rows of some calls, one array a column; the rows of one call stand together.
 
     Attributes:
-        kind: index into `Merge.whats`.
+        kind: index into `Merge.signatures`.
         source: index into the sources.
         sequence: number in the channel.
         start: nanoseconds of the wall clock; of the first source's host, where clocks could be compared.
-        end: likewise, `NO_TIME` where not known.
-        wait: when the caller first waited, likewise; -1 where not known.
+        end: nanoseconds of the same clock; `NO_TIME` where not known.
+        wait: when the caller first waited, nanoseconds of the same clock; -1 where not known.
         duration: nanoseconds, -1 where not known.
         call: from 0, which rows are one call.
         whole: whether all ranks of the call are here.
@@ -64,14 +65,14 @@ class Merge:
 
     Attributes:
         sources: as given.
-        whats: what calls have in common, over all sources; the `id` means nothing.
+        signatures: what calls have in common, over all sources; the `id` means nothing.
         offsets: nanoseconds that a host's clock is ahead of the first one's, where there are several hosts.
         unmatched: rows whose other ranks were not found, though their files are there.
     """
 
     def __init__(self, sources: Sequence[CallSource]) -> None:
         self.sources = sources
-        self.whats: list[What] = []
+        self.signatures: list[CallSignature] = []
         self.offsets: dict[str, float] = {}
         self.unmatched = 0
         self._ids: dict[tuple[Any, ...], int] = {}
@@ -174,32 +175,32 @@ class Merge:
         )  # fmt: skip
 
     def _kinds(self, source: int) -> Ints:
-        """A source's descriptions as indices into `whats`."""
-        table, whats = self._tables[source], self.sources[source].whats
-        if len(table) < len(whats) or (table < 0).any():
-            found = [-1 if what is None else self._intern(what) for what in whats]
+        """A source's descriptions as indices into `signatures`."""
+        table, signatures = self._tables[source], self.sources[source].signatures
+        if len(table) < len(signatures) or (table < 0).any():
+            found = [-1 if what is None else self._intern(what) for what in signatures]
             table = self._tables[source] = np.array(found, dtype=np.int64)
-            self._channel_of = np.array([self._channel(what) for what in self.whats], dtype=np.int64)
+            self._channel_of = np.array([self._channel(what) for what in self.signatures], dtype=np.int64)
         return table
 
-    def _intern(self, what: What) -> int:
+    def _intern(self, what: CallSignature) -> int:
         key = (
             what.op, what.group, what.channel, what.bytes, what.shapes, what.tensors, what.dtype,
             what.asynchronous, what.phase, what.module, what.site, what.api, what.device, what.stream,
             what.input_bytes, what.output_bytes,
         )  # fmt: skip
-        index = self._ids.setdefault(key, len(self.whats))
-        if index == len(self.whats):
-            self.whats.append(what)
+        index = self._ids.setdefault(key, len(self.signatures))
+        if index == len(self.signatures):
+            self.signatures.append(what)
         return index
 
-    def _channel(self, what: What) -> int:
+    def _channel(self, what: CallSignature) -> int:
         index = self._channels.setdefault(what.channel, len(self._channels))
         if index == len(self._expected):
             self._expected.append(self._members(what))
         return index
 
-    def _members(self, what: What) -> int:
+    def _members(self, what: CallSignature) -> int:
         """How many files a call of this channel stands in."""
         here = {source.rank for source in self.sources if source.timed}
         if what.channel != what.group:
@@ -214,7 +215,7 @@ class Merge:
         if len(set(hosts)) < 2:
             return np.zeros(len(kind), dtype=np.int64)
         if not self.offsets:
-            together = np.array([family(what.op) in _TOGETHER for what in self.whats])[kind] & (end >= 0)
+            together = np.array([family(what.op) in _TOGETHER for what in self.signatures])[kind] & (end >= 0)
             reference = np.full(int(call.max()) + 1, np.nan)
             of_first = together & np.array([host == hosts[0] for host in hosts])[source]
             reference[call[of_first]] = end[of_first]
@@ -264,6 +265,29 @@ class Report:
     skipped: list[str] = field(default_factory=list)
     problems: dict[str, int] = field(default_factory=dict)
     clock_offsets: dict[str, float] = field(default_factory=dict)
+
+    def operations_csv(self) -> str:
+        """The table of operations as comma-separated values with a line of titles."""
+        titles = list(self.operations[0]) if self.operations else ["operation"]
+        return csv_text(titles, ([row[title] for title in titles] for row in self.operations))
+
+    def troubles(self) -> list[str]:
+        """What did not end and what could not be read, a line each; clocks that were put right."""
+        lines = [
+            f"stuck: rank {s['rank']}, {s['operation']} {s['sequence']} of {s['channel']}, {s['seconds']:g} s; "
+            f"not arrived: {', '.join(map(str, s['missing'])) or 'nobody'}"
+            for s in self.stuck
+        ]
+        for call in self.unfinished:
+            site = f" ({call['site']})" if call["site"] else ""
+            lines.append(
+                f"no end: rank {call['rank']}, {call['operation']} {call['sequence']} of {call['channel']}{site}"
+            )
+        lines += [
+            f"clock of {host}: {offset * 1e3:+.3f} ms, taken off" for host, offset in self.clock_offsets.items()
+        ]
+        lines += [f"note: {count} {problem}" for problem, count in self.problems.items()]
+        return lines + [f"passed over: {line}" for line in self.skipped]
 
 
 def report_on(path: Path, sinks: Iterable[Sink] = ()) -> Report:
@@ -321,7 +345,7 @@ class _Sums:
         self.unfinished: list[dict[str, Any]] = []
 
     def add(self, batch: Batch, merge: Merge) -> None:
-        self._grow(len(merge.whats))
+        self._grow(len(merge.signatures))
         values = _columns(batch)
         for column in range(len(SUMS)):
             self.by_kind[:, column] += np.bincount(batch.kind, values[column], len(self.by_kind))
@@ -334,7 +358,7 @@ class _Sums:
         if batch.unfinished:
             rows = zip(batch.kind, batch.source, batch.sequence, strict=True)
             for kind, source, sequence in list(rows)[: MAX_LISTED - len(self.unfinished)]:
-                what = merge.whats[kind]
+                what = merge.signatures[kind]
                 self.unfinished.append(
                     {
                         "rank": merge.sources[source].rank,
@@ -403,18 +427,18 @@ def _columns(batch: Batch) -> list[np.ndarray]:
 
 
 def _operations(sums: _Sums, merge: Merge) -> Iterator[dict[str, Any]]:
-    def key(what: What) -> tuple[Any, ...]:
+    def key(what: CallSignature) -> tuple[Any, ...]:
         return what.op, what.shapes, what.tensors, what.dtype, what.bytes
 
     ranks = {name: ranks for source in merge.sources for name, ranks in source.groups.items()}
     grouped: dict[tuple[Any, ...], list[int]] = {}
-    for index, what in enumerate(merge.whats[: len(sums.by_kind)]):
+    for index, what in enumerate(merge.signatures[: len(sums.by_kind)]):
         grouped.setdefault(key(what), []).append(index)
     for indices in grouped.values():
-        what = merge.whats[indices[0]]
+        what = merge.signatures[indices[0]]
         total = sums.by_kind[indices].sum(axis=0)
         # Ranks of one group's size share a bandwidth; groups of several sizes are weighted by their calls.
-        sizes = np.array([len(ranks.get(merge.whats[i].group, ())) or len(merge.sources) for i in indices])
+        sizes = np.array([len(ranks.get(merge.signatures[i].group, ())) or len(merge.sources) for i in indices])
         factor = np.average(
             [bus_factor(what.op, int(size)) for size in sizes],
             weights=np.maximum(sums.by_kind[indices, _CALLS], 1e-9),
@@ -442,9 +466,9 @@ def _per_call(total: np.ndarray) -> float:
     return float(total[_TIME] / total[_TIMED]) if total[_TIMED] else 0.0
 
 
-def _by(sums: _Sums, merge: Merge, name: Callable[[What], str]) -> Iterator[dict[str, Any]]:
+def _by(sums: _Sums, merge: Merge, name: Callable[[CallSignature], str]) -> Iterator[dict[str, Any]]:
     grouped: dict[str, list[int]] = {}
-    for index, what in enumerate(merge.whats[: len(sums.by_kind)]):
+    for index, what in enumerate(merge.signatures[: len(sums.by_kind)]):
         grouped.setdefault(name(what), []).append(index)
     for label, indices in sorted(grouped.items()):
         yield {"name": label, **_record(sums.by_kind[indices].sum(axis=0))}
@@ -471,7 +495,7 @@ def _record(total: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _shape(what: What) -> str:
+def _shape(what: CallSignature) -> str:
     if not what.shapes:
         return ""
     first = "x".join(map(str, what.shapes[0])) or "scalar"

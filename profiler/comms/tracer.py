@@ -31,14 +31,14 @@ from echograph.ir.comms.record import (
     MINOR,
     UNKNOWN,
     UNREADABLE,
-    Beat,
     CallRow,
+    CallSignature,
     EndLine,
     GroupLine,
     HeaderLine,
+    Heartbeat,
     RecordLine,
-    Stuck,
-    What,
+    StuckCall,
     encode,
 )
 from echograph.profiler.comms.call import WALL_NS, CallKind, TracedCall
@@ -186,7 +186,9 @@ class Watchdog:
         self._timeout_ns = int(timeout_s * 1e9)
         self._reported: set[tuple[str, int]] = set()
 
-    def look(self, pending: Iterable[TracedCall], now: int, read_events: Callable[[], None]) -> Iterator[Stuck]:
+    def look(
+        self, pending: Iterable[TracedCall], now: int, read_events: Callable[[], None]
+    ) -> Iterator[StuckCall]:
         """Reports on stderr, and as lines for the trace, the calls that are late and were not reported yet.
 
         Args:
@@ -205,7 +207,7 @@ class Watchdog:
                 sys.stderr.write(_spell(self._rank, call, stuck))
                 yield stuck
 
-    def _describe(self, call: TracedCall, now: int) -> Stuck:
+    def _describe(self, call: TracedCall, now: int) -> StuckCall:
 
         arrived, missing, unheard = [], [], []
         for rank in call.group.ranks:
@@ -221,7 +223,7 @@ class Watchdog:
                 arrived.append(rank)
             else:
                 missing.append(rank)
-        return Stuck(
+        return StuckCall(
             op=call.kind.op,
             channel=call.kind.channel,
             sequence=call.sequence,
@@ -247,12 +249,12 @@ def last_heartbeat(path: Path) -> dict[str, int] | None:
                 found = DECODER.decode(line)
             except UNREADABLE:
                 continue
-            if isinstance(found, Beat):
+            if isinstance(found, Heartbeat):
                 return found.issued
     return None
 
 
-def _spell(rank: int, call: TracedCall, stuck: Stuck) -> str:
+def _spell(rank: int, call: TracedCall, stuck: StuckCall) -> str:
     where = f", {stuck.site}" if stuck.site else ""
     who = [f"arrived: {_ranks(stuck.arrived)}"]
     who += [f"not arrived: {_ranks(stuck.missing)}"] if stuck.missing else []
@@ -461,7 +463,11 @@ class Tracer:
             self._kinds.clear()
         kind = self._kinds[call.kind] = self._next_kind
         self._next_kind += 1
-        return self._group_line(call.group) + encode(What(id=kind, **call.kind.what)) + spell_row(call.row(kind))
+        return (
+            self._group_line(call.group)
+            + encode(CallSignature(id=kind, **call.kind.what))
+            + spell_row(call.row(kind))
+        )
 
     def _group_line(self, group: TracedGroup) -> bytes:
         if group.name in self._groups:
@@ -495,7 +501,7 @@ class Tracer:
             if issued != self._issued or now - self._heartbeat_ns > 10 * HEARTBEAT_NS:
                 self._issued, self._heartbeat_ns = issued, now
                 latest = dict(list(issued.items())[-MAX_CHANNELS:])
-                writer.put(Beat(at_ns=now + WALL_NS, issued=latest))
+                writer.put(Heartbeat(at_ns=now + WALL_NS, issued=latest))
         if self._watchdog is not None:
             for stuck in self._watchdog.look(list(_capture.pending.values()), now, _capture.read_events):
                 writer.put(stuck)

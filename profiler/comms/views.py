@@ -43,7 +43,7 @@ class ChromeTrace:
                 continue
             start = int(batch.start[row])
             self._first = start if self._first is None else self._first
-            what = merge.whats[batch.kind[row]]
+            what = merge.signatures[batch.kind[row]]
             event = {
                 "name": what.op,
                 "ph": "X",
@@ -106,7 +106,7 @@ def page(report: Report, title: str) -> str:
     parts = [
         f"<h1>{escape(title)}</h1><p>{report.calls:,} calls on {ranks} ranks, {len(report.groups)} group{many}."
         "</p>",
-        _alarms(report),
+        notes(report.troubles()),
         '<p class="note">Time of all ranks together:</p>',
         key(["waiting for the last rank", "transfer", "not told apart"], list(_COLOURS.values())),
     ]
@@ -156,21 +156,6 @@ def _bar(row: Mapping[str, Any], longest: float) -> str:
         f'<div class="b{_COLOURS[name]}" style="width:{100 * v / longest:.2f}%"></div>' for name, v in shares
     )
     return f'<div class="bar" title="{told}">{inside}</div>'
-
-
-def _alarms(report: Report) -> str:
-    lines = [
-        f"rank {s['rank']}: {s['operation']} {s['sequence']} of {s['channel']} had not ended after "
-        f"{s['seconds']:g} s; not arrived: {', '.join(map(str, s['missing'])) or 'nobody'}"
-        for s in report.stuck
-    ]
-    lines += [
-        f"rank {u['rank']}: {u['operation']} {u['sequence']} of {u['channel']} has no end"
-        for u in report.unfinished
-    ]
-    lines += [f"{count:,} {problem}" for problem, count in report.problems.items()]
-    lines += report.skipped
-    return notes(lines)
 
 
 def _cell(name: str, value: Any) -> str:

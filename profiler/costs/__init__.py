@@ -4,12 +4,16 @@ Predicting needs numpy and msgspec alone; the profiles in `profiler/devices` are
 """
 
 from echograph.profiler.costs.attention import attention_backward, attention_forward
-from echograph.profiler.costs.convolution import convolution
-from echograph.profiler.costs.cost import CostEstimate
-from echograph.profiler.costs.device import DeviceProfile, device_names, load_device
-from echograph.profiler.costs.gemm import gemm, grouped_gemm
-from echograph.profiler.costs.host import framework_op, launch
-from echograph.profiler.costs.memory import memory_bound
+from echograph.profiler.costs.device import (
+    CostEstimate,
+    DeviceProfile,
+    device_names,
+    framework_op,
+    launch,
+    load_device,
+    memory_bound,
+)
+from echograph.profiler.costs.gemm import convolution, gemm, grouped_gemm
 
 __all__ = [
     "CostEstimate",

@@ -1,7 +1,9 @@
-"""Device profiles: datasheet facts, fitted kernel models, host rates, and where each comes from.
+"""Device profiles, and what they say outright: the cost of a memory-bound kernel and of a launch.
 
-A profile is one JSON file. Models hold ratios (of peak, of bandwidth), never absolute rates, so a device
-without measurements of its own borrows a relative's models and brings its own datasheet.
+A profile is one JSON file: datasheet facts, fitted kernel models, host rates, and where each comes from. Models
+hold ratios (of peak, of bandwidth), never absolute rates, so a device without measurements of its own borrows a
+relative's models and brings its own datasheet. A cost is seconds, how far they may be off, and where they come
+from.
 """
 
 from __future__ import annotations
@@ -11,13 +13,61 @@ from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from echograph.errors import DataError, FormatError, UnknownNameError
+from echograph.errors import DataError, FormatError, UnavailableError, UnknownNameError
 from echograph.ir.documents import read_json_record
-from echograph.profiler.costs.cost import CostSource
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+CostSource: TypeAlias = Literal["fitted", "analytical"]
+
+SHORT_KERNEL_S = 20e-6
+"""Below this a kernel is dominated by launch and drain, and its measurement by noise (seconds)."""
+
+
+class CostEstimate(NamedTuple):
+    """The predicted duration of one kernel, or of one per element of the shape arrays.
+
+    Attributes:
+        seconds: duration on the device, launch gap excluded.
+        spread: relative one-sigma error of the model on rows that it had not seen.
+        source: "fitted" on measurements of this device, or "analytical" (scaled or assumed).
+    """
+
+    seconds: float | FloatArray
+    spread: float | FloatArray
+    source: CostSource
+
+
+def as_floats(*values: npt.ArrayLike) -> list[FloatArray]:
+    """The values as float arrays of one common shape (0-d for scalars).
+
+    Raises:
+        ValueError: shapes do not broadcast, or a value is not positive.
+    """
+    arrays = np.broadcast_arrays(*(np.asarray(v, dtype=np.float64) for v in values))
+    if any(np.any(~(a > 0)) for a in arrays):
+        raise ValueError("every dimension of a kernel is a positive number")
+    return [np.asarray(a) for a in arrays]
+
+
+def make_cost(seconds: FloatArray, spread: float, spread_short: float, source: CostSource) -> CostEstimate:
+    """A cost whose spread depends on the length of the kernel; 0-d arrays become floats."""
+    wide = np.where(seconds < SHORT_KERNEL_S, spread_short, spread)
+    if seconds.ndim == 0:
+        return CostEstimate(float(seconds), float(wide), source)
+    return CostEstimate(seconds, wide, source)
+
+
+def widen(cost: CostEstimate, doubt: FloatArray) -> CostEstimate:
+    """The cost with one more independent relative error."""
+    spread = np.hypot(cost.spread, doubt)
+    return cost._replace(spread=float(spread) if spread.ndim == 0 else spread)
+
 
 FORMAT = 1
 MAX_PROFILE_BYTES = 4 * 2**20
@@ -90,13 +140,18 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Label(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a model comes from and how far it may be off (relative one sigma)."""
+    """Where a model comes from and how far it may be off (relative one sigma).
+
+    `between_libraries` is the one-sigma spread of the measured libraries on the same shapes (0: one library); the
+    model's own spread is at least that.
+    """
 
     source: CostSource
     basis: str
     spread: _Spread
     spread_short: _Spread
     held_out: HeldOut = HeldOut()
+    between_libraries: _Spread = 0.0
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -197,6 +252,9 @@ class AttentionPass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     traffic_sharpness: _Weight = 1.0
     traffic_cached: _Weight = 1.0
     time_scale: _Factor = 1.0
+    plateau_keys: Positive = 1e30
+    windowed_scale: _Factor = 1.0
+    residual: Grid | None = None
 
     def __post_init__(self) -> None:
         _require(_grows(self.head_dims), "head_dims grow")
@@ -213,16 +271,24 @@ class AttentionModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A memory-bound kind: fraction of the datasheet bandwidth at the knots of the row length."""
+    """A memory-bound kind: fraction of the datasheet bandwidth at the knots of the row length.
+
+    `moved_scale` multiplies it at the knots of all bytes moved: short kernels do not fill the memory's queues.
+    """
 
     label: Label
     row_bytes: Annotated[list[Positive], msgspec.Meta(min_length=1)]
     bandwidth_fraction: list[_Factor]
+    moved_bytes: list[Positive] = []
+    moved_scale: list[_Factor] = []
 
     def __post_init__(self) -> None:
         _require(_grows(self.row_bytes), "row_bytes grow")
         alike = len(self.bandwidth_fraction) == len(self.row_bytes)
         _require(alike, "bandwidth_fraction has a number for each of row_bytes")
+        _require(_grows(self.moved_bytes), "moved_bytes grow")
+        alike = len(self.moved_scale) == len(self.moved_bytes)
+        _require(alike, "moved_scale has a number for each of moved_bytes")
 
 
 class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -247,6 +313,19 @@ class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def kernel_s(self) -> float:
         """What an operation that launches a kernel costs beyond one that does not."""
         return self.launch_s if self.view_s is None else self.op_s - self.view_s
+
+
+class PowerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a device draws: `static_W` always, and energy for each FLOP (by peak) and byte at full voltage.
+
+    `limit_W` is the board's; `power.py` has the equations.
+    """
+
+    limit_W: _Work
+    static_W: _Work
+    joules_per_flop: dict[str, _Seconds]
+    joules_per_byte: _Seconds
+    source: str
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -274,6 +353,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     provenance: Provenance
     sustained_gemm_slowdown: _Factor = 1.0
     sustained_basis: str = ""
+    power: PowerModel | None = None
 
 
 def device_names() -> tuple[str, ...]:
@@ -329,3 +409,78 @@ def _folder() -> Path:
 @lru_cache(maxsize=32)
 def _load_shipped(name: str) -> DeviceProfile:
     return read_profile(_folder() / f"{name}.json")
+
+
+MEMORY_KINDS = (
+    *("elementwise", "broadcast", "copy", "norm", "norm_backward", "softmax", "reduction", "gather", "optimizer"),
+)
+"""broadcast is elementwise with an operand that is repeated along rows or columns, in a kernel made for any shape;
+norm and softmax work on rows; gather is an embedding or its gradient; optimizer updates many tensors."""
+
+LIKE = {"broadcast": "elementwise", "norm_backward": "norm"}
+"""What stands for a kind that a device has no model of."""
+
+DEFAULT_ROW_BYTES = 8192.0
+
+
+def memory_bound(
+    device: DeviceProfile,
+    kind: str,
+    *,
+    bytes_read: npt.ArrayLike,
+    bytes_written: npt.ArrayLike,
+    row_bytes: npt.ArrayLike = DEFAULT_ROW_BYTES,
+    library: str = "",
+) -> CostEstimate:
+    """Cost of one memory-bound kernel.
+
+    Args:
+        device: the profile to ask.
+        kind: one of `MEMORY_KINDS`.
+        bytes_read: what it must read, each operand once.
+        bytes_written: what it must write.
+        row_bytes: bytes of one normalised row (norm and softmax slow down once a row outgrows the registers).
+        library: whose kernel it is ("cudnn", "compiled"), where the device has a model of it; else PyTorch's own.
+
+    Raises:
+        UnknownNameError: no such kind.
+        UnavailableError: the device has no model of it.
+        ValueError: a size is negative.
+    """
+    names = (f"{kind}:{library}", kind, LIKE.get(kind, kind))
+    model = next((found for name in names if (found := device.memory.get(name)) is not None), None)
+    if model is None:
+        if kind in MEMORY_KINDS:
+            raise UnavailableError(
+                f"device {device.name} has no model of memory-bound kind '{kind}'", device.memory
+            )
+        raise UnknownNameError("memory-bound kind", kind, device.memory)
+    moved = np.asarray(bytes_read, dtype=np.float64) + np.asarray(bytes_written, dtype=np.float64)
+    if np.any(~(moved >= 0)):
+        raise ValueError("bytes read and written are numbers >= 0")
+    row = np.log2(np.maximum(np.asarray(row_bytes, dtype=np.float64), 1.0))
+    fraction = np.interp(row, np.log2(model.row_bytes), model.bandwidth_fraction)
+    if model.moved_bytes:
+        size = np.log2(np.maximum(moved, 1.0))
+        fraction = fraction * np.interp(size, np.log2(model.moved_bytes), model.moved_scale)
+    bandwidth = device.datasheet.memory_bandwidth_bytes_per_s
+    seconds = np.asarray(device.memory_launch_s + moved / (bandwidth * fraction))
+    return make_cost(seconds, model.label.spread, model.label.spread_short, model.label.source)
+
+
+HOST_SPREAD = 0.5
+"""Assumed: hosts of one device kind differ by about this much (processor, framework version, tracing)."""
+
+
+def launch(device: DeviceProfile) -> CostEstimate:
+    """CPU time of one kernel launch call."""
+    return _host_cost(device, device.host.launch_s)
+
+
+def framework_op(device: DeviceProfile) -> CostEstimate:
+    """CPU time of one eager framework operation that launches one kernel, the launch call included."""
+    return _host_cost(device, device.host.op_s)
+
+
+def _host_cost(device: DeviceProfile, seconds: float) -> CostEstimate:
+    return CostEstimate(seconds, HOST_SPREAD, "fitted" if device.host.source == "measured" else "analytical")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from math import prod
 
 import numpy as np
+import numpy.typing as npt
 
 from echograph.errors import GraphError, UnavailableError
 from echograph.ir.columns import NONE
@@ -26,15 +27,14 @@ from echograph.ir.types import (
     Gemm,
     MultiTensor,
     OpKind,
+    Phase,
     Source,
     Tensor,
 )
 from echograph.profiler.costs.attention import attention_backward, attention_forward
-from echograph.profiler.costs.convolution import convolution
-from echograph.profiler.costs.cost import CostEstimate
-from echograph.profiler.costs.device import DeviceProfile
-from echograph.profiler.costs.gemm import gemm, grouped_gemm
-from echograph.profiler.costs.memory import memory_bound
+from echograph.profiler.costs.device import DEFAULT_ROW_BYTES, CostEstimate, DeviceProfile, memory_bound
+from echograph.profiler.costs.gemm import STAND_IN, convolution, gemm, grouped_gemm
+from echograph.profiler.costs.power import sustained_clock
 from echograph.units import PS_PER_S, to_ps
 
 DTYPE_NAMES = {
@@ -56,7 +56,8 @@ _KINDS = (
     ("reduction", re.compile(r"\.sum|\.mean|\.max|\.amax|\.var|argmax|cumsum|\.any|\.all")),
 )
 _REDUCING_NORMS = ("linalg_vector_norm", "_foreach_norm")
-_ROWS = ("norm", "softmax")
+_ROWS = ("norm", "norm_backward", "softmax")
+_EAGER = "aten."
 
 _InOut = tuple[list[Tensor], list[Tensor]]
 
@@ -95,7 +96,59 @@ def estimate(graph: Graph, device: DeviceProfile) -> Annotate:
         picoseconds[row] = to_ps(float(cost.seconds))
         source[row] = Source.FITTED if cost.source == "fitted" else Source.ANALYTICAL
         spread[row] = cost.spread
+    picoseconds = _sustained(graph, device, rows, picoseconds)
     return Annotate(device=device.name, picoseconds=picoseconds, source=source, spread=spread, samples=samples)
+
+
+def _sustained(
+    graph: Graph, device: DeviceProfile, rows: list[int], picoseconds: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The durations at the clock that a run of such steps settles at; forward and backward set it.
+
+    What a kernel of products or attention takes beyond its FLOPs at the rate of a burst is not paced by the clock.
+    """
+    power = device.power
+    if power is None or not rows:
+        return picoseconds
+    ops, at = graph.ops, np.asarray(rows)
+    seconds = picoseconds[at] / PS_PER_S
+    peak, joules = np.full(len(at), np.inf), np.zeros(len(at))
+    for i, row in enumerate(rows):
+        name = _core(graph, row)
+        if name in power.joules_per_flop:
+            peak[i], joules[i] = device.datasheet.peak_flops_per_s[name], power.joules_per_flop[name]
+    flops = np.where(np.isfinite(peak), ops.flops[at].astype(np.float64), 0.0)
+    paced = seconds * np.clip(flops / (PACED_AT * peak * np.maximum(seconds, 1e-12)), 0.0, 1.0)
+    moved = (ops.bytes_read[at] + ops.bytes_written[at]).astype(np.float64)
+    layers = np.isin(ops.phase[at], [int(phase) for phase in Phase if phase.name in _LAYERS])
+    clock = sustained_clock(
+        power,
+        core_j=float(np.sum((flops * joules)[layers])),
+        memory_j=float(np.sum(moved[layers])) * power.joules_per_byte,
+        core_s=float(np.sum(paced[layers])),
+        other_s=float(np.sum((seconds - paced)[layers])),
+    )
+    slower = picoseconds.copy()
+    slower[at] = np.rint((seconds + paced * (1.0 / clock - 1.0)) * PS_PER_S).astype(np.int64)
+    return slower
+
+
+PACED_AT = 0.75
+"""A kernel at this share of the peak, which the best ones reach, takes no time that the clock does not pace."""
+_LAYERS = ("FORWARD", "BACKWARD", "RECOMPUTE")
+
+
+def _core(graph: Graph, row: int) -> str:
+    """The peak that an operation's tensor cores work at; "" of one that has none."""
+    op = graph.ops[row]
+    if (
+        not isinstance(op, Compute)
+        or not isinstance(op.attributes, Gemm | Attention | Convolution)
+        or not op.inputs
+    ):
+        return ""
+    name = DTYPE_NAMES.get(graph.tensors[op.inputs[0]].dtype, "")
+    return STAND_IN.get(name, name)
 
 
 def _signatures(graph: Graph, rows: list[int]) -> Iterator[Hashable]:
@@ -252,10 +305,26 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
         kind = "reduction"
     else:
         kind = next((name for name, pattern in _KINDS if pattern.search(op.name)), kind)
+    if kind == "norm" and "backward" in op.name:
+        kind = "norm_backward"
+    elif kind == "elementwise" and op.name.startswith(_EAGER) and _broadcasts(operands):
+        kind = "broadcast"
     widest = max((t for side in operands for t in side), key=lambda t: t.nbytes, default=None)
     row = widest.shape[-1] * widest.dtype.itemsize if kind in _ROWS and widest and widest.shape else 0
-    sizes = {"bytes_read": op.bytes_read, "bytes_written": op.bytes_written}
-    return memory_bound(device, kind, **sizes, row_bytes=row) if row else memory_bound(device, kind, **sizes)
+    return memory_bound(
+        device,
+        kind,
+        bytes_read=op.bytes_read,
+        bytes_written=op.bytes_written,
+        row_bytes=row or DEFAULT_ROW_BYTES,
+        library=op.name.partition(".")[0],
+    )
+
+
+def _broadcasts(operands: _InOut) -> bool:
+    """Whether an operand of more than one element is smaller than the result."""
+    result = max((t.numel for t in operands[1]), default=0)
+    return any(1 < t.numel < result for t in operands[0])
 
 
 def _or_slower(cost: Callable[[str], CostEstimate], dtype: DType, device: DeviceProfile) -> CostEstimate:

@@ -1,4 +1,4 @@
-"""Seconds of a matrix product C[b, m, n] = A[m, k] B[k, n] on one device.
+"""Seconds of a matrix product C[b, m, n] = A[m, k] B[k, n] on one device, and of a convolution.
 
 A kernel cuts C into tiles of tm x tn, optionally cuts k into s slices, and deals the pieces to the SMs in waves:
 
@@ -14,6 +14,8 @@ then times what the measurements say beyond that: a correction on a coarse grid 
 alignment, and what batches of products take that are narrower than those of the tables (attention's). Accumulation
 into fp32 adds the share of its traffic that nothing hides. The library is assumed to choose the best tile, as
 cuBLAS nearly does.
+
+A convolution is the implicit matrix product that the library runs: analytical, never fitted.
 """
 
 from __future__ import annotations
@@ -25,8 +27,18 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import UnavailableError, UnknownNameError
-from echograph.profiler.costs.cost import CostEstimate, FloatArray, as_floats, make_cost, widen
-from echograph.profiler.costs.device import Datasheet, DeviceProfile, GemmModel, Grid, Quantize
+from echograph.profiler.costs.device import (
+    CostEstimate,
+    Datasheet,
+    DeviceProfile,
+    FloatArray,
+    GemmModel,
+    Grid,
+    Quantize,
+    as_floats,
+    make_cost,
+    widen,
+)
 
 LIMIT = 0.25
 """No correction moves a time by more than this (natural log)."""
@@ -81,11 +93,17 @@ DTYPES = {
     "fp8": "fp8",
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
+    "fp8_block": "fp8_block",
+    "nvfp4": "nvfp4",
     "fp32": "fp32",
     "float32": "fp32",
     "tf32": "tf32",
 }
-"""Spellings of a dtype, and the model that answers for it."""
+"""Spellings of a dtype, and the model that answers for it.
+
+`fp8` has one scale a tensor; `fp8_block` one for each 128 of an activation and each 128 x 128 of a weight
+(DeepSeek's recipe); `nvfp4` one for each 16.
+"""
 
 STAND_IN = {"fp16": "bf16"}
 """Where a device has no model of its own for a dtype: fp16 runs on the same units as bf16, at the same rate."""
@@ -129,7 +147,7 @@ def gemm(
         dtype: of the operands; the result is written in bf16 (fp32 for fp32 and tf32).
         layout: "TN", "NN" or "NT": which operands are read transposed.
         accumulate: the result is added into an fp32 buffer (a main gradient).
-        quantize: fp8 only: include the cast of A from bf16 with its scale, as the measured rows do.
+        quantize: below 16 bits only: include the cast of A from bf16 with its scale, as the measured rows do.
 
     Raises:
         UnknownNameError: no such dtype or layout.
@@ -335,3 +353,63 @@ def grouped_gemm(
     )
     seconds = np.asarray(np.sum(single.seconds) * device.grouped.scale[pass_])
     return make_cost(seconds, label.spread, label.spread_short, source)
+
+
+_CONVOLUTION_SPREAD = 0.3
+"""Assumed: no convolution was measured; implicit products reach some 70-100 % of an explicit one's rate."""
+
+
+def convolution(
+    device: DeviceProfile,
+    *,
+    batch: float,
+    in_channels: float,
+    out_channels: float,
+    kernel: float,
+    in_positions: float,
+    out_positions: float,
+    groups: float = 1,
+    pass_: str = "forward",
+    dtype: str = "bf16",
+) -> CostEstimate:
+    """Cost of one pass of a convolution of any rank.
+
+    Args:
+        device: the profile to ask.
+        batch: images.
+        in_channels: channels of the input, all groups together.
+        out_channels: channels of the output, all groups together.
+        kernel: elements of the window (height times width).
+        in_positions: pixels of the input.
+        out_positions: pixels of the output.
+        groups: channel groups (depthwise: `in_channels`).
+        pass_: "forward", "input_gradient" or "weight_gradient".
+        dtype: of the operands.
+
+    Raises:
+        UnknownNameError: no such pass or dtype.
+        UnavailableError: the device has no units for this dtype, or no model of them.
+    """
+    if pass_ not in PASSES:
+        raise UnknownNameError("pass", pass_, PASSES)
+    model = gemm_model(device, dtype)
+    lane = 16.0 / model.element_bytes
+    channels_in = max(in_channels / groups, min(lane, in_channels))
+    channels_out = max(out_channels / groups, 1.0)
+    m, n, k = {
+        "forward": (batch * out_positions, channels_out, channels_in * kernel),
+        "input_gradient": (
+            batch * in_positions,
+            channels_in,
+            channels_out * kernel * out_positions / in_positions,
+        ),
+        "weight_gradient": (channels_out, channels_in * kernel, batch * out_positions),
+    }[pass_]
+    images = batch * (in_channels * in_positions + out_channels * out_positions)
+    moved = model.element_bytes * (images + in_channels * out_channels * kernel / groups)
+    b, rows, cols, depth, total = as_floats(groups, m, n, k, moved)
+    sheet = device.datasheet
+    seconds = physical_seconds(model, sheet, b, rows, cols, depth, total, quantize=False)
+    flops = 2.0 * b * batch * out_positions * in_channels / groups * channels_out * kernel
+    floor = np.maximum(flops / sheet.peak_flops_per_s[model.peak], 0.0)
+    return make_cost(np.maximum(seconds, floor), _CONVOLUTION_SPREAD, _CONVOLUTION_SPREAD, "analytical")

@@ -12,7 +12,7 @@ import numpy as np
 
 from echograph.errors import InputError, UsageError
 from echograph.ir.comms.reader import NativeSource
-from echograph.ir.comms.record import What
+from echograph.ir.comms.record import CallSignature
 from echograph.ir.graph import JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Phase
 from echograph.profiler.comms.bandwidth import family
@@ -164,10 +164,10 @@ def _recorded_calls(folder: RankFolder) -> list[_OperatorKey]:
         return []
     source = NativeSource(file)
     source.open()
-    calls: dict[tuple[str, int], tuple[int, What]] = {}
+    calls: dict[tuple[str, int], tuple[int, CallSignature]] = {}
     for rows in source.rows():
         for number, sequence, queued, *_ in rows.tolist():
-            what = source.whats[number]
+            what = source.signatures[number]
             assert what is not None
             # One that stands twice had not ended when it was first written.
             calls[what.channel, sequence] = queued, what

@@ -1,6 +1,6 @@
 """Traces of a job to a job graph that runs again as it was measured, and can be changed.
 
-`walk` and `rank` take one rank's trace apart into `work_items` that wait for each other; `profiling_overhead` says
+`rank` takes one rank's trace apart into work items that wait for each other; `profiling_overhead` says
 what recording cost; `job` joins the ranks by their collectives and writes the graph.
 """
 

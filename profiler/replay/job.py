@@ -15,9 +15,7 @@ from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.graph import JobGraph, Workload
 from echograph.ir.types import CollectiveKind, CopyDirection, DType, Duration, Payload, Phase, Source
 from echograph.profiler.replay.profiling_overhead import Observed
-from echograph.profiler.replay.rank import rank_work_items
-from echograph.profiler.replay.walk import TRACE
-from echograph.profiler.replay.work_items import WorkItem, WorkKind
+from echograph.profiler.replay.rank import TRACE, WorkItem, WorkKind, rank_work_items
 from echograph.profiler.traces.alignment import align, clocks
 from echograph.profiler.traces.collectives import MESSAGES, CollectiveCall, Meeting, meetings
 from echograph.profiler.traces.trace import NONE, TraceSet
@@ -153,11 +151,11 @@ def _messages(of_rank: Mapping[int, Sequence[WorkItem]]) -> list[Together]:
 STEP = "step"
 """What stands for the device in a duration that is not of the operation, but of the step that it ends."""
 FREE = "free step"
-"""Likewise, where the duration is that of a step in which nothing was observed."""
+"""What stands for the device in the duration of a step in which nothing was observed."""
 NOT_TRACED = "not traced"
 """The group of collectives whose other ranks were not traced, or are not known."""
 NOT_TRACED_WORLD = "not traced (all ranks)"
-"""Likewise, where the trace says that the group is of all ranks of the job."""
+"""The group of such collectives where the trace says that all ranks of the job are in it."""
 ONE_OF_SEVERAL = "one rank of several"
 """The group of collectives that a rank of a larger job runs alone."""
 CPU = "cpu"

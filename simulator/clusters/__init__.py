@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from echograph.simulator.clusters.cluster import (
+    DEFAULT_CLUSTER,
+    Cluster,
+    DegradedLink,
+    FabricLevel,
+    GroupPlacement,
+    Network,
+    SlowNode,
+    cluster_names,
+    load_cluster,
+    parse_degraded,
+)
 from echograph.simulator.clusters.fabric import (
     NetworkFabric,
     NodeFabric,
     fabric_names,
     load_network_fabric,
     load_node_fabric,
-)
-from echograph.simulator.clusters.load import DEFAULT_CLUSTER, cluster_names, load_cluster
-from echograph.simulator.clusters.placement import Placement
-from echograph.simulator.clusters.types import (
-    Cluster,
-    DegradedLink,
-    FabricLevel,
-    Network,
-    SlowNode,
-    parse_degraded,
 )
 
 __all__ = [
@@ -28,7 +30,7 @@ __all__ = [
     "Network",
     "NetworkFabric",
     "NodeFabric",
-    "Placement",
+    "GroupPlacement",
     "SlowNode",
     "cluster_names",
     "fabric_names",

@@ -14,11 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echograph.errors import DataError
+from echograph.simulator.clusters.cluster import Cluster, GroupPlacement
 from echograph.simulator.clusters.fabric import NodeFabric, parse_fabric
-from echograph.simulator.clusters.placement import Placement
-from echograph.simulator.clusters.types import Cluster
-from echograph.simulator.collectives.model import CollectiveName
-from echograph.simulator.collectives.select import collective_curve
+from echograph.simulator.collectives import CollectiveName, collective_curve
 
 # Not to be fitted: the link measured on, a factor of a bandwidth that is itself fitted, or a ratio that usual rows
 # do not separate.
@@ -50,10 +48,10 @@ class MeasuredCollective(Protocol):
         """Bytes, as nccl-tests counts `size`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Curve:
     kind: CollectiveName
-    placement: Placement
+    placement: GroupPlacement
     index: NDArray[np.int64]
     sizes: NDArray[np.float64]
 
@@ -119,7 +117,7 @@ class Calibration:
         return seconds
 
 
-def place_measured(ranks: int, nodes: int, cluster: Cluster) -> Placement:
+def place_measured(ranks: int, nodes: int, cluster: Cluster) -> GroupPlacement:
     """Placement of a measurement that used `ranks` GPUs spread evenly over `nodes` hosts.
 
     Raises:

@@ -16,7 +16,7 @@ together are not counted; nothing measured tests these formulas.
 from __future__ import annotations
 
 from echograph.simulator.clusters.fabric import ProtocolName
-from echograph.simulator.collectives.model import ALL_PROTOCOLS, Algorithm, Bytes, CollectiveName, Cost
+from echograph.simulator.collectives import ALL_PROTOCOLS, Algorithm, Bytes, CollectiveName, Cost
 from echograph.simulator.network import patterns
 from echograph.simulator.network.topology import Links
 

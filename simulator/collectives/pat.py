@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import ceil, log2
 
 from echograph.simulator.clusters.fabric import ProtocolName
-from echograph.simulator.collectives.model import Algorithm, Bytes, CollectiveName, Cost
+from echograph.simulator.collectives import Algorithm, Bytes, CollectiveName, Cost
 from echograph.simulator.network import patterns
 from echograph.simulator.network.topology import Links
 

@@ -14,7 +14,7 @@ inside one domain this is the closed form 2(n-1)(a + S/(n b)).
 from __future__ import annotations
 
 from echograph.simulator.clusters.fabric import ProtocolName
-from echograph.simulator.collectives.model import ALL_PROTOCOLS, Algorithm, Bytes, CollectiveName, Cost, Seconds
+from echograph.simulator.collectives import ALL_PROTOCOLS, Algorithm, Bytes, CollectiveName, Cost, Seconds
 from echograph.simulator.network import patterns
 from echograph.simulator.network.topology import Links
 

@@ -14,8 +14,8 @@ from echograph.ir.columns import Float64, Int32, Ragged
 class Sharing:
     """Links, and the routes of tasks over them.
 
-    What meets (`columns.Columns.place`, `TaskGraph.join`) is one flow. It loads the links of the place where it
-    meets; of several tasks that meet, the lowest in number that has a route speaks for all.
+    What meets (`columns.Columns.place`, `TaskGraph.rendezvous`) is one flow. It loads the links of the place
+    where it meets; of several tasks that meet, the lowest in number that has a route speaks for all.
 
     Attributes:
         capacity: float64 [links], bytes/s.

@@ -1,194 +1,393 @@
-"""The static pass: tasks one after the other, each after its resource, its dependencies and those it meets.
+"""The static engine: one pass over the tasks, each after its resource, its dependencies and its rendezvous.
 
-It goes by a topological order (`number`). Tasks of one program are numbered so already, as long as they wait for
-nobody else. Where programs meet, every resource runs its line of tasks until one of them waits, and goes on when
-what it waits for has run. A host is kept from running far ahead: that would be right as well, but whoever computes
-in this order would have to remember the end of all that it issued.
+It goes by a topological order, in which each task comes after all that it waits for. Tasks of one program are
+numbered so already, as long as they wait for nobody else. Where programs have a rendezvous, every resource runs
+its queue of tasks until one of them waits, and goes on when what it waits for has run. The order holds for every
+column (`engine.columns`), since whoever waits in a column waits in the task graph: so one pass serves any number
+of ranks or scenarios. Of all ends only those that a later task reads are remembered, so memory does not grow with
+the number of tasks times the columns.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from echograph.ir.columns import NONE, Int32, Int64
-from echograph.simulator.engine.schedule import COMPILE_FROM, Starts, deadlock, effort, execute
-from echograph.simulator.tasks import HOST, TaskGraph
+from echograph.ir.columns import NONE, Bools, Float64, Int32, Int64
+from echograph.simulator.engine.columns import Columns, Ends, alone, deadlock
+from echograph.simulator.engine.machine_code import array, compiled, interpreted
+from echograph.simulator.tasks import DEVICE, HOST, TaskGraph
 
 if TYPE_CHECKING:
-    from echograph.ir.columns import Float64
-    from echograph.simulator.roles import Roles, StepRun
+    from echograph.simulator.engine import Roles, StepRun
 
 
 def simulate(roles: Roles) -> StepRun:
-    """One step, task by task.
+    """One step, task by task, and the scenarios of its interval beside it.
 
     Raises:
         DeadlockError: tasks wait for each other for ever.
     """
-    return roles.run(run)
+    ends = run_columns(roles.tasks, roles.columns, record=0)
+    return roles.step(ends.start, ends.last[1:])
 
 
-def run(tasks: TaskGraph) -> Starts:
-    """Start times of all tasks.
+def run(tasks: TaskGraph) -> Int64:
+    """int64 [tasks], picoseconds, when each task starts.
 
     Raises:
         DeadlockError: tasks wait for each other for ever; names two of them.
     """
-    return run_in_order(tasks, number(tasks), np.zeros(0, np.int64))
+    return run_columns(tasks, alone(tasks), record=0).start
 
 
-def run_in_order(tasks: TaskGraph, order: Int32, earliest: Int64) -> Starts:
-    """Start times of all tasks, computed in an order that is known.
-
-    Args:
-        tasks: what to run.
-        order: of `number`.
-        earliest: int64 [tasks], picoseconds before which tasks do not start, the same for tasks that meet; none if
-            empty. What starts only then has no cause.
-    """
-    start, cause = np.zeros(len(tasks), np.int64), np.zeros(len(tasks), np.int64)
-    execute(
-        _pass,
-        effort(tasks),
-        (
-            *(order, tasks.resource, tasks.duration, tasks.deps.offsets, tasks.deps.values),
-            *(tasks.join, np.bincount(tasks.join[tasks.join != NONE], minlength=1), earliest),
-        ),
-        (start, cause, np.zeros(tasks.resources, np.int64), np.full(tasks.resources, NONE, np.int64)),
-    )
-    return Starts(start=start, cause=cause)
+COMPILE_FROM = 300_000
+"""Steps from which compiled code pays, in visits of a task on its own."""
 
 
-def finishes(tasks: TaskGraph, kind: Int32, factor: Float64) -> Int64:
-    """The end of the last task, picoseconds, in scenarios that differ in durations.
+def run_columns(tasks: TaskGraph, columns: Columns, record: int = NONE, order: Int32 | None = None) -> Ends:
+    """Runs all columns.
 
     Args:
-        tasks: what to run in each of them.
-        kind: int32 [tasks], the row of `factor` for each task.
-        factor: float64 [kinds, scenarios]: durations are multiplied with it and rounded to the picosecond.
+        tasks: what each of them does.
+        columns: how they differ.
+        record: the column whose start times are wanted; -1 for none.
+        order: of `topological_order`, if it is known.
 
     Raises:
-        DeadlockError: tasks wait for each other for ever.
+        DeadlockError: tasks wait for each other for ever; names two of them.
     """
-    if not len(tasks):
-        return np.zeros(factor.shape[1], np.int64)
-    if effort(tasks) * factor.shape[1] >= COMPILE_FROM:
-        from echograph.simulator.engine import columns
+    order, count = topological_order(tasks) if order is None else order, len(columns)
+    compile_it = len(tasks) * (1 + count) >= COMPILE_FROM or columns.jitter > 0
+    work = _work(tasks)
+    # A few ends of each task are remembered all, or one of each.
+    slot = _slots(work, order) if compile_it and count > 1 else np.arange(len(tasks), dtype=np.int32)
+    clocks = _Clocks(
+        end=np.zeros((int(slot.max(initial=0)) + 1, count), np.int64),
+        ready=np.zeros((max(1, int(work.members.max())), count), np.int64),
+        together=np.zeros(count, np.int64),
+        free=np.zeros((tasks.resources, count), np.int64),
+        waited=np.zeros((tasks.resources, count), np.int64),
+        start=np.zeros(len(tasks) if record >= 0 else 0, np.int64),
+        duration=np.zeros(len(tasks) if record >= 0 else 0, np.int64),
+    )
+    inputs = (work, order, slot, _differences(tasks, columns), record)
+    if compile_it:
+        compiled(_pass, _meet, noise)(*inputs, clocks)
+    else:
+        interpreted(_pass, *inputs, outputs=clocks)
+    return Ends(end=clocks.free, waited=clocks.waited, start=clocks.start, duration=clocks.duration)
 
-        found = columns.run(tasks, number(tasks), columns.alone(tasks, kind, factor)).end
-        latest: Int64 = found.max(axis=0)
-        return latest
-    ends = []
-    for scenario in factor.T:
-        duration = np.rint(tasks.duration * scenario[kind]).astype(np.int64)
-        ends.append(int((run(replace(tasks, duration=duration)).start + duration).max()))
-    return np.array(ends, np.int64)
+
+class _Work(NamedTuple):
+    """A task graph for the loops: the arrays of `TaskGraph`, dependencies as `offsets` and `deps`.
+
+    Attributes:
+        members: int32, how many tasks each rendezvous has.
+    """
+
+    resource: Int32
+    duration: Int64
+    offsets: Int64
+    deps: Int32
+    rendezvous: Int32
+    members: Int32
 
 
-def _pass(
-    order: Any, resource: Any, duration: Any, offsets: Any, deps: Any, join: Any, members: Any, earliest: Any,
-    start: Any, cause: Any, free: Any, last: Any,
-) -> None:  # fmt: skip
-    left, bound = 0, len(earliest) > 0
+def _work(tasks: TaskGraph) -> _Work:
+    return _Work(
+        resource=array(tasks.resource, np.int32),
+        duration=array(tasks.duration, np.int64),
+        offsets=array(tasks.deps.offsets, np.int64),
+        deps=array(tasks.deps.values, np.int32),
+        rendezvous=array(tasks.rendezvous, np.int32),
+        members=np.bincount(tasks.rendezvous[tasks.rendezvous != NONE], minlength=1).astype(np.int32),
+    )
+
+
+class _Differences(NamedTuple):
+    """`Columns` for the pass.
+
+    Attributes:
+        same: bool [kinds], whether a kind takes as long in all columns as in the task graph.
+        varies: bool [tasks], whether jitter moves a task.
+    """
+
+    kind: Int32
+    factor: Float64
+    same: Bools
+    place: Int32
+    places: Int32
+    varies: Bools
+    jitter: float
+    seed: np.uint64
+
+
+def _differences(tasks: TaskGraph, columns: Columns) -> _Differences:
+    return _Differences(
+        kind=array(columns.kind, np.int32),
+        factor=array(columns.factor, np.float64),
+        same=(columns.factor == 1.0).all(axis=1),
+        place=array(columns.place, np.int32),
+        places=array(columns.places, np.int32),
+        varies=jittered(tasks, columns),
+        jitter=float(columns.jitter),
+        seed=np.uint64(columns.seed),
+    )
+
+
+def jittered(tasks: TaskGraph, columns: Columns) -> Bools:
+    """Bool [tasks], whose duration is noisy: what a stream does without waiting for others in a rendezvous."""
+    waits = (tasks.rendezvous != NONE) | (columns.place != NONE)
+    noisy: Bools = (tasks.lane == DEVICE) & ~waits & (columns.jitter > 0)
+    return noisy
+
+
+class _Clocks(NamedTuple):
+    """What the pass writes: picoseconds, a column for each of `Columns`.
+
+    Attributes:
+        end: int64 [slots, columns], ends that tasks to come will read.
+        ready: int64 [members, columns], when each member of a rendezvous could start.
+        together: int64 [columns], when those in each place start.
+        free: int64 [resources, columns], when each resource has ended what it ran.
+        waited: as of `Ends`, and so are the others.
+    """
+
+    end: Int64
+    ready: Int64
+    together: Int64
+    free: Int64
+    waited: Int64
+    start: Int64
+    duration: Int64
+
+
+def _pass(work: _Work, order: Int32, slot: Int32, columns: _Differences, record: int, clocks: _Clocks) -> None:
+    """Every task starts at the latest of what it waits for: the longest path, in one pass."""
+    resource, offsets, deps, ends, varies = work.resource, work.offsets, work.deps, clocks.end, columns.varies
+    every, here = range(len(clocks.together)), 0
     for at in range(len(order)):
         task = order[at]
-        on, met = resource[task], join[task]
-        now, why = free[on], last[on]
+        ready, free = clocks.ready[here], clocks.free[resource[task]]
+        for c in every:
+            ready[c] = free[c]
         for k in range(offsets[task], offsets[task + 1]):
-            end = start[deps[k]] + duration[deps[k]]
-            if end > now:
-                now, why = end, deps[k]
-        if met < 0:
-            if bound and now < earliest[task]:
-                now, why = earliest[task], -1
-            start[task], cause[task] = now, why
-            free[on], last[on] = now + duration[task], task
+            end = ends[slot[deps[k]]]
+            for c in every:
+                ready[c] = end[c] if end[c] > ready[c] else ready[c]
+        # The tasks of a rendezvous are neighbours in the order: the last of them starts all.
+        here += 1
+        met = work.rendezvous[task]
+        if met >= 0 and here < work.members[met]:
             continue
-        if left == 0:
-            left, latest, reason, who = members[met], now, why, task
-        if now > latest or (now == latest and task < who):
-            latest, reason, who = now, why, task
-        left -= 1
-        if left == 0:
-            if bound and latest < earliest[task]:
-                latest, reason = earliest[task], -1
-            for k in range(at - members[met] + 1, at + 1):
-                task = order[k]
-                on = resource[task]
-                start[task], cause[task] = latest, reason
-                free[on], last[on] = latest + duration[task], task
+        if met >= 0 or columns.place[task] >= 0:
+            _meet(order[at - here + 1 : at + 1], met < 0, resource, columns, clocks)
+        for member in range(here):
+            task = order[at - here + 1 + member]
+            start, free = clocks.ready[member], clocks.free[resource[task]]
+            lasts, kind = work.duration[task], columns.kind[task]
+            factor = columns.factor[kind]
+            if varies[task]:
+                for c in every:
+                    noisy = max(0.0, 1.0 + columns.jitter * noise(columns.seed, task, c))
+                    free[c] = start[c] + round(lasts * factor[c] * noisy)
+            elif columns.same[kind]:
+                for c in every:
+                    free[c] = start[c] + lasts
+            else:
+                for c in every:
+                    free[c] = start[c] + round(lasts * factor[c])
+            if slot[task] >= 0:
+                end = ends[slot[task]]
+                for c in every:
+                    end[c] = free[c]
+            if record >= 0:
+                clocks.start[task], clocks.duration[task] = start[record], free[record] - start[record]
+        here = 0
+
+
+def _meet(members: Int32, single: bool, resource: Int32, columns: _Differences, clocks: _Clocks) -> None:
+    """All tasks that have a rendezvous start, in each place, when the last of them is ready.
+
+    Args:
+        members: the tasks.
+        single: whether it is one task, that waits for its like in other columns and nobody else.
+        resource: of all tasks.
+        columns: says where the places are.
+        clocks: `ready` becomes when they start.
+    """
+    places, together = columns.places, clocks.together
+    every = range(len(together))
+    for c in every:
+        together[c] = 0
+    for member in range(len(members)):
+        ready, row = clocks.ready[member], columns.place[members[member]]
+        for c in every:
+            there = c if row < 0 else places[row][c]
+            together[there] = max(together[there], ready[c])
+    for member in range(len(members)):
+        ready, row = clocks.ready[member], columns.place[members[member]]
+        waited = clocks.waited[resource[members[member]]]
+        for c in every:
+            start = together[c if row < 0 else places[row][c]]
+            if single:
+                waited[c] += start - ready[c]
+            ready[c] = start
+
+
+def noise(seed: np.uint64, task: int, column: int) -> float:
+    """A number of mean 0 and variance 1, nearly normal, that depends on the arguments alone.
+
+    The sum of four uniform numbers, 16 bits each of one hash (the finaliser of SplitMix64, Steele et al. 2014).
+    """
+    bits = seed * np.uint64(0x9E3779B97F4A7C15) + np.uint64(task) * np.uint64(0xD1342543DE82EF95)
+    bits += np.uint64(column)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    bits = bits ^ (bits >> np.uint64(31))
+    mask, total = np.uint64(0xFFFF), 0.0
+    for _ in range(4):
+        total += float(bits & mask)
+        bits >>= np.uint64(16)
+    # Four uniform numbers of [0, 1) have the mean 2 and the variance 1/3.
+    return (total / 65536.0 + 4 / 131072.0 - 2.0) * float(np.sqrt(3.0))
+
+
+def _slots(work: _Work, order: Int32) -> Int32:
+    """int32 [tasks]: places for the ends that are waited for, free again when the last task has read them."""
+    uses = np.bincount(work.deps, minlength=len(order)).astype(np.int32)
+    slot, free = np.full(len(order), NONE, np.int32), np.empty(len(order), np.int32)
+    compiled(_assign_slots)(work, order, uses, free, slot)
+    return slot
+
+
+def _assign_slots(work: _Work, order: Int32, uses: Int32, free: Int32, slot: Int32) -> None:
+    unused = used = 0
+    for task in order:
+        for k in range(work.offsets[task], work.offsets[task + 1]):
+            before = work.deps[k]
+            uses[before] -= 1
+            if uses[before] == 0:
+                free[unused] = slot[before]
+                unused += 1
+        if uses[task] == 0:
+            continue
+        if unused:
+            unused -= 1
+            slot[task] = free[unused]
+        else:
+            slot[task] = used
+            used += 1
 
 
 WINDOW = 256
-"""Tasks by which a host is ahead of its program at most, unless its streams wait for what it issues later."""
+"""Tasks by which a host is ahead of its program at most, unless its streams wait for what it issues later.
+
+Any distance would be right, but whoever computes in this order remembers the end of all that was issued."""
 
 
-def number(tasks: TaskGraph) -> Int32:
-    """Tasks in an order in which they can be computed; those that meet are neighbours.
+def topological_order(tasks: TaskGraph) -> Int32:
+    """Tasks in an order in which they can be computed; those of a rendezvous are neighbours.
 
     Raises:
         DeadlockError: tasks wait for each other for ever; names two of them.
     """
-    order = np.arange(len(tasks), dtype=np.int32)
-    if not tasks.joined:
-        return order
-    line, bounds = _lines(tasks)
-    members = np.bincount(tasks.join[tasks.join != NONE]).astype(np.int32)
-    at = bounds[:-1].copy()
-    hosts = tasks.lane[line[np.minimum(at, len(line) - 1)]] == HOST
-    resources, meetings = np.zeros(tasks.resources, np.int32), np.zeros(len(members), np.int32)
-    execute(
-        _number,
-        effort(tasks),
-        (tasks.resource, tasks.deps.offsets, tasks.deps.values, tasks.join, members, line, bounds, hosts),
-        (
-            *(at, order, np.zeros(len(tasks), np.bool_), np.full(len(tasks), NONE, np.int32)),
-            *(resources, meetings + NONE, meetings, resources.copy(), np.ones(tasks.resources, np.bool_)),
-        ),
+    count, resources = len(tasks), tasks.resources
+    if not tasks.has_rendezvous:
+        return np.arange(count, dtype=np.int32)
+    work, task, bounds = _work(tasks), tasks.queues.values, tasks.queues.offsets
+    hosts = tasks.lane[task[np.minimum(bounds[:-1], count - 1)]] == HOST
+    progress = _Progress(
+        head=bounds[:-1].copy(),
+        order=np.arange(count, dtype=np.int32),
+        done=np.zeros(count, np.bool_),
+        waiter=np.full(count, NONE, np.int32),
+        following=np.zeros(resources, np.int32),
+        gate=np.full(len(work.members), NONE, np.int32),
+        arrived=np.zeros(len(work.members), np.int32),
+        stack=np.zeros(resources, np.int32),
+        idle=np.ones(resources, np.bool_),
     )
-    stuck = line[at[at < bounds[1:]]]
+    # A task on its way through here takes about three times as long as in the pass over one column.
+    if 4 * count >= COMPILE_FROM:
+        compiled(_order)(work, _Queues(task, bounds, hosts), WINDOW, progress)
+    else:
+        interpreted(_order, work, _Queues(task, bounds, hosts), WINDOW, outputs=progress)
+    stuck = task[progress.head[progress.head < bounds[1:]]]
     if len(stuck):
         raise deadlock(stuck.tolist())
-    return order
+    return progress.order
 
 
-def _lines(tasks: TaskGraph) -> tuple[Int32, Int64]:
-    """Tasks by resource, in the order in which it runs them, and where each resource's begin."""
-    # Sorting by 16-bit keys takes linear time.
-    key = tasks.resource.astype(np.uint16) if tasks.resources <= 2**16 else tasks.resource
-    count = np.bincount(tasks.resource, minlength=tasks.resources)
-    return np.argsort(key, kind="stable").astype(np.int32), np.concatenate([[0], np.cumsum(count)])
+class _Queues(NamedTuple):
+    """The queues of all resources.
 
-
-def _number(
-    resource: Any, offsets: Any, deps: Any, join: Any, members: Any, line: Any, bounds: Any, hosts: Any,
-    at: Any, order: Any, done: Any, waiter: Any, chain: Any, gate: Any, arrived: Any, stack: Any, idle: Any,
-) -> None:  # fmt: skip
-    """Fills `order`; `at` ends where each resource stands.
-
-    Resources that wait for one task, or at one meeting, are a chain: `waiter` or `gate` its head, `chain` the
-    next. Hosts that are ahead are idle until the streams can do no more.
+    Attributes:
+        task: int32 [tasks], by resource.
+        bounds: int64 [resources + 1], where each resource's begin.
+        hosts: bool [resources], whether it is a host.
     """
-    count, before, top, window = 0, -1, 0, WINDOW
-    while count > before or window < len(resource):
+
+    task: Int32
+    bounds: Int64
+    hosts: Bools
+
+
+class _Progress(NamedTuple):
+    """How far resources are.
+
+    Resources that wait for one task, or in one rendezvous, are a wait list: `waiter` or `gate` is its head,
+    `following` the next. Hosts that are ahead are idle until the streams can do no more.
+
+    Attributes:
+        head: int64 [resources], places in the queues.
+        order: int32 [tasks], what comes of it.
+        done: bool [tasks].
+        waiter: int32 [tasks], a resource that waits for the task, or -1.
+        following: int32 [resources], the next of its wait list, or -1.
+        gate: int32 [rendezvous], a resource that waits there, or -1.
+        arrived: int32 [rendezvous], how many have come.
+        stack: int32 [resources], those that may go on.
+        idle: bool [resources].
+    """
+
+    head: Int64
+    order: Int32
+    done: Bools
+    waiter: Int32
+    following: Int32
+    gate: Int32
+    arrived: Int32
+    stack: Int32
+    idle: Bools
+
+
+def _order(work: _Work, queues: _Queues, window: int, progress: _Progress) -> None:
+    """Fills the order; `head` ends where each resource stands."""
+    offsets, deps, queue, bounds = work.offsets, work.deps, queues.task, queues.bounds
+    head, done, waiter, following, stack, idle = (
+        progress.head, progress.done, progress.waiter, progress.following, progress.stack, progress.idle,
+    )  # fmt: skip
+    count, before, top = 0, -1, 0
+    while count > before or window < len(done):
         if count == before:
-            window = len(resource)
+            # Nothing moves while hosts keep near: let them run ahead.
+            window = len(done)
         before = count
-        for on in range(len(at) - 1, -1, -1):
+        for on in range(len(head) - 1, -1, -1):
             if idle[on]:
                 idle[on], stack[top] = False, on
                 top += 1
         while top:
             on = stack[top - 1]
-            if at[on] == bounds[on + 1]:
+            if head[on] == bounds[on + 1]:
                 top -= 1
                 continue
-            task, missing = line[at[on]], -1
+            task, missing = queue[head[on]], -1
             # The window's first task is an issue, the next one what it issued.
-            if hosts[on] and task - window >= line[bounds[on]] and not done[task - window + 1]:
+            if queues.hosts[on] and task - window >= queue[bounds[on]] and not done[task - window + 1]:
                 idle[on] = True
                 top -= 1
                 continue
@@ -197,23 +396,24 @@ def _number(
                     missing = deps[k]
                     break
             if missing >= 0:
-                chain[on], waiter[missing] = waiter[missing], on
+                following[on], waiter[missing] = waiter[missing], on
                 top -= 1
                 continue
-            chain[on], met = -1, join[task]
+            following[on], met = -1, work.rendezvous[task]
             if met >= 0:
-                arrived[met] += 1
-                chain[on] = gate[met]
-                if arrived[met] < members[met]:
-                    gate[met] = on
+                progress.arrived[met] += 1
+                following[on] = progress.gate[met]
+                if progress.arrived[met] < work.members[met]:
+                    progress.gate[met] = on
                     top -= 1
                     continue
+            # This task runs, and so do those of its rendezvous; all these resources go on, and who waits for them.
             first = on
             while on >= 0:
-                task = line[at[on]]
-                done[task], order[count] = True, task
+                task = queue[head[on]]
+                done[task], progress.order[count] = True, task
                 count += 1
-                at[on] += 1
+                head[on] += 1
                 if on != first:
                     stack[top] = on
                     top += 1
@@ -221,5 +421,5 @@ def _number(
                 while woken >= 0:
                     stack[top] = woken
                     top += 1
-                    woken = chain[woken]
-                on = chain[on]
+                    woken = following[woken]
+                on = following[on]

@@ -16,7 +16,9 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-BLOCK, MIB = 512, 2**20
+from echograph.units import MIB
+
+BLOCK = 512
 SMALL_REQUEST, SMALL_SEGMENT = 1 * MIB, 2 * MIB
 MEDIUM_REQUEST, MEDIUM_SEGMENT = 10 * MIB, 20 * MIB
 ROUNDING = 2 * MIB

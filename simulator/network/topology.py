@@ -21,9 +21,8 @@ import numpy as np
 
 from echograph.errors import UsageError
 from echograph.ir.columns import NONE, Float64, Int64
+from echograph.simulator.clusters.cluster import Cluster, GroupPlacement
 from echograph.simulator.clusters.fabric import NetworkFabric, NodeFabric
-from echograph.simulator.clusters.placement import Placement
-from echograph.simulator.clusters.types import Cluster
 
 ENDS = (("out", "in"), ("up", "down"))
 
@@ -291,7 +290,7 @@ class Links:
         return self.network.two_domain_volume if self.domains == 2 else 2.0
 
 
-def group_links(placement: Placement, cluster: Cluster, network_bytes_per_s: float | None = None) -> Links:
+def group_links(placement: GroupPlacement, cluster: Cluster, network_bytes_per_s: float | None = None) -> Links:
     """Resolves the links of a group.
 
     Args:

@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from echograph.workflow.capture import capture
     from echograph.workflow.compile import compile
     from echograph.workflow.formats import export, import_
-    from echograph.workflow.lowering import passes
-    from echograph.workflow.plan import Plan
-    from echograph.workflow.predict import lower, simulate
-    from echograph.workflow.replay import replay
+    from echograph.workflow.plan import Plan, passes
+    from echograph.workflow.predict import lower, replay, simulate
     from echograph.workflow.scenario import Scenario
     from echograph.workflow.system import System
     from echograph.workflow.validation.validate import validate
@@ -83,9 +81,9 @@ _HOMES = {
     "import_": "workflow.formats",
     "load": "ir.serde",
     "lower": "workflow.predict",
-    "passes": "workflow.lowering",
+    "passes": "workflow.plan",
     "record": "profiler.record.recorder",
-    "replay": "workflow.replay",
+    "replay": "workflow.predict",
     "save": "ir.serde",
     "simulate": "workflow.predict",
     "trace_collectives": "profiler.comms.tracer",

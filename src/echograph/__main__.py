@@ -6,7 +6,8 @@ import sys
 
 from echograph import __version__
 from echograph.cli import echoc, echoprof, echosim
-from echograph.cli.app import print_error, print_line, run
+from echograph.cli.app import run
+from echograph.cli.output import print_error, print_line
 from echograph.errors import UnknownNameError
 
 COMMANDS = {str(app.info.name): app for app in (echoc.app, echosim.app, echoprof.app)}

@@ -7,15 +7,16 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
-def option(default: Any, text: str, shown: str = "") -> Any:
+def option(default: Any, text: str, shown: str = "", *, least: float | None = None) -> Any:
     """A field of a frozen dataclass that is also an option.
 
     Args:
-        default: its value where it is not given.
-        text: its help on the command line.
-        shown: what the help says of the default; "": the default itself.
+        default: the value of a field that is not given.
+        text: help on the command line.
+        shown: what the help says of the default; "": the default itself, where there is one.
+        least: the least value that the command line takes.
     """
-    return field(default=default, metadata={"help": text, "shown": shown})
+    return field(default=default, metadata={"help": text, "shown": shown, "least": least})
 
 
 def option_name(field_name: str) -> str:

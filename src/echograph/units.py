@@ -7,6 +7,7 @@ PS_PER_MS = 10**9
 PS_PER_US = 10**6
 PS_PER_NS = 10**3
 GB = 10**9
+MIB = 2**20
 GIB = 2**30
 
 _TIME_STEPS = ((PS_PER_S, "s"), (PS_PER_MS, "ms"), (PS_PER_US, "us"), (PS_PER_NS, "ns"), (1, "ps"))

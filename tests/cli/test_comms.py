@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from echograph.ir.comms.record import FORMAT, EndLine, GroupLine, HeaderLine, What, encode
-from echograph.profiler.fit.collectives import read_nccl_tests
+from echograph.ir.comms.record import FORMAT, CallSignature, EndLine, GroupLine, HeaderLine, encode
+from echograph.profiler.fit.fabric import read_nccl_tests
 
 BIN = Path(sys.executable).parent
 SIZES = [4096, 8192, 16384]
@@ -31,7 +31,7 @@ def traces(tmp_path: Path) -> Path:
         objects = [
             HeaderLine(format=FORMAT, version=(1, 0), rank=rank, world=2),
             GroupLine(name="0,1", ranks=(0, 1)),
-            What(
+            CallSignature(
                 id=0, op="all_reduce", group="0,1", channel="0,1", bytes=4096, input_bytes=4096, output_bytes=4096
             ),
         ]

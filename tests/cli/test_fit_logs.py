@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from echograph.simulator.clusters import Cluster, load_cluster
+from echograph.simulator.clusters.cluster import PRESETS
 from echograph.simulator.clusters.fabric import NodeFabric
-from echograph.simulator.clusters.load import PRESETS
 from echograph.simulator.collectives import collective_time
 
 SIZES = [2**power for power in range(12, 31, 2)]
@@ -129,7 +129,7 @@ def test_what_cannot_be_fitted_is_one_line(cli, tmp_path: Path, extra: tuple[str
 def test_published_logs_of_64_gpus_are_predicted_from_those_of_32_and_less(
     cli, measured_data: Path, tmp_path: Path
 ) -> None:
-    from echograph.profiler.fit.collectives import read_nccl_tests
+    from echograph.profiler.fit.fabric import read_nccl_tests
 
     logs = [measured_data / "nccl-tests" / f"a100_allreduce_{ranks}.log" for ranks in (16, 32)]
     asked = [word for path in logs for word in ("--nccl-tests", path)]

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from echograph.cli.app import MOST_OF_ERROR, printable, shortened
+from echograph.cli.output import MOST_OF_ERROR, shortened
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import StepGraph, Workload
 from echograph.ir.serde import save
-from echograph.ir.tables import csv_text
+from echograph.ir.tables import csv_text, printable
 from echograph.ir.types import DType, Phase, TensorRole
 
 RAW = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from echograph.ir.comms.record import FORMAT, GroupLine, HeaderLine, RecordLine, What, encode
+from echograph.ir.comms.record import FORMAT, CallSignature, GroupLine, HeaderLine, RecordLine, encode
 
 ROWS = [[0, 0, 0, 0, 400_000, 0], [0, 1, 1_000_000, 0, 400_000, 0]]
 
@@ -19,7 +19,9 @@ def traces(tmp_path: Path) -> Path:
     """Two ranks that reduce 1 MiB in 400 us, work 600 us, and reduce again."""
     folder = tmp_path / "traces"
     folder.mkdir()
-    what = What(id=0, op="all_reduce", group="0,1", channel="0,1", bytes=1 << 20, input_bytes=0, output_bytes=0)
+    what = CallSignature(
+        id=0, op="all_reduce", group="0,1", channel="0,1", bytes=1 << 20, input_bytes=0, output_bytes=0
+    )
     for rank in range(2):
         header = HeaderLine(format=FORMAT, version=(1, 0), rank=rank, world=2, host="here")
         said: list[RecordLine] = [header, GroupLine(name="0,1", ranks=(0, 1)), what]

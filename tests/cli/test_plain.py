@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import pytest
 import typer
 
-from echograph.cli.plain import read_plainly
+from echograph.cli.app import read_plainly
 
 
 def read(words: list[str], *, plainly: bool) -> Any:

@@ -11,12 +11,12 @@ import threading
 
 import pytest
 
-from echograph.cli import progress as shown
-from echograph.cli.progress import progress
+from echograph.cli import output as shown
+from echograph.cli.output import progress
 
 SLOW = """
 import sys
-from echograph.cli import progress as shown
+from echograph.cli import output as shown
 from echograph.cli.app import make_app, run
 from echograph.errors import InputError
 shown.QUIET_S = 0.0
@@ -78,7 +78,7 @@ def test_one_long_stage_is_said_without_being_told(
 def test_a_terminal_shows_a_count() -> None:
     leader, follower = pty.openpty()
     code = (
-        "from echograph.cli.progress import progress\nimport time\n"
+        "from echograph.cli.output import progress\nimport time\n"
         "with progress('reading') as say:\n say('counting [b] it', 7, 1234); time.sleep(0.5)\n"
     )
     subprocess.run([sys.executable, "-c", code], stderr=follower, check=True, env={**os.environ, "TERM": "xterm"})

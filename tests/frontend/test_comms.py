@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from echograph.errors import FormatError, InputError, PlanError
 from echograph.frontend.comms import load
 from echograph.ir import serde
-from echograph.ir.comms.record import FORMAT, GroupLine, HeaderLine, RecordLine, What, encode
+from echograph.ir.comms.record import FORMAT, CallSignature, GroupLine, HeaderLine, RecordLine, encode
 from echograph.ir.formats import Imported
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.annotate import ForgetCommunication
@@ -26,9 +26,9 @@ from echograph.ir.types import COMMUNICATIONS, Collective, CollectiveKind, Recv,
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.collectives import collective_time
 from echograph.simulator.host import IssueTimes
+from echograph.simulator.limits import Scale
 from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
-from echograph.simulator.what_if import Scale
 from echograph.units import PS_PER_NS, to_ps
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
@@ -40,21 +40,23 @@ UNKNOWN = -1
 Row = tuple[int, int, int, int, int, int]
 
 
-def reduction(number: int = 0, **changes: Any) -> What:
+def reduction(number: int = 0, **changes: Any) -> CallSignature:
     fields = {"op": "all_reduce", "group": "0,1", "channel": "0,1", "bytes": MIB, "dtype": "float32", **changes}
-    return What(id=number, input_bytes=MIB, output_bytes=MIB, **fields)
+    return CallSignature(id=number, input_bytes=MIB, output_bytes=MIB, **fields)
 
 
-def write(folder: Path, ranks: list[tuple[list[What], list[Row]]], *, world: int = 0, hosts: int = 1) -> Path:
+def write(
+    folder: Path, ranks: list[tuple[list[CallSignature], list[Row]]], *, world: int = 0, hosts: int = 1
+) -> Path:
     """Traces of ranks: descriptions, and rows whose time of the call is from the job's beginning on."""
     folder.mkdir(parents=True)
-    for rank, (whats, rows) in enumerate(ranks):
+    for rank, (signatures, rows) in enumerate(ranks):
         header = HeaderLine(
             format=FORMAT, version=(1, 0), rank=rank, world=world or len(ranks), host=f"host {rank % hosts}"
         )
-        names = {what.group for what in whats}
+        names = {what.group for what in signatures}
         groups = [GroupLine(name=name, ranks=tuple(map(int, name.split(",")))) for name in sorted(names)]
-        said: list[RecordLine] = [header, *groups, *whats]
+        said: list[RecordLine] = [header, *groups, *signatures]
         lines = [encode(line) for line in said]
         lines += [json.dumps([w, s, BEGAN + queued, *rest]).encode() + b"\n" for w, s, queued, *rest in rows]
         (folder / f"trace.{rank}.jsonl").write_bytes(b"".join(lines))
@@ -97,9 +99,9 @@ def test_bytes_kinds_and_types_are_kept(tmp_path: Path) -> None:
         "reduce": CollectiveKind.REDUCE,
         "monitored_barrier": CollectiveKind.BARRIER,
     }
-    whats = [reduction(n, op=op, bytes=n, phase="backward", module="m") for n, op in enumerate(ops)]
+    signatures = [reduction(n, op=op, bytes=n, phase="backward", module="m") for n, op in enumerate(ops)]
     rows: list[Row] = [(n, n, 100 * n, 0, 50, 0) for n in range(len(ops))]
-    job = job_of(write(tmp_path / "t", [(whats, rows)] * 2))
+    job = job_of(write(tmp_path / "t", [(signatures, rows)] * 2))
     made = [op for op in job.ops if isinstance(op, Collective)]
     assert [op.collective for op in made] == [*ops.values()] * 2
     assert [op.bytes_per_rank for op in made] == [*range(len(ops))] * 2
@@ -110,12 +112,12 @@ def test_bytes_kinds_and_types_are_kept(tmp_path: Path) -> None:
 
 def test_what_only_cxx_waits_for_is_waited_for_behind_the_last_of_it(tmp_path: Path) -> None:
     """Two steps of two buckets, as DDP makes them: 400 ns until the last gradient, then optimizer and forward."""
-    whats = [reduction(n, asynchronous=True, bytes=n) for n in (0, 1)]
+    signatures = [reduction(n, asynchronous=True, bytes=n) for n in (0, 1)]
     step = [(0, 300, 500), (1, 400, 700)]  # bucket, made, ended from the step's beginning on; the step takes 800
     rows: list[Row] = [
         (b, 2 * turn + b, 800 * turn + made, 0, end - made, UNKNOWN) for turn in (0, 1) for b, made, end in step
     ]
-    imported = load(write(tmp_path / "t", [(whats, rows)] * 2))
+    imported = load(write(tmp_path / "t", [(signatures, rows)] * 2))
     job = imported.graph
     assert isinstance(job, JobGraph)
     assert any(note.startswith("8 calls that only C++ waits for") for note in imported.notes)
@@ -127,12 +129,12 @@ def test_what_only_cxx_waits_for_is_waited_for_behind_the_last_of_it(tmp_path: P
 def test_messages_meet_their_receives(tmp_path: Path) -> None:
     send = reduction(op="send", channel="0,1:0>1/7", peer=1)
     recv = reduction(op="recv", channel="0,1:0>1/7", peer=0)
-    whats = [send], [recv]
+    signatures = [send], [recv]
     rows: tuple[list[Row], list[Row]] = (
         [(0, 0, 0, 0, UNKNOWN, UNKNOWN), (0, 1, 100, 0, 200, 0)],
         [(0, 0, 0, 0, 50, 0), (0, 1, 150, 0, 150, 0)],
     )
-    job = job_of(write(tmp_path / "t", list(zip(whats, rows, strict=True))))
+    job = job_of(write(tmp_path / "t", list(zip(signatures, rows, strict=True))))
     ends = [op for op in job.ops if isinstance(op, Send | Recv)]
     assert [(type(op), op.peer, op.tag) for op in ends] == [(Send, 1, 7)] * 2 + [(Recv, -1, 7)] * 2
     assert replay(job).step_ps == 300 * PS_PER_NS
@@ -265,7 +267,7 @@ def test_jobs_of_several_groups_are_not_resized(tmp_path: Path) -> None:
 
 def test_refusals_say_what_to_do(tmp_path: Path) -> None:
     what, row = [reduction()], [(0, 0, 0, 0, 100, 0)]
-    one: list[tuple[list[What], list[Row]]] = [(what, row)]
+    one: list[tuple[list[CallSignature], list[Row]]] = [(what, row)]
     with pytest.raises(InputError, match="of 4 ranks those of 1, 2, 3 are missing"):
         load(write(tmp_path / "few", one, world=4))
     both = write(tmp_path / "both", one * 2)

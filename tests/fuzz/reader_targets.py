@@ -71,7 +71,16 @@ def _chakra() -> list[Files]:
 
 
 def _comms() -> list[Files]:
-    from echograph.ir.comms.record import FORMAT, Beat, EndLine, GroupLine, HeaderLine, Stuck, What, encode
+    from echograph.ir.comms.record import (
+        FORMAT,
+        CallSignature,
+        EndLine,
+        GroupLine,
+        HeaderLine,
+        Heartbeat,
+        StuckCall,
+        encode,
+    )
 
     began, files = 1_700_000_000_000_000_000, {}
     for rank in range(2):
@@ -84,12 +93,16 @@ def _comms() -> list[Files]:
         lines = [
             HeaderLine(format=FORMAT, version=(1, 0), rank=rank, world=2, host="here", began_ns=began),
             GroupLine(name="0,1", ranks=(0, 1)),
-            What(
+            CallSignature(
                 id=0, op="all_reduce", group="0,1", channel="0,1", shapes=((512, 512),), asynchronous=True, **both
             ),  # type: ignore[arg-type]
-            What(id=1, group="0,1", shapes=((512, 512),), site="train.py:3", module="layer", **message, **both),  # type: ignore[arg-type]
-            Beat(at_ns=began + 5, issued={"0,1": 2}),
-            Stuck(op="all_reduce", channel="0,1", sequence=1, seconds=3.5, arrived=(0,), missing=(1,), unheard=()),
+            CallSignature(
+                id=1, group="0,1", shapes=((512, 512),), site="train.py:3", module="layer", **message, **both
+            ),  # type: ignore[arg-type]
+            Heartbeat(at_ns=began + 5, issued={"0,1": 2}),
+            StuckCall(
+                op="all_reduce", channel="0,1", sequence=1, seconds=3.5, arrived=(0,), missing=(1,), unheard=()
+            ),
             EndLine(calls=4),
         ]
         rows = [[0, 0, began, 0, 900, 100], [1, 0, began + 1000, 0, 300, 0], [0, 1, began + 2000, -1, 100, -1]]
@@ -277,28 +290,27 @@ def _nccl_tests() -> list[Files]:
 
 
 def _cluster() -> list[Files]:
-    from echograph.simulator.clusters import load
+    from echograph.simulator.clusters.cluster import PRESETS
 
-    presets = Path(load.__file__).parent / "presets"
     extra = b'\n[[degraded]]\nlink = "node 0 nic 1"\nbandwidth = 0.5\n'
-    return [{"mine.toml": (presets / f"{name}.toml").read_bytes()} for name in ("dgx-h100", "ethernet-100g")] + [
-        {"mine.toml": (presets / "dgx-a100.toml").read_bytes() + extra}
+    return [{"mine.toml": (PRESETS / f"{name}.toml").read_bytes()} for name in ("dgx-h100", "ethernet-100g")] + [
+        {"mine.toml": (PRESETS / "dgx-a100.toml").read_bytes() + extra}
     ]
 
 
 def _fabric() -> list[Files]:
-    from echograph.simulator.clusters import load
+    from echograph.simulator.clusters.cluster import PRESETS
 
-    folder = Path(load.__file__).parent
-    cluster = (folder / "presets" / "dgx-h100.toml").read_bytes().replace(b'"nvlink4"', b'"own.json"')
+    folder = PRESETS.parent
+    cluster = (PRESETS / "dgx-h100.toml").read_bytes().replace(b'"nvlink4"', b'"own.json"')
     return [{"mine.toml": cluster, "own.json": (folder / "fabrics" / "nvlink4.json").read_bytes()}]
 
 
 def _device() -> list[Files]:
     from echograph.profiler import devices
-    from echograph.simulator.clusters import load
+    from echograph.simulator.clusters.cluster import PRESETS
 
-    cluster = (Path(load.__file__).parent / "presets" / "dgx-h100.toml").read_bytes()
+    cluster = (PRESETS / "dgx-h100.toml").read_bytes()
     own = (Path(str(devices.__file__)).parent / "v100-sxm2.json").read_bytes()
     return [{"mine.toml": cluster.replace(b'"h100-sxm"', b'"own.json"'), "own.json": own}]
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from echograph.ir.passes.base import run
-from echograph.ir.passes.spec import parse_passes
+from echograph.ir.passes.base import parse_passes, run
 from echograph.ir.text import to_text
 from echograph.ir.text.parser import from_text
 

@@ -82,8 +82,8 @@ def makespan(job: JobGraph) -> int:
     time = np.where(layer & (job.ops.phase == Phase.FORWARD), FORWARD // 2, 0)
     time = np.where(layer & (job.ops.phase == Phase.BACKWARD), BACKWARD // 4, time).astype(np.int64)
     tasks = expand(job, time, np.zeros(len(job.ops), np.int64))
-    starts = run(tasks)
-    return int((starts.start + tasks.duration).max())
+    start = run(tasks)
+    return int((start + tasks.duration).max())
 
 
 def messages(job: JobGraph) -> dict[tuple[int, int], dict[OpKind, list[tuple[int, ...]]]]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from layered import PARAMETER_BYTES, layered_step
@@ -146,7 +148,22 @@ def test_stages_reduce_side_by_side() -> None:
         reduces = (job.ops.kind == OpKind.COLLECTIVE) & (job.ops.payload == Payload.GRADIENT)
         time = np.where(reduces, slow, np.where(job.ops.phase == Phase.OPTIMIZER, 0, 1000)).astype(np.int64)
         tasks = expand(job, time, np.zeros(len(time), np.int64))
-        starts = run(tasks)
-        return int((starts.start + tasks.duration).max())
+        start = run(tasks)
+        return int((start + tasks.duration).max())
 
     assert slow < step(8) - step(1) < 1.01 * slow
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_an_optimizer_that_begins_a_call_is_one_that_begins_within(zero: int) -> None:
+    step = layered_step(3)
+    ((block, begin, end, instance, micro_batch),) = step.programs[0].calls.tolist()
+    cut = int(np.flatnonzero(step.ops.phase == Phase.OPTIMIZER)[0])
+    assert begin < cut < end
+    calls = [(block, begin, cut, instance, micro_batch), (block, cut, end, instance, micro_batch)]
+    apart = replace(step, programs=(replace(step.programs[0], calls=np.array(calls, np.int64)),))
+    lower = DataParallel(replicas=4, micro_batches=3, zero=zero)
+    jobs = [lower(each) for each in (step, apart)]
+    assert executed(jobs[0]) == executed(jobs[1])
+    assert jobs[0].programs[0].calls.tolist() == jobs[1].programs[0].calls.tolist()
+    assert all((job.programs[0].calls[:, 1] < job.programs[0].calls[:, 2]).all() for job in jobs)

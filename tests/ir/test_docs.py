@@ -9,8 +9,7 @@ import pytest
 
 from echograph.ir import verify
 from echograph.ir.files import MAX_FILE_BYTES
-from echograph.ir.serde import load
-from echograph.ir.serde.decoder import MAX_CALLS
+from echograph.ir.serde import MAX_CALLS, load
 from echograph.proto import profile_pb2, workload_pb2
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,7 @@ from echograph.ir import types as t
 from echograph.ir.graph import Axis, Graph, StepGraph
 from echograph.ir.passes.context_parallel import ContextParallel
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.expert_parallel import ExpertParallel
-from echograph.ir.passes.expert_parallel.places import Load
+from echograph.ir.passes.expert_parallel import ExpertParallel, Load
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.precision import Precision

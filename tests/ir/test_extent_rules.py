@@ -10,13 +10,21 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from echograph.ir.passes.extent import RULES, Ambiguous, Place, Shape, Site, elementwise, follow, view_place
+from echograph.ir.passes.dims import Ambiguous, Shape
+from echograph.ir.passes.extent import (
+    RULES,
+    ExtentDim,
+    OpShapes,
+    elementwise,
+    follow,
+    view_place,
+)
 
 EXTENTS = st.lists(st.sampled_from([1, 2, 3, 5, 7]), min_size=1, max_size=4).map(tuple)
 SIZE = 4
 
 
-def members(shape: Shape, place: Place) -> np.ndarray:
+def members(shape: Shape, place: ExtentDim) -> np.ndarray:
     """Of each element, which of the SIZE parts of the extent it is of, by what a place says."""
     after = shape[place.dim] // place.before // SIZE
     index = np.arange(shape[place.dim]) // after % SIZE
@@ -24,7 +32,7 @@ def members(shape: Shape, place: Place) -> np.ndarray:
 
 
 @st.composite
-def views(draw: st.DrawFn) -> tuple[Place, Shape, Shape]:
+def views(draw: st.DrawFn) -> tuple[ExtentDim, Shape]:
     """A tensor with the extent in one of its dims, and a row-major view of it."""
     shape = draw(EXTENTS)
     dim = draw(st.integers(0, len(shape) - 1))
@@ -33,11 +41,11 @@ def views(draw: st.DrawFn) -> tuple[Place, Shape, Shape]:
     factors = [*source[:dim], before, SIZE, shape[dim], *source[dim + 1 :]]
     edges = sorted({0, len(factors), *draw(st.sets(st.integers(1, len(factors) - 1)))})
     target = tuple(prod(factors[a:b]) for a, b in pairwise(edges))
-    return Place(dim, before), source, target
+    return ExtentDim(dim, before), source, target
 
 
 @given(views())
-def test_a_view_keeps_every_element_in_its_part(case: tuple[Place, Shape, Shape]) -> None:
+def test_a_view_keeps_every_element_in_its_part(case: tuple[ExtentDim, Shape]) -> None:
     place, source, target = case
     moved = view_place(place, source, target)
     assume(moved is not None)
@@ -46,7 +54,7 @@ def test_a_view_keeps_every_element_in_its_part(case: tuple[Place, Shape, Shape]
 
 
 @given(views())
-def test_a_view_that_merges_is_followed_back(case: tuple[Place, Shape, Shape]) -> None:
+def test_a_view_that_merges_is_followed_back(case: tuple[ExtentDim, Shape]) -> None:
     place, source, target = case
     moved = view_place(place, source, target)
     assume(moved is not None and all(e > 1 for e in source))
@@ -54,78 +62,86 @@ def test_a_view_that_merges_is_followed_back(case: tuple[Place, Shape, Shape]) -
     assert view_place(moved, target, source) == place
 
 
-def found(name: str, shapes: list[Shape], inputs: int, at: int, place: Place, **site: object) -> dict[int, Place]:
-    made = Site(name=name, shapes=tuple(shapes), inputs=inputs, least=4, **site)  # type: ignore[arg-type]
+def found(
+    name: str, shapes: list[Shape], inputs: int, at: int, place: ExtentDim, **site: object
+) -> dict[int, ExtentDim]:
+    made = OpShapes(name=name, shapes=tuple(shapes), inputs=inputs, least=4, **site)  # type: ignore[arg-type]
     return dict(follow(made, at, place))
 
 
 def test_a_sum_over_samples_is_of_no_sample() -> None:
-    assert found("sum", [(4, 64, 32), (1, 64, 32)], 1, 0, Place(0)) == {}
-    assert found("mm", [(32, 4 * 64), (4 * 64, 16), (32, 16)], 2, 0, Place(1)) == {1: Place(0)}
+    assert found("sum", [(4, 64, 32), (1, 64, 32)], 1, 0, ExtentDim(0)) == {}
+    assert found("mm", [(32, 4 * 64), (4 * 64, 16), (32, 16)], 2, 0, ExtentDim(1)) == {1: ExtentDim(0)}
 
 
 def test_what_is_added_to_samples_is_of_samples_unless_it_broadcasts() -> None:
     shapes = [(4, 8, 16), (8, 16), (4, 8, 16), (4, 8, 16)]
-    assert found("add", shapes, 3, 3, Place(0)) == {0: Place(0), 2: Place(0)}
+    assert found("add", shapes, 3, 3, ExtentDim(0)) == {0: ExtentDim(0), 2: ExtentDim(0)}
 
 
 def test_sequences_of_queries_and_of_keys_are_two() -> None:
     q, k = (2, 8, 64, 16), (2, 2, 64, 16)
     shapes = [q, k, k, q, (2, 8, 64)]
     name = "_scaled_dot_product_flash_attention"
-    assert found(name, shapes, 3, 0, Place(2), positions=True) == {3: Place(2), 4: Place(2)}
-    assert found(name, shapes, 3, 1, Place(2), positions=True) == {2: Place(2)}
-    assert found(name, shapes, 3, 1, Place(0)) == {i: Place(0) for i in (0, 2, 3, 4)}
+    assert found(name, shapes, 3, 0, ExtentDim(2), positions=True) == {3: ExtentDim(2), 4: ExtentDim(2)}
+    assert found(name, shapes, 3, 1, ExtentDim(2), positions=True) == {2: ExtentDim(2)}
+    assert found(name, shapes, 3, 1, ExtentDim(0)) == {i: ExtentDim(0) for i in (0, 2, 3, 4)}
 
 
 def test_padded_labels_keep_their_padding() -> None:
-    assert found("constant_pad_nd", [(2, 64), (2, 65)], 1, 0, Place(1)) == {1: Place(1, extra=1)}
-    assert found("slice", [(2, 65), (2, 64)], 1, 0, Place(1, extra=1)) == {1: Place(1)}
+    assert found("constant_pad_nd", [(2, 64), (2, 65)], 1, 0, ExtentDim(1)) == {1: ExtentDim(1, extra=1)}
+    assert found("slice", [(2, 65), (2, 64)], 1, 0, ExtentDim(1, extra=1)) == {1: ExtentDim(1)}
 
 
 def test_a_scatter_over_an_axis_is_not_a_cut() -> None:
-    assert found("slice", [(2, 64, 8), (2, 16, 8)], 1, 0, Place(1), parts=(4,)) == {1: Place(1)}
-    assert found("collective all_gather", [(2, 16, 8), (2, 64, 8)], 1, 0, Place(1), parts=(4,)) == {1: Place(1)}
+    assert found("slice", [(2, 64, 8), (2, 16, 8)], 1, 0, ExtentDim(1), parts=(4,)) == {1: ExtentDim(1)}
+    assert found("collective all_gather", [(2, 16, 8), (2, 64, 8)], 1, 0, ExtentDim(1), parts=(4,)) == {
+        1: ExtentDim(1)
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "shapes", "inputs", "place"),
     [
-        ("sum", [(4, 4, 8), (4, 8)], 1, Place(0)),
-        ("cat", [(4, 8), (4, 8), (8, 8)], 2, Place(0)),
-        ("unheard_of", [(4, 8), (2, 8)], 1, Place(0)),
-        ("view", [(6, 4), (8, 3)], 1, Place(1)),
-        ("view", [(4, 6), (2, 2, 6)], 1, Place(0)),
+        ("sum", [(4, 4, 8), (4, 8)], 1, ExtentDim(0)),
+        ("cat", [(4, 8), (4, 8), (8, 8)], 2, ExtentDim(0)),
+        ("unheard_of", [(4, 8), (2, 8)], 1, ExtentDim(0)),
+        ("view", [(6, 4), (8, 3)], 1, ExtentDim(1)),
+        ("view", [(4, 6), (2, 2, 6)], 1, ExtentDim(0)),
     ],
 )
-def test_what_shapes_do_not_say_is_ambiguous(name: str, shapes: list[Shape], inputs: int, place: Place) -> None:
+def test_what_shapes_do_not_say_is_ambiguous(
+    name: str, shapes: list[Shape], inputs: int, place: ExtentDim
+) -> None:
     with pytest.raises(Ambiguous):
         found(name, shapes, inputs, 0, place)
 
 
 def test_an_operator_without_a_rule_is_taken_element_by_element() -> None:
     assert "unheard_of" not in RULES
-    site = Site(name="unheard_of", shapes=((4, 8), (4, 8)), inputs=1)
-    assert list(follow(site, 0, Place(0))) == list(elementwise(site, 0, Place(0))) == [(1, Place(0))]
+    site = OpShapes(name="unheard_of", shapes=((4, 8), (4, 8)), inputs=1)
+    assert list(follow(site, 0, ExtentDim(0))) == list(elementwise(site, 0, ExtentDim(0))) == [(1, ExtentDim(0))]
 
 
 @pytest.mark.parametrize(
     ("source", "target", "place", "moved"),
     [
-        ((4, 8), (32,), Place(0), Place(0)),
-        ((4, 8), (32,), Place(1), Place(0, 4)),
-        ((32,), (4, 8), Place(0, 4), Place(1)),
-        ((2, 3, 8), (6, 8), Place(1), Place(0, 2)),
-        ((6, 8), (2, 3, 8), Place(0, 2), Place(1)),
-        ((2, 8, 5), (2, 4, 10), Place(1), Place(1)),
-        ((2, 3, 4), (4, 6), Place(2), None),  # begins within a dim's step
-        ((3, 8), (4, 6), Place(1), None),  # does not divide the dim that it begins in
-        ((4, 1), (4,), Place(1), None),  # nothing is left for it
-        ((1, 4), (4,), Place(0), Place(0)),
-        ((5, 4), (5, 1, 4), Place(1), Place(2)),
+        ((4, 8), (32,), ExtentDim(0), ExtentDim(0)),
+        ((4, 8), (32,), ExtentDim(1), ExtentDim(0, 4)),
+        ((32,), (4, 8), ExtentDim(0, 4), ExtentDim(1)),
+        ((2, 3, 8), (6, 8), ExtentDim(1), ExtentDim(0, 2)),
+        ((6, 8), (2, 3, 8), ExtentDim(0, 2), ExtentDim(1)),
+        ((2, 8, 5), (2, 4, 10), ExtentDim(1), ExtentDim(1)),
+        ((2, 3, 4), (4, 6), ExtentDim(2), None),  # begins within a dim's step
+        ((3, 8), (4, 6), ExtentDim(1), None),  # does not divide the dim that it begins in
+        ((4, 1), (4,), ExtentDim(1), None),  # nothing is left for it
+        ((1, 4), (4,), ExtentDim(0), ExtentDim(0)),
+        ((5, 4), (5, 1, 4), ExtentDim(1), ExtentDim(2)),
     ],
 )
-def test_where_a_view_has_an_extent(source: Shape, target: Shape, place: Place, moved: Place | None) -> None:
+def test_where_a_view_has_an_extent(
+    source: Shape, target: Shape, place: ExtentDim, moved: ExtentDim | None
+) -> None:
     assert view_place(place, source, target) == moved
 
 
@@ -164,15 +180,15 @@ SHARED: list[tuple[str, list[Shape], int, list[set[Dim]]]] = [
     ("mean", [(5, 7, 9), (5, 1, 9)], 1, [{(0, 0), (1, 0)}, {(0, 2), (1, 2)}]),
     ("max", [(5, 7), (5,), (5,)], 1, [{(0, 0), (1, 0)}, {(0, 0), (2, 0)}]),
     ("mm", [(5, 7), (7, 9), (5, 9)], 2, [{(0, 0), (2, 0)}, {(0, 1), (1, 0)}, {(1, 1), (2, 1)}]),
-    ("addmm", [(9,), (5, 7), (7, 9), (5, 9)], 3, [{(1, 0), (3, 0)}, {(1, 1), (2, 0)}, {(2, 1), (3, 1)}]),
+    ("addmm", [(9,), (5, 7), (7, 9), (5, 9)], 3, [{(1, 0), (3, 0)}, {(1, 1), (2, 0)}, {(0, 0), (2, 1), (3, 1)}]),
     ("addmm", [(5, 9), (5, 7), (7, 9), (5, 9)], 3,
-     [{(1, 0), (3, 0)}, {(0, 0), (3, 0)}, {(1, 1), (2, 0)}, {(2, 1), (3, 1)}, {(0, 1), (3, 1)}]),
+     [{(0, 0), (1, 0), (3, 0)}, {(1, 1), (2, 0)}, {(0, 1), (2, 1), (3, 1)}]),
     ("bmm", [(3, 5, 7), (3, 7, 9), (3, 5, 9)], 2,
      [{(0, 0), (1, 0), (2, 0)}, {(0, 1), (2, 1)}, {(0, 2), (1, 1)}, {(1, 2), (2, 2)}]),
     ("baddbmm", [(3, 5, 9), (3, 5, 7), (3, 7, 9), (3, 5, 9)], 3,
-     [{(1, 0), (2, 0), (3, 0)}, {(1, 1), (3, 1)}, {(1, 2), (2, 1)}, {(2, 2), (3, 2)},
-      *({(0, d), (3, d)} for d in range(3))]),
+     [{(0, 0), (1, 0), (2, 0), (3, 0)}, {(0, 1), (1, 1), (3, 1)}, {(1, 2), (2, 1)}, {(0, 2), (2, 2), (3, 2)}]),
     ("mv", [(5, 7), (7,), (5,)], 2, [{(0, 0), (2, 0)}, {(0, 1), (1, 0)}]),
+    ("dot", [(5,), (5,), ()], 2, [{(0, 0), (1, 0)}]),
     ("_grouped_mm", [(12, 7), (3, 7, 9), (3,), (12, 9)], 3, [{(0, 0), (3, 0)}]),
     ("_grouped_mm", [(7, 12), (12, 9), (3,), (3, 7, 9)], 3, [{(0, 1), (1, 0)}]),
     ("convolution", [(5, 3, 8, 8), (9, 3, 3, 3), (9,), (5, 9, 6, 6)], 3, [{(0, 0), (3, 0)}]),
@@ -206,9 +222,9 @@ def test_which_dims_are_of_one_extent(name: str, shapes: list[Shape], inputs: in
         for dim in range(len(shape)):
             here = (operand, dim)
             alike = {there for group in shared if here in group for there in group}
-            others = {other: Place(d) for other, d in alike if other != operand}
-            site = Site(name=name, shapes=tuple(shapes), inputs=inputs)
-            assert dict(follow(site, operand, Place(dim))) == others, here
+            others = {other: ExtentDim(d) for other, d in alike if other != operand}
+            site = OpShapes(name=name, shapes=tuple(shapes), inputs=inputs)
+            assert dict(follow(site, operand, ExtentDim(dim))) == others, here
 
 
 def test_which_positions_are_of_queries_and_which_of_keys() -> None:
@@ -219,26 +235,26 @@ def test_which_positions_are_of_queries_and_which_of_keys() -> None:
         (f"{FLASH}_backward", backward, 6, {2, 3, 7, 8}),
     ):
         for at in range(len(shapes)):
-            alike = {i: Place(2) for i in range(len(shapes)) if (i in keys) == (at in keys) and i != at}
-            assert found(name, shapes, inputs, at, Place(2), positions=True) == alike
-            assert found(name, shapes, inputs, at, Place(1), positions=True) == {}
+            alike = {i: ExtentDim(2) for i in range(len(shapes)) if (i in keys) == (at in keys) and i != at}
+            assert found(name, shapes, inputs, at, ExtentDim(2), positions=True) == alike
+            assert found(name, shapes, inputs, at, ExtentDim(1), positions=True) == {}
 
 
 @pytest.mark.parametrize(
     ("name", "shapes", "place", "parts", "expected"),
     [
-        ("slice", [(2, 64), (2, 16)], Place(1), (2, 4), Place(1)),
-        ("slice", [(2, 64), (2, 16)], Place(1), (2,), Place(1, extra=-48)),
-        ("slice", [(2, 64), (2, 63)], Place(1, extra=2), (), Place(1, extra=1)),
-        ("slice", [(2, 64), (2, 0)], Place(1), (), Place(1, extra=-64)),
-        ("slice", [(2, 64), (2, 16)], Place(1, before=2), (4,), Place(1, before=2)),
-        ("slice_backward", [(2, 16), (2, 64)], Place(1), (4,), Place(1)),
-        ("_softmax", [(2, 64), (2, 16)], Place(1), (4,), None),
-        ("collective reduce_scatter", [(64, 2), (16, 2)], Place(0), (4,), Place(0)),
+        ("slice", [(2, 64), (2, 16)], ExtentDim(1), (2, 4), ExtentDim(1)),
+        ("slice", [(2, 64), (2, 16)], ExtentDim(1), (2,), ExtentDim(1, extra=-48)),
+        ("slice", [(2, 64), (2, 63)], ExtentDim(1, extra=2), (), ExtentDim(1, extra=1)),
+        ("slice", [(2, 64), (2, 0)], ExtentDim(1), (), ExtentDim(1, extra=-64)),
+        ("slice", [(2, 64), (2, 16)], ExtentDim(1, before=2), (4,), ExtentDim(1, before=2)),
+        ("slice_backward", [(2, 16), (2, 64)], ExtentDim(1), (4,), ExtentDim(1)),
+        ("_softmax", [(2, 64), (2, 16)], ExtentDim(1), (4,), None),
+        ("collective reduce_scatter", [(64, 2), (16, 2)], ExtentDim(0), (4,), ExtentDim(0)),
     ],
 )
 def test_what_is_cut_or_padded(
-    name: str, shapes: list[Shape], place: Place, parts: tuple[int, ...], expected: Place | None
+    name: str, shapes: list[Shape], place: ExtentDim, parts: tuple[int, ...], expected: ExtentDim | None
 ) -> None:
     there = found(name, shapes, 1, 0, place, parts=parts)
     assert there == ({1: expected} if expected else {})
@@ -248,38 +264,38 @@ def test_what_is_cut_or_padded(
 
 
 def test_a_view_of_one_shape_keeps_the_place_as_it_is() -> None:
-    place = Place(0, before=2, extra=1)
+    place = ExtentDim(0, before=2, extra=1)
     assert found("view", [(17, 4), (17, 4)], 1, 0, place) == {1: place}
     assert found("view", [(17, 4), (17, 4)], 1, 1, place) == {0: place}
 
 
 def test_a_view_may_not_leave_less_of_the_extent_than_there_is() -> None:
     shapes: list[Shape] = [(8, 6), (2, 4, 6)]
-    for least, at, expected in ((2, 0, {1: Place(0)}), (2, 1, {0: Place(0)}), (8, 1, {0: Place(0)})):
-        site = Site(name="view", shapes=tuple(shapes), inputs=1, least=least)
-        assert dict(follow(site, at, Place(0))) == expected
+    for least, at, expected in ((2, 0, {1: ExtentDim(0)}), (2, 1, {0: ExtentDim(0)}), (8, 1, {0: ExtentDim(0)})):
+        site = OpShapes(name="view", shapes=tuple(shapes), inputs=1, least=least)
+        assert dict(follow(site, at, ExtentDim(0))) == expected
     with pytest.raises(Ambiguous):
-        list(follow(Site(name="view", shapes=tuple(shapes), inputs=1, least=4), 0, Place(0)))
-    odd = Site(name="view", shapes=((3, 5), (15,)), inputs=1)
-    assert dict(follow(odd, 0, Place(1))) == {1: Place(0, before=3)}
+        list(follow(OpShapes(name="view", shapes=tuple(shapes), inputs=1, least=4), 0, ExtentDim(0)))
+    odd = OpShapes(name="view", shapes=((3, 5), (15,)), inputs=1)
+    assert dict(follow(odd, 0, ExtentDim(1))) == {1: ExtentDim(0, before=3)}
 
 
 @pytest.mark.parametrize(
     ("name", "shapes", "inputs", "at", "place"),
     [
-        ("permute", [(6, 6), (6, 6)], 1, 0, Place(0)),
-        ("view", [(17, 4), (68,)], 1, 0, Place(0, extra=1)),
-        ("select", [(9, 4, 4), (9, 4)], 1, 0, Place(1)),
-        ("select", [(9, 4, 4), (9, 4)], 1, 1, Place(1)),
-        ("sum", [(4, 4, 9), (4, 9)], 1, 1, Place(0)),
-        ("split", [(8, 5), (4, 5), (4, 5)], 1, 1, Place(0)),
-        ("slice", [(64, 2), (63, 2)], 1, 0, Place(0, before=2)),
-        ("collective all_gather", [(16, 2), (64, 2)], 1, 0, Place(0)),
-        ("add", [(4, 8), (4, 8), (4, 9)], 2, 0, Place(1)),
+        ("permute", [(6, 6), (6, 6)], 1, 0, ExtentDim(0)),
+        ("view", [(17, 4), (68,)], 1, 0, ExtentDim(0, extra=1)),
+        ("select", [(9, 4, 4), (9, 4)], 1, 0, ExtentDim(1)),
+        ("select", [(9, 4, 4), (9, 4)], 1, 1, ExtentDim(1)),
+        ("sum", [(4, 4, 9), (4, 9)], 1, 1, ExtentDim(0)),
+        ("split", [(8, 5), (4, 5), (4, 5)], 1, 1, ExtentDim(0)),
+        ("slice", [(64, 2), (63, 2)], 1, 0, ExtentDim(0, before=2)),
+        ("collective all_gather", [(16, 2), (64, 2)], 1, 0, ExtentDim(0)),
+        ("add", [(4, 8), (4, 8), (4, 9)], 2, 0, ExtentDim(1)),
     ],
 )
 def test_extents_that_cannot_be_told_apart(
-    name: str, shapes: list[Shape], inputs: int, at: int, place: Place
+    name: str, shapes: list[Shape], inputs: int, at: int, place: ExtentDim
 ) -> None:
     with pytest.raises(Ambiguous):
         found(name, shapes, inputs, at, place)
@@ -287,6 +303,6 @@ def test_extents_that_cannot_be_told_apart(
 
 def test_pieces_of_the_extent_itself_are_not_followed() -> None:
     pieces: list[Shape] = [(0,), (5, 7), (5, 7), (5, 14)]
-    assert found("cat", pieces, 3, 1, Place(0)) == {2: Place(0), 3: Place(0)}
+    assert found("cat", pieces, 3, 1, ExtentDim(0)) == {2: ExtentDim(0), 3: ExtentDim(0)}
     with pytest.raises(Ambiguous):
-        found("cat", pieces, 3, 1, Place(1))
+        found("cat", pieces, 3, 1, ExtentDim(1))

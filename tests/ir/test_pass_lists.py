@@ -16,7 +16,7 @@ from echograph.errors import EchoError, GraphError, PlanError, UnknownNameError,
 from echograph.ir import serde
 from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.ir.passes import PASSES
-from echograph.ir.passes.base import NotingPass, Pass, run, split_at_job
+from echograph.ir.passes.base import NotingPass, Pass, parse_passes, pass_text, run, split_at_job
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
@@ -24,7 +24,6 @@ from echograph.ir.passes.mesh import MeshOrder, ResizeAxes, UnfoldRanks
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.precision import Precision
 from echograph.ir.passes.recompute import Recompute
-from echograph.ir.passes.spec import parse_passes, pass_text
 from echograph.ir.passes.tensor_parallel import TensorParallel
 from echograph.ir.text import to_text
 from echograph.ir.text.parser import from_text

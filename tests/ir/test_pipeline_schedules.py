@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from echograph.errors import PlanError, UnknownNameError
-from echograph.ir.passes.pipeline.schedules import Pass, order
+from echograph.ir.passes.pipeline.schedules import Action, order
 
 SHAPES = [
     ("gpipe", 4, 8, 1),
@@ -17,12 +17,12 @@ SHAPES = [
 ]
 
 
-def warm_up(passes: list[Pass]) -> int:
+def warm_up(passes: list[Action]) -> int:
     """Forwards before the first backward, the one that the steady state begins with among them."""
     return next(i for i, (kind, _, _) in enumerate(passes) if kind == "backward")
 
 
-def in_flight(passes: list[Pass]) -> int:
+def in_flight(passes: list[Action]) -> int:
     """The most micro-batches of a chunk whose forward is done and whose backward is not, over all chunks."""
     alive, most = 0, 0
     for kind, _, _ in passes:

@@ -31,8 +31,8 @@ def makespan(job: JobGraph, forward: int, backward: int, weight: int) -> int:
     time = np.where(layer & (ops.phase == Phase.BACKWARD), np.where(makes_gradient, weight, backward) // 2, time)
     host = np.zeros(len(ops), np.int64)
     tasks = expand(job, time.astype(np.int64), host)
-    starts = run(tasks)
-    return int((starts.start + tasks.duration).max())
+    start = run(tasks)
+    return int((start + tasks.duration).max())
 
 
 def zero_bubble(stages: int, micro_batches: int) -> JobGraph:

@@ -24,7 +24,7 @@ from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
-from echograph.ir.passes.gradients import adds_up, final_gradients
+from echograph.ir.passes.model import adds_up, final_gradients
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.precision import RECIPES, Precision
 from echograph.ir.passes.recompute import Recompute

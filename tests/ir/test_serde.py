@@ -10,10 +10,11 @@ import pytest
 from conformance_graphs import GRAPHS, two_layers
 
 from echograph.errors import FormatError, GraphError, InputError, OutputError
+from echograph.ir import serde
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.files import fields, with_checksum
 from echograph.ir.graph import StepGraph
-from echograph.ir.serde import decode, encode, encoder, load, save
+from echograph.ir.serde import decode, encode, load, save
 from echograph.ir.text import to_text
 from echograph.proto import workload_pb2 as pb
 
@@ -47,7 +48,7 @@ def test_a_graph_comes_back_from_its_file(name: str, tmp_path: Path) -> None:
 def test_chunks_are_one_message(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file parses as one protobuf message, however the tables are cut, and the cut does not matter."""
     graph = GRAPHS[name]()
-    monkeypatch.setattr(encoder, "CHUNK", 3)
+    monkeypatch.setattr(serde, "CHUNK", 3)
     data = b"".join(encode(graph))
     message = pb.Graph.FromString(data)
     assert sum(len(chunk.ops) for chunk in message.op_chunks) == message.op_count == len(graph.ops)
@@ -58,7 +59,7 @@ def test_chunks_are_one_message(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", GRAPHS)
 def test_operations_are_written_as_protobuf_writes_them(name: str) -> None:
     """Fields by number, shortest numbers, defaults left out: read and written again the bytes are the same."""
-    chunks = b"".join(encoder.op_chunks(GRAPHS[name]().ops, pb.Graph.OP_CHUNKS_FIELD_NUMBER))
+    chunks = b"".join(serde.op_chunks(GRAPHS[name]().ops, pb.Graph.OP_CHUNKS_FIELD_NUMBER))
     assert pb.Graph.FromString(chunks).SerializeToString(deterministic=True) == chunks
 
 
@@ -96,7 +97,7 @@ def test_cut_anywhere_it_is_refused() -> None:
 
 
 def test_cut_between_fields_it_is_refused_even_with_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoder, "CHUNK", 2)
+    monkeypatch.setattr(serde, "CHUNK", 2)
     data = b"".join(encode(two_layers()))
     tables = [f for f in fields(data) if f.number in (15, 16, 17)]
     assert len(tables) > 8

@@ -8,18 +8,16 @@ from typing import Any
 import pytest
 
 from echograph.ir import types as t
+from echograph.ir.passes.dims import Ambiguous, Shape
 from echograph.ir.passes.tensor_parallel.rules import (
     EXPERTS,
     PARTIAL,
     WHOLE,
-    Ambiguous,
     Decision,
+    OpSchema,
     Placement,
-    Shape,
     Shard,
-    Site,
     decide,
-    view_dim,
 )
 
 
@@ -37,11 +35,11 @@ from echograph.ir.passes.tensor_parallel.rules import (
     ],
 )
 def test_a_view_keeps_what_is_cut(source: Shard, target: Shard | None, before: Shape, after: Shape) -> None:
-    assert view_dim(source, before, after) == target
+    assert source.viewed(before, after) == target
 
 
 def _product(a: Placement, b: Placement) -> Decision:
-    return decide(Site(name="mm", inputs=((8, 4), (4, 6)), placements=(a, b), outputs=((8, 6),)))
+    return decide(OpSchema(name="mm", inputs=((8, 4), (4, 6)), placements=(a, b), outputs=((8, 6),)))
 
 
 @pytest.mark.parametrize(
@@ -63,20 +61,22 @@ def test_a_product_is_cut_along_rows_columns_or_the_contraction(
 
 
 def test_an_unknown_operator_wants_everything_whole() -> None:
-    site = Site(name="cumsum", inputs=((8, 4),), placements=(Shard(1),), outputs=((8, 4),))
+    site = OpSchema(name="cumsum", inputs=((8, 4),), placements=(Shard(1),), outputs=((8, 4),))
     assert decide(site) == Decision((WHOLE,), (WHOLE,))
 
 
 def test_nonlinear_operators_want_sums_and_gradients_add_up_as_summands() -> None:
-    site = Site(name="gelu", inputs=((8, 4),), placements=(PARTIAL,), outputs=((8, 4),))
+    site = OpSchema(name="gelu", inputs=((8, 4),), placements=(PARTIAL,), outputs=((8, 4),))
     assert decide(site) == Decision((WHOLE,), (WHOLE,))
-    both = Site(name="add", inputs=((8, 4),) * 2, placements=(PARTIAL, WHOLE), outputs=((8, 4),))
+    both = OpSchema(name="add", inputs=((8, 4),) * 2, placements=(PARTIAL, WHOLE), outputs=((8, 4),))
     assert decide(both).outputs == (WHOLE,)
     assert decide(replace(both, phase=t.Phase.BACKWARD)).outputs == (PARTIAL,)
 
 
 def test_a_swap_of_equal_extents_is_refused_when_it_matters() -> None:
-    site = Site(name="transpose", inputs=((4, 4, 4, 4, 4),), placements=(Shard(1),), outputs=((4, 4, 4, 4, 4),))
+    site = OpSchema(
+        name="transpose", inputs=((4, 4, 4, 4, 4),), placements=(Shard(1),), outputs=((4, 4, 4, 4, 4),)
+    )
     with pytest.raises(Ambiguous):
         decide(site)
 
@@ -220,7 +220,7 @@ KERNELS: list[Row] = [
 def decided(row: Row, size: int = 2, **more: Any) -> Decision:
     name, inputs, placements, outputs, _, _ = row
     shapes = {"inputs": tuple(inputs), "outputs": tuple(outputs)}
-    return decide(Site(name=name, placements=tuple(placements), size=size, **shapes, **more))
+    return decide(OpSchema(name=name, placements=tuple(placements), size=size, **shapes, **more))
 
 
 @pytest.mark.parametrize("row", [*VIEWED, *BY_ELEMENT, *SUMMED, *PRODUCTS, *KERNELS], ids=lambda row: row[0])
@@ -304,7 +304,7 @@ def test_shares_in_common_are_refined_where_a_tensor_has_enough() -> None:
     assert S(1, 2).extent((3, 8)) == 4
     assert S(1, 2, shares=3).at(0) == S(0, 2, shares=3)
     assert S(1, 2).at(0, 5) == S(0, 5)
-    site = Site(name="", inputs=((2,), (3, 3), (4,)), placements=(S(0), S(1), W), outputs=())
+    site = OpSchema(name="", inputs=((2,), (3, 3), (4,)), placements=(S(0), S(1), W), outputs=())
     assert site.sharded == [1, 0]
 
 

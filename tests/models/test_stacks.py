@@ -9,12 +9,11 @@ import pytest
 
 from echograph.errors import DataError, UnknownNameError
 from echograph.ir.graph import Workload
-from echograph.ir.passes.spec import pass_text
+from echograph.ir.passes.base import pass_text
 from echograph.ir.types import DType
 from echograph.models.stacks import CHOICES, Stack, load_stack, read_stack, stack_names
 from echograph.simulator.clusters import load_cluster
-from echograph.workflow.lowering import passes, with_stack
-from echograph.workflow.plan import Plan
+from echograph.workflow.plan import Plan, passes, with_stack
 
 PLANS = (
     {},
@@ -52,7 +51,7 @@ def test_some_stack_makes_each_choice_and_it_acts(choice: str, monkeypatch: pyte
         for options in PLANS:
             with monkeypatch.context() as patch:
                 before = said(Plan(gpus=8, stack=name, **options))
-                patch.setattr("echograph.workflow.lowering.load_stack", lambda _, stack=without: stack)
+                patch.setattr("echograph.workflow.plan.load_stack", lambda _, stack=without: stack)
                 changed |= before != said(Plan(gpus=8, stack=name, **options))
     assert changed
 

@@ -1,9 +1,15 @@
-"""Small faults in source text: one operator or number changed, as a slip of the hand would."""
+"""Small faults in source text: one operator or number changed, as a slip of the hand would.
+
+What cannot change a result by construction is not drawn, and counted by its reason (`LEFT_OUT`, `ARGUMENTS`):
+what is raised or asserted, its text included; functions that return nothing but an error; annotations, but for the
+bounds in them; and arguments that assert or document: `strict=True` of zip, `frozen=`, `slots=`, `kw_only=` and
+`repr=` of classes and fields, `maxsize=` of caches. All else is, the text of names and of what is printed too.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,15 +21,18 @@ COMPUTED: dict[type[ast.operator], str] = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//", ast.Pow: "*",
     ast.BitAnd: "|", ast.BitOr: "&", ast.LShift: ">>", ast.RShift: "<<",
 }  # fmt: skip
-# What raises or says something, and what is read by people and tools that check types alone.
-UNTOUCHED = (
-    ast.Raise,
-    ast.Assert,
-    ast.JoinedStr,
-    ast.Import,
-    ast.ImportFrom,
-    ast.TypeAlias if hasattr(ast, "TypeAlias") else ast.Raise,
-)
+SYMBOLS = {
+    ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
+    ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in",
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**",
+    ast.BitAnd: "&", ast.BitOr: "|", ast.LShift: "<<", ast.RShift: ">>", ast.And: "and", ast.Or: "or",
+}  # fmt: skip
+SAID = "raised or asserted"
+LEFT_OUT: dict[type[ast.AST], str] = {
+    ast.Raise: SAID, ast.Assert: SAID, ast.Import: "imports", ast.ImportFrom: "imports",
+}  # fmt: skip
+ARGUMENTS = ("frozen", "slots", "kw_only", "repr", "maxsize")
+TYPES = ("annotation", "returns", "type_params")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,8 @@ class Mutant:
     stop: int
     old: str
     new: str
+    left_out: str = ""
+    """Why it cannot change a result."""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: `{self.old}` -> `{self.new}`"
@@ -46,7 +57,7 @@ class Mutant:
 
 
 def mutants_of(root: Path, path: Path) -> list[Mutant]:
-    """Every mutant of a file of a checkout, in the order of its text."""
+    """Every mutant of a file of a checkout, in the order of its text, those that are left out as well."""
     source = (root / path).read_bytes()
     starts = [0]
     for line in source.splitlines(keepends=True):
@@ -56,7 +67,7 @@ def mutants_of(root: Path, path: Path) -> list[Mutant]:
         return starts[line - 1] + column
 
     found = []
-    for node, start, stop, new in _faults(ast.parse(source)):
+    for node, start, stop, new, why in _faults(ast.parse(source), ""):
         begin, end = place(*start), place(*stop)
         old = source[begin:end].decode()
         if isinstance(node, ast.Compare | ast.BinOp | ast.BoolOp):
@@ -64,36 +75,74 @@ def mutants_of(root: Path, path: Path) -> list[Mutant]:
             operator = old.strip().strip("()").strip()
             begin += old.index(operator)
             end, old = begin + len(operator.encode()), operator
-            if not old or "#" in old or "\n" in old:
-                continue
-        found.append(Mutant(path, source.count(b"\n", 0, begin) + 1, begin, end, old, new))
+        # Older Pythons misplace what is in some f-strings.
+        if old in _spelled(node):
+            found.append(Mutant(path, source.count(b"\n", 0, begin) + 1, begin, end, old, new, why))
     return sorted(found, key=lambda m: (m.start, m.new))
+
+
+def _spelled(node: ast.AST) -> Container[str]:
+    """What may stand in the place of a fault of a node."""
+    match node:
+        case ast.Compare(ops=ops):
+            return [SYMBOLS[type(op)] for op in ops]
+        case ast.BinOp(op=op) | ast.BoolOp(op=op):
+            return [SYMBOLS[type(op)]]
+        case ast.UnaryOp():
+            return ["not ", "not"]
+        case ast.IfExp(test=test):
+            return _Text(test)
+    return _Text(node)
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """All texts of an expression."""
+
+    node: ast.AST
+
+    def __contains__(self, text: object) -> bool:
+        try:
+            return ast.dump(ast.parse(f"({text})", mode="eval").body) == ast.dump(self.node)
+        except SyntaxError:
+            return False
 
 
 Place = tuple[int, int]
 
 
-def _faults(node: ast.AST) -> Iterator[tuple[ast.AST, Place, Place, str]]:
-    if isinstance(node, UNTOUCHED):
-        return
-    yield from _of(node)
+def _faults(node: ast.AST, why: str) -> Iterator[tuple[ast.AST, Place, Place, str, str]]:
+    """The faults of a node and of what is in it, with the reason why they are left out, or ""."""
+    why = why or LEFT_OUT.get(type(node), "") or _reason(node)
+    for fault in _of(node):
+        yield *fault, why
     for name, value in ast.iter_fields(node):
-        if name in (
-            "annotation",
-            "returns",
-            "decorator_list",
-            "type_params",
-            "bases",
-            "keywords",
-        ) and not isinstance(node, ast.Call):
-            continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not _is_for_types(child):
-                yield from _faults(child)
+            if isinstance(child, ast.AST):
+                yield from _faults(child, _inherited(node, name, child, why))
 
 
-def _is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+def _reason(node: ast.AST) -> str:
+    match node:
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            return "types"
+        case ast.FunctionDef(returns=ast.Name(id=name)) if name.endswith("Error") or name == "NoReturn":
+            return SAID
+        case ast.keyword(arg="strict", value=ast.Constant(value=True)):
+            return "strict=True"
+        case ast.keyword(arg=str(name)) if name in ARGUMENTS:
+            return f"{name}="
+    return ""
+
+
+def _inherited(node: ast.AST, name: str, child: ast.AST, why: str) -> str:
+    """The reason of a field of a node."""
+    if name in TYPES:
+        return why or "types"
+    if why == "types" and isinstance(node, ast.Call):
+        return ""  # bounds, which are checked when something is read
+    required = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_require"
+    return why or (SAID if required and isinstance(child, ast.JoinedStr) else "")
 
 
 def _end(node: ast.expr) -> Place:

@@ -35,8 +35,8 @@ from echograph.profiler.costs import (
     load_device,
     memory_bound,
 )
-from echograph.profiler.costs.cost import CostEstimate
-from echograph.profiler.costs.estimate import ASSUMED_SPREAD, cost_of, estimate
+from echograph.profiler.costs.device import CostEstimate
+from echograph.profiler.costs.estimate import cost_of, estimate
 from echograph.units import to_ps
 
 H100, V100 = load_device("h100-sxm"), load_device("v100-sxm2")
@@ -158,7 +158,7 @@ def test_attention_of_a_type_without_a_kernel_is_slower_by_the_peaks() -> None:
     peaks = H100.datasheet.peak_flops_per_s
     found = cost(FLASH, [Q, K, V], [Q], attributes, dtype=FP32)
     assert found.seconds == pytest.approx(half.seconds * peaks["bf16"] / peaks["tf32"], rel=1e-12)
-    assert (found.spread, found.source) == (ASSUMED_SPREAD, "analytical")
+    assert (found.spread, found.source) == (0.5, "analytical")
     old = cost(FLASH, [Q, K, V], [Q], attributes, dtype=FP32, device=V100)
     assert old.seconds == attention_forward(V100, **SHAPE, causal=False).seconds
 
@@ -225,7 +225,7 @@ def test_a_type_without_a_model_takes_what_single_precision_does_by_its_size() -
     single = gemm(V100, 96, 520, 4000, layout="NN", dtype="fp32")
     for dtype, times in ((BF16, 1), (FP64, 2), (INT64, 2), (DType.INT32, 1), (DType.INT8, 1)):
         found = cost("aten.mm", [A, B], [C], Gemm(), dtype=dtype, device=V100)
-        assert found == CostEstimate(times * single.seconds, ASSUMED_SPREAD, "analytical"), dtype
+        assert found == CostEstimate(times * single.seconds, 0.5, "analytical"), dtype
     with pytest.raises(UnavailableError):
         cost("aten.mm", [A, B], [C], Gemm(), dtype=FP8, device=V100)
 

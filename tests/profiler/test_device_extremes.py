@@ -14,9 +14,8 @@ import pytest
 
 from echograph.errors import DataError, EchoError, FormatError, InputError, UnavailableError
 from echograph.profiler.costs import attention_backward, attention_forward, device_names, gemm, load_device
-from echograph.profiler.costs.device import DeviceProfile
+from echograph.profiler.costs.device import MEMORY_KINDS, DeviceProfile, memory_bound
 from echograph.profiler.costs.gemm import grouped_gemm
-from echograph.profiler.costs.memory import KINDS, memory_bound
 from echograph.units import to_ps
 
 SHIPPED = Path(gemm.__code__.co_filename).parents[1] / "devices"
@@ -46,7 +45,7 @@ def predicted(device: DeviceProfile) -> None:
         *(lambda d=d, n=n: gemm(device, n, n, n, dtype=d) for d in ("bf16", "fp8", "fp32") for n in (1, 4096)),
         lambda: attention_forward(device, **small),
         lambda: attention_backward(device, **small),
-        *(lambda k=k: memory_bound(device, k, bytes_read=2**20, bytes_written=2**20) for k in KINDS),
+        *(lambda k=k: memory_bound(device, k, bytes_read=2**20, bytes_written=2**20) for k in MEMORY_KINDS),
         lambda: grouped_gemm(device, [64, 64], 512, 512),
     ]  # fmt: skip
     for ask in asked:

@@ -12,7 +12,7 @@ import pytest
 from echograph.errors import DataError, FormatError, InputError, OutputError
 from echograph.profiler.costs import DeviceProfile, gemm, load_device
 from echograph.profiler.costs.attention import pass_seconds
-from echograph.profiler.costs.cost import FloatArray
+from echograph.profiler.costs.device import FloatArray
 from echograph.profiler.costs.gemm import gemm_seconds
 from echograph.profiler.fit.attention import attention_rows
 from echograph.profiler.fit.device import fit_device, products, refit, write_profile

@@ -9,11 +9,19 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from typing import NamedTuple
 
 import numpy as np
 
-from echograph.simulator.engine.schedule import Starts, deadlock
+from echograph.simulator.engine.columns import deadlock
 from echograph.simulator.tasks import TaskGraph
+
+
+class Starts(NamedTuple):
+    """When each task starts, and the task whose end let it start, or -1."""
+
+    start: np.ndarray
+    cause: np.ndarray
 
 
 def run(tasks: TaskGraph) -> Starts:
@@ -32,7 +40,7 @@ class _Simulation:
         count = len(tasks)
         self.resource = tasks.resource.tolist()
         self.duration = tasks.duration.tolist()
-        self.join = tasks.join.tolist()
+        self.rendezvous = tasks.rendezvous.tolist()
         self.start = [-1] * count
         self.waiting = tasks.deps.lengths.tolist()
         self.dependents: dict[int, list[int]] = defaultdict(list)
@@ -42,8 +50,8 @@ class _Simulation:
         for task in range(count - 1, -1, -1):
             self.line[self.resource[task]].append(task)
         self.missing: dict[int, int] = defaultdict(int)
-        for join in self.join:
-            self.missing[join] += join >= 0
+        for its in self.rendezvous:
+            self.missing[its] += its >= 0
         self.arrived: dict[int, list[int]] = defaultdict(list)
         self.ends: list[tuple[int, int]] = []
 
@@ -68,11 +76,11 @@ class _Simulation:
         if self.waiting[task] or self.start[task] >= 0:
             return
         members = [task]
-        if self.join[task] >= 0:
-            members = self.arrived[self.join[task]]
+        if self.rendezvous[task] >= 0:
+            members = self.arrived[self.rendezvous[task]]
             if task not in members:
                 members.append(task)
-            if len(members) < self.missing[self.join[task]]:
+            if len(members) < self.missing[self.rendezvous[task]]:
                 return
         for member in members:
             self.start[member] = now
@@ -91,15 +99,17 @@ def _causes(tasks: TaskGraph, start: list[int]) -> np.ndarray:
     before: dict[int, int] = {}
     meetings: dict[int, list[tuple[int, int]]] = defaultdict(list)
     deps, offsets = tasks.deps.values.tolist(), tasks.deps.offsets.tolist()
-    for task, (resource, join) in enumerate(zip(tasks.resource.tolist(), tasks.join.tolist(), strict=True)):
+    for task, (resource, rendezvous) in enumerate(
+        zip(tasks.resource.tolist(), tasks.rendezvous.tolist(), strict=True)
+    ):
         latest, why = (end[before[resource]], before[resource]) if resource in before else (0, -1)
         for dep in deps[offsets[task] : offsets[task + 1]]:
             if end[dep] > latest:
                 latest, why = end[dep], dep
         cause[task] = why
         before[resource] = task
-        if join >= 0:
-            meetings[join].append((latest, task))
+        if rendezvous >= 0:
+            meetings[rendezvous].append((latest, task))
     for met in meetings.values():
         last = max(met, key=lambda member: member[0])[1]
         cause[[task for _, task in met]] = cause[last]

@@ -37,6 +37,7 @@ from echograph.simulator import simulate as simulation
 from echograph.simulator.clusters import Cluster, cluster_names, load_cluster
 from echograph.simulator.collectives import KINDS, CollectiveName, collective_time
 from echograph.simulator.durations import durations
+from echograph.simulator.engine.columns import apart
 from echograph.simulator.flows import alone, flows
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.ranks import EveryRank, Mesh
@@ -173,7 +174,6 @@ def test_utilisation_is_at_most_one_and_symmetric_ranks_end_together(cluster: st
 
 
 def test_the_engine_carries_what_the_routes_say() -> None:
-    from echograph.simulator.engine.columns import alone as apart
     from echograph.simulator.engine.events import run_columns
 
     where = load_cluster("jean-zay-a100")

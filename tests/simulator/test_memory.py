@@ -13,10 +13,8 @@ from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import DType, Phase, TensorRole
-from echograph.simulator.memory import Memory, Runtime, largest_memory, memory
+from echograph.simulator.memory import Lifetimes, Memories, Memory, Runtime, Usage, largest_memory, memory
 from echograph.simulator.memory.allocator import CachingAllocator
-from echograph.simulator.memory.kinds import Memories
-from echograph.simulator.memory.lifetimes import Lifetimes, Usage
 
 GIB = 2**30
 BARE = Runtime(cublas_workspace_bytes=(), cuda_context_bytes=0, nccl_bytes=0, nccl_pair_bytes=0)
@@ -200,7 +198,7 @@ def test_the_verdict_is_the_allocators() -> None:
 
 
 def test_a_step_too_long_to_replay_has_no_reserved_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echograph.simulator.memory.lifetimes.MAX_REPLAYED", 10)
+    monkeypatch.setattr("echograph.simulator.memory.MAX_REPLAYED", 10)
     result = of(JOBS["folded"](), capacity=GIB)
     assert result.reserved_bytes is None
     assert result.fits
@@ -275,3 +273,45 @@ def test_a_job_without_tensors_has_no_memory() -> None:
     job = b.build(JobGraph)
     assert memory(job, 0, GIB) is None
     assert largest_memory(job, GIB) is None
+
+
+def test_without_the_allocator_a_step_fits_where_its_tensors_do() -> None:
+    job, runtime = JOBS["folded"](), Runtime(nccl_bytes=3 * GIB, nccl_pair_bytes=2 * GIB)
+    need = of(job, runtime=runtime)
+    bare = usage(job).peak_bytes + sum(runtime.cublas_workspace_bytes)
+    capacity = bare + runtime.cuda_context_bytes
+    found = [memory(job, 0, capacity + more, runtime, reserve=False) for more in (-1, 0)]
+    assert [(m.reserved_bytes, m.fits, m.peak_bytes) for m in found if m is not None] == [
+        (None, False, bare), (None, True, bare),
+    ]  # fmt: skip
+    assert need.peak_bytes == bare
+
+
+def test_a_runtime_takes_what_its_sources_say() -> None:
+    runtime, mib = Runtime(), 2**20
+    assert runtime.cublas_workspace_bytes == (32 * mib, 32 * mib)
+    assert (runtime.cuda_context_bytes, runtime.nccl_pair_bytes, runtime.nccl_bytes) == (
+        512 * mib, 544 * mib, 688 * mib,
+    )  # fmt: skip
+
+
+def test_the_backward_of_flash_attention_adds_up_the_queries_gradient_in_fp32() -> None:
+    """Beside its own inputs and outputs; there are fewer heads of keys and values than of queries."""
+    b = GraphBuilder(name="attention")
+    queries, keys = (2, 8, 1024, 64), (2, 2, 1024, 64)
+    sizes = {"q": queries, "k": keys, "v": keys, "out": queries}
+    made = {name: b.tensor(name, size, DType.BF16, TensorRole.ACTIVATION) for name, size in sizes.items()}
+    forward = b.compute(
+        "aten._scaled_dot_product_flash_attention", phase=Phase.FORWARD, flops=1, bytes_written=1,
+        inputs=(made["q"], made["k"], made["v"]), outputs=(made["out"],),
+    )  # fmt: skip
+    gradients = [b.tensor(f"d{n}", sizes[n], DType.BF16, TensorRole.ACTIVATION) for n in ("q", "k", "v")]
+    b.compute(
+        "aten._scaled_dot_product_flash_attention_backward", phase=Phase.BACKWARD, flops=1, bytes_written=1,
+        inputs=tuple(made.values()), outputs=gradients, forward_op=forward,
+    )  # fmt: skip
+    b.program([(0, 0, 2, 0, 0)], role="rank")
+    found, of_queries, of_keys = of(b.build(JobGraph)), 2 * 2**20, 2**19
+    assert found.by_role["activation"] == 3 * of_queries + 4 * of_keys
+    assert found.by_role["workspace"] == 4 * 2**20
+    assert found.peak_bytes == 3 * of_queries + 4 * of_keys + 4 * 2**20

@@ -22,10 +22,12 @@ from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.durations import durations
+from echograph.simulator.engine import static
+from echograph.simulator.engine.machine_code import compiled
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.limits import KERNELS
 from echograph.simulator.ranks import MOST_TOLD, EveryRank, Mesh, RankPath, rank_path, run_every_rank
-from echograph.simulator.simulate import simulate
+from echograph.simulator.simulate import check_effort, left_over, simulate
 from echograph.simulator.tasks import TaskGraph, expand
 
 CLUSTER = load_cluster("dgx-h100")
@@ -108,10 +110,10 @@ def test_one_program_a_rank_is_every_rank(name: str) -> None:
 def test_equal_ranks_take_the_time_of_their_role_to_the_picosecond(name: str) -> None:
     job, tasks = expanded(JOBS[name]())
     folded = reference.run(tasks)
-    its, starts, times = run_every_rank(job, tasks, EveryRank())
+    its, times = run_every_rank(job, tasks, EveryRank())
     assert np.array_equal(its.duration, tasks.duration)
-    assert np.array_equal(starts.start, folded.start)
-    assert np.array_equal(starts.cause, folded.cause)
+    assert np.array_equal(its.start, folded.start)
+    assert np.array_equal(its.cause, folded.cause)
     assert not times.waited_ps.any()
     programs, (start, end) = written_out(job, EveryRank())
     assert end.max() == times.end_ps.max() == (folded.start + tasks.duration).max()
@@ -126,17 +128,17 @@ def test_equal_ranks_take_the_time_of_their_role_to_the_picosecond(name: str) ->
 def test_slow_ranks_are_those_of_the_written_out_job(name: str, slow: dict[int, float]) -> None:
     job, tasks = expanded(JOBS[name]())
     every = EveryRank(slow={rank: factor for rank, factor in slow.items() if rank < job.world_size})
-    its, starts, times = run_every_rank(job, tasks, every)
+    its, times = run_every_rank(job, tasks, every)
     programs, (start, end) = written_out(job, every)
     ends = np.array([end[programs == rank].max() for rank in range(job.world_size)])
     assert np.array_equal(times.end_ps, ends)
     column = int(np.flatnonzero((ends[Mesh(job).ranks()] == ends.max()).any(axis=0))[0])
     for number, rank in enumerate(Mesh(job).ranks()[:, column].tolist()):
         mine = its.program == number
-        assert np.array_equal(starts.start[mine], start[programs == rank])
-        assert np.array_equal((starts.start + its.duration)[mine], end[programs == rank])
-    known = starts.cause >= 0
-    assert np.array_equal(starts.start[known], (starts.start + its.duration)[starts.cause[known]])
+        assert np.array_equal(its.start[mine], start[programs == rank])
+        assert np.array_equal(its.end[mine], end[programs == rank])
+    known = its.cause >= 0
+    assert np.array_equal(its.start[known], its.end[its.cause[known]])
 
 
 def slower_each(job: JobGraph) -> EveryRank:
@@ -152,8 +154,8 @@ def test_the_critical_path_goes_on_in_the_rank_that_was_waited_for(
     monkeypatch.setattr("echograph.simulator.ranks.MOST_COLUMNS", 1000)
     job, tasks = expanded(JOBS[name]())
     every = slower_each(job)
-    its, starts, times = run_every_rank(job, tasks, every)
-    path = rank_path(job, every, times, (its, starts), lambda c: run_every_rank(job, tasks, every, column=c)[:2])
+    its, times = run_every_rank(job, tasks, every)
+    path = rank_path(job, every, times, its, lambda c: run_every_rank(job, tasks, every, column=c)[0])
     assert sum(path.limits.values()) == times.end_ps.max()
     assert "other ranks" not in path.limits
     alone, unfolded = expanded(UnfoldRanks()(job))
@@ -178,10 +180,8 @@ def test_a_straggler_is_named_and_its_share_is_the_derivative(name: str, rank: i
 
     def run(factor: float) -> tuple[RankPath, int]:
         every = EveryRank(slow={rank: factor})
-        its, starts, times = run_every_rank(job, tasks, every)
-        found = rank_path(
-            job, every, times, (its, starts), lambda c: run_every_rank(job, tasks, every, column=c)[:2]
-        )
+        its, times = run_every_rank(job, tasks, every)
+        found = rank_path(job, every, times, its, lambda c: run_every_rank(job, tasks, every, column=c)[0])
         return found, int(times.end_ps.max())
 
     (path, step), (_, later) = run(3.0), run(3.001)
@@ -194,14 +194,14 @@ def test_a_straggler_is_named_and_its_share_is_the_derivative(name: str, rank: i
 def test_where_no_rank_may_be_looked_at_again_the_rest_is_left_to_others() -> None:
     job, tasks = expanded(JOBS["pipelines"]())
     every = slower_each(job)
-    its, starts, times = run_every_rank(job, tasks, every)
-    path = rank_path(job, every, times, (its, starts), lambda _: pytest.fail("looks again"), 0)
+    its, times = run_every_rank(job, tasks, every)
+    path = rank_path(job, every, times, its, lambda _: pytest.fail("looks again"), 0)
     assert sum(path.limits.values()) == times.end_ps.max()
 
 
 def test_the_one_that_all_wait_for_waits_least() -> None:
     job, tasks = expanded(data_parallel(replicas=8))
-    _, _, times = run_every_rank(job, tasks, EveryRank(slow={5: 1.2}))
+    _, times = run_every_rank(job, tasks, EveryRank(slow={5: 1.2}))
     assert np.argmin(times.waited_ps) == 5
     assert times.waited_ps[5] == 0
     assert (np.delete(times.waited_ps, 5) > 0).all()
@@ -209,16 +209,15 @@ def test_the_one_that_all_wait_for_waits_least() -> None:
 
 def test_jitter_is_drawn_from_the_seed_and_slows_the_slowest() -> None:
     job, tasks = expanded(data_parallel(replicas=32))
-    step = run_every_rank(job, tasks, EveryRank())[2].end_ps.max()
-    ends = [run_every_rank(job, tasks, EveryRank(jitter=0.05, seed=seed))[2].end_ps.tolist() for seed in (1, 1, 2)]
+    step = run_every_rank(job, tasks, EveryRank())[1].end_ps.max()
+    ends = [run_every_rank(job, tasks, EveryRank(jitter=0.05, seed=seed))[1].end_ps.tolist() for seed in (1, 1, 2)]
     assert ends[0] == ends[1] != ends[2]
     assert min(max(e) for e in ends) > step
 
 
 def test_the_noise_is_normal_enough() -> None:
-    from echograph.simulator.engine.columns import _NORMAL
-
-    drawn = np.array([_NORMAL(np.uint64(7), task, column) for task in range(400) for column in range(100)])
+    noise = compiled(static.noise)
+    drawn = np.array([noise(np.uint64(7), task, column) for task in range(400) for column in range(100)])
     assert abs(drawn.mean()) < 0.02
     assert abs(drawn.std() - 1) < 0.02
     assert abs((np.abs(drawn) < 1.645).mean() - 0.9) < 0.01
@@ -303,3 +302,22 @@ def test_a_job_that_lists_its_ranks_is_refused() -> None:
         UnfoldRanks()(job)
     with pytest.raises(SimulationError, match="simulate roles"):
         Mesh(job)
+
+
+def test_the_event_engine_takes_as_many_tasks_as_its_limit_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all ranks, as often as they run; what is left over is for looking at other ranks."""
+    job, tasks = expanded(data_parallel(replicas=6))
+    every = 6 * len(tasks)
+    for limit, runs, left in ((every, 1, 0), (3 * every, 2, 1), (3 * every + 1, 3, 0), (8 * every - 1, 2, 5)):
+        monkeypatch.setattr("echograph.simulator.simulate.MAX_EVENTS", limit)
+        check_effort(job, tasks, runs)
+        assert left_over(job, tasks, runs) == left
+    monkeypatch.setattr("echograph.simulator.simulate.MAX_EVENTS", 3 * every - 1)
+    with pytest.raises(
+        SimulationError, match=rf"^{every:,} tasks of all ranks, 3 times, are over .* {3 * every - 1:,}:"
+    ):
+        check_effort(job, tasks, 3)
+    assert left_over(job, tasks, 3) == 0
+    monkeypatch.setattr("echograph.simulator.simulate.MAX_EVENTS", every - 1)
+    with pytest.raises(SimulationError, match=rf"^{every:,} tasks of all ranks are over"):
+        check_effort(job, tasks, 1)

@@ -17,10 +17,10 @@ from echograph.ir.timeline import Lane
 from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source, TensorRole
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import IssueTimes
-from echograph.simulator.memory.kinds import Memories
+from echograph.simulator.limits import Scale
+from echograph.simulator.memory import Memories
 from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
-from echograph.simulator.what_if import Scale
 
 CLUSTER = load_cluster("dgx-h100")
 HOST = IssueTimes(op_ps=4_000_000, launch_ps=3_000_000)

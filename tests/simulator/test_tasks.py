@@ -92,16 +92,16 @@ def test_tasks_are_those_of_the_programs_written_out(name: str) -> None:
 def test_the_nth_meeting_of_a_key_is_one_meeting() -> None:
     job = JOBS["pipelines"]()
     tasks = expanded(job)
-    met = np.flatnonzero(tasks.join >= 0)
+    met = np.flatnonzero(tasks.rendezvous >= 0)
     seen: dict[tuple[int, object, int], int] = {}
     numbers: dict[tuple[object, int], int] = {}
     for task in met.tolist():
         program, row = int(tasks.program[task]), int(tasks.op[task])
         key = rendezvous_key(job, program, row)
         nth = seen[program, key, job.ops.kind[row]] = seen.get((program, key, job.ops.kind[row]), -1) + 1
-        assert numbers.setdefault((key, nth), int(tasks.join[task])) == tasks.join[task]
+        assert numbers.setdefault((key, nth), int(tasks.rendezvous[task])) == tasks.rendezvous[task]
     assert len(set(numbers.values())) == len(numbers) == 2 * 4
-    assert np.all(np.bincount(tasks.join[met]) == 2)
+    assert np.all(np.bincount(tasks.rendezvous[met]) == 2)
     communicates = np.isin(job.ops.kind[tasks.op], (OpKind.SEND, OpKind.RECV)) & (tasks.lane == DEVICE)
     assert np.array_equal(np.flatnonzero(communicates), met)
 

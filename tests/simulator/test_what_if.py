@@ -8,7 +8,7 @@ from echograph.errors import UsageError
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.types import CollectiveKind, DType, Payload, Phase
-from echograph.simulator.what_if import MAX_FACTOR, Scale, factors, parse_scale
+from echograph.simulator.limits import MAX_FACTOR, Scale, factors, parse_scale
 
 
 def job() -> JobGraph:

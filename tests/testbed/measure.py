@@ -20,13 +20,12 @@ from configurations import Configuration, Links
 from jobs import DEVICE, Job, alone
 from namespaces import HOSTS, HOSTS_PER_LEAF, Bed
 
-from echograph.profiler.fit.collectives import CollectiveRow, TimedCollective
-from echograph.profiler.fit.fabric import fit_fabric
+from echograph.profiler.fit.fabric import CollectiveRow, TimedCollective, fit_fabric
 from echograph.simulator.clusters import Cluster, load_cluster
 from echograph.simulator.collectives.calibrate import LIMITS, Calibration
 from echograph.simulator.host import IssueTimes
+from echograph.simulator.limits import Scale
 from echograph.simulator.simulate import simulate
-from echograph.simulator.what_if import Scale
 from echograph.units import to_s
 
 WORKER = Path(__file__).with_name("worker.py")

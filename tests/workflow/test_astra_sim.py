@@ -12,7 +12,7 @@ import pytest
 from echograph.errors import PlanError
 from echograph.simulator.clusters import cluster_names, load_cluster
 from echograph.simulator.collectives import collective_time
-from echograph.workflow.formats.chakra import MEMORY, NETWORK, SYSTEM, astra_sim_files, dimensions
+from echograph.workflow.formats.timed import MEMORY, NETWORK, SYSTEM, astra_sim_files, dimensions
 
 SIZES = (1, 2, 4, 8, 16, 24, 48, 64, 72, 256, 320, 1024, 1440, 4096)
 

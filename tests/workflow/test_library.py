@@ -117,6 +117,18 @@ def test_tables_are_shown_in_notebooks_and_become_frames(
     assert list(table.to_pandas()) == list(table.columns)
 
 
+def test_answers_print_as_the_commands_print_them(result: eg.Result) -> None:
+    first, *lines = str(result).splitlines()
+    assert first == f"{result.model} on {result.gpus} GPUs of {result.cluster} ({result.device})"
+    assert any(line.startswith("  step time ") for line in lines)
+    assert result.collective_lines()[0] in lines
+    table = eg.analyze(result, "temporal-breakdown")
+    titles, *rows = str(table).splitlines()
+    assert titles.split() == list(table.columns)
+    assert len(rows) == len(table) + len(table.notes)
+    assert len({len(row) for row in rows[: len(table)]}) == 1
+
+
 def test_long_tables_say_what_they_leave_out() -> None:
     from echograph.profiler.analyses.table import from_rows
 

@@ -6,29 +6,19 @@ from collections.abc import Mapping
 
 from echograph.frontend.onnx.call import Operator
 from echograph.frontend.onnx.operators import (
-    attention,
-    contrib,
     elementwise,
-    index,
     network,
     quantised,
-    recurrent,
-    reduction,
     shape,
     signal,
 )
 
 OPERATORS: Mapping[str, Operator] = {
     **elementwise.OPERATORS,
-    **reduction.OPERATORS,
     **shape.OPERATORS,
-    **index.OPERATORS,
     **network.OPERATORS,
-    **attention.OPERATORS,
-    **recurrent.OPERATORS,
     **quantised.OPERATORS,
     **signal.OPERATORS,
-    **contrib.OPERATORS,
 }
 """Operator type, after its domain and a dot where that is not ONNX's own -> what it runs."""
 _OF_DATA, _OF_TEXT = "makes a shape from values", "works on text or pictures in a file"

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from echograph.errors import CaptureError
 from echograph.frontend.onnx.call import NodeCall, Operator, extents
-from echograph.frontend.onnx.operators.attention import packed_attention
-from echograph.frontend.onnx.operators.network import convolve
-from echograph.frontend.onnx.operators.recurrent import lstm
+from echograph.frontend.onnx.operators.network import convolve, lstm, packed_attention
 
 _MICROSOFT = "com.microsoft."
 

@@ -5,25 +5,680 @@ Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021)
 is sent on a stream of its direction and received on another one, as separate NCCL operations between neighbours;
 so a stage neither blocks its own work by sending nor orders what it receives by what it sends.
 
-A schedule that splits backward runs gradients of weights in passes of their own (`routes.parts`). Clipping by
-the norm of all gradients and fp16 loss scaling all-reduce one scalar over the stages (`placement.Optimizer`).
+A schedule that splits backward runs gradients of weights in passes of their own (`placement.parts`). Clipping by
+the norm of all gradients and fp16 loss scaling all-reduce one scalar over the stages
+(`placement.OptimizerPlacer`).
+
+A job has a block for each chunk, and those of the layers that it calls. A chunk's block is its part of the main
+block, with what it receives and sends. Its rows stand in the order in which they run: receives, operations and
+sends of forward, the same of backward, weight gradients, then what the optimizer needs. The layers stay blocks of
+their own, called in between. `PipelineContext` is what all chunks have in common while they are written,
+`StageCommunication` writes what stages say to each other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from echograph.errors import PlanError
+from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
+from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, JobGraph, StepGraph
-from echograph.ir.passes.gradients import adds_up, final_gradients
-from echograph.ir.passes.pipeline.blocks import AXIS, Chunk, Layers, Plan, in_order, leaders
-from echograph.ir.passes.pipeline.placement import Optimizer, Placement, place
-from echograph.ir.passes.pipeline.routes import Part, parts, route
-from echograph.ir.passes.pipeline.schedules import SPLIT, Kind, check_schedule, order
+from echograph.ir.passes.model import adds_up, final_gradients
+from echograph.ir.passes.pipeline.placement import (
+    OptimizerPlacer,
+    Partition,
+    PipelinePhase,
+    Routes,
+    memory_of,
+    parts,
+    place,
+    route,
+)
+from echograph.ir.passes.pipeline.schedules import SPLIT, Computation, check_schedule, order
 from echograph.ir.passes.rewrite import Call, accumulate, empty_copy, in_micro_batch
 from echograph.ir.types import Tensor, TensorRole
+
+BlockInstance = tuple[int, int]
+"""(block, instance) of the step."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerBlock:
+    """A block of the job.
+
+    Attributes:
+        block: the block of the step that it is made from.
+        leads: operations of that block that bear a launch.
+        instances: the instances of that block that it has, in order.
+        number: its number in the job.
+        places: position of each operation in the block, by its row in the step.
+        begin: row of its first operation in the job.
+        first_id: the id in the job of its first tensor, once all blocks are known.
+        first_op_id: the same of its first operation.
+    """
+
+    block: int
+    leads: frozenset[int]
+    instances: list[int] = field(default_factory=list)
+    number: int = 0
+    places: dict[int, int] = field(default_factory=dict)
+    begin: int = 0
+    first_id: int = 0
+    first_op_id: int = 0
+
+
+class Layers:
+    """All layers of the step.
+
+    Args:
+        graph: the step.
+        parts: the part of each operation.
+        leads: for layers that bear launches, the operations that do.
+    """
+
+    def __init__(
+        self, graph: StepGraph, parts: list[PipelinePhase], leads: dict[BlockInstance, frozenset[int]]
+    ) -> None:
+        self.graph, self.parts = graph, parts
+        self.blocks: list[LayerBlock] = []
+        self.of: dict[BlockInstance, tuple[LayerBlock, int]] = {}
+        self._runs: dict[tuple[int, int, PipelinePhase], tuple[int, int] | None] = {}
+        for number, block in enumerate(graph.blocks[1:], 1):
+            alike: dict[frozenset[int], LayerBlock] = {}
+            for index in range(len(block.instances)):
+                led = leads.get((number, index), frozenset())
+                made = alike.setdefault(led, LayerBlock(block=number, leads=led))
+                self.of[number, index] = made, len(made.instances)
+                made.instances.append(index)
+            for made in alike.values():
+                order = sorted(block.ops, key=parts.__getitem__)
+                made.places = {row: place for place, row in enumerate(order)}
+            self.blocks += alike.values()
+        for number, made in enumerate(self.blocks, 1):  # the main block is that of the first chunk
+            made.number = number
+
+    def write(self, builder: GraphBuilder) -> None:
+        """Writes all blocks, without their instances."""
+        for made in self.blocks:
+            builder.begin_block(self.graph.blocks[made.block].name)
+            self._write(made, builder)
+
+    def _write(self, made: LayerBlock, builder: GraphBuilder) -> None:
+        block = self.graph.blocks[made.block]
+        tensors = builder.tensor_count() - block.tensors.start
+        for tensor in self.graph.tensors[block.tensors.start : block.tensors.stop]:
+            alias = None if tensor.alias_of is None else tensor.alias_of + tensors
+            builder.tensor(
+                tensor.name, tensor.shape, tensor.dtype, tensor.role, alias_of=alias, port=tensor.port,
+                sharded=tensor.sharded,
+            )  # fmt: skip
+        made.begin = builder.op_count()
+        for row in made.places:
+            op = self.graph.ops[row]
+            changes: dict[str, object] = {
+                "inputs": [tensor + tensors for tensor in op.inputs],
+                "outputs": [tensor + tensors for tensor in op.outputs],
+                "deps": [made.begin + made.places[before] for before in op.deps],
+            }
+            if isinstance(op, t.Compute) and op.forward_op is not None and op.forward_op >= 0:
+                changes["forward_op"] = made.begin + made.places[op.forward_op]
+            builder.add(with_lead(op, leads=row in made.leads), **changes)
+
+    def number(self, first_id: int, first_op_id: int) -> tuple[int, int]:
+        """Gives the blocks their ids, from the first ones on; returns those after them."""
+        for made in self.blocks:
+            made.first_id, made.first_op_id = first_id, first_op_id
+            first_id += self.graph.tensor_bases[made.block][1] * len(made.instances)
+            first_op_id += len(made.places) * len(made.instances)
+        return first_id, first_op_id
+
+    def tensor_id(self, layer: BlockInstance, row: int) -> int:
+        """The id in the job of a layer's own tensor, a row of the step's table."""
+        made, index = self.of[layer]
+        own = self.graph.tensor_bases[made.block][1]
+        return made.first_id + index * own + int(self.graph.local_position[row])
+
+    def op_id(self, layer: BlockInstance, row: int) -> int:
+        """The id in the job of a layer's operation, a row of the step's table."""
+        made, index = self.of[layer]
+        return made.first_op_id + index * len(made.places) + made.places[row]
+
+    def begin(self, block: int) -> int:
+        """Row of the first operation of a block of the job if it is a layers' block, else 0."""
+        return self.blocks[block - 1].begin if 0 < block <= len(self.blocks) else 0
+
+    def call(self, layer: BlockInstance, begin: int, end: int, part: PipelinePhase) -> Call | None:
+        """What of a call of the step runs in a part; None where nothing does.
+
+        Operations count from the first one of the block, whose row is known once the block is written (`begin`).
+        """
+        key = begin, end, part
+        if key not in self._runs:
+            rows = [row for row in range(begin, end) if self.parts[row] == part]
+            self._runs[key] = (rows[0], rows[-1]) if rows else None
+        run = self._runs[key]
+        if run is None:
+            return None
+        made, index = self.of[layer]
+        return made.number, made.places[run[0]], made.places[run[1]] + 1, index, 0
+
+
+def with_lead(op: t.Op, *, leads: bool) -> t.Op:
+    """The operation, bearing the launch that it shares with others or not."""
+    if isinstance(op, t.Compute) and isinstance(op.attributes, t.MultiTensor) and op.attributes.leads != leads:
+        return replace(op, attributes=replace(op.attributes, leads=leads))
+    return op
+
+
+def leaders(
+    graph: StepGraph, placement: Partition, stages: int
+) -> tuple[set[tuple[int, int]], dict[BlockInstance, frozenset[int]]]:
+    """Who bears the launches of multi-tensor kernels on each stage: one share of each launch does.
+
+    Returns:
+        (chunk, operation) of the main block, and the operations of layers on stages that have no share there.
+    """
+    main: dict[tuple[int, int], tuple[int, int]] = {}
+    layers: dict[tuple[int, int], tuple[BlockInstance, int]] = {}
+    for (block, instance, row), launch in _launches(graph).items():
+        if block:
+            chunk = placement.instances[block, instance]
+            layers.setdefault((chunk % stages, launch), ((block, instance), row))
+        else:
+            for chunk in sorted(placement.ops[row]):
+                main.setdefault((chunk % stages, launch), (chunk, row))
+    led: dict[BlockInstance, frozenset[int]] = {}
+    for where, (layer, row) in layers.items():
+        if where not in main:
+            led[layer] = led.get(layer, frozenset()) | {row}
+    return set(main.values()), led
+
+
+def _launches(graph: StepGraph) -> dict[tuple[int, int, int], int]:
+    """For each (block, instance, operation) that shares a launch, which one; its first share leads."""
+    shares = {i: v.leads for i, v in enumerate(graph.ops.attribute_values) if isinstance(v, t.MultiTensor)}
+    found: dict[tuple[int, int, int], int] = {}
+    launch, attributes = NONE, graph.ops.attributes.tolist()
+    for block, begin, end, instance, _ in graph.programs[0].calls.tolist() if shares else ():
+        for row in range(begin, end):
+            if attributes[row] in shares:
+                launch += shares[attributes[row]]
+                found[block, instance, row] = launch
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineContext:
+    """A step and where it goes. "Ids" are those of the step.
+
+    Attributes:
+        graph: the step.
+        placement: which chunk runs what.
+        routes: what crosses between chunks.
+        parts: the part of every operation.
+        layers: the layers' blocks.
+        leads: (chunk, operation of the main block) that bear a launch on their stage.
+        stages: chunk k is on stage k modulo this.
+        group: the group of the stages.
+        shared: for every gradient that chunks share, the group that all-reduces it; None where two exchange it.
+    """
+
+    graph: StepGraph
+    placement: Partition
+    routes: Routes
+    parts: list[PipelinePhase]
+    layers: Layers
+    leads: set[tuple[int, int]]
+    stages: int
+    group: int
+    shared: dict[int, int | None]
+    _tensors: dict[int, t.Tensor] = field(default_factory=dict, init=False)
+
+    def tensor(self, row: int) -> t.Tensor:
+        """A tensor of the step."""
+        if row not in self._tensors:
+            self._tensors[row] = self.graph.tensors[row]
+        return self._tensors[row]
+
+    def is_flag(self, tensor: int) -> bool:
+        """Whether a tensor id is a version of a flag that is handed through all stages."""
+        flags = self.placement.flag_memory
+        return bool(flags) and memory_of(self.graph, *self.graph.locate_tensor(tensor)) in flags
+
+    def version(self, tensor: int, stage: int) -> int:
+        """The last version of a flag that a stage makes, up to the one asked for; any other tensor is itself."""
+        if not self.is_flag(tensor):
+            return tensor
+        graph, place = self.graph, self.graph.locate_tensor(tensor)
+        while True:
+            block, instance, row = graph.value(*place)
+            maker = int(graph.maker[row])
+            if maker == NONE or self.runs(stage, (block, instance, maker)):
+                return graph.tensor_id(block, instance, row)
+            place = block, instance, int(graph.tensors.alias_of[row])
+
+    def runs(self, stage: int, place: tuple[int, int, int]) -> bool:
+        """Whether a stage runs (block, instance, operation)."""
+        return any(chunk % self.stages == stage for chunk in self.placement.of(place))
+
+    def has(self, stage: int, tensor: int) -> bool:
+        """Whether the optimizer has a tensor on a stage."""
+        source = self.graph.source(*self.graph.locate_tensor(tensor))
+        return source is None or self.runs(stage, source) or self.is_flag(tensor)
+
+    def is_late(self, tensor: int) -> bool:
+        """Whether the optimizer makes a tensor, when all chunks of a stage are done."""
+        source = self.graph.source(*self.graph.locate_tensor(tensor))
+        return source is not None and self.parts[source[2]] == PipelinePhase.UPDATE
+
+
+AXIS = "pp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCommunication:
+    """Writes the communications of a chunk.
+
+    Attributes:
+        builder: the builder, with the chunk's block open.
+        number: which chunk.
+        stages: chunk k is on stage k modulo this.
+        group: the group of the stages.
+    """
+
+    builder: GraphBuilder
+    number: int
+    stages: int
+    group: int
+
+    def send(
+        self, row: int, nbytes: int, other: int, tag: int, what: str, phase: t.Phase, payload: t.Payload
+    ) -> int:
+        """Sends a tensor to the stage of another chunk."""
+        return self.builder.send(
+            f"{AXIS}.send_{what}", group=self.group, peer=self._peer(other), tag=tag, nbytes=nbytes,
+            payload=payload, phase=phase, inputs=(row,), stream=self.builder.stream(f"comm.{AXIS}.{what}.send"),
+        )  # fmt: skip
+
+    def receive(
+        self, row: int, nbytes: int, other: int, tag: int, what: str, phase: t.Phase, payload: t.Payload
+    ) -> int:
+        """Receives a tensor from the stage of another chunk."""
+        return self.builder.recv(
+            f"{AXIS}.recv_{what}", group=self.group, peer=self._peer(other), tag=tag, nbytes=nbytes,
+            payload=payload, phase=phase, outputs=(row,), stream=self.builder.stream(f"comm.{AXIS}.{what}.recv"),
+        )  # fmt: skip
+
+    def _peer(self, other: int) -> int:
+        return other % self.stages - self.number % self.stages
+
+    def all_reduce(
+        self, row: int, tensor: t.Tensor, group: int, what: str, phase: t.Phase, payload: t.Payload, *made: int
+    ) -> int:
+        """All-reduces a tensor in place; `made` is its next version, where that has a name."""
+        return self.builder.collective(
+            f"{AXIS}.all_reduce_{what}", t.CollectiveKind.ALL_REDUCE, group=group, bytes_per_rank=tensor.nbytes,
+            dtype=tensor.dtype, payload=payload, asynchronous=True, phase=phase, inputs=(row,), outputs=made,
+            stream=self.builder.stream(f"comm.{AXIS}.{what}"),
+        )  # fmt: skip
+
+    def wait(self, ops: list[int], phase: t.Phase) -> int:
+        """The compute stream waits for communications."""
+        return self.builder.compute(f"{AXIS}.wait", phase=phase, deps=ops)
+
+
+Moment = tuple[int, int, int]
+"""When something runs within a part: call of the step, operation of the step, before (0) or after (1) it."""
+_PHASES = {PipelinePhase.FORWARD: t.Phase.FORWARD, PipelinePhase.BACKWARD: t.Phase.BACKWARD}
+_FIRST, _LAST = (-1, 0, 0), (2**31, 0, 0)
+
+
+@dataclass(slots=True, kw_only=True)
+class Chunk:
+    """The block of a chunk as it is written. "Ids" are those of the step.
+
+    Attributes:
+        plan: what all chunks have in common.
+        number: which chunk.
+        builder: the builder, with the chunk's block open.
+        block: number of that block.
+        rows: new row of each tensor in the block, by id.
+        own: position of these rows among those that are no ports.
+        ports: ids of the tensors of layers, and of other chunks of the stage, that the ports stand for.
+        ops: new row of each operation, by its row in the step.
+        forward_ops: ids of the operations elsewhere that are named as forward operations.
+        calls: what runs in each part, and when; operations of layers count from the first of their block.
+        names: for rows that hold a share of a gradient, the gradient's name.
+        shapes: shapes of what is shorter on one stage than in the step, by id.
+        siblings: all chunks of the stage.
+        written: rows of all operations of the block.
+        first_id: the id in the job of the block's first tensor, once all blocks are known.
+        first_op_id: the same of its first operation.
+    """
+
+    plan: PipelineContext
+    number: int
+    builder: GraphBuilder
+    block: int
+    rows: dict[int, int] = field(default_factory=dict)
+    own: dict[int, int] = field(default_factory=dict)
+    ports: list[int] = field(default_factory=list)
+    ops: dict[int, int] = field(default_factory=dict)
+    forward_ops: list[int] = field(default_factory=list)
+    calls: dict[PipelinePhase, list[tuple[Moment, Call]]] = field(
+        default_factory=lambda: {part: [] for part in PipelinePhase}
+    )
+    names: dict[int, str] = field(default_factory=dict)
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    siblings: list[Chunk] = field(default_factory=list)
+    written: range = range(0)
+    first_id: int = 0
+    first_op_id: int = 0
+
+    @property
+    def stage(self) -> int:
+        """The stage that the chunk is on."""
+        return self.number % self.plan.stages
+
+    @property
+    def links(self) -> StageCommunication:
+        """Writes communications into the block."""
+        plan = self.plan
+        return StageCommunication(builder=self.builder, number=self.number, stages=plan.stages, group=plan.group)
+
+    def write(self) -> None:
+        """Writes all rows, and the calls that run them and the layers."""
+        graph, placement = self.plan.graph, self.plan.placement
+        first = self.builder.op_count()
+        self._name_shares()
+        for part in PipelinePhase:
+            self._run(part, _FIRST, self._begin(part))
+            for number, (block, begin, end, instance, _) in enumerate(graph.programs[0].calls.tolist()):
+                if block == 0:
+                    self._main(part, number, range(begin, end))
+                elif placement.instances[block, instance] == self.number:
+                    call = self.plan.layers.call((block, instance), begin, end, part)
+                    self.calls[part] += [((number, begin, 0), call)] if call else []
+            self._run(part, _LAST, self._end(part))
+        for (block, instance), chunk in placement.instances.items():
+            for bound in graph.blocks[block].instances[instance].bindings if chunk == self.number else ():
+                if not self.has_layer_of(bound):
+                    self.tensor(bound)
+        for tensor in _untouched(graph) if self.number == 0 else ():
+            self.tensor(tensor)
+        self.written = range(first, self.builder.op_count())
+
+    def _main(self, part: PipelinePhase, number: int, rows: range) -> None:
+        """Writes the chunk's operations of a call of the main block."""
+        placement, stages = self.plan.placement, self.plan.stages
+        completed = placement.totals | placement.flags.keys()
+        for row in rows:
+            if self.plan.parts[row] != part:
+                continue
+            if self.number in placement.ops[row]:
+                self._run(part, (number, row, 0), [self._op(row)])
+            if row in completed and self.number < stages > 1:
+                self._run(part, (number, row, 1), self._complete(row))
+
+    def _run(self, part: PipelinePhase, when: Moment, ops: list[int]) -> None:
+        if ops:
+            self.calls[part].append((when, (self.block, ops[0], ops[-1] + 1, 0, 0)))
+
+    # -- calls ---------------------------------------------------------------------------------------------
+
+    def timed(self, part: PipelinePhase) -> list[tuple[Moment, Call]]:
+        """What runs in a part, and when, once all blocks are written."""
+        begin = self.plan.layers.begin
+        return [
+            (when, (block, x + begin(block), y + begin(block), instance, 0))
+            for when, (block, x, y, instance, _) in self.calls[part]
+        ]
+
+    def has_layer_of(self, tensor: int) -> bool:
+        """Whether a tensor is of a layer of this chunk, or of what the stage's optimizer makes in another's."""
+        block, instance, _ = self.plan.graph.locate_tensor(tensor)
+        if not block:
+            return False
+        chunk = self.plan.placement.instances[block, instance]
+        return chunk == self.number or (chunk % self.plan.stages == self.stage and self.plan.is_late(tensor))
+
+    # -- communication -------------------------------------------------------------------------------------
+
+    def _begin(self, part: PipelinePhase) -> list[int]:
+        routes = self.plan.routes
+        if part == PipelinePhase.UPDATE:
+            return self._add_shares_up()
+        if part == PipelinePhase.WEIGHT:
+            return []
+        received = routes.up[self.number] if part == PipelinePhase.FORWARD else routes.down[self.number]
+        ops = [self._receive(tensor, part) for tensor in received]
+        # All of the pass waits, also what it recomputes, as it does in torch and Megatron-LM.
+        return [*ops, self.links.wait(ops, _PHASES[part])] if ops else ops
+
+    def _end(self, part: PipelinePhase) -> list[int]:
+        routes, sent = self.plan.routes, tuple[int, ...]()
+        if part == PipelinePhase.FORWARD and self.number + 1 < self.plan.placement.chunks:
+            sent = routes.up[self.number + 1]
+        elif part == PipelinePhase.BACKWARD and self.number > 0:
+            sent = routes.down[self.number - 1]
+        return [self._send(tensor, part) for tensor in sent]
+
+    def _receive(self, tensor: int, part: PipelinePhase) -> int:
+        value = self.value(tensor)
+        made = self._add(tensor, replace(value, role=t.TensorRole.ACTIVATION, port=False, alias_of=None))
+        other = self.number - 1 if part == PipelinePhase.FORWARD else self.number + 1
+        return self.links.receive(made, value.nbytes, other, *self._line(other, part))
+
+    def _send(self, tensor: int, part: PipelinePhase) -> int:
+        other = self.number + 1 if part == PipelinePhase.FORWARD else self.number - 1
+        return self.links.send(self.tensor(tensor), self.value(tensor).nbytes, other, *self._line(other, part))
+
+    def _line(self, other: int, part: PipelinePhase) -> tuple[int, str, t.Phase, t.Payload]:
+        """Tag, label, phase and payload of what a pass says to another chunk."""
+        return 2 * min(other, self.number) + part, part.name.lower(), _PHASES[part], t.Payload.ACTIVATION
+
+    def _add_shares_up(self) -> list[int]:
+        """Adds what other chunks have of the gradients that it shares with them."""
+        shares, plan, links = self.plan.placement.shares, self.plan, self.links
+        mine = [gradient for chunk, gradient in shares if chunk == self.number]
+        ops = []
+        for gradient in mine:
+            if (group := plan.shared[gradient]) is not None:
+                about = "shared_gradient", t.Phase.OPTIMIZER, t.Payload.GRADIENT
+                ops.append(links.all_reduce(self._share(gradient), plan.graph.tensors[gradient], group, *about))
+        if ops:
+            ops.append(links.wait(ops, t.Phase.OPTIMIZER))
+        for gradient in mine:
+            if plan.shared[gradient] is None:
+                (other,) = (chunk for chunk, its in shares if its == gradient and chunk != self.number)
+                ops += self._exchange(gradient, other)
+        return ops
+
+    def _exchange(self, gradient: int, other: int) -> list[int]:
+        """An all-reduce of two stages out of more, which no group of axes can say: both send, and both add."""
+        value, builder, share = self.plan.graph.tensors[gradient], self.builder, self._share(gradient)
+        tag = 2 * self.plan.placement.chunks + sorted(self.plan.shared).index(gradient)
+        about = value.nbytes, other, tag, "shared_gradient", t.Phase.OPTIMIZER, t.Payload.GRADIENT
+        theirs = builder.tensor(f"{value.name}.of_{other}", value.shape, value.dtype, t.TensorRole.ACTIVATION)
+        self.own[theirs] = len(self.own)
+        send, recv = self.links.send(share, *about), self.links.receive(theirs, *about)
+        add = builder.compute(
+            "aten.add_",
+            phase=t.Phase.OPTIMIZER,
+            inputs=(share, theirs),
+            deps=(send,),
+            bytes_read=2 * value.nbytes,
+            bytes_written=value.nbytes,
+        )
+        return [send, recv, add]
+
+    def _share(self, gradient: int) -> int:
+        """New row of the chunk's share of a gradient."""
+        share = self.plan.placement.shares[self.number, gradient]
+        return self.tensor(self.plan.graph.tensor_id(0, 0, share))
+
+    def _complete(self, row: int) -> list[int]:
+        """All-reduces the stage's share of what an operation makes over the stages, in place."""
+        plan = self.plan
+        tensor = plan.placement.flags.get(row, plan.graph.tensor_id(0, 0, plan.graph.ops.outputs.row(row)[0]))
+        what = "overflow" if row in plan.placement.flags else "norm"
+        share, value = self.tensor(tensor), self.value(tensor)
+        about = value, plan.group, what, t.Phase.OPTIMIZER, t.Payload.OTHER
+        total = self.builder.tensor(value.name, value.shape, value.dtype, value.role, alias_of=share)
+        self.own[total] = len(self.own)
+        reduced = self.links.all_reduce(share, *about, total)
+        return [reduced, self.links.wait([reduced], t.Phase.OPTIMIZER)]
+
+    # -- rows ----------------------------------------------------------------------------------------------
+
+    def _op(self, row: int) -> int:
+        graph = self.plan.graph
+        op = with_lead(graph.ops[row], leads=(self.number, row) in self.plan.leads)
+        if not set(op.deps) <= self.ops.keys():
+            raise PlanError(
+                f"operation {row} ({op.name}) waits for one of another pipeline stage: use fewer stages"
+            )
+        changes = self._share_of(op) if row in self.plan.placement.stagewide else {}
+        changes["inputs"] = [self._read(tensor) for tensor in changes.get("inputs", op.inputs)]
+        changes["outputs"] = [self.tensor(graph.tensor_id(0, 0, tensor)) for tensor in op.outputs]
+        changes["deps"] = [self.ops[before] for before in op.deps]
+        if isinstance(op, t.Compute) and op.forward_op is not None:
+            changes["forward_op"] = self._forward_op(op.forward_op)
+        self.ops[row] = self.builder.add(op, **changes)
+        return self.ops[row]
+
+    def _share_of(self, op: t.Op) -> dict[str, Any]:
+        """What changes where a stage has a part of what an operation reads: a stack of that is shorter."""
+        graph, plan = self.plan.graph, self.plan
+        inputs = [i for i in op.inputs if plan.has(self.stage, graph.tensor_id(0, 0, i))]
+        for tensor in op.outputs:
+            shape = graph.tensors[tensor].shape
+            if len(inputs) < len(op.inputs) and shape[:1] == (len(op.inputs),):
+                self.shapes[graph.tensor_id(0, 0, tensor)] = (len(inputs), *shape[1:])
+        changes: dict[str, Any] = {"inputs": inputs}
+        for name, before, now in (("bytes_read", op.inputs, inputs), ("bytes_written", op.outputs, op.outputs)):
+            if isinstance(op, t.Compute) and getattr(op, name) == sum(graph.tensors[i].nbytes for i in before):
+                changes[name] = sum(self.value(graph.tensor_id(0, 0, i)).nbytes for i in now)
+        return changes
+
+    def _forward_op(self, forward: int) -> int:
+        graph = self.plan.graph
+        if forward in self.ops:
+            return self.ops[forward]
+        if forward >= 0:
+            forward_id = graph.op_id(0, 0, forward)
+        else:
+            forward_id = graph.blocks[0].instances[0].op_bindings[-2 - forward]
+        if forward_id not in self.forward_ops:
+            self.forward_ops.append(forward_id)
+        return -2 - self.forward_ops.index(forward_id)
+
+    def _read(self, row: int) -> int:
+        """New row of a tensor of the main block; of the chunk's own terms, where it is a sum over chunks."""
+        term = self.plan.placement.terms.get((self.number, row), row)
+        return self.tensor(self.plan.graph.tensor_id(0, 0, term))
+
+    def tensor(self, tensor: int) -> int:
+        """New row of a tensor, by its id in the step: a copy of the main block's, a port for what is elsewhere.
+
+        Raises:
+            PlanError: it is made elsewhere and does not come here.
+        """
+        if tensor not in self.rows:
+            version = self.plan.version(tensor, self.stage)
+            if version == tensor:
+                self._admit(tensor)
+            else:
+                self.rows[tensor] = self.tensor(version)
+        return self.rows[tensor]
+
+    def _admit(self, tensor: int) -> None:
+        graph, value = self.plan.graph, self.value(tensor)
+        block, _, row = graph.locate_tensor(tensor)
+        maker = int(graph.maker[row])
+        mine = block == 0 and (maker == NONE or self.number in self.plan.placement.ops[maker])
+        if not mine:
+            sibling = block == 0 and self.plan.is_late(tensor) and self.plan.runs(self.stage, (0, 0, maker))
+            if not sibling and not self.has_layer_of(tensor):
+                raise PlanError(f"tensor {value.name} is not on pipeline chunk {self.number}: use fewer stages")
+            self.ports.append(tensor)
+            role = value.role if value.role.persistent else t.TensorRole.ACTIVATION
+            self._add(tensor, replace(value, role=role, port=True, alias_of=None))
+            return
+        alias = None if value.alias_of is None else self.tensor(graph.tensor_id(0, 0, value.alias_of))
+        if row in self.names:  # a share stands for the gradient, so it lives as long
+            value = replace(value, name=self.names[row], role=t.TensorRole.GRADIENT)
+        self._add(tensor, replace(value, alias_of=alias))
+
+    def _add(self, tensor: int, value: t.Tensor) -> int:
+        row = self.builder.tensor(
+            value.name,
+            value.shape,
+            value.dtype,
+            value.role,
+            alias_of=value.alias_of,
+            port=value.port,
+            sharded=value.sharded,
+        )
+        self.rows[tensor] = row
+        if not value.port:
+            self.own[row] = len(self.own)
+        return row
+
+    def new_id(self, tensor: int) -> int:
+        """The id in the job of a tensor that the block, a layer or another chunk of the stage owns."""
+        tensor = tensor if tensor in self.rows else self.plan.version(tensor, self.stage)
+        for chunk in (self, *self.siblings):
+            row = chunk.rows.get(tensor)
+            if row in chunk.own:
+                return chunk.first_id + chunk.own[row]
+        version = self.plan.version(tensor, self.stage)
+        block, instance, row = self.plan.graph.locate_tensor(version)
+        return self.plan.layers.tensor_id((block, instance), row) if block else self.new_id(version)
+
+    def value(self, tensor: int) -> t.Tensor:
+        """A tensor of the step with the name that it has in its instance, and the shape that it has here."""
+        graph = self.plan.graph
+        block, instance, row = graph.locate_tensor(tensor)
+        value = self.plan.tensor(row)
+        label = graph.blocks[block].instances[instance].label
+        name = value.name.replace("{}", label) if block else value.name
+        shape = self.shapes.get(tensor, value.shape)
+        return value if (name, shape) == (value.name, value.shape) else replace(value, name=name, shape=shape)
+
+    def _name_shares(self) -> None:
+        graph = self.plan.graph
+        for (chunk, gradient), share in self.plan.placement.shares.items():
+            row = share
+            while chunk == self.number and row not in (gradient, NONE):
+                self.names[row] = graph.tensors[gradient].name
+                row = int(graph.tensors.alias_of[row])
+
+
+def in_order(calls: Iterable[tuple[Moment, Call]]) -> list[Call]:
+    """Calls in the order of their moments; those that go on where one ended join it."""
+    found: list[Call] = []
+    for _, (block, begin, end, instance, _) in sorted(calls):
+        if found and found[-1][:4:3] == (block, instance) and found[-1][2] == begin:
+            begin = found.pop()[1]
+        found.append((block, begin, end, instance, 0))
+    return found
+
+
+def _untouched(graph: StepGraph) -> Iterator[int]:
+    """Tensors of the main block that nothing reads or makes, such as an unused parameter."""
+    bound = {b for block in graph.blocks[1:] for instance in block.instances for b in instance.bindings}
+    touched = set(graph.ops.inputs.values.tolist()) | set(graph.tensors.alias_of.tolist())
+    for row in graph.blocks[0].tensors:
+        if graph.maker[row] == NONE and not graph.tensors.port[row] and row not in touched:
+            tensor = graph.tensor_id(0, 0, row)
+            if tensor not in bound:
+                yield tensor
+
 
 MAX_STAGES = 4096
 
@@ -60,13 +715,13 @@ class Pipeline:
         """
         self._check(graph)
         placement = place(graph, self.stages * self.chunks, self.layers)
-        Optimizer(graph, placement, self.stages).place()
+        OptimizerPlacer(graph, placement, self.stages).place()
         routes = route(graph, placement)
         of = parts(graph, routes, split=self.schedule in SPLIT)
         leads, leading_layers = leaders(graph, placement, self.stages)
         builder = empty_copy(graph)
         builder.mesh = (Axis(name=AXIS, size=self.stages), *graph.mesh)
-        plan = Plan(
+        plan = PipelineContext(
             graph=graph,
             placement=placement,
             routes=routes,
@@ -96,7 +751,7 @@ class Pipeline:
         if any(axis.name == AXIS for axis in graph.mesh):
             raise PlanError("the graph has a pipeline already: give its step graph without one")
 
-    def _groups(self, graph: StepGraph, placement: Placement, builder: GraphBuilder) -> dict[int, int | None]:
+    def _groups(self, graph: StepGraph, placement: Partition, builder: GraphBuilder) -> dict[int, int | None]:
         """The group of every gradient that several chunks have a share of; None where two stages exchange it."""
         sharers: dict[int, list[int]] = {}
         for chunk, gradient in placement.shares:
@@ -114,27 +769,31 @@ class Pipeline:
                 groups[gradient] = builder.group("embedding", axes=(AXIS,), positions=sorted(stages))
         return groups
 
-    def _calls(self, plan: Plan, builder: GraphBuilder, chunks: list[Chunk], stage: int) -> list[Call]:
+    def _calls(self, plan: PipelineContext, builder: GraphBuilder, chunks: list[Chunk], stage: int) -> list[Call]:
         added = {}
         if self.micro_batches > 1:
             gradients = {c.number: _gradients(plan, c) for c in chunks}
             added = {number: [accumulate(builder, its)] if its else [] for number, its in gradients.items()}
         last = "weight" if self.schedule in SPLIT else "backward"
-        runs = {(chunk.number, part): in_order(chunk.timed(part)) for chunk in chunks for part in Part}
+        runs = {(chunk.number, part): in_order(chunk.timed(part)) for chunk in chunks for part in PipelinePhase}
         calls: list[Call] = []
         for kind, micro_batch, number in order(self.schedule, stage, self.stages, self.micro_batches, self.chunks):
             chunk = chunks[number]
             calls += in_micro_batch(runs[chunk.number, _PARTS[kind]], micro_batch)
             if kind == last and micro_batch:
                 calls += in_micro_batch(added[chunk.number], micro_batch)
-        update = [call for chunk in chunks for call in chunk.timed(Part.UPDATE)]
+        update = [call for chunk in chunks for call in chunk.timed(PipelinePhase.UPDATE)]
         return calls + in_micro_batch(in_order(update), self.micro_batches - 1)
 
 
-_PARTS: dict[Kind, Part] = {"forward": Part.FORWARD, "backward": Part.BACKWARD, "weight": Part.WEIGHT}
+_PARTS: dict[Computation, PipelinePhase] = {
+    "forward": PipelinePhase.FORWARD,
+    "backward": PipelinePhase.BACKWARD,
+    "weight": PipelinePhase.WEIGHT,
+}
 
 
-def _write(plan: Plan, builder: GraphBuilder) -> list[Chunk]:
+def _write(plan: PipelineContext, builder: GraphBuilder) -> list[Chunk]:
     """Writes the first chunk as the main block, the layers' blocks, then the blocks of the other chunks."""
     chunks = [Chunk(plan=plan, number=0, builder=builder, block=0)]
     chunks[0].write()
@@ -149,7 +808,7 @@ def _write(plan: Plan, builder: GraphBuilder) -> list[Chunk]:
     return chunks
 
 
-def _bind(plan: Plan, builder: GraphBuilder, chunks: list[Chunk]) -> None:
+def _bind(plan: PipelineContext, builder: GraphBuilder, chunks: list[Chunk]) -> None:
     """Adds all instances, now that it is known where every block begins."""
     graph, layers = plan.graph, plan.layers
     tensors, ops = layers.number(len(chunks[0].own), len(chunks[0].written))
@@ -175,7 +834,7 @@ def _bind(plan: Plan, builder: GraphBuilder, chunks: list[Chunk]) -> None:
             )
 
 
-def _op_id(plan: Plan, chunks: list[Chunk], number: int, op: int) -> int:
+def _op_id(plan: PipelineContext, chunks: list[Chunk], number: int, op: int) -> int:
     """The id in the job of an operation of the step; of its copy on the same chunk, if there is one."""
     block, instance, row = plan.graph.locate_op(op)
     if block:
@@ -185,7 +844,7 @@ def _op_id(plan: Plan, chunks: list[Chunk], number: int, op: int) -> int:
     return chunk.first_op_id + chunk.ops[row] - chunk.written.start
 
 
-def _gradients(plan: Plan, chunk: Chunk) -> list[tuple[Tensor, int]]:
+def _gradients(plan: PipelineContext, chunk: Chunk) -> list[tuple[Tensor, int]]:
     """The final gradients that a chunk makes and that have to be added up, with their ids in the job."""
     graph, placement = plan.graph, plan.placement
     places: dict[int, list[int]] = {}

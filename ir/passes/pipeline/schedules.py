@@ -1,9 +1,9 @@
-"""Pipeline schedules as data: what a stage does, one pass after the other.
+"""Pipeline schedules as data: the actions of a stage, in order.
 
-A pass is the forward or backward of one chunk of layers for one micro-batch. A schedule may split backward: then
-"backward" makes the gradients that are sent on, and "weight" those of the parameters. Every schedule runs the
-micro-batches of a chunk in ascending order, each kind of pass for itself, so the sends of a stage meet the
-receives of its neighbour in the order in which both issue them.
+An action is the forward or backward pass of one chunk of layers for one micro-batch. A schedule may split
+backward: then "backward" makes the gradients that are sent on, and "weight" those of the parameters. Every
+schedule runs the micro-batches of a chunk in ascending order, each kind of pass for itself, so the sends of a
+stage meet the receives of its neighbour in the order in which both issue them.
 
 How many layers each chunk gets can be said in Megatron-LM's words (`split_layers`). The rules are those of
 megatron-core's `get_num_layers_to_build`: either the embedding or the loss counts as a layer of the stage that has
@@ -90,32 +90,32 @@ def _nearest(fitting: list[int], value: int) -> str:
     return " or ".join(map(str, sorted(sorted(fitting, key=lambda n: (abs(n - value), n))[:2])))
 
 
-Kind = Literal["forward", "backward", "weight"]
-Pass = tuple[Kind, int, int]
+Computation = Literal["forward", "backward", "weight"]
+Action = tuple[Computation, int, int]
 """What to run, for which micro-batch, and which of the stage's chunks."""
 
 MAX_MICRO_BATCHES = 65_536
 MAX_PASSES = 4_000_000
 
 
-def gpipe(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Pass]:
+def gpipe(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
     """All forwards, then all backwards (Huang et al., "GPipe", NeurIPS 2019, section 2.2)."""
-    forward: list[Pass] = [("forward", m, 0) for m in range(micro_batches)]
+    forward: list[Action] = [("forward", m, 0) for m in range(micro_batches)]
     return forward + [("backward", m, 0) for m in range(micro_batches)]
 
 
-def one_forward_one_backward(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Pass]:
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
     """1F1B, the schedule "PipeDream-Flush" of Narayanan et al., SC 2021, section 2.2.1.
 
     A stage runs as many forwards ahead as there are stages after it, then alternates; so stage s keeps the
     activations of `stages - s` micro-batches at most.
     """
-    forward: list[Pass] = [("forward", m, 0) for m in range(micro_batches)]
-    backward: list[Pass] = [("backward", m, 0) for m in range(micro_batches)]
+    forward: list[Action] = [("forward", m, 0) for m in range(micro_batches)]
+    backward: list[Action] = [("backward", m, 0) for m in range(micro_batches)]
     return _alternate(forward, backward, warm_up=stages - stage - 1)
 
 
-def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Pass]:
+def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
     """1F1B with several chunks a stage (Narayanan et al., SC 2021, section 2.2.2).
 
     Chunks take turns after `stages` micro-batches; the warm-up of Megatron-LM is `2 (stages - stage - 1) +
@@ -127,12 +127,12 @@ def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> lis
         for chunk in range(chunks)
         for micro_batch in range(stages)
     ]
-    forward: list[Pass] = [("forward", micro_batch, chunk) for micro_batch, chunk in turns]
-    backward: list[Pass] = [("backward", micro_batch, chunks - 1 - chunk) for micro_batch, chunk in turns]
+    forward: list[Action] = [("forward", micro_batch, chunk) for micro_batch, chunk in turns]
+    backward: list[Action] = [("backward", micro_batch, chunks - 1 - chunk) for micro_batch, chunk in turns]
     return _alternate(forward, backward, warm_up=2 * (stages - stage - 1) + (chunks - 1) * stages)
 
 
-def zb_h1(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Pass]:
+def zb_h1(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
     """ZB-H1 (Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.1).
 
     1F1B with backward split. Stage s puts a weight pass off until s more backward passes are done, so that it
@@ -141,8 +141,8 @@ def zb_h1(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Pass
     1F1B. With `stages` micro-batches or more, of passes that take F, B and W, the bubble is (stages - 1) times
     F + B - W (table 2 of the paper), or F or B where that is longer.
     """
-    weight: list[Pass] = [("weight", m, 0) for m in range(micro_batches)]
-    passes: list[Pass] = []
+    weight: list[Action] = [("weight", m, 0) for m in range(micro_batches)]
+    passes: list[Action] = []
     for each in one_forward_one_backward(stage, stages, micro_batches, chunks):
         passes.append(each)
         if each[0] == "backward" and each[1] >= stage:
@@ -150,13 +150,13 @@ def zb_h1(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Pass
     return passes + weight[max(0, micro_batches - stage) :]
 
 
-def _alternate(forward: list[Pass], backward: list[Pass], warm_up: int) -> list[Pass]:
+def _alternate(forward: list[Action], backward: list[Action], warm_up: int) -> list[Action]:
     ahead = min(warm_up, len(forward))
     steady = [each for pair in zip(forward[ahead:], backward, strict=False) for each in pair]
     return forward[:ahead] + steady + backward[len(forward) - ahead :]
 
 
-SCHEDULES: dict[str, Callable[[int, int, int, int], list[Pass]]] = {
+SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,
@@ -195,7 +195,7 @@ def check_schedule(schedule: str, stages: int, micro_batches: int, chunks: int) 
         raise PlanError(f"{micro_batches} micro-batches of {chunks} chunks are too many: at most {MAX_PASSES:,}")
 
 
-def order(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[Pass]:
+def order(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[Action]:
     """The passes of one stage in the order in which it runs them.
 
     Args:

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, permutations
 from math import prod
 
+from echograph.ir.graph import StepGraph
+from echograph.ir.passes.dims import Ambiguous, Factor, Shape, kept_dims, product_factors, transposed, view_dim
 from echograph.ir.types import Phase
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,11 @@ class Shard:
         """The same sharding at another dim of another tensor."""
         return replace(self, dim=dim, before=self.before if before is None else before)
 
+    def viewed(self, source: Shape, target: Shape) -> Shard | None:
+        """The same sharding after a view of row-major memory; None where the view cuts across it."""
+        moved = view_dim(self.dim, self.before, source, target)
+        return self.at(*moved) if moved else None
+
     def finest(self, shape: Shape, size: int) -> Shard:
         """One share a rank, if the dim of a tensor has that many."""
         return replace(self, shares=0) if self.shares and self.extent(shape) % size == 0 else self
@@ -77,7 +81,7 @@ WHOLE, PARTIAL, EXPERTS = Whole(), Partial(), Partial(experts=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class OpSchema:
     """What a rule knows of an operation.
 
     Attributes:
@@ -115,24 +119,7 @@ class Decision:
     outputs: tuple[Placement, ...]
 
 
-class Ambiguous(Exception):
-    """Two dims of equal extent, of which one is sharded, cannot be told apart."""
-
-
-def view_dim(shard: Shard, source: Shape, target: Shape) -> Shard | None:
-    """Where a sharding is after a view of row-major memory, or None where the view cuts across it."""
-    outer = prod(source[: shard.dim]) * shard.before
-    above = 1
-    for dim, extent in enumerate(target):
-        if above <= outer < above * extent:
-            if outer % above or extent % (outer // above):
-                return None
-            return shard.at(dim, outer // above)
-        above *= extent
-    return None
-
-
-def decide(site: Site) -> Decision:
+def decide(site: OpSchema) -> Decision:
     """The decision of the operator's rule, or all whole where none applies."""
     placements = tuple(map(_at_its_finest, site.placements, site.inputs, (site.size,) * len(site.inputs)))
     if site.phase == Phase.BACKWARD and EXPERTS in site.forward:
@@ -151,7 +138,7 @@ def _at_its_finest(placement: Placement, shape: Shape, size: int) -> Placement:
     return placement.finest(shape, size) if isinstance(placement, Shard) else placement
 
 
-def _linear(site: Site) -> Decision | None:
+def _linear(site: OpSchema) -> Decision | None:
     """Operators that are linear in the summands of experts pass them on; what else they read is whole.
 
     Gradients of a token's ways, through experts, a shared expert and the router, add up to summands of the token.
@@ -169,17 +156,17 @@ def _linear(site: Site) -> Decision | None:
     return rule(site) if rule and site.sharded else None
 
 
-def _all_whole(site: Site) -> Decision:
+def _all_whole(site: OpSchema) -> Decision:
     return Decision((WHOLE,) * len(site.inputs), (WHOLE,) * len(site.outputs))
 
 
-def _view(site: Site) -> Decision | None:
+def _view(site: OpSchema) -> Decision | None:
     source = site.placements[0]
     if isinstance(source, Partial):
         return Decision((PARTIAL,), (PARTIAL,) * len(site.outputs))
     if not isinstance(source, Shard):
         return None
-    moved = [view_dim(source, site.inputs[0], shape) for shape in site.outputs]
+    moved = [source.viewed(site.inputs[0], shape) for shape in site.outputs]
     if len(moved) == 1 and moved[0] is not None and not source.shares:
         # Channels cut finer than heads: whole heads are wanted, which some ranks then share.
         made = _of_one_head(site, source, moved[0]).fitting(site.outputs[0], site.size)
@@ -187,40 +174,25 @@ def _view(site: Site) -> Decision | None:
     return None if None in moved else Decision((source,), tuple(m for m in moved if m is not None))
 
 
-def _of_one_head(site: Site, source: Shard, moved: Shard) -> Shard:
+def _of_one_head(site: OpSchema, source: Shard, moved: Shard) -> Shard:
     """Channels that a view makes those of a single head: the head is what ranks hold."""
     target, last = site.outputs[0], len(site.inputs[0]) - 1
     splits = site.name == "view" and site.phase != Phase.BACKWARD and site.inputs[0] == (*target[:-2], target[-1])
     return moved.at(last) if splits and target[-2] == 1 and source.dim == last else moved
 
 
-def _swap(site: Site) -> Decision | None:
-    """`t`, `transpose` and `permute`; the graph does not say which dims, their extents do."""
+def _swap(site: OpSchema) -> Decision | None:
+    """`t`, `transpose` and `permute`."""
     source = site.placements[0]
     if not isinstance(source, Shard):
         return _view(site)
-    shape, made = site.inputs[0], site.outputs[0]
-    orders = list(_swaps(len(shape))) if site.name != "permute" else list(permutations(range(len(shape))))
-    fitting = [o for o in orders if tuple(shape[i] for i in o) == made]
-    # Of equal extents, nobody swaps the batch; heads and positions are swapped, not heads and channels.
-    likely = [o for o in fitting if len(shape) < 3 or o[0] == 0] or fitting
-    likely = [o for o in likely if len(shape) != 4 or o == (0, 2, 1, 3)] or likely
-    places = {o.index(source.dim) for o in likely}
+    places = {o.index(source.dim) for o in transposed(site.name, site.inputs[0], site.outputs[0])}
     if len(places) != 1:
         raise Ambiguous
     return Decision((source,), (source.at(places.pop()),))
 
 
-def _swaps(rank: int) -> list[tuple[int, ...]]:
-    orders = []
-    for i, j in combinations(range(rank), 2):
-        order = list(range(rank))
-        order[i], order[j] = j, i
-        orders.append(tuple(order))
-    return orders
-
-
-def elementwise(site: Site) -> Decision | None:
+def elementwise(site: OpSchema) -> Decision | None:
     """Element by element, shapes broadcast.
 
     Sums of summands stay summands. So do sums of gradients of which some are whole: one rank counts those, and the
@@ -250,7 +222,7 @@ def elementwise(site: Site) -> Decision | None:
     return Decision(tuple(map(aligned, site.inputs)), tuple(map(aligned, site.outputs)))
 
 
-def _same_rank(site: Site) -> Decision | None:
+def _same_rank(site: OpSchema) -> Decision | None:
     """`cat`, `slice`, `split` and the like: the sharded dim stays, if every tensor has it.
 
     A last dim that is sharded and cut or joined holds several sharded parts (fused query, key and value): each
@@ -268,7 +240,7 @@ def _same_rank(site: Site) -> Decision | None:
     return Decision((source,) * len(site.inputs), (source,) * len(site.outputs))
 
 
-def _removal(site: Site) -> Decision | None:
+def _removal(site: OpSchema) -> Decision | None:
     """`select` and `unbind` take one dim away."""
     source = site.placements[0]
     if not isinstance(source, Shard):
@@ -280,24 +252,21 @@ def _removal(site: Site) -> Decision | None:
     return Decision((source,), (source.at(place or 0),) * len(site.outputs))
 
 
-def _insertion(site: Site) -> Decision | None:
+def _insertion(site: OpSchema) -> Decision | None:
     """`select_backward` puts one dim back."""
     source = site.placements[0]
     if not isinstance(source, Shard):
         return None
-    shape, made = site.inputs[0], site.outputs[0]
-    fits = combinations(range(len(made)), len(shape))
-    places = {k[source.dim] for k in fits if tuple(made[i] for i in k) == shape}
+    places = {dims[source.dim] for dims in kept_dims(site.outputs[0], site.inputs[0])}
     return Decision((source,), (source.at(places.pop()),)) if len(places) == 1 else None
 
 
 def _kept(source: Shape, target: Shape, dim: int) -> set[int | None]:
     """Where a dim may be after some others were taken away; None for taken away itself."""
-    fits = [k for k in combinations(range(len(source)), len(target)) if tuple(source[i] for i in k) == target]
-    return {k.index(dim) if dim in k else None for k in fits}
+    return {dims.index(dim) if dim in dims else None for dims in kept_dims(source, target)}
 
 
-def _reduction(site: Site) -> Decision | None:
+def _reduction(site: OpSchema) -> Decision | None:
     source = site.placements[0]
     if not isinstance(source, Shard) or len(site.inputs) != 1:
         return None
@@ -314,31 +283,31 @@ def _reduction(site: Site) -> Decision | None:
     return Decision((source,), (PARTIAL,)) if site.name == "sum" else None
 
 
-def _matmul(site: Site) -> Decision | None:
+def _matmul(site: OpSchema) -> Decision | None:
     """Matrix products; a contraction of sharded dims gives summands. For `addmm` the pass adds the bias after."""
-    first = 1 if site.name in ("addmm", "baddbmm") else 0
+    factors = product_factors((*site.inputs, *site.outputs), len(site.inputs))
+    left, right = len(site.inputs) - 2, len(site.inputs) - 1
     # Shares that ranks have in common are for what no product reads: the heads of queries have to divide.
-    a, b = (replace(p, shares=0) if isinstance(p, Shard) else p for p in site.placements[first : first + 2])
-    rank = len(site.inputs[first])
-    left, right = _label(a, rank, "mk"), _label(b, rank, "kn")
-    alike = left == right and isinstance(a, Shard) and isinstance(b, Shard) and a.before == b.before
-    if left and right and not alike:
-        # Two different cuts: a weight keeps its own, and the gradient of a weight that of the output gradient.
-        a, b, left, right = (a, WHOLE, left, "") if (left, right) == ("m", "k") else (WHOLE, b, "", right)
-    kept = a if left else b
-    if not isinstance(kept, Shard):
+    cut = {i: replace(p, shares=0) for i, p in enumerate(site.placements) if i >= left and isinstance(p, Shard)}
+    if not cut:
         return None
-    inputs: tuple[Placement, ...] = (a, b)
-    made: Placement = kept
-    match left or right:
-        case "k":
-            inputs, made = (kept.at(rank - 1), kept.at(rank - 2)), PARTIAL
-        case "b":
-            inputs = (kept, kept)
-    return Decision((*_bias(site, first, made), *inputs), (made,))
+    of = {i: next(f for f in factors if (i, p.dim) in f) for i, p in cut.items()}
+    at, alike = min(cut), len(cut) == 2 and of[left] == of[right] and cut[left].before == cut[right].before
+    if len(cut) == 2 and not alike and (of[left], of[right]) != (factors[-3], factors[-1]):
+        at = right  # of two different cuts, the gradient of a weight keeps that of the output gradient
+    return _along(site, at, cut[at], of[at])
 
 
-def _grouped_matmul(site: Site) -> Decision | None:
+def _along(site: OpSchema, at: int, placement: Shard, factor: Factor) -> Decision:
+    """Operands cut along a factor; what does not have it is whole, a result is then the sum over it."""
+    there = dict(factor)
+    count = len(site.inputs)
+    inputs = (placement.at(there[i]) if i in there else WHOLE for i in range(count))
+    outputs = (placement.at(there[i]) if i in there else PARTIAL for i in range(count, count + len(site.outputs)))
+    return Decision(tuple(inputs), tuple(outputs))
+
+
+def _grouped_matmul(site: OpSchema) -> Decision | None:
     """Products of each expert's rows: [rows, k] with [experts, k, n]; of weights, [m, rows] with [rows, n]."""
     a, b, *offsets = site.placements
     rank = len(site.inputs[1])
@@ -355,7 +324,7 @@ def _grouped_matmul(site: Site) -> Decision | None:
     return Decision((*inputs, *(WHOLE for _ in offsets)), (made,))
 
 
-def _index(site: Site) -> Decision | None:
+def _index(site: OpSchema) -> Decision | None:
     """Rows picked by one vector of positions, or put there; other dims stay as they are."""
     table, picked = site.inputs[0], (*site.inputs, *site.outputs)[2]
     lead = site.placements[0] if site.name == "index" else site.placements[-1]
@@ -365,7 +334,7 @@ def _index(site: Site) -> Decision | None:
     return Decision(wanted, (lead,)) if lead.dim else None
 
 
-def _scatter(site: Site) -> Decision | None:
+def _scatter(site: OpSchema) -> Decision | None:
     """Element by element but along the one dim whose extent differs."""
     target, positions = site.inputs[:2]
     along = [dim for dim, extent in enumerate(target) if extent != positions[dim]]
@@ -373,21 +342,7 @@ def _scatter(site: Site) -> Decision | None:
     return made if made and [p.dim for p in made.outputs if isinstance(p, Shard)] != along and along else None
 
 
-def _label(placement: Placement, rank: int, dims: str) -> str:
-    if not isinstance(placement, Shard):
-        return ""
-    return "b" if placement.dim < rank - 2 else dims[placement.dim - rank + 2]
-
-
-def _bias(site: Site, first: int, made: Placement) -> tuple[Placement, ...]:
-    if not first or not isinstance(made, Shard):
-        return (WHOLE,) * first
-    dim = made.dim - len(site.outputs[0]) + len(site.inputs[0])
-    cut = dim >= 0 and site.inputs[0][dim] == site.outputs[0][made.dim]
-    return (made.at(dim) if cut else WHOLE,)
-
-
-def _attention(site: Site) -> Decision | None:
+def _attention(site: OpSchema) -> Decision | None:
     """Fused attention, by heads: query, key and value are [batch, heads, positions, channels]."""
     backward = site.name.endswith("backward")
     query, key, value = range(1, 4) if backward else range(3)
@@ -404,7 +359,7 @@ def _attention(site: Site) -> Decision | None:
     return Decision(tuple(map(by_head, site.inputs)), tuple(map(by_head, site.outputs)))
 
 
-def _norm(site: Site) -> Decision | None:
+def _norm(site: OpSchema) -> Decision | None:
     """Layer and RMS norms need the normalised dims whole; summands of their gradients come of other dims."""
     if not site.sharded:
         return None
@@ -423,34 +378,34 @@ def _norm(site: Site) -> Decision | None:
     return Decision(tuple(map(cut, site.inputs)), tuple(made))
 
 
-def _softmax(site: Site) -> Decision | None:
+def _softmax(site: OpSchema) -> Decision | None:
     """Element by element for any dim but the last, over which it sums."""
     return None if any(_cut_last(site, i) for i in site.sharded) else elementwise(site)
 
 
-def _cut_last(site: Site, index: int) -> bool:
+def _cut_last(site: OpSchema, index: int) -> bool:
     placement = site.placements[index]
     return isinstance(placement, Shard) and placement.dim == len(site.inputs[index]) - 1
 
 
-def _log_softmax(site: Site) -> Decision | None:
+def _log_softmax(site: OpSchema) -> Decision | None:
     """Over a sharded last dim: the pass writes out the parallel form (see `tensor_parallel`)."""
     return elementwise(site) if len(site.inputs[0]) == 2 else _softmax(site)
 
 
-def _nll_loss(site: Site) -> Decision | None:
+def _nll_loss(site: OpSchema) -> Decision | None:
     if not _cut_last(site, 0) or len(site.inputs[0]) != 2:
         return None
     return Decision((site.placements[0], *(WHOLE,) * (len(site.inputs) - 1)), (WHOLE,) * len(site.outputs))
 
 
-def _nll_loss_backward(site: Site) -> Decision | None:
+def _nll_loss_backward(site: OpSchema) -> Decision | None:
     if not site.forward or not isinstance(site.forward[0], Shard):
         return None
     return Decision((WHOLE,) * len(site.inputs), (site.forward[0],))
 
 
-def _embedding(site: Site) -> Decision | None:
+def _embedding(site: OpSchema) -> Decision | None:
     """Rows of a sharded table: a rank that lacks a row adds zeros. Sharded channels stay sharded."""
     table = site.placements[0]
     if not isinstance(table, Shard):
@@ -459,7 +414,7 @@ def _embedding(site: Site) -> Decision | None:
     return Decision((table, WHOLE), (made,))
 
 
-def _embedding_backward(site: Site) -> Decision | None:
+def _embedding_backward(site: OpSchema) -> Decision | None:
     table = site.forward[0] if site.forward else WHOLE
     if not isinstance(table, Shard):
         return None
@@ -469,7 +424,7 @@ def _embedding_backward(site: Site) -> Decision | None:
 
 _FOREACH = ("_foreach_", "_fused_", "_amp_foreach_")
 _LINEAR = ("neg", "div", "sum", "_to_copy", "expand", "clone", "index", "slice_backward", "select_backward")
-_RULES: Sequence[tuple[Callable[[Site], Decision | None], str]] = (
+_RULES: Sequence[tuple[Callable[[OpSchema], Decision | None], str]] = (
     (_view, "view _unsafe_view reshape unsqueeze squeeze alias detach"),
     (_swap, "t transpose permute numpy_T"),
     (_same_rank, "split chunk split_with_sizes slice narrow slice_backward cat"),
@@ -507,3 +462,9 @@ VIEWS = {n for rule, names in _RULES if rule in (_view, _swap, _removal) for n i
     *_PARTS.split()
 }
 """Operators that only rename memory, and so pass summands on."""
+
+
+def operator(graph: StepGraph, row: int) -> str:
+    """An operation's operator without its namespace."""
+    name: str = graph.strings[graph.ops.name[row]]
+    return name.rpartition(".")[2]

@@ -17,11 +17,11 @@ import numpy as np
 
 from echograph.errors import FormatError, InputError
 from echograph.ir.comms.reader import NO_TIME, CallRows, CallSource
-from echograph.ir.comms.record import COLUMNS, UNKNOWN, What
+from echograph.ir.comms.record import COLUMNS, UNKNOWN, CallSignature
 from echograph.ir.files import open_file
 
 BATCH = 1 << 16
-MAX_WHATS = 1 << 20
+MAX_SIGNATURES = 1 << 20
 MAX_LINE_BYTES = 1 << 16
 MAX_RANK, MAX_SIZE, MAX_MS = 1 << 24, 1 << 62, 1e12
 T = TypeVar("T", int, float)
@@ -86,15 +86,15 @@ class CollectiveTraceSource(CallSource):
                 parsed = _parse(line)
             except ValueError as error:
                 raise FormatError(f"{self.path}: line {number}: {error}: leave the line out") from None
-            if parsed is None or len(known) >= MAX_WHATS:
+            if parsed is None or len(known) >= MAX_SIGNATURES:
                 self.problems["unreadable lines"] += 1
                 continue
             what, ranks, duration_ns = parsed
             self.groups.setdefault(what[1], ranks)
             self.world = max(self.world, *ranks, self.rank + 1)
             if what not in known:
-                known[what] = len(self.whats)
-                self.whats.append(_what(len(self.whats), what))
+                known[what] = len(self.signatures)
+                self.signatures.append(_signature(len(self.signatures), what))
             sequence = issued[what[1]] = issued.get(what[1], -1) + 1
             batch.append((known[what], sequence, 0, UNKNOWN, duration_ns, UNKNOWN))
             if len(batch) == BATCH:
@@ -165,9 +165,9 @@ def _at_most(value: T, name: str, most: float) -> T:
     return value
 
 
-def _what(number: int, what: tuple[Any, ...]) -> What:
+def _signature(number: int, what: tuple[Any, ...]) -> CallSignature:
     op, group, size, dims, dtype, asynchronous = what
-    return What(
+    return CallSignature(
         id=number,
         op=op,
         group=group,

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from echograph.errors import FormatError
 from echograph.ir.comms.reader import NO_TIME, CallRows, CallSource
-from echograph.ir.comms.record import COLUMNS, MAX_SEQUENCE, MAX_WALL_NS, UNKNOWN, What, WholeNumber
+from echograph.ir.comms.record import COLUMNS, MAX_SEQUENCE, MAX_WALL_NS, UNKNOWN, CallSignature, WholeNumber
 from echograph.ir.files import read_whole
 from echograph.profiler.comms.bandwidth import message_bytes
 from echograph.profiler.comms.groups import spell_ranks
@@ -108,10 +108,10 @@ class FlightRecorderSource(CallSource):
             if entry is None:
                 self.problems["unreadable entries"] += 1
                 continue
-            what, sequence = self._what(entry, names, number)
+            what, sequence = self._key(entry, names, number)
             if what not in known:
-                known[what] = len(self.whats)
-                self.whats.append(_as_what(len(self.whats), what))
+                known[what] = len(self.signatures)
+                self.signatures.append(_signature(len(self.signatures), what))
             rows.append((known[what], sequence, *_times(entry)))
         yield np.array(rows, dtype=np.int64).reshape(-1, COLUMNS)
 
@@ -123,7 +123,7 @@ class FlightRecorderSource(CallSource):
         entry: _Entry = _converted(found, _Entry, f"{self.path}: entry {number}")
         return entry
 
-    def _what(self, entry: _Entry, names: dict[str, str], number: int) -> tuple[tuple[Any, ...], int]:
+    def _key(self, entry: _Entry, names: dict[str, str], number: int) -> tuple[tuple[Any, ...], int]:
         group = str(entry.process_group[0])
         ranks = self.groups.get(group, ())
         name = names.setdefault(group, spell_ranks(ranks) + f"={group}" if ranks else f"group {group}")
@@ -258,9 +258,9 @@ def _bytes(sizes: list[list[int]], dtypes: list[str]) -> int:
     )
 
 
-def _as_what(number: int, what: tuple[Any, ...]) -> What:
+def _signature(number: int, what: tuple[Any, ...]) -> CallSignature:
     op, group, channel, size, given, got, shapes, dtype = what
-    return What(
+    return CallSignature(
         id=number,
         op=op,
         group=group,

@@ -1,4 +1,4 @@
-"""What all commands share: one line for an error, results on stdout, everything else on stderr."""
+"""How a command starts and ends: options of every command, values read soon, one line for an error."""
 
 from __future__ import annotations
 
@@ -6,44 +6,26 @@ import errno
 import gc
 import importlib.util
 import io
-import json
 import os
 import re
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from echograph import __version__
-from echograph.cli.plain import read_plainly
-from echograph.cli.progress import progress
-from echograph.errors import EchoError, MissingExtraError, OutputError
-
-__all__ = [
-    "EXIT_INTERRUPTED",
-    "make_app",
-    "print_error",
-    "print_json",
-    "print_line",
-    "print_table",
-    "print_text",
-    "printable",
-    "progress",
-    "require_torch",
-    "run",
-    "shortened",
-]
+from echograph.cli.output import print_error, print_line, shortened
+from echograph.errors import EchoError, MissingExtraError
+from echograph.ir.tables import printable
 
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
-MOST_OF_ERROR = 500
-_CUT = " ... "
-_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def make_app(name: str, summary: str) -> typer.Typer:
@@ -69,6 +51,16 @@ def _print_version(asked: bool) -> None:
     if asked:
         print_line(__version__)
         raise typer.Exit
+
+
+def require_torch(purpose: str = "compiling models") -> None:
+    """Says which extra is missing before anything else is done.
+
+    Raises:
+        MissingExtraError: PyTorch is not installed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError("PyTorch", "torch", purpose)
 
 
 def run(app: typer.Typer, name: str) -> None:
@@ -125,34 +117,44 @@ def _terminable() -> Iterator[None]:
 
 
 def _report(name: str, error: BaseException) -> int:
-    if isinstance(error, EchoError):
-        return _say(name, str(error), error.exit_code)
+    """Says what went wrong in one line; the exit status."""
     # Typer makes a SystemExit of a pipe that breaks while the command runs.
-    if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+    broken = isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)
+    if broken and not isinstance(error, EchoError):
         _drop_output()
         return 0
-    if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return _say(name, "interrupted", EXIT_INTERRUPTED)
-    if isinstance(error, _Terminated):
-        return _say(name, "terminated", EXIT_TERMINATED)
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if type(error).__name__ == "NoArgsIsHelpError":
         for line in error.ctx.get_help().splitlines():  # type: ignore[attr-defined]
             print_error(line)
         return 2
-    message = getattr(error, "format_message", None)
-    if callable(message):
-        return _say(name, f"{message()} (see {name} --help)", 2)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         _drop_output()
-        return _say(name, "cannot write the result: no space left", 1)
+    message, status = _said(name, error)
+    # One line, whatever an error's text holds.
+    print_error(shortened(printable(f"{name}: {' '.join(message.split())}")))
+    return status
+
+
+def _said(name: str, error: BaseException) -> tuple[str, int]:
+    """What is said of an error, and the exit status."""
+    if isinstance(error, EchoError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return "interrupted", EXIT_INTERRUPTED
+    if isinstance(error, _Terminated):
+        return "terminated", EXIT_TERMINATED
+    if callable(message := getattr(error, "format_message", None)):
+        return f"{message()} (see {name} --help)", 2
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "cannot write the result: no space left", 1
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return _say(name, f"{error.filename}: {error.strerror}", 1)
+        return f"{error.filename}: {error.strerror}", 1
     if isinstance(error, MemoryError):
-        return _say(name, "out of memory: the input is too large for this machine", 1)
+        return "out of memory: the input is too large for this machine", 1
     line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return _say(name, f"internal error, please report it ({line}); --debug shows the traceback", 1)
+    return f"internal error, please report it ({line}); --debug shows the traceback", 1
 
 
 def _drop_output() -> None:
@@ -160,85 +162,62 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _say(name: str, message: str, status: int) -> int:
-    # One line, whatever an error's text holds.
-    print_error(shortened(printable(f"{name}: {' '.join(message.split())}")))
-    return status
+# -- plain values ------------------------------------------------------------------------------------------------
+# Typer checks every option by a library that takes longer to load than some predictions take, also those that
+# were not given. Whole numbers, decimal numbers, texts and paths are read here; what is not plainly one, and what
+# is out of range, is left to Typer, which knows how to say so.
+
+_LIMITS = ("min", "max", "parser", "click_type", "path_type", "formats", "exists", "resolve_path", "writable")
 
 
-def require_torch(purpose: str = "compiling models") -> None:
-    """Says which extra is missing before anything else is done.
-
-    Raises:
-        MissingExtraError: PyTorch is not installed.
-    """
-    if importlib.util.find_spec("torch") is None:
-        raise MissingExtraError("PyTorch", "torch", purpose)
-
-
-def printable(text: str) -> str:
-    """Text as a terminal may show it: what would control the terminal or turn the line around is spelt out.
-
-    These are the control characters (C0, DEL, C1), the ends of lines and paragraphs, the marks of bidirectional
-    text, and what no encoding has. They are spelt as JSON spells them, so what programs read stays what it was.
-    """
-    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def shortened(line: str, most: int = MOST_OF_ERROR) -> str:
-    """A line, cut in the middle where it is longer: what happened stands first, what to do last."""
-    if len(line) <= most:
-        return line
-    last = most // 2
-    return f"{line[: most - last - len(_CUT)]}{_CUT}{line[-last:]}"
-
-
-def print_line(text: str = "", *, alarm: bool = False) -> None:
-    """A line of the result.
+def read_plainly(command: Any) -> None:
+    """Makes a command, and those under it, read plain values without that library.
 
     Args:
-        text: the line, as it comes.
-        alarm: whether nobody may miss it: bold and red where a terminal shows it.
-
-    Raises:
-        OutputError: the caller closed the standard output.
+        command: made by typer; one whose parameters keep no such reader stays as it is.
     """
-    if sys.stdout is None:
-        raise OutputError("cannot write the result: the standard output is closed")
-    line = printable(text)
-    if alarm and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
-        line = f"\x1b[1;31m{line}\x1b[0m"
-    sys.stdout.write(line + "\n")
+    for parameter in command.get_params(typer.Context(command)):
+        if not hasattr(parameter, "_runtime_param") or not hasattr(parameter, "get_runtime_param"):
+            continue
+        about = parameter.type_descriptor
+        limits = (getattr(about.parameter_info, name, None) for name in _LIMITS)
+        limited = any(limit is not None and limit is not False for limit in limits)
+        parameter._runtime_param = _Plain(parameter, None if limited else about.annotation)
+    for under in getattr(command, "commands", {}).values():
+        read_plainly(under)
 
 
-def print_text(text: str) -> None:
-    """Lines of the result that are one text already."""
-    for line in text.removesuffix("\n").split("\n"):
-        print_line(line)
+class _Plain:
+    """Reads the value of one parameter."""
+
+    def __init__(self, parameter: Any, kind: Any) -> None:
+        self.parameter, self.kind = parameter, kind
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        """The value, as typer calls it."""
+        if value is None:
+            return () if param.multiple or param.nargs == -1 else None
+        if type(value) is self.kind:
+            return value
+        if isinstance(value, tuple | list) and self.kind == list[str] and all(type(text) is str for text in value):
+            return list(value)
+        read = _READERS.get(self.kind)
+        if read is not None and isinstance(value, str) and (found := read(value)) is not None:
+            return found
+        self.parameter._runtime_param = None
+        return self.parameter.get_runtime_param().coerce(value, param=param, ctx=ctx)
 
 
-def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Aligned columns, numbers to the right; as wide as they need to be, so that other programs can cut them."""
-    cells = [list(map(printable, titles)), *([_cell(value) for value in row] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(titles))]
-    right = [all(line[i][:1].isdigit() or line[i] == "-" for line in cells[1:]) for i in range(len(titles))]
-    for line in cells:
-        aligned = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True))
-        print_line("  ".join(aligned).rstrip())
+def _int(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"-?[0-9]{1,18}", text) else None
 
 
-def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    return f"{value:g}" if isinstance(value, float) else printable(str(value))
+def _float(text: str) -> float | None:
+    return float(text) if re.fullmatch(r"-?[0-9]{1,18}(\.[0-9]{1,18})?", text) else None
 
 
-def print_error(text: str) -> None:
-    """A line beside the result: progress, notes, errors."""
-    if sys.stderr is not None:
-        sys.stderr.write(printable(text) + "\n")
+def _path(text: str) -> Path | None:
+    return Path(text) if "\0" not in text and (os.access(text, os.R_OK) or not os.path.lexists(text)) else None
 
 
-def print_json(value: Any) -> None:
-    """A result for programs."""
-    print_text(json.dumps(value, indent=2, allow_nan=False))
+_READERS: dict[Any, Callable[[str], Any]] = {int: _int, float: _float, str: str, Path: _path}

@@ -1,4 +1,4 @@
-"""`echoprof comms`: trace the collectives of a running job, and report on traces."""
+"""`echoprof comms` and `record`: run a job with its collectives traced or its steps recorded, and look at that."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from echograph.cli.app import print_json, print_line, print_table, progress, require_torch
+from echograph.cli.app import require_torch
+from echograph.cli.options import Json
+from echograph.cli.output import print_error, print_json, print_line, print_table, progress
 from echograph.errors import UsageError
-from echograph.ir.tables import csv_text
+from echograph.ir.graph import JobGraph
 
 if TYPE_CHECKING:
     from echograph.profiler.comms.report import Report
+    from echograph.profiler.record.compare import Comparison
 
 
 class RunByDefault(TyperGroup):
@@ -28,17 +31,20 @@ class RunByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-comms = typer.Typer(
-    cls=RunByDefault,
-    help="Trace a job's collectives: echoprof comms -- torchrun ... train.py; then: echoprof comms report DIR.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+def _group(summary: str) -> typer.Typer:
+    return typer.Typer(cls=RunByDefault, help=summary, no_args_is_help=True, rich_markup_mode=None)
+
+
+comms = _group(
+    "Trace a job's collectives: echoprof comms -- torchrun ... train.py; then: echoprof comms report DIR."
 )
+record = _group("Record steps of a job: echoprof record --dir DIR -- torchrun ... train.py.")
+ProgramWords = Annotated[list[str], typer.Argument(help="Program and its arguments, after --.")]
 
 
 @comms.command("run")
-def run_command(
-    command: Annotated[list[str], typer.Argument(help="Program and its arguments, after --.")],
+def trace_command(
+    command: ProgramWords,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Where the traces go; the rank is put before the ending.")
     ] = Path("trace.jsonl"),
@@ -46,8 +52,6 @@ def run_command(
 ) -> None:
     """Run a program with the tracer on in every Python process that it starts."""
     require_torch("tracing collectives")
-    if not timeout > 0:
-        raise UsageError(f"--timeout: {timeout:g}: give seconds above 0")
     from echograph.profiler.comms.launch import run_traced
 
     raise typer.Exit(run_traced(command, output, timeout))
@@ -59,38 +63,23 @@ def report_command(
     as_csv: Annotated[Path | None, typer.Option("--csv", help="Write the table of operations.")] = None,
     chrome: Annotated[Path | None, typer.Option(help="Write every call as a Chrome trace.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write one page.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Report on traces: ours, collective_trace's logs, dumps of PyTorch's flight recorder."""
     from echograph.ir.files import write_whole
-    from echograph.profiler.comms.report import Sink, report_on
+    from echograph.profiler.comms.report import report_on
+    from echograph.profiler.comms.views import ChromeTrace, page
 
     with ExitStack() as stack, progress(f"reading {path}"):
-        sinks: list[Sink] = []
-        if chrome is not None:
-            from echograph.profiler.comms.views import ChromeTrace
-
-            sinks.append(stack.enter_context(ChromeTrace(chrome)))
-        report = report_on(path, sinks)
+        report = report_on(path, [] if chrome is None else [stack.enter_context(ChromeTrace(chrome))])
     if as_csv is not None:
-        write_whole(as_csv, [_csv(report.operations)])
+        write_whole(as_csv, [report.operations_csv()])
     if html is not None:
-        from echograph.profiler.comms.views import page
-
         write_whole(html, [page(report, f"Collectives of {path.name}")])
-    if as_json:
-        print_json(asdict(report))
-    else:
-        print_report(report)
+    print_json(asdict(report)) if as_json else _print_report(report)
 
 
-def _csv(rows: list[dict[str, Any]]) -> str:
-    titles = list(rows[0]) if rows else ["operation"]
-    return csv_text(titles, ([row[title] for title in titles] for row in rows))
-
-
-def print_report(report: Report) -> None:
-    """The report as text."""
+def _print_report(report: Report) -> None:
     from echograph.profiler.comms.views import size
 
     ranks = len({rank["rank"] for rank in report.ranks})
@@ -98,69 +87,111 @@ def print_report(report: Report) -> None:
     print_line(
         f"{report.calls} calls on {ranks} ranks in {len(report.groups)} group{many}; times in ms, of all ranks"
     )
-    titles = ("calls", "total", "average", "wait", "transfer", "exposed", "hidden")
+    times = ("calls", "total", "average", "wait", "transfer", "exposed", "hidden")
     print_line()
-    rows = sorted(report.operations, key=lambda row: -row["total_s"])
     print_table(
-        ("operation", "shape", "dtype", "size", *titles, "algbw GB/s", "busbw GB/s"),
+        ("operation", "shape", "dtype", "size", *times, "algbw GB/s", "busbw GB/s"),
         [
             (
                 *(row["operation"], row["shape"] or "-", row["dtype"] or "-", size(row["bytes"])),
                 *(_times(row)),
-                *(_rounded(row["algbw_GBps"]), _rounded(row["busbw_GBps"])),
+                *(f"{row[rate]:.3g}" if row[rate] else "-" for rate in ("algbw_GBps", "busbw_GBps")),
             )
-            for row in rows
+            for row in sorted(report.operations, key=lambda row: -row["total_s"])
         ],
     )
     for title, sums in (("group", report.groups), ("phase", report.phases)):
         print_line()
-        print_table((title, *titles), [(row["name"], *_times(row)) for row in sums])
+        print_table((title, *times), [(row["name"], *_times(row)) for row in sums])
     print_line()
     print_table(
-        ("rank", *titles, "times last", "late by"),
+        ("rank", *times, "times last", "late by"),
         [(row["rank"], *_times(row), row["times_last"], _ms(row["lateness_s"])) for row in report.ranks],
     )
-    print_troubles(report)
-
-
-def print_troubles(report: Report) -> None:
-    """What did not end, and what could not be read."""
-    for stuck in report.stuck:
-        missing = ", ".join(map(str, stuck["missing"])) or "nobody"
-        print_line(
-            f"stuck: rank {stuck['rank']}, {stuck['operation']} {stuck['sequence']} of {stuck['channel']}, "
-            f"{stuck['seconds']:g} s; not arrived: {missing}"
-        )
-    for call in report.unfinished:
-        where = f" ({call['site']})" if call["site"] else ""
-        print_line(
-            f"no end: rank {call['rank']}, {call['operation']} {call['sequence']} of {call['channel']}{where}"
-        )
-    for host, offset in report.clock_offsets.items():
-        print_line(f"clock of {host}: {offset * 1e3:+.3f} ms, taken off")
-    for problem, count in report.problems.items():
-        print_line(f"note: {count} {problem}")
-    for line in report.skipped:
-        print_line(f"passed over: {line}")
+    for line in report.troubles():
+        print_line(line)
 
 
 def _times(row: dict[str, Any]) -> tuple[object, ...]:
-    merged = row["merged"]
     known = row["exposed_s"] + row["hidden_s"] > 0
-    return (
-        row["calls"],
-        _ms(row["total_s"]),
-        _ms(row["mean_s"]),
-        _ms(row["wait_s"]) if merged else "-",
-        _ms(row["transfer_s"]) if merged else "-",
-        _ms(row["exposed_s"]) if known else "-",
-        _ms(row["hidden_s"]) if known else "-",
-    )
+    shown = {"total": True, "mean": True, "wait": row["merged"], "transfer": row["merged"]}
+    shown |= {"exposed": known, "hidden": known}
+    return (row["calls"], *(_ms(row[f"{name}_s"]) if there else "-" for name, there in shown.items()))
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}"
 
 
-def _rounded(value: float) -> str:
-    return f"{value:.3g}" if value else "-"
+@record.command("run")
+def record_command(
+    command: ProgramWords,
+    start_step: Annotated[
+        int | None, typer.Option(help="First step that is recorded; as many have ended before it (usual: 10).")
+    ] = None,
+    end_step: Annotated[
+        int | None, typer.Option(help="The step before which recording ends (usual: three steps).")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="Where the ranks' folders go (usual: recording).")
+    ] = None,
+    shapes: Annotated[
+        bool | None,
+        typer.Option("--shapes/--no-shapes", help="Shapes in the trace: they cost time (usual: shapes)."),
+    ] = None,
+) -> None:
+    """Run a program and record a window of its steps, on every rank.
+
+    What is not given comes from ECHOGRAPH_RECORD_DIR, _START_STEP, _END_STEP, or from BYTEPS_TRACE_* where
+    BYTEPS_TRACE_ON is 1.
+    """
+    require_torch("recording a job")
+    from echograph.profiler.comms.launch import run_started
+    from echograph.profiler.record.recorder import choose_window
+
+    window = choose_window(folder, start_step, end_step, shapes)
+    status = run_started(command, window.environment())
+    if window.folder.is_dir():
+        print_error(f"recorded into {window.folder}: echoc import kineto {window.folder} -o job.pb")
+    else:
+        print_error(f"nothing recorded: no process came to step {window.start - 1} (see --start-step)")
+    raise typer.Exit(status)
+
+
+@record.command("compare")
+def compare_command(
+    job: Annotated[Path, typer.Argument(help="Job graph of echoc capture.")],
+    recording: Annotated[Path, typer.Argument(help="Folder of echoprof record.")],
+    whole: Annotated[bool, typer.Option("--all", help="Print what is the same, too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Hold a captured job graph against a recorded job: collectives and operators of a step, rank by rank."""
+    from echograph.ir import serde
+    from echograph.profiler.record.compare import compare_recording
+
+    with progress(f"reading {recording}"):
+        graph = serde.load(job)
+        if not isinstance(graph, JobGraph):
+            raise UsageError(f"{job}: a step graph has no ranks: give a job of echoc capture")
+        compared = compare_recording(graph, recording)
+    if as_json:
+        rows = [asdict(row) | {"same": row.same} for row in compared.rows]
+        print_json({"same_collectives": compared.same_collectives, "order": compared.order, "rows": rows})
+    else:
+        _print_comparison(compared, whole=whole)
+
+
+def _print_comparison(compared: Comparison, *, whole: bool) -> None:
+    for what in ("collective", "operator"):
+        rows = [row for row in compared.rows if row.what == what]
+        captured, recorded = sum(row.captured for row in rows), sum(row.recorded for row in rows)
+        different = sum(not row.same for row in rows)
+        print_line(f"{what}s: {captured} captured, {recorded:g} recorded a step; {different} rows differ")
+    for rank, place in compared.order.items():
+        if place >= 0:
+            print_line(f"rank {rank}: collectives differ from number {place} on, in order, bytes or phase")
+    shown = [row for row in compared.rows if whole or not row.same]
+    if shown:
+        print_line()
+        titles = ("rank", "what", "phase", "name", "captured", "recorded")
+        print_table(titles, [(r.rank, r.what, r.phase, r.name, r.captured, f"{r.recorded:g}") for r in shown])

@@ -2,58 +2,59 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from echograph.cli.annotate import annotate_command
-from echograph.cli.app import (
-    make_app,
+from echograph.cli.app import make_app, require_torch, run
+from echograph.cli.options import MODEL, GraphFile, Json, parse_ranks, with_options
+from echograph.cli.output import (
+    check_outputs,
     print_error,
     print_json,
     print_line,
+    print_notes,
     print_table,
     print_text,
+    print_written,
     progress,
-    require_torch,
-    run,
+    reading,
+    save_graph,
 )
-from echograph.cli.capture import capture_command
-from echograph.cli.export import export_command
-from echograph.cli.imports import import_command
-from echograph.cli.options import with_options
-from echograph.cli.output import Json, check_outputs
-from echograph.cli.show import micro_batch, print_summary
-from echograph.cli.show_job import print_job
-from echograph.cli.step_options import Attention, BatchSize, SeqLen
-from echograph.frontend.pytorch.spec import StepSpec
+from echograph.errors import UsageError
+from echograph.frontend.pytorch.spec import ModelSizes, StepSpec
+from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.types import Phase
+from echograph.simulator.clusters import DEFAULT_CLUSTER
 from echograph.units import format_bytes, format_count
-from echograph.workflow.formats import refuse_format
-from echograph.workflow.job_summary import summarize_job
+from echograph.workflow.formats import (
+    EXPORTS,
+    IMPORTS,
+    check_export,
+    check_import,
+    export,
+    import_graph,
+    refuse_format,
+)
 from echograph.workflow.plan import Plan
-from echograph.workflow.summary import summarize
+from echograph.workflow.summary import outline, summarize, summarize_job
+from echograph.workflow.system import System
 
 app = make_app("echoc", "Compile a training step into a workload graph, without a GPU; look at graphs.")
-
-GraphFile = Annotated[Path, typer.Argument(help="A graph file written by echoc.")]
 
 
 @app.command("compile")
 @with_options
 def compile_command(
     *,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="Zoo name, Hugging Face config folder or JSON, or file.py:function."),
-    ] = None,
+    model: Annotated[str | None, MODEL] = None,
     onnx: Annotated[
         Path | None, typer.Option("--onnx", help="Or an ONNX file: its forward pass, --train for a step.")
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the graph goes.")] = Path("graph.pb"),
-    batch_size: BatchSize = None,
-    seq_len: SeqLen = None,
-    attention: Attention = None,
+    sizes: Annotated[dict[str, Any], ModelSizes],
     step: Annotated[dict[str, Any], StepSpec],
     capture: Annotated[str, typer.Option(help="recorder, or aot (export and AOTAutograd).")] = "recorder",
     dim: Annotated[
@@ -65,53 +66,44 @@ def compile_command(
     as_json: Json = False,
 ) -> None:
     """Capture one training step of a model and write it as a workload graph."""
-    from echograph.cli.compile_onnx import check_source
-    from echograph.ir import files, serde
+    from echograph.ir import files
     from echograph.workflow.compile import compile as compile_model
-    from echograph.workflow.compile_onnx import compile_onnx_file
+    from echograph.workflow.compile import compile_onnx_file
 
-    zoo = (batch_size, seq_len, attention, step.get("recompute"), None if capture == "recorder" else capture)
-    check_source(
-        model, onnx, zoo=zoo, own=(dim or None, branch or None, train or None, None if loss == "auto" else loss)
-    )
+    if (model is None) == (onnx is None):
+        raise UsageError("give what to compile: --model NAME or --onnx FILE, one of them")
+    if onnx is not None and (sizes or "recompute" in step or capture != "recorder"):
+        raise UsageError("--batch-size, --seq-len, --attention, --recompute, --capture: not for an ONNX file")
+    if onnx is None and (dim or branch or train or loss != "auto"):
+        raise UsageError("--dim, --train, --loss and --branch are for an ONNX file: give it by --onnx")
     files.check_writable(output)
     require_torch("compiling a model")
-    note = ""
-    notes: tuple[str, ...] = ()
+    note, notes = "", tuple[str, ...]()
     with progress("starting") as say:
         if onnx is not None:
             graph, note, notes = compile_onnx_file(
                 onnx, dims=dim or (), train=train, loss=loss, step=step, branch=branch, say=say
             )
         else:
-            assert model is not None
-            graph = compile_model(
-                model, StepSpec(**step), batch_size=batch_size, seq_len=seq_len, attention=attention,
-                producer=capture, say=say,
-            )  # fmt: skip
-        say(f"writing {output}")
-        size = serde.save(graph, output, say)
+            graph = compile_model(str(model), StepSpec(**step), **sizes, producer=capture, say=say)
+        written = save_graph(graph, output, say)
     summary = summarize(graph)
     if as_json:
-        said = ({"loss": note} if note else {}) | ({"notes": list(notes)} if notes else {})
-        print_json({"output": str(output), "bytes": size, **summary} | said)
+        print_json(
+            written | summary | ({"loss": note} if note else {}) | ({"notes": list(notes)} if notes else {})
+        )
         return
-    for line in _headline(summary):
-        print_line(line)
-    for text in (*((f"trained on the {note}",) if note else ()), *notes):
-        print_error(f"note: {text}")
-    print_error(f"wrote {output} ({format_bytes(size)})")
-
-
-def _headline(summary: dict[str, Any]) -> list[str]:
-    flops = sum(summary["flops"].values())
     blocks = "".join(f", {b['instances']} x {b['name']}" for b in summary["blocks"][1:])
-    return [
+    print_line(
         f"{summary['model']}: {format_count(summary['parameters'])} parameters, {summary['dtype']}, "
-        f"{micro_batch(summary)} a micro-batch, {summary['optimizer'] or 'no optimizer'}",
+        f"{_micro_batch(summary)} a micro-batch, {summary['optimizer'] or 'no optimizer'}"
+    )
+    print_line(
         f"{summary['unfolded_ops']} operations ({summary['ops']} stored{blocks}), "
-        f"{format_count(flops, 'FLOP')} a step",
-    ]
+        f"{format_count(sum(summary['flops'].values()), 'FLOP')} a step"
+    )
+    print_notes((*((f"trained on the {note}",) if note else ()), *notes))
+    print_written(written)
 
 
 @app.command()
@@ -123,54 +115,210 @@ def models(
     from echograph.models import get_model, model_entries
     from echograph.workflow.summary import model_row
 
-    entries = [get_model(name)] if name else list(model_entries())
-    rows = [model_row(entry) for entry in entries]
+    rows = [model_row(entry) for entry in ([get_model(name)] if name else model_entries())]
     if as_json:
         print_json(rows)
         return
     print_table(
         ("model", "family", "parameters", "sample", "FLOPs/sample forward", "backward", "also called"),
-        (
+        [
             (
                 row["name"],
                 row["family"],
-                _known_count(row["parameters"]),
+                _count(row["parameters"]),
                 row["sample"],
-                *(_known_count(row["flops_per_sample"][k]) for k in ("forward", "backward")),
+                *(_count(row["flops_per_sample"][k]) for k in ("forward", "backward")),
                 ", ".join(row["aliases"]),
             )
             for row in rows
-        ),
+        ],
     )
 
 
-def _known_count(value: float | None) -> str | None:
+def _count(value: float | None) -> str | None:
     return None if value is None else format_count(value)
 
 
 @app.command()
 def show(graph: GraphFile, as_json: Json = False) -> None:
     """Say what a graph holds: blocks, operations, FLOPs, bytes, memory, what is measured; of a job, its roles."""
-    from echograph.ir import serde
-    from echograph.ir.graph import JobGraph
-
-    with progress(f"reading {graph}") as say:
-        loaded = serde.load(graph, say)
-    summary = summarize(loaded)
-    if isinstance(loaded, JobGraph):
-        summary |= summarize_job(loaded)
+    with reading(graph) as (loaded, _):
+        summary = summarize(loaded) | (summarize_job(loaded) if isinstance(loaded, JobGraph) else {})
     if as_json:
         print_json(summary)
         return
-    print_summary(summary)
+    _print_summary(summary)
     if isinstance(loaded, JobGraph):
-        print_job(summary, headline=False)
+        _print_roles(summary)
 
 
-app.command("annotate")(annotate_command)
-app.command("capture")(capture_command)
-app.command("export")(export_command)
-app.command("import")(import_command)
+@app.command("annotate")
+def annotate_command(
+    graph: GraphFile,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where it goes; may be the graph itself.")],
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="Where it runs: a preset (see echosim clusters) or a TOML file "
+            f"[default: {DEFAULT_CLUSTER}; with --profile none]",
+            show_default=False,
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Measured durations (of echoprof ops), which come before the cluster's.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the durations of a cluster into a graph: its device's, its host's, and of a job its network's."""
+    from echograph.ir import files
+    from echograph.workflow.annotate import annotate, annotate_measured, duration_sources
+
+    files.check_writable(output)
+    system = System(cluster or DEFAULT_CLUSTER) if cluster is not None or profile is None else None
+    with reading(graph) as (loaded, say):
+        say("annotating")
+        measured: dict[str, Any] = {}
+        if profile is not None:
+            loaded, measured = annotate_measured(loaded, profile, "" if system is None else system.cluster.device)
+        annotated = loaded if system is None else annotate(loaded, system)
+        written = save_graph(annotated, output, say)
+    parts = {} if system is None else duration_sources(annotated, system)
+    if as_json:
+        counts = {part: {"name": name, **count} for part, (name, count) in parts.items()}
+        record = written | {"operations": len(annotated.ops), "durations": counts}
+        print_json(record | ({"profile": measured} if measured else {}))
+    else:
+        if measured:
+            _print_coverage(measured)
+        for name, count in parts.values():
+            shares = ", ".join(f"{number} {source}" for source, number in count.items())
+            print_line(f"{name:<20} {shares or 'no operation'}")
+    print_written(written)
+
+
+def _print_coverage(record: dict[str, Any]) -> None:
+    """One line on what is measured, and one each on what is missing and on what fits nothing."""
+    counts = record["operations"]
+    print_line(
+        f"{record['device']}: {record['measured_share']:.1%} of the device operations that run are measured "
+        f"({counts['measured']}), {counts['missing']} are missing, {counts['free']} views are free"
+    )
+    if "host" in record:
+        print_line(f"{record['host']}: what the host takes to issue each, as measured")
+    missing = [f"{count} x {name}" for name, count in record["missing_operators"].items()]
+    unmatched = [text[:80] for text in record["unmatched"]]
+    for what, named in (("missing", missing), (f"{len(unmatched)} measurements fit no operation", unmatched)):
+        if named:
+            more = f", and {len(named) - 5} more" if len(named) > 5 else ""
+            print_error(f"{what}: {', '.join(named[:5])}{more}")
+
+
+@app.command("capture")
+def capture_command(
+    framework: Annotated[str, typer.Argument(help="torch, deepspeed or megatron.")],
+    script: Annotated[Path, typer.Option("--script", help="The training script; it is not edited.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="What the script finds behind its name; give it behind --.")
+    ] = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = 8,
+    local_size: Annotated[int, typer.Option(min=1, help="Ranks of a machine.")] = 8,
+    device: Annotated[
+        Literal["cuda", "cpu"],
+        typer.Option(help="What the script finds: a GPU for each rank (cuda), or none (cpu)."),
+    ] = "cuda",
+    decide: Annotated[
+        list[str] | None,
+        typer.Option(help="Which way the script goes where a tensor's value decides: train.py:12=no; any number."),
+    ] = None,
+    ranks: Annotated[
+        str, typer.Option(help="Which ranks to run: roles (one of each that differ), or numbers as 0,5.")
+    ] = "roles",
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Which training step to record; by default the first steady one.")
+    ] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="Let the script go on after that step.")] = False,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="DeepSpeed: the configuration, for scripts that take one.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the job goes.")] = Path("job.pb"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; the script prints on stderr.")] = False,
+) -> None:
+    """Run a training script as one rank of a job without GPUs, and write what all ranks do as a job graph."""
+    from echograph.ir import files
+
+    chosen = () if ranks == "roles" else parse_ranks("--ranks", ranks)
+    files.check_writable(output)
+    require_torch("capturing scripts")
+    from echograph.workflow.capture import capture_script_file, parse_decision
+
+    captured = capture_script_file(
+        script, framework, arguments or (), world_size=world_size, local_size=local_size,
+        gpus=device == "cuda", decided=dict(map(parse_decision, decide or ())), ranks=chosen, step=step,
+        whole=whole, config=config, showing=lambda: progress("starting"), quiet=as_json,
+    )  # fmt: skip
+    with progress(f"writing {output}") as say:
+        written = save_graph(captured.graph, output, say)
+    print_notes(captured.notes)
+    assert isinstance(captured.graph, JobGraph)
+    summary = summarize_job(captured.graph)
+    print_json(written | {"notes": list(captured.notes)} | summary) if as_json else _print_job(summary)
+    print_written(written)
+
+
+@app.command("export")
+def export_command(
+    graph: GraphFile,
+    to: Annotated[str, typer.Option(help=f"{', '.join(sorted(EXPORTS))}.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file; for chakra the folder.")],
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Where the job runs (chakra, chrome, simai) [default: dgx-h100]", show_default=False),
+    ] = None,
+    per_role: Annotated[
+        bool, typer.Option("--per-role", help="One file a role instead of one a rank (chakra).")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="Name of the files (chakra).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a graph in another tool's format, and say what the format cannot hold."""
+    check_export(to, {"cluster": cluster, "per_role": per_role, "name": name})
+    if graph.resolve() == output.resolve():
+        raise UsageError(f"--output {output}: is the graph itself: give the export a path of its own")
+    with reading(graph) as (loaded, say):
+        say(f"writing {output}")
+        done = export(loaded, to, output, cluster=cluster, per_role=per_role, name=name, say=say)
+    if as_json:
+        print_json({"output": str(output), "format": to, **asdict(done)})
+        return
+    print_line(f"{output}: {to}, {done.files} file{'s' * (done.files != 1)}, {format_bytes(done.bytes)}")
+    print_notes(done.notes)
+
+
+@app.command("import")
+def import_command(
+    format_name: Annotated[str, typer.Argument(metavar="FORMAT", help=f"{', '.join(sorted(IMPORTS))}.")],
+    source: Annotated[Path, typer.Argument(help="The file; for chakra and kineto the folder of the ranks.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the graph goes.")],
+    keep_overhead: Annotated[
+        bool, typer.Option("--keep-overhead", help="kineto: durations as recorded, with what recording cost.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Read what another tool wrote, and write it as a graph; say what a graph cannot hold of it."""
+    check_import(format_name, {"keep_overhead": keep_overhead})
+    check_outputs({"the source": source}, {"--output": output})
+    with progress(f"reading {source}") as say:
+        imported = import_graph(format_name, source, keep_overhead=keep_overhead, say=say)
+        written = save_graph(imported.graph, output, say)
+    summary = outline(imported.graph)
+    print_notes(imported.notes)
+    if as_json:
+        print_json(written | summary | {"notes": list(imported.notes)})
+    else:
+        ranks = f" on {summary['ranks']} ranks" if summary["level"] == "job" else ""
+        stored = "" if summary["operations"] == summary["ops"] else f" ({summary['ops']} stored)"
+        print_line(f"{summary['name']}{ranks}: {summary['operations']} operations{stored}")
+    print_written(written)
 
 
 @app.command("lower")
@@ -182,30 +330,21 @@ def lower_command(
     as_json: Json = False,
 ) -> None:
     """Spread a step over GPUs by a parallel plan and write what every rank executes as a job graph."""
-    from echograph.ir import serde
-    from echograph.ir.graph import JobGraph
-    from echograph.workflow.lowering import apply
-    from echograph.workflow.system import System
+    from echograph.workflow.plan import apply
 
     check_outputs({"the graph": graph}, {"--output": output})
-    with progress(f"reading {graph}") as say:
-        loaded = serde.load(graph, say)
+    notes: list[str] = []
+    with reading(graph) as (loaded, say):
         say("lowering")
-        notes: list[str] = []
         job = apply(loaded, plan, System(plan.cluster).cluster, notes.append)
-        say(f"writing {output}")
-        size = serde.save(job, output, say)
-    for note in notes:
-        print_error(f"note: {note}")
+        written = save_graph(job, output, say)
+    print_notes(notes)
     # A list of passes of the user's own may leave a step.
-    summary = summarize_job(job) if isinstance(job, JobGraph) else summarize(job)
-    if as_json:
-        print_json({"output": str(output), "bytes": size, **summary})
-    elif isinstance(job, JobGraph):
-        print_job(summary)
-    else:
-        print_summary(summary)
-    print_error(f"wrote {output} ({format_bytes(size)})")
+    summary, shown = (
+        (summarize_job(job), _print_job) if isinstance(job, JobGraph) else (summarize(job), _print_summary)
+    )
+    print_json(written | summary) if as_json else shown(summary)
+    print_written(written)
 
 
 @app.command()
@@ -215,23 +354,47 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Read a graph and check every invariant; exit 1 if one does not hold."""
+    from echograph.ir.verify import CHECKS
+
     if what not in ("graph", "chakra"):
         refuse_format(what, ("graph", "chakra"), "checked")
     if what == "chakra":
-        from echograph.cli.check_chakra import check_chakra
-
         check_chakra(graph, as_json=as_json)
         return
-    from echograph.ir import serde
-    from echograph.ir.verify import CHECKS
-
-    with progress(f"reading {graph}") as say:
-        loaded = serde.load(graph, say)
-    names = [c.__name__ for c in CHECKS]
+    with reading(graph) as (loaded, _):
+        names = [c.__name__ for c in CHECKS]
     if as_json:
         print_json({"graph": str(graph), "valid": True, "checks": names})
     else:
         print_line(f"{graph}: valid ({len(loaded.ops)} operations, {len(names)} invariants)")
+
+
+def check_chakra(source: Path, *, as_json: bool) -> None:
+    """Prints what makes ASTRA-sim trip over a set of traces; exits with 1 where one finding is an error."""
+    from echograph.ir.chakra.check import check as check_traces
+    from echograph.ir.chakra.reader import read_traces
+
+    with progress(f"reading {source}") as say:
+        traces = read_traces(source, say)
+        say("checking")
+        found = check_traces(traces)
+    if as_json:
+        print_json({"source": str(source), "valid": not found.errors, **asdict(found)})
+    else:
+        for finding in found.findings:
+            print_line(str(finding))
+        for name, count in found.counts.items():
+            shown = sum(finding.check == name for finding in found.findings)
+            if shown < count:
+                print_line(f"{name}: {count - shown:,} more")
+        verdict = f"{found.errors:,} errors" if found.errors else "valid"
+        warnings = sum(found.counts.values()) - found.errors
+        more = f", {warnings:,} warnings" if warnings else ""
+        print_line(
+            f"{source}: {verdict}{more} ({found.ranks} ranks, {found.nodes:,} nodes, {len(found.counts)} checks)"
+        )
+    if found.errors:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -240,18 +403,108 @@ def text(
     unfold: Annotated[bool, typer.Option("--unfold", help="Write every block instance out.")] = False,
 ) -> None:
     """Print a graph as text."""
-    from echograph.ir import serde
-    from echograph.ir.graph import StepGraph
     from echograph.ir.text import to_text
     from echograph.ir.unfold import unfold as unfolded
 
-    with progress(f"reading {graph}") as say:
-        loaded = serde.load(graph, say)
+    with reading(graph) as (loaded, say):
         if unfold and isinstance(loaded, StepGraph):
             say("unfolding")
             loaded = unfolded(loaded)
-    for piece in to_text(loaded):
-        print_text(piece.rstrip("\n"))
+    for part in to_text(loaded):
+        print_text(part.rstrip("\n"))
+
+
+# -- what a graph holds, for people ------------------------------------------------------------------------------
+
+
+def _micro_batch(summary: dict[str, Any]) -> str:
+    tokens = f" x {summary['sequence_length']} tokens" if summary["sequence_length"] else ""
+    return f"{summary['batch_size']} samples{tokens}"
+
+
+def _mesh(summary: dict[str, Any]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in summary["mesh"].items())
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    """A summary of `summarize`."""
+    mesh = _mesh(summary)
+    print_line(f"{summary['model']} ({summary['level']} graph{', ' + mesh if mesh else ''})")
+    print_line(
+        f"  {format_count(summary['parameters'])} parameters, {summary['dtype']}, "
+        f"{summary['optimizer'] or 'no optimizer'}"
+        f"{' with fp32 master weights' if summary['master_weights'] else ''}, "
+        f"{_micro_batch(summary)} a micro-batch"
+    )
+    print_line(
+        f"  {summary['unfolded_ops']} operations run, {summary['views']} of them views; {summary['ops']} stored"
+    )
+    for block in summary["blocks"]:
+        print_line(f"    {block['instances']:>5} x {block['name']:<40} {block['ops']} operations")
+    print_line("  FLOPs and device memory traffic by phase")
+    for phase, flops in summary["flops"].items():
+        print_line(
+            f"    {phase:<12} {format_count(flops, 'FLOP'):>14} {format_bytes(summary['device_bytes'][phase]):>14}"
+        )
+    print_line("  tensors by role")
+    for role, size in summary["tensor_bytes"].items():
+        print_line(f"    {role:<18} {format_bytes(size):>14}")
+    for device, count in summary["durations"].items():
+        shares = ", ".join(f"{v / count['of']:.1%} {k}" for k, v in count.items() if k != "of" and v)
+        print_line(f"  durations on {device}: {shares}")
+    if not summary["durations"]:
+        print_line("  durations: none yet (echosim fits them to its cluster's device)")
+    print_line("  operators with the most work")
+    for row in summary["operators"][:12]:
+        print_line(
+            f"    {row['count']:>6} x {row['name']:<52} {format_count(row['flops'], 'FLOP'):>14} "
+            f"{format_bytes(row['bytes']):>12}"
+        )
+
+
+def _print_job(summary: dict[str, Any]) -> None:
+    """A summary of `summarize_job`."""
+    mesh = _mesh(summary)
+    print_line(f"{summary['model']} on {summary['ranks']} ranks{': mesh ' + mesh if mesh else ''}")
+    _print_roles(summary)
+
+
+def _print_roles(summary: dict[str, Any]) -> None:
+    print_line()
+    titles = ("ranks", "micro-batches", "FLOPs", "recomputed", "traffic", "parameters", "gradients", "optimizer")
+    print_table(("role", *titles, "peak"), [_role_row(role) for role in summary["roles"]])
+    if summary["communication"]:
+        print_line()
+        rows = [_communication_row(entry, len(summary["roles"])) for entry in summary["communication"]]
+        print_table(("axes", "ranks", "what", "carries", "bytes each", "calls", "bytes a step", "roles"), rows)
+
+
+def _role_row(role: dict[str, Any]) -> tuple[object, ...]:
+    flops, needs = role["flops"], role["memory_bytes"] or {}
+    own = sum(flops.get(p.name.lower(), 0) for p in (Phase.FORWARD, Phase.BACKWARD))
+    memory = ("parameter", "gradient", "optimizer_state", "peak")
+    return (
+        *(role[k] for k in ("role", "ranks", "micro_batches")),
+        *(format_count(count) for count in (own, flops.get("recompute", 0))),
+        format_bytes(role["device_bytes"]),
+        *(format_bytes(needs[k]) if k in needs else None for k in memory),
+    )
+
+
+def _communication_row(entry: dict[str, Any], roles: int) -> tuple[object, ...]:
+    calls, names = entry["calls"].values(), list(entry["calls"])
+    low, high = min(calls), max(calls)
+    few = ", ".join(names) if len(names) <= 3 else f"{names[0]} to {names[-1]} ({len(names)})"
+    return (
+        entry["axes"],
+        entry["group_size"],
+        entry["kind"].replace("_", "-"),
+        entry["payload"].replace("_", " "),
+        format_bytes(entry["bytes_per_rank"]),
+        f"{low}" if low == high else f"{low} to {high}",
+        format_bytes(high * entry["bytes_per_rank"]),
+        "all" if len(names) == roles else few,
+    )
 
 
 def main() -> None:

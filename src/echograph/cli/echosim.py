@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from echograph.cli.app import make_app, print_error, print_json, print_line, print_table, progress, run
-from echograph.cli.options import parse_ranks, with_options
-from echograph.cli.output import Json, Output, Trace, check_outputs, write_json, write_text, write_trace
-from echograph.cli.replay import replay_command
+from echograph.cli.app import make_app, require_torch, run
+from echograph.cli.options import GraphFile, Json, Output, TraceFile, parse_ranks, with_options
+from echograph.cli.output import (
+    check_outputs,
+    print_json,
+    print_line,
+    print_notes,
+    print_table,
+    print_text,
+    progress,
+    reading,
+    shortened,
+    write_json,
+    write_text,
+    write_trace,
+)
 from echograph.errors import UsageError
+from echograph.ir.graph import JobGraph
+from echograph.units import format_bytes, format_time
 from echograph.workflow.plan import Plan
 from echograph.workflow.scenario import Scenario
-from echograph.workflow.system import SystemOptions
+from echograph.workflow.system import System, SystemOptions
+
+if TYPE_CHECKING:
+    from echograph.simulator.result import Result
+    from echograph.workflow.predict import StepTime
 
 app = make_app("echosim", "Simulate a workload graph on a cluster: step time, where it goes, how sure it is.")
 
@@ -24,7 +43,7 @@ MAX_TRACED = 64
 @app.command("run")
 @with_options
 def run_command(
-    graph: Annotated[Path, typer.Argument(help="A graph file written by echoc.")],
+    graph: GraphFile,
     plan: Plan,
     system_options: SystemOptions,
     scenario: Scenario,
@@ -44,7 +63,7 @@ def run_command(
     ] = False,
     engine: Annotated[str, typer.Option(help="auto, segments, static or events.")] = "auto",
     output: Output = None,
-    trace: Trace = None,
+    trace: TraceFile = None,
     trace_ranks: Annotated[
         str | None, typer.Option(help="Ranks to trace, as 0,17 [default: each role]", show_default=False)
     ] = None,
@@ -54,48 +73,117 @@ def run_command(
     as_json: Json = False,
 ) -> None:
     """Predict the time of one training step, spread over the GPUs by a parallel plan."""
-    from echograph.cli.report import print_result
-    from echograph.ir import serde
     from echograph.ir.passes import PASSES
     from echograph.ir.passes.base import run as run_passes
-    from echograph.workflow.feasible import FEW, MOST_TRIED, feasible_plans, refuse_if_it_does_not_fit
-    from echograph.workflow.lowering import cluster_notes
-    from echograph.workflow.predict import predict
+    from echograph.workflow.plan import cluster_notes
+    from echograph.workflow.predict import (
+        FEW,
+        MOST_TRIED,
+        feasible_plans,
+        predict,
+        refuse_if_it_does_not_fit,
+        shortage,
+    )
 
     if trace_ranks is not None and trace is None:
         raise UsageError("--trace-ranks: says whose timelines a trace holds, give --trace as well")
     traced = () if trace_ranks is None else parse_ranks("--trace-ranks", trace_ranks, MAX_TRACED)
     check_outputs({"the graph": graph}, {"--output": output, "--trace": trace, "--html": html})
     system = system_options.system(plan.cluster)
-    with progress(f"reading {graph}") as say:
-        loaded = serde.load(graph, say)
+    notes: list[str] = []
+    with reading(graph) as (loaded, say):
         if model_communication:
             loaded = run_passes(loaded, (PASSES["forget_communication"](),))
         say("simulating")
-        said: list[str] = []
-        result, job = predict(loaded, plan, system, scenario, engine=engine, trace_ranks=traced, note=said.append)
+        result, job = predict(loaded, plan, system, scenario, engine=engine, trace_ranks=traced, note=notes.append)
         # Who reads only the JSON is told whether it fits, and saves the time.
         most = MOST_TRIED if strict_memory else FEW if html or not as_json else 0
         near = feasible_plans(loaded, plan, system.cluster, result.memory, say, most)
-    said += cluster_notes(system.cluster, job.world_size)
-    for note in said:
-        print_error(f"note: {note}")
+    notes += cluster_notes(system.cluster, job.world_size)
+    print_notes(notes)
     if strict_memory:
         refuse_if_it_does_not_fit(result, near)
-    record = result.to_json()
     if as_json:
-        print_json(record)
+        print_json(result.to_json())
     else:
-        print_result(result, near)
-    write_json(output, record, "result")
+        if result.memory is not None and not result.memory.fits:
+            print_line(f"DOES NOT FIT: needs {shortage(result, near)}", alarm=True)
+        print_text(str(result))
+    write_json(output, result.to_json(), "result")
     write_trace(trace, result, traced)
     if html is not None:
         from echograph.workflow.report.prediction import page
 
-        write_text(html, page(result, job, plan, system, scenario, said, near), "page: open it in a browser")
+        write_text(html, page(result, job, plan, system, scenario, notes, near), "page: open it in a browser")
 
 
-app.command("replay")(replay_command)
+@app.command("replay")
+def replay_command(
+    job: Annotated[Path, typer.Argument(help="A job graph of echoc import kineto.")],
+    gpus: Annotated[
+        int | None, typer.Option(help="Other ranks of a data-parallel job; the cluster's network then counts.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Whose network carries the communication: a preset or a TOML file.")
+    ] = None,
+    scale: Annotated[
+        list[str] | None, typer.Option(help="What if WHAT=FACTOR, as compute=0.9, host=0.5, op:aten.mm=0.5.")
+    ] = None,
+    without: Annotated[list[str] | None, typer.Option(help="What if this took no time, as comm.")] = None,
+    trace: TraceFile = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Run a traced job again with its measured durations: step time, where it goes, error against the measured."""
+    from echograph.workflow.predict import is_traced, replay, replay_record, steps
+
+    check_outputs({"the job": job}, {"--output": output, "--trace": trace})
+    scales = Scenario(scale=tuple(scale or ()), without=tuple(without or ())).scales
+    system = None if cluster is None else System(cluster)
+    with reading(job) as (loaded, say):
+        if not (isinstance(loaded, JobGraph) and is_traced(loaded)):
+            raise UsageError(
+                f"{job}: holds no measured step: echosim run it, or give a job of echoc import kineto"
+            )
+        say("replaying")
+        result = replay(loaded, system=system, gpus=gpus, scales=scales)
+        found = steps(result)
+    changed = bool(cluster or gpus or scale or without)
+    record = replay_record(result, found, changed=changed)
+    print_json(record) if as_json else _print_replay(result, record, found, changed=changed)
+    write_json(output, record, "result")
+    write_trace(trace, result)
+
+
+def _print_replay(result: Result, record: dict[str, Any], found: Sequence[StepTime], *, changed: bool) -> None:
+    from echograph.workflow.predict import TRACE, shown_steps, step_medians
+
+    shown = shown_steps(found)
+    what = "step" if shown[0].name != TRACE else "trace"
+    print_line(f"{result.model} on {result.gpus} ranks ({result.device})")
+    replayed, measured = (round(record[f"{word}_step_s"] * 1e12) for word in ("replayed", "measured"))
+    ratio = replayed / measured - 1 if measured else 0.0
+    said = "measured, other" if changed else "measured"
+    print_line(f"  {what:<14}{format_time(replayed)}   ({said}: {format_time(measured)}, {ratio:+.2%})")
+    if free := step_medians(found):
+        ratio = free[1] / free[2] - 1
+        print_line(f"  not recorded  {free[2] * 1e3:.4g} ms   (median of the free steps; replayed: {ratio:+.2%})")
+    parts = record["breakdown_s"]
+    flat = {"compute": parts["compute"], "host": parts["host"], "wait": parts["wait"] + parts["bubble"]}
+    flat |= {f"{axis} communication": value for axis, value in parts["exposed_communication"].items()}
+    times = ", ".join(f"{name} {format_time(round(value * 1e12))}" for name, value in flat.items() if value)
+    whose = f"rank {result.ends_last.rank}"
+    print_line(f"  where it goes {times} (all of the trace, {whose}, which ends last)")
+    limits = ", ".join(f"{name} {value / record['trace_s']:.0%}" for name, value in record["limits_s"].items())
+    print_line(f"  limited by    {limits} (of the critical path)")
+    for line in result.collective_lines(algorithms=False):
+        print_line(line)
+    if len(shown) > 1:
+        rows = [
+            (s.role, s.name, *(f"{t * 1e3:.4g}" for t in (s.measured_s, s.replayed_s)), f"{s.error:+.2%}")
+            for s in shown
+        ]
+        print_table(("rank", "step", "measured ms", "replayed ms", "difference"), rows)
 
 
 @app.command("compare")
@@ -106,10 +194,8 @@ def compare_command(
     as_json: Json = False,
 ) -> None:
     """Compare two predictions figure by figure, and say which options of their plans differ."""
-    from echograph.cli.compare import print_comparison
     from echograph.ir import files
-    from echograph.workflow.compare import compare
-    from echograph.workflow.result_file import read_result
+    from echograph.workflow.compare import compare, read_result
 
     if html is not None:
         if html.resolve() in (before.resolve(), after.resolve()):
@@ -117,12 +203,32 @@ def compare_command(
         files.check_writable(html)
     results = read_result(before), read_result(after)
     record = compare(*results)
-    print_json(record) if as_json else print_comparison(record)
+    print_json(record) if as_json else _print_comparison(record)
     if html is not None:
         from echograph.workflow.report.comparison import comparison_page
 
         page = comparison_page(record, *results, (before.stem, after.stem))
         write_text(html, page, "page: open it in a browser")
+
+
+def _print_comparison(record: dict[str, Any]) -> None:
+    lines = []
+    for name, row in record["figures"].items():
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        lines.append((name, *(_figure(name, row[k]) for k in ("before", "after", "difference")), ratio))
+    print_table(("figure", "before", "after", "difference", "ratio"), lines)
+    for name, (old, new) in record["plan"].items():
+        print_line(shortened(f"plan: {name} {old} -> {new}", 160))
+
+
+def _figure(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name == "peak_bytes":
+        return ("-" if value < 0 else "") + format_bytes(abs(int(value)))
+    if name in ("tokens_per_s", "samples_per_s"):
+        return f"{value:.4g}/s"
+    return f"{value:.4f}" if name == "mfu" else f"{value * 1e3:.4g} ms"
 
 
 @app.command("validate")
@@ -138,26 +244,21 @@ def validate_command(
     as_json: Json = False,
 ) -> None:
     """Predict measured training steps and say how far the predictions are off, family by family."""
-    from echograph.cli.app import require_torch
-    from echograph.cli.validate import print_outcomes
     from echograph.workflow.validation.validate import validate
 
     check_outputs({"the table": table}, {"--output": output})
     require_torch()
     grades = tuple(grade.split(",")) if grade else ()
     with progress("compiling") as say:
-        record = validate(table, families=family or (), grades=grades, peers=peers, jobs=jobs, say=say).to_json()
-    if as_json:
-        print_json(record)
-    else:
-        print_outcomes(record)
-    write_json(output, record, "validation")
+        found = validate(table, families=family or (), grades=grades, peers=peers, jobs=jobs, say=say)
+    print_json(found.to_json()) if as_json else print_text(str(found))
+    write_json(output, found.to_json(), "validation")
 
 
 @app.command()
 def clusters(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
     """List the cluster presets, or describe one."""
-    from echograph.workflow.listing import cluster_rows
+    from echograph.workflow.summary import cluster_rows
 
     _print_rows(cluster_rows(name), as_json)
 
@@ -165,7 +266,7 @@ def clusters(name: Annotated[str | None, typer.Argument()] = None, as_json: Json
 @app.command()
 def devices(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
     """List the devices, what their costs rest on, and how far the fits were off."""
-    from echograph.workflow.listing import device_rows
+    from echograph.workflow.summary import device_rows
 
     _print_rows(device_rows(name), as_json)
 
@@ -173,12 +274,11 @@ def devices(name: Annotated[str | None, typer.Argument()] = None, as_json: Json 
 def _print_rows(rows: list[dict[str, object]], as_json: bool) -> None:
     if as_json:
         print_json(rows)
-        return
-    if len(rows) == 1:
+    elif len(rows) == 1:
         for key, value in rows[0].items():
             print_line(f"{key:<24} {value}")
-        return
-    print_table([key.replace("_", " ") for key in rows[0]], [list(row.values()) for row in rows])
+    else:
+        print_table([key.replace("_", " ") for key in rows[0]], [list(row.values()) for row in rows])
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Options of a command made of the fields of dataclasses, so that their words stand once."""
+"""Options of commands: those that several share, and those that are the fields of a dataclass of the library."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ import typer
 from echograph.errors import UsageError
 from echograph.options import kinds, option_name
 from echograph.workflow.plan import Plan, read_plan
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON.")]
+TraceFile = Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace, for Perfetto.")]
+GraphFile = Annotated[Path, typer.Argument(help="A graph file written by echoc.")]
+MODEL = typer.Option("--model", "-m", help="Zoo name, Hugging Face config folder or JSON, or file.py:function.")
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _FILE = Annotated[
@@ -68,16 +74,19 @@ def _options(group: Any) -> Iterator[inspect.Parameter]:
         name, kind = option_name(f.name), types[f.name]
         names = f"{name}/--no-{name[2:]}" if kind is bool else name
         several = get_origin(kind) is tuple
-        shown = "" if several else f" [default: {f.metadata['shown'] or _shown(f.default)}]"
+        default = "" if several else f.metadata["shown"] or _shown(f.default)
+        text = f.metadata["help"] + (f" [default: {default}]" if default else "")
         option: Any = Annotated[
             (list[str] if several else kind) | None,
-            typer.Option(names, help=f.metadata["help"] + shown, show_default=False),
+            typer.Option(names, help=text, show_default=False, min=f.metadata["least"]),
         ]
         yield inspect.Parameter(f.name, _KEYWORD, default=None, annotation=option)
 
 
 def _shown(default: Any) -> str:
-    return {True: "yes", False: "no"}.get(default, str(default)) if isinstance(default, bool) else str(default)
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    return "" if default is None else str(default)
 
 
 def parse_ranks(option: str, text: str, most: int = 1_000_000) -> tuple[int, ...]:
@@ -85,7 +94,7 @@ def parse_ranks(option: str, text: str, most: int = 1_000_000) -> tuple[int, ...
 
     Args:
         option: how it is called, for what is said of a wrong one.
-        text: as it was given.
+        text: the value given.
         most: ranks that may be given.
 
     Raises:

@@ -1,23 +1,90 @@
-"""What commands that write files share: the options, the checks beforehand, and a line on what was written."""
+"""What commands show and write: results on stdout, all else on stderr, files whole or not at all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from echograph.cli.app import print_error
-from echograph.errors import UsageError
+from echograph.errors import OutputError, UsageError
+from echograph.ir.tables import printable, text_table
+from echograph.progress import Progress
+from echograph.units import format_bytes
 
 if TYPE_CHECKING:
+    from echograph.ir.graph import Graph, JobGraph, StepGraph
+    from echograph.profiler.analyses.table import AnswerTable
     from echograph.simulator.result import Result
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON.")]
-Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace, for Perfetto.")]
+MOST_OF_ERROR = 500
+QUIET_S = 2.0
+"""A command that writes to a file or a pipe says nothing of its stages for so long."""
+_CUT = " ... "
+
+
+def shortened(line: str, most: int = MOST_OF_ERROR) -> str:
+    """A line, cut in the middle where it is longer: what happened stands first, what to do last."""
+    if len(line) <= most:
+        return line
+    last = most // 2
+    return f"{line[: most - last - len(_CUT)]}{_CUT}{line[-last:]}"
+
+
+def print_line(text: str = "", *, alarm: bool = False) -> None:
+    """A line of the result.
+
+    Args:
+        text: the line, as it comes.
+        alarm: whether nobody may miss it: bold and red where a terminal shows it.
+
+    Raises:
+        OutputError: the caller closed the standard output.
+    """
+    if sys.stdout is None:
+        raise OutputError("cannot write the result: the standard output is closed")
+    line = printable(text)
+    if alarm and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        line = f"\x1b[1;31m{line}\x1b[0m"
+    sys.stdout.write(line + "\n")
+
+
+def print_text(text: str) -> None:
+    """Lines of the result that are one text already."""
+    for line in text.removesuffix("\n").split("\n"):
+        print_line(line)
+
+
+def print_json(value: Any) -> None:
+    """A result for programs."""
+    print_text(json.dumps(value, indent=2, allow_nan=False))
+
+
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Aligned columns, numbers to the right."""
+    print_text(text_table(titles, rows))
+
+
+def print_tables(tables: Mapping[str, AnswerTable], **shown: Any) -> None:
+    """Tables one below the other, under their names where there are several; `shown`: of `AnswerTable.text`."""
+    texts = ([f"{name}\n"] * (len(tables) > 1) + [table.text(**shown)] for name, table in tables.items())
+    print_text("\n\n".join("".join(text) for text in texts))
+
+
+def print_error(text: str) -> None:
+    """A line beside the result: progress, notes, errors."""
+    if sys.stderr is not None:
+        sys.stderr.write(printable(text) + "\n")
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """What a result leaves out or takes for something, a line each, beside it."""
+    for note in notes:
+        print_error(f"note: {note}")
 
 
 def check_outputs(inputs: Mapping[str, Path], outputs: Mapping[str, Path | None]) -> None:
@@ -68,3 +135,101 @@ def write_trace(path: Path | None, result: Result, ranks: Sequence[int] = ()) ->
 
         files.write_whole(path, chrome_trace(result.job, result.traced or result.timeline, ranks=tuple(ranks)))
         print_error(f"wrote {path} (Chrome trace: open in ui.perfetto.dev)")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[tuple[StepGraph | JobGraph, Progress]]:
+    """Shows the progress of work on a graph; yields the graph of a file, and the progress callback."""
+    from echograph.ir import serde
+
+    with progress(f"reading {path}") as say:
+        yield serde.load(path, say), say
+
+
+def save_graph(graph: Graph, path: Path, say: Progress) -> dict[str, Any]:
+    """Writes a graph; what its record for programs begins with."""
+    from echograph.ir import serde
+
+    say(f"writing {path}")
+    return {"output": str(path), "bytes": serde.save(graph, path, say)}
+
+
+def print_written(record: Mapping[str, Any]) -> None:
+    """Says which file was written, by `save_graph`, and how large it is."""
+    print_error(f"wrote {record['output']} ({format_bytes(record['bytes'])})")
+
+
+@contextmanager
+def progress(text: str) -> Iterator[Progress]:
+    """Shows what is going on until the work ends; yields the progress callback.
+
+    On a terminal it is one line with a count and the time, which goes away at the end. Elsewhere every stage that
+    begins, or still runs, after `QUIET_S` gets a line, so that quick commands and their errors stay alone.
+
+    Args:
+        text: the first stage.
+    """
+    with _on_terminal(text) if sys.stderr is not None and sys.stderr.isatty() else _as_lines(text) as say:
+        yield say
+
+
+@contextmanager
+def _on_terminal(text: str) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.fields[count]}", markup=False),
+        TimeElapsedColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(_one_line(text), total=None, count="")
+
+        def say(stage: str, done: int = 0, total: int = 0) -> None:
+            count = f"{done:,} of {total:,}" if total else f"{done:,}" if done else ""
+            bar.update(task, description=_one_line(stage), count=count)
+
+        yield say
+
+
+@contextmanager
+def _as_lines(text: str) -> Iterator[Progress]:
+    from threading import Lock, Timer
+
+    begun, lock = time.monotonic(), Lock()
+    current, said = text, ""
+
+    def show() -> None:
+        nonlocal said
+        with lock:
+            if current and current != said:
+                said = current
+                _write(said)
+
+    def say(stage: str, done: int = 0, total: int = 0) -> None:
+        nonlocal current
+        current = stage
+        if stage != said and time.monotonic() - begun >= QUIET_S:
+            show()
+
+    timer = Timer(QUIET_S, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield say
+    finally:
+        with lock:
+            current = ""  # nothing comes after what the command itself says
+        timer.cancel()
+
+
+def _write(line: str) -> None:
+    print_error(f"{_one_line(line)} ...")
+    sys.stderr.flush()
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

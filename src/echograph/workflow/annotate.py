@@ -19,7 +19,7 @@ G = TypeVar("G", bound=Graph)
 
 
 def annotate(graph: G, system: System) -> G:
-    """The graph with all durations that a simulation of it on a system uses.
+    """The graph with all durations that its simulation on a system uses.
 
     Operations of the device have theirs under its name, all under `host_name` what the host takes to issue them
     (host work: to do them), and communications under the cluster's name. What is known already stays.
@@ -61,6 +61,22 @@ def _communicate(job: JobGraph, where: Cluster) -> JobGraph:
             samples=np.zeros(len(job.ops), np.int64),
         )(job)
     return job
+
+
+def duration_sources(graph: Graph, system: System) -> dict[str, tuple[str, dict[str, int]]]:
+    """Where the durations of an annotated graph come from.
+
+    Returns:
+        For "device", "host" and "network": the name of the durations, and how many operations have one by source
+        ("measured", "fitted", "analytical", "imported").
+    """
+    device, network = system.cluster.device, system.cluster.name
+    found: dict[str, tuple[str, dict[str, int]]] = {}
+    for part, name in {"device": device, "host": host_name(device), "network": network}.items():
+        _, source, _ = graph.ops.duration_on(name)
+        counts = {s.name.lower(): int((source == s).sum()) for s in Source}
+        found[part] = name, {kind: count for kind, count in counts.items() if count}
+    return found
 
 
 def annotate_measured(graph: G, profile: Path, device: str = "") -> tuple[G, dict[str, Any]]:

@@ -48,7 +48,7 @@ def capture(
         ranks: those that are run; none: one of each that differ.
         step: which training step is recorded, from 1; None: the first steady one.
         whole: let the script go on after that step.
-        config: of DeepSpeed, for scripts that take one.
+        config: a configuration of DeepSpeed, for scripts that take one.
         say: told what goes on.
 
     Returns:
@@ -87,9 +87,9 @@ def capture_script_file(
     """`capture` with what the graph cannot hold.
 
     Args:
-        script: as `capture` takes it, as what follows.
-        framework: of the script.
-        arguments: of the script.
+        script: the file; this and the arguments below are those of `capture`.
+        framework: framework that the script uses.
+        arguments: command-line arguments of the script.
         world_size: ranks of the job.
         local_size: ranks of a machine.
         gpus: whether there are GPUs.
@@ -97,9 +97,8 @@ def capture_script_file(
         ranks: those that are run.
         step: which is recorded.
         whole: let the script go on.
-        config: of DeepSpeed.
-        showing: opens what is told of the progress, once the script's process has begun: a fork would cut a thread
-            of it in two.
+        config: a configuration of DeepSpeed.
+        showing: opens the display of progress, which has threads, once the script's process has been forked.
         quiet: whether what the script prints goes to stderr.
     """
     from echograph.frontend.scripts import ADAPTERS
@@ -117,3 +116,16 @@ def capture_script_file(
     world = World(size=world_size, local_size=local_size, gpus=gpus, decided=dict(decided))
     with CaptureProcess(asked, world, adapter, ranks=tuple(ranks), quiet=quiet) as running, showing() as say:
         return running.result(say)
+
+
+def parse_decision(text: str) -> tuple[str, bool]:
+    """A line of a script and which way it goes, from "train.py:12=no".
+
+    Raises:
+        UsageError: the text says something else.
+    """
+    where, _, which = text.rpartition("=")
+    name, _, line = where.rpartition(":")
+    if not name or not line.isdecimal() or which not in ("yes", "no"):
+        raise UsageError(f"--decide {text}: give a line of the script and which way it goes, as train.py:12=no")
+    return where, which == "yes"

@@ -1,22 +1,24 @@
-"""A model to a step graph: captured without a GPU, and folded."""
+"""A model, of the zoo, of a user or in an ONNX file, to a step graph: captured without a GPU, and folded."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from echograph.errors import UsageError
+from echograph.errors import UnknownNameError, UsageError
 from echograph.ir.graph import StepGraph
 from echograph.progress import Progress, silent
 
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from echograph.frontend.onnx.compile import Compiled
     from echograph.frontend.pytorch.spec import StepSpec
     from echograph.frontend.pytorch.step import Inputs, LossFunction
     from echograph.models import ModelEntry
@@ -46,8 +48,8 @@ def compile(
         batch_size: samples of one micro-batch; None: the model's own.
         seq_len: tokens of a sample, or pixels of an image's side; None: the model's own.
         attention: "sdpa", "fused", "eager", or "fused-softmax", as `build` has them; None: the model's own.
-        inputs: of a module: a tuple (positional) or a mapping (keyword).
-        loss: of a module: its output -> a scalar tensor; None where it returns the loss.
+        inputs: inputs of a module: a tuple (positional) or a mapping (keyword).
+        loss: loss of a module: output -> scalar tensor; None where the module returns the loss.
         producer: "recorder", or "aot" (export and AOTAutograd).
         say: told what goes on.
 
@@ -68,8 +70,6 @@ def compile(
     if inputs is not None or loss is not None:
         raise UsageError(f"inputs and loss: are of a module, which {model} is not: its function says them itself")
     if str(model).endswith(".onnx"):
-        from echograph.workflow.compile_onnx import compile_onnx_file
-
         if any(size is not None for size in sizes.values()):
             raise UsageError("batch_size, seq_len and attention: not for an ONNX file, whose inputs have shapes")
         return compile_onnx_file(Path(model), step={} if spec is None else asdict(spec), say=say).graph
@@ -203,3 +203,53 @@ def _one_line_errors(name: str) -> Iterator[None]:
         raise UsageError(
             f"model {name}: sizes or FLOPs are beyond 64-bit integers: make the batch or the samples smaller"
         ) from None
+
+
+def compile_onnx_file(
+    path: Path,
+    *,
+    dims: Sequence[str] = (),
+    train: bool = False,
+    loss: str = "auto",
+    step: Mapping[str, Any] = MappingProxyType({}),
+    branch: str = "",
+    say: Progress = silent,
+) -> Compiled:
+    """The step graph of a model: its forward pass, or with `train` a whole training step.
+
+    Args:
+        path: the file.
+        dims: sizes of dimensions without one, as "name=size" or "input.position=size".
+        train: whether the step trains.
+        loss: what it is trained on (`frontend.onnx.loss`).
+        step: fields of `StepSpec`; dtype where it is left out is the file's, and the others count with `train`.
+        branch: which branch an `If` takes where data decide: then or else; "" refuses.
+        say: is told what is going on.
+
+    Raises:
+        UsageError: an option does not fit the file.
+        EchoError: what `frontend.onnx` raises.
+    """
+    if not train and ({"clip_grad_norm", "master_weights"} & step.keys() or loss != "auto"):
+        raise UsageError("--clip-grad-norm, --master-weights and --loss are of a training step: add --train")
+    if branch not in ("", "then", "else"):
+        raise UnknownNameError("branch", branch, ("then", "else"))
+    from echograph.frontend.onnx.model import read
+
+    sizes = dict(_size(text) for text in dims)
+    say(f"reading {path}")
+    model = read(path, sizes)
+    from echograph.frontend.onnx.compile import compile_onnx
+    from echograph.frontend.onnx.dtypes import step_type
+    from echograph.frontend.pytorch.spec import StepSpec
+
+    spec = StepSpec(**{"dtype": step_type(model), **step})
+    say(f"running {path} without data")
+    return compile_onnx(model, spec, train=train, loss=loss, branch=branch)
+
+
+def _size(text: str) -> tuple[str, int]:
+    name, _, size = text.rpartition("=")
+    if not name or not size.isascii() or not size.isdigit() or len(size) > 18:
+        raise UsageError(f"--dim {text}: give a name and a size, as --dim batch=8")
+    return name, int(size)

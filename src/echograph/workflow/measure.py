@@ -1,23 +1,70 @@
-"""The operations of a training step, and whole steps, measured on the device at hand."""
+"""The operations of a training step, whole steps, and collectives, measured on the machine at hand."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echograph.errors import UsageError
+from echograph.options import option
 from echograph.progress import Progress
 from echograph.units import to_s
 
-if TYPE_CHECKING:
-    from echograph.frontend.pytorch.spec import StepSpec
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.spec import StepSpec
     from echograph.ir.graph import StepGraph
     from echograph.ir.profile import Environment, Invocation, Profile
     from echograph.profiler.measure.device import MeasuringDevice
     from echograph.profiler.measure.ops import OpTiming
+    from echograph.profiler.measure.sampling import Samples
+
+
+DEVICES, CLOCKS = ("cuda", "cpu"), ("wall", "cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuringOptions:
+    """How a training step is measured on the machine at hand.
+
+    Attributes:
+        dtype: type of the parameters, as in `StepSpec`; "": bf16, on the CPU fp32.
+        optimizer: name of the optimizer, as in `StepSpec`.
+        device: "cuda" or "cpu"; "": cuda where there is one.
+        clock: what times the CPU: "wall", or "cpu" (time of this process; one thread only).
+
+    Raises:
+        UsageError: there is no such device or clock.
+    """
+
+    dtype: str = option("", "bf16, fp16 or fp32", "bf16, on the CPU fp32")
+    optimizer: str = option("adamw", "adamw, adam or sgd.")
+    device: str = option("", "cuda or cpu", "cuda where there is one")
+    clock: str = option("wall", "Of the CPU: wall, or cpu (time of this process; one thread only).")
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (("--device", self.device or "cpu", DEVICES), ("--clock", self.clock, CLOCKS)):
+            if value not in choices:
+                raise UsageError(f"{name} {value}: give one of {', '.join(choices)}")
+
+    def open(self) -> tuple[MeasuringDevice, StepSpec]:
+        """The device, and what the step is captured with for it.
+
+        Raises:
+            UsageError: there is no such type or optimizer.
+        """
+        import torch
+
+        from echograph.frontend.pytorch.spec import StepSpec
+        from echograph.profiler.measure.device import open_device
+
+        name: Any = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype: Any = self.dtype or ("bf16" if name == "cuda" else "fp32")
+        clock: Any = self.clock
+        optimizer: Any = self.optimizer
+        return open_device(name, clock), StepSpec(dtype=dtype, optimizer=optimizer, kernels=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +72,8 @@ class Captured:
     """A step as graph and as invocations.
 
     Attributes:
-        graph: folded.
-        flat: as it ran.
+        graph: the step, folded.
+        flat: the step as it ran, unfolded.
         invocations: the distinct invocations that do work.
     """
 
@@ -144,13 +191,13 @@ def time_step(
     """Whole training steps, timed end to end; beside a profile's sum of operations and its simulation.
 
     Args:
-        model: as `compile` takes it.
-        spec: the rest of the step.
-        device: that it runs on.
-        steps: that are timed.
-        warm_up: steps before them.
-        keep: of the CPU: whether freed memory stays, as on CUDA.
-        profile: of the operations; None predicts nothing.
+        model: name of the model, or a file, as in `compile`.
+        spec: dtype, optimizer and other options of the step.
+        device: the device that runs the step.
+        steps: number of steps that are timed.
+        warm_up: number of steps before those.
+        keep: on the CPU: whether freed memory stays, as on CUDA.
+        profile: measured durations of the operations; None predicts nothing.
         say: told what goes on.
         sizes: `batch_size`, `seq_len` and `attention` of a zoo model.
 
@@ -178,8 +225,15 @@ def time_step(
 
 
 def measure_step(
-    model: str, spec: Any, device: Any, steps: int, warm_up: int, keep: bool, say: Any, **sizes: Any
-) -> Any:
+    model: str,
+    spec: StepSpec,
+    device: MeasuringDevice,
+    steps: int,
+    warm_up: int,
+    keep: bool,
+    say: Progress,
+    **sizes: Any,
+) -> Samples:
     """Times real steps of a model on a device."""
     import torch
 
@@ -196,12 +250,11 @@ def measure_step(
 
 
 def predicted_step(
-    model: str, spec: Any, profile: Path, cache_bytes: int, say: Any, **sizes: Any
+    model: str, spec: StepSpec, profile: Path, cache_bytes: int, say: Progress, **sizes: Any
 ) -> dict[str, Any]:
     """The sum of a step's operations, and the step simulated, from a profile; None where it lacks operations."""
     from echograph.ir.passes.annotate import join
     from echograph.ir.profile import load_profile
-    from echograph.workflow.measure import capture_invocations
     from echograph.workflow.plan import Plan
     from echograph.workflow.predict import predict
 
@@ -215,28 +268,83 @@ def predicted_step(
     return found
 
 
-DEVICES = ("cuda", "cpu")
+def measure_collectives(
+    wanted: Sequence[str],
+    sizes: Sequence[int],
+    backend: str,
+    budget_s: float,
+    tell: Callable[[str], None],
+    output: Path | None = None,
+) -> list[dict[str, Any]] | None:
+    """Times collectives over all ranks.
 
+    Args:
+        wanted: operations: "all_reduce", ...
+        sizes: bytes of each.
+        backend: "gloo" or "nccl"; "": nccl where there is CUDA.
+        budget_s: seconds that each size is repeated.
+        tell: given the lines of a table like nccl-tests', as they come.
+        output: folder for one such table an operation.
 
-CLOCKS = ("wall", "cpu")
-
-
-def device_and_spec(device: str, dtype: str, optimizer: str, clock: str) -> tuple[Any, StepSpec]:
-    """The device to measure on, and what the step is captured with for it.
+    Returns:
+        A record each measurement, in seconds; None on all ranks but the first.
 
     Raises:
-        UsageError: there is no such device, clock, type or optimizer.
+        UsageError: one rank alone, no time to measure, or a backend that there is not.
+        OutputError: the folder cannot be written.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise UsageError(
+            "echoprof collectives measures between ranks: torchrun --nproc-per-node 2 --no-python "
+            "echoprof collectives"
+        )
+    if not budget_s > 0:
+        raise UsageError(f"--budget: {budget_s:g}: give seconds above 0")
+    import torch
+    from torch import distributed
+
+    from echograph.ir.files import whole_folder, write_whole
+    from echograph.profiler.measure.collectives import facts_of_ranks, header, sweep, table_row
+
+    device = _device(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        first = distributed.get_rank() == 0
+        facts = facts_of_ranks(device)
+        logs: dict[str, list[str]] = {name: [header(name, facts)] for name in wanted}
+        records: list[dict[str, Any]] = []
+        for measured in sweep(list(wanted), list(sizes), device, budget_s):
+            log = logs[measured.operation]
+            log.append(table_row(measured, len(facts)))
+            if first:
+                tell("\n".join(log) if len(log) == 2 else log[-1])
+            records.append(
+                {
+                    "operation": measured.operation,
+                    "ranks": len(facts),
+                    "size_bytes": measured.size_bytes,
+                    "seconds": measured.seconds,
+                    "repeats": measured.repeats,
+                }
+            )
+        if first and output is not None:
+            with whole_folder(output) as folder:
+                for name, log in logs.items():
+                    write_whole(folder / f"{name}.log", ["\n".join(log) + "\n"])
+        return records if first else None
+    finally:
+        distributed.destroy_process_group()
+
+
+def _device(backend: str) -> Any:
     import torch
 
-    from echograph.frontend.pytorch.spec import StepSpec
-    from echograph.profiler.measure.device import open_device
-
-    for option, value, choices in (("--device", device or "cpu", DEVICES), ("--clock", clock, CLOCKS)):
-        if value not in choices:
-            raise UsageError(f"{option} {value}: give one of {', '.join(choices)}")
-    name: Any = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind: Any = dtype or ("bf16" if name == "cuda" else "fp32")
-    chosen: Any = optimizer
-    ticks: Any = clock
-    return open_device(name, ticks), StepSpec(dtype=kind, optimizer=chosen, kernels=name)
+    if backend not in ("gloo", "nccl"):
+        raise UsageError(f"--backend: unknown backend '{backend}': give gloo or nccl")
+    if backend == "gloo":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("--backend nccl needs CUDA: this PyTorch sees none; use gloo")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device

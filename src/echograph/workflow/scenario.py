@@ -8,8 +8,8 @@ from echograph.errors import UsageError
 from echograph.options import option
 from echograph.simulator.clusters import DegradedLink, SlowNode, parse_degraded
 from echograph.simulator.goodput import Reliability
+from echograph.simulator.limits import Scale, parse_scale
 from echograph.simulator.ranks import EveryRank
-from echograph.simulator.what_if import Scale, parse_scale
 
 MAX_DRAWS = 10_000
 HOUR_S = 3600.0

@@ -1,15 +1,20 @@
-"""A graph, and a model of the zoo, in numbers."""
+"""In numbers: a graph, a job, a model of the zoo, and the clusters and devices that there are to simulate on."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from echograph.errors import UsageError
-from echograph.ir.graph import Graph, JobGraph, StepGraph
-from echograph.ir.types import OpKind, Phase, Source, TensorRole
+from echograph.ir.columns import Int64
+from echograph.ir.graph import Graph, JobGraph, Program, StepGraph
+from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Payload, Phase, Source, TensorRole
 from echograph.models import ModelEntry, dense_flops
+from echograph.simulator.memory import Memories, memory
+from echograph.units import format_bytes
 
 
 def summarize(graph: StepGraph | JobGraph) -> dict[str, Any]:
@@ -117,3 +122,126 @@ def outline(graph: Graph) -> dict[str, Any]:
         "operations": sum(runs),
         "ops": len(graph.ops),
     }
+
+
+def summarize_job(job: JobGraph) -> dict[str, Any]:
+    """Mesh, roles and communications of one step; all figures are of one rank of the role."""
+    runs = [job.run_counts(number) for number in range(len(job.programs))]
+    memories = Memories(job) if len(job.tensors) else None
+    return {
+        "model": job.workload.model or job.name,
+        "ranks": job.world_size,
+        "mesh": {axis.name: axis.size for axis in job.mesh},
+        "micro_batch": job.workload.batch_size,
+        "roles": [_role(job, number, count, memories) for number, count in enumerate(runs)],
+        "communication": _communication(job, runs),
+    }
+
+
+def _role(job: JobGraph, number: int, runs: Int64, memories: Memories | None) -> dict[str, Any]:
+    program, ops = job.programs[number], job.ops
+    needs = memory(job, number, 0, memories=memories, reserve=False)
+    work = runs * ops.flops
+    return {
+        "role": program.role or f"rank {number}",
+        "ranks": _ranks(job, program),
+        "micro_batches": len(np.unique(program.calls[:, 4])),
+        "operations": int(runs.sum()),
+        "flops": {p.name.lower(): int(work[ops.phase == p].sum()) for p in Phase if (ops.phase == p).any()},
+        "device_bytes": ops.moved_bytes(runs),
+        "memory_bytes": None if needs is None else {"peak": needs.peak_bytes, **needs.by_role},
+    }
+
+
+def _ranks(job: JobGraph, program: Program) -> int:
+    if not job.mesh:
+        return max(1, len(program.ranks))
+    return prod(axis.size for axis in job.mesh if axis.name not in program.coordinates)
+
+
+def _communication(job: JobGraph, runs: list[Int64]) -> list[dict[str, Any]]:
+    """Communications alike in group, kind, payload and size, with how often each role runs them."""
+    ops = job.ops
+    rows = np.flatnonzero(np.isin(ops.kind, COMMUNICATIONS)).tolist()
+    found: dict[tuple[Any, ...], Counter[int]] = defaultdict(Counter)
+    for row in rows:
+        group = job.groups[int(ops.group[row])]
+        kind = OpKind(int(ops.kind[row])).name.lower()
+        if ops.kind[row] == OpKind.COLLECTIVE:
+            kind = CollectiveKind(int(ops.variant[row])).name.lower()
+        payload = Payload(int(ops.payload[row])).name.lower()
+        key = (group.label, job.group_size(group), kind, payload, int(ops.nbytes[row]))
+        for number, count in enumerate(runs):
+            if count[row]:
+                found[key][number] += int(count[row])
+    names = ("axes", "group_size", "kind", "payload", "bytes_per_rank")
+    return [
+        {**dict(zip(names, key, strict=True)), "calls": {_name(job, n): c for n, c in sorted(calls.items())}}
+        for key, calls in sorted(found.items())
+    ]
+
+
+def _name(job: JobGraph, number: int) -> str:
+    return job.programs[number].role or f"rank {number}"
+
+
+def cluster_rows(name: str | None = None) -> list[dict[str, Any]]:
+    """The cluster presets, or one cluster.
+
+    Args:
+        name: a preset or a TOML file; None: all presets.
+
+    Raises:
+        UnknownNameError: no such preset.
+        InputError: the file cannot be read.
+    """
+    from echograph.simulator.clusters import cluster_names, load_cluster
+
+    return [
+        {
+            "name": c.name,
+            "device": c.device,
+            "gpus_per_node": c.gpus_per_node,
+            "nvlink_domain_gpus": c.domain_gpus,
+            "nvlink_GBps": c.nvlink_bytes_per_s / 1e9,
+            "pcie_GBps": c.pcie_bytes_per_s / 1e9,
+            "domain_GBps": round(c.node_fabric.bytes_per_s(c.domain_gpus) / 1e9, 2),
+            "nvls": c.node_fabric.nvls is not None,
+            "nics_per_node": c.network.nics_per_node,
+            "nic_GBps": c.network.nic_bytes_per_s / 1e9,
+            "max_gpus": c.max_gpus,
+            "node_fabric": f"{c.node_fabric.name} ({c.node_fabric.about.origin})",
+            "network_fabric": f"{c.network.fabric.name} ({c.network.fabric.about.origin})",
+        }
+        for c in map(load_cluster, [name] if name else cluster_names())
+    ]
+
+
+def device_rows(name: str | None = None) -> list[dict[str, Any]]:
+    """The device profiles, or one.
+
+    Args:
+        name: a device or a profile file; None: all that ship.
+
+    Raises:
+        UnknownNameError: no such device.
+        InputError: the file cannot be read.
+    """
+    from echograph.profiler.costs import device_names, load_device
+
+    rows = []
+    for d in map(load_device, [name] if name else device_names()):
+        gemm, sheet = d.gemm.get("bf16"), d.datasheet
+        held_out = None if gemm is None else gemm.label.held_out.long
+        rows.append(
+            {
+                "name": d.name,
+                "title": sheet.title,
+                "bf16_TFLOPs": round(sheet.peak_flops_per_s.get("bf16", 0.0) / 1e12, 1),
+                "memory": format_bytes(sheet.memory_bytes),
+                "bandwidth_GBps": round(sheet.memory_bandwidth_bytes_per_s / 1e9),
+                "matrix_products": (gemm or d.gemm["fp32"]).label.basis,
+                "held_out_median_error": None if held_out is None else round(held_out.median_abs, 4),
+            }
+        )
+    return rows

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
+import msgspec
+
 from echograph.errors import UsageError
 from echograph.ir.graph import Graph
 from echograph.ir.profile import Profile, load_profile
@@ -50,6 +52,7 @@ class System:
         settings: Mapping[str, str] = _AS_SHIPPED,
         host_waits: bool = False,
         launch_blocking: bool = False,
+        power_limit_W: float = 0.0,
     ) -> None:
         """Resolves names and files.
 
@@ -60,10 +63,11 @@ class System:
             settings: keys of the cluster's file with other values, as text.
             host_waits: the host waits for what a pipeline stage receives.
             launch_blocking: every launch waits for its kernel.
+            power_limit_W: what a board may draw; 0: what its maker allows.
 
         Raises:
             UnknownNameError: no preset, device or key of that name.
-            UsageError: another device for a measured profile, which is of one.
+            UsageError: another device for a measured profile, which is of one; a limit of power without a model.
             InputError: a file cannot be read.
             DataError: a file breaks a rule of its format.
         """
@@ -76,6 +80,7 @@ class System:
         else:
             where = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, settings)
             costs = device if isinstance(device, DeviceProfile) else load_device(device or where.device)
+            costs = _limited(costs, power_limit_W)
             # A cluster may name the file of a device; durations carry the name that stands in it.
             another = device is not None and costs.name != where.device
             memory = costs.datasheet.memory_bytes if another else where.memory_bytes
@@ -145,6 +150,10 @@ class SystemOptions:
     )
     launch_blocking: bool = option(False, "Every launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1).")
 
+    power_limit: float = option(
+        0.0, "Watts that a board may draw (nvidia-smi --power-limit).", "what its maker allows"
+    )
+
     def system(self, cluster: str) -> System:
         """The system of a cluster with these options.
 
@@ -158,7 +167,22 @@ class SystemOptions:
             settings=dict(map(_setting, self.set)),
             host_waits=self.host_waits,
             launch_blocking=self.launch_blocking,
+            power_limit_W=self.power_limit,
         )
+
+
+def _limited(device: DeviceProfile, power_limit_W: float) -> DeviceProfile:
+    """The device with another limit of power."""
+    if not power_limit_W:
+        return device
+    if device.power is None:
+        raise UsageError(f"--power-limit: nothing is known of the power of {device.name}: leave it out")
+    least = device.power.static_W
+    if not least < power_limit_W <= 1e6:
+        raise UsageError(f"--power-limit {power_limit_W:g}: {device.name} draws {least:g} W at rest: give more")
+    # A board does not draw more than its maker allows.
+    power = msgspec.structs.replace(device.power, limit_W=min(power_limit_W, device.power.limit_W))
+    return msgspec.structs.replace(device, power=power)
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -175,14 +199,14 @@ def host_name(device: str) -> str:
 
 def host_of(device: DeviceProfile) -> IssueTimes:
     """The host that feeds a device."""
-    from echograph.profiler.costs.host import SPREAD
+    from echograph.profiler.costs.device import HOST_SPREAD
 
     model = device.host
     return IssueTimes(
         op_ps=to_ps(model.op_s),
         launch_ps=to_ps(model.kernel_s),
         communication_ps=None if model.communication_s is None else to_ps(model.communication_s),
-        spread=SPREAD,
+        spread=HOST_SPREAD,
         name=host_name(device.name),
     )
 

@@ -105,10 +105,10 @@ class Marks:
 def calls_of(path: Path) -> list[tuple[str, str, int, str, int]]:
     """(operation, group, bytes, type, peer) of every call of a trace, in the order they were made."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    whats = {line["id"]: line for line in lines if isinstance(line, dict) and line["line"] == "what"}
+    signatures = {line["id"]: line for line in lines if isinstance(line, dict) and line["line"] == "what"}
     # A call that had not ended when it was first written stands twice.
-    calls = {(whats[row[0]]["channel"], row[1]): row for row in lines if isinstance(row, list)}
-    ordered = (whats[row[0]] for row in sorted(calls.values(), key=lambda row: row[2]))
+    calls = {(signatures[row[0]]["channel"], row[1]): row for row in lines if isinstance(row, list)}
+    ordered = (signatures[row[0]] for row in sorted(calls.values(), key=lambda row: row[2]))
     return [
         (what["op"], what["group"], what["bytes"], what.get("dtype", ""), what.get("peer", -1)) for what in ordered
     ]

@@ -14,8 +14,7 @@ import pytest
 pytest.importorskip("torch", reason="needs the [torch] extra")
 
 from echograph.errors import CaptureError, InputError
-from echograph.frontend.deepspeed.adapter import DeepSpeedAdapter, check, common_module
-from echograph.frontend.deepspeed.memory import mark_copies
+from echograph.frontend.deepspeed.adapter import DeepSpeedAdapter, check, common_module, mark_copies
 from echograph.frontend.pytorch.annotate import FQN
 from echograph.frontend.scripts.recorder import COPY
 from echograph.ir.types import CopyDirection

@@ -85,13 +85,13 @@ def noted(original: Any) -> Any:
 def calls_of(trace: Path) -> list[list[Any]]:
     """The calls of a trace in the order in which they were made."""
     lines = [json.loads(line) for line in trace.read_text().splitlines()]
-    whats = {line["id"]: line for line in lines if isinstance(line, dict) and line["line"] == "what"}
+    signatures = {line["id"]: line for line in lines if isinstance(line, dict) and line["line"] == "what"}
     ranks = {line["name"]: line["ranks"] for line in lines if isinstance(line, dict) and line["line"] == "group"}
     rows = {(row[0], row[1]): row for row in lines if isinstance(row, list)}
     ordered = sorted(rows.values(), key=lambda row: row[2])
     return [
         [what["phase"], what["op"], ranks[what["group"]], what["bytes"], what["dtype"], _peer(what)]
-        for what in (whats[row[0]] for row in ordered)
+        for what in (signatures[row[0]] for row in ordered)
     ]
 
 

@@ -24,10 +24,9 @@ from torch.nn import functional
 from echograph.errors import CaptureError
 from echograph.frontend.megatron import transformer_engine as te
 from echograph.frontend.megatron.adapter import MegatronAdapter, axes_with_experts
-from echograph.frontend.megatron.experts import loads
+from echograph.frontend.megatron.shims import loads
 from echograph.frontend.megatron.stub_modules import accumulate, standing_in
-from echograph.frontend.scripts.capture import capture_script
-from echograph.frontend.scripts.mesh import axes_of
+from echograph.frontend.scripts.capture import axes_of, capture_script
 from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.world import World
 from echograph.ir import types as t

@@ -85,7 +85,7 @@ def _rows(path: Path) -> list[Call]:
     rows = [(int(queued), int(number)) for batch in source.rows() for number, _, queued, *_ in batch.tolist()]
     found = []
     for _, number in sorted(set(rows)):
-        what = source.whats[number]
+        what = source.signatures[number]
         assert what is not None
         found.append((family(what.op), source.groups[what.group], what.bytes, what.dtype, what.peer, what.phase))
     return found

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echograph.errors import CaptureError
-from echograph.frontend.scripts.mesh import axes_of, infer, place_of, standing_for
+from echograph.frontend.scripts.capture import axes_of, infer, place_of, standing_for
 
 SIZES = st.lists(st.sampled_from([2, 3, 4, 8]), min_size=1, max_size=4)
 

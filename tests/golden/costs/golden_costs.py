@@ -23,9 +23,7 @@ from echograph.profiler.costs import (
     load_device,
     memory_bound,
 )
-from echograph.profiler.costs.cost import CostEstimate
-from echograph.profiler.costs.device import DeviceProfile
-from echograph.profiler.costs.memory import KINDS
+from echograph.profiler.costs.device import MEMORY_KINDS, CostEstimate, DeviceProfile
 
 STORED = Path(__file__).with_name("costs.json")
 DEVICES = ("v100-sxm2", "a100-sxm-80", "h100-sxm", "b200", "mi300x", "l40s")
@@ -115,7 +113,7 @@ def _costs(device: DeviceProfile) -> Iterator[tuple[str, CostEstimate]]:
             grouped_gemm(scaled, [100, 4096, 0, 16], 14336, 4096, pass_=pass_, dtype=dtype, accumulate=True),
         )
     sizes = np.array([0, 1e3, 1e6, 1e9])
-    for kind, row in product(KINDS, (512.0, 8192.0, 524288.0)):
+    for kind, row in product(MEMORY_KINDS, (512.0, 8192.0, 524288.0)):
         yield (
             f"{kind} rows {row:g}",
             memory_bound(device, kind, bytes_read=sizes, bytes_written=sizes / 2, row_bytes=row),

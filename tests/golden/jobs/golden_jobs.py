@@ -26,10 +26,12 @@ from echograph.ir.passes.annotate import ForgetCommunication
 from echograph.ir.passes.context_parallel import ContextParallel
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.depth import Depth
+from echograph.ir.passes.expert_parallel import ExpertParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
-from echograph.ir.passes.fuse import Fuse
-from echograph.ir.passes.mesh import OneCommunicator
+from echograph.ir.passes.fuse import Fuse, FuseLoss
+from echograph.ir.passes.mesh import MeshOrder, OneCommunicator, ResizeAxes, UnfoldRanks
+from echograph.ir.passes.micro_batch import MicroBatch
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.precision import Precision
 from echograph.ir.passes.recompute import Recompute
@@ -39,8 +41,8 @@ from echograph.ir.text import to_text
 from echograph.ir.types import CollectiveKind, DType, OpKind, Phase
 from echograph.ir.unfold import unfold
 from echograph.simulator.clusters import load_cluster
-from echograph.workflow.lowering import lower
 from echograph.workflow.plan import Plan
+from echograph.workflow.predict import lower
 
 HERE = Path(__file__).parent
 GRAPHS = HERE.parent / "predictions" / "graphs"
@@ -48,7 +50,36 @@ PREDICTED = HERE.parent / "predictions" / "plans.txt"
 STORED = HERE / "jobs.json"
 MIB = 2**20
 
-PASSED: dict[str, tuple[str, tuple[Callable[[Any], Any], ...]]] = {
+Passes = tuple[Callable[[Any], Any], ...]
+
+
+def _at_limits() -> dict[str, tuple[str, Passes]]:
+    """Options at the ends of their ranges and beyond: the words of a refusal have the range."""
+    ranges: dict[str, tuple[int, int, Callable[[int], Passes]]] = {
+        "tensor parallel": (1, 1024, lambda n: (TensorParallel(size=n),)),
+        "vocabulary multiple": (1, 50257, lambda n: (TensorParallel(size=3, vocab_multiple=n),)),
+        "context parallel": (1, 4096, lambda n: (ContextParallel(size=n),)),
+        "experts": (1, 4096, lambda n: (ExpertParallel(size=n),)),
+        "stages": (1, 4096, lambda n: (Pipeline(stages=n),)),
+        "micro-batches of stages": (1, 65_536, lambda n: (Pipeline(stages=97, micro_batches=n),)),
+        "passes of a stage": (
+            2, 100_000, lambda n: (Pipeline(stages=4, micro_batches=40, chunks=n, schedule="interleaved"),),
+        ),
+        "replicas": (1, 10_000_000, lambda n: (DataParallel(replicas=n),)),
+        "shards": (1, 10_000_000, lambda n: (FullyShard(replicas=n),)),
+        "micro-batches": (1, 65_536, lambda n: (DataParallel(replicas=1, micro_batches=n, zero=9),)),
+        "layers": (40, 10_000, lambda n: (Depth(layers=n),)),
+        "samples": (1, 2**20, lambda n: (MicroBatch(size=n),)),
+        "shared layers": (1, 40, lambda n: (Recompute(policy="full", every=n),)),
+    }  # fmt: skip
+    return {
+        f"{what} of {size}": ("gpt3", of(size))
+        for what, (least, most, of) in ranges.items()
+        for size in dict.fromkeys((least - 1, least, most, most + 1))
+    }
+
+
+PASSED: dict[str, tuple[str, Passes]] = {
     "deeper": ("llama", (Depth(layers=37),)),
     "deeper-tied": ("gpt2-xl", (Depth(layers=50), Pipeline(stages=5, micro_batches=5))),
     "fused": ("llama", (Fuse(),)),
@@ -82,9 +113,71 @@ PASSED: dict[str, tuple[str, tuple[Callable[[Any], Any], ...]]] = {
     "no-second-share": ("gpt3", (TensorParallel(size=2), TensorParallel(size=2))),
     "no-ranks": ("gpt3", (TensorParallel(size=0),)),
     "no-policy": ("gpt3", (Recompute(policy="full", every=0),)),
+    **{f"one-sample-{graph}": (graph, (MicroBatch(size=1),)) for graph in ("bert", "resnet", "t5", "vit")},
+    **{f"seven-samples-{graph}": (graph, (MicroBatch(size=7),)) for graph in ("bert", "gpt2-xl", "resnet")},
+    "reordered": (
+        "gpt3",
+        (
+            TensorParallel(size=2), Pipeline(stages=2, micro_batches=4), FullyShard(replicas=6, shard=3),
+            MeshOrder(order=("pp", "dp", "ep", "tp")),
+        ),
+    ),
+    "resized": ("bert", (DataParallel(replicas=3, zero=0), ResizeAxes(sizes={"dp": 7, "tp": 2}))),
+    "written-out": (
+        "bert",
+        (TensorParallel(size=2), Pipeline(stages=2, micro_batches=3), DataParallel(replicas=3), UnfoldRanks()),
+    ),
+    "no-order": ("bert", (TensorParallel(size=2), DataParallel(replicas=2), MeshOrder(order=("dp", "pp")))),
+    "no-resizing": ("bert", (DataParallel(replicas=3, zero=1), ResizeAxes(sizes={"dp": 7}))),
+    "no-resized-stages": ("bert", (Pipeline(stages=2), DataParallel(replicas=2), ResizeAxes(sizes={"pp": 3}))),
+    **{
+        f"no-heads-{graph}-{size}": (graph, (ContextParallel(size=size, method="all_to_all"),))
+        for graph, size in (("llama", 64), ("llama", 3), ("mixtral", 64), ("phi", 64), ("qwen-moe", 8), ("vit", 5))
+    },
+    **_at_limits(),
     "one-communicator": ("gpt3", (TensorParallel(size=2), FullyShard(replicas=2), OneCommunicator())),
 }  # fmt: skip
 """Graph and passes, of what no plan asks for."""
+
+WAYS: dict[str, Passes] = {
+    "tp": (TensorParallel(size=2),),
+    "tp-sp": (TensorParallel(size=4, sequence_parallel=True, vocab_multiple=1), Precision(grad_dtype="fp32")),
+    "cp": (ContextParallel(size=2),),
+    "cp-heads": (ContextParallel(size=2, method="all_to_all"), TensorParallel(size=2)),
+    "ep": (ExpertParallel(size=4),),
+    "ep-tp": (
+        TensorParallel(size=2),
+        ExpertParallel(size=2, imbalance=1.25),
+        DataParallel(replicas=2, micro_batches=2),
+    ),
+    "ep-zero": (Precision(grad_dtype="fp32"), ExpertParallel(size=8), DataParallel(replicas=3, zero=2)),
+    "pp": (Pipeline(stages=2, micro_batches=3), DataParallel(replicas=2)),
+    "pp-vpp": (
+        Pipeline(stages=2, micro_batches=4, chunks=2, schedule="interleaved"),
+        DataParallel(replicas=3, zero=1),
+    ),
+    "pp-zb": (
+        Recompute(policy="full", every=2),
+        TensorParallel(size=2),
+        Pipeline(stages=3, micro_batches=3, schedule="zb-h1"),
+        DataParallel(replicas=2),
+    ),
+    "pp-zero3": (Pipeline(stages=2, micro_batches=2, schedule="gpipe"), FullyShard(replicas=4, shard=2)),
+    "zero1": (DataParallel(replicas=3, zero=1, micro_batches=2, overlap_param_gather=True),),
+    "zero2": (TensorParallel(size=2), DataParallel(replicas=4, zero=2, micro_batches=2, bucket_bytes=200_000)),
+    "zero3": (FullyShard(replicas=5, micro_batches=2),),
+    "recompute": (Recompute(policy="selective"), DataParallel(replicas=2, bucket_bytes=100_000)),
+    "recompute-op": (Recompute(policy="selective_op"), TensorParallel(size=2, sequence_parallel=True)),
+    "fused": (Fuse(),),
+    "fused-loss": (MicroBatch(size=4), FuseLoss(), DataParallel(replicas=2, gradient_as_bucket_view=True)),
+    "fp8": (Precision(dtype="fp8"), DataParallel(replicas=2, micro_batches=3)),
+    "mxfp8": (Precision(dtype="mxfp8", grad_dtype="fp32"), TensorParallel(size=2), FullyShard(replicas=2)),
+    "bf16": (Precision(dtype="bf16"),),
+    "one-sample": (MicroBatch(size=1), Fuse()),
+    "deeper": (Depth(layers=9), Pipeline(stages=2, micro_batches=2)),
+}
+"""What is made of each of the small graphs beside this file, of those with experts alone what begins with "ep"."""
+WITH_EXPERTS = ("deepseek", "experts", "experts-watched", "gpt-oss", "qwen-moe")
 
 
 class Case(NamedTuple):
@@ -96,7 +189,7 @@ class Case(NamedTuple):
 
 
 def cases() -> dict[str, Case]:
-    """What `jobs.txt`, the predictions' `plans.txt`, and `PASSED` say."""
+    """What `jobs.txt`, the predictions' `plans.txt`, `PASSED` and `WAYS` say."""
     found, plans, cluster = dict[str, Case](), set[str](), load_cluster("dgx-h100")
     for path in (PREDICTED, HERE / "jobs.txt"):
         for name, graph, *words in filter(
@@ -109,10 +202,16 @@ def cases() -> dict[str, Case]:
                 found[name] = Case(name, graph, lambda step, plan=plan: lower(step, plan, cluster))
     for name, (graph, passes) in PASSED.items():
         found[name] = Case(name, graph, lambda step, passes=passes: _passed(step, passes))
+    for path in sorted((HERE / "graphs").glob("*.pb")):
+        for way, passes in WAYS.items():
+            if way.startswith("ep") and path.stem not in WITH_EXPERTS:
+                continue
+            name = f"{path.stem} {way}"
+            found[name] = Case(name, path.stem, lambda step, passes=passes: _passed(step, passes))
     return found
 
 
-def _passed(graph: Any, passes: tuple[Callable[[Any], Any], ...]) -> Graph:
+def _passed(graph: Any, passes: Passes) -> Graph:
     for each in passes:
         graph = each(graph)
     return graph
@@ -136,7 +235,8 @@ def _plan_of(words: list[str]) -> Plan:
 
 def made(case: Case) -> Graph:
     """The job of a case."""
-    step = load(GRAPHS / f"{case.graph}.pb")
+    its_own = HERE / "graphs" / f"{case.graph}.pb"
+    step = load(its_own if its_own.exists() else GRAPHS / f"{case.graph}.pb")
     assert isinstance(step, StepGraph)
     return case.make(step)
 

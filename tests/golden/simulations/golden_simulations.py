@@ -33,11 +33,11 @@ from echograph.ir.types import CollectiveKind, DType, OpKind, Phase, Source, Ten
 from echograph.simulator.clusters import Cluster, SlowNode, load_cluster
 from echograph.simulator.goodput import Reliability, goodput
 from echograph.simulator.host import IssueTimes
+from echograph.simulator.limits import Scale
 from echograph.simulator.memory import Runtime, memory
 from echograph.simulator.ranks import EveryRank
 from echograph.simulator.result import Result
 from echograph.simulator.simulate import simulate
-from echograph.simulator.what_if import Scale
 
 STORED = Path(__file__).parent / "simulations.json"
 US = 1_000_000

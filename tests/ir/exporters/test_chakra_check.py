@@ -13,7 +13,7 @@ from chakra_sets import NAME, Groups, Ranks, changed, collective, good_set, node
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echograph.cli.check_chakra import check_chakra
+from echograph.cli.echoc import check_chakra
 from echograph.errors import FormatError, InputError
 from echograph.ir.chakra.check import CHECKS, MAX_SHOWN, Checked, Finding, check
 from echograph.ir.chakra.dry_run import dry_run, free_run

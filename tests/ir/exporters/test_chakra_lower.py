@@ -16,9 +16,8 @@ from echograph.errors import EchoError, OutputError, PlanError, SimulationError,
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.chakra import writer as chakra
-from echograph.ir.chakra.lowering import LEAST_GATHER_BYTES
 from echograph.ir.chakra.messages import read, read_metadata, write
-from echograph.ir.chakra.writer import write_chakra
+from echograph.ir.chakra.writer import LEAST_GATHER_BYTES, write_chakra
 from echograph.ir.graph import Axis, JobGraph
 
 ALL_REDUCE, ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER = 0, 2, 6, 7

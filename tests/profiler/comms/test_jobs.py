@@ -98,8 +98,8 @@ def test_ranks_name_the_same_calls_alike(raw: tuple[list[Any], Path]) -> None:
     numbered = []
     for rank in range(2):
         values = [json.loads(line) for line in (raw[1] / "traces" / f"raw.{rank}.jsonl").read_text().splitlines()]
-        whats = {v["id"]: v for v in values if isinstance(v, dict) and v["line"] == "what"}
-        calls = {(whats[v[0]]["channel"], v[1]): whats[v[0]] for v in values if isinstance(v, list)}
+        signatures = {v["id"]: v for v in values if isinstance(v, dict) and v["line"] == "what"}
+        calls = {(signatures[v[0]]["channel"], v[1]): signatures[v[0]] for v in values if isinstance(v, list)}
         numbered.append(calls)
     common = numbered[0].keys() & numbered[1].keys()
     assert numbered[1].keys() - common == {("1", 0)}
@@ -245,7 +245,7 @@ def test_transfer_is_alike_on_all_ranks(late: tuple[Report, Path]) -> None:
     transfers: dict[int, list[float]] = {}
     for batch in merge.batches():
         for row, moved in enumerate(wait_and_transfer(batch)[1]):
-            if merge.whats[batch.kind[row]].bytes:
+            if merge.signatures[batch.kind[row]].bytes:
                 transfers.setdefault(int(batch.sequence[row]), []).append(moved)
     assert len(transfers) == 5
     # Of two ranks on one loaded machine one may be woken late, now and then: the middle one is what counts.

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from echograph.ir.comms.record import FORMAT, EndLine, GroupLine, HeaderLine, What, encode
+from echograph.ir.comms.record import FORMAT, CallSignature, EndLine, GroupLine, HeaderLine, encode
 from echograph.profiler.comms import report as report_module
 from echograph.profiler.comms.bandwidth import bus_factor, family, message_bytes
 from echograph.profiler.comms.report import report_on
@@ -34,7 +34,7 @@ def write(folder: Path, rank: int, rows: list[tuple[int, ...]], world: int, host
     objects = [
         HeaderLine(format=FORMAT, version=(1, 0), rank=rank, world=world, host=host),
         GroupLine(name="g", ranks=tuple(range(world))),
-        What(id=0, **(fields | what)),
+        CallSignature(id=0, **(fields | what)),
     ]
     text = b"".join(
         [*map(encode, objects), *(json.dumps(row).encode() + b"\n" for row in rows), encode(EndLine(calls=1))]

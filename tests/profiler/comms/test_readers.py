@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echograph.errors import FormatError, InputError
-from echograph.ir.comms.record import FORMAT, Beat, EndLine, GroupLine, HeaderLine, What, encode
+from echograph.ir.comms.record import FORMAT, CallSignature, EndLine, GroupLine, HeaderLine, Heartbeat, encode
 from echograph.profiler.comms.readers.flight_recorder import plain_pickle, read_dump
 from echograph.profiler.comms.report import Report, report_on
 
 HEADER = HeaderLine(format=FORMAT, version=(1, 0), rank=0, world=1)
-WHAT = What(id=0, op="all_reduce", group="0", channel="0", bytes=8, input_bytes=8, output_bytes=8, shapes=((2,),))
+WHAT = CallSignature(
+    id=0, op="all_reduce", group="0", channel="0", bytes=8, input_bytes=8, output_bytes=8, shapes=((2,),)
+)
 
 
 def write(folder: Path, *parts: Any, rank: int = 0, name: str = "trace") -> Path:
@@ -99,7 +101,8 @@ def test_nothing_to_read_is_said_in_a_line(tmp_path: Path) -> None:
 def test_a_row_without_an_end_is_unfinished_until_a_later_one_has_it(tmp_path: Path) -> None:
     write(
         tmp_path, HEADER, GroupLine(name="0", ranks=(0,)), WHAT,
-        row(0, 0, 0, 0, -1, -1), row(0, 1, 1, 0, -1, -1), Beat(at_ns=5, issued={"0": 2}), row(0, 0, 0, 0, 9, 0),
+        row(0, 0, 0, 0, -1, -1), row(0, 1, 1, 0, -1, -1),
+        Heartbeat(at_ns=5, issued={"0": 2}), row(0, 0, 0, 0, 9, 0),
     )  # fmt: skip
     report = report_on(tmp_path)
     assert [(call["operation"], call["sequence"]) for call in report.unfinished] == [("all_reduce", 1)]

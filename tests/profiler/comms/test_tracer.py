@@ -86,8 +86,8 @@ def test_async_is_seen_however_it_is_asked_for(tmp_path: Path) -> None:
         dist.all_reduce(ones(3))
         dist.isend(ones(4), 1)
         dist.send(ones(5), 1)
-    whats = lines(tmp_path / "trace.0.jsonl", "what")
-    assert {what["bytes"] // 4: what.get("asynchronous", False) for what in whats} == {
+    signatures = lines(tmp_path / "trace.0.jsonl", "what")
+    assert {what["bytes"] // 4: what.get("asynchronous", False) for what in signatures} == {
         1: True, 2: True, 3: False, 4: True, 5: False,
     }  # fmt: skip
 
@@ -169,9 +169,9 @@ def test_calls_of_a_coalesced_block_end_with_it(tmp_path: Path) -> None:
         ("all_reduce", "0-3", 4): 1, ("all_reduce", "0-3", 8): 1, ("all_reduce", "0-3", 12): 1,
         ("broadcast", "0-3", 16): 1, ("broadcast", "0-3", 20): 1,
     }  # fmt: skip
-    whats = {what["id"]: what for what in lines(tmp_path / "trace.0.jsonl", "what")}
-    rows = {whats[row[0]]["bytes"] // 4: row for row in lines(tmp_path / "trace.0.jsonl")}
-    assert {size: whats[row[0]].get("coalesced", False) for size, row in rows.items()} == {
+    signatures = {what["id"]: what for what in lines(tmp_path / "trace.0.jsonl", "what")}
+    rows = {signatures[row[0]]["bytes"] // 4: row for row in lines(tmp_path / "trace.0.jsonl")}
+    assert {size: signatures[row[0]].get("coalesced", False) for size, row in rows.items()} == {
         1: True, 2: True, 3: False, 4: True, 5: True,
     }  # fmt: skip
     # The wait for the block is the wait of each of its calls.
@@ -302,9 +302,13 @@ def test_phase_and_module_of_an_attached_model(tmp_path: Path) -> None:
         optimizer.step()
         dist.all_reduce(ones(4))
     rows = lines(tmp_path / "trace.0.jsonl")
-    whats = {what["id"]: what for what in lines(tmp_path / "trace.0.jsonl", "what")}
+    signatures = {what["id"]: what for what in lines(tmp_path / "trace.0.jsonl", "what")}
     told = [
-        (whats[row[0]].get("phase", ""), whats[row[0]].get("module", ""), whats[row[0]]["bytes"] // 4)
+        (
+            signatures[row[0]].get("phase", ""),
+            signatures[row[0]].get("module", ""),
+            signatures[row[0]]["bytes"] // 4,
+        )
         for row in rows
     ]
     assert told[:2] == [("forward", "kept", 1), ("forward", "again", 1)]

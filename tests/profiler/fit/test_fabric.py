@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from echograph.errors import DataError, InputError
-from echograph.profiler.fit.collectives import CollectiveRow, read_collectives_csv, read_nccl_tests
-from echograph.profiler.fit.fabric import Predict, error_by_kind, fit_fabric, size_fold
+from echograph.profiler.fit.fabric import (
+    CollectiveRow,
+    Predict,
+    error_by_kind,
+    fit_fabric,
+    read_collectives_csv,
+    read_nccl_tests,
+    size_fold,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = Path(os.environ.get("ECHOGRAPH_DATA", ROOT.parent / "shared" / "data"))

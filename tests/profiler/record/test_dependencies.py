@@ -16,8 +16,7 @@ from networkx import DiGraph, ancestors, is_directed_acyclic_graph, read_gml
 from torch import nn
 
 from echograph.profiler.comms.tracer import shared_capture
-from echograph.profiler.record.dependencies import dependencies, write_dependencies
-from echograph.profiler.record.operators import StepObserver
+from echograph.profiler.record.dependencies import StepObserver, dependencies, write_dependencies
 
 pytestmark = pytest.mark.torch
 

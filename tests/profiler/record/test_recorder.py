@@ -72,7 +72,7 @@ def test_the_window_and_nothing_else_is_recorded(tmp_path: Path, four: None) -> 
     source.open()
     rows = [row for batch in source.rows() for row in batch.tolist()]
     # 36 weights and biases, once a step.
-    assert [source.whats[row[0]].bytes for row in rows] == [4 * 36] * 2
+    assert [source.signatures[row[0]].bytes for row in rows] == [4 * 36] * 2
     # The report and the import of collectives read a recording as it is.
     assert [source.rank for source in find_sources(tmp_path)[0]] == [2]
     (rank,) = read_recording(tmp_path)

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="needs the [torch] extra")
 
 import torch
 
-from echograph.profiler.record.window import StepEnds
+from echograph.profiler.record.recorder import StepEnds
 
 pytestmark = pytest.mark.torch
 

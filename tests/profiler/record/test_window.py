@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from echograph.errors import UsageError
-from echograph.profiler.record.window import Window, choose_window
+from echograph.profiler.record.recorder import Window, choose_window
 
 OURS = {"ECHOGRAPH_RECORD_DIR": "ours", "ECHOGRAPH_RECORD_START_STEP": "5", "ECHOGRAPH_RECORD_END_STEP": "7"}
 BYTEPS = {

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from small_traces import Event, job, launched, operator, step, write
 
-from echograph.ir.comms.record import FORMAT, MAJOR, MINOR, GroupLine, HeaderLine, What, encode
+from echograph.ir.comms.record import FORMAT, MAJOR, MINOR, CallSignature, GroupLine, HeaderLine, encode
 from echograph.ir.types import OpKind
 from echograph.profiler.record.folder import Hooks, Metadata, StepTimes, write_hooks, write_metadata
 from echograph.profiler.record.overhead import Overhead
 from echograph.profiler.replay import Observed, lower
 from echograph.profiler.traces import TraceSet, read_traces
-from echograph.simulator.what_if import parse_scale
+from echograph.simulator.limits import parse_scale
 from echograph.workflow.formats.kineto import load as load_kineto
-from echograph.workflow.replay import replay, step_medians, steps
+from echograph.workflow.predict import replay, step_medians, steps
 
 US = 1e-6
 OVERHEAD = Overhead(
@@ -97,7 +97,7 @@ def messages(folder: Path) -> TraceSet:
                 format=FORMAT, version=(MAJOR, MINOR), rank=rank, world=2, host="h", pid=1, began_ns=0, torch="2"
             ),
             GroupLine(name="0,1", ranks=(0, 1), torch_name="0", about="", backend="gloo"),
-            What(
+            CallSignature(
                 id=0, op=kind, group="0,1", channel="0,1:0>1/0", bytes=64, input_bytes=64, output_bytes=64,
                 shapes=[[16]], dtype="float32", asynchronous=True, api=kind, site="", peer=1 - rank,
             ),

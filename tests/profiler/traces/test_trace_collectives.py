@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from small_traces import job, launched, operator, work, write
 
-from echograph.ir.comms.record import FORMAT, GroupLine, HeaderLine, RecordLine, What, encode
+from echograph.ir.comms.record import FORMAT, CallSignature, GroupLine, HeaderLine, RecordLine, encode
 from echograph.profiler.traces import read_trace
 from echograph.profiler.traces.collectives import collectives, kind_of, matched
 
@@ -95,7 +95,9 @@ def test_groups_come_from_a_trace_of_collectives_beside_it(tmp_path: Path) -> No
         name = ",".join(map(str, ranks))
         said.append(GroupLine(name=name, ranks=ranks))
         said.append(
-            What(id=number, op="all_reduce", group=name, channel=name, bytes=4, input_bytes=4, output_bytes=4)
+            CallSignature(
+                id=number, op="all_reduce", group=name, channel=name, bytes=4, input_bytes=4, output_bytes=4
+            )
         )
     queued = [base + 1_004_000, base + 2_003_000]
     lines = [json.dumps([number, number, at, 0, 40_000, 0]).encode() + b"\n" for number, at in enumerate(queued)]

@@ -16,8 +16,8 @@ from cluster_files import KEYS, places, prepared, written
 
 from echograph.errors import DataError, EchoError, InputError, UnknownNameError, UsageError
 from echograph.simulator.clusters import cluster_names, fabric_names, load_cluster, parse_degraded
+from echograph.simulator.clusters.cluster import PRESETS
 from echograph.simulator.clusters.fabric import parse_fabric, read_fabric_document
-from echograph.simulator.clusters.load import PRESETS
 
 WRONG: list[Any] = [
     1e300, 1e-30, -1, -1e300, math.nan, math.inf, -math.inf, "a word", "", "\n", 10**30, 10**400, -(10**400),

@@ -8,7 +8,7 @@ import pytest
 
 from echograph.errors import DataError, PlanError
 from echograph.simulator.clusters import cluster_names, load_cluster
-from echograph.simulator.clusters.load import PRESETS
+from echograph.simulator.clusters.cluster import PRESETS
 from echograph.simulator.collectives import collective_time
 from echograph.simulator.network.topology import Topology
 

@@ -24,7 +24,7 @@ from echograph.ir.graph import StepGraph
 from echograph.ir.passes.fold import Fold
 from echograph.simulator.clusters import cluster_names, fabric_names, load_cluster
 from echograph.simulator.simulate import simulate
-from echograph.workflow.formats.chakra import dimensions
+from echograph.workflow.formats.timed import dimensions
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 from echograph.workflow.scenario import Scenario

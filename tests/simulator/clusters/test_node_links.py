@@ -9,8 +9,8 @@ import pytest
 
 from echograph.errors import DataError
 from echograph.simulator.clusters import Cluster, load_cluster
+from echograph.simulator.clusters.cluster import PRESETS
 from echograph.simulator.clusters.fabric import read_fabric_document
-from echograph.simulator.clusters.load import PRESETS
 from echograph.simulator.collectives import CollectiveName, collective_time
 from echograph.simulator.network.topology import Topology
 

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from echograph.errors import PlanError
 from echograph.simulator.clusters import load_cluster
-from echograph.simulator.clusters.placement import Placement, place
+from echograph.simulator.clusters.cluster import GroupPlacement, place
 
 
 def test_whole_nodes() -> None:
-    assert place(range(32), 8, 8) == Placement(
+    assert place(range(32), 8, 8) == GroupPlacement(
         ranks=32, nodes=4, ranks_per_node=8, domains=4, ranks_per_domain=8, span=32
     )
 

@@ -14,8 +14,8 @@ from echograph.simulator.clusters import (
     load_network_fabric,
     load_node_fabric,
 )
+from echograph.simulator.clusters.cluster import PRESETS
 from echograph.simulator.clusters.fabric import parse_fabric, read_fabric_document
-from echograph.simulator.clusters.load import PRESETS
 
 # GPU, GPUs a node, NVLink domain, NVLink GB/s a GPU, NIC GB/s a node: from the vendors' data sheets.
 DATA_SHEETS = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from echograph.profiler.fit.collectives import CollectiveRow, read_collectives_csv
+from echograph.profiler.fit.fabric import CollectiveRow, read_collectives_csv
 
 
 @pytest.fixture(scope="session")

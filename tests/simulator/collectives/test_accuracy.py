@@ -8,14 +8,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from echograph.profiler.fit.collectives import CollectiveRow
-from echograph.profiler.fit.fabric import error_by_kind
+from echograph.profiler.fit.fabric import CollectiveRow, error_by_kind
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.clusters.fabric import read_fabric_document
 from echograph.simulator.collectives import collective_time
 from echograph.simulator.collectives.calibrate import place_measured
 from echograph.workflow.calibration import fabrics
-from echograph.workflow.calibration.recipes import RECIPES
+from echograph.workflow.calibration.fabrics import RECIPES
 
 Unseen = Callable[[str], tuple[list[CollectiveRow], np.ndarray]]
 NODE_BAR, NETWORK_BAR = 0.08, 0.12

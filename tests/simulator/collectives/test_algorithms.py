@@ -136,6 +136,14 @@ def test_a_cluster_names_algorithms_that_run_where_they_apply() -> None:
     assert curve[0] == pytest.approx(found.seconds, rel=1e-12)
 
 
+def test_an_algorithm_that_is_named_runs_for_two_ranks_too() -> None:
+    named, apart, alone = load_cluster("dgx-h100", {"collectives.all_reduce": "tree"}), (0, 8), (0,)
+    for nbytes, chosen in ((1e3, "ring"), (1e9, "tree")):
+        assert collective_time("all_reduce", nbytes, named.place(apart), load_cluster()).algorithm == chosen
+        assert collective_time("all_reduce", nbytes, named.place(apart), named).algorithm == "tree"
+        assert collective_time("all_reduce", nbytes, named.place(alone), named).seconds == 0
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("all_to_none", "ring"), ("all_to_all", "ring"), ("all_reduce", "telepathy")]
 )

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from echograph.errors import DataError
-from echograph.profiler.fit.collectives import CollectiveRow
-from echograph.profiler.fit.fabric import fit_fabric
+from echograph.profiler.fit.fabric import CollectiveRow, fit_fabric
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.clusters.fabric import read_fabric_document
 from echograph.simulator.collectives import collective_time

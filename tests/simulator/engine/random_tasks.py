@@ -22,7 +22,7 @@ def task_graph(
     resources: list[int],
     durations: list[int],
     deps: list[list[int]],
-    joins: list[int] | None = None,
+    rendezvous: list[int] | None = None,
     programs: list[int] | None = None,
 ) -> TaskGraph:
     count = len(resources)
@@ -31,7 +31,7 @@ def task_graph(
     return TaskGraph(
         resource=np.array(resources, np.int32), duration=np.array(durations, np.int64),
         deps=Ragged(offsets, np.array([x for d in deps for x in d], np.int32)),
-        join=np.array(joins if joins is not None else [-1] * count, np.int32),
+        rendezvous=np.array(rendezvous if rendezvous is not None else [-1] * count, np.int32),
         program=np.array(programs if programs is not None else zeros, np.int32),
         # The first resource of a program is its host.
         lane=np.minimum(np.array(resources) % (STREAMS + 1), 1).astype(np.uint8), op=zeros,
@@ -66,7 +66,7 @@ def meetings(choose: Choose, events: int, *, crossed: bool) -> TaskGraph:
     """
     programs = 1 + choose(5)
     rows: list[list[tuple[int, int, list[int], int]]] = [[] for _ in range(programs)]
-    joins = 0
+    rendezvous = 0
     for _ in range(events):
         meets = choose(3) == 0 and programs > 1
         members = {choose(programs) for _ in range(1 + choose(programs))} if meets else {choose(programs)}
@@ -74,8 +74,8 @@ def meetings(choose: Choose, events: int, *, crossed: bool) -> TaskGraph:
             before = len(rows[program])
             deps = sorted({choose(before) for _ in range(choose(4))}) if before else []
             stream = 1 + choose(STREAMS) if meets else choose(STREAMS + 1)
-            rows[program].append((stream, DURATIONS[choose(5)], deps, joins if meets else -1))
-        joins += meets
+            rows[program].append((stream, DURATIONS[choose(5)], deps, rendezvous if meets else -1))
+        rendezvous += meets
     first = np.cumsum([0, *(len(r) for r in rows)]).tolist()
     flat = [(p, first[p], row) for p in range(programs) for row in rows[p]]
     tasks = task_graph(
@@ -89,10 +89,10 @@ def meetings(choose: Choose, events: int, *, crossed: bool) -> TaskGraph:
 
 
 def _cross(tasks: TaskGraph, choose: Choose) -> TaskGraph:
-    joined = np.flatnonzero(tasks.join >= 0)
-    join = tasks.join.copy()
+    meets = np.flatnonzero(tasks.rendezvous >= 0)
+    rendezvous = tasks.rendezvous.copy()
     for _ in range(1 + choose(2)):
-        if len(joined) > 1:
-            one, other = joined[choose(len(joined))], joined[choose(len(joined))]
-            join[[one, other]] = join[[other, one]]
-    return replace(tasks, join=join)
+        if len(meets) > 1:
+            one, other = meets[choose(len(meets))], meets[choose(len(meets))]
+            rendezvous[[one, other]] = rendezvous[[other, one]]
+    return replace(tasks, rendezvous=rendezvous)

@@ -59,8 +59,8 @@ class Oracle:
         assert not any(self.lines.values())
 
     def what(self, task: int) -> tuple[str, int]:
-        join = int(self.tasks.join[task])
-        return ("join", join) if join >= 0 else ("task", task)
+        rendezvous = int(self.tasks.rendezvous[task])
+        return ("rendezvous", rendezvous) if rendezvous >= 0 else ("task", task)
 
     def place(self, task: int, column: int) -> int:
         row = int(self.columns.place[task])

@@ -11,7 +11,7 @@ import pytest
 
 from echograph.simulator.clusters import cluster_names, load_cluster
 from echograph.simulator.network import patterns
-from echograph.simulator.network.routes import Loads, loads
+from echograph.simulator.network.patterns import Loads, loads
 from echograph.simulator.network.topology import Topology
 
 

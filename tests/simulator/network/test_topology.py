@@ -17,7 +17,7 @@ from echograph.simulator.clusters import (
     load_cluster,
     parse_degraded,
 )
-from echograph.simulator.clusters.load import PRESETS
+from echograph.simulator.clusters.cluster import PRESETS
 from echograph.simulator.network.topology import Topology
 
 

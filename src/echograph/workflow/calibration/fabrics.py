@@ -1,19 +1,260 @@
-"""Fits the fabrics that ship: the profiler's fit of the simulator's formulas to a table of collectives."""
+"""Fits the fabrics that ship: the profiler's fit of the simulator's formulas to a table of collectives.
+
+A recipe says which measured rows make which fabric: data, with where each comes from and what is assumed.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from echograph.profiler.fit.collectives import CollectiveRow
-from echograph.profiler.fit.fabric import FabricFit, error_by_kind, fit_fabric, size_fold
+from echograph.profiler.fit.fabric import CollectiveRow, FabricFit, error_by_kind, fit_fabric, size_fold
 from echograph.simulator.clusters import Cluster, load_cluster, load_network_fabric, load_node_fabric
 from echograph.simulator.clusters.fabric import FABRICS
 from echograph.simulator.collectives.calibrate import LIMITS, Calibration
-from echograph.workflow.calibration.recipes import FabricRecipe
+
+NETWORK_ONLY_BANDWIDTH = (
+    "protocols.LL",
+    "protocols.Simple.base_us",
+    "protocols.Simple.hop_us",
+    "nvls_tree.base_us",
+    "nvls_tree.hop_us",
+    "peer",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FabricRecipe:
+    """How one fabric is made: where its rows are, what the fit may move, and what its file says."""
+
+    fabric: str
+    cluster: str
+    rows: Callable[[CollectiveRow], bool]
+    start: Callable[[], dict[str, Any]]
+    source: str
+    note: str
+    origin: str = "fitted"
+    fixed: tuple[str, ...] = ()
+    judged: Callable[[CollectiveRow], bool] = lambda row: True
+    hold_out: bool = True
+
+
+def _cost(base: float, hop: float, efficiency: float) -> dict[str, float]:
+    return {"base_us": base, "hop_us": hop, "efficiency": efficiency}
+
+
+def node_start(
+    link: tuple[str, float], levels: dict[int, float], nvls: tuple[float, float] | None = None
+) -> dict[str, Any]:
+    """A node fabric to start from: NCCL's tuning table has hops of 0.6, 1.9 and 3.4 us on NVLink."""
+    rate = next(iter(levels.values()))
+    return {
+        "kind": "node",
+        "link": {"kind": link[0], "bandwidth_GBps": link[1]},
+        "levels": [{"ranks": ranks, "bandwidth_GBps": value} for ranks, value in levels.items()],
+        "fill": 0.4,
+        "protocols": {"LL": _cost(5, 1, 0.4), "LL128": _cost(8, 1.9, 0.8), "Simple": _cost(15, 3.4, 1)},
+        "nvls": nvls and {"base_us": nvls[0], "bandwidth_GBps": nvls[1]},
+        "peer": {
+            "LL": _cost(8, 0.2, 0.1),
+            "Simple": _cost(14, 0.2, 1),
+            "bandwidth_GBps": 0.85 * rate,
+            "local_share": 0.3,
+        },
+    }
+
+
+def network_start(
+    efficiency: float, *, pat: bool, nvls_tree: bool, two_domain_volume: float = 1
+) -> dict[str, Any]:
+    """A network fabric to start from: NCCL's tuning table has hops of 5, 8.5 and 14 to 50 us for trees."""
+    return {
+        "kind": "network",
+        "protocols": {
+            "LL": _cost(5, 6, 0.3 * efficiency),
+            "LL128": _cost(5, 8.5, 0.85 * efficiency),
+            "Simple": _cost(5, 15, efficiency),
+        },
+        "two_domain_volume": two_domain_volume,
+        "tree_efficiency": 1.0,
+        "ring_hop_share": 0.5,
+        "nvls_tree": _cost(20, 15, efficiency) if nvls_tree else None,
+        "pat": pat,
+        "peer": _cost(5, 1, efficiency),
+    }
+
+
+def like_hdr200(efficiency: float, nvls_tree: float) -> dict[str, Any]:
+    """A network of other NICs: hops and the protocols' relative efficiency as hdr200 has them, tree included."""
+    made = network_start(efficiency, pat=True, nvls_tree=True)
+    fitted = json.loads((FABRICS / "hdr200.json").read_text())["protocols"]
+    for name, cost in fitted.items():
+        share = cost["efficiency"] / fitted["Simple"]["efficiency"]
+        made["protocols"][name] = cost | {"efficiency": round(share * efficiency, 4)}
+    made["nvls_tree"] = _cost(fitted["Simple"]["base_us"], fitted["Simple"]["hop_us"], nvls_tree)
+    return made
+
+
+def _one_node(gpu: str) -> Callable[[CollectiveRow], bool]:
+    """Rows of NVIDIA's aiconfigurator; int8 sums, which no training step does and NVLS cannot, are left out."""
+    return lambda row: "aiconfigurator" in row.source and row.gpu == gpu and row.dtype == "half"
+
+
+def _from_64_kib(row: CollectiveRow) -> bool:
+    return row.size_bytes >= 65536
+
+
+def _echo(row: CollectiveRow) -> bool:
+    return "Echo" in row.source
+
+
+_AIC = "nccl-tests of ai-dynamo/aiconfigurator (Apache-2.0), fp16, out-of-place"
+_SHORT = "Only bandwidth is fitted; latencies are assumed: those of hdr200."
+
+RECIPES = (
+    FabricRecipe(
+        fabric="nvlink3",
+        cluster="dgx-a100",
+        rows=_one_node("A100-SXM4-80GB"),
+        start=lambda: node_start(("nvlink", 300), {8: 230}),
+        source=f"{_AIC}, 2-8 A100-SXM4-80GB, NCCL 2.27.3",
+        note="NCCL of 2022 takes up to twice as long from 64 KiB to 16 MiB; larger sizes agree.",
+    ),
+    FabricRecipe(
+        fabric="nvlink3-one-process",
+        cluster="azure-nd-a100-v4",
+        rows=lambda row: _echo(row) and row.nodes == 1 and row.ranks > 1,
+        start=lambda: node_start(("nvlink", 300), {8: 230}),
+        source="nccl-tests logs of NetX-lab/Echo (MIT), 2-8 A100-SXM4-40GB, fp32, one process for all GPUs",
+        note="One process launches on all GPUs in turn: small sizes are host-bound; training runs otherwise. "
+        "Point-to-point traffic is that of nvlink3's start, unfitted.",
+        origin="partly assumed",
+        fixed=("peer",),
+    ),
+    FabricRecipe(
+        fabric="nvlink4",
+        cluster="dgx-h100",
+        rows=_one_node("H100-SXM5-80GB"),
+        start=lambda: node_start(("nvlink", 450), {8: 380}, (70, 300)),
+        source=f"{_AIC}, 2-8 H100-SXM5-80GB, NCCL 2.29.2",
+        note="NVLS is seen on 8 GPUs only; on fewer, its (1 + 1/n) law is taken from H200.",
+    ),
+    FabricRecipe(
+        fabric="nvlink4-h200",
+        cluster="dgx-h200",
+        rows=lambda row: (
+            _one_node("H200-SXM")(row)
+            or (
+                "stas00" in row.source
+                and row.gpu == "H200-SXM"
+                and "ENABLE=0" not in row.note
+                and row.dtype == "float"
+            )
+        ),
+        start=lambda: node_start(("nvlink", 450), {8: 380}, (70, 300)),
+        source=f"{_AIC}, 2-8 H200-SXM, NCCL 2.29.2; "
+        "4-8 H200 at 8 and 16 GiB of stas00/ml-engineering, NCCL 2.27.7",
+        note="",
+    ),
+    FabricRecipe(
+        fabric="nvlink5",
+        cluster="dgx-b200",
+        rows=_one_node("B200-SXM"),
+        start=lambda: node_start(("nvlink", 900), {8: 780}),
+        source=f"{_AIC}, 2-8 B200-SXM, NCCL 2.29.2",
+        note="No NVLS: NCCL chose ring up to 4 GiB, above which NVLS is a tenth faster.",
+    ),
+    FabricRecipe(
+        fabric="nvlink5-nvl72",
+        cluster="gb200-nvl72",
+        rows=lambda row: _one_node("GB200")(row) or ("coreweave" in row.source and row.ranks == 72),
+        start=lambda: node_start(("nvlink", 900), {72: 750}, (400, 420)),
+        source=f"{_AIC}, 2-4 GB200, NCCL 2.29.2; "
+        "72 GB200 of one rack, 512 MiB to 8 GiB, coreweave/nccl-tests, NCCL 2.26.2",
+        note="Between 4 and 72 GPUs nothing is measured; NVLS rests on five sizes of one run on 72.",
+    ),
+    FabricRecipe(
+        fabric="pcie4",
+        cluster="ethernet-100g",
+        rows=_one_node("L40S"),
+        start=lambda: node_start(("pcie", 32), {2: 20, 4: 5.5, 8: 1.5}),
+        source=f"{_AIC}, 2-8 L40S on PCIe 4.0, NCCL 2.27.3",
+        note="The eight-GPU rows of this host scatter by a factor of three between neighbouring sizes, and have a "
+        "seventeenth of a pair's bandwidth; no preset names it.",
+    ),
+    FabricRecipe(
+        fabric="pcie5",
+        cluster="ethernet-100g",
+        rows=_one_node("RTX PRO 6000"),
+        start=lambda: node_start(("pcie", 64), {2: 38, 4: 26, 8: 24}),
+        source=f"{_AIC}, 2-8 RTX PRO 6000 on PCIe 5.0, NCCL 2.29.2",
+        note="ethernet-100g takes it at the bandwidth of PCIe 4.0.",
+    ),
+    FabricRecipe(
+        fabric="hdr200",
+        cluster="azure-nd-a100-v4",
+        rows=lambda row: _echo(row) and row.nodes > 1,
+        start=lambda: network_start(0.65, pat=False, nvls_tree=False, two_domain_volume=2),
+        source="nccl-tests logs of NetX-lab/Echo (MIT), all_reduce, 16-128 A100-SXM4-40GB, "
+        "eight HDR 200 Gb/s a node, fp32",
+        note="Only all_reduce is measured across nodes; other collectives follow from its links. tree_efficiency, "
+        "ring_hop_share and peer are assumed. Rows at 2 KiB (32), 1 KiB (128) and 128 KiB (64, 128) are outliers.",
+        fixed=("peer",),
+        judged=_from_64_kib,
+    ),
+    FabricRecipe(
+        fabric="efa-p5",
+        cluster="aws-p5",
+        rows=lambda row: "(p5)" in row.gpu and row.nccl == "",
+        start=lambda: network_start(0.8, pat=True, nvls_tree=True),
+        source="nccl-tests of aws-samples/awsome-distributed-training, all_reduce, 16 H100 (p5), "
+        "EFA 3,200 Gb/s, fp32",
+        note="Two nodes only: what hop and base each cost is divided by their start values.",
+        fixed=("peer",),
+        judged=_from_64_kib,
+    ),
+    FabricRecipe(
+        fabric="efa-p4de",
+        cluster="aws-p4de",
+        rows=lambda row: "(p4de)" in row.gpu,
+        start=lambda: network_start(0.8, pat=True, nvls_tree=False),
+        source="nccl-tests of aws-samples/awsome-distributed-training, all_reduce, 16 A100 (p4de), "
+        "EFA 400 Gb/s, fp32",
+        note="Two nodes only: what hop and base each cost is divided by their start values.",
+        fixed=("peer",),
+        judged=_from_64_kib,
+    ),
+    FabricRecipe(
+        fabric="ndr400",
+        cluster="dgx-h100",
+        rows=lambda row: "coreweave" in row.source and row.ranks == 96,
+        start=lambda: like_hdr200(0.95, 0.95),
+        source="bandwidth: coreweave/nccl-tests, all_reduce, 96 H100, 512 MiB to 8 GiB, "
+        "NDR 400 Gb/s a GPU; latencies: hdr200",
+        note=_SHORT,
+        origin="partly assumed",
+        fixed=NETWORK_ONLY_BANDWIDTH,
+        hold_out=False,
+    ),
+    FabricRecipe(
+        fabric="nvl72-ib",
+        cluster="gb200-nvl72",
+        rows=lambda row: "coreweave" in row.source and row.ranks > 96,
+        start=lambda: like_hdr200(0.12, 0.12),
+        source="bandwidth: coreweave/nccl-tests, all_reduce, 128 and 1,440 GB200, "
+        "512 MiB to 16 GiB; latencies: hdr200",
+        note="Only nvls_tree is fitted; the protocols' hops are assumed: those of hdr200. "
+        "The rows reach 400 GB/s of a rack's 3,600, as if 8 of its NICs worked.",
+        origin="partly assumed",
+        fixed=("protocols", "peer"),
+        hold_out=False,
+    ),
+)
+
 
 ASSUMED_ERROR = 0.3
 FOLDS = 4

@@ -12,11 +12,10 @@ import numpy as np
 
 from echograph.errors import UsageError
 from echograph.ir.files import write_whole
-from echograph.profiler.fit.collectives import CollectiveRow
-from echograph.profiler.fit.fabric import FabricFit, error_by_kind, fit_fabric, size_fold
+from echograph.profiler.fit.fabric import CollectiveRow, FabricFit, error_by_kind, fit_fabric, size_fold
 from echograph.simulator.clusters import Cluster
+from echograph.simulator.clusters.cluster import PRESETS, load_cluster
 from echograph.simulator.clusters.fabric import over_link, read_fabric_document
-from echograph.simulator.clusters.load import PRESETS, load_cluster
 from echograph.simulator.collectives.calibrate import LIMITS, Calibration, place_measured
 
 FOLDS = 4
@@ -33,9 +32,9 @@ def fit_logs(
     Args:
         rows: measured collectives.
         cluster: what they ran on: a preset, or the path of a TOML file.
-        name: of the new cluster.
+        name: name of the new cluster.
         output: folder.
-        date: of the fit, as it stands in the profiles.
+        date: date of the fit, as it stands in the profiles.
 
     Returns:
         A record for each kind of collective of a fabric: rows, and the error on sizes that its fit has not seen.

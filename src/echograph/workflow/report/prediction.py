@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from echograph.ir.columns import Bools
 from echograph.ir.graph import JobGraph
+from echograph.ir.intervals import Pieces
+from echograph.ir.timeline import Lane, Timeline
+from echograph.ir.types import COMMUNICATIONS, Phase, Source
+from echograph.profiler.costs.device import DeviceProfile, Label
 from echograph.profiler.page import charts
 from echograph.profiler.page.frame import banner, data, document, folded, tiles
 from echograph.profiler.page.lanes import script
+from echograph.simulator.breakdown import COMPUTE, breakdown, layers_of, moments
+from echograph.simulator.clusters import Cluster, NetworkFabric, NodeFabric
+from echograph.simulator.durations import Durations
 from echograph.simulator.result import Result
-from echograph.units import format_bytes, format_count
-from echograph.workflow.feasible import shortage
+from echograph.units import format_bytes, format_count, to_s
 from echograph.workflow.plan import Plan
+from echograph.workflow.predict import is_traced, shortage
 from echograph.workflow.report import parts
-from echograph.workflow.report.assumptions import asked, assumptions
-from echograph.workflow.report.details import details
 from echograph.workflow.report.lanes import ShownStep
-from echograph.workflow.report.moments import kinds_of, moments
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
 
@@ -70,23 +78,23 @@ def page(
     Args:
         result: the prediction.
         job: what was simulated.
-        plan: as it was asked for.
+        plan: the plan that the user gave.
         system: where it ran.
         scenario: what was asked beyond that.
         notes: what the plan could not do.
         near: where it does not fit in memory, what to change so that it does.
     """
-    timeline, kinds = result.timeline, kinds_of(job)
+    timeline, layers = result.timeline, layers_of(job)
     shown = _shown(len(timeline.programs))
-    found = {number: moments(timeline, kinds, number) for number in shown}
-    record, more = result.to_json(), details(result, job, timeline, kinds, found)
+    found = {n: moments(layers, timeline, np.flatnonzero(timeline.program == n)) for n in shown}
+    record, more = result.to_json(), details(result, job, timeline, found)
     more["assumptions"] = [part._asdict() for part in assumptions(result, job, plan, system, notes)]
     more["asked"] = asked(scenario, system)
     roles = len(timeline.programs)
     some = "" if len(shown) == roles else f" Of {roles} roles {len(shown)} are shown."
     note = f"{result.tasks:,} tasks: --trace writes them all."
     note += "" if result.ranks is None else " Of each role, those ranks are drawn that end last."
-    drawn = ShownStep(job, timeline, kinds).drawing(found, more["idle"], note) if result.step_ps else ""
+    drawn = ShownStep(job, timeline, layers).drawing(found, more["idle"], note) if result.step_ps else ""
     does_not_fit = result.memory is not None and not result.memory.fits
     body = [
         *_head(record, more, banner("DOES NOT FIT", f"needs {shortage(result, near)}") if does_not_fit else ""),
@@ -142,7 +150,7 @@ def _head(record: _Record, more: _Record, alarm: str) -> list[str]:
 
 
 def _utilisation(record: _Record) -> str:
-    """By which FLOPs the devices' peak is used, and how much of it with causal attention by half."""
+    """Which FLOPs the utilisation counts, and the utilisation with causal attention counted by half."""
     text = "of the devices' peak (model FLOPs, none recomputed or padded)"
     causal = record["mfu_causal"]
     return text if causal == record["mfu"] else f"{text}; {parts.percent(causal)} with causal attention by half"
@@ -332,3 +340,262 @@ def _rests(record: _Record, more: _Record) -> str:
     text += "Assumed is a guess, analytical a formula from a datasheet, fitted a model of measurements."
     rows = [(part["part"], part["basis"], part["text"]) for part in more["assumptions"]]
     return parts.section("What it rests on", text, parts.grid(("part", "is", "from"), rows, (1, 2)))
+
+
+MOST_OPERATIONS, MOST_COLLECTIVES = 15, 10
+_TENSORS = 3
+_LAST_NUMBER = re.compile(r"(?<=_)\d+$")
+_NUMBER = re.compile(r"(?<![^.])(\d+|\{\})(?![^.])")
+
+
+def details(result: Result, job: JobGraph, timeline: Timeline, found: Mapping[int, Pieces]) -> dict[str, Any]:
+    """What the page shows besides the result, as data.
+
+    Args:
+        result: the prediction.
+        job: the job that was simulated.
+        timeline: what ran when.
+        found: what the programs that are shown do at each moment.
+    """
+    staged = result.breakdown.bubble or "pp" in {axis.name for axis in job.mesh}
+    idle = "bubble" if staged else "wait"
+    return {
+        "roles": [
+            {
+                "role": timeline.programs[number],
+                "breakdown_s": breakdown(job, timeline, number).to_json(),
+                "compute_s": _by_phase(job, timeline, moments),
+            }
+            for number, moments in found.items()
+        ],
+        "idle": idle,
+        "critical_path": _Path(job, timeline, result.times).largest(),
+    }
+
+
+def _by_phase(job: JobGraph, timeline: Timeline, moments: Pieces) -> dict[str, float]:
+    """The compute of one role by phase."""
+    computes = moments.layer == COMPUTE
+    phase = job.ops.phase[timeline.op[moments.row[computes]]]
+    length = (moments.end - moments.start)[computes]
+    spent = {one.name.lower(): to_s(int(length[phase == one].sum())) for one in Phase}
+    return {name: value for name, value in spent.items() if value}
+
+
+class _Path:
+    """What the critical path is made of."""
+
+    def __init__(self, job: JobGraph, timeline: Timeline, times: Durations | None) -> None:
+        self.job, self.times, self.makespan = job, times, timeline.makespan
+        path = timeline.critical_path()
+        device = path[timeline.lane[path] == Lane.DEVICE]
+        self.count = np.bincount(timeline.op[device], minlength=len(job.ops))
+        self.spent = np.zeros(len(job.ops), np.int64)
+        np.add.at(self.spent, timeline.op[device], timeline.duration[device])
+
+    def largest(self) -> dict[str, Any]:
+        """The operations and communications on which it spends most, and what is left of the step."""
+        communicates = np.isin(self.job.ops.kind, COMMUNICATIONS)
+        parts = (
+            (~communicates, self._operation, MOST_OPERATIONS),
+            (communicates, self._communication, MOST_COLLECTIVES),
+        )
+        operations, collectives = (self._rows(mask, of, most) for mask, of, most in parts)
+        rest = self.makespan - sum(row["on_path_s"] for row in (*operations, *collectives))
+        for row in (*operations, *collectives):
+            row["on_path_s"] = to_s(row["on_path_s"])
+            row["each_s"] = row["on_path_s"] / row["count"]
+        return {"operations": operations, "collectives": collectives, "rest_s": to_s(rest)}
+
+    def _rows(self, mask: Bools, of: Callable[[int], dict[str, Any]], most: int) -> list[dict[str, Any]]:
+        """Those that are alike but for layer, stage and size together; the time is in picoseconds."""
+        rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for op in np.flatnonzero(mask & (self.spent > 0)).tolist():
+            row = {**of(op), **self._source(op)}
+            held = rows.setdefault(tuple(row.values()), {**row, "on_path_s": 0, "count": 0})
+            held["on_path_s"] += int(self.spent[op])
+            held["count"] += int(self.count[op])
+            if "group" in row:
+                self._widen(held, op)
+        return sorted(rows.values(), key=lambda row: -row["on_path_s"])[:most]
+
+    def _operation(self, op: int) -> dict[str, Any]:
+        job = self.job
+        touched = job.ops.outputs.row(op) or job.ops.inputs.row(op)
+        # Of no module is, for instance, the sum of gradients: it is known by what it writes.
+        of_tensor = job.tensors[int(job.root[touched[0]])].name if touched else ""
+        module = job.strings[job.ops.module[op]] or of_tensor
+        return {**self._named(op), "module": _NUMBER.sub("*", module), "shapes": _shapes(job, op)}
+
+    def _communication(self, op: int) -> dict[str, Any]:
+        group = self.job.groups[int(self.job.ops.group[op])]
+        ranks = self.job.group_size(group)
+        return {**self._named(op), "group": group.label, "ranks": ranks}
+
+    def _named(self, op: int) -> dict[str, Any]:
+        name = _LAST_NUMBER.sub("*", self.job.strings[self.job.ops.name[op]])
+        return {"name": name, "phase": Phase(int(self.job.ops.phase[op])).name.lower()}
+
+    def _source(self, op: int) -> dict[str, Any]:
+        """Where the duration comes from: of what the network's model timed, which fabrics it rests on."""
+        times = self.times
+        if times is None or not times.source[op]:
+            return {"source": "", "spread": 0.0}
+        source = Source(int(times.source[op])).name.lower()
+        modelled = times.estimates[op].source if op in times.algorithm else source
+        return {"source": modelled, "spread": round(float(times.spread[op]), 4)}
+
+    def _widen(self, row: dict[str, Any], op: int) -> None:
+        """Sizes and algorithms of the communications that stand in one row."""
+        nbytes = int(self.job.ops.nbytes[op])
+        low, high = row.get("bytes", (nbytes, nbytes))
+        row["bytes"] = [min(low, nbytes), max(high, nbytes)]
+        algorithm = self.times.algorithm.get(op) if self.times is not None else None
+        known = row.setdefault("algorithms", [])
+        if algorithm and algorithm not in known:
+            known.append(algorithm)
+
+
+def _shapes(job: JobGraph, op: int) -> str:
+    """Shapes of the first tensors that an operation reads, and of those that it writes."""
+    read, written = (
+        ["×".join(map(str, job.tensors.shape.row(tensor))) or "1" for tensor in side.row(op)]
+        for side in (job.ops.inputs, job.ops.outputs)
+    )
+    more = ["…"] if len(read) > _TENSORS else []
+    into = f" → {', '.join(written[:_TENSORS])}" if written else ""
+    return f"{', '.join(read[:_TENSORS] + more)}{into}"
+
+
+class Assumption(NamedTuple):
+    """A part of the prediction and what it rests on.
+
+    Attributes:
+        part: the part, in a word.
+        basis: what it is: "measured", "fitted", "analytical", "assumed" (a guess), "left out", ...
+        text: an explanation in words.
+    """
+
+    part: str
+    basis: str
+    text: str
+
+
+def assumptions(
+    result: Result, job: JobGraph, plan: Plan, system: System, notes: Sequence[str] = ()
+) -> list[Assumption]:
+    """What a prediction rests on, the durations first.
+
+    Args:
+        result: the prediction.
+        job: what was simulated.
+        plan: the plan that the user gave.
+        system: where it ran.
+        notes: what the plan could not do.
+    """
+    device = None if is_traced(job) else system.device
+    found = [*_given(result, job), *(_fitted(result, job, device) if device else ())]
+    found += _network(result, system.cluster) if device and result.collectives else ()
+    found += [Assumption("plan", "as asked", note) for note in notes]
+    if "ep" in {axis.name for axis in job.mesh}:
+        rows = f"{plan.expert_imbalance:g} times the mean of all ranks (--expert-imbalance)"
+        found.append(Assumption("experts", "assumed", f"rows of the busiest rank's experts: {rows}"))
+    if is_traced(job):
+        return found
+    if result.ranks is None:
+        alike = "ranks of one role take equal time: no jitter, no slow node (--jitter, --straggler, --degrade)"
+        found.append(Assumption("ranks", "assumed", alike))
+    if result.memory is not None:
+        found += [
+            Assumption(
+                "memory", "assumed" if "assumed" in name else "as users measured", f"{name}: {format_bytes(size)}"
+            )
+            for name, size in result.memory.overhead_bytes.items()
+        ]
+    return [*found, *_ALWAYS]
+
+
+_ALWAYS = (
+    Assumption("overlap", "left out", "kernels and collectives that run at once do not slow each other"),
+    Assumption("the step", "left out", "data loading, checkpoints, logging, and what one step leaves to the next"),
+    Assumption("interval", "formula", "covers the errors of the durations above, and nothing that is left out"),
+)
+
+
+def asked(scenario: Scenario, system: System) -> list[str]:
+    """What a scenario and a system change of a prediction, in words; none for plain ones."""
+    said = [f"{scale.selector} takes {scale.factor:g} times as long" for scale in scenario.scales]
+    said += [f"{key} is {value}" for key, value in system.settings.items()]
+    said += [
+        f"{where.replace(':', ' ') if ':' in where else f'rank {where}'} is {factor:g} times as slow"
+        for where, factor in scenario.slow
+    ]
+    said += [f"kernels vary by {100 * scenario.jitter:g} %"] if scenario.jitter else []
+    said += ["the host waits for what a stage receives"] if system.host.waits else []
+    said += ["every launch waits for its kernel"] if system.host.blocking and system.profile is None else []
+    return said
+
+
+def _given(result: Result, job: JobGraph) -> Iterator[Assumption]:
+    """Durations that the graph or a profile holds."""
+    if is_traced(job):
+        yield Assumption("durations", "as traced", "every operation takes what it took in the trace")
+        return
+    for source, text in (("measured", "of this device"), ("imported", "as the imported graph has them")):
+        share = result.sources.get(source, 0.0)
+        if share > 0:
+            yield Assumption("durations", source, f"{100 * share:.1f} % of the busy time, {text}")
+
+
+def _fitted(result: Result, job: JobGraph, device: DeviceProfile) -> Iterator[Assumption]:
+    """The models of kernels and of the host."""
+    precision = str(result.plan.get("precision") or job.workload.dtype.text)
+    gemm = device.gemm.get("fp8" if "fp8" in precision else "bf16" if precision == "fp16" else precision)
+    if result.sources.get("fitted", 0.0) + result.sources.get("analytical", 0.0) > 0:
+        if gemm is not None and "matrix products" in result.limits:
+            yield _labelled("matrix products", gemm.label)
+        if "attention" in result.limits:
+            attention = device.attention[device.default_attention]
+            for name, one in (("forward", attention.forward), ("backward", attention.backward)):
+                if one is not None:
+                    yield _labelled(f"attention ({device.default_attention}), {name}", one.label)
+        if "other kernels" in result.limits:
+            yield from _other_kernels(device)
+    yield Assumption("host", device.host.source, device.host.basis)
+
+
+def _labelled(part: str, label: Label) -> Assumption:
+    return Assumption(
+        part, label.source, f"{label.basis}; error {100 * label.spread:.0f} % (one standard deviation)"
+    )
+
+
+def _other_kernels(device: DeviceProfile) -> Iterator[Assumption]:
+    """The kinds of memory-bound kernels, those of one basis together."""
+    by_basis: dict[tuple[str, str], list[str]] = {}
+    spreads: dict[tuple[str, str], list[float]] = {}
+    for kind, model in device.memory.items():
+        key = (model.label.source, model.label.basis)
+        by_basis.setdefault(key, []).append(kind)
+        spreads.setdefault(key, []).append(model.label.spread)
+    for (source, basis), kinds in by_basis.items():
+        low, high = min(spreads[source, basis]), max(spreads[source, basis])
+        error = " to ".join(dict.fromkeys(f"{100 * spread:.0f} %" for spread in (low, high)))
+        yield Assumption(f"other kernels: {', '.join(kinds)}", source, f"{basis}; error {error}")
+
+
+def _network(result: Result, cluster: Cluster) -> Iterator[Assumption]:
+    domains: list[tuple[str, NodeFabric | NetworkFabric]] = [
+        ("links within an NVLink domain", cluster.node_fabric)
+    ]
+    if result.gpus > cluster.domain_gpus:
+        domains.append(("network between them", cluster.network.fabric))
+    for part, fabric in domains:
+        note = f" {fabric.about.note}" if fabric.about.note else ""
+        yield Assumption(part, fabric.about.origin, f"{fabric.name}: {fabric.about.source}.{note}")
+    shared = (
+        "collectives share links as flows"
+        if result.network == "flows"
+        else "each collective takes its closed form; groups that communicate at once share the NICs evenly"
+    )
+    yield Assumption("network", "simulated" if result.network == "flows" else "formula", shared)

@@ -7,7 +7,8 @@ from dataclasses import replace
 from echograph.ir.graph import JobGraph
 from echograph.models.stacks import load_stack
 from echograph.simulator.clusters import Cluster
-from echograph.simulator.memory import MIB, Memory, Runtime, largest_memory
+from echograph.simulator.memory import Memory, Runtime, largest_memory
+from echograph.units import MIB
 from echograph.workflow.plan import Plan
 from echograph.workflow.validation.table import MeasuredStep
 

@@ -13,16 +13,14 @@ from dataclasses import dataclass, field, replace
 
 from echograph.errors import EchoError, PlanError
 from echograph.ir.graph import JobGraph, StepGraph
-from echograph.ir.passes.base import Pass, run, split_at_job
+from echograph.ir.passes.base import Pass, pass_text, run, split_at_job
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.depth import FEWEST, Depth
 from echograph.ir.passes.mesh import ResizeAxes
 from echograph.ir.passes.micro_batch import MicroBatch
-from echograph.ir.passes.spec import pass_text
 from echograph.progress import Progress, silent
 from echograph.workflow.compile import compile_entry
-from echograph.workflow.lowering import passes
-from echograph.workflow.plan import Plan
+from echograph.workflow.plan import Plan, passes
 from echograph.workflow.predict import simulate
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System

@@ -22,7 +22,7 @@ class Skip(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One measured step: what the table says of it, by column."""
+    """One measured step: a row of the table, by column."""
 
     columns: dict[str, str]
 

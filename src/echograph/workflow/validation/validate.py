@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from echograph.ir.tables import text_table
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.progress import Progress, silent
 from echograph.workflow.validation.run import predict_rows
@@ -21,7 +23,7 @@ class Validation:
     """How far predictions are off.
 
     Attributes:
-        outcomes: of every row, in their order.
+        outcomes: one for each row, in the order of the table.
         families: figures of each family, as `echosim validate --json` has them.
     """
 
@@ -38,8 +40,37 @@ class Validation:
         """The record of `echosim validate --json`."""
         return {"families": self.families, "rows": [outcome.to_json() for outcome in self.outcomes]}
 
+    def __str__(self) -> str:
+        """Errors by family, the worst rows, and why rows were skipped."""
+        return "\n".join(_lines(self))
+
     def _repr_html_(self) -> str:
         return self.table._repr_html_()
+
+
+def _lines(found: Validation) -> Iterator[str]:
+    rows = []
+    for name, family in found.families.items():
+        tools = [("echograph", family["simulated"], family)]
+        tools += [(tool, said["rows"], said) for tool, said in family["peers"].items()]
+        for tool, count, figures in tools:
+            mean, median, bias = (figures[k] for k in ("mean_abs_error", "median_abs_error", "bias"))
+            errors = ("-",) * 3 if mean is None else (f"{mean:.1%}", f"{median:.1%}", f"{bias:+.1%}")
+            rows.append((name, tool, str(count), str(family["rows"]), *errors))
+    yield text_table(("family", "tool", "rows", "of", "mean error", "median", "bias"), rows)
+    for name, family in found.families.items():
+        worst = ", ".join(f"{row['id']} {row['error']:+.1%}" for row in family["worst"])
+        if worst:
+            yield f"worst of {name}: {worst}"
+        if (memory := family["memory"])["rows"]:
+            yield (
+                f"peak memory of {name}: {memory['rows']} rows, mean error {memory['mean_abs_error']:.1%}, "
+                f"bias {memory['bias']:+.1%}"
+            )
+    reasons = Counter(outcome.skipped for outcome in found.outcomes if outcome.skipped)
+    yield from (f"skipped {count}: {why}" for why, count in reasons.most_common())
+    assumed = Counter(what for outcome in found.outcomes for what in outcome.assumed)
+    yield from (f"assumed in {count}: {what}" for what, count in assumed.most_common())
 
 
 def validate(

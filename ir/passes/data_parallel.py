@@ -1,0 +1,1035 @@
+"""How what lives through a step is divided over data-parallel ranks, and blocks whose optimizer works on shards.
+
+Every data-parallel rank would do the same update; instead each updates its part of the parameters, and keeps that
+part of the optimizer's state alone (Rajbhandari et al., "ZeRO", SC 2020, stage 1; Megatron-LM's distributed
+optimizer). Which tensors are parts follows from the data axes of the mesh and from what divides them already.
+
+In such a block a tensor can stand for several: a parameter or a gradient is whole to the forward and backward
+passes and a shard to the optimizer. Tensors are named by their old row and the phase that uses them; a port is
+bound by both.
+
+Data parallelism: gradients in buckets, reduced while backward goes on; with ZeRO, an optimizer on shards.
+
+Gradients are put into buckets in the order in which they become ready; a bucket holds one data type and one set
+of ranks: a gradient is added up over the data axes of the mesh that it is not divided over
+(`model.reduction_axes`). When the last gradient of a bucket is ready, the bucket is reduced on its group's
+own stream, buckets in order. After backward the compute stream waits for all of them.
+
+- `zero=0`: PyTorch's DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020). A bucket closes at
+  1 MiB, the later ones at 25 MiB; gradients are copied into it, all-reduced, and copied back. Buffers are
+  broadcast before forward.
+- `zero=1`: Megatron-LM's distributed optimizer (`--use-distributed-optimizer`). Gradients live in contiguous
+  buckets of max(40 M, 1 M times ranks) elements, filled up to a multiple of the ranks and of 128, and are
+  reduce-scattered after the last micro-batch. Each rank updates its elements, cut evenly from the buckets, and the
+  parameters are all-gathered bucket by bucket: after the optimizer, or with `overlap_param_gather` at the head of
+  the step, as left by the one before, where the first bucket is waited for and the gather of each next one runs
+  beside the layers of the bucket before. Pipeline stages other than the first reduce all at once, as there. That
+  weight gradients are added to the bucket by the products themselves is assumed where there is one
+  micro-batch (`gradient_accumulation_fusion`).
+- `zero=2`: DeepSpeed's stage 2. As 1, but only the shards of the gradients live through the step: every
+  micro-batch copies its gradients into buckets, reduces these, and adds the shard that it gets to its own.
+
+DeepSpeed reduces by all-reduce and keeps its part, in stages 1 and 2 (`use_multi_rank_bucket_allreduce`, its
+default): that is `reduce_scatter=False`. What the ranks of a group share inside (tensor parallelism) is beside
+it.
+
+Every data-parallel rank would do the same update; instead each updates its part of the parameters, and keeps that
+part of the optimizer's state alone (Rajbhandari et al., "ZeRO", SC 2020, stage 1; Megatron-LM's distributed
+optimizer). Which tensors are parts follows from the data axes of the mesh and from what divides them already.
+
+In such a block a tensor can stand for several: a parameter or a gradient is whole to the forward and backward
+passes and a shard to the optimizer. Tensors are named by their old row and the phase that uses them; a port is
+bound by both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from math import ceil, inf, lcm, prod
+from typing import ClassVar
+
+import numpy as np
+
+from echograph.errors import PlanError
+from echograph.ir import graph as g
+from echograph.ir import types as t
+from echograph.ir.builder import GraphBuilder
+from echograph.ir.columns import NONE
+from echograph.ir.graph import Axis, Block, Graph, JobGraph, StepGraph
+from echograph.ir.passes.model import (
+    DATA,
+    Gradient,
+    ProgramPoint,
+    adds_up,
+    axes_group,
+    buffer_bytes,
+    final_gradients,
+    first_reads,
+    overflow_flags,
+    ready_gradients,
+    reduction_axes,
+    split_at_optimizer,
+    total_norms,
+    updated_parameters,
+)
+from echograph.ir.passes.rewrite import (
+    ACCUMULATE,
+    Call,
+    accumulate,
+    add_to_gradient,
+    copy_tables,
+    empty_copy,
+    in_micro_batch,
+)
+
+PERSISTENT = (t.TensorRole.PARAMETER, t.TensorRole.GRADIENT, t.TensorRole.OPTIMIZER_STATE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How what lives through the step is divided over data-parallel ranks.
+
+    Attributes:
+        graph: the step, or a pipeline's job.
+        mesh: of the job.
+        gradients: rows of the final gradients.
+        copies: data axes whose ranks keep copies (HSDP's replicas).
+        flat: elements are cut evenly, whatever the shape, as in a contiguous buffer; else one dimension is.
+        none: nothing is divided.
+    """
+
+    graph: Graph
+    mesh: tuple[Axis, ...]
+    gradients: frozenset[int]
+    copies: tuple[str, ...] = ()
+    flat: bool = False
+    none: bool = False
+    _origin: dict[int, int] = field(default_factory=dict, init=False, repr=False)
+    _cut: dict[int, bool] = field(default_factory=dict, init=False, repr=False)
+
+    def axes(self, tensor: t.Tensor) -> tuple[str, ...]:
+        """The axes over which a tensor becomes divided; a scalar is not."""
+        if self.none or not tensor.shape:
+            return ()
+        return tuple(a for a in reduction_axes(self.mesh, tensor.sharded) if a not in self.copies)
+
+    @property
+    def all_axes(self) -> tuple[str, ...]:
+        """Every axis over which some tensor is, or was already, divided."""
+        return () if self.none else tuple(a for a in reduction_axes(self.mesh, ()) if a not in self.copies)
+
+    def ranks(self, axes: Iterable[str]) -> int:
+        """Positions along some axes together."""
+        sizes = {axis.name: axis.size for axis in self.mesh}
+        return prod(sizes[name] for name in axes)
+
+    def shape(self, tensor: t.Tensor) -> tuple[int, ...]:
+        """The shape of the largest shard."""
+        ranks = self.ranks(self.axes(tensor))
+        if ranks == 1:
+            return tensor.shape
+        if self.flat:
+            return (ceil(tensor.numel / ranks),)
+        dim = self.dim(tensor)
+        return (*tensor.shape[:dim], ceil(tensor.shape[dim] / ranks), *tensor.shape[dim + 1 :])
+
+    def dim(self, tensor: t.Tensor) -> int:
+        """The dimension that is cut: the first, or the second of stacked matrices fewer than ranks.
+
+        torchtitan cuts experts so (`shard_placement_fn`), where the first would be padded many times over.
+        """
+        ranks = self.ranks(self.axes(tensor))
+        stacked = len(tensor.shape) > 2 and tensor.shape[0] < ranks and tensor.shape[1] % ranks == 0
+        return 1 if stacked else 0
+
+    def padded(self, tensor: t.Tensor) -> int:
+        """Elements of all shards together, those that fill up included."""
+        return prod(self.shape(tensor)) * self.ranks(self.axes(tensor))
+
+    def origin(self, row: int) -> int:
+        """The tensor that a tensor has its value from, in the first instance of its block."""
+        if row not in self._origin:
+            number = int(np.searchsorted([b.tensors.stop for b in self.graph.blocks], row, side="right"))
+            bound = bool(self.graph.blocks[number].instances)
+            self._origin[row] = self.graph.value(number, 0, row)[2] if bound else row
+        return self._origin[row]
+
+    def role(self, row: int) -> t.TensorRole:
+        """The role of a tensor; a final gradient is one, also where a capture took it for an activation's."""
+        return t.TensorRole.GRADIENT if row in self.gradients else t.TensorRole(int(self.graph.tensors.role[row]))
+
+    def of_optimizer(self, row: int) -> bool:
+        """Whether an operation of the optimizer makes a tensor's value."""
+        maker = int(self.graph.maker[self.origin(row)])
+        return maker != NONE and bool(self.graph.ops.phase[maker] == t.Phase.OPTIMIZER)
+
+    def cut(self, row: int) -> bool:
+        """Whether the optimizer's tensor is a shard; what it makes is, where it is as large as what it reads."""
+        if row not in self._cut:
+            tensor = self.graph.tensors[row]
+            if tensor.role in PERSISTENT or self.origin(row) in self.gradients:
+                self._cut[row] = bool(self.axes(tensor))
+            else:
+                self._cut[row] = self.of_optimizer(row) and self._makes_shard(tensor)
+        return self._cut[row]
+
+    def _makes_shard(self, tensor: t.Tensor) -> bool:
+        op = self.graph.ops[int(self.graph.maker[self.origin(tensor.id)])]
+        if not tensor.shape:
+            return False
+        if isinstance(op, t.Recv):
+            return op.payload == t.Payload.GRADIENT and bool(self.axes(tensor))
+        return any(self.graph.tensors[i].shape == tensor.shape and self.cut(i) for i in op.inputs)
+
+
+WHOLE, SHARDED = t.Phase.FORWARD, t.Phase.OPTIMIZER
+"""A tensor as the forward and backward passes see it, and as the optimizer does."""
+Meaning = tuple[int, t.Phase] | tuple[str, int]
+Address = tuple[int, int, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Written:
+    """What a block became.
+
+    Attributes:
+        tensors: new row of each old row, by the phase that uses it.
+        ports: the new rows that are ports, in table order, with what they stand for: (old row, phase), or
+            (name, unit) for a token of the pass.
+        tensor_rows: its rows of the new tensor table.
+        op_rows: its rows of the new operation table.
+    """
+
+    tensors: dict[tuple[int, t.Phase], int] = field(default_factory=dict)
+    ports: list[tuple[int, Meaning]] = field(default_factory=list)
+    tensor_rows: range = range(0)
+    op_rows: range = range(0)
+
+    def tensor(self, old: int, phase: t.Phase) -> int:
+        """The tensor that another block's port means."""
+        for variant in (phase, WHOLE, t.Phase.BACKWARD, SHARDED):
+            if (old, variant) in self.tensors:
+                return self.tensors[old, variant]
+        raise PlanError(f"tensor {old} is read by another block, but this one does not hold it")
+
+
+def unchanged(graph: Graph, block: Block) -> Written:
+    """A block that stands in the new graph where and as it stood in the old one."""
+    return Written(
+        tensors={(row, WHOLE): row for row in block.tensors},
+        ports=[(row, (row, WHOLE)) for row in block.tensors if graph.tensors.port[row]],
+        tensor_rows=block.tensors,
+        op_rows=block.ops,
+    )
+
+
+class ShardedBlock:
+    """Writes a block with its optimizer on shards, in the order of the table.
+
+    Args:
+        graph: the step, or a pipeline's job.
+        builder: with the block open.
+        number: of the block.
+        division: how tensors are divided.
+        ops: gets the new rows of each operation: its own, and where the next one's begin.
+        views: roles of which the shard is a part of the whole tensor's memory.
+        transient: roles of which the whole tensor lives in one micro-batch only.
+        scalars: operations whose last output is a scalar of all gradients together (`model.total_norms`).
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        builder: GraphBuilder,
+        number: int,
+        division: Division,
+        ops: dict[int, range],
+        *,
+        views: tuple[t.TensorRole, ...] = (),
+        transient: tuple[t.TensorRole, ...] = (),
+        scalars: Collection[int] = (),
+    ) -> None:
+        self.graph, self.builder, self.number, self.division, self.ops = graph, builder, number, division, ops
+        self.views, self.transient, self.scalars = views, transient, scalars
+        self.block, self.written = graph.blocks[number], Written()
+
+    def write(self) -> Written:
+        """Writes all rows."""
+        first_tensor, first_op = self.builder.tensor_count(), self.builder.op_count()
+        uses = self._uses()
+        for row in self.block.tensors:
+            for phase in uses.get(row) or (self._unused(row),):
+                self.use(row, phase)
+            if row in self.division.gradients:
+                self.use(row, SHARDED)
+        for row in self.block.ops:
+            self.op(row, self.phase(row))
+        return self.finish(first_tensor, first_op)
+
+    def finish(self, first_tensor: int, first_op: int) -> Written:
+        """The block, once all its rows are written."""
+        self.written.tensor_rows = range(first_tensor, self.builder.tensor_count())
+        self.written.op_rows = range(first_op, self.builder.op_count())
+        self.written.ports.sort()
+        return self.written
+
+    # -- tensors -------------------------------------------------------------------------------------------
+
+    def phase(self, row: int) -> t.Phase:
+        """Whether an operation works on shards (`SHARDED`) or on whole tensors."""
+        return SHARDED if self.graph.ops.phase[row] == t.Phase.OPTIMIZER else WHOLE
+
+    def _uses(self) -> dict[int, list[t.Phase]]:
+        uses: dict[int, list[t.Phase]] = {}
+        inputs, outputs = self.graph.ops.inputs, self.graph.ops.outputs
+        for row in self.block.ops:
+            phase = self.phase(row)
+            for index in (*inputs.row(row), *outputs.row(row)):
+                found = uses.setdefault(index, [])
+                if (variant := self.variant(index, phase)) not in found:
+                    found.append(variant)
+        return uses
+
+    def _unused(self, row: int) -> t.Phase:
+        state = self.graph.tensors.role[row] == t.TensorRole.OPTIMIZER_STATE
+        return SHARDED if state else WHOLE
+
+    def variant(self, row: int, phase: t.Phase) -> t.Phase:
+        """Which of its tensors an old one is in a phase."""
+        return SHARDED if phase == SHARDED and self.division.cut(row) else WHOLE
+
+    def use(self, row: int, phase: t.Phase) -> int:
+        """The tensor that an old one is in a phase; made when it is first used."""
+        variant = self.variant(row, phase)
+        if (row, variant) not in self.written.tensors:
+            tensor = self.graph.tensors[row]
+            made = (
+                self._shard(tensor)
+                if variant == SHARDED and self.division.cut(row)
+                else self._whole(tensor, variant)
+            )
+            self.written.tensors[row, variant] = made
+        return self.written.tensors[row, variant]
+
+    def _whole(self, tensor: t.Tensor, variant: t.Phase) -> int:
+        alias = None if tensor.alias_of is None else self.use(tensor.alias_of, variant)
+        return self.add(tensor, variant, tensor.shape, alias, role=self.whole_role(tensor))
+
+    def whole_role(self, tensor: t.Tensor) -> t.TensorRole:
+        """The role of a whole tensor."""
+        role = self.division.role(tensor.id)
+        lost = role in self.transient and self.division.axes(tensor)
+        return t.TensorRole.ACTIVATION if lost else tensor.role
+
+    def _shard(self, tensor: t.Tensor) -> int:
+        role = self.division.role(tensor.id)
+        # The optimizer is given parameters and gradients; all else it makes, or keeps.
+        given = role != t.TensorRole.OPTIMIZER_STATE and not self.division.of_optimizer(tensor.id)
+        view = given and role in self.views
+        if view:
+            alias: int | None = self.use(tensor.id, WHOLE)
+        elif tensor.alias_of is None or given:
+            alias = None
+        else:
+            alias = self.use(tensor.alias_of, SHARDED)
+        shape = self.division.shape(tensor)
+        return self.add(tensor, SHARDED, shape, alias, port=tensor.port and not view, role=role)
+
+    def dtype(self, tensor: t.Tensor, variant: t.Phase) -> t.DType:
+        """The element type of a tensor."""
+        del variant
+        return tensor.dtype
+
+    def add(
+        self,
+        tensor: t.Tensor,
+        variant: t.Phase,
+        shape: tuple[int, ...],
+        alias: int | None,
+        *,
+        role: t.TensorRole,
+        port: bool | None = None,
+    ) -> int:
+        """Adds what a tensor is in a phase; notes a port."""
+        port = tensor.port if port is None else port
+        over = self.division.axes(tensor) if variant == SHARDED and role in PERSISTENT else ()
+        row = self.builder.tensor(
+            tensor.name, shape, self.dtype(tensor, variant), role, alias_of=alias, port=port,
+            sharded=(*tensor.sharded, *over),
+        )  # fmt: skip
+        if port:
+            self.written.ports.append((row, (tensor.id, variant)))
+        return row
+
+    # -- operations ----------------------------------------------------------------------------------------
+
+    def op(self, row: int, phase: t.Phase) -> None:
+        """Writes an operation; the optimizer's with the share of the work that a rank has left."""
+        op = self.graph.ops[row]
+        changes: dict[str, object] = {
+            "inputs": [self.use(i, phase) for i in op.inputs],
+            "outputs": [self.use(i, phase) for i in op.outputs],
+            "deps": [self.ops[i].start for i in op.deps],
+        }
+        if isinstance(op, t.Compute) and op.forward_op is not None and op.forward_op >= 0:
+            changes["forward_op"] = self.ops[op.forward_op].start
+        share = self._share(op) if phase == SHARDED else 1.0
+        if share != 1.0:
+            names = ("flops", "bytes_read", "bytes_written", "bytes_per_rank", "nbytes")
+            changes |= {n: ceil(getattr(op, n) * share) for n in names if hasattr(op, n)}
+            changes["durations"] = ()
+        made = self.builder.add(op, **changes)
+        if row in self.scalars:
+            self._complete(op, made)
+        self.ops[row] = range(made, self.builder.op_count())
+
+    def _complete(self, op: t.Op, made: int) -> None:
+        """All-reduces a scalar of all gradients: each rank has that of its shards."""
+        builder, index = self.builder, op.outputs[-1]
+        axes = self.division.all_axes
+        group, stream = axes_group(builder, axes)
+        tensor = self.graph.tensors[index]
+        reduce = builder.collective(
+            f"{'+'.join(axes)}.all_reduce_scalar", t.CollectiveKind.ALL_REDUCE, group=group,
+            bytes_per_rank=tensor.nbytes, dtype=tensor.dtype, payload=t.Payload.OTHER, asynchronous=True,
+            phase=op.phase, stream=stream, inputs=(self.use(index, SHARDED),), deps=(made,),
+        )  # fmt: skip
+        builder.compute(f"{'+'.join(axes)}.wait", phase=op.phase, deps=(reduce,))
+
+    def _share(self, op: t.Op) -> float:
+        """How much of an optimizer operation's work a rank has left: its tensors' elements, new over old."""
+        old = new = 0
+        for row in (*op.inputs, *op.outputs):
+            tensor = self.graph.tensors[row]
+            old += tensor.numel
+            new += prod(self.division.shape(tensor)) if self.division.cut(row) else tensor.numel
+        return new / old if old else 1.0
+
+
+class ShardedGraph:
+    """The blocks of a graph, written with `ShardedBlock`, and what their rows and ids became."""
+
+    def __init__(self, graph: Graph, builder: GraphBuilder, blocks: list[Written], ops: dict[int, range]) -> None:
+        self.graph, self.builder, self.blocks, self.ops = graph, builder, blocks, ops
+        self._own = []
+        self._firsts, start = [], 0
+        self._op_firsts, op_start = [], 0
+        for made, block in zip(blocks, graph.blocks, strict=True):
+            ports = {row for row, _ in made.ports}
+            mine = [row for row in made.tensor_rows if row not in ports]
+            self._own.append({row: position for position, row in enumerate(mine)})
+            self._firsts.append(start)
+            self._op_firsts.append(op_start)
+            start += len(mine) * len(block.instances)
+            op_start += len(made.op_rows) * len(block.instances)
+
+    def new_id(self, address: Address) -> int:
+        """The id of a tensor given as (block, instance, new row)."""
+        block, instance, row = address
+        return self._firsts[block] + instance * len(self._own[block]) + self._own[block][row]
+
+    def tensor_id(self, old_id: int, phase: t.Phase) -> int:
+        """The id of what a tensor became, given its old id and the phase that uses it."""
+        block, instance, row = self.graph.locate_tensor(old_id)
+        return self.new_id((block, instance, self.blocks[block].tensor(row, phase)))
+
+    def call(self, call: Call) -> Call:
+        """A call of old rows, of new ones."""
+        block, begin, end, instance, micro_batch = call
+        return block, self.ops[begin].start, self.ops[end - 1].stop, instance, micro_batch
+
+    def bind(self, token: Callable[[int, int, str, int], Address] | None = None) -> None:
+        """Adds all instances.
+
+        Args:
+            token: what a token's port is bound to, given its block, instance, name and unit.
+        """
+        for number, block in enumerate(self.graph.blocks):
+            for index, instance in enumerate(block.instances):
+                bindings = []
+                for _, (what, which) in self.blocks[number].ports:
+                    if isinstance(what, str):
+                        assert token is not None
+                        bindings.append(self.new_id(token(number, index, what, which)))
+                    else:
+                        bindings.append(self.tensor_id(self._bound(number, index, what), t.Phase(which)))
+                self.builder.instance(
+                    number, instance.label, bindings=bindings, op_bindings=map(self._op_id, instance.op_bindings)
+                )
+
+    def _bound(self, block: int, instance: int, port: int) -> int:
+        return self.graph.tensor_id(block, instance, port)
+
+    def _op_id(self, identity: int) -> int:
+        block, instance, row = self.graph.locate_op(identity)
+        rows = self.blocks[block].op_rows
+        return self._op_firsts[block] + instance * len(rows) + self.ops[row].start - rows.start
+
+
+MIB = 2**20
+_ALIGNED = 128
+"""Megatron-LM fills a bucket up to a multiple of this many elements, and of the ranks."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Bucket:
+    """Tensors of one data type and one set of ranks, with their ids.
+
+    Attributes:
+        axes: along which the ranks lie.
+        dtype: of all.
+        tensors: each with its id, in order.
+        elements: of all together.
+    """
+
+    axes: tuple[str, ...]
+    dtype: t.DType
+    tensors: list[tuple[int, t.Tensor]] = field(default_factory=list)
+    elements: int = 0
+
+    def nbytes(self, ranks: int = 1) -> int:
+        """Bytes, filled up so that ranks get equal shards; as they are for one rank."""
+        step = lcm(ranks, _ALIGNED) if ranks > 1 else 1
+        return ceil(self.elements / step) * step * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When a bucket is full.
+
+    Attributes:
+        nbytes: a bucket closes when it holds as much; None: Megatron-LM's number of elements; infinite: never.
+        first_nbytes: the same for the first bucket of its type and ranks; None: as all others.
+    """
+
+    nbytes: float | None = None
+    first_nbytes: float | None = None
+
+    def of(self, bucket: Bucket, ranks: int, first: bool) -> float:
+        """Bytes at which a bucket closes."""
+        if first and self.first_nbytes is not None:
+            return self.first_nbytes
+        return max(40_000_000, 1_000_000 * ranks) * bucket.dtype.itemsize if self.nbytes is None else self.nbytes
+
+
+def fill(tensors: Iterable[tuple[int, t.Tensor]], mesh: tuple[Axis, ...], limits: Limits) -> list[Bucket]:
+    """Puts tensors into buckets, one open bucket for each data type and set of ranks.
+
+    Args:
+        tensors: each with its id, in the order in which they are ready; those of no data axis are left out.
+        mesh: of the job.
+        limits: when a bucket is full.
+    """
+    sizes = {axis.name: axis.size for axis in mesh}
+    opened: dict[tuple[tuple[str, ...], t.DType], Bucket] = {}
+    closed: list[Bucket] = []
+    begun = set()
+    for identity, tensor in tensors:
+        axes = reduction_axes(mesh, tensor.sharded)
+        if not axes:
+            continue
+        key = axes, tensor.dtype
+        bucket = opened.setdefault(key, Bucket(axes=axes, dtype=tensor.dtype))
+        bucket.tensors.append((identity, tensor))
+        bucket.elements += tensor.numel
+        ranks = prod(sizes[axis] for axis in axes)
+        if bucket.nbytes() >= limits.of(bucket, ranks, first=key not in begun):
+            closed.append(opened.pop(key))
+            begun.add(key)
+    return [*closed, *opened.values()]
+
+
+def by_axes(buckets: list[Bucket]) -> dict[tuple[str, ...], list[Bucket]]:
+    """The buckets of each set of ranks."""
+    found: dict[tuple[str, ...], list[Bucket]] = {}
+    for bucket in buckets:
+        found.setdefault(bucket.axes, []).append(bucket)
+    return found
+
+
+@dataclass(slots=True, kw_only=True)
+class _Reduction:
+    """A bucket's operations: those that fill and reduce it, and the tensors that then hold its gradients."""
+
+    bucket: Bucket
+    ops: list[int]
+    held: list[int]
+
+
+class ProgramWriter:
+    """Writes one program.
+
+    Args:
+        options: the pass.
+        graph: the step, or the pipeline's job.
+        job: its blocks as they are written.
+        division: how tensors are divided.
+        program: of the graph.
+    """
+
+    def __init__(
+        self, *, options: DataParallel, graph: g.Graph, job: ShardedGraph, division: Division, program: g.Program
+    ) -> None:
+        self.options, self.graph, self.job, self.division = options, graph, job, division
+        self.builder: GraphBuilder = job.builder
+        self.mesh = self.builder.mesh
+        self.staged = isinstance(graph, g.JobGraph)
+        self.stage = program.coordinates.get("pp", 0)
+        self.name = "zero" if options.zero else "ddp"
+        self.reduces = bool(reduction_axes(self.mesh, ()))
+        self.bindings: list[int] = []
+        self.added: dict[ProgramPoint, list[tuple[int, list[int]]]] = {}
+        self.block = 0
+        self.accumulations: dict[ProgramPoint, Call] = {}
+        calls: list[Call] = [(b, x, y, i, m) for b, x, y, i, m in program.calls.tolist() if y > x]
+        self.steps = self._of_pipeline(calls) if self.staged else self._of_step(calls)
+        self.last = max((call[4] for call in self.steps), default=0)
+
+    def calls(self) -> list[Call]:
+        """All calls of the program, in new rows."""
+        ready = ready_gradients(self.graph, self.steps, None if self.options.zero == 2 else self.last)
+        gradients = sorted(ready.get(self.last, {}).values(), key=lambda gradient: gradient.ready)
+        if not self.staged and gradients:
+            self._accumulate_whole(gradients)
+        if not self.reduces or not gradients:
+            return self._merged()
+        tensors = [(gradient.tensor_id, self.graph.tensors[gradient.tensor]) for gradient in gradients]
+        reduced = by_axes(fill(tensors, self.mesh, self._limits()))
+        gathered = by_axes(self._updated()) if self.options.zero else {}
+        for number, axes in enumerate({**reduced, **gathered}):
+            # Rows of a block run in order, so each group of ranks, whose buckets do, has a block of its own.
+            self._begin(self.name if number == 0 else f"{self.name}.{'+'.join(axes)}")
+            self._communicate(axes, reduced.get(axes, []), gathered.get(axes, []), ready)
+            self.builder.instance(self.block, bindings=self.bindings)
+        self._add_unreduced(tensors, ready)
+        return self._merged()
+
+    def _communicate(
+        self,
+        axes: tuple[str, ...],
+        reduced: list[Bucket],
+        gathered: list[Bucket],
+        ready: dict[int, dict[int, Gradient]],
+    ) -> None:
+        """Everything of one group of ranks, in the order in which it runs."""
+        options = self.options
+        if axes == reduction_axes(self.mesh, ()) and not (self.staged or options.zero):
+            self._broadcast_buffers()
+        if options.overlap_param_gather:
+            self._gather_ahead(gathered)
+        if reduced:
+            self._reduce(reduced, ready)
+        if gathered and not options.overlap_param_gather:
+            ops = [self._gather(bucket, t.Phase.OPTIMIZER) for bucket in gathered]
+            wait = self.builder.compute("zero.wait", phase=t.Phase.OPTIMIZER, deps=ops)
+            self._at((len(self.steps) - 1, self.steps[-1][2]), [*ops, wait])
+
+    def _begin(self, name: str) -> None:
+        self.block, self.bindings = self.builder.begin_block(name), []
+
+    # -- calls ---------------------------------------------------------------------------------------------
+
+    def _of_step(self, calls: list[Call]) -> list[Call]:
+        """Forward and backward for each micro-batch, then the optimizer."""
+        passes, update = split_at_optimizer(self.graph, calls)
+        count, self.pass_length = self.options.micro_batches, len(passes)
+        every = [call for micro_batch in range(count) for call in in_micro_batch(passes, micro_batch)]
+        return every + in_micro_batch(update, count - 1)
+
+    def _of_pipeline(self, calls: list[Call]) -> list[Call]:
+        """The pipeline's calls, without those that add up gradients where their reduction does."""
+        last = max((call[4] for call in calls), default=0)
+        return [
+            call
+            for call in calls
+            if self.graph.blocks[call[0]].name != ACCUMULATE
+            or not (self.reduces and (call[4] == last or self.options.zero == 2))
+        ]
+
+    def _accumulate_whole(self, gradients: list[Gradient]) -> None:
+        """Adds up whole gradients after each micro-batch but the first, and but those whose reduction does."""
+        adding = range(1, self.last) if self.reduces else range(1, self.last + 1)
+        if not adding or (self.reduces and self.options.zero == 2):
+            return
+        alone = [x for x in gradients if not adds_up(self.graph, x.tensor)]
+        if not alone:
+            return
+        tensors = ((self.graph.tensors[x.tensor], self.job.tensor_id(x.tensor_id, WHOLE)) for x in alone)
+        call = accumulate(self.builder, tensors)
+        for micro_batch in adding:
+            number = (micro_batch + 1) * self.pass_length - 1
+            self.accumulations[number, self.steps[number][2]] = in_micro_batch([call], micro_batch)[0]
+
+    def _merged(self) -> list[Call]:
+        """The step's calls, cut where others are added."""
+        cuts: dict[int, set[int]] = {}
+        for number, cut in (*self.added, *self.accumulations):
+            cuts.setdefault(number, set()).add(cut)
+        out: list[Call] = []
+        for number, (block, begin, end, instance, micro_batch) in enumerate(self.steps):
+            for cut in sorted(cuts[number]) if number in cuts else ():
+                if cut > begin:
+                    out.append(self.job.call((block, begin, cut, instance, micro_batch)))
+                begin = cut
+                for added, ops in self.added.get((number, cut), ()):
+                    out.append((added, ops[0], ops[-1] + 1, 0, micro_batch))
+                if (number, cut) in self.accumulations:
+                    out.append(self.accumulations[number, cut])
+            if begin < end:
+                out.append(self.job.call((block, begin, end, instance, micro_batch)))
+        return out
+
+    def _at(self, place: ProgramPoint, ops: list[int]) -> None:
+        if ops:
+            self.added.setdefault(place, []).append((self.block, ops))
+
+    # -- gradients -----------------------------------------------------------------------------------------
+
+    def _limits(self) -> Limits:
+        options = self.options
+        if not options.overlap_grad_reduce or (options.zero and self.stage > 0):
+            return Limits(nbytes=inf)
+        if options.zero:
+            return Limits(nbytes=options.bucket_bytes)
+        return Limits(
+            nbytes=25 * MIB if options.bucket_bytes is None else options.bucket_bytes,
+            first_nbytes=options.first_bucket_bytes,
+        )
+
+    @property
+    def _views(self) -> bool:
+        asked = self.options.gradient_as_bucket_view
+        return self.options.zero == 1 if asked is None else asked
+
+    def _reduce(self, buckets: list[Bucket], ready: dict[int, dict[int, Gradient]]) -> None:
+        """Writes the reductions, and says where they run: in the last micro-batch, or in each."""
+        reductions = [self._reduction(bucket, number) for number, bucket in enumerate(buckets)]
+        wait = self.builder.compute(
+            f"{self.name}.wait", phase=t.Phase.BACKWARD, deps=[reduction.ops[-1] for reduction in reductions]
+        )
+        keep = self._keep(reductions)
+        add = self._add_shards(reductions) if self.options.zero == 2 and self.last else []
+        for micro_batch in ready if self.options.zero == 2 else (self.last,):
+            of_pass = ready[micro_batch]
+            end = max(gradient.ready for gradient in of_pass.values())
+            if self.staged and micro_batch == self.last:
+                # The stage before needs this one's last message, which is sent before reductions are waited for.
+                end = max(end, self._end_of_passes())
+            behind = (0, 0)
+            for reduction in reductions:
+                tensors = reduction.bucket.tensors
+                at = max(of_pass[i].ready for i, _ in tensors) if self.options.overlap_grad_reduce else end
+                # A bucket is launched after the one before it, also when its gradients are ready sooner.
+                behind = max(behind, at)
+                self._at(behind, reduction.ops)
+            first = micro_batch == min(ready)
+            self._at(end, [wait])
+            self._at(end, keep if first or not add else add)
+
+    def _end_of_passes(self) -> ProgramPoint:
+        """Where forward and backward end, and their messages, and the optimizer begins."""
+        passes, _ = split_at_optimizer(self.graph, self.steps)
+        return len(passes) - 1, passes[-1][2]
+
+    def _reduction(self, bucket: Bucket, number: int) -> _Reduction:
+        """Operations that fill and reduce a bucket, and the tensors that hold its gradients then."""
+        builder, options = self.builder, self.options
+        ops, held = [], []
+        for identity, tensor in bucket.tensors:
+            port = self._port(identity, tensor, WHOLE)
+            if self.last and options.zero < 2 and not adds_up(self.graph, tensor.id):
+                ops.append(add_to_gradient(builder, port, tensor.nbytes))
+            if not self._views:
+                role = t.TensorRole.ACTIVATION if options.zero == 2 else t.TensorRole.BUFFER
+                copy = builder.tensor(f"{tensor.name}.bucket", tensor.shape, tensor.dtype, role)
+                ops.append(self._copy("copy_to_bucket", (port,), tensor.nbytes, made=(copy,)))
+                port = copy
+            held.append(port)
+        group, stream = axes_group(builder, bucket.axes)
+        scatter = options.zero > 0 and options.reduce_scatter
+        ops.append(
+            builder.collective(
+                f"{self.name}.bucket_{number}",
+                t.CollectiveKind.REDUCE_SCATTER if scatter else t.CollectiveKind.ALL_REDUCE,
+                group=group,
+                bytes_per_rank=bucket.nbytes(self.division.ranks(bucket.axes) if options.zero else 1),
+                dtype=bucket.dtype,
+                payload=t.Payload.GRADIENT,
+                asynchronous=True,
+                phase=t.Phase.BACKWARD,
+                inputs=held,
+                deps=ops,
+                stream=stream,
+            )
+        )
+        return _Reduction(bucket=bucket, ops=ops, held=held)
+
+    def _keep(self, reductions: list[_Reduction]) -> list[int]:
+        """Copies what was reduced out of the buckets: gradients, or with ZeRO this rank's shards."""
+        if self._views:
+            return []
+        ops = []
+        for reduction in reductions:
+            if self.options.zero:
+                shards = [self._port(i, tensor, SHARDED) for i, tensor in reduction.bucket.tensors]
+                ops.append(
+                    self._copy("keep_shard", (*reduction.held, *shards), self._shard_bytes(reduction.bucket))
+                )
+            else:
+                tensors = zip(reduction.held, reduction.bucket.tensors, strict=True)
+                ops += [self._copy("copy_from_bucket", (copy,), tensor.nbytes) for copy, (_, tensor) in tensors]
+        return ops
+
+    def _add_shards(self, reductions: list[_Reduction]) -> list[int]:
+        """Adds this rank's shards of the buckets to those of the micro-batches before."""
+        ops = []
+        for reduction in reductions:
+            shards = [self._port(i, tensor, SHARDED) for i, tensor in reduction.bucket.tensors]
+            nbytes = self._shard_bytes(reduction.bucket)
+            ops.append(
+                self.builder.compute(
+                    "aten.add_", phase=t.Phase.BACKWARD, inputs=(*shards, *reduction.held), bytes_read=2 * nbytes,
+                    bytes_written=nbytes,
+                )
+            )  # fmt: skip
+        return ops
+
+    def _shard_bytes(self, bucket: Bucket) -> int:
+        ranks = self.division.ranks(bucket.axes)
+        return bucket.nbytes(ranks) // ranks
+
+    def _add_unreduced(self, tensors: list[tuple[int, t.Tensor]], ready: dict[int, dict[int, Gradient]]) -> None:
+        """Adds up gradients that no other rank has a summand of, where no block of their own does."""
+        alone = [
+            (i, tensor)
+            for i, tensor in tensors
+            if not reduction_axes(self.mesh, tensor.sharded) and not adds_up(self.graph, tensor.id)
+        ]
+        if not alone or not self.last:
+            return
+        self._begin("unreduced")
+        ops = {
+            i: add_to_gradient(self.builder, self._port(i, tensor, WHOLE), tensor.nbytes) for i, tensor in alone
+        }
+        for micro_batch in sorted(ready)[1:] if self.options.zero == 2 else (self.last,):
+            for identity, op in ops.items():
+                self._at(ready[micro_batch][identity].ready, [op])
+        self.builder.instance(self.block, bindings=self.bindings)
+
+    # -- parameters and buffers ----------------------------------------------------------------------------
+
+    def _updated(self) -> list[Bucket]:
+        """The parameters that the optimizer updates, in buckets, in the order in which forward reads them.
+
+        They are filled from the last one on, as those of gradients are, which share them (Megatron-LM).
+        """
+        self.updated = updated_parameters(self.graph, self.steps)
+        self.reads = first_reads(self.graph, self.steps, set(self.updated))
+        start = (0, self.steps[0][1])
+        order = sorted(self.updated, key=lambda i: self.reads.get(i, start), reverse=True)
+        tensors = ((i, self.graph.tensors[self.graph.locate_tensor(i)[2]]) for i in order)
+        buckets = fill(tensors, self.mesh, self._limits())
+        for bucket in buckets:
+            bucket.tensors.reverse()
+        return sorted(buckets, key=lambda bucket: self.reads.get(bucket.tensors[0][0], start))
+
+    def _gather_ahead(self, buckets: list[Bucket]) -> None:
+        """Gathers parameters as the step before left them, one bucket ahead of the layers that read it."""
+        at = start = (0, self.steps[0][1])
+        issued: list[int] = []
+        for bucket in buckets:
+            gather = self._gather(bucket, t.Phase.FORWARD)
+            self._at(at, [*issued, gather])
+            at = max(at, self.reads.get(bucket.tensors[0][0], start))
+            issued = [self.builder.compute("zero.wait", phase=t.Phase.FORWARD, deps=(gather,))]
+        self._at(at, issued)
+
+    def _gather(self, bucket: Bucket, phase: t.Phase) -> int:
+        """Gathers parameters in place: what the optimizer has just made of this rank's shards, or what it left."""
+        builder, shards, whole = self.builder, [], []
+        for identity, tensor in bucket.tensors:
+            if phase == t.Phase.OPTIMIZER:
+                shards.append(self._port(self.updated[identity], tensor, SHARDED))
+            port = self._port(identity, tensor, WHOLE)
+            whole.append(
+                builder.tensor(
+                    tensor.name, tensor.shape, tensor.dtype, tensor.role, alias_of=port, sharded=tensor.sharded
+                )
+            )
+        group, stream = axes_group(builder, bucket.axes)
+        return builder.collective(
+            "zero.all_gather", t.CollectiveKind.ALL_GATHER, group=group,
+            bytes_per_rank=bucket.nbytes(self.division.ranks(bucket.axes)), dtype=bucket.dtype,
+            payload=t.Payload.PARAMETER, asynchronous=True, phase=phase, inputs=shards, outputs=whole,
+            stream=stream,
+        )  # fmt: skip
+
+    def _broadcast_buffers(self) -> None:
+        """Rank 0's buffers go to all others before the forward pass that is reduced."""
+        builder, nbytes = self.builder, buffer_bytes(self.graph)
+        if nbytes == 0 or not self.options.broadcast_buffers:
+            return
+        group, stream = axes_group(builder, reduction_axes(self.mesh, ()))
+        sync = builder.collective(
+            "ddp.broadcast_buffers", t.CollectiveKind.BROADCAST, group=group, bytes_per_rank=nbytes,
+            dtype=t.DType.UINT8, payload=t.Payload.OTHER, phase=t.Phase.FORWARD, stream=stream,
+        )  # fmt: skip
+        number = next(n for n, call in enumerate(self.steps) if call[4] == self.last)
+        wait = builder.compute("ddp.wait", phase=t.Phase.FORWARD, deps=[sync])
+        self._at((number, self.steps[number][1]), [sync, wait])
+
+    # -- rows ----------------------------------------------------------------------------------------------
+
+    def _port(self, identity: int, tensor: t.Tensor, phase: t.Phase) -> int:
+        """A port for a tensor of the step, whole or this rank's shard."""
+        self.bindings.append(self.job.tensor_id(identity, phase))
+        divided = self.division.axes(tensor) if phase == SHARDED else ()
+        shape = self.division.shape(tensor) if phase == SHARDED else tensor.shape
+        return self.builder.tensor(
+            tensor.name, shape, tensor.dtype, tensor.role, port=True, sharded=(*tensor.sharded, *divided)
+        )
+
+    def _copy(self, name: str, inputs: tuple[int, ...], nbytes: int, made: tuple[int, ...] = ()) -> int:
+        return self.builder.compute(
+            f"{self.name}.{name}", phase=t.Phase.BACKWARD, inputs=inputs, outputs=made, bytes_read=nbytes,
+            bytes_written=nbytes,
+        )  # fmt: skip
+
+
+__all__ = [
+    "MAX_MICRO_BATCHES",
+    "MAX_REPLICAS",
+    "MIB",
+    "DataParallel",
+    "check_sizes",
+    "data_mesh",
+    "final_gradients",
+]
+
+STAGES = "pp"
+MAX_REPLICAS = 10_000_000
+MAX_MICRO_BATCHES = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallel:
+    """Lowers a step graph, or each stage of a pipeline, to a job of `replicas` equal ranks.
+
+    Attributes:
+        replicas: number of ranks, each with the whole model and its own micro-batches.
+        micro_batches: forward and backward passes of each rank before the optimizer; gradients add up, and only
+            the last pass reduces them (`no_sync`), but for `zero=2`.
+        zero: what is divided over the ranks: 0 nothing, 1 the optimizer's state, 2 the gradients, too.
+        overlap_grad_reduce: buckets are reduced while backward goes on; else all gradients at once after it.
+        overlap_param_gather: parameters are gathered while the forward pass goes on (`zero` 1 and 2).
+        bucket_bytes: size at which a bucket closes; None: 25 MiB (`bucket_cap_mb`), with ZeRO as many elements as
+            Megatron-LM takes.
+        first_bucket_bytes: the same for the first bucket, without ZeRO.
+        gradient_as_bucket_view: gradients live in the buckets, so nothing is copied in and out; None: with
+            `zero=1` alone.
+        reduce_scatter: with ZeRO, ranks get their shards alone; else all-reduced gradients, of which they take
+            theirs.
+        broadcast_buffers: rank 0's buffers are broadcast before each forward pass, without ZeRO and stages.
+    """
+
+    name: ClassVar[str] = "data_parallel"
+
+    replicas: int
+    micro_batches: int = 1
+    zero: int = 0
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = False
+    bucket_bytes: int | None = None
+    first_bucket_bytes: int = 1 * MIB
+    gradient_as_bucket_view: bool | None = None
+    reduce_scatter: bool = True
+    broadcast_buffers: bool = True
+
+    def __call__(self, graph: StepGraph | JobGraph) -> JobGraph:
+        """The job graph; a pipeline's job graph is replicated stage by stage, and keeps its micro-batches.
+
+        Raises:
+            PlanError: a number is out of range, or micro-batches are given for a pipeline, which has its own.
+        """
+        check_sizes(self.replicas, self.micro_batches, isinstance(graph, JobGraph))
+        if self.zero not in (0, 1, 2):
+            raise PlanError(f"zero {self.zero}: choose 0, 1 or 2 here; fully sharded data parallelism is stage 3")
+        mesh = data_mesh(graph.mesh, (Axis(name=DATA, size=self.replicas),))
+        builder = empty_copy(graph)
+        builder.mesh = mesh
+        builder.group(DATA, axes=(DATA,))
+        none = self.zero == 0 or not reduction_axes(mesh, ())
+        gradients = frozenset(() if none else final_gradients(graph))
+        division = Division(graph=graph, mesh=mesh, gradients=gradients, flat=True, none=none)
+        job = self._write(graph, builder, division)
+        for program in graph.programs:
+            writer = ProgramWriter(options=self, graph=graph, job=job, division=division, program=program)
+            builder.program(
+                writer.calls(),
+                role=program.role or "replica",
+                coordinates=program.coordinates,
+                ranks=program.ranks,
+            )
+        return builder.build(JobGraph)
+
+    def _write(self, graph: Graph, builder: GraphBuilder, division: Division) -> ShardedGraph:
+        """Writes the graph's own blocks, with the optimizer on shards, or as they are."""
+        if division.none:
+            copy_tables(builder, graph)
+            rows = {row: range(row, row + 1) for row in range(len(graph.ops))}
+            return ShardedGraph(graph, builder, [unchanged(graph, block) for block in graph.blocks], rows)
+        views = {0: (), 1: (t.TensorRole.PARAMETER, t.TensorRole.GRADIENT), 2: (t.TensorRole.PARAMETER,)}[
+            self.zero
+        ]
+        transient = (t.TensorRole.GRADIENT,) if self.zero == 2 else ()
+        scalars = set() if division.none else {*total_norms(graph), *overflow_flags(graph)}
+        ops: dict[int, range] = {}
+        blocks = []
+        for number, block in enumerate(graph.blocks):
+            if number:
+                builder.begin_block(block.name)
+            blocks.append(
+                _Block(
+                    graph, builder, number, division, ops, views=views, transient=transient, scalars=scalars
+                ).write()
+            )  # fmt: skip
+        job = ShardedGraph(graph, builder, blocks, ops)
+        job.bind()
+        return job
+
+
+class _Block(ShardedBlock):
+    """Where gradients live whole (`zero=1`), stages exchange them whole, as Megatron-LM does."""
+
+    def phase(self, row: int) -> t.Phase:
+        """Whether an operation works on shards or on whole tensors."""
+        whole = t.TensorRole.GRADIENT in self.views and self._exchanges(row)
+        return t.Phase.FORWARD if whole else super().phase(row)
+
+    def _exchanges(self, row: int) -> bool:
+        ops, graph = self.graph.ops, self.graph
+        if ops.kind[row] != t.OpKind.COMPUTE:
+            return True
+        makers = [int(graph.maker[i]) for i in ops.inputs.row(row)]
+        return any(maker != NONE and ops.kind[maker] == t.OpKind.RECV for maker in makers)
+
+
+def check_sizes(replicas: int, micro_batches: int, staged: bool) -> None:
+    """Refuses numbers of ranks and micro-batches that no job has.
+
+    Raises:
+        PlanError: a number is out of range, or micro-batches are given for a pipeline, which has its own.
+    """
+    if not 1 <= micro_batches <= MAX_MICRO_BATCHES:
+        raise PlanError(f"{micro_batches} micro-batches: choose between 1 and {MAX_MICRO_BATCHES:,}")
+    if not 1 <= replicas <= MAX_REPLICAS:
+        raise PlanError(f"{replicas} data-parallel replicas: choose between 1 and {MAX_REPLICAS:,}")
+    if staged and micro_batches != 1:
+        raise PlanError("the pipeline has its micro-batches already: give them to it alone")
+
+
+def data_mesh(mesh: tuple[Axis, ...], added: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """A mesh with data axes: inside the stages, outside of what shares a replica, whose ranks are neighbours."""
+    outer = tuple(axis for axis in mesh if axis.name == STAGES)
+    return (*outer, *added, *(axis for axis in mesh if axis.name != STAGES))

@@ -1,0 +1,666 @@
+"""The types that a step computes in: FP8 products, fp32 gradients.
+
+FP8 as torchao's `float8` training and Transformer Engine do it. The products of the linear layers within the
+model's layers are `_scaled_mm` on 8-bit operands with 16-bit results; everything else (attention, norms,
+embeddings, the head, experts' grouped products) stays as it is, parameters and their gradients too. A linear
+layer whose tokens or features are no multiples of 16 (32 for mxfp8) stays as well. Recipes:
+
+- "fp8": one scale a tensor, found before the cast (dynamic scaling) in a pass of its own; a cast kernel then
+  writes the copies that the phase needs, transposed or not, at once. Output gradients are e5m2 (the hybrid
+  format), all else is e4m3.
+- "fp8-rowwise": one scale a row of each operand, e4m3. A row's maximum is found by the kernel that casts it; along
+  columns it is a pass of its own.
+- "mxfp8": one power of two for each 32 elements of a row, e4m3; one kernel a copy (Blackwell and later).
+
+Between forward and backward an input and a weight are kept in 16 bit and cast again, as torchao does by default;
+with `kept="fp8"` forward writes both copies and the 8-bit ones are kept, as Transformer Engine does. Casts of a
+tensor that several products read are shared, as `torch.compile` shares them. Weights are cast for each
+micro-batch, and every rank scales by its own maxima.
+
+The pass works on local shapes: it comes after those that divide a step (tensor, context and expert parallelism),
+which do not know 8-bit operands, and before those that lower it to a job.
+
+Main gradients add up in fp32: each parameter has a buffer that lives as long as it does. Megatron-LM's
+`--accumulate-allreduce-grads-in-fp32`: the product that makes a weight's gradient adds it to the buffer itself
+(gradient accumulation fusion, on by default there); any other 16-bit gradient is added to it by a kernel of its
+own. The optimizer reads the buffers, which are set to zero after it. Data-parallel passes reduce them in their
+type, and see that nothing has to be added up over micro-batches: no operation makes such a gradient's memory
+(`model.adds_up`).
+
+The gradient of a parameter that is used twice (a tied embedding) is a sum, which a pipeline takes apart. Its
+terms are made in fp32, and added up over micro-batches as they would be in 16 bit.
+
+A linear layer has three products: output = input x weight^T, input gradient = output gradient x weight, weight
+gradient = output gradient^T x input. An FP8 product wants both operands with the dimension that it sums over last
+in memory, so each of the three tensors is needed as it lies in memory ("rows") and transposed ("columns").
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil, prod
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from echograph.errors import PlanError, UnavailableError, UnknownNameError
+from echograph.ir import types as t
+from echograph.ir.columns import NONE
+from echograph.ir.graph import StepGraph
+from echograph.ir.passes.model import final_gradients, find_layers
+from echograph.ir.passes.rewrite import StepWriter
+
+_PRODUCTS = ("aten.mm", "aten.addmm")
+_GROUPED = "aten._grouped_mm"
+_SCALE = t.DType.FP32
+BLOCK = 32
+"""Elements that share a scale in the microscaling formats (OCP MX specification, section 5.2)."""
+ALIGNMENT = 16
+"""What `torch._scaled_mm` wants the dimensions of a product to be multiples of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How tensors become 8-bit ones.
+
+    Attributes:
+        scales: one a tensor, one a row of the operand, or one for each block of 32 along a row.
+        gradients: type of output gradients; inputs and weights are e4m3.
+        kept: what forward keeps of an input and a weight for backward: the 16-bit tensor, cast again, or the
+            transposed 8-bit copy.
+        delayed: scales come from the maxima of earlier steps, so that none is looked for before the cast.
+        weights: whether weights are cast for each micro-batch, or once a step, outside the micro-batches; making
+            these copies, and scaling them, is then not counted.
+        experts: whether experts' grouped products have 8-bit operands, too.
+    """
+
+    scales: Literal["tensor", "row", "block"]
+    gradients: t.DType
+    kept: Literal["bf16", "fp8"]
+    delayed: bool = False
+    weights: Literal["micro-batch", "step"] = "micro-batch"
+    experts: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Operand:
+    """An operand of a product.
+
+    Attributes:
+        base: the tensor that it is a view of, with the same elements.
+        columns: whether it is needed transposed.
+        left: whether it is the left operand.
+        shape: rows and columns of the copy that is needed; the product sums over the columns.
+        dtype: the 8-bit type.
+    """
+
+    base: int
+    columns: bool
+    left: bool
+    shape: tuple[int, int]
+    dtype: t.DType
+
+
+def to_fp8(graph: StepGraph, recipe: Recipe) -> StepGraph:
+    """The step with FP8 products in the linear layers of its layers.
+
+    Raises:
+        PlanError: there is no linear layer whose dimensions are multiples of 16 (32 with scales of blocks).
+    """
+    finder = _Finder(graph, recipe)
+    products = finder.products()
+    if not products:
+        multiple = BLOCK if recipe.scales == "block" else ALIGNMENT
+        raise PlanError(
+            f"fp8: no linear layer in the model's layers has tokens and features in multiples of {multiple}: "
+            "change the batch, the sequence, or the precision"
+        )
+    return _Fp8Products(finder, products).write()
+
+
+class _Finder:
+    """Finds the products of linear layers, by what they differentiate."""
+
+    def __init__(self, graph: StepGraph, recipe: Recipe) -> None:
+        self.graph, self.recipe = graph, recipe
+
+    def products(self) -> dict[int, tuple[Fp8Operand, Fp8Operand]]:
+        """The operands of every product that becomes an FP8 one, by its row."""
+        graph, found = self.graph, dict[int, tuple[Fp8Operand, Fp8Operand]]()
+        linears = {row for layer in find_layers(graph) for row in layer.rows if self._is_linear(row)}
+        backward: dict[int, list[int]] = {row: [] for row in linears}
+        for row, forward in enumerate(graph.ops.forward_op.tolist()):
+            if forward in linears and self._is_product(row):
+                backward[forward].append(row)
+        for row in sorted(linears):
+            again = [r for r in backward[row] if graph.ops.phase[r] == t.Phase.RECOMPUTE]
+            found |= {r: self._operands(r, frozenset()) for r in (row, *again)}
+            rest = [r for r in backward[row] if graph.ops.phase[r] == t.Phase.BACKWARD]
+            gradients = frozenset(self._gradient_bases(rest))
+            found |= {r: self._operands(r, gradients) for r in rest}
+        return found
+
+    def _is_product(self, row: int) -> bool:
+        return self.graph.strings[self.graph.ops.name[row]] in _PRODUCTS
+
+    def _is_linear(self, row: int) -> bool:
+        """Whether an operation is a product with a parameter, of dimensions that FP8 products can have."""
+        if not self._is_product(row):
+            return False
+        left, right = self.graph.ops.inputs.row(row)[-2:]
+        sizes = (*self.graph.tensors.shape.row(left), self.graph.tensors.shape.row(right)[1])
+        multiple = BLOCK if self.recipe.scales == "block" else ALIGNMENT
+        divides = min(sizes) > 0 and not any(size % multiple for size in sizes)
+        return divides and self.is_parameter(right) and not self.is_parameter(left)
+
+    def is_parameter(self, index: int) -> bool:
+        """Whether a tensor is a weight, or a view of one."""
+        block = next(n for n, b in enumerate(self.graph.blocks) if index in b.tensors)
+        _, _, origin = self.graph.value(block, 0, index)
+        return bool(self.graph.tensors.role[origin] == t.TensorRole.PARAMETER)
+
+    def _gradient_bases(self, backward: list[int]) -> Iterator[int]:
+        """The output gradient of a linear layer: what its input gradient multiplies the weight with."""
+        for row in backward:
+            left, right = self.graph.ops.inputs.row(row)[-2:]
+            if self.is_parameter(right):
+                yield self.base(left)
+            elif self.is_parameter(left):
+                yield self.base(right)
+
+    def _operands(self, row: int, gradients: frozenset[int]) -> tuple[Fp8Operand, Fp8Operand]:
+        op = self.graph.ops[row]
+        assert isinstance(op, t.Compute)
+        assert isinstance(op.attributes, t.Gemm)
+        left, right = op.inputs[-2:]
+        rows, inner = self.graph.tensors.shape.row(left)
+        columns = self.graph.tensors.shape.row(right)[1]
+        first = self._operand(left, (rows, inner), op.attributes.transpose_a, True, gradients)
+        second = self._operand(right, (columns, inner), not op.attributes.transpose_b, False, gradients)
+        if op.phase == t.Phase.BACKWARD and not gradients:  # the input needs no gradient: all is known by phases
+            first, second = (self._by_phase(o) for o in (first, second))
+        return first, second
+
+    def _operand(
+        self, index: int, shape: tuple[int, int], columns: bool, left: bool, gradients: frozenset[int]
+    ) -> Fp8Operand:
+        base = self.base(index)
+        dtype = self.recipe.gradients if base in gradients else t.DType.FP8_E4M3
+        return Fp8Operand(base=base, columns=columns, left=left, shape=shape, dtype=dtype)
+
+    def _by_phase(self, operand: Fp8Operand) -> Fp8Operand:
+        maker = int(self.graph.maker[operand.base])
+        made = maker != NONE and self.graph.ops.phase[maker] == t.Phase.BACKWARD
+        return replace(operand, dtype=self.recipe.gradients) if made else operand
+
+    def base(self, index: int) -> int:
+        """The tensor that a view shows all of."""
+        graph = self.graph
+        while True:
+            above, maker = int(graph.tensors.alias_of[index]), int(graph.maker[index])
+            same = above != NONE and prod(graph.tensors.shape.row(above)) == prod(graph.tensors.shape.row(index))
+            if not same or maker == NONE or not graph.ops.is_view[maker]:
+                return index
+            index = above
+
+
+class _Fp8Products(StepWriter):
+    """Writes FP8 products in place of the others, each after the kernels that make what it reads first."""
+
+    def __init__(self, finder: _Finder, products: dict[int, tuple[Fp8Operand, Fp8Operand]]) -> None:
+        graph = finder.graph
+        super().__init__(graph)
+        self.finder, self.recipe, self.products = finder, finder.recipe, products
+        self.wanted: dict[object, dict[bool, Fp8Operand]] = {}
+        for row, operands in products.items():
+            for operand in operands:
+                self.wanted.setdefault(self._scope(operand, graph.ops[row]), {}).setdefault(
+                    operand.columns, operand
+                )
+        self.copies: dict[tuple[object, bool], tuple[int, ...]] = {}
+        self.scales: dict[int, int] = {}
+
+    def operation(self, op: t.Op) -> None:
+        if self.recipe.experts and op.name == _GROUPED and isinstance(op, t.Compute):
+            self._grouped(op)
+            return
+        if op.id not in self.products or not isinstance(op, t.Compute):
+            self.copy(op)
+            return
+        left, right = self.products[op.id]
+        (first, *first_scale), (second, *second_scale) = self._quantised(left, op), self._quantised(right, op)
+        turned = self.builder.tensor("t", right.shape[::-1], right.dtype, t.TensorRole.ACTIVATION, alias_of=second)
+        self.builder.compute("aten.t", phase=op.phase, module=op.module, inputs=(second,), outputs=(turned,))
+        bias = [self.tensor(i) for i in op.inputs[:-2]]
+        sizes = [prod(o.shape) + self._scale_bytes(o) for o in (left, right)]
+        sizes += [self.graph.tensors[i].nbytes for i in op.inputs[:-2]]
+        scaled = replace(
+            op,
+            name="aten._scaled_mm",
+            bytes_read=sum(sizes),
+            attributes=t.Gemm(transpose_b=True),
+            durations=(),
+        )
+        self.copy(scaled, inputs=[first, turned, *bias, *first_scale, *second_scale])
+
+    def _grouped(self, op: t.Compute) -> None:
+        """Writes a grouped product of experts on 8-bit operands; one kernel makes both copies of each."""
+        *_, offsets = op.inputs
+        read = [self._of_experts(index, op) for index in op.inputs[:2]]
+        sizes = [self.graph.tensors[index].numel for index in op.inputs[:2]]
+        scaled = replace(
+            op, name="aten._scaled_grouped_mm", bytes_read=sum(sizes) + self.graph.tensors[offsets].nbytes,
+            durations=(),
+        )  # fmt: skip
+        self.copy(scaled, inputs=[*read, *(self.tensor(i) for i in op.inputs[2:])])
+
+    def _of_experts(self, index: int, op: t.Compute) -> int:
+        """An operand of a grouped product in 8 bit."""
+        base, shape = self.finder.base(index), tuple(self.graph.tensors.shape.row(index))
+        weight = self.recipe.weights == "step" and self.finder.is_parameter(base)
+        scope = (base, op.phase if self.recipe.kept == "bf16" and not weight else None)
+        if (scope, False) not in self.copies:
+            source = self.graph.tensors[base]
+            if weight:
+                made = self._kept(source.name, source.shape)
+            else:
+                made = self._new(f"{source.name}.fp8", source.shape, t.DType.FP8_E4M3)
+                self._maximum(source, op)
+                self._kernel(
+                    "fp8.cast_transpose", op, (self.tensor(base),), (made,), source.nbytes, 2 * source.numel
+                )
+            self.copies[scope, False] = (made,)
+        (made,) = self.copies[scope, False]
+        if tuple(self.graph.tensors.shape.row(base)) == shape:
+            return made
+        turned = self.builder.tensor("t", shape, t.DType.FP8_E4M3, t.TensorRole.ACTIVATION, alias_of=made)
+        self.builder.compute("aten.t", phase=op.phase, module=op.module, inputs=(made,), outputs=(turned,))
+        return turned
+
+    def _kept(self, name: str, shape: tuple[int, ...]) -> int:
+        """An 8-bit copy of a weight that outlives the micro-batch."""
+        return self.builder.tensor(f"{name}.fp8", shape, t.DType.FP8_E4M3, t.TensorRole.BUFFER)
+
+    def _scope(self, operand: Fp8Operand, op: t.Op) -> object:
+        """What shares 8-bit copies: all products of a tensor, or those of one phase."""
+        return operand.base if self.recipe.kept == "fp8" else (operand.base, op.phase)
+
+    def _quantised(self, operand: Fp8Operand, op: t.Compute) -> tuple[int, ...]:
+        """The 8-bit copy that a product reads, and its scale where it has one."""
+        if self.recipe.weights == "step" and self.finder.is_parameter(operand.base):
+            return self._weight(operand)
+        scope = self._scope(operand, op)
+        if (scope, operand.columns) not in self.copies:
+            wanted = list(self.wanted[scope].values())
+            if self.recipe.scales == "tensor":
+                self._cast_all(wanted, scope, op)
+            else:
+                for each in wanted:
+                    self._cast_rows(each, scope, op)
+        return self.copies[scope, operand.columns]
+
+    def _weight(self, operand: Fp8Operand) -> tuple[int, ...]:
+        """The copy of a weight that was made before the micro-batches."""
+        key = ("weight", operand.base), operand.columns
+        if key not in self.copies:
+            self.copies[key] = (self._kept(self.graph.tensors[operand.base].name, operand.shape),)
+        return self.copies[key]
+
+    def _maximum(self, source: t.Tensor, op: t.Compute) -> tuple[int, ...]:
+        """The scale of a tensor, found once; nothing where earlier steps, or blocks of it, have scaled it."""
+        if self.recipe.delayed or self.recipe.scales == "block":
+            return ()
+        if source.id not in self.scales:
+            made = self.scales[source.id] = self._new("amax", (), _SCALE)
+            self._kernel("fp8.amax", op, (self.tensor(source.id),), (made,), source.nbytes, _SCALE.itemsize)
+        return (self.scales[source.id],)
+
+    def _cast_all(self, wanted: list[Fp8Operand], scope: object, op: t.Compute) -> None:
+        """With one scale for a tensor: its maximum, once, then one kernel that writes all copies."""
+        source = self.graph.tensors[wanted[0].base]
+        scale = self._maximum(source, op)
+        copies = [self._new(f"{source.name}.fp8", each.shape, each.dtype) for each in wanted]
+        name = "fp8.cast_transpose" if any(each.columns for each in wanted) else "fp8.cast"
+        written = source.numel * len(copies)
+        self._kernel(name, op, (self.tensor(source.id), *scale), copies, source.nbytes, written)
+        for each, made in zip(wanted, copies, strict=True):
+            self.copies[scope, each.columns] = (made, *scale)
+
+    def _cast_rows(self, operand: Fp8Operand, scope: object, op: t.Compute) -> None:
+        """With scales within a tensor: a kernel for each copy, which finds the maxima on its way.
+
+        Maxima down the columns of a tensor are another pass over it; blocks of 32 fit into a tile.
+        """
+        source = self.graph.tensors[operand.base]
+        read = (self.tensor(source.id),)
+        prefix = "fp8" if self.recipe.scales == "row" else "mxfp8"
+        shape, dtype = self._scale_shape(operand)
+        scale = self._new("scale", shape, dtype)
+        made = self._new(f"{source.name}.fp8", operand.shape, operand.dtype)
+        name = f"{prefix}.cast_transpose" if operand.columns else f"{prefix}.cast"
+        nbytes = self._scale_bytes(operand)
+        if self.recipe.scales == "row" and operand.columns:
+            self._kernel("fp8.amax", op, read, (scale,), source.nbytes, nbytes)
+            self._kernel(name, op, (*read, scale), (made,), source.nbytes + nbytes, source.numel)
+        else:
+            self._kernel(name, op, read, (made, scale), source.nbytes, source.numel + nbytes)
+        self.copies[scope, operand.columns] = made, scale
+
+    def _scale_shape(self, operand: Fp8Operand) -> tuple[tuple[int, ...], t.DType]:
+        rows, inner = operand.shape
+        match self.recipe.scales:
+            case "tensor":
+                return (), _SCALE
+            case "row":
+                return ((rows, 1) if operand.left else (1, rows)), _SCALE
+        # One byte an exponent, in tiles of 128 rows by 4 blocks as the tensor cores read them.
+        return (128 * ceil(rows / 128) * 4 * ceil(inner / BLOCK / 4),), t.DType.UINT8
+
+    def _scale_bytes(self, operand: Fp8Operand) -> int:
+        shape, dtype = self._scale_shape(operand)
+        return 0 if self.recipe.delayed else prod(shape) * dtype.itemsize
+
+    def _new(self, name: str, shape: tuple[int, ...], dtype: t.DType) -> int:
+        return self.builder.tensor(name, shape, dtype, t.TensorRole.ACTIVATION)
+
+    def _kernel(
+        self, name: str, op: t.Op, read: Iterable[int], made: Iterable[int], bytes_read: int, bytes_written: int
+    ) -> None:
+        self.builder.compute(
+            name, phase=op.phase, module=op.module, inputs=read, outputs=made, bytes_read=bytes_read,
+            bytes_written=bytes_written,
+        )  # fmt: skip
+
+
+_FUSING = ("aten.mm", "aten._scaled_mm")
+_WIDE = t.DType.FP32
+
+
+def to_main_gradients(graph: StepGraph) -> StepGraph:
+    """The step with fp32 main gradients; the step itself where none of its gradients has a 16-bit type."""
+    gradients = [row for row in final_gradients(graph) if graph.tensors[row].dtype.itemsize < _WIDE.itemsize]
+    return _MainGradients(graph, gradients).write() if gradients else graph
+
+
+class _MainGradients(StepWriter):
+    """Writes main gradients.
+
+    Args:
+        graph: the step.
+        gradients: rows of its final gradients of 16-bit types.
+    """
+
+    def __init__(self, graph: StepGraph, gradients: list[int]) -> None:
+        super().__init__(graph)
+        self.gradients = frozenset(gradients)
+        self.readers: dict[int, list[int]] = defaultdict(list)
+        for tensor, row in zip(graph.ops.inputs.values.tolist(), graph.ops.inputs.rows.tolist(), strict=True):
+            self.readers[tensor].append(row)
+        # The gradient that a product adds to its buffer, by the product's row; those that are added after a row;
+        # tensors whose type changes; tensors that are no gradients any more, as they die when they are added.
+        self.fused: dict[int, int] = {}
+        self.added: dict[int, list[int]] = defaultdict(list)
+        self.wide: set[int] = set()
+        self.dying: set[int] = set()
+        self.narrow: dict[int, int] = {}
+        for gradient in gradients:
+            self._sort(gradient)
+        self._widen_ports()
+        self.zeroed = self._last_readers()
+        counts = (
+            len(gs) * len(graph.blocks[int(graph.block_of_op[r])].instances) for r, gs in self.zeroed.items()
+        )
+        self.launched = sum(counts)
+        self.leads = min((gs[0] for r, gs in self.zeroed.items() if graph.block_of_op[r] == 0), default=NONE)
+
+    # -- what becomes of which gradient --------------------------------------------------------------------
+
+    def _sort(self, gradient: int) -> None:
+        graph = self.graph
+        chain = self._chain(gradient)
+        base = chain[-1]
+        if self._is_sum(base):
+            self.wide |= {*chain, *self._terms(base)}
+            return
+        maker = int(graph.maker[base])
+        alone = all(self._leads_to_optimizer(index, set(chain)) for index in chain)
+        same = graph.tensors.shape.row(base) == graph.tensors.shape.row(gradient)
+        if graph.strings[graph.ops.name[maker]] in _FUSING and alone and same:
+            self.fused[maker] = gradient
+            self.wide |= set(chain)
+        else:
+            self.added[int(graph.maker[gradient])].append(gradient)
+            self.dying |= set(chain)
+
+    def _chain(self, gradient: int) -> list[int]:
+        """A gradient, what it is a view of, and so on up to what a kernel made."""
+        chain = [gradient]
+        while (maker := int(self.graph.maker[chain[-1]])) != NONE and self.graph.ops.is_view[maker]:
+            chain.append(self.graph.ops.inputs.row(maker)[0])
+        return chain
+
+    def _is_sum(self, tensor: int) -> bool:
+        maker = int(self.graph.maker[tensor])
+        named = maker != NONE and self.graph.strings[self.graph.ops.name[maker]] == "aten.add"
+        return named and len(self.graph.ops.inputs.row(maker)) == 2
+
+    def _terms(self, total: int) -> set[int]:
+        """All tensors that a sum is made of, sums and views among them."""
+        found: set[int] = set()
+        for term in self.graph.ops.inputs.row(int(self.graph.maker[total])):
+            chain = self._chain(term)
+            if self.graph.maker[chain[-1]] != NONE:  # else it is of another block, and read as it is
+                found |= {*chain, *(self._terms(chain[-1]) if self._is_sum(chain[-1]) else ())}
+        return found
+
+    def _leads_to_optimizer(self, index: int, chain: set[int]) -> bool:
+        """Whether nothing of the backward pass reads a tensor but views that lead to the gradient."""
+        return all(
+            self.graph.ops.phase[row] == t.Phase.OPTIMIZER or chain.issuperset(self.graph.ops.outputs.row(row))
+            for row in self.readers[index]
+        )
+
+    def _widen_ports(self) -> None:
+        """Ports that mean a gradient have its new type."""
+        graph, changed = self.graph, self.wide | self.gradients
+        for block in graph.blocks:
+            ports = np.flatnonzero(graph.tensors.port[block.tensors.start : block.tensors.stop])
+            for instance in block.instances:
+                for port, bound in zip(ports.tolist(), instance.bindings, strict=True):
+                    if graph.locate_tensor(bound)[2] in changed:
+                        self.wide.add(block.tensors.start + port)
+
+    def _last_readers(self) -> dict[int, list[int]]:
+        """The operations of the optimizer after which buffers are read no more, with their gradients."""
+        last: dict[int, list[int]] = defaultdict(list)
+        buffered = [*self.fused.values(), *(g for gradients in self.added.values() for g in gradients)]
+        for gradient in sorted(buffered):
+            rows = [row for index in self._versions(gradient) for row in self.readers[index]]
+            if rows and self.graph.ops.phase[max(rows)] == t.Phase.OPTIMIZER:
+                last[max(rows)].append(gradient)
+        return last
+
+    def _versions(self, gradient: int) -> list[int]:
+        """A gradient, its fp32 copy, and what the optimizer makes of that in place."""
+        found = [gradient]
+        for index in found:
+            for row in self.readers[index]:
+                copied = self._is_copy(self.graph.ops[row])
+                outputs = self.graph.ops.outputs.row(row)
+                found += [i for i in outputs if copied or self.graph.tensors.alias_of[i] == index]
+        return found
+
+    def _is_copy(self, op: t.Op) -> bool:
+        """Whether an operation of the optimizer does nothing but widen a gradient."""
+        if op.phase != t.Phase.OPTIMIZER or "copy" not in op.name or len(op.inputs) != 1 or len(op.outputs) != 1:
+            return False
+        made = self.graph.tensors[op.outputs[0]]
+        of_gradient = op.inputs[0] in self.gradients or op.inputs[0] in self.wide
+        return of_gradient and (made.dtype, made.role, made.alias_of) == (_WIDE, t.TensorRole.GRADIENT, None)
+
+    # -- writing -------------------------------------------------------------------------------------------
+
+    def operation(self, op: t.Op) -> None:
+        if self._is_copy(op):
+            (source,), (made,) = op.inputs, op.outputs
+            self.part.tensors[made] = self.tensor(source)
+            if (maker := int(self.graph.maker[source])) in self.part.ops:
+                self.part.ops[op.id] = self.part.ops[maker]
+            return
+        if op.id in self.fused and isinstance(op, t.Compute):
+            self._accumulate(op, self.graph.tensors[self.fused[op.id]])
+        else:
+            self._rewrite(op)
+        for gradient in self.added.get(op.id, ()):
+            self._add(op, self.graph.tensors[gradient])
+        for gradient in self.zeroed.get(op.id, ()):
+            self._zero(op, self.graph.tensors[gradient])
+
+    def tensor(self, index: int, **changes: object) -> int:
+        """New row of an old tensor; what changes its type or role has the new one."""
+        if index in self.wide:
+            changes["dtype"] = _WIDE
+        if index in self.dying:
+            changes["role"] = t.TensorRole.ACTIVATION
+        return super().tensor(index, **changes)
+
+    def _rewrite(self, op: t.Op) -> None:
+        """Copies an operation; what it moves grows with the types of its tensors."""
+        changes: dict[str, object] = {}
+        updates = op.phase == t.Phase.OPTIMIZER
+        if not updates:
+            changes["inputs"] = [self.narrow.get(i, self.tensor(i)) for i in op.inputs]
+        if isinstance(op, t.Compute) and not op.is_view:
+            wide = self.wide | self.gradients if updates else self.wide
+            for name, tensors in (("bytes_read", op.inputs), ("bytes_written", op.outputs)):
+                more = sum(self.graph.tensors[i].nbytes for i in set(tensors) & wide)
+                changes[name] = getattr(op, name) + more
+        self.copy(op, **changes)
+
+    def _version(self, gradient: t.Tensor, buffer: int | None) -> int:
+        """A main gradient as an operation leaves it; without one before it, the buffer itself."""
+        named = gradient.name if buffer is not None else f"{gradient.name}.main"
+        return self.add_tensor(replace(gradient, name=named, dtype=_WIDE, role=t.TensorRole.GRADIENT), buffer)
+
+    def _accumulate(self, op: t.Compute, gradient: t.Tensor) -> None:
+        """Writes a product that adds its result to the buffer."""
+        buffer = self._version(gradient, None)
+        self.part.tensors[op.outputs[0]] = self._version(gradient, buffer)
+        nbytes, plain = gradient.numel * _WIDE.itemsize, op.name == "aten.mm"
+        inputs = [self.tensor(i) for i in op.inputs]
+        product = replace(
+            op, name="aten.addmm_" if plain else op.name, bytes_read=op.bytes_read + nbytes, bytes_written=nbytes,
+            durations=(),
+        )  # fmt: skip
+        self.copy(product, inputs=[buffer, *inputs] if plain else [*inputs, buffer])
+
+    def _add(self, op: t.Op, gradient: t.Tensor) -> None:
+        """Adds a 16-bit gradient, which dies with that, to the buffer."""
+        self.narrow[gradient.id] = self.part.tensors[gradient.id]
+        buffer = self._version(gradient, None)
+        made = self.part.tensors[gradient.id] = self._version(gradient, buffer)
+        nbytes = gradient.numel * _WIDE.itemsize
+        self.builder.compute(
+            "aten.add_", phase=op.phase, module=op.module, inputs=(buffer, self.narrow[gradient.id]),
+            outputs=(made,), bytes_read=nbytes + gradient.nbytes, bytes_written=nbytes,
+        )  # fmt: skip
+
+    def _zero(self, op: t.Op, gradient: t.Tensor) -> None:
+        """Sets a buffer to zero, for the next step."""
+        buffer = self.part.tensors[gradient.id]
+        made = self._version(gradient, buffer)
+        self.builder.compute(
+            "aten._foreach_zero_", phase=op.phase, module=op.module, inputs=(buffer,), outputs=(made,),
+            deps=(self.part.ops[op.id],), bytes_written=gradient.numel * _WIDE.itemsize,
+            attributes=t.MultiTensor(parts=self.launched, leads=gradient.id == self.leads),
+        )  # fmt: skip
+
+
+RECIPES = {
+    "fp8": Recipe(scales="tensor", gradients=t.DType.FP8_E5M2, kept="bf16"),
+    "fp8-rowwise": Recipe(scales="row", gradients=t.DType.FP8_E4M3, kept="bf16"),
+    "mxfp8": Recipe(scales="block", gradients=t.DType.FP8_E4M3, kept="bf16"),
+}
+_STEPS = {"bf16": t.DType.BF16, "fp16": t.DType.FP16, "fp32": t.DType.FP32}
+_TYPES = {"tf32", *(dtype.text for dtype in t.DType)} - {*_STEPS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """The step in other types.
+
+    Attributes:
+        dtype: a recipe for products in FP8 ("fp8", "fp8-rowwise", "mxfp8"), or the type that the step has already
+            ("bf16", "fp16", "fp32"): another one is other kernels, which only a capture shows. None: as it is.
+        grad_dtype: type in which gradients add up; "fp32" gives a 16-bit step main gradients. None: their own.
+        kept: of inputs and weights, for backward: the 16-bit tensors ("bf16"), or 8-bit copies ("fp8").
+        delayed: scales of "fp8" come from earlier steps' maxima, which the casts note on their way (delayed
+            scaling); updating the histories is not counted.
+        weights: whether weights are cast for each micro-batch, or once a step ("step"), which is not counted.
+        experts: whether experts' grouped products are in FP8, too.
+    """
+
+    name: ClassVar[str] = "precision"
+
+    dtype: str | None = None
+    grad_dtype: str | None = None
+    kept: Literal["bf16", "fp8"] = "bf16"
+    delayed: bool = False
+    weights: Literal["micro-batch", "step"] = "micro-batch"
+    experts: bool = False
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        """The step graph.
+
+        Raises:
+            PlanError: the step has another type, or no linear layer can have products in FP8.
+            UnknownNameError: no such type or recipe.
+            UnavailableError: a type in which no step computes, or no gradients add up.
+        """
+        return self._gradients(self._products(graph))
+
+    def _products(self, graph: StepGraph) -> StepGraph:
+        if self.dtype is None:
+            return graph
+        own = graph.workload.dtype
+        if self.dtype in _STEPS:
+            if own == _STEPS[self.dtype]:
+                return graph
+            raise PlanError(
+                f"precision {self.dtype}: the step was captured in {own.text}, and its kernels are of that type: "
+                f"compile the model with --dtype {self.dtype}"
+            )
+        if self.dtype not in RECIPES:
+            if self.dtype in _TYPES:
+                raise UnavailableError(f"precision {self.dtype}: no step computes in it", (*RECIPES, *_STEPS))
+            raise UnknownNameError("precision", self.dtype, (*RECIPES, *_STEPS))
+        if own != t.DType.BF16:
+            raise PlanError(
+                f"precision {self.dtype}: its products give bf16, and the step was captured in {own.text}: "
+                "compile the model with --dtype bf16"
+            )
+        if self.delayed and self.dtype != "fp8":
+            raise PlanError(
+                f"precision {self.dtype} with delayed scaling: only fp8, with a scale a tensor, has it"
+            )
+        options = {"kept": self.kept, "delayed": self.delayed, "weights": self.weights, "experts": self.experts}
+        return to_fp8(graph, replace(RECIPES[self.dtype], **options))  # type: ignore[arg-type]
+
+    def _gradients(self, graph: StepGraph) -> StepGraph:
+        if self.grad_dtype is None:
+            return graph
+        if self.grad_dtype not in _STEPS:
+            if self.grad_dtype in (*_TYPES, *RECIPES):
+                raise UnavailableError(f"gradients do not add up in {self.grad_dtype}", _STEPS)
+            raise UnknownNameError("type of gradients", self.grad_dtype, _STEPS)
+        wanted, own = _STEPS[self.grad_dtype], graph.workload.dtype
+        if wanted == own:
+            return graph
+        if wanted != t.DType.FP32:
+            raise PlanError(
+                f"gradients in {self.grad_dtype}: those of a step in {own.text} add up in {own.text} or fp32: "
+                "choose one of these"
+            )
+        return to_main_gradients(graph)
