@@ -151,7 +151,7 @@ def test_sinks_and_windows_are_one_fused_kernel() -> None:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_fused_softmax_is_attention(groups: int) -> None:
-    from echograph.models.attentions import fused_softmax
+    from echograph.models.transformers_model import fused_softmax
 
     query = torch.randn(2, 4, 8, 16)
     key, value = torch.randn(2, 2, 4 // groups, 8, 16)
