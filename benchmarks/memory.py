@@ -34,7 +34,8 @@ from echograph.models.catalog import ModelEntry
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.memory import Memory, Runtime, largest_memory
 from echograph.workflow.compile import compile_entry
-from echograph.workflow.plan import Plan, lower
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import lower
 
 DATA = Path(os.environ.get("ECHOGRAPH_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 GIB = 2**30

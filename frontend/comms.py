@@ -18,8 +18,7 @@ from pathlib import Path
 from echograph.errors import FormatError, InputError
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.comms.operations import kind_of
-from echograph.ir.comms.reader import NativeSource
-from echograph.ir.comms.record import UNKNOWN, CallSignature
+from echograph.ir.comms.record import UNKNOWN, CallSignature, NativeSource
 from echograph.ir.formats import Imported
 from echograph.ir.graph import JobGraph, Workload
 from echograph.ir.types import CollectiveKind, DType, Duration, Phase, Source

@@ -26,6 +26,16 @@ MAX_PARTS = 1000
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
 
+def require(holds: bool, rule: str) -> None:
+    """For a record's `__post_init__`: a rule that no single field can hold.
+
+    Raises:
+        ValueError: it does not; the rule, which `convert` puts into its error.
+    """
+    if not holds:
+        raise ValueError(rule)
+
+
 def parse_toml(data: bytes, what: str) -> dict[str, Any]:
     """The table that a TOML file holds.
 

@@ -15,7 +15,7 @@ instance 1, and so on. Operations have ids made the same way.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -186,6 +186,44 @@ class Graph:
         """Ranks of one set of a group."""
         whole = prod(axis.size for axis in self.mesh if axis.name in group.axes)
         return len(group.ranks) or len(group.positions) or whole
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """How far apart in rank two neighbours along each axis are."""
+        return {a.name: prod(b.size for b in self.mesh[i + 1 :]) for i, a in enumerate(self.mesh)}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a rank along each axis."""
+        return {axis.name: rank // self.strides[axis.name] % axis.size for axis in self.mesh}
+
+    def ranks_along(self, axes: Collection[str], start: int = 0) -> range | list[int]:
+        """The ranks at all places along some axes, ascending, from one at the first place along them on."""
+        chosen = [axis for axis in self.mesh if axis.name in axes]
+        if len(chosen) == 1:
+            stride = self.strides[chosen[0].name]
+            return range(start, start + chosen[0].size * stride, stride)
+        ranks = np.array([start], np.int64)
+        for axis in chosen:
+            ranks = (ranks[:, None] + np.arange(axis.size) * self.strides[axis.name]).ravel()
+        found: list[int] = ranks.tolist()
+        return found
+
+    def group_ranks(self, group: Group, coordinates: Mapping[str, int] | None = None) -> range | list[int]:
+        """The ranks of a group whose places along other axes are these (0 where not named)."""
+        if not group.axes:
+            return list(group.ranks)
+        start = sum(self.strides[axis] * at for axis, at in (coordinates or {}).items() if axis not in group.axes)
+        whole = self.ranks_along(group.axes, start)
+        return [whole[position] for position in group.positions] or whole
+
+    def lowest_rank(self, program: int) -> int:
+        """The lowest rank that a program stands for; its number where it lists none."""
+        its, rank = self.programs[program], 0
+        if not self.mesh:
+            return min(its.ranks, default=program)
+        for axis in self.mesh:
+            rank = rank * axis.size + its.coordinates.get(axis.name, 0)
+        return rank
 
     @property
     def unfolded_ops(self) -> int:
@@ -358,15 +396,6 @@ class JobGraph(Graph):
         if not self.mesh:
             return max(1, len(its.ranks))
         return prod(axis.size for axis in self.mesh if axis.name not in its.coordinates)
-
-    def lowest_rank(self, program: int) -> int:
-        """The lowest rank that a program stands for; its number where it lists none."""
-        its, rank = self.programs[program], 0
-        if not self.mesh:
-            return min(its.ranks, default=program)
-        for axis in self.mesh:
-            rank = rank * axis.size + its.coordinates.get(axis.name, 0)
-        return rank
 
 
 # -- what ports are bound to ----------------------------------------------------------------------------------

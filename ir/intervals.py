@@ -1,4 +1,4 @@
-"""Unions and overlaps of intervals of time."""
+"""Unions and overlaps of intervals of time, and what a stretch of time is spent on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from echograph.ir.columns import Int64
+from echograph.ir.columns import NONE, Int64, distinct
 
 
 class Intervals(NamedTuple):
@@ -74,3 +74,64 @@ def coverage(sets: Sequence[Intervals]) -> IntervalCoverage:
     met[running] = True
     length[0], met[0] = 0, False
     return IntervalCoverage(length, met)
+
+
+class Pieces(NamedTuple):
+    """A stretch of time in pieces without a gap, each of the first layer that covers it.
+
+    Attributes:
+        start: int64 [n], picoseconds.
+        end: int64 [n]; later than the start.
+        layer: int64 [n]; the number of layers where none covers the piece.
+        row: int64 [n], of the intervals of that layer, the one that began last; -1 where none covers the piece.
+    """
+
+    start: Int64
+    end: Int64
+    layer: Int64
+    row: Int64
+
+    def spent(self, layers: int) -> list[int]:
+        """Picoseconds of each layer, and last of none; they add up to the stretch.
+
+        Args:
+            layers: how many there are.
+        """
+        total = np.zeros(layers + 1, np.int64)
+        np.add.at(total, self.layer, self.end - self.start)
+        found: list[int] = total.tolist()
+        return found
+
+
+def layered(start: Int64, end: Int64, layer: Int64, layers: int, until: int, since: int = 0) -> Pieces:
+    """Splits a stretch of time by what runs, the first of several layers that does: a breakdown laid out in time.
+
+    Args:
+        start: int64 [n], when each interval begins, picoseconds.
+        end: int64 [n], none before its start.
+        layer: int64 [n], of each interval, from 0 (counts first) to `layers` - 1.
+        layers: how many there are.
+        until: where the stretch ends.
+        since: where it begins.
+    """
+    count = len(start)
+    times = np.clip(np.concatenate([start, end, [since, until]]), since, until)
+    order = np.argsort(times, kind="stable")
+    times, event = times[order], order[:-1]
+    opens, of = event < count, np.concatenate([layer, layer, [layers, layers]])[event]
+    found, row = np.full(len(event), layers, np.int64), np.full(len(event), NONE, np.int64)
+    # From the last layer to the first, each over those behind it.
+    for number in distinct(layer)[::-1].tolist():
+        mine = np.flatnonzero(of == number)
+        running = np.cumsum(np.where(opens[mine], 1, -1)) > 0
+        latest = np.maximum.accumulate(np.where(opens[mine], mine, 0))
+        # What holds after one event of the layer holds until its next.
+        lasts = np.diff(mine, append=len(event))
+        where = mine[0] + np.flatnonzero(np.repeat(running, lasts))
+        found[where], row[where] = number, event[np.repeat(latest[running], lasts[running])]
+    kept = np.flatnonzero(times[1:] > times[:-1])
+    # Neighbours of which nothing tells which interval they are of are one.
+    new = np.ones(len(kept), np.bool_)
+    new[1:] = (found[kept][1:] != found[kept][:-1]) | (row[kept][1:] != row[kept][:-1])
+    first = kept[new]
+    return Pieces(times[first], np.append(times[first[1:]], times[-1:])[: len(first)], found[first], row[first])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from echograph.ir.columns import Int32, Int64, UInt8
+
+if TYPE_CHECKING:
+    from echograph.ir.graph import Graph
 
 
 class Lane(IntEnum):
@@ -34,6 +38,7 @@ class Timeline:
             several programs start together, that of the program that was ready last); -1 when it started at once.
         programs: names of the programs.
         streams: names of the streams.
+        graph: the graph whose rows `op` are, which analyses ask for names and kinds; None where nobody kept it.
     """
 
     program: Int32
@@ -47,6 +52,7 @@ class Timeline:
     cause: Int64
     programs: tuple[str, ...]
     streams: tuple[str, ...]
+    graph: Graph | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.start)

@@ -16,6 +16,8 @@ OWN = Table("model architecture", {"Vgg": "echograph.models.vgg:vgg"})
 """Architectures that transformers does not have: name -> a function of the configuration's keys returning
 the module."""
 
+ATTENTIONS = ("sdpa", "fused", "eager", "fused-softmax")
+
 
 class Built(NamedTuple):
     """A training step's parts: `loss(module(**inputs))` is the scalar to call `backward` on.
@@ -56,7 +58,8 @@ def build(
         seq_len: tokens a sample, or the image side in pixels; the entry's default if None. A
             sequence-to-sequence model gets that many encoder tokens, and the decoder tokens that span
             corruption leaves of them.
-        attention: `sdpa` (one fused operation), `eager` (matrix products, scale, mask and softmax) or
+        attention: `sdpa` (one fused operation), `fused` (the same where the architecture asks more of it than
+            PyTorch's has, as sinks, which are left out), `eager` (matrix products, scale, mask and softmax) or
             `fused-softmax` (matrix products around one kernel for scale, mask and softmax); None takes `sdpa`
             where the architecture has it and `eager` where not (BLOOM, MPT, Gemma 2, gpt-oss).
 
@@ -96,10 +99,8 @@ def parameter_count(entry: ModelEntry) -> int:
 
 
 def _module(entry: ModelEntry, seq_len: int, attention: str | None) -> torch.nn.Module:
-    if attention not in (None, "sdpa", "eager", "fused-softmax"):
-        raise UsageError(
-            f"model {entry.name}: attention '{attention}' is neither 'sdpa' nor 'eager' nor 'fused-softmax'"
-        )
+    if attention not in (None, *ATTENTIONS):
+        raise UsageError(f"model {entry.name}: attention '{attention}': choose {', '.join(ATTENTIONS)}")
     if entry.architecture in OWN:
         module: torch.nn.Module = OWN[entry.architecture](entry.config)
         return module

@@ -288,7 +288,14 @@ _GATED = {
     "GemmaForCausalLM",
     "Gemma2ForCausalLM",
 }
-_PLAIN = {"GPT2LMHeadModel", "OPTForCausalLM", "BloomForCausalLM", "MptForCausalLM", "PhiForCausalLM"}
+_PLAIN = {
+    "GPT2LMHeadModel",
+    "OPTForCausalLM",
+    "BloomForCausalLM",
+    "MptForCausalLM",
+    "PhiForCausalLM",
+    "NemotronForCausalLM",
+}
 _ENCODERS = {"BertForPreTraining", "BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM"}
 _NEVER_FUSED = {"BloomForCausalLM", "MptForCausalLM", "Gemma2ForCausalLM"}
 _FUSED_BACKWARD_PRODUCTS = 5

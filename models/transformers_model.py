@@ -4,6 +4,9 @@
 mask and softmax. Megatron-LM's kernels (Narayanan et al. 2021, section 4.2) scale and mask on the chip and read
 no mask, so nothing of the size of the scores moves between the first product and the softmax. Here the scale goes
 onto the queries, which are small beside the scores; dropout stays a kernel of its own, as there.
+
+`fused` is one causal kernel for models that ask more of it than PyTorch's has, as the kernels of trainers do: a
+sink in the softmax, which reads a number a head, and windows, which are counted as long as the sequence.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -
     Args:
         entry: its architecture names a class of the installed transformers.
         seq_len: tokens, or image side in pixels, that the module will see.
-        attention: `sdpa`, `eager`, `fused-softmax`, or None for the best that the class has.
+        attention: `sdpa`, `fused`, `eager`, `fused-softmax`, or None for the best that the class has.
 
     Raises:
         InputError: no such class, or it rejects the configuration.
@@ -54,8 +57,7 @@ def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -
     # Both go through the library's one interface, which classes without sdpa do not ask.
     if attention in ("sdpa", "fused-softmax") and not model_class._supports_sdpa:
         raise UsageError(f"model {entry.name}: {entry.architecture} has no {attention} attention: use 'eager'")
-    if attention == "fused-softmax":
-        attention = FUSED_SOFTMAX
+    attention = _REGISTERED.get(attention or "", attention)
     real = _tensors_are_real()
     try:
         with offline(), nullcontext() if real else initialization.no_init_weights():
@@ -156,8 +158,8 @@ def _not_packed(position_ids: torch.Tensor) -> None:
     return None
 
 
-FUSED_SOFTMAX = "fused_softmax"
-"""As the library knows it. It makes no mask for attentions that it has no mask for."""
+_REGISTERED = {"fused-softmax": "fused_softmax", "fused": "fused"}
+"""Our words, and the library's. It makes no mask for attentions that it has no mask for."""
 
 
 def fused_softmax(
@@ -193,4 +195,36 @@ def fused_softmax(
     return torch.matmul(probabilities, value).transpose(1, 2), probabilities
 
 
-AttentionInterface.register(FUSED_SOFTMAX, fused_softmax)
+def fused(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention over [batch, heads, sequence, head dim] in one kernel; sinks and windows are left out.
+
+    Args:
+        module: whose attention it is.
+        query: of all heads.
+        key: of as many heads, or of the groups that share them.
+        value: like the keys.
+        attention_mask: not read.
+        scaling: of the scores; one over the root of the head dim if None.
+        dropout: of the probabilities.
+
+    Returns:
+        The output [batch, sequence, heads, head dim]; there are no probabilities.
+    """
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout if module.training else 0.0, is_causal=True, scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_REGISTERED["fused-softmax"], fused_softmax)
+AttentionInterface.register(_REGISTERED["fused"], fused)

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from echograph.ir.columns import Int64
+from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import JobGraph
-from echograph.ir.intervals import union
+from echograph.ir.intervals import Pieces, layered
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, OpKind
 from echograph.units import to_s
+
+COMPUTE = 0
+"""The layer of kernels."""
+_SENDS = (OpKind.SEND, OpKind.RECV)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +114,56 @@ def role_of(job: JobGraph, program: int, rank: int | None = None) -> Role:
     )
 
 
+class BreakdownLayers(NamedTuple):
+    """What a moment of a step can be, the first that applies: compute, a communication, the host alone, nothing.
+
+    Attributes:
+        labels: of the communications' groups, which are the layers from 1 on.
+        of_op: int64 [rows], the layer of every operation's task on the device.
+    """
+
+    labels: tuple[str, ...]
+    of_op: Int64
+
+    @property
+    def host(self) -> int:
+        """The device does nothing, and the host issues."""
+        return len(self.labels) + 1
+
+    @property
+    def idle(self) -> int:
+        """Nothing runs."""
+        return len(self.labels) + 2
+
+
+def layers_of(job: JobGraph) -> BreakdownLayers:
+    """The layers of a job."""
+    names = [group.label or f"group{i}" for i, group in enumerate(job.groups)]
+    labels = tuple(dict.fromkeys(names))
+    number = np.array([1 + labels.index(name) for name in names] or [0])
+    communicates = np.isin(job.ops.kind, COMMUNICATIONS)
+    return BreakdownLayers(labels, np.where(communicates, number[np.where(communicates, job.ops.group, 0)], 0))
+
+
+def moments(layers: BreakdownLayers, timeline: Timeline, rows: Int64, end_ps: int | None = None) -> Pieces:
+    """What a program does from 0 to the end of the step: a breakdown laid out in time.
+
+    Args:
+        layers: of the job.
+        timeline: of the step.
+        rows: those of the program.
+        end_ps: of the step; None where the timeline holds all of it.
+
+    Returns:
+        Pieces whose rows are the timeline's.
+    """
+    rows = rows[timeline.duration[rows] > 0]
+    layer = np.where(timeline.lane[rows] == Lane.DEVICE, layers.of_op[timeline.op[rows]], layers.host)
+    end = timeline.makespan if end_ps is None else end_ps
+    found = layered(timeline.start[rows], timeline.end[rows], layer, layers.idle, end)
+    return found._replace(row=np.append(rows, NONE)[found.row])
+
+
 def breakdown(job: JobGraph, timeline: Timeline, program: int, end_ps: int | None = None) -> Breakdown:
     """Splits the step of one program, from 0 to its end.
 
@@ -119,14 +173,30 @@ def breakdown(job: JobGraph, timeline: Timeline, program: int, end_ps: int | Non
         program: its number.
         end_ps: of the step; None where the timeline holds all of it.
     """
-    return _Splitting(job, timeline, end_ps).of(np.flatnonzero(timeline.program == program))
+    return _split(job, layers_of(job), timeline, np.flatnonzero(timeline.program == program), end_ps)
 
 
 def breakdowns(job: JobGraph, timeline: Timeline) -> list[Breakdown]:
     """`breakdown` of every program of a job."""
-    splitting, order = _Splitting(job, timeline), np.argsort(timeline.program, kind="stable")
+    layers, order = layers_of(job), np.argsort(timeline.program, kind="stable")
     edges = np.searchsorted(timeline.program[order], np.arange(len(job.programs) + 1))
-    return [splitting.of(order[begin:end]) for begin, end in pairwise(edges.tolist())]
+    return [_split(job, layers, timeline, order[begin:end]) for begin, end in pairwise(edges.tolist())]
+
+
+def _split(
+    job: JobGraph, layers: BreakdownLayers, timeline: Timeline, rows: Int64, end_ps: int | None = None
+) -> Breakdown:
+    compute, *exposed, host, idle = moments(layers, timeline, rows, end_ps).spent(layers.idle)
+    # An imported job names no axes: who sends is taken for a stage of a pipeline.
+    sends = not job.mesh and bool(np.isin(job.ops.kind[timeline.op[rows]], _SENDS).any())
+    staged = sends or "pp" in {axis.name for axis in job.mesh}
+    return Breakdown(
+        compute=compute,
+        exposed_communication=dict(zip(layers.labels, exposed, strict=True)),
+        host=host,
+        bubble=idle if staged else 0,
+        wait=0 if staged else idle,
+    )
 
 
 def spread(parts: Sequence[Breakdown], ranks: Sequence[int]) -> Spread:
@@ -163,60 +233,3 @@ def _from_numbers(numbers: npt.NDArray[Any], axes: Sequence[str]) -> Breakdown:
         wait=wait,
         exposed_communication=dict(zip(axes, exposed, strict=True)),
     )
-
-
-class _Splitting:
-    """Splits the step of programs of one timeline."""
-
-    def __init__(self, job: JobGraph, timeline: Timeline, end_ps: int | None = None) -> None:
-        self.job, self.timeline = job, timeline
-        self.end = timeline.makespan if end_ps is None else end_ps
-        names = [group.label or f"group{i}" for i, group in enumerate(job.groups)]
-        self.labels = list(dict.fromkeys(names))
-        number = {name: i for i, name in enumerate(self.labels)}
-        self.label_of = np.array([number[name] for name in names] or [0])
-        self.staged = "pp" in {axis.name for axis in job.mesh}
-
-    def of(self, rows: Int64) -> Breakdown:
-        """The parts of the step of one program, whose rows these are."""
-        timeline, ops = self.timeline, self.job.ops
-        takes = timeline.duration[rows] > 0
-        device, op = timeline.lane[rows] == Lane.DEVICE, timeline.op[rows]
-        kind = ops.kind[op]
-        communicates = device & np.isin(kind, COMMUNICATIONS)
-        label = np.where(communicates, self.label_of[np.where(communicates, ops.group[op], 0)], -1)
-        present = np.unique(label[communicates & takes]).tolist()
-        layers = [
-            device & ~communicates,
-            *(label == number for number in present),
-            timeline.lane[rows] == Lane.HOST,
-        ]
-        covered = _cover(timeline, [rows[layer & takes] for layer in layers], self.end)
-        idle = self.end - sum(covered)
-        exposed = dict.fromkeys(self.labels, 0)
-        exposed |= {self.labels[number]: value for number, value in zip(present, covered[1:-1], strict=True)}
-        # An imported job names no axes: who sends is taken for a stage of a pipeline.
-        sends = not self.job.mesh and bool(np.isin(kind, (OpKind.SEND, OpKind.RECV)).any())
-        staged = self.staged or sends
-        return Breakdown(
-            compute=covered[0],
-            exposed_communication=exposed,
-            host=covered[-1],
-            bubble=idle if staged else 0,
-            wait=0 if staged else idle,
-        )
-
-
-def _cover(timeline: Timeline, layers: list[Int64], end: int) -> list[int]:
-    """Picoseconds that each layer covers and no earlier one does."""
-    covered: list[int] = []
-    starts, stops = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    before = 0
-    for layer in layers:
-        starts = np.concatenate([starts, timeline.start[layer]])
-        stops = np.concatenate([stops, timeline.end[layer]])
-        starts, stops = union(starts, stops)
-        now = int((np.minimum(stops, end) - starts).sum())
-        covered.append(now - before)
-        before = now
-    return covered

@@ -13,7 +13,7 @@ from echograph.ir.graph import Group, JobGraph
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Source
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.collectives import CollectiveEstimate, CollectiveName, collective_time
-from echograph.simulator.groups import group_ranks, place_in_group
+from echograph.simulator.groups import place_in_group
 from echograph.units import to_ps
 
 _KINDS: dict[int, CollectiveName] = {
@@ -111,7 +111,7 @@ def kind_of(job: JobGraph, row: int) -> CollectiveName:
 def _first_ranks(job: JobGraph, row: int) -> Sequence[int]:
     """The ranks of a communication in the first group of its kind: those whose other coordinates are 0."""
     group = job.groups[int(job.ops.group[row])]
-    return group_ranks(job, group) if job.ops.kind[row] == OpKind.COLLECTIVE else _pair(job, group, row)
+    return job.group_ranks(group) if job.ops.kind[row] == OpKind.COLLECTIVE else _pair(job, group, row)
 
 
 def _pair(job: JobGraph, group: Group, row: int) -> Sequence[int]:
@@ -119,11 +119,11 @@ def _pair(job: JobGraph, group: Group, row: int) -> Sequence[int]:
     for program in job.programs:
         runs = (program.calls[:, 1] <= row) & (row < program.calls[:, 2])
         if runs.any() and set(group.axes) <= program.coordinates.keys():
-            ranks = group_ranks(job, group, dict(program.coordinates))
+            ranks = job.group_ranks(group, program.coordinates)
             here, peer = place_in_group(job, group, program), int(job.ops.peer[row])
             there = (here + peer) % len(ranks)
             if abs(peer) >= len(ranks):
                 name = job.strings[job.ops.name[row]]
                 raise SimulationError(f"operation {row} ({name}) names peer {peer:+} in a group of {len(ranks)}")
             return [ranks[here], ranks[there]]
-    return group_ranks(job, group)
+    return job.group_ranks(group)

@@ -22,7 +22,7 @@ from echograph.simulator.clusters import Cluster
 from echograph.simulator.collectives import ALGORITHMS, CollectiveEstimate, CollectiveName, collective_time
 from echograph.simulator.durations import Durations, kind_of
 from echograph.simulator.engine.sharing import Sharing
-from echograph.simulator.groups import group_ranks, place_in_group
+from echograph.simulator.groups import place_in_group
 from echograph.simulator.network.patterns import Loads, Pattern, loads
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.ranks import Mesh
@@ -236,7 +236,7 @@ class _Routes:
             here = np.full(len(columns), place_in_group(job, group, job.programs[program]))
             members = np.tile(np.array(group.ranks, np.int64), (len(columns), 1))
         else:
-            ranks, offsets = self.ranks[program, columns], np.asarray(group_ranks(job, group))
+            ranks, offsets = self.ranks[program, columns], np.asarray(job.group_ranks(group))
             here = _coordinates(job, group, ranks)
             members = (ranks - offsets[here])[:, None] + offsets
         if peer is None:
@@ -265,13 +265,13 @@ def _sharing(
 ) -> Sharing:
     """Routes over the links that can be overloaded."""
     most = _most(rows, tasks, route, load, topology, columns)
-    crowded = most > topology.capacity * (1 + TOLERANCE)
+    saturated = most > topology.capacity * (1 + TOLERANCE)
     routes = np.zeros((max(1, len(rows)), columns), np.int32)
     # Row 0 of the links is empty: the route of those that share nothing at their place.
     lengths, links, weights = [np.zeros(1, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
     used, unit = np.zeros(len(rows), np.bool_), np.ones(len(rows))
     for number, row in enumerate(rows):
-        keep = crowded[row.link]
+        keep = saturated[row.link]
         if keep.any():
             used[number], unit[number] = True, row.rate[keep].max()
             places, counts = np.unique(row.group[keep], return_counts=True)

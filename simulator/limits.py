@@ -1,4 +1,4 @@
-"""What limits a step, and what if: how long it takes where one kind of work takes another time.
+"""What limits a step, how sure it is, and what if: how long it takes where one kind of work takes another time.
 
 The tasks of the critical path follow each other without a gap, from the start of the step to its end. Making one
 kind of work faster by a small fraction shortens the step by that fraction of its time on the path: the parts of
@@ -6,6 +6,11 @@ the path are the derivatives of the step time. (Of several paths of one length t
 derivative is that of making the work slower.) Where every rank is simulated, the path of one rank ends where
 another one is waited for; `ranks.rank_path` follows it there. What lies before all that it has looked at is put to
 `OTHER_RANKS`.
+
+Its `interval` is what the errors of durations do to it. Each *family* (one fit: matrix products, attention, ...)
+is made longer, and then shorter, by its own standard error, and the step simulated again: errors inside a family
+move together, families apart. The longer steps make the upper half of the interval, the shorter ones the lower: a
+host that is slower than thought may bind the step, one that is faster changes nothing.
 
 A `Scale` makes the durations of one kind of work longer or shorter by any factor, after which another path may be
 the longest.
@@ -16,16 +21,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from math import sqrt
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import UsageError
-from echograph.ir.columns import Int64
+from echograph.ir.columns import NONE, Float64, Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, Attention, CollectiveKind, Convolution, Gemm, OpKind
+
+if TYPE_CHECKING:
+    from echograph.simulator.durations import Durations
+    from echograph.simulator.engine import Roles, StepRun
+    from echograph.simulator.host import IssueTimes
 
 OTHER_RANKS = "other ranks"
 
@@ -80,6 +91,54 @@ def family_of(job: JobGraph) -> tuple[Int64, tuple[str, ...]]:
     number = np.array([labels.index(name) for name in names] or [0])
     family[communicates] = len(KERNELS) + number[ops.group[communicates]]
     return family, (*KERNELS, *(f"{label} communication" for label in labels))
+
+
+# -- how sure --------------------------------------------------------------------------------------------------
+
+
+NINETY_PERCENT = 1.645
+"""Half-width of the central 90 % of a normal distribution, in standard deviations."""
+
+
+def interval(roles: Roles, step: StepRun) -> tuple[int, int]:
+    """The central 90 % of the step time, picoseconds.
+
+    Args:
+        roles: durations with their relative standard errors, and the host with its own.
+        step: with the durations as they are.
+    """
+    ends = step.scenario_ends
+    if ends is None or len(ends) < roles.factor.shape[1] - 1:
+        path = step.write().critical_path()
+        errors = _families(roles.job, roles.times, roles.host)[:, roles.columns.kind[path]]
+        longer = shorter = float(((errors @ roles.tasks.duration[path]) ** 2).sum())
+    else:
+        moves = (ends - step.end_ps).reshape(2, -1).astype(np.float64)
+        longer = float((np.maximum(0.0, moves[0]) ** 2).sum())
+        shorter = float((np.maximum(0.0, -moves[1]) ** 2).sum())
+    below, above = (round(NINETY_PERCENT * sqrt(variance)) for variance in (shorter, longer))
+    return max(0, step.end_ps - below), step.end_ps + above
+
+
+def scenarios(job: JobGraph, times: Durations, host: IssueTimes) -> Float64:
+    """Factors on durations, the step's own, then those of families that take longer, then shorter.
+
+    Returns:
+        float64 [rows + 1, 1 + scenarios], the last row the host.
+    """
+    errors = _families(job, times, host)
+    factors: Float64 = np.maximum(0.0, 1.0 + np.concatenate([np.zeros((1, errors.shape[1])), errors, -errors]).T)
+    return factors
+
+
+def _families(job: JobGraph, times: Durations, host: IssueTimes) -> np.ndarray:
+    """For each family, the relative error of every operation and of the host, 0 for those of other families."""
+    family = np.append(family_of(job)[0], NONE)
+    spread = np.append(np.where(times.picoseconds > 0, times.spread, 0.0), 0.0)
+    errors = [np.where(family == which, spread, 0.0) for which in distinct(family[spread > 0])]
+    if host.spread and host.op_ps:
+        errors.append(np.where(family == NONE, host.spread, 0.0))
+    return np.array(errors).reshape(-1, len(family))
 
 
 # -- what if ------------- --------------------------------------------------------------------------------------

@@ -26,10 +26,9 @@ from echograph.ir.columns import NONE, Int32, Int64
 from echograph.ir.graph import Axis, Group, JobGraph
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, OpKind
-from echograph.simulator.engine import static
+from echograph.simulator.engine import static, write_timeline
 from echograph.simulator.engine.columns import Columns, Ends
 from echograph.simulator.limits import families, largest_first
-from echograph.simulator.roles import write_timeline
 from echograph.simulator.tasks import DEVICE, TaskGraph
 from echograph.units import to_s
 
@@ -429,5 +428,5 @@ def _together(parts: list[dict[str, np.ndarray]], names: tuple[str, ...], stream
     for part in parts:
         part["cause"] = np.where(part["cause"] == NONE, NONE, part["cause"] + before)
         before += len(part["cause"])
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
+    columns: dict[str, Any] = {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}
     return Timeline(**columns, programs=names, streams=streams)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from echograph.ir.graph import JobGraph
-from echograph.ir.tables import html_table
 from echograph.ir.timeline import Timeline
 from echograph.simulator.breakdown import Breakdown, Role, Spread
 from echograph.simulator.durations import Durations
-from echograph.simulator.flows import LinkUse
 from echograph.simulator.goodput import Goodput
 from echograph.simulator.memory import Memory
 from echograph.simulator.ranks import RankPath, RankTimes
 from echograph.units import format_bytes, format_count, format_time, to_s
+
+if TYPE_CHECKING:
+    from echograph.simulator.flows import LinkUse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +114,8 @@ class Result:
 
     @property
     def timeline(self) -> Timeline:
-        """What ran when; written when it is asked for first."""
-        return self.write_timeline()
+        """What ran when, with the job whose operations it names; written when it is asked for first."""
+        return replace(self.write_timeline(), graph=self.job)
 
     @property
     def spread(self) -> Spread:
@@ -163,6 +164,8 @@ class Result:
 
     def _repr_html_(self) -> str:
         """The step in a notebook: how long, and where it goes."""
+        from echograph.ir.tables import html_table
+
         parts = [(name, value) for name, value in self.breakdown.flat().items() if value]
         low, high = map(format_time, self.interval_ps)
         head = f"<p>{escape(f'{self.model} on {self.gpus} GPUs of {self.cluster} ({self.device})')}: "

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,24 +19,24 @@ import numpy.typing as npt
 from echograph.errors import SimulationError, UnknownNameError, UsageError
 from echograph.ir.columns import Int64, distinct
 from echograph.ir.graph import JobGraph
-from echograph.ir.passes.gradients import MICRO_BATCH_AXES
+from echograph.ir.passes.model import MICRO_BATCH_AXES
 from echograph.ir.timeline import Timeline
 from echograph.ir.types import COMMUNICATIONS, OpKind, Source
 from echograph.simulator.breakdown import Spread, role_of, spread
 from echograph.simulator.clusters import Cluster
-from echograph.simulator.durations import Durations, durations
-from echograph.simulator.engine import ENGINES, simulate_roles
-from echograph.simulator.flows import LinkUse, alone, flows, links_of
+from echograph.simulator.durations import Durations, Estimate, durations
+from echograph.simulator.engine import ENGINES, Roles, StepRun, of_tasks, simulate_roles
 from echograph.simulator.host import IssueTimes
-from echograph.simulator.interval import interval
-from echograph.simulator.limits import Scale, factors
+from echograph.simulator.limits import Scale, factors, interval
 from echograph.simulator.memory import largest_memory
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.ranks import EveryRank, Mesh, RankPath, RankTimes, of_ranks, rank_path, run_every_rank
 from echograph.simulator.result import Result
-from echograph.simulator.roles import Roles, StepRun, of_tasks
 from echograph.simulator.tasks import TaskGraph, check_tasks
 from echograph.units import to_s
+
+if TYPE_CHECKING:
+    from echograph.simulator.flows import LinkUse
 
 _TOO_LONG = f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations"
 
@@ -79,8 +79,8 @@ def simulate(
     """
     began, job = time.perf_counter(), host.runs(job)
     asked = fidelity(job, cluster, engine=engine, network=network, ranks=ranks)
-    topology = links_of(job, cluster) if asked.network == "flows" else None
-    times = durations(job, cluster, alone(topology) if topology else None)
+    topology, alone = _links(job, cluster) if asked.network == "flows" else (None, None)
+    times = durations(job, cluster, alone)
     times, issue = _scaled(job, times, host, scales)
     check_tasks(job)
     _check_range(job, times, issue, host)
@@ -155,11 +155,23 @@ def _run_roles(job: JobGraph, step: StepRun, engine: str, trace_ranks: Sequence[
     return _Run(step=step, engine=engine, traced=traced)
 
 
+def _links(job: JobGraph, cluster: Cluster) -> tuple[Topology, Estimate]:
+    """The links that a job can load, and what a collective takes that has its links alone."""
+    from echograph.simulator.flows import alone, links_of
+
+    topology = links_of(job, cluster)
+    return topology, alone(topology)
+
+
 def _run_ranks(
     roles: Roles, every: EveryRank, engine: str, topology: Topology | None, trace_ranks: Sequence[int]
 ) -> _Run:
     job, tasks = roles.job, roles.tasks
-    shared = flows(job, tasks, roles.times, topology) if topology else None
+    shared = None
+    if topology is not None:
+        from echograph.simulator.flows import flows
+
+        shared = flows(job, tasks, roles.times, topology)
     if engine == "auto":
         engine = "events" if shared is not None and shared.contended else "static"
     runs, most = every.draws + len(trace_ranks), None

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from echograph.errors import CaptureError, InputError
 from echograph.frontend.deepspeed import shims
-from echograph.frontend.deepspeed.slices import GATHER
+from echograph.frontend.deepspeed.shims import GATHER
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.call_nodes import is_in_place
 from echograph.frontend.scripts.adapter import patched, replaced

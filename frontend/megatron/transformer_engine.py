@@ -237,9 +237,9 @@ class DotProductAttention(nn.Module):
         """Attends.
 
         Args:
-            query: [sequence, batch, heads, channels]; key and value likewise, of fewer heads perhaps.
-            key: as said.
-            value: as said.
+            query: [sequence, batch, heads, channels].
+            key: the same, with as many heads or fewer.
+            value: the same as the key.
             mask: not used, as attention that is causal uses none.
             attn_mask_type: "causal" or "no_mask".
             core_attention_bias: refused.

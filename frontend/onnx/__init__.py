@@ -23,8 +23,8 @@ def load(source: Path) -> Imported:
         MissingExtraError: the `onnx` package or PyTorch is not installed.
     """
     _require_torch()
+    from echograph.frontend.onnx.call import step_type
     from echograph.frontend.onnx.compile import compile_onnx
-    from echograph.frontend.onnx.dtypes import step_type
     from echograph.frontend.onnx.model import read
     from echograph.frontend.pytorch.spec import StepSpec
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from echograph.errors import CaptureError, InputError, UnknownNameError, UsageError
-from echograph.frontend.onnx.dtypes import DTypes, main_type
+from echograph.frontend.onnx.call import DTypes, main_type
 from echograph.frontend.onnx.model import OnnxModel
 from echograph.frontend.onnx.module import OnnxModule
 from echograph.frontend.pytorch.annotate import check_annotations

@@ -28,8 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from echograph.errors import CaptureError, EchoError, InputError
-from echograph.frontend.onnx.call import NodeCall, Operator, shapes
-from echograph.frontend.onnx.dtypes import DTypes
+from echograph.frontend.onnx.call import DTypes, NodeCall, Operator, shapes
 from echograph.frontend.onnx.model import MAX_KNOWN, Body, OnnxModel, OnnxNode, all_nodes
 from echograph.frontend.onnx.operators import OPERATORS, UNKNOWN
 from echograph.frontend.onnx.operators.shape import STATIC

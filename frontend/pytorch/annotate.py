@@ -9,7 +9,7 @@ Both producers (`recorder`, `aot`) emit one `torch.fx.Graph` with these entries 
                     PHASE   one of `PHASES`
                     MODULE  dotted path of the module that ran it, "" for the root (the loss, the optimizer)
     backward        FORWARD_NODE  name of the forward node it differentiates, on at least
-                                  `FORWARD_NODE_COVERAGE` of the backward nodes; likewise on recomputed ones
+                                  `FORWARD_NODE_COVERAGE` of the backward nodes, and of the recomputed
     one per parameter  GRADIENT_OF  name of the parameter, on the node that makes its final gradient
 
 Call nodes are ATen overloads, plus `operator.getitem` for one result of an operator with several.

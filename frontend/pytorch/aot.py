@@ -1,7 +1,7 @@
 """The second producer: torch.export, then AOTAutograd's joint graph of forward and backward.
 
 It sees the model as a compiler does: functional operators, dead code gone. The optimizer is recorded as in
-`recorder`. Its graph has the same annotated form and, after `normalise`, the same compute operations, so each
+`recorder`. Its graph has the same annotated form and, in common words, the same compute operations, so each
 producer checks the other. One difference remains: a `torch.autograd.Function` of the model's own is traced
 through, so its backward is derived from its forward instead of taken from the model.
 """

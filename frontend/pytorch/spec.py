@@ -23,12 +23,12 @@ class ModelSizes:
     Attributes:
         batch_size: samples of one micro-batch.
         seq_len: tokens of a sample, or pixels of an image's side.
-        attention: "sdpa" (fused), "eager", or "fused-softmax" (Megatron-LM's).
+        attention: "sdpa", "fused", "eager", or "fused-softmax" (Megatron-LM's).
     """
 
     batch_size: int | None = option(None, "Samples of one micro-batch.", least=1)
     seq_len: int | None = option(None, "Tokens of a sample, or pixels of an image's side.", least=1)
-    attention: str | None = option(None, "sdpa (fused), eager, or fused-softmax (Megatron-LM's).")
+    attention: str | None = option(None, "sdpa, fused, eager, or fused-softmax (Megatron-LM's).")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +42,12 @@ class StepSpec:
         master_weights: keep fp32 copies of 16-bit parameters and update those; None: yes for 16-bit types.
         recompute: discard activations and compute them again in the backward pass, with the module's own
             `gradient_checkpointing_enable` (Hugging Face).
+        lora_rank: rank of the adapters that alone are trained; None trains everything.
+        lora_targets: last names of the linear layers that get one, with commas between them.
         kernels: whose kernels composite operators become: "cuda" or "cpu".
 
     Raises:
-        UsageError: a field is no choice of its own, or a norm is not above 0.
+        UsageError: a field is no choice of its own, or a norm or a rank is not above 0.
     """
 
     dtype: StepDType = option("bf16", "bf16, fp16 or fp32.", "bf16; the file's for ONNX")
@@ -53,6 +55,12 @@ class StepSpec:
     clip_grad_norm: float | None = option(None, "Clip the gradients' norm to this.", "no clipping")
     master_weights: bool | None = option(None, "Keep fp32 copies of 16-bit parameters.", "yes")
     recompute: bool = option(False, "The model's own activation checkpointing.")
+    lora_rank: int | None = option(
+        None, "Freeze the model and train adapters of this rank (LoRA).", "all is trained"
+    )
+    lora_targets: str = option(
+        "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", "Linear layers that get adapters."
+    )
     kernels: Kernels = option("cuda", "Whose kernels operators become: cuda or cpu.")
 
     def __post_init__(self) -> None:
@@ -63,6 +71,8 @@ class StepSpec:
         ):
             if getattr(self, field) not in choices:
                 raise UsageError(f"{field} '{getattr(self, field)}': choose one of {', '.join(choices)}")
+        if self.lora_rank is not None and self.lora_rank < 1:
+            raise UsageError(f"--lora-rank {self.lora_rank}: give 1 or more")
         if self.clip_grad_norm is not None and not 0 < self.clip_grad_norm < float("inf"):
             raise UsageError(f"clip_grad_norm {self.clip_grad_norm}: give a norm above 0, or leave it out")
 

@@ -35,8 +35,7 @@ from echograph.frontend.scripts.world import World
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.formats import Imported
 from echograph.ir.graph import Axis, JobGraph, Workload
-from echograph.ir.passes.gradients import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD
-from echograph.ir.passes.model import count_job_flops
+from echograph.ir.passes.model import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD, count_job_flops
 from echograph.ir.types import CollectiveKind, DType, Payload, TensorRole
 from echograph.progress import Progress, silent
 

@@ -3,8 +3,8 @@
 A number that is read (a loss for the log) is answered by one that stands for it: 1. It may be printed, added and
 averaged, but not compared, and no tensor is true or false: a script that goes one way or another by it would be
 captured going one of them, so it is refused unless the user said which (`deciding`). All values are taken to be
-finite: who asks whether one is not a number is told that it is one. What libraries do with values is answered
-likewise, and not refused.
+finite: who asks whether one is not a number is told that it is one. What libraries ask of values is answered
+in the same way, and not refused.
 
 Values of small tensors on the host: random indices of a data set, schedules, masks, what a file holds. A script
 computes with such before it gives a batch to the GPU: `data[i : i + length] for i in torch.randint(...)` would

@@ -432,8 +432,8 @@ class NodeColumns:
         names: indices of `texts`.
         type: `NodeType` values.
         duration_us: whole microseconds.
-        ctrl_deps: for every node how many ids, and all of them.
-        data_deps: likewise.
+        ctrl_deps: control dependencies: the number of ids of every node, and all ids.
+        data_deps: data dependencies, in the same form.
         attributes: what was read of them.
         texts: the distinct names.
     """

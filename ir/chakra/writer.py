@@ -17,7 +17,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -36,7 +35,7 @@ from echograph.ir.chakra.messages import (
 from echograph.ir.columns import NONE, Int64
 from echograph.ir.files import whole_folder
 from echograph.ir.formats import Exported
-from echograph.ir.graph import Axis, Group, JobGraph, Program
+from echograph.ir.graph import Group, JobGraph, Program
 from echograph.ir.schedule import Edges
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Source
 from echograph.progress import Progress, silent
@@ -227,7 +226,6 @@ class Communicators:
         if job.world_size > MAX_RANKS:
             raise PlanError(f"{job.world_size:,} ranks: traces are written for at most {MAX_RANKS:,}")
         self.job = job
-        self._strides = {a.name: prod(b.size for b in job.mesh[i + 1 :]) for i, a in enumerate(job.mesh)}
         self._groups: dict[int, _Numbered] = {}
         first = 1
         for index in sorted(used):
@@ -240,7 +238,8 @@ class Communicators:
         job, program = self.job, self.job.programs[number]
         if not job.mesh:
             return np.array(sorted(program.ranks) or [number], np.int64)
-        return self._spread([a for a in job.mesh if a.name not in program.coordinates], self._place(program))
+        start = sum(job.strides[axis] * value for axis, value in program.coordinates.items())
+        return np.array(job.ranks_along(job.strides.keys() - program.coordinates.keys(), start))
 
     def size(self, group: int) -> int:
         """Ranks of a group."""
@@ -276,34 +275,18 @@ class Communicators:
         """The rank from which the offsets of a group count, for the group of this kind that a rank is in."""
         group = self.job.groups[index]
         if group.axes:
-            return rank - sum(self._coordinate(rank, axis) * self._strides[axis] for axis in group.axes)
+            place = self.job.coordinates(rank)
+            return rank - sum(place[axis] * self.job.strides[axis] for axis in group.axes)
         return group.ranks[0]
 
     def _number(self, group: Group, first: int) -> _Numbered:
-        others = [a for a in self.job.mesh if a.name not in group.axes] if group.axes else []
-        starts = self._spread(others, 0 if group.axes else group.ranks[0])
-        return _Numbered(first=first, starts=starts, offsets=self._offsets(group))
+        others = self.job.ranks_along(self.job.strides.keys() - set(group.axes)) if group.axes else group.ranks[:1]
+        return _Numbered(first=first, starts=np.array(others, np.int64), offsets=self._offsets(group))
 
     def _offsets(self, group: Group) -> Int64:
         """The ranks of a group in order, as distances from where it starts."""
-        if not group.axes:
-            return np.array(group.ranks, np.int64) - group.ranks[0]
-        whole = self._spread([a for a in self.job.mesh if a.name in group.axes], 0)
-        return whole[list(group.positions)] if group.positions else whole
-
-    def _spread(self, axes: list[Axis], start: int) -> Int64:
-        """Ranks at all places along some axes, ascending."""
-        ranks = np.array([start], np.int64)
-        for axis in axes:
-            ranks = (ranks[:, None] + np.arange(axis.size) * self._strides[axis.name]).ravel()
-        return ranks
-
-    def _place(self, program: Program) -> int:
-        return sum(self._strides[axis] * value for axis, value in program.coordinates.items())
-
-    def _coordinate(self, rank: int, axis: str) -> int:
-        size = next(a.size for a in self.job.mesh if a.name == axis)
-        return rank // self._strides[axis] % size
+        ranks = np.array(self.job.group_ranks(group), np.int64)
+        return ranks if group.axes else ranks - ranks[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

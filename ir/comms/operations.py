@@ -43,7 +43,7 @@ class Operation:
     Args:
         name: as torch.distributed calls it.
         inputs: tensors that this rank gives; takes the arguments and whether this rank is the root.
-        outputs: tensors that this rank gets, likewise.
+        outputs: tensors that this rank gets; takes the same two.
         in_place: whether those are the same.
         group: position of the process group.
         asynchronous: position of `async_op`, or -1.

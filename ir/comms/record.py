@@ -1,24 +1,22 @@
-"""The lines of a trace of collectives, one file a rank: what the tracer writes, and readers and frontends know.
+"""Traces of collectives: the lines of a file, one file a rank, what every reader gives, and the reader of our own.
 
-A line is a JSON object or a JSON array. Objects, told apart by `line`, come before the first row that needs them:
-`header` (once), `group` (a group of ranks), `what` (all that calls have in common: operation, group, bytes,
-shapes, call site ...), `beat` (how far the rank is, while it works or
-hangs), `stuck` (a call that does not end) and `end` (the last line of a run that ended in order). An array is one
-call:
-
-    [what, sequence, queued, start, end, wait]
-
-`queued` is nanoseconds of the wall clock; the other times are nanoseconds after it, or -1 where not known. `wait`
-is when the caller first waited for the call. A row whose end is -1 is of a call that had not ended when it was
-written; a later row of the same channel and sequence replaces it.
+The tracer writes these lines (`trace_collectives`); readers and frontends know them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
+
+from echograph.errors import FormatError, InputError
+from echograph.ir.files import open_file
 
 MAJOR, MINOR = 1, 0
 FORMAT = "echograph collective trace"
@@ -192,3 +190,217 @@ DECODER: msgspec.json.Decoder[RecordLine] = msgspec.json.Decoder(RecordLine)
 def encode(line: RecordLine) -> bytes:
     """A line with its end."""
     return ENCODER.encode(line) + b"\n"
+
+
+CallRows = NDArray[np.int64]
+# In the end's place of a row: the call has ended, and nobody knows when.
+NO_TIME = -2
+
+
+class CallSource:
+    """One file of one rank.
+
+    Attributes:
+        path: the file.
+        kind: whose trace it is.
+        rank: global rank.
+        world: ranks of the job, as the file says.
+        host: name of the machine, "" where not known.
+        timed: whether the rows tell when a call began; if not, only how long it took.
+        signatures: what the rows' first column points into.
+        groups: ranks of each group.
+        problems: what could not be read, in words, and how often.
+        stuck: calls that were reported as not ending.
+        complete: whether the file says that its run ended in order.
+        dropped: calls that the tracer could not write.
+    """
+
+    kind = ""
+    timed = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rank = 0
+        self.world = 1
+        self.host = ""
+        self.signatures: list[CallSignature | None] = []
+        self.groups: dict[str, tuple[int, ...]] = {}
+        self.problems: Counter[str] = Counter()
+        self.stuck: list[StuckCall] = []
+        self.complete = True
+        self.dropped = 0
+
+    def open(self) -> None:
+        """Reads what stands before the first row, so that ranks and groups are known.
+
+        Raises:
+            InputError: the file cannot be read at all.
+        """
+        raise NotImplementedError
+
+    def rows(self) -> Iterator[CallRows]:
+        """Rows as in the trace format (what, sequence, queued, start, end, wait), some ten thousand at a time."""
+        raise NotImplementedError
+
+
+def known_rows(rows: CallRows, source: CallSource) -> CallRows:
+    """Rows whose description has been read; the others are counted."""
+    table = np.array([what is not None for what in source.signatures], dtype=np.bool_)
+    inside = (rows[:, 0] >= 0) & (rows[:, 0] < len(table))
+    inside[inside] = table[rows[inside, 0]]
+    if not inside.all():
+        source.problems["rows without a description"] += int((~inside).sum())
+    return rows[inside]
+
+
+def no_rows() -> CallRows:
+    """None."""
+    return np.empty((0, COLUMNS), dtype=np.int64)
+
+
+BLOCK_BYTES = 1 << 20
+# A line that is longer is none of the tracer's.
+MAX_LINE_BYTES = 1 << 26
+_MOST = np.array([np.iinfo(np.int64).max, MAX_SEQUENCE, MAX_WALL_NS, MAX_NS, MAX_NS, MAX_NS])
+_LEAST = np.array([0, 0, 0, -MAX_NS, -MAX_NS, -MAX_NS])
+_COLUMN_NAMES = ("what", "sequence", "queued", "start", "end", "wait")
+_NUMBERS = msgspec.json.Decoder(list[int])
+
+
+class NativeSource(CallSource):
+    """A file that `trace_collectives` wrote.
+
+    Half a line at its end, or a broken one inside, costs that line; one that is whole and says what cannot be, as
+    that a message has less than no bytes, is refused.
+    """
+
+    kind = "echograph"
+    _line = 0
+
+    def open(self) -> None:
+        """Reads the header.
+
+        Raises:
+            InputError: the file cannot be read.
+            FormatError: it has no header, or one of a newer version.
+        """
+        self.complete = False
+        try:
+            with open_file(self.path) as stream:
+                first = stream.readline(1 << 20)
+        except OSError as error:
+            raise InputError(f"{self.path}: {error.strerror or error}") from None
+        try:
+            header = DECODER.decode(first)
+        except UNREADABLE as error:
+            self._refuse_what_cannot_be(error, 1)
+            header = None
+        if not isinstance(header, HeaderLine) or header.format != FORMAT:
+            raise FormatError(f"{self.path}: its first line is no header of a trace of collectives")
+        if header.version[0] > MAJOR:
+            version = ".".join(map(str, header.version))
+            raise FormatError(
+                f"{self.path}: version {version}, newer than {MAJOR}: read it with a newer echograph"
+            )
+        self.rank, self.world, self.host = header.rank, header.world, header.host
+        if header.unknown:
+            self.problems[f"operators that the tracer does not see: {', '.join(header.unknown)}"] += 1
+
+    def rows(self) -> Iterator[CallRows]:
+        """Rows of the file.
+
+        Raises:
+            FormatError: a line says what cannot be; names line and field.
+        """
+        rest = b""
+        self._line = 0
+        with open_file(self.path) as stream:
+            while block := stream.read(BLOCK_BYTES):
+                if len(rest) > MAX_LINE_BYTES:
+                    raise FormatError(
+                        f"{self.path}: line {self._line + 1}: longer than {MAX_LINE_BYTES >> 20} MiB: no trace"
+                    )
+                block = rest + block
+                cut = block.rfind(b"\n") + 1
+                rest = block[cut:]
+                yield self._block(block[:cut])
+                self._line += block.count(b"\n", 0, cut)
+        if rest:
+            self.problems["half-written last lines"] += 1
+
+    def _block(self, block: bytes) -> CallRows:
+        """Rows of whole lines, the first of which is the one after `_line`."""
+        numbered = None
+        if b"{" in block or block[:1] != b"[":
+            lines = list(enumerate(block.split(b"\n"), start=self._line + 1))
+            for number, line in lines:
+                if line and line[:1] != b"[":
+                    self._object(line, number)
+            numbered = [number for number, line in lines if line[:1] == b"["]
+            block = b"\n".join([line for _, line in lines if line[:1] == b"["])
+        if not block:
+            return no_rows()
+        return known_rows(self._numbers(block, numbered), self)
+
+    def _numbers(self, block: bytes, numbered: list[int] | None) -> CallRows:
+        """Rows of arrays alone; `numbered` are their lines' numbers, None where they follow each other."""
+        block = block.strip()
+        try:
+            flat = _NUMBERS.decode(b"[%b]" % block.translate(None, b"[]").replace(b"\n", b","))
+            if len(flat) == COLUMNS * (block.count(b"\n") + 1):
+                return self._in_range(np.array(flat, dtype=np.int64).reshape(-1, COLUMNS), numbered)
+        except UNREADABLE:
+            pass
+        good, places = [], []
+        for place, line in enumerate(block.split(b"\n")):
+            try:
+                numbers = _NUMBERS.decode(line)
+                np.array(numbers, dtype=np.int64)
+            except UNREADABLE:
+                numbers = []
+            if len(numbers) == COLUMNS:
+                good.append(numbers)
+                places.append(numbered[place] if numbered else self._line + 1 + place)
+            else:
+                self.problems["unreadable lines"] += 1
+        return self._in_range(np.array(good, dtype=np.int64).reshape(-1, COLUMNS), places)
+
+    def _in_range(self, rows: CallRows, numbered: list[int] | None) -> CallRows:
+        wrong = np.argwhere((rows < _LEAST) | (rows > _MOST))
+        if len(wrong):
+            row, column = wrong[0].tolist()
+            line = numbered[row] if numbered else self._line + 1 + row
+            raise FormatError(
+                f"{self.path}: line {line}: {_COLUMN_NAMES[column]} is {rows[row, column]}: no call has that; "
+                "leave the line out"
+            )
+        return rows
+
+    def _object(self, text: bytes, number: int) -> None:
+        try:
+            line: RecordLine = DECODER.decode(text)
+        except UNREADABLE as error:
+            self._refuse_what_cannot_be(error, number)
+            self.problems["unreadable lines"] += 1
+            return
+        match line:
+            case GroupLine():
+                self.groups[line.name] = line.ranks
+            case StuckCall():
+                self.stuck.append(line)
+            case EndLine():
+                self.complete, self.dropped = True, line.dropped
+            case HeaderLine() | Heartbeat():
+                pass
+            case what:
+                self.signatures += [None] * (what.id + 1 - len(self.signatures))
+                self.signatures[what.id] = what
+
+    def _refuse_what_cannot_be(self, error: Exception, number: int) -> None:
+        """Damage costs a line; a value of another type, or out of range, in a known kind of line is an error."""
+        if (
+            isinstance(error, msgspec.ValidationError)
+            and " - at `$." in (said := str(error))
+            and "`$.line`" not in said
+        ):
+            raise FormatError(f"{self.path}: line {number}: {said}: leave the line out") from None

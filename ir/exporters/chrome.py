@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,26 +41,52 @@ def chrome_trace(
             those of the graph, and each stands for the first rank that runs it.
     """
     chosen = sorted(set(range(len(timeline.programs)) if programs is None else programs))
-    ranks = ranks or [first_rank(graph, number) for number in range(len(timeline.programs))]
-    job = {"world_size": graph.world_size} | ({"rank": ranks[chosen[0]]} if len(chosen) == 1 else {})
+    ranks = ranks or [graph.lowest_rank(number) for number in range(len(timeline.programs))]
+    groups = {number: process_groups(graph, ranks[number]) for number in chosen}
+    job = job_header(graph, groups.values(), [ranks[number] for number in chosen])
     head = {"displayTimeUnit": "ms", "distributedInfo": job, "processRanks": {str(p): ranks[p] for p in chosen}}
     yield json.dumps(head, separators=(",", ":"))[:-1] + ',"traceEvents":[\n'
     separator = ""
-    for event in (*_names(timeline, chosen), *_events(graph, timeline, chosen)):
+    for event in (*_names(timeline, chosen), *_events(graph, timeline, groups)):
         yield separator + json.dumps(event, separators=(",", ":"))
         separator = ",\n"
     yield "\n]}\n"
 
 
-def first_rank(graph: Graph, number: int) -> int:
-    """The lowest rank that runs a program."""
-    program = graph.programs[number]
-    if program.ranks or not graph.mesh:
-        return min(program.ranks, default=number)
-    strides = (prod(inner.size for inner in graph.mesh[place + 1 :]) for place in range(len(graph.mesh)))
-    return sum(
-        program.coordinates.get(axis.name, 0) * stride for axis, stride in zip(graph.mesh, strides, strict=True)
-    )
+class ProcessGroup(NamedTuple):
+    """A process group as profilers write it.
+
+    Attributes:
+        name: by which events name it; that of another set of ranks is another.
+        ranks: ascending.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+def process_groups(graph: Graph, rank: int) -> dict[int, ProcessGroup]:
+    """The process groups that a rank is in, by their numbers in the graph."""
+    here, found = graph.coordinates(rank), {}
+    for number, group in enumerate(graph.groups):
+        ranks = tuple(sorted(graph.group_ranks(group, here)))
+        if rank in ranks:
+            found[number] = ProcessGroup(f"{group.name} {ranks[0]}", ranks)
+    return found
+
+
+def job_header(graph: Graph, groups: Iterable[dict[int, ProcessGroup]], ranks: Sequence[int]) -> dict[str, object]:
+    """What a trace says of its job (`distributedInfo`).
+
+    Args:
+        graph: the graph that ran.
+        groups: of each rank that is traced.
+        ranks: those.
+    """
+    known = dict.fromkeys(group for of_rank in groups for group in of_rank.values())
+    config = [{"pg_name": name, "ranks": list(members)} for name, members in known]
+    job: dict[str, object] = {"world_size": graph.world_size}
+    return job | ({"rank": ranks[0]} if len(ranks) == 1 else {}) | ({"pg_config": config} if config else {})
 
 
 def _names(timeline: Timeline, programs: list[int]) -> Iterator[dict[str, object]]:
@@ -79,8 +105,10 @@ def _names(timeline: Timeline, programs: list[int]) -> Iterator[dict[str, object
         yield {"ph": "X", "name": "ProfilerStep#0", "pid": program, "tid": 0} | step
 
 
-def _events(graph: Graph, timeline: Timeline, programs: list[int]) -> Iterator[dict[str, object]]:
-    shown = np.isin(timeline.program, programs) & (timeline.duration > 0)
+def _events(
+    graph: Graph, timeline: Timeline, groups: dict[int, dict[int, ProcessGroup]]
+) -> Iterator[dict[str, object]]:
+    shown = np.isin(timeline.program, list(groups)) & (timeline.duration > 0)
     labels, launch = _labels(graph), launch_numbers(timeline)
     for row in np.flatnonzero(shown).tolist():
         op, device = int(timeline.op[row]), timeline.lane[row] == Lane.DEVICE
@@ -98,6 +126,10 @@ def _events(graph: Graph, timeline: Timeline, programs: list[int]) -> Iterator[d
         if device:
             name, category = device_label(graph, op)
             args["stream"] = int(timeline.stream[row])
+            if graph.ops.kind[op] in COMMUNICATIONS:
+                group = groups[int(timeline.program[row])].get(int(graph.ops.group[op]))
+                args |= {"Collective name": collective_name(graph, op)}
+                args |= {"Process Group Name": group.name} if group else {}
             if graph.ops.kind[op] == OpKind.COPY:
                 rate = int(graph.ops.nbytes[op]) * _PS_PER_NS / int(timeline.duration[row])
                 args |= {"bytes": int(graph.ops.nbytes[op]), "memory bandwidth (GB/s)": rate}
@@ -135,6 +167,13 @@ def device_label(graph: Graph, op: int) -> tuple[str, str]:
     if ops.kind[op] in COMMUNICATIONS:
         return f"ncclDevKernel_SendRecv({name})", "kernel"
     return name, "kernel"
+
+
+def collective_name(graph: Graph, op: int) -> str:
+    """What PyTorch calls a communication."""
+    kind = OpKind(int(graph.ops.kind[op]))
+    name = CollectiveKind(int(graph.ops.variant[op])).name if kind == OpKind.COLLECTIVE else kind.name
+    return name.lower()
 
 
 def launch_numbers(timeline: Timeline) -> Int64:

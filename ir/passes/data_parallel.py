@@ -12,7 +12,7 @@ Data parallelism: gradients in buckets, reduced while backward goes on; with ZeR
 
 Gradients are put into buckets in the order in which they become ready; a bucket holds one data type and one set
 of ranks: a gradient is added up over the data axes of the mesh that it is not divided over
-(`gradients.reduction_axes`). When the last gradient of a bucket is ready, the bucket is reduced on its group's
+(`model.reduction_axes`). When the last gradient of a bucket is ready, the bucket is reduced on its group's
 own stream, buckets in order. After backward the compute stream waits for all of them.
 
 - `zero=0`: PyTorch's DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020). A bucket closes at
@@ -57,7 +57,7 @@ from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, Block, Graph, JobGraph, StepGraph
-from echograph.ir.passes.gradients import (
+from echograph.ir.passes.model import (
     DATA,
     Gradient,
     ProgramPoint,
@@ -235,7 +235,7 @@ class ShardedBlock:
         ops: gets the new rows of each operation: its own, and where the next one's begin.
         views: roles of which the shard is a part of the whole tensor's memory.
         transient: roles of which the whole tensor lives in one micro-batch only.
-        scalars: operations whose last output is a scalar of all gradients together (`gradients.total_norms`).
+        scalars: operations whose last output is a scalar of all gradients together (`model.total_norms`).
     """
 
     def __init__(

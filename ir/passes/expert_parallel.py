@@ -41,7 +41,7 @@ from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, StepGraph
 from echograph.ir.passes.dims import Ambiguous
-from echograph.ir.passes.gradients import EXPERT, NORMS, axes_group, overflow_flags, total_norms
+from echograph.ir.passes.model import EXPERT, NORMS, axes_group, overflow_flags, total_norms
 from echograph.ir.passes.rewrite import StepWriter
 from echograph.ir.passes.tensor_parallel.rules import VIEWS, WHOLE, OpSchema, Placement, Shard, decide, operator
 
@@ -198,7 +198,7 @@ class Places:
 
     The rows of a grouped product are with the experts, and so is what is computed of such rows alone. What also
     reads something at home is computed there, unless it is between two products: so rows are exchanged just before
-    the first product of a layer and just after the last, in the type they then have, and likewise their gradients.
+    the first product of a layer and just after the last, in the type they then have, and so are their gradients.
 
     Args:
         graph: the step.

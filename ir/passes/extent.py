@@ -3,10 +3,16 @@
 It begins with the inputs, and follows the extent through all operations, both ways, until nothing more is found
 by a rule an operator. What is not found does not carry it: parameters, and what is made of them alone.
 
-The batch (or the sequence) is one factor of one dim of a tensor, if it is in it at all. A rule says where it is in
-the other tensors of an operation when one is known. Unlike placements (`tensor_parallel.rules`), which follow the
-data, this runs both ways: what is added to a tensor of four samples is of four samples. (Of one sample this would
-not hold: a dim of 1 may be it, or broadcast.)
+The batch (or the sequence) is one factor of one dim of a tensor, if it is in it at all. A rule says where it is
+in the other tensors of an operation when one is known. Unlike placements (`tensor_parallel.rules`), which follow
+the data, this runs both ways: what is added to a tensor of four samples is of four samples. (Of one sample this
+would not hold: a dim of 1 may be it, or broadcast.)
+
+`MicroBatch` is the same step with another number of samples. All extents, FLOPs and bytes that carry the batch
+scale; operations stay what they were. That takes two samples: in a capture of one, what autograd sums over the
+batch is not there. A step of one sample does less: autograd sums no gradient over the batch of what was
+broadcast, and what is copied only to merge the batch with another dim is a view. These operations are left out.
+(Products of unfused attention keep the layout of the copies that they would read of several samples.)
 """
 
 from __future__ import annotations
@@ -14,14 +20,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, permutations
+from itertools import combinations
 from math import prod
+from typing import ClassVar
 
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.dims import Ambiguous, Shape, view_dim
+from echograph.ir.passes.dims import Ambiguous, Shape, kept_dims, product_factors, transposed, view_dim
 from echograph.ir.passes.rewrite import StepWriter
 from echograph.ir.types import CollectiveKind
 
@@ -131,16 +138,9 @@ def _view(site: OpShapes, at: int, place: ExtentDim) -> Found:
 
 
 def _swap(site: OpShapes, at: int, place: ExtentDim) -> Found:
-    """`t`, `transpose` and `permute`; the graph does not say which dims, their extents do."""
-    source, made = site.shapes
-    rank = len(source)
-    orders = [o for o in permutations(range(rank)) if tuple(source[i] for i in o) == made]
-    if site.name != "permute":
-        orders = [o for o in orders if sum(i != j for i, j in enumerate(o)) == 2 or rank < 2]
-    # Of equal extents, nobody swaps the batch; heads and positions are swapped, not heads and channels.
-    likely = [o for o in orders if rank < 3 or o[0] == 0] or orders
-    likely = [o for o in likely if rank != 4 or o == (0, 2, 1, 3)] or likely
-    dims = {o.index(place.dim) if at == 0 else o[place.dim] for o in likely}
+    """`t`, `transpose` and `permute`."""
+    orders = transposed(site.name, *site.shapes)
+    dims = {o.index(place.dim) if at == 0 else o[place.dim] for o in orders}
     if len(dims) != 1:
         raise Ambiguous
     yield 1 - at, replace(place, dim=dims.pop())
@@ -182,56 +182,39 @@ def _pieces(site: OpShapes, at: int, place: ExtentDim) -> Found:
 
 def _removal(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """`select`, `unbind` take a dim away, `stack` and `select_backward` add one."""
-    larger, smaller = sorted((site.shapes[0], site.shapes[-1]), key=len, reverse=True)
-    kept = [k for k in combinations(range(len(larger)), len(smaller)) if tuple(larger[i] for i in k) == smaller]
-    kept = [k for k in kept if k[:1] == (0,)] or kept  # nobody selects one sample
     shape = site.shapes[at]
-    for other in range(len(site.shapes)):
-        if len(site.shapes[other]) == len(shape):
-            if other != at:
-                yield other, place
-            continue
-        down = len(shape) > len(site.shapes[other])
-        dims = {(k.index(place.dim) if place.dim in k else None) if down else k[place.dim] for k in kept}
-        if len(dims) != 1:
-            raise Ambiguous
-        if (dim := dims.pop()) is not None:
-            yield other, replace(place, dim=dim)
+    for other, there in enumerate(site.shapes):
+        if len(there) != len(shape):
+            # Nobody selects one sample.
+            yield from _where_kept(other, shape, there, place, first=True)
+        elif other != at:
+            yield other, place
 
 
 def _reduction(site: OpShapes, at: int, place: ExtentDim) -> Found:
     """Sums, means and extremes; all inputs but the first are ignored."""
-    source = site.shapes[0]
     for other in site.outputs if at == 0 else (0,):
-        made = site.shapes[other if at == 0 else at]
-        if len(made) == len(source):
-            if source[place.dim] == made[place.dim]:
-                yield other, place
-            continue
-        kept = [k for k in combinations(range(len(source)), len(made)) if tuple(source[i] for i in k) == made]
-        dims = {(k.index(place.dim) if place.dim in k else None) if at == 0 else k[place.dim] for k in kept}
-        if len(dims) != 1:
-            raise Ambiguous
-        if (dim := dims.pop()) is not None:
-            yield other, replace(place, dim=dim)
+        shape, there = site.shapes[at], site.shapes[other]
+        if len(there) != len(shape):
+            yield from _where_kept(other, shape, there, place)
+        elif there[place.dim] == shape[place.dim]:
+            yield other, place
+
+
+def _where_kept(other: int, shape: Shape, there: Shape, place: ExtentDim, *, first: bool = False) -> Found:
+    """Where an operand carries the extent that has more dims, or fewer: nowhere, if its dim was taken away."""
+    down = len(shape) > len(there)
+    kept = kept_dims(shape, there) if down else kept_dims(there, shape)
+    kept = [k for k in kept if first and k[:1] == (0,)] or kept
+    dims = {(k.index(place.dim) if place.dim in k else None) if down else k[place.dim] for k in kept}
+    if len(dims) != 1:
+        raise Ambiguous
+    if (dim := dims.pop()) is not None:
+        yield other, replace(place, dim=dim)
 
 
 def _matmul(site: OpShapes, at: int, place: ExtentDim) -> Found:
-    """Matrix products: rows, columns, the contraction, and a batch of them; a bias is added by element."""
-    first, out = site.inputs - 2, site.inputs
-    rank = len(site.shapes[out])
-    links = [[(first, d), (first + 1, d), (out, d)] for d in range(rank - 2)]
-    if rank == 1:
-        links = [[(first, 0), (out, 0)], [(first, 1), (first + 1, 0)]]
-    else:
-        links += [
-            [(first, rank - 2), (out, rank - 2)],
-            [(first + 1, rank - 1), (out, rank - 1)],
-            [(first, rank - 1), (first + 1, rank - 2)],
-        ]
-    if first and len(site.shapes[0]) == rank:
-        links += [[(0, d), (out, d)] for d in range(rank)]
-    return _joined(site, at, place, links)
+    return _joined(site, at, place, product_factors(site.shapes, site.inputs))
 
 
 def _grouped(site: OpShapes, at: int, place: ExtentDim) -> Found:
@@ -647,3 +630,106 @@ def _summands(sizes: Sequence[int], total: int) -> tuple[int, ...] | None:
             if sum(sizes[i] for i in chosen) == total:
                 return chosen
     return None
+
+
+MAX_SIZE = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """The step with another batch.
+
+    Attributes:
+        size: samples of a micro-batch.
+    """
+
+    name: ClassVar[str] = "micro_batch"
+
+    size: int
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        """The step with `size` samples.
+
+        Raises:
+            PlanError: the size is out of range, the capture has one sample or a batch that cannot be told from
+                other extents (says which capture would do), or a share of the batch does not scale.
+        """
+        now = graph.workload.batch_size
+        if not 1 <= self.size <= MAX_SIZE:
+            raise PlanError(f"a micro-batch of {self.size}: choose 1 to {MAX_SIZE:,} samples")
+        if self.size == now:
+            return graph
+        if now == 1:
+            raise PlanError(
+                "a capture of one sample does not show what broadcasts over samples: "
+                f"capture with --batch-size 2, or with {self.size}"
+            )
+        advice = f"capture with --batch-size {self.size}"
+        carriers = Carriers(graph, Extent(name="batch", size=now, dim=0, advice=advice))
+        writer = (_OneSample if self.size == 1 else ExtentWriter)(graph, carriers, self.size)
+        writer.builder.workload = replace(graph.workload, batch_size=self.size)
+        return writer.write()
+
+
+class _OneSample(ExtentWriter):
+    """Leaves out what one sample does not need."""
+
+    def operation(self, op: t.Op) -> None:
+        """Writes an operation, or lets its input stand for its output."""
+        match op.name:
+            case "aten.sum" if self._sums_the_batch_alone(op):
+                if self.graph.tensors.role[op.outputs[0]] == t.TensorRole.GRADIENT:
+                    self.copy(replace(op, name="aten.copy_"), **self.work(op))
+                else:
+                    self._pass_on(op)
+            case "aten.clone" if self._merges_the_batch(op):
+                self._pass_on(op)
+            case "aten.expand" if self._alike(op) and not self._readers(op.outputs[0]):
+                self._pass_on(op)
+            case "aten._unsafe_view" if self._maker(op.inputs[0]) == "aten.clone" and self._alike(op):
+                self.tensor(op.outputs[0], name="view")
+                self.copy(replace(op, name="aten.view"))
+            case _:
+                super().operation(op)
+
+    def _pass_on(self, op: t.Op) -> None:
+        self.part.tensors[op.outputs[0]] = self.tensor(op.inputs[0])
+        maker = int(self.graph.maker[op.inputs[0]])
+        if maker in self.part.ops:
+            self.part.ops[op.id] = self.part.ops[maker]
+
+    def _sums_the_batch_alone(self, op: t.Op) -> bool:
+        """Whether it sums a gradient to the shape of what broadcast over the batch, and not to fewer dims."""
+        shapes = [self.carriers.resized(i, 1) for i in (op.inputs[0], op.outputs[0])]
+        carry = [i in self.carriers.places for i in (op.inputs[0], op.outputs[0])]
+        if op.phase != t.Phase.BACKWARD or carry != [True, False] or shapes[0] != shapes[1]:
+            return False
+        then = [x for x in self._readers(op.outputs[0]) if x.name == "aten.view"]
+        return not any(len(self.graph.tensors.shape.row(x.outputs[0])) < len(shapes[1]) for x in then)
+
+    def _merges_the_batch(self, op: t.Op) -> bool:
+        """Whether it copies only for a view that merges the batch with another dim.
+
+        `reshape` copies and then takes an `_unsafe_view`; `contiguous` copies what is cut, here a row of labels.
+        """
+        if op.inputs[0] not in self.carriers.places:
+            return False
+        readers = self._readers(op.outputs[0])
+        cut = self._maker(op.inputs[0]) == "aten.slice" and len(self.graph.tensors.shape.row(op.inputs[0])) == 2
+        return len(readers) == 1 and (
+            (readers[0].name == "aten._unsafe_view" and self._alike(readers[0]))
+            or (readers[0].name == "aten.view" and cut)
+        )
+
+    def _alike(self, op: t.Op) -> bool:
+        """Whether a view of one sample drops or adds dims of 1 alone, which any layout allows."""
+        source, made = (self.carriers.resized(i, 1) for i in (op.inputs[0], op.outputs[0]))
+        return [e for e in source if e != 1] == [e for e in made if e != 1]
+
+    def _readers(self, row: int) -> list[t.Op]:
+        reads = self.graph.ops.inputs
+        return [self.graph.ops[op] for op in reads.rows[reads.values == row].tolist()]
+
+    def _maker(self, row: int) -> str:
+        maker = int(self.graph.maker[row])
+        return "" if maker == NONE else str(self.graph.ops[maker].name)

@@ -49,7 +49,7 @@ from echograph.ir.passes.data_parallel import (
     check_sizes,
     data_mesh,
 )
-from echograph.ir.passes.gradients import (
+from echograph.ir.passes.model import (
     REPLICATE,
     SHARD,
     axes_group,

@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from math import prod
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
+from echograph.ir.passes.fold import LABEL
 from echograph.ir.passes.rewrite import StepWriter
 
 _POINTWISE = {
@@ -46,12 +47,14 @@ class _Kernel:
 
     Attributes:
         size: elements that it works on.
+        area: the part of the model that it stays within; "": none.
         reduced: elements that are left of those when rows are reduced; 0 before it does so.
         rows: the operations, in order.
         views: views of what they make, in order.
     """
 
     size: int
+    area: str = ""
     reduced: int = 0
     rows: list[int] = field(default_factory=list)
     views: list[int] = field(default_factory=list)
@@ -59,20 +62,28 @@ class _Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fuse:
-    """The step with fused elementwise operations."""
+    """The step with fused elementwise operations.
+
+    Attributes:
+        within: "step": all that a compiler finds; "modules": only within one part of a layer (a norm, a
+            feed-forward network), as a library of fused kernels has them. What stands between parts, as the
+            addition of a residual, is then a kernel of its own.
+    """
 
     name: ClassVar[str] = "fuse"
 
+    within: Literal["step", "modules"] = "step"
+
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step graph."""
-        return _Writer(graph, _Finder(graph).kernels()).write()
+        return _Writer(graph, _Finder(graph, self.within == "modules").kernels()).write()
 
 
 class _Finder:
     """Goes through the operations in order, with the kernels that may still grow."""
 
-    def __init__(self, graph: StepGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: StepGraph, within_modules: bool) -> None:
+        self.graph, self.within_modules = graph, within_modules
         self.cuts = set(graph.programs[0].calls[:, 1:3].ravel().tolist())
         self.open: dict[int, _Kernel] = {}
         self.found: list[_Kernel] = []
@@ -109,7 +120,7 @@ class _Finder:
         if not fusible or (reduces and not joins):
             return
         if not joins:
-            joins = [_Kernel(self._size(row))]
+            joins = [_Kernel(self._size(row), self._area(row))]
             self.found += joins
         kernel = self._merged(joins)
         kernel.rows.append(row)
@@ -125,11 +136,21 @@ class _Finder:
 
     def _fits(self, kernel: _Kernel, row: int, reduces: bool) -> bool:
         """Whether an operation works on the same elements as a kernel, or on what is left of its rows."""
+        if kernel.area != self._area(row):
+            return False
         if not reduces:
             return self._size(row) in (kernel.size, kernel.reduced)
         (before, *_), (after,) = self.graph.ops.inputs.row(row), self.graph.ops.outputs.row(row)
         again = self._is_of_rows(before, after) and kernel.reduced == self._elements(after)
         return self._elements(before) == kernel.size and (not kernel.reduced or again)
+
+    def _area(self, row: int) -> str:
+        """The part of a layer that an operation belongs to; beyond layers, its module. "": all is one."""
+        if not self.within_modules:
+            return ""
+        module: str = self.graph.strings[self.graph.ops.module[row]]
+        layer, inner, part = module.rpartition(LABEL)
+        return layer + inner + ".".join(part.split(".")[:2])
 
     def _is_of_rows(self, before: int, after: int) -> bool:
         """Whether a reduction leaves one element of each row."""

@@ -1,4 +1,4 @@
-"""What a step says of its model: the FLOPs that it asks for, and its layers.
+"""What a step says of its model: the FLOPs that it asks for, its layers, and its gradients.
 
 Model FLOPs, counted before passes share, pad or repeat a micro-batch, are the numerator of the model FLOPs
 utilisation: those of forward and backward as the model defines them, so no plan changes them. The backward of
@@ -6,20 +6,288 @@ fused attention computes the scores of its forward again; that product is recomp
 forward, the gradients need four.
 
 Layers are repeated blocks, and numbered modules beside them.
+
+Of gradients it says which are left to the optimizer, what is computed of all, and over which axes they add up.
+Along a *data axis* every rank has its own part of the batch: other micro-batches (data- and expert-parallel
+ranks), or other tokens of the same ones (context-parallel ranks). So each holds a summand of every gradient, but
+for those of tensors that are divided over the axis: experts over "ep".
+
+Their norm, and whether one has overflowed, is one scalar of all gradients together. Where gradients are divided
+over ranks, each has such a scalar of its own part. So a pass that divides them adds an all-reduce of the scalar,
+over its axis, right after the operations named here, and what reads the scalar reads the sum. Megatron-LM adds up
+squares of norms, in which parameters that every tensor-parallel rank holds whole count on the first rank alone
+(`megatron/core/optimizer/clip_grads.py`, `get_grad_norm_fp32`); squaring before and taking the root after, two
+kernels of four bytes, are not counted here. Overflow flags it reduces by their maximum.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 
+from echograph.errors import PlanError
 from echograph.ir import types as t
+from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
-from echograph.ir.graph import Graph, JobGraph, Program, StepGraph
-from echograph.ir.passes.gradients import DATA, REPLICATE, SHARD
-from echograph.ir.types import Attention, OpKind, Phase
+from echograph.ir.graph import Axis, Graph, JobGraph, Program, StepGraph
+from echograph.ir.passes.rewrite import Call
+from echograph.ir.types import Attention, OpKind, Phase, TensorRole
+
+DATA, REPLICATE, SHARD = "dp", "dp_replicate", "dp_shard"
+EXPERT, CONTEXT = "ep", "cp"
+MICRO_BATCH_AXES = (DATA, REPLICATE, SHARD, EXPERT)
+"""Axes whose ranks work on micro-batches of their own."""
+DATA_AXES = (*MICRO_BATCH_AXES, CONTEXT)
+
+
+def reduction_axes(mesh: Iterable[Axis], sharded: Sequence[str]) -> tuple[str, ...]:
+    """The data axes, in the order of the mesh, whose ranks each hold a summand of a gradient.
+
+    Args:
+        mesh: of the job; axes of one rank are left out.
+        sharded: axes over which the gradient is divided (`Tensor.sharded`).
+    """
+    return tuple(a.name for a in mesh if a.name in DATA_AXES and a.size > 1 and a.name not in sharded)
+
+
+def axes_group(builder: GraphBuilder, axes: Sequence[str]) -> tuple[int, int]:
+    """The group of some axes and the stream of its communicator."""
+    name = "+".join(axes)
+    return builder.group(name, axes=axes), builder.stream(f"comm.{name}")
+
+
+ProgramPoint = tuple[int, int]
+"""A place in a program: number of the call, and the operation of it that comes next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """A final gradient in one micro-batch: its id, its row, and the place from which it is ready."""
+
+    tensor_id: int
+    tensor: int
+    ready: ProgramPoint
+
+
+def final_gradients(graph: Graph) -> list[int]:
+    """The tensors that hold the parameters' gradients when backward is done, as rows of the tensor table.
+
+    Those are what backward makes and the optimizer reads. Roles say less: the gradients of activations may share
+    their memory (a sum that flows on, unchanged), and one parameter's gradient may be a part of another's.
+    """
+    made = ~graph.tensors.port & (graph.maker != NONE)
+    final = _read_by_optimizer(graph) & made & (graph.ops.phase[graph.maker] == t.Phase.BACKWARD)
+    if final.any():
+        return [int(row) for row in np.flatnonzero(final)]
+    # No optimizer: a gradient may be a view of what a kernel made, and the later one is the parameter's.
+    gradients = np.flatnonzero(made & (graph.tensors.role == t.TensorRole.GRADIENT))
+    return list({int(graph.root[row]): int(row) for row in gradients}.values())
+
+
+def adds_up(graph: Graph, gradient: int) -> bool:
+    """Whether a gradient is added to a buffer where it is made, so that micro-batches add up by themselves."""
+    root = int(graph.root[gradient])
+    owned = graph.maker[root] == NONE and not graph.tensors.port[root]
+    return bool(owned and graph.tensors.role[root] == t.TensorRole.GRADIENT)
+
+
+def _read_by_optimizer(graph: Graph) -> np.ndarray:
+    """For every tensor, whether an operation of the optimizer reads it, in its own block or through a port."""
+    inputs, tensors = graph.ops.inputs, graph.tensors
+    read = np.zeros(len(tensors), np.bool_)
+    read[inputs.values[graph.ops.phase[inputs.rows] == t.Phase.OPTIMIZER]] = True
+    for block in graph.blocks:
+        ports = block.tensors.start + np.flatnonzero(tensors.port[block.tensors.start : block.tensors.stop])
+        for instance in block.instances:
+            for port, bound in zip(ports.tolist(), instance.bindings, strict=True):
+                if read[port]:
+                    read[graph.locate_tensor(bound)[2]] = True
+    return read
+
+
+def ready_gradients(
+    graph: Graph, calls: Sequence[Call], micro_batch: int | None = None
+) -> dict[int, dict[int, Gradient]]:
+    """The final gradients that calls make: by micro-batch, and by id in the order in which they are made.
+
+    Args:
+        graph: of the calls.
+        calls: of a program.
+        micro_batch: the only one to look at; None: all.
+    """
+    made_by: dict[int, list[int]] = {}
+    for tensor in final_gradients(graph):
+        made_by.setdefault(int(graph.maker[tensor]), []).append(tensor)
+    found: dict[int, dict[int, Gradient]] = {}
+    runs = _runs_of(calls, np.array(sorted(made_by), np.int64), micro_batch)
+    for number, (block, _, _, instance, its), op in runs:
+        for tensor in made_by[op]:
+            identity = graph.tensor_id(block, instance, tensor)
+            found.setdefault(its, {})[identity] = Gradient(
+                tensor_id=identity, tensor=tensor, ready=(number, op + 1)
+            )
+    return found
+
+
+def updated_parameters(graph: Graph, calls: Sequence[Call]) -> dict[int, int]:
+    """For every parameter that calls update, by the id of its memory: the id of the last updated version."""
+    outputs, inverse = graph.ops.outputs, graph.tensors.role == t.TensorRole.PARAMETER
+    updates = (graph.ops.phase[outputs.rows] == t.Phase.OPTIMIZER) & inverse[outputs.values]
+    found: dict[int, int] = {}
+    for _, (block, _, _, instance, _), op in _runs_of(calls, np.unique(outputs.rows[updates])):
+        for row in outputs.row(op):
+            if inverse[row]:
+                found[memory(graph, block, instance, row)] = graph.tensor_id(block, instance, row)
+    return found
+
+
+def first_reads(graph: Graph, calls: Sequence[Call], memories: set[int]) -> dict[int, ProgramPoint]:
+    """Where the first micro-batch's forward pass reads each of some memories first, in the program's order."""
+    inputs = graph.ops.inputs
+    forward = np.flatnonzero(graph.ops.phase[inputs.rows] == t.Phase.FORWARD)
+    parameter = graph.tensors.role[graph.root[inputs.values[forward]]] == t.TensorRole.PARAMETER
+    found: dict[int, ProgramPoint] = {}
+    first = min((call[4] for call in calls), default=0)
+    for number, (block, _, _, instance, _), op in _runs_of(
+        calls, np.unique(inputs.rows[forward[parameter]]), first
+    ):
+        for row in inputs.row(op):
+            if graph.tensors.role[graph.root[row]] == t.TensorRole.PARAMETER:
+                its = memory(graph, block, instance, row)
+                if its in memories:
+                    found.setdefault(its, (number, op))
+    return found
+
+
+def memory(graph: Graph, block: int, instance: int, row: int) -> int:
+    """The id of the tensor that owns a tensor's memory, through views and ports."""
+    while graph.tensors.port[row := int(graph.root[row])]:
+        block, instance, row = graph.locate_tensor(graph.tensor_id(block, instance, row))
+    return graph.tensor_id(block, instance, row)
+
+
+def _runs_of(
+    calls: Sequence[Call], ops: np.ndarray, micro_batch: int | None = None
+) -> Iterator[tuple[int, Call, int]]:
+    """(number of the call, the call, operation) for every run of some operations, given ascending."""
+    its = [number for number, call in enumerate(calls) if micro_batch in (None, call[4])]
+    bounds = np.searchsorted(ops, np.array([calls[number][1:3] for number in its], np.int64).reshape(-1, 2))
+    for number, (low, high) in zip(its, bounds.tolist(), strict=True):
+        for op in ops[low:high].tolist():
+            yield number, calls[number], op
+
+
+def split_at_optimizer(graph: Graph, calls: list[Call]) -> tuple[list[Call], list[Call]]:
+    """The calls of forward and backward, and those from the first operation of the optimizer on."""
+    optimizer = np.flatnonzero(graph.ops.phase == t.Phase.OPTIMIZER)
+    begins, ends = np.array([call[1:3] for call in calls], np.int64).reshape(-1, 2).T
+    first = np.append(optimizer, len(graph.ops))[np.searchsorted(optimizer, begins)]
+    updates = np.flatnonzero(first < ends)
+    if not len(updates):
+        return calls, []
+    number, cut = int(updates[0]), int(first[updates[0]])
+    block, begin, end, instance, micro_batch = calls[number]
+    before = [(block, begin, cut, instance, micro_batch)] if cut > begin else []
+    return [*calls[:number], *before], [(block, cut, end, instance, micro_batch), *calls[number + 1 :]]
+
+
+def buffer_bytes(graph: Graph) -> int:
+    """Bytes of all buffers that the model has, not those that its operations make."""
+    total = 0
+    for block in graph.blocks:
+        rows = slice(block.tensors.start, block.tensors.stop)
+        made = (graph.maker[rows] != NONE) | (graph.tensors.alias_of[rows] != NONE) | graph.tensors.port[rows]
+        own = (graph.tensors.role[rows] == t.TensorRole.BUFFER) & ~made
+        total += int(graph.tensors.nbytes[rows][own].sum()) * len(block.instances)
+    return total
+
+
+NORMS = ("aten._foreach_norm", "aten.linalg_vector_norm", "aten.norm")
+_UNSCALE = "aten._amp_foreach_non_finite_check_and_unscale_"
+
+
+def total_norms(graph: Graph) -> list[int]:
+    """Operations whose (only) output is the norm of all gradients, as clipping by norm computes it.
+
+    Such an operation is a norm of norms of gradients, whatever gathers those (`stack`) or stands between.
+
+    Args:
+        graph: a step or a job; operations of the phase OPTIMIZER count.
+
+    Returns:
+        Rows of the operation table, ascending: none without clipping, one for each program otherwise.
+    """
+    norms = [row for row in _optimizer_rows(graph) if graph.strings[graph.ops.name[row]] in NORMS]
+    return [row for row in norms if _reads_any(graph, row, frozenset(norms))]
+
+
+def overflow_flags(graph: Graph) -> list[int]:
+    """Operations whose last output says whether any gradient has overflowed (fp16 with loss scaling).
+
+    The flag is handed through the operations that unscale the gradients, each of which may raise it; the one meant
+    is that after which no other does, nor an all-reduce of the flag that another pass has added.
+
+    Args:
+        graph: a step or a job; operations of the phase OPTIMIZER count.
+
+    Returns:
+        Rows of the operation table, ascending: none without loss scaling, one for each program otherwise.
+
+    Raises:
+        PlanError: the last one is in a repeated block, where only one instance completes the flag.
+    """
+    rows = [row for row in _optimizer_rows(graph) if graph.strings[graph.ops.name[row]] == _UNSCALE]
+    reductions = (
+        [row for row in _optimizer_rows(graph) if graph.ops.kind[row] == OpKind.COLLECTIVE] if rows else []
+    )
+    places: set[tuple[int, int, int]] = set()
+    handed_on: set[tuple[int, int, int] | None] = set()
+    for row in (*rows, *reductions):
+        number = int(graph.block_of_op[row])
+        for instance in range(len(graph.blocks[number].instances)):
+            read = {graph.source(number, instance, index) for index in graph.ops.inputs.row(row)}
+            if row in rows or places & read:
+                places.add((number, instance, row))
+                handed_on |= read
+    last = {(number, row) for number, _, row in places - handed_on}
+    for number, _ in last:
+        block = graph.blocks[number]
+        if len(block.instances) > 1:
+            raise PlanError(
+                f"the overflow flag of the gradients is complete only in the last '{block.name}' of "
+                f"{len(block.instances)} that are one repeated block: train in bf16, without loss scale"
+            )
+    return sorted(row for _, row in last)
+
+
+def _optimizer_rows(graph: Graph) -> list[int]:
+    found: list[int] = (graph.ops.phase == Phase.OPTIMIZER).nonzero()[0].tolist()
+    return found
+
+
+def _reads_any(graph: Graph, row: int, wanted: frozenset[int]) -> bool:
+    """Whether some of the optimizer's operations lead from a wanted one to this one, past no gradient.
+
+    Instances of a block are alike, so the first one stands for all.
+    """
+    seen: set[int] = set()
+    left = [(int(graph.block_of_op[row]), 0, row)]
+    while left:
+        block, instance, reader = left.pop()
+        for index in graph.ops.inputs.row(reader):
+            if graph.tensors.role[index] == TensorRole.GRADIENT:
+                continue
+            place = graph.source(block, instance, index)
+            if place is None or place[2] in seen or graph.ops.phase[place[2]] != Phase.OPTIMIZER:
+                continue
+            if place[2] in wanted:
+                return True
+            seen.add(place[2])
+            left.append(place)
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

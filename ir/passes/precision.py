@@ -25,7 +25,7 @@ Main gradients add up in fp32: each parameter has a buffer that lives as long as
 (gradient accumulation fusion, on by default there); any other 16-bit gradient is added to it by a kernel of its
 own. The optimizer reads the buffers, which are set to zero after it. Data-parallel passes reduce them in their
 type, and see that nothing has to be added up over micro-batches: no operation makes such a gradient's memory
-(`gradients.adds_up`).
+(`model.adds_up`).
 
 The gradient of a parameter that is used twice (a tied embedding) is a sum, which a pipeline takes apart. Its
 terms are made in fp32, and added up over micro-batches as they would be in 16 bit.
@@ -49,11 +49,11 @@ from echograph.errors import PlanError, UnavailableError, UnknownNameError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.gradients import final_gradients
-from echograph.ir.passes.model import find_layers
+from echograph.ir.passes.model import final_gradients, find_layers
 from echograph.ir.passes.rewrite import StepWriter
 
 _PRODUCTS = ("aten.mm", "aten.addmm")
+_GROUPED = "aten._grouped_mm"
 _SCALE = t.DType.FP32
 BLOCK = 32
 """Elements that share a scale in the microscaling formats (OCP MX specification, section 5.2)."""
@@ -71,12 +71,17 @@ class Recipe:
         kept: what forward keeps of an input and a weight for backward: the 16-bit tensor, cast again, or the
             transposed 8-bit copy.
         delayed: scales come from the maxima of earlier steps, so that none is looked for before the cast.
+        weights: whether weights are cast for each micro-batch, or once a step, outside the micro-batches; making
+            these copies, and scaling them, is then not counted.
+        experts: whether experts' grouped products have 8-bit operands, too.
     """
 
     scales: Literal["tensor", "row", "block"]
     gradients: t.DType
     kept: Literal["bf16", "fp8"]
     delayed: bool = False
+    weights: Literal["micro-batch", "step"] = "micro-batch"
+    experts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +109,15 @@ def to_fp8(graph: StepGraph, recipe: Recipe) -> StepGraph:
     Raises:
         PlanError: there is no linear layer whose dimensions are multiples of 16 (32 with scales of blocks).
     """
-    products = _Finder(graph, recipe).products()
+    finder = _Finder(graph, recipe)
+    products = finder.products()
     if not products:
         multiple = BLOCK if recipe.scales == "block" else ALIGNMENT
         raise PlanError(
             f"fp8: no linear layer in the model's layers has tokens and features in multiples of {multiple}: "
             "change the batch, the sequence, or the precision"
         )
-    return _Fp8Products(graph, recipe, products).write()
+    return _Fp8Products(finder, products).write()
 
 
 class _Finder:
@@ -147,9 +153,10 @@ class _Finder:
         sizes = (*self.graph.tensors.shape.row(left), self.graph.tensors.shape.row(right)[1])
         multiple = BLOCK if self.recipe.scales == "block" else ALIGNMENT
         divides = min(sizes) > 0 and not any(size % multiple for size in sizes)
-        return divides and self._is_parameter(right) and not self._is_parameter(left)
+        return divides and self.is_parameter(right) and not self.is_parameter(left)
 
-    def _is_parameter(self, index: int) -> bool:
+    def is_parameter(self, index: int) -> bool:
+        """Whether a tensor is a weight, or a view of one."""
         block = next(n for n, b in enumerate(self.graph.blocks) if index in b.tensors)
         _, _, origin = self.graph.value(block, 0, index)
         return bool(self.graph.tensors.role[origin] == t.TensorRole.PARAMETER)
@@ -158,10 +165,10 @@ class _Finder:
         """The output gradient of a linear layer: what its input gradient multiplies the weight with."""
         for row in backward:
             left, right = self.graph.ops.inputs.row(row)[-2:]
-            if self._is_parameter(right):
-                yield self._base(left)
-            elif self._is_parameter(left):
-                yield self._base(right)
+            if self.is_parameter(right):
+                yield self.base(left)
+            elif self.is_parameter(left):
+                yield self.base(right)
 
     def _operands(self, row: int, gradients: frozenset[int]) -> tuple[Fp8Operand, Fp8Operand]:
         op = self.graph.ops[row]
@@ -179,7 +186,7 @@ class _Finder:
     def _operand(
         self, index: int, shape: tuple[int, int], columns: bool, left: bool, gradients: frozenset[int]
     ) -> Fp8Operand:
-        base = self._base(index)
+        base = self.base(index)
         dtype = self.recipe.gradients if base in gradients else t.DType.FP8_E4M3
         return Fp8Operand(base=base, columns=columns, left=left, shape=shape, dtype=dtype)
 
@@ -188,7 +195,7 @@ class _Finder:
         made = maker != NONE and self.graph.ops.phase[maker] == t.Phase.BACKWARD
         return replace(operand, dtype=self.recipe.gradients) if made else operand
 
-    def _base(self, index: int) -> int:
+    def base(self, index: int) -> int:
         """The tensor that a view shows all of."""
         graph = self.graph
         while True:
@@ -202,11 +209,10 @@ class _Finder:
 class _Fp8Products(StepWriter):
     """Writes FP8 products in place of the others, each after the kernels that make what it reads first."""
 
-    def __init__(
-        self, graph: StepGraph, recipe: Recipe, products: dict[int, tuple[Fp8Operand, Fp8Operand]]
-    ) -> None:
+    def __init__(self, finder: _Finder, products: dict[int, tuple[Fp8Operand, Fp8Operand]]) -> None:
+        graph = finder.graph
         super().__init__(graph)
-        self.recipe, self.products = recipe, products
+        self.finder, self.recipe, self.products = finder, finder.recipe, products
         self.wanted: dict[object, dict[bool, Fp8Operand]] = {}
         for row, operands in products.items():
             for operand in operands:
@@ -217,6 +223,9 @@ class _Fp8Products(StepWriter):
         self.scales: dict[int, int] = {}
 
     def operation(self, op: t.Op) -> None:
+        if self.recipe.experts and op.name == _GROUPED and isinstance(op, t.Compute):
+            self._grouped(op)
+            return
         if op.id not in self.products or not isinstance(op, t.Compute):
             self.copy(op)
             return
@@ -236,12 +245,52 @@ class _Fp8Products(StepWriter):
         )
         self.copy(scaled, inputs=[first, turned, *bias, *first_scale, *second_scale])
 
+    def _grouped(self, op: t.Compute) -> None:
+        """Writes a grouped product of experts on 8-bit operands; one kernel makes both copies of each."""
+        *_, offsets = op.inputs
+        read = [self._of_experts(index, op) for index in op.inputs[:2]]
+        sizes = [self.graph.tensors[index].numel for index in op.inputs[:2]]
+        scaled = replace(
+            op, name="aten._scaled_grouped_mm", bytes_read=sum(sizes) + self.graph.tensors[offsets].nbytes,
+            durations=(),
+        )  # fmt: skip
+        self.copy(scaled, inputs=[*read, *(self.tensor(i) for i in op.inputs[2:])])
+
+    def _of_experts(self, index: int, op: t.Compute) -> int:
+        """An operand of a grouped product in 8 bit."""
+        base, shape = self.finder.base(index), tuple(self.graph.tensors.shape.row(index))
+        weight = self.recipe.weights == "step" and self.finder.is_parameter(base)
+        scope = (base, op.phase if self.recipe.kept == "bf16" and not weight else None)
+        if (scope, False) not in self.copies:
+            source = self.graph.tensors[base]
+            if weight:
+                made = self._kept(source.name, source.shape)
+            else:
+                made = self._new(f"{source.name}.fp8", source.shape, t.DType.FP8_E4M3)
+                self._maximum(source, op)
+                self._kernel(
+                    "fp8.cast_transpose", op, (self.tensor(base),), (made,), source.nbytes, 2 * source.numel
+                )
+            self.copies[scope, False] = (made,)
+        (made,) = self.copies[scope, False]
+        if tuple(self.graph.tensors.shape.row(base)) == shape:
+            return made
+        turned = self.builder.tensor("t", shape, t.DType.FP8_E4M3, t.TensorRole.ACTIVATION, alias_of=made)
+        self.builder.compute("aten.t", phase=op.phase, module=op.module, inputs=(made,), outputs=(turned,))
+        return turned
+
+    def _kept(self, name: str, shape: tuple[int, ...]) -> int:
+        """An 8-bit copy of a weight that outlives the micro-batch."""
+        return self.builder.tensor(f"{name}.fp8", shape, t.DType.FP8_E4M3, t.TensorRole.BUFFER)
+
     def _scope(self, operand: Fp8Operand, op: t.Op) -> object:
         """What shares 8-bit copies: all products of a tensor, or those of one phase."""
         return operand.base if self.recipe.kept == "fp8" else (operand.base, op.phase)
 
     def _quantised(self, operand: Fp8Operand, op: t.Compute) -> tuple[int, ...]:
         """The 8-bit copy that a product reads, and its scale where it has one."""
+        if self.recipe.weights == "step" and self.finder.is_parameter(operand.base):
+            return self._weight(operand)
         scope = self._scope(operand, op)
         if (scope, operand.columns) not in self.copies:
             wanted = list(self.wanted[scope].values())
@@ -252,13 +301,26 @@ class _Fp8Products(StepWriter):
                     self._cast_rows(each, scope, op)
         return self.copies[scope, operand.columns]
 
+    def _weight(self, operand: Fp8Operand) -> tuple[int, ...]:
+        """The copy of a weight that was made before the micro-batches."""
+        key = ("weight", operand.base), operand.columns
+        if key not in self.copies:
+            self.copies[key] = (self._kept(self.graph.tensors[operand.base].name, operand.shape),)
+        return self.copies[key]
+
+    def _maximum(self, source: t.Tensor, op: t.Compute) -> tuple[int, ...]:
+        """The scale of a tensor, found once; nothing where earlier steps, or blocks of it, have scaled it."""
+        if self.recipe.delayed or self.recipe.scales == "block":
+            return ()
+        if source.id not in self.scales:
+            made = self.scales[source.id] = self._new("amax", (), _SCALE)
+            self._kernel("fp8.amax", op, (self.tensor(source.id),), (made,), source.nbytes, _SCALE.itemsize)
+        return (self.scales[source.id],)
+
     def _cast_all(self, wanted: list[Fp8Operand], scope: object, op: t.Compute) -> None:
         """With one scale for a tensor: its maximum, once, then one kernel that writes all copies."""
         source = self.graph.tensors[wanted[0].base]
-        if source.id not in self.scales and not self.recipe.delayed:
-            made = self.scales[source.id] = self._new("amax", (), _SCALE)
-            self._kernel("fp8.amax", op, (self.tensor(source.id),), (made,), source.nbytes, _SCALE.itemsize)
-        scale = () if self.recipe.delayed else (self.scales[source.id],)
+        scale = self._maximum(source, op)
         copies = [self._new(f"{source.name}.fp8", each.shape, each.dtype) for each in wanted]
         name = "fp8.cast_transpose" if any(each.columns for each in wanted) else "fp8.cast"
         written = source.numel * len(copies)
@@ -536,6 +598,8 @@ class Precision:
         kept: of inputs and weights, for backward: the 16-bit tensors ("bf16"), or 8-bit copies ("fp8").
         delayed: scales of "fp8" come from earlier steps' maxima, which the casts note on their way (delayed
             scaling); updating the histories is not counted.
+        weights: whether weights are cast for each micro-batch, or once a step ("step"), which is not counted.
+        experts: whether experts' grouped products are in FP8, too.
     """
 
     name: ClassVar[str] = "precision"
@@ -544,6 +608,8 @@ class Precision:
     grad_dtype: str | None = None
     kept: Literal["bf16", "fp8"] = "bf16"
     delayed: bool = False
+    weights: Literal["micro-batch", "step"] = "micro-batch"
+    experts: bool = False
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step graph.
@@ -579,7 +645,8 @@ class Precision:
             raise PlanError(
                 f"precision {self.dtype} with delayed scaling: only fp8, with a scale a tensor, has it"
             )
-        return to_fp8(graph, replace(RECIPES[self.dtype], kept=self.kept, delayed=self.delayed))
+        options = {"kept": self.kept, "delayed": self.delayed, "weights": self.weights, "experts": self.experts}
+        return to_fp8(graph, replace(RECIPES[self.dtype], **options))  # type: ignore[arg-type]
 
     def _gradients(self, graph: StepGraph) -> StepGraph:
         if self.grad_dtype is None:

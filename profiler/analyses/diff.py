@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from echograph.errors import UsageError
+from echograph.ir.columns import Bools
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.relations import of_device_queue, profiler_steps, step_of_rows
-from echograph.profiler.traces.trace import NONE, Bool, Trace, TraceSet
+from echograph.profiler.traces.trace import NONE, Trace, TraceSet
 
 TITLES = (
     "name",
@@ -62,11 +63,11 @@ def trace_diff(
     Args:
         traces: the control's job.
         test: the test's job; without it, the control's own.
-        control_rank: -1 takes the first.
-        test_rank: likewise.
+        control_rank: rank of the control; -1 takes the first.
+        test_rank: rank of the test; -1 takes the first.
         control_step: the number after "ProfilerStep#"; -1 takes the first, or the whole trace where no step is
             marked.
-        test_step: likewise.
+        test_step: step of the test, in the same way.
         device: "all", "cpu" what ran on the host, or "gpu" what ran, or waited, on devices.
         short_names: without return types, template arguments and parameters: what then has one name is added up.
         change: only rows of this change.
@@ -134,7 +135,7 @@ def _of_rank(job: TraceSet, rank: int, label: str) -> Trace:
     return job[chosen]
 
 
-def _of_step(trace: Trace, step: int, label: str, notes: list[str]) -> Bool:
+def _of_step(trace: Trace, step: int, label: str, notes: list[str]) -> Bools:
     """Which rows are of a step; notes get a line where none is marked and all rows are."""
     known = list(dict.fromkeys(profiler_steps(trace).number.tolist()))
     if step != NONE and step not in known:
@@ -144,18 +145,18 @@ def _of_step(trace: Trace, step: int, label: str, notes: list[str]) -> Bool:
     if not known:
         notes.append(f"{trace.path}: no profiler step: the whole trace is compared")
         return np.ones(len(trace), np.bool_)
-    chosen: Bool = step_of_rows(trace) == (known[0] if step == NONE else step)
+    chosen: Bools = step_of_rows(trace) == (known[0] if step == NONE else step)
     return chosen
 
 
-def _on(trace: Trace, device: str) -> Bool:
+def _on(trace: Trace, device: str) -> Bools:
     """Which rows are of a side; annotations that profilers repeat on the device are of none."""
-    queued: Bool = of_device_queue(trace) | trace.on_device
+    queued: Bools = of_device_queue(trace) | trace.on_device
     host = ~queued & ~trace.of_category({"gpu_user_annotation"})
     return {"all": queued | host, "cpu": host, "gpu": queued}[device]
 
 
-def _totals(trace: Trace, rows: Bool, name_of: Callable[[str], str]) -> dict[str, _Spent]:
+def _totals(trace: Trace, rows: Bools, name_of: Callable[[str], str]) -> dict[str, _Spent]:
     codes = trace.name[rows]
     size = len(trace.strings)
     counts = np.bincount(codes, minlength=size)

@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 
 from echograph.errors import DataError, UsageError
+from echograph.ir.columns import Bools
 from echograph.ir.files import read_unpacked
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import US
 from echograph.profiler.traces.events import details
-from echograph.profiler.traces.trace import NONE, OPERATORS, Bool, Trace, TraceSet
+from echograph.profiler.traces.trace import NONE, OPERATORS, Trace, TraceSet
 
 TITLES = (
     "rank",
@@ -106,7 +107,7 @@ def execution_trace(traces: TraceSet, *, file: str = "") -> AnswerTable:
     return from_rows(TITLES, found, notes)
 
 
-def _call_numbers(trace: Trace, calls: Bool) -> list[int]:
+def _call_numbers(trace: Trace, calls: Bools) -> list[int]:
     """The number of each row's call, by which an execution trace knows it; -1 where there is none."""
     of_external: dict[int, int] = {}
     for external, event in zip(trace.external_id[calls].tolist(), details(trace, calls), strict=True):

@@ -71,7 +71,7 @@ def hardware_counters(traces: TraceSet, *, peak_gflops: float = 0.0, peak_gbps: 
         ranges = np.flatnonzero(trace.of_category({_RANGE}))
         ranges = ranges[np.argsort(trace.start[ranges], kind="stable")]
         if not len(ranges):
-            notes.append(f"rank {rank}: no hardware counters: profile with CUPTI's metrics (experimental_config)")
+            notes.append(trace.without("hardware counters", "profile with CUPTI's metrics (experimental_config)"))
             continue
         calls = _calls(trace, ranges, rank, notes)
         stacks, kernel = _operator_stacks(trace, calls), _kernel_us(trace)

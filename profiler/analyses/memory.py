@@ -82,7 +82,7 @@ def memory_timeline(traces: TraceSet) -> AnswerTable:
             )
         own = sorted((said for said in found if said and said.ts <= end), key=lambda said: said.ts)
         if not own and not broken:
-            notes.append(f"rank {rank}: no memory in its profile: profile with profile_memory=True")
+            notes.append(trace.without("memory in its profile", "profile with profile_memory=True"))
         rows += [(rank, said.ts / US, *said[1:]) for said in own]
     return from_rows(TITLES, rows, notes)
 

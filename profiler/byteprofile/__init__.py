@@ -1,5 +1,5 @@
 """Traces of ByteProfile and dPRO, and what their analyzer answers of them; PyTorch's traces too, where they can.
 
-`layout` finds the files and `events` reads them. `statistics` and `combine` need these alone; `dag` and
-`dependencies` are about the dependency graph, and `output` writes workbooks and charts.
+`reader` finds and reads the files; `report` and `combine` need it alone. `dag` is the dependency graph and runs it
+again, as a timeline like that of any other step; `dependencies` makes it of what was measured.
 """

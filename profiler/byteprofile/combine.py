@@ -15,70 +15,62 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from echograph.errors import DataError, InputError, OutputError
+from echograph.errors import DataError, InputError, OutputError, UnknownNameError, UsageError
 from echograph.ir.files import check_writable, write_whole
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.byteprofile.dag import read_dag
-from echograph.profiler.byteprofile.events import (
+from echograph.profiler.byteprofile.reader import (
     ALLREDUCE,
     COMMUNICATION,
     COMPUTATION,
+    FINAL,
     UPDATES,
     ChromeEvent,
     EventLabel,
     Events,
+    Gpu,
+    Job,
     category_of,
     columns_of,
     complete_events,
+    find_job,
+    gradient_names,
+    in_us,
     is_kineto,
     label_of,
     to_ps,
 )
-from echograph.profiler.byteprofile.layout import FINAL, Gpu, Job, gradient_names
-from echograph.units import PS_PER_MS, PS_PER_US
+from echograph.progress import Progress, silent
+from echograph.units import PS_PER_MS
 
 # What ends at the same moment on all workers: the sum is there.
 _COMMON_ENDS = ("PULL", ALLREDUCE)
-
-
-class CombinedTrace(NamedTuple):
-    """A trace among those that are combined.
-
-    Attributes:
-        worker: its number.
-        gpu: where its files are.
-    """
-
-    worker: int
-    gpu: Gpu
 
 
 class Combined(NamedTuple):
     """How traces were combined.
 
     Attributes:
-        sources: the traces.
+        sources: the GPUs whose traces they are.
         shift: picoseconds that are taken from the times of each worker.
         by: the event by whose end clocks were aligned; empty where there is one worker, or none was asked for.
     """
 
-    sources: tuple[CombinedTrace, ...]
+    sources: tuple[Gpu, ...]
     shift: dict[int, int]
     by: str
 
 
-def sources_of(jobs: Sequence[Job]) -> list[CombinedTrace]:
-    """The traces of several jobs; each worker of each job is one of all, and a trace that is given alone too."""
-    found, first = [], 0
+def sources_of(jobs: Sequence[Job]) -> list[Gpu]:
+    """The GPUs of several jobs; each worker of each job is one of all, and a trace that is given alone too."""
+    found, first = list[Gpu](), 0
     for job in jobs:
-        found += [CombinedTrace(first + gpu.worker, gpu) for gpu in job.gpus]
+        found += [dataclasses.replace(gpu, worker=first + gpu.worker) for gpu in job.gpus]
         first += max(gpu.worker for gpu in job.gpus) + 1
     return found
 
 
-def aligned(sources: Sequence[CombinedTrace], *, keep: bool = False) -> Combined:
+def aligned(sources: Sequence[Gpu], *, keep: bool = False) -> Combined:
     """Finds by how much the workers' clocks differ: the first pull of the same name ends everywhere at once.
 
     Where there are no pulls, the first all-reduce.
@@ -109,21 +101,21 @@ def aligned(sources: Sequence[CombinedTrace], *, keep: bool = False) -> Combined
             shift = {worker: ends[worker][label] - end for worker in workers}
             return Combined(tuple(sources), shift, label.name)
     raise DataError(
-        f"{sources[0].gpu.folder}: its clock cannot be aligned with the others': no {' or '.join(_COMMON_ENDS)} "
+        f"{sources[0].folder}: its clock cannot be aligned with the others': no {' or '.join(_COMMON_ENDS)} "
         "of one name is in all workers' traces; keep the clocks as they are with --no-align"
     )
 
 
-def _first_ends(sources: Sequence[CombinedTrace]) -> dict[EventLabel, int]:
+def _first_ends(sources: Sequence[Gpu]) -> dict[EventLabel, int]:
     """When the first of each common end was over; of the GPUs that have it, on the first."""
     found: dict[EventLabel, int] = {}
-    for source in sources:
+    for gpu in sources:
         starts: dict[EventLabel, int] = {}
-        for event in _events(source.gpu):
+        for event in _events(gpu):
             label = label_of(event)
             if label.part not in _COMMON_ENDS:
                 continue
-            label = label._replace(prefix=f"rank{source.gpu.rank}.")
+            label = label._replace(prefix=f"rank{gpu.rank}.")
             start = to_ps(event["ts"])
             if label not in starts or start < starts[label]:
                 starts[label] = start
@@ -145,8 +137,8 @@ def combined_events(combined: Combined, only: Collection[str] = ()) -> Iterator[
         combined: the traces and their clocks.
         only: keep these communications alone (`Comm.w`); computation is kept in any case.
     """
-    for worker, gpu in combined.sources:
-        shift = combined.shift[worker]
+    for gpu in combined.sources:
+        shift = combined.shift[gpu.worker]
         for event in _events(gpu):
             label = label_of(event)
             names = {label.operation, _without_key(label)}
@@ -156,25 +148,55 @@ def combined_events(combined: Combined, only: Collection[str] = ()) -> Iterator[
             prefix = f"{gpu.host}.rank{gpu.rank}->" if gpu.host else rank
             event |= {
                 "name": f"{'' if label.prefix else prefix}{event.get('name', '')}",
-                "pid": f"wk{worker}.{rank}{event.get('pid', '')}",
+                "pid": f"wk{gpu.worker}.{rank}{event.get('pid', '')}",
             }
             if shift:
-                event["ts"] = _shifted(event["ts"], shift)
+                event["ts"] = in_us(to_ps(event["ts"]) - shift)
             yield event
 
 
-def _shifted(microseconds: float, shift: int) -> float:
-    moved = to_ps(microseconds) - shift
-    return moved // PS_PER_US if moved % PS_PER_US == 0 else moved / PS_PER_US
-
-
-def communications(sources: Sequence[CombinedTrace]) -> set[str]:
+def communications(sources: Sequence[Gpu]) -> set[str]:
     """The communications of the traces, and their parts, by the names that a filter takes."""
     known: set[str] = set()
-    for _, gpu in sources:
+    for gpu in sources:
         found = [label for label in gpu.events().labels if label.category == COMMUNICATION]
         known |= {label.operation for label in found} | {_without_key(label) for label in found}
     return known
+
+
+def combine(
+    traces: Sequence[Path], output: Path, *, only: Collection[str] = (), align: bool = True, say: Progress = silent
+) -> tuple[Combined, int]:
+    """Writes several traces as one.
+
+    Args:
+        traces: files, or folders of workers; each is a worker of its own.
+        output: the combined trace.
+        only: keep these communications alone (`Comm.w`).
+        align: align the workers' clocks.
+        say: told what is done.
+
+    Returns:
+        How they were combined, and the bytes that were written.
+
+    Raises:
+        UsageError: the output is one of the traces.
+        UnknownNameError: there is no such communication.
+        InputError: a trace cannot be read.
+        DataError: a trace is broken, or clocks cannot be aligned.
+        OutputError: the output cannot be written.
+    """
+    check_writable(output)
+    sources = sources_of([find_job(path) for path in traces])
+    if any(output.resolve() == file.resolve() for gpu in sources for file in gpu.files):
+        raise UsageError(f"--output {output}: is one of the traces: give the combined one a file of its own")
+    known = communications(sources) if only else set()
+    for name in only:
+        if name not in known:
+            raise UnknownNameError("communication", name, known)
+    combined = aligned(sources, keep=not align)
+    say(f"writing {output}")
+    return combined, write_whole(output, as_trace(combined_events(combined, only)))
 
 
 def _without_key(label: EventLabel) -> str:
@@ -353,32 +375,27 @@ def iterations(events: Events) -> list[Iteration]:
     Raises:
         DataError: there is no step: no forward operator, or no backward one after it.
     """
-    marked = events.where(lambda label: bool(_STEP.match(label.operation)))
-    if len(marked):
-        return [Iteration(int(events.start[row]), None, int(events.duration[row])) for row in marked]
-    labels = [label.category for label in events.labels]
+    marked = events.only(lambda label: bool(_STEP.match(label.operation))).in_order()
+    if marked:
+        return [Iteration(start, None, end - start) for start, end, _ in marked]
     kinds = COMPUTATION | UPDATES | {COMMUNICATION}
-    rows = events.where(lambda label: label.category in kinds)
-    rows = rows[np.argsort(events.start[rows], kind="stable")]
+    ran = events.only(lambda label: label.category in kinds).in_order()
     starts: list[int] = []
     backward: list[int] = []
     turned = True
-    end = events.end
-    for row in rows.tolist():
-        category = labels[events.label[row]]
-        if category == "FW" and turned:
-            starts.append(int(events.start[row]))
+    for start, end, label in ran:
+        if label.category == "FW" and turned:
+            starts.append(start)
             backward.append(0)
             turned = False
-        elif category == "BW" and starts:
+        elif label.category == "BW" and starts:
             turned = True
-            backward[-1] = max(backward[-1], int(end[row]))
+            backward[-1] = max(backward[-1], end)
     if not starts or not backward[0]:
         raise DataError(
             "the trace has no step: no forward operator (FW.) with a backward one (BW.) after it starts"
         )
-    last = int(end[rows].max())
-    ends = [*starts[1:], last]
+    ends = [*starts[1:], max(end for _, end, _ in ran)]
     return [
         Iteration(start, until - start, over - start)
         for start, until, over in zip(starts, backward, ends, strict=True)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from echograph.errors import DataError, MissingExtraError, UnknownNameError, UsageError
+from echograph.ir.columns import NONE, Int64
+from echograph.ir.longest_path import LongestPaths, longest_paths
+from echograph.ir.timeline import Lane, Timeline
 from echograph.profiler.analyses.table import AnswerTable, from_rows
-from echograph.profiler.byteprofile.events import COMMUNICATION, COMPUTATION, UPDATES, category_of
-from echograph.profiler.byteprofile.layout import read_text
+from echograph.profiler.byteprofile.reader import (
+    COMMUNICATION,
+    COMPUTATION,
+    UPDATES,
+    category_of,
+    in_us,
+    read_text,
+)
 from echograph.units import PS_PER_MS, PS_PER_US
 
 SHARED = -1
@@ -29,12 +39,14 @@ class DagNode(NamedTuple):
         duration: picoseconds.
         gpu: number of the GPU in the job, or `SHARED`.
         category: FW, BW, Comm, ...
+        step: of a replay of several.
     """
 
     name: str
     duration: int
     gpu: int
     category: str
+    step: int = 0
 
 
 class LongestPath(NamedTuple):
@@ -56,10 +68,40 @@ class Dag:
     Attributes:
         nodes: by name.
         waits: the names that a node waits for, for each that waits for any.
+        gpus: names of the GPUs.
     """
 
-    nodes: dict[str, DagNode]
-    waits: dict[str, frozenset[str]]
+    nodes: dict[str, DagNode] = field(default_factory=dict)
+    waits: dict[str, set[str]] = field(default_factory=dict)
+    gpus: tuple[str, ...] = ()
+
+    def edge(self, before: str, after: str) -> None:
+        """Makes one node wait for another."""
+        if before != after:
+            self.waits.setdefault(after, set()).add(before)
+
+    def chain(self, nodes: Iterable[DagNode]) -> list[str]:
+        """Adds nodes whose names are new, and makes each wait for the one before; their names."""
+        names = [self.nodes.setdefault(node.name, node).name for node in nodes]
+        for before, after in pairwise(names):
+            self.edge(before, after)
+        return names
+
+    def before(self, name: str) -> list[str]:
+        """What a node waits for."""
+        return sorted(self.waits.get(name, ()))
+
+    def edges(self) -> Iterator[tuple[str, str]]:
+        """Each dependency: what is waited for, what waits."""
+        for name in self.nodes:
+            yield from ((before, name) for before in self.before(name))
+
+    def changed(self, durations: Mapping[str, int]) -> Dag:
+        """The graph if some of its nodes took other times, picoseconds."""
+        nodes = {
+            name: node._replace(duration=durations.get(name, node.duration)) for name, node in self.nodes.items()
+        }
+        return replace(self, nodes=nodes)
 
     def order(self) -> list[str]:
         """Names, each after all it waits for.
@@ -67,17 +109,8 @@ class Dag:
         Raises:
             DataError: they wait for each other in a circle.
         """
-        sorter = TopologicalSorter({name: sorted(self.waits.get(name, ())) for name in self.nodes})
-        try:
-            return list(sorter.static_order())
-        except CycleError as error:
-            circle = " -> ".join(map(str, error.args[1][:5]))
-            raise DataError(f"the dependencies run in a circle: {circle}: nothing can be first") from None
-
-    def edges(self) -> Iterator[tuple[str, str]]:
-        """Each dependency: what is waited for, what waits."""
-        for name in self.nodes:
-            yield from ((before, name) for before in sorted(self.waits.get(name, ())))
+        names = list(self.nodes)
+        return [names[at] for at in _longest(self).order]
 
     def longest_path(self) -> LongestPath:
         """The chain of dependencies that takes longest, from the first start to the last end.
@@ -85,55 +118,32 @@ class Dag:
         Raises:
             DataError: they wait for each other in a circle.
         """
-        ends: dict[str, int] = {}
-        via: dict[str, str | None] = {}
-        for name in self.order():
-            before = max(self.waits.get(name, ()), key=lambda other: (ends[other], other), default=None)
-            via[name] = before
-            ends[name] = self.nodes[name].duration + (ends[before] if before is not None else 0)
-        last = max(ends, key=lambda name: (ends[name], name), default=None)
-        length = ends[last] if last is not None else 0
-        found = []
-        while last is not None:
-            found.append(self.nodes[last])
-            last = via[last]
-        return LongestPath(tuple(reversed(found)), length)
+        done = replay(self)
+        rows = done.timeline.critical_path().tolist()
+        return LongestPath(tuple(done.nodes[row] for row in rows), done.timeline.makespan)
 
 
-class Drawing:
-    """Grows a `Dag`."""
-
-    def __init__(self) -> None:
-        self.nodes: dict[str, DagNode] = {}
-        self.waits: dict[str, set[str]] = {}
-
-    def node(self, node: DagNode) -> str:
-        """Adds a node, if its name is new; its name."""
-        self.nodes.setdefault(node.name, node)
-        return node.name
-
-    def edge(self, before: str, after: str) -> None:
-        """Makes one node wait for another."""
-        if before != after:
-            self.waits.setdefault(after, set()).add(before)
-
-    def add(self, dag: Dag) -> None:
-        """Adds all of another graph."""
-        self.nodes |= dag.nodes
-        for after, befores in dag.waits.items():
-            self.waits.setdefault(after, set()).update(befores)
-
-    def dag(self) -> Dag:
-        """What has grown."""
-        return Dag(nodes=self.nodes, waits={name: frozenset(befores) for name, befores in self.waits.items()})
+def _longest(dag: Dag) -> LongestPaths:
+    """When each node can start."""
+    edges = _numbered(dag)
+    taken = np.array([node.duration for node in dag.nodes.values()], np.int64)
+    found = longest_paths(np.arange(len(taken)), edges[:, 0], edges[:, 1], taken[edges[:, 0]])
+    if len(found.order) < len(taken):
+        left = set(dag.nodes) - {list(dag.nodes)[at] for at in found.order}
+        # From one that is left always to one that it waits for, until one comes again.
+        way = [min(left)]
+        while len(set(way)) == len(way):
+            way.append(min(left & dag.waits[way[-1]]))
+        circle = " -> ".join(way[way.index(way[-1]) :][::-1][:5])
+        raise DataError(f"the dependencies run in a circle: {circle}: nothing can be first")
+    return found
 
 
-def composed(dags: Iterable[Dag]) -> Dag:
-    """Several graphs as one; nodes of one name are one node."""
-    drawing = Drawing()
-    for dag in dags:
-        drawing.add(dag)
-    return drawing.dag()
+def _numbered(dag: Dag) -> Int64:
+    """Int64 [dependencies, 2]: the numbers of what is waited for, and of what waits."""
+    number = {name: at for at, name in enumerate(dag.nodes)}
+    edges = [(number[before], number[after]) for before, after in dag.edges()]
+    return np.array(edges, np.int64).reshape(-1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -194,10 +204,7 @@ def table(dag: Dag, head: int | None = None) -> AnswerTable:
     Raises:
         DataError: the dependencies run in a circle.
     """
-    rows = [
-        (name, dag.nodes[name].duration / PS_PER_MS, ", ".join(sorted(dag.waits.get(name, ()))))
-        for name in dag.order()
-    ]
+    rows = [(name, dag.nodes[name].duration / PS_PER_MS, ", ".join(dag.before(name))) for name in dag.order()]
     return from_rows(("name", "avg_ms", "waits_for"), rows[:head])
 
 
@@ -227,23 +234,20 @@ def _colour(category: str) -> str:
 
 def as_gml(dag: Dag) -> Iterator[str]:
     """The graph as `dag.gml`, with the microseconds of each node (`avg`), which `read_dag` reads."""
-    numbers = {name: number for number, name in enumerate(dag.nodes)}
-    yield "graph [\n  directed 1\n"
+    from networkx import DiGraph, generate_gml
+
+    network: Any = DiGraph()
     for name, node in dag.nodes.items():
-        label, category = (html.escape(text, quote=True) for text in (name, node.category))
-        yield f'  node [\n    id {numbers[name]}\n    label "{label}"\n    op "{category}"\n'
-        # In full, since GML has no number like 1e-06.
-        yield f"    avg {node.duration / PS_PER_US:.6f}\n  ]\n"
-    for before, after in dag.edges():
-        yield f"  edge [\n    source {numbers[before]}\n    target {numbers[after]}\n  ]\n"
-    yield "]\n"
+        network.add_node(name, op=node.category, avg=node.duration / PS_PER_US)
+    network.add_edges_from(dag.edges())
+    yield from (line + "\n" for line in generate_gml(network))
 
 
 FORMS: Mapping[str, Callable[[Dag], Iterator[str]]] = {"dot": as_dot, "gml": as_gml}
 
 
+_MOST = 1e6
 COMMUNICATIONS, COMPUTATIONS, EACH = "communication", "computation", "each:"
-NodeDurations = Mapping[str, int]
 
 
 class Change(NamedTuple):
@@ -257,6 +261,28 @@ class Change(NamedTuple):
     ratio: float
     added: int
 
+    @classmethod
+    def asked(cls, delay: str, ratio: float, added_ms: float) -> Change:
+        """What `--delay`, `--delay-ratio` and `--delay-ms` say.
+
+        Raises:
+            UsageError: they do not go together, or are no times.
+        """
+        if not delay and (ratio != 1.0 or added_ms):
+            raise UsageError("--delay-ratio and --delay-ms: say what is delayed with --delay")
+        if delay and ratio == 1.0 and not added_ms:
+            raise UsageError(f"--delay {delay}: say by how much with --delay-ratio or --delay-ms")
+        if not (0 <= ratio <= _MOST and abs(added_ms) <= _MOST):
+            raise UsageError(
+                f"--delay-ratio {ratio:g} --delay-ms {added_ms:g}: give a ratio from 0 to 1e6 and at most 1e6 ms"
+            )
+        every = delay.removeprefix(EACH)
+        if every != delay and not (every.isdigit() and int(every)):
+            raise UsageError(
+                f"--delay {delay}: write each:N with N from 1 up: every N-th node of the critical path"
+            )
+        return cls(ratio, round(added_ms * PS_PER_MS))
+
     def of(self, duration: int) -> int:
         """The changed duration, never below 0."""
         return max(0, round((duration + self.added) * self.ratio))
@@ -266,21 +292,28 @@ class Replay(NamedTuple):
     """What ran when.
 
     Attributes:
-        dag: what ran.
-        durations: picoseconds that each node took.
-        starts: for each step, picoseconds at which each node started.
-        ends: for each step, picoseconds at which each GPU had ended it.
+        dag: what was run.
+        nodes: those of all steps.
+        timeline: a row for each of them: its GPU is the program, its step the micro-batch.
     """
 
     dag: Dag
-    durations: NodeDurations
-    starts: tuple[Mapping[str, int], ...]
-    ends: tuple[Mapping[int, int], ...]
+    nodes: tuple[DagNode, ...]
+    timeline: Timeline
+
+    @property
+    def ends(self) -> Int64:
+        """Int64 [steps, GPUs], picoseconds at which each GPU had ended its nodes of each step."""
+        timeline, gpus = self.timeline, len(self.timeline.programs) - 1
+        own = np.flatnonzero(timeline.program < gpus)
+        found = np.zeros((int(timeline.micro_batch.max(initial=0)) + 1, gpus), np.int64)
+        np.maximum.at(found, (timeline.micro_batch[own], timeline.program[own]), timeline.end[own])
+        return np.maximum.accumulate(found)
 
     @property
     def makespan(self) -> int:
         """Picoseconds until the last GPU had ended the last step."""
-        return max(self.ends[-1].values(), default=0)
+        return int(self.ends.max(initial=0))
 
     @property
     def step(self) -> float:
@@ -288,7 +321,7 @@ class Replay(NamedTuple):
         return self.makespan / len(self.ends)
 
 
-def replay(dag: Dag, *, steps: int = 1, durations: NodeDurations | None = None) -> Replay:
+def replay(dag: Dag, *, steps: int = 1) -> Replay:
     """Runs a graph.
 
     A GPU starts a step when it has ended all of its own nodes of the step before. Nothing but dependencies holds a
@@ -297,7 +330,6 @@ def replay(dag: Dag, *, steps: int = 1, durations: NodeDurations | None = None) 
     Args:
         dag: of all GPUs.
         steps: how often.
-        durations: picoseconds of nodes that take other times than the graph says.
 
     Raises:
         UsageError: fewer than one step.
@@ -305,44 +337,61 @@ def replay(dag: Dag, *, steps: int = 1, durations: NodeDurations | None = None) 
     """
     if steps < 1:
         raise UsageError(f"--step-num {steps}: give 1 or more")
-    order = dag.order()
-    taken = {name: node.duration for name, node in dag.nodes.items()} | dict(durations or {})
-    begin: dict[int, int] = {}
-    all_starts, all_ends = [], []
-    for _ in range(steps):
-        starts: dict[str, int] = {}
-        over: dict[int, int] = dict(begin)
-        for name in order:
-            gpu = dag.nodes[name].gpu
-            ready = (starts[before] + taken[before] for before in dag.waits.get(name, ()))
-            starts[name] = max((begin.get(gpu, 0), *ready))
-            if gpu != SHARED:
-                over[gpu] = max(over.get(gpu, 0), starts[name] + taken[name])
-        begin = over
-        all_starts.append(starts)
-        all_ends.append(over)
-    return Replay(dag, taken, tuple(all_starts), tuple(all_ends))
+    whole = dag if steps == 1 else _repeated(dag, steps)
+    nodes, (before, after) = tuple(whole.nodes.values()), _numbered(whole).T
+    start = np.array(_longest(whole).length, np.int64)
+    duration = np.array([node.duration for node in nodes], np.int64)
+    # Of what ended at the moment at which a node started, the last by name.
+    cause, held_up = np.full(len(nodes), NONE, np.int64), (start + duration)[before] == start[after]
+    cause[after[held_up]] = before[held_up]
+    names = dag.gpus or tuple(f"rank{gpu}" for gpu in range(1 + max((node.gpu for node in nodes), default=0)))
+    zero = np.zeros(len(nodes), np.int32)
+    timeline = Timeline(
+        program=np.array([len(names) if node.gpu == SHARED else node.gpu for node in nodes], np.int32),
+        lane=np.full(len(nodes), Lane.DEVICE, np.uint8),
+        stream=zero,
+        op=np.arange(len(nodes)),
+        instance=zero,
+        micro_batch=np.array([node.step for node in nodes], np.int32),
+        start=start,
+        duration=duration,
+        cause=cause,
+        programs=(*names, "server"),
+        streams=("",),
+    )
+    return Replay(dag, nodes, timeline)
 
 
-def step_table(found: Replay, names: Mapping[int, str]) -> AnswerTable:
-    """One row a step and GPU: when it `start_ms`ed and `end_ms`ed on it, and `step_ms` between the two.
+def _repeated(dag: Dag, steps: int) -> Dag:
+    """The graph several times; a node that takes no time is between two steps of a GPU."""
+    found = Dag(gpus=dag.gpus)
+    for step in range(steps):
+        for name, node in dag.nodes.items():
+            found.nodes[f"{step}:{name}"] = node._replace(step=step)
+            for before in dag.before(name):
+                found.edge(f"{step}:{before}", f"{step}:{name}")
+            if node.gpu != SHARED:
+                over = DagNode(f"{step}.over:{node.gpu}", 0, SHARED, "", step)
+                found.nodes.setdefault(over.name, over)
+                found.edge(f"{step}:{name}", over.name)
+                if step:
+                    found.edge(f"{step - 1}.over:{node.gpu}", f"{step}:{name}")
+    return found
 
-    Args:
-        found: a replay.
-        names: of the GPUs.
-    """
-    rows = []
-    before: Mapping[int, int] = {}
-    for number, ends in enumerate(found.ends):
-        for gpu, end in sorted(ends.items()):
-            start = before.get(gpu, 0)
-            rows.append((number, names[gpu], *(x / PS_PER_MS for x in (start, end, end - start))))
-        before = ends
+
+def step_table(found: Replay) -> AnswerTable:
+    """One row a step and GPU: when it `start_ms`ed and `end_ms`ed on it, and `step_ms` between the two."""
+    ends = found.ends.tolist()
+    rows = [
+        (step, name, *(x / PS_PER_MS for x in (start, end, end - start)))
+        for step, (before, after) in enumerate(pairwise([[0] * len(ends[0]), *ends]))
+        for name, start, end in zip(found.timeline.programs, before, after, strict=False)
+    ]
     return from_rows(("step", "gpu", "start_ms", "end_ms", "step_ms"), rows)
 
 
-def delayed(dag: Dag, what: str, change: Change) -> dict[str, int]:
-    """Durations if communication, computation or one node took another time.
+def delayed(dag: Dag, what: str, change: Change) -> Dag:
+    """The graph if communication, computation or one node took another time.
 
     Computation is forward, backward and the update.
 
@@ -355,17 +404,15 @@ def delayed(dag: Dag, what: str, change: Change) -> dict[str, int]:
         UnknownNameError: it is none of these.
     """
     categories = {COMMUNICATIONS: {COMMUNICATION}, COMPUTATIONS: COMPUTATION | UPDATES}
-    if what in categories:
-        chosen = [
-            name
-            for name, node in dag.nodes.items()
-            if node.category in categories[what] and (node.gpu != SHARED or node.duration)
-        ]
-    elif what in dag.nodes:
-        chosen = [what]
-    else:
+    if what not in categories and what not in dag.nodes:
         raise UnknownNameError("node", what, (COMMUNICATIONS, COMPUTATIONS, f"{EACH}N", *dag.nodes))
-    return {name: change.of(dag.nodes[name].duration) for name in chosen}
+    chosen = [
+        node
+        for node in dag.nodes.values()
+        if node.name == what
+        or (node.category in categories.get(what, ()) and (node.gpu != SHARED or node.duration))
+    ]
+    return dag.changed({node.name: change.of(node.duration) for node in chosen})
 
 
 def sensitivity(dag: Dag, path: LongestPath, every: int, change: Change, *, steps: int = 1) -> AnswerTable:
@@ -390,43 +437,35 @@ def sensitivity(dag: Dag, path: LongestPath, every: int, change: Change, *, step
     rows = []
     for node in path.nodes[::every]:
         new = change.of(node.duration)
-        step = replay(dag, steps=steps, durations={node.name: new}).step
+        step = replay(dag.changed({node.name: new}), steps=steps).step
         share = (step - base) / (new - node.duration) if new != node.duration else None
         rows.append((node.name, *(x / PS_PER_MS for x in (node.duration, step, step - base)), share))
     return from_rows(("name", "node_ms", "step_ms", "difference_ms", "share"), rows)
 
 
-def as_events(found: Replay, names: Mapping[int, str]) -> Iterator[dict[str, Any]]:
+def as_events(found: Replay) -> Iterator[dict[str, Any]]:
     """The replay as events of a Chrome trace, by their starts: a process a GPU, a thread a category.
 
     Names and arguments are those of ByteProfile, so that the analyses here read the trace.
-
-    Args:
-        found: a replay.
-        names: of the GPUs.
     """
-    for number, starts in enumerate(found.starts):
-        for name, start in sorted(starts.items(), key=lambda pair: (pair[1], pair[0])):
-            node = found.dag.nodes[name]
-            duration = found.durations[name]
-            if node.gpu == SHARED and not duration:
-                continue
-            inputs = sorted(found.dag.waits.get(name, ()))
-            computes = node.category in COMPUTATION | UPDATES
-            yield {
-                "name": name,
-                "cat": "operator" if computes else node.category or "other",
-                "ph": "X",
-                "ts": _us(start),
-                "dur": _us(duration),
-                "pid": names.get(node.gpu, "server"),
-                "tid": node.category or "other",
-                "args": {"name": name, "step": number, **{f"input{i}": other for i, other in enumerate(inputs)}},
-            }
-
-
-def _us(picoseconds: int) -> float:
-    return picoseconds // PS_PER_US if picoseconds % PS_PER_US == 0 else picoseconds / PS_PER_US
+    timeline, nodes = found.timeline, found.nodes
+    start, duration = timeline.start.tolist(), timeline.duration.tolist()
+    for row in sorted(range(len(nodes)), key=lambda row: (nodes[row].step, start[row], nodes[row].name)):
+        node = nodes[row]
+        if node.gpu == SHARED and not duration[row]:
+            continue
+        computes = node.category in COMPUTATION | UPDATES
+        inputs = {f"input{i}": other for i, other in enumerate(found.dag.before(node.name))}
+        yield {
+            "name": node.name,
+            "cat": "operator" if computes else node.category or "other",
+            "ph": "X",
+            "ts": in_us(start[row]),
+            "dur": in_us(duration[row]),
+            "pid": timeline.programs[timeline.program[row]],
+            "tid": node.category or "other",
+            "args": {"name": node.name, "step": node.step, **inputs},
+        }
 
 
 def path_table(paths: Sequence[tuple[str, LongestPath]]) -> AnswerTable:

@@ -9,13 +9,25 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from echograph.errors import DataError, InputError
-from echograph.profiler.byteprofile.dag import SHARED, Dag, DagNode, Drawing, RecordedDag, read_dag
-from echograph.profiler.byteprofile.events import (
+from echograph.profiler.analyses.table import AnswerTable
+from echograph.profiler.byteprofile.dag import (
+    EACH,
+    SHARED,
+    Change,
+    Dag,
+    DagNode,
+    LongestPath,
+    RecordedDag,
+    Replay,
+    delayed,
+    read_dag,
+    replay,
+    sensitivity,
+)
+from echograph.profiler.byteprofile.reader import (
     ALLREDUCE,
     COMMUNICATION,
     COMPUTATION,
@@ -27,33 +39,55 @@ from echograph.profiler.byteprofile.events import (
     WAITING,
     EventLabel,
     Events,
+    Gpu,
+    Job,
     by_number,
     category_of,
+    events_of,
+    find_job,
+    gradient_names,
     is_kineto,
     joined,
 )
-from echograph.profiler.byteprofile.layout import Gpu, Job, events_of, find_job, gradient_names
-from echograph.profiler.byteprofile.statistics import statistics
-
-if TYPE_CHECKING:
-    from echograph.profiler.byteprofile.dag import Dag, LongestPath
-
+from echograph.profiler.byteprofile.report import statistics
 
 Averages = dict[EventLabel, int]
+
+
+class GpuPlace(NamedTuple):
+    """Whose nodes are meant.
+
+    Attributes:
+        gpu: number of the GPU in the job.
+        worker: number of its worker.
+        root: whether it is the one of its worker that talks to the servers.
+        prefix: what its nodes' names begin with.
+    """
+
+    gpu: int
+    worker: int
+    root: bool
+    prefix: str
 
 
 class Chain(NamedTuple):
     """One partition of a communication, on one GPU.
 
     Attributes:
+        at: the GPU.
         operation: "Comm.w".
         position: of the partition among the communication's.
         parts: node of each part, in the order in which they run.
     """
 
+    at: GpuPlace
     operation: str
     position: int
-    parts: Mapping[str, str]
+    parts: Mapping[str, DagNode]
+
+    def part(self, names: Iterable[str]) -> str | None:
+        """The node of the first of these parts that the chain has."""
+        return next((self.parts[name].name for name in names if name in self.parts), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,22 +95,16 @@ class Dependencies:
     """One GPU's graph.
 
     Attributes:
-        gpu: where its files are.
-        number: of the GPU in the job.
-        prefix: what its nodes' names begin with.
+        at: the GPU.
         dag: nodes and what they wait for.
         chains: of communications, where these are taken apart.
         events: what was measured.
-        root: whether it is the one of its worker that talks to the servers.
     """
 
-    gpu: Gpu
-    number: int
-    prefix: str
+    at: GpuPlace
     dag: Dag
     chains: tuple[Chain, ...]
     events: Events
-    root: bool
 
 
 def dependencies(job: Job, *, queues: bool = False) -> list[Dependencies]:
@@ -98,21 +126,19 @@ def dependencies(job: Job, *, queues: bool = False) -> list[Dependencies]:
     for number, gpu in enumerate(job.gpus):
         recorded = _recorded(gpu)
         root = gpu.rank == max(other.rank for other in job.gpus if other.worker == gpu.worker)
-        sender = f"worker_{gpu.worker}->" if root else None
+        at = GpuPlace(number, gpu.worker, root, job.prefix(gpu))
         events = gpu.events()
-        measured = joined([events, messages.rows(messages.where(_sent_by(sender)))])
+        sent = messages.only(_sent_by(f"worker_{gpu.worker}->" if root else None))
+        measured = joined([events, sent])
         names = gradient_names((gpu.folder, gpu.folder.parent, gpu.folder.parent.parent))
         averages = _own(statistics(measured).average_ps() if len(measured) else {}, names)
-        prefix = job.prefix(gpu)
-        drawing, chains = _weighted(recorded, averages, names, number, prefix, queues)
-        if not any(node.duration for node in drawing.nodes.values()):
+        dag, chains = _weighted(at, recorded, averages, names, queues)
+        if not any(node.duration for node in dag.nodes.values()):
             raise DataError(
                 f"{gpu.dag}: none of its nodes has an event in the trace, or a time of its own ('avg'): nothing "
                 "says how long they take"
             )
-        dag = drawing.dag()
-        facts: dict[str, Any] = {"gpu": gpu, "number": number, "prefix": prefix, "events": events, "root": root}
-        found.append(Dependencies(dag=dag, chains=tuple(chains), **facts))
+        found.append(Dependencies(at=at, dag=dag, chains=tuple(chains), events=events))
     return found
 
 
@@ -140,15 +166,15 @@ def _own(averages: Averages, names: Sequence[str]) -> Averages:
 
 
 def _weighted(
-    recorded: RecordedDag, averages: Averages, names: Sequence[str], gpu: int, prefix: str, queues: bool
-) -> tuple[Drawing, list[Chain]]:
+    at: GpuPlace, recorded: RecordedDag, averages: Averages, names: Sequence[str], queues: bool
+) -> tuple[Dag, list[Chain]]:
     """The recorded graph with durations, communications as one node or as chains."""
     by_name = {label.name: average for label, average in averages.items()}
     parts: dict[str, Averages] = {}
     for label, average in averages.items():
         if label.category == COMMUNICATION:
             parts.setdefault(label.operation, {})[label] = average
-    drawing = Drawing()
+    dag = Dag()
     ends: dict[str, list[tuple[str, str]]] = {}
     chains: list[Chain] = []
     for name, said in recorded.nodes.items():
@@ -157,45 +183,25 @@ def _weighted(
         if operation in ends:
             ends[name] = ends[operation]
             continue
-        own = _chains(operation, parts.get(operation, {}), prefix)
+        own = _chains(at, operation, parts.get(operation, {}))
         if own and queues:
-            for chain, labels in own:
-                _link(drawing, chain, labels, gpu)
-                chains.append(chain)
-            ends[name] = [(first_of(chain), last_of(chain)) for chain, _ in own]
+            linked = [dag.chain(chain.parts.values()) for chain in own]
+            chains += own
+            ends[name] = [(nodes[0], nodes[-1]) for nodes in linked]
         else:
             total = by_name.get(operation, by_name.get(name))
             if total is None and own:
-                whole = _chains(operation, parts[operation], prefix, waiting=True)
-                total = max(sum(labels.values()) for _, labels in whole)
-            node = drawing.node(
-                DagNode(f"{prefix}{operation}", total if total is not None else said or 0, gpu, category)
-            )
+                whole = _chains(at, operation, parts[operation], waiting=True)
+                total = max(sum(node.duration for node in chain.parts.values()) for chain in whole)
+            duration = total if total is not None else said or 0
+            (node,) = dag.chain([DagNode(f"{at.prefix}{operation}", duration, at.gpu, category)])
             ends[name] = [(node, node)]
         ends[operation] = ends[name]
     for before, after in recorded.edges:
         for _, last in ends[before]:
             for first, _ in ends[after]:
-                drawing.edge(last, first)
-    return drawing, chains
-
-
-def _link(drawing: Drawing, chain: Chain, durations: Mapping[str, int], gpu: int) -> None:
-    nodes = [
-        drawing.node(DagNode(name, durations[part], gpu, COMMUNICATION)) for part, name in chain.parts.items()
-    ]
-    for before, after in pairwise(nodes):
-        drawing.edge(before, after)
-
-
-def first_of(chain: Chain) -> str:
-    """The node that a chain begins with."""
-    return next(iter(chain.parts.values()))
-
-
-def last_of(chain: Chain) -> str:
-    """The node that a chain ends with."""
-    return next(reversed(list(chain.parts.values())))
+                dag.edge(last, first)
+    return dag, chains
 
 
 def _measured_as(node: str, names: Sequence[str], parts: Collection[str]) -> str:
@@ -210,10 +216,8 @@ def _measured_as(node: str, names: Sequence[str], parts: Collection[str]) -> str
     return node
 
 
-def _chains(
-    operation: str, averages: Averages, prefix: str, *, waiting: bool = False
-) -> list[tuple[Chain, dict[str, int]]]:
-    """A chain for each partition of a communication, and what its parts take; without empty parts.
+def _chains(at: GpuPlace, operation: str, averages: Averages, *, waiting: bool = False) -> list[Chain]:
+    """A chain for each partition of a communication, without empty parts.
 
     Of Horovod's parts, those that only wait are left out, unless they are asked for.
 
@@ -233,8 +237,11 @@ def _chains(
     found = []
     for position, labels in sorted(partitions.items()):
         labels.sort(key=lambda label: PLACE[label.part])
-        nodes = {label.part: f"{prefix}{label.name}" for label in labels}
-        found.append((Chain(operation, position, nodes), {label.part: averages[label] for label in labels}))
+        parts = {
+            label.part: DagNode(f"{at.prefix}{label.name}", averages[label], at.gpu, COMMUNICATION)
+            for label in labels
+        }
+        found.append(Chain(at, operation, position, parts))
     return found
 
 
@@ -259,32 +266,28 @@ def observed_order(found: Dependencies) -> RunTime:
     Args:
         found: a GPU's dependencies.
     """
-    events, dag = found.events, found.dag
-    swept: dict[str, int] = {}
-    rows = events.where(lambda label: label.category in COMPUTATION)
-    for row in rows[np.argsort(events.start[rows], kind="stable")].tolist():
-        name = f"{found.prefix}{events.labels[events.label[row]]._replace(prefix='').name}"
+    dag, swept = found.dag, dict[str, tuple[int, int]]()
+    for start, end, label in found.events.only(lambda label: label.category in COMPUTATION).in_order():
+        name = f"{found.at.prefix}{label._replace(prefix='').name}"
         if name in dag.nodes:
-            swept.setdefault(name, row)
-    drawing = Drawing()
-    drawing.nodes |= dag.nodes
+            swept.setdefault(name, (start, end))
+    ran = Dag(nodes=dag.nodes)
     for before, after in dag.edges():
         if not (before in swept and after in swept):
-            drawing.edge(before, after)
+            ran.edge(before, after)
     running: dict[str, int] = {}
     most = 0
-    for name, row in swept.items():
-        start, end = int(events.start[row]), int(events.end[row])
+    for name, (start, end) in swept.items():
         over = [other for other, until in running.items() if until <= start]
         for other in over:
-            drawing.edge(other, name)
+            ran.edge(other, name)
             del running[other]
         for other in running:
-            for before in drawing.waits.get(other, set()) & swept.keys():
-                drawing.edge(before, name)
+            for before in ran.waits.get(other, set()) & swept.keys():
+                ran.edge(before, name)
         running[name] = end
         most = max(most, len(running))
-    return RunTime(drawing.dag(), most)
+    return RunTime(ran, most)
 
 
 _PUSHES, _PULLS = ("PUSH", "PUSH_REQ"), ("PULL", "PULL_RES")
@@ -294,18 +297,6 @@ _COLLECTED, _SPREAD = (
 )
 
 _PartitionKey = tuple[str, int]
-
-
-class Member(NamedTuple):
-    """One GPU's chain of a partition that all GPUs have."""
-
-    worker: int
-    root: bool
-    chain: Chain
-
-    def part(self, names: Iterable[str]) -> str | None:
-        """The node of the first of these parts that the chain has."""
-        return next((self.chain.parts[name] for name in names if name in self.chain.parts), None)
 
 
 def coupled(job: Job, gpus: Sequence[Dependencies], dags: Sequence[Dag]) -> Dag:
@@ -323,74 +314,71 @@ def coupled(job: Job, gpus: Sequence[Dependencies], dags: Sequence[Dag]) -> Dag:
         gpus: dependencies, communications taken apart.
         dags: the graph of each, as it is or at run time.
     """
-    drawing = Drawing()
+    whole = Dag(gpus=tuple(job.title(gpu) for gpu in job.gpus))
     for dag in dags:
-        drawing.add(dag)
-    groups: dict[_PartitionKey, list[Member]] = {}
+        whole.nodes.update(dag.nodes)
+        for after, befores in dag.waits.items():
+            whole.waits.setdefault(after, set()).update(befores)
+    groups: dict[_PartitionKey, list[Chain]] = {}
     for found in gpus:
         for chain in found.chains:
-            member = Member(found.gpu.worker, found.root, chain)
-            groups.setdefault((chain.operation, chain.position), []).append(member)
+            groups.setdefault((chain.operation, chain.position), []).append(chain)
     servers = _servers(job)
     for key, members in groups.items():
-        _hand_over(drawing, members)
-        _through_servers(drawing, key, members, servers.get(key, {}))
-        _synchronise(drawing, key, members)
-    return drawing.dag()
+        _hand_over(whole, members)
+        _through_servers(whole, key, members, servers.get(key, {}))
+        _synchronise(whole, key, members)
+    return whole
 
 
-def _hand_over(drawing: Drawing, members: Sequence[Member]) -> None:
-    roots = {member.worker: member for member in members if member.root}
+def _hand_over(whole: Dag, members: Sequence[Chain]) -> None:
+    roots = {member.at.worker: member for member in members if member.at.root}
     for member in members:
-        root = roots.get(member.worker)
-        if member.root or root is None:
+        root = roots.get(member.at.worker)
+        if member.at.root or root is None:
             continue
         push, pull = root.part(_PUSHES), root.part(reversed(_PULLS))
         if push is None or pull is None or member.part((*_PUSHES, *_PULLS)) is not None:
             continue
-        before, after = _around(member.chain)
+        before, after = _around(member)
         if before is not None:
-            drawing.edge(before, push)
+            whole.edge(before, push)
         if after is not None:
-            drawing.edge(pull, after)
+            whole.edge(pull, after)
 
 
 def _around(chain: Chain) -> tuple[str | None, str | None]:
     """The last node before the push would be, and the first after the pull."""
-    before = [name for part, name in chain.parts.items() if PLACE[part] < PLACE["PUSH"]]
-    after = [name for part, name in chain.parts.items() if PLACE[part] > PLACE["PULL_RES"]]
+    before = [node.name for part, node in chain.parts.items() if PLACE[part] < PLACE["PUSH"]]
+    after = [node.name for part, node in chain.parts.items() if PLACE[part] > PLACE["PULL_RES"]]
     return before[-1] if before else None, after[0] if after else None
 
 
-def _through_servers(
-    drawing: Drawing, key: _PartitionKey, members: Sequence[Member], server: dict[str, int]
-) -> None:
+def _through_servers(whole: Dag, key: _PartitionKey, members: Sequence[Chain], server: dict[str, int]) -> None:
     pairs = [(member.part(_PUSHES), member.part(reversed(_PULLS))) for member in members]
     ends = [(push, pull) for push, pull in pairs if push is not None and pull is not None]
-    alone = len({member.worker for member in members}) < 2 and not server
+    alone = len({member.at.worker for member in members}) < 2 and not server
     if alone or not ends:
         return
     name = f"{key[0]}.{key[1]}"
     parts = [
         DagNode(f"server.{name}.{part}", server[part], SHARED, COMMUNICATION) for part in SERVER if part in server
     ]
-    nodes = [drawing.node(node) for node in parts or [DagNode(f"server.{name}.Sync", 0, SHARED, COMMUNICATION)]]
-    for before, after in pairwise(nodes):
-        drawing.edge(before, after)
+    nodes = whole.chain(parts or [DagNode(f"server.{name}.Sync", 0, SHARED, COMMUNICATION)])
     for push, pull in ends:
-        drawing.edge(push, nodes[0])
-        drawing.edge(nodes[-1], pull)
+        whole.edge(push, nodes[0])
+        whole.edge(nodes[-1], pull)
 
 
-def _synchronise(drawing: Drawing, key: _PartitionKey, members: Sequence[Member]) -> None:
+def _synchronise(whole: Dag, key: _PartitionKey, members: Sequence[Chain]) -> None:
     """A node that takes no time between what GPUs do alone and what they do together."""
-    everywhere = [member for member in members if ALLREDUCE in member.chain.parts]
+    everywhere = [member for member in members if ALLREDUCE in member.parts]
     if everywhere:
-        _meet(drawing, f"{key[0]}.{key[1]}.Sync", [(m.chain, m.chain.parts[ALLREDUCE]) for m in everywhere])
-    for worker in sorted({member.worker for member in members}):
-        local = [(m.chain, spread) for m in members if m.worker == worker and (spread := _broadcast(m.chain))]
+        _meet(whole, f"{key[0]}.{key[1]}.Sync", [m.parts[ALLREDUCE].name for m in everywhere])
+    for worker in sorted({member.at.worker for member in members}):
+        local = [spread for m in members if m.at.worker == worker and (spread := _broadcast(m))]
         if local:
-            _meet(drawing, f"wk{worker}.{key[0]}.{key[1]}.Sync", local)
+            _meet(whole, f"wk{worker}.{key[0]}.{key[1]}.Sync", local)
 
 
 def _broadcast(chain: Chain) -> str | None:
@@ -398,22 +386,22 @@ def _broadcast(chain: Chain) -> str | None:
     parts = list(chain.parts)
     for before, after in pairwise(parts):
         if after in _SPREAD and before in _COLLECTED:
-            return chain.parts[after]
+            return chain.parts[after].name
     return None
 
 
-def _meet(drawing: Drawing, name: str, places: Sequence[tuple[Chain, str]]) -> None:
-    sync = drawing.node(DagNode(name, 0, SHARED, COMMUNICATION))
-    for _, node in places:
-        for before in drawing.waits.get(node, set()) - {sync}:
-            drawing.edge(before, sync)
-        drawing.edge(sync, node)
+def _meet(whole: Dag, name: str, nodes: Sequence[str]) -> None:
+    (sync,) = whole.chain([DagNode(name, 0, SHARED, COMMUNICATION)])
+    for node in nodes:
+        for before in whole.waits.get(node, set()) - {sync}:
+            whole.edge(before, sync)
+        whole.edge(sync, node)
 
 
 def _servers(job: Job) -> dict[_PartitionKey, dict[str, int]]:
     """Picoseconds of what servers do of each partition: copy the first push, add the others, hand out the sum."""
     found = joined([events_of(file) for file in job.messages])
-    found = found.rows(found.where(lambda label: label.part in SERVER))
+    found = found.only(lambda label: label.part in SERVER)
     if not len(found):
         return {}
     # A partition is on one server.
@@ -433,14 +421,12 @@ class JobDependencies:
     """The graphs of a folder of traces.
 
     Attributes:
-        names: of the GPUs, by their numbers.
         dags: each GPU's own.
-        all: of all GPUs together.
+        all: of all GPUs together, with their names.
         parallelism: the most operators that ran at once, by the GPU's name; empty where nobody looked.
         notes: what is missing, one line each.
     """
 
-    names: dict[int, str]
     dags: list[Dag]
     all: Dag
     parallelism: dict[str, int]
@@ -448,8 +434,46 @@ class JobDependencies:
 
     def paths(self) -> list[tuple[str, LongestPath]]:
         """The longest path of each GPU, then of all."""
-        own = [(self.names[number], dag.longest_path()) for number, dag in enumerate(self.dags)]
-        return [*own, ("all", self.all.longest_path())]
+        each = zip((*self.all.gpus, "all"), (*self.dags, self.all), strict=True)
+        return [(of, dag.longest_path()) for of, dag in each]
+
+
+class Rerun(NamedTuple):
+    """A step that was run again.
+
+    Attributes:
+        done: what ran when, with what was delayed.
+        before: picoseconds of a step before that; None where nothing is delayed, or one node after the other.
+        delays: what each of some nodes does to the step, where these are delayed.
+    """
+
+    done: Replay
+    before: float | None
+    delays: AnswerTable | None
+
+
+def rerun(prepared: JobDependencies, *, steps: int, delay: str, change: Change) -> Rerun:
+    """Runs the step of a job again.
+
+    Args:
+        prepared: the job.
+        steps: how often.
+        delay: what is delayed: `communication`, `computation`, a node, each N-th of the critical path (`each:N`),
+            or nothing.
+        change: of what is delayed.
+
+    Raises:
+        UnknownNameError: there is no such node.
+        DataError: the dependencies run in a circle.
+    """
+    dag = prepared.all
+    if delay.startswith(EACH):
+        every = int(delay.removeprefix(EACH))
+        delays = sensitivity(dag, dag.longest_path(), every, change, steps=steps)
+        return Rerun(replay(dag, steps=steps), None, delays)
+    if not delay:
+        return Rerun(replay(dag, steps=steps), None, None)
+    return Rerun(replay(delayed(dag, delay, change), steps=steps), replay(dag, steps=steps).step, None)
 
 
 def prepare(path: Path, *, queues: bool, run_time: bool) -> JobDependencies:
@@ -462,13 +486,12 @@ def prepare(path: Path, *, queues: bool, run_time: bool) -> JobDependencies:
     """
     job = find_job(path)
     found = dependencies(job, queues=queues)
-    names = {one.number: job.title(one.gpu) for one in found}
     swept = [observed_order(one) for one in found] if run_time else []
     dags = [one.dag for one in swept or found]
+    whole = coupled(job, found, dags)
     return JobDependencies(
-        names=names,
         dags=dags,
-        all=coupled(job, found, dags),
-        parallelism={names[number]: one.parallelism for number, one in enumerate(swept)},
+        all=whole,
+        parallelism={name: one.parallelism for name, one in zip(whole.gpus, swept, strict=bool(swept))},
         notes=tuple(dict.fromkeys(note for one in found for note in one.events.notes)),
     )

@@ -55,10 +55,10 @@ class TracedCall:
         kind: what it has in common with others.
         group: its group.
         sequence: its number in its channel, from 0.
-        queued: when it was issued, in nanoseconds of `perf_counter`.
-        start: when it could begin, likewise; -1 where not known.
-        end: when it ended, likewise; -1 where not known.
-        wait: when the caller first waited for it, likewise; -1 if never.
+        queued: nanoseconds of `perf_counter` when the call was issued.
+        start: nanoseconds of that clock when the call could begin; -1 where not known.
+        end: nanoseconds of that clock when the call ended; -1 where not known.
+        wait: nanoseconds of that clock when the caller first waited; -1 if never.
         listeners: who is told of its end.
         holder: weak reference to the Work that an asynchronous caller was given.
         work: the Work, held only as long as its end must be found from it.

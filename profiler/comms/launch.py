@@ -21,8 +21,10 @@ def run_traced(command: Sequence[str], path: Path, timeout_s: float) -> int:
         timeout_s: when collectives that do not end are reported.
 
     Raises:
-        UsageError: there is no such program.
+        UsageError: there is no such program, or no time.
     """
+    if not timeout_s > 0:
+        raise UsageError(f"--timeout: {timeout_s:g}: give seconds above 0")
     path.absolute().parent.mkdir(parents=True, exist_ok=True)
     said = {"ECHOGRAPH_TRACE": str(path.absolute()), "ECHOGRAPH_TRACE_TIMEOUT_S": str(timeout_s)}
     return run_started(command, said)

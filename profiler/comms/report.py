@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from echograph.ir.comms.reader import NO_TIME, CallRows, CallSource
-from echograph.ir.comms.record import UNKNOWN, CallSignature
+from echograph.ir.comms.record import NO_TIME, UNKNOWN, CallRows, CallSignature, CallSource
 from echograph.ir.tables import csv_text
 from echograph.profiler.comms.bandwidth import bus_factor, family
 from echograph.profiler.comms.readers import find_sources
@@ -40,8 +39,8 @@ class Batch:
         source: index into the sources.
         sequence: number in the channel.
         start: nanoseconds of the wall clock; of the first source's host, where clocks could be compared.
-        end: likewise, `NO_TIME` where not known.
-        wait: when the caller first waited, likewise; -1 where not known.
+        end: nanoseconds of the same clock; `NO_TIME` where not known.
+        wait: when the caller first waited, nanoseconds of the same clock; -1 where not known.
         duration: nanoseconds, -1 where not known.
         call: from 0, which rows are one call.
         whole: whether all ranks of the call are here.

@@ -7,9 +7,12 @@ The kernel deals tiles of 128 queries (forward) or 128 keys (backward) of every 
     tile_s  = 128 (mean keys per query * pair_s + overhead_s)
     seconds = launch + max(longest tile, tiles tile_s / SMs + tail * longest tile) + traffic
 
-Causal tiles see, on average, half of the keys plus half a tile. The backward pass does 2.5 times the forward's
-FLOPs (five products for two), and its efficiency is relative to that count. Traffic is what some kernels do
-beside: an inference kernel rotates the queries and writes the key-value cache.
+times what a dense table says beyond that: a correction on a coarse grid of tiles, keys and head dims.
+Causal tiles see, on average, half of the keys plus half a tile; tiles of a sliding window the window plus a tile.
+Beyond the longest rows that were measured the overhead grows with the keys, so the rate stays what it was there.
+The backward pass does 2.5 times the forward's FLOPs (five products for two), and its efficiency is relative to
+that count. Traffic is what some kernels do beside: an inference kernel rotates the queries and writes the keys'
+cache.
 
 Source of the scheme: Dao, FlashAttention-2, 2023 (parallel over batch, heads and query blocks).
 """
@@ -32,8 +35,9 @@ from echograph.profiler.costs.device import (
     as_floats,
     make_cost,
 )
+from echograph.profiler.costs.gemm import correction
 
-ATTENTION_KERNELS = ("trtllm", "flash1", "flash2", "flash3", "cudnn")
+ATTENTION_KERNELS = ("trtllm", "flash1", "flash2", "flash3", "flash4", "cudnn")
 """Kernels that some device has a model of; a profile may name others of its own."""
 
 TILE = 128.0
@@ -43,7 +47,7 @@ BACKWARD_FLOPS = 2.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Arrays of one shape: batch, query heads, queries, head dim, key heads, keys, value head dim."""
+    """Arrays of one shape: batch, query heads, queries, head dim, key heads, keys, value head dim, window."""
 
     b: FloatArray
     h: FloatArray
@@ -52,6 +56,7 @@ class AttentionShape:
     kv_h: FloatArray
     kv: FloatArray
     v_d: FloatArray
+    window: FloatArray
 
 
 def attention_shape(
@@ -62,9 +67,10 @@ def attention_shape(
     kv_heads: npt.ArrayLike | None = None,
     kv_seq: npt.ArrayLike | None = None,
     v_head_dim: npt.ArrayLike | None = None,
+    window: npt.ArrayLike | None = None,
 ) -> AttentionShape:
-    """Broadcasts the sizes against each other; None means as many keys or values as queries."""
-    b, h, q, d, kv_h, kv, v_d = as_floats(
+    """Broadcasts the sizes against each other; None means as many keys or values as queries, and no window."""
+    b, h, q, d, kv_h, kv, v_d, sees = as_floats(
         batch,
         heads,
         seq,
@@ -72,8 +78,9 @@ def attention_shape(
         heads if kv_heads is None else kv_heads,
         seq if kv_seq is None else kv_seq,
         head_dim if v_head_dim is None else v_head_dim,
+        np.inf if window is None else window,
     )
-    return AttentionShape(b=b, h=h, q=q, d=d, kv_h=kv_h, kv=kv, v_d=v_d)
+    return AttentionShape(b=b, h=h, q=q, d=d, kv_h=kv_h, kv=kv, v_d=v_d, window=sees)
 
 
 def attention_forward(
@@ -87,6 +94,7 @@ def attention_forward(
     kv_seq: npt.ArrayLike | None = None,
     v_head_dim: npt.ArrayLike | None = None,
     causal: bool = True,
+    window: npt.ArrayLike | None = None,
     kernel: str | None = None,
 ) -> CostEstimate:
     """Cost of softmax(Q K^T) V in bf16 or fp16, one kernel.
@@ -101,6 +109,7 @@ def attention_forward(
         kv_seq: keys per sequence (default: `seq`).
         v_head_dim: elements of a value (default: `head_dim`).
         causal: queries see only the keys up to their own position, counted from the end.
+        window: causal only: queries see only so many of the last of them (default: all).
         kernel: "flash2", "flash3", "cudnn", "trtllm", ...: default, the device's training kernel.
 
     Raises:
@@ -108,7 +117,7 @@ def attention_forward(
         UnavailableError: the device has no model of it.
     """
     model = _model(device, kernel)
-    shape = attention_shape(batch, heads, seq, head_dim, kv_heads, kv_seq, v_head_dim)
+    shape = attention_shape(batch, heads, seq, head_dim, kv_heads, kv_seq, v_head_dim, window)
     return _cost(model.forward, pass_seconds(model, model.forward, device.datasheet, shape, causal=causal))
 
 
@@ -123,6 +132,7 @@ def attention_backward(
     kv_seq: npt.ArrayLike | None = None,
     v_head_dim: npt.ArrayLike | None = None,
     causal: bool = True,
+    window: npt.ArrayLike | None = None,
     kernel: str | None = None,
 ) -> CostEstimate:
     """Cost of the gradients of Q, K and V, recomputing the scores; arguments as in `attention_forward`.
@@ -136,7 +146,7 @@ def attention_backward(
         known = [name for name, other in device.attention.items() if other.backward is not None]
         name = kernel or device.default_attention
         raise UnavailableError(f"attention kernel '{name}' has no backward pass on {device.name}", known)
-    shape = attention_shape(batch, heads, seq, head_dim, kv_heads, kv_seq, v_head_dim)
+    shape = attention_shape(batch, heads, seq, head_dim, kv_heads, kv_seq, v_head_dim, window)
     seconds = pass_seconds(model, model.backward, device.datasheet, shape, causal=causal, backward=True)
     return _cost(model.backward, seconds)
 
@@ -153,7 +163,7 @@ def pass_seconds(
     """Seconds of one pass for every shape."""
     peak = sheet.peak_flops_per_s[model.peak]
     flops_per_pair = 4.0 * (BACKWARD_FLOPS if backward else 1.0)
-    width = (_padded(model, shape.d) + _padded(model, shape.v_d)) / 2.0
+    width = (padded(model, shape.d) + padded(model, shape.v_d)) / 2.0
     unit_s = flops_per_pair / (peak / sheet.sm_count)
     pair_s, overhead_s = (
         unit_s * _work_per_pair(kernel, width),
@@ -161,12 +171,19 @@ def pass_seconds(
     )
     tiled, swept = (shape.kv, shape.q) if backward else (shape.q, shape.kv)
     tiles = shape.b * shape.h * np.ceil(tiled / TILE)
-    seen = _keys_visited(shape, causal) * shape.q / tiled
+    visited = keys_visited(shape, causal)
+    overhead_s = overhead_s * np.maximum(1.0, visited / kernel.plateau_keys)
+    seen = visited * shape.q / tiled
     mean_s = TILE * (seen * pair_s + overhead_s)
-    longest_s = TILE * (swept * pair_s + overhead_s)
+    longest_s = TILE * (np.minimum(swept, shape.window + TILE) * pair_s + overhead_s)
     waves = tiles / sheet.sm_count
     busy = np.maximum(longest_s, waves * mean_s + kernel.tail * longest_s * np.minimum(1.0, waves))
-    seconds = kernel.launch_s + kernel.time_scale * (busy + _traffic_seconds(kernel, sheet, shape))
+    windowed = np.where(shape.window < shape.kv, kernel.windowed_scale, 1.0)
+    scale = kernel.time_scale * windowed
+    seconds = kernel.launch_s + scale * (busy + _traffic_seconds(kernel, sheet, shape))
+    if kernel.residual is not None:
+        log_factor, _ = correction(kernel.residual, [tiles, np.minimum(visited, kernel.plateau_keys), width])
+        seconds = seconds * np.exp(log_factor)
     return np.maximum(seconds, _floor_seconds(sheet, shape, peak, flops_per_pair, causal))
 
 
@@ -185,15 +202,20 @@ def _floor_seconds(
     return np.maximum(flops / peak, compulsory)
 
 
-def _keys_visited(shape: AttentionShape, causal: bool | npt.NDArray[np.bool_]) -> FloatArray:
+def keys_visited(shape: AttentionShape, causal: bool | npt.NDArray[np.bool_]) -> FloatArray:
     """Keys that a query's tile visits on average: the diagonal tile is visited whole."""
-    return np.minimum(shape.kv, _keys_attended(shape, causal) + np.minimum(shape.q, TILE) / 2.0)
+    edges = np.where(shape.window < shape.kv, 1.0, 0.5)
+    return np.asarray(np.minimum(shape.kv, _keys_attended(shape, causal) + edges * np.minimum(shape.q, TILE)))
 
 
 def _keys_attended(shape: AttentionShape, causal: bool | npt.NDArray[np.bool_]) -> FloatArray:
     """Keys that a query attends to on average, the diagonal counted half."""
     below = np.where(shape.q <= shape.kv, shape.kv - shape.q / 2.0, shape.kv * shape.kv / (2.0 * shape.q))
-    return np.where(causal, below, shape.kv)
+    # Of the keys below the diagonal a window leaves a band; the first queries have fewer than fill it.
+    sees = np.minimum(shape.window, shape.kv)
+    filling = np.maximum(0.0, sees - np.maximum(0.0, shape.kv - shape.q))
+    banded = np.minimum(below, sees - filling * filling / (2.0 * shape.q))
+    return np.where(causal, banded, shape.kv)
 
 
 def _work_per_pair(kernel: AttentionPass, width: FloatArray) -> FloatArray:
@@ -206,7 +228,7 @@ def _work_per_pair(kernel: AttentionPass, width: FloatArray) -> FloatArray:
     return np.asarray(np.where(width < dims[0], below, np.where(width > dims[-1], above, inside)))
 
 
-def _padded(model: AttentionModel, dim: FloatArray) -> FloatArray:
+def padded(model: AttentionModel, dim: FloatArray) -> FloatArray:
     """The head dim that a compiled kernel exists for; beyond the largest, multiples of 64."""
     known = np.asarray(sorted(model.padded_head_dims), dtype=np.float64)
     index = np.minimum(np.searchsorted(known, dim), len(known) - 1)

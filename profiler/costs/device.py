@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import DataError, FormatError, UnavailableError, UnknownNameError
-from echograph.ir.documents import read_json_record
+from echograph.ir.documents import read_json_record, require
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 CostSource: TypeAlias = Literal["fitted", "analytical"]
@@ -93,11 +93,6 @@ ALIGNED = 16
 """Bytes from which on alignment no longer matters."""
 
 
-def _require(holds: bool, rule: str) -> None:
-    if not holds:
-        raise ValueError(rule)
-
-
 def _grows(sizes: Sequence[float]) -> bool:
     return all(low < high for low, high in pairwise(sizes))
 
@@ -116,7 +111,7 @@ class Datasheet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     source: str
 
     def __post_init__(self) -> None:
-        _require("fp32" in self.peak_flops_per_s, "peak_flops_per_s has fp32")
+        require("fp32" in self.peak_flops_per_s, "peak_flops_per_s has fp32")
 
 
 class FitError(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,13 +135,18 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Label(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a model comes from and how far it may be off (relative one sigma)."""
+    """Where a model comes from and how far it may be off (relative one sigma).
+
+    `between_libraries` is the one-sigma spread of the measured libraries on the same shapes (0: one library); the
+    model's own spread is at least that.
+    """
 
     source: CostSource
     basis: str
     spread: _Spread
     spread_short: _Spread
     held_out: HeldOut = HeldOut()
+    between_libraries: _Spread = 0.0
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -156,9 +156,9 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     permille: list[Annotated[int, msgspec.Meta(ge=-10_000, le=10_000)]]
 
     def __post_init__(self) -> None:
-        _require(all(map(_grows, self.knots)), "knots grow along each axis")
+        require(all(map(_grows, self.knots)), "knots grow along each axis")
         cells = prod(map(len, self.knots))
-        _require(len(self.permille) == cells, f"permille has a number for each of {cells} knots")
+        require(len(self.permille) == cells, f"permille has a number for each of {cells} knots")
 
 
 class Quantize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -185,8 +185,8 @@ class Alignment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     source: str
 
     def __post_init__(self) -> None:
-        _require(max(self.operand, default=0) >= ALIGNED, f"operand has an entry for {ALIGNED} bytes")
-        _require(max(self.output, default=0) >= ALIGNED, f"output has an entry for {ALIGNED} bytes")
+        require(max(self.operand, default=0) >= ALIGNED, f"operand has an entry for {ALIGNED} bytes")
+        require(max(self.output, default=0) >= ALIGNED, f"output has an entry for {ALIGNED} bytes")
 
 
 class GemmModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -218,7 +218,7 @@ class GemmModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         lengths = {len(self.tiles), len(self.efficiency), len(self.overhead_k)}
-        _require(len(lengths) == 1, "tiles, efficiency and overhead_k are of one length")
+        require(len(lengths) == 1, "tiles, efficiency and overhead_k are of one length")
 
 
 class GroupedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -228,7 +228,7 @@ class GroupedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scale: dict[str, _Factor]
 
     def __post_init__(self) -> None:
-        _require(set(_GROUPED_PASSES) <= set(self.scale), f"scale has {', '.join(_GROUPED_PASSES)}")
+        require(set(_GROUPED_PASSES) <= set(self.scale), f"scale has {', '.join(_GROUPED_PASSES)}")
 
 
 class AttentionPass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -247,10 +247,13 @@ class AttentionPass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     traffic_sharpness: _Weight = 1.0
     traffic_cached: _Weight = 1.0
     time_scale: _Factor = 1.0
+    plateau_keys: Positive = 1e30
+    windowed_scale: _Factor = 1.0
+    residual: Grid | None = None
 
     def __post_init__(self) -> None:
-        _require(_grows(self.head_dims), "head_dims grow")
-        _require(len(self.efficiency) == len(self.head_dims), "efficiency has a number for each of head_dims")
+        require(_grows(self.head_dims), "head_dims grow")
+        require(len(self.efficiency) == len(self.head_dims), "efficiency has a number for each of head_dims")
 
 
 class AttentionModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -263,16 +266,24 @@ class AttentionModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A memory-bound kind: fraction of the datasheet bandwidth at the knots of the row length."""
+    """A memory-bound kind: fraction of the datasheet bandwidth at the knots of the row length.
+
+    `moved_scale` multiplies it at the knots of all bytes moved: short kernels do not fill the memory's queues.
+    """
 
     label: Label
     row_bytes: Annotated[list[Positive], msgspec.Meta(min_length=1)]
     bandwidth_fraction: list[_Factor]
+    moved_bytes: list[Positive] = []
+    moved_scale: list[_Factor] = []
 
     def __post_init__(self) -> None:
-        _require(_grows(self.row_bytes), "row_bytes grow")
+        require(_grows(self.row_bytes), "row_bytes grow")
         alike = len(self.bandwidth_fraction) == len(self.row_bytes)
-        _require(alike, "bandwidth_fraction has a number for each of row_bytes")
+        require(alike, "bandwidth_fraction has a number for each of row_bytes")
+        require(_grows(self.moved_bytes), "moved_bytes grow")
+        alike = len(self.moved_scale) == len(self.moved_bytes)
+        require(alike, "moved_scale has a number for each of moved_bytes")
 
 
 class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -291,12 +302,25 @@ class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     communication_s: _Seconds | None = None
 
     def __post_init__(self) -> None:
-        _require(self.view_s is None or self.view_s <= self.op_s, "view_s is at most op_s")
+        require(self.view_s is None or self.view_s <= self.op_s, "view_s is at most op_s")
 
     @property
     def kernel_s(self) -> float:
         """What an operation that launches a kernel costs beyond one that does not."""
         return self.launch_s if self.view_s is None else self.op_s - self.view_s
+
+
+class PowerModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a device draws: `static_W` always, and energy for each FLOP (by peak) and byte at full voltage.
+
+    `limit_W` is the board's; `power.py` has the equations.
+    """
+
+    limit_W: _Work
+    static_W: _Work
+    joules_per_flop: dict[str, _Seconds]
+    joules_per_byte: _Seconds
+    source: str
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -324,6 +348,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     provenance: Provenance
     sustained_gemm_slowdown: _Factor = 1.0
     sustained_basis: str = ""
+    power: PowerModel | None = None
 
 
 def device_names() -> tuple[str, ...]:
@@ -381,8 +406,14 @@ def _load_shipped(name: str) -> DeviceProfile:
     return read_profile(_folder() / f"{name}.json")
 
 
-MEMORY_KINDS = ("elementwise", "copy", "norm", "softmax", "reduction", "gather", "optimizer")
-"""norm and softmax work on rows; gather is an embedding or its gradient; optimizer updates many tensors."""
+MEMORY_KINDS = (
+    *("elementwise", "broadcast", "copy", "norm", "norm_backward", "softmax", "reduction", "gather", "optimizer"),
+)
+"""broadcast is elementwise with an operand that is repeated along rows or columns, in a kernel made for any shape;
+norm and softmax work on rows; gather is an embedding or its gradient; optimizer updates many tensors."""
+
+LIKE = {"broadcast": "elementwise", "norm_backward": "norm"}
+"""What stands for a kind that a device has no model of."""
 
 DEFAULT_ROW_BYTES = 8192.0
 
@@ -394,6 +425,7 @@ def memory_bound(
     bytes_read: npt.ArrayLike,
     bytes_written: npt.ArrayLike,
     row_bytes: npt.ArrayLike = DEFAULT_ROW_BYTES,
+    library: str = "",
 ) -> CostEstimate:
     """Cost of one memory-bound kernel.
 
@@ -403,13 +435,15 @@ def memory_bound(
         bytes_read: what it must read, each operand once.
         bytes_written: what it must write.
         row_bytes: bytes of one normalised row (norm and softmax slow down once a row outgrows the registers).
+        library: whose kernel it is ("cudnn", "compiled"), where the device has a model of it; else PyTorch's own.
 
     Raises:
         UnknownNameError: no such kind.
         UnavailableError: the device has no model of it.
         ValueError: a size is negative.
     """
-    model = device.memory.get(kind)
+    names = (f"{kind}:{library}", kind, LIKE.get(kind, kind))
+    model = next((found for name in names if (found := device.memory.get(name)) is not None), None)
     if model is None:
         if kind in MEMORY_KINDS:
             raise UnavailableError(
@@ -421,6 +455,9 @@ def memory_bound(
         raise ValueError("bytes read and written are numbers >= 0")
     row = np.log2(np.maximum(np.asarray(row_bytes, dtype=np.float64), 1.0))
     fraction = np.interp(row, np.log2(model.row_bytes), model.bandwidth_fraction)
+    if model.moved_bytes:
+        size = np.log2(np.maximum(moved, 1.0))
+        fraction = fraction * np.interp(size, np.log2(model.moved_bytes), model.moved_scale)
     bandwidth = device.datasheet.memory_bandwidth_bytes_per_s
     seconds = np.asarray(device.memory_launch_s + moved / (bandwidth * fraction))
     return make_cost(seconds, model.label.spread, model.label.spread_short, model.label.source)

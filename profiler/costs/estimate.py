@@ -12,6 +12,7 @@ from dataclasses import replace
 from math import prod
 
 import numpy as np
+import numpy.typing as npt
 
 from echograph.errors import GraphError, UnavailableError
 from echograph.ir.columns import NONE
@@ -26,12 +27,14 @@ from echograph.ir.types import (
     Gemm,
     MultiTensor,
     OpKind,
+    Phase,
     Source,
     Tensor,
 )
 from echograph.profiler.costs.attention import attention_backward, attention_forward
-from echograph.profiler.costs.device import CostEstimate, DeviceProfile, memory_bound
-from echograph.profiler.costs.gemm import convolution, gemm, grouped_gemm
+from echograph.profiler.costs.device import DEFAULT_ROW_BYTES, CostEstimate, DeviceProfile, memory_bound
+from echograph.profiler.costs.gemm import STAND_IN, convolution, gemm, grouped_gemm
+from echograph.profiler.costs.power import sustained_clock
 from echograph.units import PS_PER_S, to_ps
 
 DTYPE_NAMES = {
@@ -53,7 +56,9 @@ _KINDS = (
     ("reduction", re.compile(r"\.sum|\.mean|\.max|\.amax|\.var|argmax|cumsum|\.any|\.all")),
 )
 _REDUCING_NORMS = ("linalg_vector_norm", "_foreach_norm")
-_ROWS = ("norm", "softmax")
+_ROWS = ("norm", "norm_backward", "softmax")
+_OF_NO_ROWS = ("batch_norm", "group_norm")
+_EAGER = "aten."
 
 _InOut = tuple[list[Tensor], list[Tensor]]
 
@@ -92,7 +97,59 @@ def estimate(graph: Graph, device: DeviceProfile) -> Annotate:
         picoseconds[row] = to_ps(float(cost.seconds))
         source[row] = Source.FITTED if cost.source == "fitted" else Source.ANALYTICAL
         spread[row] = cost.spread
+    picoseconds = _sustained(graph, device, rows, picoseconds)
     return Annotate(device=device.name, picoseconds=picoseconds, source=source, spread=spread, samples=samples)
+
+
+def _sustained(
+    graph: Graph, device: DeviceProfile, rows: list[int], picoseconds: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """The durations at the clock that a run of such steps settles at; forward and backward set it.
+
+    What a kernel of products or attention takes beyond its FLOPs at the rate of a burst is not paced by the clock.
+    """
+    power = device.power
+    if power is None or not rows:
+        return picoseconds
+    ops, at = graph.ops, np.asarray(rows)
+    seconds = picoseconds[at] / PS_PER_S
+    peak, joules = np.full(len(at), np.inf), np.zeros(len(at))
+    for i, row in enumerate(rows):
+        name = _core(graph, row)
+        if name in power.joules_per_flop:
+            peak[i], joules[i] = device.datasheet.peak_flops_per_s[name], power.joules_per_flop[name]
+    flops = np.where(np.isfinite(peak), ops.flops[at].astype(np.float64), 0.0)
+    paced = seconds * np.clip(flops / (PACED_AT * peak * np.maximum(seconds, 1e-12)), 0.0, 1.0)
+    moved = (ops.bytes_read[at] + ops.bytes_written[at]).astype(np.float64)
+    layers = np.isin(ops.phase[at], [int(phase) for phase in Phase if phase.name in _LAYERS])
+    clock = sustained_clock(
+        power,
+        core_j=float(np.sum((flops * joules)[layers])),
+        memory_j=float(np.sum(moved[layers])) * power.joules_per_byte,
+        core_s=float(np.sum(paced[layers])),
+        other_s=float(np.sum((seconds - paced)[layers])),
+    )
+    slower = picoseconds.copy()
+    slower[at] = np.rint((seconds + paced * (1.0 / clock - 1.0)) * PS_PER_S).astype(np.int64)
+    return slower
+
+
+PACED_AT = 0.75
+"""A kernel at this share of the peak, which the best ones reach, takes no time that the clock does not pace."""
+_LAYERS = ("FORWARD", "BACKWARD", "RECOMPUTE")
+
+
+def _core(graph: Graph, row: int) -> str:
+    """The peak that an operation's tensor cores work at; "" of one that has none."""
+    op = graph.ops[row]
+    if (
+        not isinstance(op, Compute)
+        or not isinstance(op.attributes, Gemm | Attention | Convolution)
+        or not op.inputs
+    ):
+        return ""
+    name = DTYPE_NAMES.get(graph.tensors[op.inputs[0]].dtype, "")
+    return STAND_IN.get(name, name)
 
 
 def _signatures(graph: Graph, rows: list[int]) -> Iterator[Hashable]:
@@ -170,7 +227,11 @@ def _grouped(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstima
         experts, m, n = operands[1][0].shape
         rows, sizes, name = np.full(experts, max(1.0, a.shape[1] / experts)), (m, n), "weight_gradient"
     return _or_slower(
-        lambda dtype: grouped_gemm(device, rows, sizes[0], sizes[1], pass_=name, dtype=dtype), a.dtype, device
+        lambda dtype: grouped_gemm(
+            device, rows, sizes[0], sizes[1], pass_=name, dtype=dtype, quantize="_scaled" not in op.name
+        ),
+        a.dtype,
+        device,
     )
 
 
@@ -189,12 +250,19 @@ def _attention(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEsti
         kv_seq=key.shape[-2],
         v_head_dim=value.shape[-1],
         causal=attributes.causal,
+        kernel=_kernel(op.name),
     )
     if query.dtype in (DType.BF16, DType.FP16):
         return cost
     peaks = device.datasheet.peak_flops_per_s
     slower = peaks["bf16"] / peaks.get("tf32", peaks["fp32"]) if "bf16" in peaks else 1.0
     return CostEstimate(cost.seconds * slower, ASSUMED_SPREAD, "analytical")
+
+
+def _kernel(operator: str) -> str | None:
+    """The kernel that an operator of attention names, as `cudnn.attention`; None: the device's own."""
+    kernel, _, rest = operator.partition(".")
+    return kernel if rest in ("attention", "attention_backward") else None
 
 
 def _convolution(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
@@ -238,10 +306,35 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
         kind = "reduction"
     else:
         kind = next((name for name, pattern in _KINDS if pattern.search(op.name)), kind)
+    if kind == "norm" and "backward" in op.name:
+        kind = "norm_backward"
+    elif kind == "elementwise" and op.name.startswith(_EAGER) and _broadcasts(operands):
+        kind = "broadcast"
     widest = max((t for side in operands for t in side), key=lambda t: t.nbytes, default=None)
-    row = widest.shape[-1] * widest.dtype.itemsize if kind in _ROWS and widest and widest.shape else 0
-    sizes = {"bytes_read": op.bytes_read, "bytes_written": op.bytes_written}
-    return memory_bound(device, kind, **sizes, row_bytes=row) if row else memory_bound(device, kind, **sizes)
+    by_row = kind in _ROWS and not any(name in op.name for name in _OF_NO_ROWS)
+    row = widest.shape[-1] * widest.dtype.itemsize if by_row and widest and widest.shape else 0
+    return memory_bound(
+        device,
+        kind,
+        bytes_read=op.bytes_read,
+        bytes_written=op.bytes_written,
+        row_bytes=row or DEFAULT_ROW_BYTES,
+        library=op.name.partition(".")[0],
+    )
+
+
+def _broadcasts(operands: _InOut) -> bool:
+    """Whether an operand of more than one element is repeated along the result."""
+    result = max(operands[1], key=lambda t: t.numel, default=None)
+    return result is not None and any(
+        1 < t.numel < result.numel and _repeats(t.shape, result.shape) for t in operands[0]
+    )
+
+
+def _repeats(shape: tuple[int, ...], result: tuple[int, ...]) -> bool:
+    """Whether a shape stretches to the result's, as PyTorch stretches it."""
+    pairs = zip(reversed(shape), reversed(result), strict=False)
+    return len(shape) <= len(result) and all(size in (1, whole) for size, whole in pairs)
 
 
 def _or_slower(cost: Callable[[str], CostEstimate], dtype: DType, device: DeviceProfile) -> CostEstimate:

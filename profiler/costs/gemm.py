@@ -93,11 +93,17 @@ DTYPES = {
     "fp8": "fp8",
     "float8_e4m3fn": "fp8",
     "float8_e5m2": "fp8",
+    "fp8_block": "fp8_block",
+    "nvfp4": "nvfp4",
     "fp32": "fp32",
     "float32": "fp32",
     "tf32": "tf32",
 }
-"""Spellings of a dtype, and the model that answers for it."""
+"""Spellings of a dtype, and the model that answers for it.
+
+`fp8` has one scale a tensor; `fp8_block` one for each 128 of an activation and each 128 x 128 of a weight
+(DeepSeek's recipe); `nvfp4` one for each 16.
+"""
 
 STAND_IN = {"fp16": "bf16"}
 """Where a device has no model of its own for a dtype: fp16 runs on the same units as bf16, at the same rate."""
@@ -141,7 +147,7 @@ def gemm(
         dtype: of the operands; the result is written in bf16 (fp32 for fp32 and tf32).
         layout: "TN", "NN" or "NT": which operands are read transposed.
         accumulate: the result is added into an fp32 buffer (a main gradient).
-        quantize: fp8 only: include the cast of A from bf16 with its scale, as the measured rows do.
+        quantize: below 16 bits only: include the cast of A from bf16 with its scale, as the measured rows do.
 
     Raises:
         UnknownNameError: no such dtype or layout.
@@ -311,6 +317,7 @@ def grouped_gemm(
     pass_: str = "forward",
     dtype: str = "bf16",
     accumulate: bool = False,
+    quantize: bool = True,
 ) -> CostEstimate:
     """Cost of C_e[rows_e, n] = A_e[rows_e, k] B_e[k, n] over the experts e of one rank.
 
@@ -322,6 +329,7 @@ def grouped_gemm(
         pass_: "forward"; "input_gradient" (sums over n, gives k); "weight_gradient" (sums over the rows).
         dtype: of the operands.
         accumulate: weight gradients are added into fp32.
+        quantize: as in `gemm`.
 
     Raises:
         UnknownNameError: no such pass or dtype.
@@ -340,7 +348,9 @@ def grouped_gemm(
         "input_gradient": (busy, k, n),
         "weight_gradient": (n, k, busy),
     }
-    single = gemm(device, *sizes[pass_], dtype=dtype, layout=PASSES[pass_], accumulate=accumulate)
+    single = gemm(
+        device, *sizes[pass_], dtype=dtype, layout=PASSES[pass_], accumulate=accumulate, quantize=quantize
+    )
     seconds = np.asarray(np.sum(single.seconds) * device.grouped.scale[pass_])
     return make_cost(seconds, label.spread, label.spread_short, source)
 

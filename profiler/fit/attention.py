@@ -1,28 +1,56 @@
-"""Fits attention passes to measured kernels: an inference kernel's table, and training kernels' charts.
+"""Fits attention passes to measured kernels: tables of one pass each, and charts.
 
 Charts give the rate of forward and backward together, or of the forward alone. Where only the sum is known, the
-forward's share of it is taken from the device whose forward is known, at the same shape.
+forward's share of it is taken from the device whose forward is known, at the same shape. Where only forward is
+known, backward runs at the ratio of the two that cuDNN shows on the same architecture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from echograph.profiler.costs.attention import AttentionShape, attention_shape, pass_seconds
-from echograph.profiler.costs.device import AttentionModel, AttentionPass, CostSource, Datasheet, FloatArray, Label
-from echograph.profiler.fit.facts import device_facts
-from echograph.profiler.fit.regression import held_out, logit, minimize, score, sigmoid, spreads, weights
+from echograph.profiler.costs.attention import (
+    TILE,
+    AttentionShape,
+    attention_shape,
+    keys_visited,
+    padded,
+    pass_seconds,
+)
+from echograph.profiler.costs.device import (
+    AttentionModel,
+    AttentionPass,
+    CostSource,
+    Datasheet,
+    FloatArray,
+    Grid,
+    Label,
+)
+from echograph.profiler.fit.facts import RowChoice, device_facts
+from echograph.profiler.fit.gemm import RIDGE, SMOOTHNESS, fit_grid
+from echograph.profiler.fit.regression import (
+    disagreement,
+    held_out,
+    logit,
+    minimize,
+    score,
+    sigmoid,
+    spreads,
+    subsample,
+    weights,
+)
 from echograph.profiler.fit.table import KernelTable
 
 PADDED_HEAD_DIMS = {
     "flash1": [32, 64, 128],
     "flash2": [32, 64, 96, 128, 192, 256],
     "flash3": [64, 96, 128, 192, 256],
+    "flash4": [64, 80, 96, 128, 192, 256],
     "cudnn": [64, 128, 192, 256],
     "trtllm": [32, 64, 80, 96, 128, 160, 192, 256],
 }
@@ -31,7 +59,21 @@ PADDED_HEAD_DIMS = {
 CHART_LAUNCH_S = 5e-6
 """Launch and drain of a chart's kernel: its rates, at milliseconds a kernel, do not show it."""
 
-CHARTS = {"flash1": "FlashAttention1", "flash2": "FlashAttention2", "flash3": "FlashAttention3", "cudnn": "cuDNN"}
+LIBRARIES = {
+    "flash2": ("flash_attention", "vllm_flash_attn_fa2", "vllm_vit_flash_attn_fa2"),
+    "flash3": ("fa3", "flash_attention_v3"),
+    "flash4": ("vllm_vit_flash_attn_fa4",),
+}
+"""The `kernel` cells of forward passes that each kernel is fitted on."""
+
+OTHERS = {
+    "flash2": ("vllm_flash_attn",),
+    "flash3": ("vllm_flash_attn_fa3", "vllm_vit_flash_attn_fa3"),
+    "flash4": ("flash_attention_v4",),
+}
+"""Those of the same kernel in other libraries, which tell how far they are apart."""
+
+CHARTS = {f"flash{year}": f"FlashAttention{year}" for year in (1, 2, 3, 4)} | {"cudnn": "cuDNN"}
 """How the charts' notes begin, by kernel."""
 
 
@@ -43,8 +85,8 @@ class Attentions:
     causal: npt.NDArray[np.bool_]
     seconds: FloatArray
 
-    def take(self, index: npt.NDArray[np.bool_]) -> Attentions:
-        """The rows of a mask."""
+    def take(self, index: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> Attentions:
+        """The rows of an index or mask."""
         names = (field.name for field in fields(AttentionShape))
         shape = AttentionShape(**{name: getattr(self.shape, name)[index] for name in names})
         return Attentions(shape=shape, causal=self.causal[index], seconds=self.seconds[index])
@@ -52,7 +94,9 @@ class Attentions:
     def hidden(self) -> npt.NDArray[np.bool_]:
         """True where the shape is held out."""
         s = self.shape
-        return held_out(s.b, s.h, s.q, s.d, s.kv_h, self.causal.astype(np.float64))
+        window = np.where(np.isfinite(s.window), s.window, 0.0)
+        sizes = (s.b, s.h, s.q, s.d, s.kv_h, self.causal.astype(np.float64))
+        return held_out(*sizes, *((window,) if np.any(window) else ()))
 
 
 def attention_rows(table: KernelTable, flops_factor: float = 1.0, full_causal: bool = False) -> Attentions:
@@ -64,11 +108,13 @@ def attention_rows(table: KernelTable, flops_factor: float = 1.0, full_causal: b
         full_causal: the rates count masked pairs too, and every row is causal (SimuMax).
     """
     number = table.number
-    causal = np.ones(len(table), dtype=np.bool_) if full_causal else table.text["causal"] == "yes"
+    causal = np.ones(len(table), dtype=np.bool_) if full_causal else table.text["causal"].among(["yes"])
     v_dim = np.minimum(number["head_dim"], 128.0) if full_causal else number["head_dim"]
-    shape = attention_shape(
-        number["batch"], number["heads"], number["seq"], number["head_dim"], number["kv_heads"], None, v_dim
-    )
+    v_dim = np.where(np.isnan(number["head_dim_v"]), v_dim, number["head_dim_v"])
+    kv_seq = np.where(np.isnan(number["kv_seq"]), number["seq"], number["kv_seq"])
+    window = np.where(number["window"] > 0, number["window"], np.inf)
+    b, h, q, d, kv_h = (number[name] for name in ("batch", "heads", "seq", "head_dim", "kv_heads"))
+    shape = attention_shape(b, h, q, d, kv_h, kv_seq, v_dim, window)
     pairs = shape.q * shape.kv * (1.0 if full_causal else np.where(causal, 0.5, 1.0))
     flops = flops_factor * 2.0 * shape.b * shape.h * pairs * (shape.d + shape.v_d)
     by_rate = flops / (number["tflops"] * 1e12)
@@ -84,8 +130,9 @@ def fit_pass(
     *,
     basis: str,
     backward: bool = False,
-    traffic: bool = False,
+    dense: bool = False,
     source: CostSource = "fitted",
+    between_libraries: float = 0.0,
 ) -> AttentionPass:
     """Fits one pass of one kernel on the rows that are not held out.
 
@@ -95,13 +142,16 @@ def fit_pass(
         name: the kernel's name, for the head dims it pads to.
         basis: what the label says of the rows.
         backward: the rows are backward passes.
-        traffic: also fit launch and side traffic (an inference kernel; needs a dense table).
+        dense: also fit launch, traffic that nothing hides, and a residual grid (needs a dense table).
         source: what the label says the model is.
+        between_libraries: spread of the libraries that were measured, which the pass's is not below.
     """
     hidden = rows.hidden()
-    seen = rows.take(~hidden)
+    few = np.flatnonzero(~hidden)
+    seen = rows.take(few[subsample(len(few))])
     empty = AttentionModel(peak="bf16", padded_head_dims=PADDED_HEAD_DIMS[name], forward=_unpack(np.zeros(4), [1]))
-    dims = sorted({float(w) for w in ((rows.shape.d + rows.shape.v_d) / 2.0).tolist()})
+    widths = (padded(empty, rows.shape.d) + padded(empty, rows.shape.v_d)) / 2.0
+    dims = np.unique(widths).tolist()
     weight, log_time = weights(seen.seconds), np.log(seen.seconds)
 
     def predict(p: FloatArray, on: Attentions) -> FloatArray:
@@ -111,17 +161,41 @@ def fit_pass(
     def residuals(p: FloatArray) -> FloatArray:
         return np.asarray(weight * (np.log(predict(p, seen)) - log_time))
 
-    best = minimize(residuals, _start(len(dims), traffic))
-    error = score(predict(best, rows.take(hidden)), rows.seconds[hidden])
-    spread, spread_short = spreads(error)
-    label = Label(source=source, basis=basis, spread=spread, spread_short=spread_short, held_out=error)
-    return msgspec.structs.replace(_unpack(best, [int(d) for d in dims]), label=label)
+    longest = float(np.max(keys_visited(rows.shape, rows.causal)))
+    kernel = _unpack(minimize(residuals, _start(len(dims), dense)), [int(d) for d in dims])
+    kernel = msgspec.structs.replace(kernel, plateau_keys=longest)
+    if dense:
+        kernel = msgspec.structs.replace(kernel, residual=_fit_residual(empty, kernel, sheet, rows.take(~hidden)))
+    unseen = rows.take(hidden)
+    error = score(
+        pass_seconds(empty, kernel, sheet, unseen.shape, causal=unseen.causal, backward=backward), unseen.seconds
+    )
+    spread, spread_short = spreads(error, floor=max(0.01, between_libraries))
+    label = Label(
+        source=source,
+        basis=basis,
+        spread=spread,
+        spread_short=spread_short,
+        held_out=error,
+        between_libraries=between_libraries,
+    )
+    return msgspec.structs.replace(kernel, label=label)
+
+
+def _fit_residual(model: AttentionModel, kernel: AttentionPass, sheet: Datasheet, rows: Attentions) -> Grid:
+    """What the rows of a forward pass say beyond the physical model."""
+    s = rows.shape
+    error = np.log(rows.seconds / pass_seconds(model, kernel, sheet, s, causal=rows.causal))
+    width = (padded(model, s.d) + padded(model, s.v_d)) / 2.0
+    sizes = [s.b * s.h * np.ceil(s.q / TILE), keys_visited(s, rows.causal), width]
+    knots = (TILE_KNOTS, KEY_KNOTS, WIDTH_KNOTS)
+    return fit_grid(knots, sizes, error, weights(rows.seconds), smoothness=SMOOTHNESS, ridge=RIDGE)
 
 
 def chart_rows(table: KernelTable, kernel: str, op: str) -> KernelTable:
     """The points of one kernel in the FlashAttention charts."""
     part = table.select(ops=[op], dtypes=["fp16/bf16"])
-    return part.where(np.char.startswith(part.text["notes"], CHARTS[kernel] + ";"))
+    return part.where(part.text["notes"].starting(CHARTS[kernel] + ";"))
 
 
 def split_by_share(both: Attentions, share: Callable[[Attentions], FloatArray]) -> tuple[Attentions, Attentions]:
@@ -145,6 +219,11 @@ def forward_share(model: AttentionModel, sheet: Datasheet) -> Callable[[Attentio
         return np.asarray(ahead / (ahead + back))
 
     return share
+
+
+TILE_KNOTS = (4, 16, 64, 256, 1024, 4096, 16384, 65536)
+KEY_KNOTS = (256, 512, 1024, 2048, 4096, 16384, 65536)
+WIDTH_KNOTS = (64, 96, 128, 192, 256)
 
 
 def _start(dims: int, traffic: bool) -> FloatArray:
@@ -186,46 +265,131 @@ FEW_ROWS_SPREAD = 0.05
 SHARE_DEVICE = "h100-sxm"
 """Where forward and backward of one kernel (flash2) are both charted."""
 
+SMALL_HEAD = 0.7
+"""Assumed efficiency at head dim 64 over that at 128, where no table of the device has both."""
+
+SMALL_DIM, LARGE_DIM = 64, 128
 RATIO_MIN_HEADS = 32
+NO_RATIO = (0.8, "assumed: backward at 0.8 of the forward's rate")
 
 
 def fit_attention(
-    table: KernelTable, gpus: Sequence[str], sheet: Datasheet, used: dict[str, int]
+    table: KernelTable, choice: RowChoice, sheet: Datasheet, used: dict[str, int]
 ) -> dict[str, AttentionModel]:
     """Models by kernel; empty where the table has no attention on these devices.
 
     Args:
         table: all rows (one device's charts also split another's sums).
-        gpus: the `gpu` cells of this device.
+        choice: the `gpu` cells of this device.
         sheet: its datasheet.
         used: rows used by source, added to.
     """
+    gpus = choice.tensor
     own = table.select(gpus=gpus) if gpus else table.where(np.zeros(len(table), dtype=np.bool_))
     models: dict[str, AttentionModel] = {}
-    dense = own.select(ops=["attn_fwd"], dtypes=["bf16"])
+    dense = inference_rows(own)
     if len(dense) >= DENSE_ROWS:
         basis = _note(dense, used, "inference kernel, with its rotation and cache write")
         models["trtllm"] = _model(
-            "trtllm", fit_pass(attention_rows(dense), sheet, "trtllm", basis=basis, traffic=True)
+            "trtllm", fit_pass(once(attention_rows(dense)), sheet, "trtllm", basis=basis, dense=True)
         )
-    for name in ("flash2", "flash3", "cudnn"):
-        forward = chart_rows(own, name, "attn_fwd")
-        if len(forward):
-            models[name] = _from_forward(table, own, name, forward, sheet, used)
+    small = _small_head(models["trtllm"].forward) if "trtllm" in models else SMALL_HEAD
+    ratio = backward_ratio(table, choice)
+    for name in ("flash2", "flash3", "flash4", "cudnn"):
+        forward = _forward(own, name, sheet, used)
+        if forward is not None:
+            forward = _with_large(forward, small)
+            models[name] = _with_backward(own, name, forward, sheet, used, ratio)
     for name in ("flash1", "flash2"):
         both = chart_rows(own, name, "attn_fwd_bwd")
         if len(both) and name not in models:
             models[name] = _from_sum(table, name, both, sheet, used)
-    if np.any(own.text["op"] == "sdp_fwd"):
+    timed = table.select(gpus=choice.attention, ops=["attention"], dtypes=["bfloat16"])
+    if choice.attention and len(timed):
+        models["cudnn"] = _both_timed(timed, choice, sheet, used, small)
+    elif len(own.select(ops=["sdp_fwd"])):
         models["cudnn"] = _from_pairs(table, own, sheet, used)
     return models
 
 
-def _from_forward(
-    table: KernelTable, own: KernelTable, name: str, forward: KernelTable, sheet: Datasheet, used: dict[str, int]
+def _forward(own: KernelTable, name: str, sheet: Datasheet, used: dict[str, int]) -> AttentionPass | None:
+    """The forward pass of a kernel: from its tables, else its chart; None where neither has it."""
+    tables = own.select(ops=["attn_fwd"], dtypes=["bfloat16"])
+    tables = tables.where(tables.text["kernel"].among(LIBRARIES.get(name, ())))
+    if len(tables) < DENSE_ROWS:
+        chart = chart_rows(own, name, "attn_fwd")
+        if not len(chart):
+            return None
+        return _floored(fit_pass(attention_rows(chart), sheet, name, basis=_note(chart, used, "chart")))
+    others = own.select(ops=["attn_fwd"], dtypes=["bfloat16"])
+    others = others.where(others.text["kernel"].among((*LIBRARIES[name], *OTHERS[name])))
+    every, rows = attention_rows(others), attention_rows(tables)
+    s = every.shape
+    sizes = (s.b, s.h, s.q, s.d, s.kv_h, every.causal.astype(np.float64))
+    apart = disagreement(sizes, others.text["kernel"].codes, every.seconds)
+    basis = _note(tables, used, "forward")
+    return fit_pass(rows, sheet, name, basis=basis, dense=True, between_libraries=apart)
+
+
+def inference_rows(own: KernelTable) -> KernelTable:
+    """The causal rows of the inference kernel, which stand under two names."""
+    dense = own.select(ops=["attn_fwd"], dtypes=["bf16", "bfloat16"])
+    causal = dense.text["causal"].among(["yes"])
+    return dense.where(dense.text["kernel"].among([""]) | dense.text["kernel"].among(["torch_flow"]) & causal)
+
+
+def once(rows: Attentions) -> Attentions:
+    """The rows without the repetitions of a measurement that stands in two tables."""
+    s = rows.shape
+    cells = np.stack([s.b, s.h, s.q, s.d, s.kv_h, rows.seconds])
+    return rows.take(np.sort(np.unique(cells, axis=1, return_index=True)[1]))
+
+
+def _both_timed(
+    timed: KernelTable, choice: RowChoice, sheet: Datasheet, used: dict[str, int], small: float
 ) -> AttentionModel:
-    """Forward from its chart; backward from the chart of the sum, else from a ratio seen elsewhere."""
-    ahead = _floored(fit_pass(attention_rows(forward), sheet, name, basis=_note(forward, used, "chart")))
+    """The passes of cuDNN, each timed.
+
+    Head dim 64 is timed with sliding windows alone: without them it is as much slower than 128 as the inference
+    kernel shows it.
+    """
+    if choice.attention_TFLOPs:
+        peaks = sheet.peak_flops_per_s | {"bf16": choice.attention_TFLOPs * 1e12}
+        sheet = msgspec.structs.replace(sheet, peak_flops_per_s=peaks)
+    passes = []
+    for part, what in (("fwd", "forward"), ("bwd", "backward")):
+        rows = _freest(timed.where(timed.text["part"].among([part])))
+        shapes, windowed = attention_rows(rows), rows.number["window"] > 0
+        basis, backward = _note(rows, used, what), part == "bwd"
+        plain = fit_pass(shapes.take(~windowed), sheet, "cudnn", basis=basis, backward=backward)
+        plain = _floored(plain if plain.head_dims[0] <= SMALL_DIM else _with_small(plain, small))
+        model = _model("cudnn", plain)
+        seen = shapes.take(windowed & ~shapes.hidden())
+        modelled = pass_seconds(model, plain, sheet, seen.shape, causal=seen.causal, backward=backward)
+        scale = round(float(np.median(seen.seconds / modelled)), 4) if len(modelled) else 1.0
+        passes.append(msgspec.structs.replace(plain, windowed_scale=scale))
+    return msgspec.structs.replace(_model("cudnn", passes[0]), backward=passes[1])
+
+
+def _freest(rows: KernelTable) -> KernelTable:
+    """The rows without those of a kernel that sums in a fixed order, where it was timed in any order too."""
+    s = attention_rows(rows).shape
+    sizes = (x.tolist() for x in (s.b, s.h, s.q, s.d, s.window))
+    shapes = list(zip(*sizes, rows.text["causal"].tolist(), strict=True))
+    fixed = rows.text["notes"].starting("deterministic=True")
+    free = {shape for shape, is_fixed in zip(shapes, fixed, strict=True) if not is_fixed}
+    return rows.where(np.asarray([not f or shape not in free for f, shape in zip(fixed, shapes, strict=True)]))
+
+
+def _with_backward(
+    own: KernelTable,
+    name: str,
+    ahead: AttentionPass,
+    sheet: Datasheet,
+    used: dict[str, int],
+    ratio: tuple[float, str],
+) -> AttentionModel:
+    """A fitted forward; backward from the chart of the sum, else at a ratio seen elsewhere."""
     model = _model(name, ahead)
     both = chart_rows(own, name, "attn_fwd_bwd")
     if len(both):
@@ -235,7 +399,7 @@ def _from_forward(
         basis = _note(both, used, "chart of forward and backward, less the fitted forward")
         back = _floored(fit_pass(rest_rows, sheet, name, basis=basis, backward=True))
     else:
-        back = _slower(ahead, *backward_ratio(table))
+        back = _slower(ahead, *ratio)
     return msgspec.structs.replace(model, backward=back)
 
 
@@ -245,7 +409,10 @@ def _from_sum(
     """Forward and backward from a chart of their sum, split as flash2 splits it on the device charted in full."""
     facts = device_facts(SHARE_DEVICE)
     there = table.select(gpus=facts.rows.tensor)
-    whole = _from_forward(table, there, "flash2", chart_rows(there, "flash2", "attn_fwd"), facts.datasheet(), {})
+    forward = _forward(there, "flash2", facts.datasheet(), {})
+    if forward is None:
+        raise ValueError(f"the table has no chart of {SHARE_DEVICE}'s forward pass")
+    whole = _with_backward(there, "flash2", forward, facts.datasheet(), {}, NO_RATIO)
     share = forward_share(whole, facts.datasheet())
     ahead, back = split_by_share(attention_rows(both, BOTH_FLOPS), share)
     basis = _note(both, used, f"chart of forward and backward, split as flash2 splits it on {SHARE_DEVICE}")
@@ -274,14 +441,29 @@ def _from_pairs(table: KernelTable, own: KernelTable, sheet: Datasheet, used: di
     )
 
 
-def backward_ratio(table: KernelTable) -> tuple[float, str]:
+def backward_ratio(table: KernelTable, choice: RowChoice) -> tuple[float, str]:
     """The backward pass's rate over the forward's, of kernels timed in both (a median), and its source."""
+    timed = table.select(gpus=choice.attention, ops=["attention"], dtypes=["bfloat16"])
+    if choice.attention and len(timed):
+        rows = attention_rows(timed)
+        back = timed.text["part"].among(["bwd"])
+        rates = np.where(back, BACKWARD_FLOPS, 1.0) / rows.seconds
+        s = rows.shape
+        keys = list(zip(*(x.tolist() for x in (s.b, s.h, s.q, s.d, s.window, rows.causal)), strict=True))
+        forward = {key: rate for key, rate, is_back in zip(keys, rates, back, strict=True) if not is_back}
+        found = [
+            rate / forward[key]
+            for key, rate, is_back in zip(keys, rates, back, strict=True)
+            if is_back and key in forward
+        ]
+        ratio = float(np.median(found))
+        return ratio, f"backward at {ratio:.2f} of the forward's rate, cuDNN's median on {choice.attention[0]}"
     pairs = table.select(ops=["sdp_fwd", "sdp_bwd"])
     pairs = pairs.where(pairs.number["heads"] >= RATIO_MIN_HEADS)
     forward, backward = (_rates(pairs.select(ops=[op])) for op in ("sdp_fwd", "sdp_bwd"))
     found = [backward[shape] / rate for shape, rate in forward.items() if shape in backward]
     if not found:
-        return 0.8, "assumed: backward at 0.8 of the forward's rate"
+        return NO_RATIO
     ratio = float(np.median(found))
     return ratio, f"backward at {ratio:.2f} of the forward's rate, a median over MooreThreads/SimuMax rows"
 
@@ -298,9 +480,30 @@ def _slower(ahead: AttentionPass, ratio: float, basis: str) -> AttentionPass:
     """A backward pass at a fixed ratio of the forward's rate."""
     return msgspec.structs.replace(
         ahead,
-        efficiency=[round(e * ratio, 4) for e in ahead.efficiency],
+        query_traffic=ahead.query_traffic * BACKWARD_FLOPS,
+        kv_traffic=ahead.kv_traffic * BACKWARD_FLOPS,
+        time_scale=round(ahead.time_scale / ratio, 4),
         label=Label(source="analytical", basis=basis, spread=0.15, spread_short=0.3),
     )
+
+
+def _with_large(kernel: AttentionPass, ratio: float) -> AttentionPass:
+    """The pass with a knot at head dim 128, where none that large was measured."""
+    if kernel.head_dims[-1] >= LARGE_DIM:
+        return kernel
+    basis = f"{kernel.label.basis}; head dim 128 as the inference kernel"
+    return msgspec.structs.replace(
+        kernel,
+        head_dims=[*kernel.head_dims, LARGE_DIM],
+        efficiency=[*kernel.efficiency, kernel.efficiency[0] / ratio],
+        label=msgspec.structs.replace(kernel.label, basis=basis),
+    )
+
+
+def _small_head(kernel: AttentionPass) -> float:
+    """The efficiency at head dim 64 over that at 128."""
+    rates = dict(zip(kernel.head_dims, kernel.efficiency, strict=True))
+    return rates[64] / rates[128] if {64, 128} <= set(rates) else SMALL_HEAD
 
 
 def _with_small(kernel: AttentionPass, ratio: float) -> AttentionPass:

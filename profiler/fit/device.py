@@ -15,10 +15,12 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from echograph.errors import DataError, OutputError
 from echograph.profiler.costs.device import (
     FORMAT,
+    SHORT_KERNEL_S,
     AttentionModel,
     AttentionPass,
     Datasheet,
@@ -30,9 +32,11 @@ from echograph.profiler.costs.device import (
     HostModel,
     Label,
     MemoryModel,
+    PowerModel,
     Provenance,
 )
-from echograph.profiler.costs.gemm import DTYPES
+from echograph.profiler.costs.gemm import DTYPES, STAND_IN, gemm_seconds
+from echograph.profiler.costs.power import volts
 from echograph.profiler.fit.attention import fit_attention
 from echograph.profiler.fit.facts import DATASHEETS, DeviceFacts, RowChoice, device_facts
 from echograph.profiler.fit.gemm import (
@@ -46,84 +50,17 @@ from echograph.profiler.fit.gemm import (
     log_ratio,
     sustained_slowdown,
 )
-from echograph.profiler.fit.regression import DESCRIPTION, held_out, minimize, score, spreads
+from echograph.profiler.fit.memory import OPERANDS, fit_broadcast, fit_casts, fit_gather, fit_memory, fit_norms
+from echograph.profiler.fit.regression import DESCRIPTION, disagreement
 from echograph.profiler.fit.table import KernelTable
-
-OPERANDS = {
-    **dict.fromkeys(("add", "div", "mul", "pow"), 3.0),
-    **dict.fromkeys(("addu", "divu", "mulu", "powu", "gelu", "relu", "tanh"), 2.0),
-}
-"""Tensors that an elementwise op reads and writes (the names ending in u take a scalar)."""
-
-ROWWISE = {"norm": "ln", "softmax": "softmax"}
-FP32_BYTES = 4.0
-GATHER_FRACTION = 0.7
-FLAT_ROW = 8192.0
-
-
-def fit_memory(table: KernelTable, bandwidth_bytes_per_s: float, basis: str) -> dict[str, MemoryModel]:
-    """Models of every kind from fp32 rows of [m x n] ops; kinds without rows borrow, and say so."""
-    elementwise = table.select(ops=OPERANDS)
-    operands = np.asarray([OPERANDS[op] for op in elementwise.text["op"].tolist()])
-    models = {"elementwise": _fit(elementwise, operands, bandwidth_bytes_per_s, basis, by_row=False)}
-    for kind, op in ROWWISE.items():
-        rows = table.select(ops=[op])
-        models[kind] = _fit(rows, np.full(len(rows), 2.0), bandwidth_bytes_per_s, basis, by_row=True)
-    return models | borrowed(models["elementwise"])
-
-
-def borrowed(elementwise: MemoryModel) -> dict[str, MemoryModel]:
-    """Kinds that no table measures, assumed from the elementwise one."""
-    reach = elementwise.bandwidth_fraction[0]
-    reasons = {
-        "copy": (reach, "assumed: as elementwise"),
-        "reduction": (reach, "assumed: as elementwise"),
-        "optimizer": (reach, "assumed: as elementwise, over all operands of the multi-tensor update"),
-        "gather": (
-            GATHER_FRACTION * reach,
-            f"assumed: {GATHER_FRACTION} of elementwise, rows being scattered",
-        ),
-    }
-    return {
-        kind: MemoryModel(
-            label=Label(source="analytical", basis=reason, spread=0.15, spread_short=0.3),
-            row_bytes=[FLAT_ROW],
-            bandwidth_fraction=[round(fraction, 4)],
-        )
-        for kind, (fraction, reason) in reasons.items()
-    }
-
-
-def _fit(rows: KernelTable, operands: FloatArray, bandwidth: float, basis: str, *, by_row: bool) -> MemoryModel:
-    m, n, seconds = rows.number["m"], rows.number["n"], rows.seconds()
-    moved = operands * m * n * FP32_BYTES
-    row = n * FP32_BYTES
-    knots = np.unique(row) if by_row else np.asarray([FLAT_ROW])
-    hidden = held_out(m, n, operands)
-
-    def predict(p: FloatArray) -> FloatArray:
-        fraction = np.interp(np.log2(row), np.log2(knots), np.exp(p[1:]))
-        return np.asarray(np.exp(p[0]) + moved / (bandwidth * fraction))
-
-    def residuals(p: FloatArray) -> FloatArray:
-        return np.asarray(np.log(predict(p) / seconds)[~hidden])
-
-    best = minimize(residuals, np.concatenate([[np.log(1e-5)], np.full(len(knots), np.log(0.7))]))
-    error: HeldOut = score(predict(best)[hidden], seconds[hidden])
-    spread, spread_short = spreads(error, floor=0.05)
-    note = f"{basis}; timer overhead of {np.exp(best[0]) * 1e6:.0f} us a row removed"
-    return MemoryModel(
-        label=Label(source="fitted", basis=note, spread=spread, spread_short=spread_short, held_out=error),
-        row_bytes=[float(k) for k in knots],
-        bandwidth_fraction=[round(float(f), 4) for f in np.minimum(1.0, np.exp(best[1:]))],
-    )
-
 
 SCALED_SPREAD = 0.15
 SCALED_SPREAD_SHORT = 0.3
 """Assumed one-sigma error of a model on a device that it was not fitted on."""
 
-ELEMENT_BYTES = {"fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0}
+ELEMENT_BYTES = {"nvfp4": 0.5, "fp8": 1.0, "fp8_block": 1.0, "bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0}
+SAME_UNITS = {"fp8_block": "fp8"}
+"""Whose peak a dtype has that the datasheet does not list."""
 
 
 def scaled_label(basis: str) -> Label:
@@ -156,7 +93,8 @@ def borrow_gemm(
     lent = relative.gemm if relative is not None else {}
     name = facts.relative
     models: dict[str, GemmModel] = {}
-    for dtype in facts.peak_TFLOPs:
+    same = [dtype for dtype, units in SAME_UNITS.items() if units in facts.peak_TFLOPs]
+    for dtype in (*facts.peak_TFLOPs, *(dtype for dtype in same if dtype in own or dtype in lent)):
         if dtype in own:
             models[dtype] = own[dtype]
         elif dtype == "tf32" and "bf16" in own:
@@ -176,6 +114,7 @@ KERNELS = {
     "ada": ("flash1", "flash2", "trtllm"),
     "hopper": ("flash1", "flash2", "flash3", "cudnn", "trtllm"),
     "blackwell": ("flash2", "cudnn", "trtllm"),
+    "blackwell-rtx": ("flash1", "flash2", "trtllm"),
     "cdna3": ("flash2",),
 }
 """Attention kernels that exist for an architecture."""
@@ -247,6 +186,10 @@ MIN_ROWS = 200
 UNTIMED_LAUNCH_S = 4e-6
 """Assumed launch and drain where a source's own is hidden by its timer."""
 
+CALL_QUANTILE = 0.01
+HOST_MARGIN = 2.0
+"""A source whose shortest rows take twice a short kernel times its host's calls, as far as twice the shortest."""
+
 DENSE_ROWS = 1500
 """From this many rows on, a residual grid is fitted too."""
 
@@ -275,12 +218,13 @@ def fit_device(
     if not gemm:
         raise DataError(f"no rows for {', '.join(facts.rows.tensor) or name}: check the 'gpu' column of the table")
     memory = borrow_memory(relative, facts) | _fit_memory(table, facts, used)
+    leading = gemm.get("bf16") or gemm.get("fp16") or next(iter(gemm.values()))
+    memory |= _fit_training(table, facts, memory, leading.launch_s, used)
     if not memory:
         raise DataError(f"no memory-bound rows for {name} and no relative to borrow from: add 'relative'")
     gemm = _with_batches(gemm, own, memory, table, facts, relative)
-    attention = borrow_attention(relative, facts) | fit_attention(table, facts.rows.tensor, sheet, used)
+    attention = borrow_attention(relative, facts) | fit_attention(table, facts.rows, sheet, used)
     sustained, why = _sustained(gemm, table, facts, relative)
-    leading = gemm.get("bf16") or gemm.get("fp16") or next(iter(gemm.values()))
     return DeviceProfile(
         format=FORMAT,
         name=name,
@@ -295,6 +239,7 @@ def fit_device(
         provenance=Provenance(date=date, method=METHOD, tables=dict(sorted(used.items())), holdout=DESCRIPTION),
         sustained_gemm_slowdown=sustained,
         sustained_basis=why,
+        power=_power(gemm, facts, relative),
     )
 
 
@@ -312,14 +257,14 @@ def refit(table: KernelTable, base: DeviceProfile, gpus: Sequence[str], *, date:
         UnknownNameError: the base is no device of the datasheet file.
         MissingExtraError: scipy is not installed.
     """
-    cells = list(gpus) or sorted(set(table.text["gpu"].tolist()))
-    rows = RowChoice(tensor=cells, fp32=cells, memory=cells)
+    cells = list(gpus) or list(table.text["gpu"].counts())
+    rows = RowChoice(tensor=cells, fp32=cells, memory=cells, attention=cells)
     facts = msgspec.structs.replace(device_facts(base.name), rows=rows)
     used: dict[str, int] = {}
     own = _launches(_fit_gemm(table, facts, base.datasheet, used))
     own = _with_second_source(own, table, facts, base.datasheet, base)
     memory = _fit_memory(table, facts, used)
-    attention = fit_attention(table, cells, base.datasheet, used)
+    attention = fit_attention(table, rows, base.datasheet, used)
     own = _with_batches(own, own, base.memory | memory, table, facts, base)
     if not (own or memory or attention):
         raise DataError(
@@ -367,21 +312,52 @@ def _fit_gemm(
     table: KernelTable, facts: DeviceFacts, sheet: Datasheet, used: dict[str, int]
 ) -> dict[str, GemmModel]:
     models: dict[str, GemmModel] = {}
-    for dtype in ("bf16", "fp8", "fp32"):
+    for dtype in ("bf16", "fp8", "fp8_block", "nvfp4", "fp32"):
         gpus = facts.rows.fp32 if dtype == "fp32" else facts.rows.tensor
-        spellings = [name for name, model in DTYPES.items() if model == dtype]
-        rows = table.select(gpus=gpus, ops=("gemm", "linear", "bmm"), dtypes=spellings)
+        every = table.select(gpus=gpus, ops=("gemm", "linear", "bmm"), dtypes=_alike(dtype))
+        rows = fitted_rows(every, dtype, facts.rows)
         if not gpus or len(rows) < MIN_ROWS:
             continue
+        apart = products(every)
         models[dtype] = fit_gemm(
-            products(rows),
+            once(products(rows)),
             _measured_sheet(sheet, facts, dtype),
-            peak=dtype,
+            peak=SAME_UNITS.get(dtype, dtype),
             element_bytes=ELEMENT_BYTES[dtype],
             basis=_basis(rows, used),
             with_grid=len(rows) >= DENSE_ROWS and dtype != "fp32",
+            between_libraries=disagreement(apart.shape(), every.text["kernel"].codes, apart.seconds),
         )
     return models
+
+
+def _alike(dtype: str) -> list[str]:
+    """How tables spell a dtype, and one that runs at the same rate."""
+    return [name for name, model in DTYPES.items() if dtype in (model, STAND_IN.get(model))]
+
+
+def fitted_rows(every: KernelTable, dtype: str, choice: RowChoice) -> KernelTable:
+    """Of the products of a dtype (those of a type of the same rate beside them) the rows that are fitted."""
+    own = [name for name, model in DTYPES.items() if model == dtype]
+    mask = every.text["dtype"].among(own)
+    if dtype in choice.libraries:
+        mask &= every.text["kernel"].among(["", *choice.libraries[dtype]])
+    flops = 2.0 * every.number["m"] * every.number["n"] * every.number["k"]
+    mask &= flops <= choice.largest_product_TFLOP.get(dtype, np.inf) * 1e12
+    rows = every.where(mask)
+    return rows.where(_of_the_device(rows.seconds()))
+
+
+def _of_the_device(seconds: FloatArray) -> npt.NDArray[np.bool_]:
+    """False of the rows that time the host: where its call takes longer than a short kernel does."""
+    call = float(np.quantile(seconds, CALL_QUANTILE)) if len(seconds) else 0.0
+    return seconds > (HOST_MARGIN * call if call > HOST_MARGIN * SHORT_KERNEL_S else 0.0)
+
+
+def once(rows: Products) -> Products:
+    """The rows without the repetitions of a measurement that stands in two tables."""
+    cells = np.stack([*rows.shape(), rows.seconds])
+    return rows.take(np.sort(np.unique(cells, axis=1, return_index=True)[1]))
 
 
 def _launches(own: dict[str, GemmModel]) -> dict[str, GemmModel]:
@@ -396,7 +372,9 @@ def _launches(own: dict[str, GemmModel]) -> dict[str, GemmModel]:
     for dtype, model in own.items():
         quantize = model.quantize
         if quantize is not None:
-            quantize = msgspec.structs.replace(quantize, launch_s=max(0.0, model.launch_s - plain))
+            # What a slow call hides of the cast's launch is assumed.
+            extra = UNTIMED_LAUNCH_S if model.launch_s > HOST_MARGIN * SHORT_KERNEL_S else model.launch_s - plain
+            quantize = msgspec.structs.replace(quantize, launch_s=max(0.0, extra))
         found[dtype] = msgspec.structs.replace(model, launch_s=min(plain, model.launch_s), quantize=quantize)
     return found
 
@@ -492,14 +470,105 @@ def _best(rows: KernelTable, model: GemmModel, sheet: Datasheet) -> float:
 
 
 def _fit_memory(table: KernelTable, facts: DeviceFacts, used: dict[str, int]) -> dict[str, MemoryModel]:
+    """PyTorch's kernels in fp32, as far as the table has them."""
     if not facts.rows.memory:
         return {}
-    rows = table.select(gpus=facts.rows.memory, ops=(*OPERANDS, "ln", "softmax"))
+    rows = table.select(gpus=facts.rows.memory, ops=(*OPERANDS, "ln", "softmax"), dtypes=["fp32"])
     if len(rows) < MIN_ROWS:
         return {}
     return fit_memory(
         rows, facts.rows.memory_bandwidth_GBps * 1e9 or facts.bandwidth_GBps * 1e9, _basis(rows, used)
     )
+
+
+def _fit_training(
+    table: KernelTable,
+    facts: DeviceFacts,
+    lent: dict[str, MemoryModel],
+    launch_s: float,
+    used: dict[str, int],
+) -> dict[str, MemoryModel]:
+    """Kernels of training: casts, norms, lookups and what repeats an operand, as far as the table has them."""
+    if not facts.rows.tensor:
+        return {}
+    sheet = facts.datasheet()
+    own, found = table.select(gpus=facts.rows.tensor), dict[str, MemoryModel]()
+    if len(casts := own.select(ops=["fp8_cast"])) >= MIN_ROWS:
+        found["elementwise"] = fit_casts(casts, sheet, launch_s, _basis(casts, used))
+        found["copy"] = msgspec.structs.replace(
+            found["elementwise"], label=scaled_label("assumed: as elementwise, which are casts to FP8")
+        )
+    if facts.rows.norms and len(norms := table.select(gpus=facts.rows.norms, ops=["rms_norm"])):
+        bandwidth = facts.rows.norms_bandwidth_GBps * 1e9 or sheet.memory_bandwidth_bytes_per_s
+        found |= fit_norms(norms, bandwidth, launch_s, _basis(norms, used))
+    bandwidth = sheet.memory_bandwidth_bytes_per_s
+    if len(lookups := own.select(ops=["embedding"], dtypes=["fp16"])) >= MIN_ROWS:
+        found["gather"] = fit_gather(lookups, bandwidth, launch_s, _basis(lookups, used))
+    eager = own.select(ops=["rms_norm"])
+    eager = eager.where(eager.text["kernel"].among(["huggingface"]) & eager.text["part"].among(["forward"]))
+    plain = found.get("elementwise", lent.get("elementwise"))
+    if len(eager) and plain is not None:
+        broadcast = fit_broadcast(eager, plain, bandwidth, launch_s, _basis(eager, used))
+        found |= {"broadcast": broadcast} if broadcast is not None else {}
+    return found
+
+
+STATIC_SHARE = 0.22
+"""Of a board's limit what it draws at any clock, from one GB300 at two limits: cuBLAS products at 617 TFLOP/s
+under 500 W and at 1,600 to 2,174 under 1,400 W (facebookexperimental/triton, pull request 2023), and the law of
+voltages."""
+
+JOULES_PER_BYTE = 3e-11
+"""Assumed: some 4 pJ a bit of HBM3."""
+
+SUSTAINED_SIZE = 8192.0
+"""The products that gpu-fryer runs: so many rows, columns and depth."""
+
+
+def _power(gemm: dict[str, GemmModel], facts: DeviceFacts, relative: DeviceProfile | None) -> PowerModel | None:
+    """Energies from what the board sustains within its limit; else a relative's under this board's limit."""
+    known = facts.power
+    if known is None:
+        return None
+    static = STATIC_SHARE * known.limit_W
+    if not known.sustained_TFLOPs:
+        if relative is None or relative.power is None:
+            return None
+        theirs = relative.power
+        return msgspec.structs.replace(
+            theirs, limit_W=known.limit_W, source=f"{known.source}; energies as on {facts.relative}"
+        )
+    joules = {}
+    size = np.asarray([SUSTAINED_SIZE])
+    for dtype, sustained in known.sustained_TFLOPs.items():
+        model = gemm[dtype]
+        seconds = float(
+            gemm_seconds(model, facts.datasheet(), *[size / size, size, size, size], quantize=False)[0]
+        )
+        burst = known.burst_TFLOPs.get(dtype, 2e-12 * SUSTAINED_SIZE**3 / seconds)
+        clock = min(1.0, sustained / burst)
+        traffic = sustained * 1e12 * BYTES_PER_FLOP * JOULES_PER_BYTE
+        limit = known.measured_W or known.limit_W
+        joules[model.peak] = _significant((limit - static - traffic) / (sustained * 1e12 * volts(clock) ** 2))
+    for dtype in ("fp8", "nvfp4"):
+        if dtype in facts.peak_TFLOPs and dtype not in joules:
+            # Assumed: in proportion to the operands' bits, which two rates of an H100 under one limit bear out.
+            joules[dtype] = _significant(joules["bf16"] * ELEMENT_BYTES[dtype] / ELEMENT_BYTES["bf16"])
+    return PowerModel(
+        limit_W=known.limit_W,
+        static_W=round(static, 1),
+        joules_per_flop=joules,
+        joules_per_byte=JOULES_PER_BYTE,
+        source=known.source,
+    )
+
+
+BYTES_PER_FLOP = 3.0 * 2.0 / (2.0 * SUSTAINED_SIZE)
+"""What such a product moves of bf16 operands, each once."""
+
+
+def _significant(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 def _sustained(
@@ -524,7 +593,7 @@ def _grouped(
     used: dict[str, int],
 ) -> GroupedModel:
     rows = table.select(gpus=facts.rows.second_source) if facts.rows.second_source else None
-    if rows is None or not np.any(rows.text["op"] == "group_matmul"):
+    if rows is None or not len(rows.select(ops=["group_matmul"])):
         return borrow_grouped(relative, facts)
     basis = _basis(rows.select(ops=["group_matmul"]), used)
     return fit_grouped(rows, gemm["bf16"], sheet, basis)
@@ -533,7 +602,7 @@ def _grouped(
 def _basis(rows: KernelTable, used: dict[str, int]) -> str:
     for name, count in rows.sources().items():
         used[name] = used.get(name, 0) + count
-    gpus = sorted(set(rows.text["gpu"].tolist()))
+    gpus = rows.text["gpu"].counts()
     return f"{len(rows)} rows of {_source(rows)} on {', '.join(gpus)}"
 
 

@@ -18,11 +18,18 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Which `gpu` cells of a table speak for a device, by what they measure.
 
     Attributes:
-        tensor: bf16 and fp8 products and fused attention.
+        tensor: products on tensor cores, fused attention, and what trains beside them.
+        libraries: by dtype, the `kernel` cells whose products are fitted; of a dtype that is not here, all. The
+            others tell how far libraries differ. Rows without the cell are always fitted.
+        largest_product_TFLOP: by dtype, larger products are left out, where the board that was measured braked.
+        attention: fused attention whose passes were timed apart (`op` is `attention`).
+        attention_TFLOPs: bf16 peak of the device measured for `attention`, where it is not this one (0: it is).
         fp32: products without tensor cores.
         fp32_TFLOPs: peak of the device measured for `fp32`, where it is not this one (0: it is).
         memory: memory-bound kernels.
         memory_bandwidth_GBps: bandwidth of the device measured for `memory` (0: this one's).
+        norms: norms forward and backward.
+        norms_bandwidth_GBps: bandwidth of the device measured for `norms` (0: this one's).
         second_source: products timed apart, which tell layouts, accumulation and expert groups.
         calibration: products that set one scale on a relative's model.
         best: the one best product of a search, which sets one scale on a relative's model.
@@ -30,21 +37,46 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     tensor: list[str] = []
+    libraries: dict[str, list[str]] = {}
+    largest_product_TFLOP: dict[str, float] = {}
+    attention: list[str] = []
+    attention_TFLOPs: float = 0.0
     fp32: list[str] = []
     fp32_TFLOPs: float = 0.0
     memory: list[str] = []
     memory_bandwidth_GBps: float = 0.0
+    norms: list[str] = []
+    norms_bandwidth_GBps: float = 0.0
     second_source: list[str] = []
     calibration: list[str] = []
     best: list[str] = []
     best_of_relative: list[str] = []
 
 
+class PowerFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a board may draw, and what it sustains within that.
+
+    Attributes:
+        limit_W: of the board.
+        sustained_TFLOPs: by dtype, the rate of products or attention that ran long enough for the clock to settle;
+            empty: energies are the relative's.
+        burst_TFLOPs: the same kernels' rate before; of a dtype that is not here, the model's of `SUSTAINED_SIZE`.
+        measured_W: the limit under which these were measured (0: `limit_W`).
+        source: of these figures.
+    """
+
+    limit_W: float
+    sustained_TFLOPs: dict[str, float] = {}
+    burst_TFLOPs: dict[str, float] = {}
+    measured_W: float = 0.0
+    source: str
+
+
 class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One device of the file; units are in the names."""
 
     title: str
-    architecture: Literal["volta", "ampere", "ada", "hopper", "blackwell", "cdna3"]
+    architecture: Literal["volta", "ampere", "ada", "hopper", "blackwell", "blackwell-rtx", "cdna3"]
     peak_TFLOPs: dict[str, float]
     bandwidth_GBps: float
     memory_GiB: float
@@ -56,6 +88,7 @@ class DeviceFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     default_attention: str
     host: Literal["assumed", "assumed-2020", "v100", "mi300x"]
     rows: RowChoice = RowChoice()
+    power: PowerFacts | None = None
 
     def datasheet(self) -> Datasheet:
         """The facts in SI units."""

@@ -131,8 +131,8 @@ TILES = {
         *((64, 256), (256, 64), (128, 64), (64, 128), (64, 64)),
     ),
     "blackwell": (
-        *((256, 256), (128, 256), (256, 128), (128, 128), (256, 192), (192, 256)),
-        *((128, 64), (64, 128), (64, 64)),
+        *((256, 256), (128, 256), (256, 128), (128, 128), (256, 192), (192, 256), (128, 192), (192, 128)),
+        *((256, 64), (64, 256), (128, 64), (64, 128), (64, 64), (128, 32)),
     ),
 }
 """Output tiles that the vendor's library is known to choose from, by architecture."""
@@ -144,15 +144,18 @@ BEST_BANDWIDTH = 0.92
 MOST_THROTTLE = 0.5
 """No clock is taken to fall further than to two thirds, however long the product."""
 
+MOST = 1e3
+"""What a parameter that no row holds back is cut at: a profile has no larger factor."""
+
 MOST_SPLIT_S = 1e-5
 """Splitting k costs at most one more short kernel, the one that adds the slices up."""
 
 SPLITS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256)
 
-M_KNOTS = (256, 512, 1024, 2048, 4096, 8192, 32768)
-NK_KNOTS = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 65536)
-SMOOTHNESS = 1.0
-RIDGE = 0.3
+M_KNOTS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+NK_KNOTS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
+SMOOTHNESS = 0.3
+RIDGE = 0.1
 
 ALIGNMENT = Alignment(
     operand={2: 1.45, 4: 1.25, 8: 1.1, 16: 1.0},
@@ -188,7 +191,14 @@ class Products:
 
 
 def fit_gemm(
-    rows: Products, sheet: Datasheet, *, peak: str, element_bytes: float, basis: str, with_grid: bool = True
+    rows: Products,
+    sheet: Datasheet,
+    *,
+    peak: str,
+    element_bytes: float,
+    basis: str,
+    with_grid: bool = True,
+    between_libraries: float = 0.0,
 ) -> GemmModel:
     """Fits one dtype of one device; the shipped model has seen only the rows that are not held out.
 
@@ -199,6 +209,7 @@ def fit_gemm(
         element_bytes: bytes of one operand element.
         basis: what the label says of the rows.
         with_grid: also fit the residual grid (needs a dense table).
+        between_libraries: spread of the libraries that were measured, which the model's is not below.
     """
     hidden = held_out(*rows.shape())
     seen = rows.take(~hidden)
@@ -216,8 +227,15 @@ def fit_gemm(
     if with_grid:
         model = msgspec.structs.replace(model, residual=_fit_residual(model, sheet, seen))
     error = score(gemm_seconds(model, sheet, *rows.take(hidden).shape()), rows.seconds[hidden])
-    spread, spread_short = spreads(error)
-    label = Label(source="fitted", basis=basis, spread=spread, spread_short=spread_short, held_out=error)
+    spread, spread_short = spreads(error, floor=max(0.01, between_libraries))
+    label = Label(
+        source="fitted",
+        basis=basis,
+        spread=spread,
+        spread_short=spread_short,
+        held_out=error,
+        between_libraries=between_libraries,
+    )
     return msgspec.structs.replace(model, label=label, alignment=ALIGNMENT)
 
 
@@ -264,12 +282,12 @@ def _unpack(
         efficiency=_significant(np.maximum(sigmoid(p[:count]), LEAST_EFFICIENCY)),
         overhead_k=_significant(_exp(np.minimum(p[count : 2 * count], 20.0))),
         splits=list(SPLITS),
-        split_traffic=_round(_exp(traffic)),
+        split_traffic=_round(np.minimum(_exp(traffic), MOST)),
         split_s=_round(MOST_SPLIT_S * sigmoid(split)),
         wave_rounding=_round(sigmoid(rounding)),
         launch_s=_round(_exp(launch)),
         bandwidth_fraction=_round(BEST_BANDWIDTH * sigmoid(band)),
-        overlap_power=_round(1.0 + _exp(power)),
+        overlap_power=_round(np.minimum(1.0 + _exp(power), MOST)),
         throttle=_round(MOST_THROTTLE * sigmoid(throttle)),
         throttle_flops=_round(_exp(at_flops)),
         quantize=_quantize(p[-4:]) if fp8 else None,
@@ -287,8 +305,8 @@ def _quantize(p: FloatArray) -> Quantize:
         launch_s=0.0,
         cached_s_per_element=_round(cached),
         streamed_s_per_element=_round(streamed),
-        knee_elements=_round(knee),
-        sharpness=_round(sharp),
+        knee_elements=_round(max(knee, 1.0)),
+        sharpness=_round(min(sharp, MOST)),
     )
 
 
@@ -313,8 +331,7 @@ def fit_batched(
 ) -> GemmModel | None:
     """The model with the factor on batches of narrow products; None where no chart of the device has them."""
     rows = table.select(gpus=gpus, ops=["attn_fwd_bwd"])
-    unfused = np.char.startswith(rows.text["notes"].astype(str), LABEL) & (rows.text["causal"] == "no")
-    rows = rows.where(unfused)
+    rows = rows.where(rows.text["notes"].starting(LABEL) & rows.text["causal"].among(["no"]))
     if len(rows) < MIN_ROWS:
         return None
     batch, seq, heads, dim = (rows.number[name] for name in ("batch", "seq", "heads", "head_dim"))
@@ -368,7 +385,7 @@ class Layouts:
 def dense_products(table: KernelTable, layout: str, out_dtype: str = "bf16") -> Products:
     """Dense products of one layout."""
     part = table.select(ops=["matmul"], dtypes=[out_dtype])
-    part = part.where(part.text["layout"] == layout)
+    part = part.where(part.text["layout"].among([layout]))
     number = part.number
     return Products(batch=number["batch"], m=number["m"], n=number["n"], k=number["k"], seconds=part.seconds())
 

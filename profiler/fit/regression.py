@@ -8,7 +8,7 @@ device.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -101,12 +101,35 @@ def score(predicted: FloatArray, measured: FloatArray) -> HeldOut:
     )
 
 
+def disagreement(sizes: Sequence[FloatArray], library: npt.NDArray[np.int32], seconds: FloatArray) -> float:
+    """How far libraries are apart on the same shape: their relative one-sigma spread, pooled over the shapes.
+
+    Args:
+        sizes: of the shape, each [rows].
+        library: a number for each library, [rows].
+        seconds: measured, [rows]; short kernels are left out.
+
+    Returns:
+        0 where no shape was measured by two libraries.
+    """
+    long = seconds >= SHORT_KERNEL_S
+    if not np.any(long):
+        return 0.0
+    _, shape = np.unique(np.stack([size[long] for size in sizes]), axis=1, return_inverse=True)
+    pairs, pair = np.unique(np.stack([shape.ravel(), library[long]]), axis=1, return_inverse=True)
+    level = np.bincount(pair.ravel(), np.log(seconds[long])) / np.bincount(pair.ravel())
+    libraries = np.bincount(pairs[0])
+    mean = np.bincount(pairs[0], level) / libraries
+    free = int(np.sum(libraries - 1))
+    return round(float(np.sqrt(np.sum((level - mean[pairs[0]]) ** 2) / free)), 4) if free else 0.0
+
+
 UNTESTED_SPREAD = 0.15
 """Assumed one-sigma error of a fit to so few rows that none fell on the held-out side."""
 
 
 def spreads(error: HeldOut, floor: float = 0.01) -> tuple[float, float]:
-    """The (long, short) one-sigma spread of a fit; where one kind has no rows, the other's stands in."""
+    """The (long, short) one-sigma spread of a fit, `floor` at least; where one kind has no rows, the other's."""
     known = [part.rms for part in (error.long, error.short) if part is not None]
     if not known:
         return UNTESTED_SPREAD, 2.0 * UNTESTED_SPREAD

@@ -279,7 +279,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTiming:
-    """What came of it.
+    """Result of measuring the invocations of a step.
 
     Attributes:
         profile: all that is measured, earlier runs included.

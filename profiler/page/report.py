@@ -13,8 +13,14 @@ import numpy.typing as npt
 from echograph.errors import EchoError
 from echograph.ir.columns import Int64
 from echograph.profiler.analyses import ANALYSES
-from echograph.profiler.analyses.critical_graph import Bound, CriticalGraph, critical_graph
-from echograph.profiler.analyses.critical_path import TITLES, breakdown, path_rows
+from echograph.profiler.analyses.critical_path import (
+    TITLES,
+    Bound,
+    CriticalGraph,
+    breakdown,
+    critical_graph,
+    path_rows,
+)
 from echograph.profiler.analyses.table import AnswerTable, from_rows
 from echograph.profiler.analyses.work import KernelKind, kinds
 from echograph.profiler.page.frame import document, folded, notes, table, tiles

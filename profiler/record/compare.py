@@ -11,8 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from echograph.errors import InputError, UsageError
-from echograph.ir.comms.reader import NativeSource
-from echograph.ir.comms.record import CallSignature
+from echograph.ir.comms.record import CallSignature, NativeSource
 from echograph.ir.graph import JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Phase
 from echograph.profiler.comms.bandwidth import family

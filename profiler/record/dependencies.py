@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from echograph.errors import DataError
-from echograph.ir.comms.reader import NativeSource
+from echograph.ir.comms.record import NativeSource
 from echograph.ir.files import write_whole
 from echograph.profiler.comms.call import TracedCall
 from echograph.profiler.record.folder import COMMS, DAG, TRACE

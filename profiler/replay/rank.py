@@ -116,13 +116,6 @@ class WorkItems:
             item.after = kept
         return order, dropped
 
-    def by_line(self) -> dict[str, list[WorkItem]]:
-        """The work items of each line, in order."""
-        found: dict[str, list[WorkItem]] = defaultdict(list)
-        for item in self.all:
-            found[item.line].append(item)
-        return found
-
 
 _BACKWARD = "autograd::engine::evaluate_function"
 _OPTIMIZER = "Optimizer."

@@ -17,12 +17,11 @@ import numpy as np
 
 from echograph.errors import InputError, OutputError
 from echograph.ir.files import read_arrays, write_whole
-from echograph.profiler.traces.trace import Trace, Values
+from echograph.profiler.traces.trace import COLUMNS, Trace, Values
 
 # Part of a cached file's name: a new one when what the reader keeps, or how, changes.
 VERSION = 3
 MAX_CACHE_BYTES = 2 * 2**30
-_COLUMNS = ("start", "duration", "name", "category", "pid", "tid", "stream", "correlation", "external_id", "index")
 
 
 def cache_folder() -> Path:
@@ -55,7 +54,7 @@ def load(folder: Path, key: str, path: Path) -> Trace | None:
         arguments = {name: Values(places, arrays.pop(f"values.{name}")) for name, places in rows.items()}
         facts["notes"] = tuple(note.replace(facts["path"], str(path)) for note in facts["notes"])
         facts["path"] = str(path)
-        columns: dict[str, Any] = {name: arrays[name] for name in _COLUMNS}
+        columns: dict[str, Any] = {name: arrays[name] for name in COLUMNS}
         return Trace(strings=tuple(strings), arguments=arguments, **facts, **columns)
     except (InputError, ValueError, LookupError, TypeError, AttributeError):
         return None
@@ -72,7 +71,7 @@ def store(folder: Path, key: str, trace: Trace) -> None:
         "notes": trace.notes,
         "arguments": list(trace.arguments),
     }
-    arrays = {name: getattr(trace, name) for name in _COLUMNS}
+    arrays = {name: getattr(trace, name) for name in COLUMNS}
     arrays |= {"facts": _bytes(facts), "strings": _bytes(trace.strings)}
     for name, (rows, values) in trace.arguments.items():
         arrays |= {f"rows.{name}": rows, f"values.{name}": values}

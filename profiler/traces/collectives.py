@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from echograph.errors import FormatError, InputError
-from echograph.ir.columns import Int64
-from echograph.ir.comms.reader import NativeSource
+from echograph.ir.columns import Bools, Int64
+from echograph.ir.comms.record import NativeSource
 from echograph.profiler.traces.events import details
 from echograph.profiler.traces.kernel_names import communicates, function_name
 from echograph.profiler.traces.relations import Stacks, call_stacks
-from echograph.profiler.traces.trace import KERNELS, NONE, OPERATORS, Bool, Trace, TraceSet
+from echograph.profiler.traces.trace import KERNELS, NONE, OPERATORS, Trace, TraceSet
 from echograph.units import PS_PER_NS
 
 NAME = "comms.jsonl"
@@ -274,7 +274,7 @@ def _issues(trace: Trace, stacks: Stacks, rows: np.ndarray[Any, Any]) -> dict[in
     return found
 
 
-def _described(trace: Trace, stacks: Stacks, row: int, named: Int64, operators: Bool) -> tuple[str, int]:
+def _described(trace: Trace, stacks: Stacks, row: int, named: Int64, operators: Bools) -> tuple[str, int]:
     """The kind of a transfer, and the row that says most of it: its own, or one that it was called from."""
     kind, where, best = kind_of(function_name(trace.text(row))), NONE, 0
     for above in _ancestors(stacks, row):

@@ -13,6 +13,7 @@ import functools
 import json
 import operator
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -22,9 +23,9 @@ import msgspec
 import numpy as np
 
 from echograph.errors import DataError
-from echograph.ir.columns import Int64
+from echograph.ir.columns import Bools, Int64
 from echograph.ir.files import Unpacked
-from echograph.profiler.traces.trace import DEVICE, KERNELS, OPERATORS, Bool, Trace
+from echograph.profiler.traces.trace import DEVICE, KERNELS, NONE, OPERATORS, Trace
 
 CHUNK_BYTES = 1 << 20
 # Beyond this, text without the end of an event, or before the first, is not a trace.
@@ -149,6 +150,38 @@ class EndEvent(msgspec.Struct, gc=False, tag_field="ph", tag="E"):
 _OTHERS = [
     msgspec.defstruct("Other", [], tag_field="ph", tag=phase, gc=False) for phase in "IiCbneSTpFstfPNODMVvRca()="
 ]
+
+
+class OpenEvents:
+    """Matches ends with begins: an end is that of the last begin of its thread, and name, that is still open.
+
+    Attributes:
+        unmatched: ends that had no begin, so far.
+    """
+
+    def __init__(self) -> None:
+        self.unmatched = 0
+        self._open: dict[tuple[str, str], list[tuple[str, Any]]] = defaultdict(list)
+
+    def begin(self, pid: Any, tid: Any, event: Any, name: Any = None) -> None:
+        """Keeps an event until it ends."""
+        self._open[str(pid), str(tid)].append((str(name), event))
+
+    def end(self, pid: Any, tid: Any, name: Any = None) -> Any:
+        """The event that ends, or None; without a name, whatever began last."""
+        begun = self._open[str(pid), str(tid)]
+        for place in range(len(begun) - 1, -1, -1):
+            if name in (None, "") or str(name) == begun[place][0]:
+                return begun.pop(place)[1]
+        self.unmatched += 1
+        return None
+
+    def notes(self, path: Path) -> Iterator[str]:
+        """A line for what began and did not end, and for what ended and did not begin."""
+        if still := sum(map(len, self._open.values())):
+            yield f"{path}: {still} events begin and do not end: they are left out"
+        if self.unmatched:
+            yield f"{path}: {self.unmatched} events end and did not begin: they are left out"
 
 
 class _Walked(NamedTuple):
@@ -419,11 +452,11 @@ def whole_events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             index += 1
 
 
-def details(trace: Trace, rows: Int64 | Bool) -> list[dict[str, Any]]:
+def details(trace: Trace, rows: Int64 | Bools) -> list[dict[str, Any]]:
     """What the trace's file says of some rows (shapes, grids, types, ...), in the order of the rows.
 
     Args:
-        trace: a trace whose file is still where it was; one without a file says no more.
+        trace: a trace whose file is still where it was; one without a file says what its columns do.
         rows: row numbers, or which rows.
 
     Raises:
@@ -432,7 +465,11 @@ def details(trace: Trace, rows: Int64 | Bool) -> list[dict[str, Any]]:
     """
     chosen = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
     if not trace.has_file:
-        return [{} for _ in chosen]
+        columns = {name: trace.argument(name) for name in trace.arguments.keys() & TEXTS}
+        return [
+            {"args": {name: trace.strings[of[row]] for name, of in columns.items() if of[row] != NONE}}
+            for row in chosen.tolist()
+        ]
     wanted = set(trace.index[chosen].tolist())
     last = max(wanted, default=-1)
     found: dict[int, dict[str, Any]] = {}

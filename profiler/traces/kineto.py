@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from itertools import compress
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import DataError
-from echograph.ir.columns import Int64
+from echograph.ir.columns import Bools, Int64
 from echograph.profiler.traces.events import (
     GROUPS,
     NOTHING,
@@ -28,10 +27,11 @@ from echograph.profiler.traces.events import (
     EventArguments,
     EventStream,
     ExactEvent,
+    OpenEvents,
     TraceEvent,
     whole_characters,
 )
-from echograph.profiler.traces.trace import DEVICE, LONGEST_US, NONE, TEXT, Bool, Trace, Values
+from echograph.profiler.traces.trace import DEVICE, LONGEST_US, NONE, TEXT, Trace, Values
 from echograph.progress import Progress, silent
 
 CATEGORIES = {
@@ -55,57 +55,6 @@ STREAM = re.compile(r"stream (\d{1,18})( user| annotations)?$")
 def category(name: str) -> str:
     """The name of today of a category."""
     return CATEGORIES.get(name, name)
-
-
-class EventPair(NamedTuple):
-    """A begin with its end.
-
-    Attributes:
-        at: position of the begin among the file's events.
-        begin: what it says.
-        duration: microseconds, exact; NaN where one of the two does not say when it was.
-        args: of both; where they differ, the end's.
-    """
-
-    at: int
-    begin: BeginEvent
-    duration: Decimal
-    args: EventArguments
-
-
-class EventPairs:
-    """Matches ends with begins: an end is that of the last begin of its process and thread that is still open.
-
-    Attributes:
-        unmatched: ends that had no begin, so far.
-    """
-
-    def __init__(self) -> None:
-        self.unmatched = 0
-        self._open: dict[tuple[str, str], list[tuple[int, BeginEvent]]] = defaultdict(list)
-
-    @property
-    def open(self) -> int:
-        """Begins that have no end, so far."""
-        return sum(map(len, self._open.values()))
-
-    def closed(self, events: Iterable[tuple[int, Any]]) -> Iterator[EventPair]:
-        """The pairs that end among further events of a file, by their ends.
-
-        Args:
-            events: events with their positions; those that are no begin and no end are passed over.
-        """
-        for index, event in events:
-            if type(event) is BeginEvent:
-                self._open[str(event.pid), str(event.tid)].append((index, event))
-            elif type(event) is EndEvent:
-                if around := self._open[str(event.pid), str(event.tid)]:
-                    at, begin = around.pop()
-                    yield EventPair(
-                        at, begin, _between(begin.ts, event.ts), _merged_arguments(begin.args, event.args)
-                    )
-                else:
-                    self.unmatched += 1
 
 
 def _between(begin: Decimal | None, end: Decimal | None) -> Decimal:
@@ -189,17 +138,12 @@ def _read(path: Path, event: type[TraceEvent], say: Progress) -> Trace:
     if rank is None:
         named = _RANK_IN_NAME.search(path.name)
         rank = int(named[1]) if named else 0
-    notes = list(stream.notes)
-    if columns.pairs.open:
-        notes.append(f"{path}: {columns.pairs.open} events begin and do not end: they are left out")
-    if columns.pairs.unmatched:
-        notes.append(f"{path}: {columns.pairs.unmatched} events end and did not begin: they are left out")
     return columns.trace(
         path=str(path),
         rank=rank,
         world_size=size if type(size) is int and 0 <= size < _MAX_RANK else 0,
         header=stream.header,
-        notes=notes,
+        notes=[*stream.notes, *columns.open.notes(path)],
     )
 
 
@@ -248,7 +192,7 @@ class _Columns:
 
     def __init__(self, event: type[TraceEvent]) -> None:
         self.events = 0
-        self.pairs = EventPairs()
+        self.open = OpenEvents()
         self._event = event
         self._rows = 0
         self._codes = _Codes()
@@ -263,9 +207,9 @@ class _Columns:
         events = [event for event in batch if type(event) is self._event]
         index = [place for place, event in enumerate(batch) if type(event) is self._event]
         if len(events) < len(batch) and not {BeginEvent, EndEvent}.isdisjoint(map(type, batch)):
-            for at, begin, duration, args in self.pairs.closed(enumerate(batch, start=self.events)):
+            for at, event in self._paired(batch):
                 index.append(at - self.events)
-                events.append(self._complete(begin, float(duration), args))
+                events.append(event)
         keep = [event.dur is not None and event.cat not in _LEFT_OUT for event in events]
         if not all(keep):
             events, index = list(compress(events, keep)), list(compress(index, keep))
@@ -284,11 +228,18 @@ class _Columns:
         self._left_out.add("their duration is negative or no time", index[at & ~took])
         return list(compress(events, kept.tolist())), index[kept]
 
-    def _complete(self, begin: BeginEvent, duration: float, args: EventArguments) -> TraceEvent:
-        ts: Any = begin.ts
-        if self._event is not ExactEvent and ts is not None and ts.is_finite():
-            ts = int(ts) if ts == int(ts) else float(ts)
-        return self._event(begin.cat, begin.name, ts, duration, begin.pid, begin.tid, args)
+    def _paired(self, batch: Sequence[Any]) -> Iterator[tuple[int, TraceEvent]]:
+        """What ends in a batch, with the position of its begin in the file; of arguments the end's count more."""
+        for index, event in enumerate(batch, start=self.events):
+            if type(event) is BeginEvent:
+                self.open.begin(event.pid, event.tid, (index, event))
+            elif type(event) is EndEvent and (found := self.open.end(event.pid, event.tid)) is not None:
+                at, begin = found
+                duration, args = _between(begin.ts, event.ts), _merged_arguments(begin.args, event.args)
+                ts = begin.ts
+                if self._event is not ExactEvent and ts is not None and ts.is_finite():
+                    ts = int(ts) if ts == int(ts) else float(ts)
+                yield at, self._event(begin.cat, begin.name, ts, float(duration), begin.pid, begin.tid, args)
 
     def _add(self, events: list[Any], index: Int64) -> None:
         if not events:
@@ -320,7 +271,7 @@ class _Columns:
                 self._add_arguments(group, arguments, np.isin(columns["category"], list(of)))
         self._rows += len(events)
 
-    def _add_arguments(self, group: ArgumentGroup, arguments: list[EventArguments], of: Bool) -> None:
+    def _add_arguments(self, group: ArgumentGroup, arguments: list[EventArguments], of: Bools) -> None:
         said = list(map(attrgetter(next(iter(group.names))), arguments))
         if said.count(None) == len(said):
             return
@@ -382,16 +333,16 @@ class _Columns:
         return found if near.all() else found.rows(near)
 
 
-def _near(whole: Int64) -> Bool:
+def _near(whole: Int64) -> Bools:
     """Which times are not so far from most others that one of them is wrong."""
     if not len(whole) or int(whole.max()) - int(whole.min()) < LONGEST_US:
         return np.ones(len(whole), np.bool_)
     middle = np.partition(whole, len(whole) // 2)[len(whole) // 2]
-    near: Bool = np.abs(whole - middle) < LONGEST_US // 2
+    near: Bools = np.abs(whole - middle) < LONGEST_US // 2
     return near
 
 
-def _from_first(columns: dict[str, npt.NDArray[Any]], near: Bool) -> int:
+def _from_first(columns: dict[str, npt.NDArray[Any]], near: Bools) -> int:
     """Counts times from the first event; its picoseconds."""
     whole, part = columns.pop("whole"), columns["start"]
     first = int(whole[near].min(initial=_LATEST_US)) if near.any() else 0
@@ -401,7 +352,7 @@ def _from_first(columns: dict[str, npt.NDArray[Any]], near: Bool) -> int:
     return first * _PS_PER_US + earliest
 
 
-def _name_streams(columns: dict[str, npt.NDArray[Any]], device: Bool) -> None:
+def _name_streams(columns: dict[str, npt.NDArray[Any]], device: Bools) -> None:
     """Where work on a device names no stream, its thread is the stream."""
     unnamed, tid = device & (columns["stream"] == NONE), columns["tid"]
     if unnamed.any():

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from echograph.ir.columns import Int32, Int64
-from echograph.profiler.traces.trace import CALLS, NONE, WAITS, Bool, Trace
+from echograph.ir.columns import Bools, Int32, Int64
+from echograph.profiler.traces.trace import CALLS, NONE, WAITS, Trace
 
 
 class Launches(NamedTuple):
@@ -24,9 +24,9 @@ class Launches(NamedTuple):
     works: Int64
 
 
-def of_device_queue(trace: Trace) -> Bool:
+def of_device_queue(trace: Trace) -> Bools:
     """Which rows are on a device's side: work, and waits of a stream."""
-    queued: Bool = ((trace.stream >= 0) & (trace.correlation >= 0)) | trace.named(WAITS)
+    queued: Bools = ((trace.stream >= 0) & (trace.correlation >= 0)) | trace.named(WAITS)
     return queued
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from echograph.ir.columns import Int64
-from echograph.ir.exporters.chrome import device_label, first_rank, launch_numbers
+from echograph.ir.columns import Int64, distinct
+from echograph.ir.exporters.chrome import (
+    ProcessGroup,
+    collective_name,
+    device_label,
+    job_header,
+    launch_numbers,
+    process_groups,
+)
 from echograph.ir.graph import Graph
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, OpKind
@@ -34,7 +41,7 @@ def simulated_traces(
         UsageError: the timeline has no program.
     """
     chosen = sorted(set(range(len(timeline.programs)) if programs is None else programs))
-    ranks = ranks or [first_rank(graph, number) for number in range(len(timeline.programs))]
+    ranks = ranks or [graph.lowest_rank(number) for number in range(len(timeline.programs))]
     columns = _Columns(graph, timeline)
     return TraceSet({ranks[number]: columns.trace(number, ranks[number]) for number in chosen})
 
@@ -57,7 +64,10 @@ class _Columns:
         self.step = self._coded(*_STEP)
 
     def _coded(self, name: str, category: str) -> tuple[int, int]:
-        return tuple(self.codes.setdefault(text, len(self.codes)) for text in (name, category))  # type: ignore[return-value]
+        return self._code(name), self._code(category)
+
+    def _code(self, text: str) -> int:
+        return self.codes.setdefault(text, len(self.codes))
 
     def trace(self, program: int, rank: int) -> Trace:
         """The trace of one program: its step, and what it ran."""
@@ -68,6 +78,8 @@ class _Columns:
         # Host work on another stream than the first is that of a thread, beside the one that issues.
         apart = device | ((kind == OpKind.HOST) & (stream > 0))
         whole = np.full(len(rows) + 1, NONE, np.int64)
+        groups = process_groups(self.graph, rank)
+        arguments = self._arguments(rows, device, kind) | self._groups(rows, device, kind, groups)
         return Trace(
             rank=rank,
             world_size=self.graph.world_size,
@@ -84,9 +96,27 @@ class _Columns:
             external_id=whole,
             index=whole,
             strings=tuple(self.codes),
-            arguments=self._arguments(rows, device, kind),
-            header={"distributedInfo": {"world_size": self.graph.world_size, "rank": rank}},
+            arguments=arguments,
+            header={"distributedInfo": job_header(self.graph, [groups], [rank])},
         )
+
+    def _groups(
+        self, rows: Int64, device: np.ndarray, kind: np.ndarray, groups: Mapping[int, ProcessGroup]
+    ) -> dict[str, Values]:
+        """What each communication is, and in which process group."""
+        where = np.flatnonzero(device & np.isin(kind, COMMUNICATIONS))
+        ops = self.timeline.op[rows[where]]
+        said = {op: self._code(collective_name(self.graph, op)) for op in distinct(ops).tolist()}
+        codes = {number: self._code(group.name) for number, group in groups.items()}
+        group = self.graph.ops.group[ops]
+        inside = np.isin(group, list(codes))
+        found = {
+            "Collective name": Values(where + 1, np.array([said[op] for op in ops.tolist()], np.int32)),
+            "Process Group Name": Values(
+                where[inside] + 1, np.array([codes[number] for number in group[inside].tolist()], np.int32)
+            ),
+        }
+        return {name: values for name, values in found.items() if len(values.rows)}
 
     def _arguments(self, rows: Int64, device: np.ndarray, kind: np.ndarray) -> dict[str, Values]:
         """Bytes of what is copied and communicated, and how fast copies are."""

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import UsageError
-from echograph.ir.columns import Int32, Int64
+from echograph.ir.columns import Bools, Int32, Int64
 
-Bool = npt.NDArray[np.bool_]
 NONE = -1
 
 # What Kineto calls the categories of work on a device, of calls to its runtime, and of operators; older versions
@@ -42,6 +41,10 @@ LONGEST_US = 2**42
 # Numbers of processes and threads are above this, be they negative, as some profilers write them.
 TEXT = -(2**62)
 _PS_PER_US = 1_000_000
+
+
+COLUMNS = ("start", "duration", "name", "category", "pid", "tid", "stream", "correlation", "external_id", "index")
+"""Fields of a trace that have a value for each row."""
 
 
 class Values(NamedTuple):
@@ -87,8 +90,8 @@ class Trace:
         duration: picoseconds, >= 0.
         name: code into `strings`.
         category: code into `strings`.
-        pid: process; of device work, the device. One that is text is `TEXT` less its code.
-        tid: thread, likewise; of device work, the stream.
+        pid: process; for device work the device. A pid that is text is `TEXT` less the code of that text.
+        tid: thread; for device work the stream. Texts are coded as in `pid`.
         stream: stream of work on a device and of calls that name one, or -1; see `streams`.
         correlation: what a call to the runtime shares with the work that it launched, or -1.
         external_id: the operator under which a call was made, or -1.
@@ -131,8 +134,13 @@ class Trace:
         """Whether a file says more of the events than the columns do."""
         return not len(self) or int(self.index[0]) != NONE
 
+    def without(self, what: str, hint: str = "") -> str:
+        """A note that the trace lacks something, and what to do: nothing brings it into a simulated step."""
+        where = (f": {hint}" if hint else "") if self.has_file else " in a simulated step"
+        return f"rank {self.rank}: no {what}{where}"
+
     @property
-    def on_device(self) -> Bool:
+    def on_device(self) -> Bools:
         """Which rows are work on a device stream: kernels, copies, sets; not waits."""
         return self.of_category(DEVICE) & (self.stream >= 0) & ~self.named(WAITS)
 
@@ -161,15 +169,15 @@ class Trace:
         """A process or thread as the file names it: by a number, or by a text."""
         return pid if pid > TEXT else self.strings[TEXT - pid]
 
-    def of_category(self, categories: frozenset[str] | set[str]) -> Bool:
+    def of_category(self, categories: frozenset[str] | set[str]) -> Bools:
         """Which rows are of one of the categories."""
         return self._codes_where([text in categories for text in self.strings])[self.category]
 
-    def named(self, names: frozenset[str] | set[str]) -> Bool:
+    def named(self, names: frozenset[str] | set[str]) -> Bools:
         """Which rows have one of the names."""
         return self._codes_where([text in names for text in self.strings])[self.name]
 
-    def _codes_where(self, true: list[bool]) -> Bool:
+    def _codes_where(self, true: list[bool]) -> Bools:
         return np.array(true, np.bool_) if true else np.zeros(1, np.bool_)
 
     def argument(self, name: str, default: float | int = NONE) -> npt.NDArray[Any]:
@@ -181,21 +189,9 @@ class Trace:
             column[found.rows] = found.values
         return column
 
-    def rows(self, keep: Bool | Int64) -> Trace:
+    def rows(self, keep: Bools | Int64) -> Trace:
         """The trace with some of its rows, in the order given (ascending, for row numbers)."""
         chosen = np.flatnonzero(keep) if keep.dtype == np.bool_ else keep.astype(np.int64)
-        columns = (
-            "start",
-            "duration",
-            "name",
-            "category",
-            "pid",
-            "tid",
-            "stream",
-            "correlation",
-            "external_id",
-            "index",
-        )
         place = np.full(len(self), NONE, np.int64)
         place[chosen] = np.arange(len(chosen))
         arguments = {}
@@ -203,7 +199,7 @@ class Trace:
             kept = place[rows] != NONE
             if kept.any():
                 arguments[name] = Values(place[rows[kept]], values[kept])
-        changed: dict[str, Any] = {column: getattr(self, column)[chosen] for column in columns}
+        changed: dict[str, Any] = {column: getattr(self, column)[chosen] for column in COLUMNS}
         return dataclasses.replace(self, arguments=arguments, **changed)
 
     def since(self, origin: int) -> Trace:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from echograph.errors import DataError, UnknownNameError
-from echograph.ir.documents import convert, parse_json
+from echograph.ir.documents import convert, parse_json, require
 from echograph.ir.files import read_whole
 from echograph.units import GB
 
@@ -80,8 +80,17 @@ class NvlsCost:
     bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+Microseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+_Efficiency = Annotated[float, msgspec.Meta(gt=0, le=1.05)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Bandwidth = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]
+"""GB/s: from what a thousandth of the slowest link that a cluster may have leaves, to a petabyte a second."""
+_Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+_Words = Annotated[str, msgspec.Meta(min_length=1, max_length=10_000)]
+_Error = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a profile's numbers come from.
 
     Args:
@@ -96,13 +105,13 @@ class Origin:
     """
 
     origin: Literal["fitted", "partly assumed", "assumed"]
-    source: str
+    source: _Words
     date: str
-    rows: int
-    held_out_rows: int
-    held_out_error: Mapping[str, float]
-    assumed_error: float
-    note: str
+    rows: _Count = 0
+    held_out_rows: _Count = 0
+    held_out_error: dict[str, Annotated[float, msgspec.Meta(ge=0, le=100)]] = msgspec.field(default_factory=dict)
+    assumed_error: _Error
+    note: str = ""
 
     def error(self, kind: str) -> float:
         """Relative error to expect of a collective: measured if rows of its kind were held out, else assumed."""
@@ -186,16 +195,6 @@ class NetworkFabric:
     about: Origin
 
 
-Microseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
-_Efficiency = Annotated[float, msgspec.Meta(gt=0, le=1.05)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-_Bandwidth = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]
-"""GB/s: from what a thousandth of the slowest link that a cluster may have leaves, to a petabyte a second."""
-_Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
-_Words = Annotated[str, msgspec.Meta(min_length=1, max_length=10_000)]
-_Error = Annotated[float, msgspec.Meta(gt=0, lt=1)]
-
-
 class _Cost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     base_us: Microseconds
     hop_us: Microseconds
@@ -247,24 +246,10 @@ class _Peer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         )
 
 
-class _About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    origin: Literal["fitted", "partly assumed", "assumed"]
-    source: _Words
-    date: str
-    rows: _Count = 0
-    held_out_rows: _Count = 0
-    assumed_error: _Error
-    held_out_error: dict[str, Annotated[float, msgspec.Meta(ge=0, le=100)]] = msgspec.field(default_factory=dict)
-    note: str = ""
-
-    def value(self) -> Origin:
-        return Origin(**{name: getattr(self, name) for name in self.__struct_fields__})
-
-
 class _NodeFile(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="node", tag_field="kind"
 ):
-    about: _About
+    about: Origin
     link: _Link
     levels: list[_Level]
     fill: Share
@@ -274,9 +259,9 @@ class _NodeFile(
 
     def __post_init__(self) -> None:
         sizes = [level.ranks for level in self.levels]
-        _require(bool(sizes) and sizes == sorted(set(sizes)), "levels is not empty and its ranks grow")
+        require(bool(sizes) and sizes == sorted(set(sizes)), "levels is not empty and its ranks grow")
         rates = [level.bandwidth_GBps for level in self.levels]
-        _require(rates == sorted(rates, reverse=True), "levels' bandwidth_GBps does not grow with ranks")
+        require(rates == sorted(rates, reverse=True), "levels' bandwidth_GBps does not grow with ranks")
 
     def value(self, name: str) -> NodeFabric:
         nvls = self.nvls
@@ -288,14 +273,14 @@ class _NodeFile(
             protocols=self.protocols.value(),
             nvls=nvls.value() if nvls else None,
             peer=self.peer.value(),
-            about=self.about.value(),
+            about=self.about,
         )
 
 
 class _NetworkFile(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="network", tag_field="kind"
 ):
-    about: _About
+    about: Origin
     protocols: _Protocols
     tree_efficiency: Annotated[float, msgspec.Meta(gt=0, le=2)]
     ring_hop_share: Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -314,17 +299,12 @@ class _NetworkFile(
             nvls_tree=self.nvls_tree.value() if self.nvls_tree else None,
             pat=self.pat,
             peer=self.peer.value(),
-            about=self.about.value(),
+            about=self.about,
         )
 
 
 FILES: dict[str, type[_NodeFile] | type[_NetworkFile]] = {"node": _NodeFile, "network": _NetworkFile}
 """What a fabric's file holds, by its `kind`."""
-
-
-def _require(holds: bool, rule: str) -> None:
-    if not holds:
-        raise ValueError(rule)
 
 
 def parse_fabric(document: Mapping[str, Any], name: str) -> NodeFabric | NetworkFabric:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from echograph.errors import UnavailableError, UnknownNameError
 from echograph.registry import Table
-from echograph.simulator.clusters.cluster import Cluster, GroupPlacement
+from echograph.simulator.clusters import Cluster, GroupPlacement
 from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.network.patterns import Pattern
 from echograph.simulator.network.topology import Links, group_links

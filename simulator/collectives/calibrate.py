@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echograph.errors import DataError
-from echograph.simulator.clusters.cluster import Cluster, GroupPlacement
+from echograph.simulator.clusters import Cluster, GroupPlacement
 from echograph.simulator.clusters.fabric import NodeFabric, parse_fabric
 from echograph.simulator.collectives import CollectiveName, collective_curve
 

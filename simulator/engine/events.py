@@ -4,7 +4,7 @@ Work that shares links (`sharing`) slows down and speeds up as other work begins
 time then follows from the times alone, so there is no order to number beforehand: a heap holds the ends of all
 that runs. Where nothing is overloaded, all times are those of the other engines, to the picosecond.
 
-Tasks are never written out for columns: memory follows the lines (a resource in a column) and what runs on them.
+Tasks are never written out for columns: memory follows the queues (a resource in a column) and what runs on them.
 
 Compiled only: import it where there is much to do.
 """
@@ -12,7 +12,7 @@ Compiled only: import it where there is much to do.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -21,12 +21,13 @@ from echograph.ir.columns import NONE, Float64, Int32, Int64, Ragged
 from echograph.simulator.engine import events_loop
 from echograph.simulator.engine.columns import Columns, Ends, alone, deadlock
 from echograph.simulator.engine.events_loop import COUNTS, DUE, FREE, FREE_NODE, LONGEST
+from echograph.simulator.engine.machine_code import array
 from echograph.simulator.engine.sharing import Sharing
 from echograph.simulator.engine.static import jittered
 from echograph.simulator.tasks import TaskGraph
 
 if TYPE_CHECKING:
-    from echograph.simulator.roles import Roles, StepRun
+    from echograph.simulator.engine import Roles, StepRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,35 +74,42 @@ def run_columns(
         DeadlockError: tasks wait for each other for ever; names two of them.
         SimulationError: the step takes more than 53 days.
     """
-    count = len(columns)
     table, first = _table(tasks, columns, sharing)
-    lines = _lines(table, first, count)
-    todo = np.flatnonzero(lines["task"] != events_loop.DONE)[::-1]
-    shared = sharing or _nothing(count)
-    links, hops = events_loop.links_and_hops(shared, len(lines))
-    flows, longest = np.zeros(len(lines), events_loop.FLOW), int(shared.links.lengths.max(initial=0))
-    counts = np.zeros(COUNTS, np.int64)
-    counts[[DUE, FREE, FREE_NODE, LONGEST]] = len(todo), NONE, NONE, longest
+    queues = _queues(table, first, len(columns))
+    shared = sharing or _nothing(len(columns))
     lasted = np.zeros(len(tasks) if record >= 0 else 0, np.int64)
-    # One layout and one type each, or the compiler would start again.
-    deps, places, routes = (
-        np.ascontiguousarray(values, np.int32) for values in (tasks.deps.values, columns.places, shared.routes)
+    places, longest = array(columns.places, np.int32), int(shared.links.lengths.max(initial=0))
+    due, counters = np.flatnonzero(queues["task"] != events_loop.DONE)[::-1], np.zeros(COUNTS, np.int64)
+    counters[[DUE, FREE, FREE_NODE, LONGEST]] = len(due), NONE, NONE, longest
+    # To the loop, arrays of records are sequences of rows.
+    heap: Any = np.zeros(len(queues) + 1, events_loop.END)
+    flows: Any = np.zeros(len(queues), events_loop.FLOW)
+    work = events_loop.Work(
+        tasks=table,
+        deps=array(tasks.deps.values, np.int32),
+        factor=array(columns.factor, np.float64),
+        places=places,
+        attendance=np.array([np.bincount(row, minlength=len(columns)) for row in places], np.int32),
+        routes=array(shared.routes, np.int32),
+        jitter=float(columns.jitter),
+        seed=np.uint64(columns.seed),
+        record=record,
+        lasted=lasted,
     )
-    factor, offsets = np.ascontiguousarray(columns.factor, np.float64), shared.links.offsets.astype(np.int64)
-    attend = np.array([np.bincount(row, minlength=count) for row in places], np.int32)
-    meetings = np.full(1 << max(4, len(lines).bit_length()), NONE, np.int32)
-    heap = np.zeros(len(lines) + 1, events_loop.END)
-    near, fellows = np.zeros((2, len(links)), np.int32), np.zeros((2, len(lines)), np.int32)
-    fixed = (
-        *(table, deps, factor, places, attend, float(columns.jitter), np.uint64(columns.seed), record, lasted),
-        *(lines, meetings, np.resize(todo.astype(np.int32), len(lines)), heap, counts),
-        *(routes, offsets, hops, links, flows, near[0], near[1], fellows),
+    events = events_loop.EventHeap(heap=heap, flows=flows, counters=counters)
+    network = _network(shared, len(queues), 64 + 2 * longest)
+    state = events_loop.TaskQueues(
+        queues=queues,
+        rendezvous=np.full(1 << max(4, len(queues).bit_length()), NONE, np.int32),
+        due=np.resize(due.astype(np.int32), len(queues)),
+        order=np.zeros((2, len(queues)), np.int32),
     )
-    nodes = np.zeros(64 + 2 * longest, events_loop.NODE)
-    while not events_loop.run(*fixed, nodes):
-        nodes = np.append(nodes, np.zeros_like(nodes))
-    _check(lines, tasks.resources)
-    end, waited = (np.ascontiguousarray(lines[name].reshape(count, -1).T) for name in ("since", "waited"))
+    while not events_loop.run(work, state, network, events):
+        nodes: Any = network.nodes
+        network = network._replace(nodes=cast(Any, np.append(nodes, np.zeros_like(nodes))))
+    _check(queues, tasks.resources)
+    end, waited = (np.ascontiguousarray(queues[name].reshape(len(columns), -1).T) for name in ("since", "waited"))
+    links: Any = network.links
     return SharedEnds(
         end=end,
         waited=waited,
@@ -113,28 +121,45 @@ def run_columns(
 
 def _table(tasks: TaskGraph, columns: Columns, sharing: Sharing | None) -> tuple[Any, Int32]:
     """What the loop knows of each task, and the first task of each resource. After the last is where it ends."""
-    table = np.zeros(len(tasks) + 1, events_loop.TASK)
+    table: Any = np.zeros(len(tasks) + 1, events_loop.TASK)
     these = table[:-1]
     table["deps"] = tasks.deps.offsets
     these["duration"], these["resource"], these["rendezvous"] = tasks.duration, tasks.resource, tasks.rendezvous
     these["row"], these["kind"] = columns.place, columns.kind
     same = (columns.factor == 1.0).all(axis=1)
-    these["steady"] = np.where(jittered(tasks, columns), 0, np.where(same[columns.kind], 2, 1))
+    steady = np.where(same[columns.kind], events_loop.AS_IT_IS, events_loop.BY_FACTOR)
+    these["steady"] = np.where(jittered(tasks, columns), events_loop.ON_ITS_OWN, steady)
     these["route"] = NONE
     if sharing is not None:
         these["route"], these["load"] = sharing.route, sharing.load
     first = np.full(tasks.resources, events_loop.DONE, np.int32)
-    events_loop.chain(table, first, np.full((2, int(tasks.rendezvous.max(initial=NONE)) + 1), NONE, np.int32))
+    numbers = int(tasks.rendezvous.max(initial=NONE)) + 1
+    events_loop.link_tasks(table, first, np.full((2, numbers), NONE, np.int32))
     return table, first
 
 
-def _lines(table: Any, first: Int32, columns: int) -> Any:
-    """All lines before their first task, column after column."""
-    lines = np.zeros(len(first) * columns, events_loop.LINE)
-    lines["task"], lines["column"] = np.tile(first, columns), np.repeat(np.arange(columns), len(first))
-    lines["waiters"] = lines["chain"] = NONE
-    lines["need"] = table["deps"][np.minimum(lines["task"], len(table) - 1)]
-    return lines
+def _queues(table: Any, first: Int32, columns: int) -> Any:
+    """All queues before their first task, column after column."""
+    queues = np.zeros(len(first) * columns, events_loop.QUEUE)
+    queues["task"], queues["column"] = np.tile(first, columns), np.repeat(np.arange(columns), len(first))
+    queues["waiting"] = queues["following"] = NONE
+    queues["need"] = table["deps"][np.minimum(queues["task"], len(table) - 1)]
+    return queues
+
+
+def _network(sharing: Sharing, flows: int, nodes: int) -> events_loop.SharedLinks:
+    """Idle links, with room for so many flows, and flows on links."""
+    links, hops = events_loop.links_and_hops(sharing, flows)
+    room: Any = np.zeros(nodes, events_loop.NODE)
+    return events_loop.SharedLinks(
+        offsets=array(sharing.links.offsets, np.int64),
+        hops=hops,
+        links=links,
+        nodes=room,
+        changed=np.zeros(len(links), np.int32),
+        neighbours=np.zeros(len(links), np.int32),
+        participants=np.zeros((2, flows), np.int32),
+    )
 
 
 def _nothing(columns: int) -> Sharing:
@@ -149,11 +174,11 @@ def _nothing(columns: int) -> Sharing:
     )
 
 
-def _check(lines: Any, resources: int) -> None:
-    """Raises if lines stand still: names those of the first column in which some do."""
-    stuck = np.flatnonzero(lines["task"] != events_loop.DONE)
+def _check(queues: Any, resources: int) -> None:
+    """Raises if queues stand still: names those of the first column in which some do."""
+    stuck = np.flatnonzero(queues["task"] != events_loop.DONE)
     if len(stuck):
         these = stuck[stuck // resources == stuck[0] // resources]
-        raise deadlock(lines["task"][these].tolist())
-    if lines["since"].max(initial=0) >= events_loop.NEVER:
+        raise deadlock(queues["task"][these].tolist())
+    if queues["since"].max(initial=0) >= events_loop.NEVER:
         raise SimulationError("the step takes more than 53 days: give the links that it shares more capacity")

@@ -6,6 +6,8 @@ is the one place that says where.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 import stat
 import tempfile
@@ -18,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Group = TypeVar("Group", bound=NamedTuple)
+Outputs = TypeVar("Outputs", bound=NamedTuple)
 Number = TypeVar("Number", bound=np.generic)
 
 
-def interpreted(loop: Callable[..., None], *inputs: Any, outputs: Group) -> None:
+def interpreted(loop: Callable[..., None], *inputs: Any, outputs: Outputs) -> None:
     """Runs a loop as it is written.
 
     Args:
@@ -61,7 +63,7 @@ def compiled(loop: Function, *parts: Callable[..., Any]) -> Function:
 
     for part in parts:
         register_jitable(part)
-    return kept(loop)
+    return kept(loop, *parts)
 
 
 OPTIONS: Any = {"nogil": True, "error_model": "numpy", "_nrt": False}
@@ -69,7 +71,7 @@ OPTIONS: Any = {"nogil": True, "error_model": "numpy", "_nrt": False}
 loop's time, not counted."""
 
 
-def kept(function: Function) -> Function:
+def kept(function: Function, *parts: Callable[..., Any]) -> Function:
     """Compiles a function when it is called first, or takes it from disk.
 
     It is kept where numba keeps it, beside the sources or in the cache of the user. Where neither can be written,
@@ -77,9 +79,13 @@ def kept(function: Function) -> Function:
 
     Args:
         function: what is compiled.
+        parts: functions of other modules that it calls.
     """
     import numba
 
+    # Numba looks at the time of one file, and only after it has read what is kept, with types of arguments that
+    # another version may not have. So what is kept is called by the sources that it was made of.
+    function.__qualname__ = f"{function.__name__}_{_digest(function, *parts)}"
     try:
         return cast(Function, numba.njit(cache=True, **OPTIONS)(function))
     except RuntimeError:  # no place to keep it in
@@ -90,6 +96,12 @@ def kept(function: Function) -> Function:
         return cast(Function, numba.njit(cache=folder is not None, **OPTIONS)(function))
     finally:
         settings.CACHE_DIR = before
+
+
+def _digest(*functions: Callable[..., Any]) -> str:
+    """What changes with the files of functions."""
+    files = dict.fromkeys(inspect.getfile(function) for function in functions)
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:16]
 
 
 def temporary_cache() -> Path | None:

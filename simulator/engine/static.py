@@ -13,17 +13,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from echograph.ir.columns import NONE, Float64, Int32, Int64
+from echograph.ir.columns import NONE, Bools, Float64, Int32, Int64
 from echograph.simulator.engine.columns import Columns, Ends, alone, deadlock
 from echograph.simulator.engine.machine_code import array, compiled, interpreted
 from echograph.simulator.tasks import DEVICE, HOST, TaskGraph
 
 if TYPE_CHECKING:
-    from echograph.simulator.roles import Roles, StepRun
-
-Bool = npt.NDArray[np.bool_]
+    from echograph.simulator.engine import Roles, StepRun
 
 
 def simulate(roles: Roles) -> StepRun:
@@ -77,7 +74,7 @@ def run_columns(tasks: TaskGraph, columns: Columns, record: int = NONE, order: I
     )
     inputs = (work, order, slot, _differences(tasks, columns), record)
     if compile_it:
-        compiled(_pass, noise)(*inputs, clocks)
+        compiled(_pass, _meet, noise)(*inputs, clocks)
     else:
         interpreted(_pass, *inputs, outputs=clocks)
     return Ends(end=clocks.free, waited=clocks.waited, start=clocks.start, duration=clocks.duration)
@@ -119,10 +116,10 @@ class _Differences(NamedTuple):
 
     kind: Int32
     factor: Float64
-    same: Bool
+    same: Bools
     place: Int32
     places: Int32
-    varies: Bool
+    varies: Bools
     jitter: float
     seed: np.uint64
 
@@ -140,10 +137,10 @@ def _differences(tasks: TaskGraph, columns: Columns) -> _Differences:
     )
 
 
-def jittered(tasks: TaskGraph, columns: Columns) -> Bool:
+def jittered(tasks: TaskGraph, columns: Columns) -> Bools:
     """Bool [tasks], whose duration is noisy: what a stream does without waiting for others in a rendezvous."""
     waits = (tasks.rendezvous != NONE) | (columns.place != NONE)
-    noisy: Bool = (tasks.lane == DEVICE) & ~waits & (columns.jitter > 0)
+    noisy: Bools = (tasks.lane == DEVICE) & ~waits & (columns.jitter > 0)
     return noisy
 
 
@@ -169,18 +166,8 @@ class _Clocks(NamedTuple):
 
 def _pass(work: _Work, order: Int32, slot: Int32, columns: _Differences, record: int, clocks: _Clocks) -> None:
     """Every task starts at the latest of what it waits for: the longest path, in one pass."""
-    # Once looked up is quicker where this is interpreted.
-    resource, offsets, deps, rendezvous, members = (
-        work.resource, work.offsets, work.deps, work.rendezvous, work.members,
-    )  # fmt: skip
-    place, places, varies, ends, together = (
-        columns.place,
-        columns.places,
-        columns.varies,
-        clocks.end,
-        clocks.together,
-    )
-    every, here = range(len(together)), 0
+    resource, offsets, deps, ends, varies = work.resource, work.offsets, work.deps, clocks.end, columns.varies
+    every, here = range(len(clocks.together)), 0
     for at in range(len(order)):
         task = order[at]
         ready, free = clocks.ready[here], clocks.free[resource[task]]
@@ -192,28 +179,14 @@ def _pass(work: _Work, order: Int32, slot: Int32, columns: _Differences, record:
                 ready[c] = end[c] if end[c] > ready[c] else ready[c]
         # The tasks of a rendezvous are neighbours in the order: the last of them starts all.
         here += 1
-        met = rendezvous[task]
-        if met >= 0 and here < members[met]:
+        met = work.rendezvous[task]
+        if met >= 0 and here < work.members[met]:
             continue
-        waits = met >= 0 or place[task] >= 0
-        if waits:
-            for c in every:
-                together[c] = 0
-            for member in range(here):
-                ready, row = clocks.ready[member], place[order[at - here + 1 + member]]
-                for c in every:
-                    there = c if row < 0 else places[row][c]
-                    together[there] = max(together[there], ready[c])
+        if met >= 0 or columns.place[task] >= 0:
+            _meet(order[at - here + 1 : at + 1], met < 0, resource, columns, clocks)
         for member in range(here):
             task = order[at - here + 1 + member]
-            start, free, waited = clocks.ready[member], clocks.free[resource[task]], clocks.waited[resource[task]]
-            if waits:
-                row = place[task]
-                for c in every:
-                    begins = together[c if row < 0 else places[row][c]]
-                    if met < 0:
-                        waited[c] += begins - start[c]
-                    start[c] = begins
+            start, free = clocks.ready[member], clocks.free[resource[task]]
             lasts, kind = work.duration[task], columns.kind[task]
             factor = columns.factor[kind]
             if varies[task]:
@@ -233,6 +206,35 @@ def _pass(work: _Work, order: Int32, slot: Int32, columns: _Differences, record:
             if record >= 0:
                 clocks.start[task], clocks.duration[task] = start[record], free[record] - start[record]
         here = 0
+
+
+def _meet(members: Int32, single: bool, resource: Int32, columns: _Differences, clocks: _Clocks) -> None:
+    """All tasks that have a rendezvous start, in each place, when the last of them is ready.
+
+    Args:
+        members: the tasks.
+        single: whether it is one task, that waits for its like in other columns and nobody else.
+        resource: of all tasks.
+        columns: says where the places are.
+        clocks: `ready` becomes when they start.
+    """
+    places, together = columns.places, clocks.together
+    every = range(len(together))
+    for c in every:
+        together[c] = 0
+    for member in range(len(members)):
+        ready, row = clocks.ready[member], columns.place[members[member]]
+        for c in every:
+            there = c if row < 0 else places[row][c]
+            together[there] = max(together[there], ready[c])
+    for member in range(len(members)):
+        ready, row = clocks.ready[member], columns.place[members[member]]
+        waited = clocks.waited[resource[members[member]]]
+        for c in every:
+            start = together[c if row < 0 else places[row][c]]
+            if single:
+                waited[c] += start - ready[c]
+            ready[c] = start
 
 
 def noise(seed: np.uint64, task: int, column: int) -> float:
@@ -330,7 +332,7 @@ class _Queues(NamedTuple):
 
     task: Int32
     bounds: Int64
-    hosts: Bool
+    hosts: Bools
 
 
 class _Progress(NamedTuple):
@@ -353,13 +355,13 @@ class _Progress(NamedTuple):
 
     head: Int64
     order: Int32
-    done: Bool
+    done: Bools
     waiter: Int32
     following: Int32
     gate: Int32
     arrived: Int32
     stack: Int32
-    idle: Bool
+    idle: Bools
 
 
 def _order(work: _Work, queues: _Queues, window: int, progress: _Progress) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from echograph.errors import UsageError
 from echograph.ir.columns import NONE, Float64, Int64
-from echograph.simulator.clusters.cluster import Cluster, GroupPlacement
+from echograph.simulator.clusters import Cluster, GroupPlacement
 from echograph.simulator.clusters.fabric import NetworkFabric, NodeFabric
 
 ENDS = (("out", "in"), ("up", "down"))

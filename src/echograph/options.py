@@ -11,8 +11,8 @@ def option(default: Any, text: str, shown: str = "", *, least: float | None = No
     """A field of a frozen dataclass that is also an option.
 
     Args:
-        default: its value where it is not given.
-        text: its help on the command line.
+        default: the value of a field that is not given.
+        text: help on the command line.
         shown: what the help says of the default; "": the default itself, where there is one.
         least: the least value that the command line takes.
     """

@@ -6,15 +6,15 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Is told what is being done, and how much of it has been."""
+    """A callback for progress: told the current stage and how far that is."""
 
     def __call__(self, stage: str, done: int = 0, total: int = 0) -> None:
         """Takes note.
 
         Args:
             stage: what is being done, in the same words as long as it is the same.
-            done: how much of it.
-            total: of how much; 0 where that is not known, or nothing is counted.
+            done: units of work that are done.
+            total: units of work in all; 0 where that is not known, or nothing is counted.
         """
 
 

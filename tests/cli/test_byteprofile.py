@@ -254,8 +254,8 @@ def test_a_simulated_timeline_is_a_trace_too(cli, graph: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("module", "package", "arguments"),
     [
-        ("output", "XlsxWriter", ("stats", "--xlsx", "s.xlsx")),
-        ("output", "matplotlib", ("compare3d", "--plot", "p.png")),
+        ("report", "XlsxWriter", ("stats", "--xlsx", "s.xlsx")),
+        ("report", "matplotlib", ("compare3d", "--plot", "p.png")),
         ("dag", "networkx", ("critical",)),
     ],
 )

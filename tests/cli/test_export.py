@@ -11,11 +11,10 @@ import pytest
 from echograph.ir import serde
 from echograph.ir.types import Source
 from echograph.registry import Table
-from echograph.workflow.annotate import annotate
 from echograph.workflow.formats import EXPORTS, IMPORTS
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
-from echograph.workflow.system import System, host_name
+from echograph.workflow.system import System, annotate, host_name
 
 pytest.importorskip("networkx")
 

@@ -98,7 +98,7 @@ def test_an_earlier_export_is_replaced(cli, job_graph: Path, tmp_path: Path) -> 
 
 
 def test_what_is_degraded_is_said_to_be_lost(cli, job_graph: Path, tmp_path: Path) -> None:
-    from echograph.simulator.clusters.cluster import PRESETS
+    from echograph.simulator.clusters import PRESETS
 
     text = (PRESETS / "dgx-h100.toml").read_text() + "\n[[degraded]]\nnode = 0\ncompute = 0.5\n"
     (tmp_path / "slow.toml").write_text(text)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from echograph.simulator.clusters import Cluster, load_cluster
-from echograph.simulator.clusters.cluster import PRESETS
+from echograph.simulator.clusters import PRESETS, Cluster, load_cluster
 from echograph.simulator.clusters.fabric import NodeFabric
 from echograph.simulator.collectives import collective_time
 

@@ -89,7 +89,7 @@ def test_a_trace_of_chosen_ranks(cli, graph: Path, tmp_path: Path, options: tupl
 
 
 def test_a_cluster_file_with_a_degraded_link(cli, graph: Path, tmp_path: Path) -> None:
-    from echograph.simulator.clusters.cluster import PRESETS
+    from echograph.simulator.clusters import PRESETS
 
     path = tmp_path / "worse.toml"
     entry = '\n[[degraded]]\nlink = "node 0 nic 1 out"\nbandwidth = 0.5\n'

@@ -60,4 +60,11 @@ def test_ranks_that_are_traced_keep_their_numbers(cli, graph: Path, tmp_path: Pa
     assert answer["notes"] == []
     one = cli("echoprof", "analyze", path, "temporal-breakdown", "--ranks", "9", "--no-cache", "--json").json()
     assert [row["rank"] for row in one["rows"]] == [9]
-    assert json.loads(path.read_text())["distributedInfo"] == {"world_size": 16}
+    job = json.loads(path.read_text())["distributedInfo"]
+    assert job["world_size"] == 16 and "rank" not in job
+    assert {tuple(group["ranks"]) for group in job["pg_config"]} == {
+        (0, 1),
+        (8, 9),
+        tuple(range(0, 16, 2)),
+        tuple(range(1, 16, 2)),
+    }

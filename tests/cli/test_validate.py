@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from echograph.workflow.validation.memory import GIB, measured_memory
+from echograph.workflow.validation.model import public_model
 from echograph.workflow.validation.run import predict_rows
 from echograph.workflow.validation.score import Outcome, by_family
-from echograph.workflow.validation.setup import setup
+from echograph.workflow.validation.setup import Setup, setup
 from echograph.workflow.validation.table import MeasuredStep, Skip
 
 ROW: dict[str, Any] = {
@@ -74,7 +75,11 @@ def test_one_capture_serves_all_micro_batches(precision: str) -> None:
     for row, outcome in zip(read, predict_rows(read), strict=True):
         made = setup(row)
         alone = compile_entry(
-            made.entry, made.spec, batch_size=made.micro_batch, seq_len=made.seq_len, attention=made.attention
+            made.model.entry,
+            made.spec,
+            batch_size=made.micro_batch,
+            seq_len=made.seq_len,
+            attention=made.model.attention,
         )
         result, _ = predict(alone, made.plan)
         assert outcome.predicted_s == pytest.approx(result.to_json()["step_time_s"], rel=0.005)
@@ -93,10 +98,11 @@ def test_processes_change_nothing(cli, tmp_path: Path) -> None:
     ("change", "words"),
     [
         ({"precision": "NVFP4"}, "precision 'NVFP4'"),
+        ({"zero_stage": "most"}, "zero_stage 'most'"),
         ({"n_gpus": 9}, "not tp x pp"),
         ({"dp": 3}, "not tp x pp"),
         ({"recompute": "sometimes"}, "recompute 'sometimes'"),
-        ({"model": "DeepSeekV3"}, "layers are not in the table"),
+        ({"model": "MoE toy", "ep": 2}, "experts are not in the table"),
         ({"micro_batch": "many"}, "micro_batch is 'many'"),
     ],
 )
@@ -104,6 +110,87 @@ def test_what_is_not_modelled_is_skipped(change: dict[str, Any], words: str) -> 
     pytest.importorskip("torch", reason="needs the [torch] extra")
     with pytest.raises(Skip, match=words):
         setup(MeasuredStep({k: str(v) for k, v in (ROW | change).items()}))
+
+
+def made(**change: object) -> Setup:
+    return setup(MeasuredStep({k: str(v) for k, v in (ROW | change).items()}))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "stack"),
+    [
+        ("megatron-lm 2022", "megatron-2021"), ("megatron-lm 2024", "megatron-core"), ("nemo 25.02", "nemo"),
+        ("torchtitan", "torchtitan"), ("nemofish", ""), ("", ""),
+    ],
+)  # fmt: skip
+def test_the_trainer_names_the_stack_and_an_unknown_one_is_counted(trainer: str, stack: str) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    for name in ("toy-001", "titan-001"):
+        found = made(trainer=trainer, id=name)
+        assert found.plan.stack == stack
+        assert any("trainer" in line for line in found.assumed) == (not stack)
+
+
+def test_what_single_runs_did_is_read_off_their_columns() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    bloom = {"trainer": "megatron-deepspeed 2022", "tp": 1, "dp": ""}
+    assert [made(n_gpus=n, global_batch=2 * n, **bloom).blocking for n in (80, 88)] == [False, True]
+    assert made(source="chronicles, Rebalancing layers", **bloom).plan.grad_dtype == "fp32"
+    assert made(**bloom).plan.grad_dtype == ""
+    assert made(notes="4xHDR200 per node").plan.cluster == "a100-4x-hdr200"
+    assert made(trainer="torchtitan", notes="eager bf16").plan.stack == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("stage", "plan"),
+    [
+        ("", (0, 1, None)), ("1 (8-GPU groups)", (1, 1, None)), ("fsdp3", (3, 1, None)), ("hsdp3", (3, 2, None)),
+        ("fsdp2(SHARD_GRAD_OP)", (3, 1, False)),
+    ],
+)  # fmt: skip
+def test_spellings_of_what_is_sharded(stage: str, plan: tuple[object, ...]) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    found = made(zero_stage=stage, n_gpus=16, tp=1, dp=16).plan
+    assert (found.zero, found.hsdp_replicas, found.reshard_after_forward) == plan
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("DeepSeekV3 (w/o MTP)", "deepseek-v3"), ("Qwen3_30B_a3B (tokendrop)", "qwen3-30b-a3b"),
+        ("GPT OSS 120B", "gpt-oss-120b"), ("Nemotron4-15B", "nemotron-4-15b"), ("Qwen3 235B", "qwen3-235b-a22b"),
+        ("LLAMA3_70B LoRA", "llama-3-70b"), ("GPT toy", None), ("mosaic", None),
+    ],
+)  # fmt: skip
+def test_public_models_are_known_by_free_spellings(name: str, known: str | None) -> None:
+    found = public_model(name)
+    assert (found and found.name) == known
+
+
+def test_a_gate_is_told_by_the_parameters_that_a_row_states() -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    sizes = {"hidden": 4096, "heads": 32, "kv_heads": 32, "ffn_hidden": 11008, "vocab": 103168, "layers": 32}
+    found = [made(model="InternLM-7B", params_B=b, **sizes).model.entry.architecture for b in (7.3, 5.5)]
+    assert found == ["LlamaForCausalLM", "GPT2LMHeadModel"]
+
+
+@pytest.mark.parametrize(("trainer", "samples"), [("torchtitan", 2), ("nemo 25.02", 1), ("", 1)])
+def test_a_micro_batch_that_a_row_leaves_out_is_its_trainers_default(trainer: str, samples: int) -> None:
+    pytest.importorskip("torch", reason="needs the [torch] extra")
+    pipeline = {"tp": 1, "pp": 2, "dp": 4, "global_batch": 16, "micro_batch": ""}
+    assert made(trainer=trainer, **pipeline).plan.micro_batch == samples
+
+
+def test_a_rate_or_a_utilisation_stands_for_a_step_time() -> None:
+    said = {"step_time_s": "", "seq_len": 2048, "global_batch": 64, "n_gpus": 8}
+    row = MeasuredStep({k: str(v) for k, v in (ROW | said | {"tokens_per_s_per_gpu": 4096}).items()})
+    assert row.measured_s == 4.0
+    shape = {"mfu": 0.5, "params_B": 1, "layers": 10, "hidden": 1000}
+    row = MeasuredStep({k: str(v) for k, v in (ROW | said | shape).items()})
+    each = 6e9 + 12 * 10 * 1000 * 2048
+    assert row.measured_s == pytest.approx(64 * 2048 * each / (0.5 * 312e12 * 8))
+    with pytest.raises(Skip, match="no step time"):
+        MeasuredStep({k: str(v) for k, v in (ROW | said).items()}).measured_s  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -138,8 +225,10 @@ def test_deeper_models_and_more_replicas_share_a_capture() -> None:
     read = [MeasuredStep({k: str(v) for k, v in row.items()}) for row in rows]
     for row, outcome in zip(read, predict_rows(read), strict=True):
         made = setup(row)
-        entry = made.entry.with_config(n_layer=made.layers)
-        alone = compile_entry(entry, made.spec, batch_size=2, seq_len=made.seq_len, attention=made.attention)
+        model = made.model
+        alone = compile_entry(
+            model.entry, made.spec, batch_size=2, seq_len=made.seq_len, attention=model.attention
+        )
         assert outcome.predicted_s == predict(alone, made.plan)[0].to_json()["step_time_s"]
 
 

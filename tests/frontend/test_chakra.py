@@ -32,7 +32,8 @@ from echograph.profiler.costs.estimate import estimate
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import IssueTimes as Issue
 from echograph.simulator.simulate import simulate
-from echograph.workflow.plan import Plan, lower
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import lower
 
 PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 dp8": ("gpt2", {"gpus": 8}),

@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from normalise import compute_operations
+
 from echograph.errors import UnknownNameError, UsageError
-from echograph.frontend.pytorch.normalise import compute_operations
 
 pytestmark = pytest.mark.torch
 

@@ -290,7 +290,7 @@ def _nccl_tests() -> list[Files]:
 
 
 def _cluster() -> list[Files]:
-    from echograph.simulator.clusters.cluster import PRESETS
+    from echograph.simulator.clusters import PRESETS
 
     extra = b'\n[[degraded]]\nlink = "node 0 nic 1"\nbandwidth = 0.5\n'
     return [{"mine.toml": (PRESETS / f"{name}.toml").read_bytes()} for name in ("dgx-h100", "ethernet-100g")] + [
@@ -299,7 +299,7 @@ def _cluster() -> list[Files]:
 
 
 def _fabric() -> list[Files]:
-    from echograph.simulator.clusters.cluster import PRESETS
+    from echograph.simulator.clusters import PRESETS
 
     folder = PRESETS.parent
     cluster = (PRESETS / "dgx-h100.toml").read_bytes().replace(b'"nvlink4"', b'"own.json"')
@@ -308,7 +308,7 @@ def _fabric() -> list[Files]:
 
 def _device() -> list[Files]:
     from echograph.profiler import devices
-    from echograph.simulator.clusters.cluster import PRESETS
+    from echograph.simulator.clusters import PRESETS
 
     cluster = (PRESETS / "dgx-h100.toml").read_bytes()
     own = (Path(str(devices.__file__)).parent / "v100-sxm2.json").read_bytes()

@@ -19,9 +19,9 @@ from echograph.errors import PlanError
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.extent import MicroBatch
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.fuse import FuseLoss
-from echograph.ir.passes.micro_batch import MicroBatch
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.recompute import Recompute
 from echograph.ir.passes.tensor_parallel import TensorParallel

@@ -9,7 +9,7 @@ from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import Graph, StepGraph, Workload
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.gradients import overflow_flags, total_norms
+from echograph.ir.passes.model import overflow_flags, total_norms
 from echograph.ir.types import DType, Op, Phase, TensorRole
 from echograph.models import get_model
 from echograph.workflow.compile import compile_entry

@@ -12,8 +12,7 @@ from echograph.errors import PlanError
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.extent import Carriers, Extent
-from echograph.ir.passes.micro_batch import MicroBatch
+from echograph.ir.passes.extent import Carriers, Extent, MicroBatch
 from echograph.ir.unfold import difference, unfold
 from echograph.models import get_model
 from echograph.workflow.compile import compile_entry

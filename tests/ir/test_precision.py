@@ -24,7 +24,7 @@ from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
-from echograph.ir.passes.gradients import adds_up, final_gradients
+from echograph.ir.passes.model import adds_up, final_gradients
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.precision import RECIPES, Precision
 from echograph.ir.passes.recompute import Recompute
@@ -169,6 +169,32 @@ def test_delayed_scaling_looks_for_no_maxima() -> None:
     assert moved(graph, "fp8.cast") == moved(Precision(dtype="fp8")(model()), "fp8.cast")
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_cast_once_a_step_leave_the_casts_of_activations(recipe: str) -> None:
+    """Six 8-bit copies of a linear layer's operands, two of them the weight's; their memory outlives the step."""
+    each, once = (Precision(dtype=recipe, kept="fp8", weights=w)(model()) for w in ("micro-batch", "step"))  # type: ignore[arg-type]
+    copies = [of_role(graph, TensorRole.BUFFER) for graph in (each, once)]
+    products = [op for name, op in ran(once) if name == "aten._scaled_mm" and op.phase == Phase.FORWARD]
+    assert copies[1] - copies[0] == 2 * sum(once.tensors[op.inputs[1]].numel for op in products)
+    assert moved(each, "fp8.") + moved(each, "mxfp8.") > moved(once, "fp8.") + moved(once, "mxfp8.") > 0
+    assert flops(each) == flops(once)
+
+
+def test_grouped_products_of_experts_are_priced_in_fp8() -> None:
+    graph = captured("mixtral-8x7b", 2)
+    plain, experts = (Precision(dtype="fp8", experts=e)(graph) for e in (False, True))
+    names = [Counter(name for name, _ in ran(g) if "grouped" in name) for g in (plain, experts)]
+    assert names[0]["aten._grouped_mm"] == names[1]["aten._scaled_grouped_mm"] > 0
+    assert flops(plain) == flops(experts)
+    device = load_device("h100-sxm")
+    times = []
+    for made in (plain, experts):
+        annotated = estimate(made, device)
+        rows = [r for r in range(len(made.ops)) if "grouped_mm" in made.strings[made.ops.name[r]]]
+        times.append(sum(int(annotated.picoseconds[r]) for r in rows))
+    assert times[1] < times[0]
+
+
 def test_bytes_of_casts_with_scales_of_blocks() -> None:
     """Each of the two copies reads 2 bytes an element, and writes one and a scale for 32 of them."""
     width, keys, inner, tokens, layers = 4096, 1024, 14336, 128, 2
@@ -284,6 +310,13 @@ def test_micro_batches_add_up_by_themselves_and_are_reduced_in_fp32(micro_batche
         reduced = [op for _, op in ran(job) if isinstance(op, Collective) and op.phase == Phase.BACKWARD]
         assert {op.dtype for op in reduced} == {DType.FP32}
         assert sum(op.bytes_per_rank for op in reduced) == 4 * graph.workload.parameters
+
+
+def test_a_chunk_without_layers_adds_up_the_embeddings_gradient() -> None:
+    graph = Precision(grad_dtype="fp32")(captured("llama-3-8b"))
+    job = Pipeline(stages=6, micro_batches=6, layers=(0, 1, 1, 1, 1, 0))(graph)
+    of_embedding = [op.name for op in job.ops if getattr(op, "module", "") == "model.embed_tokens"]
+    assert of_embedding.count("aten.add_") == of_embedding.count("aten.embedding_dense_backward") == 1
 
 
 def test_fp8_products_add_to_main_gradients() -> None:

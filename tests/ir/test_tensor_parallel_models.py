@@ -15,7 +15,7 @@ from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.gradients import overflow_flags, total_norms
+from echograph.ir.passes.model import overflow_flags, total_norms
 from echograph.ir.passes.recompute import Recompute
 from echograph.ir.passes.tensor_parallel import TensorParallel
 from echograph.models import get_model

@@ -139,6 +139,16 @@ def test_fused_softmax_touches_scores_in_softmax_and_dropout_alone(fake) -> None
     assert fused.operators["aten.mul.Tensor"] == eager.operators["aten.mul.Tensor"]
 
 
+def test_sinks_and_windows_are_one_fused_kernel() -> None:
+    from echograph.frontend.pytorch.spec import StepSpec
+    from echograph.workflow.compile import compile_entry
+
+    entry = get_model("gpt-oss-20b").with_config(num_hidden_layers=2)
+    names = [op.name for op in compile_entry(entry, StepSpec(), seq_len=256, attention="fused").ops]
+    assert "aten._scaled_dot_product_flash_attention_backward" in names
+    assert "aten.bmm" not in names
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_fused_softmax_is_attention(groups: int) -> None:
     from echograph.models.transformers_model import fused_softmax
@@ -217,7 +227,7 @@ def test_more_tokens_than_learned_positions_are_refused(name: str, limit: int, f
     [
         ("gpt2", {"batch_size": 0}, "batch size 0"),
         ("gpt2", {"seq_len": -1}, "length -1"),
-        ("gpt2", {"attention": "flash"}, "'flash' is neither"),
+        ("gpt2", {"attention": "flash"}, "'flash': choose sdpa"),
         ("bloom-7b1", {"attention": "sdpa"}, "no sdpa attention: use 'eager'"),
         ("mpt-7b", {"attention": "fused-softmax"}, "no fused-softmax attention: use 'eager'"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,7 +85,7 @@ def test_newer_kernels_are_faster_on_the_device_they_are_for() -> None:
 def test_unknown_kernels_list_the_choices() -> None:
     shape = {"batch": 1, "heads": 1, "seq": 1, "head_dim": 64}
     with pytest.raises(UnknownNameError, match="did you mean 'flash2'"):
-        attention_forward(load_device("a100-sxm-80"), kernel="flash4", **shape)
+        attention_forward(load_device("a100-sxm-80"), kernel="flash22", **shape)
     with pytest.raises(
         UnavailableError, match=r"a100-sxm-80 has no attention kernel 'flash3'; available: .*flash2"
     ):
@@ -108,3 +109,34 @@ def test_head_dims_are_those_that_a_kernel_exists_for() -> None:
     for multiple in (largest + 64, largest + 128):
         assert seconds(multiple - 63) == seconds(multiple - 1) == seconds(multiple) < seconds(multiple + 1)
     assert seconds(largest + 64) > 1.05 * seconds(known[-1])
+
+
+def test_a_window_costs_what_it_shows_and_no_more_than_the_whole() -> None:
+    device = load_device("h100-sxm")
+    shape = {"batch": 1, "heads": 64, "seq": 32768, "head_dim": 128, "kernel": "flash3"}
+    whole = attention_forward(device, **shape)
+    assert (
+        attention_forward(device, window=32768, **shape)
+        == attention_forward(device, window=10**6, **shape)
+        == whole
+    )
+    narrow, wide = (attention_forward(device, window=w, **shape).seconds for w in (1024, 4096))
+    assert narrow < wide < whole.seconds
+    # A band of 4,096 of 32,768 keys is 0.234 of the triangle; tiles at both of its edges are visited whole.
+    assert wide / whole.seconds == pytest.approx(0.234, rel=0.1)
+    assert attention_backward(device, window=1024, **shape).seconds < attention_backward(device, **shape).seconds
+
+
+def test_beyond_the_longest_measured_the_rate_stays() -> None:
+    device = load_device("h100-sxm")
+    model = device.attention["flash2"]
+    measured = msgspec.structs.replace(model.forward, plateau_keys=8192.0)
+    level = msgspec.structs.replace(model, forward=measured)
+    ours = msgspec.structs.replace(device, attention={"flash2": level}, default_attention="flash2")
+    shape = {"batch": 1, "heads": 32, "head_dim": 128, "causal": False}
+    at, beyond = (attention_forward(ours, seq=seq, **shape).seconds / seq**2 for seq in (65536, 262144))
+    assert beyond == pytest.approx(at, rel=0.02)
+    before, after = (
+        attention_forward(device, seq=seq, kernel="flash2", **shape).seconds / seq**2 for seq in (8192, 131072)
+    )
+    assert after < 0.95 * before

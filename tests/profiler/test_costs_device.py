@@ -18,6 +18,7 @@ from echograph.profiler.costs.device import (
     HeldOut,
     HostModel,
     Label,
+    MemoryModel,
     device_names,
     load_device,
 )
@@ -109,12 +110,13 @@ LEFT_OUT: dict[type[msgspec.Struct], dict[str, object]] = {
     },
     AttentionPass: {
         "query_traffic": 0.0, "kv_traffic": 0.0, "traffic_knee_bytes": 1.0, "traffic_sharpness": 1.0,
-        "traffic_cached": 1.0, "time_scale": 1.0,
+        "traffic_cached": 1.0, "time_scale": 1.0, "plateau_keys": 1e30, "windowed_scale": 1.0, "residual": None,
     },
     HostModel: {"view_s": None, "communication_s": None},
-    Label: {"held_out": HeldOut()},
+    Label: {"held_out": HeldOut(), "between_libraries": 0.0},
     HeldOut: {"long": None, "short": None},
-    DeviceProfile: {"sustained_gemm_slowdown": 1.0, "sustained_basis": ""},
+    MemoryModel: {"moved_bytes": [], "moved_scale": []},
+    DeviceProfile: {"sustained_gemm_slowdown": 1.0, "sustained_basis": "", "power": None},
 }  # fmt: skip
 
 
@@ -124,7 +126,7 @@ def test_what_a_profile_leaves_out_changes_nothing(kind: type[msgspec.Struct]) -
     gemm = device.gemm["bf16"]
     full = {
         GemmModel: gemm, AttentionPass: device.attention["flash2"].forward, HostModel: device.host,
-        Label: gemm.label, HeldOut: gemm.label.held_out, DeviceProfile: device,
+        Label: gemm.label, HeldOut: gemm.label.held_out, MemoryModel: device.memory["norm"], DeviceProfile: device,
     }[kind]  # fmt: skip
     document = {key: value for key, value in msgspec.to_builtins(full).items() if key not in LEFT_OUT[kind]}
     read = msgspec.convert(document, kind)

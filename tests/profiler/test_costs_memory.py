@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from echograph.errors import UnknownNameError
 from echograph.profiler.costs import convolution, device_names, framework_op, launch, load_device, memory_bound
-from echograph.profiler.costs.device import MEMORY_KINDS
+from echograph.profiler.costs.device import LIKE, MEMORY_KINDS
 
 DEVICE = st.sampled_from(device_names())
 
@@ -20,7 +21,7 @@ def test_never_beats_the_bandwidth(name: str, kind: str, read: int, written: int
     device = load_device(name)
     cost = memory_bound(device, kind, bytes_read=read, bytes_written=written, row_bytes=row)
     floor = (read + written) / device.datasheet.memory_bandwidth_bytes_per_s
-    assert device.memory_launch_s + floor <= cost.seconds <= device.memory_launch_s + 4.0 * floor
+    assert device.memory_launch_s + floor <= cost.seconds <= device.memory_launch_s + 8.0 * floor
 
 
 @pytest.mark.parametrize("name", device_names())
@@ -28,7 +29,7 @@ def test_large_elementwise_kernels_reach_most_of_the_bandwidth(name: str) -> Non
     device = load_device(name)
     gigabyte = 1e9 / device.datasheet.memory_bandwidth_bytes_per_s
     reach = gigabyte / memory_bound(device, "elementwise", bytes_read=5e8, bytes_written=5e8).seconds
-    assert 0.8 < reach < 0.95
+    assert 0.7 < reach < 0.95
 
 
 def test_unknown_kind_lists_the_choices() -> None:
@@ -81,3 +82,30 @@ def test_a_view_costs_less_than_an_operation_with_a_kernel(name: str) -> None:
     assert host.op_s - host.kernel_s == pytest.approx(
         host.op_s - host.launch_s if host.view_s is None else host.view_s
     )
+
+
+def test_a_kind_without_a_model_is_like_another_and_a_library_has_its_own() -> None:
+    device = load_device("h100-sxm")
+    bare = msgspec.structs.replace(
+        device, memory={k: m for k, m in device.memory.items() if k not in LIKE and ":" not in k}
+    )
+    sizes = {"bytes_read": 4e8, "bytes_written": 2e8}
+    for kind, other in LIKE.items():
+        assert memory_bound(bare, kind, **sizes) == memory_bound(bare, other, **sizes)
+    slow = msgspec.structs.replace(bare.memory["norm"], row_bytes=[8192.0], bandwidth_fraction=[0.1])
+    ours = msgspec.structs.replace(bare, memory=bare.memory | {"norm:ours": slow})
+    assert memory_bound(ours, "norm", **sizes) == memory_bound(ours, "norm", library="theirs", **sizes)
+    apart = memory_bound(ours, "norm", library="ours", **sizes).seconds - bare.memory_launch_s
+    assert apart == pytest.approx(6e8 / (0.1 * bare.datasheet.memory_bandwidth_bytes_per_s))
+
+
+def test_a_scale_by_the_bytes_moved_holds_beyond_its_knots() -> None:
+    device = load_device("h100-sxm")
+    model = msgspec.structs.replace(
+        device.memory["elementwise"], bandwidth_fraction=[0.8], moved_bytes=[1e8, 4e8], moved_scale=[0.5, 1.0]
+    )
+    ours = msgspec.structs.replace(device, memory=device.memory | {"elementwise": model})
+    bandwidth = device.datasheet.memory_bandwidth_bytes_per_s
+    for moved, fraction in ((1e7, 0.4), (1e8, 0.4), (2e8, 0.6), (4e8, 0.8), (1e10, 0.8)):
+        seconds = memory_bound(ours, "elementwise", bytes_read=moved, bytes_written=0).seconds
+        assert seconds - device.memory_launch_s == pytest.approx(moved / bandwidth / fraction)

@@ -18,7 +18,8 @@ from small_models import CONFIGS, HEADS, LAYERS, small_step
 from echograph.ir.graph import JobGraph, Program, StepGraph
 from echograph.ir.types import OpKind, Phase, Tensor, TensorRole
 from echograph.simulator.clusters import load_cluster
-from echograph.workflow.plan import Plan, lower
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import lower
 from echograph.workflow.summary import summarize_job
 
 pytest.importorskip("transformers", reason="needs the [torch] extra")

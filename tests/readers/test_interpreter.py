@@ -28,11 +28,10 @@ from echograph.ir.types import COMMUNICATIONS, CollectiveKind, CopyDirection, DT
 from echograph.profiler.costs import load_device
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.simulate import simulate
-from echograph.workflow.annotate import annotate
 from echograph.workflow.compile import compile as compile_model
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import lower, predict
-from echograph.workflow.system import System, host_of
+from echograph.workflow.system import System, annotate, host_of
 
 CLUSTER, SEQUENCE = "dgx-h100", 1024
 WIDE = {

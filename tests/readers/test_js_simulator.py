@@ -22,10 +22,9 @@ from echograph.ir.types import CollectiveKind, DType, OpKind, Source
 from echograph.profiler.costs import load_device
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.simulate import simulate
-from echograph.workflow.annotate import annotate
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import lower, predict
-from echograph.workflow.system import System, host_of
+from echograph.workflow.system import System, annotate, host_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, needs_npm]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import inspect
 
-from echograph.simulator.clusters.cluster import PRESETS, ClusterFile
+from echograph.simulator.clusters import PRESETS, ClusterFile
 
 Keys = tuple[str | int, ...]
 """The way to a key: names of tables; `*` is every entry of a list, or every name of a table."""

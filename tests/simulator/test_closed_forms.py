@@ -25,7 +25,7 @@ from echograph.ir.types import (
     Source,
     TensorRole,
 )
-from echograph.simulator import roles
+from echograph.simulator import engine as engines
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.collectives import CollectiveEstimate, CollectiveName
 from echograph.simulator.durations import durations
@@ -60,12 +60,12 @@ MIXED = [(GEMM, 1000, 0.1), (GEMM, 3000, 0.1), (None, 600, 0.5), (ATTENTION, 800
 
 
 @pytest.mark.parametrize("times", [1, 8])
-@pytest.mark.parametrize("most", [0, roles.MAX_TASKS], ids=["along the path", "by further runs"])
+@pytest.mark.parametrize("most", [0, engines.MAX_COLUMN_TASKS], ids=["along the path", "by further runs"])
 @pytest.mark.parametrize("engine", ["auto", "static"])
 def test_errors_of_a_family_move_together_and_families_apart(
     monkeypatch: pytest.MonkeyPatch, times: int, most: int, engine: str
 ) -> None:
-    monkeypatch.setattr(roles, "MAX_TASKS", most)
+    monkeypatch.setattr(engines, "MAX_COLUMN_TASKS", most)
     result = simulate(chain(MIXED, times), CLUSTER, IDLE, engine=engine)
     around = round(1.645 * times * sqrt(400**2 + 300**2 + 200**2))
     assert result.step_ps == 5450 * times
@@ -85,7 +85,7 @@ def test_steps_that_are_too_long_to_run_again_are_told_along_their_path(
         )  # fmt: skip
     builder.program([(0, 0, 2, 0, 0)])
     # Two tasks an operation, the host's and the device's; the step itself, and one family longer and shorter.
-    monkeypatch.setattr(roles, "MAX_TASKS", 4 * 3 + more)
+    monkeypatch.setattr(engines, "MAX_COLUMN_TASKS", 4 * 3 + more)
     found = simulate(builder.build(JobGraph), CLUSTER, IDLE, engine="static").interval_ps
     assert found == ((1000, 1000) if more else (1000, 1000 + round(1.645 * 350)))
 

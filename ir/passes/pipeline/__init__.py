@@ -27,7 +27,7 @@ from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, JobGraph, StepGraph
-from echograph.ir.passes.gradients import adds_up, final_gradients
+from echograph.ir.passes.model import adds_up, final_gradients
 from echograph.ir.passes.pipeline.placement import (
     OptimizerPlacer,
     Partition,

@@ -8,7 +8,7 @@ belongs to one layer; an operation of the main block goes
 - forward otherwise: with the layer before it in the program, to the first chunk where there is none and to the
   last one after all layers; but to every chunk that reads it, if it depends on no parameter and no layer (position
   ids, rotary tables, masks);
-- backward otherwise: with the forward operation that it differentiates;
+- backward otherwise: with the forward operation that it differentiates, or with what makes its inputs;
 - optimizer: with the parameter that it updates, to every chunk that holds the parameter (`OptimizerPlacer`).
 
 A parameter that several chunks read is on each of them. The additions that sum its gradient over chunks do not
@@ -47,7 +47,7 @@ from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph, StepGraph
-from echograph.ir.passes.gradients import final_gradients, overflow_flags, total_norms
+from echograph.ir.passes.model import final_gradients, overflow_flags, total_norms
 
 Chunks = frozenset[int]
 
@@ -222,6 +222,7 @@ class _Placer:
                     own = current = self.placement.chunks - 1
                 elif graph.ops.phase[row] != t.Phase.FORWARD:
                     own = self._of_forward_op(row, home)
+                    own = self._of_inputs(row, home) if own is None else own
                 home[row] = current if own is None else own
         return home
 
@@ -235,6 +236,12 @@ class _Placer:
             if block:
                 return self.placement.instances[block, instance]
         return home.get(forward)
+
+    def _of_inputs(self, row: int, home: dict[int, int]) -> int | None:
+        """Where the backward operations of the main block run that make what one reads."""
+        makers = (int(self.graph.maker[tensor]) for tensor in self.graph.ops.inputs.row(row))
+        made = [home[m] for m in makers if m in home and self.graph.ops.phase[m] == t.Phase.BACKWARD]
+        return min(made, default=None)
 
     def _replicate(self, common: set[int], home: dict[int, int]) -> None:
         """Common operations run on every chunk that reads them; what nothing reads, where it stands."""

@@ -27,7 +27,7 @@ Experts share their hidden channels (expert tensor parallelism), the router is w
 and added up by token before they are reduced, as with Megatron's all-gather dispatcher. Where the last product
 has a bias, rows are reduced before it is added: one for each expert that a token goes to.
 
-Clipping by norm, and the overflow flag of fp16: see `gradients.total_norms`. Norms are those of the first rank,
+Clipping by norm, and the overflow flag of fp16: see `model.total_norms`. Norms are those of the first rank,
 which counts also what every rank holds. What is recomputed is shared, and communicates, as the forward pass does.
 """
 

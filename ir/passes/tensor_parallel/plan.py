@@ -36,7 +36,7 @@ from echograph.ir.columns import NONE
 from echograph.ir.files import read_whole
 from echograph.ir.graph import Graph, StepGraph
 from echograph.ir.passes.dims import Ambiguous, Shape
-from echograph.ir.passes.gradients import NORMS, overflow_flags, total_norms
+from echograph.ir.passes.model import NORMS, overflow_flags, total_norms
 from echograph.ir.passes.tensor_parallel.rules import (
     PARTIAL,
     VIEWS,
@@ -57,6 +57,8 @@ PLAN: Mapping[str, Style] = {
     # GPT-2 and GPT-3 of Hugging Face (Conv1D)
     "*.attn.c_attn": "colwise", "*.attn.c_proj": "rowwise", "*.mlp.c_fc": "colwise", "*.mlp.c_proj": "rowwise",
     # Llama, Mistral, Qwen, Gemma, Phi, OPT
+    **{f"*.{name}.lora_b": "colwise" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")},
+    "*.o_proj.lora_a": "rowwise", "*.down_proj.lora_a": "rowwise",
     "*.q_proj": "colwise", "*.k_proj": "colwise", "*.v_proj": "colwise", "*.qkv_proj": "colwise",
     "*.o_proj": "rowwise", "*.out_proj": "rowwise", "*.self_attn.dense": "rowwise",
     "*.gate_proj": "colwise", "*.up_proj": "colwise", "*.gate_up_proj": "colwise", "*.down_proj": "rowwise",

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, permutations
 from math import prod
 
 from echograph.ir.graph import StepGraph
-from echograph.ir.passes.dims import Ambiguous, Shape, view_dim
+from echograph.ir.passes.dims import Ambiguous, Factor, Shape, kept_dims, product_factors, transposed, view_dim
 from echograph.ir.types import Phase
 
 
@@ -183,29 +182,14 @@ def _of_one_head(site: OpSchema, source: Shard, moved: Shard) -> Shard:
 
 
 def _swap(site: OpSchema) -> Decision | None:
-    """`t`, `transpose` and `permute`; the graph does not say which dims, their extents do."""
+    """`t`, `transpose` and `permute`."""
     source = site.placements[0]
     if not isinstance(source, Shard):
         return _view(site)
-    shape, made = site.inputs[0], site.outputs[0]
-    orders = list(_swaps(len(shape))) if site.name != "permute" else list(permutations(range(len(shape))))
-    fitting = [o for o in orders if tuple(shape[i] for i in o) == made]
-    # Of equal extents, nobody swaps the batch; heads and positions are swapped, not heads and channels.
-    likely = [o for o in fitting if len(shape) < 3 or o[0] == 0] or fitting
-    likely = [o for o in likely if len(shape) != 4 or o == (0, 2, 1, 3)] or likely
-    places = {o.index(source.dim) for o in likely}
+    places = {o.index(source.dim) for o in transposed(site.name, site.inputs[0], site.outputs[0])}
     if len(places) != 1:
         raise Ambiguous
     return Decision((source,), (source.at(places.pop()),))
-
-
-def _swaps(rank: int) -> list[tuple[int, ...]]:
-    orders = []
-    for i, j in combinations(range(rank), 2):
-        order = list(range(rank))
-        order[i], order[j] = j, i
-        orders.append(tuple(order))
-    return orders
 
 
 def elementwise(site: OpSchema) -> Decision | None:
@@ -273,16 +257,13 @@ def _insertion(site: OpSchema) -> Decision | None:
     source = site.placements[0]
     if not isinstance(source, Shard):
         return None
-    shape, made = site.inputs[0], site.outputs[0]
-    fits = combinations(range(len(made)), len(shape))
-    places = {k[source.dim] for k in fits if tuple(made[i] for i in k) == shape}
+    places = {dims[source.dim] for dims in kept_dims(site.outputs[0], site.inputs[0])}
     return Decision((source,), (source.at(places.pop()),)) if len(places) == 1 else None
 
 
 def _kept(source: Shape, target: Shape, dim: int) -> set[int | None]:
     """Where a dim may be after some others were taken away; None for taken away itself."""
-    fits = [k for k in combinations(range(len(source)), len(target)) if tuple(source[i] for i in k) == target]
-    return {k.index(dim) if dim in k else None for k in fits}
+    return {dims.index(dim) if dim in dims else None for dims in kept_dims(source, target)}
 
 
 def _reduction(site: OpSchema) -> Decision | None:
@@ -304,26 +285,26 @@ def _reduction(site: OpSchema) -> Decision | None:
 
 def _matmul(site: OpSchema) -> Decision | None:
     """Matrix products; a contraction of sharded dims gives summands. For `addmm` the pass adds the bias after."""
-    first = 1 if site.name in ("addmm", "baddbmm") else 0
+    factors = product_factors((*site.inputs, *site.outputs), len(site.inputs))
+    left, right = len(site.inputs) - 2, len(site.inputs) - 1
     # Shares that ranks have in common are for what no product reads: the heads of queries have to divide.
-    a, b = (replace(p, shares=0) if isinstance(p, Shard) else p for p in site.placements[first : first + 2])
-    rank = len(site.inputs[first])
-    left, right = _label(a, rank, "mk"), _label(b, rank, "kn")
-    alike = left == right and isinstance(a, Shard) and isinstance(b, Shard) and a.before == b.before
-    if left and right and not alike:
-        # Two different cuts: a weight keeps its own, and the gradient of a weight that of the output gradient.
-        a, b, left, right = (a, WHOLE, left, "") if (left, right) == ("m", "k") else (WHOLE, b, "", right)
-    kept = a if left else b
-    if not isinstance(kept, Shard):
+    cut = {i: replace(p, shares=0) for i, p in enumerate(site.placements) if i >= left and isinstance(p, Shard)}
+    if not cut:
         return None
-    inputs: tuple[Placement, ...] = (a, b)
-    made: Placement = kept
-    match left or right:
-        case "k":
-            inputs, made = (kept.at(rank - 1), kept.at(rank - 2)), PARTIAL
-        case "b":
-            inputs = (kept, kept)
-    return Decision((*_bias(site, first, made), *inputs), (made,))
+    of = {i: next(f for f in factors if (i, p.dim) in f) for i, p in cut.items()}
+    at, alike = min(cut), len(cut) == 2 and of[left] == of[right] and cut[left].before == cut[right].before
+    if len(cut) == 2 and not alike and (of[left], of[right]) != (factors[-3], factors[-1]):
+        at = right  # of two different cuts, the gradient of a weight keeps that of the output gradient
+    return _along(site, at, cut[at], of[at])
+
+
+def _along(site: OpSchema, at: int, placement: Shard, factor: Factor) -> Decision:
+    """Operands cut along a factor; what does not have it is whole, a result is then the sum over it."""
+    there = dict(factor)
+    count = len(site.inputs)
+    inputs = (placement.at(there[i]) if i in there else WHOLE for i in range(count))
+    outputs = (placement.at(there[i]) if i in there else PARTIAL for i in range(count, count + len(site.outputs)))
+    return Decision(tuple(inputs), tuple(outputs))
 
 
 def _grouped_matmul(site: OpSchema) -> Decision | None:
@@ -359,20 +340,6 @@ def _scatter(site: OpSchema) -> Decision | None:
     along = [dim for dim, extent in enumerate(target) if extent != positions[dim]]
     made = elementwise(site)
     return made if made and [p.dim for p in made.outputs if isinstance(p, Shard)] != along and along else None
-
-
-def _label(placement: Placement, rank: int, dims: str) -> str:
-    if not isinstance(placement, Shard):
-        return ""
-    return "b" if placement.dim < rank - 2 else dims[placement.dim - rank + 2]
-
-
-def _bias(site: OpSchema, first: int, made: Placement) -> tuple[Placement, ...]:
-    if not first or not isinstance(made, Shard):
-        return (WHOLE,) * first
-    dim = made.dim - len(site.outputs[0]) + len(site.inputs[0])
-    cut = dim >= 0 and site.inputs[0][dim] == site.outputs[0][made.dim]
-    return (made.at(dim) if cut else WHOLE,)
 
 
 def _attention(site: OpSchema) -> Decision | None:

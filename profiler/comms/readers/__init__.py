@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from echograph.errors import InputError
-from echograph.ir.comms.reader import CallSource
+from echograph.ir.comms.record import CallSource
 from echograph.registry import Table
 
 READERS = Table(
     "trace of collectives",
     {
-        "echograph": "echograph.ir.comms.reader:NativeSource",
+        "echograph": "echograph.ir.comms.record:NativeSource",
         "collective_trace": "echograph.profiler.comms.readers.collective_trace:CollectiveTraceSource",
         "flight recorder": "echograph.profiler.comms.readers.flight_recorder:FlightRecorderSource",
     },

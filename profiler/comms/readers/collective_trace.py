@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from echograph.errors import FormatError, InputError
-from echograph.ir.comms.reader import NO_TIME, CallRows, CallSource
-from echograph.ir.comms.record import COLUMNS, UNKNOWN, CallSignature
+from echograph.ir.comms.record import COLUMNS, NO_TIME, UNKNOWN, CallRows, CallSignature, CallSource
 from echograph.ir.files import open_file
 
 BATCH = 1 << 16

@@ -18,8 +18,17 @@ import numpy as np
 from msgspec import Meta
 
 from echograph.errors import FormatError
-from echograph.ir.comms.reader import NO_TIME, CallRows, CallSource
-from echograph.ir.comms.record import COLUMNS, MAX_SEQUENCE, MAX_WALL_NS, UNKNOWN, CallSignature, WholeNumber
+from echograph.ir.comms.record import (
+    COLUMNS,
+    MAX_SEQUENCE,
+    MAX_WALL_NS,
+    NO_TIME,
+    UNKNOWN,
+    CallRows,
+    CallSignature,
+    CallSource,
+    WholeNumber,
+)
 from echograph.ir.files import read_whole
 from echograph.profiler.comms.bandwidth import message_bytes
 from echograph.profiler.comms.groups import spell_ranks

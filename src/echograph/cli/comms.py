@@ -52,8 +52,6 @@ def trace_command(
 ) -> None:
     """Run a program with the tracer on in every Python process that it starts."""
     require_torch("tracing collectives")
-    if not timeout > 0:
-        raise UsageError(f"--timeout: {timeout:g}: give seconds above 0")
     from echograph.profiler.comms.launch import run_traced
 
     raise typer.Exit(run_traced(command, output, timeout))

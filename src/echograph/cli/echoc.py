@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from echograph.cli.app import make_app, require_torch, run
-from echograph.cli.options import GraphFile, Json, parse_ranks, with_options
+from echograph.cli.options import MODEL, GraphFile, Json, parse_ranks, with_options
 from echograph.cli.output import (
     check_outputs,
     print_error,
@@ -50,10 +49,7 @@ app = make_app("echoc", "Compile a training step into a workload graph, without 
 @with_options
 def compile_command(
     *,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", "-m", help="Zoo name, Hugging Face config folder or JSON, or file.py:function."),
-    ] = None,
+    model: Annotated[str | None, MODEL] = None,
     onnx: Annotated[
         Path | None, typer.Option("--onnx", help="Or an ONNX file: its forward pass, --train for a step.")
     ] = None,
@@ -175,7 +171,7 @@ def annotate_command(
 ) -> None:
     """Write the durations of a cluster into a graph: its device's, its host's, and of a job its network's."""
     from echograph.ir import files
-    from echograph.workflow.annotate import annotate, annotate_measured, duration_sources
+    from echograph.workflow.system import annotate, annotate_measured, duration_sources
 
     files.check_writable(output)
     system = System(cluster or DEFAULT_CLUSTER) if cluster is not None or profile is None else None
@@ -217,13 +213,6 @@ def _print_coverage(record: dict[str, Any]) -> None:
             print_error(f"{what}: {', '.join(named[:5])}{more}")
 
 
-class Device(StrEnum):
-    """What a script finds."""
-
-    CUDA = "cuda"
-    CPU = "cpu"
-
-
 @app.command("capture")
 def capture_command(
     framework: Annotated[str, typer.Argument(help="torch, deepspeed or megatron.")],
@@ -234,8 +223,9 @@ def capture_command(
     world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = 8,
     local_size: Annotated[int, typer.Option(min=1, help="Ranks of a machine.")] = 8,
     device: Annotated[
-        Device, typer.Option(help="What the script finds: a GPU for each rank (cuda), or none (cpu).")
-    ] = Device.CUDA,
+        Literal["cuda", "cpu"],
+        typer.Option(help="What the script finds: a GPU for each rank (cuda), or none (cpu)."),
+    ] = "cuda",
     decide: Annotated[
         list[str] | None,
         typer.Option(help="Which way the script goes where a tensor's value decides: train.py:12=no; any number."),
@@ -263,7 +253,7 @@ def capture_command(
 
     captured = capture_script_file(
         script, framework, arguments or (), world_size=world_size, local_size=local_size,
-        gpus=device is Device.CUDA, decided=dict(map(parse_decision, decide or ())), ranks=chosen, step=step,
+        gpus=device == "cuda", decided=dict(map(parse_decision, decide or ())), ranks=chosen, step=step,
         whole=whole, config=config, showing=lambda: progress("starting"), quiet=as_json,
     )  # fmt: skip
     with progress(f"writing {output}") as say:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from echograph.cli import byteprofile
 from echograph.cli.app import make_app, require_torch, run
-from echograph.cli.byteprofile import compare3d_command, compare_command, mapping_command, stats_command
-from echograph.cli.byteprofile_dag import dag_command
-from echograph.cli.byteprofile_replay import critical_command, replay_command
-from echograph.cli.byteprofile_traces import collect_command, combine_command
 from echograph.cli.comms import comms, record
-from echograph.cli.options import GraphFile, Json, Model, parse_ranks, with_options
+from echograph.cli.options import MODEL, GraphFile, Json, parse_ranks, with_options
 from echograph.cli.output import (
     check_outputs,
     print_error,
@@ -147,7 +143,7 @@ def graph_command(
 @app.command("ops")
 @with_options
 def ops_command(
-    model: Model,
+    model: Annotated[str, MODEL],
     sizes: Annotated[dict[str, Any], ModelSizes],
     measuring: MeasuringOptions,
     name: Annotated[
@@ -227,7 +223,7 @@ def _print_measured(summary: dict[str, Any], outcome: OpTiming) -> None:
 @app.command("step")
 @with_options
 def step_command(
-    model: Model,
+    model: Annotated[str, MODEL],
     sizes: Annotated[dict[str, Any], ModelSizes],
     measuring: MeasuringOptions,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed.")] = 10,
@@ -284,13 +280,6 @@ def collectives_command(
     from echograph.workflow.measure import measure_collectives
 
     wanted, steps = parse_operations(ops), parse_sizes(sizes)
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        raise UsageError(
-            "echoprof collectives measures between ranks: torchrun --nproc-per-node 2 --no-python "
-            "echoprof collectives"
-        )
-    if not budget > 0:
-        raise UsageError(f"--budget: {budget:g}: give seconds above 0")
     found = measure_collectives(wanted, steps, backend, budget, silent if as_json else print_text, output)
     if found is None:
         return
@@ -300,15 +289,8 @@ def collectives_command(
         print_json(found)
 
 
-app.command("stats")(stats_command)
-app.command("combine")(combine_command)
-app.command("compare")(compare_command)
-app.command("critical")(critical_command)
-app.command("replay")(replay_command)
-app.command("collect")(collect_command)
-app.command("compare3d")(compare3d_command)
-app.command("mapping")(mapping_command)
-app.command("dag")(dag_command)
+for _name, _command in byteprofile.COMMANDS.items():
+    app.command(_name)(_command)
 app.add_typer(comms, name="comms")
 app.add_typer(record, name="record")
 
@@ -317,7 +299,10 @@ Names = Annotated[list[str] | None, typer.Option(help="Only this one (may be giv
 
 @app.command("fit")
 def fit_command(
-    kernels: Annotated[Path | None, typer.Option(help="Table of measured kernels (CSV, may be gzipped).")] = None,
+    kernels: Annotated[
+        list[Path] | None,
+        typer.Option(help="Table of measured kernels (CSV, may be gzipped; may be given again)."),
+    ] = None,
     collectives: Annotated[Path | None, typer.Option(help="Table of measured collectives (CSV).")] = None,
     nccl_tests: Annotated[
         list[Path] | None, typer.Option(help="Output of an nccl-tests program (may be given again).")

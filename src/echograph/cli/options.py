@@ -18,9 +18,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the result as JSON.")]
 TraceFile = Annotated[Path | None, typer.Option("--trace", help="Write a Chrome trace, for Perfetto.")]
 GraphFile = Annotated[Path, typer.Argument(help="A graph file written by echoc.")]
-Model = Annotated[
-    str, typer.Option("--model", "-m", help="Zoo name, Hugging Face config folder or JSON, or file.py:function.")
-]
+MODEL = typer.Option("--model", "-m", help="Zoo name, Hugging Face config folder or JSON, or file.py:function.")
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _FILE = Annotated[
@@ -96,7 +94,7 @@ def parse_ranks(option: str, text: str, most: int = 1_000_000) -> tuple[int, ...
 
     Args:
         option: how it is called, for what is said of a wrong one.
-        text: as it was given.
+        text: the value given.
         most: ranks that may be given.
 
     Raises:

@@ -139,7 +139,7 @@ def write_trace(path: Path | None, result: Result, ranks: Sequence[int] = ()) ->
 
 @contextmanager
 def reading(path: Path) -> Iterator[tuple[StepGraph | JobGraph, Progress]]:
-    """Shows the progress of work on a graph; yields the graph of a file, and what is to be told of the work."""
+    """Shows the progress of work on a graph; yields the graph of a file, and the progress callback."""
     from echograph.ir import serde
 
     with progress(f"reading {path}") as say:
@@ -161,7 +161,7 @@ def print_written(record: Mapping[str, Any]) -> None:
 
 @contextmanager
 def progress(text: str) -> Iterator[Progress]:
-    """Shows what is going on until the work ends; yields what is to be told of it.
+    """Shows what is going on until the work ends; yields the progress callback.
 
     On a terminal it is one line with a count and the time, which goes away at the end. Elsewhere every stage that
     begins, or still runs, after `QUIET_S` gets a line, so that quick commands and their errors stay alone.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echograph.errors import UnknownNameError, UsageError
+from echograph.ir.timeline import Timeline
 from echograph.progress import Progress, silent
 from echograph.simulator.result import Result
 
@@ -23,7 +24,7 @@ OVERVIEW = ("steps", "temporal-breakdown", "kernel-types", "overlap", "idle")
 
 
 def analyze(
-    what: Result | Path | str | TraceSet,
+    what: Result | Timeline | Path | str | TraceSet,
     name: str,
     *,
     ranks: Collection[int] | None = None,
@@ -34,18 +35,19 @@ def analyze(
     """Answers a question about what ran: where the time goes, what waits, what is launched.
 
     Args:
-        what: a prediction; the folder of a job's profiler traces, or one of them; or traces that are read already.
-        name: of the analysis: "overlap", "temporal-breakdown", "kernels", ... (a wrong one lists them).
+        what: a prediction or its timeline; the folder of a job's profiler traces, or one of them; or traces that
+            are read already.
+        name: name of the analysis: "overlap", "temporal-breakdown", "kernels", ... (a wrong one lists them).
         ranks: only these; None: all that there are. A prediction has one rank of each role.
-        last_step: of traces: keep the last profiler step, which is often cut off.
+        last_step: with traces: keep the last profiler step, which is often cut off.
         say: told how far the reading is.
-        options: of the analysis.
+        options: options of the analysis, by name.
 
     Returns:
         Columns of equal length, one row each rank or event; times in microseconds where a column's name says so.
 
     Raises:
-        UnknownNameError: no such analysis, or option of it.
+        UnknownNameError: no such analysis, or the analysis has no such option.
         InputError: there is no trace, or it cannot be read.
         DataError: a trace is broken.
     """
@@ -61,22 +63,22 @@ def analyze(
 
 
 def _traces(
-    what: Result | Path | str | TraceSet, ranks: Collection[int] | None, last_step: bool, say: Progress
+    what: Result | Timeline | Path | str | TraceSet, ranks: Collection[int] | None, last_step: bool, say: Progress
 ) -> TraceSet:
-    if isinstance(what, Result):
-        return _simulated(what, ranks)
+    if isinstance(what, Result | Timeline):
+        return _simulated(what.timeline if isinstance(what, Result) else what, ranks)
     if isinstance(what, str | Path):
         return read_folder(Path(what), ranks, last_step=last_step, say=say)
     return what
 
 
-def _simulated(result: Result, ranks: Collection[int] | None) -> TraceSet:
+def _simulated(timeline: Timeline, ranks: Collection[int] | None) -> TraceSet:
     """The traces that a prediction would have left, of one rank of each role."""
     from echograph.profiler.traces.simulated import simulated_traces
 
-    if result.job is None:
-        raise UsageError("the prediction does not know its job: make it with echograph.simulate")
-    traces = simulated_traces(result.job, result.timeline)
+    if timeline.graph is None:
+        raise UsageError("the timeline does not know its job: take it from a prediction of echograph.simulate")
+    traces = simulated_traces(timeline.graph, timeline)
     if ranks is None:
         return traces
     if unknown := sorted(set(ranks) - set(traces)):
@@ -130,8 +132,8 @@ def analysis_page(
     Args:
         traces: the traces.
         folder: what they are called on the page.
-        name: of the analysis; "": all that there is to see.
-        options: of the analysis.
+        name: name of the analysis; "": the whole picture.
+        options: options of the analysis, by name.
         say: told how far it is.
     """
     from echograph.profiler.analyses import ANALYSES
@@ -169,7 +171,7 @@ def parse_options(name: str, given: Iterable[str], read: Callable[[Path], TraceS
     """Options of an analysis from text, as the types that its signature has.
 
     Args:
-        name: of the analysis.
+        name: name of the analysis.
         given: KEY=VALUE, each.
         read: what makes traces of a path, for options that are traces.
 

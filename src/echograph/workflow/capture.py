@@ -48,7 +48,7 @@ def capture(
         ranks: those that are run; none: one of each that differ.
         step: which training step is recorded, from 1; None: the first steady one.
         whole: let the script go on after that step.
-        config: of DeepSpeed, for scripts that take one.
+        config: a configuration of DeepSpeed, for scripts that take one.
         say: told what goes on.
 
     Returns:
@@ -87,9 +87,9 @@ def capture_script_file(
     """`capture` with what the graph cannot hold.
 
     Args:
-        script: as `capture` takes it, as what follows.
-        framework: of the script.
-        arguments: of the script.
+        script: the file; this and the arguments below are those of `capture`.
+        framework: framework that the script uses.
+        arguments: command-line arguments of the script.
         world_size: ranks of the job.
         local_size: ranks of a machine.
         gpus: whether there are GPUs.
@@ -97,9 +97,8 @@ def capture_script_file(
         ranks: those that are run.
         step: which is recorded.
         whole: let the script go on.
-        config: of DeepSpeed.
-        showing: opens what is told of the progress, once the script's process has begun: a fork would cut a thread
-            of it in two.
+        config: a configuration of DeepSpeed.
+        showing: opens the display of progress, which has threads, once the script's process has been forked.
         quiet: whether what the script prints goes to stderr.
     """
     from echograph.frontend.scripts import ADAPTERS

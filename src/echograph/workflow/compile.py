@@ -47,9 +47,9 @@ def compile(
         spec: dtype, optimizer and the like; None: bf16 and AdamW, of an ONNX file its own type.
         batch_size: samples of one micro-batch; None: the model's own.
         seq_len: tokens of a sample, or pixels of an image's side; None: the model's own.
-        attention: "sdpa" (fused), "eager", or "fused-softmax" (Megatron-LM's); None: the model's own.
-        inputs: of a module: a tuple (positional) or a mapping (keyword).
-        loss: of a module: its output -> a scalar tensor; None where it returns the loss.
+        attention: "sdpa", "fused", "eager", or "fused-softmax", as `build` has them; None: the model's own.
+        inputs: inputs of a module: a tuple (positional) or a mapping (keyword).
+        loss: loss of a module: output -> scalar tensor; None where the module returns the loss.
         producer: "recorder", or "aot" (export and AOTAutograd).
         say: told what goes on.
 
@@ -91,6 +91,7 @@ def _compile_built(
 
     if any(size is not None for size in sizes.values()):
         raise UsageError("batch_size, seq_len and attention: are of zoo models: give inputs of that size")
+    _check_adapters(spec)
     _quiet_libraries()
     with capture_mode() as mode:
         if not isinstance(model, Module):
@@ -120,6 +121,7 @@ def build_model(
             raise UsageError(
                 "--batch-size, --seq-len and --attention belong to zoo models: set them in your function"
             )
+        _check_adapters(spec)
         return model.rpartition(":")[2], build_from_file(model)
     from echograph.models import from_config, get_model
 
@@ -157,9 +159,19 @@ def _build_entry(entry: ModelEntry, spec: StepSpec, **sizes: Any) -> tuple[Any, 
     torch.set_default_dtype(spec.torch_dtype)
     try:
         with _one_line_errors(entry.name):
-            return build(entry, **sizes)
+            built = build(entry, **sizes)
+            if spec.lora_rank is not None:
+                from echograph.models.lora import add_adapters
+
+                add_adapters(built.module, spec.lora_rank, spec.lora_targets.split(","))
+            return built
     finally:
         torch.set_default_dtype(before)
+
+
+def _check_adapters(spec: StepSpec) -> None:
+    if spec.lora_rank is not None:
+        raise UsageError("--lora-rank: adapters are put beside zoo models: give your module its own")
 
 
 def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: str, say: Progress) -> StepGraph:
@@ -227,8 +239,8 @@ def compile_onnx_file(
     sizes = dict(_size(text) for text in dims)
     say(f"reading {path}")
     model = read(path, sizes)
+    from echograph.frontend.onnx.call import step_type
     from echograph.frontend.onnx.compile import compile_onnx
-    from echograph.frontend.onnx.dtypes import step_type
     from echograph.frontend.pytorch.spec import StepSpec
 
     spec = StepSpec(**{"dtype": step_type(model), **step})

@@ -30,10 +30,10 @@ class MeasuringOptions:
     """How a training step is measured on the machine at hand.
 
     Attributes:
-        dtype: as of `StepSpec`; "": bf16, on the CPU fp32.
-        optimizer: as of `StepSpec`.
+        dtype: type of the parameters, as in `StepSpec`; "": bf16, on the CPU fp32.
+        optimizer: name of the optimizer, as in `StepSpec`.
         device: "cuda" or "cpu"; "": cuda where there is one.
-        clock: of the CPU: "wall", or "cpu" (time of this process; one thread only).
+        clock: what times the CPU: "wall", or "cpu" (time of this process; one thread only).
 
     Raises:
         UsageError: there is no such device or clock.
@@ -72,8 +72,8 @@ class Captured:
     """A step as graph and as invocations.
 
     Attributes:
-        graph: folded.
-        flat: as it ran.
+        graph: the step, folded.
+        flat: the step as it ran, unfolded.
         invocations: the distinct invocations that do work.
     """
 
@@ -191,13 +191,13 @@ def time_step(
     """Whole training steps, timed end to end; beside a profile's sum of operations and its simulation.
 
     Args:
-        model: as `compile` takes it.
-        spec: the rest of the step.
-        device: that it runs on.
-        steps: that are timed.
-        warm_up: steps before them.
-        keep: of the CPU: whether freed memory stays, as on CUDA.
-        profile: of the operations; None predicts nothing.
+        model: name of the model, or a file, as in `compile`.
+        spec: dtype, optimizer and other options of the step.
+        device: the device that runs the step.
+        steps: number of steps that are timed.
+        warm_up: number of steps before those.
+        keep: on the CPU: whether freed memory stays, as on CUDA.
+        profile: measured durations of the operations; None predicts nothing.
         say: told what goes on.
         sizes: `batch_size`, `seq_len` and `attention` of a zoo model.
 
@@ -290,9 +290,16 @@ def measure_collectives(
         A record each measurement, in seconds; None on all ranks but the first.
 
     Raises:
-        UsageError: a backend that there is not.
+        UsageError: one rank alone, no time to measure, or a backend that there is not.
         OutputError: the folder cannot be written.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise UsageError(
+            "echoprof collectives measures between ranks: torchrun --nproc-per-node 2 --no-python "
+            "echoprof collectives"
+        )
+    if not budget_s > 0:
+        raise UsageError(f"--budget: {budget_s:g}: give seconds above 0")
     import torch
     from torch import distributed
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -15,6 +15,7 @@ from echograph.errors import InputError, UnknownNameError, UsageError
 from echograph.ir.graph import JobGraph, StepGraph, Workload
 from echograph.ir.passes import PASSES
 from echograph.ir.passes.base import Note, Pass, run
+from echograph.models.stacks import Stack, load_stack, stack_names
 from echograph.options import given, kinds, option, option_name
 
 if TYPE_CHECKING:
@@ -65,9 +66,11 @@ class Plan:
     reshard_after_forward: bool | None = option(
         None, "Drop gathered parameters after forward, with --zero 3.", "yes; no in a pipeline"
     )
-    overlap_grad_reduce: bool = option(True, "Reduce gradients while backward goes on.")
-    overlap_param_gather: bool = option(
-        False, "Gather parameters while the next forward goes on, with --zero 1 and 2."
+    overlap_grad_reduce: bool | None = option(
+        None, "Reduce gradients while backward goes on.", "as the stack does; yes"
+    )
+    overlap_param_gather: bool | None = option(
+        None, "Gather parameters while the next forward goes on, with --zero 1 and 2.", "as the stack does; no"
     )
     micro_batch: int | None = option(None, "Samples of a micro-batch.", "as the graph was compiled")
     global_batch: int | None = option(
@@ -81,13 +84,20 @@ class Plan:
     recompute_early_stop: bool | None = option(
         None,
         "Recompute only until backward has what it needs, as PyTorch does; Megatron-LM runs all of it.",
-        "yes; no with selective",
+        "as the stack does; yes, no with selective",
     )
     loss: str = option(
-        "eager", "Cross-entropy: eager, or fused, which writes no probabilities (torch.compile, Liger Kernel)."
+        "",
+        "Cross-entropy: eager, or fused, which writes no probabilities (torch.compile, Liger Kernel).",
+        "as the stack does; eager",
+    )
+    stack: str = option(
+        "", f"Software that trains, whose kernels run: {', '.join(stack_names())}.", "as the graph was captured"
     )
     precision: str = option("", f"{', '.join(get_args(PrecisionName))}.", "as the graph was compiled")
-    grad_dtype: str = option("", f"Type in which gradients add up: {', '.join(get_args(GradDType))}.", "their own")
+    grad_dtype: str = option(
+        "", f"Type in which gradients add up: {', '.join(get_args(GradDType))}.", "as the stack does; their own"
+    )
     mesh_order: str = option("-".join(AXES), "Axes of the mesh, neighbours first.")
     passes: str = option("", "The passes themselves, as 'fuse data_parallel{replicas=8}'.", "those of the options")
 
@@ -137,7 +147,8 @@ def _check_words(plan: Plan) -> None:
     words = {
         "schedule": ("", *get_args(ScheduleName)),
         "cp_method": get_args(CpMethod),
-        "loss": get_args(LossName),
+        "stack": ("", *stack_names()),
+        "loss": ("", *get_args(LossName)),
         "precision": ("", *get_args(PrecisionName)),
         "grad_dtype": ("", *get_args(GradDType)),
         "recompute": (*get_args(RecomputeName), plan.recompute if plan.recompute.isdigit() else "none"),
@@ -207,7 +218,7 @@ def spread(plan: Plan, node: int, most: int, where: str) -> tuple[int, int]:
         plan: the plan.
         node: GPUs of a node.
         most: GPUs of the cluster.
-        where: its name.
+        where: name of the cluster.
 
     Raises:
         UsageError: the sizes do not multiply to the number of GPUs; names the nearest that would.
@@ -250,7 +261,7 @@ def micro_batches(plan: Plan, ranks: int, samples: int) -> int:
     Args:
         plan: the plan.
         ranks: data-parallel ranks.
-        samples: of a micro-batch.
+        samples: samples of a micro-batch.
 
     Raises:
         UsageError: the global batch is no multiple of what all ranks take at once; names the nearest that are.
@@ -316,13 +327,13 @@ def _value(path: Path, key: str, value: Any, kind: type) -> Any:
 def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]:
     """What a plan makes of a step graph: the whole order, with every option.
 
-    Those up to the first that makes a job of the step (`base.split_at_job`) depend neither on the cluster nor on
-    how many data-parallel ranks there are.
+    Those up to the first that makes a job of the step (`base.split_at_job`) depend of the cluster on its device
+    alone, and not on how many data-parallel ranks there are.
 
     Args:
         plan: how the step is spread.
-        workload: of the step.
-        cluster: that it runs on.
+        workload: sizes of the captured step.
+        cluster: the cluster that the job runs on.
 
     Raises:
         UsageError: the plan's sizes do not multiply to the GPUs, a batch or a number of copies does not divide, or
@@ -332,11 +343,16 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         from echograph.ir.passes.base import parse_passes
 
         return parse_passes(plan.passes)
+    stack = load_stack(plan.stack) if plan.stack else Stack()
+    plan = with_stack(plan, stack)
     _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
     count = micro_batches(plan, ranks, plan.micro_batch or workload.batch_size)
     replicas, dropping = ranks // plan.expert_ranks, {"capacity_factor": plan.capacity_factor}
     experts = {"imbalance": plan.expert_imbalance, "across": ("cp",) if plan.shares_experts_over_cp else ()}
     types = {"dtype": plan.precision or None, "grad_dtype": plan.grad_dtype or None}
+    delayed = stack.fp8_scaling == "delayed" and plan.precision == "fp8"
+    recipe: dict[str, Any] = {"kept": stack.fp8_kept, "delayed": delayed}
+    recipe |= {"weights": stack.fp8_weights, "experts": stack.fp8_experts}
     order: tuple[tuple[bool, str, dict[str, Any]], ...] = (
         # The step that one rank would run alone: its batch, what it is asked for, what it computes again.
         (plan.micro_batch not in (None, workload.batch_size), "micro_batch", {"size": plan.micro_batch}),
@@ -351,7 +367,10 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
             {"size": plan.ep} | dropping | experts,
         ),
         (plan.loss == "fused", "fuse_loss", {}),
-        (bool(plan.precision or plan.grad_dtype), "precision", types),
+        (bool(plan.precision or plan.grad_dtype), "precision", types | recipe),
+        # The kernels that its stack runs.
+        (bool(stack.attention), "attention_kernel", {"kernel": _attention(stack, cluster)}),
+        (bool(stack.fuse), "fuse", {"within": stack.fuse}),
         # The job of all ranks.
         (plan.pp > 1, "pipeline", _pipeline(plan, count)),
         (plan.zero < 3, "data_parallel", _data_parallel(plan, replicas, count)),
@@ -361,6 +380,30 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
     return tuple(PASSES[name](**options) for wanted, name, options in order if wanted)
 
 
+def with_stack(plan: Plan, stack: Stack) -> Plan:
+    """The plan with what its stack says where the plan says nothing."""
+    in_pipeline = plan.pp > 1 and stack.overlap_grad_reduce_in_pipelines is not None
+    reduces = stack.overlap_grad_reduce_in_pipelines if in_pipeline else stack.overlap_grad_reduce
+    said: dict[str, Any] = {
+        "overlap_grad_reduce": reduces,
+        "overlap_param_gather": stack.overlap_param_gather if plan.zero in (1, 2) else None,
+        "recompute_early_stop": stack.recompute_early_stop,
+        "loss": stack.loss if plan.tp == 1 else "",
+        "grad_dtype": (plan.pp > 1 and stack.grad_dtype_in_pipelines) or stack.grad_dtype,
+    }
+    return replace(plan, **{name: value for name, value in said.items() if getattr(plan, name) in (None, "")})
+
+
+def _attention(stack: Stack, cluster: Cluster) -> str:
+    """The first of a stack's kernels that a cluster's device has a model of; the first where it has none."""
+    from echograph.profiler.costs import load_device
+
+    if not stack.attention:
+        return ""
+    known = load_device(cluster.device).attention
+    return next((kernel for kernel in stack.attention if kernel in known), stack.attention[0])
+
+
 def apply(
     graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster, note: Note | None = None
 ) -> StepGraph | JobGraph:
@@ -368,25 +411,16 @@ def apply(
 
     Args:
         graph: a step; or a job, which is taken as it is.
-        plan: how it is spread.
-        cluster: that it runs on.
+        plan: how the step is spread.
+        cluster: the cluster that the job runs on.
         note: told what could not be spread, and is computed by every rank.
 
     Raises:
         UsageError: as `passes`, or options for a job graph that has its plan already.
         PlanError: the plan does not fit the model.
     """
-    return run(graph, _passes_of(graph, plan, cluster), verify=bool(plan.passes), note=note)
-
-
-def lower(graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster, note: Note | None = None) -> JobGraph:
-    """`apply` where a job is needed.
-
-    Raises:
-        PlanError: also where the passes that a plan lists leave a step.
-    """
     # The passes of a plan end in a builder, which verifies; a list may hold anyone's.
-    return run(graph, _passes_of(graph, plan, cluster), to=JobGraph, verify=bool(plan.passes), note=note)
+    return run(graph, _passes_of(graph, plan, cluster), verify=bool(plan.passes), note=note)
 
 
 def _passes_of(graph: StepGraph | JobGraph, plan: Plan, cluster: Cluster) -> tuple[Pass, ...]:

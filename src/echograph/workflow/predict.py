@@ -1,4 +1,4 @@
-"""A graph on a system: its job, the prediction of one step of it, and plans near one that does not fit in memory.
+"""A graph on a system: its job, the prediction of one step, and plans near one that does not fit in memory.
 
 A job that was traced is replayed: it runs again with its own measured durations, or with what would be if it were
 changed.
@@ -18,6 +18,7 @@ from echograph.errors import EchoError, PlanError, UsageError
 from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.ir.passes.base import Note, run
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind
+from echograph.models.stacks import load_stack
 from echograph.options import given, option_name
 from echograph.progress import Progress
 from echograph.simulator.clusters import Cluster, load_cluster
@@ -37,14 +38,17 @@ _PLAIN = Scenario()
 
 
 def lower(
-    graph: StepGraph | JobGraph, plan: Plan | None = None, system: System | None = None, note: Note | None = None
+    graph: StepGraph | JobGraph,
+    plan: Plan | None = None,
+    system: System | Cluster | None = None,
+    note: Note | None = None,
 ) -> JobGraph:
     """Spreads a step over the GPUs of a system.
 
     Args:
         graph: a step graph; a job graph has its plan, and is taken as it is.
         plan: how it is spread; None: data-parallel on one node.
-        system: where; None: the cluster that the plan names.
+        system: where, or its cluster alone; None: the cluster that the plan names.
         note: told what could not be spread, and is computed by every rank.
 
     Returns:
@@ -53,10 +57,11 @@ def lower(
     Raises:
         UsageError: the plan's sizes do not multiply to the GPUs, a batch or a number of copies does not divide, or
             options for a job graph that has its plan already.
-        PlanError: the plan does not fit the model.
+        PlanError: the plan does not fit the model, or the passes that it lists itself leave a step.
     """
     plan = plan or Plan()
-    return plans.lower(graph, plan, (system or System(plan.cluster)).cluster, note)
+    where = system if isinstance(system, Cluster) else (system or System(plan.cluster)).cluster
+    return run(plans.apply(graph, plan, where, note), (), to=JobGraph)
 
 
 def simulate(
@@ -76,7 +81,7 @@ def simulate(
             are the system's.
         system: where it runs; None: the default cluster.
         scenario: what is asked beyond that.
-        plan: of the job, for `Result.plan`.
+        plan: the plan that made the job, for `Result.plan`, and for what the host of its stack does.
         engine: "auto", or an engine's name.
         trace_ranks: ranks whose timelines are wanted, too (`Result.traced`).
         memory: whether to work out memory, which takes about as long as the rest.
@@ -111,10 +116,11 @@ def simulate(
         for entry in scenario.degraded:
             links_of(job, where).find(entry.where)
     job = system.annotate(job)
+    waits = plan is not None and plan.stack != "" and load_stack(plan.stack).host_waits
     result = simulator.simulate(
         job,
         where,
-        system.host,
+        replace(system.host, waits=True) if waits else system.host,
         peak_flops_per_s=system.peak_flops_per_s(job),
         engine=engine,
         ranks=scenario.every_rank(where.gpus_per_node),
@@ -148,7 +154,7 @@ def predict(
         graph: a step graph, spread by the plan, or a job graph, run as it is.
         plan: how it is spread; None: data-parallel on one node.
         system: where; None: the cluster that the plan names.
-        scenario: as `simulate` takes it, as what follows.
+        scenario: what is asked beyond that, as in `simulate`.
         engine: "auto", or an engine's name.
         trace_ranks: ranks whose timelines are wanted, too.
         memory: whether to work out memory.
@@ -164,7 +170,7 @@ def predict(
     if isinstance(graph, JobGraph) and is_traced(graph):
         return _replayed(graph, plan, system, scenario)
     system = system or System(plan.cluster)
-    job = plans.lower(graph, plan, system.cluster, note)
+    job = lower(graph, plan, system, note)
     result = simulate(job, system, scenario, plan=plan, engine=engine, trace_ranks=trace_ranks, memory=memory)
     assert result.job is not None
     return result, result.job
@@ -209,12 +215,12 @@ class StepTime:
 
     Attributes:
         role: the rank.
-        name: "ProfilerStep#N"; "trace" for all of it.
-        measured_s: as it was.
-        replayed_s: as the simulation has it.
-        error: relative.
+        name: "ProfilerStep#N"; "trace" for the whole trace.
+        measured_s: measured time, seconds.
+        replayed_s: simulated time, seconds.
+        error: relative error of the simulated time.
         free_s: a step of the rank in which nothing was recorded, the median; None where that is not known.
-        free_error: of the simulation against that.
+        free_error: relative error of the simulated time against `free_s`.
     """
 
     role: str
@@ -422,9 +428,9 @@ def feasible_plans(
 
     Args:
         graph: the step; for a job graph, whose plan is made, nothing can be said.
-        plan: of the step.
-        cluster: that it runs on.
-        memory: that it needs; nothing is tried where it fits.
+        plan: the plan that does not fit.
+        cluster: the cluster that the job runs on.
+        memory: what the plan needs; nothing is tried where it fits.
         say: told what goes on.
         most: plans that are tried.
     """
@@ -437,7 +443,7 @@ def feasible_plans(
         if len(found) == ENOUGH:
             break
         try:
-            needed = largest_memory(plans.lower(graph, replace(plan, **changes), cluster), memory.capacity_bytes)
+            needed = largest_memory(lower(graph, replace(plan, **changes), cluster), memory.capacity_bytes)
         except EchoError:
             continue
         if needed is not None and needed.fits:

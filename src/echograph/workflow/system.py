@@ -1,4 +1,7 @@
-"""Where a job runs: a cluster, what its device's kernels take, and the host that feeds it, resolved once."""
+"""Where a job runs: a cluster, what its device's kernels take, and the host that feeds it, resolved once.
+
+`annotate` writes a graph with the durations that a simulation on it would take, or that were measured.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar, cast
+
+import msgspec
+import numpy as np
 
 from echograph.errors import UsageError
-from echograph.ir.graph import Graph
+from echograph.ir.columns import NONE
+from echograph.ir.graph import Graph, JobGraph
+from echograph.ir.passes.annotate import Annotate, Coverage, join
 from echograph.ir.profile import Profile, load_profile
+from echograph.ir.types import COMMUNICATIONS, OpKind, Source
 from echograph.options import option
 from echograph.profiler.costs import DeviceProfile, load_device
 from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
@@ -50,6 +59,7 @@ class System:
         settings: Mapping[str, str] = _AS_SHIPPED,
         host_waits: bool = False,
         launch_blocking: bool = False,
+        power_limit_W: float = 0.0,
     ) -> None:
         """Resolves names and files.
 
@@ -60,10 +70,11 @@ class System:
             settings: keys of the cluster's file with other values, as text.
             host_waits: the host waits for what a pipeline stage receives.
             launch_blocking: every launch waits for its kernel.
+            power_limit_W: what a board may draw; 0: what its maker allows.
 
         Raises:
             UnknownNameError: no preset, device or key of that name.
-            UsageError: another device for a measured profile, which is of one.
+            UsageError: another device for a measured profile, which is of one; a limit of power without a model.
             InputError: a file cannot be read.
             DataError: a file breaks a rule of its format.
         """
@@ -76,6 +87,7 @@ class System:
         else:
             where = cluster if isinstance(cluster, Cluster) else load_cluster(cluster, settings)
             costs = device if isinstance(device, DeviceProfile) else load_device(device or where.device)
+            costs = _limited(costs, power_limit_W)
             # A cluster may name the file of a device; durations carry the name that stands in it.
             another = device is not None and costs.name != where.device
             memory = costs.datasheet.memory_bytes if another else where.memory_bytes
@@ -145,6 +157,10 @@ class SystemOptions:
     )
     launch_blocking: bool = option(False, "Every launch waits for its kernel (CUDA_LAUNCH_BLOCKING=1).")
 
+    power_limit: float = option(
+        0.0, "Watts that a board may draw (nvidia-smi --power-limit).", "what its maker allows"
+    )
+
     def system(self, cluster: str) -> System:
         """The system of a cluster with these options.
 
@@ -158,7 +174,22 @@ class SystemOptions:
             settings=dict(map(_setting, self.set)),
             host_waits=self.host_waits,
             launch_blocking=self.launch_blocking,
+            power_limit_W=self.power_limit,
         )
+
+
+def _limited(device: DeviceProfile, power_limit_W: float) -> DeviceProfile:
+    """The device with another limit of power."""
+    if not power_limit_W:
+        return device
+    if device.power is None:
+        raise UsageError(f"--power-limit: nothing is known of the power of {device.name}: leave it out")
+    least = device.power.static_W
+    if not least < power_limit_W <= 1e6:
+        raise UsageError(f"--power-limit {power_limit_W:g}: {device.name} draws {least:g} W at rest: give more")
+    # A board does not draw more than its maker allows.
+    power = msgspec.structs.replace(device.power, limit_W=min(power_limit_W, device.power.limit_W))
+    return msgspec.structs.replace(device, power=power)
 
 
 def _setting(text: str) -> tuple[str, str]:
@@ -210,3 +241,109 @@ def _machine(profile: Profile, name: str) -> Cluster:
         max_gpus=1,
         stated_gpus=1,
     )
+
+
+def annotate(graph: G, system: System) -> G:
+    """The graph with all durations that its simulation on a system uses.
+
+    Operations of the device have theirs under its name, all under `host_name` what the host takes to issue them
+    (host work: to do them), and communications under the cluster's name. What is known already stays.
+
+    Raises:
+        PlanError: a group does not fit the cluster.
+    """
+    where, device = system.cluster, system.device
+    graph = system.annotate(graph)
+    count = len(graph.ops)
+    fitted = device is not None and device.host.source == "measured"
+    source = Source.FITTED if fitted else Source.ANALYTICAL if device is not None else Source.MEASURED
+    of_host = Annotate(
+        device=host_name(where.device),
+        picoseconds=system.host.issue(graph),
+        source=np.full(count, source, np.uint8),
+        spread=np.full(count, system.host.spread, np.float32),
+        samples=np.zeros(count, np.int64),
+    )
+    if isinstance(graph, JobGraph):
+        graph = cast(G, _communicate(graph, where))
+    return of_host(graph)
+
+
+def _communicate(job: JobGraph, where: Cluster) -> JobGraph:
+    """The job with what the simulator takes for everything that has no duration on the device."""
+    from echograph.simulator.durations import durations
+
+    times = durations(job, where)
+    known, _, _ = job.ops.duration_on(where.device)
+    communicates = np.isin(job.ops.kind, COMMUNICATIONS)
+    still = job.ops.is_view | (job.ops.kind == OpKind.HOST)
+    for name, rows in ((where.name, communicates), (where.device, ~communicates & ~still)):
+        job = Annotate(
+            device=name,
+            picoseconds=np.where(rows & (known == NONE), times.picoseconds, NONE),
+            source=times.source,
+            spread=times.spread,
+            samples=np.zeros(len(job.ops), np.int64),
+        )(job)
+    return job
+
+
+def duration_sources(graph: Graph, system: System) -> dict[str, tuple[str, dict[str, int]]]:
+    """Where the durations of an annotated graph come from.
+
+    Returns:
+        For "device", "host" and "network": the name of the durations, and how many operations have one by source
+        ("measured", "fitted", "analytical", "imported").
+    """
+    device, network = system.cluster.device, system.cluster.name
+    found: dict[str, tuple[str, dict[str, int]]] = {}
+    for part, name in {"device": device, "host": host_name(device), "network": network}.items():
+        _, source, _ = graph.ops.duration_on(name)
+        counts = {s.name.lower(): int((source == s).sum()) for s in Source}
+        found[part] = name, {kind: count for kind, count in counts.items() if count}
+    return found
+
+
+def annotate_measured(graph: G, profile: Path, device: str = "") -> tuple[G, dict[str, Any]]:
+    """The graph with a profile's durations, under a device's name or the profile's own; and what they cover.
+
+    Where the profile says what the host takes, that goes under `host_name` of the device.
+    """
+    measured = load_profile(profile)
+    annotate, coverage = join(graph, measured, device)
+    runs = coverage.measured + coverage.free + coverage.missing
+    record = {
+        "device": annotate.device,
+        "operations": {
+            "measured": coverage.measured,
+            "free": coverage.free,
+            "missing": coverage.missing,
+            "communication_and_host": coverage.other,
+        },
+        "measured_share": coverage.measured / max(1, coverage.measured + coverage.missing),
+        "free_share": coverage.free / max(1, runs),
+        "missing_operators": dict(coverage.missing_operators),
+        "unmatched": _unmatched(coverage),
+    }
+    annotated = annotate(graph)
+    if measured.environment.host_op_picoseconds:
+        annotated = _with_host(annotated, measured, annotate.device)
+        record["host"] = host_name(annotate.device)
+    return annotated, record
+
+
+def _with_host(graph: G, profile: Profile, device: str) -> G:
+    count = len(graph.ops)
+    communicates = np.isin(graph.ops.kind, COMMUNICATIONS)
+    return Annotate(
+        device=host_name(device),
+        # Of collectives, which go through a process group, the profile says nothing.
+        picoseconds=np.where(communicates, NONE, measured_host(profile).issue(graph)),
+        source=np.full(count, Source.MEASURED, np.uint8),
+        spread=np.zeros(count, np.float32),
+        samples=np.zeros(count, np.int64),
+    )(graph)
+
+
+def _unmatched(coverage: Coverage) -> list[str]:
+    return [m.arguments or m.operator for m in coverage.unmatched]

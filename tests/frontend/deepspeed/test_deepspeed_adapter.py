@@ -106,7 +106,7 @@ def test_copies_between_host_and_device_are_told_by_what_lies_where() -> None:
 _HOOKS = """
 import torch
 from echograph.errors import CaptureError
-from echograph.frontend.deepspeed import shims, slices
+from echograph.frontend.deepspeed import shims
 from echograph.frontend.scripts.adapter import patched
 shims.load()
 for module, owner, name in (("runtime.engine", "Engine", ""), ("runtime.nowhere", "", "")):
@@ -131,7 +131,7 @@ for sizes in ((8,), (7, 8, 3), (1, 2), (5,)):
     given = []
     made = []
     reduce._torch_reduce_scatter_fn = lambda flat, share, group=None: given.append((flat.numel(), share.numel()))
-    for run in (reduce.reduce_scatter_coalesced, lambda tensors, group: slices._scatter(reduce, tensors, group)):
+    for run in (reduce.reduce_scatter_coalesced, lambda tensors, group: shims._scatter(reduce, tensors, group)):
         made.append([t.numel() for t in run([torch.ones(n) for n in sizes], dist.group.WORLD)])
     print(given[0] == given[1], made[0] == made[1])
 """

@@ -20,7 +20,8 @@ from echograph.models import get_model
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.memory import memory
 from echograph.workflow.compile import compile_entry
-from echograph.workflow.plan import Plan, lower
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import lower
 
 pytestmark = [
     pytest.mark.torch,

@@ -23,8 +23,8 @@ from echograph.ir.graph import JobGraph
 from echograph.models import get_model
 from echograph.simulator.clusters import load_cluster
 from echograph.workflow.compile import compile_entry
-from echograph.workflow.plan import Plan, lower
-from echograph.workflow.predict import predict
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import lower, predict
 
 pytestmark = [
     pytest.mark.torch,

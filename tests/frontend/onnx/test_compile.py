@@ -13,8 +13,8 @@ from onnx import TensorProto, helper
 
 from echograph.errors import CaptureError, EchoError, UsageError
 from echograph.frontend.onnx import load
+from echograph.frontend.onnx.call import step_type
 from echograph.frontend.onnx.compile import Compiled, compile_onnx
-from echograph.frontend.onnx.dtypes import step_type
 from echograph.frontend.onnx.model import read
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.types import DType, Phase, TensorRole

@@ -11,8 +11,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from echograph.errors import CaptureError, InputError
+from echograph.frontend.onnx.call import step_type
 from echograph.frontend.onnx.compile import Compiled, compile_onnx
-from echograph.frontend.onnx.dtypes import step_type
 from echograph.frontend.onnx.model import read
 from echograph.frontend.pytorch.spec import StepSpec
 

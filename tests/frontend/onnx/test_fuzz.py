@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper
 
 from echograph.errors import EchoError
+from echograph.frontend.onnx.call import step_type
 from echograph.frontend.onnx.compile import compile_onnx
-from echograph.frontend.onnx.dtypes import step_type
 from echograph.frontend.onnx.model import read
 from echograph.frontend.onnx.operators import OPERATORS
 from echograph.frontend.pytorch.spec import StepSpec

@@ -12,7 +12,7 @@ import torch
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from echograph.frontend.onnx.dtypes import DTypes
+from echograph.frontend.onnx.call import DTypes
 from echograph.frontend.onnx.model import read
 from echograph.frontend.onnx.module import OnnxModule
 from echograph.frontend.onnx.operators import OPERATORS

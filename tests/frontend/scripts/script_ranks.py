@@ -15,7 +15,7 @@ from echograph.frontend.scripts.recorder import COMMUNICATION
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
-from echograph.ir.comms.reader import NativeSource
+from echograph.ir.comms.record import NativeSource
 from echograph.profiler.comms.bandwidth import family
 from echograph.profiler.comms.launch import STARTUP
 

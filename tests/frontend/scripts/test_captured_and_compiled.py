@@ -15,13 +15,14 @@ from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
 from echograph.ir.graph import JobGraph, StepGraph
-from echograph.ir.passes.gradients import MICRO_BATCH_AXES
+from echograph.ir.passes.model import MICRO_BATCH_AXES
 from echograph.ir.types import Phase, TensorRole
 from echograph.models import get_model
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.memory import memory
 from echograph.workflow.compile import compile_entry
-from echograph.workflow.plan import Plan, lower
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import lower
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
 

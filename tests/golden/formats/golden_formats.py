@@ -19,7 +19,7 @@ import msgspec
 from echograph.ir.passes import PASSES
 from echograph.profiler import costs
 from echograph.profiler.costs import DeviceProfile
-from echograph.simulator.clusters.cluster import ClusterFile
+from echograph.simulator.clusters import ClusterFile
 from echograph.simulator.clusters.fabric import FILES
 from echograph.simulator.goodput import Reliability
 from echograph.simulator.host import IssueTimes

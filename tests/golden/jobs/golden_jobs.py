@@ -27,11 +27,11 @@ from echograph.ir.passes.context_parallel import ContextParallel
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.depth import Depth
 from echograph.ir.passes.expert_parallel import ExpertParallel
+from echograph.ir.passes.extent import MicroBatch
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.fuse import Fuse, FuseLoss
 from echograph.ir.passes.mesh import MeshOrder, OneCommunicator, ResizeAxes, UnfoldRanks
-from echograph.ir.passes.micro_batch import MicroBatch
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.precision import Precision
 from echograph.ir.passes.recompute import Recompute
@@ -41,7 +41,8 @@ from echograph.ir.text import to_text
 from echograph.ir.types import CollectiveKind, DType, OpKind, Phase
 from echograph.ir.unfold import unfold
 from echograph.simulator.clusters import load_cluster
-from echograph.workflow.plan import Plan, lower
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import lower
 
 HERE = Path(__file__).parent
 GRAPHS = HERE.parent / "predictions" / "graphs"

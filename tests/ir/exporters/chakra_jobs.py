@@ -12,7 +12,8 @@ from echograph.ir.graph import JobGraph, StepGraph
 from echograph.profiler.costs import load_device
 from echograph.profiler.costs.estimate import estimate
 from echograph.simulator.clusters import load_cluster
-from echograph.workflow.plan import Plan, lower
+from echograph.workflow.plan import Plan
+from echograph.workflow.predict import lower
 
 DEVICE = "h100-sxm"
 SEQUENCE = 1024

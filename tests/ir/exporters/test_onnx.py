@@ -18,8 +18,8 @@ from onnx import TensorProto, helper  # noqa: E402
 from onnx.reference import ReferenceEvaluator  # noqa: E402
 
 from echograph.errors import UsageError  # noqa: E402
+from echograph.frontend.onnx.call import step_type  # noqa: E402
 from echograph.frontend.onnx.compile import compile_onnx  # noqa: E402
-from echograph.frontend.onnx.dtypes import step_type  # noqa: E402
 from echograph.frontend.onnx.model import read  # noqa: E402
 from echograph.frontend.pytorch.spec import StepSpec  # noqa: E402
 from echograph.ir.builder import GraphBuilder  # noqa: E402

@@ -17,10 +17,9 @@ from echograph.ir.exporters.simai import write_simai
 from echograph.ir.formats import Exported
 from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.types import COMMUNICATIONS, Collective, CollectiveKind, Compute, OpKind, Phase
-from echograph.workflow.annotate import annotate
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import lower
-from echograph.workflow.system import System
+from echograph.workflow.system import System, annotate
 
 pytest.importorskip("transformers", reason="needs the [torch] extra")
 pytestmark = pytest.mark.torch

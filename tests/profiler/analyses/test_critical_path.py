@@ -20,9 +20,16 @@ from typer.testing import CliRunner
 from echograph.cli.echoprof import app
 from echograph.errors import DataError, FormatError, UsageError
 from echograph.profiler.analyses import ANALYSES
-from echograph.profiler.analyses.critical_graph import Bound, CriticalGraph, Edge, critical_graph
-from echograph.profiler.analyses.critical_path import breakdown, load_graph, save_graph
-from echograph.profiler.analyses.queue import queues
+from echograph.profiler.analyses.counters import queues
+from echograph.profiler.analyses.critical_path import (
+    Bound,
+    CriticalGraph,
+    Edge,
+    breakdown,
+    critical_graph,
+    load_graph,
+    save_graph,
+)
 from echograph.profiler.traces import read_traces
 from echograph.profiler.traces.relations import call_stacks
 from echograph.profiler.traces.trace import NONE, Trace

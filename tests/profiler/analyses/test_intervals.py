@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echograph.ir.intervals import Intervals, coverage, union
+from echograph.ir.intervals import Intervals, coverage, layered, union
 from echograph.profiler.analyses.statistics import describe, groups, summary
 
 Spans = list[tuple[int, int]]
@@ -49,6 +49,28 @@ def test_combinations_add_up(found: list[Spans]) -> None:
     assert length.sum() == len(set().union(*covered))
     assert length[0] == 0
     assert not met[0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12), st.integers(0, 3)), max_size=14), st.integers(0, 60)
+)
+def test_a_moment_is_of_the_first_layer_that_runs(found: list[tuple[int, int, int]], until: int) -> None:
+    layers = 4
+    start, length, layer = np.array(found, np.int64).reshape(-1, 3).T
+    pieces = layered(start, start + length, layer, layers, until)
+    moments = []
+    for begin, end, of, row in zip(*(column.tolist() for column in pieces), strict=True):
+        assert begin < end
+        assert (row == -1) == (of == layers)
+        if row != -1:
+            begun = [at for at, (first, _, its) in enumerate(found) if its == of and first <= begin]
+            assert found[row][2] == of and found[row][0] == max(found[at][0] for at in begun)
+        moments += [of] * (end - begin)
+    running = [[its for first, took, its in found if first <= at < first + took] for at in range(until)]
+    assert moments == [min(its, default=layers) for its in running]
+    assert pieces.spent(layers) == [moments.count(of) for of in range(layers + 1)]
+    same = (pieces.layer[1:] == pieces.layer[:-1]) & (pieces.row[1:] == pieces.row[:-1])
+    assert not same.any()
 
 
 def test_kinds_that_only_touch_meet_for_no_time() -> None:

@@ -11,7 +11,7 @@ from profiled_jobs import EDGES, communication, complete, computation, dpro_nccl
 
 from echograph.errors import DataError, InputError
 from echograph.profiler.byteprofile.combine import collect, final_name, iteration_table, iterations, operator_name
-from echograph.profiler.byteprofile.layout import events_of, find_job
+from echograph.profiler.byteprofile.reader import events_of, find_job
 
 MS = 1e-3
 

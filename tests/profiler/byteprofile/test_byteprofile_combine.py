@@ -11,7 +11,7 @@ from profiled_jobs import PARTITIONS, PARTS, STEPS, byteprofile, complete, dpro_
 
 from echograph.errors import DataError
 from echograph.profiler.byteprofile.combine import aligned, as_trace, combined_events, communications, sources_of
-from echograph.profiler.byteprofile.layout import find_job
+from echograph.profiler.byteprofile.reader import find_job
 
 # Of a step on one GPU.
 COMPUTATION = 5

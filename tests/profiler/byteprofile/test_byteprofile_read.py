@@ -23,9 +23,17 @@ from profiled_jobs import (
 )
 
 from echograph.errors import DataError, InputError
-from echograph.profiler.byteprofile.events import EventLabel, category_of, complete_events, joined, parse
-from echograph.profiler.byteprofile.layout import events_of, find_job, gradient_names
-from echograph.profiler.byteprofile.statistics import statistics
+from echograph.profiler.byteprofile.reader import (
+    EventLabel,
+    category_of,
+    complete_events,
+    events_of,
+    find_job,
+    gradient_names,
+    joined,
+    parse,
+)
+from echograph.profiler.byteprofile.report import statistics
 
 US = 10**6
 

@@ -35,6 +35,7 @@ from echograph.profiler.byteprofile.dag import (
     Change,
     Dag,
     DagNode,
+    Replay,
     as_dot,
     as_events,
     as_gml,
@@ -47,8 +48,8 @@ from echograph.profiler.byteprofile.dag import (
     table,
 )
 from echograph.profiler.byteprofile.dependencies import coupled, dependencies, observed_order
-from echograph.profiler.byteprofile.layout import events_of, find_job
-from echograph.profiler.byteprofile.statistics import statistics
+from echograph.profiler.byteprofile.reader import events_of, find_job
+from echograph.profiler.byteprofile.report import statistics
 
 US = 10**6
 MS = 10**9
@@ -71,6 +72,15 @@ def composed(path: Path, *, queues: bool = False, at_run_time: bool = False) -> 
 def lengths(path: Path, **options: bool) -> list[float]:
     dags, all_ = composed(path, **options)
     return [dag.longest_path().length / US for dag in (*dags, all_)]
+
+
+def starts_of(done: Replay) -> dict[str, int]:
+    """Picoseconds at which each node of the first step started."""
+    return {
+        node.name: start
+        for node, start in zip(done.nodes, done.timeline.start.tolist(), strict=True)
+        if not node.step
+    }
 
 
 @pytest.mark.parametrize("at_run_time", [False, True])
@@ -99,7 +109,7 @@ def test_no_worker_pulls_before_all_have_pushed(job: Path) -> None:
     assert lengths(job, queues=True)[-1] == expected
     # The other worker's root waits too: its pull starts when the last push is in.
     done = replay(composed(job, queues=True)[1])
-    assert done.starts[0]["wk0.rank1.Comm.wa.PULL.10"] == (slowest + PARTS["PUSH"]) * US
+    assert starts_of(done)["wk0.rank1.Comm.wa.PULL.10"] == (slowest + PARTS["PUSH"]) * US
     # Alone, it does not.
     assert lengths(job / "worker0", queues=True)[-1] == COMPUTED + HANDED + PUSHED + STEP
 
@@ -116,11 +126,11 @@ def test_gpus_that_reduce_among_themselves_wait_for_each_other(tmp_path: Path) -
     assert [dag.longest_path().length / US for dag in dags] == [213, 283]
     done = replay(all_)
     # Both broadcast when the slower one has reduced: 170 + 50 + 3 + 20. Keys differ, the partition is the first.
-    assert {name: start / US for name, start in done.starts[0].items() if "BROADCAST" in name} == {
+    assert {name: start / US for name, start in starts_of(done).items() if "BROADCAST" in name} == {
         "rank0.Comm.w.BROADCAST.4": 243,
         "rank1.Comm.w.BROADCAST.5": 243,
     }
-    assert done.starts[0]["wk0.Comm.w.0.Sync"] == 243 * US
+    assert starts_of(done)["wk0.Comm.w.0.Sync"] == 243 * US
     assert done.makespan == 283 * US
 
 
@@ -131,7 +141,7 @@ def test_horovods_all_reduce_waits_for_the_slowest_and_its_waiting_is_left_out(t
     alone = COMPUTED + work + update
     assert lengths(trial, queues=True) == [alone, alone, alone, alone + 13, alone + 13]
     done = replay(composed(trial, queues=True)[1])
-    starts = {name: start for name, start in done.starts[0].items() if "ALLREDUCE" in name}
+    starts = {name: start for name, start in starts_of(done).items() if "ALLREDUCE" in name}
     assert set(starts.values()) == {(COMPUTED + 13 + NCCL["MEMCPY_IN_FUSION_BUFFER"]) * US}
     assert len(starts) == 4
     # As one node, it takes all of its parts, waiting included.
@@ -184,7 +194,7 @@ def test_operators_wait_for_those_that_ran_before_them(tmp_path: Path) -> None:
 def test_steps_follow_each_other_on_each_gpu(worker: Path) -> None:
     _, all_ = composed(worker)
     first, second = COMPUTED + OWN + 15 + STEP, HALF + 2 * ROOT + 15 + STEP
-    found = step_table(replay(all_, steps=3), {0: "rank0", 1: "rank1"}).records()
+    found = step_table(replay(all_, steps=3)).records()
     assert found == [
         {
             "step": step,
@@ -205,7 +215,7 @@ def test_delays_of_communication_computation_and_one_node(worker: Path) -> None:
     communicated, computed = 2 * ROOT + 15, HALF + STEP
 
     def step(what: str, change: Change) -> float:
-        return replay(all_, durations=delayed(all_, what, change)).makespan / US
+        return replay(delayed(all_, what, change)).makespan / US
 
     assert step("communication", Change(2.0, 0)) == computed + 2 * communicated
     assert step("computation", Change(1.5, 0)) == 1.5 * computed + communicated
@@ -241,9 +251,8 @@ def test_each_nth_critical_node_is_delayed_alone(worker: Path) -> None:
 
 def test_a_replay_read_back_takes_what_was_measured(worker: Path, tmp_path: Path) -> None:
     _, all_ = composed(worker, queues=True, at_run_time=True)
-    names = {0: "rank0", 1: "rank1"}
     path = tmp_path / "replay.json"
-    path.write_text("".join(as_trace(as_events(replay(all_, steps=2), names))))
+    path.write_text("".join(as_trace(as_events(replay(all_, steps=2)))))
     again = {label.name: average for label, average in statistics(events_of(path)).average_ps().items()}
     measured = statistics(find_job(worker).events()).average_ps()
     kept = {label.name: ps for label, ps in measured.items() if label.part or label.category != "Comm"}
@@ -267,7 +276,7 @@ def dags(draw: st.DrawFn) -> Dag:
     times = draw(st.lists(st.integers(0, 20), min_size=size, max_size=size))
     nodes = {f"n{i}": DagNode(f"n{i}", times[i], gpus[i], "FW") for i in range(size)}
     waits = {
-        f"n{i}": frozenset(f"n{j}" for j in range(i) if draw(st.booleans())) for i in range(size)
+        f"n{i}": {f"n{j}" for j in range(i) if draw(st.booleans())} for i in range(size)
     }  # fmt: skip
     return Dag(nodes=nodes, waits=waits)
 
@@ -284,10 +293,10 @@ def test_a_replay_takes_as_long_as_networkx_says(dag: Dag, ratio: int) -> None:
     assert path.length == expected == sum(node.duration for node in path.nodes)
     assert all(a.name in dag.waits[b.name] for a, b in itertools.pairwise(path.nodes))
     done = replay(dag)
-    assert max(done.starts[0][name] + done.durations[name] for name in dag.nodes) == expected
-    for name, start in done.starts[0].items():
-        assert start == max((done.starts[0][b] + done.durations[b] for b in dag.waits[name]), default=0)
-    slower = replay(dag, durations={name: ratio * node.duration for name, node in dag.nodes.items()})
+    assert max(starts_of(done)[name] + node.duration for name, node in dag.nodes.items()) == expected
+    for name, start in starts_of(done).items():
+        assert start == max((starts_of(done)[b] + dag.nodes[b].duration for b in dag.waits[name]), default=0)
+    slower = replay(dag.changed({name: ratio * node.duration for name, node in dag.nodes.items()}))
     assert slower.makespan == ratio * done.makespan
 
 
@@ -295,7 +304,7 @@ def test_a_replay_takes_as_long_as_networkx_says(dag: Dag, ratio: int) -> None:
 def test_a_graph_read_back_is_the_same(tmp_path_factory: pytest.TempPathFactory, dag: Dag) -> None:
     pytest.importorskip("networkx", reason="needs the [report] extra")
     named = {f"FW.{name}": node for name, node in dag.nodes.items()}
-    waits = {f"FW.{name}": frozenset(f"FW.{b}" for b in befores) for name, befores in dag.waits.items()}
+    waits = {f"FW.{name}": {f"FW.{b}" for b in befores} for name, befores in dag.waits.items()}
     whole = Dag(nodes={name: node._replace(name=name) for name, node in named.items()}, waits=waits)
     path = tmp_path_factory.mktemp("dag") / "dag.gml"
     path.write_text("".join(as_gml(whole)))

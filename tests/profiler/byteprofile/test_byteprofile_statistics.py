@@ -14,17 +14,17 @@ from profiled_jobs import BW_A, BW_B, FW_A, FW_B, OTHERS, PARTS, STEP, byteprofi
 
 from echograph.errors import DataError, OutputError
 from echograph.profiler.analyses.table import from_rows
-from echograph.profiler.byteprofile.events import EventLabel, Growing
-from echograph.profiler.byteprofile.layout import events_of, find_job
-from echograph.profiler.byteprofile.output import draw_settings, write_workbook
-from echograph.profiler.byteprofile.statistics import (
+from echograph.profiler.byteprofile.reader import columns_of, events_of, find_job
+from echograph.profiler.byteprofile.report import (
     category_table,
     comparison,
+    draw_settings,
     mapping,
     settings_of,
     settings_table,
     statistics,
     statistics_table,
+    write_workbook,
 )
 
 MS = 1e-3  # of a microsecond
@@ -56,10 +56,8 @@ def test_each_name_is_counted_in_milliseconds(worker: Path) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 10**7)), min_size=1, max_size=40))
 def test_python_says_the_same(events: list[tuple[str, int]]) -> None:
-    growing = Growing(Path("t"))
-    for at, (name, dur) in enumerate(events):
-        growing.add(EventLabel("", "FW", f"FW.{name}"), at, dur)
-    found = statistics(growing.events())
+    written = [complete(f"FW.{name}", at, dur, "operator") for at, (name, dur) in enumerate(events)]
+    found = statistics(columns_of(Path("t"), written, []))
     expected: dict[str, list[float]] = {}
     for name, dur in events:
         expected.setdefault(f"FW.{name}", []).append(dur * MS)

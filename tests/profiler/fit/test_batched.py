@@ -26,7 +26,7 @@ def test_unfused_attention_takes_what_the_chart_says(measured_data: Path, name: 
     rows = read_table(measured_data / "kernels.csv.gz").select(gpus=[CHARTED[name]], ops=["attn_fwd_bwd"])
     errors = []
     for i, note in enumerate(rows.text["notes"].tolist()):
-        if not note.startswith("PyTorch;") or rows.text["causal"][i] != "no":
+        if not note.startswith("PyTorch;") or rows.text["causal"].tolist()[i] != "no":
             continue
         batch, seq, heads, dim = (int(rows.number[c][i]) for c in ("batch", "seq", "heads", "head_dim"))
         measured = 14.0 * batch * seq**2 * heads * dim / (float(rows.number["tflops"][i]) * 1e12)

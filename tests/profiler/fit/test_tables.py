@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from echograph.errors import DataError
 from echograph.profiler.fit.fabric import read_collectives_csv
-from echograph.profiler.fit.table import read_table
+from echograph.profiler.fit.regression import disagreement
+from echograph.profiler.fit.table import read_table, read_tables
 
 COLLECTIVES = "collective,n_gpus,n_nodes,size_bytes,time_us\nall_reduce,8,1,1024,20\nall_reduce,8,1,2048,21\n"
 KERNELS = "op,dtype,m,n,k,latency_ms\ngemm,bf16,64,64,64,0.01\ngemm,bf16,128,64,64,0.01\n"
@@ -65,3 +67,32 @@ def test_whole_tables_are_read(tmp_path: Path) -> None:
     assert read_table(path).number["m"].tolist() == [64, 128]
     path.write_text(COLLECTIVES.replace("2048", "2048.0"))
     assert [row.size_bytes for row in read_collectives_csv(path)] == [1024, 2048]
+
+
+def test_several_tables_are_one_with_the_library_of_each_row(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.csv", tmp_path / "second.csv.gz"
+    first.write_text(KERNELS)
+    text = (
+        "source,op,dtype,kernel,m,n,k,latency_ms\nours,gemm,bf16,cublas,64,64,64,0.011\nours,gemm,fp8,,1,1,1,0.2\n"
+    )
+    second.write_bytes(gzip.compress(text.encode()))
+    table = read_tables([first, second])
+    assert table.number["m"].tolist() == [64, 128, 64, 1]
+    assert table.text["kernel"].tolist() == ["", "", "cublas", ""]
+    assert table.text["dtype"].counts() == {"bf16": 3, "fp8": 1}
+    assert table.sources() == {"": 2, "ours": 2}
+    chosen = table.select(dtypes=["bf16"]).where(table.select(dtypes=["bf16"]).text["kernel"].among(["cublas"]))
+    assert chosen.seconds().tolist() == pytest.approx([1.1e-5])
+    assert table.text["kernel"].starting("cub").tolist() == [False, False, True, False]
+
+
+def test_how_far_libraries_are_apart() -> None:
+    shape = np.repeat(np.arange(1.0, 201.0), 2)
+    library = np.tile(np.asarray([0, 1], np.int32), 200)
+    rng = np.random.default_rng(5)
+    apart = 1e-3 * np.exp(0.1 * rng.standard_normal(400))
+    assert disagreement((shape,), library, apart) == pytest.approx(0.1, rel=0.15)
+    # One library, shapes that one of them has, and short kernels say nothing.
+    assert disagreement((shape,), np.zeros(400, np.int32), apart) == 0.0
+    assert disagreement((np.arange(400.0),), library, apart) == 0.0
+    assert disagreement((shape,), library, apart * 1e-3) == 0.0

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_traces import job, launched, operator, step, work
 
-from echograph.profiler.analyses.critical_graph import critical_graph
+from echograph.profiler.analyses.critical_path import critical_graph
 from echograph.profiler.page.lanes import Spans, TimelineTrack, coarse
 from echograph.profiler.page.report import timeline
 

@@ -17,7 +17,7 @@ from networkx import DiGraph, read_gml, write_gml
 
 from echograph.profiler.byteprofile.dag import replay
 from echograph.profiler.byteprofile.dependencies import coupled, dependencies
-from echograph.profiler.byteprofile.layout import find_job
+from echograph.profiler.byteprofile.reader import find_job
 from echograph.profiler.record.dependencies import add_durations
 from echograph.units import PS_PER_US
 

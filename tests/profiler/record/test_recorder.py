@@ -18,7 +18,7 @@ from torch import nn
 
 import echograph
 from echograph.errors import InputError, UsageError
-from echograph.ir.comms.reader import NativeSource
+from echograph.ir.comms.record import NativeSource
 from echograph.profiler.comms.readers import find_sources
 from echograph.profiler.record.folder import read_hooks, read_recording
 

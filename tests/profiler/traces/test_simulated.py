@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from random_jobs import RandomJob
 
 from echograph.errors import DataError, EchoError, UsageError
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.exporters.chrome import chrome_trace
+from echograph.ir.exporters.chrome import chrome_trace, process_groups
 from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
@@ -26,12 +27,14 @@ from echograph.profiler.analyses import ANALYSES
 from echograph.profiler.analyses.table import AnswerTable
 from echograph.profiler.analyses.work import KernelKind, kinds
 from echograph.profiler.traces import TraceSet, read_traces
+from echograph.profiler.traces.events import TEXTS
 from echograph.profiler.traces.simulated import simulated_traces
-from echograph.profiler.traces.trace import COPIES
+from echograph.profiler.traces.trace import COPIES, Trace
 from echograph.simulator.breakdown import Breakdown, breakdown
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.simulate import simulate
+from echograph.workflow.analyze import analyze
 
 CLUSTER = load_cluster("dgx-h100")
 HOST = IssueTimes(op_ps=4_000_000, launch_ps=3_000_000)
@@ -116,6 +119,17 @@ def answer(name: str, traces: TraceSet) -> AnswerTable | str:
         return str(error).partition(": ")[2]
 
 
+def said_by(trace: Trace) -> dict[str, dict[int, object]]:
+    """The arguments of a trace's rows; texts as they are."""
+    return {
+        name: {
+            row: trace.strings[value] if name in TEXTS else value
+            for row, value in zip(rows.tolist(), values.tolist(), strict=True)
+        }
+        for name, (rows, values) in trace.arguments.items()
+    }
+
+
 def check_columns(job: JobGraph, timeline: Timeline, path: Path, **options: object) -> None:
     """A timeline as traces is what its file holds, and analyses answer alike."""
     read, made = read_back(job, timeline, path, **options), simulated_traces(job, timeline, **options)
@@ -127,15 +141,16 @@ def check_columns(job: JobGraph, timeline: Timeline, path: Path, **options: obje
             texts = [[t.strings[code] for code in getattr(t, column).tolist()] for t in (ours, theirs)]
             assert texts[0] == texts[1], column
         assert ours.world_size == theirs.world_size and ours.notes == theirs.notes
-        assert {name: (v.rows.tolist(), v.values.tolist()) for name, v in ours.arguments.items()} == {
-            name: (v.rows.tolist(), v.values.tolist()) for name, v in theirs.arguments.items()
-        }
+        assert said_by(ours) == said_by(theirs)
     for name in ANALYSES.keys() - OF_OTHER_FILES:
         first, second = answer(name, made), answer(name, read)
         if isinstance(first, str) or isinstance(second, str):
             assert first == second, name
             continue
-        assert first.columns.keys() == second.columns.keys() and first.notes == second.notes
+        assert first.columns.keys() == second.columns.keys()
+        # What a profile lacks it can be asked for; a simulated step has none of it.
+        lacks = [note.removesuffix(" in a simulated step") for note in first.notes]
+        assert lacks == [note.partition(": profile with")[0] for note in second.notes]
         # Rows that are equal but for their texts stand in the order in which the texts were met, and positions are
         # those of events in a file.
         said = [sorted(str(row | PLACES) for row in table.records()) for table in (first, second)]
@@ -182,6 +197,13 @@ def test_picoseconds_are_kept_in_a_step_of_minutes(tmp_path: Path) -> None:
         assert trace.duration[trace.on_device].tolist() == timeline.duration[rows].tolist()
 
 
+def of_job(path: Path, groups: set[tuple[str, tuple[int, ...]]]) -> dict[str, object]:
+    """What a file says of its job, beside its process groups, which are these."""
+    said: dict[str, Any] = json.loads(path.read_text())["distributedInfo"]
+    assert {(group["pg_name"], tuple(group["ranks"])) for group in said.pop("pg_config")} == groups
+    return said
+
+
 def test_processes_are_ranks(tmp_path: Path) -> None:
     job, timeline = run(*JOBS["pipeline"])
     path = tmp_path / "trace.json"
@@ -194,9 +216,11 @@ def test_processes_are_ranks(tmp_path: Path) -> None:
         read_traces(path, [1])
     named = read_back(job, timeline, path, programs=[1, 3], ranks=(3, 7, 11, 15))
     assert list(named) == [7, 15]
-    assert json.loads(path.read_text())["distributedInfo"] == {"world_size": 16}
+    groups = {("pp 3", (3, 7, 11, 15)), ("dp 4", (4, 5, 6, 7)), ("dp 12", (12, 13, 14, 15))}
+    assert of_job(path, groups) == {"world_size": 16}
     read_back(job, timeline, path, programs=[2])
-    assert json.loads(path.read_text())["distributedInfo"] == {"world_size": 16, "rank": 8}
+    groups = {("pp 0", (0, 4, 8, 12)), ("dp 8", (8, 9, 10, 11))}
+    assert of_job(path, groups) == {"world_size": 16, "rank": 8}
 
 
 @pytest.mark.parametrize("ranks", ["[0]", '{"0": "1"}', '{"x": 0}', '{"0": true}', f'{{"{"9" * 20}": 0}}'])
@@ -204,6 +228,20 @@ def test_a_file_that_says_ranks_in_other_ways_is_refused(ranks: str, tmp_path: P
     (tmp_path / "t.json").write_text(f'{{"processRanks": {ranks}, "traceEvents": []}}')
     with pytest.raises(DataError, match="processRanks: give the rank of each process by its number"):
         read_traces(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_process_groups_are_the_ranks_that_differ_along_their_axes_alone(name: str) -> None:
+    job = JOBS[name][0]()
+    places = [dict(zip(job.strides, np.unravel_index(rank, [a.size for a in job.mesh]), strict=True))
+              for rank in range(job.world_size)]  # fmt: skip
+    for rank in range(0, job.world_size, 5):
+        found = process_groups(job, rank)
+        for number, group in enumerate(job.groups):
+            others = job.strides.keys() - set(group.axes)
+            same = [r for r, place in enumerate(places) if all(place[a] == places[rank][a] for a in others)]
+            assert found[number].ranks == tuple(same)
+        assert len({one.name for one in found.values()}) == len(found) == len(job.groups)
 
 
 def test_work_belongs_to_the_step_and_to_what_issued_it(tmp_path: Path) -> None:
@@ -244,3 +282,46 @@ def test_copies_are_copies(tmp_path: Path) -> None:
     assert int(device.of_category(COPIES).sum()) == 3
     rates = ANALYSES["memory-bandwidth"](traces).records()
     assert {row["memory_bw_gbps"] for row in rates} == {0.0, 250.0}, "a megabyte in four microseconds"
+
+
+NEEDS = {
+    "kernel-sequences": {"operator": "mm", "min_length": 1},
+    "trace-diff": {"test_rank": 4},
+    "queue-full": {"max_queue_length": 2},
+}
+LACKS = {
+    "annotated-kernels": "no annotation on the device in a simulated step",
+    "annotations": "no annotation on the device in a simulated step",
+    "collectives": "no collective was traced on several ranks",
+    "execution-trace": "name the file",
+    "hardware-counters": "no hardware counters in a simulated step",
+    "stragglers": "no collective of at least 1 % of a step runs on two ranks",
+    "memory-bandwidth": "no copy or set whose bandwidth is known",
+    "memory-bandwidth-summary": "no copy or set whose bandwidth is known",
+    "memory-categories": "name the file",
+    "memory-timeline": "no memory in its profile in a simulated step",
+}
+
+
+@pytest.fixture(scope="module")
+def step() -> Timeline:
+    job, timeline = run(*JOBS["pipeline"])
+    return replace(timeline, graph=job)
+
+
+@pytest.mark.parametrize("name", ANALYSES)
+def test_every_analysis_answers_of_a_simulated_step_or_says_what_it_lacks(name: str, step: Timeline) -> None:
+    try:
+        found = analyze(step, name, **NEEDS.get(name, {}))
+    except EchoError as error:
+        assert LACKS[name] in str(error) and "\n" not in str(error)
+        return
+    assert bool(len(found)) == (name not in LACKS)
+    assert len(found) or any(LACKS[name] in note for note in found.notes)
+
+
+def test_a_timeline_whose_job_nobody_kept_is_refused(step: Timeline) -> None:
+    with pytest.raises(UsageError, match="does not know its job"):
+        analyze(replace(step, graph=None), "overlap")
+    with pytest.raises(UsageError, match="no rank 3 in the prediction"):
+        analyze(step, "overlap", ranks=[3])

@@ -15,8 +15,7 @@ import pytest
 from cluster_files import KEYS, places, prepared, written
 
 from echograph.errors import DataError, EchoError, InputError, UnknownNameError, UsageError
-from echograph.simulator.clusters import cluster_names, fabric_names, load_cluster, parse_degraded
-from echograph.simulator.clusters.cluster import PRESETS
+from echograph.simulator.clusters import PRESETS, cluster_names, fabric_names, load_cluster, parse_degraded
 from echograph.simulator.clusters.fabric import parse_fabric, read_fabric_document
 
 WRONG: list[Any] = [

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from echograph.errors import DataError, PlanError
-from echograph.simulator.clusters import cluster_names, load_cluster
-from echograph.simulator.clusters.cluster import PRESETS
+from echograph.simulator.clusters import PRESETS, cluster_names, load_cluster
 from echograph.simulator.collectives import collective_time
 from echograph.simulator.network.topology import Topology
 
 MILLION = 2**20
-GROWING = ("dgx-a100", "dgx-b200", "dgx-h100", "dgx-h200", "ethernet-100g", "gb200-nvl72")
+GROWING = (
+    *("dgx-a100", "dgx-b200", "dgx-b300", "dgx-h100", "dgx-h200"),
+    *("ethernet-100g", "gb200-nvl72", "gb300-nvl72"),
+)
 
 
 def test_these_presets_grow_to_a_million() -> None:

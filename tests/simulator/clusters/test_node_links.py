@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from echograph.errors import DataError
-from echograph.simulator.clusters import Cluster, load_cluster
-from echograph.simulator.clusters.cluster import PRESETS
+from echograph.simulator.clusters import PRESETS, Cluster, load_cluster
 from echograph.simulator.clusters.fabric import read_fabric_document
 from echograph.simulator.collectives import CollectiveName, collective_time
 from echograph.simulator.network.topology import Topology

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echograph.errors import PlanError
-from echograph.simulator.clusters import load_cluster
-from echograph.simulator.clusters.cluster import GroupPlacement, place
+from echograph.simulator.clusters import GroupPlacement, load_cluster, place
 
 
 def test_whole_nodes() -> None:

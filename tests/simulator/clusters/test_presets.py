@@ -7,6 +7,7 @@ import pytest
 
 from echograph.errors import DataError, InputError, PlanError, UnknownNameError
 from echograph.simulator.clusters import (
+    PRESETS,
     Cluster,
     cluster_names,
     fabric_names,
@@ -14,7 +15,6 @@ from echograph.simulator.clusters import (
     load_network_fabric,
     load_node_fabric,
 )
-from echograph.simulator.clusters.cluster import PRESETS
 from echograph.simulator.clusters.fabric import parse_fabric, read_fabric_document
 
 # GPU, GPUs a node, NVLink domain, NVLink GB/s a GPU, NIC GB/s a node: from the vendors' data sheets.
@@ -31,6 +31,8 @@ DATA_SHEETS = {
     "jean-zay-a100": ("a100-sxm-80", 8, 8, 300, 50),
     "grand-teton-h100": ("h100-sxm-hbm2e", 8, 8, 450, 400),
     "gb200-nvl72": ("gb200", 4, 72, 900, 200),
+    "dgx-b300": ("b300", 8, 8, 900, 800),
+    "gb300-nvl72": ("gb200", 4, 72, 900, 400),
 }
 
 

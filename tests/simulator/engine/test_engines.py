@@ -17,11 +17,10 @@ from echograph.ir.passes.data_parallel import DataParallel
 from echograph.simulator import engine
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.durations import durations
-from echograph.simulator.engine import events, static
+from echograph.simulator.engine import Roles, events, static
 from echograph.simulator.engine.columns import causes
 from echograph.simulator.engine.static import WINDOW, topological_order
 from echograph.simulator.host import IssueTimes
-from echograph.simulator.roles import Roles
 from echograph.simulator.tasks import HOST, TaskGraph
 
 ONE_BY_ONE = (static.run, events.run, lambda tasks: reference.run(tasks).start)

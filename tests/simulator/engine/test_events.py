@@ -25,7 +25,7 @@ from echograph.simulator.engine.sharing import Sharing
 from echograph.simulator.tasks import TaskGraph
 
 MANY = 1e9
-"""Times the capacity with which no link is crowded."""
+"""Times the capacity with which no link is saturated."""
 ROUNDED_PS = 2
 """Ends are whole picoseconds here and in the oracle, but a rate is a fraction there."""
 
@@ -161,13 +161,13 @@ def test_a_link_used_twice_is_loaded_twice() -> None:
 
 
 def test_one_more_flow_than_a_link_carries_slows_all_by_that_much() -> None:
-    # More than any table begins with, all crossing a second link that never gets crowded.
+    # More than any table begins with, all crossing a second link that never gets saturated.
     many = 300
     scene = flows([0] * many, [10**9] * many, [1.0] * many, [[0, 1]] * many, [many - 1, 10.0 * many])
     assert ends(scene) == [-(-(10**9) * many // (many - 1))] * many
 
 
-def test_flows_that_come_one_by_one_to_a_crowded_link_are_those_of_the_oracle() -> None:
+def test_flows_that_come_one_by_one_to_a_saturated_link_are_those_of_the_oracle() -> None:
     count = 120
     scene = flows(list(range(count)), [10**6] * count, [1.0] * count, [[0]] * count, [50.0])
     oracle = Oracle(*scene)

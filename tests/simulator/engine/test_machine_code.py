@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -56,6 +57,19 @@ def test_what_cannot_be_kept_beside_the_sources_or_at_home_is_kept_for_a_while(
     again = kept(function)
     assert again(4) == 8
     assert sum(again.stats.cache_hits.values()) == 1
+
+
+def test_what_another_version_kept_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its argument's type has another name since, at the same line."""
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "from typing import NamedTuple\nclass {0}(NamedTuple):\n    x: int\ndef twice(of): return 2 * of.x\n"
+    for name in ("Before", "After"):
+        (tmp_path / "versions.py").write_text(source.format(name))
+        sys.modules.pop("versions", None)
+        importlib.invalidate_caches()
+        module = importlib.import_module("versions")
+        assert kept(module.twice)(getattr(module, name)(4)) == 8
+    assert len(list(tmp_path.rglob("*.nbi"))) == 2
 
 
 def test_without_a_place_it_is_compiled_and_not_kept(temporary: Path, tmp_path: Path) -> None:

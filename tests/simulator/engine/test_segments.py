@@ -20,15 +20,19 @@ from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.durations import Durations
-from echograph.simulator.engine import static
-from echograph.simulator.engine.segments.critical_path import critical_path
-from echograph.simulator.engine.segments.cut import SegmentedJob, cut
-from echograph.simulator.engine.segments.engine import simulate as segments
-from echograph.simulator.engine.segments.run import SegmentRun, run, work_of
-from echograph.simulator.engine.segments.timeline import program_timeline
+from echograph.simulator.engine import Roles, static, write_timeline
+from echograph.simulator.engine.segments import (
+    SegmentedJob,
+    SegmentRun,
+    critical_path,
+    cut,
+    program_timeline,
+    run,
+    work_of,
+)
+from echograph.simulator.engine.segments import simulate as segments
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.limits import families, largest_first, limits
-from echograph.simulator.roles import Roles, write_timeline
 from echograph.simulator.simulate import simulate
 from echograph.simulator.tasks import expand
 

@@ -10,6 +10,7 @@ import pytest
 
 from echograph.errors import DataError, UsageError
 from echograph.simulator.clusters import (
+    PRESETS,
     Cluster,
     DegradedLink,
     SlowNode,
@@ -17,7 +18,6 @@ from echograph.simulator.clusters import (
     load_cluster,
     parse_degraded,
 )
-from echograph.simulator.clusters.cluster import PRESETS
 from echograph.simulator.network.topology import Topology
 
 

@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echograph.ir.graph import JobGraph
+from echograph.ir.intervals import Pieces
 from echograph.ir.timeline import Lane, Timeline
-from echograph.simulator.breakdown import breakdown
+from echograph.simulator.breakdown import BreakdownLayers, breakdown, layers_of, moments
 from echograph.simulator.result import Result
-from echograph.workflow.report.moments import Moments, kinds_of, moments, runs, totals
+from echograph.workflow.report.lanes import runs
 
 Staged = tuple[Result, JobGraph]
 work = st.tuples(
@@ -37,19 +38,33 @@ def timeline_of(job: JobGraph, tasks: list[tuple[int, Lane, int, int, int]]) -> 
     )
 
 
+def layer_at(timeline: Timeline, layers: BreakdownLayers, program: int, moment: int) -> int:
+    """The layer of one unit of time, by looking at all that runs then."""
+    runs_then = (timeline.program == program) & (timeline.start <= moment) & (moment < timeline.end)
+    device = timeline.lane[runs_then] == Lane.DEVICE
+    of = np.where(device, layers.of_op[timeline.op[runs_then]], layers.host)
+    return int(of.min(initial=layers.idle))
+
+
 @given(tasks=st.lists(work, min_size=1, max_size=60))
 def test_moments_are_the_breakdown_in_time(staged: Staged, tasks: list[tuple[int, Lane, int, int, int]]) -> None:
     job = staged[1]
-    timeline, kinds = timeline_of(job, tasks), kinds_of(job)
+    timeline, layers = timeline_of(job, tasks), layers_of(job)
     for program in range(2):
-        found, parts = moments(timeline, kinds, program), breakdown(job, timeline, program)
+        rows = np.flatnonzero(timeline.program == program)
+        found, parts = moments(layers, timeline, rows), breakdown(job, timeline, program)
         communication = list(parts.exposed_communication.values())
-        assert totals(found, kinds) == [parts.compute, *communication, parts.host, parts.bubble]
+        expected = [parts.compute, *communication, parts.host, parts.bubble]
+        assert found.spent(layers.idle) == expected
+        spent = {(int(program), layer): 0 for layer in range(len(expected))}
+        for moment in range(timeline.makespan):
+            spent[program, layer_at(timeline, layers, program, moment)] += 1
+        assert list(spent.values()) == expected
         if timeline.makespan:
             assert (found.start[0], found.end[-1]) == (0, timeline.makespan)
         assert (found.start[1:] == found.end[:-1]).all()
         runs_then = found.row >= 0
-        assert (runs_then == (found.kind != kinds.idle)).all()
+        assert (runs_then == (found.layer != layers.idle)).all()
         row = found.row[runs_then]
         assert (timeline.program[row] == program).all()
         assert (timeline.start[row] <= found.start[runs_then]).all()
@@ -57,11 +72,12 @@ def test_moments_are_the_breakdown_in_time(staged: Staged, tasks: list[tuple[int
 
 def test_roles_of_a_pipeline_add_up_to_the_step(staged: Staged) -> None:
     result, job = staged
-    kinds, parts = kinds_of(job), []
+    layers, parts = layers_of(job), []
     for program in range(3):
-        found = moments(result.timeline, kinds, program)
-        assert sum(totals(found, kinds)) == result.step_ps
-        parts.append(totals(found, kinds))
+        rows = np.flatnonzero(result.timeline.program == program)
+        spent = moments(layers, result.timeline, rows).spent(layers.idle)
+        assert sum(spent) == result.step_ps
+        parts.append(spent)
     said = result.breakdown
     assert [said.compute, *said.exposed_communication.values(), said.host, said.bubble] in parts
 
@@ -75,7 +91,7 @@ def test_runs_hold_every_piece_once_and_nothing_long_between(drawn: list[tuple[i
     length, key = (np.array(column, np.int64) for column in zip(*drawn, strict=True))
     end = np.cumsum(length)
     kind = np.where(key >= 0, 0, -key)
-    found = runs(Moments(end - length, end, kind, np.arange(len(key))), np.maximum(key, -1), gap)
+    found = runs(Pieces(end - length, end, kind, np.arange(len(key))), np.maximum(key, -1), gap)
     last = np.append(found.first[1:], len(key))
     for first, stop, longest, own, other in zip(
         found.first, last, found.longest, found.own, found.other, strict=True

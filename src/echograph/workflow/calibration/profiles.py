@@ -21,7 +21,7 @@ TITLES = ("profile", "what", "rows held out", "median error", "mean error", "bia
 def fit(
     output: str | Path,
     *,
-    kernels: str | Path | None = None,
+    kernels: str | Path | Sequence[str | Path] | None = None,
     collectives: str | Path | None = None,
     nccl_tests: Sequence[str | Path] = (),
     cluster: str = "",
@@ -37,16 +37,16 @@ def fit(
 
     Args:
         output: folder for the profiles; it is written whole or not at all.
-        kernels: a table of measured kernels (CSV, may be gzipped).
+        kernels: a table of measured kernels (CSV, may be gzipped), or several.
         collectives: a table of measured collectives (CSV).
         nccl_tests: what programs of nccl-tests printed; a cluster is written from them.
         cluster: what those ran on: a preset or a TOML file.
         collective: what they ran, where they do not say.
-        name: of the cluster that is written.
+        name: name of the cluster that is written.
         devices: only these of the table; none: all.
         base: fit the table of one device anew on top of this shipped profile.
         fabrics: only these of the table; none: all.
-        date: of the fit, as it stands in the profiles.
+        date: date of the fit, as it stands in the profiles.
         say: told what goes on.
 
     Returns:
@@ -59,7 +59,8 @@ def fit(
         DataError: it breaks a rule, or holds no row that fits.
         OutputError: the folder cannot be written.
     """
-    if kernels is None and collectives is None and not nccl_tests:
+    tables = [Path(kernels)] if isinstance(kernels, str | Path) else [Path(table) for table in kernels or ()]
+    if not tables and collectives is None and not nccl_tests:
         raise UsageError("nothing to fit: give --kernels TABLE, --collectives TABLE or --nccl-tests LOG")
     from echograph.ir.files import whole_folder
     from echograph.profiler.analyses.table import from_rows
@@ -67,10 +68,10 @@ def fit(
     records: list[dict[str, object]] = []
     skipped: list[str] = []
     with whole_folder(Path(output)) as folder:
-        if kernels is not None and base is not None:
-            records += refit_device(Path(kernels), base, folder, date, say)
-        elif kernels is not None:
-            records += fit_devices(Path(kernels), list(devices), folder, date, say)
+        if tables and base is not None:
+            records += refit_device(tables, base, folder, date, say)
+        elif tables:
+            records += fit_devices(tables, list(devices), folder, date, say)
         if collectives is not None:
             found, skipped = fit_the_fabrics(Path(collectives), list(fabrics), folder, date, say)
             records += found
@@ -82,21 +83,21 @@ def fit(
 
 
 def fit_devices(
-    table: Path, names: list[str], output: Path, date: str, say: Progress = silent
+    tables: Sequence[Path], names: list[str], output: Path, date: str, say: Progress = silent
 ) -> list[dict[str, object]]:
     """Fits the named devices, or all of the datasheets; one record for each kind that was held out."""
     from echograph.profiler.costs import load_device
     from echograph.profiler.fit.device import fit_device, write_profile
     from echograph.profiler.fit.facts import read_facts
-    from echograph.profiler.fit.table import read_table
+    from echograph.profiler.fit.table import read_tables
 
     facts = read_facts()
     for name in names:
         if name not in facts:
             raise UnknownNameError("device", name, facts)
     done: dict[str, DeviceProfile] = {}
-    say(f"reading {table}")
-    measured = read_table(table)
+    say(f"reading {', '.join(map(str, tables))}")
+    measured = read_tables(tables)
     # The file names a device after the relative that it borrows from, so relatives are fitted first.
     for name, device in facts.items():
         if not names or name in names:
@@ -108,15 +109,15 @@ def fit_devices(
 
 
 def refit_device(
-    table: Path, base: str, output: Path, date: str, say: Progress = silent
+    tables: Sequence[Path], base: str, output: Path, date: str, say: Progress = silent
 ) -> list[dict[str, object]]:
-    """Fits what a table of one device measures; the rest stays as the shipped profile has it."""
+    """Fits what tables of one device measure; the rest stays as the shipped profile has it."""
     from echograph.profiler.costs import load_device
     from echograph.profiler.fit.device import refit, write_profile
-    from echograph.profiler.fit.table import read_table
+    from echograph.profiler.fit.table import read_tables
 
-    say(f"fitting {table}")
-    profile = refit(read_table(table), load_device(base), [], date=date)
+    say(f"fitting {', '.join(map(str, tables))}")
+    profile = refit(read_tables(tables), load_device(base), [], date=date)
     write_profile(profile, output / f"{profile.name}.json")
     return list(_held_out(profile))
 
@@ -196,7 +197,7 @@ def fit_the_logs(
 ) -> list[dict[str, object]]:
     """Fits a cluster's fabrics to logs of nccl-tests; one record for each kind of collective held out."""
     from echograph.profiler.fit.fabric import KINDS, read_nccl_tests
-    from echograph.workflow.calibration.logs import fit_logs
+    from echograph.workflow.calibration.fabrics import fit_logs
 
     if not cluster:
         raise UsageError("--nccl-tests: say what they ran on with --cluster (see echosim clusters)")

@@ -56,12 +56,12 @@ FormatOptions = Mapping[str, Any]
 
 
 def import_(name: str, source: str | Path, *, keep_overhead: bool = False, say: Progress = silent) -> Graph:
-    """Reads what another tool wrote as a graph; what a graph cannot hold of it goes to the logger `echograph`.
+    """Reads what another tool wrote as a graph; what a graph cannot hold goes to the logger `echograph`.
 
     Args:
-        name: of the format: "chakra", "comms", "gml", "json", "kineto", "onnx" or "text".
+        name: name of the format: "chakra", "comms", "gml", "json", "kineto", "onnx" or "text".
         source: the file; for chakra and kineto the folder of the ranks.
-        keep_overhead: of kineto: durations as recorded, with what recording cost.
+        keep_overhead: with kineto: durations as recorded, with what recording cost.
         say: told how far it is.
 
     Raises:
@@ -104,8 +104,8 @@ def export(
         to: the format: "chakra", "simai", "chrome", "onnx", "gml", "graphml", "json", "dot", "svg", ...
         output: the file; for chakra the folder.
         cluster: where the job runs, for formats with durations; None: the default one.
-        per_role: of chakra: one file a role instead of one a rank.
-        name: of chakra's files.
+        per_role: with chakra: one file a role instead of one a rank.
+        name: with chakra: name of the files.
         say: told what goes on.
 
     Returns:
@@ -153,7 +153,7 @@ def refuse_format(name: str, able: Collection[str], what: str) -> NoReturn:
     """Refuses a format: one that other commands have is not called unknown.
 
     Args:
-        name: as it was asked for.
+        name: the format that the user named.
         able: the formats that the command has.
         what: the command does with a format ("imported").
 

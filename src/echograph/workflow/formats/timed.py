@@ -17,9 +17,8 @@ from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster
 from echograph.simulator.clusters.fabric import Protocols
 from echograph.simulator.durations import durations
 from echograph.units import GB, GIB, format_time, to_ps, to_s
-from echograph.workflow.annotate import annotate
 from echograph.workflow.plan import Plan
-from echograph.workflow.system import System
+from echograph.workflow.system import System, annotate
 
 
 def export_chakra(
@@ -40,7 +39,7 @@ def export_chakra(
         output: the folder.
         cluster: where the job runs.
         per_role: one file a role of the job instead of one a rank.
-        name: of the files; "" takes the model's.
+        name: name of the files; "" takes the model's.
         progress: told what goes on.
 
     Raises:
@@ -159,9 +158,9 @@ class Dimension:
 
     Attributes:
         name: for people.
-        ranks: along it.
-        bytes_per_s: of a rank, in one direction.
-        latency_s: of a message.
+        ranks: ranks along the dimension.
+        bytes_per_s: bandwidth of a rank in one direction, bytes per second.
+        latency_s: latency of a message, seconds.
     """
 
     name: str
@@ -215,9 +214,9 @@ def astra_sim_files(
 
     Args:
         cluster: the cluster.
-        ranks: of the job.
-        peak_flops_per_s: of the device, for the roofline that a user may switch on; 0 where unknown.
-        memory_bytes_per_s: of the device's memory, for the same.
+        ranks: number of ranks of the job.
+        peak_flops_per_s: peak of the device, for the roofline that a user may switch on; 0 where unknown.
+        memory_bytes_per_s: bandwidth of the device's memory, for the roofline too; 0 where unknown.
 
     Raises:
         PlanError: as `dimensions`.

@@ -1,5 +1,4 @@
 """`--html` of `echosim run` and `echosim compare`: predictions as pages, drawn as those of what was measured.
 
-`moments` says what a role does at every moment, `details` what a prediction knows beyond its JSON, `lanes` puts
-the step on a timeline, `assumptions` says what it rests on, `prediction` and `comparison` are the pages.
+`lanes` puts the step on a timeline, `prediction` and `comparison` are the pages, `parts` what both have.
 """

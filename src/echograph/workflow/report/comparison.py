@@ -28,7 +28,7 @@ def comparison_page(found: _Record, before: _Record, after: _Record, names: tupl
         found: the comparison.
         before: a result.
         after: another one.
-        names: of both.
+        names: names of the two results.
     """
     both = list(zip(names, (before, after), strict=True))
     body = [

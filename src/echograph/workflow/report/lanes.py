@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from echograph.ir.columns import NONE, Bools, Int64, distinct
 from echograph.ir.graph import JobGraph
+from echograph.ir.intervals import Pieces
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import Phase
 from echograph.profiler.page.lanes import Spans, TimelineTrack, drawing
-from echograph.workflow.report.moments import COMPUTE, Kinds, Moments, runs
+from echograph.simulator.breakdown import COMPUTE, BreakdownLayers
 
 MOST_SPANS = 24_000
 # What is shorter than this share of the step and between work of one kind is drawn within that.
@@ -24,22 +26,22 @@ _EXPOSED = "exposed: "
 _LEVELS = ("each operation", "all work of a layer", "all work of a micro-batch")
 
 
-def colours(kinds: Kinds) -> list[int]:
+def colours(layers: BreakdownLayers) -> list[int]:
     """The colour of every kind of moment."""
-    cycle = [OF_COMMUNICATION[i % len(OF_COMMUNICATION)] for i in range(len(kinds.labels))]
+    cycle = [OF_COMMUNICATION[i % len(OF_COMMUNICATION)] for i in range(len(layers.labels))]
     return [0, *cycle, HOST, IDLE]
 
 
 class ShownStep:
     """What is put on lanes: a job, when it ran, and what its roles did at each moment."""
 
-    def __init__(self, job: JobGraph, timeline: Timeline, kinds: Kinds) -> None:
-        self.job, self.timeline, self.kinds = job, timeline, kinds
-        self.colours = colours(kinds)
+    def __init__(self, job: JobGraph, timeline: Timeline, layers: BreakdownLayers) -> None:
+        self.job, self.timeline, self.layers = job, timeline, layers
+        self.colours = colours(layers)
         self.several = int(timeline.micro_batch.max(initial=0)) > 0
         self.gap_ps = int(timeline.makespan * _GAP)
 
-    def drawing(self, found: Mapping[int, Moments], idle: str, note: str) -> str:
+    def drawing(self, found: Mapping[int, Pieces], idle: str, note: str) -> str:
         """The lanes as HTML.
 
         Args:
@@ -53,22 +55,22 @@ class ShownStep:
         busy = f" On the streams, {level} is a bar, as tall as the stream is busy." if streams else ""
         return drawing(lanes, MOST_SPANS, self._key(found, level, idle), f" {note}{busy}")
 
-    def _key(self, found: Mapping[int, Moments], level: str, idle: str) -> dict[str, int]:
+    def _key(self, found: Mapping[int, Pieces], level: str, idle: str) -> dict[str, int]:
         """What the colours mean that occur."""
-        used = np.bincount(np.concatenate([m.kind for m in found.values()]), minlength=self.kinds.idle + 1) > 0
+        used = np.bincount(np.concatenate([m.layer for m in found.values()]), minlength=self.layers.idle + 1) > 0
         phases = distinct(self.job.ops.phase[self.timeline.op]).tolist()
         shown = {phase.name.lower(): colour for phase, colour in _OF_PHASE.items() if phase in phases}
         if level != _LEVELS[0] and shown.pop("recompute", None) is not None:
             shown = {"backward, with what it recomputes" if n == "backward" else n: c for n, c in shown.items()}
-        names = (*(f"{label} communication" for label in self.kinds.labels), "host", idle)
+        names = (*(f"{label} communication" for label in self.layers.labels), "host", idle)
         return shown | {name: self.colours[1 + at] for at, name in enumerate(names) if used[1 + at]}
 
     def path(self) -> TimelineTrack:
         """The critical path."""
         timeline, rows = self.timeline, self.timeline.critical_path()
         rows = rows[timeline.duration[rows] > 0]
-        kind = np.where(timeline.lane[rows] == Lane.HOST, self.kinds.host, self.kinds.of_op[timeline.op[rows]])
-        pieces = Moments(timeline.start[rows], timeline.end[rows], kind, rows)
+        kind = np.where(timeline.lane[rows] == Lane.HOST, self.layers.host, self.layers.of_op[timeline.op[rows]])
+        pieces = Pieces(timeline.start[rows], timeline.end[rows], kind, rows)
         of_role = timeline.program[rows].astype(np.int64)
         key = self._work(rows) * len(timeline.programs) + of_role
         several = len(timeline.programs) > 1
@@ -79,7 +81,7 @@ class ShownStep:
 
         return self._lane("critical path", pieces, key, said)
 
-    def role(self, number: int, pieces: Moments, idle: str) -> TimelineTrack:
+    def role(self, number: int, pieces: Pieces, idle: str) -> TimelineTrack:
         """What a program does at each moment."""
         return self._lane(
             self.timeline.programs[number],
@@ -101,12 +103,12 @@ class ShownStep:
     def _micro_batch(self, rows: Int64) -> Int64:
         return np.asarray(np.maximum(self.timeline.micro_batch[rows].astype(np.int64), 0))
 
-    def _lane(self, label: str, pieces: Moments, key: Int64, said: Callable[[int, int], str]) -> TimelineTrack:
+    def _lane(self, label: str, pieces: Pieces, key: Int64, said: Callable[[int, int], str]) -> TimelineTrack:
         """Pieces of one key as one bar, with what is short and lies between them as its strip."""
-        found = runs(pieces, np.where(pieces.kind == COMPUTE, key, NONE), self.gap_ps)
+        found = runs(pieces, np.where(pieces.layer == COMPUTE, key, NONE), self.gap_ps)
         start = pieces.start[found.first]
         end = pieces.end[np.append(found.first[1:], len(key)) - 1]
-        kind, rows = pieces.kind[found.longest], pieces.row[found.longest]
+        kind, rows = pieces.layer[found.longest], pieces.row[found.longest]
         colour = np.where(kind == COMPUTE, _PHASE_COLOURS[self._phase(rows)], np.array(self.colours)[kind])
         names: dict[str, int] = {}
         texts = (said(row, of) for row, of in zip(rows.tolist(), kind.tolist(), strict=True))
@@ -118,10 +120,10 @@ class ShownStep:
 
     def _said(self, row: int, kind: int, idle: str) -> str:
         """What a run is."""
-        if kind >= self.kinds.host:
-            return "the host, nothing runs" if kind == self.kinds.host else idle
+        if kind >= self.layers.host:
+            return "the host, nothing runs" if kind == self.layers.host else idle
         if kind > 0:
-            return f"{_EXPOSED}{self.kinds.labels[kind - 1]} communication"
+            return f"{_EXPOSED}{self.layers.labels[kind - 1]} communication"
         return self._when(row)
 
     def _when(self, row: int, *, apart: bool = False) -> str:
@@ -157,7 +159,7 @@ class ShownStep:
         """Where a bar begins."""
         new = np.full(len(rows), level == _LEVELS[0])
         op = self.timeline.op[rows]
-        columns = [track, self._work(rows), np.where(track > 0, self.kinds.of_op[op], 0)]
+        columns = [track, self._work(rows), np.where(track > 0, self.layers.of_op[op], 0)]
         if level == _LEVELS[1]:
             columns += [self.job.block_of_op[op], self.timeline.instance[rows].astype(np.int64)]
         for column in columns:
@@ -173,7 +175,7 @@ class ShownStep:
         length = timeline.duration[rows]
         longest = rows[np.lexsort((-length, np.cumsum(new)))[first]]
         start, end = timeline.start[rows[first]], np.maximum.reduceat(timeline.end[rows], first)
-        kind = self.kinds.of_op[timeline.op[longest]]
+        kind = self.layers.of_op[timeline.op[longest]]
         phase = _PHASE_COLOURS[self._phase(longest, apart=level == _LEVELS[0])]
         colour = np.where(kind == 0, phase, np.array(self.colours)[kind]) if track else np.full(len(first), HOST)
         strings, name = self._texts(longest, level, host=track == 0)
@@ -203,7 +205,56 @@ class ShownStep:
             module = job.strings[job.ops.module[op]].replace("{}", label)
             when = self._when(row, apart=True)
             return f"{name} ({module}), {when}" if module else f"{name}, {when}"
-        if self.kinds.of_op[op] and not host:
-            return f"{self.kinds.labels[self.kinds.of_op[op] - 1]} communication, {self._when(row)}"
+        if self.layers.of_op[op] and not host:
+            return f"{self.layers.labels[self.layers.of_op[op] - 1]} communication, {self._when(row)}"
         layer = f"{job.blocks[number].name}.{label}, " if level == _LEVELS[1] and number else ""
         return f"{layer}{self._when(row)}"
+
+
+class Runs(NamedTuple):
+    """Pieces that belong together, as one each.
+
+    Attributes:
+        first: the piece with which each begins; it ends with that before the next one's.
+        longest: the longest piece of its own kind in it.
+        own: picoseconds of that kind.
+        other: kind on which most of the rest is spent; -1 for none.
+    """
+
+    first: Int64
+    longest: Int64
+    own: Int64
+    other: Int64
+
+
+def runs(pieces: Pieces, key: Int64, gap_ps: int) -> Runs:
+    """Pieces of one key as one each, with what is short and lies between them.
+
+    Args:
+        pieces: one at least; they follow each other without a gap.
+        key: of compute pieces, >= 0: what they belong to; of others -1.
+        gap_ps: what is longer and no compute stands alone.
+    """
+    start, kind, length, computes = pieces.start, pieces.layer, pieces.end - pieces.start, key >= 0
+    place, final = np.arange(len(key)), len(key) - 1
+    # The compute pieces before and after each; of a compute piece, itself.
+    before = np.maximum.accumulate(np.where(computes, place, NONE))
+    after = np.minimum.accumulate(np.where(computes, place, len(key))[::-1])[::-1]
+    inside = (before >= 0) & (after <= final)
+    before, after = np.maximum(before, 0), np.minimum(after, final)
+    inside &= (key[before] == key[after]) & (start[after] - start[np.minimum(before + 1, final)] < gap_ps)
+    belongs = np.where(computes | inside, key[before], -2 - kind)
+    new = np.concatenate([[True], belongs[1:] != belongs[:-1]])
+    first, group = np.flatnonzero(new), np.cumsum(new) - 1
+    mine = computes | ~inside
+    longest = np.lexsort((-length, ~mine, group))[first]
+    own: Int64 = np.add.reduceat(np.where(mine, length, 0), first)
+    return Runs(first, longest, own, _rest(group, kind, length, ~mine))
+
+
+def _rest(group: Int64, kind: Int64, length: Int64, of_rest: Bools) -> Int64:
+    """For each run the kind on which most of what is not its own is spent."""
+    count, most = int(group[-1]) + 1, int(kind.max(initial=0)) + 1
+    spent = np.bincount(group * most + kind, np.where(of_rest, length, 0), count * most).reshape(count, most)
+    found: Int64 = np.where(spent.any(axis=1), spent.argmax(axis=1), NONE)
+    return found

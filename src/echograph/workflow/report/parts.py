@@ -96,7 +96,7 @@ def grid(titles: Sequence[str], rows: Sequence[_Row], texts: Sequence[int] = ())
     """A table of what is written already.
 
     Args:
-        titles: of the columns.
+        titles: titles of the columns.
         rows: texts; of a pair, the second is written small under the first.
         texts: places of the columns that are words, beside the first.
     """

@@ -11,12 +11,14 @@ import numpy as np
 
 from echograph.ir.columns import Bools
 from echograph.ir.graph import JobGraph
+from echograph.ir.intervals import Pieces
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, Phase, Source
 from echograph.profiler.costs.device import DeviceProfile, Label
 from echograph.profiler.page import charts
 from echograph.profiler.page.frame import banner, data, document, folded, tiles
 from echograph.profiler.page.lanes import script
+from echograph.simulator.breakdown import COMPUTE, breakdown, layers_of, moments
 from echograph.simulator.clusters import Cluster, NetworkFabric, NodeFabric
 from echograph.simulator.durations import Durations
 from echograph.simulator.result import Result
@@ -25,7 +27,6 @@ from echograph.workflow.plan import Plan
 from echograph.workflow.predict import is_traced, shortage
 from echograph.workflow.report import parts
 from echograph.workflow.report.lanes import ShownStep
-from echograph.workflow.report.moments import COMPUTE, Kinds, Moments, kinds_of, moments, totals
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
 
@@ -77,23 +78,23 @@ def page(
     Args:
         result: the prediction.
         job: what was simulated.
-        plan: as it was asked for.
+        plan: the plan that the user gave.
         system: where it ran.
         scenario: what was asked beyond that.
         notes: what the plan could not do.
         near: where it does not fit in memory, what to change so that it does.
     """
-    timeline, kinds = result.timeline, kinds_of(job)
+    timeline, layers = result.timeline, layers_of(job)
     shown = _shown(len(timeline.programs))
-    found = {number: moments(timeline, kinds, number) for number in shown}
-    record, more = result.to_json(), details(result, job, timeline, kinds, found)
+    found = {n: moments(layers, timeline, np.flatnonzero(timeline.program == n)) for n in shown}
+    record, more = result.to_json(), details(result, job, timeline, found)
     more["assumptions"] = [part._asdict() for part in assumptions(result, job, plan, system, notes)]
     more["asked"] = asked(scenario, system)
     roles = len(timeline.programs)
     some = "" if len(shown) == roles else f" Of {roles} roles {len(shown)} are shown."
     note = f"{result.tasks:,} tasks: --trace writes them all."
     note += "" if result.ranks is None else " Of each role, those ranks are drawn that end last."
-    drawn = ShownStep(job, timeline, kinds).drawing(found, more["idle"], note) if result.step_ps else ""
+    drawn = ShownStep(job, timeline, layers).drawing(found, more["idle"], note) if result.step_ps else ""
     does_not_fit = result.memory is not None and not result.memory.fits
     body = [
         *_head(record, more, banner("DOES NOT FIT", f"needs {shortage(result, near)}") if does_not_fit else ""),
@@ -149,7 +150,7 @@ def _head(record: _Record, more: _Record, alarm: str) -> list[str]:
 
 
 def _utilisation(record: _Record) -> str:
-    """By which FLOPs the devices' peak is used, and how much of it with causal attention by half."""
+    """Which FLOPs the utilisation counts, and the utilisation with causal attention counted by half."""
     text = "of the devices' peak (model FLOPs, none recomputed or padded)"
     causal = record["mfu_causal"]
     return text if causal == record["mfu"] else f"{text}; {parts.percent(causal)} with causal attention by half"
@@ -347,17 +348,14 @@ _LAST_NUMBER = re.compile(r"(?<=_)\d+$")
 _NUMBER = re.compile(r"(?<![^.])(\d+|\{\})(?![^.])")
 
 
-def details(
-    result: Result, job: JobGraph, timeline: Timeline, kinds: Kinds, found: Mapping[int, Moments]
-) -> dict[str, Any]:
+def details(result: Result, job: JobGraph, timeline: Timeline, found: Mapping[int, Pieces]) -> dict[str, Any]:
     """What the page shows besides the result, as data.
 
     Args:
         result: the prediction.
         job: the job that was simulated.
         timeline: what ran when.
-        kinds: of its moments.
-        found: moments of the programs that are shown.
+        found: what the programs that are shown do at each moment.
     """
     staged = result.breakdown.bubble or "pp" in {axis.name for axis in job.mesh}
     idle = "bubble" if staged else "wait"
@@ -365,7 +363,7 @@ def details(
         "roles": [
             {
                 "role": timeline.programs[number],
-                "breakdown_s": _parts(totals(moments, kinds), kinds, idle),
+                "breakdown_s": breakdown(job, timeline, number).to_json(),
                 "compute_s": _by_phase(job, timeline, moments),
             }
             for number, moments in found.items()
@@ -375,20 +373,9 @@ def details(
     }
 
 
-def _parts(spent: list[int], kinds: Kinds, idle: str) -> dict[str, Any]:
-    """The breakdown of one role, in the shape of the result's."""
-    return {
-        "compute": to_s(spent[0]),
-        "exposed_communication": {label: to_s(spent[1 + i]) for i, label in enumerate(kinds.labels)},
-        "bubble": to_s(spent[kinds.idle]) if idle == "bubble" else 0.0,
-        "wait": to_s(spent[kinds.idle]) if idle == "wait" else 0.0,
-        "host": to_s(spent[kinds.host]),
-    }
-
-
-def _by_phase(job: JobGraph, timeline: Timeline, moments: Moments) -> dict[str, float]:
+def _by_phase(job: JobGraph, timeline: Timeline, moments: Pieces) -> dict[str, float]:
     """The compute of one role by phase."""
-    computes = moments.kind == COMPUTE
+    computes = moments.layer == COMPUTE
     phase = job.ops.phase[timeline.op[moments.row[computes]]]
     length = (moments.end - moments.start)[computes]
     spent = {one.name.lower(): to_s(int(length[phase == one].sum())) for one in Phase}
@@ -484,9 +471,9 @@ class Assumption(NamedTuple):
     """A part of the prediction and what it rests on.
 
     Attributes:
-        part: of the prediction.
+        part: the part, in a word.
         basis: what it is: "measured", "fitted", "analytical", "assumed" (a guess), "left out", ...
-        text: in words.
+        text: an explanation in words.
     """
 
     part: str
@@ -502,7 +489,7 @@ def assumptions(
     Args:
         result: the prediction.
         job: what was simulated.
-        plan: as it was asked for.
+        plan: the plan that the user gave.
         system: where it ran.
         notes: what the plan could not do.
     """

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from echograph.ir.graph import JobGraph
+from echograph.models.stacks import load_stack
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.memory import Memory, Runtime, largest_memory
 from echograph.units import MIB
+from echograph.workflow.plan import Plan
 from echograph.workflow.validation.table import MeasuredStep
 
 GIB = 2**30
 RESERVED = ("titan",)
-"""Families whose figure is PyTorch's reserved memory, with expandable segments (torchtitan's launch script sets
-them); the others' is nvidia-smi's."""
+"""Families whose figure is PyTorch's reserved memory; the others' is nvidia-smi's."""
 
 EAGER_KERNELS = ("bloom",)
 """Families of the time before kernels were loaded lazily, on devices before Hopper: BigScience's chronicles of
@@ -32,9 +33,9 @@ def measured_memory(row: MeasuredStep) -> int | None:
     return round(gib * GIB * (1000 / 1024 if row.family in THOUSANDS else 1)) if 0 < gib < 1e6 else None
 
 
-def predicted_memory(row: MeasuredStep, job: JobGraph, cluster: Cluster) -> int | None:
+def predicted_memory(row: MeasuredStep, job: JobGraph, cluster: Cluster, plan: Plan) -> int | None:
     """The same figure, predicted, of the rank that needs most."""
-    memory = largest_memory(job, cluster.memory_bytes, _runtime(row))
+    memory = largest_memory(job, cluster.memory_bytes, _runtime(row, plan))
     return None if memory is None else _reported(row, memory)
 
 
@@ -44,8 +45,8 @@ def _reported(row: MeasuredStep, memory: Memory) -> int:
     return memory.device_bytes
 
 
-def _runtime(row: MeasuredStep) -> Runtime:
-    runtime = Runtime(expandable_segments=row.family in RESERVED)
+def _runtime(row: MeasuredStep, plan: Plan) -> Runtime:
+    runtime = Runtime(expandable_segments=bool(plan.stack) and load_stack(plan.stack).expandable_segments)
     if row.family not in EAGER_KERNELS:
         return runtime
     return replace(runtime, cuda_context_bytes=1573 * MIB, cublas_workspace_bytes=(8 * MIB, 8 * MIB))

@@ -16,12 +16,13 @@ from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.base import Pass, pass_text, run, split_at_job
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.depth import FEWEST, Depth
+from echograph.ir.passes.extent import MicroBatch
 from echograph.ir.passes.mesh import ResizeAxes
-from echograph.ir.passes.micro_batch import MicroBatch
 from echograph.progress import Progress, silent
 from echograph.workflow.compile import compile_entry
 from echograph.workflow.plan import Plan, passes
 from echograph.workflow.predict import simulate
+from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
 from echograph.workflow.validation.memory import measured_memory, predicted_memory
 from echograph.workflow.validation.score import Outcome
@@ -30,6 +31,9 @@ from echograph.workflow.validation.table import MeasuredStep, Skip
 
 PIECE = 90
 """Rows that a process takes at once: they share a capture, and no process is left alone with a large family."""
+
+UPDATES = ("op:aten._foreach_*", "op:aten._fused_adamw_")
+"""Operations of the optimizer."""
 
 
 def predict_rows(rows: Sequence[MeasuredStep], jobs: int = 1, say: Progress = silent) -> list[Outcome]:
@@ -59,7 +63,7 @@ def _pieces(groups: Iterable[list[tuple[MeasuredStep, Setup]]]) -> Iterator[list
     """Groups, the large ones cut between rows that share least; the longest piece first."""
     pieces = []
     for group in groups:
-        ordered = sorted(group, key=lambda pair: (pair[1].layers, *_order(pair[1].plan)))
+        ordered = sorted(group, key=lambda pair: (pair[1].model.layers, *_order(pair[1].plan)))
         pieces += [ordered[i : i + PIECE] for i in range(0, len(ordered), PIECE)]
     return iter(sorted(pieces, key=_work, reverse=True))
 
@@ -107,7 +111,7 @@ class _Steps:
         """The annotated job of a row. DDP's does not depend on how many data-parallel ranks there are."""
         step = self._whole(made)
         of_step, of_job = split_at_job(passes(made.plan, step.workload, system.cluster))
-        begun = (made.layers, made.micro_batch, *map(pass_text, of_step))
+        begun = (made.model.layers, made.micro_batch, *map(pass_text, of_step))
         key = (begun, made.plan.cluster, *map(pass_text, map(_alike, of_job)))
         before, job = self.last
         if job is None or key != before:
@@ -119,18 +123,27 @@ class _Steps:
 
     def _whole(self, made: Setup) -> StepGraph:
         """The model's step with a row's layers and micro-batch."""
-        key = (made.layers, made.micro_batch)
-        return self._once(key, lambda: _deep(self._sized(made), made))
+        return self._once((made.model.layers, made.micro_batch), lambda: self._deep(made))
 
-    def _sized(self, made: Setup) -> StepGraph:
+    def _deep(self, made: Setup) -> StepGraph:
+        """A shallow capture made deeper; captured as deep as it is where layers differ."""
+        layers = made.model.layers
+        if layers <= FEWEST:
+            return self._sized(made, layers)
+        try:
+            return Depth(layers=layers)(self._sized(made, FEWEST))
+        except PlanError:
+            return self._sized(made, layers)
+
+    def _sized(self, made: Setup, layers: int) -> StepGraph:
         """The captured step with a row's micro-batch; captured anew where the batch cannot be told from others."""
         # A capture of one sample does not show where the batch is, so it cannot be resized.
         size = min(self.sizes) if len(self.sizes) == 1 else max(2, min(self.sizes))
-        captured = self._once(("captured", size), lambda: _compile(made, size))
+        captured = self._once(("captured", layers, size), lambda: _compile(made, layers, size))
         try:
             return MicroBatch(size=made.micro_batch)(captured)
         except PlanError:
-            return _compile(made, made.micro_batch)
+            return _compile(made, layers, made.micro_batch)
 
     def _once(self, key: Hashable, make: Callable[[], StepGraph]) -> StepGraph:
         if key not in self.made:
@@ -157,36 +170,52 @@ def _order(plan: Plan) -> tuple[object, ...]:
     return repr(_shared(plan)), plan.pp, plan.vpp, plan.zero, each, plan.gpus
 
 
-def _deep(graph: StepGraph, made: Setup) -> StepGraph:
-    return Depth(layers=made.layers)(graph) if made.layers > FEWEST else graph
-
-
-def _compile(made: Setup, batch_size: int) -> StepGraph:
+def _compile(made: Setup, layers: int, batch_size: int) -> StepGraph:
+    model = made.model
     return compile_entry(
-        made.entry, made.spec, batch_size=batch_size, seq_len=made.seq_len, attention=made.attention
+        model.of_layers(layers), made.spec, batch_size=batch_size, seq_len=made.seq_len, attention=model.attention
     )
 
 
 def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
     try:
-        system = System(made.plan.cluster, host_waits=made.host_waits, launch_blocking=made.blocking)
+        system = System(made.plan.cluster, launch_blocking=made.blocking)
         job = steps.job(made, system)
         result = simulate(job, system, plan=made.plan, memory=False)
+        step_s, interval_s = (
+            _alone(made, steps, system) if made.layer_alone else (result.step_s, result.interval_s)
+        )
         measured = measured_memory(row)
-        peak = predicted_memory(row, job, system.cluster) if measured else None
+        peak = predicted_memory(row, job, system.cluster, made.plan) if measured else None
     except EchoError as error:
         return _skipped(row, str(error))
     return Outcome(
         id=row.id,
         family=row.family,
         measured_s=row.measured_s,
-        predicted_s=result.step_s,
-        interval_s=result.interval_s,
-        tokens_per_s=(made.plan.global_batch or 0) * made.seq_len / result.step_s,
+        predicted_s=step_s,
+        interval_s=interval_s,
+        tokens_per_s=(made.plan.global_batch or 0) * made.seq_len / step_s,
         peak_bytes=peak,
         measured_peak_bytes=measured,
         assumed=made.assumed,
     )
+
+
+def _alone(made: Setup, steps: _Steps, system: System) -> tuple[float, tuple[float, float]]:
+    """Seconds of the layers without embedding, loss and optimizer: by how much so many more make a step longer.
+
+    The interval is as wide, relatively, as that of the longer step.
+    """
+    shallow = replace(made, model=made.model.with_layers(FEWEST))
+    deep = replace(made, model=made.model.with_layers(FEWEST + made.model.layers))
+    scenario = Scenario(without=UPDATES)
+    short, long = (
+        simulate(steps.job(one, system), system, scenario, plan=one.plan, memory=False) for one in (shallow, deep)
+    )
+    seconds = long.step_s - short.step_s
+    low, high = (seconds * bound / long.step_s for bound in long.interval_s)
+    return seconds, (low, high)
 
 
 def _skipped(row: MeasuredStep, why: str) -> Outcome:

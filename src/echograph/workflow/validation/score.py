@@ -19,10 +19,10 @@ class Outcome:
 
     Attributes:
         id: the row.
-        family: of the row.
+        family: family of the row.
         measured_s: measured step time.
         predicted_s: predicted step time; None where the row was skipped.
-        interval_s: its 90 % interval.
+        interval_s: 90 % interval of the prediction, seconds.
         tokens_per_s: predicted.
         peak_bytes: predicted peak memory.
         measured_peak_bytes: measured peak memory, where the row has it.
@@ -85,7 +85,7 @@ def by_family(
     """Figures of each family.
 
     Args:
-        outcomes: of all rows.
+        outcomes: outcomes of all rows.
         peers: tool -> row -> its relative error.
         worst: how many of the worst rows to name.
     """

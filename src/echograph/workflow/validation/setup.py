@@ -6,65 +6,46 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from echograph.ir.passes.depth import FEWEST
 from echograph.workflow.plan import Plan
+from echograph.workflow.validation.model import RowModel, model_of
 from echograph.workflow.validation.table import MeasuredStep, Skip
+from echograph.workflow.validation.trainers import Trainer, machine_of, trainer_of
 
 if TYPE_CHECKING:
     from echograph.frontend.pytorch.spec import StepSpec
-    from echograph.models import ModelEntry
 
 CLUSTERS = {
     "A100-SXM-80GB": "dgx-a100",
     "A100-SXM-40GB": "azure-nd-a100-v4",
-    "A100-SXM-40GB (DGX-A100)": "azure-nd-a100-v4",
-    "A100-SXM (single DGX-class node)": "dgx-a100",
+    "A100-SXM": "dgx-a100",
     "H100-96GB-HBM2e-500W": "grand-teton-h100",
     "H100-SXM-80GB": "dgx-h100",
     "H100-SXM-80GB (p5)": "aws-p5",
     "H200-SXM-141GB": "dgx-h200",
     "B200": "dgx-b200",
+    "B300": "dgx-b300",
     "GB200-NVL72": "gb200-nvl72",
+    "GB300-NVL72": "gb300-nvl72",
 }
 """The preset whose nodes are those of the row; a GPU that no preset has is skipped."""
-
-NETWORKS = {"bloom": "jean-zay-a100", "vtrainM": "a100-4x-hdr200"}
-"""Where the rows of a family ran on other NICs than their GPU's usual preset has."""
 
 UNMODELLED = {"H100-96GB-HBM2e-500W": "full clocks within 500 W"}
 """What a preset leaves out, by GPU."""
 
 RECOMPUTE = {"": "none", "none": "none", "full": "full", "selective": "selective", "selective(op)": "selective-op"}
-ZERO = {"": 0, "0": 0, "1": 1, "2": 2, "3": 3, "fsdp3": 3, "fsdp2(SHARD_GRAD_OP)": 3}
+ZERO = re.compile(r"(?:(?P<hsdp>hsdp)|fsdp|zero-?)?(?P<stage>[0-3])(?P<more>[^0-9].*)?")
+"""Spellings of a stage: 1, "fsdp3", "hsdp3", "1 (8-GPU groups)", "fsdp2(SHARD_GRAD_OP)"."""
 PRECISION = {
-    "fp16": ("fp16", ""), "bf16": ("bf16", ""), "BF16": ("bf16", ""), "amp_bf16": ("bf16", ""),
-    "fp8": ("bf16", "fp8"), "FP8": ("bf16", "fp8"), "FP8-hybrid": ("bf16", "fp8"), "FP8-CS": ("bf16", "fp8"),
+    "fp32": ("fp32", ""), "fp16": ("fp16", ""), "bf16": ("bf16", ""), "amp_bf16": ("bf16", ""),
+    "bf16 te": ("bf16", ""), "fp8": ("bf16", "fp8"), "fp8-hybrid": ("bf16", "fp8"), "fp8-cs": ("bf16", "fp8"),
     "fp8 tensorwise": ("bf16", "fp8"), "fp8 rowwise": ("bf16", "fp8-rowwise"), "amp_fp8": ("bf16", "fp8"),
-    "MXFP8": ("bf16", "mxfp8"), "FP8-MX": ("bf16", "mxfp8"),
+    "mxfp8": ("bf16", "mxfp8"), "fp8-mx": ("bf16", "mxfp8"),
 }  # fmt: skip
 """Type of the step and precision of its matrix products."""
 
-NO_OVERLAP = ("vtrainM", "vtrainS", "bloom", "kor22", "sc21t2", "mlm2009")
-"""Families whose trainer (Megatron-LM and Megatron-DeepSpeed before 2023) reduces gradients after backward."""
 
-NO_OVERLAP_IN_PIPELINES = ("sc21t1",)
-"""Families that ran PyTorch's DDP, which overlaps, in pipelines Megatron-LM's own (the paper's scripts)."""
-
-FP32_GRADIENTS = ("bloom: Rebalancing layers", "bloom: production run")
-"""What a row is of, where the optimizer adds gradients up in fp32 beside the model's own: DeepSpeed's for bf16, of
-28 February 2022 and after (BigScience's chronicles of tr11-176B-ml, "Rebalancing layers")."""
-
-BLOCKING = {"bloom": 80}
-"""Families that ran with `CUDA_LAUNCH_BLOCKING=1` on more GPUs than this, where they hung without (same
-chronicles, "dealing with JZ hanging" and "Hanging Issue")."""
-
-HOST_WAITS = (*NO_OVERLAP, *NO_OVERLAP_IN_PIPELINES)
-"""Families whose pipeline stages wait with the host for what they receive: Megatron-LM synchronizes the device
-after each exchange (p2p_communication.py of v2.x), DeepSpeed reads on the host what shape came
-(PartitionedTensor.from_meta)."""
-
-STOPS_EARLY = ("titan", "mpt")
-"""Families whose recomputation is PyTorch's own; Megatron-LM's runs the whole layer again."""
+NODE = 8
+"""GPUs among which a model is sharded that has copies (HSDP), where a row does not say how many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,33 +53,29 @@ class Setup:
     """What a row is simulated as.
 
     Attributes:
-        entry: the model, of the row's dimensions, but as deep as a capture needs it.
-        layers: how deep it is.
-        attention: the model's implementation of attention.
+        model: the model.
         spec: the rest of the step.
         plan: how it is spread.
         seq_len: tokens of a sample.
         assumed: what the row does not say, one line each.
         blocking: whether every launch waited for its kernel.
-        host_waits: whether the host waited for what pipeline stages received.
+        layer_alone: whether the figure is of the layers alone, without embedding, loss and optimizer.
     """
 
-    entry: ModelEntry
-    layers: int
-    attention: str
+    model: RowModel
     spec: StepSpec
     plan: Plan
     seq_len: int
     assumed: tuple[str, ...]
     blocking: bool
-    host_waits: bool
+    layer_alone: bool
 
     @property
     def key(self) -> tuple[object, ...]:
         """Rows with one key share a captured step, whatever their layers and micro-batches."""
-        entry = self.entry
+        entry = self.model.of_layers(0)
         shape = tuple(sorted((k, str(v)) for k, v in entry.config.items()))
-        return entry.architecture, shape, self.attention, self.spec, self.seq_len
+        return entry.architecture, shape, self.model.attention, self.spec, self.seq_len
 
     @property
     def micro_batch(self) -> int:
@@ -116,68 +93,40 @@ def setup(row: MeasuredStep) -> Setup:
 
     assumed: list[str] = []
     dtype, precision = _known(PRECISION, row, "precision")
-    entry, attention = _model(row, assumed)
+    trainer = trainer_of(row)
+    if not trainer.stack:
+        assumed.append(f"trainer '{row.text('trainer')}': kernels as PyTorch has them")
+    model = model_of(row, trainer, assumed)
     return Setup(
-        entry=entry,
-        layers=row.number("layers"),
-        attention=attention,
-        spec=StepSpec(dtype=dtype),
-        plan=_plan(row, precision, assumed),
+        model=model,
+        spec=StepSpec(dtype=dtype, **_adapters(row, trainer, assumed)),
+        plan=_plan(row, trainer, model.layers, precision, assumed),
         seq_len=row.number("seq_len"),
         assumed=tuple(assumed),
-        blocking=row.family in BLOCKING and row.number("n_gpus") > BLOCKING[row.family],
-        host_waits=row.family in HOST_WAITS,
+        blocking=trainer.launch_blocking,
+        layer_alone="layer only" in row.text("notes"),
     )
 
 
 def _known(table: dict[str, Any], row: MeasuredStep, column: str) -> Any:
     value = row.text(column)
-    if value not in table:
-        raise Skip(f"{column} '{value}' is not modelled")
-    return table[value]
+    for spelling in (value, value.lower(), _bare(value.lower())):
+        if spelling in table:
+            return table[spelling]
+    raise Skip(f"{column} '{value}' is not modelled")
 
 
-def _model(row: MeasuredStep, assumed: list[str]) -> tuple[ModelEntry, str]:
-    from echograph.models import get_model
-
-    layers, hidden, heads = (row.number(c) for c in ("layers", "hidden", "heads"))
-    layers = min(layers, FEWEST)
-    kv_heads, ffn = row.number("kv_heads", heads), row.number("ffn_hidden", 4 * hidden)
-    vocabulary, length = row.number("vocab"), row.number("seq_len")
-    name = row.text("model").lower()
-    if row.number("ep", 1) > 1 or any(
-        word in name for word in ("deepseek", "nemotron", "qwen3", "gpt oss", "moe")
-    ):
-        raise Skip(f"model '{row.text('model')}': its layers are not in the table's columns")
-    # All tables' unfused attention is Megatron's, which has kernels of its own for scale, mask and softmax.
-    attention = "fused-softmax" if row.text("attention").startswith("unfused") else "sdpa"
-    if not row.text("attention"):
-        assumed.append("fused attention")
-    if "llama" in name:
-        entry = get_model("llama-3-8b").with_config(
-            hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-            intermediate_size=ffn, vocab_size=vocabulary, max_position_embeddings=length,
-        )  # fmt: skip
-    elif name.startswith("mpt"):
-        # The library's MPT has no fused attention, the trainer's had: GPT's layers are the same products.
-        assumed.append("GPT's layers for MPT's: biases, positions in a table")
-        entry = get_model("megatron-gpt-1.7b").with_config(
-            n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=length, n_inner=ffn,
-            attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
-        )  # fmt: skip
-    else:
-        entry = get_model("megatron-gpt-1.7b").with_config(
-            n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=length, n_inner=ffn
-        )
-    return entry, attention
+def _bare(text: str) -> str:
+    """A text without what stands in parentheses."""
+    return re.sub(r"\s*\([^)]*\)", "", text).strip()
 
 
-def _plan(row: MeasuredStep, precision: str, assumed: list[str]) -> Plan:
+def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assumed: list[str]) -> Plan:
     gpu = row.text("gpu_type")
-    cluster = CLUSTERS.get(gpu)
+    cluster = CLUSTERS.get(gpu) or CLUSTERS.get(_bare(gpu))
     if cluster is None:
         raise Skip(f"gpu_type '{gpu}' has no cluster preset")
-    cluster = NETWORKS.get(row.family, cluster)
+    cluster = machine_of(row, cluster)
     if gpu in UNMODELLED:
         assumed.append(UNMODELLED[gpu])
     sizes = {name: row.number(name, 1) for name in ("tp", "pp", "vpp", "cp", "ep")}
@@ -188,31 +137,58 @@ def _plan(row: MeasuredStep, precision: str, assumed: list[str]) -> Plan:
     if row.text("recompute") == "see recipe":
         assumed.append("no recomputation")
     recompute = "none" if row.text("recompute") == "see recipe" else _known(RECOMPUTE, row, "recompute")
-    zero = _known(ZERO, row, "zero_stage")
-    overlaps = not (row.family in NO_OVERLAP or (row.family in NO_OVERLAP_IN_PIPELINES and sizes["pp"] > 1))
-    assumed.append("reduction overlaps backward" if overlaps else "reduction after backward")
+    zero = _zero(row, gpus // model, assumed)
     return Plan(
         gpus=gpus,
         cluster=cluster,
         tp=sizes["tp"],
         pp=sizes["pp"],
         vpp=sizes["vpp"],
-        stage_layers=_stage_layers(row.number("layers"), sizes["pp"] * sizes["vpp"]),
+        stage_layers=_stage_layers(layers, sizes["pp"] * sizes["vpp"]),
         cp=sizes["cp"],
-        ep=sizes["ep"],
+        ep=_experts(sizes["ep"], sizes["tp"], gpus // model * sizes["cp"], assumed),
         sequence_parallel=row.text("sequence_parallel") == "yes" and sizes["tp"] > 1,
-        zero=zero,
-        reshard_after_forward=False if "SHARD_GRAD_OP" in row.text("zero_stage") else None,
-        overlap_grad_reduce=overlaps,
+        **zero,
+        capacity_factor=1.0 if "tokendrop" in row.text("model") else None,
         recompute=recompute,
-        recompute_early_stop=row.family in STOPS_EARLY,
         precision=precision,
-        loss="fused" if _compiles_loss(row) and sizes["tp"] == 1 else "eager",
-        # FSDP2 adds whole gradients up in the type that it reduces them in: fp32, torchtitan's default.
-        grad_dtype="fp32" if _is_of(row, FP32_GRADIENTS) or (row.family == "titan" and sizes["pp"] > 1) else "",
-        micro_batch=_micro_batch(row, gpus // model, sizes["pp"] * sizes["vpp"], assumed),
+        stack=trainer.stack,
+        micro_batch=_micro_batch(row, trainer, gpus // model, sizes["pp"] * sizes["vpp"], assumed),
         global_batch=row.number("global_batch"),
+        **trainer.set,
     )
+
+
+def _adapters(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> dict[str, Any]:
+    """What is trained of a row that says LoRA; nothing where all is."""
+    if not re.search(r"\blora\b", row.text("model").lower()):
+        return {}
+    assumed.append(f"adapters of rank {trainer.lora_rank} beside {trainer.lora_targets.replace(',', ', ')}")
+    return {"lora_rank": trainer.lora_rank, "lora_targets": trainer.lora_targets}
+
+
+def _experts(ep: int, tp: int, ranks: int, assumed: list[str]) -> int:
+    """Ranks that share the experts; where there are too few, those of a tensor-parallel group cut each expert."""
+    if ep > ranks and ep % tp == 0:
+        assumed.append("experts cut over tensor-parallel ranks")
+        return ep // tp
+    return ep
+
+
+def _zero(row: MeasuredStep, replicas: int, assumed: list[str]) -> dict[str, Any]:
+    """What is sharded, and among whom."""
+    said = ZERO.fullmatch(row.text("zero_stage") or "0")
+    if said is None:
+        raise Skip(f"zero_stage '{row.text('zero_stage')}' is not modelled")
+    more, stage = said["more"] or "", int(said["stage"])
+    if stage < 3 and more and "SHARD_GRAD_OP" not in more:
+        assumed.append(f"zero {stage} over all replicas")
+    if "SHARD_GRAD_OP" in more:
+        return {"zero": 3, "reshard_after_forward": False}
+    if said["hsdp"] and stage == 3 and replicas > NODE:
+        assumed.append("sharded within nodes")
+        return {"zero": 3, "hsdp_replicas": replicas // NODE}
+    return {"zero": stage}
 
 
 def _stage_layers(layers: int, chunks: int) -> str:
@@ -223,21 +199,12 @@ def _stage_layers(layers: int, chunks: int) -> str:
     return ",".join(str(even - (chunk in (0, chunks - 1))) for chunk in range(chunks))
 
 
-def _is_of(row: MeasuredStep, kinds: tuple[str, ...]) -> bool:
-    """Whether a row is of a family and, after a colon, a part of its source."""
-    pairs = [kind.split(": ") for kind in kinds]
-    return any(row.family == family and part in row.text("source") for family, part in pairs)
-
-
-def _compiles_loss(row: MeasuredStep) -> bool:
-    """Whether a report of torchtitan is of a compiled loss: since April 2025 (its pull request 1033)."""
-    month = re.search(r"_(20\d{4})_", row.text("source"))
-    return bool(row.family == "titan" and "compile" in row.text("notes") and month and int(month[1]) >= 202504)
-
-
-def _micro_batch(row: MeasuredStep, replicas: int, chunks: int, assumed: list[str]) -> int:
-    """The row's; where torchtitan's names none for a pipeline, its default: as many micro-batches as chunks."""
-    if row.text("micro_batch") or chunks == 1:
+def _micro_batch(row: MeasuredStep, trainer: Trainer, replicas: int, chunks: int, assumed: list[str]) -> int:
+    """The row's; where it names none, its trainer's default."""
+    if row.text("micro_batch"):
         return row.number("micro_batch")
-    assumed.append("as many micro-batches as pipeline chunks")
-    return max(1, row.number("global_batch") // replicas // chunks)
+    if trainer.micro_batch == "chunks":
+        assumed.append("as many micro-batches as pipeline chunks")
+        return max(1, row.number("global_batch") // replicas // chunks)
+    assumed.append(f"micro-batches of {trainer.micro_batch}")
+    return trainer.micro_batch

@@ -12,6 +12,9 @@ from echograph.errors import DataError, InputError
 MAX_ROWS = 100_000
 REQUIRED = ("id", "model", "gpu_type", "n_gpus", "step_time_s")
 
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "GB200": 2500e12, "V100": 125e12}
+"""FLOP/s in 16 bit that sources divide by (NVIDIA's data sheets, dense), by what a GPU's name begins with."""
+
 
 class Skip(Exception):
     """A row that cannot be simulated, and why."""
@@ -19,7 +22,7 @@ class Skip(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One measured step: what the table says of it, by column."""
+    """One measured step: a row of the table, by column."""
 
     columns: dict[str, str]
 
@@ -57,20 +60,42 @@ class MeasuredStep:
             what = f"is '{text[:20]}'" if text else "is empty"
             raise Skip(f"{column} {what}") from None
 
+    def real(self, column: str) -> float | None:
+        """A number above 0; None where the column holds none."""
+        try:
+            value = float(self.text(column))
+        except ValueError:
+            return None
+        return value if 0 < value < 1e15 else None
+
     @property
     def measured_s(self) -> float:
-        """The measured step time.
+        """The measured step time, or what the measured rate of tokens makes of it.
 
         Raises:
-            Skip: there is none.
+            Skip: there is neither.
         """
-        try:
-            seconds = float(self.text("step_time_s"))
-        except ValueError:
-            raise Skip("it has no step time") from None
+        seconds = self.real("step_time_s")
+        rate = self.real("tokens_per_s_per_gpu")
+        if seconds is None and rate is not None:
+            seconds = self.number("global_batch") * self.number("seq_len") / (rate * self.number("n_gpus"))
+        if seconds is None and self.text("mfu"):
+            seconds = self._of_utilisation()
+        if seconds is None:
+            raise Skip("it has no step time, nor tokens a second")
         if not 0 < seconds < 1e9:
             raise Skip(f"a step time of {seconds} s")
         return seconds
+
+    def _of_utilisation(self) -> float | None:
+        """Seconds by model FLOPs: 6 N + 12 layers hidden sequence a token (Chowdhery et al. 2022, appendix B)."""
+        share, billions = self.real("mfu"), self.real("params_B")
+        peak = next((peak for gpu, peak in PEAKS.items() if self.text("gpu_type").startswith(gpu)), None)
+        if share is None or billions is None or peak is None:
+            return None
+        tokens = self.number("global_batch") * self.number("seq_len")
+        each = 6e9 * billions + 12 * self.number("layers") * self.number("hidden") * self.number("seq_len")
+        return tokens * each / (share * peak * self.number("n_gpus"))
 
 
 def read(path: Path, families: Sequence[str] = (), grades: Sequence[str] = ()) -> list[MeasuredStep]:

@@ -23,7 +23,7 @@ class Validation:
     """How far predictions are off.
 
     Attributes:
-        outcomes: of every row, in their order.
+        outcomes: one for each row, in the order of the table.
         families: figures of each family, as `echosim validate --json` has them.
     """
 

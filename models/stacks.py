@@ -1,0 +1,119 @@
+"""Software stacks: which kernels a training framework runs, and what it overlaps. One file of `data/stacks` each.
+
+A file has a `title` and one table for each choice that it makes, with its `value` and its `source`. What a stack
+does not say is as it was captured, or as the plan's own defaults are.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any, Literal
+
+from echograph.errors import DataError, UnknownNameError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """The choices of one stack.
+
+    Attributes:
+        name: its word in plans.
+        title: what it stands for, and of which years.
+        sources: where each choice is published, by its field.
+        attention: kernels of attention, the best first: the first that a device has a model of runs.
+        fuse: how far elementwise operations become one kernel: those of one part of a layer ("modules"), as a
+            library of fused kernels has them, or all that a compiler finds ("step"); "": none.
+        loss: "eager" or "fused" cross-entropy.
+        grad_dtype: type in which gradients add up.
+        grad_dtype_in_pipelines: the same in a pipeline, where it differs.
+        fp8_kept: what FP8 keeps of inputs and weights for backward: "bf16" or "fp8".
+        fp8_scaling: "current" scales, looked for before each cast, or "delayed" ones of earlier steps.
+        fp8_weights: whether FP8 casts weights for each "micro-batch", or once a "step".
+        fp8_experts: whether experts' grouped products are in FP8, too.
+        overlap_grad_reduce: whether gradients are reduced while backward goes on.
+        overlap_grad_reduce_in_pipelines: the same in a pipeline, where it differs.
+        overlap_param_gather: whether parameters are gathered while the next forward goes on (ZeRO-1 and 2).
+        recompute_early_stop: whether recomputation ends where backward has what it needs.
+        host_waits: whether the host waits for what a pipeline stage receives.
+        expandable_segments: PyTorch's allocator option of that name.
+    """
+
+    name: str = ""
+    title: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    attention: tuple[str, ...] = ()
+    fuse: Literal["", "modules", "step"] = ""
+    loss: Literal["", "eager", "fused"] = ""
+    grad_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
+    grad_dtype_in_pipelines: Literal["", "bf16", "fp16", "fp32"] = ""
+    fp8_kept: Literal["bf16", "fp8"] = "bf16"
+    fp8_scaling: Literal["current", "delayed"] = "current"
+    fp8_weights: Literal["micro-batch", "step"] = "micro-batch"
+    fp8_experts: bool = False
+    overlap_grad_reduce: bool | None = None
+    overlap_grad_reduce_in_pipelines: bool | None = None
+    overlap_param_gather: bool | None = None
+    recompute_early_stop: bool | None = None
+    host_waits: bool = False
+    expandable_segments: bool = False
+
+
+_OWN = ("name", "title", "sources")
+CHOICES = tuple(f.name for f in fields(Stack) if f.name not in _OWN)
+"""What a stack can choose."""
+
+
+def stack_names() -> tuple[str, ...]:
+    """The words of all stacks, sorted."""
+    return tuple(sorted(_paths()))
+
+
+@cache
+def load_stack(name: str) -> Stack:
+    """The stack of that name.
+
+    Raises:
+        UnknownNameError: no such stack; lists the choices and the nearest.
+        DataError: its file breaks a rule.
+    """
+    paths = _paths()
+    if name not in paths:
+        raise UnknownNameError("stack", name, paths)
+    return read_stack(paths[name])
+
+
+def read_stack(path: Traversable) -> Stack:
+    """Reads a stack's file.
+
+    Raises:
+        DataError: the file is not TOML, an entry is no choice of a stack or of a wrong type, or has no source.
+    """
+    import msgspec
+
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        said: dict[str, Any] = {"name": path.name.removesuffix(".toml"), "title": data.pop("title", "")}
+        _check(path.name, data)
+        choices = {key: entry["value"] for key, entry in data.items()}
+        return msgspec.convert(said | choices | {"sources": {k: e["source"] for k, e in data.items()}}, Stack)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise DataError(f"stack {path.name}: {error}") from error
+
+
+def _check(file: str, data: Mapping[str, Any]) -> None:
+    for key, entry in data.items():
+        if key not in CHOICES:
+            raise DataError(f"stack {file}: '{key}' is no choice of a stack: choose {', '.join(CHOICES)}")
+        whole = isinstance(entry, dict) and entry.keys() == {"value", "source"}
+        if not whole or not str(entry["source"]).strip():
+            raise DataError(f"stack {file}: {key} needs a value and its source, and nothing else")
+
+
+def _paths() -> dict[str, Traversable]:
+    folder = files("echograph.models").joinpath("data/stacks")
+    return {path.name.removesuffix(".toml"): path for path in folder.iterdir() if path.name.endswith(".toml")}

@@ -1,0 +1,233 @@
+"""Fits memory-bound kinds: the fraction of the datasheet bandwidth that their kernels reach.
+
+Each time is read as an overhead of the source's timer plus bytes over bandwidth; the overhead (some 10 us a row)
+is no property of the kernel and is not shipped.
+
+Kernels of training are timed on more devices, without such an overhead: casts to FP8, which read two bytes an
+element and write one (elementwise, by the bytes moved); norms forward and backward as PyTorch, its compiler and
+cuDNN have them, which move two and three times a tensor; lookups of an embedding. PyTorch's unfused RMS norm of
+bf16, as Hugging Face's models write it, is six kernels of its size: 24 bytes an element go through kernels on
+whole tensors, 12 through two that repeat an operand, and what these take is what the first leave of the time.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from echograph.profiler.costs.device import SHORT_KERNEL_S, Datasheet, FloatArray, HeldOut, Label, MemoryModel
+from echograph.profiler.fit.regression import disagreement, held_out, minimize, score, spreads
+from echograph.profiler.fit.table import KernelTable
+
+OPERANDS = {
+    **dict.fromkeys(("add", "div", "mul", "pow"), 3.0),
+    **dict.fromkeys(("addu", "divu", "mulu", "powu", "gelu", "relu", "tanh"), 2.0),
+}
+"""Tensors that an elementwise op reads and writes (the names ending in u take a scalar)."""
+
+ROWWISE = {"norm": "ln", "softmax": "softmax"}
+ELEMENT_BYTES = 4.0
+GATHER_FRACTION = 0.7
+FLAT_ROW = 8192.0
+
+
+def fit_memory(table: KernelTable, bandwidth_bytes_per_s: float, basis: str) -> dict[str, MemoryModel]:
+    """Models of every kind from fp32 rows of [m x n] ops; kinds without rows borrow, and say so."""
+    elementwise = table.select(ops=OPERANDS)
+    operands = np.asarray([OPERANDS[op] for op in elementwise.text["op"].tolist()])
+    models = {"elementwise": _fit(elementwise, operands, bandwidth_bytes_per_s, basis, by_row=False)}
+    for kind, op in ROWWISE.items():
+        rows = table.select(ops=[op])
+        models[kind] = _fit(rows, np.full(len(rows), 2.0), bandwidth_bytes_per_s, basis, by_row=True)
+    return models | borrowed(models["elementwise"])
+
+
+def borrowed(elementwise: MemoryModel) -> dict[str, MemoryModel]:
+    """Kinds that no table measures, assumed from the elementwise one."""
+    reach = elementwise.bandwidth_fraction[0]
+    reasons = {
+        "copy": (reach, "assumed: as elementwise"),
+        "reduction": (reach, "assumed: as elementwise"),
+        "optimizer": (reach, "assumed: as elementwise, over all operands of the multi-tensor update"),
+        "gather": (
+            GATHER_FRACTION * reach,
+            f"assumed: {GATHER_FRACTION} of elementwise, rows being scattered",
+        ),
+    }
+    return {
+        kind: MemoryModel(
+            label=Label(source="analytical", basis=reason, spread=0.15, spread_short=0.3),
+            row_bytes=[FLAT_ROW],
+            bandwidth_fraction=[round(fraction, 4)],
+        )
+        for kind, (fraction, reason) in reasons.items()
+    }
+
+
+def _fit(rows: KernelTable, operands: FloatArray, bandwidth: float, basis: str, *, by_row: bool) -> MemoryModel:
+    m, n, seconds = rows.number["m"], rows.number["n"], rows.seconds()
+    moved = operands * m * n * ELEMENT_BYTES
+    row = n * ELEMENT_BYTES
+    knots = np.unique(row) if by_row else np.asarray([FLAT_ROW])
+    hidden = held_out(m, n, operands)
+
+    def predict(p: FloatArray) -> FloatArray:
+        fraction = np.interp(np.log2(row), np.log2(knots), np.exp(p[1:]))
+        return np.asarray(np.exp(p[0]) + moved / (bandwidth * fraction))
+
+    def residuals(p: FloatArray) -> FloatArray:
+        return np.asarray(np.log(predict(p) / seconds)[~hidden])
+
+    best = minimize(residuals, np.concatenate([[np.log(1e-5)], np.full(len(knots), np.log(0.7))]))
+    error: HeldOut = score(predict(best)[hidden], seconds[hidden])
+    spread, spread_short = spreads(error, floor=0.05)
+    note = f"{basis}; timer overhead of {np.exp(best[0]) * 1e6:.0f} us a row removed"
+    return MemoryModel(
+        label=Label(source="fitted", basis=note, spread=spread, spread_short=spread_short, held_out=error),
+        row_bytes=[float(k) for k in knots],
+        bandwidth_fraction=[round(float(f), 4) for f in np.minimum(1.0, np.exp(best[1:]))],
+    )
+
+
+CAST, CAST_BYTES = "static_scaled_fp8_quant", 3.0
+"""The cast whose kernel moves vectors, as elementwise kernels of libraries do, and its bytes an element."""
+MOVED_KNOTS = tuple(2.0**power * 1e6 for power in (5, 6, 7, 8, 9, 10, 12))
+SAME_CAST = "torch_ops"
+"""The same cast in another library."""
+MOST_FRACTION = 0.95
+
+
+def fit_casts(rows: KernelTable, sheet: Datasheet, launch_s: float, basis: str) -> MemoryModel:
+    """The elementwise kind from casts to FP8 of [m x k], by the bytes that they move.
+
+    Args:
+        rows: casts of one device, of any library.
+        sheet: its datasheet.
+        launch_s: what a memory-bound kernel of the device is taken to cost beside its bytes.
+        basis: what the label says of the rows.
+    """
+    # Tensors smaller than the cache are timed inside it.
+    outside = CAST_BYTES * rows.number["m"] * rows.number["k"] > sheet.l2_bytes
+    every = rows.where(outside & rows.text["kernel"].among([CAST, SAME_CAST]))
+    m, k = every.number["m"], every.number["k"]
+    apart = disagreement((m, k), every.text["kernel"].codes, every.seconds())
+    own = every.where(every.text["kernel"].among([CAST]))
+    m, k, seconds = own.number["m"], own.number["k"], own.seconds()
+    moved, hidden = CAST_BYTES * m * k, held_out(m, k)
+    knots = np.asarray([size for size in MOVED_KNOTS if size >= float(np.min(moved))])
+    start = np.full(len(knots), np.log(0.8))
+
+    def predict(p: FloatArray) -> FloatArray:
+        fraction = np.exp(np.interp(np.log2(moved), np.log2(knots), p))
+        return np.asarray(launch_s + moved / (sheet.memory_bandwidth_bytes_per_s * fraction))
+
+    best = minimize(lambda p: np.asarray(np.log(predict(p) / seconds)[~hidden]), start)
+    best = np.minimum(best, np.log(MOST_FRACTION))
+    error = score(predict(best)[hidden], seconds[hidden])
+    spread, spread_short = spreads(error, floor=max(0.05, apart))
+    reach = float(np.exp(np.max(best)))
+    return MemoryModel(
+        label=Label(
+            source="fitted",
+            basis=basis,
+            spread=spread,
+            spread_short=spread_short,
+            held_out=error,
+            between_libraries=apart,
+        ),
+        row_bytes=[FLAT_ROW],
+        bandwidth_fraction=[round(reach, 4)],
+        moved_bytes=knots.tolist(),
+        moved_scale=[round(float(scale), 4) for scale in np.exp(best) / reach],
+    )
+
+
+NORMS = {"pytorch": "", "torch_compile": ":compiled", "cudnn": ":cudnn"}
+"""The libraries of norms by their cell, and what follows the kind in the name of their model."""
+NORM_TENSORS = {"fwd": 2.0, "bwd": 3.0}
+"""Tensors of its size that a norm of bf16 moves: backward reads two and writes one."""
+NORM_KNOTS = (256.0, 8192.0, 32768.0)
+
+
+def fit_norms(rows: KernelTable, bandwidth: float, launch_s: float, basis: str) -> dict[str, MemoryModel]:
+    """RMS norms forward and backward by library, from rows of [m x n] in bf16."""
+    models = {}
+    for part, tensors in NORM_TENSORS.items():
+        for library, suffix in NORMS.items():
+            of = rows.where(rows.text["part"].among([part]) & rows.text["kernel"].among([library]))
+            of = of.where(of.seconds() >= SHORT_KERNEL_S)
+            if len(of) >= MIN_NORMS:
+                kind = "norm" if part == "fwd" else "norm_backward"
+                models[kind + suffix] = _fit_norm(of, tensors, bandwidth, launch_s, f"{basis} ({library}, {part})")
+    return models
+
+
+MIN_NORMS = 6
+
+
+def _fit_norm(rows: KernelTable, tensors: float, bandwidth: float, launch_s: float, basis: str) -> MemoryModel:
+    m, n, seconds = rows.number["m"], rows.number["n"], rows.seconds()
+    moved, hidden = tensors * m * n * 2.0, held_out(m, n)
+    knots = [knot for knot in NORM_KNOTS if np.min(2.0 * n) <= knot <= np.max(2.0 * n)]
+
+    def predict(p: FloatArray) -> FloatArray:
+        fraction = np.exp(np.interp(np.log2(2.0 * n), np.log2(knots), p))
+        return np.asarray(launch_s + moved / (bandwidth * fraction))
+
+    def residuals(p: FloatArray) -> FloatArray:
+        # A dozen rows do not tell each knot's rate: neighbours are pulled together.
+        misfit = np.log(predict(p) / seconds)[~hidden]
+        return np.concatenate([misfit, TOGETHER * np.diff(p)])
+
+    best = np.minimum(minimize(residuals, np.full(len(knots), np.log(0.5))), np.log(MOST_FRACTION))
+    error = score(predict(best)[hidden], seconds[hidden])
+    spread, spread_short = spreads(error, floor=0.1)
+    return MemoryModel(
+        label=Label(source="fitted", basis=basis, spread=spread, spread_short=spread_short, held_out=error),
+        row_bytes=knots,
+        bandwidth_fraction=[round(float(f), 4) for f in np.exp(best)],
+    )
+
+
+TOGETHER = 0.1
+
+
+def fit_gather(rows: KernelTable, bandwidth: float, launch_s: float, basis: str) -> MemoryModel:
+    """Lookups of an embedding of two bytes an element: [m x n] read and written."""
+    m, n, seconds = rows.number["m"], rows.number["n"], rows.seconds()
+    moved, hidden = 4.0 * m * n, held_out(m, n)
+    fraction = moved / (bandwidth * np.maximum(seconds - launch_s, 1e-9))
+    long = seconds >= SHORT_KERNEL_S
+    reach = float(np.median(fraction[long & ~hidden]))
+    error = score(launch_s + moved[hidden] / (bandwidth * reach), seconds[hidden])
+    spread, spread_short = spreads(error, floor=0.1)
+    return MemoryModel(
+        label=Label(source="fitted", basis=basis, spread=spread, spread_short=spread_short, held_out=error),
+        row_bytes=[FLAT_ROW],
+        bandwidth_fraction=[round(reach, 4)],
+    )
+
+
+EAGER_NORM = re.compile(r'hidden size \(H\)=(\d+) \{"M": (\d+), "dtype": "torch.bfloat16"')
+WHOLE_BYTES, REPEATED_BYTES, EAGER_KERNELS = 24.0, 12.0, 6.0
+
+
+def fit_broadcast(
+    rows: KernelTable, elementwise: MemoryModel, bandwidth: float, launch_s: float, basis: str
+) -> MemoryModel | None:
+    """What a kernel that repeats an operand reaches, out of PyTorch's unfused RMS norms of bf16."""
+    found = [EAGER_NORM.match(note) for note in rows.text["notes"].tolist()]
+    sizes = np.asarray([float(match[1]) * float(match[2]) if match else np.nan for match in found])
+    seconds = rows.seconds()
+    whole = sizes * WHOLE_BYTES / (bandwidth * elementwise.bandwidth_fraction[0])
+    rest = seconds - EAGER_KERNELS * launch_s - whole
+    long = np.isfinite(sizes) & (seconds >= 5.0 * SHORT_KERNEL_S) & (rest > 0)
+    if not np.any(long):
+        return None
+    reach = float(np.median((sizes * REPEATED_BYTES / (bandwidth * rest))[long]))
+    return MemoryModel(
+        label=Label(source="fitted", basis=basis, spread=0.15, spread_short=0.3),
+        row_bytes=[FLAT_ROW],
+        bandwidth_fraction=[round(reach, 4)],
+    )

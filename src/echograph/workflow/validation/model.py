@@ -1,0 +1,158 @@
+"""The model of a row: a public one by its name, or one of the sizes that the row states."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from echograph.models import ModelEntry, get_model, model_entries
+from echograph.workflow.validation.table import MeasuredStep, Skip
+from echograph.workflow.validation.trainers import Trainer
+
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")
+_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers"), "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"), "kv_heads": ("num_key_value_heads",),
+    "ffn_hidden": ("intermediate_size", "n_inner"), "vocab": ("vocab_size",),
+}  # fmt: skip
+"""What configurations call the columns."""
+
+_BY_SIZES = {
+    "LlamaForCausalLM": True, "MistralForCausalLM": True, "GPT2LMHeadModel": False, "OPTForCausalLM": False,
+    "BloomForCausalLM": False, "MptForCausalLM": False,
+}  # fmt: skip
+"""Architectures that their sizes say all of, and whether their feed-forward network is gated."""
+
+AGREES = 0.1
+"""How far, relatively, the parameters that a row states may be from those of its sizes."""
+
+_METHODS = re.compile(r"\([^)]*\)|\b(sft|lora|qlora|pretrain|finetune)\b")
+"""What a name says beyond the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowModel:
+    """The model of a row.
+
+    Attributes:
+        entry: as deep as it is.
+        attention: its implementation of attention.
+    """
+
+    entry: ModelEntry
+    attention: str
+
+    @property
+    def layers(self) -> int:
+        """How deep it is."""
+        return int(self.entry.config[self._depth])
+
+    @property
+    def _depth(self) -> str:
+        return next(key for key in _KEYS["layers"] if key in self.entry.config)
+
+    def of_layers(self, layers: int) -> ModelEntry:
+        """The entry with another depth."""
+        return self.entry.with_config(**{self._depth: layers})
+
+    def with_layers(self, layers: int) -> RowModel:
+        """The same with another depth."""
+        return replace(self, entry=self.of_layers(layers))
+
+
+def model_of(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> RowModel:
+    """The model of a row.
+
+    Args:
+        row: names it, or states its sizes.
+        trainer: whose dropout it has.
+        assumed: told what the row does not say.
+
+    Raises:
+        Skip: neither a known name nor sizes enough.
+    """
+    known = public_model(row.text("model"))
+    # All tables' unfused attention is Megatron's, which has kernels of its own for scale, mask and softmax.
+    attention = "fused-softmax" if row.text("attention").startswith("unfused") else "sdpa"
+    if not row.text("attention"):
+        assumed.append("fused attention")
+    if known is not None and known.architecture not in _BY_SIZES:
+        return RowModel(entry=_as_published(known, row), attention="fused")
+    if row.number("ep", 1) > 1:
+        raise Skip(
+            f"model '{row.text('model')}': its experts are not in the table's columns, nor is it a known one"
+        )
+    return RowModel(entry=_of_sizes(row, known, trainer, assumed), attention=attention)
+
+
+def public_model(name: str) -> ModelEntry | None:
+    """The model of the zoo that a free spelling names, as "Qwen3_30B (tokendrop)"; None where none is such."""
+    said = _plain(_METHODS.sub(" ", name.lower()))
+    names = {_plain(word): entry for entry in model_entries() for word in (entry.name, *entry.aliases)}
+    if said in names:
+        return names[said]
+    longer = {entry.name for word, entry in names.items() if len(said) > 5 and word.startswith(said)}
+    return get_model(longer.pop()) if len(longer) == 1 else None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.rsplit("/", 1)[-1].lower())
+
+
+def _as_published(known: ModelEntry, row: MeasuredStep) -> ModelEntry:
+    """A model that its sizes do not say all of; only the vocabulary may be another."""
+    return known.with_config(
+        vocab_size=row.number("vocab", int(known.config["vocab_size"])),
+        max_position_embeddings=max(row.number("seq_len"), int(known.config.get("max_position_embeddings", 0))),
+    )
+
+
+def _of_sizes(row: MeasuredStep, known: ModelEntry | None, trainer: Trainer, assumed: list[str]) -> ModelEntry:
+    defaults = {} if known is None else {c: _value(known, c) for c in _SIZES}
+    layers, hidden, heads = (row.number(c, defaults.get(c)) for c in ("layers", "hidden", "heads"))
+    kv_heads = row.number("kv_heads", defaults.get("kv_heads") or heads)
+    ffn = row.number("ffn_hidden", defaults.get("ffn_hidden") or 4 * hidden)
+    vocabulary, length = row.number("vocab", defaults.get("vocab")), row.number("seq_len")
+    gated = _is_gated(
+        row, known, layers * hidden * ffn, _rest(hidden, heads, kv_heads, layers, vocabulary), assumed
+    )
+    if not gated and kv_heads == heads:
+        return get_model("megatron-gpt-1.7b").with_config(
+            n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=length, n_inner=ffn,
+            attn_pdrop=trainer.dropout, resid_pdrop=trainer.dropout, embd_pdrop=trainer.dropout,
+        )  # fmt: skip
+    return get_model("llama-3-8b" if gated else "nemotron-4-15b").with_config(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+        intermediate_size=ffn, vocab_size=vocabulary, max_position_embeddings=length, head_dim=hidden // heads,
+    )  # fmt: skip
+
+
+def _value(entry: ModelEntry, column: str) -> Any:
+    return next((entry.config[key] for key in _KEYS[column] if entry.config.get(key) is not None), None)
+
+
+def _rest(hidden: int, heads: int, kv_heads: int, layers: int, vocabulary: int) -> int:
+    """Parameters of attention and of one embedding."""
+    return layers * (2 * hidden * hidden + 2 * hidden * hidden * kv_heads // heads) + vocabulary * hidden
+
+
+def _is_gated(row: MeasuredStep, known: ModelEntry | None, matrix: int, rest: int, assumed: list[str]) -> bool:
+    """Whether the feed-forward network has three matrices: a known model's, or what the parameters stated count.
+
+    Args:
+        row: states parameters, in billions.
+        known: the public model of its name.
+        matrix: parameters of one matrix in all layers.
+        rest: parameters of attention and of one embedding.
+        assumed: told what is inferred.
+    """
+    if known is not None:
+        return _BY_SIZES[known.architecture]
+    try:
+        stated = float(row.text("params_B")) * 1e9
+    except ValueError:
+        assumed.append("a feed-forward network without a gate")
+        return False
+    plain, gated = (abs(rest + matrices * matrix - stated) for matrices in (2, 3))
+    return gated < min(plain, AGREES * stated)

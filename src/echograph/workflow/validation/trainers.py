@@ -1,0 +1,118 @@
+"""What a table's trainers ran: `trainers.toml` as stacks, and what is known of single runs and machines."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal
+
+import msgspec
+
+from echograph.errors import DataError
+from echograph.workflow.validation.table import MeasuredStep
+
+
+class _Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What holds for some rows: those whose column has a text, and those on more than so many GPUs.
+
+    Attributes:
+        source: where it is published.
+        column: which column.
+        text: a regular expression.
+        gpus_above: GPUs.
+    """
+
+    source: str
+    column: str = ""
+    text: str = ""
+    gpus_above: int = 0
+
+    def holds(self, row: MeasuredStep) -> bool:
+        """Whether it holds for a row."""
+        said = not self.column or re.search(self.text, row.text(self.column)) is not None
+        return said and row.number("n_gpus") > self.gpus_above
+
+
+class _When(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What some rows of a trainer ran otherwise.
+
+    Attributes:
+        stack: another stack; "": the trainer's.
+        set: options of the plan.
+        launch_blocking: whether every launch waited for its kernel.
+    """
+
+    stack: str = ""
+    set: dict[str, Any] = {}
+    launch_blocking: bool = False
+
+
+class _Machine(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cluster on which some rows ran, where their GPU's usual preset is another."""
+
+    cluster: str
+
+
+class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a trainer is.
+
+    Attributes:
+        name: what its name begins with.
+        stack: its stack.
+        source: where what follows is published.
+        set: options of the plan that it sets otherwise than the stack.
+        dropout: of a plain GPT.
+        lora_rank: of a row that says LoRA.
+        lora_targets: linear layers that get adapters.
+        micro_batch: samples of a micro-batch where a row names none; "chunks": as many micro-batches as chunks.
+        when: what some rows ran otherwise.
+        launch_blocking: whether every launch waited for its kernel.
+    """
+
+    name: str = ""
+    stack: str = ""
+    source: str = ""
+    set: dict[str, Any] = {}
+    dropout: float = 0.0
+    lora_rank: int = 8
+    lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+    micro_batch: int | Literal["chunks"] = 1
+    when: tuple[_When, ...] = ()
+    launch_blocking: bool = False
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    trainers: tuple[Trainer, ...]
+    machines: tuple[_Machine, ...]
+
+
+def trainer_of(row: MeasuredStep) -> Trainer:
+    """What trained a row, with all that is known of it; one without a stack where its trainer is not known."""
+    said = row.text("trainer")
+    known = [one for one in _read().trainers if f"{said} ".startswith(f"{one.name} ")]
+    found = max(known, key=lambda trainer: len(trainer.name), default=Trainer())
+    for rule in found.when:
+        if rule.holds(row):
+            found = msgspec.structs.replace(
+                found,
+                stack=rule.stack or found.stack,
+                set={**found.set, **rule.set},
+                launch_blocking=found.launch_blocking or rule.launch_blocking,
+            )
+    return found
+
+
+def machine_of(row: MeasuredStep, usual: str) -> str:
+    """The cluster that a row says that it ran on; the usual one of its GPU where it says none."""
+    return next((machine.cluster for machine in _read().machines if machine.holds(row)), usual)
+
+
+@cache
+def _read() -> _File:
+    path = files("echograph.workflow.validation").joinpath("trainers.toml")
+    try:
+        return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File)
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise DataError(f"{path.name}: {error}") from error

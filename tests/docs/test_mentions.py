@@ -1,0 +1,63 @@
+"""What the pages name by its path or its module is there, and a word of the glossary has one meaning."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PACKAGES = ("frontend", "ir", "models", "profiler", "simulator", "workflow")
+FOLDERS = (*PACKAGES, "proto", "src", "cli", "tests", "benchmarks", "docs", "examples")
+# Of what a reader is to write: profiler/devices/NAME.json, and the files of the pass that a page adds.
+TO_BE_WRITTEN = re.compile(r"[A-Z]{3,}|forward_only")
+
+
+def mentions(text: str) -> Iterator[str]:
+    """The paths and modules in the prose of a page, as they stand between backticks."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for word in re.findall(r"`([^`\n]+)`", prose):
+        if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w/.-]*|echograph\.(?:{'|'.join(PACKAGES)})\.[\w.]+", word):
+            yield word
+
+
+def is_there(word: str) -> bool:
+    """Whether a path, from the top or from the package, or a dotted name leads to something."""
+    if "/" in word:
+        return (ROOT / word).exists() or (ROOT / "src" / "echograph" / word).exists()
+    found: object = import_module("echograph")
+    name = "echograph"
+    for part in word.split(".")[1:]:
+        name += f".{part}"
+        with suppress(ModuleNotFoundError):
+            import_module(name)
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_is_there(page: Path) -> None:
+    found = mentions(page.read_text(encoding="utf-8"))
+    assert [word for word in found if not TO_BE_WRITTEN.search(word) and not is_there(word)] == []
+
+
+def test_what_is_not_there_is_seen() -> None:
+    text = "`ir/passes/nothing.py`, `ir/graph.py`, `echograph.ir.graph.Nothing`, `echograph.ir.graph.Graph`, `tp`"
+    assert [word for word in mentions(text) if not is_there(word)] == [
+        "ir/passes/nothing.py", "echograph.ir.graph.Nothing",
+    ]  # fmt: skip
+
+
+def test_the_glossary_has_one_meaning_a_word() -> None:
+    rows = re.findall(r"^\| (.+?) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    words = Counter(word for row in rows for word in row.split(", ") if row != "word")
+    assert [word for word, count in words.items() if count > 1] == []
+    assert len(words) > 100

@@ -1,0 +1,89 @@
+"""Software stacks: every file is read, every choice has a source and changes what a plan means."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from echograph.errors import DataError, UnknownNameError
+from echograph.ir.graph import Workload
+from echograph.ir.passes.base import pass_text
+from echograph.ir.types import DType
+from echograph.models.stacks import CHOICES, Stack, load_stack, read_stack, stack_names
+from echograph.simulator.clusters import load_cluster
+from echograph.workflow.plan import Plan, passes, with_stack
+
+PLANS = (
+    {},
+    {"zero": 1, "precision": "fp8"},
+    {"pp": 2, "recompute": "full"},
+)
+OF_THE_SYSTEM = {"host_waits", "expandable_segments"}
+"""Choices that no pass has: `simulate` and the memory of `validate` read them."""
+
+
+def said(plan: Plan) -> str:
+    workload = Workload(dtype=DType.BF16)
+    return " ".join(map(pass_text, passes(plan, workload, load_cluster("dgx-h100"))))
+
+
+@pytest.mark.parametrize("name", stack_names())
+def test_every_choice_has_a_source(name: str) -> None:
+    stack = load_stack(name)
+    assert stack.name == name
+    assert len(stack.title) > 10
+    assert stack.sources
+    for choice, source in stack.sources.items():
+        assert choice in CHOICES
+        assert len(source) > 30, f"{name}: {choice}: says too little of where it is from"
+
+
+@pytest.mark.parametrize("choice", sorted(set(CHOICES) - OF_THE_SYSTEM))
+def test_some_stack_makes_each_choice_and_it_acts(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = False
+    for name in stack_names():
+        own = load_stack(name)
+        if choice not in own.sources:
+            continue
+        without = replace(own, **{choice: getattr(Stack(), choice)})
+        for options in PLANS:
+            with monkeypatch.context() as patch:
+                before = said(Plan(gpus=8, stack=name, **options))
+                patch.setattr("echograph.workflow.plan.load_stack", lambda _, stack=without: stack)
+                changed |= before != said(Plan(gpus=8, stack=name, **options))
+    assert changed
+
+
+def test_what_a_plan_says_counts_more_than_its_stack() -> None:
+    nemo = load_stack("nemo")
+    assert with_stack(Plan(zero=1), nemo).overlap_param_gather is True
+    assert with_stack(Plan(zero=1, overlap_param_gather=False), nemo).overlap_param_gather is False
+    assert with_stack(Plan(loss="eager"), nemo).loss == "eager"
+    assert with_stack(Plan(), nemo).loss == "fused"
+
+
+def test_attention_is_of_the_first_kernel_that_the_device_has() -> None:
+    workload = Workload(dtype=DType.BF16)
+    plan = Plan(gpus=8, stack="nemo")
+    assert "attention_kernel{kernel=cudnn}" in said(plan)
+    on_a100 = " ".join(map(pass_text, passes(plan, workload, load_cluster("dgx-a100"))))
+    assert "attention_kernel{kernel=flash2}" in on_a100
+
+
+def test_a_file_without_a_source_or_with_an_unknown_choice_is_refused(tmp_path: Path) -> None:
+    for text, reason in (
+        ('[fuse]\nvalue = "step"\n', "needs a value and its source"),
+        ('[fuse]\nvalue = "step"\nsource = " "\n', "needs a value and its source"),
+        ('[fuel]\nvalue = "step"\nsource = "a report"\n', "no choice of a stack"),
+        ('[fuse]\nvalue = 3\nsource = "a report"\n', "fuse"),
+        ("fuse = 3\n", "fuse needs"),
+        ("[fuse\n", "stack own.toml"),
+    ):
+        path = tmp_path / "own.toml"
+        path.write_text(text)
+        with pytest.raises(DataError, match=reason):
+            read_stack(path)
+    with pytest.raises(UnknownNameError, match="nemo"):
+        load_stack("nemos")
