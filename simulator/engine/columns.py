@@ -84,8 +84,8 @@ def causes(tasks: TaskGraph, start: Int64) -> Int64:
     Returns:
         int64 [tasks], the task whose end let each start: the one before it on its resource if that ended last,
         else the first of its dependencies that did; -1 where it waited for nothing, or for what is not among the
-        tasks. Tasks of one rendezvous have one cause, that of the one that was ready last (of several, the lowest
-        number).
+        tasks. Tasks that start together in a rendezvous have one cause, that of the one that was ready last (of
+        several, the lowest number).
     """
     end, cause = start + tasks.duration, _before(tasks)
     ready = np.where(cause == NONE, 0, end[cause])
@@ -101,13 +101,13 @@ def causes(tasks: TaskGraph, start: Int64) -> Int64:
         later = latest > ready[its]
         cause[its[later]], ready[its[later]] = first[later], latest[later]
     if tasks.has_rendezvous:
+        # Those that started together, the one that was ready last first. Of columns that have a rendezvous not all
+        # of one number do: a rank's send meets one neighbour, its receive another.
         its = np.flatnonzero(tasks.rendezvous != NONE)
-        met = tasks.rendezvous[its]
-        order = np.lexsort((-ready[its], met))
-        last = np.full(int(met.max()) + 1, NONE, np.int64)
-        at = order[np.diff(met[order], prepend=NONE) > 0]
-        last[met[at]] = its[at]
-        cause[its], ready[its] = cause[last[met]], ready[last[met]]
+        its = its[np.lexsort((-ready[its], start[its], tasks.rendezvous[its]))]
+        first_here = (np.diff(tasks.rendezvous[its], prepend=NONE) > 0) | (np.diff(start[its], prepend=NONE) != 0)
+        last = its[np.flatnonzero(first_here)][np.cumsum(first_here) - 1]
+        cause[its], ready[its] = cause[last], ready[last]
     cause[start > ready] = NONE
     return cause
 

@@ -14,7 +14,7 @@ from random_tasks import random_meetings, random_tasks, seeded_meetings, task_gr
 
 from echograph.ir.columns import Ragged
 from echograph.simulator.engine import static
-from echograph.simulator.engine.columns import apart
+from echograph.simulator.engine.columns import apart, causes
 from echograph.simulator.tasks import TaskGraph
 
 KINDS = 3
@@ -66,6 +66,14 @@ def test_columns_that_meet_are_the_same_compiled_and_interpreted(monkeypatch: py
             found.append(static.run_columns(tasks, every, record=0))
         for name in ("end", "waited", "start", "duration"):
             assert np.array_equal(getattr(found[0], name), getattr(found[1], name)), name
+
+
+def test_who_starts_apart_in_one_rendezvous_has_a_cause_of_its_own() -> None:
+    """A rank's send meets one neighbour, its receive another: in its column the two need not start together."""
+    tasks = task_graph([0, 1, 0, 1], [5, 9, 3, 3], [[] for _ in range(4)], [-1, -1, 0, 0])
+    assert causes(tasks, np.array([0, 0, 9, 9])).tolist() == [-1, -1, 1, 1]
+    assert causes(tasks, np.array([0, 0, 5, 9])).tolist() == [-1, -1, 0, 1]
+    assert causes(tasks, np.array([0, 0, 7, 9])).tolist() == [-1, -1, -1, 1]
 
 
 def test_no_task_takes_no_time() -> None:
