@@ -9,11 +9,10 @@ import pytest
 pytest.importorskip("torch", reason="needs the [torch] extra")
 pytest.importorskip("transformers", reason="needs the [torch] extra")
 
-from echograph.ir.passes.model import final_gradients
-
 from echograph.errors import UsageError
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.graph import StepGraph
+from echograph.ir.passes.model import final_gradients
 from echograph.ir.passes.tensor_parallel import TensorParallel
 from echograph.ir.types import Phase
 from echograph.ir.unfold import unfold
