@@ -157,3 +157,15 @@ def test_pipelines_run_with_tensor_and_data_parallelism(cli, graph: Path) -> Non
         refused = cli("echosim", "run", graph, "--gpus", "16", *wrong)
         assert refused.status in (1, 2)
         assert len(refused.err.strip().splitlines()) == 1
+
+
+def test_a_run_says_its_stack_and_is_otherwise_than_without(cli) -> None:
+    graph = Path(__file__).parents[1] / "golden" / "predictions" / "graphs" / "llama.pb"
+    plain, stacked = (
+        cli("echosim", "run", graph, "--gpus", 8, "--precision", "fp8", *more, "--json").json()
+        for more in ((), ("--stack", "nemo"))
+    )
+    assert "stack" not in plain["plan"]
+    assert stacked["plan"]["stack"] == "nemo"
+    assert stacked["step_time_s"] < plain["step_time_s"]
+    assert "choose" in cli("echosim", "run", graph, "--stack", "abacus").err

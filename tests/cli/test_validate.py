@@ -167,6 +167,14 @@ def test_public_models_are_known_by_free_spellings(name: str, known: str | None)
     assert (found and found.name) == known
 
 
+@pytest.mark.torch
+def test_copies_of_a_sharded_model_are_predicted() -> None:
+    pytest.importorskip("transformers", reason="needs the [torch] extra")
+    change = {"zero_stage": "hsdp3", "n_gpus": 16, "tp": 1, "dp": 16, "global_batch": 32, "trainer": "fms-fsdp"}
+    (outcome,) = predict_rows([MeasuredStep({k: str(v) for k, v in (ROW | change).items()})])
+    assert outcome.predicted_s and "sharded within nodes" in outcome.assumed
+
+
 def test_a_gate_is_told_by_the_parameters_that_a_row_states() -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     sizes = {"hidden": 4096, "heads": 32, "kv_heads": 32, "ffn_hidden": 11008, "vocab": 103168, "layers": 32}

@@ -524,5 +524,6 @@ def record(job: JobGraph, plan: Plan, cluster: Cluster) -> dict[str, Any]:
         "recompute": plan.recompute,
         "precision": plan.precision or job.workload.dtype.text,
     }
+    options |= {"stack": plan.stack} if plan.stack else {}
     said = {"passes": plan.passes} if plan.passes else options
     return {**sizes, **said, "micro_batch": job.workload.batch_size, "mesh": mesh}

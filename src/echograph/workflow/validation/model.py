@@ -78,7 +78,8 @@ def model_of(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> RowMode
     if not row.text("attention"):
         assumed.append("fused attention")
     if known is not None and known.architecture not in _BY_SIZES:
-        return RowModel(entry=_as_published(known, row), attention="fused")
+        model = RowModel(entry=_as_published(known, row), attention="fused")
+        return model.with_layers(row.number("layers", model.layers))
     if row.number("ep", 1) > 1:
         raise Skip(
             f"model '{row.text('model')}': its experts are not in the table's columns, nor is it a known one"
@@ -101,7 +102,7 @@ def _plain(name: str) -> str:
 
 
 def _as_published(known: ModelEntry, row: MeasuredStep) -> ModelEntry:
-    """A model that its sizes do not say all of; only the vocabulary may be another."""
+    """A model that its sizes do not say all of; only its vocabulary and depth may be others."""
     return known.with_config(
         vocab_size=row.number("vocab", int(known.config["vocab_size"])),
         max_position_embeddings=max(row.number("seq_len"), int(known.config.get("max_position_embeddings", 0))),

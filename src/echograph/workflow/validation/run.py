@@ -160,8 +160,8 @@ def _alike(one: Pass) -> Pass:
 
 def _shared(plan: Plan) -> Plan:
     """What of a plan says what a rank computes for a micro-batch; the rest says how often and beside whom."""
-    plan = replace(plan, gpus=None, dp=None, global_batch=None, zero=0, reshard_after_forward=None)
-    return replace(plan, pp=1, vpp=1, schedule="", stage_layers="")
+    plan = replace(plan, gpus=None, dp=None, global_batch=None, pp=1, vpp=1, schedule="", stage_layers="")
+    return replace(plan, zero=0, hsdp_replicas=1, reshard_after_forward=None)
 
 
 def _order(plan: Plan) -> tuple[object, ...]:
