@@ -13,7 +13,6 @@ from echograph.simulator.clusters.fabric import read_fabric_document
 from echograph.simulator.collectives import collective_time
 from echograph.simulator.collectives.calibrate import place_measured
 
-
 KERNELS = ("kernels.csv.gz", "kernels2/gemm.csv.gz", "kernels2/attention.csv.gz", "kernels2/other.csv.gz")
 """The tables that the shipped devices are fitted on, in their order: no step times among them."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -297,3 +298,20 @@ def test_a_repeated_operand_and_a_norm_that_goes_back_have_kinds_of_their_own() 
     back = named("aten.native_layer_norm_backward", [(64, 3000)])
     assert back == by_bytes("norm_backward", row_bytes=2 * 3000)
     assert named("aten.native_batch_norm", [(64, 3000)]) == by_bytes("norm")
+
+
+def test_a_limit_of_power_slows_what_the_clock_paces_and_nothing_else() -> None:
+    assert H100.power is not None
+    builder = GraphBuilder()
+    big = (8192, 8192)
+    x, w, y, z = (builder.tensor(name, big, BF16, TensorRole.ACTIVATION) for name in "xwyz")
+    sizes = {"phase": Phase.FORWARD, "bytes_read": 4 * 8192**2, "bytes_written": 2 * 8192**2}
+    builder.compute("aten.mm", inputs=(x, w), outputs=(y,), attributes=Gemm(), flops=2 * 8192**3, **sizes)
+    builder.compute("aten.silu", inputs=(y,), outputs=(z,), **sizes)
+    graph = builder.build(StepGraph)
+    free, kept, half = (
+        estimate(graph, msgspec.structs.replace(H100, power=power)).picoseconds
+        for power in (None, H100.power, msgspec.structs.replace(H100.power, limit_W=400.0))
+    )
+    assert free[1] == kept[1] == half[1]
+    assert free[0] <= kept[0] < half[0] < 3 * free[0]
