@@ -121,13 +121,16 @@ def _sustained(
     flops = np.where(np.isfinite(peak), ops.flops[at].astype(np.float64), 0.0)
     paced = seconds * np.clip(flops / (PACED_AT * peak * np.maximum(seconds, 1e-12)), 0.0, 1.0)
     moved = (ops.bytes_read[at] + ops.bytes_written[at]).astype(np.float64)
-    layers = np.isin(ops.phase[at], [int(phase) for phase in Phase if phase.name in _LAYERS])
+    # As often as all ranks run it: a layer's operations stand once in a graph, beside those of the loss.
+    runs = graph.run_counts()[at] * np.isin(
+        ops.phase[at], [int(phase) for phase in Phase if phase.name in _LAYERS]
+    )
     clock = sustained_clock(
         power,
-        core_j=float(np.sum((flops * joules)[layers])),
-        memory_j=float(np.sum(moved[layers])) * power.joules_per_byte,
-        core_s=float(np.sum(paced[layers])),
-        other_s=float(np.sum((seconds - paced)[layers])),
+        core_j=float(np.dot(runs, flops * joules)),
+        memory_j=float(np.dot(runs, moved)) * power.joules_per_byte,
+        core_s=float(np.dot(runs, paced)),
+        other_s=float(np.dot(runs, seconds - paced)),
     )
     slower = picoseconds.copy()
     slower[at] = np.rint((seconds + paced * (1.0 / clock - 1.0)) * PS_PER_S).astype(np.int64)

@@ -13,10 +13,16 @@ from echograph.simulator.clusters.fabric import read_fabric_document
 from echograph.simulator.collectives import collective_time
 from echograph.simulator.collectives.calibrate import place_measured
 
+KERNELS = ("kernels.csv.gz", "kernels2/gemm.csv.gz", "kernels2/attention.csv.gz", "kernels2/other.csv.gz")
+"""The tables that the shipped devices are fitted on, in their order: no step times among them."""
+
 
 def test_a_fitted_device_is_the_one_that_ships(cli, measured_data: Path, tmp_path: Path) -> None:
-    table = measured_data / "kernels.csv.gz"
-    rows = cli("echoprof", "fit", "--kernels", table, "--device", "a100-sxm-80", "-o", tmp_path, "--json").json()
+    tables = [measured_data / name for name in KERNELS]
+    if not all(table.is_file() for table in tables):
+        pytest.skip("no kernels2 among the measured tables")
+    given = [word for table in tables for word in ("--kernels", table)]
+    rows = cli("echoprof", "fit", *given, "--device", "a100-sxm-80", "-o", tmp_path, "--json").json()
     assert {"gemm bf16", "memory elementwise"} <= {row["what"] for row in rows}
     assert all(row["rows held out"] > 0 for row in rows)
     fitted, shipped = load_device(str(tmp_path / "a100-sxm-80.json")), load_device("a100-sxm-80")

@@ -69,8 +69,11 @@ def test_backward_takes_two_to_four_times_the_forward() -> None:
 def test_head_dims_run_as_the_next_one_that_is_compiled() -> None:
     device = load_device("a100-sxm-80")
     shape = {"batch": 2, "heads": 16, "seq": 8192, "kernel": "flash2"}
-    at = {d: attention_forward(device, head_dim=d, **shape).seconds for d in (64, 80, 96, 128, 160, 192)}
-    assert at[64] < at[80] == at[96] < at[128] < at[160] == at[192]
+    at = {d: attention_forward(device, head_dim=d, **shape).seconds for d in (64, 80, 96, 128, 160, 192, 256)}
+    assert at[64] < at[80] < at[128] < at[160] < at[256]
+    # What they move of queries, keys and values differs all the same.
+    assert at[80] == pytest.approx(at[96], rel=0.03)
+    assert at[160] == pytest.approx(at[192], rel=0.03)
 
 
 def test_newer_kernels_are_faster_on_the_device_they_are_for() -> None:
@@ -122,8 +125,8 @@ def test_a_window_costs_what_it_shows_and_no_more_than_the_whole() -> None:
     )
     narrow, wide = (attention_forward(device, window=w, **shape).seconds for w in (1024, 4096))
     assert narrow < wide < whole.seconds
-    # A band of 4,096 of 32,768 keys is 0.234 of the triangle; tiles at both of its edges are visited whole.
-    assert wide / whole.seconds == pytest.approx(0.234, rel=0.1)
+    # A band of 4,096 of 32,768 keys is 0.234 of the triangle; its edges are whole tiles.
+    assert 0.234 < wide / whole.seconds < 0.3
     assert attention_backward(device, window=1024, **shape).seconds < attention_backward(device, **shape).seconds
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -264,7 +265,7 @@ def test_what_is_known_stays_and_the_rest_is_estimated() -> None:
     ps, longer = to_ps(float(one.seconds)), to_ps(float(more.seconds))
     assert found.device == H100.name
     assert found.picoseconds.tolist() == [ps, -1, -1, ps, -1, -1, longer, product]
-    assert found.source[[0, 3, 6, 7]].tolist() == [*[Source.ANALYTICAL] * 3, Source.FITTED]
+    assert found.source[[0, 3, 6, 7]].tolist() == [Source.FITTED] * 4
     assert found.spread[[0, 6]].tolist() == pytest.approx([one.spread, more.spread])
     assert not found.samples.any()
 
@@ -279,3 +280,38 @@ def test_what_the_clock_does_not_count_is_refused() -> None:
             continue
         with pytest.raises(GraphError, match=r"aten\.mul: would take over 53 days on v100-sxm2"):
             estimate(graph, V100)
+
+
+def test_a_repeated_operand_and_a_norm_that_goes_back_have_kinds_of_their_own() -> None:
+    def named(operator: str, inputs: list[tuple[int, ...]]) -> CostEstimate:
+        return cost(operator, inputs, [(64, 3000)])
+
+    assert (
+        named("aten.mul", [(64, 3000), (3000,)])
+        == named("aten.mul", [(64, 3000), (64, 1)])
+        == by_bytes("broadcast")
+    )
+    for inputs in ([(64, 3000), ()], [(64, 3000), (64, 3000)], [(64, 3000), (100, 100)]):
+        assert named("aten.mul", inputs) == by_bytes("elementwise")
+    # What a compiler writes knows the shapes that it is for.
+    assert named("fused.mul", [(64, 3000), (3000,)]) == by_bytes("elementwise")
+    back = named("aten.native_layer_norm_backward", [(64, 3000)])
+    assert back == by_bytes("norm_backward", row_bytes=2 * 3000)
+    assert named("aten.native_batch_norm", [(64, 3000)]) == by_bytes("norm")
+
+
+def test_a_limit_of_power_slows_what_the_clock_paces_and_nothing_else() -> None:
+    assert H100.power is not None
+    builder = GraphBuilder()
+    big = (8192, 8192)
+    x, w, y, z = (builder.tensor(name, big, BF16, TensorRole.ACTIVATION) for name in "xwyz")
+    sizes = {"phase": Phase.FORWARD, "bytes_read": 4 * 8192**2, "bytes_written": 2 * 8192**2}
+    builder.compute("aten.mm", inputs=(x, w), outputs=(y,), attributes=Gemm(), flops=2 * 8192**3, **sizes)
+    builder.compute("aten.silu", inputs=(y,), outputs=(z,), **sizes)
+    graph = builder.build(StepGraph)
+    free, kept, half = (
+        estimate(graph, msgspec.structs.replace(H100, power=power)).picoseconds
+        for power in (None, H100.power, msgspec.structs.replace(H100.power, limit_W=400.0))
+    )
+    assert free[1] == kept[1] == half[1]
+    assert free[0] <= kept[0] < half[0] < 3 * free[0]
