@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from echograph.workflow.validation.memory import GIB, measured_memory
 from echograph.workflow.validation.model import public_model
-from echograph.workflow.validation.run import predict_rows
+from echograph.workflow.validation.run import GIB, measured_memory, predict_rows
 from echograph.workflow.validation.score import Outcome, by_family
 from echograph.workflow.validation.setup import Setup, setup
 from echograph.workflow.validation.table import MeasuredStep, Skip

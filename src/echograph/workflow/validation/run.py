@@ -18,13 +18,16 @@ from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.depth import FEWEST, Depth
 from echograph.ir.passes.extent import MicroBatch
 from echograph.ir.passes.mesh import ResizeAxes
+from echograph.models.stacks import load_stack
 from echograph.progress import Progress, silent
+from echograph.simulator.clusters import Cluster
+from echograph.simulator.memory import Memory, Runtime, largest_memory
+from echograph.units import MIB
 from echograph.workflow.compile import compile_entry
 from echograph.workflow.plan import Plan, passes
 from echograph.workflow.predict import simulate
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
-from echograph.workflow.validation.memory import measured_memory, predicted_memory
 from echograph.workflow.validation.score import Outcome
 from echograph.workflow.validation.setup import Setup, setup
 from echograph.workflow.validation.table import MeasuredStep, Skip
@@ -34,6 +37,17 @@ PIECE = 90
 
 UPDATES = ("op:aten._foreach_*", "op:aten._fused_adamw_")
 """Operations of the optimizer."""
+
+GIB = 2**30
+RESERVED = ("titan",)
+"""Families whose figure is PyTorch's reserved memory; the others' is nvidia-smi's."""
+
+EAGER_KERNELS = ("bloom",)
+"""Families of the time before kernels were loaded lazily, on devices before Hopper: BigScience's chronicles of
+tr11-176B-ml state 1,573 MiB for them, and cuBLAS takes 8 MiB a handle."""
+
+THOUSANDS = ("bloom",)
+"""Families whose GB are thousands of nvidia-smi's MiB: their 80 GB would not fit an A100 as GiB."""
 
 
 def predict_rows(rows: Sequence[MeasuredStep], jobs: int = 1, say: Progress = silent) -> list[Outcome]:
@@ -220,3 +234,31 @@ def _alone(made: Setup, steps: _Steps, system: System) -> tuple[float, tuple[flo
 
 def _skipped(row: MeasuredStep, why: str) -> Outcome:
     return Outcome(id=row.id, family=row.family, skipped=" ".join(why.split()))
+
+
+def measured_memory(row: MeasuredStep) -> int | None:
+    """The row's figure in bytes; None where it has none."""
+    try:
+        gib = float(row.text("peak_mem_gib"))
+    except ValueError:
+        return None
+    return round(gib * GIB * (1000 / 1024 if row.family in THOUSANDS else 1)) if 0 < gib < 1e6 else None
+
+
+def predicted_memory(row: MeasuredStep, job: JobGraph, cluster: Cluster, plan: Plan) -> int | None:
+    """The same figure, predicted, of the rank that needs most."""
+    memory = largest_memory(job, cluster.memory_bytes, _runtime(row, plan))
+    return None if memory is None else _reported(row, memory)
+
+
+def _reported(row: MeasuredStep, memory: Memory) -> int:
+    if row.family in RESERVED and memory.reserved_bytes is not None:
+        return memory.reserved_bytes
+    return memory.device_bytes
+
+
+def _runtime(row: MeasuredStep, plan: Plan) -> Runtime:
+    runtime = Runtime(expandable_segments=bool(plan.stack) and load_stack(plan.stack).expandable_segments)
+    if row.family not in EAGER_KERNELS:
+        return runtime
+    return replace(runtime, cuda_context_bytes=1573 * MIB, cublas_workspace_bytes=(8 * MIB, 8 * MIB))
