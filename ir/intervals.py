@@ -76,6 +76,26 @@ def coverage(sets: Sequence[Intervals]) -> IntervalCoverage:
     return IntervalCoverage(length, met)
 
 
+def spent_in_layers(start: Int64, end: Int64, layer: Int64, layers: int, until: int) -> list[int]:
+    """Picoseconds from 0 of each layer, as `layered` lays them out, and last of none; they add up to `until`.
+
+    Args:
+        start: int64 [n], when each interval begins, picoseconds.
+        end: int64 [n], none before its start.
+        layer: int64 [n], of each interval, from 0 (counts first) to `layers` - 1.
+        layers: how many there are.
+        until: where the stretch ends.
+    """
+    spent, covered, before = [0] * (layers + 1), Intervals(start[:0], end[:0]), 0
+    for number in distinct(layer).tolist():
+        mine = layer == number
+        covered = union(np.append(covered.start, start[mine]), np.append(covered.end, end[mine]))
+        now = int(np.maximum(np.minimum(covered.end, until) - covered.start, 0).sum())
+        spent[number], before = now - before, now
+    spent[layers] = until - before
+    return spent
+
+
 class Pieces(NamedTuple):
     """A stretch of time in pieces without a gap, each of the first layer that covers it.
 
@@ -90,17 +110,6 @@ class Pieces(NamedTuple):
     end: Int64
     layer: Int64
     row: Int64
-
-    def spent(self, layers: int) -> list[int]:
-        """Picoseconds of each layer, and last of none; they add up to the stretch.
-
-        Args:
-            layers: how many there are.
-        """
-        total = np.zeros(layers + 1, np.int64)
-        np.add.at(total, self.layer, self.end - self.start)
-        found: list[int] = total.tolist()
-        return found
 
 
 def layered(start: Int64, end: Int64, layer: Int64, layers: int, until: int, since: int = 0) -> Pieces:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import JobGraph
-from echograph.ir.intervals import Pieces, layered
+from echograph.ir.intervals import Pieces, layered, spent_in_layers
 from echograph.ir.timeline import Lane, Timeline
 from echograph.ir.types import COMMUNICATIONS, OpKind
 from echograph.units import to_s
@@ -158,10 +158,17 @@ def moments(layers: BreakdownLayers, timeline: Timeline, rows: Int64, end_ps: in
         Pieces whose rows are the timeline's.
     """
     rows = rows[timeline.duration[rows] > 0]
+    found = layered(*_laid_out(layers, timeline, rows, end_ps))
+    return found._replace(row=np.append(rows, NONE)[found.row])
+
+
+def _laid_out(
+    layers: BreakdownLayers, timeline: Timeline, rows: Int64, end_ps: int | None
+) -> tuple[Int64, Int64, Int64, int, int]:
+    """Starts, ends and layers of rows, how many layers there are, and where the step ends."""
     layer = np.where(timeline.lane[rows] == Lane.DEVICE, layers.of_op[timeline.op[rows]], layers.host)
     end = timeline.makespan if end_ps is None else end_ps
-    found = layered(timeline.start[rows], timeline.end[rows], layer, layers.idle, end)
-    return found._replace(row=np.append(rows, NONE)[found.row])
+    return timeline.start[rows], timeline.end[rows], layer, layers.idle, end
 
 
 def breakdown(job: JobGraph, timeline: Timeline, program: int, end_ps: int | None = None) -> Breakdown:
@@ -186,7 +193,8 @@ def breakdowns(job: JobGraph, timeline: Timeline) -> list[Breakdown]:
 def _split(
     job: JobGraph, layers: BreakdownLayers, timeline: Timeline, rows: Int64, end_ps: int | None = None
 ) -> Breakdown:
-    compute, *exposed, host, idle = moments(layers, timeline, rows, end_ps).spent(layers.idle)
+    taking = rows[timeline.duration[rows] > 0]
+    compute, *exposed, host, idle = spent_in_layers(*_laid_out(layers, timeline, taking, end_ps))
     # An imported job names no axes: who sends is taken for a stage of a pipeline.
     sends = not job.mesh and bool(np.isin(job.ops.kind[timeline.op[rows]], _SENDS).any())
     staged = sends or "pp" in {axis.name for axis in job.mesh}

@@ -7,15 +7,14 @@ is what almost all of them are; matrix products, attention and convolutions are 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
 import numpy as np
-import numpy.typing as npt
 
 from echograph.errors import GraphError, UnavailableError
-from echograph.ir.columns import NONE
+from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import Graph
 from echograph.ir.passes.annotate import Annotate
 from echograph.ir.types import (
@@ -82,14 +81,16 @@ def estimate(graph: Graph, device: DeviceProfile) -> Annotate:
     known[graph.ops.duration.rows[graph.ops.duration_source == Source.IMPORTED]] = 0
     works = np.isin(graph.ops.kind, (OpKind.COMPUTE, OpKind.COPY)) & ~graph.ops.is_view & (known == NONE)
     rows = np.flatnonzero(works).tolist()
-    memo: dict[Hashable, CostEstimate] = {}
+    memo: dict[Hashable, tuple[CostEstimate, str]] = {}
+    cores: list[str] = []
     for row, key in zip(rows, _signatures(graph, rows), strict=True):
         if key not in memo:
             op = graph.ops[row]
             assert isinstance(op, Compute | Copy)
             operands = [graph.tensors[i] for i in op.inputs], [graph.tensors[i] for i in op.outputs]
-            memo[key] = cost_of(op, operands, device)
-        cost = memo[key]
+            memo[key] = cost_of(op, operands, device), _core(op, operands)
+        cost, core = memo[key]
+        cores.append(core)
         if not float(cost.seconds) < LONGEST_S:
             raise GraphError(
                 f"operation {graph.ops[row].name}: would take over {LONGEST_S / 86400:.0f} days on {device.name}"
@@ -97,27 +98,22 @@ def estimate(graph: Graph, device: DeviceProfile) -> Annotate:
         picoseconds[row] = to_ps(float(cost.seconds))
         source[row] = Source.FITTED if cost.source == "fitted" else Source.ANALYTICAL
         spread[row] = cost.spread
-    picoseconds = _sustained(graph, device, rows, picoseconds)
+    picoseconds = _sustained(graph, device, np.asarray(rows, np.int64), cores, picoseconds)
     return Annotate(device=device.name, picoseconds=picoseconds, source=source, spread=spread, samples=samples)
 
 
-def _sustained(
-    graph: Graph, device: DeviceProfile, rows: list[int], picoseconds: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
+def _sustained(graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[str], picoseconds: Int64) -> Int64:
     """The durations at the clock that a run of such steps settles at; forward and backward set it.
 
     What a kernel of products or attention takes beyond its FLOPs at the rate of a burst is not paced by the clock.
     """
     power = device.power
-    if power is None or not rows:
+    if power is None or not len(at):
         return picoseconds
-    ops, at = graph.ops, np.asarray(rows)
-    seconds = picoseconds[at] / PS_PER_S
-    peak, joules = np.full(len(at), np.inf), np.zeros(len(at))
-    for i, row in enumerate(rows):
-        name = _core(graph, row)
-        if name in power.joules_per_flop:
-            peak[i], joules[i] = device.datasheet.peak_flops_per_s[name], power.joules_per_flop[name]
+    ops, seconds = graph.ops, picoseconds[at] / PS_PER_S
+    peaks = device.datasheet.peak_flops_per_s
+    peak = np.array([peaks[core] if core in power.joules_per_flop else np.inf for core in cores])
+    joules = np.array([power.joules_per_flop.get(core, 0.0) for core in cores])
     flops = np.where(np.isfinite(peak), ops.flops[at].astype(np.float64), 0.0)
     paced = seconds * np.clip(flops / (PACED_AT * peak * np.maximum(seconds, 1e-12)), 0.0, 1.0)
     moved = (ops.bytes_read[at] + ops.bytes_written[at]).astype(np.float64)
@@ -142,16 +138,12 @@ PACED_AT = 0.75
 _LAYERS = ("FORWARD", "BACKWARD", "RECOMPUTE")
 
 
-def _core(graph: Graph, row: int) -> str:
+def _core(op: Compute | Copy, operands: _InOut) -> str:
     """The peak that an operation's tensor cores work at; "" of one that has none."""
-    op = graph.ops[row]
-    if (
-        not isinstance(op, Compute)
-        or not isinstance(op.attributes, Gemm | Attention | Convolution)
-        or not op.inputs
-    ):
+    inputs, _ = operands
+    if not isinstance(op, Compute) or not isinstance(op.attributes, Gemm | Attention | Convolution) or not inputs:
         return ""
-    name = DTYPE_NAMES.get(graph.tensors[op.inputs[0]].dtype, "")
+    name = DTYPE_NAMES.get(inputs[0].dtype, "")
     return STAND_IN.get(name, name)
 
 

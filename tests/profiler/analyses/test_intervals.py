@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echograph.ir.intervals import Intervals, coverage, layered, union
+from echograph.ir.intervals import Intervals, coverage, layered, spent_in_layers, union
 from echograph.profiler.analyses.statistics import describe, groups, summary
 
 Spans = list[tuple[int, int]]
@@ -68,7 +68,8 @@ def test_a_moment_is_of_the_first_layer_that_runs(found: list[tuple[int, int, in
         moments += [of] * (end - begin)
     running = [[its for first, took, its in found if first <= at < first + took] for at in range(until)]
     assert moments == [min(its, default=layers) for its in running]
-    assert pieces.spent(layers) == [moments.count(of) for of in range(layers + 1)]
+    spent = spent_in_layers(start, start + length, layer, layers, until)
+    assert spent == [moments.count(of) for of in range(layers + 1)]
     same = (pieces.layer[1:] == pieces.layer[:-1]) & (pieces.row[1:] == pieces.row[:-1])
     assert not same.any()
 
