@@ -20,7 +20,7 @@ PADDED = (48, 80, 160)
 CONSTANTS = {
     "overhead": 37.0, "overhead_per_element": 0.7, "tail": 0.43, "launch_s": 3.1e-6, "time_scale": 1.07,
     "query_traffic": 1.3, "kv_traffic": 2.9, "traffic_knee_bytes": 3e7, "traffic_sharpness": 0.8,
-    "traffic_cached": 0.21,
+    "traffic_cached": 0.21, "plateau_keys": 20_000.0, "residual": None,
 }  # fmt: skip
 SHAPES = {
     "square": (3, 8, 512, 80, 8, 512, 80),
@@ -75,6 +75,7 @@ def expected(of: DeviceProfile, shape: tuple[int, ...], causal: bool, backward: 
     pair_s, overhead_s = sm_s * work(width, 0.9 if backward else 1.0), sm_s * (37.0 + 0.7 * width)
     attended = kv if not causal else kv - q / 2 if q <= kv else kv**2 / (2 * q)
     visited = min(kv, attended + min(q, 128) / 2)
+    overhead_s *= max(1.0, visited / 20_000.0)
     tiled, swept = (kv, q) if backward else (q, kv)
     waves = b * h * ceil(tiled / 128) / sheet.sm_count
     mean_s = 128 * (visited * q / tiled * pair_s + overhead_s)
