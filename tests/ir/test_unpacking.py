@@ -142,7 +142,8 @@ def test_ten_gigabytes_in_ten_megabytes(reader: str, tmp_path: Path) -> None:
     words = [word.format(path) for word in READERS[reader]]
     done = subprocess.run([sys.executable, "-c", LIMITED, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"echoprof: {path}: ")
+    # On a busy machine the stages that it came through stand before.
+    assert done.stderr.splitlines()[-1].startswith(f"echoprof: {path}: ")
     assert done.stderr.count("\n") == 1
     assert "out of memory" not in done.stderr
 
