@@ -41,6 +41,7 @@ class Stack:
         overlap_param_gather: whether parameters are gathered while the next forward goes on (ZeRO-1 and 2).
         tp_comm_overlap: what of tensor-parallel communication runs beside products: "none"; "bulk": in backward,
             beside gradients of inputs and weights; "chunks": cut up with their own products, too.
+        tp_comm_sms: multiprocessors that a tensor-parallel reduction takes from the products beside it.
         recompute_early_stop: whether recomputation ends where backward has what it needs.
         host_waits: whether the host waits for what a pipeline stage receives.
         expandable_segments: PyTorch's allocator option of that name.
@@ -63,6 +64,7 @@ class Stack:
     overlap_grad_reduce_in_pipelines: bool | None = None
     overlap_param_gather: bool | None = None
     tp_comm_overlap: Literal["", "none", "bulk", "chunks"] = ""
+    tp_comm_sms: int = 0
     recompute_early_stop: bool | None = None
     host_waits: bool = False
     expandable_segments: bool = False
