@@ -31,6 +31,9 @@ class Stack:
         loss: "eager" or "fused" cross-entropy.
         grad_dtype: type in which gradients add up.
         grad_dtype_in_pipelines: the same in a pipeline, where it differs.
+        main_gradients: whether products add to buffers of gradients in any type (gradient accumulation fusion); to
+            those in fp32 they always do.
+        reduce_dtype: type in which ZeRO-3 reduces gradients; "": their own.
         fp8_kept: what FP8 keeps of inputs and weights for backward: "bf16" or "fp8".
         fp8_scaling: "current" scales, looked for before each cast, or "delayed" ones of earlier steps.
         fp8_weights: whether FP8 casts weights for each "micro-batch", or once a "step".
@@ -51,6 +54,8 @@ class Stack:
     loss: Literal["", "eager", "fused"] = ""
     grad_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     grad_dtype_in_pipelines: Literal["", "bf16", "fp16", "fp32"] = ""
+    main_gradients: bool = False
+    reduce_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     fp8_kept: Literal["bf16", "fp8"] = "bf16"
     fp8_scaling: Literal["current", "delayed"] = "current"
     fp8_weights: Literal["micro-batch", "step"] = "micro-batch"

@@ -20,11 +20,11 @@ micro-batch, and every rank scales by its own maxima.
 The pass works on local shapes: it comes after those that divide a step (tensor, context and expert parallelism),
 which do not know 8-bit operands, and before those that lower it to a job.
 
-Main gradients add up in fp32: each parameter has a buffer that lives as long as it does. Megatron-LM's
-`--accumulate-allreduce-grads-in-fp32`: the product that makes a weight's gradient adds it to the buffer itself
-(gradient accumulation fusion, on by default there); any other 16-bit gradient is added to it by a kernel of its
-own. The optimizer reads the buffers, which are set to zero after it. Data-parallel passes reduce them in their
-type, and see that nothing has to be added up over micro-batches: no operation makes such a gradient's memory
+Main gradients add up in fp32, or in the step's own type: each parameter has a buffer that lives as long as it
+does, Megatron-LM's `main_grad`. The product that makes a weight's gradient adds it to the buffer itself (gradient
+accumulation fusion, on by default there); any other 16-bit gradient is added to it by a kernel of its own. The
+optimizer reads the buffers, which are set to zero after it. Data-parallel passes reduce them in their type, and
+see that nothing has to be added up over micro-batches: no operation makes such a gradient's memory
 (`model.adds_up`).
 
 The gradient of a parameter that is used twice (a tied embedding) is a sum, which a pipeline takes apart. Its
@@ -378,10 +378,12 @@ _FUSING = ("aten.mm", "aten._scaled_mm")
 _WIDE = t.DType.FP32
 
 
-def to_main_gradients(graph: StepGraph) -> StepGraph:
-    """The step with fp32 main gradients; the step itself where none of its gradients has a 16-bit type."""
-    gradients = [row for row in final_gradients(graph) if graph.tensors[row].dtype.itemsize < _WIDE.itemsize]
-    return _MainGradients(graph, gradients).write() if gradients else graph
+def to_main_gradients(graph: StepGraph, dtype: t.DType = _WIDE) -> StepGraph:
+    """The step with main gradients of a type; the step itself where none of its gradients has a 16-bit type."""
+    types = [graph.tensors[row].dtype for row in final_gradients(graph)]
+    fit = [own.itemsize < _WIDE.itemsize and dtype in (own, _WIDE) for own in types]
+    gradients = [row for row, fits in zip(final_gradients(graph), fit, strict=True) if fits]
+    return _MainGradients(graph, gradients, dtype).write() if gradients else graph
 
 
 class _MainGradients(StepWriter):
@@ -390,10 +392,12 @@ class _MainGradients(StepWriter):
     Args:
         graph: the step.
         gradients: rows of its final gradients of 16-bit types.
+        dtype: type of the buffers.
     """
 
-    def __init__(self, graph: StepGraph, gradients: list[int]) -> None:
+    def __init__(self, graph: StepGraph, gradients: list[int], dtype: t.DType) -> None:
         super().__init__(graph)
+        self.dtype = dtype
         self.gradients = frozenset(gradients)
         self.readers: dict[int, list[int]] = defaultdict(list)
         for tensor, row in zip(graph.ops.inputs.values.tolist(), graph.ops.inputs.rows.tolist(), strict=True):
@@ -498,7 +502,7 @@ class _MainGradients(StepWriter):
             return False
         made = self.graph.tensors[op.outputs[0]]
         of_gradient = op.inputs[0] in self.gradients or op.inputs[0] in self.wide
-        return of_gradient and (made.dtype, made.role, made.alias_of) == (_WIDE, t.TensorRole.GRADIENT, None)
+        return of_gradient and (made.dtype, made.role, made.alias_of) == (self.dtype, t.TensorRole.GRADIENT, None)
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -521,7 +525,7 @@ class _MainGradients(StepWriter):
     def tensor(self, index: int, **changes: object) -> int:
         """New row of an old tensor; what changes its type or role has the new one."""
         if index in self.wide:
-            changes["dtype"] = _WIDE
+            changes["dtype"] = self.dtype
         if index in self.dying:
             changes["role"] = t.TensorRole.ACTIVATION
         return super().tensor(index, **changes)
@@ -535,20 +539,25 @@ class _MainGradients(StepWriter):
         if isinstance(op, t.Compute) and not op.is_view:
             wide = self.wide | self.gradients if updates else self.wide
             for name, tensors in (("bytes_read", op.inputs), ("bytes_written", op.outputs)):
-                more = sum(self.graph.tensors[i].nbytes for i in set(tensors) & wide)
+                more = sum(map(self._growth, set(tensors) & wide))
                 changes[name] = getattr(op, name) + more
         self.copy(op, **changes)
+
+    def _growth(self, index: int) -> int:
+        """Bytes that a tensor has more in the type of the buffers."""
+        tensor = self.graph.tensors[index]
+        return tensor.numel * (self.dtype.itemsize - tensor.dtype.itemsize)
 
     def _version(self, gradient: t.Tensor, buffer: int | None) -> int:
         """A main gradient as an operation leaves it; without one before it, the buffer itself."""
         named = gradient.name if buffer is not None else f"{gradient.name}.main"
-        return self.add_tensor(replace(gradient, name=named, dtype=_WIDE, role=t.TensorRole.GRADIENT), buffer)
+        return self.add_tensor(replace(gradient, name=named, dtype=self.dtype, role=t.TensorRole.GRADIENT), buffer)
 
     def _accumulate(self, op: t.Compute, gradient: t.Tensor) -> None:
         """Writes a product that adds its result to the buffer."""
         buffer = self._version(gradient, None)
         self.part.tensors[op.outputs[0]] = self._version(gradient, buffer)
-        nbytes, plain = gradient.numel * _WIDE.itemsize, op.name == "aten.mm"
+        nbytes, plain = gradient.numel * self.dtype.itemsize, op.name == "aten.mm"
         inputs = [self.tensor(i) for i in op.inputs]
         product = replace(
             op, name="aten.addmm_" if plain else op.name, bytes_read=op.bytes_read + nbytes, bytes_written=nbytes,
@@ -561,7 +570,7 @@ class _MainGradients(StepWriter):
         self.narrow[gradient.id] = self.part.tensors[gradient.id]
         buffer = self._version(gradient, None)
         made = self.part.tensors[gradient.id] = self._version(gradient, buffer)
-        nbytes = gradient.numel * _WIDE.itemsize
+        nbytes = gradient.numel * self.dtype.itemsize
         self.builder.compute(
             "aten.add_", phase=op.phase, module=op.module, inputs=(buffer, self.narrow[gradient.id]),
             outputs=(made,), bytes_read=nbytes + gradient.nbytes, bytes_written=nbytes,
@@ -573,7 +582,7 @@ class _MainGradients(StepWriter):
         made = self._version(gradient, buffer)
         self.builder.compute(
             "aten._foreach_zero_", phase=op.phase, module=op.module, inputs=(buffer,), outputs=(made,),
-            deps=(self.part.ops[op.id],), bytes_written=gradient.numel * _WIDE.itemsize,
+            deps=(self.part.ops[op.id],), bytes_written=gradient.numel * self.dtype.itemsize,
             attributes=t.MultiTensor(parts=self.launched, leads=gradient.id == self.leads),
         )  # fmt: skip
 
@@ -595,6 +604,8 @@ class Precision:
         dtype: a recipe for products in FP8 ("fp8", "fp8-rowwise", "mxfp8"), or the type that the step has already
             ("bf16", "fp16", "fp32"): another one is other kernels, which only a capture shows. None: as it is.
         grad_dtype: type in which gradients add up; "fp32" gives a 16-bit step main gradients. None: their own.
+        main_gradients: gradients in their own type have buffers, too, to which products add (gradient accumulation
+            fusion); those in fp32 always have.
         kept: of inputs and weights, for backward: the 16-bit tensors ("bf16"), or 8-bit copies ("fp8").
         delayed: scales of "fp8" come from earlier steps' maxima, which the casts note on their way (delayed
             scaling); updating the histories is not counted.
@@ -606,6 +617,7 @@ class Precision:
 
     dtype: str | None = None
     grad_dtype: str | None = None
+    main_gradients: bool = False
     kept: Literal["bf16", "fp8"] = "bf16"
     delayed: bool = False
     weights: Literal["micro-batch", "step"] = "micro-batch"
@@ -650,14 +662,14 @@ class Precision:
 
     def _gradients(self, graph: StepGraph) -> StepGraph:
         if self.grad_dtype is None:
-            return graph
+            return to_main_gradients(graph, graph.workload.dtype) if self.main_gradients else graph
         if self.grad_dtype not in _STEPS:
             if self.grad_dtype in (*_TYPES, *RECIPES):
                 raise UnavailableError(f"gradients do not add up in {self.grad_dtype}", _STEPS)
             raise UnknownNameError("type of gradients", self.grad_dtype, _STEPS)
         wanted, own = _STEPS[self.grad_dtype], graph.workload.dtype
         if wanted == own:
-            return graph
+            return to_main_gradients(graph, own) if self.main_gradients else graph
         if wanted != t.DType.FP32:
             raise PlanError(
                 f"gradients in {self.grad_dtype}: those of a step in {own.text} add up in {own.text} or fp32: "
