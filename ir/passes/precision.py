@@ -17,6 +17,10 @@ with `kept="fp8"` forward writes both copies and the 8-bit ones are kept, as Tra
 tensor that several products read are shared, as `torch.compile` shares them. Weights are cast for each
 micro-batch, and every rank scales by its own maxima.
 
+Where the ranks of a tensor-parallel group gather a tensor that such products alone read, each can cast its part
+first, so that half the bytes are gathered (`gathers`, with one scale a tensor). What is needed transposed is
+transposed after that.
+
 The pass works on local shapes: it comes after those that divide a step (tensor, context and expert parallelism),
 which do not know 8-bit operands, and before those that lower it to a job.
 
@@ -74,6 +78,7 @@ class Recipe:
         weights: whether weights are cast for each micro-batch, or once a step, outside the micro-batches; making
             these copies, and scaling them, is then not counted.
         experts: whether experts' grouped products have 8-bit operands, too.
+        gathers: whether what ranks gather for 8-bit products is cast before it is gathered.
     """
 
     scales: Literal["tensor", "row", "block"]
@@ -82,6 +87,7 @@ class Recipe:
     delayed: bool = False
     weights: Literal["micro-batch", "step"] = "micro-batch"
     experts: bool = False
+    gathers: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,8 +227,48 @@ class _Fp8Products(StepWriter):
                 )
         self.copies: dict[tuple[object, bool], tuple[int, ...]] = {}
         self.scales: dict[int, int] = {}
+        self.gathered: dict[int, t.DType] = self._gathered_for_products() if self.recipe.gathers else {}
+
+    def _gathered_for_products(self) -> dict[int, t.DType]:
+        """What is gathered for 8-bit products alone, and the views of it, with their 8-bit type."""
+        graph, readers, found = self.graph, defaultdict[int, list[int]](list), dict[int, t.DType]()
+        for tensor, row in zip(graph.ops.inputs.values.tolist(), graph.ops.inputs.rows.tolist(), strict=True):
+            readers[tensor].append(row)
+        bases = {operand.base: operand.dtype for pair in self.products.values() for operand in pair}
+        for base, dtype in bases.items():
+            maker = int(graph.maker[base])
+            op = graph.ops[maker] if maker != NONE else None
+            if not isinstance(op, t.Collective) or op.collective != t.CollectiveKind.ALL_GATHER:
+                continue
+            views = [base]
+            for index in views:
+                views += [i for r in readers[index] if graph.ops.is_view[r] for i in graph.ops.outputs.row(r)]
+            ends = {row for index in views for row in readers[index] if not graph.ops.is_view[row]}
+            whole = all(self.finder.base(index) == base for index in views)
+            if whole and all(base in {o.base for o in self.products.get(row, ())} for row in ends):
+                found |= dict.fromkeys(views, dtype)
+        return found
+
+    def tensor(self, index: int, **changes: object) -> int:
+        if index in self.gathered:
+            changes["dtype"] = self.gathered[index]
+        return super().tensor(index, **changes)
+
+    def _gather(self, op: t.Collective) -> None:
+        """Gathers a tensor in 8 bit: each rank casts its part, once for all phases that keep it."""
+        part, dtype = self.graph.tensors[op.inputs[0]], self.gathered[op.outputs[0]]
+        key = ("part", self.finder.base(part.id), None if self.recipe.kept == "fp8" else op.phase), False
+        if key not in self.copies:
+            scale, made = self._maximum(part, op), self._new(f"{part.name}.fp8", part.shape, dtype)
+            self._kernel("fp8.cast", op, (self.tensor(part.id), *scale), (made,), part.nbytes, part.numel)
+            self.copies[key] = (made, *scale)
+        nbytes = op.bytes_per_rank * dtype.itemsize // part.dtype.itemsize
+        self.copy(op, inputs=[self.copies[key][0]], bytes_per_rank=nbytes, dtype=dtype, durations=())
 
     def operation(self, op: t.Op) -> None:
+        if isinstance(op, t.Collective) and op.outputs and op.outputs[0] in self.gathered:
+            self._gather(op)
+            return
         if self.recipe.experts and op.name == _GROUPED and isinstance(op, t.Compute):
             self._grouped(op)
             return
@@ -308,7 +354,7 @@ class _Fp8Products(StepWriter):
             self.copies[key] = (self._kept(self.graph.tensors[operand.base].name, operand.shape),)
         return self.copies[key]
 
-    def _maximum(self, source: t.Tensor, op: t.Compute) -> tuple[int, ...]:
+    def _maximum(self, source: t.Tensor, op: t.Op) -> tuple[int, ...]:
         """The scale of a tensor, found once; nothing where earlier steps, or blocks of it, have scaled it."""
         if self.recipe.delayed or self.recipe.scales == "block":
             return ()
@@ -320,6 +366,9 @@ class _Fp8Products(StepWriter):
     def _cast_all(self, wanted: list[Fp8Operand], scope: object, op: t.Compute) -> None:
         """With one scale for a tensor: its maximum, once, then one kernel that writes all copies."""
         source = self.graph.tensors[wanted[0].base]
+        if source.id in self.gathered:
+            self._copies_of_gathered(source, wanted, scope, op)
+            return
         scale = self._maximum(source, op)
         copies = [self._new(f"{source.name}.fp8", each.shape, each.dtype) for each in wanted]
         name = "fp8.cast_transpose" if any(each.columns for each in wanted) else "fp8.cast"
@@ -327,6 +376,20 @@ class _Fp8Products(StepWriter):
         self._kernel(name, op, (self.tensor(source.id), *scale), copies, source.nbytes, written)
         for each, made in zip(wanted, copies, strict=True):
             self.copies[scope, each.columns] = (made, *scale)
+
+    def _copies_of_gathered(
+        self, source: t.Tensor, wanted: list[Fp8Operand], scope: object, op: t.Compute
+    ) -> None:
+        """What was gathered in 8 bit, as it is and transposed."""
+        whole = self.tensor(source.id)
+        for each in wanted:
+            alias = None if each.columns else whole
+            made = self.builder.tensor(
+                f"{source.name}.fp8", each.shape, each.dtype, t.TensorRole.ACTIVATION, alias_of=alias
+            )
+            nbytes = source.numel if each.columns else 0
+            self._kernel("fp8.transpose" if each.columns else "aten.view", op, (whole,), (made,), nbytes, nbytes)
+            self.copies[scope, each.columns] = (made,)
 
     def _cast_rows(self, operand: Fp8Operand, scope: object, op: t.Compute) -> None:
         """With scales within a tensor: a kernel for each copy, which finds the maxima on its way.
@@ -611,6 +674,7 @@ class Precision:
             scaling); updating the histories is not counted.
         weights: whether weights are cast for each micro-batch, or once a step ("step"), which is not counted.
         experts: whether experts' grouped products are in FP8, too.
+        gathers: whether what tensor-parallel ranks gather for "fp8" products is cast before ("fp8"), or after.
     """
 
     name: ClassVar[str] = "precision"
@@ -622,6 +686,7 @@ class Precision:
     delayed: bool = False
     weights: Literal["micro-batch", "step"] = "micro-batch"
     experts: bool = False
+    gathers: Literal["bf16", "fp8"] = "bf16"
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step graph.
@@ -657,8 +722,11 @@ class Precision:
             raise PlanError(
                 f"precision {self.dtype} with delayed scaling: only fp8, with a scale a tensor, has it"
             )
-        options = {"kept": self.kept, "delayed": self.delayed, "weights": self.weights, "experts": self.experts}
-        return to_fp8(graph, replace(RECIPES[self.dtype], **options))  # type: ignore[arg-type]
+        recipe = replace(
+            RECIPES[self.dtype], kept=self.kept, delayed=self.delayed, weights=self.weights, experts=self.experts,
+            gathers=self.gathers == "fp8" and self.dtype == "fp8",
+        )  # fmt: skip
+        return to_fp8(graph, recipe)
 
     def _gradients(self, graph: StepGraph) -> StepGraph:
         if self.grad_dtype is None:

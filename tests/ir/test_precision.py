@@ -180,6 +180,35 @@ def test_weights_cast_once_a_step_leave_the_casts_of_activations(recipe: str) ->
     assert flops(each) == flops(once)
 
 
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt2"])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_ranks_gather_half_the_bytes_where_they_cast_first(name: str, policy: Any) -> None:
+    """All that layers gather is read by products alone; each rank casts its part of it once."""
+    whole = Recompute(policy=policy)(captured(name))
+    ranks = TensorParallel(size=2, sequence_parallel=True)(whole)
+    after = Precision(dtype="fp8", kept="fp8", delayed=True)(ranks)
+    first = Precision(dtype="fp8", kept="fp8", delayed=True, gathers="fp8")(ranks)
+
+    def gathered(graph: Graph) -> tuple[int, int]:
+        gathers = [op for n, op in ran(graph) if n == "tp.all_gather" and op.phase != Phase.OPTIMIZER]
+        layers = [op for op in gathers if op.bytes_per_rank and ".{}" in op.module]
+        return len(layers), sum(op.bytes_per_rank for op in layers)
+
+    (number, before), (same, bytes_first) = gathered(after), gathered(first)
+    assert number == same > 0
+    assert bytes_first == before // 2
+    assert flops(first) == flops(after)
+    assert moved(first, "fp8.cast") < moved(after, "fp8.cast")
+    assert unfold(first) is not None
+
+
+def test_what_products_in_16_bit_read_is_gathered_in_16_bit() -> None:
+    ranks = TensorParallel(size=2, sequence_parallel=True)(captured("llama-3-8b", 2))
+    first = Precision(dtype="fp8", kept="fp8", delayed=True, gathers="fp8")(ranks)
+    types = {(op.module.rpartition(".")[2], op.dtype.text) for n, op in ran(first) if n == "tp.all_gather"}
+    assert types >= {("lm_head", "bf16"), ("gate_proj", "fp8_e4m3"), ("down_proj", "fp8_e5m2")}
+
+
 def test_grouped_products_of_experts_are_priced_in_fp8() -> None:
     graph = captured("mixtral-8x7b", 2)
     plain, experts = (Precision(dtype="fp8", experts=e)(graph) for e in (False, True))
