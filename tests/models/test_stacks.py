@@ -20,6 +20,7 @@ PLANS = (
     {"zero": 1, "precision": "fp8"},
     {"pp": 2, "recompute": "full"},
     {"zero": 3},
+    {"tp": 2, "ep": 2, "sequence_parallel": True},
 )
 OF_THE_SYSTEM = {"host_waits", "expandable_segments"}
 """Choices that no pass has: `simulate` and the memory of `validate` read them."""
