@@ -29,6 +29,7 @@ class Stack:
         fuse: how far elementwise operations become one kernel: those of one part of a layer ("modules"), as a
             library of fused kernels has them, or all that a compiler finds ("step"); "": none.
         loss: "eager" or "fused" cross-entropy.
+        loss_in_tensor_parallel: the same where ranks share the vocabulary; "": eager.
         grad_dtype: type in which gradients add up.
         grad_dtype_in_pipelines: the same in a pipeline, where it differs.
         main_gradients: whether products add to buffers of gradients in any type (gradient accumulation fusion); to
@@ -54,6 +55,7 @@ class Stack:
     attention: tuple[str, ...] = ()
     fuse: Literal["", "modules", "step"] = ""
     loss: Literal["", "eager", "fused"] = ""
+    loss_in_tensor_parallel: Literal["", "eager", "fused"] = ""
     grad_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     grad_dtype_in_pipelines: Literal["", "bf16", "fp16", "fp32"] = ""
     main_gradients: bool = False

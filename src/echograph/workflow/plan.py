@@ -418,7 +418,7 @@ def with_stack(plan: Plan, stack: Stack) -> Plan:
         "overlap_grad_reduce": reduces,
         "overlap_param_gather": stack.overlap_param_gather if plan.zero in (1, 2) else None,
         "recompute_early_stop": stack.recompute_early_stop,
-        "loss": stack.loss if plan.tp == 1 else "",
+        "loss": stack.loss if plan.tp == 1 else stack.loss_in_tensor_parallel,
         "etp": stack.etp if plan.sequence_parallel and plan.ep % plan.tp == 0 else None,
         "grad_dtype": (plan.pp > 1 and stack.grad_dtype_in_pipelines) or stack.grad_dtype,
     }
