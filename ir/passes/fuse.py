@@ -398,7 +398,7 @@ class _LossWriter(StepWriter):
             outputs=(*made, total),
             stream=op.stream,
             bytes_read=tensors[loss.logits].nbytes + tensors[loss.target].nbytes,
-            bytes_written=prod(rows) * t.DType.FP32.itemsize,
+            bytes_written=t.DType.FP32.nbytes(prod(rows)),
         )
         self.part.ops |= dict.fromkeys(loss.rows, self.part.ops[op.id])
 
