@@ -216,7 +216,7 @@ class _LossWriter(StepWriter):
             outputs=(*made, total),
             stream=op.stream,
             bytes_read=tensors[loss.logits].nbytes + tensors[loss.target].nbytes,
-            bytes_written=prod(rows) * t.DType.FP32.itemsize * (1 if loss.exchange is None else _NUMBERS_OF_A_ROW),
+            bytes_written=t.DType.FP32.nbytes(prod(rows)) * (1 if loss.exchange is None else _NUMBERS_OF_A_ROW),
         )
         self.part.ops |= dict.fromkeys(loss.rows, self.part.ops[op.id])
 

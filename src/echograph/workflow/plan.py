@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 RecomputeName = Literal["none", "selective", "selective-op", "full"]
 LossName = Literal["eager", "fused"]
-PrecisionName = Literal["bf16", "fp16", "fp32", "fp8", "fp8-rowwise", "mxfp8"]
+PrecisionName = Literal["bf16", "fp16", "fp32", "fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4"]
 GradDType = Literal["bf16", "fp16", "fp32"]
 CpMethod = Literal["ring", "all-to-all"]
 AXES = ("tp", "cp", "ep", "dp", "pp")
