@@ -44,6 +44,8 @@ class Stack:
         overlap_grad_reduce: whether gradients are reduced while backward goes on.
         overlap_grad_reduce_in_pipelines: the same in a pipeline, where it differs.
         overlap_param_gather: whether parameters are gathered while the next forward goes on (ZeRO-1 and 2).
+        tp_comm_overlap: what of tensor-parallel communication runs beside products: "none"; "bulk": in backward,
+            beside gradients of inputs and weights; "chunks": cut up with their own products, too.
         recompute_early_stop: whether recomputation ends where backward has what it needs.
         host_waits: whether the host waits for what a pipeline stage receives.
         expandable_segments: PyTorch's allocator option of that name.
@@ -69,6 +71,7 @@ class Stack:
     overlap_grad_reduce: bool | None = None
     overlap_grad_reduce_in_pipelines: bool | None = None
     overlap_param_gather: bool | None = None
+    tp_comm_overlap: Literal["", "none", "bulk", "chunks"] = ""
     recompute_early_stop: bool | None = None
     host_waits: bool = False
     expandable_segments: bool = False

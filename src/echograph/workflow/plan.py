@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 RecomputeName = Literal["none", "selective", "selective-op", "full"]
 LossName = Literal["eager", "fused"]
+TpOverlapName = Literal["none", "bulk", "chunks"]
 PrecisionName = Literal["bf16", "fp16", "fp32", "fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4"]
 GradDType = Literal["bf16", "fp16", "fp32"]
 CpMethod = Literal["ring", "all-to-all"]
@@ -47,6 +48,13 @@ class Plan:
     cluster: str = option("dgx-h100", "A preset (see echosim clusters), a TOML file, or an echoprof profile.pb.")
     tp: int = option(1, "Tensor-parallel ranks, which share each layer.")
     sequence_parallel: bool = option(False, "They share the sequence between the products as well.")
+    tp_comm_overlap: str = option(
+        "",
+        "Gathers and scatters of tensor-parallel ranks beside products: none; bulk: those of backward beside "
+        "gradients of inputs and weights (Megatron-LM); chunks: the others in parts with their own products, too "
+        "(Transformer Engine's userbuffers, PyTorch's async tensor parallelism).",
+        "as the stack does; none",
+    )
     tp_plan: str = option(
         "", "TOML file of module patterns and how they are shared.", "the model's own, or by structure"
     )
@@ -170,6 +178,7 @@ def _check_words(plan: Plan) -> None:
         "cp_method": get_args(CpMethod),
         "stack": ("", *stack_names()),
         "loss": ("", *get_args(LossName)),
+        "tp_comm_overlap": ("", *get_args(TpOverlapName)),
         "precision": ("", *get_args(PrecisionName)),
         "grad_dtype": ("", *get_args(GradDType)),
         "recompute": (*get_args(RecomputeName), plan.recompute if plan.recompute.isdigit() else "none"),
@@ -401,6 +410,11 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         # The kernels that its stack runs.
         (bool(stack.attention), "attention_kernel", {"kernel": _attention(stack, cluster)}),
         (bool(stack.fuse), "fuse", {"within": stack.fuse}),
+        (
+            plan.tp > 1 and plan.tp_comm_overlap in ("bulk", "chunks"),
+            "tp_comm_overlap",
+            {"chunks": plan.tp_comm_overlap == "chunks"},
+        ),
         # The job of all ranks.
         (plan.pp > 1, "pipeline", _pipeline(plan, count)),
         (plan.zero < 3, "data_parallel", _data_parallel(plan, replicas, count)),
@@ -420,6 +434,7 @@ def with_stack(plan: Plan, stack: Stack) -> Plan:
         "recompute_early_stop": stack.recompute_early_stop,
         "loss": stack.loss if plan.tp == 1 else stack.loss_in_tensor_parallel,
         "etp": stack.etp if plan.sequence_parallel and plan.ep % plan.tp == 0 else None,
+        "tp_comm_overlap": stack.tp_comm_overlap,
         "grad_dtype": (plan.pp > 1 and stack.grad_dtype_in_pipelines) or stack.grad_dtype,
     }
     return replace(plan, **{name: value for name, value in said.items() if getattr(plan, name) in (None, "")})
