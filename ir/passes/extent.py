@@ -614,7 +614,7 @@ class ExtentWriter(StepWriter):
         known = self._after if new else self._before
         if row not in known:
             shape: Shape = self.carriers.resized(row, self.size) if new else self.graph.tensors.shape.row(row)
-            nbytes = prod(shape) * self.graph.tensors[row].dtype.itemsize
+            nbytes = self.graph.tensors[row].dtype.nbytes(prod(shape))
             source = self._viewed(row)
             known[row] = nbytes if source is None else min(nbytes, self._memory(source, new=new))
         return known[row]

@@ -97,7 +97,7 @@ def persistent_bytes(graph: Graph, role: t.TensorRole, sharded: tuple[str, ...])
 
 def row_bytes(name: str) -> int:
     """Bytes of the rows that one rank's tokens make for the experts of a layer."""
-    return TOKENS * CHOSEN[name] * HIDDEN * t.DType.BF16.itemsize
+    return t.DType.BF16.nbytes(TOKENS * CHOSEN[name] * HIDDEN)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_experts_are_divided_and_nothing_else_is(name: str, role: t.TensorRole) 
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_are_exchanged_twice_each_way(name: str, size: int) -> None:
-    counts = size * EXPERTS[name] * t.DType.INT32.itemsize
+    counts = t.DType.INT32.nbytes(size * EXPERTS[name])
     assert collectives(ExpertParallel(size=size)(step(name))) == {
         ("ALL_GATHER", "FORWARD", counts): LAYERS,
         ("ALL_TO_ALL", "FORWARD", row_bytes(name)): 2 * LAYERS,

@@ -179,8 +179,8 @@ class _Writer(StepWriter):
             self.sharding.local_shape(index, wanted),
         )
         made = self.builder.tensor(tensor.name, shape, tensor.dtype, tensor.role)
-        held, written = self.sharding.shapes[index], prod(shape) * tensor.dtype.itemsize
-        read = prod(held) * tensor.dtype.itemsize
+        held, written = self.sharding.shapes[index], tensor.dtype.nbytes(prod(shape))
+        read = tensor.dtype.nbytes(prod(held))
         self._local(op, "aten.slice_backward", (source,), (made,), read, written)
         return made
 
@@ -317,7 +317,7 @@ class _Writer(StepWriter):
         self.part.ops[op.id] = self._add(product, Decision(decision.inputs[1:], (PARTIAL,)), reads[1:], (summand,))
         total = self._reduce(index, op, summand)
         self.part.tensors[index] = self.builder.tensor(tensor.name, local, tensor.dtype, tensor.role)
-        nbytes = prod(local) * tensor.dtype.itemsize
+        nbytes = tensor.dtype.nbytes(prod(local))
         self._local(op, "aten.add", (total, reads[0]), (self.part.tensors[index],), nbytes + bias.nbytes, nbytes)
 
     def _log_softmax(self, op: t.Compute, logits: int) -> None:
@@ -325,7 +325,7 @@ class _Writer(StepWriter):
         (index,) = op.outputs
         tensor = self.graph.tensors[index]
         local = self.sharding.shapes[index]
-        rows, size = local[0] * tensor.dtype.itemsize, prod(local) * tensor.dtype.itemsize
+        rows, size = tensor.dtype.nbytes(local[0]), tensor.dtype.nbytes(prod(local))
         column = (local[0], 1)
         largest = self._temporary("max", column, tensor)
         self._local(op, "aten.amax", (logits,), (largest,), size, rows)
@@ -346,7 +346,7 @@ class _Writer(StepWriter):
         """
         (index,), (picked, likely) = op.outputs, reads
         tensor, local = self.graph.tensors[index], self.sharding.shapes[index]
-        size = prod(local) * tensor.dtype.itemsize
+        size = tensor.dtype.nbytes(prod(local))
         probability, difference = self._temporary("exp", local, tensor), self._temporary("add", local, tensor)
         self._local(op, "aten.exp", (likely,), (probability,), size, size)
         self._local(op, "aten.add", (picked, probability, likely), (difference,), 2 * size, size)
@@ -356,7 +356,7 @@ class _Writer(StepWriter):
         """The rank that has a token's target picks its log-probability; the others add zero."""
         tensor, target = self.graph.tensors[op.inputs[0]], self.graph.tensors[op.inputs[1]]
         column = (tensor.shape[0], 1)
-        rows = tensor.shape[0] * tensor.dtype.itemsize
+        rows = tensor.dtype.nbytes(tensor.shape[0])
         picked = self._temporary("gather", column, tensor)
         self._local(op, "aten.gather", reads[:2], (picked,), target.nbytes + rows, rows)
         picked = self._sum_over_ranks(op, picked, column, tensor)

@@ -15,6 +15,7 @@ from echograph.errors import InputError, UnknownNameError, UsageError
 from echograph.ir.graph import JobGraph, StepGraph, Workload
 from echograph.ir.passes import PASSES
 from echograph.ir.passes.base import Note, Pass, run
+from echograph.ir.types import DType
 from echograph.models.stacks import Stack, load_stack, stack_names
 from echograph.options import given, kinds, option, option_name
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 RecomputeName = Literal["none", "selective", "selective-op", "full"]
 LossName = Literal["eager", "fused"]
-PrecisionName = Literal["bf16", "fp16", "fp32", "fp8", "fp8-rowwise", "mxfp8"]
+PrecisionName = Literal["bf16", "fp16", "fp32", "fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4"]
 GradDType = Literal["bf16", "fp16", "fp32"]
 CpMethod = Literal["ring", "all-to-all"]
 AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -387,7 +388,8 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
     types = {"dtype": plan.precision or None, "grad_dtype": plan.grad_dtype or None}
     delayed = stack.fp8_scaling == "delayed" and plan.precision == "fp8"
     recipe: dict[str, Any] = {"kept": stack.fp8_kept, "delayed": delayed}
-    recipe |= {"weights": stack.fp8_weights, "experts": stack.fp8_experts}
+    recipe |= {"weights": stack.fp8_weights, "experts": stack.fp8_experts, "main_gradients": stack.main_gradients}
+    recipe["gathers"] = stack.fp8_gathers
     order: tuple[tuple[bool, str, dict[str, Any]], ...] = (
         # The step that one rank would run alone: its batch, what it is asked for, what it computes again.
         (plan.micro_batch not in (None, workload.batch_size), "micro_batch", {"size": plan.micro_batch}),
@@ -402,14 +404,14 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
             {"size": plan.ep} | dropping | experts,
         ),
         (plan.loss == "fused", "fuse_loss", {}),
-        (bool(plan.precision or plan.grad_dtype), "precision", types | recipe),
+        (bool(plan.precision or plan.grad_dtype or stack.main_gradients), "precision", types | recipe),
         # The kernels that its stack runs.
         (bool(stack.attention), "attention_kernel", {"kernel": _attention(stack, cluster)}),
         (bool(stack.fuse), "fuse", {"within": stack.fuse}),
         # The job of all ranks.
         (plan.pp > 1, "pipeline", _pipeline(plan, count)),
         (plan.zero < 3, "data_parallel", _data_parallel(plan, replicas, count)),
-        (plan.zero == 3, "fully_shard", _fully_shard(plan, replicas, count)),
+        (plan.zero == 3, "fully_shard", _fully_shard(plan, replicas, count, stack)),
         (plan.mesh_order != Plan().mesh_order, "mesh_order", {"order": tuple(plan.mesh_order.split("-"))}),
     )
     return tuple(PASSES[name](**options) for wanted, name, options in order if wanted)
@@ -423,7 +425,7 @@ def with_stack(plan: Plan, stack: Stack) -> Plan:
         "overlap_grad_reduce": reduces,
         "overlap_param_gather": stack.overlap_param_gather if plan.zero in (1, 2) else None,
         "recompute_early_stop": stack.recompute_early_stop,
-        "loss": stack.loss if plan.tp == 1 else "",
+        "loss": stack.loss if plan.tp == 1 else stack.loss_in_tensor_parallel,
         "etp": stack.etp if plan.sequence_parallel and plan.ep % plan.tp == 0 else None,
         "grad_dtype": (plan.pp > 1 and stack.grad_dtype_in_pipelines) or stack.grad_dtype,
     }
@@ -522,13 +524,14 @@ def _data_parallel(plan: Plan, replicas: int, count: int) -> dict[str, Any]:
     return options | {name: plan.given[name] for name in names if name in plan.given}
 
 
-def _fully_shard(plan: Plan, replicas: int, count: int) -> dict[str, Any]:
+def _fully_shard(plan: Plan, replicas: int, count: int, stack: Stack) -> dict[str, Any]:
     keep = plan.pp > 1 if plan.reshard_after_forward is None else not plan.reshard_after_forward
     return {
         "replicas": replicas,
         "shard": replicas // plan.hsdp_replicas,
         "micro_batches": 1 if plan.pp > 1 else count,
         "reshard_after_forward": not keep,
+        "reduce_dtype": DType[stack.reduce_dtype.upper()] if stack.reduce_dtype else None,
     }
 
 

@@ -39,7 +39,8 @@ PRECISION = {
     "fp32": ("fp32", ""), "fp16": ("fp16", ""), "bf16": ("bf16", ""), "amp_bf16": ("bf16", ""),
     "bf16 te": ("bf16", ""), "fp8": ("bf16", "fp8"), "fp8-hybrid": ("bf16", "fp8"), "fp8-cs": ("bf16", "fp8"),
     "fp8 tensorwise": ("bf16", "fp8"), "fp8 rowwise": ("bf16", "fp8-rowwise"), "amp_fp8": ("bf16", "fp8"),
-    "mxfp8": ("bf16", "mxfp8"), "fp8-mx": ("bf16", "mxfp8"),
+    "mxfp8": ("bf16", "mxfp8"), "fp8-mx": ("bf16", "mxfp8"), "fp8-sc": ("bf16", "fp8-blockwise"),
+    "nvfp4": ("bf16", "nvfp4"),
 }  # fmt: skip
 """Type of the step and precision of its matrix products."""
 
