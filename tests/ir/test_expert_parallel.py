@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from echograph.errors import PlanError
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
-from echograph.ir.graph import Axis, Graph, StepGraph
+from echograph.ir.graph import Axis, Graph, JobGraph, StepGraph
 from echograph.ir.passes.context_parallel import ContextParallel
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.expert_parallel import ExpertParallel, Load
@@ -462,3 +463,49 @@ def test_refuses_experts_whole_where_ranks_have_the_same_tokens() -> None:
     ):
         with pytest.raises(PlanError, match=line):
             TensorParallel(**options)(step())
+
+
+@cache
+def piped(overlap: bool) -> JobGraph:
+    changes = SMALL | CHANGES["qwen3-30b-a3b"] | {"num_hidden_layers": 4}
+    entry = get_model("qwen3-30b-a3b").with_config(**changes)
+    local = ExpertParallel(size=4)(compile_entry(entry, StepSpec(), batch_size=BATCH, seq_len=POSITIONS))
+    pipeline = Pipeline(stages=2, micro_batches=4, schedule="interleaved", chunks=2, overlap_experts=overlap)
+    return pipeline(local)
+
+
+def test_a_pass_exchanges_while_the_one_beside_it_computes() -> None:
+    """Paired passes run what they would run alone; the other's work stands between an exchange and its reader."""
+    for alone, paired in zip(piped(False).programs, piped(True).programs, strict=True):
+        runs = [
+            Counter((block, row, *where) for block, begin, end, *where in calls for row in range(begin, end))
+            for calls in (alone.calls.tolist(), paired.calls.tolist())
+        ]
+        assert runs[0] == runs[1]
+    job = piped(True)
+    hidden = exchanged = 0
+    calls = job.programs[0].calls.tolist()
+    for before, after in pairwise(calls):
+        last = job.ops[before[2] - 1]
+        if last.name == "ep.all_to_all":
+            exchanged += 1
+            hidden += job.ops[after[1]].phase != last.phase
+    assert hidden > 0.5 * exchanged > 0
+
+
+def test_pairing_hides_the_exchange_of_experts() -> None:
+    plan = Plan(gpus=32, pp=2, vpp=2, ep=16, global_batch=64, micro_batch=1)
+    entry = get_model("qwen3-30b-a3b").with_config(num_hidden_layers=4)
+    graph = compile_entry(entry, StepSpec(), batch_size=1, seq_len=1024)
+    results = [
+        predict(graph, replace(plan, overlap_moe_expert_parallel_comm=overlap), memory=False)[0]
+        for overlap in (False, True)
+    ]
+    exposed = [result.breakdown.exposed_communication["ep"] for result in results]
+    assert exposed[1] < 0.8 * exposed[0]
+    assert results[1].step_ps < results[0].step_ps
+
+
+def test_pairs_are_of_interleaved_chunks() -> None:
+    with pytest.raises(PlanError, match="are of schedule interleaved"):
+        Pipeline(stages=2, micro_batches=4, overlap_experts=True)(ExpertParallel(size=4)(step()))

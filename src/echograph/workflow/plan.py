@@ -86,6 +86,9 @@ class Plan:
     overlap_param_gather: bool | None = option(
         None, "Gather parameters while the next forward goes on, with --zero 1 and 2.", "as the stack does; no"
     )
+    overlap_moe_expert_parallel_comm: bool = option(
+        False, "Exchange rows of experts in pairs of a forward and a backward pass, while the other computes."
+    )
     micro_batch: int | None = option(None, "Samples of a micro-batch.", "as the graph was compiled")
     global_batch: int | None = option(
         None, "Samples of one step over all GPUs.", "one micro-batch a data-parallel rank and stage"
@@ -235,6 +238,10 @@ def _check_pairs(plan: Plan) -> None:
         (
             plan.reshard_after_forward is not None and plan.zero != 3,
             "--reshard-after-forward: is of gathered parameters, give --zero 3",
+        ),
+        (
+            plan.overlap_moe_expert_parallel_comm and plan.vpp == 1,
+            "--overlap-moe-expert-parallel-comm: pairs the passes of interleaved chunks, give --vpp 2 or more",
         ),
         (
             plan.overlap_param_gather and plan.zero not in (1, 2),
@@ -515,7 +522,9 @@ def _pipeline(plan: Plan, count: int) -> dict[str, Any]:
             f"--stage-layers {plan.stage_layers[:40]}: give whole numbers with commas, as 10,12,12,10"
         ) from None
     schedule = schedule_of(plan)
-    return {"stages": plan.pp, "micro_batches": count, "schedule": schedule, "chunks": plan.vpp, "layers": layers}
+    overlap = {"overlap_experts": True} if plan.overlap_moe_expert_parallel_comm and plan.ep > 1 else {}
+    shape = {"stages": plan.pp, "micro_batches": count, "chunks": plan.vpp, "layers": layers}
+    return shape | {"schedule": schedule} | overlap
 
 
 def schedule_of(plan: Plan) -> str:
