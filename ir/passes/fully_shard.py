@@ -581,7 +581,7 @@ class UnitBlock(ShardedBlock):
         )  # fmt: skip
 
     def _nbytes(self, tensors: list[t.Tensor], dtype: t.DType | None = None) -> int:
-        return sum(self.division.padded(x) * (dtype or x.dtype).itemsize for x in tensors)
+        return sum((dtype or x.dtype).nbytes(self.division.padded(x)) for x in tensors)
 
     def _gather_apart(
         self, group: int, stream: int, tensors: list[t.Tensor], phase: t.Phase, wait: tuple[int, ...]
