@@ -32,6 +32,8 @@ class Stack:
         loss_in_tensor_parallel: the same where ranks share the vocabulary; "": eager.
         grad_dtype: type in which gradients add up.
         grad_dtype_in_pipelines: the same in a pipeline, where it differs.
+        zero3_apart: whether ZeRO-3 gathers and reduces each parameter by a collective of its own, and the host
+            waits before each layer until the device is idle.
         main_gradients: whether products add to buffers of gradients in any type (gradient accumulation fusion); to
             those in fp32 they always do.
         reduce_dtype: type in which ZeRO-3 reduces gradients; "": their own.
@@ -60,6 +62,7 @@ class Stack:
     loss_in_tensor_parallel: Literal["", "eager", "fused"] = ""
     grad_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     grad_dtype_in_pipelines: Literal["", "bf16", "fp16", "fp32"] = ""
+    zero3_apart: bool = False
     main_gradients: bool = False
     reduce_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     fp8_kept: Literal["bf16", "fp8"] = "bf16"

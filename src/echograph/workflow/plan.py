@@ -546,6 +546,7 @@ def _fully_shard(plan: Plan, replicas: int, count: int, stack: Stack) -> dict[st
         "shard": replicas // plan.hsdp_replicas,
         "micro_batches": 1 if plan.pp > 1 else count,
         "reshard_after_forward": not keep,
+        "apart": stack.zero3_apart,
         "reduce_dtype": DType[stack.reduce_dtype.upper()] if stack.reduce_dtype else None,
     }
 
