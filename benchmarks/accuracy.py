@@ -23,7 +23,7 @@ from typing import Any
 from echograph.errors import DataError
 from echograph.ir.files import write_whole
 from echograph.simulator.form import Form
-from echograph.workflow.calibration.form import LEVELS, Calibration, calibrate
+from echograph.workflow.calibration.form import LEVELS, FormCalibration, calibrate
 
 ROOT = Path(__file__).resolve().parents[1]
 SCALES = ((8, "1 to 8"), (64, "9 to 64"), (512, "65 to 512"), (10**9, "over 512"))
@@ -160,7 +160,7 @@ def hold(row: Row, form: Form) -> None:
     row["in_interval"] = low <= row["measured_s"] <= high
 
 
-def intervals_table(found: Calibration) -> str:
+def intervals_table(found: FormCalibration) -> str:
     """What intervals hold of families that had no part in their estimate, and the spreads."""
     lines = [
         (

@@ -95,7 +95,7 @@ class StepErrors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldSteps:
     """What intervals hold of a family that had no part in them.
 
     Attributes:
@@ -205,7 +205,7 @@ def _variances(form: Form) -> Float64:
     return np.array([form.spread.get(kind, 0.0) ** 2 for kind in KINDS])
 
 
-def held(family: str, errors: StepErrors, form: Form) -> Held:
+def held(family: str, errors: StepErrors, form: Form) -> HeldSteps:
     """What the intervals of a form hold of some steps.
 
     Args:
@@ -216,7 +216,7 @@ def held(family: str, errors: StepErrors, form: Form) -> Held:
     deviations = errors.deviations(form)
     spread = np.sqrt(errors.half_width**2 + (errors.shares**2 @ _variances(form))[:, None])
     width = np.exp(form.quantile[LEVELS[-1]] * spread)
-    return Held(
+    return HeldSteps(
         family=family,
         steps=len(deviations),
         held={level: float((deviations <= form.quantile[level]).mean()) for level in LEVELS},
@@ -237,7 +237,7 @@ def leave_one_out(errors: StepErrors) -> dict[str, Form]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
+class FormCalibration:
     """How sure the form of the model is.
 
     Attributes:
@@ -248,14 +248,14 @@ class Calibration:
 
     form: Form
     left_out: dict[str, Form]
-    families: tuple[Held, ...]
+    families: tuple[HeldSteps, ...]
 
     @property
-    def overall(self) -> dict[str, Held]:
+    def overall(self) -> dict[str, HeldSteps]:
         """All families together: each step alike, and each family alike."""
         weights = {"all steps": [one.steps for one in self.families], "all families": [1] * len(self.families)}
         return {
-            name: Held(
+            name: HeldSteps(
                 family=name,
                 steps=sum(one.steps for one in self.families),
                 held={n: float(np.average([one.held[n] for one in self.families], weights=by)) for n in LEVELS},
@@ -291,7 +291,7 @@ class Calibration:
         return f"{text_table(head, rows)}\nspreads {spreads}\nquantiles {quantiles} standard errors"
 
 
-def calibrate(results: Iterable[str | Path], *, source: str = "", date: str = "") -> Calibration:
+def calibrate(results: Iterable[str | Path], *, source: str = "", date: str = "") -> FormCalibration:
     """Estimates how sure the form of the model is, and judges the estimate on families left out of it.
 
     Args:
@@ -306,4 +306,4 @@ def calibrate(results: Iterable[str | Path], *, source: str = "", date: str = ""
     errors = read_errors(results)
     left_out = leave_one_out(errors)
     judged = (held(name, errors.of(errors.family == name), form) for name, form in left_out.items())
-    return Calibration(form=estimate(errors, source, date), left_out=left_out, families=tuple(judged))
+    return FormCalibration(form=estimate(errors, source, date), left_out=left_out, families=tuple(judged))
