@@ -14,7 +14,7 @@ import msgspec
 from echograph.errors import DataError
 
 
-class Unsaid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AssumptionWidth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kind of assumption.
 
     Attributes:
@@ -29,7 +29,7 @@ class Unsaid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    assumptions: tuple[Unsaid, ...]
+    assumptions: tuple[AssumptionWidth, ...]
 
 
 def unsaid_spread(assumed: Sequence[str]) -> float:
@@ -41,13 +41,13 @@ def unsaid_spread(assumed: Sequence[str]) -> float:
     return math.hypot(*(assumption_of(text).spread for text in assumed))
 
 
-def assumption_of(text: str) -> Unsaid:
+def assumption_of(text: str) -> AssumptionWidth:
     """The first kind that fits; the file's last one fits all."""
     return next(kind for kind in read_assumptions() if re.match(kind.text, text))
 
 
 @cache
-def read_assumptions() -> tuple[Unsaid, ...]:
+def read_assumptions() -> tuple[AssumptionWidth, ...]:
     """All kinds, in the order in which they are tried.
 
     Raises:
