@@ -560,7 +560,7 @@ class UnitBlock(ShardedBlock):
         )  # fmt: skip
 
     def _nbytes(self, tensors: list[t.Tensor], dtype: t.DType | None = None) -> int:
-        return sum(self.division.padded(x) * (dtype or x.dtype).itemsize for x in tensors)
+        return sum((dtype or x.dtype).nbytes(self.division.padded(x)) for x in tensors)
 
     def _reduce(self, number: int) -> None:
         unit, builder = self.units[number], self.builder

@@ -96,7 +96,7 @@ def persistent_bytes(graph: Graph, role: t.TensorRole, sharded: tuple[str, ...])
 
 def row_bytes(name: str) -> int:
     """Bytes of the rows that one rank's tokens make for the experts of a layer."""
-    return TOKENS * CHOSEN[name] * HIDDEN * t.DType.BF16.itemsize
+    return t.DType.BF16.nbytes(TOKENS * CHOSEN[name] * HIDDEN)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_experts_are_divided_and_nothing_else_is(name: str, role: t.TensorRole) 
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_are_exchanged_twice_each_way(name: str, size: int) -> None:
-    counts = size * EXPERTS[name] * t.DType.INT32.itemsize
+    counts = t.DType.INT32.nbytes(size * EXPERTS[name])
     assert collectives(ExpertParallel(size=size)(step(name))) == {
         ("ALL_GATHER", "FORWARD", counts): LAYERS,
         ("ALL_TO_ALL", "FORWARD", row_bytes(name)): 2 * LAYERS,
@@ -418,3 +418,47 @@ def test_refuses_to_share_experts_twice_or_where_there_are_none() -> None:
     dense = compile_entry(entry, StepSpec(), batch_size=1, seq_len=16)
     with pytest.raises(PlanError, match="no grouped products of experts"):
         ExpertParallel(size=2)(dense)
+
+
+def written(graph: Graph) -> int:
+    """Bytes that the forward pass of the experts writes."""
+    forward = (op for op in calls(graph) if isinstance(op, t.Compute) and op.phase == t.Phase.FORWARD)
+    return sum(op.bytes_written for op in forward if ".experts" in op.module)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_experts_that_tensor_parallel_ranks_leave_whole_are_shared_by_them(name: str) -> None:
+    """Each routes, exchanges and multiplies the rows of its own share of the sequence (`--etp 1` of Megatron)."""
+    shared = TensorParallel(size=2, sequence_parallel=True, expert_size=1)(step(name))
+    local = ExpertParallel(size=4, across=("tp",))(shared)
+    assert [(axis.name, axis.size) for axis in local.mesh] == [("ep", 2), ("tp", 2)]
+    exchanged = {key: n for key, n in collectives(local, "ep+tp").items() if key[0] == "ALL_TO_ALL"}
+    half = row_bytes(name) // 2
+    assert exchanged == {("ALL_TO_ALL", phase, half): 2 * LAYERS for phase in ("FORWARD", "BACKWARD")}
+    assert 2 * flops(local, grouped=True) == flops(step(name), grouped=True)
+    matrices = LAYERS * EXPERTS[name] * 3 * HIDDEN * INNER
+    biases = LAYERS * EXPERTS[name] * (2 * INNER + HIDDEN) if name == "gpt-oss-20b" else 0
+    assert 4 * persistent_bytes(local, t.TensorRole.PARAMETER, ("ep", "tp")) == 2 * (matrices + biases)
+    gathered = [op for op in shared.ops if isinstance(op, t.Collective) and ".mlp" in op.module]
+    reduced = {
+        shared.tensors[index].name for op in gathered for index in op.inputs if op.payload == op.payload.GRADIENT
+    }
+    assert all(".gate." in name or ".router." in name for name in reduced), "experts' gradients have all tokens"
+    others = {op.module for op in gathered if op.payload == t.Payload.ACTIVATION}
+    parts = ("shared_experts", "_proj")  # of a dense layer, too
+    assert all(any(part in module for part in parts) for module in others), (
+        f"a rank routes its own tokens: {others}"
+    )
+    assert written(shared) < 0.55 * written(step(name))
+
+
+def test_refuses_experts_whole_where_ranks_have_the_same_tokens() -> None:
+    for options, line in (
+        (
+            {"size": 4, "expert_size": 2, "sequence_parallel": True},
+            "over 2 of 4 tensor-parallel ranks: choose 4, or",
+        ),
+        ({"size": 2, "expert_size": 1}, "or 1 with sequence parallelism"),
+    ):
+        with pytest.raises(PlanError, match=line):
+            TensorParallel(**options)(step())

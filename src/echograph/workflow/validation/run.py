@@ -22,7 +22,7 @@ from echograph.models.stacks import load_stack
 from echograph.progress import Progress, silent
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.form import load_form
-from echograph.simulator.memory import Memory, Runtime, largest_memory
+from echograph.simulator.memory import Runtime, largest_memory
 from echograph.units import MIB, to_s
 from echograph.workflow.compile import compile_entry
 from echograph.workflow.plan import Plan, passes
@@ -33,6 +33,7 @@ from echograph.workflow.validation.assumptions import unsaid_spread
 from echograph.workflow.validation.score import Outcome
 from echograph.workflow.validation.setup import Setup, setup
 from echograph.workflow.validation.table import MeasuredStep, Skip
+from echograph.workflow.validation.trainers import MemoryReport, trainer_of
 
 PIECE = 90
 """Rows that a process takes at once: they share a capture, and no process is left alone with a large family."""
@@ -41,15 +42,6 @@ UPDATES = ("op:aten._foreach_*", "op:aten._fused_adamw_")
 """Operations of the optimizer."""
 
 GIB = 2**30
-RESERVED = ("titan",)
-"""Families whose figure is PyTorch's reserved memory; the others' is nvidia-smi's."""
-
-EAGER_KERNELS = ("bloom",)
-"""Families of the time before kernels were loaded lazily, on devices before Hopper: BigScience's chronicles of
-tr11-176B-ml state 1,573 MiB for them, and cuBLAS takes 8 MiB a handle."""
-
-THOUSANDS = ("bloom",)
-"""Families whose GB are thousands of nvidia-smi's MiB: their 80 GB would not fit an A100 as GiB."""
 
 
 def predict_rows(rows: Sequence[MeasuredStep], jobs: int = 1, say: Progress = silent) -> list[Outcome]:
@@ -254,23 +246,23 @@ def measured_memory(row: MeasuredStep) -> int | None:
         gib = float(row.text("peak_mem_gib"))
     except ValueError:
         return None
-    return round(gib * GIB * (1000 / 1024 if row.family in THOUSANDS else 1)) if 0 < gib < 1e6 else None
+    return round(gib * trainer_of(row).memory.gib_MiB * MIB) if 0 < gib < 1e6 else None
 
 
 def predicted_memory(row: MeasuredStep, job: JobGraph, cluster: Cluster, plan: Plan) -> int | None:
     """The same figure, predicted, of the rank that needs most."""
-    memory = largest_memory(job, cluster.memory_bytes, _runtime(row, plan))
-    return None if memory is None else _reported(row, memory)
+    report = trainer_of(row).memory
+    memory = largest_memory(job, cluster.memory_bytes, _runtime(report, plan))
+    if memory is None:
+        return None
+    reserved = report.figure == "reserved" and memory.reserved_bytes is not None
+    return memory.reserved_bytes if reserved else memory.device_bytes
 
 
-def _reported(row: MeasuredStep, memory: Memory) -> int:
-    if row.family in RESERVED and memory.reserved_bytes is not None:
-        return memory.reserved_bytes
-    return memory.device_bytes
-
-
-def _runtime(row: MeasuredStep, plan: Plan) -> Runtime:
+def _runtime(report: MemoryReport, plan: Plan) -> Runtime:
     runtime = Runtime(expandable_segments=bool(plan.stack) and load_stack(plan.stack).expandable_segments)
-    if row.family not in EAGER_KERNELS:
-        return runtime
-    return replace(runtime, cuda_context_bytes=1573 * MIB, cublas_workspace_bytes=(8 * MIB, 8 * MIB))
+    if report.cuda_context_MiB:
+        runtime = replace(runtime, cuda_context_bytes=report.cuda_context_MiB * MIB)
+    if report.cublas_workspace_MiB:
+        runtime = replace(runtime, cublas_workspace_bytes=(report.cublas_workspace_MiB * MIB,) * 2)
+    return runtime
