@@ -190,12 +190,10 @@ def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
         system = System(made.plan.cluster, launch_blocking=made.blocking)
         job = steps.job(made, system)
         result = simulate(job, system, plan=made.plan, memory=False)
-        step_s, durations_s = (
-            result.step_s,
-            (to_s(result.durations_interval_ps[0]), to_s(result.durations_interval_ps[1])),
-        )
+        step_s, work = result.step_s, result.work
+        durations_s = to_s(result.durations_interval_ps[0]), to_s(result.durations_interval_ps[1])
         if made.layer_alone:
-            step_s, durations_s = _alone(made, steps, system)
+            step_s, durations_s, work = _alone(made, steps, system)
         measured = measured_memory(row)
         peak = predicted_memory(row, job, system.cluster, made.plan) if measured else None
     except EchoError as error:
@@ -209,9 +207,9 @@ def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
         gpus=result.gpus,
         stack=made.plan.stack,
         predicted_s=step_s,
-        interval_s=load_form().interval(step_s, durations_s, result.work, unsaid),
+        interval_s=load_form().interval(step_s, durations_s, work, unsaid),
         durations_interval_s=durations_s,
-        work=result.work,
+        work=work,
         unsaid=unsaid,
         tokens_per_s=(made.plan.global_batch or 0) * made.seq_len / step_s,
         peak_bytes=peak,
@@ -220,10 +218,11 @@ def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
     )
 
 
-def _alone(made: Setup, steps: _Steps, system: System) -> tuple[float, tuple[float, float]]:
+def _alone(made: Setup, steps: _Steps, system: System) -> tuple[float, tuple[float, float], dict[str, float]]:
     """Seconds of the layers without embedding, loss and optimizer: by how much so many more make a step longer.
 
-    The interval, of the errors of durations, is as wide, relatively, as that of the longer step.
+    The interval, of the errors of durations, is as wide, relatively, as that of the longer step; and so are the
+    shares of kinds of work.
     """
     shallow = replace(made, model=made.model.with_layers(FEWEST))
     deep = replace(made, model=made.model.with_layers(FEWEST + made.model.layers))
@@ -233,7 +232,7 @@ def _alone(made: Setup, steps: _Steps, system: System) -> tuple[float, tuple[flo
     )
     seconds = long.step_s - short.step_s
     low, high = (seconds * bound / long.step_ps for bound in long.durations_interval_ps)
-    return seconds, (low, high)
+    return seconds, (low, high), long.work
 
 
 def _skipped(row: MeasuredStep, why: str) -> Outcome:
