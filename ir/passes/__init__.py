@@ -20,7 +20,7 @@ PASSES = Table(
         "tensor_parallel": "echograph.ir.passes.tensor_parallel:TensorParallel",
         "context_parallel": "echograph.ir.passes.context_parallel:ContextParallel",
         "expert_parallel": "echograph.ir.passes.expert_parallel:ExpertParallel",
-        "fuse_loss": "echograph.ir.passes.fuse:FuseLoss",
+        "fuse_loss": "echograph.ir.passes.fuse_loss:FuseLoss",
         "precision": "echograph.ir.passes.precision:Precision",
         "attention_kernel": "echograph.ir.passes.kernels:AttentionKernel",
         "fuse": "echograph.ir.passes.fuse:Fuse",

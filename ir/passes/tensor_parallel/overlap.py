@@ -359,8 +359,8 @@ class _Chunks(StepWriter):
     def _in_parts(self, op: t.Compute, cut: _Cut) -> None:
         output, count = self.graph.tensors[op.outputs[0]], self._count(op.id)
         first = self.add_tensor(output, None if output.alias_of is None else self.tensor(output.alias_of))
-        waits = cut.arriving is None
-        operand = self._rows(op, cut.rows) if waits else self._arriving(op, cut.rows, cut.arriving)
+        shard = cut.arriving
+        operand = self._rows(op, cut.rows) if shard is None else self._arriving(op, cut.rows, shard)
         self._part(op, cut.rows, operand, first)
         if cut.scatter is not None:
             self._begin(cut.scatter, first)
