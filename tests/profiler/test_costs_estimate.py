@@ -113,6 +113,23 @@ def test_a_scaled_product_has_its_scales_last_and_its_casts_apart() -> None:
     assert cost("aten.mm", [A, B], [C], Gemm(transpose_b=True), dtype=FP8) == whole
 
 
+@pytest.mark.parametrize(("device", "longer"), [("h100-sxm", 1.15), ("h200", 1.15), ("b200", 1.0)])
+def test_gradients_in_fp8_add_up_in_single_precision_on_hopper(device: str, longer: float) -> None:
+    profile = load_device(device)
+    builder = GraphBuilder(name="step", streams=("compute",))
+    operands = [builder.tensor("x", shape, FP8, TensorRole.ACTIVATION) for shape in (A, B)]
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        made = builder.tensor("y", C, BF16, TensorRole.ACTIVATION)
+        builder.compute(
+            "aten._scaled_mm", phase=phase, inputs=operands, outputs=(made,), flops=1,
+            attributes=Gemm(transpose_b=True),
+        )  # fmt: skip
+    builder.program([(0, 0, 2, 0, 0)])
+    forward, backward = estimate(builder.build(StepGraph), profile).picoseconds.tolist()
+    assert forward > 0
+    assert backward == pytest.approx(longer * forward, rel=1e-6)
+
+
 @pytest.mark.parametrize("shapes", [[(0, 4000), B], [A, (4000, 0)], [(96, 0), (0, 520)], [(0, 96, 8), (0, 8, 4)]])
 def test_an_empty_product_moves_its_bytes(shapes: list[Shape]) -> None:
     assert cost("aten.mm", shapes, [C], Gemm()) == by_bytes("elementwise")
