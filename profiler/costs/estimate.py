@@ -171,7 +171,8 @@ def _signatures(graph: Graph, rows: list[int]) -> Iterator[Hashable]:
     shapes, ends = tensors.shape.values.tolist(), tensors.shape.offsets.tolist()
     spans = zip(tensors.dtype.tolist(), ends, ends[1:], strict=False)
     of = [types.setdefault((dtype, *shapes[low:high]), len(types)) for dtype, low, high in spans]
-    columns = (ops.kind, ops.phase, ops.name, ops.attributes, ops.bytes_read, ops.bytes_written, ops.nbytes)
+    backward = ops.phase == Phase.BACKWARD
+    columns = (ops.kind, backward, ops.name, ops.attributes, ops.bytes_read, ops.bytes_written, ops.nbytes)
     for row, *rest in zip(rows, *(column[rows].tolist() for column in columns), strict=True):
         inputs, outputs = (tuple(of[i] for i in side[row].tolist()) for side in (ops.inputs, ops.outputs))
         yield *rest, inputs, outputs
