@@ -43,6 +43,7 @@ class Stack:
         fp8_experts: whether experts' grouped products are in FP8, too.
         fp8_gathers: whether tensor-parallel ranks gather in "fp8" what FP8 products read, or in "bf16".
         etp: tensor-parallel ranks that cut each expert, with sequence parallelism.
+        moe_dispatcher: what takes rows to experts.
         overlap_grad_reduce: whether gradients are reduced while backward goes on.
         overlap_grad_reduce_in_pipelines: the same in a pipeline, where it differs.
         overlap_param_gather: whether parameters are gathered while the next forward goes on (ZeRO-1 and 2).
@@ -72,6 +73,7 @@ class Stack:
     fp8_experts: bool = False
     fp8_gathers: Literal["bf16", "fp8"] = "bf16"
     etp: Literal[1] | None = None
+    moe_dispatcher: Literal["", "alltoall", "deepep", "hybridep"] = ""
     overlap_grad_reduce: bool | None = None
     overlap_grad_reduce_in_pipelines: bool | None = None
     overlap_param_gather: bool | None = None
