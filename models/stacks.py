@@ -46,6 +46,7 @@ class Stack:
         overlap_grad_reduce: whether gradients are reduced while backward goes on.
         overlap_grad_reduce_in_pipelines: the same in a pipeline, where it differs.
         overlap_param_gather: whether parameters are gathered while the next forward goes on (ZeRO-1 and 2).
+        pipeline_scatter_gather: whether tensor-parallel ranks share the sending of what all of them have.
         recompute_early_stop: whether recomputation ends where backward has what it needs.
         host_waits: whether the host waits for what a pipeline stage receives.
         expandable_segments: PyTorch's allocator option of that name.
@@ -72,6 +73,7 @@ class Stack:
     overlap_grad_reduce: bool | None = None
     overlap_grad_reduce_in_pipelines: bool | None = None
     overlap_param_gather: bool | None = None
+    pipeline_scatter_gather: bool = False
     recompute_early_stop: bool | None = None
     host_waits: bool = False
     expandable_segments: bool = False

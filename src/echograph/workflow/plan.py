@@ -402,7 +402,7 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         (bool(stack.attention), "attention_kernel", {"kernel": _attention(stack, cluster)}),
         (bool(stack.fuse), "fuse", {"within": stack.fuse}),
         # The job of all ranks.
-        (plan.pp > 1, "pipeline", _pipeline(plan, count)),
+        (plan.pp > 1, "pipeline", _pipeline(plan, count, stack)),
         (plan.zero < 3, "data_parallel", _data_parallel(plan, replicas, count)),
         (plan.zero == 3, "fully_shard", _fully_shard(plan, replicas, count, stack)),
         (plan.mesh_order != Plan().mesh_order, "mesh_order", {"order": tuple(plan.mesh_order.split("-"))}),
@@ -492,15 +492,17 @@ def _tensor_parallel(plan: Plan) -> dict[str, Any]:
     return {"size": plan.tp, "plan": patterns} | sequence
 
 
-def _pipeline(plan: Plan, count: int) -> dict[str, Any]:
+def _pipeline(plan: Plan, count: int, stack: Stack) -> dict[str, Any]:
     try:
         layers = tuple(int(part) for part in plan.stage_layers.split(",")) if plan.stage_layers else None
     except ValueError:
         raise UsageError(
             f"--stage-layers {plan.stage_layers[:40]}: give whole numbers with commas, as 10,12,12,10"
         ) from None
-    schedule = schedule_of(plan)
-    return {"stages": plan.pp, "micro_batches": count, "schedule": schedule, "chunks": plan.vpp, "layers": layers}
+    options = {"stages": plan.pp, "micro_batches": count, "schedule": schedule_of(plan), "chunks": plan.vpp}
+    # Ranks that cut the sequence have different activations already.
+    whole = plan.tp > 1 and not plan.sequence_parallel
+    return options | {"layers": layers, "scatter_gather": stack.pipeline_scatter_gather and whole}
 
 
 def schedule_of(plan: Plan) -> str:
