@@ -261,7 +261,7 @@ def test_tensor_parallel_ranks_share_the_sending_of_what_they_all_have() -> None
     # What waits for the messages waits for the whole, too.
     waits = [op for op in shared.ops if op.name == "pp.wait"]
     assert {gather.id for gather in gathers} <= {dep for op in waits for dep in op.deps}
-    assert makespan(shared) > makespan(whole) == 0  # no deadlock, and gathers take their time
+    assert makespan(shared) == makespan(whole)  # where communications take no time; no deadlock
 
 
 def test_beside_other_axes_two_stages_exchange_a_shared_gradient() -> None:
