@@ -50,6 +50,7 @@ class Stack:
         tp_comm_overlap: what of tensor-parallel communication runs beside products: "none"; "bulk": in backward,
             beside gradients of inputs and weights; "chunks": cut up with their own products, too.
         tp_comm_sms: multiprocessors that a tensor-parallel reduction takes from the products beside it.
+        pipeline_scatter_gather: whether tensor-parallel ranks share the sending of what all of them have.
         recompute_early_stop: whether recomputation ends where backward has what it needs.
         host_waits: whether the host waits for what a pipeline stage receives.
         expandable_segments: PyTorch's allocator option of that name.
@@ -79,6 +80,7 @@ class Stack:
     overlap_param_gather: bool | None = None
     tp_comm_overlap: Literal["", "none", "bulk", "chunks"] = ""
     tp_comm_sms: int = 0
+    pipeline_scatter_gather: bool = False
     recompute_early_stop: bool | None = None
     host_waits: bool = False
     expandable_segments: bool = False

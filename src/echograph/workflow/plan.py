@@ -430,7 +430,7 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
             {"chunks": plan.tp_comm_overlap == "chunks"},
         ),
         # The job of all ranks.
-        (plan.pp > 1, "pipeline", _pipeline(plan, count)),
+        (plan.pp > 1, "pipeline", _pipeline(plan, count, stack)),
         (plan.zero < 3, "data_parallel", _data_parallel(plan, replicas, count)),
         (plan.zero == 3, "fully_shard", _fully_shard(plan, replicas, count, stack)),
         (plan.mesh_order != Plan().mesh_order, "mesh_order", {"order": tuple(plan.mesh_order.split("-"))}),
@@ -535,17 +535,19 @@ def _dispatch(plan: Plan, cluster: Cluster) -> dict[str, Any]:
     return {"dispatcher": plan.moe_dispatcher, "domains": -(-plan.ep // together)}
 
 
-def _pipeline(plan: Plan, count: int) -> dict[str, Any]:
+def _pipeline(plan: Plan, count: int, stack: Stack) -> dict[str, Any]:
     try:
         layers = tuple(int(part) for part in plan.stage_layers.split(",")) if plan.stage_layers else None
     except ValueError:
         raise UsageError(
             f"--stage-layers {plan.stage_layers[:40]}: give whole numbers with commas, as 10,12,12,10"
         ) from None
-    schedule = schedule_of(plan)
+    options = {"stages": plan.pp, "micro_batches": count, "schedule": schedule_of(plan), "chunks": plan.vpp}
+    # Ranks that cut the sequence have different activations already.
+    whole = plan.tp > 1 and not plan.sequence_parallel
     overlap = {"overlap_experts": True} if plan.overlap_moe_expert_parallel_comm and plan.ep > 1 else {}
-    shape = {"stages": plan.pp, "micro_batches": count, "chunks": plan.vpp, "layers": layers}
-    return shape | {"schedule": schedule} | overlap
+    shared = {"scatter_gather": stack.pipeline_scatter_gather and whole}
+    return options | {"layers": layers} | shared | overlap
 
 
 def schedule_of(plan: Plan) -> str:
