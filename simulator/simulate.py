@@ -26,6 +26,7 @@ from echograph.simulator.breakdown import Spread, role_of, spread
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.durations import Durations, Estimate, durations
 from echograph.simulator.engine import ENGINES, Roles, StepRun, of_tasks, simulate_roles
+from echograph.simulator.form import Form, shares
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.limits import Scale, factors, interval
 from echograph.simulator.memory import largest_memory
@@ -54,6 +55,8 @@ def simulate(
     scales: Sequence[Scale] = (),
     plan: dict[str, Any] | None = None,
     memory: bool = True,
+    form: Form | None = None,
+    unsaid: float = 0.0,
 ) -> Result:
     """Predicts one step of a job.
 
@@ -71,6 +74,8 @@ def simulate(
         scales: what is made longer or shorter than it is.
         plan: the plan as the user gave it, for the result.
         memory: whether to work out memory, too, which takes about as long as the rest.
+        form: how sure the form of the model is; None: the interval is of the errors of durations alone.
+        unsaid: standard error of the logarithm of the step for what the plan leaves unsaid, beside a form.
 
     Raises:
         SimulationError: an operation has no duration, the job deadlocks, or is too large or too long.
@@ -93,6 +98,8 @@ def simulate(
     step, last = ran.step, ran.step.last
     longer = step.end_ps - of_roles.end_ps
     low, high = (max(0, bound + longer) for bound in interval(roles, of_roles))
+    work = shares(job, cluster, times, of_roles)
+    within = (low, high) if form is None else form.interval(step.end_ps, (low, high), work, unsaid)
     replicas = prod(axis.size for axis in job.mesh if axis.name in MICRO_BATCH_AXES)
     samples = job.workload.batch_size * replicas * _micro_batches(job, last)
     return Result(
@@ -102,7 +109,9 @@ def simulate(
         gpus=job.world_size,
         plan={**(plan or {}), "global_batch": samples},
         step_ps=step.end_ps,
-        interval_ps=(low, high),
+        interval_ps=(round(within[0]), round(within[1])),
+        durations_interval_ps=(low, high),
+        work=work,
         samples=samples,
         tokens=samples * job.workload.sequence_length,
         model_flops=_on_average(job, job.workload.model_flops, samples),

@@ -1,36 +1,41 @@
-"""Fusion of elementwise operations, as a compiler does it (torch.compile with inductor): off by default.
+"""Fusion of elementwise operations, as by a compiler (torch.compile, inductor) or a library of fused kernels.
 
-Elementwise operations on tensors of one size that read each other's results become one kernel, which reads what
-comes from outside once and writes only what is read outside. So does a reduction of what a kernel has made: along
-rows the kernel goes on after it, with the rows on the chip (a norm is one kernel), in any other direction it ends
-there. Nothing moves from one phase, block or call to another; what backward reads of forward is still written,
-where a compiler may compute it again; matrix products, attention, norms with kernels of their own, random numbers
-and operations in place stay as they are. Views of results that only the kernel reads vanish with them.
+Elementwise operations that read each other's results, or the same tensor, become one kernel, which reads what
+comes from outside once and writes only what is read outside. A reduction of what a kernel has made joins it:
+along rows the kernel goes on after it, with the rows on the chip (a norm is one kernel). One in another
+direction joins, too, but where a compiler has to choose, as between a norm's gradient and that of its weights,
+it makes a kernel of its own; a kernel written by hand has both. Slices, concatenations and copies into another
+layout are elementwise, too (a rotary embedding is one kernel).
+
+What a kernel makes and only other kernels read, as those of backward do, is computed again where it is read, if
+that moves fewer bytes than to write and to read it: a norm keeps what it has read and one number a row, a gated
+activation its two operands (Transformer Engine's kernels; inductor by a minimum cut, Ansel et al. 2024, section
+5.1).
+
+Nothing moves from one phase, block or call to another; matrix products, attention, random numbers and
+operations in place stay as they are. Norms that are one operation already are the library's or the compiler's
+own. Views of results that only the kernel reads vanish with them.
 
 The pass knows no layouts: it comes last of those that change a step, before those that lower it to a job.
-
-The loss is fused by a pass of its own, one kernel for the cross-entropy and one for its gradient, as a compiler or
-a library makes them. Written out, the loss of a large vocabulary holds the logits, the log-probabilities and two
-gradients in fp32. A kernel that goes over the rows of the logits as the product made them keeps one number a row,
-the logarithm of the sum of exponentials, and writes the gradient in the logits' own type (torch.compile of the
-loss function; Liger Kernel, Hsu et al. 2024, section 3.2).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import ClassVar, Literal
 
-from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.fold import LABEL
 from echograph.ir.passes.rewrite import StepWriter
 
+_MOVES = ("aten.cat", "aten.slice_backward", "aten.clone")
 _POINTWISE = {
+    *_MOVES,
     "aten._to_copy", "aten.abs", "aten.add", "aten.clamp", "aten.cos", "aten.div", "aten.eq", "aten.exp",
     "aten.gelu", "aten.gelu_backward", "aten.ge", "aten.gt", "aten.le", "aten.log", "aten.lt",
     "aten.masked_fill", "aten.maximum", "aten.minimum", "aten.mul", "aten.native_dropout_backward", "aten.ne",
@@ -39,6 +44,9 @@ _POINTWISE = {
     "aten.tanh", "aten.tanh_backward", "aten.threshold_backward", "aten.where",
 }  # fmt: skip
 _REDUCTIONS = ("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.var")
+_NORMS = ("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
+_MAKERS = {"modules": "fused", "step": "compiled"}
+"""What the names of kernels begin with, by where they fuse: who makes them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +59,8 @@ class _Kernel:
         reduced: elements that are left of those when rows are reduced; 0 before it does so.
         rows: the operations, in order.
         views: views of what they make, in order.
+        end: the row that it stands at once something outside has read it; it takes in what could have run by then.
+        alone: whether it takes in nothing more.
     """
 
     size: int
@@ -58,6 +68,13 @@ class _Kernel:
     reduced: int = 0
     rows: list[int] = field(default_factory=list)
     views: list[int] = field(default_factory=list)
+    end: int | None = None
+    alone: bool = False
+
+    @property
+    def at(self) -> int:
+        """The row at which it runs."""
+        return self.rows[-1] if self.end is None else self.end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +84,8 @@ class Fuse:
     Attributes:
         within: "step": all that a compiler finds; "modules": only within one part of a layer (a norm, a
             feed-forward network), as a library of fused kernels has them. What stands between parts, as the
-            addition of a residual, is then a kernel of its own.
+            addition of a residual, is then a kernel of its own, and the loss is fused function by function, as
+            Megatron's is: what one of them makes goes through memory to the next.
     """
 
     name: ClassVar[str] = "fuse"
@@ -76,7 +94,9 @@ class Fuse:
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step graph."""
-        return _Writer(graph, _Finder(graph, self.within == "modules").kernels()).write()
+        found = _Finder(graph, self.within == "modules").kernels()
+        again = [kernel for kernel in found if self.within == "step" or kernel.area]
+        return _Writer(graph, _Traffic(graph, found, again), _MAKERS[self.within]).write()
 
 
 class _Finder:
@@ -85,77 +105,132 @@ class _Finder:
     def __init__(self, graph: StepGraph, within_modules: bool) -> None:
         self.graph, self.within_modules = graph, within_modules
         self.cuts = set(graph.programs[0].calls[:, 1:3].ravel().tolist())
-        self.open: dict[int, _Kernel] = {}
+        self.made: dict[int, _Kernel] = {}
+        self.sums: dict[int, _Kernel] = {}
+        self.reading: dict[int, _Kernel] = {}
         self.found: list[_Kernel] = []
 
     def kernels(self) -> list[_Kernel]:
-        """The kernels of two operations or more."""
+        """The kernels, those of one operation among them."""
         phase = NONE
         for row in range(len(self.graph.ops)):
             if row in self.cuts or int(self.graph.ops.phase[row]) != phase:
-                self.open = {}
+                self.made, self.sums, self.reading = {}, {}, {}
             phase = int(self.graph.ops.phase[row])
             self._take(row)
-        return [kernel for kernel in self.found if len(kernel.rows) > 1]
+        return self.found
 
     def _take(self, row: int) -> None:
         graph = self.graph
         inputs, outputs = graph.ops.inputs.row(row), graph.ops.outputs.row(row)
-        read = list({id(k): k for i in inputs if (k := self.open.get(i)) is not None}.values())
+        read = list({id(k): k for i in inputs if (k := self.made.get(i)) is not None}.values())
+        self._settle(kernel for i in inputs if (kernel := self.sums.get(i)) is not None)
         if graph.ops.is_view[row] and read and len(outputs) == 1:
-            (kernel,) = read
-            if self._elements(outputs[0]) == self._elements(inputs[0]):
-                kernel.views.append(row)
-                self.open[outputs[0]] = kernel
-            else:
-                self._close(kernel)
+            self._take_view(row, read[0])
             return
-        name = graph.strings[graph.ops.name[row]]
-        reduces = name in _REDUCTIONS
-        fusible = self._is_plain(row) and (name in _POINTWISE or reduces)
-        joins = [kernel for kernel in read if fusible and self._fits(kernel, row, reduces)]
-        for kernel in read:
-            if kernel not in joins:
-                self._close(kernel)
-        if not fusible or (reduces and not joins):
-            return
+        fusible = self._is_plain(row)
+        joins = self._joined(read, row) if fusible else []
+        self._settle(kernel for kernel in read if kernel not in joins)
+        if fusible:
+            self._grow(row, joins)
+
+    def _take_view(self, row: int, kernel: _Kernel) -> None:
+        (before, *_), (after,) = self.graph.ops.inputs.row(row), self.graph.ops.outputs.row(row)
+        sizes = self._elements(before), self._elements(after)
+        # A kernel that holds whole rows shows them as they are, or what is left of each to all of its row.
+        if not kernel.reduced or sizes[0] == sizes[1] or sizes == (kernel.reduced, kernel.size):
+            kernel.views.append(row)
+            self.made[after] = kernel
+        else:
+            self._settle([kernel])
+
+    def _settle(self, kernels: Iterable[_Kernel]) -> None:
+        """Something else reads what they make: they run before that."""
+        for kernel in kernels:
+            if kernel.end is None:
+                kernel.end = kernel.rows[-1]
+
+    def _grow(self, row: int, joins: list[_Kernel]) -> None:
+        """Takes an operation into the kernels that it joins, or begins one with it."""
         if not joins:
             joins = [_Kernel(self._size(row), self._area(row))]
             self.found += joins
         kernel = self._merged(joins)
         kernel.rows.append(row)
-        self.open[outputs[0]] = kernel
-        if reduces:
-            kernel.reduced = self._elements(outputs[0])
-            if not self._is_of_rows(inputs[0], outputs[0]):
-                self._close(kernel)
+        inputs, (made,) = self.graph.ops.inputs.row(row), self.graph.ops.outputs.row(row)
+        if self._reduces(row) and not self._is_of_rows(inputs[0], made):
+            kernel.alone = not self.within_modules
+            self.sums[made] = kernel
+            return
+        self.reading |= {i: kernel for i in inputs if self.made.get(i) is not kernel}
+        kernel.size = max(kernel.size, self._size(row))
+        self.made[made] = kernel
+        if self._reduces(row):
+            kernel.reduced = self._elements(made)
 
-    def _size(self, row: int) -> int:
-        tensors = (*self.graph.ops.inputs.row(row), *self.graph.ops.outputs.row(row))
-        return max(map(self._elements, tensors))
+    def _joined(self, read: list[_Kernel], row: int) -> list[_Kernel]:
+        """Of the kernels whose results an operation reads, those that it joins; else one with its inputs."""
+        if joins := self._in_time([kernel for kernel in read if self._fits(kernel, row)], row):
+            return joins
+        size = self._size(row)
+        wide = (i for i in self.graph.ops.inputs.row(row) if self._elements(i) == size)
+        beside = next((k for i in wide if (k := self.reading.get(i)) and self._fits(k, row)), None)
+        return self._in_time([beside], row) if beside is not None and beside not in read else []
 
-    def _fits(self, kernel: _Kernel, row: int, reduces: bool) -> bool:
+    def _in_time(self, joins: list[_Kernel], row: int) -> list[_Kernel]:
+        """Those that can run together with an operation where the first of them has to; the latest, if not all."""
+        while ends := [kernel.end for kernel in joins if kernel.end is not None]:
+            rows = (row, *(r for kernel in joins for r in kernel.rows))
+            read = {i for r in rows for i in self.graph.ops.inputs.row(r) if self.made.get(i) not in joins}
+            if all(self._ready(i) <= min(ends) for i in read):
+                break
+            joins = [kernel for kernel in joins if kernel.end != min(ends)]
+        return joins
+
+    def _ready(self, tensor: int) -> int:
+        """The row after which a tensor is there."""
+        kernel = self.made.get(tensor)
+        return int(self.graph.maker[tensor]) if kernel is None else kernel.at
+
+    def _fits(self, kernel: _Kernel, row: int) -> bool:
         """Whether an operation works on the same elements as a kernel, or on what is left of its rows."""
-        if kernel.area != self._area(row):
+        if kernel.alone or kernel.area != self._area(row):
             return False
-        if not reduces:
-            return self._size(row) in (kernel.size, kernel.reduced)
-        (before, *_), (after,) = self.graph.ops.inputs.row(row), self.graph.ops.outputs.row(row)
-        again = self._is_of_rows(before, after) and kernel.reduced == self._elements(after)
-        return self._elements(before) == kernel.size and (not kernel.reduced or again)
+        inputs, (made,) = self.graph.ops.inputs.row(row), self.graph.ops.outputs.row(row)
+        if self._reduces(row):
+            left = self._elements(made) if self._is_of_rows(inputs[0], made) else 0
+            whole = self._elements(inputs[0]) == kernel.size
+            return whole and (kernel.reduced in (0, left) if left else self.within_modules)
+        size = self._size(row)
+        if size in (kernel.size, kernel.reduced):
+            return True
+        wide = [i for i in inputs if self._elements(i) == size]
+        of_part = size < kernel.size and bool(wide) and all(self.made.get(i) is kernel for i in wide)
+        return not kernel.reduced and (of_part or self._name(row) in _MOVES)
 
     def _area(self, row: int) -> str:
         """The part of a layer that an operation belongs to; beyond layers, its module. "": all is one."""
         if not self.within_modules:
             return ""
+        area = self._module(row)
+        if self._name(row) == "aten.add" and self.graph.ops.phase[row] == t.Phase.BACKWARD:
+            # Gradients that come from two parts are added up between these, by the framework.
+            makers = {self._maker(tensor) for tensor in self.graph.ops.inputs.row(row)}
+            return (
+                area if {NONE if row == NONE else self._module(row) for row in makers} == {area} else f"{area} +"
+            )
+        return area
+
+    def _module(self, row: int) -> str:
         module: str = self.graph.strings[self.graph.ops.module[row]]
         layer, inner, part = module.rpartition(LABEL)
         return layer + inner + ".".join(part.split(".")[:2])
 
-    def _is_of_rows(self, before: int, after: int) -> bool:
-        """Whether a reduction leaves one element of each row."""
-        whole, left = self.graph.tensors.shape.row(before), self.graph.tensors.shape.row(after)
-        return tuple(left[: len(whole) - 1]) == tuple(whole[:-1]) and prod(left) * whole[-1] == prod(whole)
+    def _maker(self, tensor: int) -> int:
+        """The row that made a tensor, or what it is a view of."""
+        while (row := int(self.graph.maker[tensor])) != NONE and self.graph.ops.is_view[row]:
+            tensor = self.graph.ops.inputs.row(row)[0]
+        return row
 
     def _merged(self, kernels: list[_Kernel]) -> _Kernel:
         first, *others = sorted(kernels, key=lambda kernel: -kernel.size)
@@ -163,259 +238,252 @@ class _Finder:
             first.reduced = first.reduced or other.reduced
             first.rows += other.rows
             first.views += other.views
+            ends = [end for end in (first.end, other.end) if end is not None]
+            first.end = min(ends, default=None)
             self.found.remove(other)
-            self.open |= {tensor: first for tensor, kernel in self.open.items() if kernel is other}
+            for known in (self.made, self.sums, self.reading):
+                known |= {tensor: first for tensor, kernel in known.items() if kernel is other}
         first.rows.sort()
         first.views.sort()
         return first
 
-    def _close(self, kernel: _Kernel) -> None:
-        """It is read by what stands behind it, so it runs before that and takes in no more."""
-        self.open = {tensor: its for tensor, its in self.open.items() if its is not kernel}
+    def _name(self, row: int) -> str:
+        name: str = self.graph.strings[self.graph.ops.name[row]]
+        return name
+
+    def _reduces(self, row: int) -> bool:
+        return self._name(row) in _REDUCTIONS
+
+    def _is_of_rows(self, before: int, after: int) -> bool:
+        """Whether a reduction leaves one element of each row."""
+        whole, left = self.graph.tensors.shape.row(before), self.graph.tensors.shape.row(after)
+        return tuple(left[: len(whole) - 1]) == tuple(whole[:-1]) and prod(left) * whole[-1] == prod(whole)
+
+    def _size(self, row: int) -> int:
+        tensors = (*self.graph.ops.inputs.row(row), *self.graph.ops.outputs.row(row))
+        return max(map(self._elements, tensors))
 
     def _elements(self, index: int) -> int:
         return prod(self.graph.tensors.shape.row(index))
 
     def _is_plain(self, row: int) -> bool:
-        """Whether an operation makes one new tensor, of what it reads alone."""
+        """Whether an operation is elementwise or reduces, and makes one new tensor, of what it reads alone."""
         ops, outputs = self.graph.ops, self.graph.ops.outputs.row(row)
         plain = ops.kind[row] == t.OpKind.COMPUTE and not ops.flops[row] and not ops.deps.row(row)
         return bool(
             plain
+            and (self._name(row) in _POINTWISE or self._reduces(row))
             and ops.attributes[row] == NONE
             and not ops.is_view[row]
             and len(outputs) == 1
             and self.graph.tensors.alias_of[outputs[0]] == NONE
-            and not self.graph.tensors[outputs[0]].role.persistent
         )
 
 
-class _Writer(StepWriter):
-    """Writes a kernel where the last of its operations stood, and after it the views that are read outside."""
+class _Traffic:
+    """What each kernel reads and writes, and which of their results are computed again instead.
 
-    def __init__(self, graph: StepGraph, kernels: list[_Kernel]) -> None:
+    Attributes:
+        of: the kernel of each row that is part of one, or a view of what it makes.
+        outside: tensors of kernels that are written, as others read them, and views that are read.
+        again: results that are not written, with what they are computed from where they are read.
+    """
+
+    def __init__(self, graph: StepGraph, found: list[_Kernel], again: list[_Kernel]) -> None:
+        self.graph = graph
+        self.of = {row: kernel for kernel in found for row in (*kernel.rows, *kernel.views)}
+        self.again: dict[int, tuple[int, ...]] = {}
+        inputs = graph.ops.inputs
+        self.readers: dict[int, list[int]] = defaultdict(list)
+        for tensor, row in zip(inputs.values.tolist(), inputs.rows.tolist(), strict=True):
+            self.readers[tensor].append(row)
+        bound = {i for block in graph.blocks for b in block.instances for i in _bound(graph, b.bindings)}
+        for kernel in found:
+            self._absorb(kernel)
+        for kernel in sorted(again, key=lambda kernel: kernel.rows[0]):
+            if self.of[kernel.rows[0]] is kernel:
+                self._forget(kernel, bound)
+        alone = {id(k): k for k in self.of.values() if len(k.rows) == 1 and not self._reads_again(k)}
+        self.of = {row: kernel for row, kernel in self.of.items() if id(kernel) not in alone}
+        self.again = {i: of for i, of in self.again.items() if int(graph.maker[i]) in self.of}
+        self.outside = self._read_outside(bound)
+
+    def shown(self, tensor: int) -> int:
+        """The result of a kernel that a tensor is, or is a view of, of the kernel or outside; else the tensor."""
+        at = tensor
+        while (row := int(self.graph.maker[at])) != NONE and self.graph.ops.is_view[row]:
+            at = int(self.graph.ops.inputs.row(row)[0])
+        return at if row != NONE and row in self.of else tensor
+
+    def reads(self, kernel: _Kernel) -> list[int]:
+        """Tensors that a kernel reads, each once."""
+        read = dict[int, None]()
+        for row in kernel.rows:
+            for tensor in self.graph.ops.inputs.row(row):
+                if not self._is_of(kernel, tensor):
+                    read |= dict.fromkeys(self._instead(tensor))
+        return [i for i in read if not self._is_of(kernel, i)]
+
+    def nbytes(self, tensors: Iterable[int]) -> int:
+        """Bytes behind tensors: what views show of one tensor counts once, however often one repeats it."""
+        behind = defaultdict[int, int](int)
+        for index in tensors:
+            behind[int(self.graph.root[index])] += self.graph.tensors[index].nbytes
+        return sum(min(seen, self.graph.tensors[root].nbytes) for root, seen in behind.items())
+
+    def _is_of(self, kernel: _Kernel, tensor: int) -> bool:
+        return self.of.get(int(self.graph.maker[self.shown(tensor)])) is kernel
+
+    def _instead(self, tensor: int) -> Iterator[int]:
+        """What is read for a tensor."""
+        sources = self.again.get(self.shown(tensor))
+        if sources is None:
+            yield tensor
+        else:
+            for source in sources:
+                yield from self._instead(source)
+
+    def _reads_again(self, kernel: _Kernel) -> bool:
+        inputs = self.graph.ops.inputs
+        return any(self.shown(i) in self.again for row in kernel.rows for i in inputs.row(row))
+
+    def _absorb(self, kernel: _Kernel) -> None:
+        """Takes the reductions into an elementwise kernel that read nothing but its results."""
+        graph = self.graph
+        if kernel.reduced or kernel.alone:
+            return
+        at, made = kernel.at, [graph.ops.outputs.row(row)[0] for row in kernel.rows]
+        readers = {id(its): its for i in made for row in self.readers[i] if (its := self.of.get(row)) is not None}
+        for reader in readers.values():
+            read = [i for row in reader.rows for i in graph.ops.inputs.row(row)]
+            if reader.alone and all(self._is_of(kernel, i) for i in read):
+                kernel.end = at
+                kernel.rows = sorted((*kernel.rows, *reader.rows))
+                kernel.views = sorted((*kernel.views, *reader.views))
+                self.of |= dict.fromkeys((*reader.rows, *reader.views), kernel)
+
+    def _forget(self, kernel: _Kernel, bound: set[int]) -> None:
+        """Leaves the results unwritten that it is cheaper to compute again."""
+        made = [self.graph.ops.outputs.row(row)[0] for row in kernel.rows]
+        kept = [i for i in made if self._kernels_that_read(i, kernel, bound) != []]
+        for tensor in sorted(kept, key=lambda i: -self.graph.tensors[i].nbytes):
+            readers = self._kernels_that_read(tensor, kernel, bound)
+            sources = tuple(dict.fromkeys(self._sources(tensor, kernel)))
+            others = [i for i in kept if i != tensor and i not in self.again]
+            if not readers or tensor in sources or not (others or set(sources) & set(made)):
+                continue
+            size = self.graph.tensors[tensor].nbytes
+            more = sum(
+                self.nbytes({*self.reads(reader), *sources}) - self.nbytes(self.reads(reader))
+                for reader in readers
+            )
+            if more < size * (1 + len(readers)):
+                self.again[tensor] = sources
+
+    def _sources(self, tensor: int, kernel: _Kernel) -> Iterator[int]:
+        """What a kernel makes a result of: what it has read, and what it has left of rows."""
+        graph = self.graph
+        row = int(graph.maker[tensor])
+        outside = self.of.get(row) is not kernel or graph.strings[graph.ops.name[row]] in _REDUCTIONS
+        of_rows = not graph.ops.is_view[row] and prod(graph.tensors.shape.row(tensor)) <= kernel.reduced
+        if outside or (kernel.reduced and of_rows):
+            yield tensor
+        else:
+            for before in graph.ops.inputs.row(row):
+                yield from self._sources(before, kernel)
+
+    def _kernels_that_read(self, tensor: int, kernel: _Kernel, bound: set[int]) -> list[_Kernel] | None:
+        """The other kernels that read a result, or views of it; None where something else does."""
+        found: list[_Kernel] = []
+        if tensor in bound:
+            return None
+        for row in self.readers[tensor]:
+            its = self.of.get(row)
+            if self.graph.ops.is_view[row]:
+                more = self._kernels_that_read(self.graph.ops.outputs.row(row)[0], kernel, bound)
+                if more is None:
+                    return None
+                found += [k for k in more if k not in found]
+            elif its is None:
+                return None
+            elif its is not kernel and its not in found:
+                found.append(its)
+        return found
+
+    def _read_outside(self, bound: set[int]) -> set[int]:
+        """Tensors that are read by others than the kernel that makes them, or are views of such."""
+        graph, outside = self.graph, set(bound)
+        for tensor, rows in self.readers.items():
+            maker = int(graph.maker[tensor])
+            if maker == NONE:
+                continue
+            if any(maker not in self.of or self.of.get(row) is not self.of[maker] for row in rows):
+                outside.add(tensor)
+        for sources in self.again.values():
+            outside.update(sources)
+        for row in sorted(self.of, reverse=True):  # what a view that is read shows has to be there
+            (made,) = graph.ops.outputs.row(row)
+            if graph.ops.is_view[row] and made in outside:
+                outside.update(graph.ops.inputs.row(row))
+        return {i for i in outside if self.shown(i) not in self.again}
+
+
+class _Writer(StepWriter):
+    """Writes a kernel where it runs, and after it the views that are read outside."""
+
+    def __init__(self, graph: StepGraph, traffic: _Traffic, maker: str) -> None:
         super().__init__(graph)
-        self.kernel_of = {row: kernel for kernel in kernels for row in (*kernel.rows, *kernel.views)}
-        self.outside = _read_outside(graph, self.kernel_of)
+        self.traffic, self.prefix = traffic, maker
 
     def operation(self, op: t.Op) -> None:
-        kernel = self.kernel_of.get(op.id)
+        kernel = self.traffic.of.get(op.id)
         if kernel is None:
-            self.copy(op)
-        elif op.id == kernel.rows[-1]:
+            self._other(op)
+        elif op.id == kernel.at:
             self._fused(kernel)
             for row in kernel.views:
                 if row < op.id:
                     self._view(row)
-        elif op.id > kernel.rows[-1]:
+        elif op.id > kernel.at and self.graph.ops.is_view[op.id]:
             self._view(op.id)
 
+    def _other(self, op: t.Op) -> None:
+        """An operation of no kernel: what shows a result that is not there is not there, either."""
+        inputs = self.graph.ops.inputs.row(op.id)
+        if self.graph.ops.is_view[op.id] and any(self.traffic.shown(i) in self.traffic.again for i in inputs):
+            self.part.ops[op.id] = self.part.ops[int(self.graph.maker[inputs[0]])]
+        elif isinstance(op, t.Compute) and op.name.removesuffix("_backward") in _NORMS:
+            self.copy(replace(op, name=f"{self.prefix}.{op.name.removeprefix('aten.')}", durations=()))
+        else:
+            self.copy(op)
+
     def _view(self, row: int) -> None:
-        if self.graph.ops.outputs.row(row)[0] in self.outside:
+        if self.graph.ops.outputs.row(row)[0] in self.traffic.outside:
             self.copy(self.graph.ops[row])
 
     def _fused(self, kernel: _Kernel) -> None:
-        graph = self.graph
+        graph, traffic = self.graph, self.traffic
         made = [graph.ops.outputs.row(row)[0] for row in kernel.rows]
-        own = {*made, *(graph.ops.outputs.row(row)[0] for row in kernel.views)}
-        read = list(dict.fromkeys(i for row in kernel.rows for i in graph.ops.inputs.row(row) if i not in own))
-        kept = [index for index in made if index in self.outside]
+        read = traffic.reads(kernel)
+        kept = [index for index in made if index in traffic.outside]
         last = graph.ops[kernel.rows[-1]]
         forward = next((f for row in kernel.rows if (f := int(graph.ops.forward_op[row])) != NONE), None)
+        name = last.name.removeprefix("aten.")
+        if kernel.reduced:
+            name = "norm_backward" if last.phase == t.Phase.BACKWARD else "norm"
         new = self.builder.compute(
-            "fused." + graph.ops[kernel.rows[-1]].name.removeprefix("aten."),
+            f"{self.prefix}.{name}",
             phase=last.phase,
             module=last.module,
             inputs=[self.tensor(i) for i in read],
             outputs=[self.tensor(i) for i in kept],
             stream=last.stream,
             forward_op=self.part.ops[forward] if forward is not None and forward >= 0 else forward,
-            bytes_read=sum(self._memory_bytes(i) for i in read),
+            bytes_read=traffic.nbytes(read),
             bytes_written=sum(graph.tensors[i].nbytes for i in kept),
         )
         self.part.ops |= dict.fromkeys((*kernel.rows, *kernel.views), new)
 
-    def _memory_bytes(self, index: int) -> int:
-        """Bytes behind a tensor: an expanded one repeats those of what it is a view of."""
-        tensors = self.graph.tensors
-        return min(tensors[index].nbytes, tensors[int(self.graph.root[index])].nbytes)
-
-
-def _read_outside(graph: StepGraph, kernel_of: dict[int, _Kernel]) -> set[int]:
-    """Tensors that are read by others than the kernel that makes them, or are views of such."""
-    inputs = graph.ops.inputs
-    outside = {bound for block in graph.blocks for i in block.instances for bound in _bound(graph, i.bindings)}
-    for tensor, row in zip(inputs.values.tolist(), inputs.rows.tolist(), strict=True):
-        maker = int(graph.maker[tensor])
-        if maker != NONE and (maker not in kernel_of or kernel_of.get(row) is not kernel_of[maker]):
-            outside.add(tensor)
-    for row in sorted(kernel_of, reverse=True):  # what a view that is read shows has to be there
-        (made,) = graph.ops.outputs.row(row)
-        if graph.ops.is_view[row] and made in outside:
-            outside.update(graph.ops.inputs.row(row))
-    return outside
-
 
 def _bound(graph: StepGraph, bindings: tuple[int, ...]) -> list[int]:
     return [graph.locate_tensor(identity)[2] for identity in bindings]
-
-
-_SOFTMAX, _LOSS = "aten._log_softmax", "aten.nll_loss_forward"
-_LOSS_BACKWARD, _SOFTMAX_BACKWARD = "aten.nll_loss_backward", "aten._log_softmax_backward_data"
-_CONVERT = "aten._to_copy"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FuseLoss:
-    """The step with fused cross-entropy losses."""
-
-    name: ClassVar[str] = "fuse_loss"
-
-    def __call__(self, graph: StepGraph) -> StepGraph:
-        """The step graph.
-
-        Raises:
-            PlanError: no rank has whole rows of logits that only a cross-entropy reads.
-        """
-        losses = _LossFinder(graph).losses()
-        if not losses:
-            raise PlanError(
-                "--loss fused: the step has no cross-entropy over whole rows of logits (tensor-parallel ranks "
-                "that share a vocabulary have parts of rows): leave the option out"
-            )
-        return _LossWriter(graph, losses).write()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loss:
-    """A loss and its gradient.
-
-    Attributes:
-        rows: operations that go, forward and backward.
-        forward: the row of the loss.
-        backward: the row that makes the gradient of the logits.
-        logits: what the kernels read.
-        target: the classes.
-        probabilities: the log-probabilities that are no longer there.
-    """
-
-    rows: frozenset[int]
-    forward: int
-    backward: int
-    logits: int
-    target: int
-    probabilities: int
-
-
-class _LossFinder:
-    def __init__(self, graph: StepGraph) -> None:
-        self.graph = graph
-        self.readers: dict[int, list[int]] = defaultdict(list)
-        inputs = graph.ops.inputs
-        for tensor, row in zip(inputs.values.tolist(), inputs.rows.tolist(), strict=True):
-            self.readers[tensor].append(row)
-        self.names = [graph.strings[name] for name in graph.ops.name.tolist()]
-
-    def losses(self) -> list[_Loss]:
-        """Those whose log-probabilities nobody else reads."""
-        rows = range(len(self.names))
-        return [loss for row in rows if self.names[row] == _SOFTMAX and (loss := self._loss(row))]
-
-    def _loss(self, softmax: int) -> _Loss | None:
-        ops = self.graph.ops
-        (probabilities,) = ops.outputs.row(softmax)
-        reading = {self.names[row]: row for row in self.readers[probabilities]}
-        if len(self.readers[probabilities]) != 2 or reading.keys() != {_LOSS, _SOFTMAX_BACKWARD}:
-            return None
-        forward, backward = reading[_LOSS], reading[_SOFTMAX_BACKWARD]
-        picked = ops.inputs.row(backward)[0]
-        before = int(self.graph.maker[picked])
-        if before == NONE or self.names[before] != _LOSS_BACKWARD or self.readers[picked] != [backward]:
-            return None
-        logits, above = self._up(ops.inputs.row(softmax)[0], softmax)
-        last, below = self._down(backward)
-        return _Loss(
-            rows=frozenset((*above, softmax, forward, before, backward, *below)),
-            forward=forward,
-            backward=last,
-            logits=logits,
-            target=ops.inputs.row(forward)[1],
-            probabilities=probabilities,
-        )
-
-    def _up(self, tensor: int, reader: int) -> tuple[int, list[int]]:
-        """What a conversion and views of it, which only the loss reads, are made of; and their rows."""
-        ops, gone, at = self.graph.ops, [], tensor
-        while (row := int(self.graph.maker[at])) != NONE and self.readers[at] == [reader]:
-            converts = self.names[row] == _CONVERT
-            if not (converts or ops.is_view[row]):
-                break
-            gone.append(row)
-            reader, (at, *_) = row, ops.inputs.row(row)
-            if converts:
-                return at, gone
-        return tensor, []
-
-    def _down(self, row: int) -> tuple[int, list[int]]:
-        """The conversion that the gradient goes through, perhaps after views; and the rows on the way."""
-        ops, passed, at = self.graph.ops, [], row
-        while len(outputs := ops.outputs.row(at)) == 1 and len(readers := self.readers[outputs[0]]) == 1:
-            at = readers[0]
-            passed.append(at)
-            if self.names[at] == _CONVERT:
-                return at, passed
-            if not ops.is_view[at]:
-                break
-        return row, []
-
-
-class _LossWriter(StepWriter):
-    def __init__(self, graph: StepGraph, losses: list[_Loss]) -> None:
-        super().__init__(graph)
-        self.of = {row: loss for loss in losses for row in loss.rows}
-        self.sums: dict[int, int] = {}
-
-    def operation(self, op: t.Op) -> None:
-        loss = self.of.get(op.id)
-        if loss is None:
-            self.copy(op)
-        elif op.id == loss.forward:
-            self._forward(op, loss)
-        elif op.id == loss.backward:
-            self._backward(op, loss)
-
-    def _forward(self, op: t.Op, loss: _Loss) -> None:
-        tensors = self.graph.tensors
-        rows = tensors[loss.probabilities].shape[:-1]
-        total = self.builder.tensor("log_sum_exp", rows, t.DType.FP32, t.TensorRole.ACTIVATION)
-        self.sums[loss.forward] = total
-        made = [self.tensor(i) for i in op.outputs]
-        self.part.ops[op.id] = self.builder.compute(
-            "fused.cross_entropy",
-            phase=op.phase,
-            module=op.module,
-            inputs=(self.tensor(loss.logits), self.tensor(loss.target)),
-            outputs=(*made, total),
-            stream=op.stream,
-            bytes_read=tensors[loss.logits].nbytes + tensors[loss.target].nbytes,
-            bytes_written=t.DType.FP32.nbytes(prod(rows)),
-        )
-        self.part.ops |= dict.fromkeys(loss.rows, self.part.ops[op.id])
-
-    def _backward(self, op: t.Op, loss: _Loss) -> None:
-        graph, tensors = self.graph, self.graph.tensors
-        before = next(r for r in sorted(loss.rows) if graph.strings[graph.ops.name[r]] == _LOSS_BACKWARD)
-        scalars = [i for i in graph.ops.inputs.row(before) if i != loss.target]
-        (gradient,) = op.outputs
-        total = self.sums[loss.forward]
-        self.part.ops[op.id] = self.builder.compute(
-            "fused.cross_entropy_backward",
-            phase=op.phase,
-            module=op.module,
-            inputs=(*map(self.tensor, scalars), self.tensor(loss.logits), self.tensor(loss.target), total),
-            outputs=(self.tensor(gradient),),
-            stream=op.stream,
-            forward_op=self.part.ops[loss.forward],
-            bytes_read=tensors[loss.logits].nbytes + tensors[loss.target].nbytes,
-            bytes_written=tensors[gradient].nbytes,
-        )

@@ -23,14 +23,18 @@ by a kernel for each copy where scales are of rows or blocks; with `kept="fp8"` 
 copies, and these are kept, as Transformer Engine does. Casts of a tensor that several products read are shared, as
 `torch.compile` shares them. Weights are cast for each micro-batch, and every rank scales by its own maxima.
 
+Where the ranks of a tensor-parallel group gather a tensor that such products alone read, each can cast its part
+first, so that half the bytes are gathered (`gathers`, with one scale a tensor). What is needed transposed is
+transposed after that.
+
 The pass works on local shapes: it comes after those that divide a step (tensor, context and expert parallelism),
 which do not know 8-bit operands, and before those that lower it to a job.
 
-Main gradients add up in fp32: each parameter has a buffer that lives as long as it does. Megatron-LM's
-`--accumulate-allreduce-grads-in-fp32`: the product that makes a weight's gradient adds it to the buffer itself
-(gradient accumulation fusion, on by default there); any other 16-bit gradient is added to it by a kernel of its
-own. The optimizer reads the buffers, which are set to zero after it. Data-parallel passes reduce them in their
-type, and see that nothing has to be added up over micro-batches: no operation makes such a gradient's memory
+Main gradients add up in fp32, or in the step's own type: each parameter has a buffer that lives as long as it
+does, Megatron-LM's `main_grad`. The product that makes a weight's gradient adds it to the buffer itself (gradient
+accumulation fusion, on by default there); any other 16-bit gradient is added to it by a kernel of its own. The
+optimizer reads the buffers, which are set to zero after it. Data-parallel passes reduce them in their type, and
+see that nothing has to be added up over micro-batches: no operation makes such a gradient's memory
 (`model.adds_up`).
 
 The gradient of a parameter that is used twice (a tied embedding) is a sum, which a pipeline takes apart. Its
@@ -83,6 +87,7 @@ class Recipe:
         weights: whether weights are cast for each micro-batch, or once a step, outside the micro-batches; making
             these copies, and scaling them, is then not counted.
         experts: whether experts' grouped products have narrow operands, too.
+        gathers: whether what ranks gather for 8-bit products is cast before it is gathered.
     """
 
     scales: Literal["tensor", "row", "block"]
@@ -96,6 +101,7 @@ class Recipe:
     delayed: bool = False
     weights: Literal["micro-batch", "step"] = "micro-batch"
     experts: bool = False
+    gathers: bool = False
 
     @property
     def multiple(self) -> int:
@@ -238,8 +244,48 @@ class _NarrowProducts(StepWriter):
                 )
         self.copies: dict[tuple[object, bool], tuple[int, ...]] = {}
         self.scales: dict[int, int] = {}
+        self.gathered: dict[int, t.DType] = self._gathered_for_products() if self.recipe.gathers else {}
+
+    def _gathered_for_products(self) -> dict[int, t.DType]:
+        """What is gathered for 8-bit products alone, and the views of it, with their 8-bit type."""
+        graph, readers, found = self.graph, defaultdict[int, list[int]](list), dict[int, t.DType]()
+        for tensor, row in zip(graph.ops.inputs.values.tolist(), graph.ops.inputs.rows.tolist(), strict=True):
+            readers[tensor].append(row)
+        bases = {operand.base: operand.dtype for pair in self.products.values() for operand in pair}
+        for base, dtype in bases.items():
+            maker = int(graph.maker[base])
+            op = graph.ops[maker] if maker != NONE else None
+            if not isinstance(op, t.Collective) or op.collective != t.CollectiveKind.ALL_GATHER:
+                continue
+            views = [base]
+            for index in views:
+                views += [i for r in readers[index] if graph.ops.is_view[r] for i in graph.ops.outputs.row(r)]
+            ends = {row for index in views for row in readers[index] if not graph.ops.is_view[row]}
+            whole = all(self.finder.base(index) == base for index in views)
+            if whole and all(base in {o.base for o in self.products.get(row, ())} for row in ends):
+                found |= dict.fromkeys(views, dtype)
+        return found
+
+    def tensor(self, index: int, **changes: object) -> int:
+        if index in self.gathered:
+            changes["dtype"] = self.gathered[index]
+        return super().tensor(index, **changes)
+
+    def _gather(self, op: t.Collective) -> None:
+        """Gathers a tensor in 8 bit: each rank casts its part, once for all phases that keep it."""
+        part, dtype = self.graph.tensors[op.inputs[0]], self.gathered[op.outputs[0]]
+        key = ("part", self.finder.base(part.id), None if self.recipe.kept == "fp8" else op.phase), False
+        if key not in self.copies:
+            scale, made = self._maximum(part, op), self._new(f"{part.name}.fp8", part.shape, dtype)
+            self._kernel("fp8.cast", op, (self.tensor(part.id), *scale), (made,), part.nbytes, part.numel)
+            self.copies[key] = (made, *scale)
+        nbytes = op.bytes_per_rank * dtype.bits // part.dtype.bits
+        self.copy(op, inputs=[self.copies[key][0]], bytes_per_rank=nbytes, dtype=dtype, durations=())
 
     def operation(self, op: t.Op) -> None:
+        if isinstance(op, t.Collective) and op.outputs and op.outputs[0] in self.gathered:
+            self._gather(op)
+            return
         if self.recipe.experts and op.name == _GROUPED and isinstance(op, t.Compute):
             self._grouped(op)
             return
@@ -319,7 +365,8 @@ class _NarrowProducts(StepWriter):
             return self._weight(operand)
         scope = self._scope(operand, op)
         if (scope, operand.columns) not in self.copies:
-            wanted = list(self.wanted[scope].values())
+            # What was gathered in 8 bit is transposed when that is read, as gathering may still go on before.
+            wanted = [operand] if operand.base in self.gathered else list(self.wanted[scope].values())
             if self.recipe.scales == "tensor":
                 self._cast_all(wanted, scope, op)
             elif self.recipe.scales == "block" and self.recipe.kept == "fp8":
@@ -336,7 +383,7 @@ class _NarrowProducts(StepWriter):
             self.copies[key] = (self._kept(self.graph.tensors[operand.base].name, operand.shape),)
         return self.copies[key]
 
-    def _maximum(self, source: t.Tensor, op: t.Compute) -> tuple[int, ...]:
+    def _maximum(self, source: t.Tensor, op: t.Op) -> tuple[int, ...]:
         """The scale of a tensor, found once; nothing where earlier steps, or blocks of it, have scaled it."""
         if self.recipe.delayed or (self.recipe.scales == "block" and not self.recipe.maximum):
             return ()
@@ -349,6 +396,9 @@ class _NarrowProducts(StepWriter):
     def _cast_all(self, wanted: list[NarrowOperand], scope: object, op: t.Compute) -> None:
         """With one scale for a tensor: its maximum, once, then one kernel that writes all copies."""
         source = self.graph.tensors[wanted[0].base]
+        if source.id in self.gathered:
+            self._copies_of_gathered(source, wanted, scope, op)
+            return
         scale = self._maximum(source, op)
         copies = [self._new(self._named(source.name), each.shape, each.dtype) for each in wanted]
         name = self._cast_name(wanted)
@@ -356,6 +406,20 @@ class _NarrowProducts(StepWriter):
         self._kernel(name, op, (self.tensor(source.id), *scale), copies, source.nbytes, written)
         for each, made in zip(wanted, copies, strict=True):
             self.copies[scope, each.columns] = (made, *scale)
+
+    def _copies_of_gathered(
+        self, source: t.Tensor, wanted: list[NarrowOperand], scope: object, op: t.Compute
+    ) -> None:
+        """What was gathered in 8 bit, as it is and transposed."""
+        whole = self.tensor(source.id)
+        for each in wanted:
+            alias = None if each.columns else whole
+            made = self.builder.tensor(
+                self._named(source.name), each.shape, each.dtype, t.TensorRole.ACTIVATION, alias_of=alias
+            )
+            nbytes = source.numel if each.columns else 0
+            self._kernel("fp8.transpose" if each.columns else "aten.view", op, (whole,), (made,), nbytes, nbytes)
+            self.copies[scope, each.columns] = (made,)
 
     def _cast_blocks(self, wanted: list[NarrowOperand], scope: object, op: t.Compute) -> None:
         """With scales of blocks: one kernel that reads a tensor once and writes all copies."""
@@ -427,10 +491,12 @@ _FUSING = ("aten.mm", "aten._scaled_mm")
 _WIDE = t.DType.FP32
 
 
-def to_main_gradients(graph: StepGraph) -> StepGraph:
-    """The step with fp32 main gradients; the step itself where none of its gradients has a 16-bit type."""
-    gradients = [row for row in final_gradients(graph) if graph.tensors[row].dtype.bits < _WIDE.bits]
-    return _MainGradients(graph, gradients).write() if gradients else graph
+def to_main_gradients(graph: StepGraph, dtype: t.DType = _WIDE) -> StepGraph:
+    """The step with main gradients of a type; the step itself where none of its gradients has a 16-bit type."""
+    types = [graph.tensors[row].dtype for row in final_gradients(graph)]
+    fit = [own.bits < _WIDE.bits and dtype in (own, _WIDE) for own in types]
+    gradients = [row for row, fits in zip(final_gradients(graph), fit, strict=True) if fits]
+    return _MainGradients(graph, gradients, dtype).write() if gradients else graph
 
 
 class _MainGradients(StepWriter):
@@ -439,10 +505,12 @@ class _MainGradients(StepWriter):
     Args:
         graph: the step.
         gradients: rows of its final gradients of 16-bit types.
+        dtype: type of the buffers.
     """
 
-    def __init__(self, graph: StepGraph, gradients: list[int]) -> None:
+    def __init__(self, graph: StepGraph, gradients: list[int], dtype: t.DType) -> None:
         super().__init__(graph)
+        self.dtype = dtype
         self.gradients = frozenset(gradients)
         self.readers: dict[int, list[int]] = defaultdict(list)
         for tensor, row in zip(graph.ops.inputs.values.tolist(), graph.ops.inputs.rows.tolist(), strict=True):
@@ -547,7 +615,7 @@ class _MainGradients(StepWriter):
             return False
         made = self.graph.tensors[op.outputs[0]]
         of_gradient = op.inputs[0] in self.gradients or op.inputs[0] in self.wide
-        return of_gradient and (made.dtype, made.role, made.alias_of) == (_WIDE, t.TensorRole.GRADIENT, None)
+        return of_gradient and (made.dtype, made.role, made.alias_of) == (self.dtype, t.TensorRole.GRADIENT, None)
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -570,7 +638,7 @@ class _MainGradients(StepWriter):
     def tensor(self, index: int, **changes: object) -> int:
         """New row of an old tensor; what changes its type or role has the new one."""
         if index in self.wide:
-            changes["dtype"] = _WIDE
+            changes["dtype"] = self.dtype
         if index in self.dying:
             changes["role"] = t.TensorRole.ACTIVATION
         return super().tensor(index, **changes)
@@ -584,20 +652,25 @@ class _MainGradients(StepWriter):
         if isinstance(op, t.Compute) and not op.is_view:
             wide = self.wide | self.gradients if updates else self.wide
             for name, tensors in (("bytes_read", op.inputs), ("bytes_written", op.outputs)):
-                more = sum(self.graph.tensors[i].nbytes for i in set(tensors) & wide)
+                more = sum(map(self._growth, set(tensors) & wide))
                 changes[name] = getattr(op, name) + more
         self.copy(op, **changes)
+
+    def _growth(self, index: int) -> int:
+        """Bytes that a tensor has more in the type of the buffers."""
+        tensor = self.graph.tensors[index]
+        return self.dtype.nbytes(tensor.numel) - tensor.nbytes
 
     def _version(self, gradient: t.Tensor, buffer: int | None) -> int:
         """A main gradient as an operation leaves it; without one before it, the buffer itself."""
         named = gradient.name if buffer is not None else f"{gradient.name}.main"
-        return self.add_tensor(replace(gradient, name=named, dtype=_WIDE, role=t.TensorRole.GRADIENT), buffer)
+        return self.add_tensor(replace(gradient, name=named, dtype=self.dtype, role=t.TensorRole.GRADIENT), buffer)
 
     def _accumulate(self, op: t.Compute, gradient: t.Tensor) -> None:
         """Writes a product that adds its result to the buffer."""
         buffer = self._version(gradient, None)
         self.part.tensors[op.outputs[0]] = self._version(gradient, buffer)
-        nbytes, plain = _WIDE.nbytes(gradient.numel), op.name == "aten.mm"
+        nbytes, plain = self.dtype.nbytes(gradient.numel), op.name == "aten.mm"
         inputs = [self.tensor(i) for i in op.inputs]
         product = replace(
             op, name="aten.addmm_" if plain else op.name, bytes_read=op.bytes_read + nbytes, bytes_written=nbytes,
@@ -610,7 +683,7 @@ class _MainGradients(StepWriter):
         self.narrow[gradient.id] = self.part.tensors[gradient.id]
         buffer = self._version(gradient, None)
         made = self.part.tensors[gradient.id] = self._version(gradient, buffer)
-        nbytes = _WIDE.nbytes(gradient.numel)
+        nbytes = self.dtype.nbytes(gradient.numel)
         self.builder.compute(
             "aten.add_", phase=op.phase, module=op.module, inputs=(buffer, self.narrow[gradient.id]),
             outputs=(made,), bytes_read=nbytes + gradient.nbytes, bytes_written=nbytes,
@@ -622,7 +695,7 @@ class _MainGradients(StepWriter):
         made = self._version(gradient, buffer)
         self.builder.compute(
             "aten._foreach_zero_", phase=op.phase, module=op.module, inputs=(buffer,), outputs=(made,),
-            deps=(self.part.ops[op.id],), bytes_written=_WIDE.nbytes(gradient.numel),
+            deps=(self.part.ops[op.id],), bytes_written=self.dtype.nbytes(gradient.numel),
             attributes=t.MultiTensor(parts=self.launched, leads=gradient.id == self.leads),
         )  # fmt: skip
 
@@ -650,22 +723,27 @@ class Precision:
             that the step has already ("bf16", "fp16", "fp32"): another one is other kernels, which only a capture
             shows. None: as it is.
         grad_dtype: type in which gradients add up; "fp32" gives a 16-bit step main gradients. None: their own.
+        main_gradients: gradients in their own type have buffers, too, to which products add (gradient accumulation
+            fusion); those in fp32 always have.
         kept: of inputs and weights, for backward: the 16-bit tensors ("bf16"), or narrow copies ("fp8"; NVFP4 has
             no other way).
         delayed: scales of "fp8" come from earlier steps' maxima, which the casts note on their way (delayed
             scaling); updating the histories is not counted.
         weights: whether weights are cast for each micro-batch, or once a step ("step"), which is not counted.
         experts: whether experts' grouped products are narrow, too.
+        gathers: whether what tensor-parallel ranks gather for "fp8" products is cast before ("fp8"), or after.
     """
 
     name: ClassVar[str] = "precision"
 
     dtype: str | None = None
     grad_dtype: str | None = None
+    main_gradients: bool = False
     kept: Literal["bf16", "fp8"] = "bf16"
     delayed: bool = False
     weights: Literal["micro-batch", "step"] = "micro-batch"
     experts: bool = False
+    gathers: Literal["bf16", "fp8"] = "bf16"
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step graph.
@@ -702,20 +780,26 @@ class Precision:
                 f"precision {self.dtype} with delayed scaling: only fp8, with a scale a tensor, has it"
             )
         recipe = RECIPES[self.dtype]
-        kept = "fp8" if recipe.maximum else self.kept
-        options = {"kept": kept, "delayed": self.delayed, "weights": self.weights, "experts": self.experts}
-        return to_narrow(graph, replace(recipe, **options))  # type: ignore[arg-type]
+        recipe = replace(
+            recipe,
+            kept="fp8" if recipe.maximum else self.kept,
+            delayed=self.delayed,
+            weights=self.weights,
+            experts=self.experts,
+            gathers=self.gathers == "fp8" and self.dtype == "fp8",
+        )
+        return to_narrow(graph, recipe)
 
     def _gradients(self, graph: StepGraph) -> StepGraph:
         if self.grad_dtype is None:
-            return graph
+            return to_main_gradients(graph, graph.workload.dtype) if self.main_gradients else graph
         if self.grad_dtype not in _STEPS:
             if self.grad_dtype in (*_TYPES, *RECIPES):
                 raise UnavailableError(f"gradients do not add up in {self.grad_dtype}", _STEPS)
             raise UnknownNameError("type of gradients", self.grad_dtype, _STEPS)
         wanted, own = _STEPS[self.grad_dtype], graph.workload.dtype
         if wanted == own:
-            return graph
+            return to_main_gradients(graph, own) if self.main_gradients else graph
         if wanted != t.DType.FP32:
             raise PlanError(
                 f"gradients in {self.grad_dtype}: those of a step in {own.text} add up in {own.text} or fp32: "

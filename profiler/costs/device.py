@@ -435,7 +435,7 @@ def memory_bound(
         bytes_read: what it must read, each operand once.
         bytes_written: what it must write.
         row_bytes: bytes of one normalised row (norm and softmax slow down once a row outgrows the registers).
-        library: whose kernel it is ("cudnn", "compiled"), where the device has a model of it; else PyTorch's own.
+        library: whose kernel it is ("fused", "compiled"), where the device has a model of it; else PyTorch's own.
 
     Raises:
         UnknownNameError: no such kind.

@@ -143,7 +143,7 @@ def fit_casts(rows: KernelTable, sheet: Datasheet, launch_s: float, basis: str) 
     )
 
 
-NORMS = {"pytorch": "", "torch_compile": ":compiled", "cudnn": ":cudnn"}
+NORMS = {"pytorch": "", "torch_compile": ":compiled", "cudnn": ":fused"}
 """The libraries of norms by their cell, and what follows the kind in the name of their model."""
 NORM_TENSORS = {"fwd": 2.0, "bwd": 3.0}
 """Tensors of its size that a norm of bf16 moves: backward reads two and writes one."""

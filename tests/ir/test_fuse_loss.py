@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -21,11 +22,11 @@ from echograph.ir.graph import StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.extent import MicroBatch
 from echograph.ir.passes.fully_shard import FullyShard
-from echograph.ir.passes.fuse import FuseLoss
+from echograph.ir.passes.fuse_loss import FuseLoss
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.recompute import Recompute
 from echograph.ir.passes.tensor_parallel import TensorParallel
-from echograph.ir.types import Compute, DType
+from echograph.ir.types import Collective, Compute, DType
 from echograph.ir.unfold import unfold
 from echograph.models import get_model
 from echograph.simulator.memory import memory
@@ -109,9 +110,36 @@ def logits_rows(graph: StepGraph) -> int:
     return int(graph.tensors.shape.row(graph.ops.outputs.row(row)[-1])[0])
 
 
-def test_parts_of_rows_are_refused_in_one_line() -> None:
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2"])
+def test_ranks_that_share_a_vocabulary_exchange_three_numbers_a_row(name: str) -> None:
+    """Each reads its part of the logits twice and writes its gradient, in their own type."""
+    shared = TensorParallel(size=2)(step(name))
+    ours = FuseLoss()(shared)
+    rows, classes = next(
+        tuple(t.shape)
+        for t in shared.tensors
+        if t.dtype is DType.FP32 and len(t.shape) == 2 and t.shape[1] > 2**14
+    )
+    forward, backward = (op for op in operations(ours) if op.name.startswith("fused.cross_entropy"))
+    logits, target = 2 * rows * classes, 8 * rows
+    assert (forward.bytes_read, forward.bytes_written) == (logits + target, 3 * 4 * rows)
+    assert (backward.bytes_read, backward.bytes_written) == (logits + target, logits)
+    assert exchanged(shared) - exchanged(ours) == {4 * rows: 3}
+    assert exchanged(ours) - exchanged(shared) == {3 * 4 * rows: 1}
+    whole = [t for t in ours.tensors if t.dtype is DType.FP32 and t.nbytes == 4 * rows * classes]
+    assert not [t for t in whole if not t.role.persistent]
+    jobs = (Pipeline(stages=2, micro_batches=4)(ours), FullyShard(replicas=4, shard=4, micro_batches=2)(ours))
+    assert all("fused.cross_entropy_backward" in [job.strings[n] for n in job.ops.name] for job in jobs)
+
+
+def exchanged(graph: StepGraph) -> Counter[int]:
+    """How many collectives of each size in bytes."""
+    return Counter(op.bytes_per_rank for op in unfold(graph).ops if isinstance(op, Collective))
+
+
+def test_no_loss_is_refused_in_one_line() -> None:
     with pytest.raises(PlanError, match="--loss fused") as error:
-        FuseLoss()(TensorParallel(size=2)(step("llama-3.1-8b")))
+        FuseLoss()(FuseLoss()(step("llama-3.1-8b")))
     assert "\n" not in str(error.value)
 
 

@@ -194,6 +194,35 @@ def test_weights_cast_once_a_step_leave_the_casts_of_activations(recipe: str) ->
     assert flops(each) == flops(once)
 
 
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt2"])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_ranks_gather_half_the_bytes_where_they_cast_first(name: str, policy: Any) -> None:
+    """All that layers gather is read by products alone; each rank casts its part of it once."""
+    whole = Recompute(policy=policy)(captured(name))
+    ranks = TensorParallel(size=2, sequence_parallel=True)(whole)
+    after = Precision(dtype="fp8", kept="fp8", delayed=True)(ranks)
+    first = Precision(dtype="fp8", kept="fp8", delayed=True, gathers="fp8")(ranks)
+
+    def gathered(graph: Graph) -> tuple[int, int]:
+        gathers = [op for n, op in ran(graph) if n == "tp.all_gather" and op.phase != Phase.OPTIMIZER]
+        layers = [op for op in gathers if op.bytes_per_rank and ".{}" in op.module]
+        return len(layers), sum(op.bytes_per_rank for op in layers)
+
+    (number, before), (same, bytes_first) = gathered(after), gathered(first)
+    assert number == same > 0
+    assert bytes_first == before // 2
+    assert flops(first) == flops(after)
+    assert moved(first, "fp8.cast") < moved(after, "fp8.cast")
+    assert unfold(first) is not None
+
+
+def test_what_products_in_16_bit_read_is_gathered_in_16_bit() -> None:
+    ranks = TensorParallel(size=2, sequence_parallel=True)(captured("llama-3-8b", 2))
+    first = Precision(dtype="fp8", kept="fp8", delayed=True, gathers="fp8")(ranks)
+    types = {(op.module.rpartition(".")[2], op.dtype.text) for n, op in ran(first) if n == "tp.all_gather"}
+    assert types >= {("lm_head", "bf16"), ("gate_proj", "fp8_e4m3"), ("down_proj", "fp8_e5m2")}
+
+
 def test_grouped_products_of_experts_are_priced_in_fp8() -> None:
     graph = captured("mixtral-8x7b", 2)
     plain, experts = (Precision(dtype="fp8", experts=e)(graph) for e in (False, True))
@@ -338,9 +367,29 @@ def test_main_gradients_live_through_the_step() -> None:
     assert all(adds_up(graph, row) for row in final_gradients(graph))
 
 
+def test_main_gradients_in_the_steps_own_type() -> None:
+    """A product reads its buffer, 2 bytes an element; an addition moves 6; the optimizer sets 2 to zero."""
+    graph = captured("llama-3-8b", 2)
+    ours = Precision(main_gradients=True)(graph)
+    assert difference(ours, Precision(main_gradients=True, grad_dtype="bf16")(graph)) is None
+    parameters, added = graph.workload.parameters, (2 * 2 + 1) * 4096 + 128256 * 4096
+
+    def more(phase: Phase) -> int:
+        of = [
+            sum(op.bytes_read + op.bytes_written for _, op in ran(g) if op.phase == phase) for g in (graph, ours)
+        ]
+        return of[1] - of[0]
+
+    assert more(Phase.BACKWARD) == 2 * (parameters - added) + 6 * added
+    assert more(Phase.OPTIMIZER) == 2 * parameters
+    assert all(adds_up(ours, row) for row in final_gradients(ours))
+
+
+@pytest.mark.parametrize("options", [{"grad_dtype": "fp32"}, {"main_gradients": True}])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_micro_batches_add_up_by_themselves_and_are_reduced_in_fp32(micro_batches: int) -> None:
-    graph = Precision(grad_dtype="fp32")(captured("llama-3-8b", 2))
+def test_micro_batches_add_up_by_themselves(micro_batches: int, options: dict[str, Any]) -> None:
+    graph = Precision(**options)(captured("llama-3-8b", 2))
+    wide = DType.FP32 if "grad_dtype" in options else DType.BF16
     once = Counter(name for name, op in ran(graph) if op.phase != Phase.OPTIMIZER)
     jobs = [
         DataParallel(replicas=4, micro_batches=micro_batches)(graph),
@@ -354,8 +403,8 @@ def test_micro_batches_add_up_by_themselves_and_are_reduced_in_fp32(micro_batche
             micro_batches * once["aten.addmm_"],
         )
         reduced = [op for _, op in ran(job) if isinstance(op, Collective) and op.phase == Phase.BACKWARD]
-        assert {op.dtype for op in reduced} == {DType.FP32}
-        assert sum(op.bytes_per_rank for op in reduced) == 4 * graph.workload.parameters
+        assert {op.dtype for op in reduced} == {wide}
+        assert sum(op.bytes_per_rank for op in reduced) == wide.itemsize * graph.workload.parameters
 
 
 def test_a_chunk_without_layers_adds_up_the_embeddings_gradient() -> None:

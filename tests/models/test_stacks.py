@@ -19,6 +19,10 @@ PLANS = (
     {},
     {"zero": 1, "precision": "fp8"},
     {"pp": 2, "recompute": "full"},
+    {"zero": 3},
+    {"tp": 2, "ep": 2, "sequence_parallel": True},
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": True},
 )
 OF_THE_SYSTEM = {"host_waits", "expandable_segments"}
 """Choices that no pass has: `simulate` and the memory of `validate` read them."""
@@ -60,8 +64,9 @@ def test_what_a_plan_says_counts_more_than_its_stack() -> None:
     nemo = load_stack("nemo")
     assert with_stack(Plan(zero=1), nemo).overlap_param_gather is True
     assert with_stack(Plan(zero=1, overlap_param_gather=False), nemo).overlap_param_gather is False
-    assert with_stack(Plan(loss="eager"), nemo).loss == "eager"
-    assert with_stack(Plan(), nemo).loss == "fused"
+    torchtitan = load_stack("torchtitan")
+    assert with_stack(Plan(), torchtitan).loss == "fused"
+    assert with_stack(Plan(loss="eager"), torchtitan).loss == "eager"
 
 
 def test_attention_is_of_the_first_kernel_that_the_device_has() -> None:

@@ -30,7 +30,8 @@ from echograph.ir.passes.expert_parallel import ExpertParallel
 from echograph.ir.passes.extent import MicroBatch
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
-from echograph.ir.passes.fuse import Fuse, FuseLoss
+from echograph.ir.passes.fuse import Fuse
+from echograph.ir.passes.fuse_loss import FuseLoss
 from echograph.ir.passes.mesh import MeshOrder, OneCommunicator, ResizeAxes, UnfoldRanks
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.precision import Precision
