@@ -51,6 +51,10 @@ MXFP8, MXFP8_SLOWER, MXFP8_SPREAD = 32, 1.05, 0.1
 """Products with a scale for each 32 elements, of which there is no table, over those with a scale a tensor: 7.161
 to 6.812 ms a layer on B300 (NVIDIA/TransformerEngine, docs/examples/gemm_profiling, quantized before); how far
 other shapes and devices are from that is assumed."""
+_SCAN, SCAN_SHARE = "mamba2.ssd_scan", 0.1
+"""Scans of Mamba-2, of which there is no table: the share of the bf16 peak that they run at, where memory does not
+bind them. Assumed: a scan of 2,048 tokens takes what FlashAttention-2 takes on an A100 (Dao and Gu 2024,
+arXiv:2405.21060, figure 10), which has five times the FLOPs, at half the peak."""
 ASSUMED_SPREAD = 0.5
 """For a kernel of a type that no model covers (fp32 or fp64 attention): assumed, not measured."""
 
@@ -181,6 +185,8 @@ def cost_of(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> Cost
     Raises:
         GraphError: the operation's attributes and operands contradict each other.
     """
+    if op.name.startswith(_SCAN):
+        return _scan(op, operands, device)
     if isinstance(op, Copy):
         return memory_bound(device, "copy", bytes_read=op.nbytes, bytes_written=op.nbytes)
     for kind, cost in _BY_ATTRIBUTE:
@@ -278,6 +284,14 @@ def _kernel(operator: str) -> str | None:
     """The kernel that an operator of attention names, as `cudnn.attention`; None: the device's own."""
     kernel, _, rest = operator.partition(".")
     return kernel if rest in ("attention", "attention_backward") else None
+
+
+def _scan(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> CostEstimate:
+    assert isinstance(op, Compute)
+    memory = _memory(op, operands, device)
+    peaks = device.datasheet.peak_flops_per_s
+    seconds = op.flops / (SCAN_SHARE * peaks.get("bf16", peaks["fp32"]))
+    return CostEstimate(max(float(memory.seconds), seconds), ASSUMED_SPREAD, "analytical")
 
 
 def _convolution(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
