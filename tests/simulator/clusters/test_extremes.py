@@ -59,7 +59,7 @@ def test_wrong_values_in_a_file(key: tuple[str, ...], tmp_path: Path) -> None:
 def settings() -> Iterator[str]:
     with pytest.raises(UnknownNameError) as caught:
         load_cluster("dgx-h100", {"?": "1"})
-    assert "(25 in all)" in str(caught.value)
+    assert "(26 in all)" in str(caught.value)
     document = tomllib.loads((PRESETS / "dgx-h100.toml").read_text())
     yield "max_gpus"
     for table in ("node", "network"):
