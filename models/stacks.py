@@ -44,9 +44,13 @@ class Stack:
         fp8_experts: whether experts' grouped products are in FP8, too.
         fp8_gathers: whether tensor-parallel ranks gather in "fp8" what FP8 products read, or in "bf16".
         etp: tensor-parallel ranks that cut each expert, with sequence parallelism.
+        moe_dispatcher: what takes rows to experts.
         overlap_grad_reduce: whether gradients are reduced while backward goes on.
         overlap_grad_reduce_in_pipelines: the same in a pipeline, where it differs.
         overlap_param_gather: whether parameters are gathered while the next forward goes on (ZeRO-1 and 2).
+        tp_comm_overlap: what of tensor-parallel communication runs beside products: "none"; "bulk": in backward,
+            beside gradients of inputs and weights; "chunks": cut up with their own products, too.
+        tp_comm_sms: multiprocessors that a tensor-parallel reduction takes from the products beside it.
         pipeline_scatter_gather: whether tensor-parallel ranks share the sending of what all of them have.
         recompute_early_stop: whether recomputation ends where backward has what it needs.
         host_waits: whether the host waits for what a pipeline stage receives.
@@ -71,9 +75,12 @@ class Stack:
     fp8_experts: bool = False
     fp8_gathers: Literal["bf16", "fp8"] = "bf16"
     etp: Literal[1] | None = None
+    moe_dispatcher: Literal["", "alltoall", "deepep", "hybridep"] = ""
     overlap_grad_reduce: bool | None = None
     overlap_grad_reduce_in_pipelines: bool | None = None
     overlap_param_gather: bool | None = None
+    tp_comm_overlap: Literal["", "none", "bulk", "chunks"] = ""
+    tp_comm_sms: int = 0
     pipeline_scatter_gather: bool = False
     recompute_early_stop: bool | None = None
     host_waits: bool = False
