@@ -27,7 +27,8 @@ class Stack:
         sources: where each choice is published, by its field.
         attention: kernels of attention, the best first: the first that a device has a model of runs.
         fuse: how far elementwise operations become one kernel: those of one part of a layer ("modules"), as a
-            library of fused kernels has them, or all that a compiler finds ("step"); "": none.
+            library of fused kernels has them, or all that a compiler finds ("step"), or finds in each layer
+            ("layers"); "": none.
         loss: "eager" or "fused" cross-entropy.
         loss_in_tensor_parallel: the same where ranks share the vocabulary; "": eager.
         grad_dtype: type in which gradients add up.
@@ -60,7 +61,7 @@ class Stack:
     title: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
     attention: tuple[str, ...] = ()
-    fuse: Literal["", "modules", "step"] = ""
+    fuse: Literal["", "modules", "layers", "step"] = ""
     loss: Literal["", "eager", "fused"] = ""
     loss_in_tensor_parallel: Literal["", "eager", "fused"] = ""
     grad_dtype: Literal["", "bf16", "fp16", "fp32"] = ""

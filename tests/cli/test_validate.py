@@ -133,7 +133,13 @@ def test_the_trainer_names_the_stack_and_an_unknown_one_is_counted(trainer: str,
 def test_what_single_runs_did_is_read_off_their_columns() -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     bloom = {"trainer": "megatron-deepspeed 2022", "tp": 1, "dp": ""}
-    assert [made(n_gpus=n, global_batch=2 * n, **bloom).blocking for n in (80, 88)] == [False, True]
+    tables = ("chronicles § Best TFLOPs", "chronicles § 48 node contenders")
+    assert [made(source=source, **bloom).blocking for source in tables] == [False, True]
+    large = {"trainer": "llm-foundry 2023", "model": "MPT-7b", "tp": 1, "dp": ""}
+    gpus = {"H100-SXM-80GB": 128, "A100-SXM-80GB": 128, "H100-SXM-80GB (p5)": 64}
+    plans = [made(gpu_type=gpu, n_gpus=n, global_batch=2 * n, **large).plan for gpu, n in gpus.items()]
+    assert [plan.stack for plan in plans] == ["llm-foundry-2024", "llm-foundry", "llm-foundry"]
+    assert [plan.recompute_early_stop for plan in plans] == [True, None, None]
     assert made(source="chronicles, Rebalancing layers", **bloom).plan.grad_dtype == "fp32"
     assert made(**bloom).plan.grad_dtype == ""
     assert made(notes="4xHDR200 per node").plan.cluster == "a100-4x-hdr200"
