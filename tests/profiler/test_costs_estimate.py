@@ -315,3 +315,26 @@ def test_a_limit_of_power_slows_what_the_clock_paces_and_nothing_else() -> None:
     )
     assert free[1] == kept[1] == half[1]
     assert free[0] <= kept[0] < half[0] < 3 * free[0]
+
+
+def test_gradients_in_fp8_add_up_in_full_precision_on_hopper_alone() -> None:
+    """Products of backward take longer than those of forward, of the same sizes; not on Blackwell, nor in bf16."""
+    from echograph.ir.types import Phase, Tensor, TensorRole
+
+    def ratio(device: str, dtype: DType) -> float:
+        sides = []
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            op = Compute(
+                id=0, name="aten._scaled_mm", phase=phase, attributes=Gemm(transpose_b=True), flops=2 * 4096**3,
+                inputs=(0, 1), outputs=(2,),
+            )  # fmt: skip
+            square = [
+                Tensor(id=i, name="", shape=(4096, 4096), dtype=dtype, role=TensorRole.INPUT) for i in range(2)
+            ]
+            made = Tensor(id=2, name="", shape=(4096, 4096), dtype=DType.BF16, role=TensorRole.ACTIVATION)
+            sides.append(cost_of(op, (square, [made]), load_device(device)).seconds)
+        return sides[1] / sides[0]
+
+    assert ratio("h100-sxm", DType.FP8_E4M3) == pytest.approx(1.15)
+    assert ratio("b200", DType.FP8_E4M3) == 1.0
+    assert ratio("h100-sxm", DType.BF16) == 1.0

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 RecomputeName = Literal["none", "selective", "selective-op", "full"]
 LossName = Literal["eager", "fused"]
+TpOverlapName = Literal["none", "bulk", "chunks"]
 PrecisionName = Literal["bf16", "fp16", "fp32", "fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4"]
 GradDType = Literal["bf16", "fp16", "fp32"]
 CpMethod = Literal["ring", "all-to-all"]
+DispatcherName = Literal["alltoall", "deepep", "hybridep"]
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """Mesh axes in Megatron's order: neighbours first."""
 ZERO_STAGES = (0, 1, 2, 3)
@@ -47,6 +49,13 @@ class Plan:
     cluster: str = option("dgx-h100", "A preset (see echosim clusters), a TOML file, or an echoprof profile.pb.")
     tp: int = option(1, "Tensor-parallel ranks, which share each layer.")
     sequence_parallel: bool = option(False, "They share the sequence between the products as well.")
+    tp_comm_overlap: str = option(
+        "",
+        "Gathers and scatters of tensor-parallel ranks beside products: none; bulk: those of backward beside "
+        "gradients of inputs and weights (Megatron-LM); chunks: the others in parts with their own products, too "
+        "(Transformer Engine's userbuffers, PyTorch's async tensor parallelism).",
+        "as the stack does; none",
+    )
     tp_plan: str = option(
         "", "TOML file of module patterns and how they are shared.", "the model's own, or by structure"
     )
@@ -60,6 +69,11 @@ class Plan:
     )
     capacity_factor: float | None = option(
         None, "Rows that an expert takes, in units of its even share; the rest is dropped.", "no limit"
+    )
+    moe_dispatcher: str = option(
+        "",
+        f"How rows get to experts: {', '.join(get_args(DispatcherName))}; the latter send a token once to a node.",
+        "as the stack does; alltoall",
     )
     expert_imbalance: float = option(1.0, "Rows of the busiest rank's experts in units of the mean (assumed).")
     pp: int = option(1, "Pipeline stages.")
@@ -77,6 +91,9 @@ class Plan:
     )
     overlap_param_gather: bool | None = option(
         None, "Gather parameters while the next forward goes on, with --zero 1 and 2.", "as the stack does; no"
+    )
+    overlap_moe_expert_parallel_comm: bool = option(
+        False, "Exchange rows of experts in pairs of a forward and a backward pass, while the other computes."
     )
     micro_batch: int | None = option(None, "Samples of a micro-batch.", "as the graph was compiled")
     global_batch: int | None = option(
@@ -170,6 +187,8 @@ def _check_words(plan: Plan) -> None:
         "cp_method": get_args(CpMethod),
         "stack": ("", *stack_names()),
         "loss": ("", *get_args(LossName)),
+        "tp_comm_overlap": ("", *get_args(TpOverlapName)),
+        "moe_dispatcher": ("", *get_args(DispatcherName)),
         "precision": ("", *get_args(PrecisionName)),
         "grad_dtype": ("", *get_args(GradDType)),
         "recompute": (*get_args(RecomputeName), plan.recompute if plan.recompute.isdigit() else "none"),
@@ -226,6 +245,10 @@ def _check_pairs(plan: Plan) -> None:
         (
             plan.reshard_after_forward is not None and plan.zero != 3,
             "--reshard-after-forward: is of gathered parameters, give --zero 3",
+        ),
+        (
+            plan.overlap_moe_expert_parallel_comm and plan.vpp == 1,
+            "--overlap-moe-expert-parallel-comm: pairs the passes of interleaved chunks, give --vpp 2 or more",
         ),
         (
             plan.overlap_param_gather and plan.zero not in (1, 2),
@@ -377,7 +400,7 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
     _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
     count = micro_batches(plan, ranks, plan.micro_batch or workload.batch_size)
     replicas, dropping = ranks // plan.expert_ranks, {"capacity_factor": plan.capacity_factor}
-    experts = {"imbalance": plan.expert_imbalance, "across": plan.experts_across}
+    experts = {"imbalance": plan.expert_imbalance, "across": plan.experts_across} | _dispatch(plan, cluster)
     types = {"dtype": plan.precision or None, "grad_dtype": plan.grad_dtype or None}
     delayed = stack.fp8_scaling == "delayed" and plan.precision == "fp8"
     recipe: dict[str, Any] = {"kept": stack.fp8_kept, "delayed": delayed}
@@ -401,8 +424,13 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         # The kernels that its stack runs.
         (bool(stack.attention), "attention_kernel", {"kernel": _attention(stack, cluster)}),
         (bool(stack.fuse), "fuse", {"within": stack.fuse}),
+        (
+            plan.tp > 1 and plan.tp_comm_overlap in ("bulk", "chunks"),
+            "tp_comm_overlap",
+            {"chunks": plan.tp_comm_overlap == "chunks"},
+        ),
         # The job of all ranks.
-        (plan.pp > 1, "pipeline", _pipeline(plan, count)),
+        (plan.pp > 1, "pipeline", _pipeline(plan, count, stack)),
         (plan.zero < 3, "data_parallel", _data_parallel(plan, replicas, count)),
         (plan.zero == 3, "fully_shard", _fully_shard(plan, replicas, count, stack)),
         (plan.mesh_order != Plan().mesh_order, "mesh_order", {"order": tuple(plan.mesh_order.split("-"))}),
@@ -419,7 +447,9 @@ def with_stack(plan: Plan, stack: Stack) -> Plan:
         "overlap_param_gather": stack.overlap_param_gather if plan.zero in (1, 2) else None,
         "recompute_early_stop": stack.recompute_early_stop,
         "loss": stack.loss if plan.tp == 1 else stack.loss_in_tensor_parallel,
+        "moe_dispatcher": stack.moe_dispatcher,
         "etp": stack.etp if plan.sequence_parallel and plan.ep % plan.tp == 0 else None,
+        "tp_comm_overlap": stack.tp_comm_overlap,
         "grad_dtype": (plan.pp > 1 and stack.grad_dtype_in_pipelines) or stack.grad_dtype,
     }
     return replace(plan, **{name: value for name, value in said.items() if getattr(plan, name) in (None, "")})
@@ -492,15 +522,32 @@ def _tensor_parallel(plan: Plan) -> dict[str, Any]:
     return {"size": plan.tp, "plan": patterns} | sequence
 
 
-def _pipeline(plan: Plan, count: int) -> dict[str, Any]:
+def _dispatch(plan: Plan, cluster: Cluster) -> dict[str, Any]:
+    """How rows get to experts, and on how many NVLink domains their ranks are."""
+    if plan.moe_dispatcher in ("", "alltoall"):
+        return {}
+    order = plan.mesh_order.split("-")
+    inside = [axis for axis in order[: order.index("ep")] if axis in ("tp", "cp", "pp")]
+    between = prod(
+        {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp}[a] for a in inside if a not in plan.experts_across
+    )
+    together = max(1, cluster.domain_gpus // between)
+    return {"dispatcher": plan.moe_dispatcher, "domains": -(-plan.ep // together)}
+
+
+def _pipeline(plan: Plan, count: int, stack: Stack) -> dict[str, Any]:
     try:
         layers = tuple(int(part) for part in plan.stage_layers.split(",")) if plan.stage_layers else None
     except ValueError:
         raise UsageError(
             f"--stage-layers {plan.stage_layers[:40]}: give whole numbers with commas, as 10,12,12,10"
         ) from None
-    schedule = schedule_of(plan)
-    return {"stages": plan.pp, "micro_batches": count, "schedule": schedule, "chunks": plan.vpp, "layers": layers}
+    options = {"stages": plan.pp, "micro_batches": count, "schedule": schedule_of(plan), "chunks": plan.vpp}
+    # Ranks that cut the sequence have different activations already.
+    whole = plan.tp > 1 and not plan.sequence_parallel
+    overlap = {"overlap_experts": True} if plan.overlap_moe_expert_parallel_comm and plan.ep > 1 else {}
+    shared = {"scatter_gather": stack.pipeline_scatter_gather and whole}
+    return options | {"layers": layers} | shared | overlap
 
 
 def schedule_of(plan: Plan) -> str:
@@ -522,6 +569,7 @@ def _fully_shard(plan: Plan, replicas: int, count: int, stack: Stack) -> dict[st
         "shard": replicas // plan.hsdp_replicas,
         "micro_batches": 1 if plan.pp > 1 else count,
         "reshard_after_forward": not keep,
+        "apart": stack.zero3_apart,
         "reduce_dtype": DType[stack.reduce_dtype.upper()] if stack.reduce_dtype else None,
     }
 

@@ -168,7 +168,8 @@ def _alike(one: Pass) -> Pass:
 
 def _shared(plan: Plan) -> Plan:
     """What of a plan says what a rank computes for a micro-batch; the rest says how often and beside whom."""
-    plan = replace(plan, gpus=None, dp=None, global_batch=None, pp=1, vpp=1, schedule="", stage_layers="")
+    plan = replace(plan, gpus=None, dp=None, global_batch=None, overlap_moe_expert_parallel_comm=False)
+    plan = replace(plan, pp=1, vpp=1, schedule="", stage_layers="")
     return replace(plan, zero=0, hsdp_replicas=1, reshard_after_forward=None)
 
 

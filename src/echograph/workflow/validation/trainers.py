@@ -21,17 +21,20 @@ class _Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         source: where it is published.
         column: which column.
         text: a regular expression.
+        columns: more columns with a text each.
         gpus_above: GPUs.
     """
 
     source: str
     column: str = ""
     text: str = ""
+    columns: dict[str, str] = {}
     gpus_above: int = 0
 
     def holds(self, row: MeasuredStep) -> bool:
         """Whether it holds for a row."""
-        said = not self.column or re.search(self.text, row.text(self.column)) is not None
+        columns = self.columns | ({self.column: self.text} if self.column else {})
+        said = all(re.search(text, row.text(column)) for column, text in columns.items())
         return said and row.number("n_gpus") > self.gpus_above
 
 
