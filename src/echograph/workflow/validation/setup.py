@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from echograph.frontend.pytorch.spec import StepSpec
 
 CLUSTERS = {
+    "V100-SXM3-32GB": "dgx-2",
     "A100-SXM-80GB": "dgx-a100",
     "A100-SXM-40GB": "azure-nd-a100-v4",
     "A100-SXM": "dgx-a100",
