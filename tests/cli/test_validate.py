@@ -149,14 +149,15 @@ def test_what_single_runs_did_is_read_off_their_columns() -> None:
 @pytest.mark.parametrize(
     ("stage", "plan"),
     [
-        ("", (0, 1, None)), ("1 (8-GPU groups)", (1, 1, None)), ("fsdp3", (3, 1, None)), ("hsdp3", (3, 2, None)),
-        ("fsdp2(SHARD_GRAD_OP)", (3, 1, False)),
+        ("", (0, 1, 1, None)), ("1 (8-GPU groups)", (1, 1, 2, None)), ("1 (16-GPU groups)", (1, 1, 1, None)),
+        ("fsdp3", (3, 1, 1, None)), ("hsdp3", (3, 2, 1, None)), ("fsdp2(SHARD_GRAD_OP)", (3, 1, 1, False)),
     ],
 )  # fmt: skip
 def test_spellings_of_what_is_sharded(stage: str, plan: tuple[object, ...]) -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     found = made(zero_stage=stage, n_gpus=16, tp=1, dp=16).plan
-    assert (found.zero, found.hsdp_replicas, found.reshard_after_forward) == plan
+    copies = found.hsdp_replicas, found.distributed_optimizer_instances
+    assert (found.zero, *copies, found.reshard_after_forward) == plan
 
 
 @pytest.mark.parametrize(
