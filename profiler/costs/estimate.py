@@ -31,7 +31,13 @@ from echograph.ir.types import (
     Tensor,
 )
 from echograph.profiler.costs.attention import attention_backward, attention_forward
-from echograph.profiler.costs.device import DEFAULT_ROW_BYTES, CostEstimate, DeviceProfile, memory_bound
+from echograph.profiler.costs.device import (
+    DEFAULT_ROW_BYTES,
+    CostEstimate,
+    DeviceProfile,
+    ScanModel,
+    memory_bound,
+)
 from echograph.profiler.costs.gemm import STAND_IN, convolution, gemm, grouped_gemm
 from echograph.profiler.costs.power import sustained_clock
 from echograph.units import PS_PER_S, to_ps
@@ -47,6 +53,8 @@ ASSUMED_SPREAD = 0.5
 """For a kernel of a type that no model covers (fp32 or fp64 attention): assumed, not measured."""
 
 _KINDS = (
+    ("loss", re.compile(r"cross_entropy")),
+    ("conv1d", re.compile(r"causal_conv1d")),
     ("norm", re.compile(r"norm(?!al)")),
     ("softmax", re.compile(r"softmax")),
     ("gather", re.compile(r"embedding|gather|index|scatter|take|nll_loss")),
@@ -55,7 +63,7 @@ _KINDS = (
     ("reduction", re.compile(r"\.sum|\.mean|\.max|\.amax|\.var|argmax|cumsum|\.any|\.all")),
 )
 _REDUCING_NORMS = ("linalg_vector_norm", "_foreach_norm")
-_ROWS = ("norm", "norm_backward", "softmax")
+_ROWS = ("norm", "norm_backward", "softmax", "loss")
 _OF_NO_ROWS = ("batch_norm", "group_norm")
 _EAGER = "aten."
 
@@ -184,7 +192,24 @@ def cost_of(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> Cost
                 raise GraphError(
                     f"operation {op.name}: {op.attributes} does not fit its inputs {shapes}"
                 ) from error
+    if _SCAN in op.name and device.scan is not None:
+        return _scan(op, device.scan, device)
     return _memory(op, operands, device)
+
+
+_SCAN, SCAN_KERNELS = "ssd_scan", 5
+"""The operator of a Mamba-2 layer's scan over chunks, and its kernels (state-spaces/mamba,
+ops/triton/ssd_combined.py: sums of steps, states of chunks, states passed on, products of B and C, the scan)."""
+
+
+def _scan(op: Compute, model: ScanModel, device: DeviceProfile) -> CostEstimate:
+    """Its FLOPs at the rate that such recurrences reach, at least what its operands take to move."""
+    moved = memory_bound(device, "elementwise", bytes_read=op.bytes_read, bytes_written=op.bytes_written)
+    peak = device.datasheet.peak_flops_per_s[model.peak]
+    seconds = (
+        max(float(moved.seconds), op.flops / (model.efficiency * peak)) + SCAN_KERNELS * device.memory_launch_s
+    )
+    return CostEstimate(seconds, model.label.spread, model.label.source)
 
 
 def _gemm(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
@@ -305,6 +330,8 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
         kind = "norm_backward"
     elif kind == "elementwise" and op.name.startswith(_EAGER) and _broadcasts(operands):
         kind = "broadcast"
+    elif kind == "gather" and "backward" in op.name:
+        return _scattered(op, operands, device)
     widest = max((t for side in operands for t in side), key=lambda t: t.nbytes, default=None)
     by_row = kind in _ROWS and not any(name in op.name for name in _OF_NO_ROWS)
     row = widest.shape[-1] * widest.dtype.itemsize if by_row and widest and widest.shape else 0
@@ -316,6 +343,16 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
         row_bytes=row or DEFAULT_ROW_BYTES,
         library=op.name.partition(".")[0],
     )
+
+
+def _scattered(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
+    """A gradient that is zero but where indices point: it is filled, then what is read goes to its places."""
+    filled = memory_bound(device, "copy", bytes_read=0, bytes_written=op.bytes_written)
+    scattered = memory_bound(
+        device, "gather", bytes_read=op.bytes_read, bytes_written=min(op.bytes_read, op.bytes_written)
+    )
+    seconds = float(filled.seconds) + float(scattered.seconds)
+    return CostEstimate(seconds, max(float(filled.spread), float(scattered.spread)), scattered.source)
 
 
 def _broadcasts(operands: _InOut) -> bool:
