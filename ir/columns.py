@@ -165,10 +165,12 @@ class TensorTable(Sequence[t.Tensor]):
     @property
     def nbytes(self) -> Int64:
         """Bytes that each tensor's elements span (aliases included)."""
-        itemsize = np.zeros(256, np.int64)
+        bits = np.zeros(256, np.int64)
         for dtype in t.DType:
-            itemsize[dtype] = dtype.itemsize
-        return self.numel * itemsize[self.dtype]
+            bits[dtype] = dtype.bits
+        bits = bits[self.dtype]
+        # Whole bytes first: bits of the largest tensors would not fit the integer.
+        return np.where(bits < 8, -(-self.numel * bits // 8), self.numel * (bits // 8))
 
     @property
     def numel(self) -> Int64:

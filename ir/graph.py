@@ -27,8 +27,8 @@ import numpy as np
 from echograph.ir.columns import NONE, Int64, OpTable, TensorTable
 from echograph.ir.types import DType
 
-FORMAT_MAJOR = 1
-FORMAT_MINOR = 2
+FORMAT_MAJOR = 2
+FORMAT_MINOR = 0
 """The newest that is known; docs/ir.md says what came with each."""
 
 CALL_FIELDS = ("block", "begin", "end", "instance", "micro_batch")
@@ -165,12 +165,16 @@ class Graph:
         return self.ops.strings
 
     @property
-    def format_minor(self) -> int:
-        """The lowest minor version of the format that can say the graph: its file has that one."""
+    def format(self) -> tuple[int, int]:
+        """The lowest version of the format that can say the graph, major and minor: its file has that one."""
+        if any((column == DType.FP4_E2M1).any() for column in (self.tensors.dtype, self.ops.dtype)):
+            return 2, 0
+        if any(getattr(each, "block", 0) for each in self.ops.attribute_values):
+            return 1, 3
         if self.passes:
-            return FORMAT_MINOR
+            return 1, 2
         newer = self.workload.model_flops or self.ops.arguments.any() or any(g.positions for g in self.groups)
-        return 1 if newer else 0
+        return 1, int(bool(newer))
 
     @property
     def world_size(self) -> int:

@@ -29,11 +29,16 @@ class DType(IntEnum):
     UINT8 = 11
     BOOL = 12
     COMPLEX64 = 13
+    FP4_E2M1 = 14
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return _ITEMSIZE[self]
+    def bits(self) -> int:
+        """Bits of one element."""
+        return _BITS[self]
+
+    def nbytes(self, elements: int) -> int:
+        """Bytes that so many elements span: those of less than a byte share one."""
+        return -(-elements * _BITS[self] // 8)
 
     @property
     def text(self) -> str:
@@ -41,20 +46,21 @@ class DType(IntEnum):
         return self.name.lower()
 
 
-_ITEMSIZE = {
-    DType.FP32: 4,
-    DType.FP16: 2,
-    DType.BF16: 2,
-    DType.FP64: 8,
-    DType.FP8_E4M3: 1,
-    DType.FP8_E5M2: 1,
-    DType.INT64: 8,
-    DType.INT32: 4,
-    DType.INT16: 2,
-    DType.INT8: 1,
-    DType.UINT8: 1,
-    DType.BOOL: 1,
-    DType.COMPLEX64: 8,
+_BITS = {
+    DType.FP32: 32,
+    DType.FP16: 16,
+    DType.BF16: 16,
+    DType.FP64: 64,
+    DType.FP8_E4M3: 8,
+    DType.FP8_E5M2: 8,
+    DType.INT64: 64,
+    DType.INT32: 32,
+    DType.INT16: 16,
+    DType.INT8: 8,
+    DType.UINT8: 8,
+    DType.BOOL: 8,
+    DType.COMPLEX64: 64,
+    DType.FP4_E2M1: 4,
 }
 
 
@@ -165,10 +171,17 @@ class Duration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:
-    """Matrix product. The flags say that an operand is read transposed from row-major memory."""
+    """Matrix product.
+
+    Attributes:
+        transpose_a: the left operand is read transposed from row-major memory.
+        transpose_b: the right one is.
+        block: elements along the summed dimension that share a scale; 0: a scale a tensor or a row, or none.
+    """
 
     transpose_a: bool = False
     transpose_b: bool = False
+    block: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +264,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes that its elements span; it owns them only if `alias_of` is None."""
-        return self.numel * self.dtype.itemsize
+        return self.dtype.nbytes(self.numel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,13 +32,25 @@ class Stack:
         loss_in_tensor_parallel: the same where ranks share the vocabulary; "": eager.
         grad_dtype: type in which gradients add up.
         grad_dtype_in_pipelines: the same in a pipeline, where it differs.
+        zero3_apart: whether ZeRO-3 gathers and reduces each parameter by a collective of its own, and the host
+            waits before each layer until the device is idle.
+        main_gradients: whether products add to buffers of gradients in any type (gradient accumulation fusion); to
+            those in fp32 they always do.
+        reduce_dtype: type in which ZeRO-3 reduces gradients; "": their own.
         fp8_kept: what FP8 keeps of inputs and weights for backward: "bf16" or "fp8".
         fp8_scaling: "current" scales, looked for before each cast, or "delayed" ones of earlier steps.
         fp8_weights: whether FP8 casts weights for each "micro-batch", or once a "step".
         fp8_experts: whether experts' grouped products are in FP8, too.
+        fp8_gathers: whether tensor-parallel ranks gather in "fp8" what FP8 products read, or in "bf16".
+        etp: tensor-parallel ranks that cut each expert, with sequence parallelism.
+        moe_dispatcher: what takes rows to experts.
         overlap_grad_reduce: whether gradients are reduced while backward goes on.
         overlap_grad_reduce_in_pipelines: the same in a pipeline, where it differs.
         overlap_param_gather: whether parameters are gathered while the next forward goes on (ZeRO-1 and 2).
+        tp_comm_overlap: what of tensor-parallel communication runs beside products: "none"; "bulk": in backward,
+            beside gradients of inputs and weights; "chunks": cut up with their own products, too.
+        tp_comm_sms: multiprocessors that a tensor-parallel reduction takes from the products beside it.
+        pipeline_scatter_gather: whether tensor-parallel ranks share the sending of what all of them have.
         recompute_early_stop: whether recomputation ends where backward has what it needs.
         host_waits: whether the host waits for what a pipeline stage receives.
         expandable_segments: PyTorch's allocator option of that name.
@@ -53,13 +65,22 @@ class Stack:
     loss_in_tensor_parallel: Literal["", "eager", "fused"] = ""
     grad_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     grad_dtype_in_pipelines: Literal["", "bf16", "fp16", "fp32"] = ""
+    zero3_apart: bool = False
+    main_gradients: bool = False
+    reduce_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     fp8_kept: Literal["bf16", "fp8"] = "bf16"
     fp8_scaling: Literal["current", "delayed"] = "current"
     fp8_weights: Literal["micro-batch", "step"] = "micro-batch"
     fp8_experts: bool = False
+    fp8_gathers: Literal["bf16", "fp8"] = "bf16"
+    etp: Literal[1] | None = None
+    moe_dispatcher: Literal["", "alltoall", "deepep", "hybridep"] = ""
     overlap_grad_reduce: bool | None = None
     overlap_grad_reduce_in_pipelines: bool | None = None
     overlap_param_gather: bool | None = None
+    tp_comm_overlap: Literal["", "none", "bulk", "chunks"] = ""
+    tp_comm_sms: int = 0
+    pipeline_scatter_gather: bool = False
     recompute_early_stop: bool | None = None
     host_waits: bool = False
     expandable_segments: bool = False

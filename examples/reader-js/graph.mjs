@@ -4,11 +4,11 @@ import { crc32 } from "node:zlib";
 import { fromBinary } from "@bufbuild/protobuf";
 import { DType, GraphSchema, TensorRole } from "./generated/workload_pb.js";
 
-const MAJOR = 1;
+const MAJOR = 2;
 const CHECKSUM_BYTES = 6;
-const ITEM_BYTES = {
-  FP32: 4, FP16: 2, BF16: 2, FP64: 8, FP8_E4M3: 1, FP8_E5M2: 1, INT64: 8, INT32: 4, INT16: 2, INT8: 1, UINT8: 1,
-  BOOL: 1, COMPLEX64: 8,
+const ELEMENT_BITS = {
+  FP32: 32, FP16: 16, BF16: 16, FP64: 64, FP8_E4M3: 8, FP8_E5M2: 8, INT64: 64, INT32: 32, INT16: 16, INT8: 8, UINT8: 8,
+  BOOL: 8, COMPLEX64: 64, FP4_E2M1: 4,
 };
 const PERSISTENT = [TensorRole.PARAMETER, TensorRole.GRADIENT, TensorRole.OPTIMIZER_STATE, TensorRole.BUFFER];
 
@@ -71,7 +71,8 @@ export class Graph {
   }
 
   bytes(tensor) {
-    return tensor.shape.reduce((product, extent) => product * extent, BigInt(ITEM_BYTES[this.dtype(tensor)]));
+    const bits = tensor.shape.reduce((product, extent) => product * extent, BigInt(ELEMENT_BITS[this.dtype(tensor)]));
+    return (bits + 7n) / 8n;
   }
 
   isPersistent(row) {

@@ -46,6 +46,7 @@ _TYPES = {
     DType.UINT8: "torch.uint8",
     DType.BOOL: "torch.bool",
     DType.COMPLEX64: "torch.complex64",
+    DType.FP4_E2M1: "torch.float4_e2m1fn_x2",
 }
 _PICOSECONDS_PER_MS = 1e9
 

@@ -48,7 +48,7 @@ _SHOWN = 6
 _TYPES = {
     DType.FP32: 1, DType.FP16: 10, DType.BF16: 1, DType.FP64: 11, DType.FP8_E4M3: 17, DType.FP8_E5M2: 19,
     DType.INT64: 7, DType.INT32: 6, DType.INT16: 5, DType.INT8: 3, DType.UINT8: 2, DType.BOOL: 9,
-    DType.COMPLEX64: 14,
+    DType.COMPLEX64: 14, DType.FP4_E2M1: 23,
 }  # fmt: skip
 
 

@@ -491,7 +491,7 @@ class Bucket:
     def nbytes(self, ranks: int = 1) -> int:
         """Bytes, filled up so that ranks get equal shards; as they are for one rank."""
         step = lcm(ranks, _ALIGNED) if ranks > 1 else 1
-        return ceil(self.elements / step) * step * self.dtype.itemsize
+        return self.dtype.nbytes(ceil(self.elements / step) * step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -510,7 +510,7 @@ class Limits:
         """Bytes at which a bucket closes."""
         if first and self.first_nbytes is not None:
             return self.first_nbytes
-        return max(40_000_000, 1_000_000 * ranks) * bucket.dtype.itemsize if self.nbytes is None else self.nbytes
+        return bucket.dtype.nbytes(max(40_000_000, 1_000_000 * ranks)) if self.nbytes is None else self.nbytes
 
 
 def fill(tensors: Iterable[tuple[int, t.Tensor]], mesh: tuple[Axis, ...], limits: Limits) -> list[Bucket]:

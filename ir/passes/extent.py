@@ -18,7 +18,7 @@ broadcast, and what is copied only to merge the batch with another dim is a view
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
@@ -344,25 +344,36 @@ class Carriers:
     Args:
         graph: the step.
         extent: what is looked for.
+        known: where some tensors carry it; None begins with the inputs of the step.
+        through: operations to follow it through, by row; None: all.
 
     Raises:
         PlanError: the inputs lack it, dims of equal extent cannot be told apart, or a parameter would carry it.
     """
 
-    def __init__(self, graph: StepGraph, extent: Extent) -> None:
+    def __init__(
+        self,
+        graph: StepGraph,
+        extent: Extent,
+        known: Mapping[int, ExtentDim] | None = None,
+        through: Container[int] | None = None,
+    ) -> None:
         self.graph, self.extent = graph, extent
         self.places: dict[int, ExtentDim] = {}
+        self._through = through
         self._touching = _touching(graph)
         self._bound = _bound(graph)
         self._parts = tuple(axis.size for axis in graph.mesh if axis.size > 1)
         self._shapes: dict[int, Shape] = {}
         self._todo: list[int] = []
-        for index in _inputs(graph, extent):
-            self._set(index, ExtentDim(extent.dim), None)
+        if known is None:
+            known = dict.fromkeys(_inputs(graph, extent), ExtentDim(extent.dim))
+        for index, place in known.items():
+            self._set(index, place, None)
         if not self.places:
             raise PlanError(f"no input of the step has the {extent.name} of {extent.size} as dim {extent.dim}")
         self._exhaust()
-        for row in self._unread():
+        for row in self._unread() if through is None else ():
             self._set(row, ExtentDim(extent.dim), None)
         self._exhaust()
 
@@ -424,7 +435,8 @@ class Carriers:
         """Tells a tensor's operations, aliases and bindings where it carries the extent."""
         place = self.places[row]
         for op in self._touching[row]:
-            self._follow(op, row, place)
+            if self._through is None or op in self._through:
+                self._follow(op, row, place)
         for other in self._bound[row]:
             self._set(other, place, None)
 
@@ -602,7 +614,7 @@ class ExtentWriter(StepWriter):
         known = self._after if new else self._before
         if row not in known:
             shape: Shape = self.carriers.resized(row, self.size) if new else self.graph.tensors.shape.row(row)
-            nbytes = prod(shape) * self.graph.tensors[row].dtype.itemsize
+            nbytes = self.graph.tensors[row].dtype.nbytes(prod(shape))
             source = self._viewed(row)
             known[row] = nbytes if source is None else min(nbytes, self._memory(source, new=new))
         return known[row]

@@ -1,19 +1,20 @@
-"""Fusion of elementwise operations, as a compiler (torch.compile with inductor) or a library of fused kernels does it.
+"""Fusion of elementwise operations, as by a compiler (torch.compile, inductor) or a library of fused kernels.
 
-Elementwise operations that read each other's results, or the same tensor, become one kernel, which reads what comes
-from outside once and writes only what is read outside. A reduction of what a kernel has made joins it: along rows the
-kernel goes on after it, with the rows on the chip (a norm is one kernel). One in another direction joins, too, but
-where a compiler has to choose, as between a norm's gradient and that of its weights, it makes a kernel of its own;
-a kernel written by hand has both.
-Slices, concatenations and copies into another layout are elementwise, too (a rotary embedding is one kernel).
+Elementwise operations that read each other's results, or the same tensor, become one kernel, which reads what
+comes from outside once and writes only what is read outside. A reduction of what a kernel has made joins it:
+along rows the kernel goes on after it, with the rows on the chip (a norm is one kernel). One in another
+direction joins, too, but where a compiler has to choose, as between a norm's gradient and that of its weights,
+it makes a kernel of its own; a kernel written by hand has both. Slices, concatenations and copies into another
+layout are elementwise, too (a rotary embedding is one kernel).
 
-What a kernel makes and only other kernels read, as those of backward do, is computed again where it is read, if that
-moves fewer bytes than to write and to read it: a norm keeps what it has read and one number a row, a gated activation
-its two operands (Transformer Engine's kernels; inductor by a minimum cut, Ansel et al. 2024, section 5.1).
+What a kernel makes and only other kernels read, as those of backward do, is computed again where it is read, if
+that moves fewer bytes than to write and to read it: a norm keeps what it has read and one number a row, a gated
+activation its two operands (Transformer Engine's kernels; inductor by a minimum cut, Ansel et al. 2024, section
+5.1).
 
-Nothing moves from one phase, block or call to another; matrix products, attention, random numbers and operations in
-place stay as they are. Norms that are one operation already are the library's or the compiler's own. Views of results
-that only the kernel reads vanish with them.
+Nothing moves from one phase, block or call to another; matrix products, attention, random numbers and
+operations in place stay as they are. Norms that are one operation already are the library's or the compiler's
+own. Views of results that only the kernel reads vanish with them.
 
 The pass knows no layouts: it comes last of those that change a step, before those that lower it to a job.
 """
@@ -168,7 +169,7 @@ class _Finder:
             kernel.reduced = self._elements(made)
 
     def _joined(self, read: list[_Kernel], row: int) -> list[_Kernel]:
-        """Of the kernels whose results an operation reads those that it joins; else one that reads what it reads."""
+        """Of the kernels whose results an operation reads, those that it joins; else one with its inputs."""
         if joins := self._in_time([kernel for kernel in read if self._fits(kernel, row)], row):
             return joins
         size = self._size(row)
@@ -383,13 +384,9 @@ class _Traffic:
         """What a kernel makes a result of: what it has read, and what it has left of rows."""
         graph = self.graph
         row = int(graph.maker[tensor])
-        if self.of.get(row) is not kernel or graph.strings[graph.ops.name[row]] in _REDUCTIONS:
-            yield tensor
-        elif (
-            kernel.reduced
-            and not graph.ops.is_view[row]
-            and prod(graph.tensors.shape.row(tensor)) <= kernel.reduced
-        ):
+        outside = self.of.get(row) is not kernel or graph.strings[graph.ops.name[row]] in _REDUCTIONS
+        of_rows = not graph.ops.is_view[row] and prod(graph.tensors.shape.row(tensor)) <= kernel.reduced
+        if outside or (kernel.reduced and of_rows):
             yield tensor
         else:
             for before in graph.ops.inputs.row(row):

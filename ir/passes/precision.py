@@ -1,37 +1,47 @@
-"""The types that a step computes in: FP8 products, fp32 gradients.
+"""The types that a step computes in: products in FP8 and NVFP4, fp32 gradients.
 
 FP8 as torchao's `float8` training and Transformer Engine do it. The products of the linear layers within the
-model's layers are `_scaled_mm` on 8-bit operands with 16-bit results; everything else (attention, norms,
+model's layers are `_scaled_mm` on narrow operands with 16-bit results; everything else (attention, norms,
 embeddings, the head, experts' grouped products) stays as it is, parameters and their gradients too. A linear
-layer whose tokens or features are no multiples of 16 (32 for mxfp8) stays as well. Recipes:
+layer whose tokens or features are no multiples of 16, or of a longer block, stays as well. Recipes:
 
 - "fp8": one scale a tensor, found before the cast (dynamic scaling) in a pass of its own; a cast kernel then
   writes the copies that the phase needs, transposed or not, at once. Output gradients are e5m2 (the hybrid
   format), all else is e4m3.
 - "fp8-rowwise": one scale a row of each operand, e4m3. A row's maximum is found by the kernel that casts it; along
   columns it is a pass of its own.
-- "mxfp8": one power of two for each 32 elements of a row, e4m3; one kernel a copy (Blackwell and later).
+- "fp8-blockwise": one scale for each 128 elements of a row, and for each 128 x 128 of a weight (DeepSeek-V3).
+- "mxfp8": one power of two for each 32 elements of a row, e4m3 (Blackwell and later).
+- "nvfp4": e2m1, two elements a byte, with a scale for each 16 of a row (e4m3) beside one of the tensor, whose
+  maximum is a pass of its own (Blackwell; NVIDIA, arXiv:2509.25149; Transformer Engine's NVFP4BlockScaling). All
+  three products of a linear layer are in it, and copies are kept as with `kept="fp8"` below. What the recipe does
+  for accuracy moves no byte more in the kernel that casts: stochastic rounding of gradients, a random Hadamard
+  transform of the transposed copies of inputs and gradients, scales of 16 x 16 elements of a weight.
 
-Between forward and backward an input and a weight are kept in 16 bit and cast again, as torchao does by default;
-with `kept="fp8"` forward writes both copies and the 8-bit ones are kept, as Transformer Engine does. Casts of a
-tensor that several products read are shared, as `torch.compile` shares them. Weights are cast for each
-micro-batch, and every rank scales by its own maxima.
+Between forward and backward an input and a weight are kept in 16 bit and cast again, as torchao does by default,
+by a kernel for each copy where scales are of rows or blocks; with `kept="fp8"` one kernel of forward writes both
+copies, and these are kept, as Transformer Engine does. Casts of a tensor that several products read are shared, as
+`torch.compile` shares them. Weights are cast for each micro-batch, and every rank scales by its own maxima.
+
+Where the ranks of a tensor-parallel group gather a tensor that such products alone read, each can cast its part
+first, so that half the bytes are gathered (`gathers`, with one scale a tensor). What is needed transposed is
+transposed after that.
 
 The pass works on local shapes: it comes after those that divide a step (tensor, context and expert parallelism),
 which do not know 8-bit operands, and before those that lower it to a job.
 
-Main gradients add up in fp32: each parameter has a buffer that lives as long as it does. Megatron-LM's
-`--accumulate-allreduce-grads-in-fp32`: the product that makes a weight's gradient adds it to the buffer itself
-(gradient accumulation fusion, on by default there); any other 16-bit gradient is added to it by a kernel of its
-own. The optimizer reads the buffers, which are set to zero after it. Data-parallel passes reduce them in their
-type, and see that nothing has to be added up over micro-batches: no operation makes such a gradient's memory
+Main gradients add up in fp32, or in the step's own type: each parameter has a buffer that lives as long as it
+does, Megatron-LM's `main_grad`. The product that makes a weight's gradient adds it to the buffer itself (gradient
+accumulation fusion, on by default there); any other 16-bit gradient is added to it by a kernel of its own. The
+optimizer reads the buffers, which are set to zero after it. Data-parallel passes reduce them in their type, and
+see that nothing has to be added up over micro-batches: no operation makes such a gradient's memory
 (`model.adds_up`).
 
 The gradient of a parameter that is used twice (a tied embedding) is a sum, which a pipeline takes apart. Its
 terms are made in fp32, and added up over micro-batches as they would be in 16 bit.
 
 A linear layer has three products: output = input x weight^T, input gradient = output gradient x weight, weight
-gradient = output gradient^T x input. An FP8 product wants both operands with the dimension that it sums over last
+gradient = output gradient^T x input. Such a product wants both operands with the dimension that it sums over last
 in memory, so each of the three tensors is needed as it lies in memory ("rows") and transposed ("columns").
 """
 
@@ -55,37 +65,52 @@ from echograph.ir.passes.rewrite import StepWriter
 _PRODUCTS = ("aten.mm", "aten.addmm")
 _GROUPED = "aten._grouped_mm"
 _SCALE = t.DType.FP32
-BLOCK = 32
-"""Elements that share a scale in the microscaling formats (OCP MX specification, section 5.2)."""
 ALIGNMENT = 16
 """What `torch._scaled_mm` wants the dimensions of a product to be multiples of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How tensors become 8-bit ones.
+    """How tensors become narrow ones.
 
     Attributes:
-        scales: one a tensor, one a row of the operand, or one for each block of 32 along a row.
-        gradients: type of output gradients; inputs and weights are e4m3.
+        scales: one a tensor, one a row of the operand, or one for each block along a row.
+        operands: type of inputs and weights.
+        gradients: type of output gradients.
         kept: what forward keeps of an input and a weight for backward: the 16-bit tensor, cast again, or the
-            transposed 8-bit copy.
+            transposed narrow copy.
+        format: what the names of its kernels and copies begin with.
+        block: elements along a row that share a scale.
+        scale: type of the scales of blocks: below 32 bits they lie in the tiles that tensor cores read.
+        maximum: whether the maximum of the whole tensor is looked for before a cast.
         delayed: scales come from the maxima of earlier steps, so that none is looked for before the cast.
         weights: whether weights are cast for each micro-batch, or once a step, outside the micro-batches; making
             these copies, and scaling them, is then not counted.
-        experts: whether experts' grouped products have 8-bit operands, too.
+        experts: whether experts' grouped products have narrow operands, too.
+        gathers: whether what ranks gather for 8-bit products is cast before it is gathered.
     """
 
     scales: Literal["tensor", "row", "block"]
-    gradients: t.DType
-    kept: Literal["bf16", "fp8"]
+    operands: t.DType = t.DType.FP8_E4M3
+    gradients: t.DType = t.DType.FP8_E4M3
+    kept: Literal["bf16", "fp8"] = "bf16"
+    format: str = "fp8"
+    block: int = 0
+    scale: t.DType = _SCALE
+    maximum: bool = False
     delayed: bool = False
     weights: Literal["micro-batch", "step"] = "micro-batch"
     experts: bool = False
+    gathers: bool = False
+
+    @property
+    def multiple(self) -> int:
+        """What the dimensions of a product are multiples of."""
+        return max(ALIGNMENT, self.block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Operand:
+class NarrowOperand:
     """An operand of a product.
 
     Attributes:
@@ -93,7 +118,7 @@ class Fp8Operand:
         columns: whether it is needed transposed.
         left: whether it is the left operand.
         shape: rows and columns of the copy that is needed; the product sums over the columns.
-        dtype: the 8-bit type.
+        dtype: the narrow type.
     """
 
     base: int
@@ -103,21 +128,20 @@ class Fp8Operand:
     dtype: t.DType
 
 
-def to_fp8(graph: StepGraph, recipe: Recipe) -> StepGraph:
-    """The step with FP8 products in the linear layers of its layers.
+def to_narrow(graph: StepGraph, recipe: Recipe) -> StepGraph:
+    """The step with narrow products in the linear layers of its layers.
 
     Raises:
-        PlanError: there is no linear layer whose dimensions are multiples of 16 (32 with scales of blocks).
+        PlanError: there is no linear layer whose dimensions are multiples of 16, or of a block.
     """
     finder = _Finder(graph, recipe)
     products = finder.products()
     if not products:
-        multiple = BLOCK if recipe.scales == "block" else ALIGNMENT
         raise PlanError(
-            f"fp8: no linear layer in the model's layers has tokens and features in multiples of {multiple}: "
-            "change the batch, the sequence, or the precision"
+            f"{recipe.format}: no linear layer in the model's layers has tokens and features in multiples of "
+            f"{recipe.multiple}: change the batch, the sequence, or the precision"
         )
-    return _Fp8Products(finder, products).write()
+    return _NarrowProducts(finder, products).write()
 
 
 class _Finder:
@@ -126,9 +150,9 @@ class _Finder:
     def __init__(self, graph: StepGraph, recipe: Recipe) -> None:
         self.graph, self.recipe = graph, recipe
 
-    def products(self) -> dict[int, tuple[Fp8Operand, Fp8Operand]]:
-        """The operands of every product that becomes an FP8 one, by its row."""
-        graph, found = self.graph, dict[int, tuple[Fp8Operand, Fp8Operand]]()
+    def products(self) -> dict[int, tuple[NarrowOperand, NarrowOperand]]:
+        """The operands of every product that becomes a narrow one, by its row."""
+        graph, found = self.graph, dict[int, tuple[NarrowOperand, NarrowOperand]]()
         linears = {row for layer in find_layers(graph) for row in layer.rows if self._is_linear(row)}
         backward: dict[int, list[int]] = {row: [] for row in linears}
         for row, forward in enumerate(graph.ops.forward_op.tolist()):
@@ -146,13 +170,12 @@ class _Finder:
         return self.graph.strings[self.graph.ops.name[row]] in _PRODUCTS
 
     def _is_linear(self, row: int) -> bool:
-        """Whether an operation is a product with a parameter, of dimensions that FP8 products can have."""
+        """Whether an operation is a product with a parameter, of dimensions that narrow products can have."""
         if not self._is_product(row):
             return False
         left, right = self.graph.ops.inputs.row(row)[-2:]
         sizes = (*self.graph.tensors.shape.row(left), self.graph.tensors.shape.row(right)[1])
-        multiple = BLOCK if self.recipe.scales == "block" else ALIGNMENT
-        divides = min(sizes) > 0 and not any(size % multiple for size in sizes)
+        divides = min(sizes) > 0 and not any(size % self.recipe.multiple for size in sizes)
         return divides and self.is_parameter(right) and not self.is_parameter(left)
 
     def is_parameter(self, index: int) -> bool:
@@ -170,7 +193,7 @@ class _Finder:
             elif self.is_parameter(left):
                 yield self.base(right)
 
-    def _operands(self, row: int, gradients: frozenset[int]) -> tuple[Fp8Operand, Fp8Operand]:
+    def _operands(self, row: int, gradients: frozenset[int]) -> tuple[NarrowOperand, NarrowOperand]:
         op = self.graph.ops[row]
         assert isinstance(op, t.Compute)
         assert isinstance(op.attributes, t.Gemm)
@@ -185,12 +208,12 @@ class _Finder:
 
     def _operand(
         self, index: int, shape: tuple[int, int], columns: bool, left: bool, gradients: frozenset[int]
-    ) -> Fp8Operand:
+    ) -> NarrowOperand:
         base = self.base(index)
-        dtype = self.recipe.gradients if base in gradients else t.DType.FP8_E4M3
-        return Fp8Operand(base=base, columns=columns, left=left, shape=shape, dtype=dtype)
+        dtype = self.recipe.gradients if base in gradients else self.recipe.operands
+        return NarrowOperand(base=base, columns=columns, left=left, shape=shape, dtype=dtype)
 
-    def _by_phase(self, operand: Fp8Operand) -> Fp8Operand:
+    def _by_phase(self, operand: NarrowOperand) -> NarrowOperand:
         maker = int(self.graph.maker[operand.base])
         made = maker != NONE and self.graph.ops.phase[maker] == t.Phase.BACKWARD
         return replace(operand, dtype=self.recipe.gradients) if made else operand
@@ -206,14 +229,14 @@ class _Finder:
             index = above
 
 
-class _Fp8Products(StepWriter):
-    """Writes FP8 products in place of the others, each after the kernels that make what it reads first."""
+class _NarrowProducts(StepWriter):
+    """Writes narrow products in place of the others, each after the kernels that make what it reads first."""
 
-    def __init__(self, finder: _Finder, products: dict[int, tuple[Fp8Operand, Fp8Operand]]) -> None:
+    def __init__(self, finder: _Finder, products: dict[int, tuple[NarrowOperand, NarrowOperand]]) -> None:
         graph = finder.graph
         super().__init__(graph)
         self.finder, self.recipe, self.products = finder, finder.recipe, products
-        self.wanted: dict[object, dict[bool, Fp8Operand]] = {}
+        self.wanted: dict[object, dict[bool, NarrowOperand]] = {}
         for row, operands in products.items():
             for operand in operands:
                 self.wanted.setdefault(self._scope(operand, graph.ops[row]), {}).setdefault(
@@ -221,8 +244,48 @@ class _Fp8Products(StepWriter):
                 )
         self.copies: dict[tuple[object, bool], tuple[int, ...]] = {}
         self.scales: dict[int, int] = {}
+        self.gathered: dict[int, t.DType] = self._gathered_for_products() if self.recipe.gathers else {}
+
+    def _gathered_for_products(self) -> dict[int, t.DType]:
+        """What is gathered for 8-bit products alone, and the views of it, with their 8-bit type."""
+        graph, readers, found = self.graph, defaultdict[int, list[int]](list), dict[int, t.DType]()
+        for tensor, row in zip(graph.ops.inputs.values.tolist(), graph.ops.inputs.rows.tolist(), strict=True):
+            readers[tensor].append(row)
+        bases = {operand.base: operand.dtype for pair in self.products.values() for operand in pair}
+        for base, dtype in bases.items():
+            maker = int(graph.maker[base])
+            op = graph.ops[maker] if maker != NONE else None
+            if not isinstance(op, t.Collective) or op.collective != t.CollectiveKind.ALL_GATHER:
+                continue
+            views = [base]
+            for index in views:
+                views += [i for r in readers[index] if graph.ops.is_view[r] for i in graph.ops.outputs.row(r)]
+            ends = {row for index in views for row in readers[index] if not graph.ops.is_view[row]}
+            whole = all(self.finder.base(index) == base for index in views)
+            if whole and all(base in {o.base for o in self.products.get(row, ())} for row in ends):
+                found |= dict.fromkeys(views, dtype)
+        return found
+
+    def tensor(self, index: int, **changes: object) -> int:
+        if index in self.gathered:
+            changes["dtype"] = self.gathered[index]
+        return super().tensor(index, **changes)
+
+    def _gather(self, op: t.Collective) -> None:
+        """Gathers a tensor in 8 bit: each rank casts its part, once for all phases that keep it."""
+        part, dtype = self.graph.tensors[op.inputs[0]], self.gathered[op.outputs[0]]
+        key = ("part", self.finder.base(part.id), None if self.recipe.kept == "fp8" else op.phase), False
+        if key not in self.copies:
+            scale, made = self._maximum(part, op), self._new(f"{part.name}.fp8", part.shape, dtype)
+            self._kernel("fp8.cast", op, (self.tensor(part.id), *scale), (made,), part.nbytes, part.numel)
+            self.copies[key] = (made, *scale)
+        nbytes = op.bytes_per_rank * dtype.bits // part.dtype.bits
+        self.copy(op, inputs=[self.copies[key][0]], bytes_per_rank=nbytes, dtype=dtype, durations=())
 
     def operation(self, op: t.Op) -> None:
+        if isinstance(op, t.Collective) and op.outputs and op.outputs[0] in self.gathered:
+            self._gather(op)
+            return
         if self.recipe.experts and op.name == _GROUPED and isinstance(op, t.Compute):
             self._grouped(op)
             return
@@ -234,30 +297,31 @@ class _Fp8Products(StepWriter):
         turned = self.builder.tensor("t", right.shape[::-1], right.dtype, t.TensorRole.ACTIVATION, alias_of=second)
         self.builder.compute("aten.t", phase=op.phase, module=op.module, inputs=(second,), outputs=(turned,))
         bias = [self.tensor(i) for i in op.inputs[:-2]]
-        sizes = [prod(o.shape) + self._scale_bytes(o) for o in (left, right)]
+        sizes = [o.dtype.nbytes(prod(o.shape)) + self._scale_bytes(o) for o in (left, right)]
         sizes += [self.graph.tensors[i].nbytes for i in op.inputs[:-2]]
         scaled = replace(
             op,
             name="aten._scaled_mm",
             bytes_read=sum(sizes),
-            attributes=t.Gemm(transpose_b=True),
+            attributes=t.Gemm(transpose_b=True, block=self.recipe.block),
             durations=(),
         )
         self.copy(scaled, inputs=[first, turned, *bias, *first_scale, *second_scale])
 
     def _grouped(self, op: t.Compute) -> None:
-        """Writes a grouped product of experts on 8-bit operands; one kernel makes both copies of each."""
+        """Writes a grouped product of experts on narrow operands; one kernel makes both copies of each."""
         *_, offsets = op.inputs
+        assert isinstance(op.attributes, t.Gemm)
         read = [self._of_experts(index, op) for index in op.inputs[:2]]
-        sizes = [self.graph.tensors[index].numel for index in op.inputs[:2]]
+        sizes = [self._narrow_bytes(self.graph.tensors[index].numel) for index in op.inputs[:2]]
         scaled = replace(
             op, name="aten._scaled_grouped_mm", bytes_read=sum(sizes) + self.graph.tensors[offsets].nbytes,
-            durations=(),
+            attributes=replace(op.attributes, block=self.recipe.block), durations=(),
         )  # fmt: skip
         self.copy(scaled, inputs=[*read, *(self.tensor(i) for i in op.inputs[2:])])
 
     def _of_experts(self, index: int, op: t.Compute) -> int:
-        """An operand of a grouped product in 8 bit."""
+        """A narrow operand of a grouped product."""
         base, shape = self.finder.base(index), tuple(self.graph.tensors.shape.row(index))
         weight = self.recipe.weights == "step" and self.finder.is_parameter(base)
         scope = (base, op.phase if self.recipe.kept == "bf16" and not weight else None)
@@ -266,80 +330,125 @@ class _Fp8Products(StepWriter):
             if weight:
                 made = self._kept(source.name, source.shape)
             else:
-                made = self._new(f"{source.name}.fp8", source.shape, t.DType.FP8_E4M3)
+                made = self._new(self._named(source.name), source.shape, self.recipe.operands)
                 self._maximum(source, op)
-                self._kernel(
-                    "fp8.cast_transpose", op, (self.tensor(base),), (made,), source.nbytes, 2 * source.numel
-                )
+                written = 2 * self._narrow_bytes(source.numel)
+                name = f"{self.recipe.format}.cast_transpose"
+                self._kernel(name, op, (self.tensor(base),), (made,), source.nbytes, written)
             self.copies[scope, False] = (made,)
         (made,) = self.copies[scope, False]
         if tuple(self.graph.tensors.shape.row(base)) == shape:
             return made
-        turned = self.builder.tensor("t", shape, t.DType.FP8_E4M3, t.TensorRole.ACTIVATION, alias_of=made)
+        turned = self.builder.tensor("t", shape, self.recipe.operands, t.TensorRole.ACTIVATION, alias_of=made)
         self.builder.compute("aten.t", phase=op.phase, module=op.module, inputs=(made,), outputs=(turned,))
         return turned
 
     def _kept(self, name: str, shape: tuple[int, ...]) -> int:
-        """An 8-bit copy of a weight that outlives the micro-batch."""
-        return self.builder.tensor(f"{name}.fp8", shape, t.DType.FP8_E4M3, t.TensorRole.BUFFER)
+        """A narrow copy of a weight that outlives the micro-batch."""
+        return self.builder.tensor(self._named(name), shape, self.recipe.operands, t.TensorRole.BUFFER)
 
-    def _scope(self, operand: Fp8Operand, op: t.Op) -> object:
-        """What shares 8-bit copies: all products of a tensor, or those of one phase."""
+    def _named(self, name: str) -> str:
+        return f"{name}.fp{self.recipe.operands.bits}"
+
+    def _narrow_bytes(self, elements: int) -> int:
+        """Of so many operands' elements, and of the scales of their blocks."""
+        scales = ceil(elements / self.recipe.block) if self.recipe.block else 0
+        return self.recipe.operands.nbytes(elements) + self.recipe.scale.nbytes(scales)
+
+    def _scope(self, operand: NarrowOperand, op: t.Op) -> object:
+        """What shares narrow copies: all products of a tensor, or those of one phase."""
         return operand.base if self.recipe.kept == "fp8" else (operand.base, op.phase)
 
-    def _quantised(self, operand: Fp8Operand, op: t.Compute) -> tuple[int, ...]:
-        """The 8-bit copy that a product reads, and its scale where it has one."""
+    def _quantised(self, operand: NarrowOperand, op: t.Compute) -> tuple[int, ...]:
+        """The narrow copy that a product reads, and its scale where it has one."""
         if self.recipe.weights == "step" and self.finder.is_parameter(operand.base):
             return self._weight(operand)
         scope = self._scope(operand, op)
         if (scope, operand.columns) not in self.copies:
-            wanted = list(self.wanted[scope].values())
+            # What was gathered in 8 bit is transposed when that is read, as gathering may still go on before.
+            wanted = [operand] if operand.base in self.gathered else list(self.wanted[scope].values())
             if self.recipe.scales == "tensor":
                 self._cast_all(wanted, scope, op)
+            elif self.recipe.scales == "block" and self.recipe.kept == "fp8":
+                self._cast_blocks(wanted, scope, op)
             else:
                 for each in wanted:
                     self._cast_rows(each, scope, op)
         return self.copies[scope, operand.columns]
 
-    def _weight(self, operand: Fp8Operand) -> tuple[int, ...]:
+    def _weight(self, operand: NarrowOperand) -> tuple[int, ...]:
         """The copy of a weight that was made before the micro-batches."""
         key = ("weight", operand.base), operand.columns
         if key not in self.copies:
             self.copies[key] = (self._kept(self.graph.tensors[operand.base].name, operand.shape),)
         return self.copies[key]
 
-    def _maximum(self, source: t.Tensor, op: t.Compute) -> tuple[int, ...]:
+    def _maximum(self, source: t.Tensor, op: t.Op) -> tuple[int, ...]:
         """The scale of a tensor, found once; nothing where earlier steps, or blocks of it, have scaled it."""
-        if self.recipe.delayed or self.recipe.scales == "block":
+        if self.recipe.delayed or (self.recipe.scales == "block" and not self.recipe.maximum):
             return ()
         if source.id not in self.scales:
             made = self.scales[source.id] = self._new("amax", (), _SCALE)
-            self._kernel("fp8.amax", op, (self.tensor(source.id),), (made,), source.nbytes, _SCALE.itemsize)
+            name = f"{self.recipe.format}.amax"
+            self._kernel(name, op, (self.tensor(source.id),), (made,), source.nbytes, _SCALE.nbytes(1))
         return (self.scales[source.id],)
 
-    def _cast_all(self, wanted: list[Fp8Operand], scope: object, op: t.Compute) -> None:
+    def _cast_all(self, wanted: list[NarrowOperand], scope: object, op: t.Compute) -> None:
         """With one scale for a tensor: its maximum, once, then one kernel that writes all copies."""
         source = self.graph.tensors[wanted[0].base]
+        if source.id in self.gathered:
+            self._copies_of_gathered(source, wanted, scope, op)
+            return
         scale = self._maximum(source, op)
-        copies = [self._new(f"{source.name}.fp8", each.shape, each.dtype) for each in wanted]
-        name = "fp8.cast_transpose" if any(each.columns for each in wanted) else "fp8.cast"
+        copies = [self._new(self._named(source.name), each.shape, each.dtype) for each in wanted]
+        name = self._cast_name(wanted)
         written = source.numel * len(copies)
         self._kernel(name, op, (self.tensor(source.id), *scale), copies, source.nbytes, written)
         for each, made in zip(wanted, copies, strict=True):
             self.copies[scope, each.columns] = (made, *scale)
 
-    def _cast_rows(self, operand: Fp8Operand, scope: object, op: t.Compute) -> None:
+    def _copies_of_gathered(
+        self, source: t.Tensor, wanted: list[NarrowOperand], scope: object, op: t.Compute
+    ) -> None:
+        """What was gathered in 8 bit, as it is and transposed."""
+        whole = self.tensor(source.id)
+        for each in wanted:
+            alias = None if each.columns else whole
+            made = self.builder.tensor(
+                self._named(source.name), each.shape, each.dtype, t.TensorRole.ACTIVATION, alias_of=alias
+            )
+            nbytes = source.numel if each.columns else 0
+            self._kernel("fp8.transpose" if each.columns else "aten.view", op, (whole,), (made,), nbytes, nbytes)
+            self.copies[scope, each.columns] = (made,)
+
+    def _cast_blocks(self, wanted: list[NarrowOperand], scope: object, op: t.Compute) -> None:
+        """With scales of blocks: one kernel that reads a tensor once and writes all copies."""
+        source = self.graph.tensors[wanted[0].base]
+        read = (self.tensor(source.id), *self._maximum(source, op))
+        copies = []
+        for each in wanted:
+            shape, dtype = self._scale_shape(each)
+            scale = self._new("scale", shape, dtype)
+            copies.append((self._new(self._named(source.name), each.shape, each.dtype), scale))
+            self.copies[scope, each.columns] = copies[-1]
+        written = sum(each.dtype.nbytes(source.numel) + self._scale_bytes(each) for each in wanted)
+        made = [tensor for pair in copies for tensor in pair]
+        self._kernel(self._cast_name(wanted), op, read, made, source.nbytes, written)
+
+    def _cast_name(self, wanted: list[NarrowOperand]) -> str:
+        return f"{self.recipe.format}.cast{'_transpose' if any(each.columns for each in wanted) else ''}"
+
+    def _cast_rows(self, operand: NarrowOperand, scope: object, op: t.Compute) -> None:
         """With scales within a tensor: a kernel for each copy, which finds the maxima on its way.
 
-        Maxima down the columns of a tensor are another pass over it; blocks of 32 fit into a tile.
+        Maxima down the columns of a tensor are another pass over it; blocks fit into a tile.
         """
         source = self.graph.tensors[operand.base]
         read = (self.tensor(source.id),)
-        prefix = "fp8" if self.recipe.scales == "row" else "mxfp8"
         shape, dtype = self._scale_shape(operand)
         scale = self._new("scale", shape, dtype)
-        made = self._new(f"{source.name}.fp8", operand.shape, operand.dtype)
-        name = f"{prefix}.cast_transpose" if operand.columns else f"{prefix}.cast"
+        made = self._new(self._named(source.name), operand.shape, operand.dtype)
+        name = self._cast_name([operand])
         nbytes = self._scale_bytes(operand)
         if self.recipe.scales == "row" and operand.columns:
             self._kernel("fp8.amax", op, read, (scale,), source.nbytes, nbytes)
@@ -348,19 +457,23 @@ class _Fp8Products(StepWriter):
             self._kernel(name, op, read, (made, scale), source.nbytes, source.numel + nbytes)
         self.copies[scope, operand.columns] = made, scale
 
-    def _scale_shape(self, operand: Fp8Operand) -> tuple[tuple[int, ...], t.DType]:
+    def _scale_shape(self, operand: NarrowOperand) -> tuple[tuple[int, ...], t.DType]:
         rows, inner = operand.shape
         match self.recipe.scales:
             case "tensor":
                 return (), _SCALE
             case "row":
                 return ((rows, 1) if operand.left else (1, rows)), _SCALE
-        # One byte an exponent, in tiles of 128 rows by 4 blocks as the tensor cores read them.
-        return (128 * ceil(rows / 128) * 4 * ceil(inner / BLOCK / 4),), t.DType.UINT8
+        blocks = ceil(inner / self.recipe.block)
+        if self.recipe.scale == _SCALE:
+            square = self.finder.is_parameter(operand.base)
+            return (ceil(rows / self.recipe.block) if square else rows, blocks), _SCALE
+        # One byte a scale, in tiles of 128 rows by 4 blocks as the tensor cores read them.
+        return (128 * ceil(rows / 128) * 4 * ceil(blocks / 4),), self.recipe.scale
 
-    def _scale_bytes(self, operand: Fp8Operand) -> int:
+    def _scale_bytes(self, operand: NarrowOperand) -> int:
         shape, dtype = self._scale_shape(operand)
-        return 0 if self.recipe.delayed else prod(shape) * dtype.itemsize
+        return 0 if self.recipe.delayed else dtype.nbytes(prod(shape))
 
     def _new(self, name: str, shape: tuple[int, ...], dtype: t.DType) -> int:
         return self.builder.tensor(name, shape, dtype, t.TensorRole.ACTIVATION)
@@ -378,10 +491,12 @@ _FUSING = ("aten.mm", "aten._scaled_mm")
 _WIDE = t.DType.FP32
 
 
-def to_main_gradients(graph: StepGraph) -> StepGraph:
-    """The step with fp32 main gradients; the step itself where none of its gradients has a 16-bit type."""
-    gradients = [row for row in final_gradients(graph) if graph.tensors[row].dtype.itemsize < _WIDE.itemsize]
-    return _MainGradients(graph, gradients).write() if gradients else graph
+def to_main_gradients(graph: StepGraph, dtype: t.DType = _WIDE) -> StepGraph:
+    """The step with main gradients of a type; the step itself where none of its gradients has a 16-bit type."""
+    types = [graph.tensors[row].dtype for row in final_gradients(graph)]
+    fit = [own.bits < _WIDE.bits and dtype in (own, _WIDE) for own in types]
+    gradients = [row for row, fits in zip(final_gradients(graph), fit, strict=True) if fits]
+    return _MainGradients(graph, gradients, dtype).write() if gradients else graph
 
 
 class _MainGradients(StepWriter):
@@ -390,10 +505,12 @@ class _MainGradients(StepWriter):
     Args:
         graph: the step.
         gradients: rows of its final gradients of 16-bit types.
+        dtype: type of the buffers.
     """
 
-    def __init__(self, graph: StepGraph, gradients: list[int]) -> None:
+    def __init__(self, graph: StepGraph, gradients: list[int], dtype: t.DType) -> None:
         super().__init__(graph)
+        self.dtype = dtype
         self.gradients = frozenset(gradients)
         self.readers: dict[int, list[int]] = defaultdict(list)
         for tensor, row in zip(graph.ops.inputs.values.tolist(), graph.ops.inputs.rows.tolist(), strict=True):
@@ -498,7 +615,7 @@ class _MainGradients(StepWriter):
             return False
         made = self.graph.tensors[op.outputs[0]]
         of_gradient = op.inputs[0] in self.gradients or op.inputs[0] in self.wide
-        return of_gradient and (made.dtype, made.role, made.alias_of) == (_WIDE, t.TensorRole.GRADIENT, None)
+        return of_gradient and (made.dtype, made.role, made.alias_of) == (self.dtype, t.TensorRole.GRADIENT, None)
 
     # -- writing -------------------------------------------------------------------------------------------
 
@@ -521,7 +638,7 @@ class _MainGradients(StepWriter):
     def tensor(self, index: int, **changes: object) -> int:
         """New row of an old tensor; what changes its type or role has the new one."""
         if index in self.wide:
-            changes["dtype"] = _WIDE
+            changes["dtype"] = self.dtype
         if index in self.dying:
             changes["role"] = t.TensorRole.ACTIVATION
         return super().tensor(index, **changes)
@@ -535,20 +652,25 @@ class _MainGradients(StepWriter):
         if isinstance(op, t.Compute) and not op.is_view:
             wide = self.wide | self.gradients if updates else self.wide
             for name, tensors in (("bytes_read", op.inputs), ("bytes_written", op.outputs)):
-                more = sum(self.graph.tensors[i].nbytes for i in set(tensors) & wide)
+                more = sum(map(self._growth, set(tensors) & wide))
                 changes[name] = getattr(op, name) + more
         self.copy(op, **changes)
+
+    def _growth(self, index: int) -> int:
+        """Bytes that a tensor has more in the type of the buffers."""
+        tensor = self.graph.tensors[index]
+        return self.dtype.nbytes(tensor.numel) - tensor.nbytes
 
     def _version(self, gradient: t.Tensor, buffer: int | None) -> int:
         """A main gradient as an operation leaves it; without one before it, the buffer itself."""
         named = gradient.name if buffer is not None else f"{gradient.name}.main"
-        return self.add_tensor(replace(gradient, name=named, dtype=_WIDE, role=t.TensorRole.GRADIENT), buffer)
+        return self.add_tensor(replace(gradient, name=named, dtype=self.dtype, role=t.TensorRole.GRADIENT), buffer)
 
     def _accumulate(self, op: t.Compute, gradient: t.Tensor) -> None:
         """Writes a product that adds its result to the buffer."""
         buffer = self._version(gradient, None)
         self.part.tensors[op.outputs[0]] = self._version(gradient, buffer)
-        nbytes, plain = gradient.numel * _WIDE.itemsize, op.name == "aten.mm"
+        nbytes, plain = self.dtype.nbytes(gradient.numel), op.name == "aten.mm"
         inputs = [self.tensor(i) for i in op.inputs]
         product = replace(
             op, name="aten.addmm_" if plain else op.name, bytes_read=op.bytes_read + nbytes, bytes_written=nbytes,
@@ -561,7 +683,7 @@ class _MainGradients(StepWriter):
         self.narrow[gradient.id] = self.part.tensors[gradient.id]
         buffer = self._version(gradient, None)
         made = self.part.tensors[gradient.id] = self._version(gradient, buffer)
-        nbytes = gradient.numel * _WIDE.itemsize
+        nbytes = self.dtype.nbytes(gradient.numel)
         self.builder.compute(
             "aten.add_", phase=op.phase, module=op.module, inputs=(buffer, self.narrow[gradient.id]),
             outputs=(made,), bytes_read=nbytes + gradient.nbytes, bytes_written=nbytes,
@@ -573,16 +695,21 @@ class _MainGradients(StepWriter):
         made = self._version(gradient, buffer)
         self.builder.compute(
             "aten._foreach_zero_", phase=op.phase, module=op.module, inputs=(buffer,), outputs=(made,),
-            deps=(self.part.ops[op.id],), bytes_written=gradient.numel * _WIDE.itemsize,
+            deps=(self.part.ops[op.id],), bytes_written=self.dtype.nbytes(gradient.numel),
             attributes=t.MultiTensor(parts=self.launched, leads=gradient.id == self.leads),
         )  # fmt: skip
 
 
 RECIPES = {
-    "fp8": Recipe(scales="tensor", gradients=t.DType.FP8_E5M2, kept="bf16"),
-    "fp8-rowwise": Recipe(scales="row", gradients=t.DType.FP8_E4M3, kept="bf16"),
-    "mxfp8": Recipe(scales="block", gradients=t.DType.FP8_E4M3, kept="bf16"),
-}
+    "fp8": Recipe(scales="tensor", gradients=t.DType.FP8_E5M2),
+    "fp8-rowwise": Recipe(scales="row"),
+    "fp8-blockwise": Recipe(scales="block", block=128),
+    "mxfp8": Recipe(scales="block", format="mxfp8", block=32, scale=t.DType.UINT8),
+    "nvfp4": Recipe(
+        scales="block", format="nvfp4", block=16, scale=t.DType.FP8_E4M3, maximum=True,
+        operands=t.DType.FP4_E2M1, gradients=t.DType.FP4_E2M1,
+    ),
+}  # fmt: skip
 _STEPS = {"bf16": t.DType.BF16, "fp16": t.DType.FP16, "fp32": t.DType.FP32}
 _TYPES = {"tf32", *(dtype.text for dtype in t.DType)} - {*_STEPS}
 
@@ -592,30 +719,37 @@ class Precision:
     """The step in other types.
 
     Attributes:
-        dtype: a recipe for products in FP8 ("fp8", "fp8-rowwise", "mxfp8"), or the type that the step has already
-            ("bf16", "fp16", "fp32"): another one is other kernels, which only a capture shows. None: as it is.
+        dtype: a recipe for narrow products ("fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4"), or the type
+            that the step has already ("bf16", "fp16", "fp32"): another one is other kernels, which only a capture
+            shows. None: as it is.
         grad_dtype: type in which gradients add up; "fp32" gives a 16-bit step main gradients. None: their own.
-        kept: of inputs and weights, for backward: the 16-bit tensors ("bf16"), or 8-bit copies ("fp8").
+        main_gradients: gradients in their own type have buffers, too, to which products add (gradient accumulation
+            fusion); those in fp32 always have.
+        kept: of inputs and weights, for backward: the 16-bit tensors ("bf16"), or narrow copies ("fp8"; NVFP4 has
+            no other way).
         delayed: scales of "fp8" come from earlier steps' maxima, which the casts note on their way (delayed
             scaling); updating the histories is not counted.
         weights: whether weights are cast for each micro-batch, or once a step ("step"), which is not counted.
-        experts: whether experts' grouped products are in FP8, too.
+        experts: whether experts' grouped products are narrow, too.
+        gathers: whether what tensor-parallel ranks gather for "fp8" products is cast before ("fp8"), or after.
     """
 
     name: ClassVar[str] = "precision"
 
     dtype: str | None = None
     grad_dtype: str | None = None
+    main_gradients: bool = False
     kept: Literal["bf16", "fp8"] = "bf16"
     delayed: bool = False
     weights: Literal["micro-batch", "step"] = "micro-batch"
     experts: bool = False
+    gathers: Literal["bf16", "fp8"] = "bf16"
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step graph.
 
         Raises:
-            PlanError: the step has another type, or no linear layer can have products in FP8.
+            PlanError: the step has another type, or no linear layer can have narrow products.
             UnknownNameError: no such type or recipe.
             UnavailableError: a type in which no step computes, or no gradients add up.
         """
@@ -645,19 +779,27 @@ class Precision:
             raise PlanError(
                 f"precision {self.dtype} with delayed scaling: only fp8, with a scale a tensor, has it"
             )
-        options = {"kept": self.kept, "delayed": self.delayed, "weights": self.weights, "experts": self.experts}
-        return to_fp8(graph, replace(RECIPES[self.dtype], **options))  # type: ignore[arg-type]
+        recipe = RECIPES[self.dtype]
+        recipe = replace(
+            recipe,
+            kept="fp8" if recipe.maximum else self.kept,
+            delayed=self.delayed,
+            weights=self.weights,
+            experts=self.experts,
+            gathers=self.gathers == "fp8" and self.dtype == "fp8",
+        )
+        return to_narrow(graph, recipe)
 
     def _gradients(self, graph: StepGraph) -> StepGraph:
         if self.grad_dtype is None:
-            return graph
+            return to_main_gradients(graph, graph.workload.dtype) if self.main_gradients else graph
         if self.grad_dtype not in _STEPS:
             if self.grad_dtype in (*_TYPES, *RECIPES):
                 raise UnavailableError(f"gradients do not add up in {self.grad_dtype}", _STEPS)
             raise UnknownNameError("type of gradients", self.grad_dtype, _STEPS)
         wanted, own = _STEPS[self.grad_dtype], graph.workload.dtype
         if wanted == own:
-            return graph
+            return to_main_gradients(graph, own) if self.main_gradients else graph
         if wanted != t.DType.FP32:
             raise PlanError(
                 f"gradients in {self.grad_dtype}: those of a step in {own.text} add up in {own.text} or fp32: "

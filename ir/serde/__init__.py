@@ -133,7 +133,7 @@ def _decode(data: bytes, progress: Progress) -> StepGraph | JobGraph:
             small += data[start:end]
         else:
             unknown += data[start:end]
-    check_header(pb.Graph.FromString(bytes(identity)), MAGIC)
+    check_header(pb.Graph.FromString(bytes(identity)), MAGIC, FORMAT_MAJOR)
     head = pb.Graph.FromString(bytes(small))
     if head.level == pb.LEVEL_UNSPECIFIED:
         raise FormatError("corrupted: it has no level")
@@ -157,20 +157,23 @@ class Header(Protocol):
     format_minor: int
 
 
-def check_header(header: Header, magic: str) -> None:
+def check_header(header: Header, magic: str, newest: int) -> None:
     """Refuses another kind of file and a newer major format, before anything else is looked at.
+
+    Args:
+        header: of the file.
+        magic: what the kind of file begins with.
+        newest: major format that is read.
 
     Raises:
         FormatError: the file is not one that this version reads.
     """
     if header.magic != magic:
         raise FormatError(f"not an {magic} file")
-    if header.format_major > FORMAT_MAJOR:
+    if header.format_major > newest:
         version = f"{header.format_major}.{header.format_minor}"
-        raise FormatError(
-            f"format {version} is newer than this echograph reads ({FORMAT_MAJOR}.x): upgrade echograph"
-        )
-    if header.format_major != FORMAT_MAJOR:
+        raise FormatError(f"format {version} is newer than this echograph reads ({newest}.x): upgrade echograph")
+    if not header.format_major:
         raise FormatError("corrupted: it has no format version")
 
 
@@ -181,11 +184,11 @@ CHUNK = 65_536
 
 def _header(graph: Graph) -> pb.Graph:
     """Everything before the tables."""
-    w = graph.workload
+    w, (major, minor) = graph.workload, graph.format
     return pb.Graph(
         magic=MAGIC,
-        format_major=FORMAT_MAJOR,
-        format_minor=graph.format_minor,
+        format_major=major,
+        format_minor=minor,
         level=pb.LEVEL_JOB if isinstance(graph, JobGraph) else pb.LEVEL_STEP,
         name=graph.name,
         producer=graph.producer,
@@ -245,7 +248,9 @@ def encode_attributes(value: t.Attributes) -> pb.Attributes:
     """The message of a compute operation's attributes."""
     match value:
         case t.Gemm():
-            return pb.Attributes(gemm=pb.Gemm(transpose_a=value.transpose_a, transpose_b=value.transpose_b))
+            return pb.Attributes(
+                gemm=pb.Gemm(transpose_a=value.transpose_a, transpose_b=value.transpose_b, block=value.block)
+            )
         case t.Attention():
             return pb.Attributes(
                 attention=pb.Attention(
@@ -674,7 +679,8 @@ def decode_attributes(message: pb.Attributes) -> t.Attributes:
     """
     match message.WhichOneof("value"):
         case "gemm":
-            return t.Gemm(transpose_a=message.gemm.transpose_a, transpose_b=message.gemm.transpose_b)
+            g = message.gemm
+            return t.Gemm(transpose_a=g.transpose_a, transpose_b=g.transpose_b, block=g.block)
         case "attention":
             a = message.attention
             return t.Attention(

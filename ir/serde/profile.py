@@ -24,9 +24,10 @@ _ENVIRONMENT = tuple(field.name for field in fields_of(Environment))
 
 def encode_profile(profile: Profile) -> Iterator[bytes]:
     """The file's bytes, piece by piece."""
+    types = {kind.dtype for m in profile.measurements for side in (m.inputs, m.outputs) for kind in side}
     message = pb.Profile(
         magic=MAGIC,
-        format_major=FORMAT_MAJOR,
+        format_major=2 if t.DType.FP4_E2M1 in types else 1,
         format_minor=0,
         environment=pb.Environment(**{name: getattr(profile.environment, name) for name in _ENVIRONMENT}),
         measurements=[_measurement(m) for m in profile.measurements],
@@ -54,7 +55,7 @@ def _decode(data: bytes) -> Profile:
     for number, start, _, end in fields(data):
         target = identity if number in HEADER_FIELDS else known if number in _KNOWN_FIELDS else unknown
         target += data[start:end]
-    check_header(pb.Profile.FromString(bytes(identity)), MAGIC)
+    check_header(pb.Profile.FromString(bytes(identity)), MAGIC, FORMAT_MAJOR)
     head = pb.Profile.FromString(bytes(known))
     return Profile(
         environment=Environment(**{name: getattr(head.environment, name) for name in _ENVIRONMENT}),

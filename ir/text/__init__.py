@@ -36,7 +36,7 @@ from echograph.ir import types as t
 from echograph.ir.columns import NONE, TENSOR_COLUMNS, Column, Holds
 from echograph.ir.files import write_whole
 from echograph.ir.formats import Exported
-from echograph.ir.graph import FORMAT_MAJOR, Block, Graph, Group, Instance, JobGraph, Program
+from echograph.ir.graph import Block, Graph, Group, Instance, JobGraph, Program
 
 _WORD = re.compile(r"[A-Za-z0-9_.{}]+")
 
@@ -85,7 +85,7 @@ class _Printer:
     def _header(self) -> Iterator[str]:
         graph, w = self.graph, self.graph.workload
         level = "job" if isinstance(graph, JobGraph) else "step"
-        version = f"{FORMAT_MAJOR}.{graph.format_minor}"
+        version = "{}.{}".format(*graph.format)
         yield f"echograph {version} {level} {_word(graph.name)} producer={_word(graph.producer)}"
         yield _join(
             "workload",
@@ -184,8 +184,9 @@ def _compute(op: t.Compute) -> str:
 
 def _attributes(value: t.Attributes) -> str:
     match value:
-        case t.Gemm(transpose_a=a, transpose_b=b):
-            return f"gemm({_join('transpose_a' if a else '', 'transpose_b' if b else '')})"
+        case t.Gemm(transpose_a=a, transpose_b=b, block=block):
+            scaled = f"block={block}" if block else ""
+            return f"gemm({_join('transpose_a' if a else '', 'transpose_b' if b else '', scaled)})"
         case t.Attention():
             sizes = f"heads={value.heads} kv_heads={value.kv_heads} head_dim={value.head_dim}"
             dropout = f"dropout={value.dropout!r}" if value.dropout else ""

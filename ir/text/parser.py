@@ -68,8 +68,8 @@ class _Parser:
     def _head(self) -> tuple[GraphHead, Line | None]:
         line = next(self.lines, None) or Line(1, "")
         line.take("echograph ")
-        if line.integer() != FORMAT_MAJOR:
-            line.fail(f"format {FORMAT_MAJOR}.x")
+        if not 1 <= line.integer() <= FORMAT_MAJOR:
+            line.fail(f"format {FORMAT_MAJOR}.x or older")
         line.take(".")
         line.integer()
         level = JobGraph if line.has(" job ") else StepGraph
@@ -343,7 +343,8 @@ def _attributes(line: Line) -> t.Attributes | None:
     found: t.Attributes | None = None
     if line.has("gemm("):
         a, b = line.has("transpose_a"), line.has(" transpose_b") or line.has("transpose_b")
-        found = t.Gemm(transpose_a=a, transpose_b=b)
+        block = line.integer() if line.has(" block=") or line.has("block=") else 0
+        found = t.Gemm(transpose_a=a, transpose_b=b, block=block)
     elif line.has("attention("):
         sizes = {key: line.field(key, line.integer) for key in ("heads", "kv_heads", "head_dim")}
         causal = line.has(" causal")

@@ -159,7 +159,7 @@ _LEVELS: dict[str, type[StepGraph] | type[JobGraph]] = {"step": StepGraph, "job"
 def header(graph: Graph) -> Record:
     """Everything but the blocks and the programs; `strings` and `attributes` are the tables in their order."""
     record = {
-        "echograph": f"{FORMAT_MAJOR}.{graph.format_minor}",
+        "echograph": "{}.{}".format(*graph.format),
         "level": "job" if isinstance(graph, JobGraph) else "step",
         "name": graph.name,
         "producer": graph.producer,
@@ -214,8 +214,9 @@ def from_record(record: object) -> StepGraph | JobGraph:
     """
     head = dict(_dict(record, "the graph"))
     version, level = head.pop("echograph", None), head.pop("level", None)
-    if not isinstance(version, str) or version.partition(".")[0] != str(FORMAT_MAJOR):
-        raise FormatError(f"echograph: is {_shown(version)}, and format {FORMAT_MAJOR}.x is read")
+    known = [str(major) for major in range(1, FORMAT_MAJOR + 1)]
+    if not isinstance(version, str) or version.partition(".")[0] not in known:
+        raise FormatError(f"echograph: is {_shown(version)}, and format {FORMAT_MAJOR}.x and older is read")
     if not isinstance(level, str) or level not in _LEVELS:
         raise FormatError(f"level: is {_shown(level)}: give step or job")
     blocks = value(tuple[BlockRows, ...], head.pop("blocks", []), "blocks")

@@ -48,7 +48,19 @@ DTYPE_NAMES = {
     DType.FP32: "fp32",
     DType.FP8_E4M3: "fp8",
     DType.FP8_E5M2: "fp8",
+    DType.FP4_E2M1: "nvfp4",
 }
+_NARROW = ("fp8", "nvfp4")
+BLOCKWISE = 128
+"""Elements that share a scale in products of the model `fp8_block`."""
+MXFP8, MXFP8_SLOWER, MXFP8_SPREAD = 32, 1.05, 0.1
+"""Products with a scale for each 32 elements, of which there is no table, over those with a scale a tensor: 7.161
+to 6.812 ms a layer on B300 (NVIDIA/TransformerEngine, docs/examples/gemm_profiling, quantized before); how far
+other shapes and devices are from that is assumed."""
+_SCAN, SCAN_SHARE = "mamba2.ssd_scan", 0.1
+"""Scans of Mamba-2, of which there is no table: the share of the bf16 peak that they run at, where memory does not
+bind them. Assumed: a scan of 2,048 tokens takes what FlashAttention-2 takes on an A100 (Dao and Gu 2024,
+arXiv:2405.21060, figure 10), which has five times the FLOPs, at half the peak."""
 ASSUMED_SPREAD = 0.5
 """For a kernel of a type that no model covers (fp32 or fp64 attention): assumed, not measured."""
 
@@ -181,6 +193,8 @@ def cost_of(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> Cost
     Raises:
         GraphError: the operation's attributes and operands contradict each other.
     """
+    if op.name.startswith(_SCAN):
+        return _scan(op, operands, device)
     if isinstance(op, Copy):
         return memory_bound(device, "copy", bytes_read=op.nbytes, bytes_written=op.nbytes)
     for kind, cost in _BY_ATTRIBUTE:
@@ -227,17 +241,30 @@ def _gemm(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
         return _memory(op, operands, device)
     layout = "NT" if attributes.transpose_a else "TN" if attributes.transpose_b else "NN"
     wide = any(t.dtype == DType.FP32 for t in outputs) and a.dtype != DType.FP32
-    return _or_slower(
+    return _scaled(
         lambda dtype: gemm(
             device, m, n, k, batch=batch, dtype=dtype, layout=layout, accumulate=wide, quantize=not scaled
         ),
-        a.dtype, device,
+        a.dtype, attributes, device,
     )  # fmt: skip
+
+
+def _scaled(
+    cost: Callable[[str], CostEstimate], dtype: DType, attributes: Gemm, device: DeviceProfile
+) -> CostEstimate:
+    """The cost of a product in a type, whose blocks may have scales of their own."""
+    if DTYPE_NAMES.get(dtype) != "fp8" or attributes.block not in (BLOCKWISE, MXFP8):
+        return _or_slower(cost, dtype, device)
+    if attributes.block == BLOCKWISE:
+        return cost("fp8_block")
+    single = cost("fp8")
+    return CostEstimate(single.seconds * MXFP8_SLOWER, float(np.hypot(single.spread, MXFP8_SPREAD)), "analytical")
 
 
 def _grouped(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
     """`_grouped_mm(a, b, offsets)`: tokens [T, k] x experts [E, k, n], or both 2-D for the weight gradients."""
     a, b = operands[0][:2]
+    assert isinstance(op.attributes, Gemm)
     if len(b.shape) == 3:
         experts, k, n = b.shape
         rows = np.full(experts, max(1.0, a.shape[0] / experts))
@@ -246,13 +273,12 @@ def _grouped(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstima
     else:
         experts, m, n = operands[1][0].shape
         rows, sizes, name = np.full(experts, max(1.0, a.shape[1] / experts)), (m, n), "weight_gradient"
-    return _or_slower(
+    return _scaled(
         lambda dtype: grouped_gemm(
             device, rows, sizes[0], sizes[1], pass_=name, dtype=dtype, quantize="_scaled" not in op.name
         ),
-        a.dtype,
-        device,
-    )
+        a.dtype, op.attributes, device,
+    )  # fmt: skip
 
 
 def _attention(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
@@ -283,6 +309,14 @@ def _kernel(operator: str) -> str | None:
     """The kernel that an operator of attention names, as `cudnn.attention`; None: the device's own."""
     kernel, _, rest = operator.partition(".")
     return kernel if rest in ("attention", "attention_backward") else None
+
+
+def _scan(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> CostEstimate:
+    assert isinstance(op, Compute)
+    memory = _memory(op, operands, device)
+    peaks = device.datasheet.peak_flops_per_s
+    seconds = op.flops / (SCAN_SHARE * peaks.get("bf16", peaks["fp32"]))
+    return CostEstimate(max(float(memory.seconds), seconds), ASSUMED_SPREAD, "analytical")
 
 
 def _convolution(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
@@ -334,7 +368,7 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
         return _scattered(op, operands, device)
     widest = max((t for side in operands for t in side), key=lambda t: t.nbytes, default=None)
     by_row = kind in _ROWS and not any(name in op.name for name in _OF_NO_ROWS)
-    row = widest.shape[-1] * widest.dtype.itemsize if by_row and widest and widest.shape else 0
+    row = widest.dtype.nbytes(widest.shape[-1]) if by_row and widest and widest.shape else 0
     return memory_bound(
         device,
         kind,
@@ -376,10 +410,10 @@ def _or_slower(cost: Callable[[str], CostEstimate], dtype: DType, device: Device
         try:
             return cost(name)
         except UnavailableError:
-            if name in ("fp32", "fp8"):  # no wider unit computes on 8-bit operands
+            if name in ("fp32", *_NARROW):  # no wider unit computes on narrow operands
                 raise
     single = cost("fp32")
-    return CostEstimate(single.seconds * max(1.0, dtype.itemsize / 4), ASSUMED_SPREAD, "analytical")
+    return CostEstimate(single.seconds * max(1.0, dtype.bits / 32), ASSUMED_SPREAD, "analytical")
 
 
 _BY_ATTRIBUTE: tuple[tuple[type, Callable[[Compute, _InOut, DeviceProfile], CostEstimate]], ...] = (

@@ -439,7 +439,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def _result_bytes(part: Part) -> int:
-    return sum(t.dtype.itemsize * prod(t.shape) for t in part.signature.outputs)
+    return sum(t.dtype.nbytes(prod(t.shape)) for t in part.signature.outputs)
 
 
 _WIDTH = 8

@@ -293,7 +293,7 @@ def _elements(call: TracedCall) -> int:
     import torch
 
     dtype = getattr(torch, call.kind.what["dtype"], torch.float32)
-    return int(call.kind.what["input_bytes"]) // dtype.itemsize
+    return int(call.kind.what["input_bytes"]) // int(dtype.itemsize)
 
 
 def _reduces(operation: str) -> bool:

@@ -96,7 +96,7 @@ def test_processes_change_nothing(cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"precision": "NVFP4"}, "precision 'NVFP4'"),
+        ({"precision": "INT8"}, "precision 'INT8'"),
         ({"zero_stage": "most"}, "zero_stage 'most'"),
         ({"n_gpus": 9}, "not tp x pp"),
         ({"dp": 3}, "not tp x pp"),
@@ -157,7 +157,8 @@ def test_spellings_of_what_is_sharded(stage: str, plan: tuple[object, ...]) -> N
     ("name", "known"),
     [
         ("DeepSeekV3 (w/o MTP)", "deepseek-v3"), ("Qwen3_30B_a3B (tokendrop)", "qwen3-30b-a3b"),
-        ("GPT OSS 120B", "gpt-oss-120b"), ("Nemotron4-15B", "nemotron-4-15b"), ("Qwen3 235B", "qwen3-235b-a22b"),
+        ("GPT OSS 120B", "gpt-oss-120b"), ("Nemotron4-15B", "nemotron-4-15b"),
+        ("Nemotron_3_Nano", "nemotron-3-nano-30b-a3b"), ("Qwen3 235B", "qwen3-235b-a22b"),
         ("LLAMA3_70B LoRA", "llama-3-70b"), ("GPT toy", None), ("mosaic", None),
     ],
 )  # fmt: skip

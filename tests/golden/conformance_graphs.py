@@ -18,12 +18,13 @@ def empty() -> Graph:
 
 
 def kinds() -> Graph:
-    """Every operation kind, collective, attribute, role and element type; streams, dependencies and durations."""
+    """Every operation kind, collective, attribute, role and type of format 1; streams, dependencies, times."""
     b = GraphBuilder(name="every kind", producer="by hand", streams=("compute", "communication", "host"))
     b.mesh = (Axis(name="dp", size=2),)
     dp = b.group("dp", axes=("dp",))
     x = b.tensor("x", (4, 8), D.FP32, R.INPUT)
-    tensors = [b.tensor(d.text, (2, 3), d, role) for d, role in zip(D, [*R] * 3, strict=False)]
+    whole = [d for d in D if d.bits >= 8]
+    tensors = [b.tensor(d.text, (2, 3), d, role) for d, role in zip(whole, [*R] * 3, strict=False)]
     attributes = (
         t.Gemm(), t.Gemm(transpose_a=True), t.Gemm(transpose_b=True), t.Gemm(transpose_a=True, transpose_b=True),
         t.Attention(heads=8, kv_heads=2, head_dim=64, causal=True, dropout=0.1),
@@ -253,7 +254,20 @@ def passes() -> Graph:
     return b.build(StepGraph)
 
 
+def four_bits() -> Graph:
+    """Elements of half a byte, an odd number of them too, and a product that reads them; format 2."""
+    b = GraphBuilder(name="four bits")
+    x = b.tensor("x", (4, 32), D.FP4_E2M1, R.ACTIVATION)
+    weight = b.tensor("weight", (32, 6), D.FP4_E2M1, R.BUFFER)
+    b.tensor("odd", (3, 3), D.FP4_E2M1, R.BUFFER)
+    y = b.tensor("y", (4, 6), D.BF16, R.ACTIVATION)
+    b.compute("aten._scaled_mm", inputs=(x, weight), outputs=(y,), flops=1536, bytes_read=160, bytes_written=48,
+              attributes=t.Gemm(transpose_b=True, block=16), **FORWARD)  # fmt: skip
+    b.program([(0, 0, 1, 0, 0)])
+    return b.build(StepGraph)
+
+
 GRAPHS: dict[str, Callable[[], Graph]] = {
     make.__name__: make
-    for make in (empty, kinds, two_layers, aliases, job, ranks, positions, large_numbers, passes)
+    for make in (empty, kinds, two_layers, aliases, job, ranks, positions, large_numbers, passes, four_bits)
 }

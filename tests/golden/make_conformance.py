@@ -33,7 +33,7 @@ def summary(graph: Graph, version: str = "") -> dict[str, Any]:
     programs = [_program(graph, program, work, durations) for program in graph.programs]
     ops, tensors = graph.ops, graph.tensors
     return {
-        "format": version or f"{FORMAT_MAJOR}.{graph.format_minor}",
+        "format": version or "{}.{}".format(*graph.format),
         "level": "job" if isinstance(graph, JobGraph) else "step",
         "name": graph.name,
         "producer": graph.producer,
@@ -131,7 +131,8 @@ def files() -> Iterator[tuple[str, bytes]]:
         yield f"{name}.txt", "".join(to_text(graph)).encode()
     whole = b"".join(encode(two_layers()))
     known = b"".join(whole[f.start : f.end] for f in fields(whole))
-    minor = known + pb.Graph(format_minor=FORMAT_MINOR + 1).SerializeToString() + FUTURE
+    newer = pb.Graph(format_major=FORMAT_MAJOR, format_minor=FORMAT_MINOR + 1)
+    minor = known + newer.SerializeToString() + FUTURE
     expected = summary(two_layers(), f"{FORMAT_MAJOR}.{FORMAT_MINOR + 1}") | {"unknown_bytes": len(FUTURE)}
     yield "newer_minor.pb", b"".join(with_checksum([minor]))
     yield "newer_minor.json", _json(expected)

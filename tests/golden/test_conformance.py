@@ -12,7 +12,7 @@ from echograph.errors import FormatError
 from echograph.ir.serde import encode, load
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.pb"))
-REASONS = {"newer": r"format 2\.\d+ is newer", "corrupted": "checksum does not match", "truncated": "truncated"}
+REASONS = {"newer": r"format 3\.\d+ is newer", "corrupted": "checksum does not match", "truncated": "truncated"}
 
 
 def expected(name: str) -> dict[str, object]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 
@@ -14,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echograph.errors import PlanError
+from echograph.errors import PlanError, UnknownNameError
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
-from echograph.ir.graph import Axis, Graph, StepGraph
+from echograph.ir.graph import Axis, Graph, JobGraph, StepGraph, Workload
 from echograph.ir.passes.context_parallel import ContextParallel
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.expert_parallel import ExpertParallel, Load
+from echograph.ir.passes.expert_parallel import ExpertParallel, Load, places
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.precision import Precision
@@ -31,10 +32,11 @@ from echograph.models import get_model
 from echograph.profiler.costs import load_device
 from echograph.profiler.costs.estimate import estimate
 from echograph.profiler.costs.gemm import grouped_gemm
+from echograph.simulator.clusters import load_cluster
 from echograph.units import to_ps
 from echograph.workflow.compile import compile as compile_model
 from echograph.workflow.compile import compile_entry
-from echograph.workflow.plan import Plan
+from echograph.workflow.plan import Plan, passes
 from echograph.workflow.predict import predict
 
 BATCH, POSITIONS, HIDDEN, INNER = 2, 32, 64, 96
@@ -96,7 +98,7 @@ def persistent_bytes(graph: Graph, role: t.TensorRole, sharded: tuple[str, ...])
 
 def row_bytes(name: str) -> int:
     """Bytes of the rows that one rank's tokens make for the experts of a layer."""
-    return TOKENS * CHOSEN[name] * HIDDEN * t.DType.BF16.itemsize
+    return t.DType.BF16.nbytes(TOKENS * CHOSEN[name] * HIDDEN)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_experts_are_divided_and_nothing_else_is(name: str, role: t.TensorRole) 
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_are_exchanged_twice_each_way(name: str, size: int) -> None:
-    counts = size * EXPERTS[name] * t.DType.INT32.itemsize
+    counts = t.DType.INT32.nbytes(size * EXPERTS[name])
     assert collectives(ExpertParallel(size=size)(step(name))) == {
         ("ALL_GATHER", "FORWARD", counts): LAYERS,
         ("ALL_TO_ALL", "FORWARD", row_bytes(name)): 2 * LAYERS,
@@ -418,3 +420,144 @@ def test_refuses_to_share_experts_twice_or_where_there_are_none() -> None:
     dense = compile_entry(entry, StepSpec(), batch_size=1, seq_len=16)
     with pytest.raises(PlanError, match="no grouped products of experts"):
         ExpertParallel(size=2)(dense)
+
+
+def written(graph: Graph) -> int:
+    """Bytes that the forward pass of the experts writes."""
+    forward = (op for op in calls(graph) if isinstance(op, t.Compute) and op.phase == t.Phase.FORWARD)
+    return sum(op.bytes_written for op in forward if ".experts" in op.module)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_experts_that_tensor_parallel_ranks_leave_whole_are_shared_by_them(name: str) -> None:
+    """Each routes, exchanges and multiplies the rows of its own share of the sequence (`--etp 1` of Megatron)."""
+    shared = TensorParallel(size=2, sequence_parallel=True, expert_size=1)(step(name))
+    local = ExpertParallel(size=4, across=("tp",))(shared)
+    assert [(axis.name, axis.size) for axis in local.mesh] == [("ep", 2), ("tp", 2)]
+    exchanged = {key: n for key, n in collectives(local, "ep+tp").items() if key[0] == "ALL_TO_ALL"}
+    half = row_bytes(name) // 2
+    assert exchanged == {("ALL_TO_ALL", phase, half): 2 * LAYERS for phase in ("FORWARD", "BACKWARD")}
+    assert 2 * flops(local, grouped=True) == flops(step(name), grouped=True)
+    matrices = LAYERS * EXPERTS[name] * 3 * HIDDEN * INNER
+    biases = LAYERS * EXPERTS[name] * (2 * INNER + HIDDEN) if name == "gpt-oss-20b" else 0
+    assert 4 * persistent_bytes(local, t.TensorRole.PARAMETER, ("ep", "tp")) == 2 * (matrices + biases)
+    gathered = [op for op in shared.ops if isinstance(op, t.Collective) and ".mlp" in op.module]
+    reduced = {
+        shared.tensors[index].name for op in gathered for index in op.inputs if op.payload == op.payload.GRADIENT
+    }
+    assert all(".gate." in name or ".router." in name for name in reduced), "experts' gradients have all tokens"
+    others = {op.module for op in gathered if op.payload == t.Payload.ACTIVATION}
+    parts = ("shared_experts", "_proj")  # of a dense layer, too
+    assert all(any(part in module for part in parts) for module in others), (
+        f"a rank routes its own tokens: {others}"
+    )
+    assert written(shared) < 0.55 * written(step(name))
+
+
+def test_refuses_experts_whole_where_ranks_have_the_same_tokens() -> None:
+    for options, line in (
+        (
+            {"size": 4, "expert_size": 2, "sequence_parallel": True},
+            "over 2 of 4 tensor-parallel ranks: choose 4, or",
+        ),
+        ({"size": 2, "expert_size": 1}, "or 1 with sequence parallelism"),
+    ):
+        with pytest.raises(PlanError, match=line):
+            TensorParallel(**options)(step())
+
+
+@cache
+def piped(overlap: bool) -> JobGraph:
+    changes = SMALL | CHANGES["qwen3-30b-a3b"] | {"num_hidden_layers": 4}
+    entry = get_model("qwen3-30b-a3b").with_config(**changes)
+    local = ExpertParallel(size=4)(compile_entry(entry, StepSpec(), batch_size=BATCH, seq_len=POSITIONS))
+    pipeline = Pipeline(stages=2, micro_batches=4, schedule="interleaved", chunks=2, overlap_experts=overlap)
+    return pipeline(local)
+
+
+def test_a_pass_exchanges_while_the_one_beside_it_computes() -> None:
+    """Paired passes run what they would run alone; the other's work stands between an exchange and its reader."""
+    for alone, paired in zip(piped(False).programs, piped(True).programs, strict=True):
+        runs = [
+            Counter((block, row, *where) for block, begin, end, *where in calls for row in range(begin, end))
+            for calls in (alone.calls.tolist(), paired.calls.tolist())
+        ]
+        assert runs[0] == runs[1]
+    job = piped(True)
+    hidden = exchanged = 0
+    calls = job.programs[0].calls.tolist()
+    for before, after in pairwise(calls):
+        last = job.ops[before[2] - 1]
+        if last.name == "ep.all_to_all":
+            exchanged += 1
+            hidden += job.ops[after[1]].phase != last.phase
+    assert hidden > 0.5 * exchanged > 0
+
+
+def test_pairing_hides_the_exchange_of_experts() -> None:
+    plan = Plan(gpus=32, pp=2, vpp=2, ep=16, global_batch=64, micro_batch=1)
+    entry = get_model("qwen3-30b-a3b").with_config(num_hidden_layers=4)
+    graph = compile_entry(entry, StepSpec(), batch_size=1, seq_len=1024)
+    results = [
+        predict(graph, replace(plan, overlap_moe_expert_parallel_comm=overlap), memory=False)[0]
+        for overlap in (False, True)
+    ]
+    exposed = [result.breakdown.exposed_communication["ep"] for result in results]
+    assert exposed[1] < 0.8 * exposed[0]
+    assert results[1].step_ps < results[0].step_ps
+
+
+def test_pairs_are_of_interleaved_chunks() -> None:
+    with pytest.raises(PlanError, match="are of schedule interleaved"):
+        Pipeline(stages=2, micro_batches=4, overlap_experts=True)(ExpertParallel(size=4)(step()))
+
+
+@pytest.mark.parametrize(
+    ("parts", "experts", "chosen", "groups"),
+    [(8, 256, 8, (8, 4)), (64, 256, 8, (8, 4)), (4, 256, 8, (8, 4)), (4, 128, 8, (1, 1)), (2, 16, 4, (4, 2))],
+)
+def test_places_of_a_token_are_those_of_random_choices(
+    parts: int, experts: int, chosen: int, groups: tuple[int, int]
+) -> None:
+    generator, (count, allowed), width = np.random.default_rng(1), groups, experts // groups[0]
+    drawn = []
+    for _ in range(4000):
+        pool = generator.choice(count, allowed, replace=False)[:, None] * width + np.arange(width)
+        mine = generator.choice(pool.ravel(), chosen, replace=False)
+        drawn.append(len(np.unique(mine * parts // experts)))
+    assert places(parts, experts, chosen, groups) == pytest.approx(np.mean(drawn), rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
+def test_a_token_is_sent_once_to_each_domain_or_rank(name: str) -> None:
+    """DeepSeek's router chooses two groups of four first, which the step shows."""
+    groups = (4, 2) if name == "deepseek-v3" else (1, 1)
+    for domains, parts in ((1, 8), (2, 2)):
+        local = ExpertParallel(size=8, dispatcher="deepep", domains=domains)(step(name))
+        share = places(parts, EXPERTS[name], CHOSEN[name], groups) / CHOSEN[name]
+        bytes_per_row = row_bytes(name) // (TOKENS * CHOSEN[name])
+        carried = ceil(share * TOKENS * CHOSEN[name]) * bytes_per_row
+        assert {key[2] for key in collectives(local) if key[0] == "ALL_TO_ALL"} == {carried}
+
+
+def test_refuses_a_dispatcher_that_is_none() -> None:
+    with pytest.raises(UnknownNameError, match="dispatcher of experts"):
+        ExpertParallel(size=4, dispatcher="nvshmem")(step())  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="on 8 NVLink domains: give 1 to 4"):
+        ExpertParallel(size=4, domains=8)(step())
+
+
+def test_a_plan_says_on_how_many_domains_the_ranks_of_experts_are() -> None:
+    cluster = load_cluster("dgx-h100")
+    for options, domains in (
+        ({"ep": 16}, 2),
+        ({"ep": 8, "tp": 2}, 2),
+        ({"ep": 16, "tp": 2, "sequence_parallel": True, "etp": 1}, 2),
+        ({"ep": 4, "tp": 2}, 1),
+    ):
+        plan = Plan(gpus=64, moe_dispatcher="deepep", **options)
+        (made,) = (
+            one for one in passes(plan, Workload(dtype=t.DType.BF16), cluster) if one.name == "expert_parallel"
+        )
+        assert isinstance(made, ExpertParallel)
+        assert (made.dispatcher, made.domains) == ("deepep", domains)

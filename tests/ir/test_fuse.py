@@ -80,7 +80,7 @@ def test_results_that_others_read_are_made(name: str) -> None:
 
 
 def test_a_norm_written_out_is_one_kernel() -> None:
-    """Llama's norm: eight operations. Bytes by hand: backward reads what the norm has read, and one number a row."""
+    """Llama's norm: eight operations. Bytes by hand: backward reads what the norm read, and a number a row."""
     graph = Fuse()(captured("llama-3-8b"))
     module = "model.layers.{}.input_layernorm"
     (kernel,) = [op for op in graph.ops if (op.module, op.phase) == (module, Phase.FORWARD)]

@@ -156,7 +156,7 @@ def differences(stage: int, gather_ahead: bool) -> Work:
             ("REDUCE_SCATTER", (LAST, "backward"), t.DType.FP32), ("ALL_GATHER", gathered, t.DType.BF16)
         ):  # fmt: skip
             for elements, count in ((first, 1), (rest, 1), (first + matrix, -1), (rest - matrix, -1)):
-                found[*place, kind, ("dp",), elements * dtype.itemsize, dtype.name] = count
+                found[*place, kind, ("dp",), dtype.nbytes(elements), dtype.name] = count
     return found
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from echograph.errors import PlanError, UnknownNameError
@@ -51,6 +53,20 @@ def test_micro_batches_of_a_chunk_ascend(schedule: str, stages: int, micro_batch
         for chunk in range(chunks):
             mine = [m for k, m, c in passes if (k, c) == (kind, chunk)]
             assert mine == list(range(micro_batches))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_pass_ahead_leaves_pairs_of_different_micro_batches(stage: int) -> None:
+    """A backward that runs beside a forward is never of the same chunk and micro-batch."""
+    usual, ahead = order("interleaved", stage, 4, 8, 2), order("interleaved", stage, 4, 8, 2, ahead=1)
+    assert sorted(ahead) == sorted(usual)
+    assert warm_up(ahead) == warm_up(usual) + 1
+    done = set()
+    for (kind, *what), (after, *other) in pairwise(ahead):
+        if (kind, after) == ("forward", "backward"):
+            assert what != other
+            assert tuple(other) in done
+        done.add(tuple(what))
 
 
 def test_1f1b_holds_no_more_micro_batches_than_stages_follow() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 pytest.importorskip("torch", reason="needs the [torch] extra")
 pytest.importorskip("transformers", reason="needs the [torch] extra")
@@ -33,7 +34,7 @@ from echograph.ir.types import Collective, Compute, DType, Phase, TensorRole
 from echograph.ir.unfold import difference, unfold
 from echograph.models import get_model
 from echograph.profiler.costs import gemm, load_device
-from echograph.profiler.costs.estimate import estimate
+from echograph.profiler.costs.estimate import MXFP8_SLOWER, estimate
 from echograph.simulator.memory import memory
 from echograph.workflow.compile import compile_entry
 
@@ -42,7 +43,11 @@ WEIGHTS = 13 * WIDTH**2
 """Elements of a layer's linear weights: four square ones, and three of thrice that."""
 INPUTS, GRADIENTS = 6 * WIDTH, 11 * WIDTH
 """Elements a token of the products' inputs (both norms, the attention, the feed-forward) and output gradients."""
-EVERY = pytest.mark.parametrize("recipe", RECIPES)
+FITTING = [recipe for recipe in RECIPES if RECIPES[recipe].block <= WIDTH]
+"""Recipes whose blocks fit the small model."""
+EVERY = pytest.mark.parametrize("recipe", FITTING)
+KERNELS = {recipe: f"{RECIPES[recipe].format}." for recipe in RECIPES}
+"""What the names of a recipe's casts begin with."""
 
 
 @cache
@@ -111,7 +116,7 @@ def test_work_is_what_it_was(recipe: str, kept: Any) -> None:
 _TORCH = {DType.FP8_E4M3: torch.float8_e4m3fn, DType.FP8_E5M2: torch.float8_e5m2, DType.BF16: torch.bfloat16}
 
 
-@EVERY
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-rowwise", "mxfp8"])
 @pytest.mark.parametrize("name", ["llama-3-8b", "gpt2"])
 def test_torch_takes_every_product(name: str, recipe: str) -> None:
     """`torch._scaled_mm` checks types, layouts, multiples of 16 and the shapes of scales, on fake CUDA tensors."""
@@ -133,7 +138,7 @@ def test_torch_takes_every_product(name: str, recipe: str) -> None:
         assert DType.FP8_E4M3 in (a.dtype, b.dtype)  # cuBLAS has no product of two e5m2
 
 
-@pytest.mark.parametrize(("recipe", "gradients"), [("fp8", 2), ("fp8-rowwise", 0), ("mxfp8", 0)])
+@pytest.mark.parametrize(("recipe", "gradients"), [("fp8", 2), ("fp8-rowwise", 0), ("mxfp8", 0), ("nvfp4", 0)])
 def test_hybrid_gradients_are_e5m2(recipe: str, gradients: int) -> None:
     """Of the six operands of a linear layer the output gradient is two, in the backward products alone."""
     graph = Precision(dtype=recipe)(TensorParallel(size=2, sequence_parallel=True)(captured("llama-3-8b", 2)))
@@ -143,6 +148,15 @@ def test_hybrid_gradients_are_e5m2(recipe: str, gradients: int) -> None:
             found[op.phase] += sum(graph.tensors[i].dtype == DType.FP8_E5M2 for i in op.inputs)
     assert found == Counter({Phase.FORWARD: 0, Phase.BACKWARD: gradients * 7 * 2})
 
+
+LLAMA_LAYERS, WIDE, KEYS, INNER, FEW = 2, 4096, 1024, 14336, 128
+LLAMA_ELEMENTS = LLAMA_LAYERS * (
+    2 * WIDE * WIDE
+    + 2 * WIDE * KEYS
+    + 3 * WIDE * INNER
+    + FEW * (3 * WIDE + INNER + 3 * WIDE + 2 * KEYS + 2 * INNER)
+)
+"""Of the weights, inputs and output gradients of Llama-3 8B's linear layers, of 128 tokens."""
 
 # -- bytes -------------------------------------------------------------------------------------------------
 
@@ -169,15 +183,44 @@ def test_delayed_scaling_looks_for_no_maxima() -> None:
     assert moved(graph, "fp8.cast") == moved(Precision(dtype="fp8")(model()), "fp8.cast")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@EVERY
 def test_weights_cast_once_a_step_leave_the_casts_of_activations(recipe: str) -> None:
     """Six 8-bit copies of a linear layer's operands, two of them the weight's; their memory outlives the step."""
     each, once = (Precision(dtype=recipe, kept="fp8", weights=w)(model()) for w in ("micro-batch", "step"))  # type: ignore[arg-type]
     copies = [of_role(graph, TensorRole.BUFFER) for graph in (each, once)]
     products = [op for name, op in ran(once) if name == "aten._scaled_mm" and op.phase == Phase.FORWARD]
-    assert copies[1] - copies[0] == 2 * sum(once.tensors[op.inputs[1]].numel for op in products)
-    assert moved(each, "fp8.") + moved(each, "mxfp8.") > moved(once, "fp8.") + moved(once, "mxfp8.") > 0
+    assert copies[1] - copies[0] == 2 * sum(once.tensors[op.inputs[1]].nbytes for op in products)
+    assert moved(each, KERNELS[recipe]) > moved(once, KERNELS[recipe]) > 0
     assert flops(each) == flops(once)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt2"])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_ranks_gather_half_the_bytes_where_they_cast_first(name: str, policy: Any) -> None:
+    """All that layers gather is read by products alone; each rank casts its part of it once."""
+    whole = Recompute(policy=policy)(captured(name))
+    ranks = TensorParallel(size=2, sequence_parallel=True)(whole)
+    after = Precision(dtype="fp8", kept="fp8", delayed=True)(ranks)
+    first = Precision(dtype="fp8", kept="fp8", delayed=True, gathers="fp8")(ranks)
+
+    def gathered(graph: Graph) -> tuple[int, int]:
+        gathers = [op for n, op in ran(graph) if n == "tp.all_gather" and op.phase != Phase.OPTIMIZER]
+        layers = [op for op in gathers if op.bytes_per_rank and ".{}" in op.module]
+        return len(layers), sum(op.bytes_per_rank for op in layers)
+
+    (number, before), (same, bytes_first) = gathered(after), gathered(first)
+    assert number == same > 0
+    assert bytes_first == before // 2
+    assert flops(first) == flops(after)
+    assert moved(first, "fp8.cast") < moved(after, "fp8.cast")
+    assert unfold(first) is not None
+
+
+def test_what_products_in_16_bit_read_is_gathered_in_16_bit() -> None:
+    ranks = TensorParallel(size=2, sequence_parallel=True)(captured("llama-3-8b", 2))
+    first = Precision(dtype="fp8", kept="fp8", delayed=True, gathers="fp8")(ranks)
+    types = {(op.module.rpartition(".")[2], op.dtype.text) for n, op in ran(first) if n == "tp.all_gather"}
+    assert types >= {("lm_head", "bf16"), ("gate_proj", "fp8_e4m3"), ("down_proj", "fp8_e5m2")}
 
 
 def test_grouped_products_of_experts_are_priced_in_fp8() -> None:
@@ -197,12 +240,24 @@ def test_grouped_products_of_experts_are_priced_in_fp8() -> None:
 
 def test_bytes_of_casts_with_scales_of_blocks() -> None:
     """Each of the two copies reads 2 bytes an element, and writes one and a scale for 32 of them."""
-    width, keys, inner, tokens, layers = 4096, 1024, 14336, 128, 2
-    weights = 2 * width * width + 2 * width * keys + 3 * width * inner
-    activations = tokens * (3 * width + inner + 3 * width + 2 * keys + 2 * inner)
-    copies = 2 * layers * (weights + activations)
-    graph = Precision(dtype="mxfp8")(captured("llama-3-8b", layers))
-    assert moved(graph, "mxfp8.") == 3 * copies + copies // 32
+    graph = Precision(dtype="mxfp8")(captured("llama-3-8b", LLAMA_LAYERS))
+    assert moved(graph, "mxfp8.") == 2 * (3 * LLAMA_ELEMENTS + LLAMA_ELEMENTS // 32)
+
+
+def test_bytes_of_casts_to_four_bits() -> None:
+    """Maxima read 2 bytes an element, once; a cast reads 2, and writes half a byte and 1/16 for each copy."""
+    graph = Precision(dtype="nvfp4")(captured("llama-3-8b", LLAMA_LAYERS))
+    assert moved(graph, "nvfp4.amax") == 2 * LLAMA_ELEMENTS + 4 * LLAMA_LAYERS * (7 + 4 + 7)
+    assert moved(graph, "nvfp4.cast") == LLAMA_ELEMENTS * (2 + 2 * (1 / 2 + 1 / 16))
+    products = [op for name, op in ran(graph) if name == "aten._scaled_mm"]
+    assert all(graph.tensors[op.inputs[0]].dtype == DType.FP4_E2M1 for op in products)
+
+
+def test_blocks_are_cast_in_one_kernel_where_copies_are_kept() -> None:
+    """Each tensor is then read once."""
+    elements = WEIGHTS + TOKENS * (INPUTS + GRADIENTS)
+    each, once = (Precision(dtype="mxfp8", kept=kept)(model()) for kept in ("bf16", "fp8"))  # type: ignore[arg-type]
+    assert moved(each, "mxfp8.") - moved(once, "mxfp8.") == LAYERS * 2 * elements
 
 
 def activations(graph: StepGraph) -> int:
@@ -237,6 +292,26 @@ def test_products_are_priced_without_a_cast() -> None:
         a, b = (priced.tensors[i] for i in op.inputs[:2])
         expected = gemm(device, a.shape[0], b.shape[1], a.shape[1], dtype="fp8", quantize=False)
         assert op.durations[0].picoseconds == pytest.approx(float(expected.seconds) * 1e12, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model_of", "slower"),
+    [("nvfp4", "nvfp4", 1.0), ("fp8-blockwise", "fp8_block", 1.0), ("mxfp8", "fp8", MXFP8_SLOWER)],
+)
+def test_the_model_of_a_recipes_products(recipe: str, model_of: str, slower: float) -> None:
+    device = load_device("b200")
+    graph = Precision(dtype=recipe)(captured("llama-3-8b", 2))
+    priced = estimate(graph, structs.replace(device, power=None))(graph)
+    for op in (op for op in priced.ops if op.name == "aten._scaled_mm"):
+        a, b = (priced.tensors[i] for i in op.inputs[:2])
+        expected = gemm(device, a.shape[0], b.shape[1], a.shape[1], dtype=model_of, quantize=False)
+        assert op.durations[0].picoseconds == pytest.approx(slower * float(expected.seconds) * 1e12, abs=1)
+
+
+def test_devices_without_four_bits_are_refused() -> None:
+    graph = Precision(dtype="nvfp4")(model())
+    with pytest.raises(UnavailableError, match="device h100-sxm has no NVFP4 units"):
+        estimate(graph, load_device("h100-sxm"))
 
 
 def test_devices_without_fp8_are_refused() -> None:
@@ -292,9 +367,29 @@ def test_main_gradients_live_through_the_step() -> None:
     assert all(adds_up(graph, row) for row in final_gradients(graph))
 
 
+def test_main_gradients_in_the_steps_own_type() -> None:
+    """A product reads its buffer, 2 bytes an element; an addition moves 6; the optimizer sets 2 to zero."""
+    graph = captured("llama-3-8b", 2)
+    ours = Precision(main_gradients=True)(graph)
+    assert difference(ours, Precision(main_gradients=True, grad_dtype="bf16")(graph)) is None
+    parameters, added = graph.workload.parameters, (2 * 2 + 1) * 4096 + 128256 * 4096
+
+    def more(phase: Phase) -> int:
+        of = [
+            sum(op.bytes_read + op.bytes_written for _, op in ran(g) if op.phase == phase) for g in (graph, ours)
+        ]
+        return of[1] - of[0]
+
+    assert more(Phase.BACKWARD) == 2 * (parameters - added) + 6 * added
+    assert more(Phase.OPTIMIZER) == 2 * parameters
+    assert all(adds_up(ours, row) for row in final_gradients(ours))
+
+
+@pytest.mark.parametrize("options", [{"grad_dtype": "fp32"}, {"main_gradients": True}])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_micro_batches_add_up_by_themselves_and_are_reduced_in_fp32(micro_batches: int) -> None:
-    graph = Precision(grad_dtype="fp32")(captured("llama-3-8b", 2))
+def test_micro_batches_add_up_by_themselves(micro_batches: int, options: dict[str, Any]) -> None:
+    graph = Precision(**options)(captured("llama-3-8b", 2))
+    wide = DType.FP32 if "grad_dtype" in options else DType.BF16
     once = Counter(name for name, op in ran(graph) if op.phase != Phase.OPTIMIZER)
     jobs = [
         DataParallel(replicas=4, micro_batches=micro_batches)(graph),
@@ -308,8 +403,8 @@ def test_micro_batches_add_up_by_themselves_and_are_reduced_in_fp32(micro_batche
             micro_batches * once["aten.addmm_"],
         )
         reduced = [op for _, op in ran(job) if isinstance(op, Collective) and op.phase == Phase.BACKWARD]
-        assert {op.dtype for op in reduced} == {DType.FP32}
-        assert sum(op.bytes_per_rank for op in reduced) == 4 * graph.workload.parameters
+        assert {op.dtype for op in reduced} == {wide}
+        assert sum(op.bytes_per_rank for op in reduced) == wide.itemsize * graph.workload.parameters
 
 
 def test_a_chunk_without_layers_adds_up_the_embeddings_gradient() -> None:

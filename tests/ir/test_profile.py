@@ -60,7 +60,7 @@ def test_unknown_fields_of_a_newer_minor_format_are_kept() -> None:
 
 def test_a_newer_major_format_is_refused() -> None:
     with pytest.raises(FormatError, match="newer"):
-        decode_profile(sealed(KNOWN, pb.Profile(format_major=2).SerializeToString()))
+        decode_profile(sealed(KNOWN, pb.Profile(format_major=3).SerializeToString()))
 
 
 def test_cut_anywhere_it_is_refused() -> None:

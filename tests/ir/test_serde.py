@@ -75,8 +75,8 @@ def test_tables_that_hold_unused_entries_come_back() -> None:
 
 
 def test_a_newer_major_format_is_refused() -> None:
-    data = sealed(KNOWN, pb.Graph(format_major=2, format_minor=3).SerializeToString())
-    with pytest.raises(FormatError, match=r"format 2\.3 is newer than this echograph reads \(1\.x\): upgrade"):
+    data = sealed(KNOWN, pb.Graph(format_major=3, format_minor=3).SerializeToString())
+    with pytest.raises(FormatError, match=r"format 3\.3 is newer than this echograph reads \(2\.x\): upgrade"):
         decode(data)
 
 

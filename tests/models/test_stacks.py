@@ -19,7 +19,11 @@ PLANS = (
     {},
     {"zero": 1, "precision": "fp8"},
     {"pp": 2, "recompute": "full"},
+    {"zero": 3},
+    {"tp": 2, "ep": 2, "sequence_parallel": True},
     {"tp": 2},
+    {"tp": 2, "sequence_parallel": True},
+    {"pp": 2, "tp": 2},
 )
 OF_THE_SYSTEM = {"host_waits", "expandable_segments"}
 """Choices that no pass has: `simulate` and the memory of `validate` read them."""

@@ -18,8 +18,10 @@ their own, called in between. `PipelineContext` is what all chunks have in commo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from math import prod
 from typing import Any, ClassVar
 
 from echograph.errors import PlanError
@@ -27,7 +29,7 @@ from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, JobGraph, StepGraph
-from echograph.ir.passes.model import adds_up, final_gradients
+from echograph.ir.passes.model import adds_up, axes_group, final_gradients
 from echograph.ir.passes.pipeline.placement import (
     OptimizerPlacer,
     Partition,
@@ -225,6 +227,7 @@ class PipelineContext:
         stages: chunk k is on stage k modulo this.
         group: the group of the stages.
         shared: for every gradient that chunks share, the group that all-reduces it; None where two exchange it.
+        sharers: ranks that send a piece each of what crosses between chunks, as all of them have it.
     """
 
     graph: StepGraph
@@ -236,6 +239,7 @@ class PipelineContext:
     stages: int
     group: int
     shared: dict[int, int | None]
+    sharers: int = 1
     _tensors: dict[int, t.Tensor] = field(default_factory=dict, init=False)
 
     def tensor(self, row: int) -> t.Tensor:
@@ -270,13 +274,24 @@ class PipelineContext:
         source = self.graph.source(*self.graph.locate_tensor(tensor))
         return source is None or self.runs(stage, source) or self.is_flag(tensor)
 
+    def exchanges(self, chunks: list[Chunk]) -> frozenset[int]:
+        """Rows of the job's operations that exchange rows of experts."""
+        graph = self.graph
+        rows = [row for row in range(len(graph.ops)) if graph.strings[graph.ops.name[row]] == EXCHANGE]
+        layers = (
+            made.begin + made.places[row] for made in self.layers.blocks for row in rows if row in made.places
+        )
+        return frozenset((*layers, *(chunk.ops[row] for chunk in chunks for row in rows if row in chunk.ops)))
+
     def is_late(self, tensor: int) -> bool:
         """Whether the optimizer makes a tensor, when all chunks of a stage are done."""
         source = self.graph.source(*self.graph.locate_tensor(tensor))
         return source is not None and self.parts[source[2]] == PipelinePhase.UPDATE
 
 
-AXIS = "pp"
+AXIS, TENSOR = "pp", "tp"
+EXCHANGE = "ep.all_to_all"
+"""Name of what takes rows to experts, or home."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,6 +471,9 @@ class Chunk:
             return []
         received = routes.up[self.number] if part == PipelinePhase.FORWARD else routes.down[self.number]
         ops = [self._receive(tensor, part) for tensor in received]
+        if ops and self.plan.sharers > 1:
+            gathers = [self._gather(recv, tensor, part) for recv, tensor in zip(ops, received, strict=True)]
+            return [*ops, *gathers, self.links.wait([*ops, *gathers], _PHASES[part])]
         # All of the pass waits, also what it recomputes, as it does in torch and Megatron-LM.
         return [*ops, self.links.wait(ops, _PHASES[part])] if ops else ops
 
@@ -471,11 +489,25 @@ class Chunk:
         value = self.value(tensor)
         made = self._add(tensor, replace(value, role=t.TensorRole.ACTIVATION, port=False, alias_of=None))
         other = self.number - 1 if part == PipelinePhase.FORWARD else self.number + 1
-        return self.links.receive(made, value.nbytes, other, *self._line(other, part))
+        return self.links.receive(made, self._piece(value), other, *self._line(other, part))
+
+    def _piece(self, value: t.Tensor) -> int:
+        """Bytes of a tensor that a rank sends, where those that have the same share that."""
+        return -(-value.nbytes // self.plan.sharers)
+
+    def _gather(self, recv: int, tensor: int, part: PipelinePhase) -> int:
+        """Gathers a received tensor from the tensor-parallel ranks, which have a piece each."""
+        value, (group, stream) = self.value(tensor), axes_group(self.builder, (TENSOR,))
+        return self.builder.collective(
+            f"{AXIS}.all_gather", t.CollectiveKind.ALL_GATHER, group=group, bytes_per_rank=value.nbytes,
+            dtype=value.dtype, payload=t.Payload.ACTIVATION, asynchronous=True, phase=_PHASES[part], stream=stream,
+            deps=(recv,),
+        )  # fmt: skip
 
     def _send(self, tensor: int, part: PipelinePhase) -> int:
         other = self.number + 1 if part == PipelinePhase.FORWARD else self.number - 1
-        return self.links.send(self.tensor(tensor), self.value(tensor).nbytes, other, *self._line(other, part))
+        nbytes = self._piece(self.value(tensor))
+        return self.links.send(self.tensor(tensor), nbytes, other, *self._line(other, part))
 
     def _line(self, other: int, part: PipelinePhase) -> tuple[int, str, t.Phase, t.Payload]:
         """Tag, label, phase and payload of what a pass says to another chunk."""
@@ -669,6 +701,36 @@ def in_order(calls: Iterable[tuple[Moment, Call]]) -> list[Call]:
     return found
 
 
+def both(first: list[Call], second: list[Call], exchanges: Container[int]) -> list[Call]:
+    """Two passes as one: after each exchange that one has begun, what the other does up to its next.
+
+    Megatron-Core's `overlap_moe_expert_parallel_comm` runs a backward and a forward so, layer by layer: the
+    combine of the backward beside attention of the forward, then the dispatch of the forward beside the experts'
+    backward, and so on.
+
+    Args:
+        first: calls of the pass that begins.
+        second: calls of the other.
+        exchanges: rows of the job's operations that exchange.
+    """
+    pieces = zip_longest(_cut(first, exchanges), _cut(second, exchanges), fillvalue=())
+    return [call for pair in pieces for piece in pair for call in piece]
+
+
+def _cut(calls: list[Call], after: Container[int]) -> list[list[Call]]:
+    """Calls in pieces, each but the last of which ends with an operation of `after`."""
+    pieces: list[list[Call]] = [[]]
+    for block, begin, end, instance, micro_batch in calls:
+        for row in range(begin, end):
+            if row in after:
+                pieces[-1].append((block, begin, row + 1, instance, micro_batch))
+                pieces.append([])
+                begin = row + 1
+        if begin < end:
+            pieces[-1].append((block, begin, end, instance, micro_batch))
+    return pieces
+
+
 def _untouched(graph: StepGraph) -> Iterator[int]:
     """Tensors of the main block that nothing reads or makes, such as an unused parameter."""
     bound = {b for block in graph.blocks[1:] for instance in block.instances for b in instance.bindings}
@@ -695,6 +757,10 @@ class Pipeline:
         layers: layers of each chunk in the order of the model; None splits evenly, and the first chunks take one
             more where it does not divide. The first may have 0, then it has the embedding alone, and so may the
             last. `schedules.split_layers` makes them from Megatron-LM's options.
+        overlap_experts: whether a forward and the backward beside it run as one pass, of an interleaved schedule,
+            in which either computes while the other exchanges rows of experts (`both`).
+        scatter_gather: each tensor-parallel rank sends a piece of an activation that all of them have, and those
+            of the next stage gather it (Narayanan et al. 2021, section 4.1).
     """
 
     name: ClassVar[str] = "pipeline"
@@ -704,6 +770,8 @@ class Pipeline:
     schedule: str = "1f1b"
     chunks: int = 1
     layers: tuple[int, ...] | None = None
+    overlap_experts: bool = False
+    scatter_gather: bool = False
 
     def __call__(self, graph: StepGraph) -> JobGraph:
         """The job graph.
@@ -731,6 +799,7 @@ class Pipeline:
             stages=self.stages,
             group=builder.group(AXIS, axes=(AXIS,)),
             shared=self._groups(graph, placement, builder),
+            sharers=prod(a.size for a in graph.mesh if a.name == TENSOR) if self.scatter_gather else 1,
         )
         chunks = _write(plan, builder)
         _bind(plan, builder, chunks)
@@ -748,6 +817,10 @@ class Pipeline:
         if self.chunks < 1:
             raise PlanError(f"{self.chunks} chunks a stage: give 1 or more")
         check_schedule(self.schedule, self.stages, self.micro_batches, self.chunks)
+        if self.overlap_experts and self.schedule != "interleaved":
+            raise PlanError(
+                f"schedule {self.schedule}: passes in which experts' exchanges overlap are of schedule interleaved"
+            )
         if any(axis.name == AXIS for axis in graph.mesh):
             raise PlanError("the graph has a pipeline already: give its step graph without one")
 
@@ -776,10 +849,19 @@ class Pipeline:
             added = {number: [accumulate(builder, its)] if its else [] for number, its in gradients.items()}
         last = "weight" if self.schedule in SPLIT else "backward"
         runs = {(chunk.number, part): in_order(chunk.timed(part)) for chunk in chunks for part in PipelinePhase}
+        exchanges = plan.exchanges(chunks) if self.overlap_experts else ()
         calls: list[Call] = []
-        for kind, micro_batch, number in order(self.schedule, stage, self.stages, self.micro_batches, self.chunks):
+        waiting: list[Call] = []
+        ahead, sizes = int(self.overlap_experts), (self.stages, self.micro_batches, self.chunks)
+        actions = order(self.schedule, stage, *sizes, ahead=ahead)
+        for (kind, micro_batch, number), after in zip_longest(actions, actions[1:]):
             chunk = chunks[number]
-            calls += in_micro_batch(runs[chunk.number, _PARTS[kind]], micro_batch)
+            run = in_micro_batch(runs[chunk.number, _PARTS[kind]], micro_batch)
+            if exchanges and kind == "forward" and after and after[0] == "backward":
+                waiting = run
+                continue
+            calls += both(run, waiting, exchanges) if waiting else run
+            waiting = []
             if kind == last and micro_batch:
                 calls += in_micro_batch(added[chunk.number], micro_batch)
         update = [call for chunk in chunks for call in chunk.timed(PipelinePhase.UPDATE)]

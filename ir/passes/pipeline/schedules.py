@@ -115,11 +115,11 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int, chunks
     return _alternate(forward, backward, warm_up=stages - stage - 1)
 
 
-def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
+def interleaved(stage: int, stages: int, micro_batches: int, chunks: int, ahead: int = 0) -> list[Action]:
     """1F1B with several chunks a stage (Narayanan et al., SC 2021, section 2.2.2).
 
     Chunks take turns after `stages` micro-batches; the warm-up of Megatron-LM is `2 (stages - stage - 1) +
-    (chunks - 1) stages` passes.
+    (chunks - 1) stages` passes, and `ahead` more.
     """
     turns = [
         (start + micro_batch, chunk)
@@ -129,7 +129,7 @@ def interleaved(stage: int, stages: int, micro_batches: int, chunks: int) -> lis
     ]
     forward: list[Action] = [("forward", micro_batch, chunk) for micro_batch, chunk in turns]
     backward: list[Action] = [("backward", micro_batch, chunks - 1 - chunk) for micro_batch, chunk in turns]
-    return _alternate(forward, backward, warm_up=2 * (stages - stage - 1) + (chunks - 1) * stages)
+    return _alternate(forward, backward, warm_up=2 * (stages - stage - 1) + (chunks - 1) * stages + ahead)
 
 
 def zb_h1(stage: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
@@ -195,7 +195,9 @@ def check_schedule(schedule: str, stages: int, micro_batches: int, chunks: int) 
         raise PlanError(f"{micro_batches} micro-batches of {chunks} chunks are too many: at most {MAX_PASSES:,}")
 
 
-def order(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[Action]:
+def order(
+    schedule: str, stage: int, stages: int, micro_batches: int, chunks: int = 1, *, ahead: int = 0
+) -> list[Action]:
     """The passes of one stage in the order in which it runs them.
 
     Args:
@@ -204,6 +206,7 @@ def order(schedule: str, stage: int, stages: int, micro_batches: int, chunks: in
         stages: number of stages.
         micro_batches: number of micro-batches of a step.
         chunks: chunks of layers on each stage.
+        ahead: passes that a stage of an interleaved schedule runs forward more before its first backward.
 
     Returns:
         (kind, micro-batch, chunk of the stage), every one once, a forward before its backward, and that before its
@@ -214,4 +217,6 @@ def order(schedule: str, stage: int, stages: int, micro_batches: int, chunks: in
         UnknownNameError: no such schedule.
     """
     check_schedule(schedule, stages, micro_batches, chunks)
+    if ahead:
+        return interleaved(stage, stages, micro_batches, chunks, ahead)
     return SCHEDULES[schedule](stage, stages, micro_batches, chunks)

@@ -25,7 +25,8 @@ which stand between the keys in its fused weight; here they stay where they are.
 
 Experts share their hidden channels (expert tensor parallelism), the router is whole. Their summands are weighted
 and added up by token before they are reduced, as with Megatron's all-gather dispatcher. Where the last product
-has a bias, rows are reduced before it is added: one for each expert that a token goes to.
+has a bias, rows are reduced before it is added: one for each expert that a token goes to. Or they are left whole
+(`experts`), for the ranks to share as those of other axes do.
 
 Clipping by norm, and the overflow flag of fp16: see `model.total_norms`. Norms are those of the first rank,
 which counts also what every rank holds. What is recomputed is shared, and communicates, as the forward pass does.
@@ -45,6 +46,7 @@ from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, StepGraph
 from echograph.ir.passes.dims import Shape
 from echograph.ir.passes.rewrite import StepWriter
+from echograph.ir.passes.tensor_parallel.experts import OwnTokens, whole_experts
 from echograph.ir.passes.tensor_parallel.plan import PLAN, Indivisible, Sharding, Style, check_plan, infer_plan
 from echograph.ir.passes.tensor_parallel.rules import (
     PARTIAL,
@@ -177,8 +179,8 @@ class _Writer(StepWriter):
             self.sharding.local_shape(index, wanted),
         )
         made = self.builder.tensor(tensor.name, shape, tensor.dtype, tensor.role)
-        held, written = self.sharding.shapes[index], prod(shape) * tensor.dtype.itemsize
-        read = prod(held) * tensor.dtype.itemsize
+        held, written = self.sharding.shapes[index], tensor.dtype.nbytes(prod(shape))
+        read = tensor.dtype.nbytes(prod(held))
         self._local(op, "aten.slice_backward", (source,), (made,), read, written)
         return made
 
@@ -315,7 +317,7 @@ class _Writer(StepWriter):
         self.part.ops[op.id] = self._add(product, Decision(decision.inputs[1:], (PARTIAL,)), reads[1:], (summand,))
         total = self._reduce(index, op, summand)
         self.part.tensors[index] = self.builder.tensor(tensor.name, local, tensor.dtype, tensor.role)
-        nbytes = prod(local) * tensor.dtype.itemsize
+        nbytes = tensor.dtype.nbytes(prod(local))
         self._local(op, "aten.add", (total, reads[0]), (self.part.tensors[index],), nbytes + bias.nbytes, nbytes)
 
     def _log_softmax(self, op: t.Compute, logits: int) -> None:
@@ -323,7 +325,7 @@ class _Writer(StepWriter):
         (index,) = op.outputs
         tensor = self.graph.tensors[index]
         local = self.sharding.shapes[index]
-        rows, size = local[0] * tensor.dtype.itemsize, prod(local) * tensor.dtype.itemsize
+        rows, size = tensor.dtype.nbytes(local[0]), tensor.dtype.nbytes(prod(local))
         column = (local[0], 1)
         largest = self._temporary("max", column, tensor)
         self._local(op, "aten.amax", (logits,), (largest,), size, rows)
@@ -344,7 +346,7 @@ class _Writer(StepWriter):
         """
         (index,), (picked, likely) = op.outputs, reads
         tensor, local = self.graph.tensors[index], self.sharding.shapes[index]
-        size = prod(local) * tensor.dtype.itemsize
+        size = tensor.dtype.nbytes(prod(local))
         probability, difference = self._temporary("exp", local, tensor), self._temporary("add", local, tensor)
         self._local(op, "aten.exp", (likely,), (probability,), size, size)
         self._local(op, "aten.add", (picked, probability, likely), (difference,), 2 * size, size)
@@ -354,7 +356,7 @@ class _Writer(StepWriter):
         """The rank that has a token's target picks its log-probability; the others add zero."""
         tensor, target = self.graph.tensors[op.inputs[0]], self.graph.tensors[op.inputs[1]]
         column = (tensor.shape[0], 1)
-        rows = tensor.shape[0] * tensor.dtype.itemsize
+        rows = tensor.dtype.nbytes(tensor.shape[0])
         picked = self._temporary("gather", column, tensor)
         self._local(op, "aten.gather", reads[:2], (picked,), target.nbytes + rows, rows)
         picked = self._sum_over_ranks(op, picked, column, tensor)
@@ -395,6 +397,8 @@ class TensorParallel:
         plan: what is shared, see `tensor_parallel.plan`; None takes the plan for the zoo's families, and infers
             that for matrices which it does not know (`plan.infer_plan`).
         sequence_parallel: share activations along the sequence where they would be whole.
+        expert_size: ranks that cut each expert: all, or 1 with sequence parallelism (`experts`), after which
+            `expert_parallel` has to go across "tp".
         vocab_multiple: rows of the vocabulary that each rank's share is a multiple of.
     """
 
@@ -403,6 +407,7 @@ class TensorParallel:
     size: int
     plan: Mapping[str, Style] | None = None
     sequence_parallel: bool = False
+    expert_size: int | None = None
     vocab_multiple: int = 128
 
     def __call__(self, graph: StepGraph) -> StepGraph:
@@ -440,6 +445,11 @@ class TensorParallel:
                 f"sequence parallelism over {self.size} ranks: the sequence of {positions} does not divide: "
                 "choose a length that does, or leave it out"
             )
+        if self.expert_size not in (None, 1, self.size) or (self.whole_experts and not self.sequence_parallel):
+            raise PlanError(
+                f"experts cut over {self.expert_size} of {self.size} tensor-parallel ranks: choose {self.size}, "
+                "or 1 with sequence parallelism, which gives each rank tokens of its own"
+            )
         plan, lines = self._plan(graph)
         try:
             return self._propagate(graph, plan), lines
@@ -447,20 +457,26 @@ class TensorParallel:
             nearest = self._nearest(graph, plan, error.extent)
             raise PlanError(f"tensor parallelism: {error}: choose a size of {nearest}") from None
 
+    @property
+    def whole_experts(self) -> bool:
+        """Whether experts are not cut."""
+        return self.expert_size == 1 < self.size
+
     def _plan(self, graph: StepGraph) -> tuple[Mapping[str, Style], list[str]]:
         """The user's plan, or the one for the zoo's families with what else can be inferred."""
+        whole = whole_experts(graph) if self.whole_experts else {}
         if self.plan is not None:
             check_plan(self.plan)
-            return self.plan, []
+            return {**whole, **self.plan}, []
         inferred, lines = infer_plan(
-            graph, PLAN, self.size * self.vocab_multiple, lambda plan: self._fault(graph, plan)
+            graph, {**whole, **PLAN}, self.size * self.vocab_multiple, lambda plan: self._fault(graph, plan)
         )
-        return {**inferred, **PLAN}, lines
+        return {**whole, **inferred, **PLAN}, lines
 
     def _fault(self, graph: StepGraph, plan: Mapping[str, Style]) -> str:
         """Why a plan is not worth it: an extent does not divide, or ranks have to gather what they share."""
         try:
-            sharding = replace(self, sequence_parallel=False)._propagate(graph, plan)
+            sharding = replace(self, sequence_parallel=False, expert_size=None)._propagate(graph, plan)
         except PlanError as error:
             return str(error)
         return next((line for line in _report(graph, sharding) if ": gathers " in line), "")
@@ -472,6 +488,7 @@ class TensorParallel:
             plan=plan,
             vocab_multiple=self.vocab_multiple,
             sequence_parallel=self.sequence_parallel,
+            decided=OwnTokens(graph, plan).decision if self.whole_experts else None,
         )
 
     def _nearest(self, graph: StepGraph, plan: Mapping[str, Style], extent: int) -> str:
@@ -483,7 +500,9 @@ class TensorParallel:
 
     def _works(self, size: int, graph: StepGraph, plan: Mapping[str, Style]) -> bool:
         try:
-            replace(self, size=size)._propagate(graph, plan)
+            replace(self, size=size, expert_size=self.expert_size and min(size, self.expert_size))._propagate(
+                graph, plan
+            )
         except PlanError:
             return False
         return True

@@ -483,6 +483,7 @@ class Sharding:
         plan: module pattern -> style.
         vocab_multiple: each rank's rows of the vocabulary are a multiple of it.
         sequence_parallel: reduce into shares of the sequence, not to whole tensors.
+        decided: what is known of an operation, by its row, and not asked of its rule; None where nothing is.
 
     Raises:
         PlanError: an extent does not divide, or the step has what cannot be shared.
@@ -496,8 +497,10 @@ class Sharding:
         plan: Mapping[str, Style],
         vocab_multiple: int = 128,
         sequence_parallel: bool = False,
+        decided: Callable[[int], Decision | None] | None = None,
     ) -> None:
         self.graph, self.size, self.vocab_multiple = graph, size, vocab_multiple
+        self._decided = decided
         self.sequence_parallel = sequence_parallel
         self.given = given_placements(graph, plan)
         self.norms, flags = total_norms(graph), overflow_flags(graph)
@@ -597,7 +600,7 @@ class Sharding:
     def _at_gradients(self, site: OpSchema, row: int) -> Decision:
         """The decision; norms for clipping and overflow flags are first those of a rank, then of all."""
         outputs = self.graph.ops.outputs.row(row)
-        local = decide(site)
+        local = (self._decided and self._decided(row)) or decide(site)
         if (
             self.norms
             and site.phase == t.Phase.OPTIMIZER

@@ -15,6 +15,7 @@ from echograph.errors import InputError, UnknownNameError, UsageError
 from echograph.ir.graph import JobGraph, StepGraph, Workload
 from echograph.ir.passes import PASSES
 from echograph.ir.passes.base import Note, Pass, run
+from echograph.ir.types import DType
 from echograph.models.stacks import Stack, load_stack, stack_names
 from echograph.options import given, kinds, option, option_name
 
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 RecomputeName = Literal["none", "selective", "selective-op", "full"]
 LossName = Literal["eager", "fused"]
-PrecisionName = Literal["bf16", "fp16", "fp32", "fp8", "fp8-rowwise", "mxfp8"]
+TpOverlapName = Literal["none", "bulk", "chunks"]
+PrecisionName = Literal["bf16", "fp16", "fp32", "fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4"]
 GradDType = Literal["bf16", "fp16", "fp32"]
 CpMethod = Literal["ring", "all-to-all"]
+DispatcherName = Literal["alltoall", "deepep", "hybridep"]
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """Mesh axes in Megatron's order: neighbours first."""
 ZERO_STAGES = (0, 1, 2, 3)
@@ -46,14 +49,31 @@ class Plan:
     cluster: str = option("dgx-h100", "A preset (see echosim clusters), a TOML file, or an echoprof profile.pb.")
     tp: int = option(1, "Tensor-parallel ranks, which share each layer.")
     sequence_parallel: bool = option(False, "They share the sequence between the products as well.")
+    tp_comm_overlap: str = option(
+        "",
+        "Gathers and scatters of tensor-parallel ranks beside products: none; bulk: those of backward beside "
+        "gradients of inputs and weights (Megatron-LM); chunks: the others in parts with their own products, too "
+        "(Transformer Engine's userbuffers, PyTorch's async tensor parallelism).",
+        "as the stack does; none",
+    )
     tp_plan: str = option(
         "", "TOML file of module patterns and how they are shared.", "the model's own, or by structure"
     )
     cp: int = option(1, "Context-parallel ranks, which share the sequence.")
     cp_method: str = option("ring", f"Attention over shared sequences: {', '.join(get_args(CpMethod))}.")
     ep: int = option(1, "Expert-parallel ranks, which share the experts of a layer.")
+    etp: int | None = option(
+        None,
+        "Tensor-parallel ranks that cut each expert: all, or 1, so that they are expert-parallel ranks, too.",
+        "as the stack does; as --tp",
+    )
     capacity_factor: float | None = option(
         None, "Rows that an expert takes, in units of its even share; the rest is dropped.", "no limit"
+    )
+    moe_dispatcher: str = option(
+        "",
+        f"How rows get to experts: {', '.join(get_args(DispatcherName))}; the latter send a token once to a node.",
+        "as the stack does; alltoall",
     )
     expert_imbalance: float = option(1.0, "Rows of the busiest rank's experts in units of the mean (assumed).")
     pp: int = option(1, "Pipeline stages.")
@@ -71,6 +91,9 @@ class Plan:
     )
     overlap_param_gather: bool | None = option(
         None, "Gather parameters while the next forward goes on, with --zero 1 and 2.", "as the stack does; no"
+    )
+    overlap_moe_expert_parallel_comm: bool = option(
+        False, "Exchange rows of experts in pairs of a forward and a backward pass, while the other computes."
     )
     micro_batch: int | None = option(None, "Samples of a micro-batch.", "as the graph was compiled")
     global_batch: int | None = option(
@@ -111,14 +134,17 @@ class Plan:
         return self.tp * self.cp * self.pp
 
     @property
-    def shares_experts_over_cp(self) -> bool:
-        """Whether context-parallel ranks share the experts, too, as Megatron-Core folds the two axes."""
-        return self.cp > 1 and self.ep % self.cp == 0
+    def experts_across(self) -> tuple[str, ...]:
+        """Axes whose ranks share the experts as those of "ep" do, as Megatron-Core folds them."""
+        over_tp = self.etp == 1 < self.tp
+        over_cp = self.cp > 1 and self.ep % (self.cp * (self.tp if over_tp else 1)) == 0
+        return ("cp",) * over_cp + ("tp",) * over_tp
 
     @property
     def expert_ranks(self) -> int:
         """Data-parallel ranks that share the experts of a layer."""
-        return self.ep // self.cp if self.shares_experts_over_cp else self.ep
+        sizes = {"cp": self.cp, "tp": self.tp}
+        return self.ep // prod(sizes[axis] for axis in self.experts_across)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -127,7 +153,19 @@ class Plan:
 
 
 def _check_sizes(plan: Plan) -> None:
-    for name in ("tp", "cp", "ep", "pp", "vpp", "hsdp_replicas", "dp", "micro_batch", "gpus", "global_batch"):
+    for name in (
+        "tp",
+        "cp",
+        "ep",
+        "etp",
+        "pp",
+        "vpp",
+        "hsdp_replicas",
+        "dp",
+        "micro_batch",
+        "gpus",
+        "global_batch",
+    ):
         value = getattr(plan, name)
         if value is not None and value < 1:
             raise UsageError(f"{option_name(name)} {value}: give 1 or more")
@@ -149,6 +187,8 @@ def _check_words(plan: Plan) -> None:
         "cp_method": get_args(CpMethod),
         "stack": ("", *stack_names()),
         "loss": ("", *get_args(LossName)),
+        "tp_comm_overlap": ("", *get_args(TpOverlapName)),
+        "moe_dispatcher": ("", *get_args(DispatcherName)),
         "precision": ("", *get_args(PrecisionName)),
         "grad_dtype": ("", *get_args(GradDType)),
         "recompute": (*get_args(RecomputeName), plan.recompute if plan.recompute.isdigit() else "none"),
@@ -189,6 +229,14 @@ def _check_pairs(plan: Plan) -> None:
             plan.sequence_parallel and plan.tp == 1,
             "--sequence-parallel: shares the sequence among tensor-parallel ranks, give --tp 2 or more",
         ),
+        (
+            plan.etp not in (None, 1, plan.tp),
+            f"--etp {plan.etp}: experts are cut by all tensor-parallel ranks or by none: give {plan.tp} or 1",
+        ),
+        (
+            plan.etp == 1 < plan.tp and not (plan.sequence_parallel and plan.ep % plan.tp == 0),
+            f"--etp 1 with --tp {plan.tp}: ranks of --ep, a multiple of it, which needs --sequence-parallel",
+        ),
         (plan.tp_plan and plan.tp == 1, "--tp-plan: says what tensor-parallel ranks share, give --tp 2 or more"),
         (
             plan.hsdp_replicas != 1 and plan.zero != 3,
@@ -197,6 +245,10 @@ def _check_pairs(plan: Plan) -> None:
         (
             plan.reshard_after_forward is not None and plan.zero != 3,
             "--reshard-after-forward: is of gathered parameters, give --zero 3",
+        ),
+        (
+            plan.overlap_moe_expert_parallel_comm and plan.vpp == 1,
+            "--overlap-moe-expert-parallel-comm: pairs the passes of interleaved chunks, give --vpp 2 or more",
         ),
         (
             plan.overlap_param_gather and plan.zero not in (1, 2),
@@ -348,11 +400,12 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
     _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
     count = micro_batches(plan, ranks, plan.micro_batch or workload.batch_size)
     replicas, dropping = ranks // plan.expert_ranks, {"capacity_factor": plan.capacity_factor}
-    experts = {"imbalance": plan.expert_imbalance, "across": ("cp",) if plan.shares_experts_over_cp else ()}
+    experts = {"imbalance": plan.expert_imbalance, "across": plan.experts_across} | _dispatch(plan, cluster)
     types = {"dtype": plan.precision or None, "grad_dtype": plan.grad_dtype or None}
     delayed = stack.fp8_scaling == "delayed" and plan.precision == "fp8"
     recipe: dict[str, Any] = {"kept": stack.fp8_kept, "delayed": delayed}
-    recipe |= {"weights": stack.fp8_weights, "experts": stack.fp8_experts}
+    recipe |= {"weights": stack.fp8_weights, "experts": stack.fp8_experts, "main_gradients": stack.main_gradients}
+    recipe["gathers"] = stack.fp8_gathers
     order: tuple[tuple[bool, str, dict[str, Any]], ...] = (
         # The step that one rank would run alone: its batch, what it is asked for, what it computes again.
         (plan.micro_batch not in (None, workload.batch_size), "micro_batch", {"size": plan.micro_batch}),
@@ -367,14 +420,19 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
             {"size": plan.ep} | dropping | experts,
         ),
         (plan.loss == "fused", "fuse_loss", {}),
-        (bool(plan.precision or plan.grad_dtype), "precision", types | recipe),
+        (bool(plan.precision or plan.grad_dtype or stack.main_gradients), "precision", types | recipe),
         # The kernels that its stack runs.
         (bool(stack.attention), "attention_kernel", {"kernel": _attention(stack, cluster)}),
         (bool(stack.fuse), "fuse", {"within": stack.fuse}),
+        (
+            plan.tp > 1 and plan.tp_comm_overlap in ("bulk", "chunks"),
+            "tp_comm_overlap",
+            {"chunks": plan.tp_comm_overlap == "chunks"},
+        ),
         # The job of all ranks.
-        (plan.pp > 1, "pipeline", _pipeline(plan, count)),
+        (plan.pp > 1, "pipeline", _pipeline(plan, count, stack)),
         (plan.zero < 3, "data_parallel", _data_parallel(plan, replicas, count)),
-        (plan.zero == 3, "fully_shard", _fully_shard(plan, replicas, count)),
+        (plan.zero == 3, "fully_shard", _fully_shard(plan, replicas, count, stack)),
         (plan.mesh_order != Plan().mesh_order, "mesh_order", {"order": tuple(plan.mesh_order.split("-"))}),
     )
     return tuple(PASSES[name](**options) for wanted, name, options in order if wanted)
@@ -389,6 +447,9 @@ def with_stack(plan: Plan, stack: Stack) -> Plan:
         "overlap_param_gather": stack.overlap_param_gather if plan.zero in (1, 2) else None,
         "recompute_early_stop": stack.recompute_early_stop,
         "loss": stack.loss if plan.tp == 1 else stack.loss_in_tensor_parallel,
+        "moe_dispatcher": stack.moe_dispatcher,
+        "etp": stack.etp if plan.sequence_parallel and plan.ep % plan.tp == 0 else None,
+        "tp_comm_overlap": stack.tp_comm_overlap,
         "grad_dtype": (plan.pp > 1 and stack.grad_dtype_in_pipelines) or stack.grad_dtype,
     }
     return replace(plan, **{name: value for name, value in said.items() if getattr(plan, name) in (None, "")})
@@ -457,18 +518,36 @@ def _tensor_parallel(plan: Plan) -> dict[str, Any]:
         from echograph.ir.passes.tensor_parallel.plan import read_plan
 
         patterns = read_plan(Path(plan.tp_plan))
-    return {"size": plan.tp, "plan": patterns, "sequence_parallel": plan.sequence_parallel}
+    sequence = {"sequence_parallel": plan.sequence_parallel, "expert_size": plan.etp if plan.ep > 1 else None}
+    return {"size": plan.tp, "plan": patterns} | sequence
 
 
-def _pipeline(plan: Plan, count: int) -> dict[str, Any]:
+def _dispatch(plan: Plan, cluster: Cluster) -> dict[str, Any]:
+    """How rows get to experts, and on how many NVLink domains their ranks are."""
+    if plan.moe_dispatcher in ("", "alltoall"):
+        return {}
+    order = plan.mesh_order.split("-")
+    inside = [axis for axis in order[: order.index("ep")] if axis in ("tp", "cp", "pp")]
+    between = prod(
+        {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp}[a] for a in inside if a not in plan.experts_across
+    )
+    together = max(1, cluster.domain_gpus // between)
+    return {"dispatcher": plan.moe_dispatcher, "domains": -(-plan.ep // together)}
+
+
+def _pipeline(plan: Plan, count: int, stack: Stack) -> dict[str, Any]:
     try:
         layers = tuple(int(part) for part in plan.stage_layers.split(",")) if plan.stage_layers else None
     except ValueError:
         raise UsageError(
             f"--stage-layers {plan.stage_layers[:40]}: give whole numbers with commas, as 10,12,12,10"
         ) from None
-    schedule = schedule_of(plan)
-    return {"stages": plan.pp, "micro_batches": count, "schedule": schedule, "chunks": plan.vpp, "layers": layers}
+    options = {"stages": plan.pp, "micro_batches": count, "schedule": schedule_of(plan), "chunks": plan.vpp}
+    # Ranks that cut the sequence have different activations already.
+    whole = plan.tp > 1 and not plan.sequence_parallel
+    overlap = {"overlap_experts": True} if plan.overlap_moe_expert_parallel_comm and plan.ep > 1 else {}
+    shared = {"scatter_gather": stack.pipeline_scatter_gather and whole}
+    return options | {"layers": layers} | shared | overlap
 
 
 def schedule_of(plan: Plan) -> str:
@@ -483,13 +562,15 @@ def _data_parallel(plan: Plan, replicas: int, count: int) -> dict[str, Any]:
     return options | {name: plan.given[name] for name in names if name in plan.given}
 
 
-def _fully_shard(plan: Plan, replicas: int, count: int) -> dict[str, Any]:
+def _fully_shard(plan: Plan, replicas: int, count: int, stack: Stack) -> dict[str, Any]:
     keep = plan.pp > 1 if plan.reshard_after_forward is None else not plan.reshard_after_forward
     return {
         "replicas": replicas,
         "shard": replicas // plan.hsdp_replicas,
         "micro_batches": 1 if plan.pp > 1 else count,
         "reshard_after_forward": not keep,
+        "apart": stack.zero3_apart,
+        "reduce_dtype": DType[stack.reduce_dtype.upper()] if stack.reduce_dtype else None,
     }
 
 

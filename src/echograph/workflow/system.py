@@ -135,6 +135,11 @@ class System:
 
         return estimate(graph, self.device)(graph)
 
+    @property
+    def sm_count(self) -> int:
+        """Multiprocessors of one device; 0 where it is not known."""
+        return self.device.datasheet.sm_count if self.device is not None else 0
+
     def peak_flops_per_s(self, graph: Graph) -> float:
         """FLOP/s of one device in the type of the step; 0 where it is not known."""
         if self.device is None:

@@ -518,7 +518,7 @@ def assumptions(
 _ALWAYS = (
     Assumption("overlap", "left out", "kernels and collectives that run at once do not slow each other"),
     Assumption("the step", "left out", "data loading, checkpoints, logging, and what one step leaves to the next"),
-    Assumption("interval", "formula", "covers the errors of the durations above, and nothing that is left out"),
+    Assumption("interval", "formula", "covers durations, the model's form and a stack that is not named"),
 )
 
 
@@ -550,7 +550,10 @@ def _given(result: Result, job: JobGraph) -> Iterator[Assumption]:
 def _fitted(result: Result, job: JobGraph, device: DeviceProfile) -> Iterator[Assumption]:
     """The models of kernels and of the host."""
     precision = str(result.plan.get("precision") or job.workload.dtype.text)
-    gemm = device.gemm.get("fp8" if "fp8" in precision else "bf16" if precision == "fp16" else precision)
+    name = {"fp16": "bf16", "fp8-blockwise": "fp8_block"}.get(
+        precision, "fp8" if "fp8" in precision else precision
+    )
+    gemm = device.gemm.get(name)
     if result.sources.get("fitted", 0.0) + result.sources.get("analytical", 0.0) > 0:
         if gemm is not None and "matrix products" in result.limits:
             yield _labelled("matrix products", gemm.label)

@@ -21,16 +21,19 @@ from echograph.ir.passes.mesh import ResizeAxes
 from echograph.models.stacks import load_stack
 from echograph.progress import Progress, silent
 from echograph.simulator.clusters import Cluster
-from echograph.simulator.memory import Memory, Runtime, largest_memory
-from echograph.units import MIB
+from echograph.simulator.form import load_form
+from echograph.simulator.memory import Runtime, largest_memory
+from echograph.units import MIB, to_s
 from echograph.workflow.compile import compile_entry
 from echograph.workflow.plan import Plan, passes
 from echograph.workflow.predict import simulate
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
+from echograph.workflow.validation.assumptions import unsaid_spread
 from echograph.workflow.validation.score import Outcome
 from echograph.workflow.validation.setup import Setup, setup
 from echograph.workflow.validation.table import MeasuredStep, Skip
+from echograph.workflow.validation.trainers import MemoryReport, trainer_of
 
 PIECE = 90
 """Rows that a process takes at once: they share a capture, and no process is left alone with a large family."""
@@ -39,15 +42,6 @@ UPDATES = ("op:aten._foreach_*", "op:aten._fused_adamw_")
 """Operations of the optimizer."""
 
 GIB = 2**30
-RESERVED = ("titan",)
-"""Families whose figure is PyTorch's reserved memory; the others' is nvidia-smi's."""
-
-EAGER_KERNELS = ("bloom",)
-"""Families of the time before kernels were loaded lazily, on devices before Hopper: BigScience's chronicles of
-tr11-176B-ml state 1,573 MiB for them, and cuBLAS takes 8 MiB a handle."""
-
-THOUSANDS = ("bloom",)
-"""Families whose GB are thousands of nvidia-smi's MiB: their 80 GB would not fit an A100 as GiB."""
 
 
 def predict_rows(rows: Sequence[MeasuredStep], jobs: int = 1, say: Progress = silent) -> list[Outcome]:
@@ -174,7 +168,8 @@ def _alike(one: Pass) -> Pass:
 
 def _shared(plan: Plan) -> Plan:
     """What of a plan says what a rank computes for a micro-batch; the rest says how often and beside whom."""
-    plan = replace(plan, gpus=None, dp=None, global_batch=None, pp=1, vpp=1, schedule="", stage_layers="")
+    plan = replace(plan, gpus=None, dp=None, global_batch=None, overlap_moe_expert_parallel_comm=False)
+    plan = replace(plan, pp=1, vpp=1, schedule="", stage_layers="")
     return replace(plan, zero=0, hsdp_replicas=1, reshard_after_forward=None)
 
 
@@ -196,19 +191,27 @@ def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
         system = System(made.plan.cluster, launch_blocking=made.blocking)
         job = steps.job(made, system)
         result = simulate(job, system, plan=made.plan, memory=False)
-        step_s, interval_s = (
-            _alone(made, steps, system) if made.layer_alone else (result.step_s, result.interval_s)
-        )
+        step_s, work = result.step_s, result.work
+        durations_s = to_s(result.durations_interval_ps[0]), to_s(result.durations_interval_ps[1])
+        if made.layer_alone:
+            step_s, durations_s, work = _alone(made, steps, system)
         measured = measured_memory(row)
         peak = predicted_memory(row, job, system.cluster, made.plan) if measured else None
     except EchoError as error:
         return _skipped(row, str(error))
+    unsaid = unsaid_spread(made.assumed)
     return Outcome(
         id=row.id,
         family=row.family,
         measured_s=row.measured_s,
+        device=system.cluster.device,
+        gpus=result.gpus,
+        stack=made.plan.stack,
         predicted_s=step_s,
-        interval_s=interval_s,
+        interval_s=load_form().interval(step_s, durations_s, work, unsaid),
+        durations_interval_s=durations_s,
+        work=work,
+        unsaid=unsaid,
         tokens_per_s=(made.plan.global_batch or 0) * made.seq_len / step_s,
         peak_bytes=peak,
         measured_peak_bytes=measured,
@@ -216,10 +219,11 @@ def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
     )
 
 
-def _alone(made: Setup, steps: _Steps, system: System) -> tuple[float, tuple[float, float]]:
+def _alone(made: Setup, steps: _Steps, system: System) -> tuple[float, tuple[float, float], dict[str, float]]:
     """Seconds of the layers without embedding, loss and optimizer: by how much so many more make a step longer.
 
-    The interval is as wide, relatively, as that of the longer step.
+    The interval, of the errors of durations, is as wide, relatively, as that of the longer step; and so are the
+    shares of kinds of work.
     """
     shallow = replace(made, model=made.model.with_layers(FEWEST))
     deep = replace(made, model=made.model.with_layers(FEWEST + made.model.layers))
@@ -228,8 +232,8 @@ def _alone(made: Setup, steps: _Steps, system: System) -> tuple[float, tuple[flo
         simulate(steps.job(one, system), system, scenario, plan=one.plan, memory=False) for one in (shallow, deep)
     )
     seconds = long.step_s - short.step_s
-    low, high = (seconds * bound / long.step_s for bound in long.interval_s)
-    return seconds, (low, high)
+    low, high = (seconds * bound / long.step_ps for bound in long.durations_interval_ps)
+    return seconds, (low, high), long.work
 
 
 def _skipped(row: MeasuredStep, why: str) -> Outcome:
@@ -242,23 +246,23 @@ def measured_memory(row: MeasuredStep) -> int | None:
         gib = float(row.text("peak_mem_gib"))
     except ValueError:
         return None
-    return round(gib * GIB * (1000 / 1024 if row.family in THOUSANDS else 1)) if 0 < gib < 1e6 else None
+    return round(gib * trainer_of(row).memory.gib_MiB * MIB) if 0 < gib < 1e6 else None
 
 
 def predicted_memory(row: MeasuredStep, job: JobGraph, cluster: Cluster, plan: Plan) -> int | None:
     """The same figure, predicted, of the rank that needs most."""
-    memory = largest_memory(job, cluster.memory_bytes, _runtime(row, plan))
-    return None if memory is None else _reported(row, memory)
+    report = trainer_of(row).memory
+    memory = largest_memory(job, cluster.memory_bytes, _runtime(report, plan))
+    if memory is None:
+        return None
+    reserved = report.figure == "reserved" and memory.reserved_bytes is not None
+    return memory.reserved_bytes if reserved else memory.device_bytes
 
 
-def _reported(row: MeasuredStep, memory: Memory) -> int:
-    if row.family in RESERVED and memory.reserved_bytes is not None:
-        return memory.reserved_bytes
-    return memory.device_bytes
-
-
-def _runtime(row: MeasuredStep, plan: Plan) -> Runtime:
+def _runtime(report: MemoryReport, plan: Plan) -> Runtime:
     runtime = Runtime(expandable_segments=bool(plan.stack) and load_stack(plan.stack).expandable_segments)
-    if row.family not in EAGER_KERNELS:
-        return runtime
-    return replace(runtime, cuda_context_bytes=1573 * MIB, cublas_workspace_bytes=(8 * MIB, 8 * MIB))
+    if report.cuda_context_MiB:
+        runtime = replace(runtime, cuda_context_bytes=report.cuda_context_MiB * MIB)
+    if report.cublas_workspace_MiB:
+        runtime = replace(runtime, cublas_workspace_bytes=(report.cublas_workspace_MiB * MIB,) * 2)
+    return runtime

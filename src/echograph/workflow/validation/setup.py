@@ -39,7 +39,8 @@ PRECISION = {
     "fp32": ("fp32", ""), "fp16": ("fp16", ""), "bf16": ("bf16", ""), "amp_bf16": ("bf16", ""),
     "bf16 te": ("bf16", ""), "fp8": ("bf16", "fp8"), "fp8-hybrid": ("bf16", "fp8"), "fp8-cs": ("bf16", "fp8"),
     "fp8 tensorwise": ("bf16", "fp8"), "fp8 rowwise": ("bf16", "fp8-rowwise"), "amp_fp8": ("bf16", "fp8"),
-    "mxfp8": ("bf16", "mxfp8"), "fp8-mx": ("bf16", "mxfp8"),
+    "mxfp8": ("bf16", "mxfp8"), "fp8-mx": ("bf16", "mxfp8"), "fp8-sc": ("bf16", "fp8-blockwise"),
+    "nvfp4": ("bf16", "nvfp4"),
 }  # fmt: skip
 """Type of the step and precision of its matrix products."""
 
@@ -146,7 +147,9 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
         vpp=sizes["vpp"],
         stage_layers=_stage_layers(layers, sizes["pp"] * sizes["vpp"]),
         cp=sizes["cp"],
-        ep=_experts(sizes["ep"], sizes["tp"], gpus // model * sizes["cp"], assumed),
+        ep=sizes["ep"],
+        # More ranks than there are with data of their own: those of a tensor-parallel group are among them.
+        etp=1 if sizes["ep"] > gpus // model * sizes["cp"] else None,
         sequence_parallel=row.text("sequence_parallel") == "yes" and sizes["tp"] > 1,
         **zero,
         capacity_factor=1.0 if "tokendrop" in row.text("model") else None,
@@ -165,14 +168,6 @@ def _adapters(row: MeasuredStep, trainer: Trainer, assumed: list[str]) -> dict[s
         return {}
     assumed.append(f"adapters of rank {trainer.lora_rank} beside {trainer.lora_targets.replace(',', ', ')}")
     return {"lora_rank": trainer.lora_rank, "lora_targets": trainer.lora_targets}
-
-
-def _experts(ep: int, tp: int, ranks: int, assumed: list[str]) -> int:
-    """Ranks that share the experts; where there are too few, those of a tensor-parallel group cut each expert."""
-    if ep > ranks and ep % tp == 0:
-        assumed.append("experts cut over tensor-parallel ranks")
-        return ep // tp
-    return ep
 
 
 def _zero(row: MeasuredStep, replicas: int, assumed: list[str]) -> dict[str, Any]:

@@ -21,17 +21,20 @@ class _Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         source: where it is published.
         column: which column.
         text: a regular expression.
+        columns: more columns with a text each.
         gpus_above: GPUs.
     """
 
     source: str
     column: str = ""
     text: str = ""
+    columns: dict[str, str] = {}
     gpus_above: int = 0
 
     def holds(self, row: MeasuredStep) -> bool:
         """Whether it holds for a row."""
-        said = not self.column or re.search(self.text, row.text(self.column)) is not None
+        columns = self.columns | ({self.column: self.text} if self.column else {})
+        said = all(re.search(text, row.text(column)) for column, text in columns.items())
         return said and row.number("n_gpus") > self.gpus_above
 
 
@@ -55,6 +58,24 @@ class _Machine(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cluster: str
 
 
+class MemoryReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a trainer's memory figure is, and what its runs took besides a graph's tensors.
+
+    Attributes:
+        source: where it is published.
+        figure: "device", as nvidia-smi says it, or "reserved", by PyTorch's allocator.
+        gib_MiB: MiB in a "GiB" of the table; 1,000 / 1.024 where nvidia-smi's MiB were cut to thousands of them.
+        cuda_context_MiB: CUDA context and loaded kernels; 0: as kernels that are loaded lazily take.
+        cublas_workspace_MiB: of each cuBLAS handle; 0: as on Hopper.
+    """
+
+    source: str = ""
+    figure: Literal["device", "reserved"] = "device"
+    gib_MiB: float = 1024.0
+    cuda_context_MiB: int = 0
+    cublas_workspace_MiB: int = 0
+
+
 class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a trainer is.
 
@@ -69,6 +90,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         micro_batch: samples of a micro-batch where a row names none; "chunks": as many micro-batches as chunks.
         when: what some rows ran otherwise.
         launch_blocking: whether every launch waited for its kernel.
+        memory: what its memory figure is.
     """
 
     name: str = ""
@@ -81,6 +103,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     micro_batch: int | Literal["chunks"] = 1
     when: tuple[_When, ...] = ()
     launch_blocking: bool = False
+    memory: MemoryReport = MemoryReport()
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
