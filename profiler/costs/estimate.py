@@ -35,7 +35,6 @@ from echograph.profiler.costs.device import (
     DEFAULT_ROW_BYTES,
     CostEstimate,
     DeviceProfile,
-    ScanModel,
     memory_bound,
 )
 from echograph.profiler.costs.gemm import STAND_IN, convolution, gemm, grouped_gemm
@@ -60,7 +59,11 @@ other shapes and devices are from that is assumed."""
 _SCAN, SCAN_SHARE = "mamba2.ssd_scan", 0.1
 """Scans of Mamba-2, of which there is no table: the share of the bf16 peak that they run at, where memory does not
 bind them. Assumed: a scan of 2,048 tokens takes what FlashAttention-2 takes on an A100 (Dao and Gu 2024,
-arXiv:2405.21060, figure 10), which has five times the FLOPs, at half the peak."""
+arXiv:2405.21060, figure 10), which has five times the FLOPs, at half the peak. Devices with a table of a gated delta
+rule have the share that this reaches (`DeviceProfile.scan`)."""
+SCAN_KERNELS = 5
+"""Of a scan (state-spaces/mamba, ops/triton/ssd_combined.py): sums of steps, states of chunks, states passed on,
+products of B and C, the scan."""
 ASSUMED_SPREAD = 0.5
 """For a kernel of a type that no model covers (fp32 or fp64 attention): assumed, not measured."""
 
@@ -206,24 +209,7 @@ def cost_of(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> Cost
                 raise GraphError(
                     f"operation {op.name}: {op.attributes} does not fit its inputs {shapes}"
                 ) from error
-    if _SCAN in op.name and device.scan is not None:
-        return _scan(op, device.scan, device)
     return _memory(op, operands, device)
-
-
-_SCAN, SCAN_KERNELS = "ssd_scan", 5
-"""The operator of a Mamba-2 layer's scan over chunks, and its kernels (state-spaces/mamba,
-ops/triton/ssd_combined.py: sums of steps, states of chunks, states passed on, products of B and C, the scan)."""
-
-
-def _scan(op: Compute, model: ScanModel, device: DeviceProfile) -> CostEstimate:
-    """Its FLOPs at the rate that such recurrences reach, at least what its operands take to move."""
-    moved = memory_bound(device, "elementwise", bytes_read=op.bytes_read, bytes_written=op.bytes_written)
-    peak = device.datasheet.peak_flops_per_s[model.peak]
-    seconds = (
-        max(float(moved.seconds), op.flops / (model.efficiency * peak)) + SCAN_KERNELS * device.memory_launch_s
-    )
-    return CostEstimate(seconds, model.label.spread, model.label.source)
 
 
 def _gemm(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
@@ -312,11 +298,14 @@ def _kernel(operator: str) -> str | None:
 
 
 def _scan(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> CostEstimate:
+    """Its FLOPs at the rate of such recurrences, at least what its operands take to move; several launches."""
     assert isinstance(op, Compute)
     memory = _memory(op, operands, device)
-    peaks = device.datasheet.peak_flops_per_s
-    seconds = op.flops / (SCAN_SHARE * peaks.get("bf16", peaks["fp32"]))
-    return CostEstimate(max(float(memory.seconds), seconds), ASSUMED_SPREAD, "analytical")
+    peaks, known = device.datasheet.peak_flops_per_s, device.scan
+    share = SCAN_SHARE if known is None else known.efficiency
+    seconds = op.flops / (share * peaks.get("bf16", peaks["fp32"]))
+    seconds = max(float(memory.seconds), seconds) + SCAN_KERNELS * device.memory_launch_s
+    return CostEstimate(seconds, ASSUMED_SPREAD, "analytical")
 
 
 def _convolution(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:

@@ -38,9 +38,9 @@ from echograph.profiler.fit.regression import (
 )
 from echograph.profiler.fit.table import KernelTable
 
-KERNEL = "moe_torch_flow_cutlass"
-"""The library whose layers are fitted: CUTLASS' grouped products, which training has, too; its newest version, whose
-distance from the others is in the spread."""
+KERNELS = ("moe_torch_flow_cutlass", "deepgemm")
+"""Whose layers are fitted: the grouped products of CUTLASS, and of DeepGEMM for blocks of FP8 where CUTLASS has none;
+both are what training has. Of the newest version; its distance from the others is in the spread."""
 TILES = ((256, 128), (128, 256), (128, 128), (64, 128), (64, 64))
 ROW_KNOTS = tuple(2.0**power for power in range(3, 14))
 FEW = 3000
@@ -94,7 +94,7 @@ def layers(table: KernelTable) -> Layers:
 
 def layers_of_library(table: KernelTable) -> KernelTable:
     """Of layers those that are fitted: balanced ones of the one library."""
-    return table.where(table.text["kernel"].among([KERNEL]) & table.text["balance"].among(["balanced"]))
+    return table.where(table.text["kernel"].among(KERNELS) & table.text["balance"].among(["balanced"]))
 
 
 def fit_experts(

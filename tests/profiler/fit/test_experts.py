@@ -14,7 +14,7 @@ pytest.importorskip("scipy", reason="fitting needs the [dev] extra")
 
 from echograph.profiler.costs import grouped_gemm, load_device
 from echograph.profiler.costs.gemm import grouped_seconds
-from echograph.profiler.fit.experts import KERNEL, fit_experts, layers
+from echograph.profiler.fit.experts import KERNELS, fit_experts, layers
 from echograph.profiler.fit.memory import fit_loss
 from echograph.profiler.fit.scan import BYTES_OF_A_TOKEN, CONVOLUTION, FLOPS_OF_A_TOKEN, MODEL, SCAN, fit_scans
 from echograph.profiler.fit.table import KernelTable, read_table
@@ -51,7 +51,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> KernelTable:
             for experts, topk in ((8, 2), (32, 4), (64, 8), (128, 8)):
                 seconds = layer_s(tokens, hidden, inner, experts, topk)
                 row = {
-                    "source": "made/2", "op": "fused_experts", "dtype": "bfloat16", "kernel": KERNEL,
+                    "source": "made/2", "op": "fused_experts", "dtype": "bfloat16", "kernel": KERNELS[0],
                     "m": tokens, "n": hidden, "k": inner, "experts": experts, "topk": topk, "tp": 1, "ep": 1,
                     "balance": "balanced", "latency_ms": 1e3 * seconds,
                 }  # fmt: skip
