@@ -39,6 +39,7 @@ class Stack:
         overlap_grad_reduce_in_pipelines: the same in a pipeline, where it differs.
         overlap_param_gather: whether parameters are gathered while the next forward goes on (ZeRO-1 and 2).
         recompute_early_stop: whether recomputation ends where backward has what it needs.
+        host: whose Python runs between kernels, a name of the profiler's table of frameworks; "": not known.
         host_waits: whether the host waits for what a pipeline stage receives.
         expandable_segments: PyTorch's allocator option of that name.
     """
@@ -59,6 +60,7 @@ class Stack:
     overlap_grad_reduce_in_pipelines: bool | None = None
     overlap_param_gather: bool | None = None
     recompute_early_stop: bool | None = None
+    host: str = ""
     host_waits: bool = False
     expandable_segments: bool = False
 

@@ -175,6 +175,7 @@ class Cluster:
         degraded: links with less bandwidth than their like.
         slow_nodes: nodes whose GPUs compute slower than the others.
         collectives: (kind, algorithm) that its library runs where it applies; of other kinds NCCL's choice.
+        processor: of its hosts, a name of the profiler's table; "" where it is not known.
     """
 
     name: str
@@ -191,6 +192,7 @@ class Cluster:
     degraded: tuple[DegradedLink, ...] = ()
     slow_nodes: tuple[SlowNode, ...] = ()
     collectives: tuple[tuple[str, str], ...] = ()
+    processor: str = ""
 
     @property
     def gpu_network_bytes_per_s(self) -> float:
@@ -318,6 +320,7 @@ class _Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pcie_GBps: _Bandwidth
     nvls: bool
     fabric: Name
+    processor: Name | None = None
 
     def __post_init__(self) -> None:
         require(self.nvlink_domain % self.gpus == 0, "nvlink_domain is a multiple of gpus")
@@ -441,6 +444,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return Cluster(
             name=name,
             device=node.device,
+            processor=node.processor or "",
             memory_bytes=round(node.memory_GiB * GIB),
             gpus_per_node=node.gpus,
             domain_gpus=node.nvlink_domain,

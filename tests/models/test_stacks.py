@@ -20,7 +20,7 @@ PLANS = (
     {"zero": 1, "precision": "fp8"},
     {"pp": 2, "recompute": "full"},
 )
-OF_THE_SYSTEM = {"host_waits", "expandable_segments"}
+OF_THE_SYSTEM = {"host", "host_waits", "expandable_segments"}
 """Choices that no pass has: `simulate` and the memory of `validate` read them."""
 
 
