@@ -6,8 +6,8 @@ Training steps of two depths run for real, with tensors so small that arithmetic
 deeper one takes longer is the time of its layers, without what a step has but once. It is CPU time of the thread.
 All cases take turns, and of a case's turns the one counts that nineteen of twenty are longer than: nobody
 disturbed it. On a busy machine that needs priority all the same (nice -n -12), or caches are cold after each
-change of turns. Two widths, one of which has four times the elements, tell what still is arithmetic, which is taken off.
-Operations are counted as a capture counts them: a kernel or a view each.
+change of turns. Two widths, one of which has four times the elements, tell what still is arithmetic, which is
+taken off. Operations are counted as a capture counts them: a kernel or a view each.
 
 A CPU's backward runs on the thread that calls it, a device's on one of autograd's own: what handing over costs is
 not in the figure, and neither is launching, which is the driver's work.
