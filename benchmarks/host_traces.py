@@ -3,9 +3,9 @@
 python -m benchmarks.host_traces FOLDER
 
 FOLDER has traces of HolisticTraceAnalysis and TraceLens (`v100-float-timestamps`, `mi300x-resnet`). Of operators
-that launch nothing and allocate nothing, the span in a trace over the span here, under the same profiler; the median
-over operators against the ratio of `single_thread` in `processors.toml`. Nothing there is fitted to these spans, so
-that each platform is one that was left out. Their PyTorch is another one, and their caches are a training's.
+that launch nothing and allocate nothing, the span in a trace over the span here, under the same profiler; the
+median over operators against the ratio of `single_thread` in `processors.toml`. Nothing there is fitted to these
+spans, so that each platform is one that was left out. Their PyTorch is another one, and their caches a training's.
 """
 
 from __future__ import annotations
