@@ -53,6 +53,7 @@ class Stack:
         tp_comm_sms: multiprocessors that a tensor-parallel reduction takes from the products beside it.
         pipeline_scatter_gather: whether tensor-parallel ranks share the sending of what all of them have.
         recompute_early_stop: whether recomputation ends where backward has what it needs.
+        host: whose Python runs between kernels, a name of the profiler's table of frameworks; "": not known.
         host_waits: whether the host waits for what a pipeline stage receives.
         expandable_segments: PyTorch's allocator option of that name.
     """
@@ -83,6 +84,7 @@ class Stack:
     tp_comm_sms: int = 0
     pipeline_scatter_gather: bool = False
     recompute_early_stop: bool | None = None
+    host: str = ""
     host_waits: bool = False
     expandable_segments: bool = False
 

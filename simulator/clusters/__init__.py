@@ -176,6 +176,7 @@ class Cluster:
         slow_nodes: nodes whose GPUs compute slower than the others.
         collectives: (kind, algorithm) that its library runs where it applies; of other kinds NCCL's choice.
         gpu_spread: standard deviation, over GPUs of one model, of the time that products take.
+        processor: of its hosts, a name of the profiler's table; "" where it is not known.
     """
 
     name: str
@@ -193,6 +194,7 @@ class Cluster:
     slow_nodes: tuple[SlowNode, ...] = ()
     collectives: tuple[tuple[str, str], ...] = ()
     gpu_spread: float = 0.0
+    processor: str = ""
 
     @property
     def gpu_network_bytes_per_s(self) -> float:
@@ -327,6 +329,7 @@ class _Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     nvls: bool
     fabric: Name
     gpu_spread: Annotated[float, msgspec.Meta(ge=0, le=1)] = GPU_SPREAD
+    processor: Name | None = None
 
     def __post_init__(self) -> None:
         require(self.nvlink_domain % self.gpus == 0, "nvlink_domain is a multiple of gpus")
@@ -450,6 +453,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return Cluster(
             name=name,
             device=node.device,
+            processor=node.processor or "",
             memory_bytes=round(node.memory_GiB * GIB),
             gpus_per_node=node.gpus,
             domain_gpus=node.nvlink_domain,

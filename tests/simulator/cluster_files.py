@@ -61,6 +61,7 @@ def prepared(name: str, path: Keys) -> dict[str, Any]:
             document[table] = copy.deepcopy(EXTRAS[table])
     if path == ("node", "gpu_spread"):
         document["node"]["gpu_spread"] = 0.02
+    document["node"].setdefault("processor", "epyc-9654")
     if "growth" in path:
         document["network"].setdefault("growth", dict(EXTRAS["growth"]))
         document["max_gpus"] = document["network"]["growth"]["ratio"] * document["network"]["level"][-1]["gpus"]
