@@ -6,16 +6,21 @@ step of many small kernels is bound by this, whatever the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 
 from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import Graph, JobGraph
-from echograph.ir.types import COMMUNICATIONS, MultiTensor, OpKind
+from echograph.ir.types import COMMUNICATIONS, MultiTensor, OpKind, Phase
 
-WAIT = "pp.wait"
-"""How the pipeline pass calls it when a stage waits for what it receives."""
+WAITS = ("pp.wait", "zero3.idle")
+"""How passes call it when a stage waits for what it receives, and when ZeRO-3 waits until its device is idle."""
+
+LISTS = ("zero3.all_gather", "zero3.reduce_scatter")
+"""Collectives over lists of tensors, one a rank: of each the host makes a view, and launches a copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +30,13 @@ class IssueTimes:
     Attributes:
         op_ps: one framework operation that launches one kernel, the launch included.
         launch_ps: what launching adds to it; a view costs the rest.
+        work_ps: the framework's work for an operation, a view or a kernel, by the phase that it belongs to; a
+            kernel costs `launch_ps` more. Where it says nothing of a phase, `op_ps` and `launch_ps` hold.
         communication_ps: a collective, a send or a receive, which go through the process group; None: as `op_ps`.
         spread: relative standard error of both.
-        waits: whether it waits for what a pipeline stage receives, and issues nothing until then (Megatron-LM of
-            2021 synchronizes the device after an exchange, DeepSpeed reads the shape of what arrives).
+        waits: whether it waits for what a pipeline stage receives, and before ZeRO-3 gathers, and issues nothing
+            until then (Megatron-LM of 2021 synchronizes the device after an exchange, DeepSpeed reads the shape of
+            what arrives, and synchronizes the device for each parameter).
         blocking: whether a launch returns when its kernel has ended (`CUDA_LAUNCH_BLOCKING=1`): the device stands
             still while the host issues.
         threads: whether its own work runs on threads, which are the streams that it stands on, as in a job that
@@ -38,6 +46,7 @@ class IssueTimes:
 
     op_ps: int
     launch_ps: int
+    work_ps: Mapping[Phase, int] = field(default_factory=lambda: MappingProxyType({}))
     communication_ps: int | None = None
     spread: float = 0.0
     waits: bool = False
@@ -49,7 +58,7 @@ class IssueTimes:
         """The job as this host runs it: where it waits for messages, these waits are its own work."""
         if not self.waits:
             return job
-        waits = [index for index, text in enumerate(job.strings) if text == WAIT]
+        waits = [index for index, text in enumerate(job.strings) if text in WAITS]
         rows = np.isin(job.ops.name, waits) & (job.ops.kind == OpKind.COMPUTE)
         return replace(job, ops=replace(job.ops, kind=np.where(rows, OpKind.HOST, job.ops.kind)))
 
@@ -74,8 +83,14 @@ class IssueTimes:
         ops = graph.ops
         issue = np.full(len(ops), self.op_ps, np.int64)
         issue[ops.is_view] = self.op_ps - self.launch_ps
+        for phase, work_ps in self.work_ps.items():
+            here = ops.phase == phase
+            issue[here] = work_ps + np.where(ops.is_view[here], 0, self.launch_ps)
         if self.communication_ps is not None:
             issue[np.isin(ops.kind, COMMUNICATIONS)] = self.communication_ps
+        for row in np.flatnonzero(np.isin(ops.name, [i for i, text in enumerate(graph.strings) if text in LISTS])):
+            ranks = graph.group_size(graph.groups[int(ops.group[row])])
+            issue[row] += ranks * (2 * self.op_ps - self.launch_ps)
         known = ops.duration_on(self.name)[0] if self.name in ops.strings else np.full(len(ops), NONE)
         follows = [i for i, a in enumerate(ops.attribute_values) if isinstance(a, MultiTensor) and not a.leads]
         issue[np.isin(ops.attributes, follows)] = 0

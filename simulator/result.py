@@ -33,7 +33,9 @@ class Result:
         gpus: number of ranks.
         plan: the parallel plan, option -> value.
         step_ps: step time, picoseconds.
-        interval_ps: 90 % interval of the step time from the errors of its durations.
+        interval_ps: 90 % interval of the step time.
+        durations_interval_ps: the same, from the errors of its durations alone (`simulator.limits`).
+        work: share of the critical path of each kind of work that the model has timed (`simulator.form`).
         samples: samples of one step over all ranks.
         tokens: tokens of one step over all ranks; 0 where samples have none.
         model_flops: what the model asks, forward and backward, of a rank on average: nothing computed again,
@@ -72,6 +74,8 @@ class Result:
     plan: dict[str, Any]
     step_ps: int
     interval_ps: tuple[int, int]
+    durations_interval_ps: tuple[int, int]
+    work: dict[str, float]
     samples: int
     tokens: int
     model_flops: int

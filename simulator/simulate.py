@@ -7,10 +7,11 @@ How closely it is simulated, its roles or every rank, collectives one by one or 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,8 +25,10 @@ from echograph.ir.timeline import Timeline
 from echograph.ir.types import COMMUNICATIONS, OpKind, Source
 from echograph.simulator.breakdown import Spread, role_of, spread
 from echograph.simulator.clusters import Cluster
+from echograph.simulator.contention import beside_collectives
 from echograph.simulator.durations import Durations, Estimate, durations
 from echograph.simulator.engine import ENGINES, Roles, StepRun, of_tasks, simulate_roles
+from echograph.simulator.form import Form, shares
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.limits import Scale, factors, interval
 from echograph.simulator.memory import largest_memory
@@ -38,6 +41,7 @@ from echograph.units import to_s
 if TYPE_CHECKING:
     from echograph.simulator.flows import LinkUse
 
+_NOTHING: Mapping[str, float] = MappingProxyType({})
 _TOO_LONG = f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations"
 
 
@@ -52,8 +56,11 @@ def simulate(
     network: str = "auto",
     trace_ranks: Sequence[int] = (),
     scales: Sequence[Scale] = (),
+    sms: Mapping[str, float] = _NOTHING,
     plan: dict[str, Any] | None = None,
     memory: bool = True,
+    form: Form | None = None,
+    unsaid: float = 0.0,
 ) -> Result:
     """Predicts one step of a job.
 
@@ -69,8 +76,11 @@ def simulate(
             links, and every rank is simulated; "auto": flows where links are degraded.
         trace_ranks: ranks whose timelines are wanted, too.
         scales: what is made longer or shorter than it is.
+        sms: share of the multiprocessors that reductions take from kernels beside them, by their group's label.
         plan: the plan as the user gave it, for the result.
         memory: whether to work out memory, too, which takes about as long as the rest.
+        form: how sure the form of the model is; None: the interval is of the errors of durations alone.
+        unsaid: standard error of the logarithm of the step for what the plan leaves unsaid, beside a form.
 
     Raises:
         SimulationError: an operation has no duration, the job deadlocks, or is too large or too long.
@@ -81,6 +91,7 @@ def simulate(
     asked = fidelity(job, cluster, engine=engine, network=network, ranks=ranks)
     topology, alone = _links(job, cluster) if asked.network == "flows" else (None, None)
     times = durations(job, cluster, alone)
+    times = replace(times, picoseconds=beside_collectives(job, times.picoseconds, sms))
     times, issue = _scaled(job, times, host, scales)
     check_tasks(job)
     _check_range(job, times, issue, host)
@@ -93,6 +104,8 @@ def simulate(
     step, last = ran.step, ran.step.last
     longer = step.end_ps - of_roles.end_ps
     low, high = (max(0, bound + longer) for bound in interval(roles, of_roles))
+    work = shares(job, cluster, times, of_roles)
+    within = (low, high) if form is None else form.interval(step.end_ps, (low, high), work, unsaid)
     replicas = prod(axis.size for axis in job.mesh if axis.name in MICRO_BATCH_AXES)
     samples = job.workload.batch_size * replicas * _micro_batches(job, last)
     return Result(
@@ -102,7 +115,9 @@ def simulate(
         gpus=job.world_size,
         plan={**(plan or {}), "global_batch": samples},
         step_ps=step.end_ps,
-        interval_ps=(low, high),
+        interval_ps=(round(within[0]), round(within[1])),
+        durations_interval_ps=(low, high),
+        work=work,
         samples=samples,
         tokens=samples * job.workload.sequence_length,
         model_flops=_on_average(job, job.workload.model_flops, samples),

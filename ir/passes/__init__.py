@@ -24,6 +24,7 @@ PASSES = Table(
         "precision": "echograph.ir.passes.precision:Precision",
         "attention_kernel": "echograph.ir.passes.kernels:AttentionKernel",
         "fuse": "echograph.ir.passes.fuse:Fuse",
+        "tp_comm_overlap": "echograph.ir.passes.tensor_parallel.overlap:TpCommOverlap",
         "pipeline": "echograph.ir.passes.pipeline:Pipeline",
         "data_parallel": "echograph.ir.passes.data_parallel:DataParallel",
         "fully_shard": "echograph.ir.passes.fully_shard:FullyShard",

@@ -784,8 +784,8 @@ class ExpertParallel:
         imbalance: rows that the busiest rank has, in units of the mean (assumed; 1 is the balance that routers are
             trained for). With a capacity all ranks have as many.
         across: axes of the step's mesh whose ranks share the experts, too; each must have tokens of its own.
-        dispatcher: "alltoall" sends every row; "deepep" and "hybridep" a token once to each NVLink domain, or, in a
-            single one, to each rank.
+        dispatcher: "alltoall" sends every row; "deepep" and "hybridep" a token once to each NVLink domain, or,
+            in a single one, to each rank.
         domains: NVLink domains that the ranks are on.
     """
 

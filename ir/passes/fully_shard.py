@@ -188,6 +188,7 @@ class UnitSchedule:
             for phase, place, call in self.pieces
             if phase == t.Phase.BACKWARD and place in self.part_of
         )
+        issued: set[tuple[UnitInstance, int]] = set()
         gathered: set[tuple[UnitInstance, int]] = set()
         regathered: set[tuple[UnitInstance, int]] = set()
         for phase, place, call in self.pieces:
@@ -199,7 +200,12 @@ class UnitSchedule:
                 for unit in dict.fromkeys((part.root, place)):
                     if (key := (unit, 0 if self.how.once else micro_batch)) not in gathered:
                         gathered.add(key)
-                        yield from self._added(unit, ("gather", "unshard"), micro_batch)
+                        names = ("unshard",) if key in issued else ("gather", "unshard")
+                        yield from self._added(unit, names, micro_batch)
+                for ahead in self._ahead(part, place):
+                    if (key := (ahead, 0 if self.how.once else micro_batch)) not in gathered | issued:
+                        issued.add(key)
+                        yield from self._added(ahead, ("gather",), micro_batch)
             elif self._does(place, "regather") and (place, micro_batch) not in regathered:
                 regathered.add((place, micro_batch))
                 yield from self._prepare_backward(part, place, micro_batch)
@@ -211,6 +217,11 @@ class UnitSchedule:
                     yield from self._backward_done(place, micro_batch)
                 if not of_part[part.root, micro_batch]:
                     yield from self._part_done(part, micro_batch)
+
+    def _ahead(self, part: _Part, place: UnitInstance) -> list[UnitInstance]:
+        """The unit whose forward pass comes after another's, where the host has to issue its gathers before."""
+        at = part.forward.index(place) + 1
+        return part.forward[at : at + 1] if self.how.apart else []
 
     def _prepare_backward(self, part: _Part, place: UnitInstance, micro_batch: int) -> Iterator[Done]:
         """Gathers a unit unless it ran ahead, and then the one whose backward comes next."""
@@ -334,6 +345,12 @@ class Units:
         return not made and bool(tensors.role[row] == t.TensorRole.PARAMETER)
 
 
+IDLE, GATHER_LIST, REDUCE_LIST = "zero3.idle", "zero3.all_gather", "zero3.reduce_scatter"
+"""The wait until the device is idle, and collectives over lists of tensors."""
+PERSISTENT_BELOW, KEPT_WITHIN = 100_000, 1_000_000_000
+"""Elements: smaller parameters stay gathered, and those that are read again before so many others were, stay, too
+(DeepSpeed's defaults of `stage3_param_persistence_threshold` and `stage3_max_reuse_distance`)."""
+
 GATHERED, REGATHERED, REDUCED = "gathered", "regathered", "reduced"
 TOKEN_OF = {"gather": GATHERED, "regather": REGATHERED, "reduce": REDUCED}
 """What says that a unit has done something that others wait for."""
@@ -351,6 +368,7 @@ class How:
         whole: whole gradients add up over micro-batches, and are reduced in the last one.
         adds: gradients add up here, over several micro-batches; else they do elsewhere, or there is one.
         reduce_dtype: type in which gradients are reduced; None: their own.
+        apart: each tensor is gathered and reduced by a collective of its own, and the host waits before.
     """
 
     reshard: bool
@@ -358,6 +376,7 @@ class How:
     whole: bool
     adds: bool
     reduce_dtype: t.DType | None
+    apart: bool = False
 
 
 def actions(unit: Unit, main: bool, how: How, division: Division) -> tuple[str, ...]:
@@ -549,6 +568,8 @@ class UnitBlock(ShardedBlock):
     ) -> int:
         group, stream = axes_group(self.builder, axes)
         total, ranks = self._nbytes(tensors), self.division.ranks(axes)
+        if self.how.apart:
+            return self._gather_apart(group, stream, tensors, phase, wait)
         copy_in = self.builder.compute(
             "fsdp.all_gather_copy_in", phase=phase, stream=stream, bytes_read=total // ranks,
             inputs=(*(self.use(x.id, SHARDED) for x in tensors), *wait), bytes_written=total // ranks,
@@ -562,6 +583,32 @@ class UnitBlock(ShardedBlock):
     def _nbytes(self, tensors: list[t.Tensor], dtype: t.DType | None = None) -> int:
         return sum((dtype or x.dtype).nbytes(self.division.padded(x)) for x in tensors)
 
+    def _gather_apart(
+        self, group: int, stream: int, tensors: list[t.Tensor], phase: t.Phase, wait: tuple[int, ...]
+    ) -> int:
+        """Gathers each large tensor into memory set to zero, once all that was issued before has run."""
+        last = self.builder.compute(IDLE, phase=phase, stream=stream, inputs=wait)
+        idle, large = last, [x for x in tensors if x.numel >= PERSISTENT_BELOW]
+        for tensor in (*large, *self._dropped_between(large, phase)):
+            total = self._nbytes([tensor])
+            zeros = self.builder.compute(
+                "aten.zeros", phase=phase, stream=stream, inputs=(self.use(tensor.id, SHARDED),), deps=(idle,),
+                bytes_read=total // self.division.ranks(self.division.axes(tensor)), bytes_written=total,
+            )  # fmt: skip
+            last = self.builder.collective(
+                GATHER_LIST, t.CollectiveKind.ALL_GATHER, group=group, bytes_per_rank=total, dtype=tensor.dtype,
+                payload=t.Payload.PARAMETER, asynchronous=True, phase=phase, stream=stream, deps=(zeros,),
+            )  # fmt: skip
+        return last
+
+    def _dropped_between(self, tensors: list[t.Tensor], phase: t.Phase) -> list[t.Tensor]:
+        """What recomputation drops again before backward reads it: so much is used in between."""
+        rows = slice(self.block.ops.start, self.block.ops.stop)
+        if phase == t.Phase.FORWARD or not (self.graph.ops.phase[rows] == t.Phase.RECOMPUTE).any():
+            return []
+        after = [sum(x.numel for x in tensors[n + 1 :]) for n in range(len(tensors))]
+        return [x for x, between in zip(tensors, after, strict=True) if 2 * between > KEPT_WITHIN]
+
     def _reduce(self, number: int) -> None:
         unit, builder = self.units[number], self.builder
         parts = {a: x for a, x in self._by_axes(unit.gradients).items() if a or replicas(self.division)}
@@ -572,11 +619,15 @@ class UnitBlock(ShardedBlock):
         for axes, tensors in parts.items():
             done = () if len(ends) + 1 < len(parts) else (self.tokens[number, REDUCED],)
             ends.append(self._reduce_part(axes, tensors, done))
-        if unit.root:
+        if unit.root or self.how.apart:
             builder.compute("fsdp.wait", phase=t.Phase.BACKWARD, deps=ends)
 
     def _reduce_part(self, axes: tuple[str, ...], tensors: list[t.Tensor], done: tuple[int, ...]) -> int:
         """Reduces and scatters gradients, then adds up the shards of the copies; returns the last operation."""
+        if self.how.apart and len(tensors) > 1:
+            for tensor in tensors[:-1]:
+                self._reduce_part(axes, [tensor], ())
+            tensors = tensors[-1:]
         builder, dtype, copies = self.builder, self.how.reduce_dtype or tensors[0].dtype, replicas(self.division)
         total = self._nbytes(tensors, self.how.reduce_dtype)
         made = (*(self.use(x.id, SHARDED) for x in tensors if axes), *done)
@@ -588,8 +639,9 @@ class UnitBlock(ShardedBlock):
                 "fsdp.chunk_cat", phase=t.Phase.BACKWARD, stream=stream, inputs=whole,
                 bytes_read=sum(x.nbytes for x in tensors), bytes_written=total,
             )  # fmt: skip
+            name = REDUCE_LIST if self.how.apart else "fsdp.reduce_scatter"
             reduce = builder.collective(
-                "fsdp.reduce_scatter", t.CollectiveKind.REDUCE_SCATTER, group=group, bytes_per_rank=total,
+                name, t.CollectiveKind.REDUCE_SCATTER, group=group, bytes_per_rank=total,
                 dtype=dtype, payload=t.Payload.GRADIENT, asynchronous=True, phase=t.Phase.BACKWARD, stream=stream,
                 deps=(cat,), outputs=() if copies else made,
             )  # fmt: skip
@@ -628,6 +680,9 @@ class FullyShard:
         reduce_every_micro_batch: each micro-batch reduces its gradients, and shards add up; else whole gradients
             do, and the last one reduces them (`set_requires_gradient_sync`). None: no under a pipeline.
         reduce_dtype: type in which gradients are reduced; None: their own.
+        apart: each parameter is gathered, and its gradient reduced, by a collective of its own over a list of
+            tensors, one a rank; before a layer's parameters are gathered, the layer before, the host waits until
+            the device is idle, and backward waits for what it reduces. DeepSpeed's ZeRO-3 of 2021.
     """
 
     name: ClassVar[str] = "fully_shard"
@@ -638,6 +693,7 @@ class FullyShard:
     reshard_after_forward: bool = True
     reduce_every_micro_batch: bool | None = None
     reduce_dtype: t.DType | None = None
+    apart: bool = False
 
     def __call__(self, graph: StepGraph | JobGraph) -> JobGraph:
         """The job graph; a pipeline's keeps its micro-batches.
@@ -669,6 +725,7 @@ class FullyShard:
             whole=(several or staged) and not every,
             adds=several and (every or not staged),
             reduce_dtype=self.reduce_dtype,
+            apart=self.apart,
         )
 
 

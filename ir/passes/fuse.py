@@ -1,19 +1,20 @@
-"""Fusion of elementwise operations, as a compiler (torch.compile with inductor) or a library of fused kernels does it.
+"""Fusion of elementwise operations, as by a compiler (torch.compile, inductor) or a library of fused kernels.
 
-Elementwise operations that read each other's results, or the same tensor, become one kernel, which reads what comes
-from outside once and writes only what is read outside. A reduction of what a kernel has made joins it: along rows the
-kernel goes on after it, with the rows on the chip (a norm is one kernel). One in another direction joins, too, but
-where a compiler has to choose, as between a norm's gradient and that of its weights, it makes a kernel of its own;
-a kernel written by hand has both.
-Slices, concatenations and copies into another layout are elementwise, too (a rotary embedding is one kernel).
+Elementwise operations that read each other's results, or the same tensor, become one kernel, which reads what
+comes from outside once and writes only what is read outside. A reduction of what a kernel has made joins it:
+along rows the kernel goes on after it, with the rows on the chip (a norm is one kernel). One in another
+direction joins, too, but where a compiler has to choose, as between a norm's gradient and that of its weights,
+it makes a kernel of its own; a kernel written by hand has both. Slices, concatenations and copies into another
+layout are elementwise, too (a rotary embedding is one kernel).
 
-What a kernel makes and only other kernels read, as those of backward do, is computed again where it is read, if that
-moves fewer bytes than to write and to read it: a norm keeps what it has read and one number a row, a gated activation
-its two operands (Transformer Engine's kernels; inductor by a minimum cut, Ansel et al. 2024, section 5.1).
+What a kernel makes and only other kernels read, as those of backward do, is computed again where it is read, if
+that moves fewer bytes than to write and to read it: a norm keeps what it has read and one number a row, a gated
+activation its two operands (Transformer Engine's kernels; inductor by a minimum cut, Ansel et al. 2024, section
+5.1).
 
-Nothing moves from one phase, block or call to another; matrix products, attention, random numbers and operations in
-place stay as they are. Norms that are one operation already are the library's or the compiler's own. Views of results
-that only the kernel reads vanish with them.
+Nothing moves from one phase, block or call to another; matrix products, attention, random numbers and
+operations in place stay as they are. Norms that are one operation already are the library's or the compiler's
+own. Views of results that only the kernel reads vanish with them.
 
 The pass knows no layouts: it comes last of those that change a step, before those that lower it to a job.
 """
@@ -44,7 +45,7 @@ _POINTWISE = {
 }  # fmt: skip
 _REDUCTIONS = ("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.var")
 _NORMS = ("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
-_MAKERS = {"modules": "fused", "step": "compiled"}
+_MAKERS = {"modules": "fused", "layers": "compiled", "step": "compiled"}
 """What the names of kernels begin with, by where they fuse: who makes them."""
 
 
@@ -81,7 +82,8 @@ class Fuse:
     """The step with fused elementwise operations.
 
     Attributes:
-        within: "step": all that a compiler finds; "modules": only within one part of a layer (a norm, a
+        within: "step": all that a compiler finds; "layers": the same of each layer, which is compiled, and not of
+            what stands before and after the layers; "modules": only within one part of a layer (a norm, a
             feed-forward network), as a library of fused kernels has them. What stands between parts, as the
             addition of a residual, is then a kernel of its own, and the loss is fused function by function, as
             Megatron's is: what one of them makes goes through memory to the next.
@@ -89,20 +91,20 @@ class Fuse:
 
     name: ClassVar[str] = "fuse"
 
-    within: Literal["step", "modules"] = "step"
+    within: Literal["step", "layers", "modules"] = "step"
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step graph."""
-        found = _Finder(graph, self.within == "modules").kernels()
-        again = [kernel for kernel in found if self.within == "step" or kernel.area]
+        found = _Finder(graph, self.within).kernels()
+        again = [kernel for kernel in found if self.within != "modules" or kernel.area]
         return _Writer(graph, _Traffic(graph, found, again), _MAKERS[self.within]).write()
 
 
 class _Finder:
     """Goes through the operations in order, with the kernels that may still grow."""
 
-    def __init__(self, graph: StepGraph, within_modules: bool) -> None:
-        self.graph, self.within_modules = graph, within_modules
+    def __init__(self, graph: StepGraph, within: str) -> None:
+        self.graph, self.within_modules, self.within_layers = graph, within == "modules", within == "layers"
         self.cuts = set(graph.programs[0].calls[:, 1:3].ravel().tolist())
         self.made: dict[int, _Kernel] = {}
         self.sums: dict[int, _Kernel] = {}
@@ -168,7 +170,7 @@ class _Finder:
             kernel.reduced = self._elements(made)
 
     def _joined(self, read: list[_Kernel], row: int) -> list[_Kernel]:
-        """Of the kernels whose results an operation reads those that it joins; else one that reads what it reads."""
+        """Of the kernels whose results an operation reads, those that it joins; else one with its inputs."""
         if joins := self._in_time([kernel for kernel in read if self._fits(kernel, row)], row):
             return joins
         size = self._size(row)
@@ -269,8 +271,10 @@ class _Finder:
         """Whether an operation is elementwise or reduces, and makes one new tensor, of what it reads alone."""
         ops, outputs = self.graph.ops, self.graph.ops.outputs.row(row)
         plain = ops.kind[row] == t.OpKind.COMPUTE and not ops.flops[row] and not ops.deps.row(row)
+        inside = not self.within_layers or LABEL in self.graph.strings[ops.module[row]]
         return bool(
             plain
+            and inside
             and (self._name(row) in _POINTWISE or self._reduces(row))
             and ops.attributes[row] == NONE
             and not ops.is_view[row]
@@ -383,13 +387,9 @@ class _Traffic:
         """What a kernel makes a result of: what it has read, and what it has left of rows."""
         graph = self.graph
         row = int(graph.maker[tensor])
-        if self.of.get(row) is not kernel or graph.strings[graph.ops.name[row]] in _REDUCTIONS:
-            yield tensor
-        elif (
-            kernel.reduced
-            and not graph.ops.is_view[row]
-            and prod(graph.tensors.shape.row(tensor)) <= kernel.reduced
-        ):
+        outside = self.of.get(row) is not kernel or graph.strings[graph.ops.name[row]] in _REDUCTIONS
+        of_rows = not graph.ops.is_view[row] and prod(graph.tensors.shape.row(tensor)) <= kernel.reduced
+        if outside or (kernel.reduced and of_rows):
             yield tensor
         else:
             for before in graph.ops.inputs.row(row):

@@ -1,12 +1,12 @@
-"""Fusion of the loss: one kernel for the cross-entropy and one for its gradient, as a compiler or a library makes them.
+"""Fusion of the loss: one kernel for the cross-entropy and one for its gradient, as compilers and libraries do.
 
-Written out, the loss of a large vocabulary holds the logits, the log-probabilities and two
-gradients in fp32. A kernel that goes over the rows of the logits as the product made them keeps one number a row,
-the logarithm of the sum of exponentials, and writes the gradient in the logits' own type (torch.compile of the
-loss function; Liger Kernel, Hsu et al. 2024, section 3.2).
+Written out, the loss of a large vocabulary holds the logits, the log-probabilities and two gradients in fp32. A
+kernel that goes over the rows of the logits as the product made them keeps one number a row, the logarithm of
+the sum of exponentials, and writes the gradient in the logits' own type (torch.compile of the loss function;
+Liger Kernel, Hsu et al. 2024, section 3.2).
 
-Where tensor-parallel ranks share the vocabulary, the kernel leaves each row's largest logit, its sum of exponentials
-and the target's logit, which one collective brings together (NVIDIA/TransformerEngine,
+Where tensor-parallel ranks share the vocabulary, the kernel leaves each row's largest logit, its sum of
+exponentials and the target's logit, which one collective brings together (NVIDIA/TransformerEngine,
 common/triton/cross_entropy.py); the gradient is made of these and the rank's own logits.
 """
 

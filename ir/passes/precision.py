@@ -365,7 +365,8 @@ class _NarrowProducts(StepWriter):
             return self._weight(operand)
         scope = self._scope(operand, op)
         if (scope, operand.columns) not in self.copies:
-            wanted = list(self.wanted[scope].values())
+            # What was gathered in 8 bit is transposed when that is read, as gathering may still go on before.
+            wanted = [operand] if operand.base in self.gathered else list(self.wanted[scope].values())
             if self.recipe.scales == "tensor":
                 self._cast_all(wanted, scope, op)
             elif self.recipe.scales == "block" and self.recipe.kept == "fp8":

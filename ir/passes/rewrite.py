@@ -154,8 +154,8 @@ class StepWriter:
             for index in block.tensors:
                 if graph.maker[index] == NONE:
                     self.tensor(index)
-            for row in block.ops:
-                part.starts[row] = builder.op_count()
+            for place, row in zip(block.ops, self.order(part.block), strict=True):
+                part.starts[place] = builder.op_count()
                 self.operation(graph.ops[row])
             part.starts[block.ops.stop] = builder.op_count()
             part.tensor_rows, part.op_rows = range(tensors, builder.tensor_count()), range(ops, builder.op_count())
@@ -167,6 +167,10 @@ class StepWriter:
     def operation(self, op: t.Op) -> None:
         """Writes what becomes of an operation; by default the operation."""
         self.copy(op)
+
+    def order(self, block: int) -> Sequence[int]:
+        """The operations of a block in the order in which they are written; none leaves the call that it is in."""
+        return self.graph.blocks[block].ops
 
     def tensor(self, index: int, **changes: object) -> int:
         """New row of an old tensor, added when it is asked for first (then with the changes)."""
@@ -187,14 +191,14 @@ class StepWriter:
 
     def copy(self, op: t.Op, **changes: object) -> int:
         """Adds an operation on the new rows of its tensors, with fields of `changes` replaced."""
-        values: dict[str, object] = {
-            "inputs": [self.tensor(i) for i in op.inputs],
-            "outputs": [self.tensor(i) for i in op.outputs],
-            "deps": [self.part.ops[before] for before in op.deps],
-        }
+        values = changes | {
+            name: [self.tensor(i) for i in getattr(op, name)]
+            for name in ("inputs", "outputs") if name not in changes
+        }  # fmt: skip
+        values.setdefault("deps", [self.part.ops[before] for before in op.deps])
         if isinstance(op, t.Compute) and op.forward_op is not None and op.forward_op >= 0:
-            values["forward_op"] = self.part.ops[op.forward_op]
-        self.part.ops[op.id] = self.builder.add(op, **(values | changes))
+            values.setdefault("forward_op", self.part.ops[op.forward_op])
+        self.part.ops[op.id] = self.builder.add(op, **values)
         return self.part.ops[op.id]
 
     # -- instances and calls -------------------------------------------------------------------------------

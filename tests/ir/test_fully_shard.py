@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections import Counter
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from echograph.ir.graph import JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.passes.recompute import Recompute
 from echograph.ir.types import CollectiveKind, DType, Op, OpKind, Phase
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import IssueTimes
@@ -74,6 +76,45 @@ def test_backward_gathers_run_one_layer_ahead() -> None:
         "fsdp.reduce_scatter 3", "fsdp.all_gather 1", "fsdp.reduce_scatter 2", "fsdp.all_gather 0",
         "fsdp.reduce_scatter 1", "fsdp.reduce_scatter 0", "fsdp.reduce_scatter root",
     ]  # fmt: skip
+
+
+def test_tensors_apart_have_collectives_of_their_own_a_layer_ahead() -> None:
+    job = lower(apart=True)
+    assert collectives(job) == {
+        ("ALL_GATHER", PARAMETER_BYTES, "fp32"): 2 * 2 * LAYERS + 1,
+        ("REDUCE_SCATTER", PARAMETER_BYTES, "fp32"): 2 * LAYERS + 1,
+    }
+    names = executed(job)
+    for layer in range(1, LAYERS):
+        first = names.index(f"aten.mm {layer - 1}")
+        assert names.index(f"zero3.all_gather {layer}") < first < names.index(f"aten.mm {layer}")
+
+
+def test_small_tensors_stay_gathered_where_tensors_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("echograph.ir.passes.fully_shard.PERSISTENT_BELOW", WIDTH * WIDTH + 1)
+    assert {kind for kind, _, _ in collectives(lower(apart=True))} == {"REDUCE_SCATTER"}
+
+
+@pytest.mark.parametrize(("kept_within", "gathers"), [(2 * WIDTH * WIDTH, 2), (2 * WIDTH * WIDTH - 1, 3)])
+def test_recomputation_drops_what_is_not_read_again_soon(
+    monkeypatch: pytest.MonkeyPatch, kept_within: int, gathers: int
+) -> None:
+    """Of two tensors the first is read again when the second was read twice."""
+    monkeypatch.setattr("echograph.ir.passes.fully_shard.KEPT_WITHIN", kept_within)
+    graph = Recompute(policy="full", early_stop=False)(Fold()(layered_step(LAYERS)))
+    found = collectives(FullyShard(replicas=16, apart=True)(graph))
+    assert found["ALL_GATHER", PARAMETER_BYTES, "fp32"] == (2 + gathers) * LAYERS + 1
+
+
+def test_the_host_waits_and_issues_a_list_of_tensors_one_by_one() -> None:
+    host = IssueTimes(op_ps=4_000_000, launch_ps=3_000_000, waits=True)
+    job = timed(lower(apart=True), CLUSTER.device, 10**9)
+    each = 4_000_000 + 16 * (1_000_000 + 4_000_000)
+    lists = [row for row, name in enumerate(job.ops.name) if job.strings[name] == "zero3.all_gather"]
+    assert set(host.issue(job)[lists].tolist()) == {each}
+    free, waiting = (simulate(job, CLUSTER, replace(host, waits=waits)).step_ps for waits in (False, True))
+    # The device stands still while the host issues what it waited for, once a layer at least.
+    assert waiting - free >= (LAYERS - 1) * each
 
 
 def test_copies_of_the_sharded_model_reduce_their_shards() -> None:

@@ -255,6 +255,25 @@ def validate_command(
     write_json(output, found.to_json(), "validation")
 
 
+@app.command("calibrate")
+def calibrate_command(
+    results: Annotated[list[Path], typer.Argument(help="What echosim validate -o wrote; one or several.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File for the spreads, as the simulator's form.json.")
+    ] = None,
+    source: Annotated[str, typer.Option(help="Which steps these are, as it stands in that file.")] = "",
+    date: Annotated[str, typer.Option(help="Date of the estimate, as it stands in that file.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Estimate how sure the model's form is, and what intervals hold of families left out of the estimate."""
+    from echograph.workflow.calibration.form import calibrate
+
+    check_outputs({f"result {n}": path for n, path in enumerate(results)}, {"--output": output})
+    found = calibrate(results, source=source, date=date)
+    print_json(found.to_json()) if as_json else print_text(str(found))
+    write_json(output, found.to_json()["form"], "spreads")
+
+
 @app.command()
 def clusters(name: Annotated[str | None, typer.Argument()] = None, as_json: Json = False) -> None:
     """List the cluster presets, or describe one."""

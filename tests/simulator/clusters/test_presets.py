@@ -19,6 +19,7 @@ from echograph.simulator.clusters.fabric import parse_fabric, read_fabric_docume
 
 # GPU, GPUs a node, NVLink domain, NVLink GB/s a GPU, NIC GB/s a node: from the vendors' data sheets.
 DATA_SHEETS = {
+    "dgx-2": ("v100-sxm2", 16, 16, 150, 100),
     "dgx-a100": ("a100-sxm-80", 8, 8, 300, 200),
     "dgx-h100": ("h100-sxm", 8, 8, 450, 400),
     "dgx-h200": ("h200", 8, 8, 450, 400),

@@ -518,7 +518,7 @@ def assumptions(
 _ALWAYS = (
     Assumption("overlap", "left out", "kernels and collectives that run at once do not slow each other"),
     Assumption("the step", "left out", "data loading, checkpoints, logging, and what one step leaves to the next"),
-    Assumption("interval", "formula", "covers the errors of the durations above, and nothing that is left out"),
+    Assumption("interval", "formula", "covers durations, the model's form and a stack that is not named"),
 )
 
 

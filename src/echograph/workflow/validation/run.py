@@ -21,13 +21,15 @@ from echograph.ir.passes.mesh import ResizeAxes
 from echograph.models.stacks import load_stack
 from echograph.progress import Progress, silent
 from echograph.simulator.clusters import Cluster
+from echograph.simulator.form import load_form
 from echograph.simulator.memory import Runtime, largest_memory
-from echograph.units import MIB
+from echograph.units import MIB, to_s
 from echograph.workflow.compile import compile_entry
 from echograph.workflow.plan import Plan, passes
 from echograph.workflow.predict import simulate
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
+from echograph.workflow.validation.assumptions import unsaid_spread
 from echograph.workflow.validation.score import Outcome
 from echograph.workflow.validation.setup import Setup, setup
 from echograph.workflow.validation.table import MeasuredStep, Skip
@@ -124,7 +126,7 @@ class _Steps:
             started = self._once(begun, lambda: run(step, of_step, to=StepGraph, verify=False))
             job = system.annotate(run(started, of_job, to=JobGraph, verify=False))
             self.last = (key, job)
-        sizes = [("dp", one.replicas) for one in of_job if isinstance(one, DataParallel)]
+        sizes = [("dp", one.group) for one in of_job if isinstance(one, DataParallel)]
         return ResizeAxes(sizes=dict(sizes))(job)
 
     def _whole(self, made: Setup) -> StepGraph:
@@ -168,7 +170,7 @@ def _shared(plan: Plan) -> Plan:
     """What of a plan says what a rank computes for a micro-batch; the rest says how often and beside whom."""
     plan = replace(plan, gpus=None, dp=None, global_batch=None, overlap_moe_expert_parallel_comm=False)
     plan = replace(plan, pp=1, vpp=1, schedule="", stage_layers="")
-    return replace(plan, zero=0, hsdp_replicas=1, reshard_after_forward=None)
+    return replace(plan, zero=0, hsdp_replicas=1, distributed_optimizer_instances=1, reshard_after_forward=None)
 
 
 def _order(plan: Plan) -> tuple[object, ...]:
@@ -189,19 +191,27 @@ def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
         system = System(made.plan.cluster, launch_blocking=made.blocking)
         job = steps.job(made, system)
         result = simulate(job, system, plan=made.plan, memory=False)
-        step_s, interval_s = (
-            _alone(made, steps, system) if made.layer_alone else (result.step_s, result.interval_s)
-        )
+        step_s, work = result.step_s, result.work
+        durations_s = to_s(result.durations_interval_ps[0]), to_s(result.durations_interval_ps[1])
+        if made.layer_alone:
+            step_s, durations_s, work = _alone(made, steps, system)
         measured = measured_memory(row)
         peak = predicted_memory(row, job, system.cluster, made.plan) if measured else None
     except EchoError as error:
         return _skipped(row, str(error))
+    unsaid = unsaid_spread(made.assumed)
     return Outcome(
         id=row.id,
         family=row.family,
         measured_s=row.measured_s,
+        device=system.cluster.device,
+        gpus=result.gpus,
+        stack=made.plan.stack,
         predicted_s=step_s,
-        interval_s=interval_s,
+        interval_s=load_form().interval(step_s, durations_s, work, unsaid),
+        durations_interval_s=durations_s,
+        work=work,
+        unsaid=unsaid,
         tokens_per_s=(made.plan.global_batch or 0) * made.seq_len / step_s,
         peak_bytes=peak,
         measured_peak_bytes=measured,
@@ -209,10 +219,11 @@ def _predict(row: MeasuredStep, made: Setup, steps: _Steps) -> Outcome:
     )
 
 
-def _alone(made: Setup, steps: _Steps, system: System) -> tuple[float, tuple[float, float]]:
+def _alone(made: Setup, steps: _Steps, system: System) -> tuple[float, tuple[float, float], dict[str, float]]:
     """Seconds of the layers without embedding, loss and optimizer: by how much so many more make a step longer.
 
-    The interval is as wide, relatively, as that of the longer step.
+    The interval, of the errors of durations, is as wide, relatively, as that of the longer step; and so are the
+    shares of kinds of work.
     """
     shallow = replace(made, model=made.model.with_layers(FEWEST))
     deep = replace(made, model=made.model.with_layers(FEWEST + made.model.layers))
@@ -221,8 +232,8 @@ def _alone(made: Setup, steps: _Steps, system: System) -> tuple[float, tuple[flo
         simulate(steps.job(one, system), system, scenario, plan=one.plan, memory=False) for one in (shallow, deep)
     )
     seconds = long.step_s - short.step_s
-    low, high = (seconds * bound / long.step_s for bound in long.interval_s)
-    return seconds, (low, high)
+    low, high = (seconds * bound / long.step_ps for bound in long.durations_interval_ps)
+    return seconds, (low, high), long.work
 
 
 def _skipped(row: MeasuredStep, why: str) -> Outcome:

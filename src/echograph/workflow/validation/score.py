@@ -6,7 +6,7 @@ import csv
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,14 @@ class Outcome:
         id: the row.
         family: family of the row.
         measured_s: measured step time.
+        device: on which GPUs.
+        gpus: how many.
+        stack: the software that the step is simulated with; "" for kernels as PyTorch has them.
         predicted_s: predicted step time; None where the row was skipped.
         interval_s: 90 % interval of the prediction, seconds.
+        durations_interval_s: the same, from the errors of durations alone.
+        work: what part of the predicted step each kind of work is (`simulator.form`).
+        unsaid: standard error of the logarithm of the step for what was assumed.
         tokens_per_s: predicted.
         peak_bytes: predicted peak memory.
         measured_peak_bytes: measured peak memory, where the row has it.
@@ -33,8 +39,14 @@ class Outcome:
     id: str
     family: str
     measured_s: float | None = None
+    device: str = ""
+    gpus: int = 0
+    stack: str = ""
     predicted_s: float | None = None
     interval_s: tuple[float, float] | None = None
+    durations_interval_s: tuple[float, float] | None = None
+    work: dict[str, float] = field(default_factory=dict)
+    unsaid: float = 0.0
     tokens_per_s: float | None = None
     peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
