@@ -117,7 +117,8 @@ def nvls_tree(kind: CollectiveName, at: Links, protocol: ProtocolName) -> Form:
     depth, volume = ceil(log2(d)), TWO_DOMAINS if d == 2 else 2.0
     latency = NVLS_BASE + NVLS_TREE.base_s + 2 * depth * (NVLS_TREE.hop_s + CLIMB)
     across = volume / (at.network_bytes_per_s * NVLS_TREE.efficiency)
-    return Form(latency, 2 + 2 * depth, (m + 1) / m / NVLS_RATE, across)
+    hops = (depth - 1) * (NVLS_TREE.hop_s + CLIMB)
+    return Form(latency, 2 + 2 * depth, (m + 1) / m / NVLS_RATE, across, hops=hops)
 
 
 def pat(kind: CollectiveName, at: Links, protocol: ProtocolName) -> Form:
