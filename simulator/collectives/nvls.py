@@ -13,9 +13,9 @@ NVLS tree (NCCL 2.18): the switch reduces inside each domain, a double binary tr
     T = base + 2 d a_net + x + 2 sqrt((d-1) a_net x),  x = S max((1 + 1/m)/b, v/B),  d = ceil(log2 D),
     v = 1 for D = 2, else 2
 
-with m ranks a domain and D domains, and the last term as of a tree (`tree.py`): a domain is a leaf of one tree and inside the other, so its NICs send S/2
-up and S/2 to each of two children, and S/2 up again; with two domains only S/2 twice. Public nccl-tests
-figures show both: 16 H100 are bound by the switch, 96 H100 by 2S over their NICs.
+with m ranks a domain and D domains, and the last term as of a tree (`tree.py`): a domain is a leaf of one tree and
+inside the other, so its NICs send S/2 up and S/2 to each of two children, and S/2 up again; with two domains only
+S/2 twice. Public nccl-tests figures show both: 16 H100 are bound by the switch, 96 H100 by 2S over their NICs.
 """
 
 from __future__ import annotations
