@@ -53,7 +53,7 @@ def rebuilt(cli, measured_data: Path, folder: Path, tables: Sequence[str], *devi
     given += [word for device in devices for word in ("--device", device)]
     shipped = load_device(devices[0] if devices else "h100-sxm").provenance.date
     outcome = cli("echoprof", "fit", *given, "--date", shipped, "-o", folder / "made")
-    assert outcome.status == 0, outcome.stderr
+    assert outcome.status == 0, outcome.err
     assert not list(folder.rglob("ground_truth*"))
     return {path.name: path.read_bytes() for path in sorted((folder / "made").glob("*.json"))}
 
