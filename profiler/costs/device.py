@@ -224,8 +224,8 @@ class GemmModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class GroupedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Products of experts in one launch, by dtype; of a dtype that is not there, one GEMM after another.
 
-    `scale` is by pass: the time over the sum of single products. `together` is that of a backward pass in one launch
-    over what the model of forward says of its sizes.
+    `scale` is by pass: the time over the sum of single products. `together` is that of a backward pass in one
+    launch over what the model of forward says of its sizes.
     """
 
     label: Label
@@ -425,7 +425,8 @@ MEMORY_KINDS = (
     *("elementwise", "broadcast", "copy", "norm", "norm_backward", "softmax", "loss", "reduction", "gather"),
     *("optimizer", "conv1d"),
 )
-"""conv1d is a causal convolution of each channel alone; loss is a fused cross-entropy, its gradient included; broadcast is elementwise with an operand that is repeated along rows or columns, in a kernel made for any shape;
+"""conv1d is a causal convolution of each channel alone; loss is a fused cross-entropy, its gradient included;
+broadcast is elementwise with an operand that is repeated along rows or columns, in a kernel made for any shape;
 norm and softmax work on rows; gather is an embedding or its gradient; optimizer updates many tensors."""
 
 LIKE = {"broadcast": "elementwise", "norm_backward": "norm", "loss": "elementwise", "conv1d": "elementwise"}

@@ -59,8 +59,8 @@ other shapes and devices are from that is assumed."""
 _SCAN, SCAN_SHARE = "mamba2.ssd_scan", 0.1
 """Scans of Mamba-2, of which there is no table: the share of the bf16 peak that they run at, where memory does not
 bind them. Assumed: a scan of 2,048 tokens takes what FlashAttention-2 takes on an A100 (Dao and Gu 2024,
-arXiv:2405.21060, figure 10), which has five times the FLOPs, at half the peak. Devices with a table of a gated delta
-rule have the share that this reaches (`DeviceProfile.scan`)."""
+arXiv:2405.21060, figure 10), which has five times the FLOPs, at half the peak. Devices with a table of a gated
+delta rule have the share that this reaches (`DeviceProfile.scan`)."""
 SCAN_KERNELS = 5
 """Of a scan (state-spaces/mamba, ops/triton/ssd_combined.py): sums of steps, states of chunks, states passed on,
 products of B and C, the scan."""
