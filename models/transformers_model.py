@@ -12,6 +12,7 @@ sink in the softmax, which reads a number a head, and windows, which are counted
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,6 +25,7 @@ from transformers import AttentionInterface, initialization, masking_utils
 
 from echograph.errors import EchoError, InputError, UsageError
 from echograph.models.catalog import ModelEntry
+from echograph.models.mamba2 import is_mamba2, single_kernels
 
 _LOSS_TYPES = {
     "causal-lm": "ForCausalLM",
@@ -32,6 +34,9 @@ _LOSS_TYPES = {
 }
 
 _POSITION_TABLES = {"wpe", "position_embeddings", "embed_positions"}
+
+_PATTERN = "hybrid_override_pattern"
+"""What Nemotron-H calls the kinds of its layers, a letter each."""
 
 MAX_LAYERS = 2048
 """The most layers of one kind that are built: each is Python objects, and published models have some hundred."""
@@ -77,6 +82,8 @@ def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -
     module: nn.Module = model
     _check_positions(entry, module, seq_len)
     _take_batches_as_whole_sequences(module)
+    if not real:
+        _run_single_kernels(module)
     return module
 
 
@@ -93,7 +100,10 @@ def offline() -> Iterator[None]:
 
 def _config(entry: ModelEntry, model_class: Any, seq_len: int, attention: str | None) -> Any:
     _check_layers(entry)
-    config = model_class.config_class(**copy.deepcopy(dict(entry.config)))  # the library edits nested tables
+    values = copy.deepcopy(dict(entry.config))  # the library edits nested tables
+    if _PATTERN in values:  # which the library reads instead of the depth
+        values[_PATTERN] = values[_PATTERN][: values.get("num_hidden_layers")]
+    config = model_class.config_class(**values)
     config.use_cache = False  # an output that training has no use for
     config._attn_implementation = attention
     window = getattr(config, "sliding_window", None)
@@ -149,6 +159,24 @@ def _take_batches_as_whole_sequences(module: nn.Module) -> None:
 
     def leave(*_: Any) -> None:
         masking_utils.find_packed_sequence_indices = originals.pop()
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def _run_single_kernels(module: nn.Module) -> None:
+    """Makes Mamba-2 layers run their scan and their convolution as one operation each."""
+    modeling = sys.modules[type(module).__module__]
+    if not is_mamba2(modeling):
+        return
+    entered: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        entered.append(single_kernels(modeling))
+        entered[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        entered.pop().__exit__(None, None, None)
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)

@@ -1,10 +1,11 @@
 """What kernels lose to a collective beside them: the multiprocessors (SMs) that it runs on.
 
-A reduction is a kernel of its own, which holds some SMs as long as it lasts; products beside it have the others.
-While a collective with the share s of the SMs runs, kernels beside it do 1 - s of the work that they would do.
-Which kernels these are is known without simulating where both stand in one block: those issued after the collective
-and before the first that waits for it. What runs beside a collective of another block (buckets of gradients) is not
-told. Gathers are left out: copy engines carry them in rings, and what they take in bulk is little.
+A reduction is a kernel of its own, which holds some SMs as long as it lasts; products beside it have the
+others. While a collective with the share s of the SMs runs, kernels beside it do 1 - s of the work that they
+would do. Which kernels these are is known without simulating where both stand in one block: those issued after
+the collective and before the first that waits for it. What runs beside a collective of another block (buckets
+of gradients) is not told. Gathers are left out: copy engines carry them in rings, and what they take in bulk is
+little.
 """
 
 from __future__ import annotations

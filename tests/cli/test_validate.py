@@ -96,7 +96,7 @@ def test_processes_change_nothing(cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"precision": "NVFP4"}, "precision 'NVFP4'"),
+        ({"precision": "INT8"}, "precision 'INT8'"),
         ({"zero_stage": "most"}, "zero_stage 'most'"),
         ({"n_gpus": 9}, "not tp x pp"),
         ({"dp": 3}, "not tp x pp"),
@@ -133,8 +133,14 @@ def test_the_trainer_names_the_stack_and_an_unknown_one_is_counted(trainer: str,
 def test_what_single_runs_did_is_read_off_their_columns() -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     bloom = {"trainer": "megatron-deepspeed 2022", "tp": 1, "dp": ""}
-    assert [made(n_gpus=n, global_batch=2 * n, **bloom).blocking for n in (80, 88)] == [False, True]
-    assert made(source="chronicles, Rebalancing layers", **bloom).plan.grad_dtype == "fp32"
+    tables = ("chronicles § Best TFLOPs", "chronicles § 48 node contenders")
+    assert [made(source=source, **bloom).blocking for source in tables] == [False, True]
+    large = {"trainer": "llm-foundry 2023", "model": "MPT-7b", "tp": 1, "dp": ""}
+    gpus = {"H100-SXM-80GB": 128, "A100-SXM-80GB": 128, "H100-SXM-80GB (p5)": 64}
+    plans = [made(gpu_type=gpu, n_gpus=n, global_batch=2 * n, **large).plan for gpu, n in gpus.items()]
+    assert [plan.stack for plan in plans] == ["llm-foundry-2024", "llm-foundry", "llm-foundry"]
+    assert [plan.recompute_early_stop for plan in plans] == [True, None, None]
+    assert made(source="chronicles, Rebalancing layers", **bloom).plan.stack == "megatron-deepspeed"
     assert made(**bloom).plan.grad_dtype == ""
     assert made(notes="4xHDR200 per node").plan.cluster == "a100-4x-hdr200"
     assert made(trainer="torchtitan", notes="eager bf16").plan.stack == "fsdp"
@@ -143,21 +149,23 @@ def test_what_single_runs_did_is_read_off_their_columns() -> None:
 @pytest.mark.parametrize(
     ("stage", "plan"),
     [
-        ("", (0, 1, None)), ("1 (8-GPU groups)", (1, 1, None)), ("fsdp3", (3, 1, None)), ("hsdp3", (3, 2, None)),
-        ("fsdp2(SHARD_GRAD_OP)", (3, 1, False)),
+        ("", (0, 1, 1, None)), ("1 (8-GPU groups)", (1, 1, 2, None)), ("1 (16-GPU groups)", (1, 1, 1, None)),
+        ("fsdp3", (3, 1, 1, None)), ("hsdp3", (3, 2, 1, None)), ("fsdp2(SHARD_GRAD_OP)", (3, 1, 1, False)),
     ],
 )  # fmt: skip
 def test_spellings_of_what_is_sharded(stage: str, plan: tuple[object, ...]) -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     found = made(zero_stage=stage, n_gpus=16, tp=1, dp=16).plan
-    assert (found.zero, found.hsdp_replicas, found.reshard_after_forward) == plan
+    copies = found.hsdp_replicas, found.distributed_optimizer_instances
+    assert (found.zero, *copies, found.reshard_after_forward) == plan
 
 
 @pytest.mark.parametrize(
     ("name", "known"),
     [
         ("DeepSeekV3 (w/o MTP)", "deepseek-v3"), ("Qwen3_30B_a3B (tokendrop)", "qwen3-30b-a3b"),
-        ("GPT OSS 120B", "gpt-oss-120b"), ("Nemotron4-15B", "nemotron-4-15b"), ("Qwen3 235B", "qwen3-235b-a22b"),
+        ("GPT OSS 120B", "gpt-oss-120b"), ("Nemotron4-15B", "nemotron-4-15b"),
+        ("Nemotron_3_Nano", "nemotron-3-nano-30b-a3b"), ("Qwen3 235B", "qwen3-235b-a22b"),
         ("LLAMA3_70B LoRA", "llama-3-70b"), ("GPT toy", None), ("mosaic", None),
     ],
 )  # fmt: skip
@@ -255,10 +263,12 @@ def test_a_wrong_table_is_one_line(cli, tmp_path: Path, text: str, words: str) -
 def test_errors_are_relative_and_signed() -> None:
     rows = [
         Outcome(id="f-1", family="f", measured_s=2.0, predicted_s=1.0, peak_bytes=3, measured_peak_bytes=2),
-        Outcome(id="f-2", family="f", measured_s=2.0, predicted_s=3.0),
+        Outcome(id="f-2", family="f", measured_s=2.0, predicted_s=3.0, interval_s=(1.9, 4.0)),
         Outcome(id="f-3", family="f", skipped="why"),
+        Outcome(id="f-4", family="f", measured_s=2.0, predicted_s=3.0, interval_s=(2.1, 4.0)),
     ]
     found = by_family(rows, {})["f"]
-    assert (found["mean_abs_error"], found["bias"]) == (0.5, 0.0)
+    assert (found["mean_abs_error"], found["bias"]) == (0.5, pytest.approx(1 / 6))
+    assert found["in_interval"] == 0.5
     assert found["memory"] == {"rows": 1, "mean_abs_error": 0.5, "median_abs_error": 0.5, "bias": 0.5}
-    assert [row["id"] for row in found["worst"]] == ["f-1", "f-2"]
+    assert [row["id"] for row in found["worst"]] == ["f-1", "f-2", "f-4"]

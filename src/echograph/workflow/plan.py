@@ -29,6 +29,7 @@ TpOverlapName = Literal["none", "bulk", "chunks"]
 PrecisionName = Literal["bf16", "fp16", "fp32", "fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4"]
 GradDType = Literal["bf16", "fp16", "fp32"]
 CpMethod = Literal["ring", "all-to-all"]
+DispatcherName = Literal["alltoall", "deepep", "hybridep"]
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """Mesh axes in Megatron's order: neighbours first."""
 ZERO_STAGES = (0, 1, 2, 3)
@@ -69,6 +70,11 @@ class Plan:
     capacity_factor: float | None = option(
         None, "Rows that an expert takes, in units of its even share; the rest is dropped.", "no limit"
     )
+    moe_dispatcher: str = option(
+        "",
+        f"How rows get to experts: {', '.join(get_args(DispatcherName))}; the latter send a token once to a node.",
+        "as the stack does; alltoall",
+    )
     expert_imbalance: float = option(1.0, "Rows of the busiest rank's experts in units of the mean (assumed).")
     pp: int = option(1, "Pipeline stages.")
     vpp: int = option(1, "Chunks of layers on each stage (interleaving).")
@@ -77,6 +83,9 @@ class Plan:
     dp: int | None = option(None, "Data-parallel ranks, experts' included.", "what the GPUs leave")
     zero: int = option(0, "0: DDP; 1: optimizer states sharded; 2: gradients, too; 3: parameters, too (FSDP).")
     hsdp_replicas: int = option(1, "Copies of the sharded model (HSDP), with --zero 3.")
+    distributed_optimizer_instances: int = option(
+        1, "Groups of ranks that each divide the optimizer among themselves, with --zero 1."
+    )
     reshard_after_forward: bool | None = option(
         None, "Drop gathered parameters after forward, with --zero 3.", "yes; no in a pipeline"
     )
@@ -155,6 +164,7 @@ def _check_sizes(plan: Plan) -> None:
         "pp",
         "vpp",
         "hsdp_replicas",
+        "distributed_optimizer_instances",
         "dp",
         "micro_batch",
         "gpus",
@@ -182,6 +192,7 @@ def _check_words(plan: Plan) -> None:
         "stack": ("", *stack_names()),
         "loss": ("", *get_args(LossName)),
         "tp_comm_overlap": ("", *get_args(TpOverlapName)),
+        "moe_dispatcher": ("", *get_args(DispatcherName)),
         "precision": ("", *get_args(PrecisionName)),
         "grad_dtype": ("", *get_args(GradDType)),
         "recompute": (*get_args(RecomputeName), plan.recompute if plan.recompute.isdigit() else "none"),
@@ -236,6 +247,10 @@ def _check_pairs(plan: Plan) -> None:
             "--hsdp-replicas: copies of a sharded model need --zero 3",
         ),
         (
+            plan.distributed_optimizer_instances != 1 and plan.zero != 1,
+            "--distributed-optimizer-instances: groups that divide the optimizer need --zero 1",
+        ),
+        (
             plan.reshard_after_forward is not None and plan.zero != 3,
             "--reshard-after-forward: is of gathered parameters, give --zero 3",
         ),
@@ -268,7 +283,8 @@ def spread(plan: Plan, node: int, most: int, where: str) -> tuple[int, int]:
     Raises:
         UsageError: the sizes do not multiply to the number of GPUs; names the nearest that would.
     """
-    model, at_once = plan.model_ranks, plan.model_ranks * plan.expert_ranks * plan.hsdp_replicas
+    copies = plan.hsdp_replicas * plan.distributed_optimizer_instances
+    model, at_once = plan.model_ranks, plan.model_ranks * plan.expert_ranks * copies
     gpus = plan.gpus or (model * plan.dp if plan.dp else max(node, at_once) // at_once * at_once)
     if gpus > most:
         raise UsageError(f"--gpus {gpus}: cluster {where} has 1 to {most} GPUs (max_gpus of its file)")
@@ -283,7 +299,9 @@ def spread(plan: Plan, node: int, most: int, where: str) -> tuple[int, int]:
             f"--dp {plan.dp}: {gpus} GPUs{f' with {sizes}' if sizes else ''} leave {replicas} data-parallel "
             f"ranks: give --dp {replicas}, or --gpus {model * plan.dp}"
         )
-    for name, size in (("ep", plan.expert_ranks), ("hsdp_replicas", plan.hsdp_replicas)):
+    sizes_of = {"ep": plan.expert_ranks}
+    sizes_of |= {name: getattr(plan, name) for name in ("hsdp_replicas", "distributed_optimizer_instances")}
+    for name, size in sizes_of.items():
         if replicas % size:
             fold = getattr(plan, name) // size
             fitting = [n * fold for n in range(1, replicas + 1) if replicas % n == 0]
@@ -393,11 +411,12 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
     _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
     count = micro_batches(plan, ranks, plan.micro_batch or workload.batch_size)
     replicas, dropping = ranks // plan.expert_ranks, {"capacity_factor": plan.capacity_factor}
-    experts = {"imbalance": plan.expert_imbalance, "across": plan.experts_across}
+    experts = {"imbalance": plan.expert_imbalance, "across": plan.experts_across} | _dispatch(plan, cluster)
     types = {"dtype": plan.precision or None, "grad_dtype": plan.grad_dtype or None}
     delayed = stack.fp8_scaling == "delayed" and plan.precision == "fp8"
     recipe: dict[str, Any] = {"kept": stack.fp8_kept, "delayed": delayed}
-    recipe |= {"weights": stack.fp8_weights, "experts": stack.fp8_experts, "main_gradients": stack.main_gradients}
+    recipe |= {"weights": stack.fp8_weights, "experts": stack.fp8_experts}
+    recipe |= {"main_gradients": stack.main_gradients, "fused_accumulation": stack.fused_accumulation}
     recipe["gathers"] = stack.fp8_gathers
     order: tuple[tuple[bool, str, dict[str, Any]], ...] = (
         # The step that one rank would run alone: its batch, what it is asked for, what it computes again.
@@ -423,7 +442,7 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
             {"chunks": plan.tp_comm_overlap == "chunks"},
         ),
         # The job of all ranks.
-        (plan.pp > 1, "pipeline", _pipeline(plan, count)),
+        (plan.pp > 1, "pipeline", _pipeline(plan, count, stack)),
         (plan.zero < 3, "data_parallel", _data_parallel(plan, replicas, count)),
         (plan.zero == 3, "fully_shard", _fully_shard(plan, replicas, count, stack)),
         (plan.mesh_order != Plan().mesh_order, "mesh_order", {"order": tuple(plan.mesh_order.split("-"))}),
@@ -440,6 +459,7 @@ def with_stack(plan: Plan, stack: Stack) -> Plan:
         "overlap_param_gather": stack.overlap_param_gather if plan.zero in (1, 2) else None,
         "recompute_early_stop": stack.recompute_early_stop,
         "loss": stack.loss if plan.tp == 1 else stack.loss_in_tensor_parallel,
+        "moe_dispatcher": stack.moe_dispatcher,
         "etp": stack.etp if plan.sequence_parallel and plan.ep % plan.tp == 0 else None,
         "tp_comm_overlap": stack.tp_comm_overlap,
         "grad_dtype": (plan.pp > 1 and stack.grad_dtype_in_pipelines) or stack.grad_dtype,
@@ -514,17 +534,32 @@ def _tensor_parallel(plan: Plan) -> dict[str, Any]:
     return {"size": plan.tp, "plan": patterns} | sequence
 
 
-def _pipeline(plan: Plan, count: int) -> dict[str, Any]:
+def _dispatch(plan: Plan, cluster: Cluster) -> dict[str, Any]:
+    """How rows get to experts, and on how many NVLink domains their ranks are."""
+    if plan.moe_dispatcher in ("", "alltoall"):
+        return {}
+    order = plan.mesh_order.split("-")
+    inside = [axis for axis in order[: order.index("ep")] if axis in ("tp", "cp", "pp")]
+    between = prod(
+        {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp}[a] for a in inside if a not in plan.experts_across
+    )
+    together = max(1, cluster.domain_gpus // between)
+    return {"dispatcher": plan.moe_dispatcher, "domains": -(-plan.ep // together)}
+
+
+def _pipeline(plan: Plan, count: int, stack: Stack) -> dict[str, Any]:
     try:
         layers = tuple(int(part) for part in plan.stage_layers.split(",")) if plan.stage_layers else None
     except ValueError:
         raise UsageError(
             f"--stage-layers {plan.stage_layers[:40]}: give whole numbers with commas, as 10,12,12,10"
         ) from None
-    schedule = schedule_of(plan)
+    options = {"stages": plan.pp, "micro_batches": count, "schedule": schedule_of(plan), "chunks": plan.vpp}
+    # Ranks that cut the sequence have different activations already.
+    whole = plan.tp > 1 and not plan.sequence_parallel
     overlap = {"overlap_experts": True} if plan.overlap_moe_expert_parallel_comm and plan.ep > 1 else {}
-    shape = {"stages": plan.pp, "micro_batches": count, "chunks": plan.vpp, "layers": layers}
-    return shape | {"schedule": schedule} | overlap
+    shared = {"scatter_gather": stack.pipeline_scatter_gather and whole}
+    return options | {"layers": layers} | shared | overlap
 
 
 def schedule_of(plan: Plan) -> str:
@@ -536,7 +571,9 @@ def _data_parallel(plan: Plan, replicas: int, count: int) -> dict[str, Any]:
     # Micro-batches of a pipeline are in its schedule already.
     options = {"replicas": replicas, "micro_batches": 1 if plan.pp > 1 else count}
     names = ("zero", "overlap_grad_reduce", "overlap_param_gather")
-    return options | {name: plan.given[name] for name in names if name in plan.given}
+    options |= {name: plan.given[name] for name in names if name in plan.given}
+    instances = plan.distributed_optimizer_instances
+    return options | ({"instances": instances} if instances > 1 else {})
 
 
 def _fully_shard(plan: Plan, replicas: int, count: int, stack: Stack) -> dict[str, Any]:
@@ -583,5 +620,7 @@ def record(job: JobGraph, plan: Plan, cluster: Cluster) -> dict[str, Any]:
         "precision": plan.precision or job.workload.dtype.text,
     }
     options |= {"stack": plan.stack} if plan.stack else {}
+    instances = plan.distributed_optimizer_instances
+    options |= {"distributed_optimizer_instances": instances} if instances > 1 else {}
     said = {"passes": plan.passes} if plan.passes else options
     return {**sizes, **said, "micro_batch": job.workload.batch_size, "mesh": mesh}
