@@ -196,12 +196,10 @@ def believe_tables(rows: Sequence[Row]) -> str:
         order = [title for _, title in SCALES] if what == "GPUs" else sorted(groups)
         lines += [(f"{what}: {name}", *figures(groups[name])) for name in order if name in groups]
     for kind, least in MUCH.items():
-        groups = grouped(done, lambda row, k=kind, least=least: row["work"].get(k, 0.0) >= least)
-        lines += [(f"{kind} {percent(least, '.0f')} of the step or more", *figures(groups[True]))] * (
-            True in groups
-        )
-    rest = [row for row in done if all(row["work"].get(kind, 0.0) < least for kind, least in MUCH.items())]
-    lines += [("less of each of these", *figures(rest))] * bool(rest)
+        if much := [row for row in done if row["work"].get(kind, 0.0) >= least]:
+            lines.append((f"{kind} {percent(least, '.0f')} of the step or more", *figures(much)))
+    if rest := [row for row in done if all(row["work"].get(kind, 0.0) < least for kind, least in MUCH.items())]:
+        lines.append(("less of each of these", *figures(rest)))
     head = ("by", "steps", "families", "mean", "bias", "9 of 10 within")
     both = grouped(done, lambda row: f"{row['device']} | {stack_of(row)}")
     cells = [
@@ -212,9 +210,9 @@ def believe_tables(rows: Sequence[Row]) -> str:
     return f"{table(head, lines)}\nMean error and number of steps by GPU, stack and number of GPUs:\n\n{cross}"
 
 
-def grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+def grouped(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
     """Rows by a key."""
-    found: dict[Any, list[Row]] = defaultdict(list)
+    found: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         found[key(row)].append(row)
     return found

@@ -37,6 +37,8 @@ class Stack:
             waits before each layer until the device is idle.
         main_gradients: whether products add to buffers of gradients in any type (gradient accumulation fusion); to
             those in fp32 they always do.
+        fused_accumulation: whether products add to such buffers themselves; else a kernel casts each gradient, and
+            another adds it.
         reduce_dtype: type in which ZeRO-3 reduces gradients; "": their own.
         fp8_kept: what FP8 keeps of inputs and weights for backward: "bf16" or "fp8".
         fp8_scaling: "current" scales, looked for before each cast, or "delayed" ones of earlier steps.
@@ -69,6 +71,7 @@ class Stack:
     grad_dtype_in_pipelines: Literal["", "bf16", "fp16", "fp32"] = ""
     zero3_apart: bool = False
     main_gradients: bool = False
+    fused_accumulation: bool = True
     reduce_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     fp8_kept: Literal["bf16", "fp8"] = "bf16"
     fp8_scaling: Literal["current", "delayed"] = "current"

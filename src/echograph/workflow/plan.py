@@ -415,7 +415,8 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
     types = {"dtype": plan.precision or None, "grad_dtype": plan.grad_dtype or None}
     delayed = stack.fp8_scaling == "delayed" and plan.precision == "fp8"
     recipe: dict[str, Any] = {"kept": stack.fp8_kept, "delayed": delayed}
-    recipe |= {"weights": stack.fp8_weights, "experts": stack.fp8_experts, "main_gradients": stack.main_gradients}
+    recipe |= {"weights": stack.fp8_weights, "experts": stack.fp8_experts}
+    recipe |= {"main_gradients": stack.main_gradients, "fused_accumulation": stack.fused_accumulation}
     recipe["gathers"] = stack.fp8_gathers
     order: tuple[tuple[bool, str, dict[str, Any]], ...] = (
         # The step that one rank would run alone: its batch, what it is asked for, what it computes again.

@@ -28,18 +28,18 @@ them all.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from echograph.errors import DataError, InputError
+from echograph.errors import DataError
 from echograph.ir.columns import Float64
+from echograph.ir.files import read_whole
 from echograph.ir.tables import text_table
 from echograph.simulator.form import KINDS, OF_PATH, Form, standard_errors
 
@@ -121,39 +121,66 @@ class HeldSteps:
     half_width: float
 
 
+_Seconds = Annotated[float, msgspec.Meta(gt=1e-12, lt=1e12)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1e3)]
+MAX_BYTES = 2**30
+
+
+class PredictedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a row of `echosim validate --json`; `workflow.validation.score.Outcome` says what it is."""
+
+    id: str
+    family: str
+    measured_s: _Seconds | None = None
+    predicted_s: _Seconds | None = None
+    durations_interval_s: tuple[Annotated[float, msgspec.Meta(ge=0, lt=1e12)], _Seconds] | None = None
+    work: dict[str, _Share] = {}
+    unsaid: _Share = 0.0
+
+
+class _Result(msgspec.Struct):
+    rows: list[PredictedStep]
+
+
 def read_errors(results: Iterable[str | Path]) -> StepErrors:
-    """The predicted rows of what `echosim validate -o` wrote; a row that stands in several files counts once.
+    """The predicted rows of what `echosim validate -o` wrote; of a row in several files, that of the last counts.
 
     Raises:
         InputError: a file cannot be read.
         DataError: it is no such result, or no row of it has a prediction.
     """
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, PredictedStep] = {}
     for path in map(Path, results):
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))["rows"]
-            rows |= {row["id"]: row for row in found if row["error"] is not None and row["work"] is not None}
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror or error}") from None
-        except (ValueError, TypeError, KeyError) as error:
+            data = read_whole(path, "give what echosim validate -o wrote", MAX_BYTES)
+            rows |= {row.id: row for row in msgspec.json.decode(data, type=_Result).rows}
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(f"{path}: is no result of echosim validate -o: {error}") from None
-    if not rows:
+    found = step_errors(rows.values())
+    if not len(found.family):
         raise DataError("no row with a prediction: give what echosim validate -o wrote")
-    return step_errors(list(rows.values()))
+    return found
 
 
-def step_errors(rows: Sequence[dict[str, Any]]) -> StepErrors:
-    """Predicted rows of `echosim validate --json`, as columns."""
-    sides = [standard_errors(row["predicted_s"], row["durations_interval_s"]) for row in rows]
-    unsaid = np.array([row["unsaid"] * math.fsum(row["work"].get(kind, 0.0) for kind in OF_PATH) for row in rows])
-    widths = np.hypot(np.array(sides), unsaid[:, None])
-    error = np.array([math.log(row["measured_s"] / row["predicted_s"]) for row in rows])
+def step_errors(rows: Iterable[PredictedStep]) -> StepErrors:
+    """Rows of `echosim validate --json`, those that are predicted, as columns."""
+    family, error, widths, shares = [], [], [], []
+    for row in rows:
+        if row.predicted_s is None or row.measured_s is None or row.durations_interval_s is None:
+            continue
+        unsaid = row.unsaid * math.fsum(row.work.get(kind, 0.0) for kind in OF_PATH)
+        sides = standard_errors(row.predicted_s, row.durations_interval_s)
+        family.append(row.family)
+        error.append(math.log(row.measured_s / row.predicted_s))
+        widths.append([math.hypot(side, unsaid) for side in sides])
+        shares.append([row.work.get(kind, 0.0) for kind in KINDS])
+    log_error, width = np.array(error), np.array(widths).reshape(-1, 2)
     return StepErrors(
-        family=np.array([row["family"] for row in rows]),
-        log_error=error,
-        known=np.where(error < 0, widths[:, 0], widths[:, 1]) ** 2,
-        shares=np.array([[row["work"].get(kind, 0.0) for kind in KINDS] for row in rows]),
-        half_width=widths,
+        family=np.array(family),
+        log_error=log_error,
+        known=np.where(log_error < 0, width[:, 0], width[:, 1]) ** 2,
+        shares=np.array(shares).reshape(-1, len(KINDS)),
+        half_width=width,
     )
 
 
