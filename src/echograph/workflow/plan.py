@@ -391,7 +391,8 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
     """What a plan makes of a step graph: the whole order, with every option.
 
     Those up to the first that makes a job of the step (`base.split_at_job`) depend of the cluster on its device
-    alone, and not on how many data-parallel ranks there are.
+    alone, where tokens go to experts once a node on its NVLink domains, too, and not on how many data-parallel
+    ranks there are.
 
     Args:
         plan: how the step is spread.
