@@ -191,7 +191,8 @@ def test_a_convolution_backward_is_asked_for_the_gradients_that_it_makes() -> No
         ("aten.native_layer_norm", "norm"), ("aten.normal_", "elementwise"), ("aten._foreach_norm", "reduction"),
         ("aten.linalg_vector_norm", "reduction"), ("aten._softmax", "softmax"), ("aten.embedding", "gather"),
         ("aten.index_put", "gather"), ("aten._fused_adamw_", "optimizer"), ("aten._foreach_add_", "optimizer"),
-        ("aten.cat", "copy"), ("aten.copy_", "copy"), ("mamba2.causal_conv1d", "conv1d"), ("aten.sum", "reduction"), ("aten.mul", "elementwise"),
+        ("aten.cat", "copy"), ("aten.copy_", "copy"), ("mamba2.causal_conv1d", "conv1d"),
+        ("aten.sum", "reduction"), ("aten.mul", "elementwise"),
     ],
 )  # fmt: skip
 def test_what_has_no_attributes_is_bound_by_its_bytes(name: str, kind: str) -> None:
@@ -203,7 +204,7 @@ def test_what_has_no_attributes_is_bound_by_its_bytes(name: str, kind: str) -> N
 
 
 def test_a_gradient_that_indices_point_into_is_filled_and_then_scattered_into() -> None:
-    """Few tokens of a large vocabulary: zeros are written as a copy writes them, the rest goes where it belongs."""
+    """Few tokens of a large vocabulary: zeros are written as a copy writes them, the rest goes to its places."""
     few, many = 2 * 64 * 512, 2 * 50_000 * 512
     sizes = {"bytes_read": few, "bytes_written": many}
     made = cost("aten.embedding_dense_backward", [(64, 512)], [(50_000, 512)], **sizes)
