@@ -35,7 +35,7 @@ from echograph.workflow.validation.setup import Setup, setup
 from echograph.workflow.validation.table import MeasuredStep, Skip
 from echograph.workflow.validation.trainers import MemoryReport, trainer_of
 
-PIECE = 90
+PIECE = 360
 """Rows that a process takes at once: they share a capture, and no process is left alone with a large family."""
 
 UPDATES = ("op:aten._foreach_*", "op:aten._fused_adamw_")
