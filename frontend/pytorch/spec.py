@@ -48,7 +48,8 @@ class StepSpec:
             `gradient_checkpointing_enable` (Hugging Face).
         lora_rank: rank of the adapters that alone are trained; None trains everything.
         lora_targets: last names of the linear layers that get one, with commas between them.
-        mtp_num_layers: tokens further on that are predicted, too (multi-token prediction).
+        mtp_num_layers: tokens further on that are predicted, too (multi-token prediction); a pipeline counts their
+            layers behind the model's.
         mtp_use_repeated_layer: whether one module predicts all of them, with the same weights.
         kernels: whose kernels composite operators become: "cuda" or "cpu".
 

@@ -195,12 +195,13 @@ def _zero(row: MeasuredStep, replicas: int, assumed: list[str]) -> dict[str, Any
 def _stage_layers(layers: int, chunks: int, further: int) -> str:
     """Layers of each chunk where the embedding and the loss take a layer's slot each; "" where they need not.
 
-    With modules for further tokens the last chunk has what is left (Megatron-Bridge's layouts of DeepSeek-V3).
+    With further tokens the last chunk has what is left, and the layers that predict these (Megatron-Bridge's
+    layouts of DeepSeek-V3).
     """
     full = -(-layers // chunks)
     left = layers - full * (chunks - 1)
     if further and 0 < left < full:
-        return ",".join(map(str, [full] * (chunks - 1) + [left]))
+        return ",".join(map(str, [full] * (chunks - 1) + [left + further]))
     even, rest = divmod(layers + 2, chunks)
     if layers % chunks == 0 or rest:
         return ""
