@@ -103,7 +103,7 @@ def setup(row: MeasuredStep) -> Setup:
     model = model_of(row, trainer, assumed)
     return Setup(
         model=model,
-        spec=StepSpec(dtype=dtype, **_adapters(row, trainer, assumed)),
+        spec=StepSpec(dtype=dtype, **trainer.step, **_adapters(row, trainer, assumed)),
         plan=_plan(row, trainer, model.layers, precision, assumed),
         seq_len=row.number("seq_len"),
         assumed=tuple(assumed),
@@ -148,7 +148,7 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
         tp=sizes["tp"],
         pp=sizes["pp"],
         vpp=sizes["vpp"],
-        stage_layers=_stage_layers(layers, sizes["pp"] * sizes["vpp"]),
+        stage_layers=_stage_layers(layers, sizes["pp"] * sizes["vpp"], trainer.step.get("mtp_num_layers", 0)),
         cp=sizes["cp"],
         ep=sizes["ep"],
         # More ranks than there are with data of their own: those of a tensor-parallel group are among them.
@@ -192,8 +192,16 @@ def _zero(row: MeasuredStep, replicas: int, assumed: list[str]) -> dict[str, Any
     return {"zero": stage}
 
 
-def _stage_layers(layers: int, chunks: int) -> str:
-    """Layers of each chunk where the embedding and the loss take a layer's slot each; "" where they need not."""
+def _stage_layers(layers: int, chunks: int, further: int) -> str:
+    """Layers of each chunk where the embedding and the loss take a layer's slot each; "" where they need not.
+
+    With further tokens the last chunk has what is left, and the layers that predict these (Megatron-Bridge's
+    layouts of DeepSeek-V3).
+    """
+    full = -(-layers // chunks)
+    left = layers - full * (chunks - 1)
+    if further and 0 < left < full:
+        return ",".join(map(str, [full] * (chunks - 1) + [left + further]))
     even, rest = divmod(layers + 2, chunks)
     if layers % chunks == 0 or rest:
         return ""

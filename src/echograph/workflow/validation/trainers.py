@@ -39,11 +39,13 @@ class _When(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         stack: another stack; "": the trainer's.
         set: options of the plan.
+        step: options of the step.
         launch_blocking: whether every launch waited for its kernel.
     """
 
     stack: str = ""
     set: dict[str, Any] = {}
+    step: dict[str, Any] = {}
     launch_blocking: bool = False
 
 
@@ -79,6 +81,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         stack: its stack.
         source: where what follows is published.
         set: options of the plan that it sets otherwise than the stack.
+        step: options of the step that it sets.
         dropout: of a plain GPT.
         lora_rank: of a row that says LoRA.
         lora_targets: linear layers that get adapters.
@@ -92,6 +95,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     stack: str = ""
     source: str = ""
     set: dict[str, Any] = {}
+    step: dict[str, Any] = {}
     dropout: float = 0.0
     lora_rank: int = 8
     lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
@@ -117,6 +121,7 @@ def trainer_of(row: MeasuredStep) -> Trainer:
                 found,
                 stack=rule.stack or found.stack,
                 set={**found.set, **rule.set},
+                step={**found.step, **rule.step},
                 launch_blocking=found.launch_blocking or rule.launch_blocking,
             )
     return found
