@@ -7,6 +7,7 @@ masters.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -17,6 +18,7 @@ from torch import Tensor
 from echograph.frontend.megatron import transformer_engine
 from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
+from echograph.frontend.megatron.settings import CHECKED
 from echograph.frontend.megatron.shims import LEFT_OUT, balanced, shimmed
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts.adapter import patched
@@ -96,12 +98,15 @@ class MegatronAdapter(TorchAdapter):
     @contextmanager
     def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
         """Shims and hooks of megatron-core, around those of plain PyTorch."""
-        # Scripts that launch Megatron-LM set it, and it refuses to go on without; the world restores what was.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # Scripts that launch Megatron-LM set it, and it refuses to go on without, its FSDP with it.
+        # The world restores what was.
+        if not any("fsdp" in argument for argument in sys.argv):
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         with (
             shimmed(),
             patched(transformer_engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),
             super().installed(world, recorder),
+            in_place(CHECKED),
             in_place(LEFT_OUT),
             in_place(balanced(recorder.note)),
             in_place(hooks(recorder, lambda: recorder.is_early)),
@@ -165,6 +170,11 @@ def _noted(recorder: ScriptRecorder, original: Callable[..., None]) -> Callable[
             "Transformer Engine is not installed: layers of PyTorch's operators stand in for its, with its shapes "
             "and collectives, and without FP8, user buffers and kernels that do several things at once"
         )
+        if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0":
+            recorder.note(
+                "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: attention's backward pass, which then adds in one order, is "
+                "taken to be as fast as without"
+            )
         original(*args, **named)
 
     return init
