@@ -22,9 +22,11 @@ from echograph.frontend.megatron.settings import CHECKED
 from echograph.frontend.megatron.shims import LEFT_OUT, balanced, shimmed
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.capture import WITHIN_CONTEXT
 from echograph.frontend.scripts.collectives import ranks_of
 from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.ir.passes.model import CONTEXT
 
 if TYPE_CHECKING:
     from echograph.frontend.scripts.recorder import ScriptRecorder
@@ -132,10 +134,23 @@ class MegatronAdapter(TorchAdapter):
             "cp": state.get_context_parallel_world_size(),
             "tp": state.get_tensor_model_parallel_world_size(),
         }
+        levels = state.get_hierarchical_context_parallel_groups(check_initialized=False) or ()
+        if len(levels) > 1:
+            sizes = within_context(sizes, levels[0].size())
         experts = state.get_expert_model_parallel_world_size() or 1
         if experts == 1:
             return sizes
         return axes_with_experts(sizes, experts, state.get_expert_tensor_parallel_world_size() or 1)
+
+
+def within_context(sizes: Mapping[str, int], inner: int) -> dict[str, int]:
+    """Axes of which both all ranks of context parallelism and the innermost `inner` of them are some."""
+    made: dict[str, int] = {}
+    for name, size in sizes.items():
+        made[name] = size // inner if name == CONTEXT else size
+        if name == CONTEXT:
+            made[WITHIN_CONTEXT] = inner
+    return made
 
 
 def axes_with_experts(sizes: Mapping[str, int], experts: int, tensor: int) -> dict[str, int]:

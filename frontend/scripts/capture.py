@@ -471,7 +471,9 @@ def _shown(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-_KNOWN = (*DATA_AXES, "pp", "tp")
+WITHIN_CONTEXT = "cp_inner"
+"""Of ranks of context parallelism, those that exchange otherwise than the others."""
+_KNOWN = (*DATA_AXES, "pp", "tp", WITHIN_CONTEXT)
 
 
 def workload_of(
@@ -490,7 +492,8 @@ def workload_of(
     whole = False
     if recorder.sample is not None:
         shape, whole = recorder.sample.shape, not recorder.sample.is_floating_point()
-    tokens = int(shape[1]) * mesh.get(CONTEXT, 1) if len(shape) == 2 and whole else 0
+    over = mesh.get(CONTEXT, 1) * mesh.get(WITHIN_CONTEXT, 1)
+    tokens = int(shape[1]) * over if len(shape) == 2 and whole else 0
     return Workload(
         model=name,
         parameters=_parameters(runs, places, mesh),

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from echograph.errors import CaptureError
 from echograph.frontend.megatron import transformer_engine as te
-from echograph.frontend.megatron.adapter import MegatronAdapter, axes_with_experts
+from echograph.frontend.megatron.adapter import MegatronAdapter, axes_with_experts, within_context
 from echograph.frontend.megatron.apex import accumulate
 from echograph.frontend.megatron.shims import loads
 from echograph.frontend.megatron.stub_modules import standing_in
@@ -159,6 +159,14 @@ def test_groups_of_dense_layers_and_of_experts_are_axes(
         for kind in kinds:
             for ranks in generator.get_ranks(kind):
                 assert len(ranks) == 1 or axes_of(ranks, mesh) is not None, (kind, ranks, mesh)
+
+
+def test_ranks_of_context_parallelism_in_two_levels_are_two_axes() -> None:
+    mesh = within_context({"pp": 2, "dp": 2, "cp": 8, "tp": 2}, 4)
+    assert list(mesh.items()) == [("pp", 2), ("dp", 2), ("cp", 2), ("cp_inner", 4), ("tp", 2)]
+    assert axes_of(range(0, 8, 2), mesh) == ("cp_inner",)
+    assert axes_of((0, 8), mesh) == ("cp",)
+    assert axes_of(range(0, 16, 2), mesh) == ("cp", "cp_inner")
 
 
 # -- captures -------------------------------------------------------------------------------------------------
