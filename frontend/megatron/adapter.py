@@ -134,7 +134,7 @@ class MegatronAdapter(TorchAdapter):
             "cp": state.get_context_parallel_world_size(),
             "tp": state.get_tensor_model_parallel_world_size(),
         }
-        levels = state.get_hierarchical_context_parallel_groups(check_initialized=False) or ()
+        levels = list(state.get_hierarchical_context_parallel_groups(check_initialized=False) or ())
         if len(levels) > 1:
             sizes = within_context(sizes, levels[0].size())
         experts = state.get_expert_model_parallel_world_size() or 1

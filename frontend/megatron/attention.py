@@ -227,7 +227,7 @@ class _Ring(torch.autograd.Function):
         ranks = of.group.size()
         held = torch.cat((key.reshape(-1), value.reshape(-1)))
         parts: list[tuple[Tensor, Tensor]] = []
-        sums = None
+        sums: Any = None
         for step in range(ranks):
             coming, waits = _pass_on(held, of.group) if step < ranks - 1 else (held, [])
             queries, keys, causal = of.part(step)
