@@ -19,7 +19,7 @@ from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate, Coverage, join
 from echograph.ir.profile import Profile, load_profile
-from echograph.ir.types import COMMUNICATIONS, OpKind, Source
+from echograph.ir.types import COMMUNICATIONS, OpKind, Phase, Source
 from echograph.options import option
 from echograph.profiler.costs import DeviceProfile, load_device
 from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
@@ -161,6 +161,7 @@ class System:
         work = load_framework(framework).on(processor)
         return replace(
             self.host,
+            op_ps=to_ps(work[Phase.FORWARD] + processor.launch_s),
             launch_ps=to_ps(processor.launch_s),
             work_ps={phase: to_ps(seconds) for phase, seconds in work.items()},
             communication_ps=to_ps(processor.communication_s),
