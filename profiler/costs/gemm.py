@@ -354,13 +354,14 @@ def grouped_gemm(
     sizes = as_floats(count, *group_sizes(pass_, busy, n, k))
     # Each expert takes its share of a group of its like.
     shares = grouped_seconds(together, sheet, *sizes, with_residual=pass_ != "weight_gradient")
-    seconds = np.mean(shares) * device.grouped.together.get(pass_, 1.0)
+    seconds = np.asarray(np.mean(shares) * device.grouped.together.get(pass_, 1.0))
     if accumulate:
         seconds = seconds + accumulate_seconds(together, sheet, count * n * k)
     cast = gemm_model(device, dtype).quantize
     if quantize and cast is not None:
-        seconds = seconds + quantize_seconds(cast, np.asarray(np.sum(busy) * k))
-    return make_cost(np.asarray(seconds), label.spread, label.spread_short, label.source)
+        columns = k if pass_ == "forward" else n
+        seconds = seconds + quantize_seconds(cast, np.asarray(np.sum(busy) * columns))
+    return make_cost(seconds, label.spread, label.spread_short, label.source)
 
 
 def group_sizes(
