@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from echograph.profiler.costs.device import (
     SHORT_KERNEL_S,
@@ -73,7 +74,7 @@ class Layers:
         """What makes two layers the same."""
         return self.tokens, self.experts, self.rows * 64.0, self.hidden, self.inner
 
-    def take(self, index: FloatArray) -> Layers:
+    def take(self, index: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> Layers:
         """The rows of an index or mask."""
         return Layers(**{name: getattr(self, name)[index] for name in self.__dataclass_fields__})
 
