@@ -359,8 +359,9 @@ def grouped_gemm(
         seconds = seconds + accumulate_seconds(together, sheet, count * n * k)
     cast = gemm_model(device, dtype).quantize
     if quantize and cast is not None:
-        seconds = seconds + quantize_seconds(cast, np.asarray(np.sum(busy) * k))
-    return make_cost(np.asarray(seconds), label.spread, label.spread_short, label.source)
+        columns = k if pass_ == "forward" else n
+        seconds = seconds + quantize_seconds(cast, np.asarray(np.sum(busy) * columns))
+    return make_cost(seconds, label.spread, label.spread_short, label.source)
 
 
 def group_sizes(

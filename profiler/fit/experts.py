@@ -11,7 +11,6 @@ Rows of equal loads are fitted. In those whose loads follow a power law each exp
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -75,7 +74,7 @@ class Layers:
         """What makes two layers the same."""
         return self.tokens, self.experts, self.rows * 64.0, self.hidden, self.inner
 
-    def take(self, index: npt.NDArray[Any]) -> Layers:
+    def take(self, index: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> Layers:
         """The rows of an index or mask."""
         return Layers(**{name: getattr(self, name)[index] for name in self.__dataclass_fields__})
 
