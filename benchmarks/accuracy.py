@@ -29,6 +29,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SCALES = ((8, "1 to 8"), (64, "9 to 64"), (512, "65 to 512"), (10**9, "over 512"))
 """Numbers of GPUs that are told apart, each up to the first figure."""
 
+MUCH = {"host": 0.2, "all-to-all exchange": 0.05, "hidden communication": 0.2, "attention": 0.25, "bubble": 0.2}
+"""Kinds of work that are told apart by errors, and from which part of a step on."""
+
 BAND = 0.1
 COLUMNS = 3
 LEAST_SPAN = 8
@@ -180,7 +183,7 @@ def intervals_table(found: FormCalibration) -> str:
 
 
 def believe_tables(rows: Sequence[Row]) -> str:
-    """Mean errors by GPU, stack and number of GPUs, and by all three."""
+    """Mean errors by GPU, stack, number of GPUs and kinds of work, and by the first three together."""
     done = answered(rows)
     keys: list[tuple[str, Callable[[Row], str]]] = [
         ("GPU", lambda row: row["device"]),
@@ -192,6 +195,11 @@ def believe_tables(rows: Sequence[Row]) -> str:
         groups = grouped(done, key)
         order = [title for _, title in SCALES] if what == "GPUs" else sorted(groups)
         lines += [(f"{what}: {name}", *figures(groups[name])) for name in order if name in groups]
+    for kind, least in MUCH.items():
+        if much := [row for row in done if row["work"].get(kind, 0.0) >= least]:
+            lines.append((f"{kind} {percent(least, '.0f')} of the step or more", *figures(much)))
+    if rest := [row for row in done if all(row["work"].get(kind, 0.0) < least for kind, least in MUCH.items())]:
+        lines.append(("less of each of these", *figures(rest)))
     head = ("by", "steps", "families", "mean", "bias", "9 of 10 within")
     both = grouped(done, lambda row: f"{row['device']} | {stack_of(row)}")
     cells = [
@@ -199,7 +207,7 @@ def believe_tables(rows: Sequence[Row]) -> str:
         for name in sorted(both)
     ]
     cross = table(("GPU", "stack", *(f"{title} GPUs" for _, title in SCALES)), cells, left=2)
-    return f"{table(head, lines)}\nMean error and number of steps by all three:\n\n{cross}"
+    return f"{table(head, lines)}\nMean error and number of steps by GPU, stack and number of GPUs:\n\n{cross}"
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:

@@ -7,10 +7,11 @@ How closely it is simulated, its roles or every rank, collectives one by one or 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from echograph.ir.timeline import Timeline
 from echograph.ir.types import COMMUNICATIONS, OpKind, Source
 from echograph.simulator.breakdown import Spread, role_of, spread
 from echograph.simulator.clusters import Cluster
+from echograph.simulator.contention import beside_collectives
 from echograph.simulator.durations import Durations, Estimate, durations
 from echograph.simulator.engine import ENGINES, Roles, StepRun, of_tasks, simulate_roles
 from echograph.simulator.form import Form, shares
@@ -39,6 +41,7 @@ from echograph.units import to_s
 if TYPE_CHECKING:
     from echograph.simulator.flows import LinkUse
 
+_NOTHING: Mapping[str, float] = MappingProxyType({})
 _TOO_LONG = f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations"
 
 
@@ -53,6 +56,7 @@ def simulate(
     network: str = "auto",
     trace_ranks: Sequence[int] = (),
     scales: Sequence[Scale] = (),
+    sms: Mapping[str, float] = _NOTHING,
     plan: dict[str, Any] | None = None,
     memory: bool = True,
     form: Form | None = None,
@@ -72,6 +76,7 @@ def simulate(
             links, and every rank is simulated; "auto": flows where links are degraded.
         trace_ranks: ranks whose timelines are wanted, too.
         scales: what is made longer or shorter than it is.
+        sms: share of the multiprocessors that reductions take from kernels beside them, by their group's label.
         plan: the plan as the user gave it, for the result.
         memory: whether to work out memory, too, which takes about as long as the rest.
         form: how sure the form of the model is; None: the interval is of the errors of durations alone.
@@ -86,6 +91,7 @@ def simulate(
     asked = fidelity(job, cluster, engine=engine, network=network, ranks=ranks)
     topology, alone = _links(job, cluster) if asked.network == "flows" else (None, None)
     times = durations(job, cluster, alone)
+    times = replace(times, picoseconds=beside_collectives(job, times.picoseconds, sms))
     times, issue = _scaled(job, times, host, scales)
     check_tasks(job)
     _check_range(job, times, issue, host)

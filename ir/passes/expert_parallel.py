@@ -17,6 +17,13 @@ The axes "cp" and "ep" may share the experts together (`across`): context-parall
 too, so all may exchange with all, as Megatron-Core lets the ranks of experts cut across those of attention (Liu
 et al., "MoE Parallel Folding", 2025).
 
+So an exchange carries each row on its own (`MoEAlltoAllTokenDispatcher`). Others send a token once to each NVLink
+domain that has one of its experts, where it is forwarded, or once to each rank in a single domain (`deepep`:
+DeepEP, and HybridEP like it, of Megatron-Core's `MoEFlexTokenDispatcher`). Bytes of an exchange are then those of
+an all-to-all that puts as many on the links which take longest: tokens times the places that one goes to
+(`places`), on average over routing without a preference but for groups of experts, of which a router may choose
+first (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2).
+
 The graph has one program for all ranks of the axis: that of the rank that has most rows. `imbalance` says how
 many that are and is an assumption; what of the rows stays on its rank (one in `size`, on average) is in the
 buffers of the exchange, as nccl-tests counts them. Gradients of experts are summands over fewer ranks than
@@ -33,10 +40,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil, gcd, prod
-from typing import ClassVar
+from math import ceil, comb, gcd, prod
+from typing import ClassVar, Literal, get_args
 
-from echograph.errors import PlanError
+from echograph.errors import PlanError, UnknownNameError
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, StepGraph
@@ -85,6 +92,29 @@ class Choice:
         return tuple(p for p in (*self.inputs, *self.outputs) if p is not None)
 
 
+def places(parts: int, experts: int, chosen: int, groups: tuple[int, int] = (1, 1)) -> float:
+    """How many of equal parts have one of a token's experts, on average over routing without a preference.
+
+    Without groups: parts (1 - C(N - N/parts, k) / C(N, k)) for k of N experts.
+
+    Args:
+        parts: of the experts, as many on each.
+        experts: in all.
+        chosen: of them for a token.
+        groups: groups that the experts stand in, and how many of them the experts are chosen from.
+    """
+    count, allowed = groups
+    if not (count % parts == 0 or parts % count == 0):
+        count = allowed = 1  # groups that do not lie within parts, nor parts within groups
+    pool, width = experts // count * allowed, max(1, count // parts)
+    here = experts // max(parts, count)
+    missed = sum(
+        comb(width, hit) * comb(count - width, allowed - hit) * comb(pool - hit * here, chosen)
+        for hit in range(min(width, allowed) + 1)
+    )
+    return parts * (1 - missed / (comb(count, allowed) * comb(pool, chosen)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What of the experts' work one rank has.
@@ -93,11 +123,19 @@ class Load:
         size: ranks that share the experts.
         imbalance: rows of the busiest rank in units of the mean.
         capacity_factor: rows that each expert takes, in units of its even share; None: whatever comes.
+        parts: of the ranks, to each of which a token is sent once; 0: each row is sent on its own.
+        groups: of experts, and how many of them a router chooses for a token.
     """
 
     size: int
     imbalance: float = 1.0
     capacity_factor: float | None = None
+    parts: int = 0
+    groups: tuple[int, int] = (1, 1)
+
+    def carried(self, experts: int, chosen: int) -> float:
+        """What of a row is carried: less than 1 where a token is sent once for all its experts in a part."""
+        return places(self.parts, experts, chosen, self.groups) / chosen if self.parts else 1.0
 
     def sent(self, rows: int, experts: int) -> int:
         """Rows that a rank sends to all experts, for the rows that its tokens make."""
@@ -247,6 +285,18 @@ class Places:
             if source is not None and operator(graph, source[2]) == "index":
                 copied = graph.tensors.shape.row(graph.ops.inputs.row(source[2])[0])
                 found.add(prod(copied[:-1]))
+        return found
+
+    def groups(self) -> tuple[int, int]:
+        """Groups of experts that a router chooses first, and how many: of what it takes the greatest."""
+        graph, found = self.graph, (1, 1)
+        experts = min(map(self.experts, self.products))
+        for row in range(len(graph.ops)):
+            if operator(graph, row) == "topk":
+                read, made = (side.row(row)[0] for side in (graph.ops.inputs, graph.ops.outputs))
+                among, taken = graph.tensors.shape.row(read), graph.tensors.shape.row(made)[-1]
+                if len(among) == 2 and among[-1] < experts and experts % among[-1] == 0:
+                    found = among[-1], taken
         return found
 
     def _check_experts(self) -> None:
@@ -495,6 +545,7 @@ class _Writer(StepWriter):
         super().__init__(graph)
         self.places, self.load = places, load
         self.axes = tuple(axis.name for axis in axes)
+        self.tokens = max(places.tokens(), default=1)
         self.copies: dict[tuple[int, ExpertPlacement], int] = {}
         self.scalars = {*total_norms(graph), *overflow_flags(graph)} if load.size > 1 else set()
         if load.size > 1:
@@ -612,7 +663,7 @@ class _Writer(StepWriter):
         if self.load.capacity_factor is not None:
             row = self._permute("aten.index", row, self._rows(tensor, place, sent), op)
         if self.load.size > 1:
-            row = self._exchange(row, tensor, place, max(sent, received), received, op)
+            row = self._exchange(row, tensor, place, self._carried(tensor, place), received, op)
             if place.experts > self.load.size:
                 row = self._permute("aten.cat", row, self._rows(tensor, place, received), op)
         return row
@@ -624,7 +675,7 @@ class _Writer(StepWriter):
         if self.load.size > 1:
             if place.experts > self.load.size:
                 row = self._permute("aten.cat", row, self._rows(tensor, place, received), op)
-            row = self._exchange(row, tensor, place, max(sent, received), sent, op)
+            row = self._exchange(row, tensor, place, self._carried(tensor, place), sent, op)
         if self.load.capacity_factor is not None:
             row = self._permute("aten.index", row, replace(tensor, port=False), op)
         return row
@@ -632,6 +683,11 @@ class _Writer(StepWriter):
     def _counts(self, tensor: t.Tensor, place: Away) -> tuple[int, int]:
         rows = tensor.shape[place.along.dim] // place.along.before
         return self.load.sent(rows, place.experts), self.load.received(rows, place.experts)
+
+    def _carried(self, tensor: t.Tensor, place: Away) -> int:
+        """Rows of the larger of what a rank sends and receives, those alone that are carried."""
+        chosen = max(1, tensor.shape[place.along.dim] // self.tokens)
+        return ceil(round(self.load.carried(place.experts, chosen) * max(self._counts(tensor, place)), 6))
 
     def _rows(self, tensor: t.Tensor, place: Away, rows: int) -> t.Tensor:
         dim = place.along.dim
@@ -649,7 +705,7 @@ class _Writer(StepWriter):
         return output
 
     def _exchange(self, row: int, tensor: t.Tensor, place: Away, most: int, rows: int, op: t.Op) -> int:
-        """An all-to-all: the buffer is that of what the rank sends or receives, whichever is larger."""
+        """An all-to-all of a buffer with so many rows at most, of which others are made."""
         made = self.add_tensor(self._rows(tensor, place, rows), None)
         self._collective(
             _KINDS.ALL_TO_ALL, tensor, self._rows(tensor, place, most).nbytes, op, row, made, t.Payload.ACTIVATION
@@ -714,6 +770,7 @@ class _Writer(StepWriter):
 
 
 MAX_SIZE = 4096
+Dispatcher = Literal["alltoall", "deepep", "hybridep"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -727,6 +784,9 @@ class ExpertParallel:
         imbalance: rows that the busiest rank has, in units of the mean (assumed; 1 is the balance that routers are
             trained for). With a capacity all ranks have as many.
         across: axes of the step's mesh whose ranks share the experts, too; each must have tokens of its own.
+        dispatcher: "alltoall" sends every row; "deepep" and "hybridep" a token once to each NVLink domain, or,
+            in a single one, to each rank.
+        domains: NVLink domains that the ranks are on.
     """
 
     name: ClassVar[str] = "expert_parallel"
@@ -735,6 +795,8 @@ class ExpertParallel:
     capacity_factor: float | None = None
     imbalance: float = 1.0
     across: tuple[str, ...] = ()
+    dispatcher: Dispatcher = "alltoall"
+    domains: int = 1
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step with local experts, and exchanges over the axis "ep", outside all other axes, and `across`.
@@ -751,7 +813,13 @@ class ExpertParallel:
         axes = self._axes(graph)
         places = Places(graph, size=self.size)
         self._check_tokens(graph, places)
-        load = Load(size=self.size, imbalance=self.imbalance, capacity_factor=self.capacity_factor)
+        load = Load(
+            size=self.size,
+            imbalance=self.imbalance,
+            capacity_factor=self.capacity_factor,
+            parts=self._parts(),
+            groups=places.groups(),
+        )
         return write(graph, places, load, axes)
 
     def _axes(self, graph: StepGraph) -> tuple[Axis, ...]:
@@ -778,7 +846,19 @@ class ExpertParallel:
                 f"experts across {', '.join(self.across)}: the ranks do not have tokens of their own: leave it out"
             )
 
+    def _parts(self) -> int:
+        """Parts of the ranks to each of which a token is sent once."""
+        if self.dispatcher == "alltoall":
+            return 0
+        return self.domains if self.domains > 1 else self.size
+
     def _check(self) -> None:
+        if self.dispatcher not in get_args(Dispatcher):
+            raise UnknownNameError("dispatcher of experts", self.dispatcher, get_args(Dispatcher))
+        if not 1 <= self.domains <= self.size:
+            raise PlanError(
+                f"experts of {self.size} ranks on {self.domains} NVLink domains: give 1 to {self.size}"
+            )
         if not 1 <= self.size <= MAX_SIZE:
             raise PlanError(f"expert parallelism over {self.size} ranks: choose 1 to {MAX_SIZE}")
         if self.capacity_factor is not None and not 0 < self.capacity_factor < float("inf"):

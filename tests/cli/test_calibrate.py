@@ -54,6 +54,9 @@ def test_the_command_writes_what_the_simulator_reads(cli, tmp_path: Path) -> Non
     [
         ("no JSON", "is no result"),
         ('{"rows": [{"id": "a"}]}', "is no result"),
+        ('{"rows": [{"id": "a", "family": "b", "predicted_s": -1}]}', "is no result"),
+        ('{"rows": [{"id": "a", "family": "b", "work": {"host": "x"}}]}', "is no result"),
+        ('{"rows": [{"id": "a", "family": "b"}]}', "no row with a prediction"),
         ('{"rows": []}', "no row with a prediction"),
     ],
 )

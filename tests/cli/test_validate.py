@@ -133,8 +133,14 @@ def test_the_trainer_names_the_stack_and_an_unknown_one_is_counted(trainer: str,
 def test_what_single_runs_did_is_read_off_their_columns() -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     bloom = {"trainer": "megatron-deepspeed 2022", "tp": 1, "dp": ""}
-    assert [made(n_gpus=n, global_batch=2 * n, **bloom).blocking for n in (80, 88)] == [False, True]
-    assert made(source="chronicles, Rebalancing layers", **bloom).plan.grad_dtype == "fp32"
+    tables = ("chronicles § Best TFLOPs", "chronicles § 48 node contenders")
+    assert [made(source=source, **bloom).blocking for source in tables] == [False, True]
+    large = {"trainer": "llm-foundry 2023", "model": "MPT-7b", "tp": 1, "dp": ""}
+    gpus = {"H100-SXM-80GB": 128, "A100-SXM-80GB": 128, "H100-SXM-80GB (p5)": 64}
+    plans = [made(gpu_type=gpu, n_gpus=n, global_batch=2 * n, **large).plan for gpu, n in gpus.items()]
+    assert [plan.stack for plan in plans] == ["llm-foundry-2024", "llm-foundry", "llm-foundry"]
+    assert [plan.recompute_early_stop for plan in plans] == [True, None, None]
+    assert made(source="chronicles, Rebalancing layers", **bloom).plan.stack == "megatron-deepspeed"
     assert made(**bloom).plan.grad_dtype == ""
     assert made(notes="4xHDR200 per node").plan.cluster == "a100-4x-hdr200"
     assert made(trainer="torchtitan", notes="eager bf16").plan.stack == "fsdp"
@@ -257,10 +263,12 @@ def test_a_wrong_table_is_one_line(cli, tmp_path: Path, text: str, words: str) -
 def test_errors_are_relative_and_signed() -> None:
     rows = [
         Outcome(id="f-1", family="f", measured_s=2.0, predicted_s=1.0, peak_bytes=3, measured_peak_bytes=2),
-        Outcome(id="f-2", family="f", measured_s=2.0, predicted_s=3.0),
+        Outcome(id="f-2", family="f", measured_s=2.0, predicted_s=3.0, interval_s=(1.9, 4.0)),
         Outcome(id="f-3", family="f", skipped="why"),
+        Outcome(id="f-4", family="f", measured_s=2.0, predicted_s=3.0, interval_s=(2.1, 4.0)),
     ]
     found = by_family(rows, {})["f"]
-    assert (found["mean_abs_error"], found["bias"]) == (0.5, 0.0)
+    assert (found["mean_abs_error"], found["bias"]) == (0.5, pytest.approx(1 / 6))
+    assert found["in_interval"] == 0.5
     assert found["memory"] == {"rows": 1, "mean_abs_error": 0.5, "median_abs_error": 0.5, "bias": 0.5}
-    assert [row["id"] for row in found["worst"]] == ["f-1", "f-2"]
+    assert [row["id"] for row in found["worst"]] == ["f-1", "f-2", "f-4"]

@@ -425,6 +425,13 @@ def _steps() -> list[Files]:
     return [{"steps.csv": _STEPS.encode()}]
 
 
+def _validation() -> list[Files]:
+    row = {"measured_s": 1.0, "predicted_s": 1.1, "error": 0.1, "durations_interval_s": [1.0, 1.2], "unsaid": 0.1}
+    work = {"matrix products": 0.7, "host": 0.2}
+    rows = [{"id": f"{name}-{n}", "family": name, "work": work, **row} for name in ("one", "two") for n in (1, 2)]
+    return [{"result.json": json.dumps({"rows": rows}).encode()}]
+
+
 STEP = CONFORMANCE / "two_layers.pb"
 _RUN = ("echosim", "run")
 
@@ -624,6 +631,7 @@ TARGETS: tuple[Target, ...] = (
         commands=(("echoc", "annotate", "{step}", "--profile", "{file}", "--cluster", "dgx-h100", "-o", OUT),),
     ),
     Target(name="measured steps", seeds=_steps, fast=0, commands=(("echosim", "validate", "{file}", "--json"),)),
+    Target(name="validation", seeds=_validation, commands=(("echosim", "calibrate", "{file}", "-o", OUT),)),
     Target(
         name="execution trace",
         seeds=_execution_trace,

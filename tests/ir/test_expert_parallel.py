@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echograph.errors import PlanError
+from echograph.errors import PlanError, UnknownNameError
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir import types as t
-from echograph.ir.graph import Axis, Graph, JobGraph, StepGraph
+from echograph.ir.graph import Axis, Graph, JobGraph, StepGraph, Workload
 from echograph.ir.passes.context_parallel import ContextParallel
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.passes.expert_parallel import ExpertParallel, Load
+from echograph.ir.passes.expert_parallel import ExpertParallel, Load, places
 from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.pipeline import Pipeline
 from echograph.ir.passes.precision import Precision
@@ -32,10 +32,11 @@ from echograph.models import get_model
 from echograph.profiler.costs import load_device
 from echograph.profiler.costs.estimate import estimate
 from echograph.profiler.costs.gemm import grouped_gemm
+from echograph.simulator.clusters import load_cluster
 from echograph.units import to_ps
 from echograph.workflow.compile import compile as compile_model
 from echograph.workflow.compile import compile_entry
-from echograph.workflow.plan import Plan
+from echograph.workflow.plan import Plan, passes
 from echograph.workflow.predict import predict
 
 BATCH, POSITIONS, HIDDEN, INNER = 2, 32, 64, 96
@@ -509,3 +510,54 @@ def test_pairing_hides_the_exchange_of_experts() -> None:
 def test_pairs_are_of_interleaved_chunks() -> None:
     with pytest.raises(PlanError, match="are of schedule interleaved"):
         Pipeline(stages=2, micro_batches=4, overlap_experts=True)(ExpertParallel(size=4)(step()))
+
+
+@pytest.mark.parametrize(
+    ("parts", "experts", "chosen", "groups"),
+    [(8, 256, 8, (8, 4)), (64, 256, 8, (8, 4)), (4, 256, 8, (8, 4)), (4, 128, 8, (1, 1)), (2, 16, 4, (4, 2))],
+)
+def test_places_of_a_token_are_those_of_random_choices(
+    parts: int, experts: int, chosen: int, groups: tuple[int, int]
+) -> None:
+    generator, (count, allowed), width = np.random.default_rng(1), groups, experts // groups[0]
+    drawn = []
+    for _ in range(4000):
+        pool = generator.choice(count, allowed, replace=False)[:, None] * width + np.arange(width)
+        mine = generator.choice(pool.ravel(), chosen, replace=False)
+        drawn.append(len(np.unique(mine * parts // experts)))
+    assert places(parts, experts, chosen, groups) == pytest.approx(np.mean(drawn), rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
+def test_a_token_is_sent_once_to_each_domain_or_rank(name: str) -> None:
+    """DeepSeek's router chooses two groups of four first, which the step shows."""
+    groups = (4, 2) if name == "deepseek-v3" else (1, 1)
+    for domains, parts in ((1, 8), (2, 2)):
+        local = ExpertParallel(size=8, dispatcher="deepep", domains=domains)(step(name))
+        share = places(parts, EXPERTS[name], CHOSEN[name], groups) / CHOSEN[name]
+        bytes_per_row = row_bytes(name) // (TOKENS * CHOSEN[name])
+        carried = ceil(share * TOKENS * CHOSEN[name]) * bytes_per_row
+        assert {key[2] for key in collectives(local) if key[0] == "ALL_TO_ALL"} == {carried}
+
+
+def test_refuses_a_dispatcher_that_is_none() -> None:
+    with pytest.raises(UnknownNameError, match="dispatcher of experts"):
+        ExpertParallel(size=4, dispatcher="nvshmem")(step())  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="on 8 NVLink domains: give 1 to 4"):
+        ExpertParallel(size=4, domains=8)(step())
+
+
+def test_a_plan_says_on_how_many_domains_the_ranks_of_experts_are() -> None:
+    cluster = load_cluster("dgx-h100")
+    for options, domains in (
+        ({"ep": 16}, 2),
+        ({"ep": 8, "tp": 2}, 2),
+        ({"ep": 16, "tp": 2, "sequence_parallel": True, "etp": 1}, 2),
+        ({"ep": 4, "tp": 2}, 1),
+    ):
+        plan = Plan(gpus=64, moe_dispatcher="deepep", **options)
+        (made,) = (
+            one for one in passes(plan, Workload(dtype=t.DType.BF16), cluster) if one.name == "expert_parallel"
+        )
+        assert isinstance(made, ExpertParallel)
+        assert (made.dispatcher, made.domains) == ("deepep", domains)

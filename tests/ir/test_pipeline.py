@@ -249,6 +249,21 @@ def test_other_axes_of_the_mesh_stay_inside_a_stage() -> None:
         Pipeline(stages=2)(replace(graph, mesh=job.mesh))
 
 
+def test_tensor_parallel_ranks_share_the_sending_of_what_they_all_have() -> None:
+    graph = replace(step(8), mesh=(Axis(name="tp", size=4),))
+    whole, shared = (Pipeline(stages=3, micro_batches=2, scatter_gather=share)(graph) for share in (False, True))
+    sent = [np.sum(job.ops.nbytes[job.ops.kind == OpKind.SEND]) for job in (whole, shared)]
+    assert sent[0] == 4 * sent[1] > 0
+    gathers = [op for op in shared.ops if op.name == "pp.all_gather"]
+    assert sum(op.bytes_per_rank for op in gathers) == sent[0]
+    assert {shared.groups[op.group].axes for op in gathers} == {("tp",)}
+    assert not (whole.ops.kind == OpKind.COLLECTIVE).any()
+    # What waits for the messages waits for the whole, too.
+    waits = [op for op in shared.ops if op.name == "pp.wait"]
+    assert {gather.id for gather in gathers} <= {dep for op in waits for dep in op.deps}
+    assert makespan(shared) == makespan(whole)  # where communications take no time; no deadlock
+
+
 def test_beside_other_axes_two_stages_exchange_a_shared_gradient() -> None:
     graph = tied_step(8)
     job = Pipeline(stages=4, micro_batches=2)(replace(graph, mesh=(Axis(name="tp", size=4),)))

@@ -25,7 +25,7 @@ from echograph.ir.types import Collective, Compute, Phase
 from echograph.models import build, get_model
 from echograph.models.mamba2 import scan_backward_flops, scan_flops
 from echograph.profiler.costs import load_device
-from echograph.profiler.costs.estimate import SCAN_SHARE, estimate
+from echograph.profiler.costs.estimate import SCAN_KERNELS, estimate
 from echograph.workflow.compile import compile_entry
 
 pytestmark = pytest.mark.torch
@@ -98,10 +98,12 @@ def test_the_librarys_functions_come_back(fake) -> None:
 def test_scans_are_priced_by_their_arithmetic(graph) -> None:
     device = load_device("h100-sxm")
     priced = estimate(graph, device)(graph)
-    peak = device.datasheet.peak_flops_per_s["bf16"]
+    assert device.scan is not None
+    rate = device.scan.efficiency * device.datasheet.peak_flops_per_s["bf16"]
     for op in (op for op in priced.ops if op.name.startswith("mamba2.ssd_scan")):
         assert isinstance(op, Compute)
-        assert op.durations[0].picoseconds == pytest.approx(op.flops / (SCAN_SHARE * peak) * 1e12, rel=1e-6)
+        seconds = op.flops / rate + SCAN_KERNELS * device.memory_launch_s
+        assert op.durations[0].picoseconds == pytest.approx(seconds * 1e12, rel=1e-6)
 
 
 def test_tensor_parallel_ranks_share_heads_and_groups(graph) -> None:

@@ -5,11 +5,20 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from echograph.simulator.form import KINDS, Form
-from echograph.workflow.calibration.form import LEVELS, estimate, held, leave_one_out, step_errors
+from echograph.workflow.calibration.form import (
+    LEVELS,
+    PredictedStep,
+    StepErrors,
+    estimate,
+    held,
+    leave_one_out,
+    step_errors,
+)
 
 TRUE = {"matrix products": 0.05, "attention": 0.3, "host": 0.15}
 
@@ -31,12 +40,16 @@ def rows(family: str, seed: int, count: int = 40, spread: float = 0.02) -> list[
     return found
 
 
+def columns(steps: list[dict[str, Any]]) -> StepErrors:
+    return step_errors(msgspec.convert(steps, list[PredictedStep]))
+
+
 def families(count: int = 12) -> list[dict[str, Any]]:
     return [row for number in range(count) for row in rows(f"family{number}", number)]
 
 
 def test_spreads_come_back_and_kinds_that_no_step_has_stay_at_the_common_one() -> None:
-    form = estimate(step_errors(families(60)))
+    form = estimate(columns(families(60)))
     assert form.spread["attention"] == pytest.approx(0.3, rel=0.25)
     assert form.spread["host"] == pytest.approx(0.15, rel=0.25)
     # What the least has is held up by the common spread.
@@ -48,7 +61,7 @@ def test_spreads_come_back_and_kinds_that_no_step_has_stay_at_the_common_one() -
 def test_broken_steps_do_not_decide() -> None:
     sound = families()
     broken = [row | {"measured_s": 4.0} for row in rows("family3", 99, 2)]
-    before, after = (estimate(step_errors(steps)) for steps in (sound, sound + broken))
+    before, after = (estimate(columns(steps)) for steps in (sound, sound + broken))
     for kind in TRUE:
         assert after.spread[kind] == pytest.approx(before.spread[kind], rel=0.1, abs=0.01)
     assert after.quantile[90] == pytest.approx(before.quantile[90], rel=0.05)
@@ -58,13 +71,13 @@ def test_a_family_counts_once_however_many_steps_it_has() -> None:
     once = families(4)
     again = [row | {"id": f"{row['id']}-{n}"} for n in range(5) for row in once if row["family"] == "family2"]
     more = [row for row in once if row["family"] != "family2"] + again
-    few, many = estimate(step_errors(once)), estimate(step_errors(more))
+    few, many = estimate(columns(once)), estimate(columns(more))
     assert many.spread == pytest.approx(few.spread, rel=1e-3)
     assert many.quantile == pytest.approx(few.quantile, rel=1e-3)
 
 
 def test_intervals_hold_what_they_say_of_families_that_had_no_part_in_them() -> None:
-    errors = step_errors(families())
+    errors = columns(families())
     found = [held(name, errors.of(errors.family == name), form) for name, form in leave_one_out(errors).items()]
     for level in LEVELS:
         assert np.mean([one.held[level] for one in found]) == pytest.approx(level / 100, abs=0.05)
@@ -81,7 +94,7 @@ def test_what_is_held_is_what_the_interval_says() -> None:
     )  # fmt: skip
     for step in steps:
         step["unsaid"] = 0.05
-    found = held("one", step_errors(steps), form)
+    found = held("one", columns(steps), form)
     for level in LEVELS:
         bounds = [
             form.interval(s["predicted_s"], s["durations_interval_s"], s["work"], s["unsaid"], level)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from math import prod
 from typing import Any, ClassVar
 
 from echograph.errors import PlanError
@@ -28,7 +29,7 @@ from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, JobGraph, StepGraph
-from echograph.ir.passes.model import adds_up, final_gradients
+from echograph.ir.passes.model import adds_up, axes_group, final_gradients
 from echograph.ir.passes.pipeline.placement import (
     OptimizerPlacer,
     Partition,
@@ -226,6 +227,7 @@ class PipelineContext:
         stages: chunk k is on stage k modulo this.
         group: the group of the stages.
         shared: for every gradient that chunks share, the group that all-reduces it; None where two exchange it.
+        sharers: ranks that send a piece each of what crosses between chunks, as all of them have it.
     """
 
     graph: StepGraph
@@ -237,6 +239,7 @@ class PipelineContext:
     stages: int
     group: int
     shared: dict[int, int | None]
+    sharers: int = 1
     _tensors: dict[int, t.Tensor] = field(default_factory=dict, init=False)
 
     def tensor(self, row: int) -> t.Tensor:
@@ -286,7 +289,7 @@ class PipelineContext:
         return source is not None and self.parts[source[2]] == PipelinePhase.UPDATE
 
 
-AXIS = "pp"
+AXIS, TENSOR = "pp", "tp"
 EXCHANGE = "ep.all_to_all"
 """Name of what takes rows to experts, or home."""
 
@@ -468,6 +471,9 @@ class Chunk:
             return []
         received = routes.up[self.number] if part == PipelinePhase.FORWARD else routes.down[self.number]
         ops = [self._receive(tensor, part) for tensor in received]
+        if ops and self.plan.sharers > 1:
+            gathers = [self._gather(recv, tensor, part) for recv, tensor in zip(ops, received, strict=True)]
+            return [*ops, *gathers, self.links.wait([*ops, *gathers], _PHASES[part])]
         # All of the pass waits, also what it recomputes, as it does in torch and Megatron-LM.
         return [*ops, self.links.wait(ops, _PHASES[part])] if ops else ops
 
@@ -483,11 +489,25 @@ class Chunk:
         value = self.value(tensor)
         made = self._add(tensor, replace(value, role=t.TensorRole.ACTIVATION, port=False, alias_of=None))
         other = self.number - 1 if part == PipelinePhase.FORWARD else self.number + 1
-        return self.links.receive(made, value.nbytes, other, *self._line(other, part))
+        return self.links.receive(made, self._piece(value), other, *self._line(other, part))
+
+    def _piece(self, value: t.Tensor) -> int:
+        """Bytes of a tensor that a rank sends, where those that have the same share that."""
+        return -(-value.nbytes // self.plan.sharers)
+
+    def _gather(self, recv: int, tensor: int, part: PipelinePhase) -> int:
+        """Gathers a received tensor from the tensor-parallel ranks, which have a piece each."""
+        value, (group, stream) = self.value(tensor), axes_group(self.builder, (TENSOR,))
+        return self.builder.collective(
+            f"{AXIS}.all_gather", t.CollectiveKind.ALL_GATHER, group=group, bytes_per_rank=value.nbytes,
+            dtype=value.dtype, payload=t.Payload.ACTIVATION, asynchronous=True, phase=_PHASES[part], stream=stream,
+            deps=(recv,),
+        )  # fmt: skip
 
     def _send(self, tensor: int, part: PipelinePhase) -> int:
         other = self.number + 1 if part == PipelinePhase.FORWARD else self.number - 1
-        return self.links.send(self.tensor(tensor), self.value(tensor).nbytes, other, *self._line(other, part))
+        nbytes = self._piece(self.value(tensor))
+        return self.links.send(self.tensor(tensor), nbytes, other, *self._line(other, part))
 
     def _line(self, other: int, part: PipelinePhase) -> tuple[int, str, t.Phase, t.Payload]:
         """Tag, label, phase and payload of what a pass says to another chunk."""
@@ -739,6 +759,8 @@ class Pipeline:
             last. `schedules.split_layers` makes them from Megatron-LM's options.
         overlap_experts: whether a forward and the backward beside it run as one pass, of an interleaved schedule,
             in which either computes while the other exchanges rows of experts (`both`).
+        scatter_gather: each tensor-parallel rank sends a piece of an activation that all of them have, and those
+            of the next stage gather it (Narayanan et al. 2021, section 4.1).
     """
 
     name: ClassVar[str] = "pipeline"
@@ -749,6 +771,7 @@ class Pipeline:
     chunks: int = 1
     layers: tuple[int, ...] | None = None
     overlap_experts: bool = False
+    scatter_gather: bool = False
 
     def __call__(self, graph: StepGraph) -> JobGraph:
         """The job graph.
@@ -776,6 +799,7 @@ class Pipeline:
             stages=self.stages,
             group=builder.group(AXIS, axes=(AXIS,)),
             shared=self._groups(graph, placement, builder),
+            sharers=prod(a.size for a in graph.mesh if a.name == TENSOR) if self.scatter_gather else 1,
         )
         chunks = _write(plan, builder)
         _bind(plan, builder, chunks)

@@ -29,6 +29,7 @@ TpOverlapName = Literal["none", "bulk", "chunks"]
 PrecisionName = Literal["bf16", "fp16", "fp32", "fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4"]
 GradDType = Literal["bf16", "fp16", "fp32"]
 CpMethod = Literal["ring", "all-to-all"]
+DispatcherName = Literal["alltoall", "deepep", "hybridep"]
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """Mesh axes in Megatron's order: neighbours first."""
 ZERO_STAGES = (0, 1, 2, 3)
@@ -68,6 +69,11 @@ class Plan:
     )
     capacity_factor: float | None = option(
         None, "Rows that an expert takes, in units of its even share; the rest is dropped.", "no limit"
+    )
+    moe_dispatcher: str = option(
+        "",
+        f"How rows get to experts: {', '.join(get_args(DispatcherName))}; the latter send a token once to a node.",
+        "as the stack does; alltoall",
     )
     expert_imbalance: float = option(1.0, "Rows of the busiest rank's experts in units of the mean (assumed).")
     pp: int = option(1, "Pipeline stages.")
@@ -186,6 +192,7 @@ def _check_words(plan: Plan) -> None:
         "stack": ("", *stack_names()),
         "loss": ("", *get_args(LossName)),
         "tp_comm_overlap": ("", *get_args(TpOverlapName)),
+        "moe_dispatcher": ("", *get_args(DispatcherName)),
         "precision": ("", *get_args(PrecisionName)),
         "grad_dtype": ("", *get_args(GradDType)),
         "recompute": (*get_args(RecomputeName), plan.recompute if plan.recompute.isdigit() else "none"),
@@ -404,11 +411,12 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
     _, ranks = spread(plan, cluster.gpus_per_node, cluster.max_gpus, cluster.name)
     count = micro_batches(plan, ranks, plan.micro_batch or workload.batch_size)
     replicas, dropping = ranks // plan.expert_ranks, {"capacity_factor": plan.capacity_factor}
-    experts = {"imbalance": plan.expert_imbalance, "across": plan.experts_across}
+    experts = {"imbalance": plan.expert_imbalance, "across": plan.experts_across} | _dispatch(plan, cluster)
     types = {"dtype": plan.precision or None, "grad_dtype": plan.grad_dtype or None}
     delayed = stack.fp8_scaling == "delayed" and plan.precision == "fp8"
     recipe: dict[str, Any] = {"kept": stack.fp8_kept, "delayed": delayed}
-    recipe |= {"weights": stack.fp8_weights, "experts": stack.fp8_experts, "main_gradients": stack.main_gradients}
+    recipe |= {"weights": stack.fp8_weights, "experts": stack.fp8_experts}
+    recipe |= {"main_gradients": stack.main_gradients, "fused_accumulation": stack.fused_accumulation}
     recipe["gathers"] = stack.fp8_gathers
     order: tuple[tuple[bool, str, dict[str, Any]], ...] = (
         # The step that one rank would run alone: its batch, what it is asked for, what it computes again.
@@ -434,7 +442,7 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
             {"chunks": plan.tp_comm_overlap == "chunks"},
         ),
         # The job of all ranks.
-        (plan.pp > 1, "pipeline", _pipeline(plan, count)),
+        (plan.pp > 1, "pipeline", _pipeline(plan, count, stack)),
         (plan.zero < 3, "data_parallel", _data_parallel(plan, replicas, count)),
         (plan.zero == 3, "fully_shard", _fully_shard(plan, replicas, count, stack)),
         (plan.mesh_order != Plan().mesh_order, "mesh_order", {"order": tuple(plan.mesh_order.split("-"))}),
@@ -451,6 +459,7 @@ def with_stack(plan: Plan, stack: Stack) -> Plan:
         "overlap_param_gather": stack.overlap_param_gather if plan.zero in (1, 2) else None,
         "recompute_early_stop": stack.recompute_early_stop,
         "loss": stack.loss if plan.tp == 1 else stack.loss_in_tensor_parallel,
+        "moe_dispatcher": stack.moe_dispatcher,
         "etp": stack.etp if plan.sequence_parallel and plan.ep % plan.tp == 0 else None,
         "tp_comm_overlap": stack.tp_comm_overlap,
         "grad_dtype": (plan.pp > 1 and stack.grad_dtype_in_pipelines) or stack.grad_dtype,
@@ -525,17 +534,32 @@ def _tensor_parallel(plan: Plan) -> dict[str, Any]:
     return {"size": plan.tp, "plan": patterns} | sequence
 
 
-def _pipeline(plan: Plan, count: int) -> dict[str, Any]:
+def _dispatch(plan: Plan, cluster: Cluster) -> dict[str, Any]:
+    """How rows get to experts, and on how many NVLink domains their ranks are."""
+    if plan.moe_dispatcher in ("", "alltoall"):
+        return {}
+    order = plan.mesh_order.split("-")
+    inside = [axis for axis in order[: order.index("ep")] if axis in ("tp", "cp", "pp")]
+    between = prod(
+        {"tp": plan.tp, "cp": plan.cp, "pp": plan.pp}[a] for a in inside if a not in plan.experts_across
+    )
+    together = max(1, cluster.domain_gpus // between)
+    return {"dispatcher": plan.moe_dispatcher, "domains": -(-plan.ep // together)}
+
+
+def _pipeline(plan: Plan, count: int, stack: Stack) -> dict[str, Any]:
     try:
         layers = tuple(int(part) for part in plan.stage_layers.split(",")) if plan.stage_layers else None
     except ValueError:
         raise UsageError(
             f"--stage-layers {plan.stage_layers[:40]}: give whole numbers with commas, as 10,12,12,10"
         ) from None
-    schedule = schedule_of(plan)
+    options = {"stages": plan.pp, "micro_batches": count, "schedule": schedule_of(plan), "chunks": plan.vpp}
+    # Ranks that cut the sequence have different activations already.
+    whole = plan.tp > 1 and not plan.sequence_parallel
     overlap = {"overlap_experts": True} if plan.overlap_moe_expert_parallel_comm and plan.ep > 1 else {}
-    shape = {"stages": plan.pp, "micro_batches": count, "chunks": plan.vpp, "layers": layers}
-    return shape | {"schedule": schedule} | overlap
+    shared = {"scatter_gather": stack.pipeline_scatter_gather and whole}
+    return options | {"layers": layers} | shared | overlap
 
 
 def schedule_of(plan: Plan) -> str:

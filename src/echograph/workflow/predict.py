@@ -18,7 +18,7 @@ from echograph.errors import EchoError, PlanError, UsageError
 from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.ir.passes.base import Note, run
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind
-from echograph.models.stacks import load_stack
+from echograph.models.stacks import Stack, load_stack
 from echograph.options import given, option_name
 from echograph.progress import Progress
 from echograph.simulator.clusters import Cluster, load_cluster
@@ -120,17 +120,19 @@ def simulate(
         for entry in scenario.degraded:
             links_of(job, where).find(entry.where)
     job = system.annotate(job)
-    waits = plan is not None and plan.stack != "" and load_stack(plan.stack).host_waits
+    stack = load_stack(plan.stack) if plan is not None and plan.stack else Stack()
+    host = system.host_running(stack.host)
     result = simulator.simulate(
         job,
         where,
-        replace(system.host, waits=True) if waits else system.host,
+        replace(host, waits=True) if stack.host_waits else host,
         peak_flops_per_s=system.peak_flops_per_s(job),
         engine=engine,
         ranks=scenario.every_rank(where.gpus_per_node),
         network=scenario.network or "auto",
         trace_ranks=trace_ranks,
         scales=scenario.scales,
+        sms={"tp": stack.tp_comm_sms / system.sm_count} if system.sm_count else {},
         plan=plans.record(job, plan or Plan(), where),
         memory=memory,
         form=load_form(),

@@ -15,27 +15,31 @@ in which only the spreads are unknown: a model of variance components, one for e
    ("Robust statistical modeling using the t distribution", JASA 84, 1989). Each kind is held by `PRIOR`
    families' weight to the one spread that fits best where all kinds have the same, so a kind of which the
    families say little stays near it.
-2. The quantiles are those of |r_i| / sqrt(v_i), families weighted alike, as in conformal prediction with groups
-   (Dunn, Wasserman and Ramdas, "Distribution-free prediction sets for two-layer hierarchical models", JASA 118,
-   2023): what an interval holds does not hang on the law that the first step takes for granted.
+2. The quantiles are those of |r_i| / sqrt(v_i), families weighted alike, where v_i is by spreads that the
+   families other than that of step i give: the jackknife+ of Barber, Candes, Ramdas and Tibshirani ("Predictive
+   inference with the jackknife+", Annals of Statistics 49, 2021), by families as in Dunn, Wasserman and Ramdas
+   ("Distribution-free prediction sets for two-layer hierarchical models", JASA 118, 2023). So what an interval
+   holds does not hang on the law that the first step takes for granted, and is said of a family that nobody has
+   seen.
 
-No family judges itself: `leave_one_out` estimates both anew for each from the others. What ships is of them all.
+To judge all that, `leave_one_out` does both steps anew for each family, from the others alone. What ships is of
+them all.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
-from echograph.errors import DataError, InputError
+from echograph.errors import DataError
 from echograph.ir.columns import Float64
+from echograph.ir.files import read_whole
 from echograph.ir.tables import text_table
 from echograph.simulator.form import KINDS, OF_PATH, Form, standard_errors
 
@@ -46,13 +50,14 @@ LEVELS = (50, 80, 90)
 FREEDOM = 4.0
 """Degrees of freedom of Student's t, as usual where outliers are to weigh little."""
 
-PRIOR = 1.0
-"""Weight of the common spread for each kind, in families: a guess; between 0.3 and 3 little changes."""
+PRIOR = 0.3
+"""Weight of the common spread for each kind, in families: a guess; between 0.1 and 1 little changes."""
 
 LEAST = 1e-8
 """Variance that every step has: that of its clock."""
 
-ROUNDS = 500
+ROUNDS, CLOSE = 500, 1e-4
+"""Steps towards the maximum at most, and the relative change of a variance with which they end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,9 +94,14 @@ class StepErrors:
         _, family, count = np.unique(self.family, return_inverse=True, return_counts=True)
         return 1.0 / count[family]
 
-    def deviations(self, form: Form) -> Float64:
-        """float64 [steps]: errors in standard errors of a form."""
-        return np.abs(self.log_error) / np.sqrt(self.known + self.shares**2 @ _variances(form) + LEAST)
+    def deviations(self, spread: Mapping[str, float]) -> Float64:
+        """float64 [steps]: errors in standard errors, for spreads of kinds of work."""
+        return np.abs(self.log_error) / np.sqrt(self.known + self.by_form(spread) + LEAST)
+
+    def by_form(self, spread: Mapping[str, float]) -> Float64:
+        """float64 [steps]: variance by the form of the model."""
+        found: Float64 = self.shares**2 @ np.array([spread.get(kind, 0.0) ** 2 for kind in KINDS])
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,69 +121,105 @@ class HeldSteps:
     half_width: float
 
 
+_Seconds = Annotated[float, msgspec.Meta(gt=1e-12, lt=1e12)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1e3)]
+MAX_BYTES = 2**30
+
+
+class PredictedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What is read of a row of `echosim validate --json`; `workflow.validation.score.Outcome` says what it is."""
+
+    id: str
+    family: str
+    measured_s: _Seconds | None = None
+    predicted_s: _Seconds | None = None
+    durations_interval_s: tuple[Annotated[float, msgspec.Meta(ge=0, lt=1e12)], _Seconds] | None = None
+    work: dict[str, _Share] = {}
+    unsaid: _Share = 0.0
+
+
+class _Result(msgspec.Struct):
+    rows: list[PredictedStep]
+
+
 def read_errors(results: Iterable[str | Path]) -> StepErrors:
-    """The predicted rows of what `echosim validate -o` wrote; a row that stands in several files counts once.
+    """The predicted rows of what `echosim validate -o` wrote; of a row in several files, that of the last counts.
 
     Raises:
         InputError: a file cannot be read.
         DataError: it is no such result, or no row of it has a prediction.
     """
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, PredictedStep] = {}
     for path in map(Path, results):
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))["rows"]
-            rows |= {row["id"]: row for row in found if row["error"] is not None and row["work"] is not None}
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror or error}") from None
-        except (ValueError, TypeError, KeyError) as error:
+            data = read_whole(path, "give what echosim validate -o wrote", MAX_BYTES)
+            rows |= {row.id: row for row in msgspec.json.decode(data, type=_Result).rows}
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(f"{path}: is no result of echosim validate -o: {error}") from None
-    if not rows:
+    found = step_errors(rows.values())
+    if not len(found.family):
         raise DataError("no row with a prediction: give what echosim validate -o wrote")
-    return step_errors(list(rows.values()))
+    return found
 
 
-def step_errors(rows: Sequence[dict[str, Any]]) -> StepErrors:
-    """Predicted rows of `echosim validate --json`, as columns."""
-    sides = [standard_errors(row["predicted_s"], row["durations_interval_s"]) for row in rows]
-    unsaid = np.array([row["unsaid"] * math.fsum(row["work"].get(kind, 0.0) for kind in OF_PATH) for row in rows])
-    widths = np.hypot(np.array(sides), unsaid[:, None])
-    error = np.array([math.log(row["measured_s"] / row["predicted_s"]) for row in rows])
+def step_errors(rows: Iterable[PredictedStep]) -> StepErrors:
+    """Rows of `echosim validate --json`, those that are predicted, as columns."""
+    family, error, widths, shares = [], [], [], []
+    for row in rows:
+        if row.predicted_s is None or row.measured_s is None or row.durations_interval_s is None:
+            continue
+        unsaid = row.unsaid * math.fsum(row.work.get(kind, 0.0) for kind in OF_PATH)
+        sides = standard_errors(row.predicted_s, row.durations_interval_s)
+        family.append(row.family)
+        error.append(math.log(row.measured_s / row.predicted_s))
+        widths.append([math.hypot(side, unsaid) for side in sides])
+        shares.append([row.work.get(kind, 0.0) for kind in KINDS])
+    log_error, width = np.array(error), np.array(widths).reshape(-1, 2)
     return StepErrors(
-        family=np.array([row["family"] for row in rows]),
-        log_error=error,
-        known=np.where(error < 0, widths[:, 0], widths[:, 1]) ** 2,
-        shares=np.array([[row["work"].get(kind, 0.0) for kind in KINDS] for row in rows]),
-        half_width=widths,
+        family=np.array(family),
+        log_error=log_error,
+        known=np.where(log_error < 0, width[:, 0], width[:, 1]) ** 2,
+        shares=np.array(shares).reshape(-1, len(KINDS)),
+        half_width=width,
     )
 
 
 def estimate(errors: StepErrors, source: str = "", date: str = "") -> Form:
-    """Spreads and quantiles that fit all families alike.
+    """Spreads and quantiles for a family like these.
 
     Args:
         errors: of published steps.
         source: where their predictions are from.
         date: of the estimate.
     """
-    squares, weights = errors.shares**2, errors.weights
-    common = _maximum(errors, squares.sum(axis=1, keepdims=True), weights, np.zeros(1))
-    variance = _maximum(errors, squares, weights, np.full(len(KINDS), common[0]))
-    form = Form(
+    deviations = np.zeros(len(errors.family))
+    families = np.unique(errors.family)
+    for family in families:
+        mine = errors.family == family
+        # A single family has no others.
+        others = errors.of(~mine) if len(families) > 1 else errors
+        deviations[mine] = errors.of(mine).deviations(spreads(others))
+    return Form(
         label=LABEL,
         source=source,
         date=date,
         steps=len(errors.family),
-        families=len(np.unique(errors.family)),
-        spread={kind: round(math.sqrt(value), 4) for kind, value in zip(KINDS, variance.tolist(), strict=True)},
-        quantile={},
+        families=len(families),
+        spread=spreads(errors),
+        quantile={level: round(_quantile(deviations, errors.weights, level / 100), 4) for level in LEVELS},
     )
-    deviations = errors.deviations(form)
-    quantile = {level: round(_quantile(deviations, weights, level / 100), 4) for level in LEVELS}
-    return msgspec.structs.replace(form, quantile=quantile)
+
+
+def spreads(errors: StepErrors) -> dict[str, float]:
+    """The spread of each kind of work that makes errors likeliest."""
+    squares, weights = errors.shares**2, errors.weights
+    common = _maximum(errors, squares.sum(axis=1, keepdims=True), weights, np.zeros(1))
+    variance = _maximum(errors, squares, weights, np.full(len(KINDS), common[0]))
+    return {kind: round(math.sqrt(value), 4) for kind, value in zip(KINDS, variance.tolist(), strict=True)}
 
 
 def _maximum(errors: StepErrors, squares: Float64, weights: Float64, prior: Float64) -> Float64:
-    """The variances of kinds that make the errors likeliest.
+    """The variances of kinds that make errors likeliest.
 
     Args:
         errors: of published steps.
@@ -181,7 +227,7 @@ def _maximum(errors: StepErrors, squares: Float64, weights: Float64, prior: Floa
         weights: float64 [steps].
         prior: float64 [kinds], the variance that each kind is held to by `PRIOR` of a family; 0: by none.
     """
-    theta: Float64 = np.full(squares.shape[1], 0.01)
+    theta = np.where(prior > 0, prior, 0.01)
     held = np.where(prior > 0, PRIOR, 0.0)
     for _ in range(ROUNDS):
         variance = errors.known + squares @ theta + LEAST
@@ -190,7 +236,10 @@ def _maximum(errors: StepErrors, squares: Float64, weights: Float64, prior: Floa
         robust = weights * (FREEDOM + 1) / (FREEDOM + square)
         rise = (robust * square / variance) @ squares + held * prior / theta**2
         fall = (weights / variance) @ squares + held / theta
-        theta = theta * np.sqrt(np.divide(rise, fall, out=np.ones_like(rise), where=fall > 0))
+        step = np.sqrt(np.divide(rise, fall, out=np.ones_like(rise), where=fall > 0))
+        theta = theta * step
+        if np.abs(step - 1).max() < CLOSE:
+            break
     return theta
 
 
@@ -201,10 +250,6 @@ def _quantile(values: Float64, weights: Float64, level: float) -> float:
     return float(values[order][min(int(np.searchsorted(reached, level - 1e-12)), len(values) - 1)])
 
 
-def _variances(form: Form) -> Float64:
-    return np.array([form.spread.get(kind, 0.0) ** 2 for kind in KINDS])
-
-
 def held(family: str, errors: StepErrors, form: Form) -> HeldSteps:
     """What the intervals of a form hold of some steps.
 
@@ -213,8 +258,8 @@ def held(family: str, errors: StepErrors, form: Form) -> HeldSteps:
         errors: theirs.
         form: spreads and quantiles.
     """
-    deviations = errors.deviations(form)
-    spread = np.sqrt(errors.half_width**2 + (errors.shares**2 @ _variances(form))[:, None])
+    deviations = errors.deviations(form.spread)
+    spread = np.sqrt(errors.half_width**2 + errors.by_form(form.spread)[:, None])
     width = np.exp(form.quantile[LEVELS[-1]] * spread)
     return HeldSteps(
         family=family,

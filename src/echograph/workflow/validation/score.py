@@ -109,6 +109,7 @@ def by_family(
         errors = {row.id: row.error for row in rows if row.error is not None}
         ranked = sorted(errors.items(), key=lambda item: -abs(item[1]))[:worst]
         theirs = {tool: [e for row, e in said.items() if row in errors] for tool, said in peers.items()}
+        inside = [row.in_interval for row in rows if row.in_interval is not None]
         memory = [row.memory_error for row in rows if row.memory_error is not None]
         found[name] = {
             "rows": len(rows),
@@ -116,6 +117,7 @@ def by_family(
             "skipped": sum(bool(row.skipped) for row in rows),
             "assumptions": sum(len(row.assumed) for row in rows),
             **summary(list(errors.values())),
+            "in_interval": statistics.mean(inside) if inside else None,
             "worst": [{"id": row, "error": error} for row, error in ranked],
             "memory": {"rows": len(memory), **summary(memory)},
             "peers": {tool: {"rows": len(e), **summary(e)} for tool, e in theirs.items() if e},

@@ -15,26 +15,21 @@ from echograph.workflow.validation.table import MeasuredStep
 
 
 class _Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What holds for some rows: those whose column has a text, and those on more than so many GPUs.
+    """What holds for some rows: those whose columns have a text, on more than so many GPUs.
 
     Attributes:
         source: where it is published.
-        column: which column.
-        text: a regular expression.
-        columns: more columns with a text each.
+        where: columns, each with a regular expression.
         gpus_above: GPUs.
     """
 
     source: str
-    column: str = ""
-    text: str = ""
-    columns: dict[str, str] = {}
+    where: dict[str, str] = {}
     gpus_above: int = 0
 
     def holds(self, row: MeasuredStep) -> bool:
         """Whether it holds for a row."""
-        columns = self.columns | ({self.column: self.text} if self.column else {})
-        said = all(re.search(text, row.text(column)) for column, text in columns.items())
+        said = all(re.search(text, row.text(column)) for column, text in self.where.items())
         return said and row.number("n_gpus") > self.gpus_above
 
 

@@ -56,8 +56,9 @@ def _lines(found: Validation) -> Iterator[str]:
         for tool, count, figures in tools:
             mean, median, bias = (figures[k] for k in ("mean_abs_error", "median_abs_error", "bias"))
             errors = ("-",) * 3 if mean is None else (f"{mean:.1%}", f"{median:.1%}", f"{bias:+.1%}")
-            rows.append((name, tool, str(count), str(family["rows"]), *errors))
-    yield text_table(("family", "tool", "rows", "of", "mean error", "median", "bias"), rows)
+            held = "-" if figures.get("in_interval") is None else f"{figures['in_interval']:.0%}"
+            rows.append((name, tool, str(count), str(family["rows"]), *errors, held))
+    yield text_table(("family", "tool", "rows", "of", "mean error", "median", "bias", "in interval"), rows)
     for name, family in found.families.items():
         worst = ", ".join(f"{row['id']} {row['error']:+.1%}" for row in family["worst"])
         if worst:
