@@ -93,11 +93,16 @@ LONGEST_S = 2.0**62 / PS_PER_S
 """What the clock of whole picoseconds in 64 bits counts, with room to add."""
 
 
-def estimate(graph: Graph, device: DeviceProfile) -> Annotate:
+def estimate(graph: Graph, device: DeviceProfile, slower: float = 1.0) -> Annotate:
     """Durations of the device operations of a graph, to be put on it; views and host work get none.
 
     An operation that already has a duration on this device keeps it, since a measured one is better, and so does
     one with an imported duration, of whichever device.
+
+    Args:
+        graph: the graph.
+        device: what runs it.
+        slower: how much longer kernels of tensor cores take than on a typical board (`power.slowest_of`).
 
     Raises:
         GraphError: an operation's operands contradict each other, or it takes longer than the clock counts.
@@ -126,7 +131,10 @@ def estimate(graph: Graph, device: DeviceProfile) -> Annotate:
         picoseconds[row] = to_ps(float(cost.seconds))
         source[row] = Source.FITTED if cost.source == "fitted" else Source.ANALYTICAL
         spread[row] = cost.spread
-    picoseconds = _sustained(graph, device, np.asarray(rows, np.int64), cores, picoseconds)
+    at = np.asarray(rows, np.int64)
+    picoseconds = _sustained(graph, device, at, cores, picoseconds)
+    paced = at[np.array([bool(core) for core in cores], bool)]
+    picoseconds[paced] = np.rint(picoseconds[paced] * slower).astype(np.int64)
     return Annotate(device=device.name, picoseconds=picoseconds, source=source, spread=spread, samples=samples)
 
 

@@ -13,6 +13,8 @@ clock, below it at the same pace, which is why a low limit costs much.
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 from echograph.profiler.costs.device import PowerModel
 
 FLOOR, SLOPE = 0.7, 0.75
@@ -49,3 +51,19 @@ def sustained_clock(power: PowerModel, core_j: float, memory_j: float, core_s: f
         middle = 0.5 * (low + high)
         low, high = (middle, high) if within(middle) else (low, middle)
     return low
+
+
+def slowest_of(boards: int, spread: float) -> float:
+    """How much longer the slowest of so many boards takes than a typical one, where the clock sets the pace.
+
+    Boards of one model differ in the clock that their power allows: their speeds are taken as normal, and the
+    slowest as it is expected to be (Blom 1958, Statistical Estimates and Transformed Beta-Variables, section 6.9).
+
+    Args:
+        boards: those of a job, all of which a step waits for.
+        spread: standard deviation of the time that one takes, over the mean.
+
+    Returns:
+        A factor of at least 1, and 1 of a single board.
+    """
+    return 1.0 + spread * NormalDist().inv_cdf((boards - 0.375) / (boards + 0.25))

@@ -69,24 +69,25 @@ def layered_step(layers: int, *, parameters_per_layer: int = 2) -> StepGraph:
     return builder.build(StepGraph)
 
 
-def product_step(picoseconds: int, source: Source, device: str = "h100-sxm") -> StepGraph:
-    """A product and an activation, each of so many picoseconds."""
+def product_step() -> StepGraph:
+    """A product between two activations."""
     builder = GraphBuilder(name="two", workload=Workload(model="two", batch_size=1))
-    x, y, z = (builder.tensor(name, (64, 64), DType.BF16, TensorRole.ACTIVATION) for name in "xyz")
-    start = builder.tensor("start", (64, 64), DType.BF16, TensorRole.INPUT)
-    weight = builder.tensor("weight", (64, 64), DType.BF16, TensorRole.PARAMETER)
-    builder.compute("aten.relu", phase=Phase.FORWARD, module="", inputs=(start,), outputs=(x,))
-    builder.compute(
-        "aten.mm", phase=Phase.FORWARD, module="", inputs=(x, weight), outputs=(y,), flops=2 * 64**3,
-        attributes=Gemm(),
-    )  # fmt: skip
-    builder.compute("aten.relu", phase=Phase.FORWARD, module="", inputs=(y,), outputs=(z,))
-    step = builder.build(StepGraph)
-    count = len(step.ops)
-    return Annotate(
-        device=device, picoseconds=np.full(count, picoseconds), source=np.full(count, source, np.uint8),
-        spread=np.zeros(count, np.float32), samples=np.ones(count, np.int64),
-    )(step)  # fmt: skip
+    size = (4096, 4096)
+    x, y, z = (builder.tensor(name, size, DType.BF16, TensorRole.ACTIVATION) for name in "xyz")
+    start = builder.tensor("start", size, DType.BF16, TensorRole.INPUT)
+    weight = builder.tensor("weight", size, DType.BF16, TensorRole.PARAMETER)
+    moved = 2 * 4096**2
+    for source, made in ((start, x), (y, z)):
+        builder.compute(
+            "aten.relu", phase=Phase.FORWARD, module="", inputs=(source,), outputs=(made,), bytes_read=moved,
+            bytes_written=moved,
+        )  # fmt: skip
+        if made == x:
+            builder.compute(
+                "aten.mm", phase=Phase.FORWARD, module="", inputs=(x, weight), outputs=(y,), flops=2 * 4096**3,
+                bytes_read=2 * moved, bytes_written=moved, attributes=Gemm(),
+            )  # fmt: skip
+    return builder.build(StepGraph)
 
 
 def timed(job: JobGraph, device: str, picoseconds: int, spread: float = 0.1) -> JobGraph:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from layered import product_step
 
+from echograph import System
 from echograph.ir.passes.data_parallel import DataParallel
-from echograph.ir.types import Source
-from echograph.simulator.clusters import Cluster, load_cluster
-from echograph.simulator.durations import durations, slowest_of
-
-SECOND_PS = 10**12
+from echograph.profiler.costs.power import slowest_of
 
 
-def seconds(gpus: int, source: Source, cluster: Cluster) -> dict[str, float]:
-    """Of a product and of an activation, each of which a typical GPU does in a second."""
-    job = DataParallel(replicas=gpus)(product_step(SECOND_PS, source))
-    took = durations(job, cluster).picoseconds / SECOND_PS
+def seconds(gpus: int, **settings: str) -> dict[str, float]:
+    """Of a product and of an activation, in a job on so many GPUs."""
+    system = System("dgx-h100", settings={f"node.{name}": value for name, value in settings.items()})
+    job = system.annotate(DataParallel(replicas=gpus)(product_step()))
+    took, _, _ = job.ops.duration_on("h100-sxm")
     return {op.name: float(took[row]) for row, op in enumerate(job.ops)}
-
-
-def dgx(**settings: Any) -> Cluster:
-    return load_cluster("dgx-h100", {f"node.{name}": str(value) for name, value in settings.items()})
 
 
 @pytest.mark.parametrize(("gpus", "deviations"), [(1, 0.0), (8, 1.42), (1024, 3.24)])
@@ -33,14 +25,20 @@ def test_the_slowest_of_many_is_so_many_deviations_away(gpus: int, deviations: f
 
 
 def test_products_wait_for_the_slowest_and_memory_does_not() -> None:
-    took = seconds(8, Source.FITTED, dgx(gpu_spread=0.1))
-    assert took == {"aten.mm": pytest.approx(slowest_of(8, 0.1)), "aten.relu": 1.0}
+    alone, many = seconds(1, gpu_spread="0.1"), seconds(8, gpu_spread="0.1")
+    assert many["aten.mm"] == pytest.approx(alone["aten.mm"] * slowest_of(8, 0.1), rel=1e-6)
+    assert many["aten.relu"] == alone["aten.relu"]
 
 
 def test_boards_differ_unless_a_file_says_that_they_are_alike() -> None:
-    assert seconds(8, Source.FITTED, dgx())["aten.mm"] > 1.0
-    assert seconds(1024, Source.FITTED, dgx(gpu_spread=0)) == {"aten.mm": 1.0, "aten.relu": 1.0}
+    alone = seconds(1)
+    assert seconds(8)["aten.mm"] > alone["aten.mm"]
+    assert seconds(1024, gpu_spread="0") == alone
 
 
-def test_measured_durations_are_what_they_are() -> None:
-    assert seconds(8, Source.MEASURED, dgx()) == {"aten.mm": 1.0, "aten.relu": 1.0}
+def test_durations_that_are_there_stay() -> None:
+    """A graph that was annotated for a size is not made slower once more."""
+    system = System("dgx-h100")
+    job = system.annotate(DataParallel(replicas=8)(product_step()))
+    again = system.annotate(job)
+    assert (again.ops.duration_on("h100-sxm")[0] == job.ops.duration_on("h100-sxm")[0]).all()

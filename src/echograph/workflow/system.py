@@ -126,6 +126,8 @@ class System:
     def annotate(self, graph: G) -> G:
         """The graph with a duration for every operation of the device: those that it has, else this system's.
 
+        Products and attention of a job take as long as on the slowest of its GPUs.
+
         Raises:
             UnavailableError: the device has no model of a kind of operation.
         """
@@ -136,8 +138,10 @@ class System:
         if self.device is None:
             return graph
         from echograph.profiler.costs.estimate import estimate
+        from echograph.profiler.costs.power import slowest_of
 
-        return estimate(graph, self.device)(graph)
+        boards = graph.world_size if isinstance(graph, JobGraph) else 1
+        return estimate(graph, self.device, slowest_of(boards, self.cluster.gpu_spread))(graph)
 
     @property
     def sm_count(self) -> int:

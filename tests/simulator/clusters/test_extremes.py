@@ -62,7 +62,7 @@ OF_THE_PROFILER = ("device", "processor")
 def settings() -> Iterator[str]:
     with pytest.raises(UnknownNameError) as caught:
         load_cluster("dgx-h100", {"?": "1"})
-    assert "(26 in all)" in str(caught.value)
+    assert "(27 in all)" in str(caught.value)
     document = tomllib.loads((PRESETS / "dgx-h100.toml").read_text())
     yield "max_gpus"
     for table in ("node", "network"):

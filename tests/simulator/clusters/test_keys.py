@@ -23,13 +23,13 @@ from echograph.errors import EchoError
 from echograph.ir.graph import StepGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
-from echograph.ir.types import Source
 from echograph.simulator.clusters import cluster_names, fabric_names, load_cluster
 from echograph.simulator.simulate import simulate
 from echograph.workflow.formats.timed import dimensions
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
 from echograph.workflow.scenario import Scenario
+from echograph.workflow.system import System
 
 EXPORT, FLOWS = "export", "flows"
 NAMES = {
@@ -73,8 +73,9 @@ def step() -> StepGraph:
 
 def of_a_product(gpus: int, path: Path) -> int:
     """Picoseconds of a product, whose pace the slowest GPU of a job sets."""
-    step = product_step(10**9, Source.FITTED, load_cluster(path).device)
-    return simulate(DataParallel(replicas=gpus)(step), load_cluster(path), IDLE, memory=False).step_ps
+    system = System(path)
+    job = system.annotate(DataParallel(replicas=gpus)(product_step()))
+    return simulate(job, system.cluster, IDLE, memory=False).step_ps
 
 
 def outcome(document: dict[str, Any], mode: str | int, base: dict[str, Any], folder: Path) -> Any:

@@ -124,10 +124,10 @@ class _Steps:
         before, job = self.last
         if job is None or key != before:
             started = self._once(begun, lambda: run(step, of_step, to=StepGraph, verify=False))
-            job = system.annotate(run(started, of_job, to=JobGraph, verify=False))
+            job = run(started, of_job, to=JobGraph, verify=False)
             self.last = (key, job)
         sizes = [("dp", one.group) for one in of_job if isinstance(one, DataParallel)]
-        return ResizeAxes(sizes=dict(sizes))(job)
+        return system.annotate(ResizeAxes(sizes=dict(sizes))(job))
 
     def _whole(self, made: Setup) -> StepGraph:
         """The model's step with a row's layers and micro-batch."""
