@@ -125,11 +125,12 @@ def test_a_file_that_is_no_graph(refused, folder: Path, graph: Path, command: tu
 
 def test_a_graph_of_a_newer_major_format(refused, folder: Path, graph: Path) -> None:
     from echograph.ir.files import fields, with_checksum
+    from echograph.ir.graph import FORMAT_MAJOR
     from echograph.proto import workload_pb2 as pb
 
     whole = graph.read_bytes()
     message = pb.Graph.FromString(b"".join(whole[f.start : f.end] for f in fields(whole)))
-    message.format_major += 1
+    message.format_major = FORMAT_MAJOR + 1
     (folder / "newer.pb").write_bytes(b"".join(with_checksum([message.SerializeToString()])))
     assert "upgrade echograph" in refused("echosim", "run", "newer.pb", status=1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from echograph.models import get_model
 from echograph.workflow.compile import compile_entry
 from echograph.workflow.plan import Plan
 from echograph.workflow.predict import predict
+from echograph.workflow.system import System
 
 
 @pytest.fixture(scope="session")
@@ -40,9 +41,16 @@ def compiled() -> Callable[..., StepGraph]:
 
 @pytest.fixture(scope="session")
 def simulated() -> Callable[..., dict[str, Any]]:
-    """`simulated(graph, gpus, cluster="dgx-h100")`: the JSON record of a prediction."""
+    """`simulated(graph, gpus, cluster="dgx-h100", settings=None)`: the JSON record of a prediction."""
 
-    def run(graph: StepGraph, gpus: int, cluster: str = "dgx-h100", **options: Any) -> dict[str, Any]:
-        return predict(graph, Plan(cluster=cluster, gpus=gpus, **options))[0].to_json()
+    def run(
+        graph: StepGraph,
+        gpus: int,
+        cluster: str = "dgx-h100",
+        settings: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> dict[str, Any]:
+        system = System(cluster, settings=settings or {})
+        return predict(graph, Plan(cluster=cluster, gpus=gpus, **options), system)[0].to_json()
 
     return run

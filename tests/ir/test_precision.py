@@ -34,7 +34,7 @@ from echograph.ir.types import Collective, Compute, DType, Phase, TensorRole
 from echograph.ir.unfold import difference, unfold
 from echograph.models import get_model
 from echograph.profiler.costs import gemm, load_device
-from echograph.profiler.costs.estimate import MXFP8_SLOWER, estimate
+from echograph.profiler.costs.estimate import MXFP8_SLOWER, SPLIT_ACCUMULATION, estimate
 from echograph.simulator.memory import memory
 from echograph.workflow.compile import compile_entry
 
@@ -291,7 +291,8 @@ def test_products_are_priced_without_a_cast() -> None:
     for op in (op for op in priced.ops if op.name == "aten._scaled_mm"):
         a, b = (priced.tensors[i] for i in op.inputs[:2])
         expected = gemm(device, a.shape[0], b.shape[1], a.shape[1], dtype="fp8", quantize=False)
-        assert op.durations[0].picoseconds == pytest.approx(float(expected.seconds) * 1e12, abs=1)
+        slower = SPLIT_ACCUMULATION["hopper"] if op.phase == Phase.BACKWARD else 1.0
+        assert op.durations[0].picoseconds == pytest.approx(float(expected.seconds) * slower * 1e12, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -420,7 +421,7 @@ def test_micro_batches_add_up_by_themselves(micro_batches: int, options: dict[st
         )
         reduced = [op for _, op in ran(job) if isinstance(op, Collective) and op.phase == Phase.BACKWARD]
         assert {op.dtype for op in reduced} == {wide}
-        assert sum(op.bytes_per_rank for op in reduced) == wide.itemsize * graph.workload.parameters
+        assert sum(op.bytes_per_rank for op in reduced) == wide.nbytes(graph.workload.parameters)
 
 
 def test_a_chunk_without_layers_adds_up_the_embeddings_gradient() -> None:

@@ -98,6 +98,6 @@ def test_the_spreads_that_ship_say_what_they_are() -> None:
     form = load_form()
     assert "spread" in form.label and form.source and form.date
     assert set(form.spread) == set(KINDS)
-    assert all(0 < value < 1 for value in form.spread.values())
+    assert all(0 < value < 2 for value in form.spread.values())
     assert form.quantile[50] < form.quantile[80] < form.quantile[90]
     assert msgspec.json.decode(msgspec.json.encode(form), type=Form) == form

@@ -139,7 +139,7 @@ def test_a_network_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 SAID: dict[str, list[tuple[str, str, str]]] = {
     "json": [
         ('"level": "step"', '"level": []', r"level: is a list: give step or job"),
-        ('"echograph": "1.0"', '"echograph": "2.0"', "echograph: is '2.0', and format 1.x is read"),
+        ('"echograph": "1.0"', '"echograph": "3.0"', "echograph: is '3.0', and format 2.x and older is read"),
         (
             '"phase":"forward"',
             '"phase":"forwrd"',
@@ -172,7 +172,7 @@ SAID: dict[str, list[tuple[str, str, str]]] = {
     ],
     "text": [
         ("parameters=32", "parameters=99999999999999999999", "line 2: a number of 64 bits is expected"),
-        ("echograph 1.0", "echograph 2.0", "line 1: format 1.x is expected where '.0 step"),
+        ("echograph 1.0", "echograph 3.0", "line 1: format 2.x or older is expected where '.0 step"),
         ("forward flops=64", "forwrd flops=64", "one of forward, backward, .* is expected where 'forwrd"),
         ("stream compute", "streams compute", "'program' is expected where 'streams compute'"),
         ("@1 %3", "@7 %3", "operation 7 stands where 1 is next"),
