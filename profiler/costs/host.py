@@ -20,7 +20,7 @@ T = TypeVar("T")
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
-class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HostProcessor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A processor of hosts.
 
     Attributes:
@@ -55,7 +55,7 @@ class Framework(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     processor: str
     basis: str
 
-    def on(self, processor: Processor) -> dict[Phase, float]:
+    def on(self, processor: HostProcessor) -> dict[Phase, float]:
         """Seconds of an operation by phase on a processor.
 
         Raises:
@@ -67,7 +67,7 @@ class Framework(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return {phase: slower * seconds for phase, seconds in (others | own).items()}
 
 
-def load_processor(name: str) -> Processor:
+def load_processor(name: str) -> HostProcessor:
     """The processor of that name.
 
     Raises:
@@ -86,9 +86,9 @@ def load_framework(name: str) -> Framework:
 
 
 @cache
-def processors() -> dict[str, Processor]:
+def processors() -> dict[str, HostProcessor]:
     """All processors, by name."""
-    return _read("processors.toml", dict[str, Processor])
+    return _read("processors.toml", dict[str, HostProcessor])
 
 
 @cache
