@@ -855,12 +855,12 @@ class ExpertParallel:
     def _check(self) -> None:
         if self.dispatcher not in get_args(Dispatcher):
             raise UnknownNameError("dispatcher of experts", self.dispatcher, get_args(Dispatcher))
+        if not 1 <= self.size <= MAX_SIZE:
+            raise PlanError(f"expert parallelism over {self.size} ranks: choose 1 to {MAX_SIZE}")
         if not 1 <= self.domains <= self.size:
             raise PlanError(
                 f"experts of {self.size} ranks on {self.domains} NVLink domains: give 1 to {self.size}"
             )
-        if not 1 <= self.size <= MAX_SIZE:
-            raise PlanError(f"expert parallelism over {self.size} ranks: choose 1 to {MAX_SIZE}")
         if self.capacity_factor is not None and not 0 < self.capacity_factor < float("inf"):
             raise PlanError(f"capacity factor {self.capacity_factor:g} of the experts: give more than 0")
         if not 1 <= self.imbalance <= self.size:
