@@ -27,7 +27,8 @@ class Stack:
         sources: where each choice is published, by its field.
         attention: kernels of attention, the best first: the first that a device has a model of runs.
         fuse: how far elementwise operations become one kernel: those of one part of a layer ("modules"), as a
-            library of fused kernels has them, or all that a compiler finds ("step"); "": none.
+            library of fused kernels has them, or all that a compiler finds ("step"), or finds in each layer
+            ("layers"); "": none.
         loss: "eager" or "fused" cross-entropy.
         loss_in_tensor_parallel: the same where ranks share the vocabulary; "": eager.
         grad_dtype: type in which gradients add up.
@@ -36,6 +37,8 @@ class Stack:
             waits before each layer until the device is idle.
         main_gradients: whether products add to buffers of gradients in any type (gradient accumulation fusion); to
             those in fp32 they always do.
+        fused_accumulation: whether products add to such buffers themselves; else a kernel casts each gradient, and
+            another adds it.
         reduce_dtype: type in which ZeRO-3 reduces gradients; "": their own.
         fp8_kept: what FP8 keeps of inputs and weights for backward: "bf16" or "fp8".
         fp8_scaling: "current" scales, looked for before each cast, or "delayed" ones of earlier steps.
@@ -52,6 +55,7 @@ class Stack:
         tp_comm_sms: multiprocessors that a tensor-parallel reduction takes from the products beside it.
         pipeline_scatter_gather: whether tensor-parallel ranks share the sending of what all of them have.
         recompute_early_stop: whether recomputation ends where backward has what it needs.
+        host: whose Python runs between kernels, a name of the profiler's table of frameworks; "": not known.
         host_waits: whether the host waits for what a pipeline stage receives.
         expandable_segments: PyTorch's allocator option of that name.
     """
@@ -60,13 +64,14 @@ class Stack:
     title: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
     attention: tuple[str, ...] = ()
-    fuse: Literal["", "modules", "step"] = ""
+    fuse: Literal["", "modules", "layers", "step"] = ""
     loss: Literal["", "eager", "fused"] = ""
     loss_in_tensor_parallel: Literal["", "eager", "fused"] = ""
     grad_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     grad_dtype_in_pipelines: Literal["", "bf16", "fp16", "fp32"] = ""
     zero3_apart: bool = False
     main_gradients: bool = False
+    fused_accumulation: bool = True
     reduce_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     fp8_kept: Literal["bf16", "fp8"] = "bf16"
     fp8_scaling: Literal["current", "delayed"] = "current"
@@ -82,6 +87,7 @@ class Stack:
     tp_comm_sms: int = 0
     pipeline_scatter_gather: bool = False
     recompute_early_stop: bool | None = None
+    host: str = ""
     host_waits: bool = False
     expandable_segments: bool = False
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import numpy as np
 
 from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Float32, Int64, UInt8
 from echograph.ir.graph import Group, JobGraph
-from echograph.ir.types import COMMUNICATIONS, CollectiveKind, OpKind, Source
+from echograph.ir.types import COMMUNICATIONS, Attention, CollectiveKind, Convolution, Gemm, OpKind, Source
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.collectives import CollectiveEstimate, CollectiveName, collective_time
 from echograph.simulator.groups import place_in_group
@@ -66,6 +67,7 @@ def durations(job: JobGraph, cluster: Cluster, estimate: Estimate | None = None)
             "single links: simulate flows"
         )
     picoseconds, source, spread = job.ops.duration_on(cluster.device)
+    _wait_for_the_slowest(job, cluster, picoseconds, source)
     _use_imported(job, picoseconds, source, spread)
     still = job.ops.is_view | (job.ops.kind == OpKind.HOST)
     picoseconds[still & (picoseconds == NONE)] = 0
@@ -88,6 +90,34 @@ def durations(job: JobGraph, cluster: Cluster, estimate: Estimate | None = None)
     return Durations(
         picoseconds=picoseconds, source=source, spread=spread, algorithm=algorithm, estimates=estimates
     )
+
+
+def slowest_of(gpus: int, spread: float) -> float:
+    """How much longer the slowest of so many boards takes than a typical one.
+
+    Boards of one model differ in the clock that their power allows: their speeds are taken as normal, and the
+    slowest as it is expected to be (Blom 1958, Statistical Estimates and Transformed Beta-Variables, section 6.9).
+
+    Args:
+        gpus: boards of the job, all of which a step waits for.
+        spread: standard deviation of the time that one takes, over the mean.
+
+    Returns:
+        A factor of at least 1, and 1 of a single board.
+    """
+    return 1.0 + spread * NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25))
+
+
+def _wait_for_the_slowest(job: JobGraph, cluster: Cluster, picoseconds: Int64, source: UInt8) -> None:
+    """Kernels of tensor cores, whose pace the clock sets, take as long as on the slowest board of the job.
+
+    Modelled durations are of a typical board; measured ones are what they are.
+    """
+    kinds = [isinstance(value, Gemm | Attention | Convolution) for value in job.ops.attribute_values]
+    paced = np.append(np.array(kinds, bool), False)[job.ops.attributes]  # none is -1, the last
+    paced &= np.isin(source, (Source.FITTED, Source.ANALYTICAL)) & (picoseconds != NONE)
+    factor = slowest_of(job.world_size, cluster.gpu_spread)
+    picoseconds[paced] = np.rint(picoseconds[paced] * factor).astype(np.int64)
 
 
 def _use_imported(job: JobGraph, picoseconds: Int64, source: UInt8, spread: Float32) -> None:

@@ -6,13 +6,15 @@ step of many small kernels is bound by this, whatever the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 
 from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import Graph, JobGraph
-from echograph.ir.types import COMMUNICATIONS, MultiTensor, OpKind
+from echograph.ir.types import COMMUNICATIONS, MultiTensor, OpKind, Phase
 
 WAITS = ("pp.wait", "zero3.idle")
 """How passes call it when a stage waits for what it receives, and when ZeRO-3 waits until its device is idle."""
@@ -28,6 +30,8 @@ class IssueTimes:
     Attributes:
         op_ps: one framework operation that launches one kernel, the launch included.
         launch_ps: what launching adds to it; a view costs the rest.
+        work_ps: the framework's work for an operation, a view or a kernel, by the phase that it belongs to; a
+            kernel costs `launch_ps` more. Where it says nothing of a phase, `op_ps` and `launch_ps` hold.
         communication_ps: a collective, a send or a receive, which go through the process group; None: as `op_ps`.
         spread: relative standard error of both.
         waits: whether it waits for what a pipeline stage receives, and before ZeRO-3 gathers, and issues nothing
@@ -42,6 +46,7 @@ class IssueTimes:
 
     op_ps: int
     launch_ps: int
+    work_ps: Mapping[Phase, int] = field(default_factory=lambda: MappingProxyType({}))
     communication_ps: int | None = None
     spread: float = 0.0
     waits: bool = False
@@ -78,6 +83,9 @@ class IssueTimes:
         ops = graph.ops
         issue = np.full(len(ops), self.op_ps, np.int64)
         issue[ops.is_view] = self.op_ps - self.launch_ps
+        for phase, work_ps in self.work_ps.items():
+            here = ops.phase == phase
+            issue[here] = work_ps + np.where(ops.is_view[here], 0, self.launch_ps)
         if self.communication_ps is not None:
             issue[np.isin(ops.kind, COMMUNICATIONS)] = self.communication_ps
         for row in np.flatnonzero(np.isin(ops.name, [i for i, text in enumerate(graph.strings) if text in LISTS])):

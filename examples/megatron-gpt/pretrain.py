@@ -28,7 +28,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.utils import get_batch_on_this_cp_rank
@@ -189,6 +189,7 @@ def configure(args: argparse.Namespace) -> TransformerConfig:
         add_bias_linear=not args.disable_bias_linear,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        attention_backend=AttnBackend[args.attention_backend],
         num_moe_experts=args.num_experts,
         moe_router_topk=args.moe_router_topk,
         moe_ffn_hidden_size=args.moe_ffn_hidden_size,

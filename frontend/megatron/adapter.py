@@ -7,6 +7,7 @@ masters.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -17,12 +18,15 @@ from torch import Tensor
 from echograph.frontend.megatron import transformer_engine
 from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
+from echograph.frontend.megatron.settings import CHECKED
 from echograph.frontend.megatron.shims import LEFT_OUT, balanced, shimmed
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.capture import WITHIN_CONTEXT
 from echograph.frontend.scripts.collectives import ranks_of
 from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.ir.passes.model import CONTEXT
 
 if TYPE_CHECKING:
     from echograph.frontend.scripts.recorder import ScriptRecorder
@@ -96,12 +100,15 @@ class MegatronAdapter(TorchAdapter):
     @contextmanager
     def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
         """Shims and hooks of megatron-core, around those of plain PyTorch."""
-        # Scripts that launch Megatron-LM set it, and it refuses to go on without; the world restores what was.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # Scripts that launch Megatron-LM set it, and it refuses to go on without, its FSDP with it.
+        # The world restores what was.
+        if not any("fsdp" in argument for argument in sys.argv):
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         with (
             shimmed(),
             patched(transformer_engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),
             super().installed(world, recorder),
+            in_place(CHECKED),
             in_place(LEFT_OUT),
             in_place(balanced(recorder.note)),
             in_place(hooks(recorder, lambda: recorder.is_early)),
@@ -127,10 +134,23 @@ class MegatronAdapter(TorchAdapter):
             "cp": state.get_context_parallel_world_size(),
             "tp": state.get_tensor_model_parallel_world_size(),
         }
+        levels = list(state.get_hierarchical_context_parallel_groups(check_initialized=False) or ())
+        if len(levels) > 1:
+            sizes = within_context(sizes, levels[0].size())
         experts = state.get_expert_model_parallel_world_size() or 1
         if experts == 1:
             return sizes
         return axes_with_experts(sizes, experts, state.get_expert_tensor_parallel_world_size() or 1)
+
+
+def within_context(sizes: Mapping[str, int], inner: int) -> dict[str, int]:
+    """Axes of which both all ranks of context parallelism and the innermost `inner` of them are some."""
+    made: dict[str, int] = {}
+    for name, size in sizes.items():
+        made[name] = size // inner if name == CONTEXT else size
+        if name == CONTEXT:
+            made[WITHIN_CONTEXT] = inner
+    return made
 
 
 def axes_with_experts(sizes: Mapping[str, int], experts: int, tensor: int) -> dict[str, int]:
@@ -165,6 +185,11 @@ def _noted(recorder: ScriptRecorder, original: Callable[..., None]) -> Callable[
             "Transformer Engine is not installed: layers of PyTorch's operators stand in for its, with its shapes "
             "and collectives, and without FP8, user buffers and kernels that do several things at once"
         )
+        if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0":
+            recorder.note(
+                "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: attention's backward pass, which then adds in one order, is "
+                "taken to be as fast as without"
+            )
         original(*args, **named)
 
     return init

@@ -146,11 +146,13 @@ class _Passes:
             model = kwargs["model"]
             self._models = list(model) if isinstance(model, list) else [model]
             self._outputs.clear()
-            if self._short():
-                # Stages that are interleaved take as many at a time as there are stages.
-                fewest = parallel_state.get_pipeline_model_parallel_world_size() if len(self._models) > 1 else 1
-                kwargs["num_microbatches"] = min(fewest, kwargs["num_microbatches"])
             config = get_model_config(self._models[0])
+            if self._short() and not config.defer_embedding_wgrad_compute:
+                # Stages that are interleaved take as many at a time as there are stages, or as the script says.
+                stages = parallel_state.get_pipeline_model_parallel_world_size()
+                together = max(stages, config.microbatch_group_size_per_vp_stage or 0)
+                fewest = together if len(self._models) > 1 else 1
+                kwargs["num_microbatches"] = min(fewest, kwargs["num_microbatches"])
             finalize = config.finalize_model_grads_func
             if finalize is not None:
                 ends = _within(lambda: (self._place.in_phase("optimizer"), self._place.carrying("gradient")))

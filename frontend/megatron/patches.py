@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,12 @@ def _is_there(module: str) -> bool:
         return False
 
 
+def _version() -> str:
+    """Of what is imported: a checkout beside the script comes before what is installed."""
+    found = getattr(sys.modules.get("megatron.core"), "__version__", None)
+    return str(found or version(DISTRIBUTION))
+
+
 def _find(where: str) -> tuple[Any, str]:
     module, _, path = where.partition(":")
     *outer, name = path.split(".")
@@ -67,7 +74,7 @@ def _find(where: str) -> tuple[Any, str]:
         getattr(owner, name)
     except (ImportError, AttributeError):
         raise CaptureError(
-            f"{DISTRIBUTION} {version(DISTRIBUTION)} has no {module}.{path}: the adapter needs it "
+            f"{DISTRIBUTION} {_version()} has no {module}.{path}: the adapter needs it "
             f"where versions {TESTED[0]} up to {TESTED[1]} have it; install one of those"
         ) from None
     return owner, name

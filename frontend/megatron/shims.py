@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from importlib.util import find_spec
+from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from torch.utils.data import Dataset
 from echograph.errors import CaptureError
 from echograph.frontend.megatron.patches import Patch, in_place
 from echograph.frontend.megatron.stub_modules import standing_in
+from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.values import real
 
 _COALESCED = ("allreduce_coalesced_", "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_")
 _GENERATOR = "random numbers are drawn from the GPU's generator; which they are does not change what runs"
@@ -100,6 +103,13 @@ def _fused(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+def _on_the_host(original: Callable[..., None]) -> Callable[..., None]:
+    def init(*args: Any, **named: Any) -> None:
+        original(*args, **named | {"use_cpu_initialization": True})
+
+    return init
+
+
 def _same(answer: Any = None) -> Callable[[Any], Any]:
     return lambda _: lambda *_, **__: answer
 
@@ -143,15 +153,16 @@ SHIMS: tuple[Patch, ...] = (
         reason="the norm that is left without their kernels refuses sequence parallelism; theirs do not",
         around=lambda _: staticmethod(lambda cls, *args, **options: _norm(*args, **options)),
     ),
-    Patch(
-        where="megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.is_kernel_available",
-        reason="the kernel is Apex's; what is left without it is scale, mask and softmax one by one",
-        around=lambda original: original if find_spec("scaled_masked_softmax_cuda") else _same(False)(original),
-    ),
-    Patch(
-        where="megatron.core.optimizer.clip_grads:l2_norm_impl",
-        reason="the kernel answers on the device; what is left without it reads every tensor's norm on the host",
-        around=lambda _: _norm_of_all,
+    *(
+        Patch(
+            where=where,
+            reason="the kernel answers on the device; without it, every tensor's norm is read on the host",
+            around=lambda _: _norm_of_all,
+        )
+        for where in (
+            "megatron.core.utils:local_multi_tensor_l2_norm",  # Megatron-LM's norm of parameters takes this one
+            "megatron.core.optimizer.clip_grads:l2_norm_impl",
+        )
     ),
     *(
         Patch(
@@ -160,6 +171,11 @@ SHIMS: tuple[Patch, ...] = (
             around=lambda _: _scale_all,
         )
         for module in ("clip_grads", "optimizer")
+    ),
+    Patch(
+        where="megatron.core.models.common.embeddings.yarn_rotary_pos_embedding:YarnRotaryEmbedding.__init__",
+        reason="it makes its table on a device by its number, of which PyTorch asks the GPU",
+        around=_on_the_host,
     ),
     Patch(
         where="torch.optim.adam:Adam.__init__",
@@ -202,6 +218,64 @@ class TokenSamples(Dataset[dict[str, Tensor]]):
         return sample
 
 
+class SentenceSamples(Dataset[dict[str, Any]]):
+    """Samples of BERT and T5, in the shapes in which their datasets give them, none of them padded.
+
+    Args:
+        config: of a `BERTMaskedWordPieceDataset` or a `T5MaskedWordPieceDataset`.
+        split: of which `megatron.core.datasets.utils.Split`.
+        size: samples; None: those of an epoch, more than any run takes.
+    """
+
+    def __init__(self, config: Any, split: Any, size: int | None) -> None:
+        self.config, self.index_split, self._size = config, split, _EPOCH if size is None else size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, _: int) -> dict[str, Any]:
+        decoded = getattr(self.config, "sequence_length_decoder", None)
+        if decoded is None:
+            names = ("text", "types", "labels", "padding_mask", "loss_mask")
+            flags: dict[str, Any] = dict.fromkeys(("is_random", "truncated"), 0)
+            return flags | {name: torch.ones(self.config.sequence_length, dtype=torch.int64) for name in names}
+        encoded = getattr(self.config, "sequence_length_encoder", None) or self.config.sequence_length
+        lengths = dict.fromkeys(("text_enc", "enc_mask"), encoded)
+        lengths |= dict.fromkeys(("text_dec", "dec_mask", "labels", "loss_mask"), decoded)
+        made = {name: torch.ones(length, dtype=torch.int64) for name, length in lengths.items()}
+        return {"truncated": 0, **made}
+
+
+def _with_sentinels(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Checks a T5's settings as if its tokenizer had the tokens that stand for what is masked."""
+
+    def check(config: Any) -> None:
+        tokenizer = config.tokenizer
+        config.tokenizer = SimpleNamespace(additional_special_tokens_ids=[0])
+        try:
+            original(config)
+        finally:
+            config.tokenizer = tokenizer
+
+    return check
+
+
+def _sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """How large the tensors of a batch are: the first rank tells the others, and knows it without asking."""
+
+    def build(keys: Any, data: Any, *args: Any, **named: Any) -> Any:
+        if data is None or not isinstance(data[keys[0]], FakeTensor):
+            return original(keys, data, *args, **named)
+        shapes = {key: list(data[key].shape) for key in keys}
+        said = iter([size for key in keys for size in (*shapes[key], *[0] * (5 - len(shapes[key])))])
+        with patched(Tensor, "cpu", lambda _: lambda _: list(said)):
+            original(keys, data, *args, **named)
+        elements = {key: prod(shape) for key, shape in shapes.items()}
+        return shapes, elements, sum(elements.values())
+
+    return build
+
+
 def _build(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Builds samples without data for each split; kinds of data other than tokens of a GPT are refused."""
 
@@ -210,16 +284,18 @@ def _build(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         from megatron.core.datasets.utils import Split
 
         plain = builder.cls in (GPTDataset, MockGPTDataset) or builder.cls.__getitem__ is GPTDataset.__getitem__
-        if not plain:
+        masked = builder.cls.__name__ in ("BERTMaskedWordPieceDataset", "T5MaskedWordPieceDataset")
+        if not (plain or masked):
             if builder.config.mock:
                 return original(builder)  # type: ignore[no-any-return]
             raise CaptureError(
-                f"{builder.cls.__name__}: a capture has samples of GPTDataset's shapes alone: leave out what "
-                "chooses another dataset"
+                f"{builder.cls.__name__}: a capture has samples of the shapes of GPTDataset, BERT and T5 alone: "
+                "leave out what chooses another dataset"
             )
         if not builder.is_built_on_rank():
             return [None] * len(Split)
-        return [TokenSamples(builder.config, split, builder.sizes[split.value]) for split in Split]
+        kind = TokenSamples if plain else SentenceSamples
+        return [kind(builder.config, split, builder.sizes[split.value]) for split in Split]
 
     return build
 
@@ -257,6 +333,21 @@ LEFT_OUT: tuple[Patch, ...] = (
         optional=True,
     ),
     Patch(
+        where="megatron.core.datasets.t5_dataset:T5MaskedWordPieceDatasetConfig.__post_init__",
+        reason="it asks for tokens that a tokenizer without a vocabulary does not have",
+        around=_with_sentinels,
+    ),
+    Patch(
+        where="megatron.core.tensor_parallel.data:_build_key_size_numel_dictionaries",
+        reason="the sizes of a batch's tensors are values of one that is broadcast",
+        around=_sizes,
+    ),
+    Patch(
+        where="megatron.core.utils:check_param_hashes_across_dp_replicas",
+        reason="copies of parameters are compared between steps, which only values tell",
+        around=lambda _: lambda *_, **__: True,
+    ),
+    Patch(
         where="megatron.core.rerun_state_machine:RerunStateMachine.validate_result",
         reason="a step is run again where its loss is no number, which only values tell",
         around=_unrejected,
@@ -270,6 +361,7 @@ LEFT_OUT: tuple[Patch, ...] = (
 """What is not done in a capture."""
 
 
+_EQUAL = "experts are taken to have equal loads: which they have, only values tell"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 
 
@@ -286,9 +378,14 @@ def balanced(note: Callable[[str], None]) -> tuple[Patch, ...]:
             around=lambda original: _preprocess(original, note),
         ),
         Patch(
-            where=f"{_DISPATCHER}:MoEAllGatherTokenDispatcher.__init__",
-            reason="it has tokens of which only values tell how many they are",
-            around=lambda _: _refuse,
+            where=f"{_DISPATCHER}:MoEAllGatherTokenDispatcher.dispatch_postprocess",
+            reason="the host reads how many of all tokens each of a rank's experts takes",
+            around=lambda original: _postprocess(original, note),
+        ),
+        Patch(
+            where="megatron.core.transformer.moe.router:sinkhorn",
+            reason="it goes on until values are near others",
+            around=lambda original: _sinkhorn(original, note),
         ),
         *(
             Patch(
@@ -306,6 +403,36 @@ def balanced(note: Callable[[str], None]) -> tuple[Patch, ...]:
     )
 
 
+_SWEEPS = 3
+"""Of Sinkhorn's algorithm: what logits of a new router take, normal ones of 0.45 (an initial 0.02 times the root
+of 512) for 512 to 4,096 tokens and 4 or 8 experts, until it stops; of 1.0, four or five."""
+
+
+class _Sweeping(TorchFunctionMode):
+    """A loop that goes on for as long as a tensor is true, and so for a number of times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = _SWEEPS
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__bool__:
+            return func(*args, **(kwargs or {}))
+        self._left -= 1
+        return self._left > 0
+
+
+def _sinkhorn(original: Callable[..., Tensor], note: Callable[[str], None]) -> Callable[..., Tensor]:
+    def route(cost: Tensor, *args: Any, **named: Any) -> Tensor:
+        if not isinstance(cost, FakeTensor):
+            return original(cost, *args, **named)
+        note(f"--moe-router-load-balancing-type sinkhorn is taken to end after {_SWEEPS} sweeps, as it begins")
+        with _Sweeping():
+            return original(cost, *args, **named)
+
+    return route
+
+
 def loads(choices: int, experts: int) -> list[int]:
     """How many of a rank's choices each expert gets: equal numbers, a remainder to the first ones."""
     each, rest = divmod(choices, experts)
@@ -320,28 +447,41 @@ def _preprocess(original: Callable[..., Tensor], note: Callable[[str], None]) ->
         with unset_fake_temporarily():
             if dispatcher.drop_and_pad:
                 return torch.full(counted.shape, dispatcher.capacity * dispatcher.tp_size * dispatcher.ep_size)
-            note("experts are taken to have equal loads: which they have, only values tell")
+            note(_EQUAL)
             return _take(dispatcher, routing_map.shape[0])
 
     return preprocess
 
 
-def _refuse(*_: Any, **__: Any) -> None:
-    raise CaptureError(
-        "--moe-token-dispatcher-type allgather: how many tokens it handles only values tell: "
-        "give --moe-token-dispatcher-type alltoall"
-    )
+def _postprocess(original: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
+    def postprocess(dispatcher: Any, tokens: Tensor, probabilities: Tensor) -> Any:
+        if not isinstance(tokens, FakeTensor):
+            return original(dispatcher, tokens, probabilities)
+        note(_EQUAL)
+        with unset_fake_temporarily():
+            ranks = dispatcher.tp_size * dispatcher.ep_size
+            of_mine = ranks * _counts(dispatcher, tokens.shape[0] // ranks)[dispatcher.local_expert_indices]
+        with _Selecting(int(of_mine.sum()), of_mine):
+            return original(dispatcher, tokens, probabilities)
+
+    return postprocess
+
+
+def _counts(dispatcher: Any, tokens: int) -> Tensor:
+    """How many of a rank's choices each expert takes."""
+    from megatron.core.transformer.moe.moe_utils import get_capacity
+
+    config = dispatcher.config
+    choices, experts = tokens * config.moe_router_topk, config.num_moe_experts
+    counts = torch.tensor(loads(choices, experts))
+    if config.moe_expert_capacity_factor is not None:
+        counts = counts.clamp(max=int(get_capacity(choices, experts, config.moe_expert_capacity_factor)))
+    return counts
 
 
 def _take(dispatcher: Any, tokens: int) -> Tensor:
     """Tells a dispatcher the loads in place of those that it counted; returns those of this rank's experts."""
-    from megatron.core.transformer.moe.moe_utils import get_capacity
-
-    choices, experts = tokens * dispatcher.config.moe_router_topk, dispatcher.num_experts
-    counts = torch.tensor(loads(choices, experts))
-    factor = dispatcher.config.moe_expert_capacity_factor
-    if factor is not None:
-        counts = counts.clamp(max=int(get_capacity(choices, experts, factor)))
+    counts, experts = _counts(dispatcher, tokens), dispatcher.num_experts
     across, along, here = dispatcher.tp_size, dispatcher.ep_size, dispatcher.num_local_experts
     of_mine = counts[dispatcher.local_expert_indices]
     dispatcher.num_out_tokens = int(counts.sum())
@@ -358,13 +498,20 @@ def _take(dispatcher: Any, tokens: int) -> Tensor:
 
 
 class _Selecting(TorchFunctionMode):
-    """`masked_select` of a mask of which is known for how many elements it is true: their places, and a gather."""
+    """`masked_select` of a mask of which is known for how many elements it is true: their places, and a gather.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: how many.
+        loads: what the host reads, if it reads how many they are by experts.
+    """
+
+    def __init__(self, size: int, loads: Tensor | None = None) -> None:
         super().__init__()
-        self._size = size
+        self._size, self._loads = size, loads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.cpu and self._loads is not None:
+            return self._loads
         if func is not Tensor.masked_select:
             return func(*args, **(kwargs or {}))
         source, mask = args
@@ -377,7 +524,9 @@ def _of_known_size(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def run(tokens: Tensor, *args: Any, **named: Any) -> Any:
-        size = named["num_out_tokens"] if "num_out_tokens" in named else tokens.shape[0]
+        size = real(named["num_out_tokens"]) if "num_out_tokens" in named else tokens.shape[0]
+        if isinstance(size, Tensor) and not isinstance(size, FakeTensor):
+            size = named["num_out_tokens"] = int(size)
         if not isinstance(tokens, FakeTensor) or not isinstance(size, int):
             return original(tokens, *args, **named)
         with _Selecting(size):

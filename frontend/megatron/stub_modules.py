@@ -7,6 +7,7 @@ real one, and refuses what cannot be done without it.
 from __future__ import annotations
 
 import sys
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
@@ -14,18 +15,24 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-import torch
+import typing_extensions
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from echograph.errors import CaptureError
+from echograph.frontend.megatron import apex
 
 _MEGATRON = "megatron"
 _ENGINE = "transformer_engine"
 _GRADIENTS = "fused_weight_gradient_mlp_cuda"
+_SOFTMAXES = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda")
 _PERMUTATIONS = ("moe_permute", "moe_permute_with_probs", "moe_unpermute", "moe_sort_chunks_by_index",
                  "moe_sort_chunks_by_index_with_probs")  # fmt: skip
 _INVARIANT = "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+_STASH = "megatron.core.transformer.moe.ops.paged_stash"
+_CONVOLUTION = "megatron.core.ssm.ops.common.causal_conv1d_varlen"
+_STATES = "megatron.core.ssm.ops.mamba2.batch_invariant_decode"
+_IN_TRITON = (_INVARIANT, _STASH, _CONVOLUTION, _STATES)
 
 
 @contextmanager
@@ -39,12 +46,26 @@ def standing_in() -> Iterator[None]:
     before = _taken_out()
     sys.modules.update(modules)
     try:
-        yield
+        with _names_of_python():
+            yield
     finally:
         _taken_out()
         for name in modules:
             sys.modules.pop(name, None)
         sys.modules.update(before)
+
+
+@contextmanager
+def _names_of_python() -> Iterator[None]:
+    """In the context, there is what Megatron-LM 0.18 takes of Python 3.12 and an older one lacks: one name."""
+    if hasattr(typing, "override"):
+        yield
+        return
+    typing.override = typing_extensions.override  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del typing.override  # type: ignore[attr-defined]
 
 
 def _taken_out() -> dict[str, ModuleType]:
@@ -56,43 +77,66 @@ def _taken_out() -> dict[str, ModuleType]:
 
 
 def _is_installed(name: str) -> bool:
-    return find_spec("triton" if name == _INVARIANT else name) is not None
+    return find_spec("triton" if name in _IN_TRITON else name) is not None
+
+
+def _kernels(module: str, what: str, **harmless: Any) -> list[ModuleType]:
+    """A module of kernels in Triton, which Megatron imports whether or not it runs them: running one is refused.
+
+    Args:
+        module: its name.
+        what: runs them.
+        harmless: what is asked of it without.
+    """
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CaptureError(f"{what} runs kernels of Triton, which is not installed: leave it out")
+
+    def kernel(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return refuse
+
+    return [_module(module, __getattr__=kernel, **harmless)]
 
 
 def _batch_invariant() -> list[ModuleType]:
-    """Kernels in Triton, which Megatron-LM imports whether or not it runs them."""
-
-    def enable(*_: Any, **__: Any) -> None:
-        raise CaptureError("--batch-invariant-mode runs kernels of Triton, which is not installed: leave it out")
-
-    return [
-        _module(
-            _INVARIANT,
-            enable_batch_invariant_mode=enable,
-            set_batch_invariant_mode=enable,
-            disable_batch_invariant_mode=lambda: None,
-            is_batch_invariant_mode_enabled=lambda: False,
-        )
-    ]
-
-
-def accumulate(given: Tensor, gradient: Tensor, total: Tensor) -> None:
-    """Adds the gradient of a weight to the sum of its gradients, by a product that adds.
-
-    Args:
-        given: input of the linear layer [tokens, in].
-        gradient: of its output [tokens, out].
-        total: [out, in], of a wider type, perhaps.
-    """
-    if isinstance(total, FakeTensor):
-        torch.ops.aten.addmm.dtype_out(total, gradient.t(), given, total.dtype, out=total)
-    else:
-        total.add_(gradient.t() @ given)  # on CPUs there is no product of two types
+    return _kernels(
+        _INVARIANT,
+        "--batch-invariant-mode",
+        disable_batch_invariant_mode=lambda: None,
+        is_batch_invariant_mode_enabled=lambda: False,
+    )
 
 
 def _weight_gradients() -> list[ModuleType]:
     """Apex's kernels that add a weight's gradient to the sum of its gradients."""
-    return [_module(_GRADIENTS, wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate)]
+    return [_module(_GRADIENTS, wgrad_gemm_accum_fp32=apex.accumulate, wgrad_gemm_accum_fp16=apex.accumulate)]
+
+
+def _softmaxes() -> list[ModuleType]:
+    """Apex's softmax, by the three modules that it is in: causal, with a mask, and plain."""
+
+    def backward(gradient: Tensor, out: Tensor, scale: Tensor) -> Tensor:
+        return apex.softmax_backward(gradient, out, _number(scale))
+
+    def causal(scores: Tensor, scale: Tensor) -> Tensor:
+        return apex.softmax(scores, None, True, _number(scale))
+
+    def masked(scores: Tensor, mask: Tensor, scale: Tensor) -> Tensor:
+        return apex.softmax(scores, mask, False, _number(scale))
+
+    def plain(scores: Tensor, scale: Tensor) -> Tensor:
+        return apex.softmax(scores, None, False, _number(scale))
+
+    return [
+        _module(name, forward=forward, backward=backward, get_batch_per_block=apex.batch_per_block)
+        for name, forward in zip(_SOFTMAXES, (causal, masked, plain), strict=True)
+    ]
+
+
+def _number(scale: Tensor) -> float:
+    return 1.0 if isinstance(scale, FakeTensor) else float(scale)
 
 
 def _engine() -> list[ModuleType]:
@@ -111,7 +155,10 @@ def _engine() -> list[ModuleType]:
         Format=te.Formats(),
     )
     common = _module(f"{_ENGINE}.common", recipe=recipe)
-    fp8 = _module(f"{_ENGINE}.pytorch.fp8", FP8GlobalStateManager=Manager, fp8_autocast=te.without_fp8)
+    fp8 = _module(
+        f"{_ENGINE}.pytorch.fp8", FP8GlobalStateManager=Manager, fp8_autocast=te.without_fp8,
+        fp8_model_init=te.without_fp8,
+    )  # fmt: skip
     distributed = _module(
         f"{_ENGINE}.pytorch.distributed",
         CudaRNGStatesTracker=te.CudaRNGStatesTracker,
@@ -139,6 +186,10 @@ def _module(name: str, **contents: Any) -> ModuleType:
 
 _STAND_INS: dict[str, Callable[[], list[ModuleType]]] = {
     _INVARIANT: _batch_invariant,
+    _STASH: lambda: _kernels(_STASH, "--moe-paged-stash"),
+    _CONVOLUTION: lambda: _kernels(_CONVOLUTION, "a Mamba layer for sequences of several lengths"),
+    _STATES: lambda: _kernels(_STATES, "a Mamba layer that decodes"),
     _GRADIENTS: _weight_gradients,
+    _SOFTMAXES[0]: _softmaxes,
     _ENGINE: _engine,
 }

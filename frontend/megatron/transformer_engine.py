@@ -11,24 +11,20 @@ Transformer Engine, and what they are given is what Transformer Engine takes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from echograph.errors import CaptureError
-from echograph.frontend.megatron.stub_modules import accumulate
+from echograph.frontend.megatron.apex import accumulate
+from echograph.frontend.megatron.attention import DotProductAttention, refused
+
+__all__ = ["DotProductAttention"]
 
 VERSION = "2.6.0"
 """Version that the stand-ins are of."""
-
-_FOR = "Transformer Engine is not installed, and what stands in for it"
-
-
-def refused(what: str, remedy: str) -> CaptureError:
-    """What the stand-ins do not do."""
-    return CaptureError(f"{what}: {_FOR} has none: {remedy}")
 
 
 class _Parameters(nn.Module):
@@ -64,12 +60,12 @@ class LayerNorm(_Parameters):
     kind = "LayerNorm"
 
     def __init__(
-        self, *, hidden_size: int, eps: float, sequence_parallel: bool, params_dtype: torch.dtype,
-        device: Any = None, **_: Any,
+        self, *, hidden_size: int = 0, normalized_shape: int = 0, eps: float, sequence_parallel: bool,
+        params_dtype: torch.dtype, device: Any = None, **_: Any,
     ) -> None:  # fmt: skip
         super().__init__(params_dtype, device)
         self.eps = eps
-        self._norm("", self.kind, hidden_size, sequence_parallel)
+        self._norm("", self.kind, normalized_shape or hidden_size, sequence_parallel)
 
     def forward(self, given: Tensor) -> Tensor:
         """Normalises the last dim."""
@@ -215,80 +211,6 @@ class _Grouped(torch.autograd.Function):
         return out, None, None, *made
 
 
-class DotProductAttention(nn.Module):
-    """`transformer_engine.pytorch.DotProductAttention`: PyTorch's flash attention."""
-
-    def __init__(
-        self, *, attention_dropout: float, cp_group: Any = None, softmax_scale: float | None = None,
-        window_size: Any = None, softmax_type: str = "vanilla", return_max_logit: bool = False,
-        cp_comm_type: str = "", **_: Any,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        if window_size is not None or softmax_type != "vanilla" or return_max_logit:
-            raise refused("attention in windows, with other softmaxes or with its largest logit", "leave it out")
-        if cp_group is not None and cp_comm_type != "a2a":
-            raise refused(f"--cp-comm-type {cp_comm_type}", "give --cp-comm-type a2a")
-        self._dropout, self._scale, self._sequence = attention_dropout, softmax_scale, cp_group
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, attn_mask_type: str,
-        core_attention_bias: Tensor | None = None, qkv_format: str = "sbhd", **_: Any,
-    ) -> Tensor:  # fmt: skip
-        """Attends.
-
-        Args:
-            query: [sequence, batch, heads, channels].
-            key: the same, with as many heads or fewer.
-            value: the same as the key.
-            mask: not used, as attention that is causal uses none.
-            attn_mask_type: "causal" or "no_mask".
-            core_attention_bias: refused.
-            qkv_format: "sbhd"; others are of packed sequences.
-
-        Returns:
-            [sequence, batch, heads x channels].
-        """
-        if qkv_format != "sbhd" or core_attention_bias is not None or attn_mask_type not in ("causal", "no_mask"):
-            raise refused(f"attention with mask '{attn_mask_type}', a bias or packed sequences", "leave it out")
-        if self._sequence is not None:
-            query, key, value = (_heads_divided(tensor, self._sequence) for tensor in (query, key, value))
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        out = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            dropout_p=self._dropout if self.training else 0.0,
-            is_causal=attn_mask_type == "causal",
-            scale=self._scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        ).permute(2, 0, 1, 3)
-        if self._sequence is not None:
-            out = _sequence_divided(out, self._sequence)
-        return out.reshape(*out.shape[:2], -1)
-
-
-def _heads_divided(tensor: Tensor, group: Any) -> Tensor:
-    """[sequence / n, batch, heads, channels] of each -> [sequence, batch, heads / n, channels]: all to all."""
-    from megatron.core.tensor_parallel import mappings
-
-    ranks = group.size()
-    length, batch, heads, channels = tensor.shape
-    parts = tensor.reshape(length, batch, ranks, heads // ranks, channels).permute(2, 0, 1, 3, 4)
-    got: Tensor = mappings.all_to_all(group, parts.contiguous())
-    return got.reshape(ranks * length, batch, heads // ranks, channels)
-
-
-def _sequence_divided(tensor: Tensor, group: Any) -> Tensor:
-    """The other way around."""
-    from megatron.core.tensor_parallel import mappings
-
-    ranks = group.size()
-    length, batch, heads, channels = tensor.shape
-    parts = tensor.reshape(ranks, length // ranks, batch, heads, channels)
-    got: Tensor = mappings.all_to_all(group, parts.contiguous())
-    return got.permute(1, 2, 0, 3, 4).reshape(length // ranks, batch, ranks * heads, channels)
-
-
 def apply_rotary_pos_emb(
     tensor: Tensor, freqs: Tensor, *, tensor_format: str, interleaved: bool = False, **_: Any
 ) -> Tensor:
@@ -315,10 +237,32 @@ class Formats:
 
 
 class CudaRNGStatesTracker:
-    """`transformer_engine.pytorch.distributed.CudaRNGStatesTracker`: a capture draws no random numbers."""
+    """`transformer_engine.pytorch.distributed.CudaRNGStatesTracker`: names of generators, which draw nothing."""
 
     def __init__(self) -> None:
-        raise refused("--te-rng-tracker", "leave it out")
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all."""
+        self.states_: dict[str, Any] = {}
+        self.seeds_: set[int] = set()
+
+    def get_states(self) -> dict[str, Any]:
+        """By name."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        """As `get_states` gave them."""
+        self.states_ = states
+
+    def add(self, name: str, seed: int) -> None:
+        """A generator of a name."""
+        self.states_[name] = seed
+
+    def fork(self, name: str = "model-parallel-rng") -> Any:
+        """What draws in the context draws from that one."""
+        del name
+        return nullcontext()
 
 
 def without_fp8(*_: Any, **__: Any) -> Any:

@@ -31,6 +31,10 @@ class ModelSizes:
     attention: str | None = option(None, "sdpa, fused, eager, or fused-softmax (Megatron-LM's).")
 
 
+MOST_FURTHER = 64
+"""Of tokens that multi-token prediction looks ahead: published models have one to four."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpec:
     """What a training step does besides the model. The text of each field is its help on the command line.
@@ -44,6 +48,9 @@ class StepSpec:
             `gradient_checkpointing_enable` (Hugging Face).
         lora_rank: rank of the adapters that alone are trained; None trains everything.
         lora_targets: last names of the linear layers that get one, with commas between them.
+        mtp_num_layers: tokens further on that are predicted, too (multi-token prediction); a pipeline counts their
+            layers behind the model's.
+        mtp_use_repeated_layer: whether one module predicts all of them, with the same weights.
         kernels: whose kernels composite operators become: "cuda" or "cpu".
 
     Raises:
@@ -61,6 +68,8 @@ class StepSpec:
     lora_targets: str = option(
         "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", "Linear layers that get adapters."
     )
+    mtp_num_layers: int = option(0, "Predict as many tokens further on (multi-token prediction).")
+    mtp_use_repeated_layer: bool = option(False, "One module predicts all of them.")
     kernels: Kernels = option("cuda", "Whose kernels operators become: cuda or cpu.")
 
     def __post_init__(self) -> None:
@@ -73,6 +82,8 @@ class StepSpec:
                 raise UsageError(f"{field} '{getattr(self, field)}': choose one of {', '.join(choices)}")
         if self.lora_rank is not None and self.lora_rank < 1:
             raise UsageError(f"--lora-rank {self.lora_rank}: give 1 or more")
+        if not 0 <= self.mtp_num_layers <= MOST_FURTHER:
+            raise UsageError(f"--mtp-num-layers {self.mtp_num_layers}: give 0 to {MOST_FURTHER}")
         if self.clip_grad_norm is not None and not 0 < self.clip_grad_norm < float("inf"):
             raise UsageError(f"clip_grad_norm {self.clip_grad_norm}: give a norm above 0, or leave it out")
 

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import FQN, GRADIENT_OF, MODULE, PHASE, ROLE, VAL
-from echograph.frontend.pytorch.call_nodes import is_getitem, is_in_place, is_view, qualified_name
+from echograph.frontend.pytorch.call_nodes import is_allocation, is_getitem, is_in_place, is_view, qualified_name
 from echograph.frontend.pytorch.lower import DTYPES, PHASES, GraphLowering, Order
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.scripts.adapter import Adapter, check_ranks
@@ -222,7 +222,9 @@ class _Rank(GraphLowering):
         self._latest: dict[str, int] = {}
         self._reached: dict[Node, int] = {}
         self._labels: dict[tuple[str, str], str] = {}
-        self._outliving = _outliving(run.recorder.graph)
+        root = _roots(run.recorder.graph)
+        _settle_messages(run.recorder.graph, root)
+        self._outliving = _outliving(run.recorder.graph, root)
         self._lives_on = False
         self._sharded: dict[int, tuple[str, ...]] = {}
         self._divided = self._of_names(run.recorder.graph)
@@ -420,17 +422,47 @@ def _has_single_ranks(graph: Graph) -> bool:
     return any(len(n.meta[COMMUNICATION].ranks) == 1 for n in graph.nodes if COMMUNICATION in n.meta)
 
 
-def _outliving(graph: Graph) -> set[Node]:
-    """Nodes whose memory operations of several micro-batches use."""
+def _roots(graph: Graph) -> dict[Node, Node]:
+    """Of each node, the one that made the memory that it lies in."""
     root: dict[Node, Node] = {}
-    users: dict[Node, set[int]] = {}
     for node in graph.nodes:
         inputs = node.all_input_nodes
         same = bool(inputs) and (is_view(node) or is_in_place(node)) and COMMUNICATION not in node.meta
         picked = is_getitem(node) and is_view(inputs[0])
         root[node] = root[inputs[0]] if same or picked else node
+    return root
+
+
+def _settle_messages(graph: Graph, root: Mapping[Node, Node]) -> None:
+    """A message is of the micro-batch that makes or takes what it carries, if one alone does.
+
+    Schedules send and receive between passes, of another micro-batch than runs before or after.
+    """
+    users: dict[Node, set[int]] = {}
+    messages: list[Node] = []
+    for node in graph.nodes:
+        call = node.meta.get(COMMUNICATION)
+        if call is not None and call.peer >= 0:
+            messages.append(node)
+        elif node.op == "call_function" and not is_allocation(node):
+            for used in (node, *node.all_input_nodes):
+                users.setdefault(root[used], set()).add(node.meta.get(MICRO_BATCH) or 0)
+    for message in messages:
+        carried = dict.fromkeys(root[node] for node in message.all_input_nodes)
+        found = set().union(*(users.get(node, set()) for node in carried))
+        if len(found) == 1:
+            (number,) = found
+            for node in (message, *carried):
+                if node is message or is_allocation(node):
+                    node.meta[MICRO_BATCH] = number
+
+
+def _outliving(graph: Graph, root: Mapping[Node, Node]) -> set[Node]:
+    """Nodes whose memory operations of several micro-batches use."""
+    users: dict[Node, set[int]] = {}
+    for node in graph.nodes:
         if node.op == "call_function":
-            for used in (node, *inputs):
+            for used in (node, *node.all_input_nodes):
                 users.setdefault(root[used], set()).add(node.meta.get(MICRO_BATCH) or 0)
     return {node for node in root if len(users.get(root[node], ())) > 1}
 
@@ -439,7 +471,9 @@ def _shown(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
-_KNOWN = (*DATA_AXES, "pp", "tp")
+WITHIN_CONTEXT = "cp_inner"
+"""Of ranks of context parallelism, those that exchange otherwise than the others."""
+_KNOWN = (*DATA_AXES, "pp", "tp", WITHIN_CONTEXT)
 
 
 def workload_of(
@@ -458,7 +492,8 @@ def workload_of(
     whole = False
     if recorder.sample is not None:
         shape, whole = recorder.sample.shape, not recorder.sample.is_floating_point()
-    tokens = int(shape[1]) * mesh.get(CONTEXT, 1) if len(shape) == 2 and whole else 0
+    over = mesh.get(CONTEXT, 1) * mesh.get(WITHIN_CONTEXT, 1)
+    tokens = int(shape[1]) * over if len(shape) == 2 and whole else 0
     return Workload(
         model=name,
         parameters=_parameters(runs, places, mesh),
@@ -471,8 +506,11 @@ def workload_of(
 
 
 def _parameters(runs: Sequence[ScriptRun], places: Sequence[Mapping[str, int]], mesh: Mapping[str, int]) -> int:
-    """Trainable elements of all stages; roles that differ elsewhere have the same ones."""
-    along = {axis for run in runs for axis in messages_of(run, mesh)}
+    """Trainable elements of all stages; roles that differ elsewhere have the same ones.
+
+    Ranks that have parts of the same sequences may send each other messages, and are no stages.
+    """
+    along = {axis for run in runs for axis in messages_of(run, mesh)} - {CONTEXT}
     of_stages: dict[tuple[tuple[str, int], ...], int] = {}
     for run, place in zip(runs, places, strict=True):
         stage = tuple((axis, at) for axis, at in place.items() if axis in along)

@@ -7,8 +7,6 @@ framework's) own streams become those of the graph.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 STREAM = "stream"
@@ -117,15 +115,19 @@ def start() -> None:
     CapturedStream.default = CapturedStream.current = CapturedStream()
 
 
-@contextmanager
-def on(stream: CapturedStream | None) -> Iterator[None]:
+class on:
     """`torch.cuda.stream`: what is issued in the context goes to the stream."""
-    before = CapturedStream.current
-    CapturedStream.current = stream or before
-    try:
-        yield
-    finally:
-        CapturedStream.current = before
+
+    def __init__(self, stream: CapturedStream | None) -> None:
+        self.stream = stream
+        self._before: list[CapturedStream] = []
+
+    def __enter__(self) -> None:
+        self._before.append(CapturedStream.current)
+        CapturedStream.current = self.stream or CapturedStream.current
+
+    def __exit__(self, *_: object) -> None:
+        CapturedStream.current = self._before.pop()
 
 
 start()

@@ -25,7 +25,8 @@ own stream, buckets in order. After backward the compute stream waits for all of
   the step, as left by the one before, where the first bucket is waited for and the gather of each next one runs
   beside the layers of the bucket before. Pipeline stages other than the first reduce all at once, as there. That
   weight gradients are added to the bucket by the products themselves is assumed where there is one
-  micro-batch (`gradient_accumulation_fusion`).
+  micro-batch (`gradient_accumulation_fusion`). With `instances` groups of ranks each divide the optimizer among
+  themselves, and shards are all-reduced between the groups once a bucket is scattered.
 - `zero=2`: DeepSpeed's stage 2. As 1, but only the shards of the gradients live through the step: every
   micro-batch copies its gradients into buckets, reduces these, and adds the shard that it gets to its own.
 
@@ -44,7 +45,7 @@ bound by both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf, lcm, prod
 from typing import ClassVar
@@ -59,6 +60,7 @@ from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, Block, Graph, JobGraph, StepGraph
 from echograph.ir.passes.model import (
     DATA,
+    REPLICATE,
     Gradient,
     ProgramPoint,
     adds_up,
@@ -746,24 +748,32 @@ class ProgramWriter:
                 ops.append(self._copy("copy_to_bucket", (port,), tensor.nbytes, made=(copy,)))
                 port = copy
             held.append(port)
-        group, stream = axes_group(builder, bucket.axes)
         scatter = options.zero > 0 and options.reduce_scatter
-        ops.append(
-            builder.collective(
-                f"{self.name}.bucket_{number}",
-                t.CollectiveKind.REDUCE_SCATTER if scatter else t.CollectiveKind.ALL_REDUCE,
-                group=group,
-                bytes_per_rank=bucket.nbytes(self.division.ranks(bucket.axes) if options.zero else 1),
-                dtype=bucket.dtype,
-                payload=t.Payload.GRADIENT,
-                asynchronous=True,
-                phase=t.Phase.BACKWARD,
-                inputs=held,
-                deps=ops,
-                stream=stream,
-            )
-        )
+        kind = t.CollectiveKind.REDUCE_SCATTER if scatter else t.CollectiveKind.ALL_REDUCE
+        within = self._within(bucket) if scatter else bucket.axes
+        nbytes = bucket.nbytes(self.division.ranks(within) if options.zero else 1)
+        ops.append(self._collective(f"bucket_{number}", kind, within, bucket, nbytes, held, ops))
+        if across := [axis for axis in bucket.axes if axis not in within]:
+            # Groups that divide the optimizer each for itself: their shards are added up.
+            nbytes, kind = self._shard_bytes(bucket), t.CollectiveKind.ALL_REDUCE
+            ops.append(self._collective(f"shards_{number}", kind, across, bucket, nbytes, held, ops[-1:]))
         return _Reduction(bucket=bucket, ops=ops, held=held)
+
+    def _collective(
+        self, name: str, kind: t.CollectiveKind, axes: Sequence[str], bucket: Bucket, nbytes: int, held: list[int],
+        deps: list[int],
+    ) -> int:  # fmt: skip
+        """A reduction of a bucket."""
+        group, stream = axes_group(self.builder, axes)
+        return self.builder.collective(
+            f"{self.name}.{name}", kind, group=group, bytes_per_rank=nbytes, dtype=bucket.dtype,
+            payload=t.Payload.GRADIENT, asynchronous=True, phase=t.Phase.BACKWARD, inputs=held, deps=deps,
+            stream=stream,
+        )  # fmt: skip
+
+    def _within(self, bucket: Bucket) -> tuple[str, ...]:
+        """The axes over which a bucket is divided, and not copied."""
+        return tuple(axis for axis in bucket.axes if axis not in self.division.copies)
 
     def _keep(self, reductions: list[_Reduction]) -> list[int]:
         """Copies what was reduced out of the buckets: gradients, or with ZeRO this rank's shards."""
@@ -796,7 +806,7 @@ class ProgramWriter:
         return ops
 
     def _shard_bytes(self, bucket: Bucket) -> int:
-        ranks = self.division.ranks(bucket.axes)
+        ranks = self.division.ranks(self._within(bucket))
         return bucket.nbytes(ranks) // ranks
 
     def _add_unreduced(self, tensors: list[tuple[int, t.Tensor]], ready: dict[int, dict[int, Gradient]]) -> None:
@@ -857,10 +867,11 @@ class ProgramWriter:
                     tensor.name, tensor.shape, tensor.dtype, tensor.role, alias_of=port, sharded=tensor.sharded
                 )
             )
-        group, stream = axes_group(builder, bucket.axes)
+        within = self._within(bucket)
+        group, stream = axes_group(builder, within)
         return builder.collective(
             "zero.all_gather", t.CollectiveKind.ALL_GATHER, group=group,
-            bytes_per_rank=bucket.nbytes(self.division.ranks(bucket.axes)), dtype=bucket.dtype,
+            bytes_per_rank=bucket.nbytes(self.division.ranks(within)), dtype=bucket.dtype,
             payload=t.Payload.PARAMETER, asynchronous=True, phase=phase, inputs=shards, outputs=whole,
             stream=stream,
         )  # fmt: skip
@@ -931,6 +942,8 @@ class DataParallel:
         reduce_scatter: with ZeRO, ranks get their shards alone; else all-reduced gradients, of which they take
             theirs.
         broadcast_buffers: rank 0's buffers are broadcast before each forward pass, without ZeRO and stages.
+        instances: groups of neighbouring ranks that each divide what is divided among themselves, and add up their
+            shards of the gradients, with `zero=1` (`num_distributed_optimizer_instances` of Megatron-Core).
     """
 
     name: ClassVar[str] = "data_parallel"
@@ -945,6 +958,12 @@ class DataParallel:
     gradient_as_bucket_view: bool | None = None
     reduce_scatter: bool = True
     broadcast_buffers: bool = True
+    instances: int = 1
+
+    @property
+    def group(self) -> int:
+        """Ranks that divide the optimizer among themselves."""
+        return self.replicas // self.instances
 
     def __call__(self, graph: StepGraph | JobGraph) -> JobGraph:
         """The job graph; a pipeline's job graph is replicated stage by stage, and keeps its micro-batches.
@@ -955,13 +974,22 @@ class DataParallel:
         check_sizes(self.replicas, self.micro_batches, isinstance(graph, JobGraph))
         if self.zero not in (0, 1, 2):
             raise PlanError(f"zero {self.zero}: choose 0, 1 or 2 here; fully sharded data parallelism is stage 3")
-        mesh = data_mesh(graph.mesh, (Axis(name=DATA, size=self.replicas),))
+        if self.instances < 1 or self.replicas % self.instances:
+            raise PlanError(f"{self.instances} instances of the optimizer do not divide {self.replicas} ranks")
+        if self.instances > 1 and (self.zero != 1 or self.group == 1 or not self.reduce_scatter):
+            raise PlanError(
+                f"{self.instances} instances of the optimizer over {self.replicas} ranks with zero {self.zero}: "
+                "give zero 1, scattered gradients, and two ranks or more an instance"
+            )
+        replicate = (Axis(name=REPLICATE, size=self.instances),) if self.instances > 1 else ()
+        mesh = data_mesh(graph.mesh, (*replicate, Axis(name=DATA, size=self.group)))
         builder = empty_copy(graph)
         builder.mesh = mesh
         builder.group(DATA, axes=(DATA,))
         none = self.zero == 0 or not reduction_axes(mesh, ())
         gradients = frozenset(() if none else final_gradients(graph))
-        division = Division(graph=graph, mesh=mesh, gradients=gradients, flat=True, none=none)
+        copies = (REPLICATE,) if self.instances > 1 else ()
+        division = Division(graph=graph, mesh=mesh, gradients=gradients, copies=copies, flat=True, none=none)
         job = self._write(graph, builder, division)
         for program in graph.programs:
             writer = ProgramWriter(options=self, graph=graph, job=job, division=division, program=program)

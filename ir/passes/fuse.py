@@ -45,7 +45,7 @@ _POINTWISE = {
 }  # fmt: skip
 _REDUCTIONS = ("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.var")
 _NORMS = ("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
-_MAKERS = {"modules": "fused", "step": "compiled"}
+_MAKERS = {"modules": "fused", "layers": "compiled", "step": "compiled"}
 """What the names of kernels begin with, by where they fuse: who makes them."""
 
 
@@ -82,7 +82,8 @@ class Fuse:
     """The step with fused elementwise operations.
 
     Attributes:
-        within: "step": all that a compiler finds; "modules": only within one part of a layer (a norm, a
+        within: "step": all that a compiler finds; "layers": the same of each layer, which is compiled, and not of
+            what stands before and after the layers; "modules": only within one part of a layer (a norm, a
             feed-forward network), as a library of fused kernels has them. What stands between parts, as the
             addition of a residual, is then a kernel of its own, and the loss is fused function by function, as
             Megatron's is: what one of them makes goes through memory to the next.
@@ -90,20 +91,20 @@ class Fuse:
 
     name: ClassVar[str] = "fuse"
 
-    within: Literal["step", "modules"] = "step"
+    within: Literal["step", "layers", "modules"] = "step"
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step graph."""
-        found = _Finder(graph, self.within == "modules").kernels()
-        again = [kernel for kernel in found if self.within == "step" or kernel.area]
+        found = _Finder(graph, self.within).kernels()
+        again = [kernel for kernel in found if self.within != "modules" or kernel.area]
         return _Writer(graph, _Traffic(graph, found, again), _MAKERS[self.within]).write()
 
 
 class _Finder:
     """Goes through the operations in order, with the kernels that may still grow."""
 
-    def __init__(self, graph: StepGraph, within_modules: bool) -> None:
-        self.graph, self.within_modules = graph, within_modules
+    def __init__(self, graph: StepGraph, within: str) -> None:
+        self.graph, self.within_modules, self.within_layers = graph, within == "modules", within == "layers"
         self.cuts = set(graph.programs[0].calls[:, 1:3].ravel().tolist())
         self.made: dict[int, _Kernel] = {}
         self.sums: dict[int, _Kernel] = {}
@@ -270,8 +271,10 @@ class _Finder:
         """Whether an operation is elementwise or reduces, and makes one new tensor, of what it reads alone."""
         ops, outputs = self.graph.ops, self.graph.ops.outputs.row(row)
         plain = ops.kind[row] == t.OpKind.COMPUTE and not ops.flops[row] and not ops.deps.row(row)
+        inside = not self.within_layers or LABEL in self.graph.strings[ops.module[row]]
         return bool(
             plain
+            and inside
             and (self._name(row) in _POINTWISE or self._reduces(row))
             and ops.attributes[row] == NONE
             and not ops.is_view[row]

@@ -491,12 +491,18 @@ _FUSING = ("aten.mm", "aten._scaled_mm")
 _WIDE = t.DType.FP32
 
 
-def to_main_gradients(graph: StepGraph, dtype: t.DType = _WIDE) -> StepGraph:
-    """The step with main gradients of a type; the step itself where none of its gradients has a 16-bit type."""
+def to_main_gradients(graph: StepGraph, dtype: t.DType = _WIDE, fuses: bool = True) -> StepGraph:
+    """The step with main gradients of a type; the step itself where none of its gradients has a 16-bit type.
+
+    Args:
+        graph: the step.
+        dtype: type of the buffers.
+        fuses: products add to them; else each gradient is cast, and then added.
+    """
     types = [graph.tensors[row].dtype for row in final_gradients(graph)]
     fit = [own.bits < _WIDE.bits and dtype in (own, _WIDE) for own in types]
     gradients = [row for row, fits in zip(final_gradients(graph), fit, strict=True) if fits]
-    return _MainGradients(graph, gradients, dtype).write() if gradients else graph
+    return _MainGradients(graph, gradients, dtype, fuses).write() if gradients else graph
 
 
 class _MainGradients(StepWriter):
@@ -506,11 +512,12 @@ class _MainGradients(StepWriter):
         graph: the step.
         gradients: rows of its final gradients of 16-bit types.
         dtype: type of the buffers.
+        fuses: whether products add to them.
     """
 
-    def __init__(self, graph: StepGraph, gradients: list[int], dtype: t.DType) -> None:
+    def __init__(self, graph: StepGraph, gradients: list[int], dtype: t.DType, fuses: bool) -> None:
         super().__init__(graph)
-        self.dtype = dtype
+        self.dtype, self.fuses = dtype, fuses
         self.gradients = frozenset(gradients)
         self.readers: dict[int, list[int]] = defaultdict(list)
         for tensor, row in zip(graph.ops.inputs.values.tolist(), graph.ops.inputs.rows.tolist(), strict=True):
@@ -544,7 +551,7 @@ class _MainGradients(StepWriter):
         maker = int(graph.maker[base])
         alone = all(self._leads_to_optimizer(index, set(chain)) for index in chain)
         same = graph.tensors.shape.row(base) == graph.tensors.shape.row(gradient)
-        if graph.strings[graph.ops.name[maker]] in _FUSING and alone and same:
+        if self.fuses and graph.strings[graph.ops.name[maker]] in _FUSING and alone and same:
             self.fused[maker] = gradient
             self.wide |= set(chain)
         else:
@@ -680,13 +687,21 @@ class _MainGradients(StepWriter):
 
     def _add(self, op: t.Op, gradient: t.Tensor) -> None:
         """Adds a 16-bit gradient, which dies with that, to the buffer."""
-        self.narrow[gradient.id] = self.part.tensors[gradient.id]
+        self.narrow[gradient.id] = added = self.part.tensors[gradient.id]
         buffer = self._version(gradient, None)
         made = self.part.tensors[gradient.id] = self._version(gradient, buffer)
-        nbytes = self.dtype.nbytes(gradient.numel)
+        read, nbytes = gradient.nbytes, self.dtype.nbytes(gradient.numel)
+        if not self.fuses:
+            wide = replace(gradient, dtype=self.dtype, role=t.TensorRole.ACTIVATION)
+            cast, added = added, self.add_tensor(wide, None)
+            self.builder.compute(
+                "aten._to_copy", phase=op.phase, module=op.module, inputs=(cast,), outputs=(added,),
+                bytes_read=read, bytes_written=nbytes,
+            )  # fmt: skip
+            read = nbytes
         self.builder.compute(
-            "aten.add_", phase=op.phase, module=op.module, inputs=(buffer, self.narrow[gradient.id]),
-            outputs=(made,), bytes_read=nbytes + gradient.nbytes, bytes_written=nbytes,
+            "aten.add_", phase=op.phase, module=op.module, inputs=(buffer, added), outputs=(made,),
+            bytes_read=nbytes + read, bytes_written=nbytes,
         )  # fmt: skip
 
     def _zero(self, op: t.Op, gradient: t.Tensor) -> None:
@@ -725,6 +740,8 @@ class Precision:
         grad_dtype: type in which gradients add up; "fp32" gives a 16-bit step main gradients. None: their own.
         main_gradients: gradients in their own type have buffers, too, to which products add (gradient accumulation
             fusion); those in fp32 always have.
+        fused_accumulation: products add to the buffers themselves; else each gradient is cast, and then added, as
+            DeepSpeed's BF16_Optimizer does.
         kept: of inputs and weights, for backward: the 16-bit tensors ("bf16"), or narrow copies ("fp8"; NVFP4 has
             no other way).
         delayed: scales of "fp8" come from earlier steps' maxima, which the casts note on their way (delayed
@@ -739,6 +756,7 @@ class Precision:
     dtype: str | None = None
     grad_dtype: str | None = None
     main_gradients: bool = False
+    fused_accumulation: bool = True
     kept: Literal["bf16", "fp8"] = "bf16"
     delayed: bool = False
     weights: Literal["micro-batch", "step"] = "micro-batch"
@@ -792,17 +810,20 @@ class Precision:
 
     def _gradients(self, graph: StepGraph) -> StepGraph:
         if self.grad_dtype is None:
-            return to_main_gradients(graph, graph.workload.dtype) if self.main_gradients else graph
+            return self._buffered(graph, graph.workload.dtype) if self.main_gradients else graph
         if self.grad_dtype not in _STEPS:
             if self.grad_dtype in (*_TYPES, *RECIPES):
                 raise UnavailableError(f"gradients do not add up in {self.grad_dtype}", _STEPS)
             raise UnknownNameError("type of gradients", self.grad_dtype, _STEPS)
         wanted, own = _STEPS[self.grad_dtype], graph.workload.dtype
         if wanted == own:
-            return to_main_gradients(graph, own) if self.main_gradients else graph
+            return self._buffered(graph, own) if self.main_gradients else graph
         if wanted != t.DType.FP32:
             raise PlanError(
                 f"gradients in {self.grad_dtype}: those of a step in {own.text} add up in {own.text} or fp32: "
                 "choose one of these"
             )
-        return to_main_gradients(graph)
+        return self._buffered(graph, wanted)
+
+    def _buffered(self, graph: StepGraph, dtype: t.DType) -> StepGraph:
+        return to_main_gradients(graph, dtype, self.fused_accumulation)

@@ -222,10 +222,16 @@ class GemmModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class GroupedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Expert products run as one GEMM after another: time over the sum of single products, by pass."""
+    """Products of experts in one launch, by dtype; of a dtype that is not there, one GEMM after another.
+
+    `scale` is by pass: the time over the sum of single products. `together` is that of a backward pass in one
+    launch over what the model of forward says of its sizes.
+    """
 
     label: Label
     scale: dict[str, _Factor]
+    products: dict[str, GemmModel] = {}
+    together: dict[str, _Factor] = {}
 
     def __post_init__(self) -> None:
         require(set(_GROUPED_PASSES) <= set(self.scale), f"scale has {', '.join(_GROUPED_PASSES)}")
@@ -284,6 +290,14 @@ class MemoryModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         require(_grows(self.moved_bytes), "moved_bytes grow")
         alike = len(self.moved_scale) == len(self.moved_bytes)
         require(alike, "moved_scale has a number for each of moved_bytes")
+
+
+class ScanModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Recurrences computed chunk by chunk, in several kernels: the share of a peak that their FLOPs reach."""
+
+    label: Label
+    peak: str
+    efficiency: _Efficiency
 
 
 class HostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -349,6 +363,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sustained_gemm_slowdown: _Factor = 1.0
     sustained_basis: str = ""
     power: PowerModel | None = None
+    scan: ScanModel | None = None
 
 
 def device_names() -> tuple[str, ...]:
@@ -407,12 +422,14 @@ def _load_shipped(name: str) -> DeviceProfile:
 
 
 MEMORY_KINDS = (
-    *("elementwise", "broadcast", "copy", "norm", "norm_backward", "softmax", "reduction", "gather", "optimizer"),
+    *("elementwise", "broadcast", "copy", "norm", "norm_backward", "softmax", "loss", "reduction", "gather"),
+    *("optimizer", "conv1d"),
 )
-"""broadcast is elementwise with an operand that is repeated along rows or columns, in a kernel made for any shape;
+"""conv1d is a causal convolution of each channel alone; loss is a fused cross-entropy, its gradient included;
+broadcast is elementwise with an operand that is repeated along rows or columns, in a kernel made for any shape;
 norm and softmax work on rows; gather is an embedding or its gradient; optimizer updates many tensors."""
 
-LIKE = {"broadcast": "elementwise", "norm_backward": "norm"}
+LIKE = {"broadcast": "elementwise", "norm_backward": "norm", "loss": "elementwise", "conv1d": "elementwise"}
 """What stands for a kind that a device has no model of."""
 
 DEFAULT_ROW_BYTES = 8192.0

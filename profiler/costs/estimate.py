@@ -31,7 +31,12 @@ from echograph.ir.types import (
     Tensor,
 )
 from echograph.profiler.costs.attention import attention_backward, attention_forward
-from echograph.profiler.costs.device import DEFAULT_ROW_BYTES, CostEstimate, DeviceProfile, memory_bound
+from echograph.profiler.costs.device import (
+    DEFAULT_ROW_BYTES,
+    CostEstimate,
+    DeviceProfile,
+    memory_bound,
+)
 from echograph.profiler.costs.gemm import STAND_IN, convolution, gemm, grouped_gemm
 from echograph.profiler.costs.power import sustained_clock
 from echograph.units import PS_PER_S, to_ps
@@ -54,7 +59,11 @@ other shapes and devices are from that is assumed."""
 _SCAN, SCAN_SHARE = "mamba2.ssd_scan", 0.1
 """Scans of Mamba-2, of which there is no table: the share of the bf16 peak that they run at, where memory does not
 bind them. Assumed: a scan of 2,048 tokens takes what FlashAttention-2 takes on an A100 (Dao and Gu 2024,
-arXiv:2405.21060, figure 10), which has five times the FLOPs, at half the peak."""
+arXiv:2405.21060, figure 10), which has five times the FLOPs, at half the peak. Devices with a table of a gated
+delta rule have the share that this reaches (`DeviceProfile.scan`)."""
+SCAN_KERNELS = 5
+"""Of a scan (state-spaces/mamba, ops/triton/ssd_combined.py): sums of steps, states of chunks, states passed on,
+products of B and C, the scan."""
 SPLIT_ACCUMULATION, SPLIT_SPREAD = {"hopper": 1.15}, 0.05
 """FP8 products whose sums leave the tensor core every few steps of k, over those of the tables, whose sums are
 taken to stay in it, by architecture: 1.1 to 1.2 (pytorch/ao, issue 2377). Products of gradients are such ones, in
@@ -64,6 +73,8 @@ ASSUMED_SPREAD = 0.5
 """For a kernel of a type that no model covers (fp32 or fp64 attention): assumed, not measured."""
 
 _KINDS = (
+    ("loss", re.compile(r"cross_entropy")),
+    ("conv1d", re.compile(r"causal_conv1d")),
     ("norm", re.compile(r"norm(?!al)")),
     ("softmax", re.compile(r"softmax")),
     ("gather", re.compile(r"embedding|gather|index|scatter|take|nll_loss")),
@@ -72,7 +83,7 @@ _KINDS = (
     ("reduction", re.compile(r"\.sum|\.mean|\.max|\.amax|\.var|argmax|cumsum|\.any|\.all")),
 )
 _REDUCING_NORMS = ("linalg_vector_norm", "_foreach_norm")
-_ROWS = ("norm", "norm_backward", "softmax")
+_ROWS = ("norm", "norm_backward", "softmax", "loss")
 _OF_NO_ROWS = ("batch_norm", "group_norm")
 _EAGER = "aten."
 
@@ -300,11 +311,14 @@ def _kernel(operator: str) -> str | None:
 
 
 def _scan(op: Compute | Copy, operands: _InOut, device: DeviceProfile) -> CostEstimate:
+    """Its FLOPs at the rate of such recurrences, at least what its operands take to move; several launches."""
     assert isinstance(op, Compute)
     memory = _memory(op, operands, device)
-    peaks = device.datasheet.peak_flops_per_s
-    seconds = op.flops / (SCAN_SHARE * peaks.get("bf16", peaks["fp32"]))
-    return CostEstimate(max(float(memory.seconds), seconds), ASSUMED_SPREAD, "analytical")
+    peaks, known = device.datasheet.peak_flops_per_s, device.scan
+    share = SCAN_SHARE if known is None else known.efficiency
+    seconds = op.flops / (share * peaks.get("bf16", peaks["fp32"]))
+    seconds = max(float(memory.seconds), seconds) + SCAN_KERNELS * device.memory_launch_s
+    return CostEstimate(seconds, ASSUMED_SPREAD, "analytical")
 
 
 def _convolution(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
@@ -352,6 +366,8 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
         kind = "norm_backward"
     elif kind == "elementwise" and op.name.startswith(_EAGER) and _broadcasts(operands):
         kind = "broadcast"
+    elif kind == "gather" and "backward" in op.name:
+        return _scattered(op, operands, device)
     widest = max((t for side in operands for t in side), key=lambda t: t.nbytes, default=None)
     by_row = kind in _ROWS and not any(name in op.name for name in _OF_NO_ROWS)
     row = widest.dtype.nbytes(widest.shape[-1]) if by_row and widest and widest.shape else 0
@@ -363,6 +379,16 @@ def _memory(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimat
         row_bytes=row or DEFAULT_ROW_BYTES,
         library=op.name.partition(".")[0],
     )
+
+
+def _scattered(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
+    """A gradient that is zero but where indices point: it is filled, then what is read goes to its places."""
+    filled = memory_bound(device, "copy", bytes_read=0, bytes_written=op.bytes_written)
+    scattered = memory_bound(
+        device, "gather", bytes_read=op.bytes_read, bytes_written=min(op.bytes_read, op.bytes_written)
+    )
+    seconds = float(filled.seconds) + float(scattered.seconds)
+    return CostEstimate(seconds, max(float(filled.spread), float(scattered.spread)), scattered.source)
 
 
 def _broadcasts(operands: _InOut) -> bool:

@@ -339,20 +339,84 @@ def grouped_gemm(
         raise UnknownNameError("pass", pass_, PASSES)
     busy = np.asarray(rows, dtype=np.float64).ravel()
     busy = busy[busy > 0]
-    label = device.grouped.label
-    source = label.source if gemm_model(device, dtype).label.source == "fitted" else "analytical"
+    name = DTYPES.get(dtype, dtype)
+    together = device.grouped.products.get(name) or device.grouped.products.get(STAND_IN.get(name, name))
+    label = device.grouped.label if together is None else together.label
     if not len(busy):
-        return make_cost(np.asarray(0.0), label.spread, label.spread_short, source)
-    sizes: dict[str, tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]] = {
-        "forward": (busy, n, k),
-        "input_gradient": (busy, k, n),
-        "weight_gradient": (n, k, busy),
-    }
+        return make_cost(np.asarray(0.0), label.spread, label.spread_short, label.source)
+    if together is None:
+        alone = _one_by_one(device, busy, n, k, pass_, dtype, accumulate, quantize)
+        source = label.source if gemm_model(device, dtype).label.source == "fitted" else "analytical"
+        return make_cost(
+            np.asarray(np.sum(alone) * device.grouped.scale[pass_]), label.spread, label.spread_short, source
+        )
+    sheet, count = device.datasheet, np.asarray(float(len(busy)))
+    sizes = as_floats(count, *group_sizes(pass_, busy, n, k))
+    # Each expert takes its share of a group of its like.
+    shares = grouped_seconds(together, sheet, *sizes, with_residual=pass_ != "weight_gradient")
+    seconds = np.asarray(np.mean(shares) * device.grouped.together.get(pass_, 1.0))
+    if accumulate:
+        seconds = seconds + accumulate_seconds(together, sheet, count * n * k)
+    cast = gemm_model(device, dtype).quantize
+    if quantize and cast is not None:
+        columns = k if pass_ == "forward" else n
+        seconds = seconds + quantize_seconds(cast, np.asarray(np.sum(busy) * columns))
+    return make_cost(seconds, label.spread, label.spread_short, label.source)
+
+
+def group_sizes(
+    pass_: str, rows: npt.ArrayLike, n: npt.ArrayLike, k: npt.ArrayLike
+) -> tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]:
+    """Rows, columns and depth of an expert's product in a pass."""
+    return {"forward": (rows, n, k), "input_gradient": (rows, k, n), "weight_gradient": (n, k, rows)}[pass_]
+
+
+def grouped_seconds(
+    model: GemmModel,
+    sheet: Datasheet,
+    count: FloatArray,
+    m: FloatArray,
+    n: FloatArray,
+    k: FloatArray,
+    *,
+    with_residual: bool = True,
+) -> FloatArray:
+    """Seconds of `count` products of one shape in one launch, operands in their dtype; arrays of one shape.
+
+    The correction is over an expert's own sizes, where that of `gemm_seconds` is over a batch's.
+    """
+    moved = count * ((m * k + k * n) * model.element_bytes + m * n * max(2.0, model.element_bytes))
+    seconds = physical_seconds(model, sheet, count, m, n, k, moved, quantize=False)
+    if with_residual and model.residual is not None:
+        log_factor, _ = correction(model.residual, [m, n, k])
+        seconds = seconds * np.exp(log_factor)
+    peak = sheet.peak_flops_per_s[model.peak]
+    return np.maximum(seconds, 2.0 * count * m * n * k / peak)
+
+
+def _one_by_one(
+    device: DeviceProfile,
+    rows: FloatArray,
+    n: float,
+    k: float,
+    pass_: str,
+    dtype: str,
+    accumulate: bool,
+    quantize: bool,
+) -> FloatArray:
+    """Seconds of each expert's product alone."""
+    m, columns, depth = group_sizes(pass_, rows, n, k)
     single = gemm(
-        device, *sizes[pass_], dtype=dtype, layout=PASSES[pass_], accumulate=accumulate, quantize=quantize
+        device,
+        m,
+        columns,
+        depth,
+        dtype=dtype,
+        layout=PASSES[pass_],
+        accumulate=accumulate,
+        quantize=quantize,
     )
-    seconds = np.asarray(np.sum(single.seconds) * device.grouped.scale[pass_])
-    return make_cost(seconds, label.spread, label.spread_short, source)
+    return np.asarray(single.seconds)
 
 
 _CONVOLUTION_SPREAD = 0.3

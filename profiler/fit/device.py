@@ -34,10 +34,12 @@ from echograph.profiler.costs.device import (
     MemoryModel,
     PowerModel,
     Provenance,
+    ScanModel,
 )
 from echograph.profiler.costs.gemm import DTYPES, STAND_IN, gemm_seconds
 from echograph.profiler.costs.power import volts
 from echograph.profiler.fit.attention import fit_attention
+from echograph.profiler.fit.experts import fit_experts, fit_passes, layers_of_library
 from echograph.profiler.fit.facts import DATASHEETS, DeviceFacts, RowChoice, device_facts
 from echograph.profiler.fit.gemm import (
     Products,
@@ -50,8 +52,17 @@ from echograph.profiler.fit.gemm import (
     log_ratio,
     sustained_slowdown,
 )
-from echograph.profiler.fit.memory import OPERANDS, fit_broadcast, fit_casts, fit_gather, fit_memory, fit_norms
+from echograph.profiler.fit.memory import (
+    OPERANDS,
+    fit_broadcast,
+    fit_casts,
+    fit_gather,
+    fit_loss,
+    fit_memory,
+    fit_norms,
+)
 from echograph.profiler.fit.regression import DESCRIPTION, disagreement
+from echograph.profiler.fit.scan import fit_scans
 from echograph.profiler.fit.table import KernelTable
 
 SCALED_SPREAD = 0.15
@@ -224,6 +235,10 @@ def fit_device(
         raise DataError(f"no memory-bound rows for {name} and no relative to borrow from: add 'relative'")
     gemm = _with_batches(gemm, own, memory, table, facts, relative)
     attention = borrow_attention(relative, facts) | fit_attention(table, facts.rows, sheet, used)
+    scans = table.select(gpus=facts.rows.scans, ops=["gated_deltanet"]) if facts.rows.scans else None
+    scan = _lent_scan(relative, facts)
+    if scans is not None and (own_scans := fit_scans(scans, sheet, leading.launch_s, _basis(scans, used))):
+        memory["conv1d"], scan = own_scans
     sustained, why = _sustained(gemm, table, facts, relative)
     return DeviceProfile(
         format=FORMAT,
@@ -240,7 +255,15 @@ def fit_device(
         sustained_gemm_slowdown=sustained,
         sustained_basis=why,
         power=_power(gemm, facts, relative),
+        scan=scan,
     )
+
+
+def _lent_scan(relative: DeviceProfile | None, facts: DeviceFacts) -> ScanModel | None:
+    if relative is None or relative.scan is None or relative.scan.peak not in facts.peak_TFLOPs:
+        return None
+    label = msgspec.structs.replace(relative.scan.label, basis=f"scaled from {facts.relative}")
+    return msgspec.structs.replace(relative.scan, label=label)
 
 
 def refit(table: KernelTable, base: DeviceProfile, gpus: Sequence[str], *, date: str) -> DeviceProfile:
@@ -504,6 +527,10 @@ def _fit_training(
     bandwidth = sheet.memory_bandwidth_bytes_per_s
     if len(lookups := own.select(ops=["embedding"], dtypes=["fp16"])) >= MIN_ROWS:
         found["gather"] = fit_gather(lookups, bandwidth, launch_s, _basis(lookups, used))
+    losses = own.select(ops=["megatron_cross_entropy"])
+    losses = losses.where(losses.text["kernel"].among(["liger"]) & losses.text["part"].among(["forward"]))
+    loss = fit_loss(losses, bandwidth, launch_s, _basis(losses, used)) if len(losses) else None
+    found |= {"loss": loss} if loss is not None else {}
     eager = own.select(ops=["rms_norm"])
     eager = eager.where(eager.text["kernel"].among(["huggingface"]) & eager.text["part"].among(["forward"]))
     plain = found.get("elementwise", lent.get("elementwise"))
@@ -585,6 +612,41 @@ def _sustained(
 
 
 def _grouped(
+    gemm: dict[str, GemmModel],
+    table: KernelTable,
+    facts: DeviceFacts,
+    sheet: Datasheet,
+    relative: DeviceProfile | None,
+    used: dict[str, int],
+) -> GroupedModel:
+    """Passes of groups from a second source, else a relative's; groups by dtype from layers of experts."""
+    model = _passes(gemm, table, facts, sheet, relative, used)
+    lent = relative.grouped.products if relative is not None else {}
+    label = scaled_label(f"scaled from {facts.relative}")
+    products = {
+        dtype: msgspec.structs.replace(theirs, label=label)
+        for dtype, theirs in lent.items()
+        if theirs.peak in facts.peak_TFLOPs
+    }
+    for dtype in ("bf16", "fp8", "fp8_block", "nvfp4"):
+        every = table.select(gpus=facts.rows.tensor, ops=["fused_experts"], dtypes=_alike(dtype))
+        if facts.rows.tensor and len(rows := layers_of_library(every)) >= MIN_ROWS:
+            products[dtype] = fit_experts(
+                rows,
+                sheet,
+                peak=SAME_UNITS.get(dtype, dtype),
+                element_bytes=ELEMENT_BYTES[dtype],
+                launch_s=gemm["bf16"].launch_s,
+                basis=_basis(rows, used),
+            )
+    together = relative.grouped.together if relative is not None else {}
+    apart = table.select(gpus=facts.rows.second_source, ops=["group_matmul"])
+    if facts.rows.second_source and len(apart) and "bf16" in products:
+        together = fit_passes(apart, products["bf16"], sheet)
+    return msgspec.structs.replace(model, products=products, together=together)
+
+
+def _passes(
     gemm: dict[str, GemmModel],
     table: KernelTable,
     facts: DeviceFacts,

@@ -36,6 +36,14 @@ _SPELLINGS = {
     "allgather": "all_gather",
     "sendrecv": "send_recv",
 }
+_COLUMNS = {
+    "op": "collective",
+    "gpus": "n_gpus",
+    "nodes": "n_nodes",
+    "bytes": "size_bytes",
+    "latency_us": "time_us",
+    "fabric": "interconnect",
+}
 # mpirun puts its tag wherever a line came in two pieces, so not only in front.
 _MPI_TAG = re.compile(r"\[\d+,\d+\]<\w+>:")
 _RANK = re.compile(r"#\s+Rank\s+(\d+)\b.*?\bon\s+(\S+)\s+device\s+\d+\s+\[\S+\]\s+(.+?)\s*$")
@@ -120,15 +128,16 @@ def read_nccl_tests(path: str | Path, kind: TimedCollective | None = None) -> li
 def read_collectives_csv(path: str | Path) -> list[CollectiveRow]:
     """Reads a table of measured collectives, CSV or CSV in gzip.
 
-    Columns collective, n_gpus, n_nodes, size_bytes and time_us are needed; dtype, gpu, interconnect, nccl,
-    source and notes are read where they stand.
+    Columns collective, n_gpus, n_nodes, size_bytes and time_us are needed, or op, gpus, nodes, bytes and
+    latency_us; dtype, gpu, interconnect, nccl, source and notes are read where they stand.
 
     Raises:
         DataError: the file cannot be read, lacks a column, or a value is not what it should be (names the line).
     """
     reader = csv.DictReader(io.StringIO(_text(Path(path)), newline=""), strict=True)
     try:
-        missing = {"collective", "n_gpus", "n_nodes", "size_bytes", "time_us"} - set(reader.fieldnames or ())
+        reader.fieldnames = [_COLUMNS.get(name, name) for name in reader.fieldnames or ()]
+        missing = {"collective", "n_gpus", "n_nodes", "size_bytes", "time_us"} - set(reader.fieldnames)
         if missing:
             raise DataError(f"collectives table {path}: lacks column {', '.join(sorted(missing))}")
         rows = list(islice(_csv_rows(reader, path), MAX_ROWS + 1))

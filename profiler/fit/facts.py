@@ -30,6 +30,7 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         memory_bandwidth_GBps: bandwidth of the device measured for `memory` (0: this one's).
         norms: norms forward and backward.
         norms_bandwidth_GBps: bandwidth of the device measured for `norms` (0: this one's).
+        scans: recurrences over chunks, and the convolutions before them.
         second_source: products timed apart, which tell layouts, accumulation and expert groups.
         calibration: products that set one scale on a relative's model.
         best: the one best product of a search, which sets one scale on a relative's model.
@@ -47,6 +48,7 @@ class RowChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     memory_bandwidth_GBps: float = 0.0
     norms: list[str] = []
     norms_bandwidth_GBps: float = 0.0
+    scans: list[str] = []
     second_source: list[str] = []
     calibration: list[str] = []
     best: list[str] = []

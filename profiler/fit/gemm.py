@@ -220,10 +220,10 @@ def fit_gemm(
     weight, log_time = weights(few.seconds), np.log(few.seconds)
 
     def residuals(p: FloatArray) -> FloatArray:
-        model = _unpack(p, tiles, peak, element_bytes, fp8)
+        model = unpack(p, tiles, peak, element_bytes, fp8)
         return np.asarray(weight * (np.log(physical_seconds(model, sheet, *few.shape(), moved)) - log_time))
 
-    model = _unpack(minimize(residuals, _start(tiles, fp8)), tiles, peak, element_bytes, fp8)
+    model = unpack(minimize(residuals, start(tiles, fp8)), tiles, peak, element_bytes, fp8)
     if with_grid:
         model = msgspec.structs.replace(model, residual=_fit_residual(model, sheet, seen))
     error = score(gemm_seconds(model, sheet, *rows.take(hidden).shape()), rows.seconds[hidden])
@@ -257,7 +257,7 @@ def _fit_residual(model: GemmModel, sheet: Datasheet, rows: Products) -> Grid:
     )
 
 
-def _start(tiles: tuple[tuple[int, int], ...], fp8: bool) -> FloatArray:
+def start(tiles: tuple[tuple[int, int], ...], fp8: bool) -> FloatArray:
     """Where the search starts: large tiles 90 % efficient and small ones less, for they load more per FLOP."""
     launch = 12e-6 if fp8 else 4e-6
     reuse = np.asarray([2.0 * a * b / (a + b) for a, b in tiles])
@@ -267,7 +267,7 @@ def _start(tiles: tuple[tuple[int, int], ...], fp8: bool) -> FloatArray:
     return np.concatenate([logit(efficiency), np.full(len(tiles), np.log(150.0)), shared, cast])
 
 
-def _unpack(
+def unpack(
     p: FloatArray, tiles: tuple[tuple[int, int], ...], peak: str, element_bytes: float, fp8: bool
 ) -> GemmModel:
     """The model of a parameter vector; positive numbers are searched as logs, fractions as logits."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 
 import numpy as np
+import numpy.typing as npt
 
 from echograph.profiler.costs.device import SHORT_KERNEL_S, Datasheet, FloatArray, HeldOut, Label, MemoryModel
 from echograph.profiler.fit.regression import disagreement, held_out, minimize, score, spreads
@@ -147,7 +148,9 @@ NORMS = {"pytorch": "", "torch_compile": ":compiled", "cudnn": ":fused"}
 """The libraries of norms by their cell, and what follows the kind in the name of their model."""
 NORM_TENSORS = {"fwd": 2.0, "bwd": 3.0}
 """Tensors of its size that a norm of bf16 moves: backward reads two and writes one."""
-NORM_KNOTS = (256.0, 8192.0, 32768.0)
+TWO_KERNELS = 5.0
+"""Those of torch.compile's backward: the kernel that adds up the gradient of the weights reads two once more."""
+ROW_KNOTS = (256.0, 8192.0, 32768.0, 131072.0, 262144.0)
 
 
 def fit_norms(rows: KernelTable, bandwidth: float, launch_s: float, basis: str) -> dict[str, MemoryModel]:
@@ -159,7 +162,8 @@ def fit_norms(rows: KernelTable, bandwidth: float, launch_s: float, basis: str) 
             of = of.where(of.seconds() >= SHORT_KERNEL_S)
             if len(of) >= MIN_NORMS:
                 kind = "norm" if part == "fwd" else "norm_backward"
-                models[kind + suffix] = _fit_norm(of, tensors, bandwidth, launch_s, f"{basis} ({library}, {part})")
+                moved = TWO_KERNELS if kind + suffix == "norm_backward:compiled" else tensors
+                models[kind + suffix] = _fit_norm(of, moved, bandwidth, launch_s, f"{basis} ({library}, {part})")
     return models
 
 
@@ -167,12 +171,25 @@ MIN_NORMS = 6
 
 
 def _fit_norm(rows: KernelTable, tensors: float, bandwidth: float, launch_s: float, basis: str) -> MemoryModel:
-    m, n, seconds = rows.number["m"], rows.number["n"], rows.seconds()
-    moved, hidden = tensors * m * n * 2.0, held_out(m, n)
-    knots = [knot for knot in NORM_KNOTS if np.min(2.0 * n) <= knot <= np.max(2.0 * n)]
+    m, n = rows.number["m"], rows.number["n"]
+    moved = tensors * m * n * 2.0
+    return _by_rows(2.0 * n, moved, held_out(m, n), rows.seconds(), bandwidth, launch_s, basis)
+
+
+def _by_rows(
+    row_bytes: FloatArray,
+    moved: FloatArray,
+    hidden: npt.NDArray[np.bool_],
+    seconds: FloatArray,
+    bandwidth: float,
+    launch_s: float,
+    basis: str,
+) -> MemoryModel:
+    """The fraction of the bandwidth by the length of a row, from rows that are not hidden."""
+    knots = [knot for knot in ROW_KNOTS if np.min(row_bytes) <= knot <= np.max(row_bytes)]
 
     def predict(p: FloatArray) -> FloatArray:
-        fraction = np.exp(np.interp(np.log2(2.0 * n), np.log2(knots), p))
+        fraction = np.exp(np.interp(np.log2(row_bytes), np.log2(knots), p))
         return np.asarray(launch_s + moved / (bandwidth * fraction))
 
     def residuals(p: FloatArray) -> FloatArray:
@@ -207,6 +224,24 @@ def fit_gather(rows: KernelTable, bandwidth: float, launch_s: float, basis: str)
         row_bytes=[FLAT_ROW],
         bandwidth_fraction=[round(reach, 4)],
     )
+
+
+LOSS = re.compile(r'vocab size \(V\)=(\d+) \{"S": (\d+), "B": (\d+), "TP": 1\}')
+LOSS_TENSORS = 3.0
+"""Of the logits' size that a fused cross-entropy moves: both passes read them, one writes their gradient."""
+MIN_LOSSES = 4
+
+
+def fit_loss(rows: KernelTable, bandwidth: float, launch_s: float, basis: str) -> MemoryModel | None:
+    """Fused cross-entropies of bf16 logits, whose one kernel makes loss and gradient; None of too few rows."""
+    found = [LOSS.match(note) for note in rows.text["notes"].tolist()]
+    rows = rows.where(np.asarray([match is not None for match in found], dtype=np.bool_))
+    sizes = [match.groups() for match in found if match is not None]
+    if len(rows) < MIN_LOSSES:
+        return None
+    classes, samples, length = np.asarray(sizes, dtype=np.float64).T
+    moved, seconds = LOSS_TENSORS * 2.0 * samples * length * classes, rows.seconds()
+    return _by_rows(2.0 * classes, moved, held_out(samples * length, classes), seconds, bandwidth, launch_s, basis)
 
 
 EAGER_NORM = re.compile(r'hidden size \(H\)=(\d+) \{"M": (\d+), "dtype": "torch.bfloat16"')

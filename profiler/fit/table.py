@@ -1,8 +1,8 @@
 """Reads tables of measured kernels into columns.
 
-Columns of the CSV (an empty cell means "does not apply"): source, gpu, op, dtype, kernel, part, m, n, k, layout,
-batch, seq, heads, kv_heads, head_dim, head_dim_v, kv_seq, window, causal, latency_ms, tflops, notes. Only `op` and
-one of `latency_ms` and `tflops` are required in every row.
+Columns of the CSV (an empty cell means "does not apply"): source, gpu, op, dtype, kernel, part, m, n, k,
+layout, batch, seq, heads, kv_heads, head_dim, head_dim_v, kv_seq, window, causal, experts, topk, tp, ep,
+balance, latency_ms, tflops, notes. Only `op` and one of `latency_ms` and `tflops` are required in every row.
 
 Tables of millions of rows hold few distinct cells, so a column of text is codes into its distinct words, and a
 number is read once for each way that it is written.
@@ -24,15 +24,17 @@ from echograph.errors import DataError
 from echograph.ir.files import read_unpacked
 from echograph.profiler.costs.device import FloatArray
 
-TEXT = ("source", "gpu", "op", "dtype", "layout", "causal", "notes", "kernel", "part")
+TEXT = ("source", "gpu", "op", "dtype", "layout", "causal", "notes", "kernel", "part", "balance")
 NUMBERS = (
     *("m", "n", "k", "batch", "seq", "heads", "kv_heads", "head_dim", "head_dim_v", "kv_seq", "window"),
+    *("experts", "topk", "tp", "ep"),
     *("latency_ms", "tflops"),
 )
 REQUIRED = ("op", "dtype", "latency_ms")
 NEEDED = {
     ("gemm", "gemm_best", "matmul", "linear", "bmm"): ("m", "n", "k"),
     ("attn_fwd", "attn_fwd_bwd", "sdp_fwd", "sdp_bwd"): ("batch", "seq", "heads", "kv_heads", "head_dim"),
+    ("fused_experts",): ("m", "n", "k", "experts", "topk", "tp", "ep"),
 }
 """Operations that are fitted, and the sizes that each row of theirs has."""
 MAX_TABLE_BYTES = 2**29

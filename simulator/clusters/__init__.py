@@ -175,6 +175,8 @@ class Cluster:
         degraded: links with less bandwidth than their like.
         slow_nodes: nodes whose GPUs compute slower than the others.
         collectives: (kind, algorithm) that its library runs where it applies; of other kinds NCCL's choice.
+        gpu_spread: standard deviation, over GPUs of one model, of the time that products take.
+        processor: of its hosts, a name of the profiler's table; "" where it is not known.
     """
 
     name: str
@@ -191,6 +193,8 @@ class Cluster:
     degraded: tuple[DegradedLink, ...] = ()
     slow_nodes: tuple[SlowNode, ...] = ()
     collectives: tuple[tuple[str, str], ...] = ()
+    gpu_spread: float = 0.0
+    processor: str = ""
 
     @property
     def gpu_network_bytes_per_s(self) -> float:
@@ -309,6 +313,12 @@ _Microseconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
 
 
+GPU_SPREAD = 0.015
+"""Of the times that GPUs of one model take, over their mean: 8 % from the fastest to the slowest but for outliers
+(Sinha et al. 2022, Not All GPUs Are Created Equal, arXiv:2208.11035: five clusters, three of V100), which is taken
+as 5.4 standard deviations, what whiskers of 1.5 quartiles span; that newer boards differ as much is assumed."""
+
+
 class _Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     device: Name
     memory_GiB: Annotated[float, msgspec.Meta(ge=1e-3, le=1e6)]
@@ -318,6 +328,8 @@ class _Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     pcie_GBps: _Bandwidth
     nvls: bool
     fabric: Name
+    gpu_spread: Annotated[float, msgspec.Meta(ge=0, le=1)] = GPU_SPREAD
+    processor: Name | None = None
 
     def __post_init__(self) -> None:
         require(self.nvlink_domain % self.gpus == 0, "nvlink_domain is a multiple of gpus")
@@ -441,6 +453,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return Cluster(
             name=name,
             device=node.device,
+            processor=node.processor or "",
             memory_bytes=round(node.memory_GiB * GIB),
             gpus_per_node=node.gpus,
             domain_gpus=node.nvlink_domain,
@@ -465,6 +478,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 if d.node is not None and d.compute < 1
             ),
             collectives=tuple(self.collectives.items()),
+            gpu_spread=node.gpu_spread,
         )
 
 

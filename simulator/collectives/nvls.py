@@ -10,16 +10,19 @@ nccl-tests on 5 to 8 H200 follow this (1 + 1/n) within 2 %. Measured times fall 
 
 NVLS tree (NCCL 2.18): the switch reduces inside each domain, a double binary tree joins the domains:
 
-    T = base + 2 ceil(log2 D) a_net + S max((1 + 1/m)/b, v/B),  v = 1 for D = 2, else 2
+    T = base + 2 d a_net + x + 2 sqrt((d-1) a_net x),  x = S max((1 + 1/m)/b, v/B),  d = ceil(log2 D),
+    v = 1 for D = 2, else 2
 
-with m ranks a domain and D domains: a domain is a leaf of one tree and inside the other, so its NICs send S/2
-up and S/2 to each of two children, and S/2 up again; with two domains only S/2 twice. Public nccl-tests
-figures show both: 16 H100 are bound by the switch, 96 H100 by 2S over their NICs.
+with m ranks a domain and D domains, and the last term as of a tree (`tree.py`): a domain is a leaf of one tree and
+inside the other, so its NICs send S/2 up and S/2 to each of two children, and S/2 up again; with two domains only
+S/2 twice. Public nccl-tests figures show both: 16 H100 are bound by the switch, 96 H100 by 2S over their NICs.
 """
 
 from __future__ import annotations
 
 from math import ceil, log2
+
+import numpy as np
 
 from echograph.simulator.clusters.fabric import ProtocolName
 from echograph.simulator.collectives import Algorithm, Bytes, CollectiveName, Cost
@@ -50,8 +53,10 @@ def _across_domains(kind: CollectiveName, size: Bytes, links: Links, protocol: P
     depth = ceil(log2(links.domains))
     switch = (1 + 1 / links.ranks_per_domain) / nvls.bytes_per_s
     tree = links.tree_volume / (links.network_bytes_per_s * net.efficiency)
-    latency = nvls.base_s + net.base_s + 2 * depth * (net.hop_s + links.climb_s)
-    return Cost(latency + size * max(switch, tree), 2 * depth + 2, size * switch, size * tree)
+    hop, moved = net.hop_s + links.climb_s, size * max(switch, tree)
+    latency = nvls.base_s + net.base_s + 2 * depth * hop
+    fill = 2 * np.sqrt((depth - 1) * hop * moved)
+    return Cost(latency + moved + fill, 2 * depth + 2, size * switch, size * tree)
 
 
 def _offers_tree(kind: CollectiveName, links: Links) -> bool:

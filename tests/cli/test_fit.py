@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from echograph.profiler.costs import load_device
-from echograph.simulator.clusters import load_cluster
+from echograph.profiler.fit.facts import DATASHEETS
+from echograph.simulator.clusters import PRESETS, load_cluster
 from echograph.simulator.clusters.fabric import read_fabric_document
 from echograph.simulator.collectives import collective_time
 from echograph.simulator.collectives.calibrate import place_measured
 
-KERNELS = ("kernels.csv.gz", "kernels2/gemm.csv.gz", "kernels2/attention.csv.gz", "kernels2/other.csv.gz")
+KERNELS = ("kernels.csv.gz", "kernels2/gemm.csv.gz", "kernels2/attention.csv.gz")
+KERNELS += ("kernels2/experts.csv.gz", "kernels2/other.csv.gz")
 """The tables that the shipped devices are fitted on, in their order: no step times among them."""
+
+
+DEVICES, FABRICS = DATASHEETS.parent, PRESETS.parent / "fabrics"
 
 
 def test_a_fitted_device_is_the_one_that_ships(cli, measured_data: Path, tmp_path: Path) -> None:
@@ -33,6 +40,57 @@ def test_a_fitted_device_is_the_one_that_ships(cli, measured_data: Path, tmp_pat
     assert mine.median_abs == pytest.approx(theirs.median_abs, rel=0.1)
     assert mine.mean_abs == pytest.approx(theirs.mean_abs, rel=0.1)
     assert fitted.datasheet == shipped.datasheet
+
+
+def rebuilt(cli, measured_data: Path, folder: Path, tables: Sequence[str], *devices: str) -> dict[str, bytes]:
+    """Profiles fitted where nothing but tables of kernels is: no step times, no profiles of before."""
+    given: list[object] = []
+    for table in tables:
+        if not (measured_data / table).is_file():
+            pytest.skip(f"no {table} among the measured tables")
+        (folder / table).parent.mkdir(parents=True, exist_ok=True)
+        given += ["--kernels", shutil.copy(measured_data / table, folder / table)]
+    given += [word for device in devices for word in ("--device", device)]
+    shipped = load_device(devices[0] if devices else "h100-sxm").provenance.date
+    outcome = cli("echoprof", "fit", *given, "--date", shipped, "-o", folder / "made")
+    assert outcome.status == 0, outcome.err
+    assert not list(folder.rglob("ground_truth*"))
+    return {path.name: path.read_bytes() for path in sorted((folder / "made").glob("*.json"))}
+
+
+def test_a_profile_rebuilds_bit_for_bit_from_kernels_alone(
+    cli, measured_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """V100 is a table's two thousand rows, all of one file."""
+    pytest.importorskip("scipy", reason="fitting needs the [dev] extra")
+    monkeypatch.setenv("ECHOGRAPH_DATA", str(tmp_path))
+    (made,) = rebuilt(cli, measured_data, tmp_path, KERNELS[:1], "v100-sxm2").items()
+    assert made == ("v100-sxm2.json", (DEVICES / "v100-sxm2.json").read_bytes())
+
+
+def test_a_fabric_rebuilds_bit_for_bit_from_collectives_alone(
+    cli, measured_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("scipy", reason="fitting needs the [dev] extra")
+    monkeypatch.setenv("ECHOGRAPH_DATA", str(tmp_path))
+    table = shutil.copy(measured_data / "collectives.csv.gz", tmp_path / "collectives.csv.gz")
+    shipped = FABRICS / "nvlink3.json"
+    date = json.loads(shipped.read_text())["about"]["date"]
+    made = tmp_path / "made"
+    cli("echoprof", "fit", "--collectives", table, "--fabric", "nvlink3", "--date", date, "-o", made)
+    assert (made / "nvlink3.json").read_bytes() == shipped.read_bytes()
+
+
+@pytest.mark.slow
+def test_all_profiles_rebuild_bit_for_bit_from_kernels_alone(
+    cli, measured_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("scipy", reason="fitting needs the [dev] extra")
+    monkeypatch.setenv("ECHOGRAPH_DATA", str(tmp_path))
+    made = rebuilt(cli, measured_data, tmp_path, KERNELS)
+    shipped = {path.name: path.read_bytes() for path in sorted(DEVICES.glob("*.json"))}
+    assert made.keys() == shipped.keys()
+    assert [name for name in shipped if made[name] != shipped[name]] == []
 
 
 def test_a_fitted_fabric_says_how_far_it_is_off(cli, measured_data: Path, tmp_path: Path) -> None:

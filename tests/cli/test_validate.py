@@ -133,8 +133,14 @@ def test_the_trainer_names_the_stack_and_an_unknown_one_is_counted(trainer: str,
 def test_what_single_runs_did_is_read_off_their_columns() -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     bloom = {"trainer": "megatron-deepspeed 2022", "tp": 1, "dp": ""}
-    assert [made(n_gpus=n, global_batch=2 * n, **bloom).blocking for n in (80, 88)] == [False, True]
-    assert made(source="chronicles, Rebalancing layers", **bloom).plan.grad_dtype == "fp32"
+    tables = ("chronicles § Best TFLOPs", "chronicles § 48 node contenders")
+    assert [made(source=source, **bloom).blocking for source in tables] == [False, True]
+    large = {"trainer": "llm-foundry 2023", "model": "MPT-7b", "tp": 1, "dp": ""}
+    gpus = {"H100-SXM-80GB": 128, "A100-SXM-80GB": 128, "H100-SXM-80GB (p5)": 64}
+    plans = [made(gpu_type=gpu, n_gpus=n, global_batch=2 * n, **large).plan for gpu, n in gpus.items()]
+    assert [plan.stack for plan in plans] == ["llm-foundry-2024", "llm-foundry", "llm-foundry"]
+    assert [plan.recompute_early_stop for plan in plans] == [True, None, None]
+    assert made(source="chronicles, Rebalancing layers", **bloom).plan.stack == "megatron-deepspeed"
     assert made(**bloom).plan.grad_dtype == ""
     assert made(notes="4xHDR200 per node").plan.cluster == "a100-4x-hdr200"
     assert made(trainer="torchtitan", notes="eager bf16").plan.stack == "fsdp"
@@ -143,14 +149,15 @@ def test_what_single_runs_did_is_read_off_their_columns() -> None:
 @pytest.mark.parametrize(
     ("stage", "plan"),
     [
-        ("", (0, 1, None)), ("1 (8-GPU groups)", (1, 1, None)), ("fsdp3", (3, 1, None)), ("hsdp3", (3, 2, None)),
-        ("fsdp2(SHARD_GRAD_OP)", (3, 1, False)),
+        ("", (0, 1, 1, None)), ("1 (8-GPU groups)", (1, 1, 2, None)), ("1 (16-GPU groups)", (1, 1, 1, None)),
+        ("fsdp3", (3, 1, 1, None)), ("hsdp3", (3, 2, 1, None)), ("fsdp2(SHARD_GRAD_OP)", (3, 1, 1, False)),
     ],
 )  # fmt: skip
 def test_spellings_of_what_is_sharded(stage: str, plan: tuple[object, ...]) -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
     found = made(zero_stage=stage, n_gpus=16, tp=1, dp=16).plan
-    assert (found.zero, found.hsdp_replicas, found.reshard_after_forward) == plan
+    copies = found.hsdp_replicas, found.distributed_optimizer_instances
+    assert (found.zero, *copies, found.reshard_after_forward) == plan
 
 
 @pytest.mark.parametrize(

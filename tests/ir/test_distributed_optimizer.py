@@ -378,3 +378,44 @@ def test_the_optimizer_of_fp16_works_on_shards(clipped: StepGraph, name: str) ->
         for graph in (clipped, job)
     )
     assert whole / 8 <= local < whole / 8 * 1.01
+
+
+# -- instances of the optimizer ----------------------------------------------------------------------------
+
+
+def test_instances_divide_the_optimizer_among_fewer_ranks() -> None:
+    """Each bucket is scattered within an instance, then its shards are all-reduced between the instances."""
+    step = layered_step(LAYERS)
+    one, two = (DataParallel(replicas=8, zero=1, instances=n)(step) for n in (1, 2))
+    assert [(axis.name, axis.size) for axis in two.mesh] == [("dp_replicate", 2), ("dp", 4)]
+    assert two.world_size == one.world_size == 8
+    assert held(two, TensorRole.OPTIMIZER_STATE) == 2 * held(one, TensorRole.OPTIMIZER_STATE) > 0
+    whole, gradient = communicated(one), Payload.GRADIENT
+    said = communicated(two)
+    assert (
+        said[CollectiveKind.ALL_GATHER, Payload.PARAMETER] == whole[CollectiveKind.ALL_GATHER, Payload.PARAMETER]
+    )
+    scattered = said[CollectiveKind.REDUCE_SCATTER, gradient]
+    assert scattered == whole[CollectiveKind.REDUCE_SCATTER, gradient]
+    norms = whole[CollectiveKind.ALL_REDUCE, gradient]
+    assert said[CollectiveKind.ALL_REDUCE, gradient] - norms == scattered // 4
+    groups = {
+        two.groups[op.group].axes
+        for op, _ in run(two)
+        if getattr(op, "collective", 0) == CollectiveKind.ALL_GATHER
+    }
+    assert groups == {("dp",)}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"instances": 3, "zero": 1}, "3 instances of the optimizer do not divide 8"),
+        ({"instances": 2}, "with zero 0: give zero 1"),
+        ({"instances": 8, "zero": 1}, "two ranks or more an instance"),
+        ({"instances": 0, "zero": 1}, "0 instances"),
+    ],
+)
+def test_instances_that_cannot_be(options: dict[str, int], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        DataParallel(replicas=8, **options)(layered_step(1))  # type: ignore[arg-type]

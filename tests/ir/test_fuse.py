@@ -92,7 +92,7 @@ def test_a_norm_written_out_is_one_kernel() -> None:
 TOKENS, WIDTH, KEYS, HIDDEN = 128, 4096, 1024, 14336
 
 
-@pytest.mark.parametrize("within", ["modules", "step"])
+@pytest.mark.parametrize("within", ["modules", "layers", "step"])
 @pytest.mark.parametrize(
     ("part", "phase", "read", "written"),
     [
@@ -105,7 +105,7 @@ TOKENS, WIDTH, KEYS, HIDDEN = 128, 4096, 1024, 14336
     ],
 )
 def test_parts_of_a_layer_move_each_tensor_once(
-    within: Literal["modules", "step"], part: str, phase: Phase, read: int, written: int
+    within: Literal["modules", "layers", "step"], part: str, phase: Phase, read: int, written: int
 ) -> None:
     graph = Fuse(within=within)(captured("llama-3-8b"))
     kernels = [
@@ -118,6 +118,19 @@ def test_parts_of_a_layer_move_each_tensor_once(
     ]
     assert sum(op.bytes_read for op in kernels) == 2 * TOKENS * read
     assert sum(op.bytes_written for op in kernels) == 2 * TOKENS * written
+
+
+def test_a_compiler_of_layers_leaves_what_stands_around_them() -> None:
+    graph = captured("llama-3-8b")
+
+    def around(step: StepGraph) -> list[str]:
+        return [op.name for op in step.ops if op.phase != Phase.OPTIMIZER and "{}" not in op.module]
+
+    layers, step = Fuse(within="layers")(graph), Fuse()(graph)
+    assert around(layers) == around(graph)
+    assert any(name.startswith("compiled.") for name in around(step))
+    inside = [sorted(op.name for op in g.ops if "{}" in op.module) for g in (layers, step)]
+    assert inside[0] == inside[1]
 
 
 def test_a_library_makes_both_gradients_of_a_norm_at_once_and_a_compiler_one_after_the_other() -> None:

@@ -385,6 +385,22 @@ def test_main_gradients_in_the_steps_own_type() -> None:
     assert all(adds_up(ours, row) for row in final_gradients(ours))
 
 
+def test_gradients_that_products_do_not_add_are_cast_and_added() -> None:
+    """A cast reads 2 bytes an element and writes 4, an addition moves 12; the product writes its 2 as before."""
+    graph = captured("llama-3-8b", 2)
+    ours = Precision(grad_dtype="fp32", fused_accumulation=False)(graph)
+    before, after = Counter(n for n, _ in ran(graph)), Counter(n for n, _ in ran(ours))
+    parameters = 2 * 9 + 3
+    assert (after - before)["aten._to_copy"] == (after - before)["aten.add_"] == parameters
+    assert after["aten.mm"] == before["aten.mm"]
+    moved = [
+        sum(op.bytes_read + op.bytes_written for _, op in ran(g) if op.phase == Phase.BACKWARD)
+        for g in (graph, ours)
+    ]
+    assert moved[1] - moved[0] == 18 * graph.workload.parameters
+    assert all(adds_up(ours, row) for row in final_gradients(ours))
+
+
 @pytest.mark.parametrize("options", [{"grad_dtype": "fp32"}, {"main_gradients": True}])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_micro_batches_add_up_by_themselves(micro_batches: int, options: dict[str, Any]) -> None:

@@ -20,11 +20,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from echograph.frontend.pytorch.spec import StepSpec
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.precision import Precision
-from echograph.ir.types import Compute, Phase
+from echograph.ir.passes.tensor_parallel import TensorParallel
+from echograph.ir.types import Collective, Compute, Phase
 from echograph.models import build, get_model
 from echograph.models.mamba2 import scan_backward_flops, scan_flops
 from echograph.profiler.costs import load_device
-from echograph.profiler.costs.estimate import SCAN_SHARE, estimate
+from echograph.profiler.costs.estimate import SCAN_KERNELS, estimate
 from echograph.workflow.compile import compile_entry
 
 pytestmark = pytest.mark.torch
@@ -97,10 +98,28 @@ def test_the_librarys_functions_come_back(fake) -> None:
 def test_scans_are_priced_by_their_arithmetic(graph) -> None:
     device = load_device("h100-sxm")
     priced = estimate(graph, device)(graph)
-    peak = device.datasheet.peak_flops_per_s["bf16"]
+    assert device.scan is not None
+    rate = device.scan.efficiency * device.datasheet.peak_flops_per_s["bf16"]
     for op in (op for op in priced.ops if op.name.startswith("mamba2.ssd_scan")):
         assert isinstance(op, Compute)
-        assert op.durations[0].picoseconds == pytest.approx(op.flops / (SCAN_SHARE * peak) * 1e12, rel=1e-6)
+        seconds = op.flops / rate + SCAN_KERNELS * device.memory_launch_s
+        assert op.durations[0].picoseconds == pytest.approx(seconds * 1e12, rel=1e-6)
+
+
+def test_tensor_parallel_ranks_share_heads_and_groups(graph) -> None:
+    """As Megatron-Core's MambaMixer: nothing is said between the products of a layer, in either direction."""
+    local = TensorParallel(size=2, sequence_parallel=True)(graph)
+    mamba = next(b for b in local.blocks if any(local.ops[row].name == "mamba2.ssd_scan" for row in b.ops))
+    ops = [local.ops[row] for row in mamba.ops]
+    said = [(op.phase, op.name) for op in ops if isinstance(op, Collective) and "mixer" in op.module]
+    gather, scatter = "tp.all_gather", "tp.reduce_scatter"
+    assert said == [(phase, name) for phase, names in ((Phase.FORWARD, (gather, scatter)),
+                    (Phase.BACKWARD, (gather, gather, scatter))) for name in names]  # fmt: skip
+    scan = next(op for op in ops if op.name == "mamba2.ssd_scan")
+    shapes = [local.tensors[i].shape for i in scan.inputs]
+    x, groups = (BATCH, LENGTH, HEADS // 2, HEAD), (BATCH, LENGTH, GROUPS // 2, STATE)
+    assert shapes == [x, x[:3], x[2:3], groups, groups, x[2:3], x[2:3]]
+    assert scan.flops == scan_flops(*shapes, CHUNK)
 
 
 def test_passes_take_it_on(graph) -> None:

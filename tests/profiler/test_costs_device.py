@@ -15,6 +15,7 @@ from echograph.profiler.costs.device import (
     AttentionPass,
     DeviceProfile,
     GemmModel,
+    GroupedModel,
     HeldOut,
     HostModel,
     Label,
@@ -116,7 +117,8 @@ LEFT_OUT: dict[type[msgspec.Struct], dict[str, object]] = {
     Label: {"held_out": HeldOut(), "between_libraries": 0.0},
     HeldOut: {"long": None, "short": None},
     MemoryModel: {"moved_bytes": [], "moved_scale": []},
-    DeviceProfile: {"sustained_gemm_slowdown": 1.0, "sustained_basis": "", "power": None},
+    GroupedModel: {"products": {}, "together": {}},
+    DeviceProfile: {"sustained_gemm_slowdown": 1.0, "sustained_basis": "", "power": None, "scan": None},
 }  # fmt: skip
 
 
@@ -127,6 +129,7 @@ def test_what_a_profile_leaves_out_changes_nothing(kind: type[msgspec.Struct]) -
     full = {
         GemmModel: gemm, AttentionPass: device.attention["flash2"].forward, HostModel: device.host,
         Label: gemm.label, HeldOut: gemm.label.held_out, MemoryModel: device.memory["norm"], DeviceProfile: device,
+        GroupedModel: device.grouped,
     }[kind]  # fmt: skip
     document = {key: value for key, value in msgspec.to_builtins(full).items() if key not in LEFT_OUT[kind]}
     read = msgspec.convert(document, kind)

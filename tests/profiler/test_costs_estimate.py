@@ -37,7 +37,7 @@ from echograph.profiler.costs import (
     memory_bound,
 )
 from echograph.profiler.costs.device import CostEstimate
-from echograph.profiler.costs.estimate import cost_of, estimate
+from echograph.profiler.costs.estimate import SCAN_KERNELS, SCAN_SHARE, cost_of, estimate
 from echograph.units import to_ps
 
 H100, V100 = load_device("h100-sxm"), load_device("v100-sxm2")
@@ -111,6 +111,23 @@ def test_a_scaled_product_has_its_scales_last_and_its_casts_apart() -> None:
     assert found == expected
     whole = gemm(H100, 96, 520, 4000, layout="TN", dtype="fp8")
     assert cost("aten.mm", [A, B], [C], Gemm(transpose_b=True), dtype=FP8) == whole
+
+
+@pytest.mark.parametrize(("device", "longer"), [("h100-sxm", 1.15), ("h200", 1.15), ("b200", 1.0)])
+def test_gradients_in_fp8_add_up_in_single_precision_on_hopper(device: str, longer: float) -> None:
+    profile = load_device(device)
+    builder = GraphBuilder(name="step", streams=("compute",))
+    operands = [builder.tensor("x", shape, FP8, TensorRole.ACTIVATION) for shape in (A, B)]
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        made = builder.tensor("y", C, BF16, TensorRole.ACTIVATION)
+        builder.compute(
+            "aten._scaled_mm", phase=phase, inputs=operands, outputs=(made,), flops=1,
+            attributes=Gemm(transpose_b=True),
+        )  # fmt: skip
+    builder.program([(0, 0, 2, 0, 0)])
+    forward, backward = estimate(builder.build(StepGraph), profile).picoseconds.tolist()
+    assert forward > 0
+    assert backward == pytest.approx(longer * forward, rel=1e-6)
 
 
 @pytest.mark.parametrize("shapes", [[(0, 4000), B], [A, (4000, 0)], [(96, 0), (0, 520)], [(0, 96, 8), (0, 8, 4)]])
@@ -191,7 +208,8 @@ def test_a_convolution_backward_is_asked_for_the_gradients_that_it_makes() -> No
         ("aten.native_layer_norm", "norm"), ("aten.normal_", "elementwise"), ("aten._foreach_norm", "reduction"),
         ("aten.linalg_vector_norm", "reduction"), ("aten._softmax", "softmax"), ("aten.embedding", "gather"),
         ("aten.index_put", "gather"), ("aten._fused_adamw_", "optimizer"), ("aten._foreach_add_", "optimizer"),
-        ("aten.cat", "copy"), ("aten.copy_", "copy"), ("aten.sum", "reduction"), ("aten.mul", "elementwise"),
+        ("aten.cat", "copy"), ("aten.copy_", "copy"), ("mamba2.causal_conv1d", "conv1d"),
+        ("aten.sum", "reduction"), ("aten.mul", "elementwise"),
     ],
 )  # fmt: skip
 def test_what_has_no_attributes_is_bound_by_its_bytes(name: str, kind: str) -> None:
@@ -200,6 +218,43 @@ def test_what_has_no_attributes_is_bound_by_its_bytes(name: str, kind: str) -> N
     assert cost(name, [(5, 10)], [(7, 3000)]) == by_bytes(kind, **rows)
     assert cost(name, [(7, 3000)], [(5, 10)]) == by_bytes(kind, **rows)
     assert cost(name, [], [()]) == cost(name, [], []) == by_bytes(kind)
+
+
+def test_a_gradient_that_indices_point_into_is_filled_and_then_scattered_into() -> None:
+    """Few tokens of a large vocabulary: zeros are written as a copy writes them, the rest goes to its rows."""
+    few, many = 2 * 64 * 512, 2 * 50_000 * 512
+    sizes = {"bytes_read": few, "bytes_written": many}
+    made = cost("aten.embedding_dense_backward", [(64, 512)], [(50_000, 512)], **sizes)
+    filled = memory_bound(H100, "copy", bytes_read=0, bytes_written=many)
+    scattered = memory_bound(H100, "gather", bytes_read=few, bytes_written=few)
+    assert made.seconds == pytest.approx(float(filled.seconds) + float(scattered.seconds))
+    assert made.seconds < memory_bound(H100, "gather", **sizes).seconds
+
+
+def test_a_fused_loss_is_by_its_rows_and_a_norm_by_who_wrote_it() -> None:
+    loss = cost("fused.cross_entropy_backward", [(64, 128_000)], [(64, 128_000)])
+    assert loss == by_bytes("loss", row_bytes=2 * 128_000)
+    for maker in ("fused", "compiled"):
+        assert cost(f"{maker}.norm", [(64, 3000)], [(64, 3000)]) == by_bytes("norm", row_bytes=6000, library=maker)
+    # Where nobody timed them they are as PyTorch's.
+    plain = cost("aten.native_layer_norm", [(64, 3000)], [(64, 3000)], device=V100, dtype=FP16)
+    assert cost("fused.norm", [(64, 3000)], [(64, 3000)], device=V100, dtype=FP16) == plain
+
+
+def test_a_scan_over_chunks_is_bound_by_its_products_or_its_bytes() -> None:
+    scan = H100.scan
+    assert scan is not None
+    flops = 10**12
+    launches = SCAN_KERNELS * H100.memory_launch_s
+    long = cost("mamba2.ssd_scan", [(64, 3000)], [(64, 3000)], flops=flops)
+    peak = H100.datasheet.peak_flops_per_s["bf16"]
+    assert long.seconds == pytest.approx(flops / (scan.efficiency * peak) + launches)
+    assert (long.source, long.spread) == ("analytical", 0.5)
+    short = cost("mamba2.ssd_scan_backward", [(64, 3000)], [(64, 3000)], flops=1)
+    assert short.seconds == pytest.approx(float(by_bytes("elementwise").seconds) + launches)
+    without = msgspec.structs.replace(H100, scan=None)
+    assumed = cost("mamba2.ssd_scan", [(8,)], [(8,)], device=without, flops=flops)
+    assert assumed.seconds == pytest.approx(flops / (SCAN_SHARE * peak) + launches)
 
 
 def test_only_the_leading_part_of_a_shared_launch_bears_it() -> None:
@@ -315,26 +370,3 @@ def test_a_limit_of_power_slows_what_the_clock_paces_and_nothing_else() -> None:
     )
     assert free[1] == kept[1] == half[1]
     assert free[0] <= kept[0] < half[0] < 3 * free[0]
-
-
-def test_gradients_in_fp8_add_up_in_full_precision_on_hopper_alone() -> None:
-    """Products of backward take longer than those of forward, of the same sizes; not on Blackwell, nor in bf16."""
-    from echograph.ir.types import Phase, Tensor, TensorRole
-
-    def ratio(device: str, dtype: DType) -> float:
-        sides = []
-        for phase in (Phase.FORWARD, Phase.BACKWARD):
-            op = Compute(
-                id=0, name="aten._scaled_mm", phase=phase, attributes=Gemm(transpose_b=True), flops=2 * 4096**3,
-                inputs=(0, 1), outputs=(2,),
-            )  # fmt: skip
-            square = [
-                Tensor(id=i, name="", shape=(4096, 4096), dtype=dtype, role=TensorRole.INPUT) for i in range(2)
-            ]
-            made = Tensor(id=2, name="", shape=(4096, 4096), dtype=DType.BF16, role=TensorRole.ACTIVATION)
-            sides.append(cost_of(op, (square, [made]), load_device(device)).seconds)
-        return sides[1] / sides[0]
-
-    assert ratio("h100-sxm", DType.FP8_E4M3) == pytest.approx(1.15)
-    assert ratio("b200", DType.FP8_E4M3) == 1.0
-    assert ratio("h100-sxm", DType.BF16) == 1.0

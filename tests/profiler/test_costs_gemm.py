@@ -108,7 +108,7 @@ def test_unknown_names_list_the_choices() -> None:
 
 
 def test_grouped_products_add_up_and_skip_idle_experts() -> None:
-    device = load_device("b200")
+    device = load_device("a100-sxm-80")  # which has no model of groups in one launch
     one = grouped_gemm(device, [512], 4096, 7168).seconds
     eight = grouped_gemm(device, [512] * 8 + [0] * 8, 4096, 7168).seconds
     assert math.isclose(eight, 8 * one, rel_tol=1e-9)

@@ -59,6 +59,9 @@ def prepared(name: str, path: Keys) -> dict[str, Any]:
     for table in ("degraded", "collectives"):
         if path[0] == table:
             document[table] = copy.deepcopy(EXTRAS[table])
+    if path == ("node", "gpu_spread"):
+        document["node"]["gpu_spread"] = 0.02
+    document["node"].setdefault("processor", "epyc-9654")
     if "growth" in path:
         document["network"].setdefault("growth", dict(EXTRAS["growth"]))
         document["max_gpus"] = document["network"]["growth"]["ratio"] * document["network"]["level"][-1]["gpus"]

@@ -7,7 +7,7 @@ import numpy as np
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph, StepGraph, Workload
 from echograph.ir.passes.annotate import Annotate
-from echograph.ir.types import DType, Phase, Source, TensorRole
+from echograph.ir.types import DType, Gemm, Phase, Source, TensorRole
 
 WIDTH = 512
 PARAMETER_BYTES = WIDTH * WIDTH * 4
@@ -67,6 +67,26 @@ def layered_step(layers: int, *, parameters_per_layer: int = 2) -> StepGraph:
         updated = tensor(f"{module}.weight", TensorRole.PARAMETER, weight)
         op("aten._fused_adam_", module, Phase.OPTIMIZER, (weight, of_weight, moment), (updated,))
     return builder.build(StepGraph)
+
+
+def product_step(picoseconds: int, source: Source, device: str = "h100-sxm") -> StepGraph:
+    """A product and an activation, each of so many picoseconds."""
+    builder = GraphBuilder(name="two", workload=Workload(model="two", batch_size=1))
+    x, y, z = (builder.tensor(name, (64, 64), DType.BF16, TensorRole.ACTIVATION) for name in "xyz")
+    start = builder.tensor("start", (64, 64), DType.BF16, TensorRole.INPUT)
+    weight = builder.tensor("weight", (64, 64), DType.BF16, TensorRole.PARAMETER)
+    builder.compute("aten.relu", phase=Phase.FORWARD, module="", inputs=(start,), outputs=(x,))
+    builder.compute(
+        "aten.mm", phase=Phase.FORWARD, module="", inputs=(x, weight), outputs=(y,), flops=2 * 64**3,
+        attributes=Gemm(),
+    )  # fmt: skip
+    builder.compute("aten.relu", phase=Phase.FORWARD, module="", inputs=(y,), outputs=(z,))
+    step = builder.build(StepGraph)
+    count = len(step.ops)
+    return Annotate(
+        device=device, picoseconds=np.full(count, picoseconds), source=np.full(count, source, np.uint8),
+        spread=np.zeros(count, np.float32), samples=np.ones(count, np.int64),
+    )(step)  # fmt: skip
 
 
 def timed(job: JobGraph, device: str, picoseconds: int, spread: float = 0.1) -> JobGraph:

@@ -206,6 +206,8 @@ def test_what_issuing_takes() -> None:
     assert host.issue(job).tolist() == [40, 10, 40, 0, 40, 55, 0, 40]
     through = IssueTimes(op_ps=40, launch_ps=30, communication_ps=90)
     assert through.issue(job).tolist() == [40, 10, 40, 0, 90, 55, 0, 40]
+    forward = IssueTimes(op_ps=40, launch_ps=30, work_ps={Phase.FORWARD: 7})
+    assert forward.issue(job).tolist() == [37, 7, 37, 0, 40, 55, 0, 37]
     named = IssueTimes(op_ps=40, launch_ps=30, name="my host")
     assert named.issue(job).tolist() == [40, 10, 40, 0, 40, 55, 0, 77]
     work = np.arange(8)

@@ -11,13 +11,12 @@ on its way. A column-parallel product begins with the rows of its own rank, and 
 come (Transformer Engine's "ring_exchange", PyTorch's async tensor parallelism); a row-parallel one is cut into
 `splits`, each scattered once it is made ("pipeline"; `--tp-comm-overlap` of Megatron-LM is bulk and both).
 
-Chunks are not written one by one. With n equal chunks of a product of time g and a gather of time a, the last
-chunk arrives at a, and g/n is left to compute then: the pair takes max(g, a + g/n). So the last n-th of the rows
-waits for the whole gather, and what is computed before it does not; its operand is then on its way, not made
-(`tp.arriving`). With a scatter of time s the first n-th of the product is made first, scattering begins after it,
-and the last n-th of the bytes goes when all is made: max(g + s/n, g/n + s). Several products of what was gathered
-(queries, keys and values) are one. What the parts of a product lose for being small is in the cost of their
-shapes; SMs that a scatter takes from the product beside it are not counted.
+Each chunk of the product is a kernel of its own; those of its communication are not. With n equal chunks of a
+product of time g and a gather of time a, the last chunk arrives at a, and g/n is left to compute then: the pair
+takes max(g, a + g/n). So the last n-th of the rows waits for the whole gather, and what is computed before it does
+not; its operand is then on its way, not made (`tp.arriving`). With a scatter of time s the first n-th of the
+product is made first, scattering begins after it, and the last n-th of the bytes goes when all is made: max(g +
+s/n, g/n + s). Several products of what was gathered (queries, keys and values) are one.
 
 It comes after the passes that choose kernels, before those that lower the step to a job. The head is left out.
 """
@@ -240,21 +239,26 @@ class _Bulk(StepWriter):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cut:
-    """A product in two parts.
+    """A product in parts.
 
     Attributes:
-        rows: of the first part.
-        arriving: the shard that stands for what is gathered, where the first part does not wait for that.
+        rows: of each part, in order.
+        arriving: the shard that stands for what is gathered, where all parts but the last do not wait for that.
         scatter: the collective that begins after the first part; None where none does.
     """
 
-    rows: int
+    rows: tuple[int, ...]
     arriving: int | None = None
     scatter: t.Collective | None = None
 
 
+def _even(count: int, parts: int) -> tuple[int, ...]:
+    """Rows in parts that differ by one at most."""
+    return tuple(count * (i + 1) // parts - count * i // parts for i in range(parts))
+
+
 class _Chunks(StepWriter):
-    """Writes products in two parts, beside the gather before or the scatter after them.
+    """Writes products in parts, beside the gather before or the scatter after them.
 
     `free` has the products that do not wait for a gather, with the shard that is gathered. Views of what is
     gathered are written when they are read first, as what follows them on their stream waits for them (`held`).
@@ -288,7 +292,8 @@ class _Chunks(StepWriter):
             if rows == 0:
                 self.free[row] = gather.inputs[0]
             elif rows < count:
-                self.cuts[row] = _Cut(rows=count - rows, arriving=gather.inputs[0])
+                before = _even(count - rows, min(self.ranks - 1, count - rows))
+                self.cuts[row] = _Cut(rows=(*before, rows), arriving=gather.inputs[0])
         held = {gather.outputs[0]}
         for row in range(gather.id + 1, products[-1] if products else 0):
             if self.graph.ops.is_view[row] and held.intersection(self.flow.ops[row].inputs):
@@ -303,9 +308,8 @@ class _Chunks(StepWriter):
             chain.append(index)
         if maker == NONE or not self._is_cut_for(scatter, maker) or self._others_read(chain, scatter):
             return
-        rows = ceil(self._count(maker) / self.splits)
-        if rows < self._count(maker):
-            self.cuts[maker] = _Cut(rows=rows, scatter=scatter)
+        if self._count(maker) >= self.splits:
+            self.cuts[maker] = _Cut(rows=_even(self._count(maker), self.splits), scatter=scatter)
 
     def _is_cut_for(self, scatter: t.Collective, product: int) -> bool:
         flow = self.flow
@@ -357,15 +361,16 @@ class _Chunks(StepWriter):
             self.copy(op)
 
     def _in_parts(self, op: t.Compute, cut: _Cut) -> None:
-        output, count = self.graph.tensors[op.outputs[0]], self._count(op.id)
-        first = self.add_tensor(output, None if output.alias_of is None else self.tensor(output.alias_of))
-        shard = cut.arriving
-        operand = self._rows(op, cut.rows) if shard is None else self._arriving(op, cut.rows, shard)
-        self._part(op, cut.rows, operand, first)
-        if cut.scatter is not None:
-            self._begin(cut.scatter, first)
-        self.part.tensors[output.id] = self.add_tensor(output, first)
-        self._part(op, count - cut.rows, self._rows(op, count - cut.rows), self.part.tensors[output.id])
+        output = self.graph.tensors[op.outputs[0]]
+        made = None if output.alias_of is None else self.tensor(output.alias_of)
+        for place, rows in enumerate(cut.rows):
+            on_its_way = cut.arriving if place + 1 < len(cut.rows) else None
+            operand = self._rows(op, rows) if on_its_way is None else self._arriving(op, rows, on_its_way)
+            made = self.add_tensor(output, made)
+            self._part(op, rows, operand, made)
+            if place == 0 and cut.scatter is not None:
+                self._begin(cut.scatter, made)
+            self.part.tensors[output.id] = made
 
     def _arriving(self, op: t.Compute, rows: int, shard: int) -> int:
         """The left operand of rows that are on their way; it has no memory of its own here."""

@@ -79,6 +79,8 @@ PLAN: Mapping[str, Style] = {
     # Experts: one parameter for all, not a module each; and DeepSeek's products after the low-rank ones
     "*.experts.gate_up_proj_bias": "colwise", "*.q_b_proj": "colwise", "*.kv_b_proj": "colwise",
     "*.self_attn.sinks": "colwise",
+    # Mamba-2: all that is of heads, or of the groups that share B and C
+    **{f"*.mixer.{name}": "colwise" for name in ("in_proj", "conv1d", "norm", "A_log", "D", "dt_bias")},
     # Embeddings and heads
     "*.wte": "vocab", "*.embed_tokens": "vocab", "*.word_embeddings": "vocab", "lm_head": "vocab",
     "cls.predictions": "vocab", "cls.predictions.decoder": "vocab", "vocab_projector": "vocab",
@@ -201,6 +203,8 @@ def _cut(graph: Graph, index: int, style: Style) -> Placement:
         return Shard(0, vocab=True)
     if rank == 2 and read_by == "index":  # a bias for each expert
         return WHOLE if style == "rowwise" else Shard(1, before)
+    if rank == 3 and read_by == "squeeze":  # channels of a convolution of each alone
+        return WHOLE if style == "rowwise" else Shard(0, before)
     if rank != 2 and read_by not in (*_TRANSPOSES, "_grouped_mm"):
         return WHOLE
     outputs = rank - 1 if read_by in (*_PRODUCTS, "embedding") else rank - 2

@@ -359,6 +359,28 @@ def _attention(site: OpSchema) -> Decision | None:
     return Decision(tuple(map(by_head, site.inputs)), tuple(map(by_head, site.outputs)))
 
 
+def _scan(site: OpSchema) -> Decision | None:
+    """The scan of Mamba-2, by heads: x is [batch, positions, heads, channels], B and C have groups of heads."""
+    if not site.sharded or any(shape[2] % site.size for shape in site.inputs if len(shape) > 1):
+        return None
+
+    def by_head(shape: Shape) -> Placement:
+        return Shard(2 if len(shape) > 1 else 0)
+
+    return Decision(tuple(map(by_head, site.inputs)), tuple(map(by_head, site.outputs)))
+
+
+def _channels(site: OpSchema) -> Decision | None:
+    """A convolution of each channel alone: signals are [batch, channels, positions], the rest begins with them."""
+    if not site.sharded:
+        return None
+
+    def cut(shape: Shape) -> Placement:
+        return Shard(1 if len(shape) == 3 else 0)
+
+    return Decision(tuple(map(cut, site.inputs)), tuple(map(cut, site.outputs)))
+
+
 def _norm(site: OpSchema) -> Decision | None:
     """Layer and RMS norms need the normalised dims whole; summands of their gradients come of other dims."""
     if not site.sharded:
@@ -440,6 +462,8 @@ _RULES: Sequence[tuple[Callable[[OpSchema], Decision | None], str]] = (
         "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward"
         " _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward",
     ),
+    (_scan, "ssd_scan ssd_scan_backward"),
+    (_channels, "causal_conv1d causal_conv1d_backward"),
     (_norm, "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"),
     (_softmax, "_softmax _safe_softmax _softmax_backward_data"),
     (_log_softmax, "_log_softmax _log_softmax_backward_data"),

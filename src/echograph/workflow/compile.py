@@ -164,6 +164,10 @@ def _build_entry(entry: ModelEntry, spec: StepSpec, **sizes: Any) -> tuple[Any, 
                 from echograph.models.lora import add_adapters
 
                 add_adapters(built.module, spec.lora_rank, spec.lora_targets.split(","))
+            if spec.mtp_num_layers:
+                from echograph.models.mtp import add_further_tokens
+
+                add_further_tokens(built.module, spec.mtp_num_layers, spec.mtp_use_repeated_layer)
             return built
     finally:
         torch.set_default_dtype(before)
@@ -172,6 +176,8 @@ def _build_entry(entry: ModelEntry, spec: StepSpec, **sizes: Any) -> tuple[Any, 
 def _check_adapters(spec: StepSpec) -> None:
     if spec.lora_rank is not None:
         raise UsageError("--lora-rank: adapters are put beside zoo models: give your module its own")
+    if spec.mtp_num_layers:
+        raise UsageError("--mtp-num-layers: further tokens are for zoo models: give your module its own")
 
 
 def _compile(name: str, built: tuple[Any, Any, Any], spec: StepSpec, producer: str, say: Progress) -> StepGraph:

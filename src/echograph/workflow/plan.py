@@ -83,6 +83,9 @@ class Plan:
     dp: int | None = option(None, "Data-parallel ranks, experts' included.", "what the GPUs leave")
     zero: int = option(0, "0: DDP; 1: optimizer states sharded; 2: gradients, too; 3: parameters, too (FSDP).")
     hsdp_replicas: int = option(1, "Copies of the sharded model (HSDP), with --zero 3.")
+    distributed_optimizer_instances: int = option(
+        1, "Groups of ranks that each divide the optimizer among themselves, with --zero 1."
+    )
     reshard_after_forward: bool | None = option(
         None, "Drop gathered parameters after forward, with --zero 3.", "yes; no in a pipeline"
     )
@@ -161,6 +164,7 @@ def _check_sizes(plan: Plan) -> None:
         "pp",
         "vpp",
         "hsdp_replicas",
+        "distributed_optimizer_instances",
         "dp",
         "micro_batch",
         "gpus",
@@ -243,6 +247,10 @@ def _check_pairs(plan: Plan) -> None:
             "--hsdp-replicas: copies of a sharded model need --zero 3",
         ),
         (
+            plan.distributed_optimizer_instances != 1 and plan.zero != 1,
+            "--distributed-optimizer-instances: groups that divide the optimizer need --zero 1",
+        ),
+        (
             plan.reshard_after_forward is not None and plan.zero != 3,
             "--reshard-after-forward: is of gathered parameters, give --zero 3",
         ),
@@ -275,7 +283,8 @@ def spread(plan: Plan, node: int, most: int, where: str) -> tuple[int, int]:
     Raises:
         UsageError: the sizes do not multiply to the number of GPUs; names the nearest that would.
     """
-    model, at_once = plan.model_ranks, plan.model_ranks * plan.expert_ranks * plan.hsdp_replicas
+    copies = plan.hsdp_replicas * plan.distributed_optimizer_instances
+    model, at_once = plan.model_ranks, plan.model_ranks * plan.expert_ranks * copies
     gpus = plan.gpus or (model * plan.dp if plan.dp else max(node, at_once) // at_once * at_once)
     if gpus > most:
         raise UsageError(f"--gpus {gpus}: cluster {where} has 1 to {most} GPUs (max_gpus of its file)")
@@ -290,7 +299,9 @@ def spread(plan: Plan, node: int, most: int, where: str) -> tuple[int, int]:
             f"--dp {plan.dp}: {gpus} GPUs{f' with {sizes}' if sizes else ''} leave {replicas} data-parallel "
             f"ranks: give --dp {replicas}, or --gpus {model * plan.dp}"
         )
-    for name, size in (("ep", plan.expert_ranks), ("hsdp_replicas", plan.hsdp_replicas)):
+    sizes_of = {"ep": plan.expert_ranks}
+    sizes_of |= {name: getattr(plan, name) for name in ("hsdp_replicas", "distributed_optimizer_instances")}
+    for name, size in sizes_of.items():
         if replicas % size:
             fold = getattr(plan, name) // size
             fitting = [n * fold for n in range(1, replicas + 1) if replicas % n == 0]
@@ -380,7 +391,8 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
     """What a plan makes of a step graph: the whole order, with every option.
 
     Those up to the first that makes a job of the step (`base.split_at_job`) depend of the cluster on its device
-    alone, and not on how many data-parallel ranks there are.
+    alone, where tokens go to experts once a node on its NVLink domains, too, and not on how many data-parallel
+    ranks there are.
 
     Args:
         plan: how the step is spread.
@@ -404,7 +416,8 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
     types = {"dtype": plan.precision or None, "grad_dtype": plan.grad_dtype or None}
     delayed = stack.fp8_scaling == "delayed" and plan.precision == "fp8"
     recipe: dict[str, Any] = {"kept": stack.fp8_kept, "delayed": delayed}
-    recipe |= {"weights": stack.fp8_weights, "experts": stack.fp8_experts, "main_gradients": stack.main_gradients}
+    recipe |= {"weights": stack.fp8_weights, "experts": stack.fp8_experts}
+    recipe |= {"main_gradients": stack.main_gradients, "fused_accumulation": stack.fused_accumulation}
     recipe["gathers"] = stack.fp8_gathers
     order: tuple[tuple[bool, str, dict[str, Any]], ...] = (
         # The step that one rank would run alone: its batch, what it is asked for, what it computes again.
@@ -559,7 +572,9 @@ def _data_parallel(plan: Plan, replicas: int, count: int) -> dict[str, Any]:
     # Micro-batches of a pipeline are in its schedule already.
     options = {"replicas": replicas, "micro_batches": 1 if plan.pp > 1 else count}
     names = ("zero", "overlap_grad_reduce", "overlap_param_gather")
-    return options | {name: plan.given[name] for name in names if name in plan.given}
+    options |= {name: plan.given[name] for name in names if name in plan.given}
+    instances = plan.distributed_optimizer_instances
+    return options | ({"instances": instances} if instances > 1 else {})
 
 
 def _fully_shard(plan: Plan, replicas: int, count: int, stack: Stack) -> dict[str, Any]:
@@ -606,5 +621,7 @@ def record(job: JobGraph, plan: Plan, cluster: Cluster) -> dict[str, Any]:
         "precision": plan.precision or job.workload.dtype.text,
     }
     options |= {"stack": plan.stack} if plan.stack else {}
+    instances = plan.distributed_optimizer_instances
+    options |= {"distributed_optimizer_instances": instances} if instances > 1 else {}
     said = {"passes": plan.passes} if plan.passes else options
     return {**sizes, **said, "micro_batch": job.workload.batch_size, "mesh": mesh}

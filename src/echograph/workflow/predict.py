@@ -121,10 +121,11 @@ def simulate(
             links_of(job, where).find(entry.where)
     job = system.annotate(job)
     stack = load_stack(plan.stack) if plan is not None and plan.stack else Stack()
+    host = system.host_running(stack.host)
     result = simulator.simulate(
         job,
         where,
-        replace(system.host, waits=True) if stack.host_waits else system.host,
+        replace(host, waits=True) if stack.host_waits else host,
         peak_flops_per_s=system.peak_flops_per_s(job),
         engine=engine,
         ranks=scenario.every_rank(where.gpus_per_node),

@@ -19,7 +19,7 @@ from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate, Coverage, join
 from echograph.ir.profile import Profile, load_profile
-from echograph.ir.types import COMMUNICATIONS, OpKind, Source
+from echograph.ir.types import COMMUNICATIONS, OpKind, Phase, Source
 from echograph.options import option
 from echograph.profiler.costs import DeviceProfile, load_device
 from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
@@ -73,7 +73,7 @@ class System:
             power_limit_W: what a board may draw; 0: what its maker allows.
 
         Raises:
-            UnknownNameError: no preset, device or key of that name.
+            UnknownNameError: no preset, device, processor or key of that name.
             UsageError: another device for a measured profile, which is of one; a limit of power without a model.
             InputError: a file cannot be read.
             DataError: a file breaks a rule of its format.
@@ -92,6 +92,10 @@ class System:
             another = device is not None and costs.name != where.device
             memory = costs.datasheet.memory_bytes if another else where.memory_bytes
             where, host = replace(where, device=costs.name, memory_bytes=memory), host_of(costs)
+        if where.processor:
+            from echograph.profiler.costs.host import load_processor
+
+            load_processor(where.processor)  # refuses a name that no table has, whichever framework runs
         host = replace(host, waits=host_waits, blocking=launch_blocking or host.blocking)
         self._fill(where, costs, host, profile, settings)
 
@@ -139,6 +143,29 @@ class System:
     def sm_count(self) -> int:
         """Multiprocessors of one device; 0 where it is not known."""
         return self.device.datasheet.sm_count if self.device is not None else 0
+
+    def host_running(self, framework: str) -> IssueTimes:
+        """The host that runs a framework; as it is for any where one of them, or the processor, is not known.
+
+        Args:
+            framework: a name of the profiler's table; "": not known.
+
+        Raises:
+            UnknownNameError: no such framework or processor.
+        """
+        if not framework or not self.cluster.processor or self.device is None:
+            return self.host
+        from echograph.profiler.costs.host import load_framework, load_processor
+
+        processor = load_processor(self.cluster.processor)
+        work = load_framework(framework).on(processor)
+        return replace(
+            self.host,
+            op_ps=to_ps(work[Phase.FORWARD] + processor.launch_s),
+            launch_ps=to_ps(processor.launch_s),
+            work_ps={phase: to_ps(seconds) for phase, seconds in work.items()},
+            communication_ps=to_ps(processor.communication_s),
+        )
 
     def peak_flops_per_s(self, graph: Graph) -> float:
         """FLOP/s of one device in the type of the step; 0 where it is not known."""

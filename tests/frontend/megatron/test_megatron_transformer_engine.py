@@ -23,9 +23,10 @@ from torch.nn import functional
 
 from echograph.errors import CaptureError
 from echograph.frontend.megatron import transformer_engine as te
-from echograph.frontend.megatron.adapter import MegatronAdapter, axes_with_experts
+from echograph.frontend.megatron.adapter import MegatronAdapter, axes_with_experts, within_context
+from echograph.frontend.megatron.apex import accumulate
 from echograph.frontend.megatron.shims import loads
-from echograph.frontend.megatron.stub_modules import accumulate, standing_in
+from echograph.frontend.megatron.stub_modules import standing_in
 from echograph.frontend.scripts.capture import axes_of, capture_script
 from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.world import World
@@ -110,12 +111,11 @@ def test_a_product_that_adds() -> None:
     ("make", "said"),
     [
         (
-            lambda: te.DotProductAttention(attention_dropout=0.0, cp_group=1, cp_comm_type="p2p"),
+            lambda: te.DotProductAttention(attention_dropout=0.0, cp_group=1, cp_comm_type="ring"),
             "a2a",
         ),
         (lambda: te.DotProductAttention(attention_dropout=0.0, window_size=(8, 0)), "windows"),
         (te.DelayedScaling, "--fp8-format"),
-        (te.CudaRNGStatesTracker, "--te-rng-tracker"),
         (te.without_fp8, "--fp8-format"),
     ],
 )
@@ -159,6 +159,14 @@ def test_groups_of_dense_layers_and_of_experts_are_axes(
         for kind in kinds:
             for ranks in generator.get_ranks(kind):
                 assert len(ranks) == 1 or axes_of(ranks, mesh) is not None, (kind, ranks, mesh)
+
+
+def test_ranks_of_context_parallelism_in_two_levels_are_two_axes() -> None:
+    mesh = within_context({"pp": 2, "dp": 2, "cp": 8, "tp": 2}, 4)
+    assert list(mesh.items()) == [("pp", 2), ("dp", 2), ("cp", 2), ("cp_inner", 4), ("tp", 2)]
+    assert axes_of(range(0, 8, 2), mesh) == ("cp_inner",)
+    assert axes_of((0, 8), mesh) == ("cp",)
+    assert axes_of(range(0, 16, 2), mesh) == ("cp", "cp_inner")
 
 
 # -- captures -------------------------------------------------------------------------------------------------
@@ -224,3 +232,19 @@ def test_experts_that_take_what_comes_have_equal_loads(grouped_gemm: str) -> Non
     assert Counter(sent) == {rows * HIDDEN * 2: 8, rows * 2: 4}
     each = rows * ranks // experts
     assert products[0, "FORWARD", *sorted((each, HIDDEN, 32))] == 4 * 2 * (experts // ranks)
+
+
+@pytest.mark.slow
+def test_gathered_tokens_have_equal_loads_too() -> None:
+    """Of all ranks' choices, each expert of a rank takes as many."""
+    experts, ranks, choices = 4, 2, 2
+    job, notes = captured(
+        2,
+        f"--expert-model-parallel-size {ranks} --num-experts {experts} --moe-router-topk {choices} "
+        "--moe-ffn-hidden-size 32 --disable-bias-linear --moe-token-dispatcher-type allgather",
+    )
+    assert any("equal loads" in note for note in notes)
+    products, collectives = work(job, 0)
+    each = LENGTH * choices * ranks // experts
+    assert products[0, "FORWARD", *sorted((each, HIDDEN, 32))] == 4 * 2 * (experts // ranks)
+    assert not any(call[2] == "ALL_TO_ALL" for call in collectives)

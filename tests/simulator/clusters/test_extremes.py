@@ -56,15 +56,20 @@ def test_wrong_values_in_a_file(key: tuple[str, ...], tmp_path: Path) -> None:
     assert refused >= len(WRONG) - 3
 
 
+OF_THE_PROFILER = ("device", "processor")
+
+
 def settings() -> Iterator[str]:
     with pytest.raises(UnknownNameError) as caught:
         load_cluster("dgx-h100", {"?": "1"})
-    assert "(25 in all)" in str(caught.value)
+    assert "(26 in all)" in str(caught.value)
     document = tomllib.loads((PRESETS / "dgx-h100.toml").read_text())
     yield "max_gpus"
     for table in ("node", "network"):
-        # Which devices there are the profiler says, when the step is predicted.
-        yield from (f"{table}.{key}" for key in document[table] if key not in ("level", "growth", "device"))
+        # Which devices and processors there are the profiler says, when the step is predicted.
+        yield from (
+            f"{table}.{key}" for key in document[table] if key not in ("level", "growth", *OF_THE_PROFILER)
+        )
     for level in document["network"]["level"]:
         yield from (f"network.level.{level['name']}.{key}" for key in level if key != "name")
     yield from (f"network.growth.{key}" for key in document["network"]["growth"])

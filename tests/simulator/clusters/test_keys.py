@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 from cluster_files import KEYS, Keys, places, prepared, written
 from flow_jobs import IDLE, communications
-from layered import layered_step
+from layered import layered_step, product_step
 
 from echograph.errors import EchoError
 from echograph.ir.graph import StepGraph
+from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
+from echograph.ir.types import Source
 from echograph.simulator.clusters import cluster_names, fabric_names, load_cluster
 from echograph.simulator.simulate import simulate
 from echograph.workflow.formats.timed import dimensions
@@ -69,6 +71,12 @@ def step() -> StepGraph:
     return Fold()(layered_step(1))
 
 
+def of_a_product(gpus: int, path: Path) -> int:
+    """Picoseconds of a product, whose pace the slowest GPU of a job sets."""
+    step = product_step(10**9, Source.FITTED, load_cluster(path).device)
+    return simulate(DataParallel(replicas=gpus)(step), load_cluster(path), IDLE, memory=False).step_ps
+
+
 def outcome(document: dict[str, Any], mode: str | int, base: dict[str, Any], folder: Path) -> Any:
     """What is predicted on a cluster, or the line that refuses it."""
     path = folder / "mine.toml"
@@ -82,6 +90,7 @@ def outcome(document: dict[str, Any], mode: str | int, base: dict[str, Any], fol
         result, job = predict(step(), Plan(gpus=gpus, cluster=str(path)), scenario=scenario)
         record = result.to_json()
         if mode != FLOWS:
+            record["product"] = of_a_product(gpus, path)
             reduced = communications({"dp": job.world_size}, ("all_reduce", "dp", 2**30, 0))
             record["reduced"] = simulate(reduced, load_cluster(path), IDLE, memory=False).step_ps
     except EchoError as error:

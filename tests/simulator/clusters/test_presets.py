@@ -19,6 +19,7 @@ from echograph.simulator.clusters.fabric import parse_fabric, read_fabric_docume
 
 # GPU, GPUs a node, NVLink domain, NVLink GB/s a GPU, NIC GB/s a node: from the vendors' data sheets.
 DATA_SHEETS = {
+    "dgx-2": ("v100-sxm2", 16, 16, 150, 100),
     "dgx-a100": ("a100-sxm-80", 8, 8, 300, 200),
     "dgx-h100": ("h100-sxm", 8, 8, 450, 400),
     "dgx-h200": ("h200", 8, 8, 450, 400),
@@ -31,8 +32,9 @@ DATA_SHEETS = {
     "jean-zay-a100": ("a100-sxm-80", 8, 8, 300, 50),
     "grand-teton-h100": ("h100-sxm-hbm2e", 8, 8, 450, 400),
     "gb200-nvl72": ("gb200", 4, 72, 900, 200),
+    "alps-gh200": ("gh200", 4, 4, 450, 100),
     "dgx-b300": ("b300", 8, 8, 900, 800),
-    "gb300-nvl72": ("gb200", 4, 72, 900, 400),
+    "gb300-nvl72": ("gb300", 4, 72, 900, 400),
 }
 
 

@@ -10,4 +10,5 @@ from echograph.profiler.fit.fabric import CollectiveRow, read_collectives_csv
 @pytest.fixture(scope="session")
 def rows(measured_data: Path) -> list[CollectiveRow]:
     """Every measured row."""
-    return read_collectives_csv(measured_data / "collectives.csv.gz")
+    tables = ("collectives.csv.gz", "collectives_alps.csv")
+    return [row for table in tables for row in read_collectives_csv(measured_data / table)]

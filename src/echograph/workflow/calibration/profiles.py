@@ -126,6 +126,7 @@ def _held_out(profile: DeviceProfile) -> Iterator[dict[str, object]]:
     labels = {f"gemm {n}": m.label for n, m in profile.gemm.items()}
     labels |= {f"attention {n}": m.forward.label for n, m in profile.attention.items()}
     labels |= {f"attention {n} backward": m.backward.label for n, m in profile.attention.items() if m.backward}
+    labels |= {f"experts {n}": m.label for n, m in profile.grouped.products.items()}
     labels |= {f"memory {n}": m.label for n, m in profile.memory.items()}
     for what, label in labels.items():
         error = label.held_out.long

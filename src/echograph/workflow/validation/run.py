@@ -126,7 +126,7 @@ class _Steps:
             started = self._once(begun, lambda: run(step, of_step, to=StepGraph, verify=False))
             job = system.annotate(run(started, of_job, to=JobGraph, verify=False))
             self.last = (key, job)
-        sizes = [("dp", one.replicas) for one in of_job if isinstance(one, DataParallel)]
+        sizes = [("dp", one.group) for one in of_job if isinstance(one, DataParallel)]
         return ResizeAxes(sizes=dict(sizes))(job)
 
     def _whole(self, made: Setup) -> StepGraph:
@@ -170,7 +170,7 @@ def _shared(plan: Plan) -> Plan:
     """What of a plan says what a rank computes for a micro-batch; the rest says how often and beside whom."""
     plan = replace(plan, gpus=None, dp=None, global_batch=None, overlap_moe_expert_parallel_comm=False)
     plan = replace(plan, pp=1, vpp=1, schedule="", stage_layers="")
-    return replace(plan, zero=0, hsdp_replicas=1, reshard_after_forward=None)
+    return replace(plan, zero=0, hsdp_replicas=1, distributed_optimizer_instances=1, reshard_after_forward=None)
 
 
 def _order(plan: Plan) -> tuple[object, ...]:

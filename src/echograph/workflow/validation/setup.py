@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from echograph.frontend.pytorch.spec import StepSpec
 
 CLUSTERS = {
+    "V100-SXM3-32GB": "dgx-2",
     "A100-SXM-80GB": "dgx-a100",
     "A100-SXM-40GB": "azure-nd-a100-v4",
     "A100-SXM": "dgx-a100",
@@ -35,6 +36,8 @@ UNMODELLED = {"H100-96GB-HBM2e-500W": "full clocks within 500 W"}
 RECOMPUTE = {"": "none", "none": "none", "full": "full", "selective": "selective", "selective(op)": "selective-op"}
 ZERO = re.compile(r"(?:(?P<hsdp>hsdp)|fsdp|zero-?)?(?P<stage>[0-3])(?P<more>[^0-9].*)?")
 """Spellings of a stage: 1, "fsdp3", "hsdp3", "1 (8-GPU groups)", "fsdp2(SHARD_GRAD_OP)"."""
+GROUPS = re.compile(r"\((?P<gpus>[0-9]+)-GPU groups\)")
+"""How many ranks divide the optimizer among themselves, as of "1 (8-GPU groups)"."""
 PRECISION = {
     "fp32": ("fp32", ""), "fp16": ("fp16", ""), "bf16": ("bf16", ""), "amp_bf16": ("bf16", ""),
     "bf16 te": ("bf16", ""), "fp8": ("bf16", "fp8"), "fp8-hybrid": ("bf16", "fp8"), "fp8-cs": ("bf16", "fp8"),
@@ -100,7 +103,7 @@ def setup(row: MeasuredStep) -> Setup:
     model = model_of(row, trainer, assumed)
     return Setup(
         model=model,
-        spec=StepSpec(dtype=dtype, **_adapters(row, trainer, assumed)),
+        spec=StepSpec(dtype=dtype, **trainer.step, **_adapters(row, trainer, assumed)),
         plan=_plan(row, trainer, model.layers, precision, assumed),
         seq_len=row.number("seq_len"),
         assumed=tuple(assumed),
@@ -145,7 +148,7 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
         tp=sizes["tp"],
         pp=sizes["pp"],
         vpp=sizes["vpp"],
-        stage_layers=_stage_layers(layers, sizes["pp"] * sizes["vpp"]),
+        stage_layers=_stage_layers(layers, sizes["pp"] * sizes["vpp"], trainer.step.get("mtp_num_layers", 0)),
         cp=sizes["cp"],
         ep=sizes["ep"],
         # More ranks than there are with data of their own: those of a tensor-parallel group are among them.
@@ -176,6 +179,9 @@ def _zero(row: MeasuredStep, replicas: int, assumed: list[str]) -> dict[str, Any
     if said is None:
         raise Skip(f"zero_stage '{row.text('zero_stage')}' is not modelled")
     more, stage = said["more"] or "", int(said["stage"])
+    groups = GROUPS.search(more)
+    if stage == 1 and groups and replicas % int(groups["gpus"]) == 0 and replicas > int(groups["gpus"]) > 1:
+        return {"zero": 1, "distributed_optimizer_instances": replicas // int(groups["gpus"])}
     if stage < 3 and more and "SHARD_GRAD_OP" not in more:
         assumed.append(f"zero {stage} over all replicas")
     if "SHARD_GRAD_OP" in more:
@@ -186,8 +192,16 @@ def _zero(row: MeasuredStep, replicas: int, assumed: list[str]) -> dict[str, Any
     return {"zero": stage}
 
 
-def _stage_layers(layers: int, chunks: int) -> str:
-    """Layers of each chunk where the embedding and the loss take a layer's slot each; "" where they need not."""
+def _stage_layers(layers: int, chunks: int, further: int) -> str:
+    """Layers of each chunk where the embedding and the loss take a layer's slot each; "" where they need not.
+
+    With further tokens the last chunk has what is left, and the layers that predict these (Megatron-Bridge's
+    layouts of DeepSeek-V3).
+    """
+    full = -(-layers // chunks)
+    left = layers - full * (chunks - 1)
+    if further and 0 < left < full:
+        return ",".join(map(str, [full] * (chunks - 1) + [left + further]))
     even, rest = divmod(layers + 2, chunks)
     if layers % chunks == 0 or rest:
         return ""

@@ -15,26 +15,21 @@ from echograph.workflow.validation.table import MeasuredStep
 
 
 class _Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What holds for some rows: those whose column has a text, and those on more than so many GPUs.
+    """What holds for some rows: those whose columns have a text, on more than so many GPUs.
 
     Attributes:
         source: where it is published.
-        column: which column.
-        text: a regular expression.
-        columns: more columns with a text each.
+        where: columns, each with a regular expression.
         gpus_above: GPUs.
     """
 
     source: str
-    column: str = ""
-    text: str = ""
-    columns: dict[str, str] = {}
+    where: dict[str, str] = {}
     gpus_above: int = 0
 
     def holds(self, row: MeasuredStep) -> bool:
         """Whether it holds for a row."""
-        columns = self.columns | ({self.column: self.text} if self.column else {})
-        said = all(re.search(text, row.text(column)) for column, text in columns.items())
+        said = all(re.search(text, row.text(column)) for column, text in self.where.items())
         return said and row.number("n_gpus") > self.gpus_above
 
 
@@ -44,11 +39,13 @@ class _When(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         stack: another stack; "": the trainer's.
         set: options of the plan.
+        step: options of the step.
         launch_blocking: whether every launch waited for its kernel.
     """
 
     stack: str = ""
     set: dict[str, Any] = {}
+    step: dict[str, Any] = {}
     launch_blocking: bool = False
 
 
@@ -84,6 +81,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         stack: its stack.
         source: where what follows is published.
         set: options of the plan that it sets otherwise than the stack.
+        step: options of the step that it sets.
         dropout: of a plain GPT.
         lora_rank: of a row that says LoRA.
         lora_targets: linear layers that get adapters.
@@ -97,6 +95,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     stack: str = ""
     source: str = ""
     set: dict[str, Any] = {}
+    step: dict[str, Any] = {}
     dropout: float = 0.0
     lora_rank: int = 8
     lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
@@ -122,6 +121,7 @@ def trainer_of(row: MeasuredStep) -> Trainer:
                 found,
                 stack=rule.stack or found.stack,
                 set={**found.set, **rule.set},
+                step={**found.step, **rule.step},
                 launch_blocking=found.launch_blocking or rule.launch_blocking,
             )
     return found

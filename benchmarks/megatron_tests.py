@@ -1,0 +1,367 @@
+"""Megatron-LM's own functional tests, captured without a GPU, against what they took on H100, A100 and GB200.
+
+python -m benchmarks.megatron_tests FOLDER --table megatron_tests.csv [--only PATTERN] [--results FOLDER]
+
+FOLDER is a checkout of Megatron-LM, whose own `megatron.core` is captured. The table has a line a test and
+platform: its arguments, its GPUs, the median time of an iteration and the last rank's peak of allocated bytes. A
+test's own `model_config.yaml` in the checkout is taken where it is there, since it has its tokenizer and what it
+logs; what names files (data, checkpoints, vocabularies, boards) is left out or stood in for, and nothing else is.
+
+Each set of arguments is captured once, by `echoc capture megatron`, and simulated on each platform that has a
+measurement. Results stay in the folder of results, a file a set: a second call goes on where the first was
+stopped, `--again failed` tries those anew that failed, `--again all` all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+
+CLUSTERS = {"H100": "dgx-h100", "A100": "dgx-a100", "GB200": "gb200-nvl72"}
+"""The preset of each GPU of the table."""
+
+# What names files of the machines that ran, or says what is done with them: a capture has no such files.
+_FILES = re.compile(
+    r"--(.*-path|save|load|save-.*|load-.*|.*-dir|(?!ckpt-format).*ckpt.*|.*checkpoint(?!-activations)(-.*)?|vocab-file|merge-file"
+    r"|tokenizer-.*|tiktoken-.*|wandb-.*|async-.*|verify-integrity|finetune|no-mmap-bin-files|split|mock-data"
+    r"|use-persistent-ckpt-worker|exit-.*|no-load-.*|dataloader-type|num-workers|no-use-tokenizer-.*|data-args-path"
+    r"|override-opt.param-scheduler|use-checkpoint-.*|langrl-env-config|bert-.*path|retro-.*)"
+)
+# Variables that choose what runs; others are of libraries that a capture does not call.
+_CHOOSES = re.compile("NVTE_|CUDA_DEVICE_MAX_CONNECTIONS")
+# Vocabularies that their files' names or the tokenizer's kind tell of, without them.
+_VOCABULARIES = (
+    ("bert-large-cased", 28996),
+    ("bert-large-uncased", 30522),
+    ("gpt2", 50257),
+    ("GPT2BPE", 50257),
+    ("multiMixV8", 131072),
+    ("nemotron_2_256k", 256000),
+    ("nemo_minitron_8b", 131072),
+    ("mcore_mistral", 32768),
+    ("llama", 32000),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Test:
+    """A set of arguments, and what it took where.
+
+    Attributes:
+        name: of the first test that has it.
+        names: of all tests that have it.
+        script: in the checkout.
+        arguments: of the script, as given.
+        environment: variables that the test sets.
+        gpus: ranks.
+        measured: lines of the table.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    script: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    gpus: int
+    measured: tuple[Mapping[str, str], ...]
+
+    @property
+    def key(self) -> str:
+        """Tells sets apart; the name of its files."""
+        told = json.dumps([self.script, self.arguments, dict(self.environment), self.gpus])
+        return f"{self.name.replace('/', '.')}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
+
+
+def tests_of(table: Path, folder: Path) -> list[Test]:
+    """The training tests of a table with a number of GPUs, those with the same arguments together."""
+    found: dict[str, list[Mapping[str, str]]] = {}
+    sets: dict[str, Any] = {}
+    with table.open(newline="") as lines:
+        for row in csv.DictReader(lines):
+            if row["kind"] != "training" or not row["gpus"]:
+                continue
+            written = _written(folder, row)
+            environment = {k: str(v) for k, v in json.loads(row["env"]).items() if _CHOOSES.match(k)}
+            made = (row["script"], tuple(_arguments(written)), environment, int(row["gpus"]))
+            key = json.dumps(made)
+            sets[key] = made
+            found.setdefault(key, []).append(row)
+    return [_test(sets[key], rows) for key, rows in found.items()]
+
+
+def _test(made: Any, rows: Sequence[Mapping[str, str]]) -> Test:
+    script, arguments, environment, gpus = made
+    names = tuple(dict.fromkeys(row["id"].partition("@")[0] for row in rows))
+    return Test(
+        name=names[0], names=names, script=script, arguments=arguments, environment=environment, gpus=gpus,
+        measured=tuple(rows),
+    )  # fmt: skip
+
+
+def _written(folder: Path, row: Mapping[str, str]) -> dict[str, Any]:
+    """A test's arguments: of its file in the checkout, else those of the table, which name no files."""
+    path = folder / Path(row["source"].partition(":")[2]).parent / "model_config.yaml"
+    if path.is_file():
+        # The tests' files have keys twice, of which the later one counts.
+        model = yaml.safe_load(path.read_text())["MODEL_ARGS"]
+        return {str(k): v for k, v in model.items()}
+    return {f"--{name}": value for name, value in json.loads(row["args"]).items()}
+
+
+def _arguments(written: Mapping[str, Any]) -> Iterator[str]:
+    """What a script finds behind its name: an argument that is true stands alone, one that is false not at all."""
+    kept = {name: value for name, value in written.items() if not _FILES.fullmatch(name)}
+    kept.pop("--vocab-size", None)
+    if not kept.keys() & {"--train-iters", "--train-samples"}:
+        kept["--train-iters"] = 100  # the table does not say how long a test ran
+    for name, value in kept.items():
+        if value is True or value is None:
+            yield name
+        elif value is not False:
+            yield name
+            yield from _words(name, value)
+    yield from _vocabulary(written)
+
+
+def _words(name: str, value: Any) -> list[str]:
+    text = str(value).strip()
+    if name in _LISTS:
+        return text.strip("[]").split()
+    return [text.strip("\"'")]
+
+
+_LISTS = {"--recompute-modules", "--hierarchical-context-parallel-sizes", "--spec", "--offload-modules",
+          "--cuda-graph-modules", "--cuda-graph-scope", "--cp-comm-type", "--rampup-batch-size",
+          "--timing-log-option", "--wgrad-deferral-limit"}  # fmt: skip
+
+
+def _vocabulary(written: Mapping[str, Any]) -> list[str]:
+    told = " ".join(str(value) for name, value in written.items() if re.search("vocab|token|merge", name))
+    size = written.get("--vocab-size") or next((n for word, n in _VOCABULARIES if word in told), 50257)
+    return [
+        "--data-path",
+        "none",
+        "--split",
+        "949,50,1",
+        "--tokenizer-type",
+        "NullTokenizer",
+        "--vocab-size",
+        str(size),
+    ]
+
+
+# -- one test -------------------------------------------------------------------------------------------------
+
+
+def run_test(test: Test, folder: Path, results: Path, limit_s: float, captures_only: bool) -> dict[str, Any]:
+    """Captures and simulates a set of arguments, and writes down what came of it."""
+    job, file = results / f"{test.key}.pb", results / f"{test.key}.json"
+    record = {"name": test.name, "names": test.names, "script": test.script, "gpus": test.gpus,
+              "arguments": test.arguments, "rows": []}  # fmt: skip
+    record |= _captured(test, folder, job, limit_s)
+    if not record["error"] and not captures_only:
+        try:
+            record["rows"] = _simulated(test, job)
+        except Exception as error:
+            record["error"] = f"simulation: {type(error).__name__}: {str(error).splitlines()[0]}"
+    whole = file.with_suffix(".part")
+    whole.write_text(json.dumps(record, indent=1))
+    whole.replace(file)
+    return record
+
+
+def _captured(test: Test, folder: Path, job: Path, limit_s: float) -> dict[str, Any]:
+    command = [
+        sys.executable, "-m", "echograph", "echoc", "capture", "megatron", "--script", test.script,
+        "--world-size", str(test.gpus), "-o", str(job), "--json", "--",
+        *test.arguments,
+    ]  # fmt: skip
+    environment = os.environ | test.environment | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    paths = (str(folder), str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    before, began = _child_seconds(), time.perf_counter()
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, errors = process.communicate(timeout=limit_s)
+        error = "" if process.returncode == 0 else _last_line(errors)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, _ = process.communicate()
+        error = f"did not end in {limit_s:g} s"
+    notes = json.loads(out).get("notes", []) if not error and out.startswith("{") else []
+    return {
+        "error": error, "notes": notes, "capture_cpu_s": _child_seconds() - before,
+        "capture_wall_s": time.perf_counter() - began,
+    }  # fmt: skip
+
+
+def _child_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if line.startswith("echoc: ")), (lines or ["no message"])[-1])
+
+
+def _simulated(test: Test, job: Path) -> list[dict[str, Any]]:
+    from echograph import load, simulate
+    from echograph.workflow.system import System
+
+    began = time.process_time()
+    graph, made, rows = load(job), {}, []
+    for row in test.measured:
+        if row["gpu"] not in CLUSTERS:
+            continue
+        if row["gpu"] not in made:
+            made[row["gpu"]] = simulate(graph, System(CLUSTERS[row["gpu"]]))
+        result = made[row["gpu"]]
+        rows.append(
+            {
+                "id": row["id"], "platform": row["platform"], "gpu": row["gpu"],
+                "measured_s": float(row["iteration_s_median"]), "predicted_s": result.step_ps / 1e12,
+                "measured_peak_bytes": int(float(row["mem_max_allocated_bytes"] or 0)),
+                "predicted_peak_bytes": list(result.memory.programs.values())[-1],
+                "hidden_size": _hidden(test),
+            }
+        )  # fmt: skip
+    for row in rows:
+        row["simulation_cpu_s"] = (time.process_time() - began) / len(rows)
+    return rows
+
+
+def _hidden(test: Test) -> int:
+    names = list(test.arguments)
+    return int(names[names.index("--hidden-size") + 1]) if "--hidden-size" in names else 0
+
+
+# -- all of them ----------------------------------------------------------------------------------------------
+
+
+def summary(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """How many were captured, what failed and how often, and errors by platform."""
+    records = list(records)
+    failed = Counter(_kind(record["error"]) for record in records if record["error"])
+    yield f"{len(records) - failed.total()} of {len(records)} sets of arguments captured"
+    for reason, count in failed.most_common():
+        yield f"{count:4} {reason}"
+    rows = [row for record in records for row in record["rows"]]
+    yield f"\n{'':8} {'rows':>5} {'time: mean':>10} {'bias':>7} {'rank':>5} {'memory: mean':>12} {'bias':>7} worst"
+    for label, least in (("all", 0), ("hidden size 2,048 and more", 2048)):
+        yield label
+        for gpu in CLUSTERS:
+            found = [row for row in rows if row["gpu"] == gpu and row["hidden_size"] >= least]
+            if found:
+                yield _line(gpu, found)
+
+
+def _line(label: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    times = [row["predicted_s"] / row["measured_s"] - 1 for row in rows]
+    peaks = [r["predicted_peak_bytes"] / r["measured_peak_bytes"] - 1 for r in rows if r["measured_peak_bytes"]]
+    rank = _rank_correlation([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows])
+    return (
+        f"{label:8} {len(rows):5} {mean(map(abs, times)):10.1%} {mean(times):+7.1%} {rank:5.2f} "
+        f"{mean(map(abs, peaks)):12.1%} {mean(peaks):+7.1%} {max(peaks, key=abs):+7.1%}"
+    )
+
+
+def _rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's, of places; ties have the places that sorting gives them."""
+
+    def places(values: Sequence[float]) -> list[int]:
+        ordered = sorted(range(len(values)), key=values.__getitem__)
+        return [place for _, place in sorted(zip(ordered, range(len(values)), strict=True))]
+
+    n = len(one)
+    apart = sum((a - b) ** 2 for a, b in zip(places(one), places(other), strict=True))
+    return 1.0 if n < 2 else 1 - 6 * apart / (n * (n * n - 1))
+
+
+def _kind(error: str) -> str:
+    """An error without what differs between tests that fail alike."""
+    return re.sub(r"0x[0-9a-f]+|\d{3,}", "N", error.removeprefix("echoc: "))[:200]
+
+
+def write_table(records: Iterable[Mapping[str, Any]], file: Path) -> None:
+    """A line a test and platform."""
+    rows = [row for record in records for row in record["rows"]]
+    if rows:
+        with file.open("w", newline="") as lines:
+            writer = csv.DictWriter(lines, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(sorted(rows, key=lambda row: str(row["id"])))
+
+
+def _again(file: Path, which: str) -> bool:
+    if not file.is_file() or which == "all":
+        return True
+    return which == "failed" and bool(json.loads(file.read_text())["error"])
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a checkout of Megatron-LM")
+    parser.add_argument("--table", type=Path, required=True, help="the measurements")
+    parser.add_argument("--only", default="*", help="names of tests, with wildcards")
+    parser.add_argument("--results", type=Path, default=Path("megatron-results"), help="where results are kept")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--limit-s", type=float, default=420.0, help="seconds for a capture")
+    parser.add_argument("--captures-only", action="store_true", help="no simulation")
+    parser.add_argument("--again", choices=("none", "failed", "all"), default="none", help="what is run anew")
+    parser.add_argument("--list", action="store_true", help="print the sets of arguments alone")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs what has no result yet, and prints the whole."""
+    options = _options()
+    folder, results = options.folder.resolve(), options.results.resolve()
+    tests = [t for t in tests_of(options.table, folder) if any(fnmatch(n, options.only) for n in t.names)]
+    if options.list:
+        for test in tests:
+            print(test.key, test.script, test.gpus, *test.arguments)
+        return
+    results.mkdir(parents=True, exist_ok=True)
+    left = [test for test in tests if _again(results / f"{test.key}.json", options.again)]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        running = [
+            pool.submit(run_test, test, folder, results, options.limit_s, options.captures_only) for test in left
+        ]
+        for done, future in enumerate(as_completed(running), start=1):
+            record = future.result()
+            print(
+                f"{done}/{len(left)} {record['name']} {record['capture_cpu_s']:.0f} s {record['error']}",
+                flush=True,
+            )
+    records = [json.loads((results / f"{test.key}.json").read_text()) for test in tests]
+    write_table(records, results / "table.csv")
+    print(*summary(records), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Fits experts' products in one launch to measured layers of experts.
+
+Tables time a layer as it is served: tokens are put in the experts' order, one launch for the products of gate
+and up, the activation, one launch for the product down, and the sum of what each token gets from its experts.
+The products are a `GemmModel` whose batch is the experts, so that small groups share a wave; what stands around
+them is a time and a multiple of the bytes that it moves at least, both fitted beside it and not shipped.
+
+Rows of equal loads are fitted. In those whose loads follow a power law each expert's own load is not known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from echograph.profiler.costs.device import (
+    SHORT_KERNEL_S,
+    Datasheet,
+    FloatArray,
+    GemmModel,
+    HeldOut,
+    Label,
+    as_floats,
+)
+from echograph.profiler.costs.gemm import accumulate_seconds, group_sizes, grouped_seconds
+from echograph.profiler.fit.gemm import GROUP, NK_KNOTS, RIDGE, SMOOTHNESS, STAGES, fit_grid, start, unpack
+from echograph.profiler.fit.regression import (
+    disagreement,
+    held_out,
+    minimize,
+    score,
+    sigmoid,
+    spreads,
+    subsample,
+    weights,
+)
+from echograph.profiler.fit.table import KernelTable
+
+KERNELS = ("moe_torch_flow_cutlass", "deepgemm")
+"""Whose layers are fitted: the grouped products of CUTLASS, and of DeepGEMM for blocks of FP8 where CUTLASS has
+none; both are what training has. Of the newest version; its distance from the others is in the spread."""
+TILES = ((256, 128), (128, 256), (128, 128), (64, 128), (64, 64))
+ROW_KNOTS = tuple(2.0**power for power in range(3, 14))
+FEW = 3000
+MOST_AROUND = 20.0
+"""Around the products, bytes that move several times and slowly (casts and scales among them)."""
+UNTIMED_AROUND_S = 3e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """Measured layers of gated experts on one rank: sizes and seconds, each [rows].
+
+    Attributes:
+        tokens: of the rank before they are routed.
+        experts: of the rank.
+        rows: tokens of each expert.
+        hidden: size of a token.
+        inner: of an expert's two widened products each, on this rank.
+        seconds: measured.
+    """
+
+    tokens: FloatArray
+    experts: FloatArray
+    rows: FloatArray
+    hidden: FloatArray
+    inner: FloatArray
+    seconds: FloatArray
+
+    def sizes(self) -> tuple[FloatArray, ...]:
+        """What makes two layers the same."""
+        return self.tokens, self.experts, self.rows * 64.0, self.hidden, self.inner
+
+    def take(self, index: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> Layers:
+        """The rows of an index or mask."""
+        return Layers(**{name: getattr(self, name)[index] for name in self.__dataclass_fields__})
+
+
+def layers(table: KernelTable) -> Layers:
+    """The rows as layers whose loads are equal."""
+    number = table.number
+    held = np.maximum(1.0, number["experts"] / number["ep"])
+    return Layers(
+        tokens=number["m"],
+        experts=held,
+        rows=number["m"] * number["topk"] / number["experts"],
+        hidden=number["n"],
+        inner=number["k"] / number["tp"],
+        seconds=table.seconds(),
+    )
+
+
+def layers_of_library(table: KernelTable) -> KernelTable:
+    """Of layers those that are fitted: balanced ones of the one library."""
+    return table.where(table.text["kernel"].among(KERNELS) & table.text["balance"].among(["balanced"]))
+
+
+def fit_experts(
+    table: KernelTable, sheet: Datasheet, *, peak: str, element_bytes: float, launch_s: float, basis: str
+) -> GemmModel:
+    """Products of experts of one dtype.
+
+    Args:
+        table: layers of one device and dtype, of any library and balance.
+        sheet: the device's datasheet.
+        peak: which datasheet peak the efficiencies refer to.
+        element_bytes: bytes of one operand element.
+        launch_s: of one launch.
+        basis: what the label says of the rows.
+
+    Raises:
+        MissingExtraError: scipy is not installed.
+    """
+    versions = layers_of_library(table)
+    newest = max(versions.text["source"].counts(), default="")
+    apart = disagreement(layers(versions).sizes(), versions.text["source"].codes, versions.seconds())
+    every = layers(versions.where(versions.text["source"].among([newest])))
+    every = every.take(every.seconds >= SHORT_KERNEL_S)
+    hidden = held_out(*every.sizes())
+    seen = every.take(~hidden)
+    few = seen.take(subsample(len(seen.rows), FEW))
+    weight, log_time = weights(few.seconds), np.log(few.seconds)
+
+    def model_of(p: FloatArray) -> GemmModel:
+        model = unpack(p[:-2], TILES, peak, element_bytes, fp8=False)
+        return msgspec.structs.replace(model, splits=[1], launch_s=launch_s)
+
+    def residuals(p: FloatArray) -> FloatArray:
+        return np.asarray(weight * (np.log(_layer(model_of(p), sheet, few, p[-2:])) - log_time))
+
+    best = minimize(residuals, np.concatenate([start(TILES, fp8=False), [np.log(UNTIMED_AROUND_S), -2.5]]))
+    model = model_of(best)
+    error = np.log(seen.seconds / _layer(model, sheet, seen, best[-2:]))
+    up, down = _products(seen)
+    grid = fit_grid(
+        (ROW_KNOTS, NK_KNOTS, NK_KNOTS),
+        [np.concatenate(pair) for pair in zip(up[1:], down[1:], strict=True)],
+        np.concatenate([error, error]),
+        np.concatenate([weights(seen.seconds)] * 2),
+        smoothness=SMOOTHNESS,
+        ridge=RIDGE,
+    )
+    model = msgspec.structs.replace(model, residual=grid)
+    tested = every.take(hidden)
+    held: HeldOut = score(_layer(model, sheet, tested, best[-2:]), tested.seconds)
+    spread, spread_short = spreads(held, floor=max(0.01, apart))
+    around = f"{np.exp(best[-2]) * 1e6:.0f} us and {_share(best[-1]):.1f} times the bytes around them removed"
+    label = Label(
+        source="fitted",
+        basis=f"{basis}; {around}",
+        spread=spread,
+        spread_short=spread_short,
+        held_out=held,
+        between_libraries=apart,
+    )
+    return msgspec.structs.replace(model, label=label)
+
+
+def _products(rows: Layers) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...]]:
+    """Count, rows, columns and depth of a layer's two launches."""
+    return (
+        (rows.experts, rows.rows, 2.0 * rows.inner, rows.hidden),
+        (rows.experts, rows.rows, rows.hidden, rows.inner),
+    )
+
+
+def _share(p: float) -> float:
+    return float(1.0 + (MOST_AROUND - 1.0) * sigmoid(p))
+
+
+def _layer(model: GemmModel, sheet: Datasheet, rows: Layers, around: FloatArray) -> FloatArray:
+    """Seconds of whole layers: rows are copied in and summed up, and the activation reads two and writes one."""
+    routed = rows.experts * rows.rows
+    moved = 2.0 * (3.0 * routed * rows.hidden + 3.0 * routed * rows.inner + rows.tokens * rows.hidden)
+    rest = np.exp(around[0]) + _share(around[1]) * moved / sheet.memory_bandwidth_bytes_per_s
+    return np.asarray(rest + sum(grouped_seconds(model, sheet, *sizes) for sizes in _products(rows)))
+
+
+def fit_passes(table: KernelTable, model: GemmModel, sheet: Datasheet) -> dict[str, float]:
+    """What backward groups take over what the model of forward ones says of their sizes, from a second source.
+
+    Its level is not this source's, so that its own forward groups are the measure.
+    """
+    found: dict[str, list[float]] = {name: [] for name in STAGES.values()}
+    part = table.select(ops=["group_matmul"])
+    for note, rate in zip(part.text["notes"].tolist(), part.number["tflops"].tolist(), strict=True):
+        match = GROUP.match(note)
+        if match is None:
+            continue
+        count, m, n, k = (float(match[i]) for i in range(1, 5))
+        name = STAGES[match[6]]
+        sizes = as_floats(count, *group_sizes(name, m, n, k))
+        seconds = grouped_seconds(model, sheet, *sizes, with_residual=name != "weight_gradient")
+        if match[5] == "fp32" and name == "weight_gradient":
+            seconds = seconds + accumulate_seconds(model, sheet, np.asarray(count * n * k))
+        found[name].append(2.0 * count * m * n * k / (rate * 1e12) / float(seconds))
+    level = float(np.median(found["forward"]))
+    return {
+        name: round(float(np.median(ratios)) / level, 3) for name, ratios in found.items() if name != "forward"
+    }
