@@ -203,7 +203,7 @@ def _captured(test: Test, folder: Path, job: Path, limit_s: float) -> dict[str, 
     before, began = _child_seconds(), time.perf_counter()
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        process_group=0,
     )  # fmt: skip
     try:
         out, errors = process.communicate(timeout=limit_s)
