@@ -51,7 +51,7 @@ UNTIMED_AROUND_S = 3e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layers:
+class ExpertLayers:
     """Measured layers of gated experts on one rank: sizes and seconds, each [rows].
 
     Attributes:
@@ -74,16 +74,16 @@ class Layers:
         """What makes two layers the same."""
         return self.tokens, self.experts, self.rows * 64.0, self.hidden, self.inner
 
-    def take(self, index: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> Layers:
+    def take(self, index: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> ExpertLayers:
         """The rows of an index or mask."""
-        return Layers(**{name: getattr(self, name)[index] for name in self.__dataclass_fields__})
+        return ExpertLayers(**{name: getattr(self, name)[index] for name in self.__dataclass_fields__})
 
 
-def layers(table: KernelTable) -> Layers:
+def layers(table: KernelTable) -> ExpertLayers:
     """The rows as layers whose loads are equal."""
     number = table.number
     held = np.maximum(1.0, number["experts"] / number["ep"])
-    return Layers(
+    return ExpertLayers(
         tokens=number["m"],
         experts=held,
         rows=number["m"] * number["topk"] / number["experts"],
@@ -159,7 +159,7 @@ def fit_experts(
     return msgspec.structs.replace(model, label=label)
 
 
-def _products(rows: Layers) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...]]:
+def _products(rows: ExpertLayers) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...]]:
     """Count, rows, columns and depth of a layer's two launches."""
     return (
         (rows.experts, rows.rows, 2.0 * rows.inner, rows.hidden),
@@ -171,7 +171,7 @@ def _share(p: float) -> float:
     return float(1.0 + (MOST_AROUND - 1.0) * sigmoid(p))
 
 
-def _layer(model: GemmModel, sheet: Datasheet, rows: Layers, around: FloatArray) -> FloatArray:
+def _layer(model: GemmModel, sheet: Datasheet, rows: ExpertLayers, around: FloatArray) -> FloatArray:
     """Seconds of whole layers: rows are copied in and summed up, and the activation reads two and writes one."""
     routed = rows.experts * rows.rows
     moved = 2.0 * (3.0 * routed * rows.hidden + 3.0 * routed * rows.inner + rows.tokens * rows.hidden)
