@@ -1,9 +1,9 @@
 """Fits experts' products in one launch to measured layers of experts.
 
-Tables time a layer as it is served: tokens are put in the experts' order, one launch for the products of gate and up,
-the activation, one launch for the product down, and the sum of what each token gets from its experts. The products
-are a `GemmModel` whose batch is the experts, so that small groups share a wave; what stands around them is a time and
-a multiple of the bytes that it moves at least, both fitted beside it and not shipped.
+Tables time a layer as it is served: tokens are put in the experts' order, one launch for the products of gate
+and up, the activation, one launch for the product down, and the sum of what each token gets from its experts.
+The products are a `GemmModel` whose batch is the experts, so that small groups share a wave; what stands around
+them is a time and a multiple of the bytes that it moves at least, both fitted beside it and not shipped.
 
 Rows of equal loads are fitted. In those whose loads follow a power law each expert's own load is not known.
 """
@@ -40,8 +40,8 @@ from echograph.profiler.fit.regression import (
 from echograph.profiler.fit.table import KernelTable
 
 KERNELS = ("moe_torch_flow_cutlass", "deepgemm")
-"""Whose layers are fitted: the grouped products of CUTLASS, and of DeepGEMM for blocks of FP8 where CUTLASS has none;
-both are what training has. Of the newest version; its distance from the others is in the spread."""
+"""Whose layers are fitted: the grouped products of CUTLASS, and of DeepGEMM for blocks of FP8 where CUTLASS has
+none; both are what training has. Of the newest version; its distance from the others is in the spread."""
 TILES = ((256, 128), (128, 256), (128, 128), (64, 128), (64, 64))
 ROW_KNOTS = tuple(2.0**power for power in range(3, 14))
 FEW = 3000

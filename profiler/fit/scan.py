@@ -1,12 +1,13 @@
 """Fits what stands in for attention in hybrid models: a causal convolution, and a recurrence over chunks.
 
-Tables time the kernels of Qwen3.5-397B's gated delta rule as it is served: 64 heads of 128, whose queries and keys are
-16 heads', after a convolution of all 12,288 channels (the layer's recurrent state is [64, 128, 128]). A shape is timed
-for several numbers of tensor-parallel ranks, without saying which: the longest time of a shape that has all five is
-the whole layer's.
+Tables time the kernels of Qwen3.5-397B's gated delta rule as it is served: 64 heads of 128, whose queries and
+keys are 16 heads', after a convolution of all 12,288 channels (the layer's recurrent state is [64, 128, 128]). A
+shape is timed for several numbers of tensor-parallel ranks, without saying which: the longest time of a shape
+that has all five is the whole layer's.
 
-Mamba-2's own scan is in no table. It is as long as the gated delta rule's FLOPs at the same rate, both being chunks of
-products in Triton's kernels whose states go through memory: labelled analytical, with the spread of a guess.
+Mamba-2's own scan is in no table. It is as long as the gated delta rule's FLOPs at the same rate, both being
+chunks of products in Triton's kernels whose states go through memory: labelled analytical, with the spread of a
+guess.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Reads tables of measured kernels into columns.
 
 Columns of the CSV (an empty cell means "does not apply"): source, gpu, op, dtype, kernel, part, m, n, k, layout,
-batch, seq, heads, kv_heads, head_dim, head_dim_v, kv_seq, window, causal, experts, topk, tp, ep, balance, latency_ms,
-tflops, notes. Only `op` and
-one of `latency_ms` and `tflops` are required in every row.
+batch, seq, heads, kv_heads, head_dim, head_dim_v, kv_seq, window, causal, experts, topk, tp, ep, balance,
+latency_ms, tflops, notes. Only `op` and one of `latency_ms` and `tflops` are required in every row.
 
 Tables of millions of rows hold few distinct cells, so a column of text is codes into its distinct words, and a
 number is read once for each way that it is written.
