@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 
 from echograph.errors import GraphError, UnavailableError
-from echograph.ir.columns import NONE, Int64
+from echograph.ir.columns import NONE, Float64, Int64
 from echograph.ir.graph import Graph
 from echograph.ir.passes.annotate import Annotate
 from echograph.ir.types import (
@@ -139,7 +139,7 @@ def estimate(graph: Graph, device: DeviceProfile, slower: float = 1.0) -> Annota
 
 
 def _sustained(graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[str], picoseconds: Int64) -> Int64:
-    """The durations at the clock that a run of such steps settles at; forward and backward set it.
+    """The durations in a long run, each kernel at the clock that its own power allows.
 
     What a kernel of products or attention takes beyond its FLOPs at the rate of a burst is not paced by the clock.
     """
@@ -150,28 +150,24 @@ def _sustained(graph: Graph, device: DeviceProfile, at: Int64, cores: Sequence[s
     peaks = device.datasheet.peak_flops_per_s
     peak = np.array([peaks[core] if core in power.joules_per_flop else np.inf for core in cores])
     joules = np.array([power.joules_per_flop.get(core, 0.0) for core in cores])
-    flops = np.where(np.isfinite(peak), ops.flops[at].astype(np.float64), 0.0)
+    flops = np.where(np.isfinite(peak), ops.flops[at] * _executed(graph, at), 0.0)
     paced = seconds * np.clip(flops / (PACED_AT * peak * np.maximum(seconds, 1e-12)), 0.0, 1.0)
     moved = (ops.bytes_read[at] + ops.bytes_written[at]).astype(np.float64)
-    # As often as all ranks run it: a layer's operations stand once in a graph, beside those of the loss.
-    runs = graph.run_counts()[at] * np.isin(
-        ops.phase[at], [int(phase) for phase in Phase if phase.name in _LAYERS]
-    )
-    clock = sustained_clock(
-        power,
-        core_j=float(np.dot(runs, flops * joules)),
-        memory_j=float(np.dot(runs, moved)) * power.joules_per_byte,
-        core_s=float(np.dot(runs, paced)),
-        other_s=float(np.dot(runs, seconds - paced)),
-    )
+    clock = sustained_clock(power, flops * joules, moved * power.joules_per_byte, paced, seconds - paced)
     slower = picoseconds.copy()
     slower[at] = np.rint((seconds + paced * (1.0 / clock - 1.0)) * PS_PER_S).astype(np.int64)
     return slower
 
 
+def _executed(graph: Graph, at: Int64) -> Float64:
+    """The share of FLOPs that is executed: kernels of causal attention leave out what the mask hides."""
+    values = graph.ops.attribute_values
+    share = [0.5 if isinstance(value, Attention) and value.causal else 1.0 for value in values]
+    return np.array([*share, 1.0])[graph.ops.attributes[at]]  # none is -1, the last
+
+
 PACED_AT = 0.75
 """A kernel at this share of the peak, which the best ones reach, takes no time that the clock does not pace."""
-_LAYERS = ("FORWARD", "BACKWARD", "RECOMPUTE")
 
 
 def _core(op: Compute | Copy, operands: _InOut) -> str:

@@ -576,7 +576,8 @@ def _power(gemm: dict[str, GemmModel], facts: DeviceFacts, relative: DeviceProfi
         clock = min(1.0, sustained / burst)
         traffic = sustained * 1e12 * BYTES_PER_FLOP * JOULES_PER_BYTE
         limit = known.measured_W or known.limit_W
-        joules[model.peak] = _significant((limit - static - traffic) / (sustained * 1e12 * volts(clock) ** 2))
+        at_full_voltage = sustained * 1e12 * float(volts(np.asarray(clock))) ** 2
+        joules[model.peak] = _significant((limit - static - traffic) / at_full_voltage)
     for dtype in ("fp8", "nvfp4"):
         if dtype in facts.peak_TFLOPs and dtype not in joules:
             # Assumed: in proportion to the operands' bits, which two rates of an H100 under one limit bear out.

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from echograph.profiler.costs.device import PowerModel
 from echograph.profiler.costs.power import FLOOR, SLOPE, sustained_clock, volts
+
+
+def clock_of(power: PowerModel, *kernel: float) -> float:
+    """The clock of one kernel: joules of its FLOPs and of its bytes, seconds that the clock paces, and others."""
+    return float(sustained_clock(power, *(np.array([value]) for value in kernel))[0])
+
+
+def volts_of(clock: float) -> float:
+    return float(volts(np.array([clock]))[0])
 
 
 def board(limit_W: float, static_W: float = 150.0) -> PowerModel:
@@ -22,11 +32,11 @@ def test_the_power_is_within_the_limit_and_no_clock_is_given_away(
     limit: float, core: float, memory: float, core_s: float, other_s: float
 ) -> None:
     power = board(limit)
-    clock = sustained_clock(power, core, memory, core_s, other_s)
+    clock = clock_of(power, core, memory, core_s, other_s)
     assert 0.0 < clock <= 1.0
 
     def watts(at: float) -> float:
-        return power.static_W + (core * volts(at) ** 2 + memory) / (core_s / at + other_s)
+        return power.static_W + (core * volts_of(at) ** 2 + memory) / (core_s / at + other_s)
 
     if core_s + other_s <= 0.0:
         assert clock == 1.0
@@ -36,17 +46,27 @@ def test_the_power_is_within_the_limit_and_no_clock_is_given_away(
 
 
 def test_a_lower_limit_is_a_lower_clock_and_memory_bound_work_does_not_care() -> None:
-    clocks = [sustained_clock(board(limit), 600.0, 20.0, 1.0, 0.0) for limit in (800, 700, 600, 500, 400)]
+    clocks = [clock_of(board(limit), 600.0, 20.0, 1.0, 0.0) for limit in (800, 700, 600, 500, 400)]
     assert clocks[0] == 1.0
     assert clocks == sorted(clocks, reverse=True)
     assert clocks[2] < 0.95
-    assert sustained_clock(board(400.0), 0.0, 100.0, 0.0, 1.0) == 1.0
+    assert clock_of(board(400.0), 0.0, 100.0, 0.0, 1.0) == 1.0
 
 
 def test_the_voltage_falls_with_the_clock_to_its_floor() -> None:
-    assert volts(1.0) == 1.0
-    assert volts(0.9) == pytest.approx(1.0 - 0.1 * SLOPE)
-    assert volts(0.3) == volts(0.1) == FLOOR
+    assert volts_of(1.0) == 1.0
+    assert volts_of(0.9) == pytest.approx(1.0 - 0.1 * SLOPE)
+    assert volts_of(0.3) == volts_of(0.1) == FLOOR
     # Below the floor all but the static watts go with the clock: halving them halves it.
-    half, quarter = (sustained_clock(board(150.0 + watts), 1000.0, 0.0, 1.0, 0.0) for watts in (200.0, 100.0))
+    half, quarter = (clock_of(board(150.0 + watts), 1000.0, 0.0, 1.0, 0.0) for watts in (200.0, 100.0))
     assert half == pytest.approx(2.0 * quarter, rel=1e-6)
+
+
+def test_kernels_settle_each_for_itself() -> None:
+    """A product that draws too much is slowed down; what runs before and after it is not."""
+    power = board(500.0)
+    clocks = sustained_clock(
+        power, np.array([600.0, 0.0]), np.array([20.0, 60.0]), np.array([1.0, 0.0]), np.array([0.0, 1.0])
+    )
+    assert clocks[0] == clock_of(power, 600.0, 20.0, 1.0, 0.0) < 1.0
+    assert clocks[1] == 1.0

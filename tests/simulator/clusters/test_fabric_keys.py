@@ -18,7 +18,8 @@ from echograph.simulator.collectives import ALGORITHMS, KINDS, collective_time
 
 # These say how much was measured, and when; no prediction rests on a count.
 TOLD = ("about.origin", "about.source", "about.date", "about.rows", "about.held_out_rows", "about.note", "kind")
-GROUPS = (range(2), range(0, 16, 8), range(3), range(4), range(8), range(16), range(72), range(144), range(0, 256, 8))
+NODES = (range(2), range(3), range(4), range(8), range(16), range(72))
+GROUPS = (*NODES, range(144), range(0, 16, 8), range(0, 256, 8))
 FEW = ("nvlink4", "ndr400", "pcie5")
 
 
