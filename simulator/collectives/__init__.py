@@ -280,6 +280,8 @@ def _spread(kind: CollectiveName, links: Links, chosen: Algorithm) -> float:
         return max(links.node.about.assumed_error, links.network.about.assumed_error)
     tested = "all_reduce" if kind == "barrier" else kind
     node, about = links.node, links.node.about
+    if kind == "send_recv" and links.domains > 1:
+        return links.network.about.error(kind)  # the way between domains takes all of its time
     # Of more ranks than a fabric's levels name, nothing was measured.
     inside = about.error(tested) if links.ranks_per_domain <= node.levels[-1][0] else about.assumed_error
     return inside if links.domains == 1 else max(links.network.about.error(tested), inside)

@@ -94,6 +94,8 @@ def test_fake_and_real_run_the_same_products(entry, tiny, fake, bfloat16) -> Non
         _, fakes = record(tiny(entry), batch_size=2, seq_len=32)
     # Looking whether a batch is packed or padded reads values, which only real tensors have.
     names = {name for name in real.operators | fakes.operators if "mm" in name or "attention" in name}
+    if any(name.startswith("mamba2.") for name in fakes.operators):
+        names -= {"aten.bmm.default"}  # a scan is one operation, whose inside runs on real tensors alone
     assert {name: real.operators[name] for name in names} == {name: fakes.operators[name] for name in names}
 
 

@@ -85,8 +85,7 @@ def test_communication_is_told_apart_by_how_far_it_goes_and_whether_work_hides_i
     assert set(within.work) == {"communication within nodes", "hidden communication"}
     assert set(between.work) == {"communication between nodes", "hidden communication"}
     assert set(to_all.work) == {"all-to-all exchange", "hidden communication"}
-    # The kernel takes a little longer beside it.
-    assert 1 < within.work["hidden communication"] / (50_000_000 / within.step_ps) < 1.1
+    assert within.work["hidden communication"] == pytest.approx(50_000_000 / within.step_ps)
 
 
 def test_standard_errors_of_a_step_that_may_take_no_time_are_finite() -> None:
