@@ -2,8 +2,8 @@
 
 Tables time bursts of one kernel, at the clock that a cool board boosts to. A step runs for hours, and the board
 lowers its clock until its power is within its limit. Over how long the power is averaged is not published: each
-kernel is taken to have a clock of its own, the slower of two limits. With one clock for a step, the other limit, the
-steps of H100 that docs/accuracy.md compares come out 1 to 2 % shorter:
+kernel is taken to have a clock of its own, the slower of two limits. With one clock for a step, the other limit,
+the steps of H100 that docs/accuracy.md compares come out 1 to 2 % shorter:
 
     volts(x)   = max(FLOOR, 1 - SLOPE (1 - x))              x: the clock, over that of a burst
     seconds(x) = core_s / x + other_s                       only what the clock paces grows
