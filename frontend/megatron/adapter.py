@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from echograph.frontend.megatron import transformer_engine
@@ -25,7 +26,7 @@ from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.capture import WITHIN_CONTEXT
 from echograph.frontend.scripts.collectives import ranks_of
 from echograph.frontend.scripts.memory import LivingTensors
-from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.torch_adapter import TorchAdapter, compiling
 from echograph.ir.passes.model import CONTEXT
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from echograph.frontend.scripts.world import World
 
 
+STACK = "megatron-core"
+"""Whose kernels run: Transformer Engine's or megatron-core's own, as the script's settings have chosen already."""
 _BUFFERS = ("buffers", "expert_parallel_buffers")
 
 
@@ -104,8 +107,12 @@ class MegatronAdapter(TorchAdapter):
         # The world restores what was.
         if not any("fsdp" in argument for argument in sys.argv):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        recorder.stack = STACK
         with (
+            # What megatron-core compiles, it gives torch.compile where it is imported.
+            patched(torch, "compile", lambda _: compiling(recorder)),
             shimmed(),
+            transformer_engine.told(recorder.in_region),
             patched(transformer_engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),
             super().installed(world, recorder),
             in_place(CHECKED),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from echograph.frontend.scripts import device, values
 from echograph.frontend.scripts.adapter import Adapter, patched
 from echograph.frontend.scripts.recorder import ScriptRecorder
 from echograph.frontend.scripts.world import World
+from echograph.ir.passes.fuse import COMPILED
 
 _STAGE = "torch.distributed.pipelining.stage"
 
@@ -153,7 +155,7 @@ class TorchAdapter(Adapter):
             # It draws until all values are within bounds, which without values is for ever.
             enter(patched(torch.nn.init, "_no_grad_trunc_normal_", lambda _: lambda tensor, *_, **__: tensor))
             enter(patched(torch, "save", lambda _: _not_saved(recorder)))
-            enter(patched(torch, "compile", lambda _: _not_compiled(recorder)))
+            enter(patched(torch, "compile", lambda _: compiling(recorder)))
             enter(patched(torch.multiprocessing, "spawn", lambda _: _spawn(world)))
             enter(patched(DataLoader, "__init__", _in_this_process))
             enter(patched(dataloader._BaseDataLoaderIter, "__init__", lambda f: _quietly(recorder, _really(f))))
@@ -227,12 +229,27 @@ def _not_saved(recorder: ScriptRecorder) -> Callable[..., None]:
     return save
 
 
-def _not_compiled(recorder: ScriptRecorder) -> Callable[..., Any]:
+def compiling(recorder: ScriptRecorder) -> Callable[..., Any]:
+    """`torch.compile` that compiles nothing: what it was given runs as it is, and is known to become kernels."""
+
     def compile(model: Any = None, *_: Any, **__: Any) -> Any:
-        recorder.note("torch.compile is left out: the operators are those of the eager model")
-        return (lambda function: function) if model is None else model
+        if model is None:
+            return compile
+        if isinstance(model, torch.nn.Module):
+            model.forward = _region(recorder, model.forward)
+            return model
+        return _region(recorder, model)
 
     return compile
+
+
+def _region(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with recorder.in_region(COMPILED):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _spawn(world: World) -> Callable[..., None]:

@@ -34,7 +34,9 @@ from echograph.profiler.costs.device import (
     FloatArray,
     as_floats,
     make_cost,
+    widen,
 )
+from echograph.profiler.costs.deterministic import SPREAD, in_one_order
 from echograph.profiler.costs.gemm import correction
 
 ATTENTION_KERNELS = ("trtllm", "flash1", "flash2", "flash3", "flash4", "cudnn")
@@ -134,8 +136,11 @@ def attention_backward(
     causal: bool = True,
     window: npt.ArrayLike | None = None,
     kernel: str | None = None,
+    deterministic: bool = False,
 ) -> CostEstimate:
     """Cost of the gradients of Q, K and V, recomputing the scores; arguments as in `attention_forward`.
+
+    `deterministic`: they are added up in one order (`deterministic.py`).
 
     Raises:
         UnknownNameError: no such kernel.
@@ -148,7 +153,14 @@ def attention_backward(
         raise UnavailableError(f"attention kernel '{name}' has no backward pass on {device.name}", known)
     shape = attention_shape(batch, heads, seq, head_dim, kv_heads, kv_seq, v_head_dim, window)
     seconds = pass_seconds(model, model.backward, device.datasheet, shape, causal=causal, backward=True)
-    return _cost(model.backward, seconds)
+    if not deterministic:
+        return _cost(model.backward, seconds)
+    slower = in_one_order(
+        kernel or device.default_attention, device.datasheet, seconds,
+        b=shape.b, h=shape.h, q=shape.q, kv=shape.kv, d=shape.d, seen=keys_visited(shape, causal),
+    )  # fmt: skip
+    cost = widen(_cost(model.backward, slower), np.asarray(SPREAD))
+    return cost._replace(source="analytical")
 
 
 def pass_seconds(

@@ -289,8 +289,10 @@ def _attention(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEsti
     assert isinstance(attributes, Attention)
     backward = "backward" in op.name
     query, key, value = operands[0][1:4] if backward else operands[0][:3]
+    in_order = {"deterministic": attributes.deterministic} if backward else {}
     cost = (attention_backward if backward else attention_forward)(
         device,
+        **in_order,
         batch=prod(query.shape[:-3]),
         heads=attributes.heads,
         seq=query.shape[-2],
