@@ -134,15 +134,16 @@ class Linear(_Parameters):
         from megatron.core.tensor_parallel import layers, mappings
 
         by_columns, several = self.parallel_mode == "column", self.tp_size > 1
-        out = layers.linear_with_grad_accumulation_and_async_allreduce(
-            input=given,
-            weight=self.weight,
-            bias=self.bias if by_columns and not self._returns_bias else None,
-            gradient_accumulation_fusion=self._fuses,
-            allreduce_dgrad=by_columns and several and not self.sequence_parallel,
-            sequence_parallel=by_columns and several and self.sequence_parallel,
-            tp_group=self._group,
-        )
+        with _kernel(FUSED):
+            out = layers.linear_with_grad_accumulation_and_async_allreduce(
+                input=given,
+                weight=self.weight,
+                bias=self.bias if by_columns and not self._returns_bias else None,
+                gradient_accumulation_fusion=self._fuses,
+                allreduce_dgrad=by_columns and several and not self.sequence_parallel,
+                sequence_parallel=by_columns and several and self.sequence_parallel,
+                tp_group=self._group,
+            )
         if self.parallel_mode == "row" and several:
             reduce = (
                 mappings.reduce_scatter_to_sequence_parallel_region

@@ -35,7 +35,7 @@ from echograph.frontend.scripts.world import World
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.formats import Imported
 from echograph.ir.graph import Axis, JobGraph, Workload
-from echograph.ir.passes.fuse import Region, fuse_regions
+from echograph.ir.passes.fuse import FUSED, Region, fuse_regions
 from echograph.ir.passes.model import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD, count_job_flops
 from echograph.ir.types import Attention, CollectiveKind, DType, Payload, TensorRole
 from echograph.progress import Progress, silent
@@ -235,7 +235,7 @@ class _Rank(GraphLowering):
         self._outliving = _outliving(run.recorder.graph, root)
         self._lives_on = False
         self.regions: list[Region | None] = []
-        self._deterministic = run.recorder.deterministic
+        self._deterministic, self._fills = run.recorder.deterministic, run.recorder.fills
         self._sharded: dict[int, tuple[str, ...]] = {}
         self._divided = self._of_names(run.recorder.graph)
         self._ends: list[tuple[int, int]] = []
@@ -289,6 +289,8 @@ class _Rank(GraphLowering):
             self._communicate(node)
         else:
             super().add(node)
+        if self._fills and (size := _asked_for(node)):
+            self._fill(node, size)
         self.regions += [node.meta.get(REGION)] * (self.builder.op_count() - before)
         if self.builder.op_count() > before:
             micro_batch = node.meta.get(MICRO_BATCH) or 0
@@ -324,6 +326,12 @@ class _Rank(GraphLowering):
         deps = {self._reached[n] for n in awaited if n in self._reached}
         stream = self.builder.stream(node.meta.get(STREAM) or "compute")
         return {"deps": sorted(deps.union(self.earlier_writes(inputs))), "stream": stream}
+
+    def _fill(self, node: Node, size: int) -> None:
+        """Memory is written once before its use."""
+        phase, module = PHASES[node.meta[PHASE]], node.meta[MODULE]
+        stream = self.builder.stream(node.meta.get(STREAM) or "compute")
+        self.builder.compute("aten.fill_", phase=phase, module=module, stream=stream, bytes_written=size)
 
     # -- communication ---------------------------------------------------------------------------------------
 
@@ -478,6 +486,25 @@ def _outliving(graph: Graph, root: Mapping[Node, Node]) -> set[Node]:
             for used in (node, *node.all_input_nodes):
                 users.setdefault(root[used], set()).add(node.meta.get(MICRO_BATCH) or 0)
     return {node for node in root if len(users.get(root[node], ())) > 1}
+
+
+_ASKING = ("aten.native_layer_norm", "aten._fused_rms_norm", "aten._scaled_dot_product")
+
+
+def _asked_for(node: Node) -> int:
+    """Bytes that a call asks PyTorch for by `torch.empty`, itself or in its kernel's code.
+
+    PyTorch's products and elementwise kernels take memory past it; its norms and attention, and all that Transformer
+    Engine makes (pytorch/csrc/quantizer.cpp: create_tensor), do not.
+    """
+    if node.op != "call_function" or is_getitem(node) or is_view(node) or COMMUNICATION in node.meta:
+        return 0
+    region = node.meta.get(REGION)
+    by_hand = region is not None and region.maker == FUSED
+    if not (is_allocation(node) or by_hand or qualified_name(node).startswith(_ASKING)) or is_in_place(node):
+        return 0
+    values = node.meta[VAL] if isinstance(node.meta[VAL], tuple) else (node.meta[VAL],)
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, Tensor))
 
 
 def _shown(ranks: Sequence[int]) -> str:

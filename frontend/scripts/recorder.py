@@ -208,6 +208,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         sample: shape and type of the first tensor that the model was given in the step.
         stack: software that runs, a word of `models.stacks`; "" where nobody said it.
         deterministic: whether attention's gradients are added up in one order.
+        fills: whether PyTorch writes all memory that it is asked for before use, as it does with deterministic
+            algorithms.
     """
 
     def __init__(
@@ -225,8 +227,9 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self.steps = 0
         self.recorded = False
         self.sample: Tensor | None = None
-        self.stack, self.deterministic = "", False
+        self.stack, self.deterministic, self.fills = "", False, False
         self._regions: dict[tuple[Region, bool], Region] = {}
+        self._seen: set[Region | None] = set()
         self._step, self._whole, self._counts = step, whole, counts_optimizer_steps
         self._forced: str | None = None
         self._context: dict[str, Any] = {}
@@ -270,11 +273,18 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def in_region(self, maker: str) -> Iterator[None]:
-        """What runs is one kernel that is written by hand (`FUSED`), or compiled; an inner region is of the outer."""
+        """What runs is one kernel that is written by hand (`FUSED`), or compiled; an inner region is of the outer.
+
+        Its backward pass is one, too, unless autograd does not see it: functions with a backward pass of their own
+        (`torch.autograd.Function`) say what that runs.
+        """
         if REGION in self._context:
             yield
             return
-        with self._with(REGION, self._region(maker)):
+        region = self._region(maker)
+        if torch.is_grad_enabled():
+            self._seen.add(region)
+        with self._with(REGION, region):
             yield
 
     def _region(self, maker: str, of: tuple[Region, bool] | None = None) -> Region:
@@ -417,7 +427,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         link_sums(self.graph)
         self.graph.output(None)
         self._works.clear()
-        self.deterministic |= torch.are_deterministic_algorithms_enabled()
+        self.deterministic = torch.are_deterministic_algorithms_enabled()
+        self.fills = self.deterministic and torch.utils.deterministic.fill_uninitialized_memory
 
     # -- operators -------------------------------------------------------------------------------------------
 
@@ -502,7 +513,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         current = torch._C._current_autograd_node()
         if current is not None:
             forward = self._by_sequence.get(current._sequence_nr())
-            return None if forward is None else forward.meta.get(REGION)
+            region = None if forward is None else forward.meta.get(REGION)
+            return region if region in self._seen else None
         # Autograd adds up itself: within a region where that made all that it adds.
         makers = {read.meta.get(REGION) for read in node.all_input_nodes}
         found = {of for (of, back), made in self._regions.items() if back and makers == {made}}

@@ -331,9 +331,7 @@ class _Finder:
         if self.regions:
             return self.regions[row] is not None
         waits = bool(self.graph.ops.deps.row(row))
-        return not waits and (
-            not self.within_layers or LABEL in self.graph.strings[self.graph.ops.module[row]]
-        )
+        return not waits and (not self.within_layers or LABEL in self.graph.strings[self.graph.ops.module[row]])
 
 
 class _Traffic:

@@ -157,7 +157,7 @@ def attention_backward(
         return _cost(model.backward, seconds)
     slower = in_one_order(
         kernel or device.default_attention, device.datasheet, seconds,
-        b=shape.b, h=shape.h, q=shape.q, kv=shape.kv, d=shape.d, seen=keys_visited(shape, causal),
+        b=shape.b, h=shape.h, q=shape.q, kv=shape.kv, d=shape.d, causal=causal,
     )  # fmt: skip
     cost = widen(_cost(model.backward, slower), np.asarray(SPREAD))
     return cost._replace(source="analytical")

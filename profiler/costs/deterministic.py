@@ -4,17 +4,21 @@ In any order, blocks of keys add to the queries' gradient as they come. In one o
 
 - FlashAttention-2 (csrc/flash_attn/src/flash_bwd_launch_template.h: gridDimx; flash_api.cpp: nsplits) starts
   G = ceil(SMs / (batch heads)) thread blocks a head, each of which goes through every G-th block of 128 keys and adds
-  to a gradient of its own in fp32. One fits on an SM (144 KiB of shared memory), so that they run in
-  ceil(G batch heads / SMs) waves, of which the last is mostly empty. The G gradients are filled with zeros before,
-  and added up after. On H100 the formula says 8.0 ms of 2 x 8,192 tokens with 16 causal heads of 128, where 8.28 ms
-  were measured (Dao-AILab/flash-attention, pull request 1893) and 4.56 ms is the model of any order.
+  to a gradient of its own in fp32. One fits on an SM (144 KiB of shared memory); they start in order as SMs become
+  free, and since they are a few more than SMs, most of these wait for a second one on some. The G gradients are
+  filled with zeros before, and added up after. On H100 this says 7.8 ms of 2 x 8,192 tokens with 16 causal heads of
+  128, where 8.28 ms were measured (Dao-AILab/flash-attention, pull request 1893) and any order is 4.56 ms.
 - cuDNN on Hopper writes what the scores' gradients are to memory, in 16 bits, and multiplies them by the keys apart
   (NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h: use_dp_workspace). That the rest takes as long as
-  before, and that nothing is written of what the mask hides, is assumed.
+  before, that nothing is written of what the mask hides, and that PyTorch fills this memory before, as it does with
+  deterministic algorithms, is assumed.
 - Others order the additions and wait for each other: what their authors measured, of both, is taken for all shapes.
 """
 
 from __future__ import annotations
+
+from heapq import heapreplace
+from math import ceil
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +26,8 @@ import numpy.typing as npt
 from echograph.profiler.costs.device import Datasheet, FloatArray
 
 KEYS_A_BLOCK = 128.0
+FP32, BF16 = 4.0, 2.0
+"""Bytes of an element."""
 SPREAD = 0.1
 """Relative one-sigma error beyond that of any order. Assumed: twice what the one measured shape is off, rounded up."""
 
@@ -45,7 +51,7 @@ def in_one_order(
     q: FloatArray,
     kv: FloatArray,
     d: FloatArray,
-    seen: FloatArray,
+    causal: bool | npt.NDArray[np.bool_],
 ) -> FloatArray:
     """Seconds of a backward pass in one order.
 
@@ -58,12 +64,17 @@ def in_one_order(
         q: queries.
         kv: keys.
         d: head dim.
-        seen: keys that a query's tile visits on average.
+        causal: whether queries see only the keys up to their own position.
     """
+    bandwidth = sheet.memory_bandwidth_bytes_per_s
     if kernel in ("flash1", "flash2"):
-        return _by_splits(sheet, seconds, b * h, q, kv, d)
+        splits = np.ceil(sheet.sm_count / (b * h))
+        longer = _longest_over_mean(sheet.sm_count, b * h, np.ceil(kv / KEYS_A_BLOCK), causal)
+        # In any order there is one gradient, which is made and read as well.
+        return np.asarray(seconds * longer + 2.0 * FP32 * (splits - 1.0) * b * h * q * d / bandwidth)
     if kernel == "cudnn" and sheet.architecture == "hopper":
-        return np.asarray(seconds + 2.0 * 2.0 * b * h * q * seen / sheet.memory_bandwidth_bytes_per_s)
+        filled, used = 1.0, np.where(causal, 1.0, 2.0)  # written and read
+        return np.asarray(seconds + BF16 * b * h * q * kv * (filled + used) / bandwidth)
     return np.asarray(seconds * _WAITING.get((kernel, sheet.architecture), 1.0))
 
 
@@ -82,13 +93,15 @@ def is_possible(kernel: str, architecture: str, dropout: float, deterministic: b
     return architecture == "hopper" or (architecture == "blackwell" and not dropout)
 
 
-def _by_splits(
-    sheet: Datasheet, seconds: FloatArray, heads: FloatArray, q: FloatArray, kv: FloatArray, d: FloatArray
-) -> FloatArray:
-    splits = np.ceil(sheet.sm_count / heads)
-    waves = np.ceil(splits * heads / sheet.sm_count)
-    blocks = np.ceil(kv / KEYS_A_BLOCK)
-    longer = waves * sheet.sm_count / heads * np.ceil(blocks / splits) / blocks
-    # Zeros are written, and what is added up is read; in any order there is one gradient, made and read as well.
-    more: npt.ArrayLike = 2.0 * 4.0 * (splits - 1.0) * heads * q * d / sheet.memory_bandwidth_bytes_per_s
-    return np.asarray(seconds * np.maximum(1.0, longer) + more)
+@np.vectorize(otypes=[np.float64])
+def _longest_over_mean(sms: int, heads: float, blocks: float, causal: bool) -> float:
+    """How long all thread blocks of FlashAttention-2 take, over what they would if all SMs worked to the end."""
+    splits = ceil(sms / heads)
+    work = [
+        sum(blocks - at if causal else blocks for at in range(first, int(blocks), splits))
+        for first in range(splits)
+    ]
+    free = [0.0] * sms
+    for thread_block in work * int(heads):
+        heapreplace(free, free[0] + thread_block)
+    return max(1.0, max(free) * sms / max(1.0, sum(work) * heads))
