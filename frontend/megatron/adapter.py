@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from echograph.frontend.scripts.world import World
 
 
-STACK = "megatron-core"
-"""Whose kernels run: Transformer Engine's or megatron-core's own, as the script's settings have chosen already."""
 _BUFFERS = ("buffers", "expert_parallel_buffers")
 
 
@@ -96,6 +94,7 @@ class MegatronAdapter(TorchAdapter):
     """megatron-core, and scripts written with it."""
 
     name: ClassVar[str] = "megatron"
+    stack: ClassVar[str] = "megatron-core"
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "megatron": "megatron"}
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {DISTRIBUTION: TESTED}
     counts_optimizer_steps: ClassVar[bool] = False
@@ -107,7 +106,6 @@ class MegatronAdapter(TorchAdapter):
         # The world restores what was.
         if not any("fsdp" in argument for argument in sys.argv):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        recorder.stack = STACK
         with (
             # What megatron-core compiles, it gives torch.compile where it is imported.
             patched(torch, "compile", lambda _: compiling(recorder)),

@@ -1,8 +1,9 @@
 """Layers of Transformer Engine 2, made of PyTorch's operators, for where it is not installed.
 
 They have the shapes of its kernels and its collectives, without user buffers: a normalisation is one kernel,
-a product and its bias two, rotary embeddings one, attention PyTorch's flash kernel. Weights' gradients are added by the product that
-makes them where Megatron asks for that. Of FP8 and of what else is Transformer Engine's alone there is nothing.
+rotary embeddings are one, a product and its bias two, attention PyTorch's flash kernel. Weights' gradients are
+added by the product that makes them where Megatron asks for that. Of FP8 and of what else is Transformer Engine's
+alone there is nothing.
 
 megatron-core's own classes (`core.extensions.transformer_engine`) derive from these by the names that they have in
 Transformer Engine, and what they are given is what Transformer Engine takes.

@@ -494,8 +494,8 @@ _ASKING = ("aten.native_layer_norm", "aten._fused_rms_norm", "aten._scaled_dot_p
 def _asked_for(node: Node) -> int:
     """Bytes that a call asks PyTorch for by `torch.empty`, itself or in its kernel's code.
 
-    PyTorch's products and elementwise kernels take memory past it; its norms and attention, and all that Transformer
-    Engine makes (pytorch/csrc/quantizer.cpp: create_tensor), do not.
+    PyTorch's products and elementwise kernels take memory past it; its norms and attention, and all that
+    Transformer Engine makes (pytorch/csrc/quantizer.cpp: create_tensor), do not.
     """
     if node.op != "call_function" or is_getitem(node) or is_view(node) or COMMUNICATION in node.meta:
         return 0

@@ -131,6 +131,7 @@ class TorchAdapter(Adapter):
     """PyTorch itself."""
 
     name: ClassVar[str] = "torch"
+    stack: ClassVar[str] = "eager"
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch"}
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {"torch": ("2.13", "2.14")}
 
@@ -149,6 +150,7 @@ class TorchAdapter(Adapter):
 
         self._meshes.clear()
         _forget_meshes()
+        recorder.stack = self.stack
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(device.present(world, recorder.note))
@@ -174,11 +176,11 @@ class TorchAdapter(Adapter):
             enter(patched(flat, "_same_storage", lambda _: _same_memory))
             runtime = importlib.import_module("torch.distributed.fsdp._runtime_utils")
             enter(patched(runtime, "_reduce_grad", lambda f: _carrying(recorder, "gradient", f)))
-            enter(patched(runtime, "_unshard", lambda f: _carrying(recorder, "parameter", f)))
+            enter(patched(runtime, "_unshard", lambda f: _gathering(recorder, f)))
             enter(self._stages.installed(recorder))
             groups = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
             group = importlib.import_module(groups)
-            enter(patched(group, "foreach_all_gather", lambda f: _carrying(recorder, "parameter", f)))
+            enter(patched(group, "foreach_all_gather", lambda f: _gathering(recorder, f)))
             enter(patched(group, "foreach_reduce", lambda f: _carrying(recorder, "gradient", f)))
             yield
 
@@ -233,6 +235,7 @@ def compiling(recorder: ScriptRecorder) -> Callable[..., Any]:
     """`torch.compile` that compiles nothing: what it was given runs as it is, and is known to become kernels."""
 
     def compile(model: Any = None, *_: Any, **__: Any) -> Any:
+        recorder.stack = "inductor" if recorder.stack in ("eager", "fsdp") else recorder.stack
         if model is None:
             return compile
         if isinstance(model, torch.nn.Module):
@@ -292,6 +295,17 @@ def _quietly(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable
 def _carrying(recorder: ScriptRecorder, payload: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with recorder.carrying(payload):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _gathering(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    """As FSDP does: the script's stack is its, unless what it runs is compiled."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        recorder.stack = "fsdp" if recorder.stack == "eager" else recorder.stack
+        with recorder.carrying("parameter"):
             return function(*args, **kwargs)
 
     return run

@@ -50,7 +50,7 @@ _MAKERS = {"modules": "fused", "layers": "compiled", "step": "compiled"}
 """What the names of kernels begin with, by where they fuse: who makes them."""
 _RANDOM = "aten.native_dropout"
 FUSED, COMPILED = "fused", "compiled"
-"""Who made a region of a captured job one kernel: a library by hand, or a compiler, which may make several of it."""
+"""Who makes kernels of a captured job's region: a library one, by hand, or a compiler as few as it can."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import UnavailableError, UnknownNameError
+from echograph.profiler.costs.deterministic import SPREAD, in_one_order
 from echograph.profiler.costs.device import (
     AttentionModel,
     AttentionPass,
@@ -36,7 +37,6 @@ from echograph.profiler.costs.device import (
     make_cost,
     widen,
 )
-from echograph.profiler.costs.deterministic import SPREAD, in_one_order
 from echograph.profiler.costs.gemm import correction
 
 ATTENTION_KERNELS = ("trtllm", "flash1", "flash2", "flash3", "flash4", "cudnn")

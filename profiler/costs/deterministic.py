@@ -3,16 +3,17 @@ r"""The backward pass of attention that adds in one order, so that the same inpu
 In any order, blocks of keys add to the queries' gradient as they come. In one order they may not:
 
 - FlashAttention-2 (csrc/flash_attn/src/flash_bwd_launch_template.h: gridDimx; flash_api.cpp: nsplits) starts
-  G = ceil(SMs / (batch heads)) thread blocks a head, each of which goes through every G-th block of 128 keys and adds
-  to a gradient of its own in fp32. One fits on an SM (144 KiB of shared memory); they start in order as SMs become
-  free, and since they are a few more than SMs, most of these wait for a second one on some. The G gradients are
-  filled with zeros before, and added up after. On H100 this says 7.8 ms of 2 x 8,192 tokens with 16 causal heads of
-  128, where 8.28 ms were measured (Dao-AILab/flash-attention, pull request 1893) and any order is 4.56 ms.
-- cuDNN on Hopper writes what the scores' gradients are to memory, in 16 bits, and multiplies them by the keys apart
-  (NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h: use_dp_workspace). That the rest takes as long as
-  before, that nothing is written of what the mask hides, and that PyTorch fills this memory before, as it does with
-  deterministic algorithms, is assumed.
-- Others order the additions and wait for each other: what their authors measured, of both, is taken for all shapes.
+  G = ceil(SMs / (batch heads)) thread blocks a head, each of which goes through every G-th block of 128 keys and
+  adds to a gradient of its own in fp32. One fits on an SM (144 KiB of shared memory); they start in order as SMs
+  become free, and since they are a few more than SMs, most of these wait for a second one on some. The G gradients
+  are filled with zeros before, and added up after. On H100 this says 7.8 ms of 2 x 8,192 tokens with 16 causal
+  heads of 128, where 8.28 ms were measured (Dao-AILab/flash-attention, pull request 1893) and any order is 4.56 ms.
+- cuDNN on Hopper writes what the scores' gradients are to memory, in 16 bits, and multiplies them by the keys
+  apart (NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h: use_dp_workspace). That the rest takes as long as
+  before, that nothing is written of what the mask hides, and that PyTorch fills this memory before, as it does
+  with deterministic algorithms, is assumed.
+- Others order the additions and wait for each other: what their authors measured, of both, is taken for all
+  shapes.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ KEYS_A_BLOCK = 128.0
 FP32, BF16 = 4.0, 2.0
 """Bytes of an element."""
 SPREAD = 0.1
-"""Relative one-sigma error beyond that of any order. Assumed: twice what the one measured shape is off, rounded up."""
+"""Relative one-sigma error beyond that of any order. Assumed: twice what the measured shape is off, rounded up."""
 
 _WAITING = {
     ("cudnn", "blackwell"): 1.17,
     ("flash3", "hopper"): 1.21,
     ("flash4", "blackwell"): 1.10,
 }
-"""Time in one order over that in any: cuDNN 9.22, the median of 40 pairs of bf16 with heads of 128 on GB200 and GB300
-(NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training/results; 0.94 to 1.09 with heads of 192); FlashAttention-3,
-2.900 over 2.391 ms (Dao-AILab/flash-attention, pull request 1893); FlashAttention-4, 2.505 over 2.274 ms (2280)."""
+"""Time in one order over that in any: cuDNN 9.22, the median of 40 pairs of bf16 with heads of 128 on GB200 and
+GB300 (NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training/results; 0.94 to 1.09 with heads of 192);
+FlashAttention-3, 2.900 over 2.391 ms (Dao-AILab/flash-attention, pull request 1893); FlashAttention-4, 2.505 over
+2.274 ms (pull request 2280)."""
 
 
 def in_one_order(
