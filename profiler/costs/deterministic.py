@@ -7,11 +7,11 @@ In any order, blocks of keys add to the queries' gradient as they come. In one o
   adds to a gradient of its own in fp32. One fits on an SM (144 KiB of shared memory); they start in order as SMs
   become free, and since they are a few more than SMs, most of these wait for a second one on some. The G gradients
   are filled with zeros before, and added up after. On H100 this says 7.8 ms of 2 x 8,192 tokens with 16 causal
-  heads of 128, where 8.28 ms were measured (Dao-AILab/flash-attention, pull request 1893) and any order is 4.56 ms.
+  heads of 128, where 8.28 ms were measured (Dao-AILab/flash-attention, pull request 1893); in any order 4.56 ms.
 - cuDNN on Hopper writes what the scores' gradients are to memory, in 16 bits, and multiplies them by the keys
-  apart (NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h: use_dp_workspace). That the rest takes as long as
-  before, that nothing is written of what the mask hides, and that PyTorch fills this memory before, as it does
-  with deterministic algorithms, is assumed.
+  apart (NVIDIA/cudnn-frontend, scaled_dot_product_flash_attention.h: use_dp_workspace). That the rest takes as
+  long as before, that nothing is written of what the mask hides, and that PyTorch fills this memory before, as it
+  does with deterministic algorithms, is assumed.
 - Others order the additions and wait for each other: what their authors measured, of both, is taken for all
   shapes.
 """
