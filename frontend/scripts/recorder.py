@@ -228,7 +228,9 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self.recorded = False
         self.sample: Tensor | None = None
         self.stack, self.deterministic, self.fills = "", False, False
-        self._regions: dict[tuple[Region, bool], Region] = {}
+        self._regions = 0
+        self._backward_of: dict[Region, Region] = {}
+        self._forward_of: dict[Region | None, Region] = {}
         self._seen: set[Region | None] = set()
         self._step, self._whole, self._counts = step, whole, counts_optimizer_steps
         self._forced: str | None = None
@@ -287,11 +289,15 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         with self._with(REGION, region):
             yield
 
-    def _region(self, maker: str, of: tuple[Region, bool] | None = None) -> Region:
-        """A new region; of a pass of another one, the same each time."""
-        number = len(self._regions)
-        made = Region(maker, number)
-        return self._regions.setdefault(of or (made, False), made)
+    def _region(self, maker: str) -> Region:
+        self._regions += 1
+        return Region(maker, self._regions)
+
+    def _backward_region(self, of: Region) -> Region:
+        if of not in self._backward_of:
+            self._backward_of[of] = made = self._region(of.maker)
+            self._forward_of[made] = of
+        return self._backward_of[of]
 
     def carrying(self, payload: str) -> Any:
         """What communications carry: "parameter", "gradient", "activation", "optimizer_state" or "other"."""
@@ -502,7 +508,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             made[MICRO_BATCH] = self._pass
         made |= {key: value for key, value in self._context.items() if key in _CONTEXT}
         if REGION not in made and made[PHASE] == BACKWARD and (of := self._differentiated(node)) is not None:
-            made[REGION] = self._region(of.maker, (of, True))
+            made[REGION] = self._backward_region(of)
         # Reserving memory is no work: what its stream waits for, the next work waits for.
         if node.target.namespace not in NAMESPACES and not is_allocation(node):  # type: ignore[union-attr]
             made |= {STREAM: CapturedStream.current.name, AFTER: CapturedStream.current.issue(node)}
@@ -517,8 +523,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             return region if region in self._seen else None
         # Autograd adds up itself: within a region where that made all that it adds.
         makers = {read.meta.get(REGION) for read in node.all_input_nodes}
-        found = {of for (of, back), made in self._regions.items() if back and makers == {made}}
-        return next(iter(found), None)
+        return self._forward_of.get(makers.pop()) if len(makers) == 1 else None
 
     def of_micro_batch(self) -> dict[str, Any]:
         """The micro-batch of what runs, as annotations have it."""
