@@ -434,7 +434,9 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self.graph.output(None)
         self._works.clear()
         self.deterministic = torch.are_deterministic_algorithms_enabled()
-        self.fills = self.deterministic and torch.utils.deterministic.fill_uninitialized_memory
+        self.fills = self.deterministic and bool(
+            torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        )
 
     # -- operators -------------------------------------------------------------------------------------------
 

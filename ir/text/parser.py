@@ -286,8 +286,12 @@ def _workload(line: Line) -> Workload:
     master_weights = line.has(" master_weights")
     for key in ("model_flops", "causal_attention_flops"):
         sizes[key] = line.option(f"{key}=", line.integer, 0)
-    said = {"optimizer": optimizer, "stack": line.option("stack=", line.word, "")}
-    return Workload(model=model, dtype=dtype, master_weights=master_weights, **said, **sizes)
+    stack = line.option("stack=", line.word, "")
+    return Workload(
+        model=model, dtype=dtype, optimizer=optimizer, master_weights=master_weights, stack=stack,
+        parameters=sizes["parameters"], batch_size=sizes["batch_size"], sequence_length=sizes["sequence_length"],
+        model_flops=sizes["model_flops"], causal_attention_flops=sizes["causal_attention_flops"],
+    )  # fmt: skip
 
 
 _OPTIONS = {name: column for name, column in TENSOR_COLUMNS.items() if column.text}

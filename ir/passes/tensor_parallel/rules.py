@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from echograph.ir.graph import StepGraph
+from echograph.ir.graph import Graph
 from echograph.ir.passes.dims import Ambiguous, Factor, Shape, kept_dims, product_factors, transposed, view_dim
 from echograph.ir.types import Phase
 
@@ -488,7 +488,7 @@ VIEWS = {n for rule, names in _RULES if rule in (_view, _swap, _removal) for n i
 """Operators that only rename memory, and so pass summands on."""
 
 
-def operator(graph: StepGraph, row: int) -> str:
+def operator(graph: Graph, row: int) -> str:
     """An operation's operator without its namespace."""
     name: str = graph.strings[graph.ops.name[row]]
     return name.rpartition(".")[2]
