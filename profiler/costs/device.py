@@ -207,6 +207,8 @@ class GemmModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     overlap_power: Annotated[float, msgspec.Meta(ge=0.1, le=1e3)]
     throttle: _Weight
     throttle_flops: Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+    traffic_cached: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    cache_share: _Factor = 1.0
     time_scale: _Factor = 1.0
     transposed_scale: dict[str, _Factor] = {}
     accumulate_exposure: _Weight = 1.0

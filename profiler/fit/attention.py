@@ -189,7 +189,7 @@ def _fit_residual(model: AttentionModel, kernel: AttentionPass, sheet: Datasheet
     width = (padded(model, s.d) + padded(model, s.v_d)) / 2.0
     sizes = [s.b * s.h * np.ceil(s.q / TILE), keys_visited(s, rows.causal), width]
     knots = (TILE_KNOTS, KEY_KNOTS, WIDTH_KNOTS)
-    return fit_grid(knots, sizes, error, weights(rows.seconds), smoothness=SMOOTHNESS, ridge=RIDGE)
+    return fit_grid(knots, [(sizes, 1.0)], error, weights(rows.seconds), smoothness=SMOOTHNESS, ridge=RIDGE)
 
 
 def chart_rows(table: KernelTable, kernel: str, op: str) -> KernelTable:

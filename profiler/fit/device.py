@@ -199,7 +199,13 @@ UNTIMED_LAUNCH_S = 4e-6
 
 CALL_QUANTILE = 0.01
 HOST_MARGIN = 2.0
-"""A source whose shortest rows take twice a short kernel times its host's calls, as far as twice the shortest."""
+"""A source whose shortest rows take so many short kernels times its host's calls."""
+
+SURELY_HOST = 8.0
+"""A row whose bytes and FLOPs need less than this part of a call at the datasheet's rates times the host for sure."""
+
+LONGEST_CALL_QUANTILE = 0.99
+"""Of such rows: a row that is no longer than this may time the host."""
 
 DENSE_ROWS = 1500
 """From this many rows on, a residual grid is fitted too."""
@@ -338,10 +344,11 @@ def _fit_gemm(
     for dtype in ("bf16", "fp8", "fp8_block", "nvfp4", "fp32"):
         gpus = facts.rows.fp32 if dtype == "fp32" else facts.rows.tensor
         every = table.select(gpus=gpus, ops=("gemm", "linear", "bmm"), dtypes=_alike(dtype))
-        rows = fitted_rows(every, dtype, facts.rows)
+        rows = fitted_rows(every, dtype, facts)
         if not gpus or len(rows) < MIN_ROWS:
             continue
         apart = products(every)
+        hosted = float(np.min(rows.seconds())) > HOST_MARGIN * SHORT_KERNEL_S and "bf16" in models
         models[dtype] = fit_gemm(
             once(products(rows)),
             _measured_sheet(sheet, facts, dtype),
@@ -350,6 +357,8 @@ def _fit_gemm(
             basis=_basis(rows, used),
             with_grid=len(rows) >= DENSE_ROWS and dtype != "fp32",
             between_libraries=disagreement(apart.shape(), every.text["kernel"].codes, apart.seconds),
+            # What a slow call hides: a product's own launch, and that of the cast before it, which is assumed.
+            launch_s=models["bf16"].launch_s + UNTIMED_LAUNCH_S if hosted else None,
         )
     return models
 
@@ -359,8 +368,9 @@ def _alike(dtype: str) -> list[str]:
     return [name for name, model in DTYPES.items() if dtype in (model, STAND_IN.get(model))]
 
 
-def fitted_rows(every: KernelTable, dtype: str, choice: RowChoice) -> KernelTable:
+def fitted_rows(every: KernelTable, dtype: str, facts: DeviceFacts) -> KernelTable:
     """Of the products of a dtype (those of a type of the same rate beside them) the rows that are fitted."""
+    choice = facts.rows
     own = [name for name, model in DTYPES.items() if model == dtype]
     mask = every.text["dtype"].among(own)
     if dtype in choice.libraries:
@@ -368,13 +378,23 @@ def fitted_rows(every: KernelTable, dtype: str, choice: RowChoice) -> KernelTabl
     flops = 2.0 * every.number["m"] * every.number["n"] * every.number["k"]
     mask &= flops <= choice.largest_product_TFLOP.get(dtype, np.inf) * 1e12
     rows = every.where(mask)
-    return rows.where(_of_the_device(rows.seconds()))
+    return rows.where(_of_the_device(rows, dtype, facts))
 
 
-def _of_the_device(seconds: FloatArray) -> npt.NDArray[np.bool_]:
-    """False of the rows that time the host: where its call takes longer than a short kernel does."""
-    call = float(np.quantile(seconds, CALL_QUANTILE)) if len(seconds) else 0.0
-    return seconds > (HOST_MARGIN * call if call > HOST_MARGIN * SHORT_KERNEL_S else 0.0)
+def _of_the_device(rows: KernelTable, dtype: str, facts: DeviceFacts) -> npt.NDArray[np.bool_]:
+    """False of the rows that may time the host: they take no longer than its calls do where kernels are shorter."""
+    seconds = rows.seconds()
+    call = float(np.quantile(seconds, CALL_QUANTILE)) if len(rows) else 0.0
+    if call <= HOST_MARGIN * SHORT_KERNEL_S:
+        return np.ones(len(rows), dtype=np.bool_)
+    m, n, k = (rows.number[size] for size in "mnk")
+    width = ELEMENT_BYTES[dtype]
+    moved = (m * k + k * n) * width + m * n * max(2.0, width)
+    peak = facts.peak_TFLOPs[SAME_UNITS.get(dtype, dtype)] * 1e12
+    least = np.maximum(2.0 * m * n * k / peak, moved / (facts.bandwidth_GBps * 1e9))
+    host = least < call / SURELY_HOST
+    longest = np.quantile(seconds[host], LONGEST_CALL_QUANTILE) if np.any(host) else call
+    return np.asarray(~host & (seconds > longest))
 
 
 def once(rows: Products) -> Products:
@@ -395,9 +415,7 @@ def _launches(own: dict[str, GemmModel]) -> dict[str, GemmModel]:
     for dtype, model in own.items():
         quantize = model.quantize
         if quantize is not None:
-            # What a slow call hides of the cast's launch is assumed.
-            extra = UNTIMED_LAUNCH_S if model.launch_s > HOST_MARGIN * SHORT_KERNEL_S else model.launch_s - plain
-            quantize = msgspec.structs.replace(quantize, launch_s=max(0.0, extra))
+            quantize = msgspec.structs.replace(quantize, launch_s=max(0.0, model.launch_s - plain))
         found[dtype] = msgspec.structs.replace(model, launch_s=min(plain, model.launch_s), quantize=quantize)
     return found
 

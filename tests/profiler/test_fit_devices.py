@@ -65,7 +65,7 @@ def test_products_meet_the_bar_on_unseen_shapes(tables: KernelTable, name: str, 
     choice = device_facts(name).rows
     spellings = ["bf16", "bfloat16"] if dtype == "bf16" else [dtype]
     of_device = tables.select(gpus=choice.tensor, ops=["gemm"], dtypes=spellings)
-    rows = once(products(fitted_rows(of_device, dtype, choice)))
+    rows = once(products(fitted_rows(of_device, dtype, device_facts(name))))
     rows = rows.take(held_out(*rows.shape()))
     profile = load_device(name)
     error = score(np.asarray(gemm(profile, rows.m, rows.n, rows.k, dtype=dtype).seconds), rows.seconds)
@@ -145,7 +145,7 @@ def test_the_residual_grid_follows_a_trend_and_ignores_outliers() -> None:
     sizes = [2.0 ** rng.uniform(8, 12, 400) for _ in range(3)]
     error = 0.05 * (np.log2(sizes[2]) - 10.0)
     error[::20] += 5.0
-    grid = fit_grid(knots, sizes, error, np.ones(400), smoothness=0.01, ridge=0.01)
+    grid = fit_grid(knots, [(sizes, 1.0)], error, np.ones(400), smoothness=0.01, ridge=0.01)
     values = np.asarray(grid.permille).reshape(2, 2, 3)
     assert np.allclose(values, np.asarray([-100, 0, 100]), atol=15)
 
