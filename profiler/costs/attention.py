@@ -9,9 +9,9 @@ The kernel deals tiles of T = 128 queries (forward) or keys (backward) of every 
 
 times what a dense table says beyond that: a correction on a coarse grid of tiles, keys and head dims.
 Causal tiles see, on average, half of the keys plus half a tile; tiles of a sliding window the window plus a tile.
-A kernel of larger tiles says so (`tile`), and how many keys it takes at once where it pads them (`key_tile`). Tiles
-without a mask are all of one length, so a share of the kernel (`wave_rounding`) waits for the last wave to fill.
-Where long kernels show that the clock falls, the tiles' time grows by throttle * F / (F + throttle_flops), F: FLOPs.
+A kernel of larger tiles says so (`tile`), and how many keys it takes at once where it pads them (`key_tile`).
+Tiles without a mask are all of one length, so a share of the kernel (`wave_rounding`) waits for the last wave to
+fill. Where long kernels show that the clock falls, tiles take throttle * F / (F + throttle_flops) more, F: FLOPs.
 Beyond the longest rows that were measured the overhead grows with the keys, so the rate stays what it was there.
 The backward pass does 2.5 times the forward's FLOPs (five products for two), and its efficiency is relative to
 that count. Traffic is what some kernels do beside: an inference kernel rotates the queries and writes the keys'
@@ -217,7 +217,7 @@ def _floor_seconds(
 def keys_visited(
     shape: AttentionShape, causal: bool | npt.NDArray[np.bool_], tile: float = TILE, key_tile: int = 1
 ) -> FloatArray:
-    """Keys that a query's tile visits on average: the diagonal tile is visited whole, without a mask the last step."""
+    """Keys that a query's tile visits on average: the diagonal tile whole, without a mask the last step."""
     edges = np.where(shape.window < shape.kv, 1.0, 0.5)
     seen = np.minimum(shape.kv, _keys_attended(shape, causal) + edges * np.minimum(shape.q, tile))
     return np.asarray(seen if key_tile == 1 else np.where(causal, seen, _whole(shape.kv, key_tile)))

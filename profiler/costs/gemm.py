@@ -248,7 +248,9 @@ def _missed(model: GemmModel, sheet: Datasheet, moved: FloatArray) -> FloatArray
     if model.traffic_cached == 1.0:
         return moved
     room = model.cache_share * sheet.l2_bytes / np.maximum(moved, 1.0)
-    return np.asarray(moved * (model.traffic_cached + (1.0 - model.traffic_cached) / (1.0 + room**CACHE_SHARPNESS)))
+    return np.asarray(
+        moved * (model.traffic_cached + (1.0 - model.traffic_cached) / (1.0 + room**CACHE_SHARPNESS))
+    )
 
 
 def compute_seconds(

@@ -388,7 +388,9 @@ def _both_timed(
         rows = _freest(timed.where(timed.text["part"].among([part])))
         shapes, windowed = attention_rows(rows), rows.number["window"] > 0
         basis, backward = _note(rows, used, what), part == "bwd"
-        plain = fit_pass(shapes.take(~windowed), sheet, "cudnn", basis=basis, backward=backward, throttled=backward)
+        plain = fit_pass(
+            shapes.take(~windowed), sheet, "cudnn", basis=basis, backward=backward, throttled=backward
+        )
         plain = _floored(plain if plain.head_dims[0] <= SMALL_DIM else _with_small(plain, small))
         model = _model("cudnn", plain)
         seen = shapes.take(windowed & ~shapes.hidden())

@@ -25,7 +25,6 @@ from echograph.profiler.costs.device import (
     AttentionPass,
     Datasheet,
     DeviceProfile,
-    FloatArray,
     GemmModel,
     GroupedModel,
     HeldOut,
@@ -202,7 +201,7 @@ HOST_MARGIN = 2.0
 """A source whose shortest rows take so many short kernels times its host's calls."""
 
 SURELY_HOST = 8.0
-"""A row whose bytes and FLOPs need less than this part of a call at the datasheet's rates times the host for sure."""
+"""A row whose bytes and FLOPs take less than this part of a call, at the datasheet's rates, times the host for sure."""
 
 LONGEST_CALL_QUANTILE = 0.99
 """Of such rows: a row that is no longer than this may time the host."""
@@ -343,9 +342,11 @@ def _fit_gemm(
     models: dict[str, GemmModel] = {}
     for dtype in ("bf16", "fp8", "fp8_block", "nvfp4", "fp32"):
         gpus = facts.rows.fp32 if dtype == "fp32" else facts.rows.tensor
+        if not gpus or SAME_UNITS.get(dtype, dtype) not in facts.peak_TFLOPs:
+            continue
         every = table.select(gpus=gpus, ops=("gemm", "linear", "bmm"), dtypes=_alike(dtype))
         rows = fitted_rows(every, dtype, facts)
-        if not gpus or len(rows) < MIN_ROWS:
+        if len(rows) < MIN_ROWS:
             continue
         apart = products(every)
         hosted = float(np.min(rows.seconds())) > HOST_MARGIN * SHORT_KERNEL_S and "bf16" in models
@@ -382,7 +383,7 @@ def fitted_rows(every: KernelTable, dtype: str, facts: DeviceFacts) -> KernelTab
 
 
 def _of_the_device(rows: KernelTable, dtype: str, facts: DeviceFacts) -> npt.NDArray[np.bool_]:
-    """False of the rows that may time the host: they take no longer than its calls do where kernels are shorter."""
+    """False of rows that may time the host: they take no longer than its calls do where kernels are shorter."""
     seconds = rows.seconds()
     call = float(np.quantile(seconds, CALL_QUANTILE)) if len(rows) else 0.0
     if call <= HOST_MARGIN * SHORT_KERNEL_S:

@@ -3,12 +3,13 @@
 Tables time a layer as it is served: tokens are put in the experts' order, one launch for the products of gate
 and up, the activation, one launch for the product down, and the sum of what each token gets from its experts.
 The products are a `GemmModel` whose batch is the experts, so that small groups share a wave. What stands around
-them is fitted beside it and not shipped: a time, a time an expert (offsets, layouts of scales), and multiples of the
-bytes that three steps move at least. These are told apart because ranks that share the experts still cast and write
-every token, while each sorts and activates its own alone.
+them is fitted beside it and not shipped: a time, a time an expert (offsets, layouts of scales), and multiples of
+the bytes that three steps move at least. These are told apart because ranks that share the experts still cast and
+write every token, while each sorts and activates its own alone.
 
-Rows of equal loads are fitted. In those whose loads follow a power law each expert's own load is not known. A layer
-that fits into the cache as a whole is timed inside it, over and over, as no training step finds it: it is left out.
+Rows of equal loads are fitted. In those whose loads follow a power law each expert's own load is not known. A
+layer that fits into the cache as a whole is timed inside it, over and over, as no training step finds it: it is
+left out.
 """
 
 from __future__ import annotations

@@ -141,9 +141,9 @@ TILES = {
 """Output tiles that the vendor's library is known to choose from, by architecture."""
 
 CACHE_OUTRUNS = ("ada", "blackwell-rtx")
-"""Architectures with GDDR memory, whose cache is several times as fast: a product that is timed over and over takes
-what its operands in the cache take. With HBM the rows do not tell (H100 bf16, folds of what is fitted: 3.5 % either
-way), and none is fitted."""
+"""Architectures with GDDR memory, whose cache is several times as fast: a product that is timed over and over
+takes what its operands in the cache take. With HBM the rows do not tell (H100 bf16, folds of what is fitted: 3.5 %
+either way), and none is fitted."""
 
 LEAST_EFFICIENCY = 1e-3
 BEST_BANDWIDTH = 0.92
@@ -234,7 +234,9 @@ def fit_gemm(
         model = unpack(p[: len(first)], tiles, peak, element_bytes, fp8)
         if cached:
             share, room = float(sigmoid(p[-2])), float(_exp(p[-1]))
-            model = msgspec.structs.replace(model, traffic_cached=_round(share), cache_share=_round(min(room, MOST)))
+            model = msgspec.structs.replace(
+                model, traffic_cached=_round(share), cache_share=_round(min(room, MOST))
+            )
         return model if launch_s is None else msgspec.structs.replace(model, launch_s=launch_s)
 
     def residuals(p: FloatArray) -> FloatArray:
