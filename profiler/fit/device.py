@@ -201,7 +201,10 @@ HOST_MARGIN = 2.0
 """A source whose shortest rows take so many short kernels times its host's calls."""
 
 SURELY_HOST = 8.0
-"""A row whose bytes and FLOPs take less than this part of a call, at the datasheet's rates, times the host for sure."""
+"""A row that needs less than this part of a call at the datasheet's rates surely times the host."""
+
+HOSTED_SHARE = 0.1
+"""Of the rows: with fewer that surely time the host, what its calls take is not known."""
 
 LONGEST_CALL_QUANTILE = 0.99
 """Of such rows: a row that is no longer than this may time the host."""
@@ -349,7 +352,8 @@ def _fit_gemm(
         if len(rows) < MIN_ROWS:
             continue
         apart = products(every)
-        hosted = float(np.min(rows.seconds())) > HOST_MARGIN * SHORT_KERNEL_S and "bf16" in models
+        slow_calls = float(np.min(rows.seconds())) > HOST_MARGIN * SHORT_KERNEL_S
+        hosted = slow_calls and "bf16" in models and ELEMENT_BYTES[dtype] < ELEMENT_BYTES["bf16"]
         models[dtype] = fit_gemm(
             once(products(rows)),
             _measured_sheet(sheet, facts, dtype),
@@ -383,19 +387,23 @@ def fitted_rows(every: KernelTable, dtype: str, facts: DeviceFacts) -> KernelTab
 
 
 def _of_the_device(rows: KernelTable, dtype: str, facts: DeviceFacts) -> npt.NDArray[np.bool_]:
-    """False of rows that may time the host: they take no longer than its calls do where kernels are shorter."""
+    """False of rows that may time the host: they take no longer than its calls do where kernels are shorter.
+
+    Where few kernels are surely shorter, rows of up to twice the shortest are left out.
+    """
     seconds = rows.seconds()
     call = float(np.quantile(seconds, CALL_QUANTILE)) if len(rows) else 0.0
     if call <= HOST_MARGIN * SHORT_KERNEL_S:
         return np.ones(len(rows), dtype=np.bool_)
-    m, n, k = (rows.number[size] for size in "mnk")
+    b, m, n, k = products(rows).shape()
     width = ELEMENT_BYTES[dtype]
-    moved = (m * k + k * n) * width + m * n * max(2.0, width)
+    moved = b * ((m * k + k * n) * width + m * n * max(2.0, width))
     peak = facts.peak_TFLOPs[SAME_UNITS.get(dtype, dtype)] * 1e12
-    least = np.maximum(2.0 * m * n * k / peak, moved / (facts.bandwidth_GBps * 1e9))
+    least = np.maximum(2.0 * b * m * n * k / peak, moved / (facts.bandwidth_GBps * 1e9))
     host = least < call / SURELY_HOST
-    longest = np.quantile(seconds[host], LONGEST_CALL_QUANTILE) if np.any(host) else call
-    return np.asarray(~host & (seconds > longest))
+    if np.mean(host) < HOSTED_SHARE:
+        return np.asarray(seconds > HOST_MARGIN * call)
+    return np.asarray(~host & (seconds > np.quantile(seconds[host], LONGEST_CALL_QUANTILE)))
 
 
 def once(rows: Products) -> Products:

@@ -18,6 +18,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import msgspec
 import numpy as np
@@ -90,11 +92,12 @@ def fit_grid(
         raise MissingExtraError("scipy", "fit", "fitting a device profile") from reason
     shape = tuple(len(axis) for axis in knots)
     count, rows = int(np.prod(shape)), len(error)
-    design = sparse.csr_matrix((rows, count))
+    every = np.tile(np.arange(rows), 8)
+    designs = []
     for sizes, share in parts:
-        flat, weights_of, _ = corners(knots, sizes)
-        at = np.tile(np.arange(rows), 8), flat.ravel()
-        design = design + sparse.csr_matrix(((weights_of * share).ravel(), at), shape=(rows, count))
+        flat, near, _ = corners(knots, sizes)
+        designs.append(sparse.csr_matrix(((near * share).ravel(), (every, flat.ravel())), shape=(rows, count)))
+    design = reduce(add, designs)
     start, end, price = _neighbours(knots, shape)
     pairs = np.tile(np.arange(len(start)), 2)
     differences = sparse.csr_matrix(
