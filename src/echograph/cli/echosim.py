@@ -259,7 +259,7 @@ def validate_command(
 def calibrate_command(
     results: Annotated[list[Path], typer.Argument(help="What echosim validate -o wrote; one or several.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File for the spreads, as the simulator's form.json.")
+        Path | None, typer.Option("--output", "-o", help="File for the widths, as the simulator's form.json.")
     ] = None,
     source: Annotated[str, typer.Option(help="Which steps these are, as it stands in that file.")] = "",
     date: Annotated[str, typer.Option(help="Date of the estimate, as it stands in that file.")] = "",
@@ -271,7 +271,7 @@ def calibrate_command(
     check_outputs({f"result {n}": path for n, path in enumerate(results)}, {"--output": output})
     found = calibrate(results, source=source, date=date)
     print_json(found.to_json()) if as_json else print_text(str(found))
-    write_json(output, found.to_json()["form"], "spreads")
+    write_json(output, found.to_json()["form"], "widths")
 
 
 @app.command()

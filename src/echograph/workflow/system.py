@@ -159,7 +159,7 @@ class System:
         """
         if not framework or not self.cluster.processor or self.device is None:
             return self.host
-        from echograph.profiler.costs.host import load_framework, load_processor
+        from echograph.profiler.costs.host import RATED_SPREAD, load_framework, load_processor
 
         processor = load_processor(self.cluster.processor)
         work = load_framework(framework).on(processor)
@@ -169,6 +169,7 @@ class System:
             launch_ps=to_ps(processor.launch_s),
             work_ps={phase: to_ps(seconds) for phase, seconds in work.items()},
             communication_ps=to_ps(processor.communication_s),
+            spread=RATED_SPREAD,
         )
 
     def peak_flops_per_s(self, graph: Graph) -> float:
