@@ -49,6 +49,7 @@ class Workload:
         model_flops: what the model asks of one micro-batch, forward and backward, on however many ranks it runs:
             nothing computed again, padded or computed by several ranks; 0 where unknown.
         causal_attention_flops: those of them in attention with a causal mask, masked pairs included.
+        stack: software that was captured, a word of the stacks; "" where it is not known.
     """
 
     model: str = ""
@@ -60,6 +61,7 @@ class Workload:
     master_weights: bool = False
     model_flops: int = 0
     causal_attention_flops: int = 0
+    stack: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +171,8 @@ class Graph:
         """The lowest version of the format that can say the graph, major and minor: its file has that one."""
         if any((column == DType.FP4_E2M1).any() for column in (self.tensors.dtype, self.ops.dtype)):
             return 2, 0
+        if self.workload.stack or any(getattr(each, "deterministic", 0) for each in self.ops.attribute_values):
+            return 1, 4
         if any(getattr(each, "block", 0) for each in self.ops.attribute_values):
             return 1, 3
         if self.passes:

@@ -186,13 +186,17 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Fused scaled-dot-product attention; sequence lengths are in the tensors' shapes."""
+    """Fused scaled-dot-product attention; sequence lengths are in the tensors' shapes.
+
+    `deterministic`: the backward pass adds in one order, so that the same inputs give the same bits.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     causal: bool = False
     dropout: float = 0.0
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -345,6 +345,7 @@ class Workload(_message.Message):
     MASTER_WEIGHTS_FIELD_NUMBER: _builtins.int
     MODEL_FLOPS_FIELD_NUMBER: _builtins.int
     CAUSAL_ATTENTION_FLOPS_FIELD_NUMBER: _builtins.int
+    STACK_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     parameters: _builtins.int
     """trainable elements, tied ones once"""
@@ -361,6 +362,8 @@ class Workload(_message.Message):
     """what the model asks of a micro-batch, forward and backward; 0 where unknown"""
     causal_attention_flops: _builtins.int
     """those of them in attention with a causal mask, masked pairs included"""
+    stack: _builtins.str
+    """software that was captured, whose kernels run; of format 1.4"""
     def __init__(
         self,
         *,
@@ -373,10 +376,11 @@ class Workload(_message.Message):
         master_weights: _builtins.bool = ...,
         model_flops: _builtins.int = ...,
         causal_attention_flops: _builtins.int = ...,
+        stack: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "causal_attention_flops", b"causal_attention_flops", "dtype", b"dtype", "master_weights", b"master_weights", "model", b"model", "model_flops", b"model_flops", "optimizer", b"optimizer", "parameters", b"parameters", "sequence_length", b"sequence_length"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "causal_attention_flops", b"causal_attention_flops", "dtype", b"dtype", "master_weights", b"master_weights", "model", b"model", "model_flops", b"model_flops", "optimizer", b"optimizer", "parameters", b"parameters", "sequence_length", b"sequence_length", "stack", b"stack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -451,11 +455,14 @@ class Attention(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _builtins.int
     CAUSAL_FIELD_NUMBER: _builtins.int
     DROPOUT_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
     heads: _builtins.int
     kv_heads: _builtins.int
     head_dim: _builtins.int
     causal: _builtins.bool
     dropout: _builtins.float
+    deterministic: _builtins.bool
+    """the backward pass adds in one order; of format 1.4"""
     def __init__(
         self,
         *,
@@ -464,10 +471,11 @@ class Attention(_message.Message):
         head_dim: _builtins.int = ...,
         causal: _builtins.bool = ...,
         dropout: _builtins.float = ...,
+        deterministic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["causal", b"causal", "dropout", b"dropout", "head_dim", b"head_dim", "heads", b"heads", "kv_heads", b"kv_heads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["causal", b"causal", "deterministic", b"deterministic", "dropout", b"dropout", "head_dim", b"head_dim", "heads", b"heads", "kv_heads", b"kv_heads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -74,6 +74,7 @@ class DeepSpeedAdapter(TorchAdapter):
     """DeepSpeed 0.19: ZeRO, offload, gradient accumulation, fp16 and bf16, pipelines."""
 
     name: ClassVar[str] = "deepspeed"
+    stack: ClassVar[str] = "deepspeed"
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "deepspeed": "deepspeed"}
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {"deepspeed": ("0.19", "0.20")}
     counts_optimizer_steps: ClassVar[bool] = False

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from echograph.frontend.megatron import transformer_engine
@@ -25,7 +26,7 @@ from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.capture import WITHIN_CONTEXT
 from echograph.frontend.scripts.collectives import ranks_of
 from echograph.frontend.scripts.memory import LivingTensors
-from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.torch_adapter import TorchAdapter, compiling
 from echograph.ir.passes.model import CONTEXT
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class MegatronAdapter(TorchAdapter):
     """megatron-core, and scripts written with it."""
 
     name: ClassVar[str] = "megatron"
+    stack: ClassVar[str] = "megatron-core"
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "megatron": "megatron"}
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {DISTRIBUTION: TESTED}
     counts_optimizer_steps: ClassVar[bool] = False
@@ -105,7 +107,10 @@ class MegatronAdapter(TorchAdapter):
         if not any("fsdp" in argument for argument in sys.argv):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         with (
+            # What megatron-core compiles, it gives torch.compile where it is imported.
+            patched(torch, "compile", lambda _: compiling(recorder)),
             shimmed(),
+            transformer_engine.told(recorder.in_region),
             patched(transformer_engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),
             super().installed(world, recorder),
             in_place(CHECKED),

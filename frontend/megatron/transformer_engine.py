@@ -1,8 +1,9 @@
 """Layers of Transformer Engine 2, made of PyTorch's operators, for where it is not installed.
 
 They have the shapes of its kernels and its collectives, without user buffers: a normalisation is one kernel,
-a product and its bias two, attention PyTorch's flash kernel. Weights' gradients are added by the product that
-makes them where Megatron asks for that. Of FP8 and of what else is Transformer Engine's alone there is nothing.
+rotary embeddings are one, a product and its bias two, attention PyTorch's flash kernel. Weights' gradients are
+added by the product that makes them where Megatron asks for that. Of FP8 and of what else is Transformer Engine's
+alone there is nothing.
 
 megatron-core's own classes (`core.extensions.transformer_engine`) derive from these by the names that they have in
 Transformer Engine, and what they are given is what Transformer Engine takes.
@@ -10,8 +11,8 @@ Transformer Engine, and what they are given is what Transformer Engine takes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,11 +21,26 @@ from torch.nn import functional
 
 from echograph.frontend.megatron.apex import accumulate
 from echograph.frontend.megatron.attention import DotProductAttention, refused
+from echograph.ir.passes.fuse import FUSED
 
 __all__ = ["DotProductAttention"]
 
 VERSION = "2.6.0"
 """Version that the stand-ins are of."""
+
+
+_kernel: Callable[[str], AbstractContextManager[None]] = nullcontext
+
+
+@contextmanager
+def told(region: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
+    """In the context, what runs within a kernel that Transformer Engine has of its own is in such a region."""
+    global _kernel
+    before, _kernel = _kernel, region
+    try:
+        yield
+    finally:
+        _kernel = before
 
 
 class _Parameters(nn.Module):
@@ -49,9 +65,10 @@ class _Parameters(nn.Module):
 
     def _normalised(self, given: Tensor, eps: float, prefix: str = "") -> Tensor:
         weight, bias = (self._parameters.get(f"{prefix}{name}") for name in ("weight", "bias"))
-        if self._kind == "LayerNorm":
-            return functional.layer_norm(given, self._size, weight, bias, eps)
-        return functional.rms_norm(given, self._size, weight, eps)
+        with _kernel(FUSED):
+            if self._kind == "LayerNorm":
+                return functional.layer_norm(given, self._size, weight, bias, eps)
+            return functional.rms_norm(given, self._size, weight, eps)
 
 
 class LayerNorm(_Parameters):
@@ -118,15 +135,16 @@ class Linear(_Parameters):
         from megatron.core.tensor_parallel import layers, mappings
 
         by_columns, several = self.parallel_mode == "column", self.tp_size > 1
-        out = layers.linear_with_grad_accumulation_and_async_allreduce(
-            input=given,
-            weight=self.weight,
-            bias=self.bias if by_columns and not self._returns_bias else None,
-            gradient_accumulation_fusion=self._fuses,
-            allreduce_dgrad=by_columns and several and not self.sequence_parallel,
-            sequence_parallel=by_columns and several and self.sequence_parallel,
-            tp_group=self._group,
-        )
+        with _kernel(FUSED):
+            out = layers.linear_with_grad_accumulation_and_async_allreduce(
+                input=given,
+                weight=self.weight,
+                bias=self.bias if by_columns and not self._returns_bias else None,
+                gradient_accumulation_fusion=self._fuses,
+                allreduce_dgrad=by_columns and several and not self.sequence_parallel,
+                sequence_parallel=by_columns and several and self.sequence_parallel,
+                tp_group=self._group,
+            )
         if self.parallel_mode == "row" and several:
             reduce = (
                 mappings.reduce_scatter_to_sequence_parallel_region
@@ -214,12 +232,13 @@ class _Grouped(torch.autograd.Function):
 def apply_rotary_pos_emb(
     tensor: Tensor, freqs: Tensor, *, tensor_format: str, interleaved: bool = False, **_: Any
 ) -> Tensor:
-    """Rotates [sequence, batch, heads, channels] by its positions, in several operators."""
+    """Rotates [sequence, batch, heads, channels] by its positions."""
     from megatron.core.models.common.embeddings import rope_utils
 
     if tensor_format != "sbhd":
         raise refused("rotary embeddings of packed sequences", "give --no-rope-fusion")
-    return rope_utils._apply_rotary_pos_emb_bshd(tensor, freqs, rotary_interleaved=interleaved)  # type: ignore[no-any-return]
+    with _kernel(FUSED):
+        return rope_utils._apply_rotary_pos_emb_bshd(tensor, freqs, rotary_interleaved=interleaved)  # type: ignore[no-any-return]
 
 
 class DelayedScaling:

@@ -28,15 +28,16 @@ from echograph.frontend.pytorch.lower import DTYPES, PHASES, GraphLowering, Orde
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.scripts.adapter import Adapter, check_ranks
 from echograph.frontend.scripts.collectives import Communication
-from echograph.frontend.scripts.recorder import COMMUNICATION, COPY, MICRO_BATCH, PAYLOAD, SHARES
+from echograph.frontend.scripts.recorder import COMMUNICATION, COPY, MICRO_BATCH, PAYLOAD, REGION, SHARES
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.streams import AFTER, STREAM
 from echograph.frontend.scripts.world import World
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.formats import Imported
 from echograph.ir.graph import Axis, JobGraph, Workload
+from echograph.ir.passes.fuse import FUSED, Region, fuse_regions
 from echograph.ir.passes.model import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD, count_job_flops
-from echograph.ir.types import CollectiveKind, DType, Payload, TensorRole
+from echograph.ir.types import Attention, CollectiveKind, DType, Payload, TensorRole
 from echograph.progress import Progress, silent
 
 
@@ -202,6 +203,7 @@ def lower_job(
         # Frameworks call collectives of single ranks, too: such a group lies along an axis of one.
         mesh = {**mesh, "self": 1}
     builder.mesh = tuple(Axis(name=name, size=size) for name, size in mesh.items())
+    regions: list[Region | None] = []
     for run, place in zip(recorded, places, strict=True):
         begin = builder.op_count()
         lowering = _Rank(builder, run, mesh)
@@ -209,11 +211,17 @@ def lower_job(
             lowering.add(node)
         role = " ".join(f"{axis}={at}" for axis, at in place.items()) or "every rank"
         builder.program(lowering.calls(begin), role=role, coordinates=place)
-    return builder.build(JobGraph)
+        regions += lowering.regions
+    job = builder.build(JobGraph)
+    return fuse_regions(job, regions) if any(regions) else job
 
 
 class _Rank(GraphLowering):
-    """Lowers the step of one rank."""
+    """Lowers the step of one rank.
+
+    Attributes:
+        regions: of each operation, the one that it is of.
+    """
 
     def __init__(self, builder: GraphBuilder, run: ScriptRun, mesh: Mapping[str, int]) -> None:
         super().__init__(builder, run.recorder.graph)
@@ -226,6 +234,8 @@ class _Rank(GraphLowering):
         _settle_messages(run.recorder.graph, root)
         self._outliving = _outliving(run.recorder.graph, root)
         self._lives_on = False
+        self.regions: list[Region | None] = []
+        self._deterministic, self._fills = run.recorder.deterministic, run.recorder.fills
         self._sharded: dict[int, tuple[str, ...]] = {}
         self._divided = self._of_names(run.recorder.graph)
         self._ends: list[tuple[int, int]] = []
@@ -279,6 +289,9 @@ class _Rank(GraphLowering):
             self._communicate(node)
         else:
             super().add(node)
+        if self._fills and (size := _asked_for(node)):
+            self._fill(node, size)
+        self.regions += [node.meta.get(REGION)] * (self.builder.op_count() - before)
         if self.builder.op_count() > before:
             micro_batch = node.meta.get(MICRO_BATCH) or 0
             if self._ends and self._ends[-1][1] == micro_batch:
@@ -299,6 +312,8 @@ class _Rank(GraphLowering):
     def operation(self, node: Node, **fields: Any) -> int:
         """A kernel, or a copy between host and device."""
         direction = node.meta.get(COPY)
+        if isinstance(fields["attributes"], Attention) and self._deterministic:
+            fields["attributes"] = replace(fields["attributes"], deterministic=True)
         if direction is None:
             return super().operation(node, **fields)
         common = {key: fields[key] for key in ("phase", "module", "inputs", "outputs", "deps", "stream")}
@@ -311,6 +326,12 @@ class _Rank(GraphLowering):
         deps = {self._reached[n] for n in awaited if n in self._reached}
         stream = self.builder.stream(node.meta.get(STREAM) or "compute")
         return {"deps": sorted(deps.union(self.earlier_writes(inputs))), "stream": stream}
+
+    def _fill(self, node: Node, size: int) -> None:
+        """Memory is written once before its use."""
+        phase, module = PHASES[node.meta[PHASE]], node.meta[MODULE]
+        stream = self.builder.stream(node.meta.get(STREAM) or "compute")
+        self.builder.compute("aten.fill_", phase=phase, module=module, stream=stream, bytes_written=size)
 
     # -- communication ---------------------------------------------------------------------------------------
 
@@ -467,6 +488,25 @@ def _outliving(graph: Graph, root: Mapping[Node, Node]) -> set[Node]:
     return {node for node in root if len(users.get(root[node], ())) > 1}
 
 
+_ASKING = ("aten.native_layer_norm", "aten._fused_rms_norm", "aten._scaled_dot_product")
+
+
+def _asked_for(node: Node) -> int:
+    """Bytes that a call asks PyTorch for by `torch.empty`, itself or in its kernel's code.
+
+    PyTorch's products and elementwise kernels take memory past it; its norms and attention, and all that
+    Transformer Engine makes (pytorch/csrc/quantizer.cpp: create_tensor), do not.
+    """
+    if node.op != "call_function" or is_getitem(node) or is_view(node) or COMMUNICATION in node.meta:
+        return 0
+    region = node.meta.get(REGION)
+    by_hand = region is not None and region.maker == FUSED
+    if not (is_allocation(node) or by_hand or qualified_name(node).startswith(_ASKING)) or is_in_place(node):
+        return 0
+    values = node.meta[VAL] if isinstance(node.meta[VAL], tuple) else (node.meta[VAL],)
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, Tensor))
+
+
 def _shown(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
@@ -502,6 +542,7 @@ def workload_of(
         dtype=_dtype(runs[0]),
         optimizer=next((type(o).__name__.lower() for o in recorder.memory.optimizers), ""),
         master_weights=any(map(_has_masters, runs)),
+        stack=recorder.stack,
     )
 
 

@@ -9,6 +9,7 @@ outermost `step` counts). The graph is that of `frontend.pytorch.annotate`; its 
     COMMUNICATION  `collectives.Communication`, on collectives and messages
     MICRO_BATCH    number of the micro-batch; None or absent: of the step
     CHUNK          number of the pipeline's chunk, PAYLOAD what a communication carries, where an adapter said so
+    REGION         `ir.passes.fuse.Region` of calls that are one kernel where the script runs, or a compiler's
 
 Adapters tell it where the step is, by contexts that nest:
 
@@ -17,6 +18,7 @@ Adapters tell it where the step is, by contexts that nest:
     with recorder.in_chunk(1):             # of a pipeline with several chunks a rank
     with recorder.in_module("layers.0"):   # what runs is done for it
     with recorder.carrying("gradient"):    # parameter, gradient, activation, optimizer_state
+    with recorder.in_region(COMPILED):     # what runs, and its backward pass, is one kernel or a compiler's
     with recorder.pausing():               # what runs is no work of the step (shapes are worked out, say)
     recorder.step_begins()                 # only where a step begins before its first module runs
     recorder.step_ends()                   # the step has ended; the next begins here
@@ -59,6 +61,7 @@ from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communicati
 from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream
 from echograph.frontend.scripts.values import answer
+from echograph.ir.passes.fuse import Region
 
 SHARES = "shares"
 """Of placeholders: global ranks of each group over whose ranks the elements are divided."""
@@ -175,7 +178,8 @@ MICRO_BATCH = "micro_batch"
 CHUNK = "chunk"
 PAYLOAD = "payload"
 COPY = "copy"
-_CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE)
+REGION = "region"
+_CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE, REGION)
 _SILENT_NAMESPACES = ("prim", "profiler")
 _ITEM = _ATEN._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
@@ -202,6 +206,10 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         steps: training steps that have ended.
         recorded: whether the step is recorded.
         sample: shape and type of the first tensor that the model was given in the step.
+        stack: software that runs, a word of `models.stacks`; "" where nobody said it.
+        deterministic: whether attention's gradients are added up in one order.
+        fills: whether PyTorch writes all memory that it is asked for before use, as it does with deterministic
+            algorithms.
     """
 
     def __init__(
@@ -219,6 +227,11 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self.steps = 0
         self.recorded = False
         self.sample: Tensor | None = None
+        self.stack, self.deterministic, self.fills = "", False, False
+        self._regions = 0
+        self._backward_of: dict[Region, Region] = {}
+        self._forward_of: dict[Region | None, Region] = {}
+        self._seen: set[Region | None] = set()
         self._step, self._whole, self._counts = step, whole, counts_optimizer_steps
         self._forced: str | None = None
         self._context: dict[str, Any] = {}
@@ -259,6 +272,32 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     def in_module(self, path: str) -> Any:
         """What runs is done for a module, whichever is running."""
         return self._with(MODULE, path)
+
+    @contextmanager
+    def in_region(self, maker: str) -> Iterator[None]:
+        """What runs is one kernel that is written by hand (`FUSED`), or compiled; an inner region is of the outer.
+
+        Its backward pass is one, too, unless autograd does not see it: functions with a backward pass of their own
+        (`torch.autograd.Function`) say what that runs.
+        """
+        if REGION in self._context:
+            yield
+            return
+        region = self._region(maker)
+        if torch.is_grad_enabled():
+            self._seen.add(region)
+        with self._with(REGION, region):
+            yield
+
+    def _region(self, maker: str) -> Region:
+        self._regions += 1
+        return Region(maker, self._regions)
+
+    def _backward_region(self, of: Region) -> Region:
+        if of not in self._backward_of:
+            self._backward_of[of] = made = self._region(of.maker)
+            self._forward_of[made] = of
+        return self._backward_of[of]
 
     def carrying(self, payload: str) -> Any:
         """What communications carry: "parameter", "gradient", "activation", "optimizer_state" or "other"."""
@@ -394,6 +433,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         link_sums(self.graph)
         self.graph.output(None)
         self._works.clear()
+        self.deterministic = torch.are_deterministic_algorithms_enabled()
+        self.fills = self.deterministic and torch.utils.deterministic.fill_uninitialized_memory
 
     # -- operators -------------------------------------------------------------------------------------------
 
@@ -466,10 +507,23 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         if made[PHASE] != OPTIMIZER:
             made[MICRO_BATCH] = self._pass
         made |= {key: value for key, value in self._context.items() if key in _CONTEXT}
+        if REGION not in made and made[PHASE] == BACKWARD and (of := self._differentiated(node)) is not None:
+            made[REGION] = self._backward_region(of)
         # Reserving memory is no work: what its stream waits for, the next work waits for.
         if node.target.namespace not in NAMESPACES and not is_allocation(node):  # type: ignore[union-attr]
             made |= {STREAM: CapturedStream.current.name, AFTER: CapturedStream.current.issue(node)}
         return made
+
+    def _differentiated(self, node: Node) -> Region | None:
+        """The region that an operation of the backward pass is the gradient of."""
+        current = torch._C._current_autograd_node()
+        if current is not None:
+            forward = self._by_sequence.get(current._sequence_nr())
+            region = None if forward is None else forward.meta.get(REGION)
+            return region if region in self._seen else None
+        # Autograd adds up itself: within a region where that made all that it adds.
+        makers = {read.meta.get(REGION) for read in node.all_input_nodes}
+        return self._forward_of.get(makers.pop()) if len(makers) == 1 else None
 
     def of_micro_batch(self) -> dict[str, Any]:
         """The micro-batch of what runs, as annotations have it."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from echograph.frontend.scripts import device, values
 from echograph.frontend.scripts.adapter import Adapter, patched
 from echograph.frontend.scripts.recorder import ScriptRecorder
 from echograph.frontend.scripts.world import World
+from echograph.ir.passes.fuse import COMPILED
 
 _STAGE = "torch.distributed.pipelining.stage"
 
@@ -129,6 +131,7 @@ class TorchAdapter(Adapter):
     """PyTorch itself."""
 
     name: ClassVar[str] = "torch"
+    stack: ClassVar[str] = "eager"
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch"}
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {"torch": ("2.13", "2.14")}
 
@@ -147,13 +150,14 @@ class TorchAdapter(Adapter):
 
         self._meshes.clear()
         _forget_meshes()
+        recorder.stack = self.stack
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(device.present(world, recorder.note))
             # It draws until all values are within bounds, which without values is for ever.
             enter(patched(torch.nn.init, "_no_grad_trunc_normal_", lambda _: lambda tensor, *_, **__: tensor))
             enter(patched(torch, "save", lambda _: _not_saved(recorder)))
-            enter(patched(torch, "compile", lambda _: _not_compiled(recorder)))
+            enter(patched(torch, "compile", lambda _: compiling(recorder)))
             enter(patched(torch.multiprocessing, "spawn", lambda _: _spawn(world)))
             enter(patched(DataLoader, "__init__", _in_this_process))
             enter(patched(dataloader._BaseDataLoaderIter, "__init__", lambda f: _quietly(recorder, _really(f))))
@@ -172,11 +176,11 @@ class TorchAdapter(Adapter):
             enter(patched(flat, "_same_storage", lambda _: _same_memory))
             runtime = importlib.import_module("torch.distributed.fsdp._runtime_utils")
             enter(patched(runtime, "_reduce_grad", lambda f: _carrying(recorder, "gradient", f)))
-            enter(patched(runtime, "_unshard", lambda f: _carrying(recorder, "parameter", f)))
+            enter(patched(runtime, "_unshard", lambda f: _gathering(recorder, f)))
             enter(self._stages.installed(recorder))
             groups = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
             group = importlib.import_module(groups)
-            enter(patched(group, "foreach_all_gather", lambda f: _carrying(recorder, "parameter", f)))
+            enter(patched(group, "foreach_all_gather", lambda f: _gathering(recorder, f)))
             enter(patched(group, "foreach_reduce", lambda f: _carrying(recorder, "gradient", f)))
             yield
 
@@ -227,12 +231,28 @@ def _not_saved(recorder: ScriptRecorder) -> Callable[..., None]:
     return save
 
 
-def _not_compiled(recorder: ScriptRecorder) -> Callable[..., Any]:
+def compiling(recorder: ScriptRecorder) -> Callable[..., Any]:
+    """`torch.compile` that compiles nothing: what it was given runs as it is, and is known to become kernels."""
+
     def compile(model: Any = None, *_: Any, **__: Any) -> Any:
-        recorder.note("torch.compile is left out: the operators are those of the eager model")
-        return (lambda function: function) if model is None else model
+        recorder.stack = "inductor" if recorder.stack in ("eager", "fsdp") else recorder.stack
+        if model is None:
+            return compile
+        if isinstance(model, torch.nn.Module):
+            model.forward = _region(recorder, model.forward)
+            return model
+        return _region(recorder, model)
 
     return compile
+
+
+def _region(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with recorder.in_region(COMPILED):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _spawn(world: World) -> Callable[..., None]:
@@ -275,6 +295,17 @@ def _quietly(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable
 def _carrying(recorder: ScriptRecorder, payload: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with recorder.carrying(payload):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _gathering(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
+    """As FSDP does: the script's stack is its, unless what it runs is compiled."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        recorder.stack = "fsdp" if recorder.stack == "eager" else recorder.stack
+        with recorder.carrying("parameter"):
             return function(*args, **kwargs)
 
     return run

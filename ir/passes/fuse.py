@@ -22,14 +22,15 @@ The pass knows no layouts: it comes last of those that change a step, before tho
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from echograph.ir import types as t
 from echograph.ir.columns import NONE
-from echograph.ir.graph import StepGraph
+from echograph.ir.graph import Graph, JobGraph, StepGraph
 from echograph.ir.passes.fold import LABEL
 from echograph.ir.passes.rewrite import StepWriter
 
@@ -47,6 +48,22 @@ _REDUCTIONS = ("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.var")
 _NORMS = ("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
 _MAKERS = {"modules": "fused", "layers": "compiled", "step": "compiled"}
 """What the names of kernels begin with, by where they fuse: who makes them."""
+_RANDOM = "aten.native_dropout"
+FUSED, COMPILED = "fused", "compiled"
+"""Who makes kernels of a captured job's region: a library one, by hand, or a compiler as few as it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Operations of a captured job that the script had made one kernel, or as few as a compiler makes of them.
+
+    Attributes:
+        maker: `FUSED` or `COMPILED`.
+        number: tells it from others.
+    """
+
+    maker: str
+    number: int
 
 
 @dataclass(slots=True, eq=False)
@@ -100,12 +117,29 @@ class Fuse:
         return _Writer(graph, _Traffic(graph, found, again), _MAKERS[self.within]).write()
 
 
+def fuse_regions(job: JobGraph, regions: Sequence[Region | None]) -> JobGraph:
+    """A captured job in which the regions of its script are kernels.
+
+    Other than in `Fuse`, random numbers of a dropout join a kernel, too, and what a script keeps for backward is
+    kept: its own functions say so.
+
+    Args:
+        job: with a region, or none, for each row of its operations.
+        regions: as many; equal regions are one.
+    """
+    found = _Finder(job, "regions", regions).kernels()
+    makers = {row: region.maker for row, region in enumerate(regions) if region is not None}
+    return _Writer(job, _Traffic(job, found, []), "", makers).write_as(JobGraph)
+
+
 class _Finder:
     """Goes through the operations in order, with the kernels that may still grow."""
 
-    def __init__(self, graph: StepGraph, within: str) -> None:
+    def __init__(self, graph: Graph, within: str, regions: Sequence[Region | None] = ()) -> None:
         self.graph, self.within_modules, self.within_layers = graph, within == "modules", within == "layers"
-        self.cuts = set(graph.programs[0].calls[:, 1:3].ravel().tolist())
+        self.regions = regions
+        self.cuts = {cut for program in graph.programs for cut in program.calls[:, 1:3].ravel().tolist()}
+        self.holds: dict[int, _Kernel] = {}
         self.made: dict[int, _Kernel] = {}
         self.sums: dict[int, _Kernel] = {}
         self.reading: dict[int, _Kernel] = {}
@@ -125,6 +159,7 @@ class _Finder:
         graph = self.graph
         inputs, outputs = graph.ops.inputs.row(row), graph.ops.outputs.row(row)
         read = list({id(k): k for i in inputs if (k := self.made.get(i)) is not None}.values())
+        self._settle(kernel for row_ in graph.ops.deps.row(row) if (kernel := self.holds.get(row_)) is not None)
         self._settle(kernel for i in inputs if (kernel := self.sums.get(i)) is not None)
         if graph.ops.is_view[row] and read and len(outputs) == 1:
             self._take_view(row, read[0])
@@ -141,7 +176,7 @@ class _Finder:
         # A kernel that holds whole rows shows them as they are, or what is left of each to all of its row.
         if not kernel.reduced or sizes[0] == sizes[1] or sizes == (kernel.reduced, kernel.size):
             kernel.views.append(row)
-            self.made[after] = kernel
+            self.made[after] = self.holds[row] = kernel
         else:
             self._settle([kernel])
 
@@ -158,14 +193,15 @@ class _Finder:
             self.found += joins
         kernel = self._merged(joins)
         kernel.rows.append(row)
-        inputs, (made,) = self.graph.ops.inputs.row(row), self.graph.ops.outputs.row(row)
+        self.holds[row] = kernel
+        inputs, (made, *others) = self.graph.ops.inputs.row(row), self.graph.ops.outputs.row(row)
         if self._reduces(row) and not self._is_of_rows(inputs[0], made):
-            kernel.alone = not self.within_modules
+            kernel.alone = not self._by_hand(row)
             self.sums[made] = kernel
             return
         self.reading |= {i: kernel for i in inputs if self.made.get(i) is not kernel}
         kernel.size = max(kernel.size, self._size(row))
-        self.made[made] = kernel
+        self.made |= dict.fromkeys((made, *others), kernel)
         if self._reduces(row):
             kernel.reduced = self._elements(made)
 
@@ -183,7 +219,8 @@ class _Finder:
         while ends := [kernel.end for kernel in joins if kernel.end is not None]:
             rows = (row, *(r for kernel in joins for r in kernel.rows))
             read = {i for r in rows for i in self.graph.ops.inputs.row(r) if self.made.get(i) not in joins}
-            if all(self._ready(i) <= min(ends) for i in read):
+            after = (dep for r in rows for dep in self.graph.ops.deps.row(r) if self.holds.get(dep) not in joins)
+            if all(at <= min(ends) for at in (*map(self._ready, read), *after)):
                 break
             joins = [kernel for kernel in joins if kernel.end != min(ends)]
         return joins
@@ -197,11 +234,11 @@ class _Finder:
         """Whether an operation works on the same elements as a kernel, or on what is left of its rows."""
         if kernel.alone or kernel.area != self._area(row):
             return False
-        inputs, (made,) = self.graph.ops.inputs.row(row), self.graph.ops.outputs.row(row)
+        inputs, (made, *_) = self.graph.ops.inputs.row(row), self.graph.ops.outputs.row(row)
         if self._reduces(row):
             left = self._elements(made) if self._is_of_rows(inputs[0], made) else 0
             whole = self._elements(inputs[0]) == kernel.size
-            return whole and (kernel.reduced in (0, left) if left else self.within_modules)
+            return whole and (kernel.reduced in (0, left) if left else self._by_hand(row))
         size = self._size(row)
         if size in (kernel.size, kernel.reduced):
             return True
@@ -209,8 +246,15 @@ class _Finder:
         of_part = size < kernel.size and bool(wide) and all(self.made.get(i) is kernel for i in wide)
         return not kernel.reduced and (of_part or self._name(row) in _MOVES)
 
+    def _by_hand(self, row: int) -> bool:
+        """Whether a kernel is one that is written by hand, which sums up in any direction."""
+        region = self.regions[row] if self.regions else None
+        return self.within_modules if region is None else region.maker == FUSED
+
     def _area(self, row: int) -> str:
         """The part of a layer that an operation belongs to; beyond layers, its module. "": all is one."""
+        if self.regions:
+            return f"{self.regions[row]} {self.graph.ops.stream[row]}"
         if not self.within_modules:
             return ""
         area = self._module(row)
@@ -270,17 +314,24 @@ class _Finder:
     def _is_plain(self, row: int) -> bool:
         """Whether an operation is elementwise or reduces, and makes one new tensor, of what it reads alone."""
         ops, outputs = self.graph.ops, self.graph.ops.outputs.row(row)
-        plain = ops.kind[row] == t.OpKind.COMPUTE and not ops.flops[row] and not ops.deps.row(row)
-        inside = not self.within_layers or LABEL in self.graph.strings[ops.module[row]]
+        plain = ops.kind[row] == t.OpKind.COMPUTE and not ops.flops[row]
+        random = bool(self.regions) and self._name(row) == _RANDOM
         return bool(
             plain
-            and inside
-            and (self._name(row) in _POINTWISE or self._reduces(row))
+            and self._is_inside(row)
+            and (random or self._name(row) in _POINTWISE or self._reduces(row))
             and ops.attributes[row] == NONE
             and not ops.is_view[row]
-            and len(outputs) == 1
+            and len(outputs) == 1 + random
             and self.graph.tensors.alias_of[outputs[0]] == NONE
         )
+
+    def _is_inside(self, row: int) -> bool:
+        """Whether an operation is of what is fused, and waits for nothing but what it reads."""
+        if self.regions:
+            return self.regions[row] is not None
+        waits = bool(self.graph.ops.deps.row(row))
+        return not waits and (not self.within_layers or LABEL in self.graph.strings[self.graph.ops.module[row]])
 
 
 class _Traffic:
@@ -292,7 +343,7 @@ class _Traffic:
         again: results that are not written, with what they are computed from where they are read.
     """
 
-    def __init__(self, graph: StepGraph, found: list[_Kernel], again: list[_Kernel]) -> None:
+    def __init__(self, graph: Graph, found: list[_Kernel], again: list[_Kernel]) -> None:
         self.graph = graph
         self.of = {row: kernel for kernel in found for row in (*kernel.rows, *kernel.views)}
         self.again: dict[int, tuple[int, ...]] = {}
@@ -355,7 +406,7 @@ class _Traffic:
         graph = self.graph
         if kernel.reduced or kernel.alone:
             return
-        at, made = kernel.at, [graph.ops.outputs.row(row)[0] for row in kernel.rows]
+        at, made = kernel.at, [i for row in kernel.rows for i in graph.ops.outputs.row(row)]
         readers = {id(its): its for i in made for row in self.readers[i] if (its := self.of.get(row)) is not None}
         for reader in readers.values():
             read = [i for row in reader.rows for i in graph.ops.inputs.row(row)]
@@ -425,7 +476,7 @@ class _Traffic:
         for sources in self.again.values():
             outside.update(sources)
         for row in sorted(self.of, reverse=True):  # what a view that is read shows has to be there
-            (made,) = graph.ops.outputs.row(row)
+            made, *_ = graph.ops.outputs.row(row)
             if graph.ops.is_view[row] and made in outside:
                 outside.update(graph.ops.inputs.row(row))
         return {i for i in outside if self.shown(i) not in self.again}
@@ -434,9 +485,11 @@ class _Traffic:
 class _Writer(StepWriter):
     """Writes a kernel where it runs, and after it the views that are read outside."""
 
-    def __init__(self, graph: StepGraph, traffic: _Traffic, maker: str) -> None:
+    def __init__(
+        self, graph: Graph, traffic: _Traffic, maker: str, makers: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
         super().__init__(graph)
-        self.traffic, self.prefix = traffic, maker
+        self.traffic, self.prefix, self.prefixes = traffic, maker, makers
 
     def operation(self, op: t.Op) -> None:
         kernel = self.traffic.of.get(op.id)
@@ -456,7 +509,8 @@ class _Writer(StepWriter):
         if self.graph.ops.is_view[op.id] and any(self.traffic.shown(i) in self.traffic.again for i in inputs):
             self.part.ops[op.id] = self.part.ops[int(self.graph.maker[inputs[0]])]
         elif isinstance(op, t.Compute) and op.name.removesuffix("_backward") in _NORMS:
-            self.copy(replace(op, name=f"{self.prefix}.{op.name.removeprefix('aten.')}", durations=()))
+            prefix = self.prefixes.get(op.id, self.prefix or "aten")
+            self.copy(replace(op, name=f"{prefix}.{op.name.removeprefix('aten.')}", durations=()))
         else:
             self.copy(op)
 
@@ -466,8 +520,9 @@ class _Writer(StepWriter):
 
     def _fused(self, kernel: _Kernel) -> None:
         graph, traffic = self.graph, self.traffic
-        made = [graph.ops.outputs.row(row)[0] for row in kernel.rows]
+        made = [i for row in kernel.rows for i in graph.ops.outputs.row(row)]
         read = traffic.reads(kernel)
+        waits = {dep for row in kernel.rows for dep in graph.ops.deps.row(row)}.difference(kernel.rows)
         kept = [index for index in made if index in traffic.outside]
         last = graph.ops[kernel.rows[-1]]
         forward = next((f for row in kernel.rows if (f := int(graph.ops.forward_op[row])) != NONE), None)
@@ -475,12 +530,13 @@ class _Writer(StepWriter):
         if kernel.reduced:
             name = "norm_backward" if last.phase == t.Phase.BACKWARD else "norm"
         new = self.builder.compute(
-            f"{self.prefix}.{name}",
+            f"{self.prefixes.get(last.id, self.prefix)}.{name}",
             phase=last.phase,
             module=last.module,
             inputs=[self.tensor(i) for i in read],
             outputs=[self.tensor(i) for i in kept],
             stream=last.stream,
+            deps=sorted({self.part.ops[dep] for dep in waits if traffic.of.get(dep) is not kernel}),
             forward_op=self.part.ops[forward] if forward is not None and forward >= 0 else forward,
             bytes_read=traffic.nbytes(read),
             bytes_written=sum(graph.tensors[i].nbytes for i in kept),
@@ -488,5 +544,5 @@ class _Writer(StepWriter):
         self.part.ops |= dict.fromkeys((*kernel.rows, *kernel.views), new)
 
 
-def _bound(graph: StepGraph, bindings: tuple[int, ...]) -> list[int]:
+def _bound(graph: Graph, bindings: tuple[int, ...]) -> list[int]:
     return [graph.locate_tensor(identity)[2] for identity in bindings]

@@ -9,7 +9,9 @@ layer whose tokens or features are no multiples of 16, or of a longer block, sta
   writes the copies that the phase needs, transposed or not, at once. Output gradients are e5m2 (the hybrid
   format), all else is e4m3.
 - "fp8-rowwise": one scale a row of each operand, e4m3. A row's maximum is found by the kernel that casts it; along
-  columns it is a pass of its own.
+  columns it is a pass of its own. Products of backward run with scales of one, and an elementwise operation scales
+  their result (pytorch/ao, float8/float8_ops.py, addmm_float8_unwrapped, since December 2024: the kernel with
+  scales of rows is slow where sums leave the tensor core).
 - "fp8-blockwise": one scale for each 128 elements of a row, and for each 128 x 128 of a weight (DeepSeek-V3).
 - "mxfp8": one power of two for each 32 elements of a row, e4m3 (Blackwell and later).
 - "nvfp4": e2m1, two elements a byte, with a scale for each 16 of a row (e4m3) beside one of the tensor, whose
@@ -306,7 +308,17 @@ class _NarrowProducts(StepWriter):
             attributes=t.Gemm(transpose_b=True, block=self.recipe.block),
             durations=(),
         )
-        self.copy(scaled, inputs=[first, turned, *bias, *first_scale, *second_scale])
+        if self.recipe.scales == "row" and op.phase == t.Phase.BACKWARD:
+            self._scale_after(scaled, [first, turned, *bias], (*first_scale, *second_scale))
+        else:
+            self.copy(scaled, inputs=[first, turned, *bias, *first_scale, *second_scale])
+
+    def _scale_after(self, op: t.Compute, operands: Iterable[int], scales: Iterable[int]) -> None:
+        """A product with scales of one, and the multiplication of its rows and columns by theirs."""
+        (made,) = (self.graph.tensors[i] for i in op.outputs)
+        unscaled = self._new("unscaled", made.shape, made.dtype)
+        self.copy(op, inputs=list(operands), outputs=[unscaled])
+        self._kernel("aten.mul", op, (unscaled, *scales), (self.tensor(made.id),), made.nbytes, made.nbytes)
 
     def _grouped(self, op: t.Compute) -> None:
         """Writes a grouped product of experts on narrow operands; one kernel makes both copies of each."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder, copy_rows
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 Call = tuple[int, int, int, int, int]
+G = TypeVar("G", bound=Graph)
 ACCUMULATE = "accumulate"
 """Name of the blocks that add a micro-batch's gradients to those of the ones before it."""
 
@@ -122,15 +124,15 @@ class BlockMapping:
 
 
 class StepWriter:
-    """Copies a step graph block by block; subclasses say what becomes of an operation.
+    """Copies a step graph block by block; subclasses say what becomes of an operation. A job is copied alike.
 
     Args:
-        graph: the step.
+        graph: the step, or the job.
         parts: (block, instances) of each block of the new graph, the main block first, every instance once; None:
             the blocks as they are.
     """
 
-    def __init__(self, graph: StepGraph, parts: Iterable[tuple[int, Sequence[int]]] | None = None) -> None:
+    def __init__(self, graph: Graph, parts: Iterable[tuple[int, Sequence[int]]] | None = None) -> None:
         self.graph = graph
         self.builder = empty_copy(graph)
         if parts is None:
@@ -139,7 +141,11 @@ class StepWriter:
         self.part = self.parts[0]
 
     def write(self) -> StepGraph:
-        """The new graph.
+        """The new step graph; raises as `write_as`."""
+        return self.write_as(StepGraph)
+
+    def write_as(self, level: type[G]) -> G:
+        """The new graph, of a level.
 
         Raises:
             GraphError: what the subclass wrote breaks an invariant.
@@ -160,7 +166,7 @@ class StepWriter:
             part.starts[block.ops.stop] = builder.op_count()
             part.tensor_rows, part.op_rows = range(tensors, builder.tensor_count()), range(ops, builder.op_count())
         self._bind()
-        return builder.build(StepGraph)
+        return builder.build(level)
 
     # -- for subclasses ------------------------------------------------------------------------------------
 
@@ -236,10 +242,10 @@ class StepWriter:
                     number, made.label, bindings=map(tensor_id, made.bindings),
                     op_bindings=map(op_id, made.op_bindings),
                 )  # fmt: skip
-        program = graph.programs[0]
-        calls = []
-        for block, begin, end, instance, micro_batch in program.calls.tolist():
-            number, at = where[block, instance]
-            starts = self.parts[number].starts
-            calls.append((number, starts[begin], starts[end], at, micro_batch))
-        builder.program(calls, role=program.role, coordinates=program.coordinates, ranks=program.ranks)
+        for program in graph.programs:
+            calls = []
+            for block, begin, end, instance, micro_batch in program.calls.tolist():
+                number, at = where[block, instance]
+                starts = self.parts[number].starts
+                calls.append((number, starts[begin], starts[end], at, micro_batch))
+            builder.program(calls, role=program.role, coordinates=program.coordinates, ranks=program.ranks)

@@ -195,7 +195,7 @@ def _header(graph: Graph) -> pb.Graph:
         workload=pb.Workload(
             model=w.model, parameters=w.parameters, batch_size=w.batch_size, sequence_length=w.sequence_length,
             dtype=pb.DType.ValueType(w.dtype), optimizer=w.optimizer, master_weights=w.master_weights,
-            model_flops=w.model_flops, causal_attention_flops=w.causal_attention_flops,
+            model_flops=w.model_flops, causal_attention_flops=w.causal_attention_flops, stack=w.stack,
         ),
         tensor_count=len(graph.tensors),
         op_count=len(graph.ops),
@@ -255,7 +255,7 @@ def encode_attributes(value: t.Attributes) -> pb.Attributes:
             return pb.Attributes(
                 attention=pb.Attention(
                     heads=value.heads, kv_heads=value.kv_heads, head_dim=value.head_dim, causal=value.causal,
-                    dropout=value.dropout,
+                    dropout=value.dropout, deterministic=value.deterministic,
                 )
             )  # fmt: skip
         case t.Convolution():
@@ -538,7 +538,7 @@ class _Decoder:
                 model=w.model, parameters=w.parameters, batch_size=w.batch_size,
                 sequence_length=w.sequence_length, dtype=t.DType(w.dtype), optimizer=w.optimizer,
                 master_weights=w.master_weights, model_flops=w.model_flops,
-                causal_attention_flops=w.causal_attention_flops,
+                causal_attention_flops=w.causal_attention_flops, stack=w.stack,
             ),
             streams=head.streams,
         )  # fmt: skip
@@ -684,8 +684,9 @@ def decode_attributes(message: pb.Attributes) -> t.Attributes:
         case "attention":
             a = message.attention
             return t.Attention(
-                heads=a.heads, kv_heads=a.kv_heads, head_dim=a.head_dim, causal=a.causal, dropout=a.dropout
-            )
+                heads=a.heads, kv_heads=a.kv_heads, head_dim=a.head_dim, causal=a.causal, dropout=a.dropout,
+                deterministic=a.deterministic,
+            )  # fmt: skip
         case "convolution":
             c = message.convolution
             return t.Convolution(

@@ -96,6 +96,7 @@ class _Printer:
             "master_weights" if w.master_weights else "",
             f"model_flops={w.model_flops}" if w.model_flops else "",
             f"causal_attention_flops={w.causal_attention_flops}" if w.causal_attention_flops else "",
+            f"stack={_word(w.stack)}" if w.stack else "",
         )
         if graph.mesh:
             yield _join("mesh", *(f"{_word(a.name)}={a.size}" for a in graph.mesh))
@@ -190,7 +191,8 @@ def _attributes(value: t.Attributes) -> str:
         case t.Attention():
             sizes = f"heads={value.heads} kv_heads={value.kv_heads} head_dim={value.head_dim}"
             dropout = f"dropout={value.dropout!r}" if value.dropout else ""
-            return f"attention({_join(sizes, 'causal' if value.causal else '', dropout)})"
+            causal, deterministic = "causal" * value.causal, "deterministic" * value.deterministic
+            return f"attention({_join(sizes, causal, dropout, deterministic)})"
         case t.Convolution():
             windows = ((k, getattr(value, k)) for k in ("stride", "padding", "dilation"))
             sizes = " ".join(f"{k}=[{','.join(map(str, v))}]" for k, v in windows)

@@ -286,7 +286,8 @@ def _workload(line: Line) -> Workload:
     master_weights = line.has(" master_weights")
     for key in ("model_flops", "causal_attention_flops"):
         sizes[key] = line.option(f"{key}=", line.integer, 0)
-    return Workload(model=model, dtype=dtype, optimizer=optimizer, master_weights=master_weights, **sizes)
+    said = {"optimizer": optimizer, "stack": line.option("stack=", line.word, "")}
+    return Workload(model=model, dtype=dtype, master_weights=master_weights, **said, **sizes)
 
 
 _OPTIONS = {name: column for name, column in TENSOR_COLUMNS.items() if column.text}
@@ -348,7 +349,8 @@ def _attributes(line: Line) -> t.Attributes | None:
     elif line.has("attention("):
         sizes = {key: line.field(key, line.integer) for key in ("heads", "kv_heads", "head_dim")}
         causal = line.has(" causal")
-        found = t.Attention(causal=causal, dropout=line.option("dropout=", line.real, 0.0), **sizes)
+        dropout, deterministic = line.option("dropout=", line.real, 0.0), line.has(" deterministic")
+        found = t.Attention(causal=causal, dropout=dropout, deterministic=deterministic, **sizes)
     elif line.has("convolution("):
         windows = {
             key: line.field(key, lambda: line.bracketed(line.integer)) for key in ("stride", "padding", "dilation")

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.errors import UnavailableError, UnknownNameError
+from echograph.profiler.costs.deterministic import SPREAD, in_one_order
 from echograph.profiler.costs.device import (
     AttentionModel,
     AttentionPass,
@@ -37,6 +38,7 @@ from echograph.profiler.costs.device import (
     FloatArray,
     as_floats,
     make_cost,
+    widen,
 )
 from echograph.profiler.costs.gemm import correction
 
@@ -137,8 +139,11 @@ def attention_backward(
     causal: bool = True,
     window: npt.ArrayLike | None = None,
     kernel: str | None = None,
+    deterministic: bool = False,
 ) -> CostEstimate:
     """Cost of the gradients of Q, K and V, recomputing the scores; arguments as in `attention_forward`.
+
+    `deterministic`: they are added up in one order (`deterministic.py`).
 
     Raises:
         UnknownNameError: no such kernel.
@@ -151,7 +156,14 @@ def attention_backward(
         raise UnavailableError(f"attention kernel '{name}' has no backward pass on {device.name}", known)
     shape = attention_shape(batch, heads, seq, head_dim, kv_heads, kv_seq, v_head_dim, window)
     seconds = pass_seconds(model, model.backward, device.datasheet, shape, causal=causal, backward=True)
-    return _cost(model.backward, seconds)
+    if not deterministic:
+        return _cost(model.backward, seconds)
+    slower = in_one_order(
+        kernel or device.default_attention, device.datasheet, seconds,
+        b=shape.b, h=shape.h, q=shape.q, kv=shape.kv, d=shape.d, causal=causal,
+    )  # fmt: skip
+    cost = widen(_cost(model.backward, slower), np.asarray(SPREAD))
+    return cost._replace(source="analytical")
 
 
 def pass_seconds(

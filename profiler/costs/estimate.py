@@ -69,6 +69,9 @@ SPLIT_ACCUMULATION, SPLIT_SPREAD = {"hopper": 1.15}, 0.05
 taken to stay in it, by architecture: 1.1 to 1.2 (pytorch/ao#2377). Products of gradients are such ones, in
 Transformer Engine (common/recipe: use_split_accumulator) and torchao (float8/config.py: use_fast_accum); Blackwell
 has no such mode (NVIDIA/TransformerEngine#2748); products with scales of blocks always leave it."""
+ROWWISE_SLOWER, ROWWISE_SPREAD = 1.05, 0.05
+"""FP8 products with a scale a row, over those with a scale a tensor: most shapes reach 90 to 100 % of their rate
+(pytorch/pytorch#147971; the middle is taken)."""
 ASSUMED_SPREAD = 0.5
 """For a kernel of a type that no model covers (fp32 or fp64 attention): assumed, not measured."""
 
@@ -240,28 +243,34 @@ def _gemm(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
         lambda dtype: gemm(
             device, m, n, k, batch=batch, dtype=dtype, layout=layout, accumulate=wide, quantize=not scaled
         ),
-        a.dtype, op, device,
+        a.dtype, op, device, by_rows=scaled and any(t.dtype == DType.FP32 and t.numel > 1 for t in inputs[2:]),
     )  # fmt: skip
 
 
-def _scaled(cost: Callable[[str], CostEstimate], dtype: DType, op: Compute, device: DeviceProfile) -> CostEstimate:
-    """The cost of a product in a type, whose blocks may have scales of their own."""
+def _scaled(
+    cost: Callable[[str], CostEstimate], dtype: DType, op: Compute, device: DeviceProfile, by_rows: bool = False
+) -> CostEstimate:
+    """The cost of a product in a type, whose rows or blocks may have scales of their own."""
     assert isinstance(op.attributes, Gemm)
     if DTYPE_NAMES.get(dtype) != "fp8":
         return _or_slower(cost, dtype, device)
     if op.attributes.block == BLOCKWISE:
         return cost("fp8_block")
     if op.attributes.block != MXFP8:
-        return _with_split_accumulation(_or_slower(cost, dtype, device), op, device)
-    single = cost("fp8")
-    return CostEstimate(single.seconds * MXFP8_SLOWER, float(np.hypot(single.spread, MXFP8_SPREAD)), "analytical")
+        single = _with_split_accumulation(_or_slower(cost, dtype, device), op, device)
+        return _slower(single, ROWWISE_SLOWER, ROWWISE_SPREAD) if by_rows else single
+    return _slower(cost("fp8"), MXFP8_SLOWER, MXFP8_SPREAD)
 
 
 def _with_split_accumulation(cost: CostEstimate, op: Compute, device: DeviceProfile) -> CostEstimate:
     slower = SPLIT_ACCUMULATION.get(device.datasheet.architecture)
     if slower is None or op.phase != Phase.BACKWARD:
         return cost
-    return CostEstimate(cost.seconds * slower, float(np.hypot(cost.spread, SPLIT_SPREAD)), "analytical")
+    return _slower(cost, slower, SPLIT_SPREAD)
+
+
+def _slower(cost: CostEstimate, factor: float, doubt: float) -> CostEstimate:
+    return CostEstimate(cost.seconds * factor, float(np.hypot(cost.spread, doubt)), "analytical")
 
 
 def _grouped(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEstimate:
@@ -289,8 +298,10 @@ def _attention(op: Compute, operands: _InOut, device: DeviceProfile) -> CostEsti
     assert isinstance(attributes, Attention)
     backward = "backward" in op.name
     query, key, value = operands[0][1:4] if backward else operands[0][:3]
+    in_order = {"deterministic": attributes.deterministic} if backward else {}
     cost = (attention_backward if backward else attention_forward)(
         device,
+        **in_order,
         batch=prod(query.shape[:-3]),
         heads=attributes.heads,
         seq=query.shape[-2],

@@ -267,7 +267,19 @@ def four_bits() -> Graph:
     return b.build(StepGraph)
 
 
+def stack() -> Graph:
+    """A step that says which software was captured, and attention whose gradients are added up in one order."""
+    b = GraphBuilder(name="stack", workload=Workload(model="gpt", dtype=D.BF16, stack="megatron-core"))
+    q, k, v = (b.tensor(name, (1, 2, 8, 4), D.BF16, R.INPUT) for name in "qkv")
+    y = b.tensor("y", (1, 2, 8, 4), D.BF16, R.ACTIVATION)
+    fixed = t.Attention(heads=2, kv_heads=2, head_dim=4, causal=True, dropout=0.1, deterministic=True)
+    b.compute("aten._scaled_dot_product_flash_attention", inputs=(q, k, v), outputs=(y,), flops=2048,
+              bytes_read=384, bytes_written=128, attributes=fixed, **FORWARD)  # fmt: skip
+    b.program([(0, 0, 1, 0, 0)])
+    return b.build(StepGraph)
+
+
 GRAPHS: dict[str, Callable[[], Graph]] = {
     make.__name__: make
-    for make in (empty, kinds, two_layers, aliases, job, ranks, positions, large_numbers, passes, four_bits)
+    for make in (empty, kinds, two_layers, aliases, job, ranks, positions, large_numbers, passes, stack, four_bits)
 }

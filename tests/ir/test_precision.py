@@ -123,13 +123,15 @@ def test_torch_takes_every_product(name: str, recipe: str) -> None:
     graph = Precision(dtype=recipe)(captured(name, 2))
     scale = torch.float8_e8m0fnu if recipe == "mxfp8" else torch.float32
     for op in (op for op in graph.ops if op.name == "aten._scaled_mm"):
-        a, b, *bias, scale_a, scale_b = (graph.tensors[i] for i in op.inputs)
+        a, b, *others = (graph.tensors[i] for i in op.inputs)
+        bias = [each for each in others if each.dtype is DType.BF16]
+        scales = [each.shape for each in others if each not in bias] or [(), ()]
         copy = graph.tensors[b.alias_of]
         with FakeTensorMode(allow_fallback_kernels=False):
             made = torch._scaled_mm(
                 torch.empty(a.shape, dtype=_TORCH[a.dtype], device="cuda"),
                 torch.empty(copy.shape, dtype=_TORCH[copy.dtype], device="cuda").t(),
-                *(torch.empty(each.shape, dtype=scale, device="cuda") for each in (scale_a, scale_b)),
+                *(torch.empty(shape, dtype=scale, device="cuda") for shape in scales),
                 bias=torch.empty(bias[0].shape, dtype=torch.bfloat16, device="cuda") if bias else None,
                 out_dtype=torch.bfloat16,
             )
@@ -147,6 +149,18 @@ def test_hybrid_gradients_are_e5m2(recipe: str, gradients: int) -> None:
         if op.name == "aten._scaled_mm":
             found[op.phase] += sum(graph.tensors[i].dtype == DType.FP8_E5M2 for i in op.inputs)
     assert found == Counter({Phase.FORWARD: 0, Phase.BACKWARD: gradients * 7 * 2})
+
+
+def test_scales_of_rows_are_applied_after_the_products_of_backward() -> None:
+    graph = Precision(dtype="fp8-rowwise")(captured("llama-3-8b", 2))
+    scales: Counter[tuple[Phase, int]] = Counter()
+    for op in (op for op in graph.ops if op.name == "aten._scaled_mm"):
+        scales[op.phase, sum(graph.tensors[i].dtype is DType.FP32 for i in op.inputs)] += 1
+        if op.phase is Phase.BACKWARD:
+            (after,) = (other for other in graph.ops if op.outputs[0] in other.inputs)
+            assert after.name == "aten.mul"
+            assert after.bytes_read == after.bytes_written == graph.tensors[op.outputs[0]].nbytes
+    assert set(scales) == {(Phase.FORWARD, 2), (Phase.BACKWARD, 0)}
 
 
 LLAMA_LAYERS, WIDE, KEYS, INNER, FEW = 2, 4096, 1024, 14336, 128

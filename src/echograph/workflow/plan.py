@@ -11,15 +11,19 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import numpy as np
+
 from echograph.errors import InputError, UnknownNameError, UsageError
 from echograph.ir.graph import JobGraph, StepGraph, Workload
 from echograph.ir.passes import PASSES
 from echograph.ir.passes.base import Note, Pass, run
-from echograph.ir.types import DType
+from echograph.ir.passes.kernels import SUFFIX
+from echograph.ir.types import Attention, DType
 from echograph.models.stacks import Stack, load_stack, stack_names
 from echograph.options import given, kinds, option, option_name
 
 if TYPE_CHECKING:
+    from echograph.profiler.costs import DeviceProfile
     from echograph.simulator.clusters import Cluster
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
@@ -477,6 +481,40 @@ def _attention(stack: Stack, cluster: Cluster) -> str:
         return ""
     known = load_device(cluster.device).attention
     return next((kernel for kernel in stack.attention if kernel in known), stack.attention[0])
+
+
+def with_kernels(job: JobGraph, stack: Stack, device: DeviceProfile | None) -> JobGraph:
+    """The job with those attention kernels of its stack that its device has a model of, where none is named.
+
+    The first of them runs that its library has for such an attention on such a device, whose dropout and order of
+    adding up it has to know.
+    """
+    if device is None or not stack.attention:
+        return job
+    ops, names = job.ops, list(job.strings)
+    chosen = {
+        index: _kernel_for(value, stack, device)
+        for index, value in enumerate(ops.attribute_values)
+        if isinstance(value, Attention)
+    }
+    renamed = ops.name.copy()
+    for row in np.flatnonzero(np.isin(ops.attributes, list(chosen))).tolist():
+        name = names[ops.name[row]]
+        if not name.startswith("aten.") or (kernel := chosen[int(ops.attributes[row])]) is None:
+            continue
+        name = f"{kernel}{SUFFIX}{'_backward' * ('backward' in name)}"
+        if name not in names:
+            names.append(name)
+        renamed[row] = names.index(name)
+    return replace(job, ops=replace(ops, name=renamed, strings=tuple(names)))
+
+
+def _kernel_for(attention: Attention, stack: Stack, device: DeviceProfile) -> str | None:
+    from echograph.profiler.costs.deterministic import is_possible
+
+    architecture, order = device.datasheet.architecture, attention.deterministic
+    possible = (k for k in stack.attention if is_possible(k, architecture, attention.dropout, order))
+    return next((kernel for kernel in possible if kernel in device.attention), None)
 
 
 def apply(

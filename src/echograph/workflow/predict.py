@@ -119,8 +119,9 @@ def simulate(
 
         for entry in scenario.degraded:
             links_of(job, where).find(entry.where)
-    job = system.annotate(job)
-    stack = load_stack(plan.stack) if plan is not None and plan.stack else Stack()
+    said = (plan.stack if plan is not None else "") or job.workload.stack
+    stack = load_stack(said) if said else Stack()
+    job = system.annotate(plans.with_kernels(job, stack, system.device))
     host = system.host_running(stack.host)
     result = simulator.simulate(
         job,
@@ -133,10 +134,10 @@ def simulate(
         trace_ranks=trace_ranks,
         scales=scenario.scales,
         sms={"tp": stack.tp_comm_sms / system.sm_count} if system.sm_count else {},
-        plan=plans.record(job, plan or Plan(), where),
+        plan=plans.record(job, replace(plan or Plan(), stack=said), where),
         memory=memory,
         form=load_form(),
-        unsaid=0.0 if plan is not None and plan.stack else UNSAID_STACK,
+        unsaid=0.0 if said else UNSAID_STACK,
     )
     result = replace(result, job=job)
     if scenario.reliability is None:

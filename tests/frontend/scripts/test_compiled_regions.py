@@ -1,0 +1,114 @@
+"""What a script compiles is kernels of its graph, forward and backward; what it does not, stays as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echograph.frontend.scripts.capture import capture_script
+from echograph.frontend.scripts.run import Script
+from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.world import World
+from echograph.ir.graph import JobGraph
+from echograph.ir.types import Attention, Compute, Phase
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+{setup}
+
+def gate(x, bias):
+    x = x + bias
+    return x * torch.tanh(0.8 * x)
+
+{gate}
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        self.bias = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x):
+        return self.down(gate(self.up(x), self.bias))
+
+model = Layer().cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    x = torch.randn(32, 64, device="cuda")
+    {attend}
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def captured(folder: Path, *, setup: str = "", gate: str = "", attend: str = "") -> JobGraph:
+    path = folder / "train.py"
+    path.write_text(SCRIPT.format(setup=setup, gate=gate, attend=attend))
+    graph = capture_script(Script(path=path), World(size=1), TorchAdapter()).graph
+    assert isinstance(graph, JobGraph)
+    return graph
+
+
+def names(job: JobGraph, phase: Phase) -> list[str]:
+    chosen = (op for op in map(job.ops.__getitem__, range(len(job.ops))) if isinstance(op, Compute))
+    return [op.name for op in chosen if op.phase == phase and (op.bytes_read or op.bytes_written)]
+
+
+def elementwise(job: JobGraph) -> list[str]:
+    """Kernels of the layer's forward pass beside its products, in order."""
+    beside = ("mm", "randn", "sum", "ones_like")
+    return [name for name in names(job, Phase.FORWARD) if not name.endswith(beside)]
+
+
+def test_a_compiled_function_is_a_kernel_forward_and_backward(tmp_path: Path) -> None:
+    job = captured(tmp_path, gate="gate = torch.compile(gate)")
+    assert job.workload.stack == "inductor"
+    assert elementwise(job) == ["compiled.mul"]
+    fused = [name for name in names(job, Phase.BACKWARD) if name.startswith("compiled.")]
+    assert 1 <= len(fused) <= 2, "the gradients of x and, summed up in another kernel perhaps, of the bias"
+    assert not {"aten.tanh_backward", "aten.mul"} & set(names(job, Phase.BACKWARD))
+
+
+def test_without_it_operators_are_those_of_the_script(tmp_path: Path) -> None:
+    job = captured(tmp_path)
+    assert job.workload.stack == "eager"
+    assert elementwise(job) == ["aten.add", "aten.mul", "aten.tanh", "aten.mul"]
+
+
+def test_a_function_with_its_own_backward_pass_says_what_that_runs(tmp_path: Path) -> None:
+    """As megatron-core's: what autograd does besides, here the sum for the bias, is no part of a kernel."""
+    own = """
+compiled = torch.compile(gate)
+
+class Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias):
+        return compiled(x, bias)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, gradient
+
+gate = Gate.apply
+"""
+    job = captured(tmp_path, gate=own)
+    assert "compiled.mul" in names(job, Phase.FORWARD)
+    assert "aten.sum" in names(job, Phase.BACKWARD)
+    assert not [name for name in names(job, Phase.BACKWARD) if name.startswith("compiled.")]
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_deterministic_algorithms_fill_memory_and_fix_an_order(tmp_path: Path, fixed: bool) -> None:
+    attend = (
+        "x = functional.scaled_dot_product_attention(*[x.view(1, 1, 32, 64).bfloat16()] * 3).view(32, 64).float()"
+    )
+    setup = f"torch.use_deterministic_algorithms({fixed})"
+    job = captured(tmp_path, setup=setup, attend=attend)
+    orders = {value.deterministic for value in job.ops.attribute_values if isinstance(value, Attention)}
+    assert orders == {fixed}
+    assert ("aten.fill_" in names(job, Phase.FORWARD)) is fixed
