@@ -107,6 +107,8 @@ class MegatronAdapter(TorchAdapter):
         with (
             shimmed(),
             patched(transformer_engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),
+            patched(transformer_engine.Linear, "__init__", lambda f: _working(recorder, f, 1)),
+            patched(transformer_engine.GroupedLinear, "__init__", lambda f: _working(recorder, f, 1 + _STREAMS)),
             super().installed(world, recorder),
             in_place(CHECKED),
             in_place(LEFT_OUT),
@@ -190,6 +192,24 @@ def _noted(recorder: ScriptRecorder, original: Callable[..., None]) -> Callable[
                 "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: attention's backward pass, which then adds in one order, is "
                 "taken to be as fast as without"
             )
+        original(*args, **named)
+
+    return init
+
+
+_STREAMS, _WORKSPACE = 4, 32 * 2**20 + 1024
+
+
+def _working(recorder: ScriptRecorder, original: Callable[..., None], workspaces: int) -> Callable[..., None]:
+    """Transformer Engine has a workspace for all its products, and one for each stream of its grouped ones.
+
+    Their sizes are those on the GPU that a capture shows, a Hopper (get_cublas_workspace of its
+    pytorch/cpp_extensions/gemm.py, nvte_get_num_compute_streams of common/util/multi_stream.cpp).
+    """
+
+    def init(*args: Any, **named: Any) -> None:
+        before = recorder.held.get("transformer_engine", 0)
+        recorder.held["transformer_engine"] = max(before, workspaces * _WORKSPACE)
         original(*args, **named)
 
     return init

@@ -208,7 +208,7 @@ def lower_job(
         for node in run.recorder.graph.nodes:
             lowering.add(node)
         role = " ".join(f"{axis}={at}" for axis, at in place.items()) or "every rank"
-        builder.program(lowering.calls(begin), role=role, coordinates=place)
+        builder.program(lowering.calls(begin), role=role, coordinates=place, held=run.recorder.held)
     return builder.build(JobGraph)
 
 

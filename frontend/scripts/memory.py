@@ -48,6 +48,7 @@ def fsdp_shards(root: nn.Module) -> Iterator[tuple[Tensor, SharingGroups, int]]:
                 yield parameter, over, elements
 
 
+_BLOCK = 512  # PyTorch's allocator rounds up to it
 # Of wrappers, whose names are no part of a model's.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _DDP = "module"
@@ -163,6 +164,19 @@ class LivingTensors:
                 if isinstance(value, Tensor):
                     over = self.shares_of(parameter) if value.numel() == parameter.numel() else ()
                     self._keep(value, annotate.OPTIMIZER_STATE, f"{name}.{slot}", over)
+
+    def kept_bytes(self) -> int:
+        """Memory that modules hold by plain attributes where a step begins, with its gradients: the step drops it."""
+        kept: dict[int, int] = {}
+        for value in (v for root in self.roots for module in root.modules() for v in vars(module).values()):
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                for part in (
+                    (tensor, tensor.grad if tensor.is_leaf else None) if isinstance(tensor, Tensor) else ()
+                ):
+                    storage = None if part is None else _storage(part)
+                    if storage is not None and storage._cdata not in self._known:
+                        kept[storage._cdata] = -(-storage.nbytes() // _BLOCK) * _BLOCK
+        return sum(kept.values())
 
     def _keep(self, tensor: Tensor, role: str, name: str, shares: SharingGroups | None = None) -> None:
         storage = _storage(tensor)
