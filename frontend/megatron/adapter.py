@@ -48,6 +48,8 @@ def tell(memory: LivingTensors) -> None:
             replicas = [_replicas(parameter)] if getattr(parameter, "main_param_sharded", False) else []
             memory.divide(master, [*replicas, *over])
             memory.call(master, f"{name}.master")
+    for name, tensor in _shared_buffers().items():
+        memory.name(tensor, annotate.BUFFER, name)
     for number, buffer in enumerate(_buffers(memory)):
         over = list(dict.fromkeys(ranks for p in buffer.params if id(p) in names for ranks in _shares(p)))
         for tensor, role, name in (
@@ -57,6 +59,14 @@ def tell(memory: LivingTensors) -> None:
             if isinstance(tensor, Tensor):
                 memory.divide(tensor, over)
                 memory.name(tensor, role, name)
+
+
+def _shared_buffers() -> dict[str, Tensor]:
+    """What megatron-core takes once for all layers: of unfused attention's scores, of gathered inputs."""
+    from megatron.core import parallel_state as state
+
+    held: Any = state._GLOBAL_MEMORY_BUFFER
+    return {} if held is None else {f"{key[0]} buffer": tensor for key, tensor in held.buffer.items()}
 
 
 def _buffers(memory: LivingTensors) -> Iterator[Any]:

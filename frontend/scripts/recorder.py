@@ -290,7 +290,6 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         if not (self._recording or self.recorded) and self.steps == self._step - 1:
             self._recording = True
             self.memory.take_stock()
-            self._take_held()
 
     def _take_held(self) -> None:
         """What is there that no tensor of the step stands for."""
@@ -421,6 +420,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._recording, self.recorded = False, True
         link_recomputed(self.graph)
         link_sums(self.graph)
+        self._take_held()
         self.graph.output(None)
         self._works.clear()
 
