@@ -32,7 +32,7 @@ FORMAT_MINOR = 1
 """The newest that is known; docs/ir.md says what came with each."""
 
 BETWEEN_STEPS = "between steps"
-"""Holds what a script keeps from one step and drops within the next; all else that holds memory has it throughout."""
+"""Holds what a script keeps from one step and drops within the next; what all others hold lives throughout."""
 
 CALL_FIELDS = ("block", "begin", "end", "instance", "micro_batch")
 

@@ -176,7 +176,8 @@ def _in_one(*tensors: Tensor) -> bool:
     )
     heads, channels = first.shape[-2:]
     offsets = [t.storage_offset() for t in tensors]
-    return same and any(offsets == [i * each for i in range(len(tensors))] for each in (channels, heads * channels))
+    beside = ([i * step for i in range(len(tensors))] for step in (channels, heads * channels))
+    return same and any(offsets == expected for expected in beside)
 
 
 def _apart(query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -329,11 +329,13 @@ def _not_in_place(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     torch.compile makes functions of what changes its arguments: the element of each label that one is subtracted
     from is written to a copy (a scatter is no part of a kernel), and the copy lives beside the softmax, which
-    autograd keeps until the end of its node.
+    autograd keeps until its node has ended: the view, which runs nothing, says so.
     """
 
     def calculate(softmax: Tensor, *args: Any, **named: Any) -> Tensor:
-        return original(softmax.clone(), *args, **named)
+        gradient = original(softmax.clone(), *args, **named)
+        softmax.view(softmax.shape)
+        return gradient
 
     return calculate
 

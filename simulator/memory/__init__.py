@@ -582,7 +582,7 @@ class Usage:
 
     @property
     def top(self) -> tuple[int, int] | None:
-        """The call of the peak and the offset of its operation; None: no operation takes what was not there before."""
+        """The call of the peak and the offset of its operation; None: the step takes no more than was there."""
         if not len(self.calls) or self.peak_bytes == self.before_bytes:
             return None
         call = int(np.argmax(self.peak))
@@ -718,8 +718,8 @@ class Runtime:
             recommendation for Hopper (cuBLAS documentation, cublasSetWorkspace), which PyTorch follows; on older
             devices it takes two buffers of 4 MiB and eight of 16 KiB (aten/src/ATen/cuda/CublasHandlePool.cpp,
             parseChosenWorkspaceSize). A program that says what cuBLAS holds has that.
-        engine_workspace_bytes: one of Transformer Engine, where a program has any, said as on Hopper: 32 MiB and 1 KiB from Hopper on, 4 MiB
-            on older devices (transformer_engine/pytorch/cpp_extensions/gemm.py, get_cublas_workspace_size_bytes).
+        engine_workspace_bytes: of Transformer Engine, each of those that a program has: 32 MiB and 1 KiB from
+            Hopper on, 4 MiB on older devices (its cpp_extensions/gemm.py, get_cublas_workspace_size_bytes).
         cuda_context_bytes: CUDA context and loaded kernels. Assumed for lazily loaded kernels (the default since
             CUDA 11.7); without, 1.2 to 1.6 GiB were seen (BigScience, tr11-176B-ml chronicles, on V100 and A100).
         nccl_pair_bytes: buffers of a communicator of two ranks, as a user measured on A100 (NVIDIA/nccl on
@@ -859,8 +859,8 @@ class Memory:
         at = self.peak_at
         where = f", at {at['operator']} of {at['module'] or 'the step'} ({at['phase']})" if at else ""
         rank = f" of {self.program}" if self.program else ""
-        head = f"at the peak{rank}{where}, {format_bytes(self.peak_bytes)}; at rest {format_bytes(self.at_rest_bytes)}"
-        return [head, *(f"  {tensor}" for tensor in self.tensors[:count])]
+        levels = f"{format_bytes(self.peak_bytes)}; at rest {format_bytes(self.at_rest_bytes)}"
+        return [f"at the peak{rank}{where}, {levels}", *(f"  {tensor}" for tensor in self.tensors[:count])]
 
     def to_json(self) -> dict[str, Any]:
         """For results."""
