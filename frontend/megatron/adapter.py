@@ -49,6 +49,8 @@ def tell(memory: LivingTensors) -> None:
             replicas = [_replicas(parameter)] if getattr(parameter, "main_param_sharded", False) else []
             memory.divide(master, [*replicas, *over])
             memory.call(master, f"{name}.master")
+    for name, tensor in _shared_buffers().items():
+        memory.name(tensor, annotate.BUFFER, name)
     for number, buffer in enumerate(_buffers(memory)):
         over = list(dict.fromkeys(ranks for p in buffer.params if id(p) in names for ranks in _shares(p)))
         for tensor, role, name in (
@@ -58,6 +60,14 @@ def tell(memory: LivingTensors) -> None:
             if isinstance(tensor, Tensor):
                 memory.divide(tensor, over)
                 memory.name(tensor, role, name)
+
+
+def _shared_buffers() -> dict[str, Tensor]:
+    """What megatron-core takes once for all layers: of unfused attention's scores, of gathered inputs."""
+    from megatron.core import parallel_state as state
+
+    held: Any = state._GLOBAL_MEMORY_BUFFER
+    return {} if held is None else {f"{key[0]} buffer": tensor for key, tensor in held.buffer.items()}
 
 
 def _buffers(memory: LivingTensors) -> Iterator[Any]:
@@ -112,6 +122,8 @@ class MegatronAdapter(TorchAdapter):
             shimmed(),
             transformer_engine.told(recorder.in_region),
             patched(transformer_engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),
+            patched(transformer_engine.Linear, "__init__", lambda f: _working(recorder, f, 1)),
+            patched(transformer_engine.GroupedLinear, "__init__", lambda f: _working(recorder, f, 1 + _STREAMS)),
             super().installed(world, recorder),
             in_place(CHECKED),
             in_place(LEFT_OUT),
@@ -195,6 +207,24 @@ def _noted(recorder: ScriptRecorder, original: Callable[..., None]) -> Callable[
                 "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: attention's backward pass, which then adds in one order, is "
                 "taken to be as fast as without"
             )
+        original(*args, **named)
+
+    return init
+
+
+_STREAMS, _WORKSPACE = 4, 32 * 2**20 + 1024
+
+
+def _working(recorder: ScriptRecorder, original: Callable[..., None], workspaces: int) -> Callable[..., None]:
+    """Transformer Engine has a workspace for all its products, and one for each stream of its grouped ones.
+
+    Their sizes are those on the GPU that a capture shows, a Hopper (get_cublas_workspace of its
+    pytorch/cpp_extensions/gemm.py, nvte_get_num_compute_streams of common/util/multi_stream.cpp).
+    """
+
+    def init(*args: Any, **named: Any) -> None:
+        before = recorder.held.get("transformer_engine", 0)
+        recorder.held["transformer_engine"] = max(before, workspaces * _WORKSPACE)
         original(*args, **named)
 
     return init

@@ -314,7 +314,43 @@ def _unrejected(original: Callable[..., None]) -> Callable[..., None]:
     return validate
 
 
+def _finite(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Looks for gradients that overflow as the optimizer does, and finds none."""
+
+    def check(optimizer: Any) -> bool:
+        original(optimizer)
+        return False
+
+    return check
+
+
+def _not_in_place(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The gradient of logits, worked out beside the softmax that it is made of.
+
+    torch.compile makes functions of what changes its arguments: the element of each label that one is subtracted
+    from is written to a copy (a scatter is no part of a kernel), and the copy lives beside the softmax, which
+    autograd keeps until its node has ended: the view, which runs nothing, says so.
+    """
+
+    def calculate(softmax: Tensor, *args: Any, **named: Any) -> Tensor:
+        gradient = original(softmax.clone(), *args, **named)
+        softmax.view(softmax.shape)
+        return gradient
+
+    return calculate
+
+
 LEFT_OUT: tuple[Patch, ...] = (
+    Patch(
+        where="megatron.core.optimizer.optimizer:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
+        reason="a step is skipped where gradients overflow, which only values tell: they do not",
+        around=_finite,
+    ),
+    Patch(
+        where="megatron.core.fusions.fused_cross_entropy:calculate_gradients",
+        reason="it is compiled, and works in place only where it is not",
+        around=_not_in_place,
+    ),
     Patch(
         where="megatron.core.datasets.utils:compile_helpers",
         reason="it compiles what indexes samples, which are not there",

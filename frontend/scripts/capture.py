@@ -210,7 +210,7 @@ def lower_job(
         for node in run.recorder.graph.nodes:
             lowering.add(node)
         role = " ".join(f"{axis}={at}" for axis, at in place.items()) or "every rank"
-        builder.program(lowering.calls(begin), role=role, coordinates=place)
+        builder.program(lowering.calls(begin), role=role, coordinates=place, held=run.recorder.held)
         regions += lowering.regions
     job = builder.build(JobGraph)
     return fuse_regions(job, regions) if any(regions) else job

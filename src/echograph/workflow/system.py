@@ -144,6 +144,11 @@ class System:
         return estimate(graph, self.device, slowest_of(boards, self.cluster.gpu_spread))(graph)
 
     @property
+    def architecture(self) -> str:
+        """That of the device ("hopper"); "" where it is not known."""
+        return self.device.datasheet.architecture if self.device is not None else ""
+
+    @property
     def sm_count(self) -> int:
         """Multiprocessors of one device; 0 where it is not known."""
         return self.device.datasheet.sm_count if self.device is not None else 0
