@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from echograph.frontend.megatron import transformer_engine
 from echograph.frontend.megatron.hooks import hooks
@@ -25,7 +25,7 @@ from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.capture import WITHIN_CONTEXT
 from echograph.frontend.scripts.collectives import ranks_of
 from echograph.frontend.scripts.memory import LivingTensors
-from echograph.frontend.scripts.torch_adapter import TorchAdapter
+from echograph.frontend.scripts.torch_adapter import TorchAdapter, converted_in_place
 from echograph.ir.passes.model import CONTEXT
 
 if TYPE_CHECKING:
@@ -108,6 +108,7 @@ class MegatronAdapter(TorchAdapter):
             shimmed(),
             patched(transformer_engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),
             super().installed(world, recorder),
+            patched(nn.Module, "_apply", converted_in_place),
             in_place(CHECKED),
             in_place(LEFT_OUT),
             in_place(balanced(recorder.note)),
