@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from echograph.frontend.megatron import transformer_engine
+from echograph.frontend.megatron import graphs, transformer_engine
 from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
 from echograph.frontend.megatron.settings import CHECKED
@@ -110,6 +110,7 @@ class MegatronAdapter(TorchAdapter):
             super().installed(world, recorder),
             patched(nn.Module, "_apply", converted_in_place),
             in_place(CHECKED),
+            patched(_config(), "__post_init__", lambda f: _graphs_taken(recorder, f)),
             in_place(LEFT_OUT),
             in_place(balanced(recorder.note)),
             in_place(hooks(recorder, lambda: recorder.is_early)),
@@ -194,6 +195,20 @@ def _noted(recorder: ScriptRecorder, original: Callable[..., None]) -> Callable[
         original(*args, **named)
 
     return init
+
+
+def _config() -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig
+
+
+def _graphs_taken(recorder: ScriptRecorder, original: Callable[..., None]) -> Callable[..., None]:
+    def check(config: Any) -> None:
+        original(config)
+        graphs.taken(config, recorder.graphs, recorder.note)
+
+    return check
 
 
 def _forget_groups() -> None:

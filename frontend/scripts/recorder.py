@@ -36,7 +36,7 @@ tensors, as FSDP does with what it gathers.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -175,6 +175,7 @@ MICRO_BATCH = "micro_batch"
 CHUNK = "chunk"
 PAYLOAD = "payload"
 COPY = "copy"
+GRAPH = "graph"
 _CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE)
 _SILENT_NAMESPACES = ("prim", "profiler")
 _ITEM = _ATEN._local_scalar_dense.default
@@ -227,6 +228,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._after_backward = False
         self._pass = 0
         self._works: dict[int, tuple[Any, Node]] = {}
+        self._graph_of: Callable[[str], str] | None = None
         self._layouts: dict[tuple[Any, ...], Tensor] = {}
 
     # -- what adapters say -----------------------------------------------------------------------------------
@@ -263,6 +265,10 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     def carrying(self, payload: str) -> Any:
         """What communications carry: "parameter", "gradient", "activation", "optimizer_state" or "other"."""
         return self._with(PAYLOAD, payload)
+
+    def graphs(self, graph_of: Callable[[str], str]) -> None:
+        """Of which CUDA graph the operations of a module are, by its path; "" of none. An optimizer's are of none."""
+        self._graph_of = graph_of
 
     def step_begins(self) -> None:
         """A training step begins here; without a call, with the first module that runs, or the last step's end."""
@@ -466,6 +472,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         if made[PHASE] != OPTIMIZER:
             made[MICRO_BATCH] = self._pass
         made |= {key: value for key, value in self._context.items() if key in _CONTEXT}
+        if self._graph_of is not None and made[PHASE] != OPTIMIZER:
+            made[GRAPH] = self._graph_of(made[MODULE])
         # Reserving memory is no work: what its stream waits for, the next work waits for.
         if node.target.namespace not in NAMESPACES and not is_allocation(node):  # type: ignore[union-attr]
             made |= {STREAM: CapturedStream.current.name, AFTER: CapturedStream.current.issue(node)}
