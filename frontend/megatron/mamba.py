@@ -117,7 +117,7 @@ def _parts(zxbcdt: Tensor, channels: int, sizes: tuple[int, ...]) -> list[Tensor
 
 
 def _scanned(convolved: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-    """x [batch, sequence, heads, head dim], B and C [batch, sequence, groups, state]."""
+    """X [batch, sequence, heads, head dim], B and C [batch, sequence, groups, state]."""
     heads, head, groups, _ = sizes
     state = (convolved.shape[-1] - heads * head) // (2 * groups)
     x, b, c = torch.split(convolved, [heads * head, groups * state, groups * state], dim=-1)
@@ -162,7 +162,9 @@ class _Combined(torch.autograd.Function):
 
 def chunk_scan(*_: Any, **__: Any) -> Any:
     """`mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined`."""
-    raise CaptureError("--disable-mamba-mem-eff-path: mamba_ssm is not installed, and what stands in has none of it")
+    raise CaptureError(
+        "--disable-mamba-mem-eff-path: mamba_ssm is not installed, and what stands in has none of it"
+    )
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, **named: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Muon of NVIDIA's `emerging_optimizers`, in PyTorch's operators, for where it is not installed.
 
-It needs Python 3.12 and Triton there. An update is that of its version 0.3: weights decay, momentum, and five steps
-of Newton and Schulz on the momentum, of three products each, in bf16 where its products' precision is "medium".
+It needs Python 3.12 and Triton there. An update is that of its version 0.3: weights decay, momentum, and five
+steps of Newton and Schulz on the momentum, of three products each, in bf16 where its products' precision is "medium".
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class AdaptiveMuon(OrthogonalizedOptimizer):
     """`emerging_optimizers.orthogonalized_optimizers.AdaptiveMuon`: there is none."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise CaptureError("--optimizer adaptive_muon: emerging_optimizers is not installed: give --optimizer muon")
+        raise CaptureError(
+            "--optimizer adaptive_muon: emerging_optimizers is not installed: give --optimizer muon"
+        )
 
 
 def scale_factor(size_out: int, size_in: int, mode: str = "spectral") -> float:
