@@ -14,9 +14,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from echograph.frontend.megatron import transformer_engine
+from echograph.frontend.megatron import graphs, transformer_engine
+from echograph.frontend.megatron.flex import Flex
 from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
 from echograph.frontend.megatron.settings import CHECKED
@@ -26,7 +27,7 @@ from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.capture import WITHIN_CONTEXT
 from echograph.frontend.scripts.collectives import ranks_of
 from echograph.frontend.scripts.memory import LivingTensors
-from echograph.frontend.scripts.torch_adapter import TorchAdapter, compiling
+from echograph.frontend.scripts.torch_adapter import TorchAdapter, compiling, converted_in_place
 from echograph.ir.passes.model import CONTEXT
 
 if TYPE_CHECKING:
@@ -125,9 +126,12 @@ class MegatronAdapter(TorchAdapter):
             patched(transformer_engine.Linear, "__init__", lambda f: _working(recorder, f, 1)),
             patched(transformer_engine.GroupedLinear, "__init__", lambda f: _working(recorder, f, 1 + _STREAMS)),
             super().installed(world, recorder),
+            patched(nn.Module, "_apply", converted_in_place),
             in_place(CHECKED),
+            patched(_config(), "__post_init__", lambda f: _graphs_taken(recorder, f)),
             in_place(LEFT_OUT),
             in_place(balanced(recorder.note)),
+            in_place(Flex(recorder.note).patches()),
             in_place(hooks(recorder, lambda: recorder.is_early)),
         ):
             recorder.memory.state_providers.append(lambda: tell(recorder.memory))
@@ -228,6 +232,20 @@ def _working(recorder: ScriptRecorder, original: Callable[..., None], workspaces
         original(*args, **named)
 
     return init
+
+
+def _config() -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig
+
+
+def _graphs_taken(recorder: ScriptRecorder, original: Callable[..., None]) -> Callable[..., None]:
+    def check(config: Any) -> None:
+        original(config)
+        graphs.taken(config, recorder.graphs, recorder.note)
+
+    return check
 
 
 def _forget_groups() -> None:

@@ -123,6 +123,15 @@ def _backward(output: Tensor, gradient: Tensor | None) -> None:
     )
 
 
+def _backward_of_part(node: Any, outputs: Any, gradients: Any) -> Any:
+    """A backward pass of a part of a layer."""
+    del node
+    torch.autograd.graph._engine_run_backward(
+        tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+    return gradients
+
+
 def _name_it(tracker: Any, name: str, seed: int) -> None:
     tracker.states_[name] = seed
 
@@ -186,6 +195,11 @@ SHIMS: tuple[Patch, ...] = (
         where="megatron.core.pipeline_parallel.schedules:custom_backward",
         reason="it calls autograd's engine past PyTorch's own function, where hooks see a pass begin",
         around=lambda _: _backward,
+    ),
+    Patch(
+        where="megatron.core.pipeline_parallel.utils:ScheduleNode.default_backward_func",
+        reason="the same, for a part of a pass",
+        around=lambda _: _backward_of_part,
     ),
 )
 
@@ -363,12 +377,6 @@ LEFT_OUT: tuple[Patch, ...] = (
         optional=True,
     ),
     Patch(
-        where="megatron.training.training:checkpoint_and_decide_exit",
-        reason="ranks agree on signals and times to end at, which only values tell; a capture ends after its step",
-        around=lambda _: lambda *_, **__: False,
-        optional=True,
-    ),
-    Patch(
         where="megatron.core.datasets.t5_dataset:T5MaskedWordPieceDatasetConfig.__post_init__",
         reason="it asks for tokens that a tokenizer without a vocabulary does not have",
         around=_with_sentinels,
@@ -392,6 +400,13 @@ LEFT_OUT: tuple[Patch, ...] = (
         where="megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.build",
         reason="samples are in files of the machines that train; shapes are what a capture needs of them",
         around=_build,
+    ),
+    # The last one: what is imported for it takes functions of megatron-core by name, those that stand in for them.
+    Patch(
+        where="megatron.training.training:checkpoint_and_decide_exit",
+        reason="ranks agree on signals and times to end at, which only values tell; a capture ends after its step",
+        around=lambda _: lambda *_, **__: False,
+        optional=True,
     ),
 )
 """What is not done in a capture."""
