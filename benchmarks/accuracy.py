@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 import tomllib
@@ -164,22 +165,30 @@ def hold(row: Row, form: Form) -> None:
 
 
 def intervals_table(found: FormCalibration) -> str:
-    """What intervals hold of families that had no part in their estimate, and the spreads."""
+    """What intervals hold of families that had no part in their estimate, and of all as shipped; the widths."""
     lines = [
         (
             one.family,
             f"{one.steps:,}",
             *(percent(one.held[n], ".0f") for n in LEVELS),
             percent(one.half_width, ".0f"),
+            percent(ships.held[LEVELS[-1]], ".0f"),
+            percent(ships.half_width, ".0f"),
         )
-        for one in (*found.families, *found.overall.values())
+        for one, ships in zip(found.families, found.shipped, strict=True)
     ]
-    head = ("family left out", "steps", *(f"held by {n} %" for n in LEVELS), "half-width of 90 %")
-    spreads = table(
-        ("kind of work", "standard error of its time"),
-        [(kind, percent(value, ".0f")) for kind, value in found.form.spread.items()],
+    head = (
+        *("family left out", "steps", *(f"held by {n} %" for n in LEVELS), "half-width of 90 %"),
+        *("held by 90 % as shipped", "half-width"),
     )
-    return f"{table(head, lines)}\n{spreads}"
+    widths = table(
+        ("interval as shipped", "shorter by", "longer by"),
+        [
+            (f"{level} %", percent(1 - math.exp(-shorter)), percent(math.exp(longer) - 1))
+            for level, (shorter, longer) in found.form.widths.items()
+        ],
+    )
+    return f"{table(head, lines)}\n{widths}"
 
 
 def believe_tables(rows: Sequence[Row]) -> str:

@@ -1,6 +1,6 @@
 """What Python, autograd and a framework cost the host for every operation, measured on this processor.
 
-python -m benchmarks.host [--seconds S] [--rounds N] [FRAMEWORK ...]
+python -m benchmarks.host [--seconds S] [FRAMEWORK ...]
 
 Training steps of two depths run for real, with tensors so small that arithmetic takes little; by how much the
 deeper one takes longer is the time of its layers, without what a step has but once. It is CPU time of the thread.
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,12 @@ _NO_KERNEL = ("aten.empty", "aten.new_empty", "aten.bernoulli_", "aten.div_", *_
 """What launches nothing on a device: memory, comparisons of random states, which are the host's own, and what the
 CPU writes dropout as (its last multiplication stands for the device's one kernel)."""
 
-Step = Callable[[bool], tuple[float, float]]
-"""Runs forward and backward, with recomputation or without; seconds of each."""
+
+class Step(Protocol):
+    """Runs forward and backward, with recomputation or without."""
+
+    def __call__(self, again: bool, clock: Callable[[], float] | None = None) -> tuple[float, float]:
+        """Seconds, or what another clock says, of each."""
 
 
 class Operations(TorchDispatchMode):
@@ -122,7 +126,7 @@ def _counts(shallow: Step, deep: Step) -> tuple[float, float, float]:
     def count(step: Step, again: bool) -> tuple[int, int]:
         # A capture has what is compiled operation by operation.
         with torch.compiler.set_stance("force_eager"), Operations() as mode:
-            marks = step(again, lambda: mode.count)  # type: ignore[call-arg]
+            marks = step(again, lambda: mode.count)
         return marks[0], mode.count - marks[0]
 
     more = DEPTHS[1] - DEPTHS[0]
@@ -131,7 +135,7 @@ def _counts(shallow: Step, deep: Step) -> tuple[float, float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trained:
+class Trained:
     """A stack of layers and what it is fed."""
 
     run: Callable[[bool], Tensor]
@@ -166,7 +170,7 @@ def _hugging_face(config: Callable[[int, int], Any]) -> Callable[[int, int, int]
             embedded = models[again].get_input_embeddings()(text)
             return models[again].base_model(inputs_embeds=embedded, use_cache=False).last_hidden_state
 
-        return _Trained(run)
+        return Trained(run)
 
     return make
 
@@ -184,7 +188,7 @@ def _llama(layers: int, width: int) -> Any:
     return LlamaConfig(num_hidden_layers=layers, vocab_size=64, max_position_embeddings=64, **sizes)
 
 
-def _without_a_device() -> None:
+def without_a_device() -> None:
     """A generator stands for the device's, whose states Megatron-LM saves and restores around what draws."""
     state = torch.Generator()
     stands_in: dict[str, Any] = {
@@ -206,8 +210,8 @@ def _megatron_core(layers: int, width: int, tokens: int) -> Step:
 
     logging.disable(logging.WARNING)
     torch._dynamo.config.automatic_dynamic_shapes = False  # a training has one shape
-    _fake_group()
-    _without_a_device()
+    fake_group()
+    without_a_device()
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import random
@@ -231,10 +235,11 @@ def _megatron_core(layers: int, width: int, tokens: int) -> Step:
     }
     hidden = torch.randn(tokens, 1, width, requires_grad=True)
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).triu(1)
-    return _Trained(lambda again: blocks[again](hidden, mask))
+    return Trained(lambda again: blocks[again](hidden, mask))
 
 
-def _fake_group() -> None:
+def fake_group() -> None:
+    """A process group of one rank, whose collectives do nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

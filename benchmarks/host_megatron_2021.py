@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.host import DEPTHS, HEADS, PHASES, _fake_group, _Trained, _without_a_device, measure
+from benchmarks.host import DEPTHS, HEADS, PHASES, Trained, fake_group, measure, without_a_device
 
 _ARGUMENTS: dict[str, Any] = {
     "num_attention_heads": HEADS, "fp16": False, "bf16": False, "apply_query_key_layer_scaling": False,
@@ -137,7 +137,7 @@ def _module(name: str, path: Path | None = None, **entries: Any) -> ModuleType:
 
 def _of_clone(folder: Path) -> SimpleNamespace:
     """The clone's layers, and the arguments that they read."""
-    _without_a_device()
+    without_a_device()
     arguments = Namespace(**_ARGUMENTS)
     package = folder / "megatron"
     checkpointing = _module("deepspeed.checkpointing", is_configured=lambda: False)
@@ -151,7 +151,7 @@ def _of_clone(folder: Path) -> SimpleNamespace:
     _module("megatron.global_vars", get_args=lambda: arguments)
     _module("megatron.model", package / "model", LayerNorm=MixedFusedLayerNorm)
     _module("megatron.model.fused_layer_norm", MixedFusedLayerNorm=MixedFusedLayerNorm)
-    _fake_group()
+    fake_group()
     from megatron import mpu  # type: ignore[attr-defined]
     from megatron.enums import PositionEmbeddingType  # type: ignore[import-not-found]
     from megatron.model import fused_softmax, transformer  # type: ignore[attr-defined]
@@ -172,7 +172,7 @@ def _of_clone(folder: Path) -> SimpleNamespace:
     return SimpleNamespace(arguments=arguments, transformer=transformer)
 
 
-def _layers(clone: SimpleNamespace, layers: int, width: int, tokens: int) -> _Trained:
+def _layers(clone: SimpleNamespace, layers: int, width: int, tokens: int) -> Trained:
     from megatron.model.utils import init_method_normal  # type: ignore[import-not-found]
 
     sizes = {"hidden_size": width, "ffn_hidden_size": 4 * width, "kv_channels": width // HEADS}
@@ -192,7 +192,7 @@ def _layers(clone: SimpleNamespace, layers: int, width: int, tokens: int) -> _Tr
         found: Tensor = block(hidden, mask)
         return found
 
-    return _Trained(run)
+    return Trained(run)
 
 
 if __name__ == "__main__":

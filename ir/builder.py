@@ -327,11 +327,14 @@ class GraphBuilder:
         role: str = "",
         coordinates: Mapping[str, int] | None = None,
         ranks: Iterable[int] = (),
+        held: Mapping[str, int] | None = None,
     ) -> int:
         """Adds a program: calls (block, begin, end, instance, micro_batch); returns its number."""
         rows = np.array(list(calls), np.int64).reshape(-1, 5)
         rows.setflags(write=False)
-        made = Program(calls=rows, role=role, coordinates=dict(coordinates or {}), ranks=tuple(ranks))
+        made = Program(
+            calls=rows, role=role, coordinates=dict(coordinates or {}), ranks=tuple(ranks), held=dict(held or {})
+        )  # fmt: skip
         self._programs.append(made)
         return len(self._programs) - 1
 

@@ -28,8 +28,11 @@ from echograph.ir.columns import NONE, Int64, OpTable, TensorTable
 from echograph.ir.types import DType
 
 FORMAT_MAJOR = 2
-FORMAT_MINOR = 0
+FORMAT_MINOR = 1
 """The newest that is known; docs/ir.md says what came with each."""
+
+BETWEEN_STEPS = "between steps"
+"""Holds what a script keeps from one step and drops within the next; what all others hold lives throughout."""
 
 CALL_FIELDS = ("block", "begin", "end", "instance", "micro_batch")
 
@@ -128,12 +131,15 @@ class Program:
         role: the role's name.
         coordinates: its place in the mesh; axes not named are free (the role has one rank for each value).
         ranks: or the ranks themselves, where the job has no mesh.
+        held: bytes that no tensor of the graph stands for, by what holds them: a library, for its workspaces, or
+            `BETWEEN_STEPS`.
     """
 
     calls: Int64
     role: str = ""
     coordinates: Mapping[str, int] = field(default_factory=dict)
     ranks: tuple[int, ...] = ()
+    held: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def unfolded_ops(self) -> int:
@@ -169,9 +175,11 @@ class Graph:
     @property
     def format(self) -> tuple[int, int]:
         """The lowest version of the format that can say the graph, major and minor: its file has that one."""
+        fixed = any(getattr(each, "deterministic", 0) for each in self.ops.attribute_values)
+        newest = fixed or bool(self.workload.stack) or any(program.held for program in self.programs)
         if any((column == DType.FP4_E2M1).any() for column in (self.tensors.dtype, self.ops.dtype)):
-            return 2, 0
-        if self.workload.stack or any(getattr(each, "deterministic", 0) for each in self.ops.attribute_values):
+            return 2, int(newest)
+        if newest:
             return 1, 4
         if any(getattr(each, "block", 0) for each in self.ops.attribute_values):
             return 1, 3

@@ -107,6 +107,10 @@ def sizes_sane(graph: Graph) -> None:
     for name in ("parameters", "batch_size", "sequence_length", "model_flops", "causal_attention_flops"):
         if not 0 <= (count := getattr(graph.workload, name)) < 2**63:
             _fail("sizes_sane", "the workload", f"has {name} {count}")
+    for number, program in enumerate(graph.programs):
+        for by, nbytes in program.held.items():
+            if not 0 <= nbytes < MAX_TENSOR_BYTES:
+                _fail("sizes_sane", f"program {number}", f"has {nbytes} bytes held by {by}")
     shape = graph.tensors.shape
     if (at := _first(shape.values < 0)) is not None:
         _fail("sizes_sane", f"tensor {int(shape.rows[at])}", f"has the extent {int(shape.values[at])}")

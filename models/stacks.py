@@ -30,6 +30,7 @@ class Stack:
             library of fused kernels has them, or all that a compiler finds ("step"), or finds in each layer
             ("layers"); "": none.
         loss: "eager" or "fused" cross-entropy.
+        logged_losses: cross-entropies of the logits that are worked out for the log beside the loss.
         loss_in_tensor_parallel: the same where ranks share the vocabulary; "": eager.
         grad_dtype: type in which gradients add up.
         grad_dtype_in_pipelines: the same in a pipeline, where it differs.
@@ -66,6 +67,7 @@ class Stack:
     attention: tuple[str, ...] = ()
     fuse: Literal["", "modules", "layers", "step"] = ""
     loss: Literal["", "eager", "fused"] = ""
+    logged_losses: int = 0
     loss_in_tensor_parallel: Literal["", "eager", "fused"] = ""
     grad_dtype: Literal["", "bf16", "fp16", "fp32"] = ""
     grad_dtype_in_pipelines: Literal["", "bf16", "fp16", "fp32"] = ""

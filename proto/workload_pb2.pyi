@@ -1024,6 +1024,7 @@ class Program(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     INSTANCE_FIELD_NUMBER: _builtins.int
     MICRO_BATCH_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     @_builtins.property
     def coordinates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Coordinate]:
@@ -1045,6 +1046,10 @@ class Program(_message.Message):
     def instance(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def micro_batch(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Held]:
+        """memory that no tensor of the graph stands for; no two of one name"""
+
     def __init__(
         self,
         *,
@@ -1056,14 +1061,38 @@ class Program(_message.Message):
         end: _abc.Iterable[_builtins.int] | None = ...,
         instance: _abc.Iterable[_builtins.int] | None = ...,
         micro_batch: _abc.Iterable[_builtins.int] | None = ...,
+        held: _abc.Iterable[Global___Held] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "block", b"block", "coordinates", b"coordinates", "end", b"end", "instance", b"instance", "micro_batch", b"micro_batch", "ranks", b"ranks", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "block", b"block", "coordinates", b"coordinates", "end", b"end", "held", b"held", "instance", b"instance", "micro_batch", b"micro_batch", "ranks", b"ranks", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Program: _TypeAlias = Program  # noqa: Y015
+
+@_typing.final
+class Held(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BY_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    by: _builtins.str
+    """what holds it, see Program.held in docs/ir.md"""
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        by: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "bytes", b"bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Held: _TypeAlias = Held  # noqa: Y015
 
 @_typing.final
 class Coordinate(_message.Message):

@@ -1,18 +1,19 @@
-"""How sure the form of the model is: what no kernel's fit knows, by kind of work.
+"""How sure the form of the model is: what no kernel's fit knows.
 
 A fit's error says how far a formula is off the kernels of its table. A step also runs another year's library, at
-another clock, fused, overlapped and scheduled otherwise than was thought. That moves all work of a kind together,
-over the whole step, so it does not average away over thousands of kernels: each *kind* of work k has one factor
-exp(e_k) on its time, with e_k of standard error `Form.spread[k]`, independent between kinds. With s_k what part
-of the step kind k is (`shares`), the logarithm of the step has variance
+another clock, fused, overlapped and scheduled otherwise than was thought. That moves most work of it together, and
+what a model leaves out lengthens a step rather than shortens it. So each side of an interval is of its own: at a
+level, the logarithm of the step over its prediction lies between
 
-    v = d^2 + sum_k (s_k spread_k)^2 + u^2
+    -hypot(n d_shorter, n u s, s shorter)   and   +hypot(n d_longer, n u s, s longer)
 
-where d is the standard error that durations give it (`limits.interval`), and u that of what was left unsaid. The
-interval at a level is the step times exp(+-quantile sqrt(v)). No predicted time moves by any of this.
+where d is the standard error that durations give it (`limits.interval`), u that of what was left unsaid, n the
+half-width of that level of a normal law in standard errors, s what part of the step was modelled (`shares`), and
+shorter and longer are `Form.widths`. No predicted time moves by any of this.
 
-`form.json` holds spreads and quantiles; `echosim calibrate` estimates them from predictions of published steps
-(`workflow.calibration.form`).
+`form.json` holds the widths; `echosim calibrate` estimates them from predictions of published steps
+(`workflow.calibration.form`). All kinds of work share them: with a spread for each, estimated by likelihood,
+intervals as wide held fewer steps of families that were left out (docs/accuracy.md).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -43,21 +45,21 @@ EXCHANGE = "all-to-all exchange"
 HIDDEN, BUBBLE = "hidden communication", "bubble"
 OF_PATH = ("matrix products", "attention", "other kernels", WITHIN, BETWEEN, EXCHANGE, HOST)
 KINDS = (*OF_PATH, HIDDEN, BUBBLE)
-"""Kinds of work, each with an error of its own; convolutions are counted as matrix products. Those of `OF_PATH`
-are parts of the critical path."""
+"""Kinds of work that a step is parted into; convolutions are counted as matrix products. Those of `OF_PATH` are
+parts of the critical path."""
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Spreads of the model's form; of intervals alone, never of a prediction.
+    """How far the model's form may be off; of intervals alone, never of a prediction.
 
     Attributes:
-        label: what they are.
-        source: what they are estimated from.
+        label: what it is.
+        source: what it is estimated from.
         date: of the estimate.
         steps: how many published steps that were.
         families: of how many families.
-        spread: kind of work -> standard error of the logarithm of its time.
-        quantile: level of an interval in percent -> its half-width in standard errors.
+        widths: level of an interval in percent -> by how much a step may be shorter, and longer, than predicted,
+            as logarithms, beyond the errors of durations.
     """
 
     label: str
@@ -65,8 +67,7 @@ class Form(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     date: str
     steps: int
     families: int
-    spread: dict[str, float]
-    quantile: dict[int, float]
+    widths: dict[int, tuple[float, float]]
 
     def interval(
         self,
@@ -83,15 +84,25 @@ class Form(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             durations: its 90 % interval by the errors of durations alone.
             work: its `shares`.
             unsaid: standard error of its logarithm for what was left unsaid, if all of it is modelled.
-            level: of the interval, percent; one of `quantile`.
+            level: of the interval, percent; one of `widths`.
         """
-        form = math.fsum((self.spread.get(kind, 0.0) * share) ** 2 for kind, share in work.items())
-        form += (unsaid * math.fsum(work.get(kind, 0.0) for kind in OF_PATH)) ** 2
+        modelled, errors = modelled_part(work), standard_errors(step, durations)
         shorter, longer = (
-            math.exp(self.quantile[level] * math.sqrt(error**2 + form))
-            for error in standard_errors(step, durations)
+            math.exp(math.hypot(normal_width(level) * math.hypot(error, unsaid * modelled), width * modelled))
+            for error, width in zip(errors, self.widths[level], strict=True)
         )
         return step / shorter, step * longer
+
+
+def modelled_part(work: Mapping[str, float]) -> float:
+    """What part of a step's critical path was modelled, not measured, by its `shares`."""
+    return math.fsum(work.get(kind, 0.0) for kind in OF_PATH)
+
+
+@cache
+def normal_width(level: int) -> float:
+    """Half-width of the central interval of a normal law that holds so many percent, in standard deviations."""
+    return NormalDist().inv_cdf(0.5 + level / 200)
 
 
 FEWEST = 1 / 20
@@ -114,7 +125,7 @@ def standard_errors(step: float, durations: tuple[float, float]) -> tuple[float,
 
 @cache
 def load_form() -> Form:
-    """The spreads that ship.
+    """The widths that ship.
 
     Raises:
         DataError: the file is broken.

@@ -9,8 +9,9 @@ another one is waited for; `ranks.rank_path` follows it there. What lies before 
 
 Its `interval` is what the errors of durations do to it. Each *family* (one fit: matrix products, attention, ...)
 is made longer, and then shorter, by its own standard error, and the step simulated again: errors inside a family
-move together, families apart. The longer steps make the upper half of the interval, the shorter ones the lower: a
-host that is slower than thought may bind the step, one that is faster changes nothing.
+move together, families apart. Kernels of a device without any table are one family, as one relative's tables and
+one datasheet stand for all of them. The longer steps make the upper half of the interval, the shorter ones the
+lower: a host that is slower than thought may bind the step, one that is faster changes nothing.
 
 A `Scale` makes the durations of one kind of work longer or shorter by any factor, after which another path may be
 the longest.
@@ -31,7 +32,7 @@ from echograph.errors import UsageError
 from echograph.ir.columns import NONE, Float64, Int64, distinct
 from echograph.ir.graph import JobGraph
 from echograph.ir.timeline import Lane, Timeline
-from echograph.ir.types import COMMUNICATIONS, Attention, CollectiveKind, Convolution, Gemm, OpKind
+from echograph.ir.types import COMMUNICATIONS, Attention, CollectiveKind, Convolution, Gemm, OpKind, Source
 
 if TYPE_CHECKING:
     from echograph.simulator.durations import Durations
@@ -135,6 +136,9 @@ def _families(job: JobGraph, times: Durations, host: IssueTimes) -> np.ndarray:
     """For each family, the relative error of every operation and of the host, 0 for those of other families."""
     family = np.append(family_of(job)[0], NONE)
     spread = np.append(np.where(times.picoseconds > 0, times.spread, 0.0), 0.0)
+    kernels = (family[:-1] < len(KERNELS)) & (spread[:-1] > 0)
+    if np.all(times.source[kernels] == Source.ANALYTICAL):
+        family[:-1][kernels] = 0
     errors = [np.where(family == which, spread, 0.0) for which in distinct(family[spread > 0])]
     if host.spread and host.op_ps:
         errors.append(np.where(family == NONE, host.spread, 0.0))

@@ -31,7 +31,7 @@ from echograph.simulator.engine import ENGINES, Roles, StepRun, of_tasks, simula
 from echograph.simulator.form import Form, shares
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.limits import Scale, factors, interval
-from echograph.simulator.memory import largest_memory
+from echograph.simulator.memory import Runtime, largest_memory
 from echograph.simulator.network.topology import Topology
 from echograph.simulator.ranks import EveryRank, Mesh, RankPath, RankTimes, of_ranks, rank_path, run_every_rank
 from echograph.simulator.result import Result
@@ -41,6 +41,7 @@ from echograph.units import to_s
 if TYPE_CHECKING:
     from echograph.simulator.flows import LinkUse
 
+_RUNTIME = Runtime()
 _NOTHING: Mapping[str, float] = MappingProxyType({})
 _TOO_LONG = f"the step would take more than {to_s(2**63) / 86_400:.0f} days: check its durations"
 
@@ -59,6 +60,7 @@ def simulate(
     sms: Mapping[str, float] = _NOTHING,
     plan: dict[str, Any] | None = None,
     memory: bool = True,
+    runtime: Runtime = _RUNTIME,
     form: Form | None = None,
     unsaid: float = 0.0,
 ) -> Result:
@@ -79,6 +81,7 @@ def simulate(
         sms: share of the multiprocessors that reductions take from kernels beside them, by their group's label.
         plan: the plan as the user gave it, for the result.
         memory: whether to work out memory, too, which takes about as long as the rest.
+        runtime: what the framework takes of memory besides tensors.
         form: how sure the form of the model is; None: the interval is of the errors of durations alone.
         unsaid: standard error of the logarithm of the step for what the plan leaves unsaid, beside a form.
 
@@ -129,7 +132,7 @@ def simulate(
         write_spread=cache(partial(_spread, job, step, every=ran.ranks is not None)),
         limits=step.limits if ran.path is None else ran.path.limits,
         path=ran.path,
-        memory=largest_memory(job, cluster.memory_bytes) if memory else None,
+        memory=largest_memory(job, cluster.memory_bytes, runtime) if memory else None,
         sources=_shares(step, times),
         collectives=_collectives(job, step, times),
         engine=ran.engine,

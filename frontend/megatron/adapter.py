@@ -14,9 +14,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from echograph.frontend.megatron import transformer_engine
+from echograph.frontend.megatron import graphs, transformer_engine
+from echograph.frontend.megatron.flex import Flex
 from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
 from echograph.frontend.megatron.settings import CHECKED
@@ -26,7 +27,7 @@ from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.capture import WITHIN_CONTEXT
 from echograph.frontend.scripts.collectives import ranks_of
 from echograph.frontend.scripts.memory import LivingTensors
-from echograph.frontend.scripts.torch_adapter import TorchAdapter, compiling
+from echograph.frontend.scripts.torch_adapter import TorchAdapter, compiling, converted_in_place
 from echograph.ir.passes.model import CONTEXT
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def tell(memory: LivingTensors) -> None:
             replicas = [_replicas(parameter)] if getattr(parameter, "main_param_sharded", False) else []
             memory.divide(master, [*replicas, *over])
             memory.call(master, f"{name}.master")
+    for name, tensor in _shared_buffers().items():
+        memory.name(tensor, annotate.BUFFER, name)
     for number, buffer in enumerate(_buffers(memory)):
         over = list(dict.fromkeys(ranks for p in buffer.params if id(p) in names for ranks in _shares(p)))
         for tensor, role, name in (
@@ -58,6 +61,14 @@ def tell(memory: LivingTensors) -> None:
             if isinstance(tensor, Tensor):
                 memory.divide(tensor, over)
                 memory.name(tensor, role, name)
+
+
+def _shared_buffers() -> dict[str, Tensor]:
+    """What megatron-core takes once for all layers: of unfused attention's scores, of gathered inputs."""
+    from megatron.core import parallel_state as state
+
+    held: Any = state._GLOBAL_MEMORY_BUFFER
+    return {} if held is None else {f"{key[0]} buffer": tensor for key, tensor in held.buffer.items()}
 
 
 def _buffers(memory: LivingTensors) -> Iterator[Any]:
@@ -112,10 +123,15 @@ class MegatronAdapter(TorchAdapter):
             shimmed(),
             transformer_engine.told(recorder.in_region),
             patched(transformer_engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),
+            patched(transformer_engine.Linear, "__init__", lambda f: _working(recorder, f, 1)),
+            patched(transformer_engine.GroupedLinear, "__init__", lambda f: _working(recorder, f, 1 + _STREAMS)),
             super().installed(world, recorder),
+            patched(nn.Module, "_apply", converted_in_place),
             in_place(CHECKED),
+            patched(_config(), "__post_init__", lambda f: _graphs_taken(recorder, f)),
             in_place(LEFT_OUT),
             in_place(balanced(recorder.note)),
+            in_place(Flex(recorder.note).patches()),
             in_place(hooks(recorder, lambda: recorder.is_early)),
         ):
             recorder.memory.state_providers.append(lambda: tell(recorder.memory))
@@ -198,6 +214,38 @@ def _noted(recorder: ScriptRecorder, original: Callable[..., None]) -> Callable[
         original(*args, **named)
 
     return init
+
+
+_STREAMS, _WORKSPACE = 4, 32 * 2**20 + 1024
+
+
+def _working(recorder: ScriptRecorder, original: Callable[..., None], workspaces: int) -> Callable[..., None]:
+    """Transformer Engine has a workspace for all its products, and one for each stream of its grouped ones.
+
+    Their sizes are those on the GPU that a capture shows, a Hopper (get_cublas_workspace of its
+    pytorch/cpp_extensions/gemm.py, nvte_get_num_compute_streams of common/util/multi_stream.cpp).
+    """
+
+    def init(*args: Any, **named: Any) -> None:
+        before = recorder.held.get("transformer_engine", 0)
+        recorder.held["transformer_engine"] = max(before, workspaces * _WORKSPACE)
+        original(*args, **named)
+
+    return init
+
+
+def _config() -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig
+
+
+def _graphs_taken(recorder: ScriptRecorder, original: Callable[..., None]) -> Callable[..., None]:
+    def check(config: Any) -> None:
+        original(config)
+        graphs.taken(config, recorder.graphs, recorder.note)
+
+    return check
 
 
 def _forget_groups() -> None:

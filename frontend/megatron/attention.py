@@ -111,6 +111,9 @@ class DotProductAttention(nn.Module):
         if qkv_format != "sbhd" or core_attention_bias is not None or attn_mask_type not in known:
             raise refused(f"attention with mask '{attn_mask_type}', a bias or packed sequences", "leave it out")
         causal = attn_mask_type in _CAUSAL
+        if not (_in_one(query, key, value) or _in_one(key, value) or _apart(query, key, value)):
+            # What it knows no layout of is copied, and what they were parts of need not be kept.
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         if not self._one_kernel:
             return self._unfused(query, key, value, mask if attn_mask_type in _MASKED else None, causal)
         if self._by_heads is not None:
@@ -157,6 +160,31 @@ class DotProductAttention(nn.Module):
         out = torch.bmm(parts.view(batch * heads, length, -1), value)
         out = out.view(batch, heads, length, -1).permute(2, 0, 1, 3).contiguous()
         return out.view(length, batch, -1)
+
+
+def _in_one(*tensors: Tensor) -> bool:
+    """Whether they lie in one memory, beside each other by heads or by channels, as products of three are.
+
+    This and `_apart` are what get_qkv_layout knows (transformer_engine, pytorch/attention/dot_product_attention/
+    utils.py): "h3d" and "3hd" of all three, "h2d" and "2hd" of keys and values.
+    """
+    first = tensors[0]
+    same = all(
+        (t.untyped_storage()._cdata, t.shape, t.stride())
+        == (first.untyped_storage()._cdata, first.shape, first.stride())
+        for t in tensors
+    )
+    heads, channels = first.shape[-2:]
+    offsets = [t.storage_offset() for t in tensors]
+    beside = ([i * step for i in range(len(tensors))] for step in (channels, heads * channels))
+    return same and any(offsets == expected for expected in beside)
+
+
+def _apart(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether each begins its own memory, and keys lie as values do."""
+    alike = [[step / t.shape[-1] for step in t.stride()[:-1]] for t in (key, value)]
+    begin = all(t.storage_offset() == 0 for t in (query, key, value))
+    return begin and key.shape[:-1] == value.shape[:-1] and alike[0] == alike[1]
 
 
 def heads_divided(tensor: Tensor, group: Any) -> Tensor:

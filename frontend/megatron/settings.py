@@ -31,14 +31,10 @@ class Refusal:
     reason: str
 
 
-_GRAPHS = "a capture has each operation issued by the host, and no CUDA graphs"
 _HOST = "a capture has one memory, and not the host's beside the GPU's"
 _ENGINE = "its kernels are Transformer Engine's, which a capture does not run"
 
 REFUSALS = (
-    Refusal(setting="cuda_graph_impl", followed=(None, "none"), option="--cuda-graph-impl", reason=_GRAPHS),
-    Refusal(setting="enable_cuda_graph", option="--enable-cuda-graph", reason=_GRAPHS),
-    Refusal(setting="external_cuda_graph", option="--external-cuda-graph", reason=_GRAPHS),
     Refusal(
         setting="fine_grained_activation_offloading",
         option="--fine-grained-activation-offloading",
@@ -46,25 +42,20 @@ REFUSALS = (
     ),
     Refusal(setting="cpu_offloading", option="--cpu-offloading-num-layers", reason=_HOST),
     Refusal(
-        setting="overlap_moe_expert_parallel_comm",
-        option="--overlap-moe-expert-parallel-comm",
-        reason="a capture tells micro-batches apart by passes, and here one pass has parts of two",
-    ),
-    Refusal(
         setting="tp_comm_overlap",
         option="--tp-comm-overlap",
         reason="products in parts beside their communication are kernels that a capture does not run",
     ),
     Refusal(setting="symmetric_ar_type", option="--symmetric-ar-type", reason=_ENGINE),
-    Refusal(setting="fp8", option="--fp8-format", reason=_ENGINE),
+    Refusal(setting="fp8", followed=(None, False, "e4m3", "hybrid"), option="--fp8-format", reason=_ENGINE),
     Refusal(setting="fp4", option="--fp4-format", reason=_ENGINE),
     Refusal(setting="quant_recipe", option="--te-precision-config-file", reason=_ENGINE),
     Refusal(setting="use_transformer_engine_op_fuser", option="--use-transformer-engine-op-fuser", reason=_ENGINE),
     Refusal(
-        setting="moe_token_dispatcher_type",
-        followed=(None, "allgather", "alltoall"),
-        option="--moe-token-dispatcher-type",
-        reason="kernels of DeepEP or HybridEP send what only values tell: give alltoall in place of it",
+        setting="moe_flex_dispatcher_backend",
+        followed=(None, "deepep", "hybridep"),
+        option="--moe-flex-dispatcher-backend",
+        reason="it takes memory that ranks share: give hybridep in place of it",
     ),
 )
 

@@ -123,6 +123,15 @@ def _backward(output: Tensor, gradient: Tensor | None) -> None:
     )
 
 
+def _backward_of_part(node: Any, outputs: Any, gradients: Any) -> Any:
+    """A backward pass of a part of a layer."""
+    del node
+    torch.autograd.graph._engine_run_backward(
+        tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+    return gradients
+
+
 def _name_it(tracker: Any, name: str, seed: int) -> None:
     tracker.states_[name] = seed
 
@@ -186,6 +195,11 @@ SHIMS: tuple[Patch, ...] = (
         where="megatron.core.pipeline_parallel.schedules:custom_backward",
         reason="it calls autograd's engine past PyTorch's own function, where hooks see a pass begin",
         around=lambda _: _backward,
+    ),
+    Patch(
+        where="megatron.core.pipeline_parallel.utils:ScheduleNode.default_backward_func",
+        reason="the same, for a part of a pass",
+        around=lambda _: _backward_of_part,
     ),
 )
 
@@ -314,7 +328,43 @@ def _unrejected(original: Callable[..., None]) -> Callable[..., None]:
     return validate
 
 
+def _finite(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Looks for gradients that overflow as the optimizer does, and finds none."""
+
+    def check(optimizer: Any) -> bool:
+        original(optimizer)
+        return False
+
+    return check
+
+
+def _not_in_place(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The gradient of logits, worked out beside the softmax that it is made of.
+
+    torch.compile makes functions of what changes its arguments: the element of each label that one is subtracted
+    from is written to a copy (a scatter is no part of a kernel), and the copy lives beside the softmax, which
+    autograd keeps until its node has ended: the view, which runs nothing, says so.
+    """
+
+    def calculate(softmax: Tensor, *args: Any, **named: Any) -> Tensor:
+        gradient = original(softmax.clone(), *args, **named)
+        softmax.view(softmax.shape)
+        return gradient
+
+    return calculate
+
+
 LEFT_OUT: tuple[Patch, ...] = (
+    Patch(
+        where="megatron.core.optimizer.optimizer:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
+        reason="a step is skipped where gradients overflow, which only values tell: they do not",
+        around=_finite,
+    ),
+    Patch(
+        where="megatron.core.fusions.fused_cross_entropy:calculate_gradients",
+        reason="it is compiled, and works in place only where it is not",
+        around=_not_in_place,
+    ),
     Patch(
         where="megatron.core.datasets.utils:compile_helpers",
         reason="it compiles what indexes samples, which are not there",
@@ -324,12 +374,6 @@ LEFT_OUT: tuple[Patch, ...] = (
         where="megatron.legacy.fused_kernels:load",
         reason="it asks CUDA's compiler for its version",
         around=lambda _: lambda _: None,
-        optional=True,
-    ),
-    Patch(
-        where="megatron.training.training:checkpoint_and_decide_exit",
-        reason="ranks agree on signals and times to end at, which only values tell; a capture ends after its step",
-        around=lambda _: lambda *_, **__: False,
         optional=True,
     ),
     Patch(
@@ -356,6 +400,13 @@ LEFT_OUT: tuple[Patch, ...] = (
         where="megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.build",
         reason="samples are in files of the machines that train; shapes are what a capture needs of them",
         around=_build,
+    ),
+    # The last one: what is imported for it takes functions of megatron-core by name, those that stand in for them.
+    Patch(
+        where="megatron.training.training:checkpoint_and_decide_exit",
+        reason="ranks agree on signals and times to end at, which only values tell; a capture ends after its step",
+        around=lambda _: lambda *_, **__: False,
+        optional=True,
     ),
 )
 """What is not done in a capture."""

@@ -28,7 +28,7 @@ from echograph.frontend.pytorch.lower import DTYPES, PHASES, GraphLowering, Orde
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.scripts.adapter import Adapter, check_ranks
 from echograph.frontend.scripts.collectives import Communication
-from echograph.frontend.scripts.recorder import COMMUNICATION, COPY, MICRO_BATCH, PAYLOAD, REGION, SHARES
+from echograph.frontend.scripts.recorder import COMMUNICATION, COPY, GRAPH, MICRO_BATCH, PAYLOAD, REGION, SHARES
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.streams import AFTER, STREAM
 from echograph.frontend.scripts.world import World
@@ -37,7 +37,7 @@ from echograph.ir.formats import Imported
 from echograph.ir.graph import Axis, JobGraph, Workload
 from echograph.ir.passes.fuse import FUSED, Region, fuse_regions
 from echograph.ir.passes.model import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD, count_job_flops
-from echograph.ir.types import Attention, CollectiveKind, DType, Payload, TensorRole
+from echograph.ir.types import ANY_HOST, Attention, CollectiveKind, DType, Duration, Payload, Source, TensorRole
 from echograph.progress import Progress, silent
 
 
@@ -177,6 +177,7 @@ _PAYLOADS = {
 }
 # Of what two ranks exchange in place of an all-reduce: no message of a schedule has it.
 _EXCHANGE = 1 << 19
+_LAUNCHED = Duration(device=ANY_HOST, picoseconds=0, source=Source.ANALYTICAL)
 _OF_ROLES = {
     TensorRole.PARAMETER: Payload.PARAMETER,
     TensorRole.GRADIENT: Payload.GRADIENT,
@@ -210,7 +211,7 @@ def lower_job(
         for node in run.recorder.graph.nodes:
             lowering.add(node)
         role = " ".join(f"{axis}={at}" for axis, at in place.items()) or "every rank"
-        builder.program(lowering.calls(begin), role=role, coordinates=place)
+        builder.program(lowering.calls(begin), role=role, coordinates=place, held=run.recorder.held)
         regions += lowering.regions
     job = builder.build(JobGraph)
     return fuse_regions(job, regions) if any(regions) else job
@@ -233,12 +234,15 @@ class _Rank(GraphLowering):
         root = _roots(run.recorder.graph)
         _settle_messages(run.recorder.graph, root)
         self._outliving = _outliving(run.recorder.graph, root)
+        self._parts_outliving = {node.args for node in self._outliving if is_getitem(node)}
         self._lives_on = False
         self.regions: list[Region | None] = []
         self._deterministic, self._fills = run.recorder.deterministic, run.recorder.fills
         self._sharded: dict[int, tuple[str, ...]] = {}
         self._divided = self._of_names(run.recorder.graph)
         self._ends: list[tuple[int, int]] = []
+        self._graph: tuple[object, ...] = ()
+        self._issued: tuple[Duration, ...] = ()
 
     def calls(self, begin: int) -> list[tuple[int, int, int, int, int]]:
         """Its operations as calls, one for each stretch of a micro-batch."""
@@ -272,6 +276,11 @@ class _Rank(GraphLowering):
             self._sharded[made] = sharded
         return made
 
+    def _result(self, node: Node, index: int, value: Any, view_of: int | None) -> int | None:
+        """The tensor of one result, of which other micro-batches may use one and not the others."""
+        self._lives_on = node in self._outliving or (node, index) in self._parts_outliving
+        return super()._result(node, index, value, view_of)
+
     def _of_names(self, graph: Graph) -> dict[str, tuple[str, ...]]:
         """The axes over which what lives through steps is divided, by its name."""
         found = {}
@@ -285,6 +294,7 @@ class _Rank(GraphLowering):
         """Adds a node; what waits for it later waits for the last operation that its stream had been given."""
         before = self.builder.op_count()
         self._lives_on = node in self._outliving
+        self._issued = self._issue(node)
         if COMMUNICATION in node.meta and node.target is not operator.getitem:
             self._communicate(node)
         else:
@@ -309,13 +319,21 @@ class _Rank(GraphLowering):
         if stream in self._latest:
             self._reached[node] = self._latest[stream]
 
+    def _issue(self, node: Node) -> tuple[Duration, ...]:
+        """What issuing a node takes, where that is known: nothing behind the first of a CUDA graph."""
+        if STREAM not in node.meta:
+            return ()
+        of = node.meta.get(GRAPH)
+        before, self._graph = self._graph, (of, node.meta[PHASE], node.meta.get(MICRO_BATCH)) if of else ()
+        return (_LAUNCHED,) if of and before == self._graph else ()
+
     def operation(self, node: Node, **fields: Any) -> int:
         """A kernel, or a copy between host and device."""
         direction = node.meta.get(COPY)
         if isinstance(fields["attributes"], Attention) and self._deterministic:
             fields["attributes"] = replace(fields["attributes"], deterministic=True)
         if direction is None:
-            return super().operation(node, **fields)
+            return super().operation(node, **fields, durations=self._issued)
         common = {key: fields[key] for key in ("phase", "module", "inputs", "outputs", "deps", "stream")}
         return self.builder.copy(qualified_name(node), direction, nbytes=fields["bytes_written"], **common)
 
@@ -347,7 +365,7 @@ class _Rank(GraphLowering):
         made = self._made(node, written, inputs)  # type: ignore[arg-type]
         common: Common = {
             "phase": PHASES[node.meta[PHASE]], "module": node.meta[MODULE], "inputs": inputs, "outputs": made,
-            "deps": order["deps"],
+            "deps": order["deps"], "durations": self._issued,
         }  # fmt: skip
         kind = call.kind
         payload = self._payload(node, inputs or made)

@@ -48,6 +48,7 @@ def fsdp_shards(root: nn.Module) -> Iterator[tuple[Tensor, SharingGroups, int]]:
                 yield parameter, over, elements
 
 
+_BLOCK = 512  # PyTorch's allocator rounds up to it
 # Of wrappers, whose names are no part of a model's.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _DDP = "module"
@@ -78,6 +79,7 @@ class LivingTensors:
         self._lies: dict[Node, int] = {}
         self._renewed: dict[int, tuple[Node | None, Any]] = {}
         self._unknown = 0
+        self._kept: dict[int, tuple[int, Any]] = {}
 
     # -- who is there ----------------------------------------------------------------------------------------
 
@@ -151,6 +153,7 @@ class LivingTensors:
                 self._keep(buffer, annotate.BUFFER, ".".join(filter(None, (prefix, plain(path)))))
         for optimizer in self.optimizers:
             self._take_state(optimizer)
+        self._take_kept()
 
     def _take_state(self, optimizer: Optimizer) -> None:
         for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
@@ -163,6 +166,25 @@ class LivingTensors:
                 if isinstance(value, Tensor):
                     over = self.shares_of(parameter) if value.numel() == parameter.numel() else ()
                     self._keep(value, annotate.OPTIMIZER_STATE, f"{name}.{slot}", over)
+
+    def kept_bytes(self) -> int:
+        """What was there where the step began, and is no tensor of it; asked where the step ends.
+
+        A step drops the gradients that it makes anew, and what a module keeps until it runs the next time.
+        """
+        return sum(nbytes for key, (nbytes, _) in self._kept.items() if key not in self._nodes)
+
+    def _take_kept(self) -> None:
+        """Looks up gradients, and what modules hold by plain attributes."""
+        values = (value for root in self.roots for module in root.modules() for value in vars(module).values())
+        held = [part for value in values for part in (value if isinstance(value, list | tuple) else (value,))]
+        held += [p for each in self.optimizers for group in each.param_groups for p in group["params"]]
+        held += [parameter for parameter, _ in self.parameters()]
+        tensors = [tensor for tensor in held if isinstance(tensor, Tensor)]
+        for tensor in (*tensors, *(t.grad for t in tensors if t.is_leaf)):
+            storage = None if tensor is None else _storage(tensor)
+            if storage is not None and not isinstance(tensor, nn.Parameter):
+                self._kept[storage._cdata] = -(-storage.nbytes() // _BLOCK) * _BLOCK, storage
 
     def _keep(self, tensor: Tensor, role: str, name: str, shares: SharingGroups | None = None) -> None:
         storage = _storage(tensor)

@@ -38,7 +38,9 @@ tensors, as FSDP does with what it gathers.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -51,6 +53,7 @@ from torch.nn.modules import module as modules
 from torch.optim import Optimizer, optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
+from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD, MODULE, OPTIMIZER, PHASE
 from echograph.frontend.pytorch.call_nodes import is_allocation, is_in_place
@@ -61,6 +64,7 @@ from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communicati
 from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream
 from echograph.frontend.scripts.values import answer
+from echograph.ir.graph import BETWEEN_STEPS
 from echograph.ir.passes.fuse import Region
 
 SHARES = "shares"
@@ -179,11 +183,27 @@ CHUNK = "chunk"
 PAYLOAD = "payload"
 COPY = "copy"
 REGION = "region"
+GRAPH = "graph"
 _CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE, REGION)
 _SILENT_NAMESPACES = ("prim", "profiler")
 _ITEM = _ATEN._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 _is_wrapper = cache(is_traceable_wrapper_subclass_type)
+
+
+_HANDLES = 2  # cuBLAS has one in the thread of the script and one in autograd's
+
+
+def workspace_bytes(chosen: str) -> int:
+    """What CUBLAS_WORKSPACE_CONFIG asks for a handle: ":4096:2:16:8" is two buffers of 4,096 KiB and eight of 16.
+
+    Raises:
+        CaptureError: it is not written so, as cuBLAS's documentation has it.
+    """
+    numbers = re.fullmatch(r"(?::\d+:\d+)+", chosen) and [int(n) for n in chosen[1:].split(":")]
+    if not numbers:
+        raise CaptureError(f"CUBLAS_WORKSPACE_CONFIG={chosen}: write :SIZE:COUNT, sizes in KiB, as :4096:8")
+    return sum(size * count for size, count in zip(numbers[::2], numbers[1::2], strict=True)) * 1024
 
 
 class StepRecorded(BaseException):
@@ -205,6 +225,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         notes: for the user, each once.
         steps: training steps that have ended.
         recorded: whether the step is recorded.
+        held: bytes that no tensor of the step stands for, by what holds them (`ir.graph.Program`).
         sample: shape and type of the first tensor that the model was given in the step.
         stack: software that runs, a word of `models.stacks`; "" where nobody said it.
         deterministic: whether attention's gradients are added up in one order.
@@ -226,6 +247,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self.notes: dict[str, None] = {}
         self.steps = 0
         self.recorded = False
+        self.held: dict[str, int] = {}
         self.sample: Tensor | None = None
         self.stack, self.deterministic, self.fills = "", False, False
         self._regions = 0
@@ -240,6 +262,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._after_backward = False
         self._pass = 0
         self._works: dict[int, tuple[Any, Node]] = {}
+        self._graph_of: Callable[[str], str] | None = None
         self._layouts: dict[tuple[Any, ...], Tensor] = {}
 
     # -- what adapters say -----------------------------------------------------------------------------------
@@ -303,11 +326,25 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         """What communications carry: "parameter", "gradient", "activation", "optimizer_state" or "other"."""
         return self._with(PAYLOAD, payload)
 
+    def graphs(self, graph_of: Callable[[str], str]) -> None:
+        """Of which CUDA graph the operations of a module are, by its path; "" of none.
+
+        An optimizer's are of none.
+        """
+        self._graph_of = graph_of
+
     def step_begins(self) -> None:
         """A training step begins here; without a call, with the first module that runs, or the last step's end."""
         if not (self._recording or self.recorded) and self.steps == self._step - 1:
             self._recording = True
             self.memory.take_stock()
+
+    def _take_held(self) -> None:
+        """What is there that no tensor of the step stands for."""
+        if kept := self.memory.kept_bytes():
+            self.held[BETWEEN_STEPS] = kept
+        if chosen := os.environ.get("CUBLAS_WORKSPACE_CONFIG"):
+            self.held["cublas"] = _HANDLES * workspace_bytes(chosen)
 
     @property
     def is_early(self) -> bool:
@@ -431,6 +468,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._recording, self.recorded = False, True
         link_recomputed(self.graph)
         link_sums(self.graph)
+        self._take_held()
         self.graph.output(None)
         self._works.clear()
         self.deterministic = torch.are_deterministic_algorithms_enabled()
@@ -511,6 +549,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         made |= {key: value for key, value in self._context.items() if key in _CONTEXT}
         if REGION not in made and made[PHASE] == BACKWARD and (of := self._differentiated(node)) is not None:
             made[REGION] = self._backward_region(of)
+        if self._graph_of is not None and made[PHASE] != OPTIMIZER:
+            made[GRAPH] = self._graph_of(made[MODULE])
         # Reserving memory is no work: what its stream waits for, the next work waits for.
         if node.target.namespace not in NAMESPACES and not is_allocation(node):  # type: ignore[union-attr]
             made |= {STREAM: CapturedStream.current.name, AFTER: CapturedStream.current.issue(node)}

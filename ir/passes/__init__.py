@@ -16,6 +16,7 @@ PASSES = Table(
         "depth": "echograph.ir.passes.depth:Depth",
         "micro_batch": "echograph.ir.passes.extent:MicroBatch",
         "model_flops": "echograph.ir.passes.model:ModelFlops",
+        "logged_losses": "echograph.ir.passes.logged_losses:LoggedLosses",
         "recompute": "echograph.ir.passes.recompute:Recompute",
         "tensor_parallel": "echograph.ir.passes.tensor_parallel:TensorParallel",
         "context_parallel": "echograph.ir.passes.context_parallel:ContextParallel",

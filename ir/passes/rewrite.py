@@ -248,4 +248,10 @@ class StepWriter:
                 number, at = where[block, instance]
                 starts = self.parts[number].starts
                 calls.append((number, starts[begin], starts[end], at, micro_batch))
-            builder.program(calls, role=program.role, coordinates=program.coordinates, ranks=program.ranks)
+            builder.program(
+                calls,
+                role=program.role,
+                coordinates=program.coordinates,
+                ranks=program.ranks,
+                held=program.held,
+            )

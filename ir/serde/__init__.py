@@ -238,6 +238,7 @@ def _trailer(graph: Graph) -> pb.Graph:
             end=p.calls[:, 2].tolist(),
             instance=p.calls[:, 3].tolist(),
             micro_batch=p.calls[:, 4].tolist(),
+            held=[pb.Held(by=by, bytes=nbytes) for by, nbytes in p.held.items()],
         )
         for p in graph.programs
     ]
@@ -596,9 +597,12 @@ class _Decoder:
             columns = (program.block, program.begin, program.end, program.instance, program.micro_batch)
             if len({len(c) for c in columns}) != 1 or len(program.block) > MAX_CALLS:
                 raise FormatError("corrupted: the columns of a program differ in length")
+            if len({h.by for h in program.held}) != len(program.held):
+                raise FormatError("corrupted: a program says twice what one holds")
             builder.program(
                 zip(*columns, strict=True), role=program.role, ranks=program.ranks,
                 coordinates={c.axis: c.value for c in program.coordinates},
+                held={h.by: h.bytes for h in program.held},
             )  # fmt: skip
         return builder.build(JobGraph) if head.level == pb.LEVEL_JOB else builder.build(StepGraph)
 

@@ -227,11 +227,13 @@ def _instance(number: int, instance: Instance) -> str:
 
 def _program(program: Program) -> str:
     place = ", ".join(f"{_word(axis)}={value}" for axis, value in program.coordinates.items())
+    held = ", ".join(f"{_word(by)}={nbytes}" for by, nbytes in program.held.items())
     return _join(
         "program",
         f"role={_word(program.role)}" if program.role else "",
         f"at({place})" if place else "",
         f"ranks=({_runs(program.ranks)})" if program.ranks else "",
+        f"held({held})" if held else "",
         "{",
     )
 

@@ -206,6 +206,7 @@ class _Parser:
         role = line.option("role=", line.word, "")
         coordinates = line.options("at(", lambda: line.listed(lambda: _axis(line)))
         ranks = line.options("ranks=(", lambda: self._runs(line))
+        held = line.options("held(", lambda: line.listed(lambda: _axis(line)))
         line.take(" {")
         line.end()
         calls: list[Sequence[int]] = []
@@ -218,7 +219,8 @@ class _Parser:
         except OverflowError:
             raise FormatError(f"line {line.number}: a number of the program before is beyond 64 bits") from None
         places = {axis.name: axis.size for axis in coordinates}
-        return Program(calls=columns, role=role, coordinates=places, ranks=ranks)
+        holds = {entry.name: entry.size for entry in held}
+        return Program(calls=columns, role=role, coordinates=places, ranks=ranks, held=holds)
 
     def _calls(self, line: Line) -> Iterator[tuple[int, ...]]:
         line.take("call ")

@@ -82,7 +82,9 @@ def assemble(head: GraphHead, blocks: Sequence[BlockRows], programs: Iterable[Pr
         builder = _begin(head)
         _fill(builder, blocks)
         for item in programs:
-            builder.program(item.calls, role=item.role, coordinates=item.coordinates, ranks=item.ranks)
+            builder.program(
+                item.calls, role=item.role, coordinates=item.coordinates, ranks=item.ranks, held=item.held
+            )
         graph = builder.build(head.level)
     except OverflowError:
         raise FormatError("a number is beyond 64 bits") from None

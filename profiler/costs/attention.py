@@ -1,14 +1,17 @@
 r"""Seconds of fused (flash) attention, forward and backward, on one device.
 
-The kernel deals tiles of 128 queries (forward) or 128 keys (backward) of every batch entry and head to the SMs:
+The kernel deals tiles of T = 128 queries (forward) or keys (backward) of every batch entry and head to the SMs:
 
     pair_s  = 4 d / (efficiency * peak / SMs)      one query against one key, d: head dim that the kernel pads to
     overhead_s = 4 (overhead + d overhead_per_element) / (peak / SMs)      filling and draining a tile, per query
-    tile_s  = 128 (mean keys per query * pair_s + overhead_s)
+    tile_s  = T (mean keys per query * pair_s + overhead_s)
     seconds = launch + max(longest tile, tiles tile_s / SMs + tail * longest tile) + traffic
 
 times what a dense table says beyond that: a correction on a coarse grid of tiles, keys and head dims.
 Causal tiles see, on average, half of the keys plus half a tile; tiles of a sliding window the window plus a tile.
+A kernel of larger tiles says so (`tile`), and how many keys it takes at once where it pads them (`key_tile`).
+Tiles without a mask are all of one length, so a share of the kernel (`wave_rounding`) waits for the last wave to
+fill. Where long kernels show that the clock falls, tiles take throttle * F / (F + throttle_flops) more, F: FLOPs.
 Beyond the longest rows that were measured the overhead grows with the keys, so the rate stays what it was there.
 The backward pass does 2.5 times the forward's FLOPs (five products for two), and its efficiency is relative to
 that count. Traffic is what some kernels do beside: an inference kernel rotates the queries and writes the keys'
@@ -181,15 +184,20 @@ def pass_seconds(
         unit_s * _work_per_pair(kernel, width),
         unit_s * (kernel.overhead + kernel.overhead_per_element * width),
     )
-    tiled, swept = (shape.kv, shape.q) if backward else (shape.q, shape.kv)
-    tiles = shape.b * shape.h * np.ceil(tiled / TILE)
-    visited = keys_visited(shape, causal)
+    tile = float(kernel.tile)
+    visited = keys_visited(shape, causal, tile, kernel.key_tile)
+    tiled, swept = (shape.kv, shape.q) if backward else (shape.q, _whole(shape.kv, kernel.key_tile))
+    tiles = shape.b * shape.h * np.ceil(tiled / tile)
     overhead_s = overhead_s * np.maximum(1.0, visited / kernel.plateau_keys)
     seen = visited * shape.q / tiled
-    mean_s = TILE * (seen * pair_s + overhead_s)
-    longest_s = TILE * (np.minimum(swept, shape.window + TILE) * pair_s + overhead_s)
+    mean_s = tile * (seen * pair_s + overhead_s)
+    longest_s = tile * (np.minimum(swept, shape.window + tile) * pair_s + overhead_s)
     waves = tiles / sheet.sm_count
-    busy = np.maximum(longest_s, waves * mean_s + kernel.tail * longest_s * np.minimum(1.0, waves))
+    full = waves + np.where(causal, 0.0, kernel.wave_rounding) * (np.ceil(waves) - waves)
+    busy = np.maximum(longest_s, full * mean_s + kernel.tail * longest_s * np.minimum(1.0, waves))
+    if kernel.throttle:
+        flops = flops_per_pair * _pairs(shape, causal) * (shape.d + shape.v_d) / 2.0
+        busy = busy * (1.0 + kernel.throttle * flops / (flops + kernel.throttle_flops))
     windowed = np.where(shape.window < shape.kv, kernel.windowed_scale, 1.0)
     scale = kernel.time_scale * windowed
     seconds = kernel.launch_s + scale * (busy + _traffic_seconds(kernel, sheet, shape))
@@ -197,6 +205,10 @@ def pass_seconds(
         log_factor, _ = correction(kernel.residual, [tiles, np.minimum(visited, kernel.plateau_keys), width])
         seconds = seconds * np.exp(log_factor)
     return np.maximum(seconds, _floor_seconds(sheet, shape, peak, flops_per_pair, causal))
+
+
+def _pairs(shape: AttentionShape, causal: bool | npt.NDArray[np.bool_]) -> FloatArray:
+    return np.asarray(shape.b * shape.h * shape.q * _keys_attended(shape, causal))
 
 
 def _floor_seconds(
@@ -214,10 +226,17 @@ def _floor_seconds(
     return np.maximum(flops / peak, compulsory)
 
 
-def keys_visited(shape: AttentionShape, causal: bool | npt.NDArray[np.bool_]) -> FloatArray:
-    """Keys that a query's tile visits on average: the diagonal tile is visited whole."""
+def keys_visited(
+    shape: AttentionShape, causal: bool | npt.NDArray[np.bool_], tile: float = TILE, key_tile: int = 1
+) -> FloatArray:
+    """Keys that a query's tile visits on average: the diagonal tile whole, without a mask the last step."""
     edges = np.where(shape.window < shape.kv, 1.0, 0.5)
-    return np.asarray(np.minimum(shape.kv, _keys_attended(shape, causal) + edges * np.minimum(shape.q, TILE)))
+    seen = np.minimum(shape.kv, _keys_attended(shape, causal) + edges * np.minimum(shape.q, tile))
+    return np.asarray(seen if key_tile == 1 else np.where(causal, seen, _whole(shape.kv, key_tile)))
+
+
+def _whole(keys: FloatArray, step: int) -> FloatArray:
+    return keys if step == 1 else np.asarray(np.ceil(keys / step) * step)
 
 
 def _keys_attended(shape: AttentionShape, causal: bool | npt.NDArray[np.bool_]) -> FloatArray:

@@ -207,6 +207,8 @@ class GemmModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     overlap_power: Annotated[float, msgspec.Meta(ge=0.1, le=1e3)]
     throttle: _Weight
     throttle_flops: Annotated[float, msgspec.Meta(ge=0, le=1e30)]
+    traffic_cached: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    cache_share: _Factor = 1.0
     time_scale: _Factor = 1.0
     transposed_scale: dict[str, _Factor] = {}
     accumulate_exposure: _Weight = 1.0
@@ -247,6 +249,11 @@ class AttentionPass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     overhead_per_element: _Work
     tail: _Weight
     launch_s: _Seconds
+    tile: _Count = 128
+    key_tile: _Count = 1
+    wave_rounding: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    throttle: _Weight = 0.0
+    throttle_flops: Annotated[float, msgspec.Meta(ge=0, le=1e30)] = 0.0
     query_traffic: _Weight = 0.0
     kv_traffic: _Weight = 0.0
     traffic_knee_bytes: Positive = 1.0

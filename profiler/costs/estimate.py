@@ -66,12 +66,12 @@ SCAN_KERNELS = 5
 products of B and C, the scan."""
 SPLIT_ACCUMULATION, SPLIT_SPREAD = {"hopper": 1.15}, 0.05
 """FP8 products whose sums leave the tensor core every few steps of k, over those of the tables, whose sums are
-taken to stay in it, by architecture: 1.1 to 1.2 (pytorch/ao, issue 2377). Products of gradients are such ones, in
+taken to stay in it, by architecture: 1.1 to 1.2 (pytorch/ao#2377). Products of gradients are such ones, in
 Transformer Engine (common/recipe: use_split_accumulator) and torchao (float8/config.py: use_fast_accum); Blackwell
-has no such mode (NVIDIA/TransformerEngine, pull request 2748); products with scales of blocks always leave it."""
+has no such mode (NVIDIA/TransformerEngine#2748); products with scales of blocks always leave it."""
 ROWWISE_SLOWER, ROWWISE_SPREAD = 1.05, 0.05
 """FP8 products with a scale a row, over those with a scale a tensor: most shapes reach 90 to 100 % of their rate
-(pytorch/pytorch, issue 147971; the middle is taken)."""
+(pytorch/pytorch#147971; the middle is taken)."""
 ASSUMED_SPREAD = 0.5
 """For a kernel of a type that no model covers (fp32 or fp64 attention): assumed, not measured."""
 

@@ -7,7 +7,8 @@ A kernel cuts C into tiles of tm x tn, optionally cuts k into s slices, and deal
     tile_s    = 2 tm tn (max(k / s, 128) + overhead_k) / (efficiency * peak / SMs)
     compute   = min over tiles and slices of (waves * tile_s + cost of adding slices up)
     compute  *= 1 + throttle * F / (F + throttle_flops)                          F: FLOPs of the product
-    memory    = bytes / (bandwidth * bandwidth_fraction)
+    memory    = bytes * (c + (1 - c) / (1 + (cache_share * cache / bytes)^4)) / (bandwidth * bandwidth_fraction)
+                                                                                 c: traffic_cached
     seconds   = launch + (compute^p + memory^p)^(1/p)                            p: overlap_power
 
 then times what the measurements say beyond that: a correction on a coarse grid of log shapes, the layout,
@@ -120,6 +121,9 @@ MISALIGNMENT_DOUBT = 0.5
 TABLED_FROM, CHARTED_TO = 256.0, 128.0
 """The narrowest dense products of the tables, and the widest of the charts that batches are fitted on."""
 
+CACHE_SHARPNESS = 4.0
+"""How sharply bytes turn from the cache's to the memory's around the share of the cache that they may fill."""
+
 MIN_SLICE_K = 128.0
 """A slice of k shorter than this costs as much as this."""
 
@@ -229,7 +233,7 @@ def physical_seconds(
 ) -> FloatArray:
     """The module's equations, before any correction; `moved` is bytes read and written."""
     compute = compute_seconds(model, sheet, b, m, n, k)
-    memory = moved / (sheet.memory_bandwidth_bytes_per_s * model.bandwidth_fraction)
+    memory = _missed(model, sheet, moved) / (sheet.memory_bandwidth_bytes_per_s * model.bandwidth_fraction)
     longer, shorter = np.maximum(compute, memory), np.minimum(compute, memory)
     power = model.overlap_power
     body = longer * (1.0 + (shorter / longer) ** power) ** (1.0 / power)
@@ -237,6 +241,16 @@ def physical_seconds(
     if quantize and model.quantize is not None:
         seconds = seconds + quantize_seconds(model.quantize, b * m * k)
     return np.asarray(seconds)
+
+
+def _missed(model: GemmModel, sheet: Datasheet, moved: FloatArray) -> FloatArray:
+    """Of the bytes those that the memory is asked for: what fits into the cache costs a share."""
+    if model.traffic_cached == 1.0:
+        return moved
+    room = model.cache_share * sheet.l2_bytes / np.maximum(moved, 1.0)
+    return np.asarray(
+        moved * (model.traffic_cached + (1.0 - model.traffic_cached) / (1.0 + room**CACHE_SHARPNESS))
+    )
 
 
 def compute_seconds(

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from echograph.profiler.costs.attention import (
-    TILE,
     AttentionShape,
     attention_shape,
     keys_visited,
@@ -32,7 +31,7 @@ from echograph.profiler.costs.device import (
     Label,
 )
 from echograph.profiler.fit.facts import RowChoice, device_facts
-from echograph.profiler.fit.gemm import RIDGE, SMOOTHNESS, fit_grid
+from echograph.profiler.fit.gemm import MOST_THROTTLE, RIDGE, SMOOTHNESS, fit_grid
 from echograph.profiler.fit.regression import (
     disagreement,
     held_out,
@@ -50,11 +49,23 @@ PADDED_HEAD_DIMS = {
     "flash1": [32, 64, 128],
     "flash2": [32, 64, 96, 128, 192, 256],
     "flash3": [64, 96, 128, 192, 256],
-    "flash4": [64, 80, 96, 128, 192, 256],
+    "flash4": [64, 72, 80, 96, 128, 192, 256],
     "cudnn": [64, 128, 192, 256],
     "trtllm": [32, 64, 80, 96, 128, 160, 192, 256],
 }
-"""Head dims that each kernel is compiled for; others run as the next larger."""
+"""Head dims that each kernel is compiled for; others run as the next larger. FlashAttention-4 takes 72 as 80, but
+checks the edge of every load, which the rows show: it has a rate of its own."""
+
+TILES = {"flash4": (256, 128)}
+"""Queries of a tile and keys of a step, of kernels that have not 128 of the one and pad none of the other:
+FlashAttention-4 has two tiles of 128 queries in flight (flash_attn/cute/flash_fwd_sm100.py: m_block_size, q_stage,
+n_block_size)."""
+
+TILES_START, THROTTLE_START = (0.0,), (float(logit(0.2)), float(np.log(1e14)))
+"""Where the search of wave rounding, and of the throttle and its FLOPs, starts."""
+
+MIN_THROTTLED = 24
+"""Rows that bear two parameters more: three for each."""
 
 CHART_LAUNCH_S = 5e-6
 """Launch and drain of a chart's kernel: its rates, at milliseconds a kernel, do not show it."""
@@ -133,6 +144,7 @@ def fit_pass(
     dense: bool = False,
     source: CostSource = "fitted",
     between_libraries: float = 0.0,
+    throttled: bool = False,
 ) -> AttentionPass:
     """Fits one pass of one kernel on the rows that are not held out.
 
@@ -145,6 +157,7 @@ def fit_pass(
         dense: also fit launch, traffic that nothing hides, and a residual grid (needs a dense table).
         source: what the label says the model is.
         between_libraries: spread of the libraries that were measured, which the pass's is not below.
+        throttled: also fit by how much the clock falls in long kernels, if there are rows enough.
     """
     hidden = rows.hidden()
     few = np.flatnonzero(~hidden)
@@ -154,15 +167,27 @@ def fit_pass(
     dims = np.unique(widths).tolist()
     weight, log_time = weights(seen.seconds), np.log(seen.seconds)
 
+    first = _start(len(dims), dense)
+    own = TILES_START if name in TILES else THROTTLE_START if throttled and len(few) >= MIN_THROTTLED else ()
+
+    def kernel_of(p: FloatArray) -> AttentionPass:
+        kernel = _unpack(p[: len(first)], [int(d) for d in dims])
+        if own is TILES_START:
+            tile, keys = TILES[name]
+            return msgspec.structs.replace(kernel, tile=tile, key_tile=keys, wave_rounding=float(sigmoid(p[-1])))
+        if own is THROTTLE_START:
+            throttle, flops = float(MOST_THROTTLE * sigmoid(p[-2])), float(np.exp(p[-1]))
+            return msgspec.structs.replace(kernel, throttle=throttle, throttle_flops=flops)
+        return kernel
+
     def predict(p: FloatArray, on: Attentions) -> FloatArray:
-        kernel = _unpack(p, [int(d) for d in dims])
-        return pass_seconds(empty, kernel, sheet, on.shape, causal=on.causal, backward=backward)
+        return pass_seconds(empty, kernel_of(p), sheet, on.shape, causal=on.causal, backward=backward)
 
     def residuals(p: FloatArray) -> FloatArray:
         return np.asarray(weight * (np.log(predict(p, seen)) - log_time))
 
     longest = float(np.max(keys_visited(rows.shape, rows.causal)))
-    kernel = _unpack(minimize(residuals, _start(len(dims), dense)), [int(d) for d in dims])
+    kernel = kernel_of(minimize(residuals, np.concatenate([first, own])))
     kernel = msgspec.structs.replace(kernel, plateau_keys=longest)
     if dense:
         kernel = msgspec.structs.replace(kernel, residual=_fit_residual(empty, kernel, sheet, rows.take(~hidden)))
@@ -187,9 +212,10 @@ def _fit_residual(model: AttentionModel, kernel: AttentionPass, sheet: Datasheet
     s = rows.shape
     error = np.log(rows.seconds / pass_seconds(model, kernel, sheet, s, causal=rows.causal))
     width = (padded(model, s.d) + padded(model, s.v_d)) / 2.0
-    sizes = [s.b * s.h * np.ceil(s.q / TILE), keys_visited(s, rows.causal), width]
+    visited = keys_visited(s, rows.causal, kernel.tile, kernel.key_tile)
+    sizes = [s.b * s.h * np.ceil(s.q / kernel.tile), visited, width]
     knots = (TILE_KNOTS, KEY_KNOTS, WIDTH_KNOTS)
-    return fit_grid(knots, sizes, error, weights(rows.seconds), smoothness=SMOOTHNESS, ridge=RIDGE)
+    return fit_grid(knots, [(sizes, 1.0)], error, weights(rows.seconds), smoothness=SMOOTHNESS, ridge=RIDGE)
 
 
 def chart_rows(table: KernelTable, kernel: str, op: str) -> KernelTable:
@@ -351,7 +377,8 @@ def _both_timed(
     """The passes of cuDNN, each timed.
 
     Head dim 64 is timed with sliding windows alone: without them it is as much slower than 128 as the inference
-    kernel shows it.
+    kernel shows it. Backward kernels of tens of milliseconds run a tenth slower than those of five, whatever the
+    length of their sequences, as the clock falls; forward ones do not show it.
     """
     if choice.attention_TFLOPs:
         peaks = sheet.peak_flops_per_s | {"bf16": choice.attention_TFLOPs * 1e12}
@@ -361,7 +388,9 @@ def _both_timed(
         rows = _freest(timed.where(timed.text["part"].among([part])))
         shapes, windowed = attention_rows(rows), rows.number["window"] > 0
         basis, backward = _note(rows, used, what), part == "bwd"
-        plain = fit_pass(shapes.take(~windowed), sheet, "cudnn", basis=basis, backward=backward)
+        plain = fit_pass(
+            shapes.take(~windowed), sheet, "cudnn", basis=basis, backward=backward, throttled=backward
+        )
         plain = _floored(plain if plain.head_dims[0] <= SMALL_DIM else _with_small(plain, small))
         model = _model("cudnn", plain)
         seen = shapes.take(windowed & ~shapes.hidden())

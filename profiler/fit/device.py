@@ -25,7 +25,6 @@ from echograph.profiler.costs.device import (
     AttentionPass,
     Datasheet,
     DeviceProfile,
-    FloatArray,
     GemmModel,
     GroupedModel,
     HeldOut,
@@ -199,7 +198,16 @@ UNTIMED_LAUNCH_S = 4e-6
 
 CALL_QUANTILE = 0.01
 HOST_MARGIN = 2.0
-"""A source whose shortest rows take twice a short kernel times its host's calls, as far as twice the shortest."""
+"""A source whose shortest rows take so many short kernels times its host's calls."""
+
+SURELY_HOST = 8.0
+"""A row that needs less than this part of a call at the datasheet's rates surely times the host."""
+
+HOSTED_SHARE = 0.1
+"""Of the rows: with fewer that surely time the host, what its calls take is not known."""
+
+LONGEST_CALL_QUANTILE = 0.99
+"""Of such rows: a row that is no longer than this may time the host."""
 
 DENSE_ROWS = 1500
 """From this many rows on, a residual grid is fitted too."""
@@ -337,11 +345,15 @@ def _fit_gemm(
     models: dict[str, GemmModel] = {}
     for dtype in ("bf16", "fp8", "fp8_block", "nvfp4", "fp32"):
         gpus = facts.rows.fp32 if dtype == "fp32" else facts.rows.tensor
+        if not gpus or SAME_UNITS.get(dtype, dtype) not in facts.peak_TFLOPs:
+            continue
         every = table.select(gpus=gpus, ops=("gemm", "linear", "bmm"), dtypes=_alike(dtype))
-        rows = fitted_rows(every, dtype, facts.rows)
-        if not gpus or len(rows) < MIN_ROWS:
+        rows = fitted_rows(every, dtype, facts)
+        if len(rows) < MIN_ROWS:
             continue
         apart = products(every)
+        slow_calls = float(np.min(rows.seconds())) > HOST_MARGIN * SHORT_KERNEL_S
+        hosted = slow_calls and "bf16" in models and ELEMENT_BYTES[dtype] < ELEMENT_BYTES["bf16"]
         models[dtype] = fit_gemm(
             once(products(rows)),
             _measured_sheet(sheet, facts, dtype),
@@ -350,6 +362,8 @@ def _fit_gemm(
             basis=_basis(rows, used),
             with_grid=len(rows) >= DENSE_ROWS and dtype != "fp32",
             between_libraries=disagreement(apart.shape(), every.text["kernel"].codes, apart.seconds),
+            # What a slow call hides: a product's own launch, and that of the cast before it, which is assumed.
+            launch_s=models["bf16"].launch_s + UNTIMED_LAUNCH_S if hosted else None,
         )
     return models
 
@@ -359,8 +373,9 @@ def _alike(dtype: str) -> list[str]:
     return [name for name, model in DTYPES.items() if dtype in (model, STAND_IN.get(model))]
 
 
-def fitted_rows(every: KernelTable, dtype: str, choice: RowChoice) -> KernelTable:
+def fitted_rows(every: KernelTable, dtype: str, facts: DeviceFacts) -> KernelTable:
     """Of the products of a dtype (those of a type of the same rate beside them) the rows that are fitted."""
+    choice = facts.rows
     own = [name for name, model in DTYPES.items() if model == dtype]
     mask = every.text["dtype"].among(own)
     if dtype in choice.libraries:
@@ -368,13 +383,27 @@ def fitted_rows(every: KernelTable, dtype: str, choice: RowChoice) -> KernelTabl
     flops = 2.0 * every.number["m"] * every.number["n"] * every.number["k"]
     mask &= flops <= choice.largest_product_TFLOP.get(dtype, np.inf) * 1e12
     rows = every.where(mask)
-    return rows.where(_of_the_device(rows.seconds()))
+    return rows.where(_of_the_device(rows, dtype, facts))
 
 
-def _of_the_device(seconds: FloatArray) -> npt.NDArray[np.bool_]:
-    """False of the rows that time the host: where its call takes longer than a short kernel does."""
-    call = float(np.quantile(seconds, CALL_QUANTILE)) if len(seconds) else 0.0
-    return seconds > (HOST_MARGIN * call if call > HOST_MARGIN * SHORT_KERNEL_S else 0.0)
+def _of_the_device(rows: KernelTable, dtype: str, facts: DeviceFacts) -> npt.NDArray[np.bool_]:
+    """False of rows that may time the host: they take no longer than its calls do where kernels are shorter.
+
+    Where few kernels are surely shorter, rows of up to twice the shortest are left out.
+    """
+    seconds = rows.seconds()
+    call = float(np.quantile(seconds, CALL_QUANTILE)) if len(rows) else 0.0
+    if call <= HOST_MARGIN * SHORT_KERNEL_S:
+        return np.ones(len(rows), dtype=np.bool_)
+    b, m, n, k = products(rows).shape()
+    width = ELEMENT_BYTES[dtype]
+    moved = b * ((m * k + k * n) * width + m * n * max(2.0, width))
+    peak = facts.peak_TFLOPs[SAME_UNITS.get(dtype, dtype)] * 1e12
+    least = np.maximum(2.0 * b * m * n * k / peak, moved / (facts.bandwidth_GBps * 1e9))
+    host = least < call / SURELY_HOST
+    if np.mean(host) < HOSTED_SHARE:
+        return np.asarray(seconds > HOST_MARGIN * call)
+    return np.asarray(~host & (seconds > np.quantile(seconds[host], LONGEST_CALL_QUANTILE)))
 
 
 def once(rows: Products) -> Products:
@@ -395,9 +424,7 @@ def _launches(own: dict[str, GemmModel]) -> dict[str, GemmModel]:
     for dtype, model in own.items():
         quantize = model.quantize
         if quantize is not None:
-            # What a slow call hides of the cast's launch is assumed.
-            extra = UNTIMED_LAUNCH_S if model.launch_s > HOST_MARGIN * SHORT_KERNEL_S else model.launch_s - plain
-            quantize = msgspec.structs.replace(quantize, launch_s=max(0.0, extra))
+            quantize = msgspec.structs.replace(quantize, launch_s=max(0.0, model.launch_s - plain))
         found[dtype] = msgspec.structs.replace(model, launch_s=min(plain, model.launch_s), quantize=quantize)
     return found
 

@@ -2,10 +2,14 @@
 
 Tables time a layer as it is served: tokens are put in the experts' order, one launch for the products of gate
 and up, the activation, one launch for the product down, and the sum of what each token gets from its experts.
-The products are a `GemmModel` whose batch is the experts, so that small groups share a wave; what stands around
-them is a time and a multiple of the bytes that it moves at least, both fitted beside it and not shipped.
+The products are a `GemmModel` whose batch is the experts, so that small groups share a wave. What stands around
+them is fitted beside it and not shipped: a time, a time an expert (offsets, layouts of scales), and multiples of
+the bytes that three steps move at least. These are told apart because ranks that share the experts still cast and
+write every token, while each sorts and activates its own alone.
 
-Rows of equal loads are fitted. In those whose loads follow a power law each expert's own load is not known.
+Rows of equal loads are fitted. In those whose loads follow a power law each expert's own load is not known. A
+layer that fits into the cache as a whole is timed inside it, over and over, as no training step finds it: it is
+left out.
 """
 
 from __future__ import annotations
@@ -21,18 +25,18 @@ from echograph.profiler.costs.device import (
     Datasheet,
     FloatArray,
     GemmModel,
+    Grid,
     HeldOut,
     Label,
     as_floats,
 )
 from echograph.profiler.costs.gemm import accumulate_seconds, group_sizes, grouped_seconds
-from echograph.profiler.fit.gemm import GROUP, NK_KNOTS, RIDGE, SMOOTHNESS, STAGES, fit_grid, start, unpack
+from echograph.profiler.fit.gemm import GROUP, NK_KNOTS, STAGES, fit_grid, start, unpack
 from echograph.profiler.fit.regression import (
     disagreement,
     held_out,
     minimize,
     score,
-    sigmoid,
     spreads,
     subsample,
     weights,
@@ -45,9 +49,10 @@ none; both are what training has. Of the newest version; its distance from the o
 TILES = ((256, 128), (128, 256), (128, 128), (64, 128), (64, 64))
 ROW_KNOTS = tuple(2.0**power for power in range(3, 14))
 FEW = 3000
-MOST_AROUND = 20.0
-"""Around the products, bytes that move several times and slowly (casts and scales among them)."""
-UNTIMED_AROUND_S = 3e-5
+SMOOTHNESS, RIDGE = 0.03, 0.01
+"""Of the correction, chosen by folds of the rows that are fitted."""
+AROUND_START = (np.log(3e-5), np.log(1e-8), 0.3, 0.3, 0.3)
+"""Where the search of what stands around the products starts: logs of seconds, seconds an expert, multiples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,14 @@ class ExpertLayers:
     def sizes(self) -> tuple[FloatArray, ...]:
         """What makes two layers the same."""
         return self.tokens, self.experts, self.rows * 64.0, self.hidden, self.inner
+
+    def working_set(self, element_bytes: float) -> FloatArray:
+        """Bytes of weights, tokens and what is between them, each once, [rows]."""
+        routed = self.experts * self.rows
+        weights = 3.0 * self.experts * self.hidden * self.inner * element_bytes
+        return np.asarray(
+            weights + 4.0 * self.tokens * self.hidden + routed * (4.0 * self.hidden + 6.0 * self.inner)
+        )
 
     def take(self, index: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> ExpertLayers:
         """The rows of an index or mask."""
@@ -118,39 +131,30 @@ def fit_experts(
     newest = max(versions.text["source"].counts(), default="")
     apart = disagreement(layers(versions).sizes(), versions.text["source"].codes, versions.seconds())
     every = layers(versions.where(versions.text["source"].among([newest])))
-    every = every.take(every.seconds >= SHORT_KERNEL_S)
+    outside = every.working_set(element_bytes) > sheet.l2_bytes
+    every = every.take((every.seconds >= SHORT_KERNEL_S) & outside)
     hidden = held_out(*every.sizes())
     seen = every.take(~hidden)
     few = seen.take(subsample(len(seen.rows), FEW))
     weight, log_time = weights(few.seconds), np.log(few.seconds)
+    parts = len(AROUND_START)
 
     def model_of(p: FloatArray) -> GemmModel:
-        model = unpack(p[:-2], TILES, peak, element_bytes, fp8=False)
+        model = unpack(p[:-parts], TILES, peak, element_bytes, fp8=False)
         return msgspec.structs.replace(model, splits=[1], launch_s=launch_s)
 
     def residuals(p: FloatArray) -> FloatArray:
-        return np.asarray(weight * (np.log(_layer(model_of(p), sheet, few, p[-2:])) - log_time))
+        return np.asarray(weight * (np.log(_layer(model_of(p), sheet, few, p[-parts:])) - log_time))
 
-    best = minimize(residuals, np.concatenate([start(TILES, fp8=False), [np.log(UNTIMED_AROUND_S), -2.5]]))
-    model = model_of(best)
-    error = np.log(seen.seconds / _layer(model, sheet, seen, best[-2:]))
-    up, down = _products(seen)
-    grid = fit_grid(
-        (ROW_KNOTS, NK_KNOTS, NK_KNOTS),
-        [np.concatenate(pair) for pair in zip(up[1:], down[1:], strict=True)],
-        np.concatenate([error, error]),
-        np.concatenate([weights(seen.seconds)] * 2),
-        smoothness=SMOOTHNESS,
-        ridge=RIDGE,
-    )
-    model = msgspec.structs.replace(model, residual=grid)
+    best = minimize(residuals, np.concatenate([start(TILES, fp8=False), AROUND_START]))
+    model, around = model_of(best), best[-parts:]
+    model = msgspec.structs.replace(model, residual=_fit_residual(model, sheet, seen, around))
     tested = every.take(hidden)
-    held: HeldOut = score(_layer(model, sheet, tested, best[-2:]), tested.seconds)
+    held: HeldOut = score(_layer(model, sheet, tested, around), tested.seconds)
     spread, spread_short = spreads(held, floor=max(0.01, apart))
-    around = f"{np.exp(best[-2]) * 1e6:.0f} us and {_share(best[-1]):.1f} times the bytes around them removed"
     label = Label(
         source="fitted",
-        basis=f"{basis}; {around}",
+        basis=f"{basis}; {_removed(around)}",
         spread=spread,
         spread_short=spread_short,
         held_out=held,
@@ -167,16 +171,49 @@ def _products(rows: ExpertLayers) -> tuple[tuple[FloatArray, ...], tuple[FloatAr
     )
 
 
-def _share(p: float) -> float:
-    return float(1.0 + (MOST_AROUND - 1.0) * sigmoid(p))
+def _moved_around(rows: ExpertLayers, element_bytes: float) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Bytes that must move around the products: of every token, of those routed here, of the activation.
+
+    Every token is read, cast and written; those routed here are copied in and read once more to be summed; the
+    activation reads two and writes one.
+    """
+    routed = rows.experts * rows.rows
+    return (
+        (4.0 + element_bytes) * rows.tokens * rows.hidden,
+        (2.0 + 2.0 * element_bytes) * routed * rows.hidden,
+        (4.0 + element_bytes) * routed * rows.inner,
+    )
 
 
 def _layer(model: GemmModel, sheet: Datasheet, rows: ExpertLayers, around: FloatArray) -> FloatArray:
-    """Seconds of whole layers: rows are copied in and summed up, and the activation reads two and writes one."""
-    routed = rows.experts * rows.rows
-    moved = 2.0 * (3.0 * routed * rows.hidden + 3.0 * routed * rows.inner + rows.tokens * rows.hidden)
-    rest = np.exp(around[0]) + _share(around[1]) * moved / sheet.memory_bandwidth_bytes_per_s
+    """Seconds of whole layers."""
+    once, each, *multiples = np.exp(around).tolist()
+    moved = zip(multiples, _moved_around(rows, model.element_bytes), strict=True)
+    rest = once + each * rows.experts + sum(x * part for x, part in moved) / sheet.memory_bandwidth_bytes_per_s
     return np.asarray(rest + sum(grouped_seconds(model, sheet, *sizes) for sizes in _products(rows)))
+
+
+def _fit_residual(model: GemmModel, sheet: Datasheet, rows: ExpertLayers, around: FloatArray) -> Grid:
+    """What the rows say of the products beyond the physical model, each as far as it makes the layer's time."""
+    whole = _layer(model, sheet, rows, around)
+    products = _products(rows)
+    return fit_grid(
+        (ROW_KNOTS, NK_KNOTS, NK_KNOTS),
+        [(sizes[1:], grouped_seconds(model, sheet, *sizes) / whole) for sizes in products],
+        np.log(rows.seconds / whole),
+        weights(rows.seconds),
+        smoothness=SMOOTHNESS,
+        ridge=RIDGE,
+    )
+
+
+def _removed(around: FloatArray) -> str:
+    once, each, *multiples = np.exp(around).tolist()
+    times = ", ".join(f"{x:.1f}" for x in multiples)
+    return (
+        f"{once * 1e6:.0f} us, {each * 1e6:.2f} us an expert, and {times} times the bytes of tokens, of those "
+        "routed and of the activation removed"
+    )
 
 
 def fit_passes(table: KernelTable, model: GemmModel, sheet: Datasheet) -> dict[str, float]:

@@ -34,7 +34,7 @@ import numpy as np
 
 from echograph.errors import SimulationError
 from echograph.ir.columns import NONE, Bools, Int64, distinct
-from echograph.ir.graph import JobGraph
+from echograph.ir.graph import BETWEEN_STEPS, JobGraph, Program
 from echograph.ir.types import COMMUNICATIONS, CollectiveKind, DType, OpKind, Payload, Phase, TensorRole
 from echograph.simulator.memory.allocator import BLOCK, CachedBlock, CachingAllocator
 from echograph.units import MIB, format_bytes
@@ -580,14 +580,21 @@ class Usage:
         """The most that lives at one time."""
         return max(self.before_bytes, int(self.peak.max(initial=0)))
 
+    @property
+    def top(self) -> tuple[int, int] | None:
+        """The call of the peak and the offset of its operation; None: the step takes no more than was there."""
+        if not len(self.calls) or self.peak_bytes == self.before_bytes:
+            return None
+        call = int(np.argmax(self.peak))
+        return call, int(self.at[call])
+
     @cached_property
     def alive(self) -> Int64:
         """Memories that live at the peak; one of several micro-batches stands once for each."""
         found = [self.lifetimes.before]
-        if not len(self.calls) or self.peak_bytes == self.before_bytes:
+        if self.top is None:
             return found[0]
-        top = int(np.argmax(self.peak))
-        offset = int(self.at[top])
+        top, offset = self.top
         found.append(self._gradients_alive(top, offset))
         micro_batch = self.calls[:, 4]
         for number in distinct(micro_batch).tolist():
@@ -695,7 +702,10 @@ class Usage:
         return np.flatnonzero(np.isin(self.calls[:, 4], kept))
 
 
-CONTRIBUTORS, POINTS = 12, 512
+CONTRIBUTORS, TENSORS, POINTS = 12, 24, 512
+# Architectures before Hopper (compute capability 9), of which libraries think that small workspaces do.
+_SMALL_WORKSPACES = ("volta", "ampere", "ada")
+_ENGINE = "transformer_engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -705,8 +715,11 @@ class Runtime:
     Attributes:
         expandable_segments: PyTorch's allocator option of that name; off, as by default.
         cublas_workspace_bytes: of the forward and of the backward thread's cuBLAS handle, 32 MiB each: NVIDIA's
-            recommendation for Hopper (cuBLAS documentation, cublasSetWorkspace), which PyTorch follows; it takes
-            8 MiB on older devices.
+            recommendation for Hopper (cuBLAS documentation, cublasSetWorkspace), which PyTorch follows; on older
+            devices it takes two buffers of 4 MiB and eight of 16 KiB (aten/src/ATen/cuda/CublasHandlePool.cpp,
+            parseChosenWorkspaceSize). A program that says what cuBLAS holds has that.
+        engine_workspace_bytes: of Transformer Engine, each of those that a program has: 32 MiB and 1 KiB from
+            Hopper on, 4 MiB on older devices (its cpp_extensions/gemm.py, get_cublas_workspace_size_bytes).
         cuda_context_bytes: CUDA context and loaded kernels. Assumed for lazily loaded kernels (the default since
             CUDA 11.7); without, 1.2 to 1.6 GiB were seen (BigScience, tr11-176B-ml chronicles, on V100 and A100).
         nccl_pair_bytes: buffers of a communicator of two ranks, as a user measured on A100 (NVIDIA/nccl on
@@ -716,9 +729,26 @@ class Runtime:
 
     expandable_segments: bool = False
     cublas_workspace_bytes: tuple[int, ...] = (32 * MIB, 32 * MIB)
+    engine_workspace_bytes: int = 32 * MIB + 1024
     cuda_context_bytes: int = 512 * MIB
     nccl_pair_bytes: int = 544 * MIB
     nccl_bytes: int = 688 * MIB
+
+    @classmethod
+    def on(cls, architecture: str) -> Runtime:
+        """That of a device, by the name of its architecture ("ampere"); "" or one unknown here: as on Hopper."""
+        if architecture not in _SMALL_WORKSPACES:
+            return cls()
+        each = 2 * 4 * MIB + 8 * MIB // 64
+        return cls(cublas_workspace_bytes=(each, each), engine_workspace_bytes=4 * MIB)
+
+    def workspaces(self, program: Program) -> tuple[int, ...]:
+        """Bytes that libraries hold throughout a step, allocation by allocation."""
+        held = {by: nbytes for by, nbytes in program.held.items() if by != BETWEEN_STEPS}
+        of_cublas = (held.pop("cublas"),) if "cublas" in held else self.cublas_workspace_bytes
+        if _ENGINE in held:
+            held[_ENGINE] = held[_ENGINE] * self.engine_workspace_bytes // Runtime().engine_workspace_bytes
+        return (*of_cublas, *held.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -737,32 +767,79 @@ class Contributor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LiveTensor:
+    """Tensors that live at the peak and are alike: made by one operator, in one module, of one shape.
+
+    Attributes:
+        role: a tensor role, "communication" or "workspace".
+        where: module that makes it, layers as `*`; of what lives through the step its name.
+        operator: that makes it; "" for what exists before the step.
+        phase: of that operation; "" likewise.
+        shape: extents; none of a buffer or workspace.
+        dtype: element type; "" likewise.
+        count: how many there are, each micro-batch's own.
+        nbytes: bytes of all together.
+    """
+
+    role: str
+    where: str
+    operator: str = ""
+    phase: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    count: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        made = f" by {self.operator} ({self.phase})" if self.operator else ""
+        what = f" {self.dtype}{list(self.shape)}" if self.dtype else ""
+        return f"{format_bytes(self.nbytes)}  {self.count} x{what} {self.role} of {self.where}{made}"
+
+    def to_json(self) -> dict[str, Any]:
+        """For results."""
+        return {
+            "role": self.role, "where": self.where, "operator": self.operator, "phase": self.phase,
+            "shape": list(self.shape), "dtype": self.dtype, "count": self.count, "bytes": self.nbytes,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes of one rank.
 
     Attributes:
         program: role of the rank.
         peak_bytes: the most that is allocated at one time.
+        at_rest_bytes: what is allocated between steps: parameters, optimizer state, gradients that are buffers,
+            workspaces, and what the script keeps from one step and drops within the next.
+        peak_at: operation of the peak: "operator", "module", "phase" and "micro_batch"; empty where the step takes
+            no more than there is before it.
         reserved_bytes: the most that the allocator holds; None where the step is too long to replay.
         overhead_bytes: what does not go through the allocator, by name.
         capacity_bytes: memory of the device.
         fits: whether the step runs: the allocator never asks for more than the device has left.
         by_role: bytes at the peak, by role.
         contributors: the largest parts of the peak, largest first.
+        tensors: the largest tensors of the peak, those alike together, largest first.
         curve: (operations run, most bytes allocated until the next point), over the step.
         programs: peak of every program of the job, where this one stands for all.
+        at_rest: at rest, of every program.
     """
 
     program: str = ""
     peak_bytes: int
+    at_rest_bytes: int = 0
+    peak_at: dict[str, Any] = field(default_factory=dict)
     reserved_bytes: int | None
     overhead_bytes: dict[str, int]
     capacity_bytes: int
     fits: bool
     by_role: dict[str, int]
     contributors: tuple[Contributor, ...]
+    tensors: tuple[LiveTensor, ...] = ()
     curve: tuple[tuple[int, int], ...] = field(default=(), repr=False, compare=False)
     programs: dict[str, int] = field(default_factory=dict)
+    at_rest: dict[str, int] = field(default_factory=dict)
 
     @property
     def device_bytes(self) -> int:
@@ -777,10 +854,19 @@ class Memory:
             for c in self.contributors[:count]
         ]
 
+    def listed(self, count: int) -> list[str]:
+        """The operation of the peak and its largest tensors, one line each."""
+        at = self.peak_at
+        where = f", at {at['operator']} of {at['module'] or 'the step'} ({at['phase']})" if at else ""
+        rank = f" of {self.program}" if self.program else ""
+        levels = f"{format_bytes(self.peak_bytes)}; at rest {format_bytes(self.at_rest_bytes)}"
+        return [f"at the peak{rank}{where}, {levels}", *(f"  {tensor}" for tensor in self.tensors[:count])]
+
     def to_json(self) -> dict[str, Any]:
         """For results."""
         return {
             "peak_bytes": self.peak_bytes,
+            "at_rest_bytes": self.at_rest_bytes,
             "reserved_bytes": self.reserved_bytes,
             "device_bytes": self.device_bytes,
             "capacity_bytes": self.capacity_bytes,
@@ -789,7 +875,10 @@ class Memory:
             "at_peak_bytes": self.by_role,
             "overhead_bytes": self.overhead_bytes,
             "contributors": [{"role": c.role, "where": c.where, "bytes": c.nbytes} for c in self.contributors],
+            "tensors": [tensor.to_json() for tensor in self.tensors],
+            "peak_at": self.peak_at,
             "peak_bytes_by_program": self.programs,
+            "at_rest_bytes_by_program": self.at_rest,
         }
 
 
@@ -823,32 +912,52 @@ def memory(
 def _of(
     usage: Usage, job: JobGraph, program: int, capacity_bytes: int, runtime: Runtime, *, reserve: bool
 ) -> Memory:
-    workspaces = runtime.cublas_workspace_bytes
+    workspaces = runtime.workspaces(job.programs[program])
     overhead = {
         "CUDA context (assumed)": runtime.cuda_context_bytes,
         "NCCL buffers": _nccl_bytes(job, program, runtime),
     }
     limit = capacity_bytes - sum(overhead.values())
     needed = usage.peak_bytes + sum(workspaces)
-    reserved, fits = _reserve(usage, runtime, limit) if reserve else (None, needed <= limit)
-    by_role, contributors = _at_peak(usage)
+    reserved, fits = _reserve(usage, runtime, workspaces, limit) if reserve else (None, needed <= limit)
+    by_role, contributors, tensors = _at_peak(usage)
     by_role["workspace"] += sum(workspaces)
     return Memory(
         program=job.programs[program].role,
         peak_bytes=needed,
+        at_rest_bytes=_at_rest(usage, job.programs[program], workspaces),
+        peak_at=_peak_at(usage),
         reserved_bytes=reserved,
         overhead_bytes={name: nbytes for name, nbytes in overhead.items() if nbytes},
         capacity_bytes=capacity_bytes,
         fits=fits,
         by_role=by_role,
         contributors=contributors,
+        tensors=tensors,
         curve=usage.curve(POINTS),
     )
 
 
-def _reserve(usage: Usage, runtime: Runtime, limit: int) -> tuple[int | None, bool]:
+def _at_rest(usage: Usage, program: Program, workspaces: tuple[int, ...]) -> int:
+    return usage.before_bytes + sum(workspaces) + program.held.get(BETWEEN_STEPS, 0)
+
+
+def _peak_at(usage: Usage) -> dict[str, Any]:
+    """The operation of the peak."""
+    if usage.top is None:
+        return {}
+    job, (call, offset) = usage.lifetimes.job, usage.top
+    op = int(usage.calls[call, 1]) + offset
+    return {
+        "operator": job.strings[job.ops.name[op]],
+        "module": job.strings[job.ops.module[op]],
+        "phase": Phase(int(job.ops.phase[op])).name.lower(),
+        "micro_batch": int(usage.calls[call, 4]),
+    }
+
+
+def _reserve(usage: Usage, runtime: Runtime, workspaces: tuple[int, ...], limit: int) -> tuple[int | None, bool]:
     """Bytes that the allocator reserves, and whether they are within a limit, where it gives back what is free."""
-    workspaces = runtime.cublas_workspace_bytes
     allocator = CachingAllocator(expandable_segments=runtime.expandable_segments)
     if usage.replay(allocator, workspaces) is None:
         return None, usage.peak_bytes + sum(workspaces) <= limit
@@ -872,19 +981,45 @@ def _nccl_bytes(job: JobGraph, program: int, runtime: Runtime) -> int:
     return total
 
 
-def _at_peak(usage: Usage) -> tuple[dict[str, int], tuple[Contributor, ...]]:
-    """Bytes by role, and the largest parts."""
+def _at_peak(usage: Usage) -> tuple[dict[str, int], tuple[Contributor, ...], tuple[LiveTensor, ...]]:
+    """Bytes by role, the largest parts, and the largest tensors."""
     memories, alive = usage.lifetimes.memories, usage.alive
     by_role = Counter(dict.fromkeys(ROLES.values(), 0))
     parts: Counter[tuple[str, str]] = Counter()
+    alike: dict[LiveTensor, list[int]] = {}
     known: dict[int, str] = {}
     for number, count in zip(*np.unique(alive, return_counts=True), strict=True):
         role = ROLES[int(memories.role[number])]
         nbytes = int(usage.size[number]) * int(count)
         by_role[role] += nbytes
         parts[role, _where(memories, int(number), known)] += nbytes
+        found = alike.setdefault(_alike(memories, int(number), role), [0, 0])
+        found[0] += int(count)
+        found[1] += nbytes
     largest = sorted(parts.items(), key=lambda item: (-item[1], item[0]))[:CONTRIBUTORS]
-    return dict(by_role), tuple(Contributor(role=r, where=w, nbytes=n) for (r, w), n in largest if n)
+    tensors = [replace(like, count=count, nbytes=nbytes) for like, (count, nbytes) in alike.items() if nbytes]
+    tensors.sort(key=lambda tensor: (-tensor.nbytes, str(tensor)))
+    contributors = tuple(Contributor(role=r, where=w, nbytes=n) for (r, w), n in largest if n)
+    return dict(by_role), contributors, tuple(tensors[:TENSORS])
+
+
+def _alike(memories: Memories, number: int, role: str) -> LiveTensor:
+    """What a memory has in common with those like it."""
+    job = memories.job
+    if number >= memories.tensors:
+        op = job.locate_op((number - memories.tensors) % memories.ops)[2]
+        tensor = None
+    else:
+        row = job.locate_tensor(number)[2]
+        op, tensor = int(job.maker[row]), job.tensors[row]
+    made = op != NONE and memories.made[number]
+    like = LiveTensor(role=role, where="", count=0, nbytes=0)
+    if tensor is not None:
+        like = replace(like, where=_layers(tensor.name), shape=tensor.shape, dtype=tensor.dtype.text)
+    if made:
+        where, phase = _layers(job.strings[job.ops.module[op]]), Phase(int(job.ops.phase[op])).name.lower()
+        like = replace(like, where=where or like.where, operator=job.strings[job.ops.name[op]], phase=phase)
+    return like
 
 
 def _where(memories: Memories, number: int, known: dict[int, str]) -> str:
@@ -933,8 +1068,14 @@ def largest_memory(job: JobGraph, capacity_bytes: int, runtime: Runtime | None =
         return None
     runtime, memories = runtime or Runtime(), Memories(job)
     usages = [Usage(Lifetimes(memories, number)) for number in range(len(job.programs))]
-    most = max(range(len(usages)), key=lambda n: (usages[n].peak_bytes + _nccl_bytes(job, n, runtime), -n))
+    also = [runtime.workspaces(program) for program in job.programs]
+    all_of = [usage.peak_bytes + sum(its) for usage, its in zip(usages, also, strict=True)]
+    most = max(range(len(usages)), key=lambda n: (all_of[n] + _nccl_bytes(job, n, runtime), -n))
     found = _of(usages[most], job, most, capacity_bytes, runtime, reserve=True)
-    workspaces = sum(runtime.cublas_workspace_bytes)
-    peaks = {job.programs[n].role or str(n): usage.peak_bytes + workspaces for n, usage in enumerate(usages)}
-    return replace(found, programs=peaks)
+    names = [program.role or str(n) for n, program in enumerate(job.programs)]
+    rests = [_at_rest(*its) for its in zip(usages, job.programs, also, strict=True)]
+    return replace(
+        found,
+        programs=dict(zip(names, all_of, strict=True)),
+        at_rest=dict(zip(names, rests, strict=True)),
+    )

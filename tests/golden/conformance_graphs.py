@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.graph import Axis, Graph, JobGraph, StepGraph, Workload
+from echograph.ir.graph import BETWEEN_STEPS, Axis, Graph, JobGraph, StepGraph, Workload
 
 D, R, P = t.DType, t.TensorRole, t.Phase
 FORWARD, BACKWARD = {"phase": P.FORWARD}, {"phase": P.BACKWARD}
@@ -279,7 +279,32 @@ def stack() -> Graph:
     return b.build(StepGraph)
 
 
+def held() -> Graph:
+    """Two roles, of which one says what libraries and the script hold besides tensors; format 1.4."""
+    b = GraphBuilder(name="held")
+    b.mesh = (Axis(name="pp", size=2),)
+    b.compute("aten.mm", flops=128, bytes_read=128, bytes_written=64, **FORWARD)
+    b.program([(0, 0, 1, 0, 0)], role="first", coordinates={"pp": 0})
+    b.program(
+        [(0, 0, 1, 0, 0)], role="last", coordinates={"pp": 1}, held={"cublas": 2**26, BETWEEN_STEPS: 2**33 + 512}
+    )
+    return b.build(JobGraph)
+
+
 GRAPHS: dict[str, Callable[[], Graph]] = {
     make.__name__: make
-    for make in (empty, kinds, two_layers, aliases, job, ranks, positions, large_numbers, passes, stack, four_bits)
+    for make in (
+        empty,
+        kinds,
+        two_layers,
+        aliases,
+        job,
+        ranks,
+        positions,
+        large_numbers,
+        passes,
+        stack,
+        held,
+        four_bits,
+    )
 }

@@ -23,7 +23,7 @@ from echograph.ir.passes.precision import Precision
 from echograph.ir.passes.tensor_parallel import TensorParallel
 from echograph.ir.types import Collective, Compute, Phase
 from echograph.models import build, get_model
-from echograph.models.mamba2 import scan_backward_flops, scan_flops
+from echograph.models.mamba2 import _scan_backward_flops, _scan_flops
 from echograph.profiler.costs import load_device
 from echograph.profiler.costs.estimate import SCAN_KERNELS, estimate
 from echograph.workflow.compile import compile_entry
@@ -63,9 +63,9 @@ def test_flops_are_those_of_the_products_of_chunks() -> None:
         per_head,
         per_head,
     )
-    assert scan_flops(*operands, CHUNK) == products(scores, output, left, got)
+    assert _scan_flops(*operands, CHUNK) == products(scores, output, left, got)
     twice = [shape for shape in (scores, output, left, got) for _ in range(2)]
-    assert scan_backward_flops(x, *operands, CHUNK) == products(*twice, scores, left)
+    assert _scan_backward_flops(x, *operands, CHUNK) == products(*twice, scores, left)
 
 
 def test_each_layer_runs_one_scan_and_one_convolution(graph) -> None:
@@ -119,7 +119,7 @@ def test_tensor_parallel_ranks_share_heads_and_groups(graph) -> None:
     shapes = [local.tensors[i].shape for i in scan.inputs]
     x, groups = (BATCH, LENGTH, HEADS // 2, HEAD), (BATCH, LENGTH, GROUPS // 2, STATE)
     assert shapes == [x, x[:3], x[2:3], groups, groups, x[2:3], x[2:3]]
-    assert scan.flops == scan_flops(*shapes, CHUNK)
+    assert scan.flops == _scan_flops(*shapes, CHUNK)
 
 
 def test_passes_take_it_on(graph) -> None:

@@ -21,6 +21,7 @@ CONSTANTS = {
     "overhead": 37.0, "overhead_per_element": 0.7, "tail": 0.43, "launch_s": 3.1e-6, "time_scale": 1.07,
     "query_traffic": 1.3, "kv_traffic": 2.9, "traffic_knee_bytes": 3e7, "traffic_sharpness": 0.8,
     "traffic_cached": 0.21, "plateau_keys": 20_000.0, "residual": None,
+    "tile": 192, "key_tile": 96, "wave_rounding": 0.37, "throttle": 0.21, "throttle_flops": 3e12,
 }  # fmt: skip
 SHAPES = {
     "square": (3, 8, 512, 80, 8, 512, 80),
@@ -74,18 +75,22 @@ def expected(of: DeviceProfile, shape: tuple[int, ...], causal: bool, backward: 
     width = (padded(d) + padded(v_d)) / 2
     pair_s, overhead_s = sm_s * work(width, 0.9 if backward else 1.0), sm_s * (37.0 + 0.7 * width)
     attended = kv if not causal else kv - q / 2 if q <= kv else kv**2 / (2 * q)
-    visited = min(kv, attended + min(q, 128) / 2)
+    keys = 96 * ceil(kv / 96)
+    visited = min(kv, attended + min(q, 192) / 2) if causal else keys
     overhead_s *= max(1.0, visited / 20_000.0)
-    tiled, swept = (kv, q) if backward else (q, kv)
-    waves = b * h * ceil(tiled / 128) / sheet.sm_count
-    mean_s = 128 * (visited * q / tiled * pair_s + overhead_s)
-    longest_s = 128 * (swept * pair_s + overhead_s)
-    busy_s = max(longest_s, waves * mean_s + 0.43 * longest_s * min(1.0, waves))
+    tiled, swept = (kv, q) if backward else (q, keys)
+    waves = b * h * ceil(tiled / 192) / sheet.sm_count
+    mean_s = 192 * (visited * q / tiled * pair_s + overhead_s)
+    longest_s = 192 * (swept * pair_s + overhead_s)
+    filled = waves + (0.0 if causal else 0.37) * (ceil(waves) - waves)
+    busy_s = max(longest_s, filled * mean_s + 0.43 * longest_s * min(1.0, waves))
+    flops = each * b * h * q * attended * (d + v_d) / 2
+    busy_s *= 1 + 0.21 * flops / (flops + 3e12)
     moved = 2 * b * d * (q * h * 1.3 + kv * kv_h * 2.9)
     streamed = 1 / (1 + exp(-0.8 * log(moved / 3e7)))
     traffic_s = moved * (streamed + (1 - streamed) * 0.21) / sheet.memory_bandwidth_bytes_per_s
     seconds = 3.1e-6 + time_scale * (busy_s + traffic_s)
-    exact = each * b * h * q * attended * (d + v_d) / 2 / peak
+    exact = flops / peak
     operands = 2 * b * (d + v_d) * (q * h + kv * kv_h)
     beyond = max(0.0, operands - sheet.l2_bytes) / sheet.memory_bandwidth_bytes_per_s
     return max(seconds, exact, beyond)

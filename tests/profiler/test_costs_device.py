@@ -105,13 +105,14 @@ LEFT_OUT: dict[type[msgspec.Struct], dict[str, object]] = {
     # Factors of 1, shares and additions of 0, and of what is not there nothing.
     GemmModel: {
         "time_scale": 1.0, "transposed_scale": {}, "batched_scale": 1.0, "batched_spread": 0.0, "alignment": None,
-        "quantize": None, "residual": None,
+        "quantize": None, "residual": None, "traffic_cached": 1.0, "cache_share": 1.0,
         # All of the traffic of an accumulator is seen, until a fit says how much is hidden.
         "accumulate_exposure": 1.0,
     },
     AttentionPass: {
         "query_traffic": 0.0, "kv_traffic": 0.0, "traffic_knee_bytes": 1.0, "traffic_sharpness": 1.0,
         "traffic_cached": 1.0, "time_scale": 1.0, "plateau_keys": 1e30, "windowed_scale": 1.0, "residual": None,
+        "tile": 128, "key_tile": 1, "wave_rounding": 0.0, "throttle": 0.0, "throttle_flops": 0.0,
     },
     HostModel: {"view_s": None, "communication_s": None},
     Label: {"held_out": HeldOut(), "between_libraries": 0.0},

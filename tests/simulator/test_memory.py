@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from layered import PARAMETER_BYTES, layered_step
 
 from echograph.ir.builder import GraphBuilder
-from echograph.ir.graph import JobGraph
+from echograph.ir.graph import BETWEEN_STEPS, JobGraph, Program
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.passes.fully_shard import FullyShard
@@ -315,3 +316,46 @@ def test_the_backward_of_flash_attention_adds_up_the_queries_gradient_in_fp32() 
     assert found.by_role["activation"] == 3 * of_queries + 4 * of_keys
     assert found.by_role["workspace"] == 4 * 2**20
     assert found.peak_bytes == 3 * of_queries + 4 * of_keys + 4 * 2**20
+
+
+@pytest.mark.parametrize(("architecture", "cublas", "engine"), [
+    ("ampere", 8 * 2**20 + 2**17, 4 * 2**20), ("hopper", 2**25, 2**25 + 1024), ("", 2**25, 2**25 + 1024),
+])  # fmt: skip
+def test_workspaces_are_those_of_the_device(architecture: str, cublas: int, engine: int) -> None:
+    """Of Transformer Engine, what the graph says is of a Hopper, and there may be several."""
+    runtime = Runtime.on(architecture)
+    calls = JOBS["folded"]().programs[0].calls
+    assert runtime.workspaces(Program(calls=calls)) == (cublas, cublas)
+    several = {"transformer_engine": 5 * (2**25 + 1024), BETWEEN_STEPS: 7}
+    assert runtime.workspaces(Program(calls=calls, held=several)) == (cublas, cublas, 5 * engine)
+    assert runtime.workspaces(Program(calls=calls, held={"cublas": 2**20})) == (2**20,)
+
+
+def test_at_rest_is_what_lives_before_the_step_and_what_is_dropped_within_it() -> None:
+    job = JOBS["folded"]()
+    (program,) = job.programs
+    keeps = replace(job, programs=(replace(program, held={BETWEEN_STEPS: 4096, "cublas": 2**20}),))
+    before, after = of(job), of(keeps)
+    states = sum(before.by_role[role] for role in ("parameter", "optimizer_state", "buffer"))
+    assert before.at_rest_bytes == states
+    assert after.at_rest_bytes == states + 4096 + 2**20
+    assert after.peak_bytes == before.peak_bytes + 2**20
+    largest = largest_memory(keeps, 80 * GIB, BARE)
+    assert largest is not None
+    assert list(largest.at_rest.values()) == [after.at_rest_bytes] == [largest.to_json()["at_rest_bytes"]]
+
+
+def test_the_tensors_of_the_peak_are_named() -> None:
+    """Those alike stand together; all of them are the peak, and the operation of the peak made or reads one."""
+    found = of(JOBS["folded"]())
+    assert sum(tensor.nbytes for tensor in found.tensors) <= found.peak_bytes
+    assert [t.nbytes for t in found.tensors] == sorted((t.nbytes for t in found.tensors), reverse=True)
+    parameters = [t for t in found.tensors if t.role == "parameter"]
+    assert sum(t.nbytes for t in parameters) == found.by_role["parameter"]
+    assert {t.operator for t in parameters} == {""}
+    made = [t for t in found.tensors if t.role == "activation"]
+    assert all(t.operator and t.phase and t.shape and t.count for t in made)
+    assert found.peak_at["operator"]
+    head, *lines = found.listed(3)
+    assert found.peak_at["operator"] in head
+    assert lines == [f"  {tensor}" for tensor in found.tensors[:3]]

@@ -227,7 +227,7 @@ class PipelineContext:
         stages: chunk k is on stage k modulo this.
         group: the group of the stages.
         shared: for every gradient that chunks share, the group that all-reduces it; None where two exchange it.
-        sharers: ranks that send a piece each of what crosses between chunks, as all of them have it.
+        sharers: ranks that send a share each of what crosses between chunks, as all of them have it.
     """
 
     graph: StepGraph
@@ -489,14 +489,14 @@ class Chunk:
         value = self.value(tensor)
         made = self._add(tensor, replace(value, role=t.TensorRole.ACTIVATION, port=False, alias_of=None))
         other = self.number - 1 if part == PipelinePhase.FORWARD else self.number + 1
-        return self.links.receive(made, self._piece(value), other, *self._line(other, part))
+        return self.links.receive(made, self._sent_bytes(value), other, *self._line(other, part))
 
-    def _piece(self, value: t.Tensor) -> int:
+    def _sent_bytes(self, value: t.Tensor) -> int:
         """Bytes of a tensor that a rank sends, where those that have the same share that."""
         return -(-value.nbytes // self.plan.sharers)
 
     def _gather(self, recv: int, tensor: int, part: PipelinePhase) -> int:
-        """Gathers a received tensor from the tensor-parallel ranks, which have a piece each."""
+        """Gathers a received tensor from the tensor-parallel ranks, which have a shard each."""
         value, (group, stream) = self.value(tensor), axes_group(self.builder, (TENSOR,))
         return self.builder.collective(
             f"{AXIS}.all_gather", t.CollectiveKind.ALL_GATHER, group=group, bytes_per_rank=value.nbytes,
@@ -506,7 +506,7 @@ class Chunk:
 
     def _send(self, tensor: int, part: PipelinePhase) -> int:
         other = self.number + 1 if part == PipelinePhase.FORWARD else self.number - 1
-        nbytes = self._piece(self.value(tensor))
+        nbytes = self._sent_bytes(self.value(tensor))
         return self.links.send(self.tensor(tensor), nbytes, other, *self._line(other, part))
 
     def _line(self, other: int, part: PipelinePhase) -> tuple[int, str, t.Phase, t.Payload]:
@@ -701,7 +701,7 @@ def in_order(calls: Iterable[tuple[Moment, Call]]) -> list[Call]:
     return found
 
 
-def both(first: list[Call], second: list[Call], exchanges: Container[int]) -> list[Call]:
+def interleaved(first: list[Call], second: list[Call], exchanges: Container[int]) -> list[Call]:
     """Two passes as one: after each exchange that one has begun, what the other does up to its next.
 
     Megatron-Core's `overlap_moe_expert_parallel_comm` runs a backward and a forward so, layer by layer: the
@@ -713,22 +713,22 @@ def both(first: list[Call], second: list[Call], exchanges: Container[int]) -> li
         second: calls of the other.
         exchanges: rows of the job's operations that exchange.
     """
-    pieces = zip_longest(_cut(first, exchanges), _cut(second, exchanges), fillvalue=())
-    return [call for pair in pieces for piece in pair for call in piece]
+    segments = zip_longest(_cut(first, exchanges), _cut(second, exchanges), fillvalue=())
+    return [call for pair in segments for segment in pair for call in segment]
 
 
 def _cut(calls: list[Call], after: Container[int]) -> list[list[Call]]:
-    """Calls in pieces, each but the last of which ends with an operation of `after`."""
-    pieces: list[list[Call]] = [[]]
+    """Calls in segments, each but the last of which ends with an operation of `after`."""
+    segments: list[list[Call]] = [[]]
     for block, begin, end, instance, micro_batch in calls:
         for row in range(begin, end):
             if row in after:
-                pieces[-1].append((block, begin, row + 1, instance, micro_batch))
-                pieces.append([])
+                segments[-1].append((block, begin, row + 1, instance, micro_batch))
+                segments.append([])
                 begin = row + 1
         if begin < end:
-            pieces[-1].append((block, begin, end, instance, micro_batch))
-    return pieces
+            segments[-1].append((block, begin, end, instance, micro_batch))
+    return segments
 
 
 def _untouched(graph: StepGraph) -> Iterator[int]:
@@ -758,7 +758,7 @@ class Pipeline:
             more where it does not divide. The first may have 0, then it has the embedding alone, and so may the
             last. `schedules.split_layers` makes them from Megatron-LM's options.
         overlap_experts: whether a forward and the backward beside it run as one pass, of an interleaved schedule,
-            in which either computes while the other exchanges rows of experts (`both`).
+            in which either computes while the other exchanges rows of experts (`interleaved`).
         scatter_gather: each tensor-parallel rank sends a piece of an activation that all of them have, and those
             of the next stage gather it (Narayanan et al. 2021, section 4.1).
     """
@@ -860,7 +860,7 @@ class Pipeline:
             if exchanges and kind == "forward" and after and after[0] == "backward":
                 waiting = run
                 continue
-            calls += both(run, waiting, exchanges) if waiting else run
+            calls += interleaved(run, waiting, exchanges) if waiting else run
             waiting = []
             if kind == last and micro_batch:
                 calls += in_micro_batch(added[chunk.number], micro_batch)

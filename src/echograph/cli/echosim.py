@@ -62,6 +62,7 @@ def run_command(
         ),
     ] = False,
     engine: Annotated[str, typer.Option(help="auto, segments, static or events.")] = "auto",
+    tensors: Annotated[int, typer.Option(help="List the largest tensors at the peak of memory.", min=0)] = 0,
     output: Output = None,
     trace: TraceFile = None,
     trace_ranks: Annotated[
@@ -75,6 +76,7 @@ def run_command(
     """Predict the time of one training step, spread over the GPUs by a parallel plan."""
     from echograph.ir.passes import PASSES
     from echograph.ir.passes.base import run as run_passes
+    from echograph.simulator.memory import Runtime
     from echograph.workflow.plan import cluster_notes
     from echograph.workflow.predict import (
         FEW,
@@ -98,7 +100,9 @@ def run_command(
         result, job = predict(loaded, plan, system, scenario, engine=engine, trace_ranks=traced, note=notes.append)
         # Who reads only the JSON is told whether it fits, and saves the time.
         most = MOST_TRIED if strict_memory else FEW if html or not as_json else 0
-        near = feasible_plans(loaded, plan, system.cluster, result.memory, say, most)
+        near = feasible_plans(
+            loaded, plan, system.cluster, result.memory, say, most, Runtime.on(system.architecture)
+        )
     notes += cluster_notes(system.cluster, job.world_size)
     print_notes(notes)
     if strict_memory:
@@ -109,6 +113,8 @@ def run_command(
         if result.memory is not None and not result.memory.fits:
             print_line(f"DOES NOT FIT: needs {shortage(result, near)}", alarm=True)
         print_text(str(result))
+        if tensors and result.memory is not None:
+            print_text("\n".join(result.memory.listed(tensors)))
     write_json(output, result.to_json(), "result")
     write_trace(trace, result, traced)
     if html is not None:
@@ -259,7 +265,7 @@ def validate_command(
 def calibrate_command(
     results: Annotated[list[Path], typer.Argument(help="What echosim validate -o wrote; one or several.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File for the spreads, as the simulator's form.json.")
+        Path | None, typer.Option("--output", "-o", help="File for the widths, as the simulator's form.json.")
     ] = None,
     source: Annotated[str, typer.Option(help="Which steps these are, as it stands in that file.")] = "",
     date: Annotated[str, typer.Option(help="Date of the estimate, as it stands in that file.")] = "",
@@ -271,7 +277,7 @@ def calibrate_command(
     check_outputs({f"result {n}": path for n, path in enumerate(results)}, {"--output": output})
     found = calibrate(results, source=source, date=date)
     print_json(found.to_json()) if as_json else print_text(str(found))
-    write_json(output, found.to_json()["form"], "spreads")
+    write_json(output, found.to_json()["form"], "widths")
 
 
 @app.command()

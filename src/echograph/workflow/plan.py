@@ -427,6 +427,7 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         # The step that one rank would run alone: its batch, what it is asked for, what it computes again.
         (plan.micro_batch not in (None, workload.batch_size), "micro_batch", {"size": plan.micro_batch}),
         (True, "model_flops", dropping),
+        (stack.logged_losses > 0, "logged_losses", {"count": stack.logged_losses}),
         (plan.recompute != "none", "recompute", _recompute(plan)),
         # That of one of the ranks that share it, in its types: products are scaled as each rank has them.
         (plan.tp > 1, "tensor_parallel", _tensor_parallel(plan)),

@@ -26,7 +26,7 @@ from echograph.simulator.form import load_form
 from echograph.simulator.goodput import goodput
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.limits import Scale
-from echograph.simulator.memory import Memory, largest_memory
+from echograph.simulator.memory import Memory, Runtime, largest_memory
 from echograph.simulator.result import Result
 from echograph.units import format_bytes, to_s
 from echograph.workflow import plan as plans
@@ -136,6 +136,7 @@ def simulate(
         sms={"tp": stack.tp_comm_sms / system.sm_count} if system.sm_count else {},
         plan=plans.record(job, replace(plan or Plan(), stack=said), where),
         memory=memory,
+        runtime=Runtime.on(system.architecture),
         form=load_form(),
         unsaid=0.0 if said else UNSAID_STACK,
     )
@@ -429,6 +430,7 @@ def feasible_plans(
     memory: Memory | None,
     say: Progress,
     most: int = MOST_TRIED,
+    runtime: Runtime | None = None,
 ) -> list[str]:
     """What to change so that a plan fits, least first: "--recompute full (61.2 GiB)"; at most two.
 
@@ -442,6 +444,7 @@ def feasible_plans(
         memory: what the plan needs; nothing is tried where it fits.
         say: told what goes on.
         most: plans that are tried.
+        runtime: what the framework takes of memory besides tensors.
     """
     found: list[str] = []
     if isinstance(graph, JobGraph) or memory is None or memory.fits:
@@ -452,7 +455,8 @@ def feasible_plans(
         if len(found) == ENOUGH:
             break
         try:
-            needed = largest_memory(lower(graph, replace(plan, **changes), cluster), memory.capacity_bytes)
+            job = lower(graph, replace(plan, **changes), cluster)
+            needed = largest_memory(job, memory.capacity_bytes, runtime)
         except EchoError:
             continue
         if needed is not None and needed.fits:

@@ -144,6 +144,11 @@ class System:
         return estimate(graph, self.device, slowest_of(boards, self.cluster.gpu_spread))(graph)
 
     @property
+    def architecture(self) -> str:
+        """That of the device ("hopper"); "" where it is not known."""
+        return self.device.datasheet.architecture if self.device is not None else ""
+
+    @property
     def sm_count(self) -> int:
         """Multiprocessors of one device; 0 where it is not known."""
         return self.device.datasheet.sm_count if self.device is not None else 0
@@ -159,7 +164,7 @@ class System:
         """
         if not framework or not self.cluster.processor or self.device is None:
             return self.host
-        from echograph.profiler.costs.host import load_framework, load_processor
+        from echograph.profiler.costs.host import RATED_SPREAD, load_framework, load_processor
 
         processor = load_processor(self.cluster.processor)
         work = load_framework(framework).on(processor)
@@ -169,6 +174,7 @@ class System:
             launch_ps=to_ps(processor.launch_s),
             work_ps={phase: to_ps(seconds) for phase, seconds in work.items()},
             communication_ps=to_ps(processor.communication_s),
+            spread=RATED_SPREAD,
         )
 
     def peak_flops_per_s(self, graph: Graph) -> float:

@@ -20,12 +20,12 @@ from echograph.errors import CaptureError
 from echograph.frontend.megatron.adapter import MegatronAdapter
 from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import in_place
-from echograph.frontend.megatron.shims import SHIMS, shimmed
+from echograph.frontend.megatron.shims import SHIMS, _finite, shimmed
 from echograph.frontend.scripts.capture import capture_script
 from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.world import World
 from echograph.ir import types as t
-from echograph.ir.graph import JobGraph
+from echograph.ir.graph import BETWEEN_STEPS, JobGraph
 from echograph.workflow.predict import predict
 
 pytestmark = pytest.mark.torch
@@ -201,3 +201,21 @@ def test_tied_embeddings_of_four_stages_are_exchanged() -> None:
         assert found == expected
     result, _ = predict(job)
     assert result.step_ps > 0
+
+
+def test_a_stage_keeps_its_last_input_and_the_gradient_of_it(job: JobGraph) -> None:
+    """megatron-core sets the input of a stage on its module; sequences are divided over two ranks."""
+    one = LENGTH // TENSOR * HIDDEN * 2
+    assert [program.held.get(BETWEEN_STEPS, 0) for program in job.programs] == [0, 2 * one]
+
+
+def test_a_step_is_made_where_gradients_might_overflow() -> None:
+    """The flag of fp16's loss scaling is a value, for which 1 would stand: a step that is skipped."""
+    seen: list[str] = []
+
+    def check(optimizer: str) -> bool:
+        seen.append(optimizer)
+        return True
+
+    assert _finite(check)("optimizer") is False
+    assert seen == ["optimizer"]

@@ -94,6 +94,22 @@ def test_what_is_padded_is_not_attended_to(monkeypatch: pytest.MonkeyPatch) -> N
     assert not out[6:].any()
 
 
+@pytest.mark.parametrize(("queries", "kept"), [(1, 1), (2, 3)])
+def test_parts_of_a_product_are_copied_where_their_layout_is_unknown(queries: int, kept: int) -> None:
+    """[q, k, v] of each head are one memory; grouped queries are a copy, and k and v then have no layout."""
+    product = torch.randn(8, 1, 2, (queries + 2) * 16)
+    query, key, value = product.split([queries * 16, 16, 16], dim=-1)
+    query = query.reshape(8, 1, 2 * queries, 16)
+    layer = attention.DotProductAttention(attention_dropout=0.0)
+    given: list[tuple[Tensor, ...]] = []
+    attend = layer._kernel
+    layer._kernel = lambda *args: given.append(args[:3]) or attend(*args)  # type: ignore[func-returns-value, method-assign]
+    layer(query, key, value, attn_mask_type="causal")
+    memories = {tensor.untyped_storage()._cdata for tensor in given[0]}
+    assert len(memories) == kept
+    assert (product.untyped_storage()._cdata in memories) == (kept == 1)
+
+
 def test_no_kernel_at_all_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.setenv(name, "0")

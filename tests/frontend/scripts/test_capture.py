@@ -11,11 +11,13 @@ import pytest
 import torch
 from script_ranks import PROGRAMS, calls_of
 
+from echograph.errors import CaptureError
 from echograph.frontend.scripts.capture import capture_script
+from echograph.frontend.scripts.recorder import workspace_bytes
 from echograph.frontend.scripts.run import Script, run_script
 from echograph.frontend.scripts.torch_adapter import TorchAdapter
 from echograph.frontend.scripts.world import World
-from echograph.ir.graph import JobGraph
+from echograph.ir.graph import BETWEEN_STEPS, JobGraph
 from echograph.ir.types import Collective, CollectiveKind, Compute, OpKind, Payload, Phase, TensorRole
 
 
@@ -114,3 +116,25 @@ def test_the_process_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     kinds = [call[0] for call in calls_of(run)]
     assert kinds.count("all_gather") == 6
     assert kinds.count("reduce_scatter") == 5
+
+
+@pytest.mark.parametrize(("chosen", "nbytes"), [(":4096:8", 2**25), (":4096:2:16:8", 2**23 + 2**17)])
+def test_what_cublas_is_told_to_hold_is_held(chosen: str, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert workspace_bytes(chosen) == nbytes
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", chosen)
+    (program,) = job_of("ddp", 4).programs
+    assert program.held["cublas"] == 2 * nbytes
+
+
+@pytest.mark.parametrize("chosen", ["4096:8", ":4096", ":4096:8:", ":a:b"])
+def test_a_wrong_workspace_is_one_line(chosen: str) -> None:
+    with pytest.raises(CaptureError, match="CUBLAS_WORKSPACE_CONFIG"):
+        workspace_bytes(chosen)
+
+
+def test_gradients_that_a_step_makes_anew_are_there_between_steps(ddp: JobGraph) -> None:
+    """The script's `zero_grad` drops them; the allocator has whole blocks of 512 bytes."""
+    (program,) = ddp.programs
+    parameters = [t for t in ddp.tensors if t.role is TensorRole.PARAMETER and t.alias_of is None]
+    assert parameters
+    assert program.held[BETWEEN_STEPS] == sum(-(-t.nbytes // 512) * 512 for t in parameters)

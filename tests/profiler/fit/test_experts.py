@@ -21,7 +21,8 @@ from echograph.profiler.fit.table import KernelTable, read_table
 
 H100 = load_device("h100-sxm")
 SHEET, LAUNCH_S = H100.datasheet, 4e-6
-AROUND_S, TIMES = 2e-5, 2.0
+AROUND_S, EXPERT_S, TIMES = 2e-5, 2e-7, (3.0, 2.0, 1.5)
+"""What stands around the products: a time, a time an expert, multiples of the bytes of three steps."""
 MADE = msgspec.structs.replace(H100.gemm["bf16"], residual=None, splits=[1], launch_s=LAUNCH_S)
 
 
@@ -34,13 +35,15 @@ def table(path: Path, rows: list[dict[str, object]]) -> KernelTable:
     return read_table(path)
 
 
-def layer_s(tokens: float, hidden: float, inner: float, experts: float, topk: float) -> float:
+def layer_s(tokens: float, hidden: float, inner: float, experts: float, topk: float, ep: float) -> float:
     """A layer of equal loads on one rank, by the formulas that the fit is to find."""
-    rows, count = tokens * topk / experts, np.asarray(experts)
+    rows, here, routed = tokens * topk / experts, experts / ep, tokens * topk / ep
     sizes = [(rows, 2 * inner, hidden), (rows, hidden, inner)]
-    products = sum(float(grouped_seconds(MADE, SHEET, count, *map(np.asarray, size))) for size in sizes)
-    moved = 2.0 * (3.0 * tokens * topk * (hidden + inner) + tokens * hidden)
-    return AROUND_S + products + TIMES * moved / SHEET.memory_bandwidth_bytes_per_s
+    products = sum(float(grouped_seconds(MADE, SHEET, np.asarray(here), *map(np.asarray, size))) for size in sizes)
+    # Two bytes an element: every token is read, cast and written; those routed here are copied and read again.
+    moved = (6.0 * tokens * hidden, 6.0 * routed * hidden, 6.0 * routed * inner)
+    around = sum(times * part for times, part in zip(TIMES, moved, strict=True))
+    return AROUND_S + EXPERT_S * here + products + around / SHEET.memory_bandwidth_bytes_per_s
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +51,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> KernelTable:
     rows: list[dict[str, object]] = []
     for tokens in (1024, 2048, 4096, 8192, 16384):
         for hidden, inner in ((2048, 768), (4096, 1536), (4096, 14336), (7168, 2048), (5120, 8192)):
-            for experts, topk in ((8, 2), (32, 4), (64, 8), (128, 8)):
-                seconds = layer_s(tokens, hidden, inner, experts, topk)
+            for experts, topk, ep in ((8, 2, 1), (8, 2, 4), (32, 4, 1), (64, 8, 1), (64, 8, 16), (128, 8, 8)):
+                seconds = layer_s(tokens, hidden, inner, experts, topk, ep)
                 row = {
                     "source": "made/2", "op": "fused_experts", "dtype": "bfloat16", "kernel": KERNELS[0],
-                    "m": tokens, "n": hidden, "k": inner, "experts": experts, "topk": topk, "tp": 1, "ep": 1,
+                    "m": tokens, "n": hidden, "k": inner, "experts": experts, "topk": topk, "tp": 1, "ep": ep,
                     "balance": "balanced", "latency_ms": 1e3 * seconds,
                 }  # fmt: skip
                 rows.append(row)
@@ -72,6 +75,20 @@ def test_products_of_experts_are_found_in_whole_layers(measured: KernelTable) ->
     assert model.label.between_libraries == pytest.approx(np.log(1.2) / np.sqrt(2.0), rel=0.01)
     sizes = [np.asarray(v) for v in ([8.0, 64.0], [1024.0, 512.0], [4096.0, 4096.0], [4096.0, 7168.0])]
     assert grouped_seconds(model, SHEET, *sizes) == pytest.approx(grouped_seconds(MADE, SHEET, *sizes), rel=0.1)
+
+
+def test_layers_that_the_cache_holds_are_left_out(measured: KernelTable) -> None:
+    """They are timed inside it, however fast: halving their times changes nothing."""
+    part = layers(measured)
+    inside = part.working_set(2.0) <= SHEET.l2_bytes
+    assert 0 < np.sum(inside) < len(inside) / 2
+    halved = np.where(inside, 0.5, 1.0) * measured.number["latency_ms"]
+    other = KernelTable(text=measured.text, number=measured.number | {"latency_ms": halved})
+    fits = [
+        fit_experts(of, SHEET, peak="bf16", element_bytes=2.0, launch_s=LAUNCH_S, basis="")
+        for of in (measured, other)
+    ]
+    assert fits[0] == fits[1]
 
 
 def test_a_rank_has_its_share_of_experts_and_of_their_width(tmp_path: Path) -> None:

@@ -1,35 +1,23 @@
-"""Spreads of the model's form (`simulator.form`), estimated from predictions of published steps.
+"""How far the model's form may be off (`simulator.form`), estimated from predictions of published steps.
 
-The logarithm r_i of measured over predicted time of step i has, by `simulator.form`, the variance
+Of the logarithm r of measured over predicted time of a step, the errors of durations and what was left unsaid, of
+standard error d, explain n d at a level (n: half-width of a normal law). What is left for the form,
 
-    v_i = d_i^2 + u_i^2 + sum_k s_ik^2 spread_k^2
+    z = sign(r) sqrt(max(0, r^2 - (n d)^2)) / s          s: what part of the step was modelled
 
-in which only the spreads are unknown: a model of variance components, one for each kind of work.
+has no law taken for granted: the widths of a level are quantiles of z. The one to the shorter side leaves half of
+what the level leaves; the one to the longer side is the least with which both hold the level. Every family has the
+same weight, however many steps it has: these share machines, software and authors, and are one witness rather than
+many (quantiles by groups as in Dunn, Wasserman and Ramdas, "Distribution-free prediction sets for two-layer
+hierarchical models", JASA 118, 2023). Two numbers a level are all that is estimated: a dozen families say no more.
 
-1. The spreads are those of the greatest likelihood. Some published steps are broken, and under a normal law
-   these few would decide, so r_i / sqrt(v_i) is taken for Student's t with `FREEDOM` degrees of freedom. Every
-   family has the same weight, however many steps it has: they share machines, software and authors, and are one
-   witness rather than many. The maximum is found by the multiplicative steps of Zhou, Hu, Qiao and Lange ("MM
-   algorithms for variance components models", Journal of Computational and Graphical Statistics 28, 2019), which
-   keep variances positive and never make the likelihood less; t's weights enter as in Lange, Little and Taylor
-   ("Robust statistical modeling using the t distribution", JASA 84, 1989). Each kind is held by `PRIOR`
-   families' weight to the one spread that fits best where all kinds have the same, so a kind of which the
-   families say little stays near it.
-2. The quantiles are those of |r_i| / sqrt(v_i), families weighted alike, where v_i is by spreads that the
-   families other than that of step i give: the jackknife+ of Barber, Candes, Ramdas and Tibshirani ("Predictive
-   inference with the jackknife+", Annals of Statistics 49, 2021), by families as in Dunn, Wasserman and Ramdas
-   ("Distribution-free prediction sets for two-layer hierarchical models", JASA 118, 2023). So what an interval
-   holds does not hang on the law that the first step takes for granted, and is said of a family that nobody has
-   seen.
-
-To judge all that, `leave_one_out` does both steps anew for each family, from the others alone. What ships is of
-them all.
+To judge them, `leave_one_out` estimates them anew for each family, from the others alone. What ships is of all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,23 +29,11 @@ from echograph.errors import DataError
 from echograph.ir.columns import Float64
 from echograph.ir.files import read_whole
 from echograph.ir.tables import text_table
-from echograph.simulator.form import KINDS, OF_PATH, Form, standard_errors
+from echograph.simulator.form import Form, modelled_part, normal_width, standard_errors
 
-LABEL = "of the model's form, estimated from published steps; a spread of intervals, in no prediction"
+LABEL = "of the model's form, estimated from published steps; widths of intervals, in no prediction"
 LEVELS = (50, 80, 90)
 """Intervals, percent."""
-
-FREEDOM = 4.0
-"""Degrees of freedom of Student's t, as usual where outliers are to weigh little."""
-
-PRIOR = 0.3
-"""Weight of the common spread for each kind, in families: a guess; between 0.1 and 1 little changes."""
-
-LEAST = 1e-8
-"""Variance that every step has: that of its clock."""
-
-ROUNDS, CLOSE = 500, 1e-4
-"""Steps towards the maximum at most, and the relative change of a variance with which they end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,16 +43,15 @@ class StepErrors:
     Attributes:
         family: of each step.
         log_error: float64 [steps], logarithm of measured over predicted time.
-        known: float64 [steps], variance of that by durations, on the side of the error, and by what was assumed.
-        shares: float64 [steps, kinds], what part of the step each of `KINDS` is.
-        half_width: float64 [steps, 2], standard errors of durations and assumptions towards shorter and longer.
+        known: float64 [steps, 2], standard errors of that by durations and by what was assumed, towards shorter
+            and towards longer steps.
+        modelled: float64 [steps], what part of the step was modelled, above 0.
     """
 
     family: np.ndarray
     log_error: Float64
     known: Float64
-    shares: Float64
-    half_width: Float64
+    modelled: Float64
 
     def of(self, chosen: np.ndarray) -> StepErrors:
         """Some of the steps."""
@@ -84,8 +59,7 @@ class StepErrors:
             family=self.family[chosen],
             log_error=self.log_error[chosen],
             known=self.known[chosen],
-            shares=self.shares[chosen],
-            half_width=self.half_width[chosen],
+            modelled=self.modelled[chosen],
         )
 
     @property
@@ -94,13 +68,17 @@ class StepErrors:
         _, family, count = np.unique(self.family, return_inverse=True, return_counts=True)
         return 1.0 / count[family]
 
-    def deviations(self, spread: Mapping[str, float]) -> Float64:
-        """float64 [steps]: errors in standard errors, for spreads of kinds of work."""
-        return np.abs(self.log_error) / np.sqrt(self.known + self.by_form(spread) + LEAST)
+    def left(self, level: int) -> Float64:
+        """float64 [steps]: what of the errors is left for the form at a level, of a step modelled as a whole."""
+        side = np.where(self.log_error < 0, self.known[:, 0], self.known[:, 1])
+        beyond = self.log_error**2 - (normal_width(level) * side) ** 2
+        found: Float64 = np.sign(self.log_error) * np.sqrt(np.maximum(0.0, beyond)) / self.modelled
+        return found
 
-    def by_form(self, spread: Mapping[str, float]) -> Float64:
-        """float64 [steps]: variance by the form of the model."""
-        found: Float64 = self.shares**2 @ np.array([spread.get(kind, 0.0) ** 2 for kind in KINDS])
+    def bounds(self, form: Form, level: int) -> Float64:
+        """float64 [2, steps]: between which logarithms of measured over predicted time an interval lies."""
+        widths = np.array(form.widths[level]) * self.modelled[:, None]
+        found: Float64 = np.hypot(normal_width(level) * self.known, widths).T * np.array([[-1.0], [1.0]])
         return found
 
 
@@ -119,6 +97,14 @@ class HeldSteps:
     steps: int
     held: dict[int, float]
     half_width: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Its record in that of `echosim calibrate --json`."""
+        return {
+            "steps": self.steps,
+            "held": {str(level): share for level, share in self.held.items()},
+            "half_width": self.half_width,
+        }
 
 
 _Seconds = Annotated[float, msgspec.Meta(gt=1e-12, lt=1e12)]
@@ -163,84 +149,53 @@ def read_errors(results: Iterable[str | Path]) -> StepErrors:
 
 
 def step_errors(rows: Iterable[PredictedStep]) -> StepErrors:
-    """Rows of `echosim validate --json`, those that are predicted, as columns."""
-    family, error, widths, shares = [], [], [], []
+    """Rows of `echosim validate --json`, those that are predicted and modelled, as columns."""
+    family, error, known, modelled = [], [], [], []
     for row in rows:
-        if row.predicted_s is None or row.measured_s is None or row.durations_interval_s is None:
+        part = modelled_part(row.work)
+        if row.predicted_s is None or row.measured_s is None or row.durations_interval_s is None or not part:
             continue
-        unsaid = row.unsaid * math.fsum(row.work.get(kind, 0.0) for kind in OF_PATH)
         sides = standard_errors(row.predicted_s, row.durations_interval_s)
         family.append(row.family)
         error.append(math.log(row.measured_s / row.predicted_s))
-        widths.append([math.hypot(side, unsaid) for side in sides])
-        shares.append([row.work.get(kind, 0.0) for kind in KINDS])
-    log_error, width = np.array(error), np.array(widths).reshape(-1, 2)
+        known.append([math.hypot(side, row.unsaid * part) for side in sides])
+        modelled.append(part)
     return StepErrors(
         family=np.array(family),
-        log_error=log_error,
-        known=np.where(log_error < 0, width[:, 0], width[:, 1]) ** 2,
-        shares=np.array(shares).reshape(-1, len(KINDS)),
-        half_width=width,
+        log_error=np.array(error),
+        known=np.array(known).reshape(-1, 2),
+        modelled=np.array(modelled),
     )
 
 
 def estimate(errors: StepErrors, source: str = "", date: str = "") -> Form:
-    """Spreads and quantiles for a family like these.
+    """The widths for a family like these.
 
     Args:
         errors: of published steps.
         source: where their predictions are from.
         date: of the estimate.
     """
-    deviations = np.zeros(len(errors.family))
-    families = np.unique(errors.family)
-    for family in families:
-        mine = errors.family == family
-        # A single family has no others.
-        others = errors.of(~mine) if len(families) > 1 else errors
-        deviations[mine] = errors.of(mine).deviations(spreads(others))
     return Form(
         label=LABEL,
         source=source,
         date=date,
         steps=len(errors.family),
-        families=len(families),
-        spread=spreads(errors),
-        quantile={level: round(_quantile(deviations, errors.weights, level / 100), 4) for level in LEVELS},
+        families=len(np.unique(errors.family)),
+        widths={level: _widths(errors.left(level), errors.weights, level / 100) for level in LEVELS},
     )
 
 
-def spreads(errors: StepErrors) -> dict[str, float]:
-    """The spread of each kind of work that makes errors likeliest."""
-    squares, weights = errors.shares**2, errors.weights
-    common = _maximum(errors, squares.sum(axis=1, keepdims=True), weights, np.zeros(1))
-    variance = _maximum(errors, squares, weights, np.full(len(KINDS), common[0]))
-    return {kind: round(math.sqrt(value), 4) for kind, value in zip(KINDS, variance.tolist(), strict=True)}
+def _widths(left: Float64, weights: Float64, level: float) -> tuple[float, float]:
+    """What holds this share of the weight, towards shorter and towards longer steps; both at least 0."""
+    shorter = max(0.0, _quantile(-left, weights, (1 + level) / 2))
+    longer = max(0.0, _quantile(np.where(left < -shorter, np.inf, left), weights, level))
+    return _up(shorter), _up(longer)
 
 
-def _maximum(errors: StepErrors, squares: Float64, weights: Float64, prior: Float64) -> Float64:
-    """The variances of kinds that make errors likeliest.
-
-    Args:
-        errors: of published steps.
-        squares: float64 [steps, kinds], squared shares.
-        weights: float64 [steps].
-        prior: float64 [kinds], the variance that each kind is held to by `PRIOR` of a family; 0: by none.
-    """
-    theta = np.where(prior > 0, prior, 0.01)
-    held = np.where(prior > 0, PRIOR, 0.0)
-    for _ in range(ROUNDS):
-        variance = errors.known + squares @ theta + LEAST
-        # Student's t of this variance has a scale that is less.
-        square = errors.log_error**2 / variance * FREEDOM / (FREEDOM - 2)
-        robust = weights * (FREEDOM + 1) / (FREEDOM + square)
-        rise = (robust * square / variance) @ squares + held * prior / theta**2
-        fall = (weights / variance) @ squares + held / theta
-        step = np.sqrt(np.divide(rise, fall, out=np.ones_like(rise), where=fall > 0))
-        theta = theta * step
-        if np.abs(step - 1).max() < CLOSE:
-            break
-    return theta
+def _up(width: float) -> float:
+    """With four digits, and no less."""
+    return math.ceil(width * 1e4) / 1e4
 
 
 def _quantile(values: Float64, weights: Float64, level: float) -> float:
@@ -250,27 +205,32 @@ def _quantile(values: Float64, weights: Float64, level: float) -> float:
     return float(values[order][min(int(np.searchsorted(reached, level - 1e-12)), len(values) - 1)])
 
 
-def held(family: str, errors: StepErrors, form: Form) -> HeldSteps:
-    """What the intervals of a form hold of some steps.
+def held(name: str, steps: Sequence[tuple[StepErrors, Form]], weights: Float64 | None = None) -> HeldSteps:
+    """What intervals hold of some steps.
 
     Args:
-        family: what they are called.
-        errors: theirs.
-        form: spreads and quantiles.
+        name: what they are called.
+        steps: theirs, in parts, each with the form that judges it.
+        weights: float64 [steps], of the parts in order; none: all alike.
     """
-    deviations = errors.deviations(form.spread)
-    spread = np.sqrt(errors.half_width**2 + errors.by_form(form.spread)[:, None])
-    width = np.exp(form.quantile[LEVELS[-1]] * spread)
+    inside = {}
+    for level in LEVELS:
+        bounds = np.hstack([errors.bounds(form, level) for errors, form in steps])
+        measured = np.hstack([errors.log_error for errors, _ in steps])
+        inside[level] = (bounds[0] <= measured) & (measured <= bounds[1])
+    if weights is None:
+        weights = np.ones(len(measured))
+    low, high = np.exp(bounds)
     return HeldSteps(
-        family=family,
-        steps=len(deviations),
-        held={level: float((deviations <= form.quantile[level]).mean()) for level in LEVELS},
-        half_width=float(np.median((width[:, 1] - 1 / width[:, 0]) / 2)),
+        family=name,
+        steps=len(measured),
+        held={level: float(np.average(inside[level], weights=weights)) for level in LEVELS},
+        half_width=_quantile((high - low) / 2, weights, 0.5),
     )
 
 
 def leave_one_out(errors: StepErrors) -> dict[str, Form]:
-    """For each family the spreads and quantiles that the others give.
+    """For each family the widths that the others give.
 
     Raises:
         DataError: there is one family only.
@@ -288,52 +248,38 @@ class FormCalibration:
     Attributes:
         form: estimated from all families.
         left_out: estimated for each family from the others.
-        families: what the intervals of `left_out` hold of each.
+        families: what the intervals of `left_out` hold of each, then of all steps alike and of all families alike.
+        shipped: the same of `form`, which has seen them.
     """
 
     form: Form
     left_out: dict[str, Form]
     families: tuple[HeldSteps, ...]
-
-    @property
-    def overall(self) -> dict[str, HeldSteps]:
-        """All families together: each step alike, and each family alike."""
-        weights = {"all steps": [one.steps for one in self.families], "all families": [1] * len(self.families)}
-        return {
-            name: HeldSteps(
-                family=name,
-                steps=sum(one.steps for one in self.families),
-                held={n: float(np.average([one.held[n] for one in self.families], weights=by)) for n in LEVELS},
-                half_width=_quantile(np.array([f.half_width for f in self.families]), np.array(by, float), 0.5),
-            )
-            for name, by in weights.items()
-        }
+    shipped: tuple[HeldSteps, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The record of `echosim calibrate --json`."""
-        rows = {one.family: one for one in self.families} | self.overall
         return {
             "form": msgspec.to_builtins(self.form),
-            "leave_one_family_out": {
-                name: {
-                    "steps": one.steps,
-                    "held": {str(n): one.held[n] for n in LEVELS},
-                    "half_width": one.half_width,
-                }
-                for name, one in rows.items()
-            },
+            "leave_one_family_out": {one.family: one.to_json() for one in self.families},
+            "shipped": {one.family: one.to_json() for one in self.shipped},
         }
 
     def __str__(self) -> str:
-        """What intervals hold of families left out, and the spreads."""
+        """What intervals hold of families left out, and the widths."""
         rows = [
-            (one.family, str(one.steps), *(f"{one.held[n]:.0%}" for n in LEVELS), f"{one.half_width:.0%}")
-            for one in (*self.families, *self.overall.values())
+            (
+                *(one.family, str(one.steps), *(f"{one.held[n]:.0%}" for n in LEVELS), f"{one.half_width:.1%}"),
+                *(f"{ships.held[LEVELS[-1]]:.0%}", f"{ships.half_width:.1%}"),
+            )
+            for one, ships in zip(self.families, self.shipped, strict=True)
         ]
-        head = ("family left out", "steps", *(f"held by {n} %" for n in LEVELS), f"half-width of {LEVELS[-1]} %")
-        spreads = ", ".join(f"{kind} {value:.3f}" for kind, value in self.form.spread.items())
-        quantiles = ", ".join(f"{level} % {value:.2f}" for level, value in self.form.quantile.items())
-        return f"{text_table(head, rows)}\nspreads {spreads}\nquantiles {quantiles} standard errors"
+        head = (
+            *("family left out", "steps", *(f"held by {n} %" for n in LEVELS), f"half-width of {LEVELS[-1]} %"),
+            *(f"held by {LEVELS[-1]} % as shipped", "half-width"),
+        )
+        widths = ", ".join(f"{level} % -{a:.3f} +{b:.3f}" for level, (a, b) in self.form.widths.items())
+        return f"{text_table(head, rows)}\nwidths, as logarithms: {widths}"
 
 
 def calibrate(results: Iterable[str | Path], *, source: str = "", date: str = "") -> FormCalibration:
@@ -349,6 +295,19 @@ def calibrate(results: Iterable[str | Path], *, source: str = "", date: str = ""
         DataError: it is no such result, or there are fewer than two families.
     """
     errors = read_errors(results)
-    left_out = leave_one_out(errors)
-    judged = (held(name, errors.of(errors.family == name), form) for name, form in left_out.items())
-    return FormCalibration(form=estimate(errors, source, date), left_out=left_out, families=tuple(judged))
+    left_out, form = leave_one_out(errors), estimate(errors, source, date)
+    parts = {name: errors.of(errors.family == name) for name in left_out}
+    return FormCalibration(
+        form=form,
+        left_out=left_out,
+        families=_judged(parts, left_out),
+        shipped=_judged(parts, dict.fromkeys(parts, form)),
+    )
+
+
+def _judged(parts: Mapping[str, StepErrors], forms: Mapping[str, Form]) -> tuple[HeldSteps, ...]:
+    """What intervals hold of each family, of all steps and of all families."""
+    steps = [(parts[name], forms[name]) for name in parts]
+    alike = np.hstack([part.weights for part in parts.values()])
+    families = (held(name, [(parts[name], forms[name])]) for name in parts)
+    return (*families, held("all steps", steps), held("all families", steps, alike))

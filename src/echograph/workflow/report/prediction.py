@@ -516,7 +516,11 @@ def assumptions(
 
 
 _ALWAYS = (
-    Assumption("overlap", "left out", "kernels and collectives that run at once do not slow each other"),
+    Assumption(
+        "overlap",
+        "left out",
+        "kernels and collectives that run at once do not slow each other, beyond `tp_comm_sms` of a stack",
+    ),
     Assumption("the step", "left out", "data loading, checkpoints, logging, and what one step leaves to the next"),
     Assumption("interval", "formula", "covers durations, the model's form and a stack that is not named"),
 )

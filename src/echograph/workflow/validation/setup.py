@@ -30,8 +30,8 @@ CLUSTERS = {
 }
 """The preset whose nodes are those of the row; a GPU that no preset has is skipped."""
 
-UNMODELLED = {"H100-96GB-HBM2e-500W": "full clocks within 500 W"}
-"""What a preset leaves out, by GPU."""
+UNMEASURED = {"H100-96GB-HBM2e-500W": "clocks as the power model has them at 500 W"}
+"""What nobody measured of a preset, by GPU."""
 
 RECOMPUTE = {"": "none", "none": "none", "full": "full", "selective": "selective", "selective(op)": "selective-op"}
 ZERO = re.compile(r"(?:(?P<hsdp>hsdp)|fsdp|zero-?)?(?P<stage>[0-3])(?P<more>[^0-9].*)?")
@@ -131,8 +131,8 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
     if cluster is None:
         raise Skip(f"gpu_type '{gpu}' has no cluster preset")
     cluster = machine_of(row, cluster)
-    if gpu in UNMODELLED:
-        assumed.append(UNMODELLED[gpu])
+    if gpu in UNMEASURED:
+        assumed.append(UNMEASURED[gpu])
     sizes = {name: row.number(name, 1) for name in ("tp", "pp", "vpp", "cp", "ep")}
     assumed += [f"{name} 1" for name in sizes if not row.text(name)]
     gpus, model = row.number("n_gpus"), sizes["tp"] * sizes["pp"] * sizes["cp"]
