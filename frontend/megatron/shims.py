@@ -363,12 +363,6 @@ LEFT_OUT: tuple[Patch, ...] = (
         optional=True,
     ),
     Patch(
-        where="megatron.training.training:checkpoint_and_decide_exit",
-        reason="ranks agree on signals and times to end at, which only values tell; a capture ends after its step",
-        around=lambda _: lambda *_, **__: False,
-        optional=True,
-    ),
-    Patch(
         where="megatron.core.datasets.t5_dataset:T5MaskedWordPieceDatasetConfig.__post_init__",
         reason="it asks for tokens that a tokenizer without a vocabulary does not have",
         around=_with_sentinels,
@@ -392,6 +386,13 @@ LEFT_OUT: tuple[Patch, ...] = (
         where="megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder.build",
         reason="samples are in files of the machines that train; shapes are what a capture needs of them",
         around=_build,
+    ),
+    # The last one: what is imported for it takes functions of megatron-core by name, those that stand in for them.
+    Patch(
+        where="megatron.training.training:checkpoint_and_decide_exit",
+        reason="ranks agree on signals and times to end at, which only values tell; a capture ends after its step",
+        around=lambda _: lambda *_, **__: False,
+        optional=True,
     ),
 )
 """What is not done in a capture."""
