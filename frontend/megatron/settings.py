@@ -56,7 +56,7 @@ REFUSALS = (
         reason="products in parts beside their communication are kernels that a capture does not run",
     ),
     Refusal(setting="symmetric_ar_type", option="--symmetric-ar-type", reason=_ENGINE),
-    Refusal(setting="fp8", option="--fp8-format", reason=_ENGINE),
+    Refusal(setting="fp8", followed=(None, False, "e4m3", "hybrid"), option="--fp8-format", reason=_ENGINE),
     Refusal(setting="fp4", option="--fp4-format", reason=_ENGINE),
     Refusal(setting="quant_recipe", option="--te-precision-config-file", reason=_ENGINE),
     Refusal(setting="use_transformer_engine_op_fuser", option="--use-transformer-engine-op-fuser", reason=_ENGINE),

@@ -24,6 +24,7 @@ from echograph.frontend.megatron import apex
 
 _MEGATRON = "megatron"
 _ENGINE = "transformer_engine"
+_MUON = "emerging_optimizers"
 _GRADIENTS = "fused_weight_gradient_mlp_cuda"
 _SOFTMAXES = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda")
 _PERMUTATIONS = ("moe_permute", "moe_permute_with_probs", "moe_unpermute", "moe_sort_chunks_by_index",
@@ -141,28 +142,22 @@ def _number(scale: Tensor) -> float:
 
 def _engine() -> list[ModuleType]:
     """Transformer Engine's packages, as far as megatron-core imports them at once."""
+    from echograph.frontend.megatron import fp8
     from echograph.frontend.megatron import transformer_engine as te
-
-    class Manager:
-        """`FP8GlobalStateManager`: nothing is in FP8."""
-
-        is_fp8_enabled = staticmethod(lambda: False)
 
     names = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm", "DotProductAttention")
     recipe = _module(
-        f"{_ENGINE}.common.recipe",
-        DelayedScaling=te.DelayedScaling,
-        Format=te.Formats(),
-    )
-    common = _module(f"{_ENGINE}.common", recipe=recipe)
-    fp8 = _module(
-        f"{_ENGINE}.pytorch.fp8", FP8GlobalStateManager=Manager, fp8_autocast=te.without_fp8,
-        fp8_model_init=te.without_fp8,
+        f"{_ENGINE}.common.recipe", Recipe=fp8.Recipe, Format=fp8.Format, DelayedScaling=fp8.DelayedScaling,
+        Float8CurrentScaling=fp8.Float8CurrentScaling, Float8BlockScaling=fp8.Float8BlockScaling,
+        MXFP8BlockScaling=fp8.MXFP8BlockScaling,
     )  # fmt: skip
+    common = _module(f"{_ENGINE}.common", recipe=recipe)
+    narrow = {"fp8_autocast": fp8.autocast, "fp8_model_init": fp8.model_init}
+    state = _module(f"{_ENGINE}.pytorch.fp8", FP8GlobalStateManager=fp8.State, **narrow)
     distributed = _module(
         f"{_ENGINE}.pytorch.distributed",
         CudaRNGStatesTracker=te.CudaRNGStatesTracker,
-        activation_recompute_forward=te.without_fp8,
+        activation_recompute_forward=te.not_at_once,
         checkpoint=te.checkpoint,
     )
     tensor = _module(f"{_ENGINE}.pytorch.tensor", QuantizedTensor=type("QuantizedTensor", (), {}))
@@ -170,11 +165,31 @@ def _engine() -> list[ModuleType]:
     attention = _module(f"{_ENGINE}.pytorch.attention", rope=rope)
     permutation = _module(f"{_ENGINE}.pytorch.permutation", **dict.fromkeys(_PERMUTATIONS, te.not_at_once))
     fused = _module(f"{_ENGINE}.pytorch.ops", Sequential=None, FusibleOperation=None)
-    within = {"fp8": fp8, "distributed": distributed, "tensor": tensor, "attention": attention, "ops": fused}
+    within = {"fp8": state, "distributed": distributed, "tensor": tensor, "attention": attention, "ops": fused}
     within["permutation"] = permutation
-    pytorch = _module(f"{_ENGINE}.pytorch", **within, **{name: getattr(te, name) for name in names})
+    narrow |= {"Fp8Padding": fp8.Padding, "Fp8Unpadding": fp8.Unpadding}
+    pytorch = _module(f"{_ENGINE}.pytorch", **within, **narrow, **{name: getattr(te, name) for name in names})
     whole = _module(_ENGINE, __version__=te.VERSION, common=common, pytorch=pytorch)
     return [whole, pytorch, common, recipe, rope, *within.values()]
+
+
+def _muon() -> list[ModuleType]:
+    """NVIDIA's package of optimizers, of which it has Muon."""
+    from echograph.frontend.megatron import muon
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CaptureError("--optimizer lion or soap: emerging_optimizers is not installed: give adam, sgd or muon")
+
+    name = f"{_MUON}.orthogonalized_optimizers"
+    utils = _module(f"{name}.muon_utils", NSCoeffT=muon.Coefficients, newton_schulz_tp=muon.newton_schulz_tp)
+    registry = _module(f"{_MUON}.registry", get_optimizer_name_list=muon.no_optimizers, get_optimizer_cls=refuse)
+    orthogonalized = _module(
+        name, muon_utils=utils, AdaptiveMuon=muon.AdaptiveMuon,
+        OrthogonalizedOptimizer=muon.OrthogonalizedOptimizer, get_muon_scale_factor=muon.scale_factor,
+    )  # fmt: skip
+    scalar, soap = _module(f"{_MUON}.scalar_optimizers", Lion=refuse), _module(f"{_MUON}.soap", SOAP=refuse)
+    whole = _module(_MUON, __version__="0.3.0", registry=registry, orthogonalized_optimizers=orthogonalized)
+    return [whole, registry, orthogonalized, utils, scalar, soap]
 
 
 def _module(name: str, **contents: Any) -> ModuleType:
@@ -192,4 +207,5 @@ _STAND_INS: dict[str, Callable[[], list[ModuleType]]] = {
     _GRADIENTS: _weight_gradients,
     _SOFTMAXES[0]: _softmaxes,
     _ENGINE: _engine,
+    _MUON: _muon,
 }

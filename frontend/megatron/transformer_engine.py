@@ -2,8 +2,8 @@
 
 They have the shapes of its kernels and its collectives, without user buffers: a normalisation is one kernel,
 rotary embeddings are one, a product and its bias two, attention PyTorch's flash kernel. Weights' gradients are
-added by the product that makes them where Megatron asks for that. Of FP8 and of what else is Transformer Engine's
-alone there is nothing.
+added by the product that makes them where Megatron asks for that, and products are in FP8 (`fp8`) where Megatron
+says so. Of what else is Transformer Engine's alone there is nothing.
 
 megatron-core's own classes (`core.extensions.transformer_engine`) derive from these by the names that they have in
 Transformer Engine, and what they are given is what Transformer Engine takes.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from echograph.frontend.megatron import fp8
 from echograph.frontend.megatron.apex import accumulate
 from echograph.frontend.megatron.attention import DotProductAttention, refused
 from echograph.ir.passes.fuse import FUSED
@@ -114,6 +115,7 @@ class Linear(_Parameters):
         rows = out_features // (tp_size if by_columns else 1)
         columns = in_features // (tp_size if by_rows else 1)
         self._add_norm()
+        self._copies = fp8.Copies()
         marks = {"tensor_model_parallel": True, "partition_stride": 1}
         init_method(self._new("weight", rows, columns, partition_dim=int(by_rows), **marks))
         if bias:
@@ -130,10 +132,12 @@ class Linear(_Parameters):
 
         Args:
             given: [sequence, batch, in], of which by columns with sequence parallelism each rank has a part.
-            is_first_microbatch: of weights that are cast once a step; not used.
+            is_first_microbatch: of weights that are cast once a step.
         """
         from megatron.core.tensor_parallel import layers, mappings
 
+        if fp8.State.recipe is not None:
+            return self._narrow(given, fp8.State.recipe, is_first_microbatch)
         by_columns, several = self.parallel_mode == "column", self.tp_size > 1
         with _kernel(FUSED):
             out = layers.linear_with_grad_accumulation_and_async_allreduce(
@@ -155,6 +159,19 @@ class Linear(_Parameters):
         if self._returns_bias:
             return out, self.bias
         return out if by_columns or self.bias is None else out + self.bias
+
+    def _narrow(self, given: Tensor, recipe: fp8.Recipe, first: bool | None) -> Any:
+        """The product in FP8."""
+        layer = fp8.Layer(
+            recipe=recipe, group=self._group if self.tp_size > 1 else None, parallel_mode=self.parallel_mode,
+            sequence_parallel=self.sequence_parallel, fuses=self._fuses, weight=self.weight,
+        )  # fmt: skip
+        (weight,) = self._copies.of([self.weight], recipe, first)
+        out = fp8.linear(given.reshape(-1, given.shape[-1]), weight, layer)
+        out = out.view(-1, *given.shape[1:-1], out.shape[-1])
+        if self._returns_bias:
+            return out, self.bias
+        return out if self.bias is None else out + self.bias
 
 
 class LayerNormLinear(Linear):
@@ -187,6 +204,7 @@ class GroupedLinear(_Parameters):
         if bias:
             raise refused("biases of experts", "give --disable-bias-linear")
         self.num_gemms, self.use_bias, self._fuses = num_gemms, bias, fuse_wgrad_accumulation
+        self._copies = fp8.Copies()
         marks = {"tensor_model_parallel": True, "partition_stride": 1, "partition_dim": 0}
         for number in range(num_gemms):
             init_method(self._new(f"weight{number}", out_features, in_features, **marks))
@@ -194,6 +212,10 @@ class GroupedLinear(_Parameters):
     def forward(self, given: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None) -> Tensor:
         """Products of consecutive rows of [tokens, in] with the weight of an expert each."""
         weights = [getattr(self, f"weight{number}") for number in range(self.num_gemms)]
+        recipe = fp8.State.recipe
+        if recipe is not None:
+            copies = self._copies.of(weights, recipe, is_first_microbatch)
+            return fp8.grouped(given, list(m_splits), copies, weights, recipe, self._fuses)
         return _Grouped.apply(given, list(m_splits), self._fuses, *weights)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -241,20 +263,6 @@ def apply_rotary_pos_emb(
         return rope_utils._apply_rotary_pos_emb_bshd(tensor, freqs, rotary_interleaved=interleaved)  # type: ignore[no-any-return]
 
 
-class DelayedScaling:
-    """`transformer_engine.common.recipe.DelayedScaling`: there is no FP8."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise refused("FP8", "leave out --fp8-format")
-
-
-class Formats:
-    """`transformer_engine.common.recipe.Format`."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise refused("FP8", "leave out --fp8-format")
-
-
 class CudaRNGStatesTracker:
     """`transformer_engine.pytorch.distributed.CudaRNGStatesTracker`: names of generators, which draw nothing."""
 
@@ -284,16 +292,19 @@ class CudaRNGStatesTracker:
         return nullcontext()
 
 
-def without_fp8(*_: Any, **__: Any) -> Any:
-    """What begins FP8."""
-    raise refused("FP8", "leave out --fp8-format")
-
-
 def not_at_once(*_: Any, **__: Any) -> Any:
     """Kernels that permute tokens: `experts` runs their single operators in place of them."""
     raise refused("--moe-permute-fusion with this dispatcher", "leave it out")
 
 
-def checkpoint(function: Any, *args: Any, **_: Any) -> Any:
-    """Recomputation of layers in FP8."""
-    raise refused("recomputation in FP8", "leave out --fp8-format")
+def checkpoint(function: Any, *args: Any, distribute_saved_activations: bool = False, **_: Any) -> Any:
+    """`transformer_engine.pytorch.distributed.checkpoint`: what is computed again is in FP8, as it was."""
+    from megatron.core import tensor_parallel
+
+    recipe = fp8.State.recipe
+
+    def again(*given: Any) -> Any:
+        with fp8.autocast(enabled=recipe is not None, fp8_recipe=recipe):
+            return function(*given)
+
+    return tensor_parallel.checkpoint(again, distribute_saved_activations, *args)

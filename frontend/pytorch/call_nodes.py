@@ -158,12 +158,14 @@ def is_getitem(node: Node) -> bool:
 
 # Operator -> names of its two matrix operands.
 _GEMM_OPERANDS = {
-    "mm": ("self", "mat2"),
-    "bmm": ("self", "mat2"),
-    "addmm": ("mat1", "mat2"),
-    "baddbmm": ("batch1", "batch2"),
-    "_grouped_mm": ("self", "mat2"),
-    "_scaled_mm": ("self", "mat2"),
+    "aten.mm": ("self", "mat2"),
+    "aten.bmm": ("self", "mat2"),
+    "aten.addmm": ("mat1", "mat2"),
+    "aten.baddbmm": ("batch1", "batch2"),
+    "aten._grouped_mm": ("self", "mat2"),
+    "aten._scaled_mm": ("self", "mat2"),
+    "fp8._scaled_mm": ("a", "b"),
+    "fp8._scaled_mm_add_": ("a", "b"),
 }
 _ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -176,9 +178,10 @@ _HANDLES = (torch.device, torch.layout, torch.memory_format, torch.Generator)
 def attributes_of(node: Node) -> Attributes | None:
     """The attributes of a call node, or None where shapes say all."""
     name = plain_name(node)
-    if name in _GEMM_OPERANDS:
-        a, b = (arguments(node)[operand].meta[VAL] for operand in _GEMM_OPERANDS[name])
-        return Gemm(transpose_a=_is_transposed(a), transpose_b=_is_transposed(b))
+    if qualified_name(node) in _GEMM_OPERANDS:
+        named = arguments(node)
+        a, b = (named[operand].meta[VAL] for operand in _GEMM_OPERANDS[qualified_name(node)])
+        return Gemm(transpose_a=_is_transposed(a), transpose_b=_is_transposed(b), block=named.get("block", 0))
     if name.removesuffix("_backward") in (*_ATTENTION, _CPU_ATTENTION):
         return _attention(arguments(node))
     if name in _CONVOLUTION:
