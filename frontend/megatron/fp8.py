@@ -247,6 +247,7 @@ class Layer:
         parallel_mode: "column", "row" or None.
         sequence_parallel: whether ranks have parts of the sequence of what is not divided by features.
         fuses: whether weights' gradients are added to `main_grad` by the product that makes them.
+        keeps_given: whether the input is kept for backward as it is, and cast again.
         weight: the parameter.
     """
 
@@ -255,6 +256,7 @@ class Layer:
     parallel_mode: str | None
     sequence_parallel: bool
     fuses: bool
+    keeps_given: bool
     weight: nn.Parameter
 
     def gathers(self, mode: str) -> bool:
@@ -282,10 +284,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Tensor, parameter: Tensor, weight: Narrow, layer: Layer) -> Tensor:
         gathers = layer.gathers("column")
-        narrow = cast(given, layer.recipe, both=not gathers)
+        narrow = cast(given, layer.recipe, both=not (gathers or layer.keeps_given))
         rows = _gathered(narrow.rows, layer.group) if gathers else narrow.rows
         out = _product(rows, narrow.row_scales, weight.rows, weight.row_scales, layer.recipe.block, given.dtype)
-        kept = narrow.rows if gathers else narrow.columns
+        kept = given if layer.keeps_given else narrow.rows if gathers else narrow.columns
         ctx.save_for_backward(kept, weight.columns)
         ctx.scales = (narrow.row_scales if gathers else narrow.column_scales), weight.column_scales
         ctx.layer, ctx.dtype = layer, given.dtype
@@ -300,10 +302,14 @@ class _Linear(torch.autograd.Function):
         layer: Layer = ctx.layer
         kept, columns = ctx.saved_tensors
         kept_scales, column_scales = ctx.scales
-        block = layer.recipe.block
+        block, gathers = layer.recipe.block, layer.gathers("column")
+        if layer.keeps_given:
+            narrow = cast(kept, layer.recipe, both=not gathers)
+            kept = narrow.rows if gathers else narrow.columns
+            kept_scales = narrow.row_scales if gathers else narrow.column_scales
         above = _above(gradient.contiguous(), layer)
         coming, arrives = kept, None
-        if layer.gathers("column"):
+        if gathers:
             coming = kept.new_empty((kept.shape[0] * layer.group.size(), kept.shape[1]))
             arrives = dist.all_gather_into_tensor(coming, kept, group=layer.group, async_op=True)
         below = _product(above.rows, above.row_scales, columns, column_scales, block, ctx.dtype)

@@ -115,7 +115,7 @@ class Linear(_Parameters):
         rows = out_features // (tp_size if by_columns else 1)
         columns = in_features // (tp_size if by_rows else 1)
         self._add_norm()
-        self._copies = fp8.Copies()
+        self._copies, self.save_original_input = fp8.Copies(), False  # the latter is Megatron's to set
         marks = {"tensor_model_parallel": True, "partition_stride": 1}
         init_method(self._new("weight", rows, columns, partition_dim=int(by_rows), **marks))
         if bias:
@@ -165,6 +165,7 @@ class Linear(_Parameters):
         layer = fp8.Layer(
             recipe=recipe, group=self._group if self.tp_size > 1 else None, parallel_mode=self.parallel_mode,
             sequence_parallel=self.sequence_parallel, fuses=self._fuses, weight=self.weight,
+            keeps_given=self.save_original_input,
         )  # fmt: skip
         (weight,) = self._copies.of([self.weight], recipe, first)
         out = fp8.linear(given.reshape(-1, given.shape[-1]), weight, layer)
@@ -204,7 +205,7 @@ class GroupedLinear(_Parameters):
         if bias:
             raise refused("biases of experts", "give --disable-bias-linear")
         self.num_gemms, self.use_bias, self._fuses = num_gemms, bias, fuse_wgrad_accumulation
-        self._copies = fp8.Copies()
+        self._copies, self.save_original_input = fp8.Copies(), False  # the latter is Megatron's to set
         marks = {"tensor_model_parallel": True, "partition_stride": 1, "partition_dim": 0}
         for number in range(num_gemms):
             init_method(self._new(f"weight{number}", out_features, in_features, **marks))

@@ -233,6 +233,7 @@ class _Rank(GraphLowering):
         root = _roots(run.recorder.graph)
         _settle_messages(run.recorder.graph, root)
         self._outliving = _outliving(run.recorder.graph, root)
+        self._parts_outliving = {node.args for node in self._outliving if is_getitem(node)}
         self._lives_on = False
         self.regions: list[Region | None] = []
         self._deterministic, self._fills = run.recorder.deterministic, run.recorder.fills
@@ -271,6 +272,11 @@ class _Rank(GraphLowering):
         if sharded:
             self._sharded[made] = sharded
         return made
+
+    def _result(self, node: Node, index: int, value: Any, view_of: int | None) -> int | None:
+        """The tensor of one result, of which other micro-batches may use one and not the others."""
+        self._lives_on = node in self._outliving or (node, index) in self._parts_outliving
+        return super()._result(node, index, value, view_of)
 
     def _of_names(self, graph: Graph) -> dict[str, tuple[str, ...]]:
         """The axes over which what lives through steps is divided, by its name."""
