@@ -69,6 +69,19 @@ def hooks(place: StepPlace, short: Callable[[], bool] = lambda: False) -> tuple[
         Patch(where=f"{_SCHEDULE}:backward_step", reason=telling, around=passes.backward),
         *(
             Patch(
+                where=f"megatron.core.pipeline_parallel.{name}",
+                reason="which of the two micro-batches that run together a part is of",
+                around=around,
+            )
+            for name, around in (
+                ("combined_1f1b:combined_forward_backward_step", passes.together),
+                ("utils:ScheduleNode.__init__", passes.part),
+                ("utils:ScheduleNode.forward", passes.part_forward),
+                ("utils:ScheduleNode.backward", passes.part_backward),
+            )
+        ),
+        *(
+            Patch(
                 where=f"{_SCHEDULE}:{name}",
                 reason="what ends the passes, which a script gives the schedule, is of the step",
                 around=passes.schedule,
@@ -134,6 +147,7 @@ class _Passes:
         self._outputs: dict[int, tuple[Any, int, int]] = {}
         self._models: list[Any] = []
         self._stepping = 0
+        self._running = 0, 0
 
     def schedule(self, original: Any) -> Any:
         """Wraps a schedule: its micro-batches are counted from 0, and its end is of the step."""
@@ -195,6 +209,49 @@ class _Passes:
                 self._place.carrying("activation"),
             ):
                 return original(input_tensor, output_tensor, *args, **kwargs)
+
+        return run
+
+    def together(self, original: Any) -> Any:
+        """Wraps a forward pass of one micro-batch beside a backward pass of another."""
+
+        @wraps(original)
+        def run(forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            self._running = int(kwargs.get("current_microbatch") or 0), self._chunk(model)
+            number, chunk = self._running
+            with (
+                self._place.in_micro_batch(number),
+                self._place.in_chunk(chunk),
+                self._place.carrying("activation"),
+            ):
+                return original(forward_step_func, data_iterator, model, *args, **kwargs)
+
+        return run
+
+    def part(self, original: Any) -> Any:
+        """Wraps the making of a part of a pass, which is for the forward pass that runs."""
+
+        @wraps(original)
+        def make(node: Any, *args: Any, **kwargs: Any) -> None:
+            original(node, *args, **kwargs)
+            node.is_of = self._running
+
+        return make
+
+    def part_forward(self, original: Any) -> Any:
+        """Wraps a part of a forward pass."""
+        return self._part(original, "forward")
+
+    def part_backward(self, original: Any) -> Any:
+        """Wraps a part of a backward pass."""
+        return self._part(original, "backward")
+
+    def _part(self, original: Any, phase: str) -> Any:
+        @wraps(original)
+        def run(node: Any, *args: Any, **kwargs: Any) -> Any:
+            number, chunk = node.is_of
+            with self._place.in_phase(phase), self._place.in_micro_batch(number), self._place.in_chunk(chunk):
+                return original(node, *args, **kwargs)
 
         return run
 

@@ -46,11 +46,6 @@ REFUSALS = (
     ),
     Refusal(setting="cpu_offloading", option="--cpu-offloading-num-layers", reason=_HOST),
     Refusal(
-        setting="overlap_moe_expert_parallel_comm",
-        option="--overlap-moe-expert-parallel-comm",
-        reason="a capture tells micro-batches apart by passes, and here one pass has parts of two",
-    ),
-    Refusal(
         setting="tp_comm_overlap",
         option="--tp-comm-overlap",
         reason="products in parts beside their communication are kernels that a capture does not run",

@@ -123,6 +123,15 @@ def _backward(output: Tensor, gradient: Tensor | None) -> None:
     )
 
 
+def _backward_of_part(node: Any, outputs: Any, gradients: Any) -> Any:
+    """A backward pass of a part of a layer."""
+    del node
+    torch.autograd.graph._engine_run_backward(
+        tuple(outputs), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+    return gradients
+
+
 def _name_it(tracker: Any, name: str, seed: int) -> None:
     tracker.states_[name] = seed
 
@@ -186,6 +195,11 @@ SHIMS: tuple[Patch, ...] = (
         where="megatron.core.pipeline_parallel.schedules:custom_backward",
         reason="it calls autograd's engine past PyTorch's own function, where hooks see a pass begin",
         around=lambda _: _backward,
+    ),
+    Patch(
+        where="megatron.core.pipeline_parallel.utils:ScheduleNode.default_backward_func",
+        reason="the same, for a part of a pass",
+        around=lambda _: _backward_of_part,
     ),
 )
 
