@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from echograph.errors import CaptureError
+from echograph.frontend.scripts.torch_adapter import converted_in_place
 from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.world import World
 
@@ -152,7 +153,7 @@ def installed(world: World) -> Iterator[None]:
         enter = stack.enter_context
         enter(_as_it_was())
         real_accelerator.ds_accelerator = CapturedAccelerator(world)
-        enter(patched(nn.Module, "_apply", _convert))
+        enter(patched(nn.Module, "_apply", converted_in_place))
         enter(patched(hook_point("ops.op_builder.builder", "OpBuilder"), "load", stand_in))
         enter(at_once(hook_point, world.rank))
         for module, owner, name, around in _SHIMS:
@@ -191,27 +192,6 @@ def _as_it_was() -> Iterator[None]:
 
 def _is_deepspeed(name: str, module: Any) -> bool:
     return isinstance(module, ModuleType) and (name == "deepspeed" or name.startswith("deepspeed."))
-
-
-def _convert(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`half`, `bfloat16` and `to` of a model that is fake.
-
-    PyTorch would swap the fake parameters for new ones, which it refuses where anything refers to them, and
-    DeepSpeed keeps hooks and attributes on them.
-    """
-    del original
-
-    def apply(module: nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
-        for part in module.modules() if recurse else (module,):
-            for parameter in part._parameters.values():
-                if parameter is not None:
-                    parameter.data = function(parameter.data)
-            for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    part._buffers[name] = function(buffer)
-        return module
-
-    return apply
 
 
 def _never(original: Callable[..., Any]) -> Callable[..., Any]:

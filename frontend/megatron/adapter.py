@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echograph.frontend.megatron import transformer_engine
 from echograph.frontend.megatron.hooks import hooks
@@ -26,7 +26,7 @@ from echograph.frontend.scripts.adapter import patched
 from echograph.frontend.scripts.capture import WITHIN_CONTEXT
 from echograph.frontend.scripts.collectives import ranks_of
 from echograph.frontend.scripts.memory import LivingTensors
-from echograph.frontend.scripts.torch_adapter import TorchAdapter, compiling
+from echograph.frontend.scripts.torch_adapter import TorchAdapter, compiling, converted_in_place
 from echograph.ir.passes.model import CONTEXT
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ class MegatronAdapter(TorchAdapter):
             patched(transformer_engine.Linear, "__init__", lambda f: _working(recorder, f, 1)),
             patched(transformer_engine.GroupedLinear, "__init__", lambda f: _working(recorder, f, 1 + _STREAMS)),
             super().installed(world, recorder),
+            patched(nn.Module, "_apply", converted_in_place),
             in_place(CHECKED),
             in_place(LEFT_OUT),
             in_place(balanced(recorder.note)),

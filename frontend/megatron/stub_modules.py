@@ -24,6 +24,7 @@ from echograph.frontend.megatron import apex
 
 _MEGATRON = "megatron"
 _ENGINE = "transformer_engine"
+_MAMBA, _CAUSAL = "mamba_ssm", "causal_conv1d"
 _MUON = "emerging_optimizers"
 _GRADIENTS = "fused_weight_gradient_mlp_cuda"
 _SOFTMAXES = ("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda")
@@ -173,6 +174,27 @@ def _engine() -> list[ModuleType]:
     return [whole, pytorch, common, recipe, rope, *within.values()]
 
 
+def _mamba() -> list[ModuleType]:
+    """state-spaces/mamba: the kernels that megatron-core takes from it."""
+    from echograph.frontend.megatron import mamba
+
+    norm = _module(f"{_MAMBA}.ops.triton.layernorm_gated", RMSNorm=mamba.GatedNorm)
+    combined = _module(
+        f"{_MAMBA}.ops.triton.ssd_combined", mamba_chunk_scan_combined=mamba.chunk_scan,
+        mamba_split_conv1d_scan_combined=mamba.split_conv1d_scan,
+    )  # fmt: skip
+    triton = _module(f"{_MAMBA}.ops.triton", layernorm_gated=norm, ssd_combined=combined)
+    ops = _module(f"{_MAMBA}.ops", triton=triton)
+    return [_module(_MAMBA, __version__="2.2.5", ops=ops), ops, triton, norm, combined]
+
+
+def _causal_convolution() -> list[ModuleType]:
+    from echograph.frontend.megatron import mamba
+
+    contents = {"causal_conv1d_fn": mamba.causal_conv1d, "causal_conv1d_update": mamba.chunk_scan}
+    return [_module(_CAUSAL, __version__="1.5.2", **contents)]
+
+
 def _muon() -> list[ModuleType]:
     """NVIDIA's package of optimizers, of which it has Muon."""
     from echograph.frontend.megatron import muon
@@ -208,4 +230,6 @@ _STAND_INS: dict[str, Callable[[], list[ModuleType]]] = {
     _SOFTMAXES[0]: _softmaxes,
     _ENGINE: _engine,
     _MUON: _muon,
+    _MAMBA: _mamba,
+    _CAUSAL: _causal_convolution,
 }

@@ -282,6 +282,27 @@ def _really(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def converted_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module._apply`, of `half`, `bfloat16` and `to`, for modules that are fake and whose parameters are kept.
+
+    PyTorch would swap the fake parameters for new ones, which it refuses where anything refers to them, and
+    frameworks keep hooks and attributes on them, or the parameters themselves elsewhere.
+    """
+    del original
+
+    def apply(module: torch.nn.Module, function: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
+        for part in module.modules() if recurse else (module,):
+            for parameter in part._parameters.values():
+                if parameter is not None:
+                    parameter.data = function(parameter.data)
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = function(buffer)
+        return module
+
+    return apply
+
+
 def _quietly(recorder: ScriptRecorder, function: Callable[..., Any]) -> Callable[..., Any]:
     """Runs what is no work of the device."""
 
