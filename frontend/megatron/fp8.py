@@ -34,6 +34,8 @@ _PRODUCT = "Tensor a, Tensor b, Tensor[] scales, int block"
 _LIBRARY.define("amax(Tensor source) -> Tensor")
 _LIBRARY.define(f"cast({_CAST}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"cast_transpose({_CAST}) -> (Tensor, Tensor, Tensor, Tensor)")
+_LIBRARY.define("amax_into(Tensor source, Tensor(a!) out) -> ()")
+_LIBRARY.define("cast_into(Tensor source, Tensor scale, Tensor(a!) out) -> ()")
 _LIBRARY.define("transpose(Tensor source) -> Tensor")
 _LIBRARY.define(f"_scaled_mm({_PRODUCT}, ScalarType dtype) -> Tensor")
 _LIBRARY.define(f"_scaled_mm_add_({_PRODUCT}, Tensor(a!) total) -> ()")
@@ -64,7 +66,8 @@ _LIBRARY.impl("cast", _cast_rows, "Meta")
 _LIBRARY.impl("cast_transpose", _cast_both, "Meta")
 _LIBRARY.impl("transpose", lambda source: source.new_empty(source.shape[::-1]), "Meta")
 _LIBRARY.impl("_scaled_mm", lambda a, b, *rest: a.new_empty((a.shape[0], b.shape[1]), dtype=rest[-1]), "Meta")
-_LIBRARY.impl("_scaled_mm_add_", lambda *_: None, "Meta")
+for _name in ("_scaled_mm_add_", "amax_into", "cast_into"):
+    _LIBRARY.impl(_name, lambda *_: None, "Meta")
 
 
 @register_flop_formula([_OPS._scaled_mm, _OPS._scaled_mm_add_])
@@ -153,9 +156,11 @@ class State:
 
     Attributes:
         recipe: of what runs; None where nothing is in FP8.
+        primary: of parameters that are made; None where they are in 16 bits.
     """
 
     recipe: Recipe | None = None
+    primary: Recipe | None = None
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -180,11 +185,77 @@ def autocast(enabled: bool = True, fp8_recipe: Recipe | None = None, **_: Any) -
 
 @contextmanager
 def model_init(enabled: bool = True, recipe: Recipe | None = None, **_: Any) -> Iterator[None]:
-    """`transformer_engine.pytorch.fp8_model_init`: layers that have FP8 parameters alone."""
-    del recipe
-    if enabled:
-        raise CaptureError("--fp8-param-gather: a capture has parameters in 16 bits, cast once a step: leave it out")
-    yield
+    """`transformer_engine.pytorch.fp8_model_init`: in the context, weights that are made are in FP8.
+
+    Raises:
+        CaptureError: of another recipe than one scale a tensor, looked for before each cast.
+    """
+    if enabled and not isinstance(recipe, Float8CurrentScaling):
+        raise CaptureError("--fp8-param-gather: a capture has FP8 parameters with --fp8-recipe tensorwise alone")
+    before, State.primary = State.primary, recipe if enabled else None
+    try:
+        yield
+    finally:
+        State.primary = before
+
+
+# -- parameters in FP8 ----------------------------------------------------------------------------------------
+
+_PRIMARY, _ROWS = "fp8_recipe", "fp8_rows"
+
+
+class _Marked(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return getattr(instance, _PRIMARY, None) is not None
+
+
+class QuantizedTensor(metaclass=_Marked):
+    """`transformer_engine.pytorch.tensor.QuantizedTensor`: what a parameter in FP8 is taken for."""
+
+
+def mark(parameter: nn.Parameter) -> nn.Parameter:
+    """Marks a weight that is made where weights are in FP8."""
+    if State.primary is not None:
+        setattr(parameter, _PRIMARY, State.primary)
+    return parameter
+
+
+def replace_raw_data(parameter: Any, raw: Tensor) -> None:
+    """`transformer_engine.pytorch.tensor.utils.replace_raw_data`: a parameter's bytes lie in a buffer from now on.
+
+    Args:
+        parameter: marked as one in FP8; it keeps its shape and type, and no memory of its own.
+        raw: as many bytes.
+    """
+    shape, dtype = parameter.shape, parameter.dtype
+    setattr(parameter, _ROWS, raw.view(torch.float8_e4m3fn))
+    parameter.data = parameter.data.new_empty(1).expand(shape)
+    parameter.get_high_precision_init_val = lambda: raw.new_empty(shape, dtype=dtype)
+    parameter.clear_high_precision_init_val = lambda: None
+
+
+def cast_master_weights(
+    parameters: list[Any], masters: list[Tensor | None], offsets: list[int | None], group: Any, *_: Any, **__: Any
+) -> None:
+    """`transformer_engine.pytorch.tensor.utils.cast_master_weights_to_fp8`: of each parameter, this rank's part.
+
+    Args:
+        parameters: in FP8.
+        masters: parts of them in fp32; None where this rank has none.
+        offsets: of the parts' first elements.
+        group: ranks that have the other parts, which agree on the largest element.
+    """
+    here = [(i, m) for i, m in enumerate(masters) if m is not None]
+    if not parameters:
+        return
+    maxima = torch.empty(len(parameters), dtype=torch.float32, device=parameters[0].device)
+    for number, master in here:
+        _OPS.amax_into(master, maxima[number])
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    for number, master in here:
+        begin = offsets[number] or 0
+        part = getattr(parameters[number], _ROWS).view(-1)[begin : begin + master.numel()]
+        _OPS.cast_into(master, maxima[number], part)
 
 
 # -- copies and products --------------------------------------------------------------------------------------
@@ -420,10 +491,17 @@ class Copies:
             first: whether it is a step's first micro-batch; None: copies are not kept.
         """
         if first is None:
-            return [cast(weight.detach(), recipe) for weight in weights]
+            return [_copies(weight, recipe) for weight in weights]
         if first or not self._kept:
-            self._kept = [cast(weight.detach(), recipe) for weight in weights]
+            self._kept = [_copies(weight, recipe) for weight in weights]
         return self._kept
+
+
+def _copies(weight: nn.Parameter, recipe: Recipe) -> Narrow:
+    rows = getattr(weight, _ROWS, None)
+    if rows is None:
+        return cast(weight.detach(), recipe)
+    return Narrow(rows, [], _OPS.transpose(rows), [])
 
 
 class Padding(nn.Module):

@@ -161,7 +161,11 @@ def _engine() -> list[ModuleType]:
         activation_recompute_forward=te.not_at_once,
         checkpoint=te.checkpoint,
     )
-    tensor = _module(f"{_ENGINE}.pytorch.tensor", QuantizedTensor=type("QuantizedTensor", (), {}))
+    raw = _module(
+        f"{_ENGINE}.pytorch.tensor.utils", replace_raw_data=fp8.replace_raw_data,
+        cast_master_weights_to_fp8=fp8.cast_master_weights,
+    )  # fmt: skip
+    tensor = _module(f"{_ENGINE}.pytorch.tensor", QuantizedTensor=fp8.QuantizedTensor, utils=raw)
     rope = _module(f"{_ENGINE}.pytorch.attention.rope", apply_rotary_pos_emb=te.apply_rotary_pos_emb)
     attention = _module(f"{_ENGINE}.pytorch.attention", rope=rope)
     permutation = _module(f"{_ENGINE}.pytorch.permutation", **dict.fromkeys(_PERMUTATIONS, te.not_at_once))
@@ -171,7 +175,7 @@ def _engine() -> list[ModuleType]:
     narrow |= {"Fp8Padding": fp8.Padding, "Fp8Unpadding": fp8.Unpadding}
     pytorch = _module(f"{_ENGINE}.pytorch", **within, **narrow, **{name: getattr(te, name) for name in names})
     whole = _module(_ENGINE, __version__=te.VERSION, common=common, pytorch=pytorch)
-    return [whole, pytorch, common, recipe, rope, *within.values()]
+    return [whole, pytorch, common, recipe, rope, raw, *within.values()]
 
 
 def _mamba() -> list[ModuleType]:

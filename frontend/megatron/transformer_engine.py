@@ -117,7 +117,7 @@ class Linear(_Parameters):
         self._add_norm()
         self._copies, self.save_original_input = fp8.Copies(), False  # the latter is Megatron's to set
         marks = {"tensor_model_parallel": True, "partition_stride": 1}
-        init_method(self._new("weight", rows, columns, partition_dim=int(by_rows), **marks))
+        init_method(fp8.mark(self._new("weight", rows, columns, partition_dim=int(by_rows), **marks)))
         if bias:
             of_it = {"sequence_parallel": sequence_parallel} if by_rows else marks | {"partition_dim": 0}
             nn.init.zeros_(self._new("bias", rows, **of_it))
@@ -208,7 +208,7 @@ class GroupedLinear(_Parameters):
         self._copies, self.save_original_input = fp8.Copies(), False  # the latter is Megatron's to set
         marks = {"tensor_model_parallel": True, "partition_stride": 1, "partition_dim": 0}
         for number in range(num_gemms):
-            init_method(self._new(f"weight{number}", out_features, in_features, **marks))
+            init_method(fp8.mark(self._new(f"weight{number}", out_features, in_features, **marks)))
 
     def forward(self, given: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None) -> Tensor:
         """Products of consecutive rows of [tokens, in] with the weight of an expert each."""
