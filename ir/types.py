@@ -169,6 +169,11 @@ class Duration:
     spread: float = 0.0
 
 
+ANY_HOST = "/host"
+"""What durations are of that hold for the hosts of all devices, where no host's own is known: what an operation
+takes to issue, nothing behind the first of a CUDA graph."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:
     """Matrix product.

@@ -14,7 +14,7 @@ import numpy as np
 
 from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import Graph, JobGraph
-from echograph.ir.types import COMMUNICATIONS, MultiTensor, OpKind, Phase
+from echograph.ir.types import ANY_HOST, COMMUNICATIONS, MultiTensor, OpKind, Phase
 
 WAITS = ("pp.wait", "zero3.idle")
 """How passes call it when a stage waits for what it receives, and when ZeRO-3 waits until its device is idle."""
@@ -91,9 +91,10 @@ class IssueTimes:
         for row in np.flatnonzero(np.isin(ops.name, [i for i, text in enumerate(graph.strings) if text in LISTS])):
             ranks = graph.group_size(graph.groups[int(ops.group[row])])
             issue[row] += ranks * (2 * self.op_ps - self.launch_ps)
-        known = ops.duration_on(self.name)[0] if self.name in ops.strings else np.full(len(ops), NONE)
+        known, anywhere = (ops.duration_on(name)[0] for name in (self.name, ANY_HOST))
         follows = [i for i, a in enumerate(ops.attribute_values) if isinstance(a, MultiTensor) and not a.leads]
         issue[np.isin(ops.attributes, follows)] = 0
+        issue = np.where(anywhere == NONE, issue, anywhere)
         issue = np.where(known == NONE, issue, known)
         own = ops.kind == OpKind.HOST
         issue[own] = 0

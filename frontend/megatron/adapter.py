@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from echograph.frontend.megatron import transformer_engine
+from echograph.frontend.megatron import graphs, transformer_engine
 from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
 from echograph.frontend.megatron.settings import CHECKED
@@ -127,6 +127,7 @@ class MegatronAdapter(TorchAdapter):
             super().installed(world, recorder),
             patched(nn.Module, "_apply", converted_in_place),
             in_place(CHECKED),
+            patched(_config(), "__post_init__", lambda f: _graphs_taken(recorder, f)),
             in_place(LEFT_OUT),
             in_place(balanced(recorder.note)),
             in_place(hooks(recorder, lambda: recorder.is_early)),
@@ -229,6 +230,20 @@ def _working(recorder: ScriptRecorder, original: Callable[..., None], workspaces
         original(*args, **named)
 
     return init
+
+
+def _config() -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig
+
+
+def _graphs_taken(recorder: ScriptRecorder, original: Callable[..., None]) -> Callable[..., None]:
+    def check(config: Any) -> None:
+        original(config)
+        graphs.taken(config, recorder.graphs, recorder.note)
+
+    return check
 
 
 def _forget_groups() -> None:

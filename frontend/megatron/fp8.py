@@ -102,7 +102,9 @@ class Recipe:
     def __init__(self, fp8_format: str = Format.HYBRID, **options: Any) -> None:
         for name in ("fp8_dpa", "fp8_mha"):
             if options.get(name):
-                raise CaptureError(f"--fp8-dot-product-attention ({name}): a capture has attention in 16 bits alone")
+                raise CaptureError(
+                    f"--fp8-dot-product-attention ({name}): a capture has attention in 16 bits alone"
+                )
         if any(options.get("override_linear_precision") or ()):
             raise CaptureError("--no-fp8-wgrad: a capture has all three products of a layer in FP8, or none")
         self.fp8_format = fp8_format

@@ -162,7 +162,9 @@ class _Combined(torch.autograd.Function):
 
 def chunk_scan(*_: Any, **__: Any) -> Any:
     """`mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined`."""
-    raise CaptureError("--disable-mamba-mem-eff-path: mamba_ssm is not installed, and what stands in has none of it")
+    raise CaptureError(
+        "--disable-mamba-mem-eff-path: mamba_ssm is not installed, and what stands in has none of it"
+    )
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, **named: Any) -> Tensor:

@@ -88,7 +88,9 @@ class AdaptiveMuon(OrthogonalizedOptimizer):
     """`emerging_optimizers.orthogonalized_optimizers.AdaptiveMuon`: there is none."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        raise CaptureError("--optimizer adaptive_muon: emerging_optimizers is not installed: give --optimizer muon")
+        raise CaptureError(
+            "--optimizer adaptive_muon: emerging_optimizers is not installed: give --optimizer muon"
+        )
 
 
 def scale_factor(size_out: int, size_in: int, mode: str = "spectral") -> float:

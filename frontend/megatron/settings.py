@@ -31,14 +31,10 @@ class Refusal:
     reason: str
 
 
-_GRAPHS = "a capture has each operation issued by the host, and no CUDA graphs"
 _HOST = "a capture has one memory, and not the host's beside the GPU's"
 _ENGINE = "its kernels are Transformer Engine's, which a capture does not run"
 
 REFUSALS = (
-    Refusal(setting="cuda_graph_impl", followed=(None, "none"), option="--cuda-graph-impl", reason=_GRAPHS),
-    Refusal(setting="enable_cuda_graph", option="--enable-cuda-graph", reason=_GRAPHS),
-    Refusal(setting="external_cuda_graph", option="--external-cuda-graph", reason=_GRAPHS),
     Refusal(
         setting="fine_grained_activation_offloading",
         option="--fine-grained-activation-offloading",

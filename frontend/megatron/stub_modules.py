@@ -204,7 +204,9 @@ def _muon() -> list[ModuleType]:
     from echograph.frontend.megatron import muon
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise CaptureError("--optimizer lion or soap: emerging_optimizers is not installed: give adam, sgd or muon")
+        raise CaptureError(
+            "--optimizer lion or soap: emerging_optimizers is not installed: give adam, sgd or muon"
+        )
 
     name = f"{_MUON}.orthogonalized_optimizers"
     utils = _module(f"{name}.muon_utils", NSCoeffT=muon.Coefficients, newton_schulz_tp=muon.newton_schulz_tp)

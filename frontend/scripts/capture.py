@@ -28,7 +28,15 @@ from echograph.frontend.pytorch.lower import DTYPES, PHASES, GraphLowering, Orde
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.scripts.adapter import Adapter, check_ranks
 from echograph.frontend.scripts.collectives import Communication
-from echograph.frontend.scripts.recorder import COMMUNICATION, COPY, MICRO_BATCH, PAYLOAD, REGION, SHARES
+from echograph.frontend.scripts.recorder import (
+    COMMUNICATION,
+    COPY,
+    GRAPH,
+    MICRO_BATCH,
+    PAYLOAD,
+    REGION,
+    SHARES,
+)
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.streams import AFTER, STREAM
 from echograph.frontend.scripts.world import World
@@ -37,7 +45,16 @@ from echograph.ir.formats import Imported
 from echograph.ir.graph import Axis, JobGraph, Workload
 from echograph.ir.passes.fuse import FUSED, Region, fuse_regions
 from echograph.ir.passes.model import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD, count_job_flops
-from echograph.ir.types import Attention, CollectiveKind, DType, Payload, TensorRole
+from echograph.ir.types import (
+    ANY_HOST,
+    Attention,
+    CollectiveKind,
+    DType,
+    Duration,
+    Payload,
+    Source,
+    TensorRole,
+)
 from echograph.progress import Progress, silent
 
 
@@ -177,6 +194,7 @@ _PAYLOADS = {
 }
 # Of what two ranks exchange in place of an all-reduce: no message of a schedule has it.
 _EXCHANGE = 1 << 19
+_LAUNCHED = Duration(device=ANY_HOST, picoseconds=0, source=Source.ANALYTICAL)
 _OF_ROLES = {
     TensorRole.PARAMETER: Payload.PARAMETER,
     TensorRole.GRADIENT: Payload.GRADIENT,
@@ -240,6 +258,8 @@ class _Rank(GraphLowering):
         self._sharded: dict[int, tuple[str, ...]] = {}
         self._divided = self._of_names(run.recorder.graph)
         self._ends: list[tuple[int, int]] = []
+        self._graph: tuple[object, ...] = ()
+        self._issued: tuple[Duration, ...] = ()
 
     def calls(self, begin: int) -> list[tuple[int, int, int, int, int]]:
         """Its operations as calls, one for each stretch of a micro-batch."""
@@ -291,6 +311,7 @@ class _Rank(GraphLowering):
         """Adds a node; what waits for it later waits for the last operation that its stream had been given."""
         before = self.builder.op_count()
         self._lives_on = node in self._outliving
+        self._issued = self._issue(node)
         if COMMUNICATION in node.meta and node.target is not operator.getitem:
             self._communicate(node)
         else:
@@ -315,13 +336,21 @@ class _Rank(GraphLowering):
         if stream in self._latest:
             self._reached[node] = self._latest[stream]
 
+    def _issue(self, node: Node) -> tuple[Duration, ...]:
+        """What issuing a node takes, where that is known: nothing behind the first of a CUDA graph."""
+        if STREAM not in node.meta:
+            return ()
+        of = node.meta.get(GRAPH)
+        before, self._graph = self._graph, (of, node.meta[PHASE], node.meta.get(MICRO_BATCH)) if of else ()
+        return (_LAUNCHED,) if of and before == self._graph else ()
+
     def operation(self, node: Node, **fields: Any) -> int:
         """A kernel, or a copy between host and device."""
         direction = node.meta.get(COPY)
         if isinstance(fields["attributes"], Attention) and self._deterministic:
             fields["attributes"] = replace(fields["attributes"], deterministic=True)
         if direction is None:
-            return super().operation(node, **fields)
+            return super().operation(node, **fields, durations=self._issued)
         common = {key: fields[key] for key in ("phase", "module", "inputs", "outputs", "deps", "stream")}
         return self.builder.copy(qualified_name(node), direction, nbytes=fields["bytes_written"], **common)
 
@@ -353,7 +382,7 @@ class _Rank(GraphLowering):
         made = self._made(node, written, inputs)  # type: ignore[arg-type]
         common: Common = {
             "phase": PHASES[node.meta[PHASE]], "module": node.meta[MODULE], "inputs": inputs, "outputs": made,
-            "deps": order["deps"],
+            "deps": order["deps"], "durations": self._issued,
         }  # fmt: skip
         kind = call.kind
         payload = self._payload(node, inputs or made)

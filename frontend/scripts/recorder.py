@@ -40,7 +40,7 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -182,6 +182,7 @@ MICRO_BATCH = "micro_batch"
 CHUNK = "chunk"
 PAYLOAD = "payload"
 COPY = "copy"
+GRAPH = "graph"
 REGION = "region"
 _CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE, REGION)
 _SILENT_NAMESPACES = ("prim", "profiler")
@@ -261,6 +262,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._after_backward = False
         self._pass = 0
         self._works: dict[int, tuple[Any, Node]] = {}
+        self._graph_of: Callable[[str], str] | None = None
         self._layouts: dict[tuple[Any, ...], Tensor] = {}
 
     # -- what adapters say -----------------------------------------------------------------------------------
@@ -323,6 +325,10 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     def carrying(self, payload: str) -> Any:
         """What communications carry: "parameter", "gradient", "activation", "optimizer_state" or "other"."""
         return self._with(PAYLOAD, payload)
+
+    def graphs(self, graph_of: Callable[[str], str]) -> None:
+        """Of which CUDA graph the operations of a module are, by its path; "" of none. An optimizer's are of none."""
+        self._graph_of = graph_of
 
     def step_begins(self) -> None:
         """A training step begins here; without a call, with the first module that runs, or the last step's end."""
@@ -538,6 +544,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         made |= {key: value for key, value in self._context.items() if key in _CONTEXT}
         if REGION not in made and made[PHASE] == BACKWARD and (of := self._differentiated(node)) is not None:
             made[REGION] = self._backward_region(of)
+        if self._graph_of is not None and made[PHASE] != OPTIMIZER:
+            made[GRAPH] = self._graph_of(made[MODULE])
         # Reserving memory is no work: what its stream waits for, the next work waits for.
         if node.target.namespace not in NAMESPACES and not is_allocation(node):  # type: ignore[union-attr]
             made |= {STREAM: CapturedStream.current.name, AFTER: CapturedStream.current.issue(node)}
