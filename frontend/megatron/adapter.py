@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from echograph.frontend.megatron import graphs, transformer_engine
+from echograph.frontend.megatron.flex import Flex
 from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
 from echograph.frontend.megatron.settings import CHECKED
@@ -130,6 +131,7 @@ class MegatronAdapter(TorchAdapter):
             patched(_config(), "__post_init__", lambda f: _graphs_taken(recorder, f)),
             in_place(LEFT_OUT),
             in_place(balanced(recorder.note)),
+            in_place(Flex(recorder.note).patches()),
             in_place(hooks(recorder, lambda: recorder.is_early)),
         ):
             recorder.memory.state_providers.append(lambda: tell(recorder.memory))

@@ -52,10 +52,10 @@ REFUSALS = (
     Refusal(setting="quant_recipe", option="--te-precision-config-file", reason=_ENGINE),
     Refusal(setting="use_transformer_engine_op_fuser", option="--use-transformer-engine-op-fuser", reason=_ENGINE),
     Refusal(
-        setting="moe_token_dispatcher_type",
-        followed=(None, "allgather", "alltoall"),
-        option="--moe-token-dispatcher-type",
-        reason="kernels of DeepEP or HybridEP send what only values tell: give alltoall in place of it",
+        setting="moe_flex_dispatcher_backend",
+        followed=(None, "deepep", "hybridep"),
+        option="--moe-flex-dispatcher-backend",
+        reason="it takes memory that ranks share: give hybridep in place of it",
     ),
 )
 
