@@ -106,6 +106,19 @@ class _Combine(torch.autograd.Function):
         return _there(gradient, ctx.plan), None
 
 
+class _Beside(torch.autograd.Function):
+    """What goes along with the rows: weights of their experts, a few bytes each."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, rows: int) -> Tensor:
+        ctx.tokens = given.shape[0]
+        return _rows(given.contiguous(), rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _rows(gradient.contiguous(), ctx.tokens), None
+
+
 class Flex:
     """What stands in for the kernels' functions.
 
@@ -174,9 +187,8 @@ class Flex:
     def dispatch(self, x: Tensor, indices: Tensor, probs: Tensor, num_experts: int, group: Any, **_: Any) -> Any:
         """`deep_ep`'s dispatch: rows that a rank receives, their experts and probabilities, and loads."""
         plan, loads = self._plan(x, group, num_experts, False, False, 1)
-        small = plan._replace(places=None)
         made = _Dispatch.apply(x, plan)  # type: ignore[no-untyped-call]
-        probabilities = _Dispatch.apply(probs, small)  # type: ignore[no-untyped-call]
+        probabilities = _Beside.apply(probs, plan.rows)  # type: ignore[no-untyped-call]
         return made, indices.new_empty(plan.rows, indices.shape[1]), probabilities, loads, plan
 
     def combine(self, x: Tensor, group: Any, handle: _Plan, **_: Any) -> Any:
@@ -192,7 +204,7 @@ class Flex:
         del routing_map
         plan, loads = self._plan(x, group, num_local_experts * group.size(), True, fused, pad_multiple or 1)
         made = _Dispatch.apply(x, plan)  # type: ignore[no-untyped-call]
-        probabilities = _Dispatch.apply(probs, plan._replace(places=None))  # type: ignore[no-untyped-call]
+        probabilities = _Beside.apply(probs, plan.rows)  # type: ignore[no-untyped-call]
         return made, probabilities[:, 0], None, loads, plan
 
     def combine_in_order(self, x: Tensor, handle: _Plan, *_: Any, **__: Any) -> Any:
