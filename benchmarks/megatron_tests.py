@@ -9,7 +9,8 @@ logs; what names files (data, checkpoints, vocabularies, boards) is left out or 
 
 Each set of arguments is captured once, by `echoc capture megatron`, and simulated on each platform that has a
 measurement. Results stay in the folder of results, a file a set: a second call goes on where the first was
-stopped, `--again failed` tries those anew that failed, `--again all` all.
+stopped, `--again failed` tries those anew that failed, `--again simulations` simulates anew what is captured,
+`--again all` does all. `--page docs/accuracy.md` writes the page's part (`benchmarks.megatron_page`).
 """
 
 from __future__ import annotations
@@ -31,11 +32,17 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from benchmarks.accuracy import replace_part
+from benchmarks.megatron_page import errors_table, judged, page_part, read_records
+
+if TYPE_CHECKING:
+    from echograph.ir.graph import JobGraph
+
+Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 
 CLUSTERS = {"H100": "dgx-h100", "A100": "dgx-a100", "GB200": "gb200-nvl72"}
@@ -177,12 +184,24 @@ def _vocabulary(written: Mapping[str, Any]) -> list[str]:
 # -- one test -------------------------------------------------------------------------------------------------
 
 
-def run_test(test: Test, folder: Path, results: Path, limit_s: float, captures_only: bool) -> dict[str, Any]:
-    """Captures and simulates a set of arguments, and writes down what came of it."""
+def run_test(test: Test, folder: Path, results: Path, limit_s: float, captures_only: bool, anew: bool) -> Record:
+    """Captures and simulates a set of arguments, and writes down what came of it.
+
+    Args:
+        test: the set.
+        folder: the checkout.
+        results: where results are kept.
+        limit_s: seconds for a capture.
+        captures_only: no simulation.
+        anew: whether a capture that is there is made again.
+    """
     job, file = results / f"{test.key}.pb", results / f"{test.key}.json"
-    record = {"name": test.name, "names": test.names, "script": test.script, "gpus": test.gpus,
-              "arguments": test.arguments, "rows": []}  # fmt: skip
-    record |= _captured(test, folder, job, limit_s)
+    record: Record = {"name": test.name, "names": test.names, "script": test.script, "gpus": test.gpus,
+                      "arguments": test.arguments}  # fmt: skip
+    before = _told(file)
+    if anew or before.get("error", "none") or not job.is_file():
+        before = _captured(test, folder, job, limit_s)
+    record |= {key: before[key] for key in _OF_CAPTURE} | {"rows": []}
     if not record["error"] and not captures_only:
         try:
             record["rows"] = _simulated(test, job)
@@ -192,6 +211,13 @@ def run_test(test: Test, folder: Path, results: Path, limit_s: float, captures_o
     whole.write_text(json.dumps(record, indent=1))
     whole.replace(file)
     return record
+
+
+_OF_CAPTURE = ("error", "notes", "capture_cpu_s", "capture_wall_s")
+
+
+def _told(file: Path) -> Record:
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def _captured(test: Test, folder: Path, job: Path, limit_s: float) -> dict[str, Any]:
@@ -238,6 +264,7 @@ def _simulated(test: Test, job: Path) -> list[dict[str, Any]]:
 
     began = time.process_time()
     graph, made, rows = load(job), {}, []
+    rest = rest_bytes(graph, len(graph.programs) - 1)
     for row in test.measured:
         if row["gpu"] not in CLUSTERS:
             continue
@@ -250,12 +277,30 @@ def _simulated(test: Test, job: Path) -> list[dict[str, Any]]:
                 "measured_s": float(row["iteration_s_median"]), "predicted_s": result.step_ps / 1e12,
                 "measured_peak_bytes": int(float(row["mem_max_allocated_bytes"] or 0)),
                 "predicted_peak_bytes": list(result.memory.programs.values())[-1],
+                "measured_rest_bytes": int(float(row["mem_allocated_bytes"] or 0)),
+                "predicted_rest_bytes": rest,
                 "hidden_size": _hidden(test),
             }
         )  # fmt: skip
     for row in rows:
         row["simulation_cpu_s"] = (time.process_time() - began) / len(rows)
     return rows
+
+
+def rest_bytes(job: JobGraph, program: int) -> int:
+    """Bytes that a rank has between two steps: all that lives through them.
+
+    Args:
+        job: of one step.
+        program: of the rank. What micro-batches share and the step makes is not there before it.
+    """
+    from echograph.ir.types import TensorRole
+    from echograph.simulator.memory import Lifetimes, Memories
+
+    memories = Memories(job)
+    before = Lifetimes(memories, program).before
+    kept = before[(memories.role[before] != TensorRole.BUFFER) | (memories.made[before] == 0)]
+    return int(memories.size[kept].sum())
 
 
 def _hidden(test: Test) -> int:
@@ -273,36 +318,9 @@ def summary(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     yield f"{len(records) - failed.total()} of {len(records)} sets of arguments captured"
     for reason, count in failed.most_common():
         yield f"{count:4} {reason}"
-    rows = [row for record in records for row in record["rows"]]
-    yield f"\n{'':8} {'rows':>5} {'time: mean':>10} {'bias':>7} {'rank':>5} {'memory: mean':>12} {'bias':>7} worst"
-    for label, least in (("all", 0), ("hidden size 2,048 and more", 2048)):
-        yield label
-        for gpu in CLUSTERS:
-            found = [row for row in rows if row["gpu"] == gpu and row["hidden_size"] >= least]
-            if found:
-                yield _line(gpu, found)
-
-
-def _line(label: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    times = [row["predicted_s"] / row["measured_s"] - 1 for row in rows]
-    peaks = [r["predicted_peak_bytes"] / r["measured_peak_bytes"] - 1 for r in rows if r["measured_peak_bytes"]]
-    rank = _rank_correlation([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows])
-    return (
-        f"{label:8} {len(rows):5} {mean(map(abs, times)):10.1%} {mean(times):+7.1%} {rank:5.2f} "
-        f"{mean(map(abs, peaks)):12.1%} {mean(peaks):+7.1%} {max(peaks, key=abs):+7.1%}"
-    )
-
-
-def _rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
-    """Spearman's, of places; ties have the places that sorting gives them."""
-
-    def places(values: Sequence[float]) -> list[int]:
-        ordered = sorted(range(len(values)), key=values.__getitem__)
-        return [place for _, place in sorted(zip(ordered, range(len(values)), strict=True))]
-
-    n = len(one)
-    apart = sum((a - b) ** 2 for a, b in zip(places(one), places(other), strict=True))
-    return 1.0 if n < 2 else 1 - 6 * apart / (n * (n * n - 1))
+    rows = judged(records)
+    if rows:
+        yield "\n" + errors_table(rows)
 
 
 def _kind(error: str) -> str:
@@ -323,7 +341,7 @@ def write_table(records: Iterable[Mapping[str, Any]], file: Path) -> None:
 def _again(file: Path, which: str) -> bool:
     if not file.is_file() or which == "all":
         return True
-    return which == "failed" and bool(json.loads(file.read_text())["error"])
+    return which == "simulations" or (which == "failed" and bool(_told(file)["error"]))
 
 
 def _options() -> argparse.Namespace:
@@ -335,7 +353,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--limit-s", type=float, default=420.0, help="seconds for a capture")
     parser.add_argument("--captures-only", action="store_true", help="no simulation")
-    parser.add_argument("--again", choices=("none", "failed", "all"), default="none", help="what is run anew")
+    parser.add_argument("--again", choices=("none", "failed", "simulations", "all"), default="none", help="what is run anew")
+    parser.add_argument("--page", type=Path, help="whose part is written, of all results in the folder")
     parser.add_argument("--list", action="store_true", help="print the sets of arguments alone")
     return parser.parse_args()
 
@@ -353,8 +372,11 @@ def main() -> None:
     left = [test for test in tests if _again(results / f"{test.key}.json", options.again)]
     with ProcessPoolExecutor(options.jobs) as pool:
         running = [
-            pool.submit(run_test, test, folder, results, options.limit_s, options.captures_only) for test in left
-        ]
+            pool.submit(
+                run_test, test, folder, results, options.limit_s, options.captures_only, options.again == "all"
+            )
+            for test in left
+        ]  # fmt: skip
         for done, future in enumerate(as_completed(running), start=1):
             record = future.result()
             print(
@@ -364,6 +386,10 @@ def main() -> None:
     records = [json.loads((results / f"{test.key}.json").read_text()) for test in tests]
     write_table(records, results / "table.csv")
     print(*summary(records), sep="\n")
+    if options.page:
+        part = page_part(read_records(results), options.page.with_suffix(""))
+        text = options.page.read_text(encoding="utf-8")
+        options.page.write_text(replace_part(text, "megatron", part), encoding="utf-8")
 
 
 if __name__ == "__main__":

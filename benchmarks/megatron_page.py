@@ -1,0 +1,179 @@
+"""The part of docs/accuracy.md that is Megatron-LM's own tests: tables and a plot each of time and memory.
+
+python -m benchmarks.megatron_page RESULTS [--page docs/accuracy.md]
+
+RESULTS is the folder that `python -m benchmarks.megatron_tests` keeps. Writes between the page's markers
+`<!-- megatron -->` and `<!-- end megatron -->`, and the plots into the folder of the page's name. The plots need the
+[report] extra.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.accuracy import BAND, ROOT, percent, replace_part, table
+from echograph.ir.files import write_whole
+
+PLATFORMS = ("H100", "A100", "GB200")
+LARGE = 2048
+"""Hidden size from which on kernels are large, and the host is not what binds."""
+
+LEFT_OUT = {
+    "mixtral/mixtral_8x7b_tp1pp4ep8vpp8_release@lts_dgx_a100": "its 3.746 s on 64 GPUs, which memory at rest says, "
+    "would be 367 TFLOP/s a GPU, above an A100's 312",
+    "mixtral/mixtral_8x22b_tp2pp8ep8vpp1_release@lts_dgx_a100": "faster than the same on H100: its platform is wrong",
+}
+"""Rows that are in no table or plot, and why."""
+
+Row = Mapping[str, Any]
+
+
+def main() -> None:
+    """Writes the part and its plots."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="the folder of results")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "accuracy.md", help="the page to write into")
+    arguments = parser.parse_args()
+    records = read_records(arguments.results)
+    text = arguments.page.read_text(encoding="utf-8")
+    part = page_part(records, arguments.page.with_suffix(""))
+    write_whole(arguments.page, [replace_part(text, "megatron", part)])
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """What a folder of results holds, by name."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    return sorted(found, key=lambda record: (record["name"], record["gpus"]))
+
+
+def page_part(records: Sequence[Mapping[str, Any]], folder: Path) -> str:
+    """Tables in Markdown, and the plots that they show, written into a folder."""
+    rows = judged(records)
+    failed = [record for record in records if record["error"]]
+    captured = len(records) - len(failed)
+    lines = [
+        f"{captured} of {len(records)} sets of arguments are captured ({percent(captured / len(records), '.0f')}), "
+        f"{len(rows):,} measurements are compared.\n\n",
+        errors_table(rows),
+    ]
+    if failed:
+        reasons = sorted({(record["name"], record["error"].removeprefix("echoc: ")) for record in failed})
+        lines += ["\nNot captured:\n\n", table(("test", "why"), [(n, cell(why)) for n, why in reasons], left=2)]
+    ids = {str(row["id"]) for record in records for row in record["rows"]}
+    without = [(name, why) for name, why in LEFT_OUT.items() if name in ids]
+    if without:
+        lines += ["\nLeft out:\n\n", table(("measurement", "why"), without, left=2)]
+    folder.mkdir(exist_ok=True)
+    shown = []
+    for what, unit, scale, keys in PLOTS:
+        name = f"megatron-{what}.png"
+        pairs = {
+            gpu: [(row[keys[0]] / scale, row[keys[1]] / scale) for row in rows if row["gpu"] == gpu and row[keys[0]]]
+            for gpu in PLATFORMS
+        }
+        if any(pairs.values()):
+            write_whole(folder / name, [plot(f"{what}, {unit}", pairs)])
+            shown.append(f"![Measured against predicted {what}]({folder.name}/{name})")
+    return "".join([*lines, *(["\n", table([""] * len(shown), [shown], left=len(shown))] if shown else [])])
+
+
+PLOTS = (
+    ("step", "s", 1.0, ("measured_s", "predicted_s")),
+    ("memory", "GiB", 2.0**30, ("measured_peak_bytes", "predicted_peak_bytes")),
+)
+
+
+def cell(text: str) -> str:
+    """A text that a table holds."""
+    return text.replace("|", "\\|")
+
+
+def judged(records: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """The measurements that count."""
+    return [row for record in records for row in record["rows"] if row["id"] not in LEFT_OUT]
+
+
+def errors_table(rows: Sequence[Row]) -> str:
+    """Errors of step time, of peak and of memory at rest, by GPU, of all and of those with large kernels."""
+    lines = []
+    for label, least in (("", 0), (f", hidden size {LARGE:,} and more", LARGE)):
+        for gpu in PLATFORMS:
+            found = [row for row in rows if row["gpu"] == gpu and row["hidden_size"] >= least]
+            if found:
+                lines.append((f"{gpu}{label}", f"{len(found):,}", *figures(found)))
+    head = ("GPU", "tests", "time: mean", "bias", "rank", "peak: mean", "bias", "worst", "at rest: mean", "bias")
+    return table(head, lines)
+
+
+def figures(rows: Sequence[Row]) -> tuple[str, ...]:
+    """Of measurements: errors of time, their order, errors of the peak, and of what stays from step to step."""
+    times = errors(rows, "s")
+    rank = rank_correlation([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows])
+    peaks, rests = errors(rows, "peak_bytes"), errors(rows, "rest_bytes")
+    worst = percent(max(peaks, key=abs), "+.1f") if peaks else ""
+    return (*mean_and_bias(times), f"{rank:.2f}", *mean_and_bias(peaks), worst, *mean_and_bias(rests))
+
+
+def errors(rows: Iterable[Row], what: str) -> list[float]:
+    """Relative errors of those that were measured."""
+    measured, predicted = f"measured_{what}", f"predicted_{what}"
+    return [row[predicted] / row[measured] - 1 for row in rows if row.get(measured)]
+
+
+def mean_and_bias(values: Sequence[float]) -> tuple[str, str]:
+    """Mean absolute error and mean error, as the page writes them."""
+    return (percent(mean(map(abs, values))), percent(mean(values), "+.1f")) if values else ("", "")
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's; equal values have the mean of their places.
+
+    Args:
+        one: values.
+        other: as many.
+    """
+    n = len(one)
+    a, b = places(one), places(other)
+    middle = (n - 1) / 2
+    both = sum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
+    alone = [sum((x - middle) ** 2 for x in values) for values in (a, b)]
+    return float(both / (alone[0] * alone[1]) ** 0.5) if all(alone) else 1.0
+
+
+def places(values: Sequence[float]) -> list[float]:
+    """Where each would stand in order, from 0."""
+    ordered = sorted(values)
+    first: Callable[[float], int] = ordered.index
+    return [first(value) + (ordered.count(value) - 1) / 2 for value in values]
+
+
+def plot(title: str, pairs: Mapping[str, Sequence[tuple[float, float]]]) -> bytes:
+    """Measured against predicted, both logarithmic, by platform, with a band of 10 %, as PNG."""
+    from matplotlib.figure import Figure
+
+    values = [value for points in pairs.values() for pair in points for value in pair]
+    line = [min(values) / 1.25, max(values) * 1.25]
+    figure = Figure(figsize=(4.6, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.fill_between(line, [v * (1 - BAND) for v in line], [v * (1 + BAND) for v in line], color="0.88", lw=0)
+    axes.plot(line, line, color="0.5", lw=0.8)
+    for gpu, points in pairs.items():
+        if points:
+            measured, predicted = zip(*points, strict=True)
+            axes.scatter(measured, predicted, s=12, alpha=0.7, lw=0, label=f"{gpu}: {len(points):,}")
+    axes.set(xscale="log", yscale="log", xlim=line, ylim=line, aspect="equal", title=title)
+    axes.set(xlabel="measured", ylabel="predicted")
+    axes.legend(loc="upper left", fontsize=8, frameon=False)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=110, metadata={"Software": None})
+    return content.getvalue()
+
+
+if __name__ == "__main__":
+    main()
