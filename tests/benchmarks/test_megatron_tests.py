@@ -1,0 +1,151 @@
+"""The benchmark of Megatron-LM's tests: arguments as they are, results that stay, and the page's part of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("yaml", reason="needs PyYAML, of the [dev] extra")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import megatron_page, megatron_tests
+from benchmarks.accuracy import replace_part
+from echograph.ir.builder import GraphBuilder
+from echograph.ir.graph import JobGraph
+from echograph.ir.types import DType, TensorRole
+
+FIELDS = ("id", "source", "gpu", "platform", "iteration_s_median", "mem_allocated_bytes", "mem_max_allocated_bytes",
+          "env", "args", "gpus", "script", "kind")  # fmt: skip
+
+
+def line(name: str, platform: str = "dev_dgx_h100", **other: str) -> dict[str, str]:
+    return {
+        "id": f"{name}@{platform}", "source": f"repo@0:tests/{name}/golden.json", "gpu": "H100",
+        "platform": platform, "iteration_s_median": "0.5", "mem_allocated_bytes": "100",
+        "mem_max_allocated_bytes": "200", "env": '{"NVTE_FLASH_ATTN": 1, "NCCL_ALGO": "Ring"}',
+        "args": '{"num-layers": 2, "bf16": true, "swiglu": false}', "gpus": "8", "script": "pretrain_gpt.py",
+        "kind": "training", **other,
+    }  # fmt: skip
+
+
+def written(path: Path, *lines: dict[str, str]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=FIELDS)
+        writer.writeheader()
+        writer.writerows(lines)
+    return path
+
+
+def test_tests_of_the_same_arguments_are_one_set(tmp_path: Path) -> None:
+    table = written(
+        tmp_path / "table.csv", line("gpt/a"), line("gpt/b", "dev_dgx_a100"), line("gpt/c", gpus="4"),
+        line("gpt/d", gpus=""), line("gpt/e", kind="grpo"),
+    )  # fmt: skip
+    found = megatron_tests.tests_of(table, tmp_path)
+    assert [(test.names, test.gpus) for test in found] == [(("gpt/a", "gpt/b"), 8), (("gpt/c",), 4)]
+    assert found[0].environment == {"NVTE_FLASH_ATTN": "1"}
+    assert found[0].key != found[1].key
+
+
+def test_a_test_s_own_file_says_its_arguments(tmp_path: Path) -> None:
+    folder = tmp_path / "tests" / "gpt" / "a"
+    folder.mkdir(parents=True)
+    (folder / "model_config.yaml").write_text(
+        "MODEL_ARGS:\n  --num-layers: 12\n  --bf16: true\n  --swiglu: false\n  --recompute-modules: '[mlp moe_act]'\n"
+        "  --save: /there\n  --data-path: /data\n  --ckpt-format: torch_dist\n  --vocab-file: gpt2-vocab.json\n"
+        "  --train-iters: 50\n  --lr-decay-style: 'cosine'\n"
+    )
+    (test,) = megatron_tests.tests_of(written(tmp_path / "table.csv", line("gpt/a")), tmp_path)
+    text = " ".join(test.arguments)
+    assert "--num-layers 12 --bf16 --recompute-modules mlp moe_act --ckpt-format torch_dist" in text
+    assert "--train-iters 50 --lr-decay-style cosine" in text and text.endswith("--vocab-size 50257")
+    assert "--data-path none" in text and "/there" not in text and "--swiglu" not in text
+
+
+def test_what_is_there_is_not_captured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[str] = []
+
+    def capture(test: Any, folder: Path, job: Path, limit_s: float) -> dict[str, Any]:
+        del folder, limit_s
+        captured.append(test.name)
+        job.write_bytes(b"a graph")
+        return {"error": "", "notes": ["said"], "capture_cpu_s": 1.0, "capture_wall_s": 2.0}
+
+    monkeypatch.setattr(megatron_tests, "_captured", capture)
+    monkeypatch.setattr(megatron_tests, "_simulated", lambda *_: [{"id": len(captured)}])
+    (test,) = megatron_tests.tests_of(written(tmp_path / "table.csv", line("gpt/a")), tmp_path)
+    for anew, times in ((False, 1), (False, 1), (True, 2)):
+        record = megatron_tests.run_test(test, tmp_path, tmp_path, 1.0, False, anew)
+        assert len(captured) == times and record["notes"] == ["said"] and record["rows"] == [{"id": times}]
+        assert json.loads((tmp_path / f"{test.key}.json").read_text()) == json.loads(json.dumps(record))
+
+
+def test_a_failed_simulation_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"error": "", "notes": [], "capture_cpu_s": 1.0, "capture_wall_s": 2.0}
+    monkeypatch.setattr(megatron_tests, "_captured", lambda *_: said)
+    (test,) = megatron_tests.tests_of(written(tmp_path / "table.csv", line("gpt/a")), tmp_path)
+    record = megatron_tests.run_test(test, tmp_path, tmp_path, 1.0, False, True)
+    assert record["error"].startswith("simulation: ") and not record["rows"]
+    (first, second) = list(megatron_tests.summary([record]))
+    assert first == "0 of 1 sets of arguments captured" and "simulation" in second
+
+
+def test_memory_at_rest_is_what_lives_through_steps() -> None:
+    builder = GraphBuilder(name="step")
+    roles = (TensorRole.PARAMETER, TensorRole.OPTIMIZER_STATE, TensorRole.ACTIVATION, TensorRole.BUFFER)
+    weight, state, activation, shared = (
+        builder.tensor(role.name, (256, number + 1), DType.FP32, role) for number, role in enumerate(roles)
+    )
+    builder.compute("aten.mm", inputs=(weight, state), outputs=(activation,))
+    builder.compute("aten.add", inputs=(activation,), outputs=(shared,))  # what micro-batches share: of the step
+    builder.program([(0, 0, 2, 0, 0)])
+    assert megatron_tests.rest_bytes(builder.build(JobGraph), 0) == 4 * 256 * (1 + 2)
+
+
+def row(name: str, gpu: str = "H100", hidden: int = 512, **other: Any) -> dict[str, Any]:
+    return {
+        "id": name, "gpu": gpu, "hidden_size": hidden, "measured_s": 1.0, "predicted_s": 1.1,
+        "measured_peak_bytes": 100, "predicted_peak_bytes": 80, "measured_rest_bytes": 50,
+        "predicted_rest_bytes": 51, **other,
+    }  # fmt: skip
+
+
+def test_the_page_has_what_counts_and_what_does_not(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the [report] extra")
+    wrong = "mixtral/mixtral_8x7b_tp1_release@lts_dgx_a100"
+    records = [
+        {"name": "gpt/a", "gpus": 8, "error": "", "rows": [row("gpt/a@x"), row("gpt/a@y", hidden=4096)]},
+        {"name": "mixtral/m", "gpus": 8, "error": "", "rows": [row(wrong, "A100", predicted_s=9.0)]},
+        {"name": "gpt/b", "gpus": 8, "error": "echoc: --this|that: leave it out", "rows": []},
+    ]
+    part = megatron_page.page_part(records, tmp_path / "page")
+    assert part.startswith("2 of 3 sets of arguments are captured (67 %), 2 measurements are compared.")
+    assert "| H100 | 2 | 10.0 % | +10.0 % | 1.00 | 20.0 % | -20.0 % | -20.0 % | 2.0 % | +2.0 % |" in part
+    assert "| H100, hidden size 2,048 and more | 1 |" in part and "| A100 |" not in part
+    assert "| gpt/b | --this\\|that: leave it out |" in part
+    assert wrong in part
+    assert {path.name for path in (tmp_path / "page").iterdir()} == {"megatron-step.png", "megatron-memory.png"}
+    page = "kept\n<!-- megatron -->\nold\n<!-- end megatron -->\n"
+    assert replace_part(page, "megatron", part) == f"kept\n<!-- megatron -->\n{part}<!-- end megatron -->\n"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "rank"),
+    [((1, 2, 3), (10, 20, 30), 1.0), ((1, 2, 3), (3, 2, 1), -1.0), ((1, 2, 2, 3), (1, 3, 2, 4), 0.9487)],
+)
+def test_ranks_agree_or_not(one: tuple[float, ...], other: tuple[float, ...], rank: float) -> None:
+    assert megatron_page.rank_correlation(one, other) == pytest.approx(rank, abs=1e-4)
+
+
+def test_options_say_what_is_run_anew(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    assert megatron_tests._again(file, "none")
+    file.write_text(json.dumps({"error": "no"}))
+    answers = {which: megatron_tests._again(file, which) for which in ("none", "failed", "simulations", "all")}
+    assert answers == {"none": False, "failed": True, "simulations": True, "all": True}
