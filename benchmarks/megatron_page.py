@@ -3,8 +3,8 @@
 python -m benchmarks.megatron_page RESULTS [--page docs/accuracy.md]
 
 RESULTS is the folder that `python -m benchmarks.megatron_tests` keeps. Writes between the page's markers
-`<!-- megatron -->` and `<!-- end megatron -->`, and the plots into the folder of the page's name. The plots need the
-[report] extra.
+`<!-- megatron -->` and `<!-- end megatron -->`, and the plots into the folder of the page's name. The plots need
+the [report] extra.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def page_part(records: Sequence[Mapping[str, Any]], folder: Path) -> str:
     failed = [record for record in records if record["error"]]
     captured = len(records) - len(failed)
     lines = [
-        f"{captured} of {len(records)} sets of arguments are captured ({percent(captured / len(records), '.0f')}), "
-        f"{len(rows):,} measurements are compared.\n\n",
+        f"{captured} of {len(records)} sets of arguments are captured "
+        f"({percent(captured / len(records), '.0f')}), {len(rows):,} measurements are compared.\n\n",
         errors_table(rows),
     ]
     if failed:
@@ -75,7 +75,9 @@ def page_part(records: Sequence[Mapping[str, Any]], folder: Path) -> str:
     for what, unit, scale, keys in PLOTS:
         name = f"megatron-{what}.png"
         pairs = {
-            gpu: [(row[keys[0]] / scale, row[keys[1]] / scale) for row in rows if row["gpu"] == gpu and row[keys[0]]]
+            gpu: [
+                (row[keys[0]] / scale, row[keys[1]] / scale) for row in rows if row["gpu"] == gpu and row[keys[0]]
+            ]
             for gpu in PLATFORMS
         }
         if any(pairs.values()):

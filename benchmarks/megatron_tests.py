@@ -353,7 +353,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--limit-s", type=float, default=420.0, help="seconds for a capture")
     parser.add_argument("--captures-only", action="store_true", help="no simulation")
-    parser.add_argument("--again", choices=("none", "failed", "simulations", "all"), default="none", help="what is run anew")
+    parser.add_argument(
+        "--again", choices=("none", "failed", "simulations", "all"), default="none", help="what is run anew"
+    )
     parser.add_argument("--page", type=Path, help="whose part is written, of all results in the folder")
     parser.add_argument("--list", action="store_true", help="print the sets of arguments alone")
     return parser.parse_args()

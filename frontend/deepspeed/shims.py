@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from echograph.errors import CaptureError
-from echograph.frontend.scripts.torch_adapter import converted_in_place
 from echograph.frontend.scripts.adapter import patched
+from echograph.frontend.scripts.torch_adapter import converted_in_place
 from echograph.frontend.scripts.world import World
 
 GATHER = "_PartitionedParameterCoordinator__all_gather_params_"

@@ -1,8 +1,8 @@
 """Dispatchers of experts that one kernel exchanges tokens for: DeepEP's and HybridEP's, for where they are not.
 
 A token goes once to each rank that has experts of it, whichever of its experts these are. How many ranks that are
-only values tell: each token's experts are taken to be any, of which every rank has as many, so that of R ranks with
-E experts R (1 - C(E - E/R, k) / C(E, k)) are expected to have one of k. Experts get equal loads.
+only values tell: each token's experts are taken to be any, of which every rank has as many, so that of R ranks
+with E experts R (1 - C(E - E/R, k) / C(E, k)) are expected to have one of k. Experts get equal loads.
 
 An exchange is an all-to-all of so many rows. What the kernel does besides (a row read for several ranks, rows of
 several added up) is part of it; HybridEP puts rows in the order of experts behind it, in a kernel of its own.
@@ -24,8 +24,8 @@ from echograph.frontend.megatron.patches import Patch
 
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
 _EXPECTED = (
-    "--moe-token-dispatcher-type flex: a token's experts are taken to be any, of which every rank has as many, and "
-    "experts to have equal loads; tokens go once to each rank by one all-to-all"
+    "--moe-token-dispatcher-type flex: a token's experts are taken to be any, of which every rank has as many, "
+    "and experts to have equal loads; tokens go once to each rank by one all-to-all"
 )
 
 

@@ -6,7 +6,8 @@ values FP8 is refused. As there (`transformer_engine.pytorch.module.linear`, ver
 - inputs and output gradients are cast once, by a kernel that writes the tensor as it lies and transposed. With
   current scaling a pass that looks for the maximum comes first, with delayed scaling the scale is known;
 - weights are cast for the first micro-batch of a step and kept for the others;
-- what ranks of tensor parallelism gather is cast before, so that half the bytes are gathered, and transposed after;
+- what ranks of tensor parallelism gather is cast before, so that half the bytes are gathered, and transposed
+  after;
 - with format "hybrid" output gradients are e5m2, all else is e4m3.
 
 Scales of delayed scaling are reduced over ranks and updated in one operation a forward pass, which is left out, as
@@ -301,7 +302,7 @@ def cast(source: Tensor, recipe: Recipe, gradient: bool = False, both: bool = Tr
 
 
 def _product(a: Tensor, a_scales: Any, b: Tensor, b_scales: Any, block: int, out: Any) -> Tensor:
-    """a [m, k] times b [n, k] transposed; added to `out`, where that is a tensor, else of that type."""
+    """A [m, k] times b [n, k] transposed; added to `out`, where that is a tensor, else of that type."""
     operands = (a, b.t(), [*(a_scales or ()), *(b_scales or ())], block)
     if isinstance(out, Tensor):
         _OPS._scaled_mm_add_(*operands, out)

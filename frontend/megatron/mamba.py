@@ -117,7 +117,7 @@ def _parts(zxbcdt: Tensor, channels: int, sizes: tuple[int, ...]) -> list[Tensor
 
 
 def _scanned(convolved: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-    """x [batch, sequence, heads, head dim], B and C [batch, sequence, groups, state]."""
+    """X [batch, sequence, heads, head dim], B and C [batch, sequence, groups, state]."""
     heads, head, groups, _ = sizes
     state = (convolved.shape[-1] - heads * head) // (2 * groups)
     x, b, c = torch.split(convolved, [heads * head, groups * state, groups * state], dim=-1)

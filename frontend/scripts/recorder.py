@@ -327,7 +327,10 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         return self._with(PAYLOAD, payload)
 
     def graphs(self, graph_of: Callable[[str], str]) -> None:
-        """Of which CUDA graph the operations of a module are, by its path; "" of none. An optimizer's are of none."""
+        """Of which CUDA graph the operations of a module are, by its path; "" of none.
+
+        An optimizer's are of none.
+        """
         self._graph_of = graph_of
 
     def step_begins(self) -> None:

@@ -16,12 +16,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks import megatron_page, megatron_tests
 from benchmarks.accuracy import replace_part
+
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph
 from echograph.ir.types import DType, TensorRole
 
-FIELDS = ("id", "source", "gpu", "platform", "iteration_s_median", "mem_allocated_bytes", "mem_max_allocated_bytes",
-          "env", "args", "gpus", "script", "kind")  # fmt: skip
+FIELDS = ("id", "source", "gpu", "platform", "iteration_s_median", "mem_allocated_bytes",
+          "mem_max_allocated_bytes", "env", "args", "gpus", "script", "kind")  # fmt: skip
 
 
 def line(name: str, platform: str = "dev_dgx_h100", **other: str) -> dict[str, str]:
@@ -57,7 +58,8 @@ def test_a_test_s_own_file_says_its_arguments(tmp_path: Path) -> None:
     folder = tmp_path / "tests" / "gpt" / "a"
     folder.mkdir(parents=True)
     (folder / "model_config.yaml").write_text(
-        "MODEL_ARGS:\n  --num-layers: 12\n  --bf16: true\n  --swiglu: false\n  --recompute-modules: '[mlp moe_act]'\n"
+        "MODEL_ARGS:\n  --num-layers: 12\n  --bf16: true\n  --swiglu: false\n"
+        "  --recompute-modules: '[mlp moe_act]'\n"
         "  --save: /there\n  --data-path: /data\n  --ckpt-format: torch_dist\n  --vocab-file: gpt2-vocab.json\n"
         "  --train-iters: 50\n  --lr-decay-style: 'cosine'\n"
     )
