@@ -1,7 +1,8 @@
 """Muon of NVIDIA's `emerging_optimizers`, in PyTorch's operators, for where it is not installed.
 
 It needs Python 3.12 and Triton there. An update is that of its version 0.3: weights decay, momentum, and five
-steps of Newton and Schulz on the momentum, of three products each, in bf16 where its products' precision is "medium".
+steps of Newton and Schulz on the momentum, of three products each, in bf16 where the precision of products is
+"medium".
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("torch", reason="needs the [torch] extra")
 pytest.importorskip("yaml", reason="needs PyYAML, of the [dev] extra")
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "frontend" / "megatron")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "frontend" / "megatron"))
 
 from benchmarks.megatron_tests import rest_bytes
 from megatron_plans import capture

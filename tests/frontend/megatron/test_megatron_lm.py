@@ -47,6 +47,15 @@ PLANS = {
     "--recompute-num-layers 1 --mock-data",
     "experts": f"--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --tensor-model-parallel-size 2 "
     f"--moe-grouped-gemm --moe-permute-fusion --mock-data {EXPERTS} {OVERLAPPED}",
+    "fp8": "--mock-data --tensor-model-parallel-size 2 --fp8-format hybrid --fp8-recipe tensorwise "
+    f"--fp8-param-gather {OVERLAPPED}",
+    "graphs": "--mock-data --tensor-model-parallel-size 2 --cuda-graph-impl local --te-rng-tracker",
+    "experts beside another micro-batch": f"--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 "
+    f"--tensor-model-parallel-size 2 --sequence-parallel --moe-grouped-gemm --mock-data --global-batch-size 16 "
+    f"--overlap-moe-expert-parallel-comm {EXPERTS}",
+    "flex": "--expert-model-parallel-size 8 --moe-grouped-gemm --mock-data --moe-router-dtype fp32 "
+    f"{EXPERTS.replace('alltoall', 'flex')}",
+    "muon": "--mock-data --optimizer muon",
     "data elsewhere": "--data-path 0.5 /none/a 0.5 /none/b --split 99,1,0 --save /none/c --save-interval 100 "
     "--exit-signal-handler",
 }
