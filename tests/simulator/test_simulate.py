@@ -14,7 +14,7 @@ from echograph.ir.graph import Axis, JobGraph
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fold import Fold
 from echograph.ir.timeline import Lane
-from echograph.ir.types import CollectiveKind, DType, Duration, OpKind, Source, TensorRole
+from echograph.ir.types import ANY_HOST, CollectiveKind, DType, Duration, OpKind, Source, TensorRole
 from echograph.simulator.clusters import load_cluster
 from echograph.simulator.host import IssueTimes
 from echograph.simulator.limits import Scale
@@ -203,3 +203,22 @@ def test_tensors_whose_bytes_have_no_sum_are_refused() -> None:
     builder.compute("aten.add", inputs=tensors, flops=1)
     with pytest.raises(SimulationError, match="a step's tensors are beyond 2\\^62 bytes together"):
         Memories(builder.build(JobGraph))
+
+
+def test_the_host_pays_for_the_first_operation_of_a_cuda_graph_alone() -> None:
+    def step(graphed: bool) -> JobGraph:
+        builder = GraphBuilder(name="step")
+        tensor = builder.tensor("x", (8, 8), DType.FP32, TensorRole.INPUT)
+        for number in range(5):
+            made = builder.tensor("y", (8, 8), DType.FP32, TensorRole.ACTIVATION)
+            durations = [Duration(device=CLUSTER.device, picoseconds=US // 10, source=Source.MEASURED)]
+            if graphed and number:
+                durations.append(Duration(device=ANY_HOST, picoseconds=0, source=Source.ANALYTICAL))
+            builder.compute("aten.relu", inputs=(tensor,), outputs=(made,), durations=durations)
+            tensor = made
+        builder.program([(0, 0, 5, 0, 0)])
+        return builder.build(JobGraph)
+
+    assert HOST.issue(step(False)).tolist() == [HOST.op_ps] * 5
+    assert HOST.issue(step(True)).tolist() == [HOST.op_ps, 0, 0, 0, 0]
+    assert simulate(step(True), CLUSTER, HOST).step_ps == HOST.op_ps + 5 * (US // 10)
