@@ -214,7 +214,9 @@ def test_the_host_pays_for_the_first_operation_of_a_cuda_graph_alone() -> None:
             durations = [Duration(device=CLUSTER.device, picoseconds=US // 10, source=Source.MEASURED)]
             if graphed and number:
                 durations.append(Duration(device=ANY_HOST, picoseconds=0, source=Source.ANALYTICAL))
-            builder.compute("aten.relu", inputs=(tensor,), outputs=(made,), durations=durations)
+            builder.compute(
+                "aten.relu", inputs=(tensor,), outputs=(made,), durations=durations, bytes_read=256, bytes_written=256
+            )  # fmt: skip
             tensor = made
         builder.program([(0, 0, 5, 0, 0)])
         return builder.build(JobGraph)
