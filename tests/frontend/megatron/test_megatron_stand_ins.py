@@ -94,9 +94,7 @@ def test_a_scan_has_the_work_of_its_chunks() -> None:
         weight, bias = (torch.empty(*s, **HALF, requires_grad=True) for s in ((channels, 4), (channels,)))
         dt_bias, a, d = (torch.empty(heads, requires_grad=True) for _ in range(3))
         with FlopCounterMode(display=False) as counter:
-            out = mamba.split_conv1d_scan(
-                given, weight, bias, dt_bias, a, d, chunk, headdim=head, ngroups=groups
-            )
+            out = mamba.split_conv1d_scan(given, weight, bias, dt_bias, a, d, chunk, headdim=head, ngroups=groups)
             forward = counter.get_total_flops()
             out.sum().backward()
     assert out.shape == (batch, length, heads * head)
