@@ -32,15 +32,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from benchmarks.accuracy import replace_part
 from benchmarks.megatron_page import errors_table, judged, page_part, read_records
-
-if TYPE_CHECKING:
-    from echograph.ir.graph import JobGraph
 
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
@@ -264,7 +261,6 @@ def _simulated(test: Test, job: Path) -> list[dict[str, Any]]:
 
     began = time.process_time()
     graph, made, rows = load(job), {}, []
-    rest = rest_bytes(graph, len(graph.programs) - 1)
     for row in test.measured:
         if row["gpu"] not in CLUSTERS:
             continue
@@ -278,29 +274,13 @@ def _simulated(test: Test, job: Path) -> list[dict[str, Any]]:
                 "measured_peak_bytes": int(float(row["mem_max_allocated_bytes"] or 0)),
                 "predicted_peak_bytes": list(result.memory.programs.values())[-1],
                 "measured_rest_bytes": int(float(row["mem_allocated_bytes"] or 0)),
-                "predicted_rest_bytes": rest,
+                "predicted_rest_bytes": list(result.memory.at_rest.values())[-1],
                 "hidden_size": _hidden(test),
             }
         )  # fmt: skip
     for row in rows:
         row["simulation_cpu_s"] = (time.process_time() - began) / len(rows)
     return rows
-
-
-def rest_bytes(job: JobGraph, program: int) -> int:
-    """Bytes that a rank has between two steps: all that lives through them.
-
-    Args:
-        job: of one step.
-        program: of the rank. What micro-batches share and the step makes is not there before it.
-    """
-    from echograph.ir.types import TensorRole
-    from echograph.simulator.memory import Lifetimes, Memories
-
-    memories = Memories(job)
-    before = Lifetimes(memories, program).before
-    kept = before[(memories.role[before] != TensorRole.BUFFER) | (memories.made[before] == 0)]
-    return int(memories.size[kept].sum())
 
 
 def _hidden(test: Test) -> int:

@@ -28,7 +28,15 @@ from echograph.frontend.pytorch.lower import DTYPES, PHASES, GraphLowering, Orde
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.scripts.adapter import Adapter, check_ranks
 from echograph.frontend.scripts.collectives import Communication
-from echograph.frontend.scripts.recorder import COMMUNICATION, COPY, GRAPH, MICRO_BATCH, PAYLOAD, REGION, SHARES
+from echograph.frontend.scripts.recorder import (
+    COMMUNICATION,
+    COPY,
+    GRAPH,
+    MICRO_BATCH,
+    PAYLOAD,
+    REGION,
+    SHARES,
+)
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.streams import AFTER, STREAM
 from echograph.frontend.scripts.world import World
@@ -37,7 +45,16 @@ from echograph.ir.formats import Imported
 from echograph.ir.graph import Axis, JobGraph, Workload
 from echograph.ir.passes.fuse import FUSED, Region, fuse_regions
 from echograph.ir.passes.model import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD, count_job_flops
-from echograph.ir.types import ANY_HOST, Attention, CollectiveKind, DType, Duration, Payload, Source, TensorRole
+from echograph.ir.types import (
+    ANY_HOST,
+    Attention,
+    CollectiveKind,
+    DType,
+    Duration,
+    Payload,
+    Source,
+    TensorRole,
+)
 from echograph.progress import Progress, silent
 
 

@@ -182,6 +182,7 @@ MICRO_BATCH = "micro_batch"
 CHUNK = "chunk"
 PAYLOAD = "payload"
 COPY = "copy"
+GRAPH = "graph"
 REGION = "region"
 GRAPH = "graph"
 _CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE, REGION)

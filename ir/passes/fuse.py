@@ -510,7 +510,8 @@ class _Writer(StepWriter):
             self.part.ops[op.id] = self.part.ops[int(self.graph.maker[inputs[0]])]
         elif isinstance(op, t.Compute) and op.name.removesuffix("_backward") in _NORMS:
             prefix = self.prefixes.get(op.id, self.prefix or "aten")
-            self.copy(replace(op, name=f"{prefix}.{op.name.removeprefix('aten.')}", durations=()))
+            name = f"{prefix}.{op.name.removeprefix('aten.')}"
+            self.copy(replace(op, name=name, durations=tuple(_issued([op]))))
         else:
             self.copy(op)
 
@@ -540,8 +541,15 @@ class _Writer(StepWriter):
             forward_op=self.part.ops[forward] if forward is not None and forward >= 0 else forward,
             bytes_read=traffic.nbytes(read),
             bytes_written=sum(graph.tensors[i].nbytes for i in kept),
+            durations=_issued([graph.ops[row] for row in kernel.rows]),
         )
         self.part.ops |= dict.fromkeys((*kernel.rows, *kernel.views), new)
+
+
+def _issued(ops: Iterable[t.Op]) -> list[t.Duration]:
+    """What issuing some operations as one takes on any host, where that is known of each of them."""
+    known = [[duration for duration in op.durations if duration.device == t.ANY_HOST] for op in ops]
+    return known[-1] if all(known) else []
 
 
 def _bound(graph: Graph, bindings: tuple[int, ...]) -> list[int]:

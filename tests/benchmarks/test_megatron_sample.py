@@ -13,11 +13,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch", reason="needs the [torch] extra")
-pytest.importorskip("yaml", reason="needs PyYAML, of the [dev] extra")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "frontend" / "megatron"))
 
-from benchmarks.megatron_tests import rest_bytes
 from megatron_plans import capture
 
 from echograph.workflow.predict import predict
@@ -36,6 +33,8 @@ BASE = (
     "--disable-gloo-process-groups --transformer-impl transformer_engine"
 )
 OVERLAPPED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+WORKSPACES = 256 * 2**20
+"""Libraries' own, and the last gradients' and logits' remains, hold no more."""
 OF_EXPERTS = f"--num-experts {EXPERTS} --moe-router-topk 2 --disable-bias-linear"
 TESTS = {
     "gpt3_mcore_te_tp1_pp1_dist_optimizer": "--use-distributed-optimizer",
@@ -68,8 +67,8 @@ def test_a_test_is_captured_and_simulated(test: str) -> None:
     experts = "experts" in TESTS[test]
     assert job.workload.parameters == pytest.approx(parameters(experts), rel=0.001)
     result, _ = predict(job)
-    rest = rest_bytes(job, len(job.programs) - 1)
     assert result.memory is not None
+    rest = list(result.memory.at_rest.values())[-1]
     assert 0 < rest < list(result.memory.programs.values())[-1]
     assert result.step_ps > 0
     if "pp1" in test and not experts:
@@ -81,4 +80,4 @@ def test_a_test_is_captured_and_simulated(test: str) -> None:
         )  # positions, norms, biases behind what is added up
         of_rank = whole + (parameters(experts=False) - whole) / parallel
         expected = of_rank * (2 + 4 + 12 / replicas)
-        assert rest == pytest.approx(expected, rel=0.02)
+        assert 0.98 * expected <= rest <= 1.02 * expected + WORKSPACES

@@ -17,10 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import megatron_page, megatron_tests
 from benchmarks.accuracy import replace_part
 
-from echograph.ir.builder import GraphBuilder
-from echograph.ir.graph import JobGraph
-from echograph.ir.types import DType, TensorRole
-
 FIELDS = ("id", "source", "gpu", "platform", "iteration_s_median", "mem_allocated_bytes",
           "mem_max_allocated_bytes", "env", "args", "gpus", "script", "kind")  # fmt: skip
 
@@ -96,18 +92,6 @@ def test_a_failed_simulation_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert record["error"].startswith("simulation: ") and not record["rows"]
     (first, second) = list(megatron_tests.summary([record]))
     assert first == "0 of 1 sets of arguments captured" and "simulation" in second
-
-
-def test_memory_at_rest_is_what_lives_through_steps() -> None:
-    builder = GraphBuilder(name="step")
-    roles = (TensorRole.PARAMETER, TensorRole.OPTIMIZER_STATE, TensorRole.ACTIVATION, TensorRole.BUFFER)
-    weight, state, activation, shared = (
-        builder.tensor(role.name, (256, number + 1), DType.FP32, role) for number, role in enumerate(roles)
-    )
-    builder.compute("aten.mm", inputs=(weight, state), outputs=(activation,))
-    builder.compute("aten.add", inputs=(activation,), outputs=(shared,))  # what micro-batches share: of the step
-    builder.program([(0, 0, 2, 0, 0)])
-    assert megatron_tests.rest_bytes(builder.build(JobGraph), 0) == 4 * 256 * (1 + 2)
 
 
 def row(name: str, gpu: str = "H100", hidden: int = 512, **other: Any) -> dict[str, Any]:

@@ -215,7 +215,8 @@ def test_the_host_pays_for_the_first_operation_of_a_cuda_graph_alone() -> None:
             if graphed and number:
                 durations.append(Duration(device=ANY_HOST, picoseconds=0, source=Source.ANALYTICAL))
             builder.compute(
-                "aten.relu", inputs=(tensor,), outputs=(made,), durations=durations, bytes_read=256, bytes_written=256
+                "aten.relu", inputs=(tensor,), outputs=(made,), bytes_read=256, bytes_written=256,
+                durations=durations,
             )  # fmt: skip
             tensor = made
         builder.program([(0, 0, 5, 0, 0)])

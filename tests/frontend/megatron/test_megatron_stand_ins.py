@@ -1,11 +1,12 @@
-"""What stands in for FP8, Mamba, Muon and the flex dispatcher: shapes and work in a capture, values where it has any."""
+"""What stands in for FP8, Mamba, Muon and the flex dispatcher: shapes and work, and values where it has any."""
 
 from __future__ import annotations
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="needs the [torch] extra")
+pytest.importorskip("torch", reason="needs the [torch] extra")
 
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -42,8 +43,8 @@ def test_a_layer_in_fp8_has_three_products(keeps: bool, fuses: bool) -> None:
         weight = torch.nn.Parameter(torch.empty(64, 32, **HALF))
         weight.main_grad = torch.empty(64, 32)
         layer = fp8.Layer(
-            recipe=fp8.Float8CurrentScaling(), group=None, parallel_mode=None, sequence_parallel=False, fuses=fuses,
-            keeps_given=keeps, weight=weight,
+            recipe=fp8.Float8CurrentScaling(), group=None, parallel_mode=None, sequence_parallel=False,
+            fuses=fuses, keeps_given=keeps, weight=weight,
         )  # fmt: skip
         given = torch.empty(16, 32, **HALF, requires_grad=True)
         (copies,) = fp8.Copies().of([weight], layer.recipe, None)
