@@ -39,7 +39,7 @@ import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -176,10 +176,24 @@ CHUNK = "chunk"
 PAYLOAD = "payload"
 COPY = "copy"
 _CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE)
-_SILENT_NAMESPACES = ("prim", "profiler")
+SILENT_NAMESPACES = ("prim", "profiler")
 _ITEM = _ATEN._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 _is_wrapper = cache(is_traceable_wrapper_subclass_type)
+
+
+class HostCounter(Protocol):
+    """Counts the host's work (`frontend.scripts.work`): told when the capture is entered and left."""
+
+    def enter(self) -> None:
+        """The capture is entered."""
+
+    def leave(self) -> None:
+        """The capture is left, or calls the script's own code."""
+
+    @property
+    def entered_once(self) -> bool:
+        """Whether the script itself called."""
 
 
 class StepRecorded(BaseException):
@@ -202,7 +216,10 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         steps: training steps that have ended.
         recorded: whether the step is recorded.
         sample: shape and type of the first tensor that the model was given in the step.
+        counter: of the host's own work, where that is asked for.
     """
+
+    counter: HostCounter | None = None
 
     def __init__(
         self,
@@ -420,7 +437,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         if func is _ITEM and isinstance(args[0], FakeTensor):
             return answer(args[0], self.note)
         out = self._shapes.call(func, args, kwargs)
-        if not self._recording or self._paused or func.namespace in _SILENT_NAMESPACES:
+        if not self._recording or self._paused or func.namespace in SILENT_NAMESPACES:
             return out
         if func in HANDLES:
             if isinstance(out, FakeTensor):

@@ -149,7 +149,7 @@ class TorchAdapter(Adapter):
         _forget_meshes()
         with ExitStack() as stack:
             enter = stack.enter_context
-            enter(device.present(world, recorder.note))
+            enter(device.present(world, recorder.note, recorder.counter))
             # It draws until all values are within bounds, which without values is for ever.
             enter(patched(torch.nn.init, "_no_grad_trunc_normal_", lambda _: lambda tensor, *_, **__: tensor))
             enter(patched(torch, "save", lambda _: _not_saved(recorder)))
