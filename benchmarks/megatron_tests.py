@@ -174,12 +174,14 @@ def _vocabulary(written: Mapping[str, Any]) -> list[str]:
 # -- one test -------------------------------------------------------------------------------------------------
 
 
-def run_test(test: Test, folder: Path, results: Path, limit_s: float, captures_only: bool) -> dict[str, Any]:
+def run_test(
+    test: Test, folder: Path, results: Path, limit_s: float, captures_only: bool, given: Sequence[str] = ()
+) -> dict[str, Any]:
     """Captures and simulates a set of arguments, and writes down what came of it."""
     job, file = results / f"{test.key}.pb", results / f"{test.key}.json"
     record = {"name": test.name, "names": test.names, "script": test.script, "gpus": test.gpus,
               "arguments": test.arguments, "rows": []}  # fmt: skip
-    record |= _captured(test, folder, job, limit_s)
+    record |= _captured(test, folder, job, limit_s, given)
     if not record["error"] and not captures_only:
         try:
             record["rows"] = _simulated(test, job)
@@ -191,10 +193,10 @@ def run_test(test: Test, folder: Path, results: Path, limit_s: float, captures_o
     return record
 
 
-def _captured(test: Test, folder: Path, job: Path, limit_s: float) -> dict[str, Any]:
+def _captured(test: Test, folder: Path, job: Path, limit_s: float, given: Sequence[str]) -> dict[str, Any]:
     command = [
         sys.executable, "-m", "echograph", "echoc", "capture", "megatron", "--script", test.script,
-        "--world-size", str(test.gpus), "-o", str(job), "--json", "--",
+        "--world-size", str(test.gpus), "-o", str(job), "--json", *given, "--",
         *test.arguments,
     ]  # fmt: skip
     environment = os.environ | test.environment | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
@@ -333,6 +335,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=420.0, help="seconds for a capture")
     parser.add_argument("--captures-only", action="store_true", help="no simulation")
     parser.add_argument("--again", choices=("none", "failed", "all"), default="none", help="what is run anew")
+    parser.add_argument("--measure-host", action="store_true", help="as of the capture")
     parser.add_argument("--list", action="store_true", help="print the sets of arguments alone")
     return parser.parse_args()
 
@@ -349,8 +352,10 @@ def main() -> None:
     results.mkdir(parents=True, exist_ok=True)
     left = [test for test in tests if _again(results / f"{test.key}.json", options.again)]
     with ProcessPoolExecutor(options.jobs) as pool:
+        given = ("--measure-host",) if options.measure_host else ()
         running = [
-            pool.submit(run_test, test, folder, results, options.limit_s, options.captures_only) for test in left
+            pool.submit(run_test, test, folder, results, options.limit_s, options.captures_only, given)
+            for test in left
         ]
         for done, future in enumerate(as_completed(running), start=1):
             record = future.result()

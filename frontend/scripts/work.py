@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -70,6 +70,17 @@ class HostWork:
 
     def __add__(self, other: HostWork) -> HostWork:
         return HostWork(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+class HostPrice(Protocol):
+    """What work takes on one processor."""
+
+    @property
+    def name(self) -> str:
+        """The name under which a graph has it."""
+
+    def seconds(self, work: HostWork) -> float:
+        """Seconds, without the operators that compute."""
 
 
 class WorkCounter:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -17,6 +17,36 @@ from echograph.errors import DataError, UnknownNameError
 from echograph.ir.types import Phase
 
 T = TypeVar("T")
+
+
+class HostWork(Protocol):
+    """Work of a host, counted (`frontend.scripts.work`)."""
+
+    @property
+    def instructions(self) -> int:
+        """Of the interpreter."""
+
+    @property
+    def modules(self) -> int:
+        """Calls of modules."""
+
+    @property
+    def light(self) -> int:
+        """Operators that launch nothing."""
+
+    @property
+    def gradients(self) -> int:
+        """Operators that autograd takes note of."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a backward pass."""
+
+    @property
+    def functions(self) -> int:
+        """Those of them that are written in Python."""
+
+
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
@@ -65,6 +95,72 @@ class Framework(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         others = dict.fromkeys(Phase, self.forward_s)
         own = {Phase.RECOMPUTE: self.recompute_s, Phase.BACKWARD: self.backward_s}
         return {phase: slower * seconds for phase, seconds in (others | own).items()}
+
+
+class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a unit of a host's work takes, in seconds, on one processor.
+
+    Attributes:
+        instruction_s: of the interpreter.
+        module_s: a module's call, beyond its instructions.
+        operator_s: an operator that computes, from the call to its return, without the launch.
+        view_s: one that makes another handle of memory.
+        gradient_s: what autograd adds to a call that it takes note of.
+        node_s: a node of a backward pass, beyond its operators.
+        function_s: such a node that is written in Python, with its forward pass, beyond instructions and operators.
+        alone_s: what an operator takes more where it is called by itself, as a profile of a CPU has it.
+        processor: on which it was measured.
+        basis: how.
+    """
+
+    instruction_s: _Seconds
+    module_s: _Seconds
+    operator_s: _Seconds
+    view_s: _Seconds
+    gradient_s: _Seconds
+    node_s: _Seconds
+    function_s: _Seconds
+    alone_s: _Seconds
+    processor: str
+    basis: str
+
+    @property
+    def name(self) -> str:
+        """The name under which graphs have what they price."""
+        return f"{self.processor}{SCRIPT}"
+
+    def seconds(self, work: HostWork) -> float:
+        """What work takes on that processor, without the operators that compute."""
+        return (
+            work.instructions * self.instruction_s
+            + work.modules * self.module_s
+            + work.light * self.view_s
+            + work.gradients * self.gradient_s
+            + work.nodes * self.node_s
+            + work.functions * self.function_s
+        )
+
+
+SCRIPT = "/script"
+"""After a processor's name: durations of what a script's own work takes on it, operator by operator."""
+
+
+def load_units() -> HostUnits:
+    """What units of work take on the processor where they were measured."""
+    return _read("host_work.toml", HostUnits)
+
+
+def slower(than: str, processor: str) -> float:
+    """How many times as long a thread of one processor takes as one of another.
+
+    Args:
+        than: the other one.
+        processor: the one that takes longer.
+
+    Raises:
+        UnknownNameError: no such processor.
+    """
+    return load_processor(than).single_thread / load_processor(processor).single_thread
 
 
 def load_processor(name: str) -> HostProcessor:

@@ -121,7 +121,7 @@ def simulate(
             links_of(job, where).find(entry.where)
     job = system.annotate(job)
     stack = load_stack(plan.stack) if plan is not None and plan.stack else Stack()
-    host = system.host_running(stack.host)
+    host = system.host_of_script(job) or system.host_running(stack.host)
     result = simulator.simulate(
         job,
         where,

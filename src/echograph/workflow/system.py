@@ -171,6 +171,41 @@ class System:
             communication_ps=to_ps(processor.communication_s),
         )
 
+    def host_of_script(self, graph: Graph) -> IssueTimes | None:
+        """The host that runs a graph which says what its script does; None for another graph.
+
+        A measured CPU is taken to be the processor that the work is told for.
+
+        Raises:
+            UnknownNameError: the graph's processor is in no table.
+            UsageError: it is not known which processor the cluster's hosts have.
+        """
+        from echograph.profiler.costs.host import SCRIPT, load_processor, load_units, slower
+
+        ops = graph.ops
+        names = (ops.strings[device] for device in np.unique(ops.duration_device).tolist())
+        told = next((name for name in names if name.endswith(SCRIPT)), "")
+        if not told:
+            return None
+        units, measured_on = load_units(), told.removesuffix(SCRIPT)
+        if self.profile is not None:
+            alone = to_ps(units.operator_s) - to_ps(units.operator_s + units.alone_s)
+            return replace(self.host, script=told, kernel_ps=alone if self.host.blocking else to_ps(units.operator_s))
+        if not self.cluster.processor:
+            raise UsageError(
+                f"the graph says what its script takes the host on {measured_on}, and cluster {self.cluster.name} "
+                "does not say which processor its hosts have: give it, as --set cluster.node.processor=xeon-8480c"
+            )
+        processor = load_processor(self.cluster.processor)
+        operator_s = slower(units.processor, self.cluster.processor) * units.operator_s
+        return replace(
+            self.host,
+            script=told,
+            slower=slower(measured_on, self.cluster.processor),
+            kernel_ps=to_ps(operator_s + processor.launch_s),
+            communication_ps=to_ps(processor.communication_s),
+        )
+
     def peak_flops_per_s(self, graph: Graph) -> float:
         """FLOP/s of one device in the type of the step; 0 where it is not known."""
         if self.device is None:
