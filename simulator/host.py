@@ -113,10 +113,14 @@ class IssueTimes:
         return issue
 
     def _of_script(self, graph: Graph) -> Int64:
-        """Picoseconds to issue every row, of a graph that says what its script does."""
+        """Picoseconds to issue every row, of a graph that says what its script does.
+
+        What has none is issued with the operation before: of several parts, or of a kernel that does several.
+        """
         ops = graph.ops
-        work = np.rint(np.maximum(ops.duration_on(self.script)[0], 0) * self.slower).astype(np.int64)
+        told = ops.duration_on(self.script)[0]
+        work = np.rint(told * self.slower).astype(np.int64)
         besides = np.where(ops.is_view, 0, self.kernel_ps)
         if self.communication_ps is not None:
             besides = np.where(np.isin(ops.kind, COMMUNICATIONS), self.communication_ps, besides)
-        return np.maximum(work + besides, 0)
+        return np.where(told == NONE, 0, np.maximum(work + besides, 0))

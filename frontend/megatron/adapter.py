@@ -96,6 +96,7 @@ class MegatronAdapter(TorchAdapter):
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "megatron": "megatron"}
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {DISTRIBUTION: TESTED}
     counts_optimizer_steps: ClassVar[bool] = False
+    compiles: ClassVar[tuple[str, ...]] = ("megatron.core",)
 
     @contextmanager
     def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:

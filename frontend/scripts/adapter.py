@@ -50,6 +50,7 @@ class Adapter:
         counts_optimizer_steps: whether a training step ends where an outermost `torch.optim.Optimizer.step` does;
             an adapter that says no calls `recorder.step_ends()` itself.
         steady_step: the first training step that is as all later ones.
+        compiles: modules whose functions are compiled one by one (`torch.compile`) where they are imported.
     """
 
     name: ClassVar[str] = ""
@@ -57,6 +58,7 @@ class Adapter:
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {}
     counts_optimizer_steps: ClassVar[bool] = True
     steady_step: ClassVar[int] = 2
+    compiles: ClassVar[tuple[str, ...]] = ()
 
     def check(self) -> list[str]:
         """What is to be said of the installed versions, a line each.

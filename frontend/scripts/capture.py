@@ -40,7 +40,7 @@ from echograph.ir.formats import Imported
 from echograph.ir.graph import Axis, JobGraph, Workload
 from echograph.ir.passes.annotate import Annotate
 from echograph.ir.passes.model import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD, count_job_flops
-from echograph.ir.types import CollectiveKind, DType, OpKind, Payload, Source, TensorRole
+from echograph.ir.types import CollectiveKind, DType, Payload, Source, TensorRole
 from echograph.progress import Progress, silent
 from echograph.units import to_ps
 
@@ -237,9 +237,9 @@ def _price(seconds: dict[int, float], work: float, made: range) -> None:
 
 
 def _of_host(job: JobGraph, name: str, seconds: Mapping[int, float]) -> JobGraph:
-    """The job with what the host does before each operation."""
+    """The job with what the host does before each operation; one that has none goes with the one before."""
     count = len(job.ops)
-    picoseconds = np.where(job.ops.kind == OpKind.HOST, NONE, 0).astype(np.int64)
+    picoseconds = np.full(count, NONE, np.int64)
     for row, each in seconds.items():
         if row >= 0:
             picoseconds[row] = to_ps(each)

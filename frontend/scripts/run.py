@@ -10,7 +10,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
@@ -30,7 +32,7 @@ from echograph.frontend.pytorch.userfile import reason
 from echograph.frontend.scripts.adapter import Adapter, patched, replaced
 from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.recorder import ScriptRecorder, StepRecorded
-from echograph.frontend.scripts.work import CountingRecorder, HostPrice
+from echograph.frontend.scripts.work import CountingRecorder, HostPrice, compiled
 from echograph.frontend.scripts.world import World
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -96,8 +98,10 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
             mode, step=script.step, whole=script.whole, counts_optimizer_steps=adapter.counts_optimizer_steps,
             results=results,
         )  # fmt: skip
+        if isinstance(recorder, CountingRecorder) and script.host is not None:
+            recorder.stands_in = script.host.stands_in
         enter(patched(os, "_exit", _exit_as_sys))
-        enter(replaced(torch, "compile", _left_out))
+        enter(replaced(torch, "compile", partial(_left_out, adapter.compiles)))
         enter(quiet_fakes())
         enter(cuda_operators())
         enter(plain_attention_masks())
@@ -108,9 +112,14 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
     return ScriptRun(world=world, recorder=recorder, axes=None if axes is None else dict(axes))
 
 
-def _left_out(model: Any = None, *_: Any, **__: Any) -> Any:
+def _left_out(frameworks: tuple[str, ...], model: Any = None, *_: Any, **__: Any) -> Any:
     """`torch.compile`, for what frameworks compile where they are imported: its own import takes seconds."""
-    return (lambda function: function) if model is None else model
+
+    def stands(function: Any) -> Any:
+        own = isinstance(function, FunctionType) and function.__module__.startswith(frameworks)
+        return compiled(function) if own else function
+
+    return stands if model is None else stands(model)
 
 
 def _exit_as_sys(leave: Callable[[int], NoReturn]) -> Callable[[int], NoReturn]:

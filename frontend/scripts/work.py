@@ -11,10 +11,12 @@ Counts do not depend on the machine, nor on how busy it is, and equal layers hav
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import wraps
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -25,8 +27,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.fx import Node
 from torch.nn.modules import module as modules
 
+from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD_NODE, MODULE, PHASE
 from echograph.frontend.pytorch.call_nodes import is_allocation, is_view
-from echograph.frontend.scripts.recorder import SILENT_NAMESPACES, ScriptRecorder
+from echograph.frontend.scripts.recorder import MICRO_BATCH, SILENT_NAMESPACES, ScriptRecorder
 
 WORK = "host_work"
 """Of call nodes: the `HostWork` before them."""
@@ -37,6 +40,7 @@ _FRONTEND = _HERE.parent
 _STANDING_IN = tuple(
     str(_FRONTEND / "megatron" / name) for name in ("attention.py", "transformer_engine.py", "apex.py")
 )
+_ENGINE = "echograph.frontend.megatron.transformer_engine"
 _OWN = (
     str(_FRONTEND),
     # What PyTorch does because a capture looks on.
@@ -59,6 +63,8 @@ class HostWork:
         gradients: operators that autograd takes note of.
         nodes: of autograd that a backward pass comes to.
         functions: of those, the ones that are written in Python, which calls from C++ and back begin and end.
+        compiled: calls of what a framework has compiled, forward or backward; what is in them is not counted.
+        stood_in: calls of layers that stand in for others, as "Linear.forward"; what is in them is not counted.
     """
 
     instructions: int = 0
@@ -67,6 +73,8 @@ class HostWork:
     gradients: int = 0
     nodes: int = 0
     functions: int = 0
+    compiled: int = 0
+    stood_in: tuple[str, ...] = ()
 
     def __add__(self, other: HostWork) -> HostWork:
         return HostWork(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -79,6 +87,10 @@ class HostPrice(Protocol):
     def name(self) -> str:
         """The name under which a graph has it."""
 
+    @property
+    def stands_in(self) -> frozenset[str]:
+        """Layers whose calls are known as a whole, by the names of those that stand in for them."""
+
     def seconds(self, work: HostWork) -> float:
         """Seconds, without the operators that compute."""
 
@@ -87,9 +99,19 @@ class WorkCounter:
     """Counts while the script runs and is asked for (`begin`, `end`).
 
     Entries into the capture nest: `enter` as often as `leave`; between them nothing is counted.
+
+    Attributes:
+        current: the one that counts now.
+        muted: above zero where what runs is counted as a whole.
+        region: number of the call of something compiled that runs; 0: none.
     """
 
+    current: WorkCounter | None = None
+
     def __init__(self) -> None:
+        self.muted = 0
+        self.region = 0
+        self._regions = 0
         self._instructions = self._modules = 0
         self._depth = 0
         self._of_hooks = 0
@@ -121,6 +143,7 @@ class WorkCounter:
         """Counts from here."""
         self._of_hooks = self._hooks()
         self.take()
+        WorkCounter.current = self
         sys.settrace(self._called)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -131,10 +154,24 @@ class WorkCounter:
     def end(self) -> None:
         """Counts no more."""
         sys.settrace(None)
+        WorkCounter.current = None
+
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """What runs is one call of what a framework has compiled."""
+        if self.region:
+            yield
+            return
+        self._regions += 1
+        self.region, self.muted = self._regions, self.muted + 1
+        try:
+            yield
+        finally:
+            self.region, self.muted = 0, self.muted - 1
 
     def module(self) -> None:
         """A module was called, by way of the capture's hooks."""
-        if self._depth == 1:
+        if self._depth == 1 and not self.muted:
             self._modules += 1
 
     def take(self) -> tuple[int, int]:
@@ -153,7 +190,7 @@ class WorkCounter:
         return self._counted
 
     def _counted(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "opcode" and not self._depth:
+        if event == "opcode" and not (self._depth or self.muted):
             self._instructions += 1
         return self._counted
 
@@ -201,6 +238,24 @@ def _hooks_of_captures(kept: bool) -> Iterator[None]:
             each.update(known)
 
 
+def compiled(function: Any) -> Any:
+    """What stands for a function that a framework has compiled: it runs as written, and counts as one call."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        counter = WorkCounter.current
+        if counter is None:
+            return function(*args, **kwargs)
+        with counter.compiled():
+            return function(*args, **kwargs)
+
+    return run
+
+
+REGION = "compiled_region"
+"""Of call nodes in a call of something compiled: its number."""
+
+
 class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
     """Records a step, and counts what the host does for each operator of it (`WORK`)."""
 
@@ -210,6 +265,15 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         self._before = HostWork()
         self._reached: Any = None
         self._made: Node | None = None
+        self._stand_ins: dict[str, str] = {}
+        self.stands_in: frozenset[str] = frozenset()
+
+    def _standing_in(self, module: Any) -> str:
+        """Name under which calls of a layer are known that stands in for another one; "" for all others."""
+        for kind in type(module).__mro__:
+            if kind.__module__ == _ENGINE and kind.__name__ in self.stands_in:
+                return kind.__name__
+        return ""
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -231,12 +295,18 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         try:
             self.counter.module()
             super()._module_begins(module, args)
+            name = self._standing_in(module)
+            if name:
+                self.counter.muted += 1
+                self._stand_ins[self._stack[-1]] = name
         finally:
             self.counter.leave()
 
     def _module_ends(self, *args: Any) -> None:
         self.counter.enter()
         try:
+            if self._stack and self._stack[-1] in self._stand_ins:
+                self.counter.muted -= 1
             super()._module_ends(*args)
         finally:
             self.counter.leave()
@@ -251,6 +321,7 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
     def _finish(self) -> None:
         self.counter.end()
         super()._finish()
+        self._count_whole()
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (
@@ -277,6 +348,8 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             nodes=reached,
             functions=reached and isinstance(node, BackwardCFunction),
         )
+        if made is not None and self.counter.region:
+            made.meta[REGION] = self.counter.region
         if made is not None and works:
             made.meta[WORK], self._before = self._before, HostWork()
         return out
@@ -287,6 +360,50 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         if self._made is None or is_allocation(self._made):
             self._made = node
         return node
+
+    def _count_whole(self) -> None:
+        """Puts calls that count as a whole in place of what was counted in them.
+
+        Of something compiled the first operator has the call, and the others are none: it is one kernel. Of a layer
+        that stands in for another one the first has the call, and each of the others still is a kernel.
+        """
+        regions = {n.name: n.meta[REGION] for n in self.graph.nodes if REGION in n.meta}
+        begun: set[tuple[Any, ...]] = set()
+        inside: tuple[Any, ...] = ()
+        left = HostWork()
+        for node in self.graph.nodes:
+            if WORK not in node.meta or node.target is operator.getitem:
+                continue
+            work: HostWork = node.meta[WORK]
+            passed_on, left = left, HostWork()
+            outside = HostWork(instructions=work.instructions, modules=work.modules) + passed_on
+            region = node.meta.get(REGION) or regions.get(node.meta.get(FORWARD_NODE, ""))
+            own = self._stand_in_of(node)
+            if region:
+                key = (region, node.meta[PHASE])
+                if key in begun:
+                    del node.meta[WORK]
+                    left = outside
+                else:
+                    begun.add(key)
+                    node.meta[WORK] = outside + HostWork(compiled=1)
+            elif own:
+                key = (own, node.meta[PHASE], node.meta.get(MICRO_BATCH))
+                phase = "backward" if node.meta[PHASE] == BACKWARD else "forward"
+                name = f"{self._stand_ins[own]}.{phase}"
+                node.meta[WORK] = outside + HostWork(stood_in=() if key == inside else (name,))
+                inside = key
+            else:
+                node.meta[WORK] = work + passed_on
+            if not own:
+                inside = ()
+
+    def _stand_in_of(self, node: Node) -> str:
+        """Path of the layer that stands in for another one and has the node; "" where none does."""
+        path = str(node.meta[MODULE])
+        while path and path not in self._stand_ins:
+            path = path.rpartition(".")[0]
+        return path
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

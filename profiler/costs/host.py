@@ -46,6 +46,14 @@ class HostWork(Protocol):
     def functions(self) -> int:
         """Those of them that are written in Python."""
 
+    @property
+    def compiled(self) -> int:
+        """Calls of something compiled."""
+
+    @property
+    def stood_in(self) -> tuple[str, ...]:
+        """Calls of layers that stand in for others, as "Linear.forward"."""
+
 
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
@@ -108,6 +116,9 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         gradient_s: what autograd adds to a call that it takes note of.
         node_s: a node of a backward pass, beyond its operators.
         function_s: such a node that is written in Python, with its forward pass, beyond instructions and operators.
+        compiled_s: a call of something compiled (`torch.compile`), forward or backward: guards, wrappers, its kernel.
+        in_place: how many times as long units take between others of a step, where caches hold all of it.
+        in_training: how many times as long operators take in traces of training jobs as a thread's rating says.
         alone_s: what an operator takes more where it is called by itself, as a profile of a CPU has it.
         processor: on which it was measured.
         basis: how.
@@ -120,6 +131,9 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gradient_s: _Seconds
     node_s: _Seconds
     function_s: _Seconds
+    compiled_s: _Seconds
+    in_place: Annotated[float, msgspec.Meta(ge=1)]
+    in_training: Annotated[float, msgspec.Meta(ge=1)]
     alone_s: _Seconds
     processor: str
     basis: str
@@ -131,18 +145,31 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def seconds(self, work: HostWork) -> float:
         """What work takes on that processor, without the operators that compute."""
-        return (
+        known = calls_of_modules()
+        return sum(known[name] for name in work.stood_in) + self.in_place * (
             work.instructions * self.instruction_s
             + work.modules * self.module_s
             + work.light * self.view_s
             + work.gradients * self.gradient_s
             + work.nodes * self.node_s
             + work.functions * self.function_s
+            + work.compiled * self.compiled_s
         )
+
+    @property
+    def stands_in(self) -> frozenset[str]:
+        """Layers whose calls are known as a whole."""
+        return frozenset(name.partition(".")[0] for name in calls_of_modules())
 
 
 SCRIPT = "/script"
 """After a processor's name: durations of what a script's own work takes on it, operator by operator."""
+
+
+@cache
+def calls_of_modules() -> dict[str, float]:
+    """Seconds of calls of layers that others stand in for, on the processor of `load_units`, by "Linear.forward"."""
+    return {}
 
 
 def load_units() -> HostUnits:

@@ -189,20 +189,21 @@ class System:
             return None
         units, measured_on = load_units(), told.removesuffix(SCRIPT)
         if self.profile is not None:
-            alone = to_ps(units.operator_s) - to_ps(units.operator_s + units.alone_s)
-            return replace(self.host, script=told, kernel_ps=alone if self.host.blocking else to_ps(units.operator_s))
+            in_place = to_ps(units.in_place * units.operator_s)
+            besides = -to_ps(units.alone_s) if self.host.blocking else in_place
+            return replace(self.host, script=told, kernel_ps=besides)
         if not self.cluster.processor:
             raise UsageError(
                 f"the graph says what its script takes the host on {measured_on}, and cluster {self.cluster.name} "
                 "does not say which processor its hosts have: give it, as --set cluster.node.processor=xeon-8480c"
             )
         processor = load_processor(self.cluster.processor)
-        operator_s = slower(units.processor, self.cluster.processor) * units.operator_s
+        operator_s = slower(units.processor, self.cluster.processor) * units.in_place * units.operator_s
         return replace(
             self.host,
             script=told,
-            slower=slower(measured_on, self.cluster.processor),
-            kernel_ps=to_ps(operator_s + processor.launch_s),
+            slower=units.in_training * slower(measured_on, self.cluster.processor),
+            kernel_ps=to_ps(units.in_training * operator_s + processor.launch_s),
             communication_ps=to_ps(processor.communication_s),
         )
 
