@@ -32,7 +32,7 @@ from echograph.frontend.scripts.collectives import Communication
 from echograph.frontend.scripts.recorder import COMMUNICATION, COPY, MICRO_BATCH, PAYLOAD, SHARES
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.streams import AFTER, STREAM
-from echograph.frontend.scripts.work import WORK, HostPrice
+from echograph.frontend.scripts.work import WORK, HostPrice, wait_for_value
 from echograph.frontend.scripts.world import World
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.columns import NONE
@@ -311,7 +311,9 @@ class _Rank(GraphLowering):
         """Adds a node; what waits for it later waits for the last operation that its stream had been given."""
         before = self.builder.op_count()
         self._lives_on = node in self._outliving
-        if COMMUNICATION in node.meta and node.target is not operator.getitem:
+        if node.target is wait_for_value:
+            self._wait(node)
+        elif COMMUNICATION in node.meta and node.target is not operator.getitem:
             self._communicate(node)
         else:
             super().add(node)
@@ -331,6 +333,13 @@ class _Rank(GraphLowering):
             self._latest[stream] = self.builder.op_count() - 1
         if stream in self._latest:
             self._reached[node] = self._latest[stream]
+
+    def _wait(self, node: Node) -> None:
+        """The host waits for what makes a value."""
+        made = self.made.get(node.all_input_nodes[0], ())
+        if made:
+            common = {"phase": PHASES[node.meta[PHASE]], "module": node.meta[MODULE]}
+            self.made[node] = [self.builder.host("read value", deps=[made[-1]], **common)]
 
     def operation(self, node: Node, **fields: Any) -> int:
         """A kernel, or a copy between host and device."""

@@ -324,6 +324,8 @@ class CountingDevice(OnTheDevice):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._counter.enter()
         try:
+            if func in QUESTIONS and isinstance(args[0], FakeTensor) and not values.is_known(args[0]):
+                self._counter.reads(args[0])
             return super().__torch_function__(func, types, args, kwargs)
         finally:
             self._counter.leave()

@@ -36,7 +36,7 @@ tensors, as FSDP does with what it gathers.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, Protocol
@@ -190,6 +190,10 @@ class HostCounter(Protocol):
 
     def leave(self) -> None:
         """The capture is left, or calls the script's own code."""
+
+    @property
+    def reads(self) -> Callable[[Tensor], None]:
+        """Is told which tensor of the device the script reads a value of."""
 
     @property
     def entered_once(self) -> bool:

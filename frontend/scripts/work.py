@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -63,7 +63,8 @@ class HostWork:
         gradients: operators that autograd takes note of.
         nodes: of autograd that a backward pass comes to.
         functions: of those, the ones that are written in Python, which calls from C++ and back begin and end.
-        compiled: calls of what a framework has compiled, forward or backward; what is in them is not counted.
+        compiled: calls of what a framework has compiled; what is in them is not counted.
+        compiled_backward: their backward passes.
         stood_in: calls of layers that stand in for others, as "Linear.forward"; what is in them is not counted.
     """
 
@@ -74,6 +75,7 @@ class HostWork:
     nodes: int = 0
     functions: int = 0
     compiled: int = 0
+    compiled_backward: int = 0
     stood_in: tuple[str, ...] = ()
 
     def __add__(self, other: HostWork) -> HostWork:
@@ -102,13 +104,15 @@ class WorkCounter:
 
     Attributes:
         current: the one that counts now.
+        reads: is told which tensor of the device the script reads a value of.
         muted: above zero where what runs is counted as a whole.
         region: number of the call of something compiled that runs; 0: none.
     """
 
     current: WorkCounter | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, reads: Callable[[torch.Tensor], None] = lambda _: None) -> None:
+        self.reads = reads
         self.muted = 0
         self.region = 0
         self._regions = 0
@@ -252,6 +256,11 @@ def compiled(function: Any) -> Any:
     return run
 
 
+def wait_for_value(tensor: Any) -> None:
+    """What a node stands for at which the host waits until a value is there."""
+    del tensor
+
+
 REGION = "compiled_region"
 """Of call nodes in a call of something compiled: its number."""
 
@@ -261,7 +270,7 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.counter: WorkCounter = WorkCounter()
+        self.counter: WorkCounter = WorkCounter(self.reads)
         self._before = HostWork()
         self._reached: Any = None
         self._made: Node | None = None
@@ -274,6 +283,15 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             if kind.__module__ == _ENGINE and kind.__name__ in self.stands_in:
                 return kind.__name__
         return ""
+
+    def reads(self, tensor: torch.Tensor) -> None:
+        """The script reads a value of the device: the host waits until what makes it has ended."""
+        if not self._recording or self._paused or not self.counter.entered_once:
+            return
+        node = self.node_of(tensor)
+        if node.op == "call_function":
+            meta = self._phase_and_module(node) | self.of_micro_batch()
+            self.add_call(wait_for_value, (node,), {}, None, meta)
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -386,7 +404,8 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
                     left = outside
                 else:
                     begun.add(key)
-                    node.meta[WORK] = outside + HostWork(compiled=1)
+                    again = REGION not in node.meta
+                    node.meta[WORK] = outside + HostWork(compiled=not again, compiled_backward=again)
             elif own:
                 key = (own, node.meta[PHASE], node.meta.get(MICRO_BATCH))
                 phase = "backward" if node.meta[PHASE] == BACKWARD else "forward"

@@ -51,6 +51,10 @@ class HostWork(Protocol):
         """Calls of something compiled."""
 
     @property
+    def compiled_backward(self) -> int:
+        """Their backward passes."""
+
+    @property
     def stood_in(self) -> tuple[str, ...]:
         """Calls of layers that stand in for others, as "Linear.forward"."""
 
@@ -116,7 +120,8 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         gradient_s: what autograd adds to a call that it takes note of.
         node_s: a node of a backward pass, beyond its operators.
         function_s: such a node that is written in Python, with its forward pass, beyond instructions and operators.
-        compiled_s: a call of something compiled (`torch.compile`), forward or backward: guards, wrappers, its kernel.
+        compiled_s: a call of something compiled (`torch.compile`) between others of a step: guards, wrappers.
+        compiled_backward_s: its backward pass.
         in_place: how many times as long units take between others of a step, where caches hold all of it.
         in_training: how many times as long operators take in traces of training jobs as a thread's rating says.
         alone_s: what an operator takes more where it is called by itself, as a profile of a CPU has it.
@@ -132,6 +137,7 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     node_s: _Seconds
     function_s: _Seconds
     compiled_s: _Seconds
+    compiled_backward_s: _Seconds
     in_place: Annotated[float, msgspec.Meta(ge=1)]
     in_training: Annotated[float, msgspec.Meta(ge=1)]
     alone_s: _Seconds
@@ -146,14 +152,15 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def seconds(self, work: HostWork) -> float:
         """What work takes on that processor, without the operators that compute."""
         known = calls_of_modules()
-        return sum(known[name] for name in work.stood_in) + self.in_place * (
+        whole = sum(known[name] for name in work.stood_in)
+        whole += work.compiled * self.compiled_s + work.compiled_backward * self.compiled_backward_s
+        return whole + self.in_place * (
             work.instructions * self.instruction_s
             + work.modules * self.module_s
             + work.light * self.view_s
             + work.gradients * self.gradient_s
             + work.nodes * self.node_s
             + work.functions * self.function_s
-            + work.compiled * self.compiled_s
         )
 
     @property
