@@ -12,6 +12,7 @@ Counts do not depend on the machine, nor on how busy it is, and equal layers hav
 from __future__ import annotations
 
 import operator
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +41,9 @@ _FRONTEND = _HERE.parent
 _STANDING_IN = tuple(
     str(_FRONTEND / "megatron" / name) for name in ("attention.py", "transformer_engine.py", "apex.py")
 )
-_ENGINE = "echograph.frontend.megatron.transformer_engine"
+_ENGINE = ("echograph.frontend.megatron.transformer_engine", "echograph.frontend.megatron.attention")
+# Variables of Transformer Engine by which Megatron-LM says which attention runs.
+_KERNELS = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN")
 _OWN = (
     str(_FRONTEND),
     # What PyTorch does because a capture looks on.
@@ -280,8 +283,11 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
     def _standing_in(self, module: Any) -> str:
         """Name under which calls of a layer are known that stands in for another one; "" for all others."""
         for kind in type(module).__mro__:
-            if kind.__module__ == _ENGINE and kind.__name__ in self.stands_in:
-                return kind.__name__
+            name = kind.__name__
+            if name == "DotProductAttention":
+                name += " unfused" if all(os.environ.get(choice) == "0" for choice in _KERNELS) else " fused"
+            if kind.__module__ in _ENGINE and name in self.stands_in:
+                return name
         return ""
 
     def reads(self, tensor: torch.Tensor) -> None:

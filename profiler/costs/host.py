@@ -151,7 +151,7 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def seconds(self, work: HostWork) -> float:
         """What work takes on that processor, without the operators that compute."""
-        known = calls_of_modules()
+        known = calls_of_modules(self.processor)
         whole = sum(known[name] for name in work.stood_in)
         whole += work.compiled * self.compiled_s + work.compiled_backward * self.compiled_backward_s
         return whole + self.in_place * (
@@ -166,17 +166,46 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def stands_in(self) -> frozenset[str]:
         """Layers whose calls are known as a whole."""
-        return frozenset(name.partition(".")[0] for name in calls_of_modules())
+        return frozenset(name.partition(".")[0] for name in calls_of_modules(self.processor))
 
 
 SCRIPT = "/script"
 """After a processor's name: durations of what a script's own work takes on it, operator by operator."""
 
 
+class ModuleCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call of a layer, in seconds of the host, without launches and collectives."""
+
+    forward_s: _Seconds
+    backward_s: _Seconds
+
+
+class Library(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A library whose layers others stand in for in a capture.
+
+    Attributes:
+        version: of it.
+        processor: on which its calls were measured.
+        basis: how.
+        calls: by the name of the layer.
+    """
+
+    version: str
+    processor: str
+    basis: str
+    calls: dict[str, ModuleCall]
+
+
 @cache
-def calls_of_modules() -> dict[str, float]:
-    """Seconds of calls of layers that others stand in for, on the processor of `load_units`, by "Linear.forward"."""
-    return {}
+def calls_of_modules(processor: str) -> dict[str, float]:
+    """Seconds of calls of layers that others stand in for, on a processor, by "Linear.forward"."""
+    found = {}
+    for library in _read("host_modules.toml", dict[str, Library]).values():
+        times = slower(library.processor, processor)
+        for name, call in library.calls.items():
+            found[f"{name}.forward"] = times * call.forward_s
+            found[f"{name}.backward"] = times * call.backward_s
+    return found
 
 
 def load_units() -> HostUnits:
