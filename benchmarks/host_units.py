@@ -208,7 +208,9 @@ def measure(rounds: int) -> dict[str, float]:
     shapes = _backward(lambda t: t.view(8, 4), taken, rounds) - seen[0]
     found["node_s"] = (times + shapes) / 2
     apply = of(lambda: _Doubled.apply(plain)) + _backward(_Doubled.apply, taken, rounds)
-    own = 2 * calls[0] + found["node_s"] + found["instruction_s"] * (instructions(lambda: _Doubled.apply(plain)) + 4)
+    own = (
+        2 * calls[0] + found["node_s"] + found["instruction_s"] * (instructions(lambda: _Doubled.apply(plain)) + 4)
+    )
     found["function_s"] = max(0.0, apply - own)
     found["alone_s"] = statistics.mean(b - a for a, b in zip(calls, alone, strict=True))
     return found

@@ -2,11 +2,12 @@
 
 python -m benchmarks.measured_host [--rounds N] [--budget S]
 
-A small GPT as nanoGPT writes it (`benchmarks/small_gpt.py`), of four sizes, trains for real on one thread. The same
-script is captured as by `echoc capture torch --device cpu --measure-host`, each distinct operator of the capture is
-measured by itself as `echoprof ops --clock cpu` does, and the step is simulated. The units of the host's work are
-measured here as well, since the machine is another one, or busier, than the one of the table. All are processor
-time; real steps, operators and units take turns, and a step is the median of its runs. Nothing is fitted to a step.
+A small GPT as nanoGPT writes it (`benchmarks/small_gpt.py`), of four sizes, trains for real on one thread. The
+same script is captured as by `echoc capture torch --device cpu --measure-host`, each distinct operator of the
+capture is measured by itself as `echoprof ops --clock cpu` does, and the step is simulated. The units of the
+host's work are measured here as well, since the machine is another one, or busier, than the one of the table. All
+are processor time; real steps, operators and units take turns, and what is compared is the median of the turns.
+Nothing is fitted to a step.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=15.0, help="seconds for the operators, each turn")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'layers':>6} {'width':>5} {'tokens':>6} {'real ms':>8} {'predicted':>9} {'error':>7} {'without host':>12}")
+    names = ("layers", "width", "tokens", "real ms", "predicted", "error", "without host")
+    print("{:>6} {:>5} {:>6} {:>8} {:>9} {:>7} {:>12}".format(*names))
     for size in SIZES:
         real_s, predicted_s, kernels_s = compare(size, given.rounds, given.budget)
         print(

@@ -378,9 +378,7 @@ def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @contextmanager
-def present(
-    world: World, note: NoteTaker = lambda _: None, counter: HostCounter | None = None
-) -> Iterator[None]:
+def present(world: World, note: NoteTaker = lambda _: None, counter: HostCounter | None = None) -> Iterator[None]:
     """In the context there is a GPU of the kind that captures stand for, one for each rank, or none.
 
     Args:
@@ -389,7 +387,7 @@ def present(
         counter: of the host's work, where it is asked for.
     """
     streams.start()
-    make = partial(OnTheDevice, note, gpus=world.gpus)
+    make: Callable[[], OnTheDevice] = partial(OnTheDevice, note, gpus=world.gpus)
     if counter is not None:
         make = partial(CountingDevice, note, counter, gpus=world.gpus)
     with ExitStack() as stack:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -46,11 +47,18 @@ _ENGINE = ("echograph.frontend.megatron.transformer_engine", "echograph.frontend
 _KERNELS = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN")
 _OWN = (
     str(_FRONTEND),
-    # What PyTorch does because a capture looks on.
+    # What is done because a capture looks on: of fake tensors others are kept by weak references.
+    weakref.__file__,
     *(
         str(Path(torch.__file__).parent / name)
-        for name in ("overrides.py", "_subclasses", "_library", "_ops.py", "utils/_device.py",
-                     "utils/_python_dispatch.py")
+        for name in (
+            "overrides.py",
+            "_subclasses",
+            "_library",
+            "_ops.py",
+            "utils/_device.py",
+            "utils/_python_dispatch.py",
+        )
     ),
 )
 
@@ -388,8 +396,8 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
     def _count_whole(self) -> None:
         """Puts calls that count as a whole in place of what was counted in them.
 
-        Of something compiled the first operator has the call, and the others are none: it is one kernel. Of a layer
-        that stands in for another one the first has the call, and each of the others still is a kernel.
+        Of something compiled the first operator has the call, and the others are none: it is one kernel. Of a
+        layer that stands in for another one the first has the call, and each of the others still is a kernel.
         """
         regions = {n.name: n.meta[REGION] for n in self.graph.nodes if REGION in n.meta}
         begun: set[tuple[Any, ...]] = set()
@@ -404,20 +412,20 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             region = node.meta.get(REGION) or regions.get(node.meta.get(FORWARD_NODE, ""))
             own = self._stand_in_of(node)
             if region:
-                key = (region, node.meta[PHASE])
-                if key in begun:
+                call = (region, node.meta[PHASE])
+                if call in begun:
                     del node.meta[WORK]
                     left = outside
                 else:
-                    begun.add(key)
+                    begun.add(call)
                     again = REGION not in node.meta
                     node.meta[WORK] = outside + HostWork(compiled=not again, compiled_backward=again)
             elif own:
-                key = (own, node.meta[PHASE], node.meta.get(MICRO_BATCH))
+                place = (own, node.meta[PHASE], node.meta.get(MICRO_BATCH))
                 phase = "backward" if node.meta[PHASE] == BACKWARD else "forward"
                 name = f"{self._stand_ins[own]}.{phase}"
-                node.meta[WORK] = outside + HostWork(stood_in=() if key == inside else (name,))
-                inside = key
+                node.meta[WORK] = outside + HostWork(stood_in=() if place == inside else (name,))
+                inside = place
             else:
                 node.meta[WORK] = work + passed_on
             if not own:

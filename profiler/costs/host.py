@@ -119,7 +119,7 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         view_s: one that makes another handle of memory.
         gradient_s: what autograd adds to a call that it takes note of.
         node_s: a node of a backward pass, beyond its operators.
-        function_s: such a node that is written in Python, with its forward pass, beyond instructions and operators.
+        function_s: such a node that is written in Python, with its forward pass, beyond these.
         compiled_s: a call of something compiled (`torch.compile`) between others of a step: guards, wrappers.
         compiled_backward_s: its backward pass.
         in_place: how many times as long units take between others of a step, where caches hold all of it.

@@ -242,7 +242,9 @@ def capture_command(
     ] = None,
     measure_host: Annotated[
         bool,
-        typer.Option("--measure-host", help="Count what the script's own work is for the host, for each operation."),
+        typer.Option(
+            "--measure-host", help="Count what the script's own work is for the host, for each operation."
+        ),
     ] = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the job goes.")] = Path("job.pb"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; the script prints on stderr.")] = False,
