@@ -123,7 +123,7 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         compiled_s: a call of something compiled (`torch.compile`) between others of a step: guards, wrappers.
         compiled_backward_s: its backward pass.
         in_place: how many times as long units take between others of a step, where caches hold all of it.
-        in_training: how many times as long operators take in traces of training jobs as a thread's rating says.
+        in_training: how many times as long operators take in traces of training jobs as the rating of a thread says.
         alone_s: what an operator takes more where it is called by itself, as a profile of a CPU has it.
         processor: on which it was measured.
         basis: how.
