@@ -112,7 +112,7 @@ def measure(make: Callable[[int, int, int], Step], seconds: float) -> dict[str, 
     for phase, small, large, count in zip(PHASES, *map(phases, SIZES), counts, strict=True):
         arithmetic = max(0.0, large - small) / 3  # of four times the elements, less one
         host = small - arithmetic
-        found[phase] = {"layer_s": host, "arithmetic_s": arithmetic, "operations": count, "op_s": host / count}
+        found[phase] = {"layer_s": host, "arithmetic_s": arithmetic, "operations": count, "op_s": host / max(1.0, count)}
     return found
 
 
@@ -202,6 +202,15 @@ def _megatron_core(layers: int, width: int, tokens: int) -> Step:
 
     What `torch.compile` fuses of them, by default, is called as it is on a device: guards, then a kernel.
     """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return _megatron_layers(get_gpt_layer_local_spec(), layers, width, tokens)
+
+
+def _megatron_layers(
+    spec: Any, layers: int, width: int, tokens: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> Step:
+    """Layers of a specification, and options of theirs that are not as here."""
     import logging
 
     logging.disable(logging.WARNING)
@@ -209,7 +218,6 @@ def _megatron_core(layers: int, width: int, tokens: int) -> Step:
     _fake_group()
     _without_a_device()
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -222,15 +230,18 @@ def _megatron_core(layers: int, width: int, tokens: int) -> Step:
     plain = {
         "num_layers": layers, "hidden_size": width, "num_attention_heads": HEADS, "use_cpu_initialization": True,
         "bias_activation_fusion": True, "bias_dropout_fusion": True, "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False, "attention_softmax_in_fp32": False,
-    }  # fmt: skip
+        "gradient_accumulation_fusion": False, "attention_softmax_in_fp32": False, "params_dtype": dtype,
+    } | options  # fmt: skip
     whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     blocks = {
-        again: TransformerBlock(TransformerConfig(**plain, **(whole if again else {})), get_gpt_layer_local_spec())
+        again: TransformerBlock(TransformerConfig(**plain, **(whole if again else {})), spec)
         for again in (False, True)
     }
-    hidden = torch.randn(tokens, 1, width, requires_grad=True)
+    hidden = torch.randn(tokens, 1, width, dtype=dtype, requires_grad=True)
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).triu(1)
+    for block in blocks.values():
+        for parameter in block.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)  # where gradients are added up as they are made
     return _Trained(lambda again: blocks[again](hidden, mask))
 
 
