@@ -20,7 +20,7 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,8 @@ CPU writes dropout as (its last multiplication stands for the device's one kerne
 
 Step = Callable[[bool], tuple[float, float]]
 """Runs forward and backward, with recomputation or without; seconds of each."""
+Make = Callable[[int, int, int], Step]
+"""Layers, width and tokens -> their step."""
 
 
 class Operations(TorchDispatchMode):
@@ -79,7 +81,7 @@ def main() -> None:
     (out / "host.json").write_text(json.dumps(results, indent=2) + "\n")
 
 
-def measure(make: Callable[[int, int, int], Step], seconds: float) -> dict[str, dict[str, float]]:
+def measure(make: Make, seconds: float) -> dict[str, dict[str, float]]:
     """Seconds of a layer and of one of its operations, by phase.
 
     Args:
@@ -87,19 +89,10 @@ def measure(make: Callable[[int, int, int], Step], seconds: float) -> dict[str, 
         seconds: how long to take turns.
     """
     cases = {(depth, size): make(depth, *size) for depth in DEPTHS for size in SIZES}
-    for step in cases.values():  # what is compiled is compiled now
-        step(True)
-        step(False)
-    taken: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until or len(taken[(*next(iter(cases)), True)]) < 10:
-        for case, step in cases.items():
-            for again in (False, True):
-                taken[(*case, again)].append(step(again))
+    taken = turns(cases, (False, True), seconds)
 
     def layer(size: tuple[int, int], again: bool, side: int) -> float:
-        of_all = [sorted(turn[side] for turn in taken[(depth, size, again)][2:]) for depth in DEPTHS]
-        shallow, deep = (turns[len(turns) // 20] for turns in of_all)
+        shallow, deep = (undisturbed(taken[((depth, size), again)], side) for depth in DEPTHS)
         return (deep - shallow) / (DEPTHS[1] - DEPTHS[0])
 
     def phases(size: tuple[int, int]) -> tuple[float, float, float]:
@@ -112,8 +105,30 @@ def measure(make: Callable[[int, int, int], Step], seconds: float) -> dict[str, 
     for phase, small, large, count in zip(PHASES, *map(phases, SIZES), counts, strict=True):
         arithmetic = max(0.0, large - small) / 3  # of four times the elements, less one
         host = small - arithmetic
-        found[phase] = {"layer_s": host, "arithmetic_s": arithmetic, "operations": count, "op_s": host / max(1.0, count)}
+        found[phase] = {"layer_s": host, "arithmetic_s": arithmetic, "operations": count, "op_s": host / count}
     return found
+
+
+def turns(
+    cases: Mapping[Any, Step], ways: Sequence[bool], seconds: float
+) -> dict[tuple[Any, bool], list[tuple[float, float]]]:
+    """Seconds of forward and backward passes of all cases, turn by turn, with recomputation, without, or both."""
+    for step in cases.values():  # what is compiled is compiled now
+        for again in ways:
+            step(again)
+    taken: dict[tuple[Any, bool], list[tuple[float, float]]] = defaultdict(list)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until or len(next(iter(taken.values()))) < 10:
+        for case, step in cases.items():
+            for again in ways:
+                taken[case, again].append(step(again))
+    return taken
+
+
+def undisturbed(taken: Sequence[tuple[float, float]], side: int) -> float:
+    """Seconds that nineteen of twenty turns take longer than, of one side."""
+    of_it = sorted(turn[side] for turn in taken[2:])
+    return of_it[len(of_it) // 20]
 
 
 def _counts(shallow: Step, deep: Step) -> tuple[float, float, float]:
@@ -147,7 +162,7 @@ class _Trained:
         return half - begun, now() - half
 
 
-def _hugging_face(config: Callable[[int, int], Any]) -> Callable[[int, int, int], Step]:
+def _hugging_face(config: Callable[[int, int], Any]) -> Make:
     """Decoders of Hugging Face: a `config` of so many layers of a width; recomputed as `torch` does it."""
 
     def make(layers: int, width: int, tokens: int) -> Step:
@@ -253,12 +268,12 @@ def _fake_group() -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
 
 
-FRAMEWORKS: dict[str, Callable[[int, int, int], Step]] = {
+FRAMEWORKS: dict[str, Make] = {
     "gpt2": _hugging_face(_gpt2),
     "llama": _hugging_face(_llama),
     "megatron-core": _megatron_core,
 }
-"""What is measured: layers, width and tokens -> their step."""
+"""What is measured."""
 
 if __name__ == "__main__":
     main()

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.host import DEPTHS, HEADS, PHASES, SIZES, Operations, Step, _fake_group, _Trained, _without_a_device, measure
+from benchmarks.host import DEPTHS, HEADS, SIZES, Make, Step, _fake_group, _Trained, _without_a_device, measure, turns, undisturbed, _megatron_layers
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 DTYPE = torch.bfloat16
@@ -65,6 +65,12 @@ class Extension(ModuleType):
         self.calls: list[Call] | None = None
         for name in _ENUMERATIONS:
             setattr(self, name, _Enumeration())
+        parts = ("INPUT", "WEIGHT", "OUTPUT")
+        of = {f"GEMM{number + 1}_{part}": 3 * number + place for number in range(3) for place, part in enumerate(parts)}
+        self.FP8FwdTensors = _Enumeration(**of)
+        parts = ("OUTPUT", "INPUT")
+        of = {f"GRAD_{part}{number + 1}": 2 * number + place for number in range(3) for place, part in enumerate(parts)}
+        self.FP8BwdTensors = _Enumeration(**of)
         self.NVTE_Fused_Attn_Backend = _Enumeration(NVTE_No_Backend=-1, NVTE_F16_arbitrary_seqlen=1)
         for made in ("CommOverlap", "CommOverlapP2P", "CommOverlapHelper", "FP8TensorMeta"):
             setattr(self, made, type(made, (), {}))
@@ -183,7 +189,7 @@ for _kind in ("scaled", "scaled_masked", "scaled_upper_triang_masked", "scaled_a
 
 
 _READS = {
-    "torch.cuda.is_available()": "True", '"cuda"': '"cpu"', ".is_cuda": ".is_cpu", ".cuda()": ".cpu()", "device=torch.cuda.current_device()": 'device="cpu"',
+    "torch.cuda.is_available()": "True", '"cuda"': '"cpu"', ".is_cuda": ".is_cpu", ".cuda()": ".cpu()", ", torch.cuda.current_device())": ")",
 }  # fmt: skip
 
 
@@ -242,7 +248,7 @@ def installed(folder: Path) -> Extension:
     _fake_group()
     device = SimpleNamespace(major=9, minor=0, multi_processor_count=132, gcnArchName="")
     nothing: dict[str, Any] = {
-        "current_device": lambda: 0, "get_device_properties": lambda *_: device,
+        "get_device_properties": lambda *_: device,
         "get_device_capability": lambda *_: (9, 0), "_exchange_device": lambda _: 0,
         "_maybe_exchange_device": lambda _: 0, "_get_device_index": lambda *_, **__: 0,
         "is_current_stream_capturing": lambda: False,
@@ -275,14 +281,12 @@ def _version(folder: Path) -> str:
 
 # -- what is measured -----------------------------------------------------------------------------------------
 
-Make = Callable[[int, int, int], Step]
-
 
 def _chain(module: Callable[[int], nn.Module], run: Callable[[Any, Tensor], Any] | None = None) -> Make:
     """Modules one after the other: of a width -> one of them; how it is called, or just so."""
 
     def make(layers: int, width: int, tokens: int) -> Step:
-        width *= 2  # cuDNN's heads have eight channels or more
+        width, tokens = 2 * width, 2 * tokens  # cuDNN's heads have eight channels or more, FP8 eight tokens
         with torch.random.fork_rng():
             modules = [module(width).to(DTYPE) for _ in range(layers)]
         parameters = [parameter for one in modules for parameter in one.parameters()]
@@ -331,7 +335,7 @@ def _select(one_kernel: bool) -> None:
 
 def _rotated(*size: int) -> Step:
     rotate = sys.modules["transformer_engine.pytorch.attention.rope"].apply_rotary_pos_emb
-    tokens, channels = size[2], 2 * size[1] // HEADS
+    tokens, channels = 2 * size[2], 2 * size[1] // HEADS
     angles = torch.zeros(tokens, 1, 1, channels)
 
     def run(_: Any, given: Tensor) -> Tensor:
@@ -421,10 +425,10 @@ CASES: dict[str, Make] = {
     "GroupedLinear of 8": _grouped(8),
     "Linear, FP8": _in_fp8(_of("Linear", **_FUSES)),
     "LayerNormLinear, FP8": _in_fp8(_of("LayerNormLinear", **_FUSES)),
-    "layer, fused": _layers(True),
-    "layer, unfused": _layers(False),
 }
-"""What is measured: layers, width and tokens -> a step of them."""
+"""Modules, measured alone."""
+LAYERS: dict[str, Make] = {"layer, fused": _layers(True), "layer, unfused": _layers(False)}
+"""Layers of megatron-core."""
 
 
 # -- how ------------------------------------------------------------------------------------------------------
@@ -434,23 +438,21 @@ def main() -> None:
     """Prints a line for each case and phase, and writes host-transformer-engine.json to $OUT (default: out/host)."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_transformer_engine")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
+    parser.add_argument("cases", nargs="*", default=[*CASES, *LAYERS], metavar="CASE")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each case")
     given = parser.parse_args()
     torch.set_num_threads(1)
     extension = installed(given.folder)
-    found = {}
-    print(f"{'case':<30}{'phase':<11}{'us':>8}{'arithmetic':>12}{'stubs':>8}{'calls':>7}{'operations':>12}")
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    print(f"{'case':<30}{'phase':<11}{'us':>8}{'taken off':>12}{'calls':>7}{'operations':>12}")
     for name in given.cases:
-        make = CASES[name]
-        found[name] = measure(make, given.seconds)
-        for phase, stubs in zip(PHASES, _stubs(make, extension), strict=True):
-            entry = found[name][phase]
-            entry["stubs_s"], entry["calls"] = stubs
-            entry["host_s"] = entry["layer_s"] - stubs[0]
+        make = CASES[name] if name in CASES else LAYERS[name]
+        found[name] = measure(make, given.seconds) if name in LAYERS else _alone(make, given.seconds)
+        for (phase, entry), (stubs, calls) in zip(found[name].items(), _stubs(make, extension, len(found[name])), strict=True):
+            entry |= {"stubs_s": stubs, "calls": calls, "layer_s": entry["layer_s"] - stubs}
             print(
-                f"{name:<30}{phase:<11}{1e6 * entry['host_s']:>8.1f}{1e6 * entry['arithmetic_s']:>12.1f}"
-                f"{1e6 * stubs[0]:>8.1f}{stubs[1]:>7.1f}{entry['operations']:>12.1f}",
+                f"{name:<30}{phase:<11}{1e6 * entry['layer_s']:>8.1f}"
+                f"{1e6 * (stubs + entry['arithmetic_s']):>12.1f}{calls:>7.1f}{entry['operations']:>12.1f}",
                 flush=True,
             )
     out = Path(os.environ.get("OUT", "out/host"))
@@ -458,7 +460,19 @@ def main() -> None:
     (out / "host-transformer-engine.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
-def _stubs(make: Make, extension: Extension) -> list[tuple[float, float]]:
+def _alone(make: Make, seconds: float) -> dict[str, dict[str, float]]:
+    """Seconds of one module, forward and backward; there is no arithmetic in it that is worth taking off."""
+    cases = {depth: make(depth, *SIZES[0]) for depth in DEPTHS}
+    taken = turns(cases, (False,), seconds)
+    more = DEPTHS[1] - DEPTHS[0]
+    shallow, deep = ([undisturbed(taken[depth, False], side) for side in (0, 1)] for depth in DEPTHS)
+    return {
+        phase: {"layer_s": (b - a) / more, "arithmetic_s": 0.0, "operations": 0}
+        for phase, a, b in zip(("forward", "backward"), shallow, deep, strict=True)
+    }
+
+
+def _stubs(make: Make, extension: Extension, phases: int) -> list[tuple[float, float]]:
     """Seconds that what stands for the extension takes of a layer, and how often it is called, by phase."""
 
     def of(layers: int) -> list[tuple[float, int]]:
@@ -468,24 +482,24 @@ def _stubs(make: Make, extension: Extension) -> list[tuple[float, float]]:
         marks = step(False, lambda: len(calls))  # type: ignore[call-arg]
         extension.calls = None
         parts = calls[: int(marks[0])], calls[int(marks[0]) :]
-        return [(_alone(part), len(part)) for part in parts]
+        return [(_seconds(part), len(part)) for part in parts]
 
     more = DEPTHS[1] - DEPTHS[0]
     forward, backward = (
         ((b[0] - a[0]) / more, (b[1] - a[1]) / more) for a, b in zip(*map(of, DEPTHS), strict=True)
     )
-    return [forward, forward, backward]
+    return [forward, backward] if phases == 2 else [forward, forward, backward]
 
 
-def _alone(calls: list[Call]) -> float:
+def _seconds(calls: list[Call]) -> float:
     """Seconds of these calls, the least of many turns that nineteen of twenty are longer than."""
-    turns = []
+    taken = []
     for _ in range(400):
         begun = time.thread_time()
         for function, args, named in calls:
             function(*args, **named)
-        turns.append(time.thread_time() - begun)
-    return sorted(turns)[len(turns) // 20]
+        taken.append(time.thread_time() - begun)
+    return sorted(taken)[len(taken) // 20]
 
 
 if __name__ == "__main__":
