@@ -2,12 +2,13 @@
 
 python -m benchmarks.host_transformer_engine FOLDER [--seconds S] [CASE ...]
 
-FOLDER has the package `transformer_engine` of Transformer Engine 2. Its Python runs as it is, but for where it says
-"cuda", which reads "cpu". Its extension, which is a device's, is replaced by functions that return empty tensors of
-the same shapes: what these take is measured by calling them again, alone, with what they were given, and taken off.
-So what the extension takes in C++ before a launch (its arguments, a product's heuristics, a plan of cuDNN's) is in no
-figure, and neither is a launch, nor what NVTX and the setting of a device take. Kernels written in Triton, of
-cross-entropy and of permutations, are not measured.
+FOLDER has the package `transformer_engine` of Transformer Engine 2. Its Python runs as it is, but that where it says
+"cuda" it reads "cpu". Its extension, which is a device's, is replaced by functions that return empty tensors of the
+same shapes: what these take is measured by calling them again, alone, with what they were given, and taken off. So
+what the extension takes in C++ before a launch (its arguments, a product's heuristics, a plan of cuDNN's) is in no
+figure, and neither is a launch, nor what NVTX and the setting of a device take. In FP8, what makes a quantized tensor
+is taken off as well, which is a call into Python for the real one, too. Attention in several kernels runs these on
+this processor. Kernels written in Triton, of cross-entropy and of permutations, are not measured.
 """
 
 from __future__ import annotations
@@ -58,19 +59,18 @@ class _Enumeration:
 
 
 class Extension(ModuleType):
-    """`transformer_engine_torch`, whose functions make empty tensors; those called while `calls` is a list go there."""
+    """`transformer_engine_torch`: its functions make empty tensors, and note their calls where `calls` is a list."""
 
     def __init__(self) -> None:
         super().__init__("transformer_engine_torch")
         self.calls: list[Call] | None = None
         for name in _ENUMERATIONS:
             setattr(self, name, _Enumeration())
-        parts = ("INPUT", "WEIGHT", "OUTPUT")
-        of = {f"GEMM{number + 1}_{part}": 3 * number + place for number in range(3) for place, part in enumerate(parts)}
-        self.FP8FwdTensors = _Enumeration(**of)
-        parts = ("OUTPUT", "INPUT")
-        of = {f"GRAD_{part}{number + 1}": 2 * number + place for number in range(3) for place, part in enumerate(parts)}
-        self.FP8BwdTensors = _Enumeration(**of)
+        numbers = range(1, 4)
+        forward = [f"GEMM{number}_{part}" for number in numbers for part in ("INPUT", "WEIGHT", "OUTPUT")]
+        backward = [f"GRAD_{part}{number}" for number in numbers for part in ("OUTPUT", "INPUT")]
+        self.FP8FwdTensors = _Enumeration(**{name: place for place, name in enumerate(forward)})
+        self.FP8BwdTensors = _Enumeration(**{name: place for place, name in enumerate(backward)})
         self.NVTE_Fused_Attn_Backend = _Enumeration(NVTE_No_Backend=-1, NVTE_F16_arbitrary_seqlen=1)
         for made in ("CommOverlap", "CommOverlapP2P", "CommOverlapHelper", "FP8TensorMeta"):
             setattr(self, made, type(made, (), {}))
@@ -154,7 +154,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "generic_gemm": _product,
     "te_general_grouped_gemm": _products,
     "layernorm_fwd": _normalised,
-    "rmsnorm_fwd": lambda given, weight, *_: (torch.empty_like(given), None, torch.empty(given.numel() // given.shape[-1])),
+    "rmsnorm_fwd": lambda given, *_: (torch.empty_like(given), None, torch.empty(given.shape[:-1].numel())),
     "layernorm_bwd": lambda above, given, mean, deviation, weight, *_: (
         torch.empty_like(above), torch.empty_like(weight), torch.empty_like(weight),
     ),
@@ -176,6 +176,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "ubuf_built_with_mpi": lambda: False,
     "device_supports_multicast": lambda: False,
     "multi_tensor_scale": _nothing,
+    "multi_tensor_scale_tensor": _nothing,
     "multi_tensor_adam": _nothing,
     "multi_tensor_adam_param_remainder": _nothing,
     "multi_tensor_l2norm": lambda *_: (torch.zeros(1), torch.empty(0)),
@@ -189,8 +190,13 @@ for _kind in ("scaled", "scaled_masked", "scaled_upper_triang_masked", "scaled_a
 
 
 _READS = {
-    "torch.cuda.is_available()": "True", '"cuda"': '"cpu"', ".is_cuda": ".is_cpu", ".cuda()": ".cpu()", ", torch.cuda.current_device())": ")",
-}  # fmt: skip
+    "torch.cuda.is_available()": "True",
+    '"cuda"': '"cpu"',
+    ".is_cuda": ".is_cpu",
+    ".cuda()": ".cpu()",
+    ", torch.cuda.current_device())": ")",
+}
+"""Words of its files, and what is read in place of them, in this order."""
 
 
 class _Source(importlib.machinery.SourceFileLoader):
@@ -347,14 +353,18 @@ def _rotated(*size: int) -> Step:
 
 def _views(*size: int) -> Step:
     """What the chains of attention and of rotations have besides."""
-    return _chain(lambda _: nn.Identity(), lambda _, given: given.view(*given.shape[:2], HEADS, -1).view(given.shape))(*size)
+
+    def run(_: Any, given: Tensor) -> Tensor:
+        return given.view(*given.shape[:2], HEADS, -1).view(given.shape)
+
+    return _chain(lambda _: nn.Identity(), run)(*size)
 
 
 def _of(name: str, **options: Any) -> Make:
     """A module that has as many features behind as before."""
 
     def module(width: int) -> nn.Module:
-        made: nn.Module = getattr(sys.modules["transformer_engine.pytorch"], name)(width, width, device="cpu", **options)
+        made: nn.Module = getattr(sys.modules["transformer_engine.pytorch"], name)(width, width, **options)
         return made
 
     return _chain(module)
@@ -410,7 +420,7 @@ def _backend(one_kernel: bool) -> Any:
     return AttnBackend.fused if one_kernel else AttnBackend.unfused
 
 
-_FUSES = {"fuse_wgrad_accumulation": True}
+_FUSES = {"fuse_wgrad_accumulation": True, "device": "cpu"}
 CASES: dict[str, Make] = {
     "views": _views,
     "Linear": _of("Linear", **_FUSES),
@@ -435,7 +445,7 @@ LAYERS: dict[str, Make] = {"layer, fused": _layers(True), "layer, unfused": _lay
 
 
 def main() -> None:
-    """Prints a line for each case and phase, and writes host-transformer-engine.json to $OUT (default: out/host)."""
+    """Prints a line a case and phase, and writes host-transformer-engine.json to $OUT (default: out/host)."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_transformer_engine")
     parser.add_argument("folder", type=Path)
     parser.add_argument("cases", nargs="*", default=[*CASES, *LAYERS], metavar="CASE")
@@ -448,7 +458,8 @@ def main() -> None:
     for name in given.cases:
         make = CASES[name] if name in CASES else LAYERS[name]
         found[name] = measure(make, given.seconds) if name in LAYERS else _alone(make, given.seconds)
-        for (phase, entry), (stubs, calls) in zip(found[name].items(), _stubs(make, extension, len(found[name])), strict=True):
+        taken_off = _stubs(make, extension, len(found[name]))
+        for (phase, entry), (stubs, calls) in zip(found[name].items(), taken_off, strict=True):
             entry |= {"stubs_s": stubs, "calls": calls, "layer_s": entry["layer_s"] - stubs}
             print(
                 f"{name:<30}{phase:<11}{1e6 * entry['layer_s']:>8.1f}"
