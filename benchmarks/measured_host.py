@@ -6,15 +6,20 @@ A small GPT as nanoGPT writes it (`benchmarks/small_gpt.py`), of four sizes, tra
 same script is captured as by `echoc capture torch --device cpu --measure-host`, each distinct operator of the
 capture is measured by itself as `echoprof ops --clock cpu` does, and the step is simulated. The units of the
 host's work are measured here as well, since the machine is another one, or busier, than the one of the table. All
-are processor time; real steps, operators and units take turns, and what is compared is the median of the turns.
-Nothing is fitted to a step.
+are processor time, and medians; the script trains while operators and units are measured, so that what else the
+machine does disturbs both alike. Nothing is fitted to a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -28,7 +33,8 @@ from benchmarks import host_units
 SIZES = ((2, 16, 2, 2, 8), (4, 64, 4, 4, 32), (4, 128, 4, 4, 64), (6, 192, 6, 4, 64))
 """Layers, width, heads, batch and tokens."""
 VOCABULARY = 65
-STEPS = 60
+FIRST = 5
+"""Steps in which memory and caches are warmed."""
 SCRIPT = Path(__file__).with_name("small_gpt.py")
 
 
@@ -57,18 +63,30 @@ def compare(size: tuple[int, ...], rounds: int, budget_s: float) -> tuple[float,
     waiting = _invocations(run)
     found = []
     for _ in range(rounds):
-        real_s = _real(arguments)
-        units = msgspec.structs.replace(_units(), **host_units.measure(15))
-        found.append((real_s, *_predicted(run, units, _measured(waiting, budget_s))))
+        with _training(arguments) as times:
+            units = msgspec.structs.replace(_units(), **host_units.measure(15))
+            profile = _measured(waiting, budget_s)
+        found.append((median(times), *_predicted(run, units, profile)))
     columns = list(zip(*found, strict=True))
     return median(columns[0]), median(columns[1]), median(columns[2])
 
 
-def _real(arguments: list[str]) -> float:
-    """Processor time of a step that runs."""
-    command = [sys.executable, str(SCRIPT), *arguments, str(STEPS)]
-    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    return median(map(float, told[STEPS // 4 :]))
+@contextmanager
+def _training(arguments: list[str]) -> Iterator[list[float]]:
+    """In the context the script trains; then the list has the processor time of its steps, without the first."""
+    with tempfile.TemporaryFile("w+") as told:
+        command = [sys.executable, str(SCRIPT), *arguments, str(10**9)]
+        process = subprocess.Popen(command, stdout=told)
+        times: list[float] = []
+        try:
+            while os.fstat(told.fileno()).st_size < 20 * FIRST:  # it trains
+                time.sleep(0.2)
+            yield times
+        finally:
+            process.terminate()
+            process.wait()
+        told.seek(0)
+        times += [float(line) for line in told.read().splitlines()[FIRST:-1]]
 
 
 def _units() -> Any:

@@ -85,4 +85,4 @@ for _ in range(STEPS):
     optimizer.step()
     took = time.process_time() - began
     if len(sys.argv) > 7:
-        print(took)
+        print(took, flush=True)

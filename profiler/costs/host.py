@@ -19,7 +19,7 @@ from echograph.ir.types import SCRIPT, Phase
 T = TypeVar("T")
 
 
-class HostWork(Protocol):
+class CountedWork(Protocol):
     """Work of a host, counted (`frontend.scripts.work`)."""
 
     @property
@@ -128,8 +128,7 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         compiled_s: a call of something compiled (`torch.compile`) between others of a step: guards, wrappers.
         compiled_backward_s: its backward pass.
         in_place: how many times as long units take between others of a step, where caches hold all of it.
-        in_training: how many times as long operators take in traces of training jobs as the rating of a thread
-            says.
+        in_training: how many times as long operators take in traces of training jobs as ratings say.
         alone_s: what an operator takes more where it is called by itself, as a profile of a CPU has it.
         processor: on which it was measured.
         basis: how.
@@ -155,7 +154,7 @@ class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The name under which graphs have what they price."""
         return f"{self.processor}{SCRIPT}"
 
-    def seconds(self, work: HostWork) -> float:
+    def seconds(self, work: CountedWork) -> float:
         """What work takes on that processor, without the operators that compute."""
         known = calls_of_modules(self.processor)
         whole = sum(known[name] for name in work.stood_in)
