@@ -577,7 +577,9 @@ def _asked_for(node: Node) -> int:
     PyTorch's products and elementwise kernels take memory past it; its norms and attention, and all that
     Transformer Engine makes (pytorch/csrc/quantizer.cpp: create_tensor), do not.
     """
-    if node.op != "call_function" or is_getitem(node) or is_view(node) or COMMUNICATION in node.meta:
+    if node.op != "call_function" or node.target is wait_for_value or COMMUNICATION in node.meta:
+        return 0
+    if is_getitem(node) or is_view(node):
         return 0
     region = node.meta.get(REGION)
     by_hand = region is not None and region.maker == FUSED
