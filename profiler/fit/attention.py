@@ -64,6 +64,10 @@ n_block_size)."""
 TILES_START, THROTTLE_START = (0.0,), (float(logit(0.2)), float(np.log(1e14)))
 """Where the search of wave rounding, and of the throttle and its FLOPs, starts."""
 
+HALF_TILE = 0.5
+"""Assumed where the clock is fitted too: of the longest tile what the last wave leaves idle. The rows, of fourteen
+waves and more, do not tell it apart from the clock."""
+
 MIN_THROTTLED = 24
 """Rows that bear two parameters more: three for each."""
 
@@ -177,7 +181,7 @@ def fit_pass(
             return msgspec.structs.replace(kernel, tile=tile, key_tile=keys, wave_rounding=float(sigmoid(p[-1])))
         if own is THROTTLE_START:
             throttle, flops = float(MOST_THROTTLE * sigmoid(p[-2])), float(np.exp(p[-1]))
-            return msgspec.structs.replace(kernel, throttle=throttle, throttle_flops=flops)
+            return msgspec.structs.replace(kernel, throttle=throttle, throttle_flops=flops, tail=HALF_TILE)
         return kernel
 
     def predict(p: FloatArray, on: Attentions) -> FloatArray:
