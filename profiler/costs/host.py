@@ -20,9 +20,9 @@ T = TypeVar("T")
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 RATED_SPREAD = 0.38
-"""Relative standard error of a framework's time on a processor that only its rating stands for: the root of the mean
-square of the logarithm by which two platforms' traces take longer than told so (`benchmarks.host_traces`: V100 hosts
--27 %, an MI300X host -29 to -40 %)."""
+"""Relative standard error of a framework's time on a processor that only its rating stands for: the root of the
+mean square of the logarithm by which two platforms' traces take longer than told so (`benchmarks.host_traces`:
+V100 hosts -27 %, an MI300X host -29 to -40 %)."""
 
 
 class HostProcessor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
