@@ -20,7 +20,7 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,10 @@ class Step(Protocol):
 
     def __call__(self, again: bool, clock: Callable[[], float] | None = None) -> tuple[float, float]:
         """Seconds, or what another clock says, of each."""
+
+
+Make = Callable[[int, int, int], Step]
+"""Layers, width and tokens -> their step."""
 
 
 class Operations(TorchDispatchMode):
@@ -83,7 +87,7 @@ def main() -> None:
     (out / "host.json").write_text(json.dumps(results, indent=2) + "\n")
 
 
-def measure(make: Callable[[int, int, int], Step], seconds: float) -> dict[str, dict[str, float]]:
+def measure(make: Make, seconds: float) -> dict[str, dict[str, float]]:
     """Seconds of a layer and of one of its operations, by phase.
 
     Args:
@@ -91,19 +95,10 @@ def measure(make: Callable[[int, int, int], Step], seconds: float) -> dict[str, 
         seconds: how long to take turns.
     """
     cases = {(depth, size): make(depth, *size) for depth in DEPTHS for size in SIZES}
-    for step in cases.values():  # what is compiled is compiled now
-        step(True)
-        step(False)
-    taken: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until or len(taken[(*next(iter(cases)), True)]) < 10:
-        for case, step in cases.items():
-            for again in (False, True):
-                taken[(*case, again)].append(step(again))
+    taken = turns(cases, (False, True), seconds)
 
     def layer(size: tuple[int, int], again: bool, side: int) -> float:
-        of_all = [sorted(turn[side] for turn in taken[(depth, size, again)][2:]) for depth in DEPTHS]
-        shallow, deep = (turns[len(turns) // 20] for turns in of_all)
+        shallow, deep = (undisturbed(taken[((depth, size), again)], side) for depth in DEPTHS)
         return (deep - shallow) / (DEPTHS[1] - DEPTHS[0])
 
     def phases(size: tuple[int, int]) -> tuple[float, float, float]:
@@ -118,6 +113,28 @@ def measure(make: Callable[[int, int, int], Step], seconds: float) -> dict[str, 
         host = small - arithmetic
         found[phase] = {"layer_s": host, "arithmetic_s": arithmetic, "operations": count, "op_s": host / count}
     return found
+
+
+def turns(
+    cases: Mapping[Any, Step], ways: Sequence[bool], seconds: float
+) -> dict[tuple[Any, bool], list[tuple[float, float]]]:
+    """Seconds of forward and backward passes of all cases, turn by turn, with recomputation, without, or both."""
+    for step in cases.values():  # what is compiled is compiled now
+        for again in ways:
+            step(again)
+    taken: dict[tuple[Any, bool], list[tuple[float, float]]] = defaultdict(list)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until or len(next(iter(taken.values()))) < 10:
+        for case, step in cases.items():
+            for again in ways:
+                taken[case, again].append(step(again))
+    return taken
+
+
+def undisturbed(taken: Sequence[tuple[float, float]], side: int) -> float:
+    """Seconds that nineteen of twenty turns take longer than, of one side."""
+    of_it = sorted(turn[side] for turn in taken[2:])
+    return of_it[len(of_it) // 20]
 
 
 def _counts(shallow: Step, deep: Step) -> tuple[float, float, float]:
@@ -151,7 +168,7 @@ class Trained:
         return half - begun, now() - half
 
 
-def _hugging_face(config: Callable[[int, int], Any]) -> Callable[[int, int, int], Step]:
+def _hugging_face(config: Callable[[int, int], Any]) -> Make:
     """Decoders of Hugging Face: a `config` of so many layers of a width; recomputed as `torch` does it."""
 
     def make(layers: int, width: int, tokens: int) -> Step:
@@ -206,6 +223,15 @@ def _megatron_core(layers: int, width: int, tokens: int) -> Step:
 
     What `torch.compile` fuses of them, by default, is called as it is on a device: guards, then a kernel.
     """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return _megatron_layers(get_gpt_layer_local_spec(), layers, width, tokens)
+
+
+def _megatron_layers(
+    spec: Any, layers: int, width: int, tokens: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> Step:
+    """Layers of a specification, and options of theirs that are not as here."""
     import logging
 
     logging.disable(logging.WARNING)
@@ -213,7 +239,6 @@ def _megatron_core(layers: int, width: int, tokens: int) -> Step:
     fake_group()
     without_a_device()
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -226,15 +251,18 @@ def _megatron_core(layers: int, width: int, tokens: int) -> Step:
     plain = {
         "num_layers": layers, "hidden_size": width, "num_attention_heads": HEADS, "use_cpu_initialization": True,
         "bias_activation_fusion": True, "bias_dropout_fusion": True, "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False, "attention_softmax_in_fp32": False,
-    }  # fmt: skip
+        "gradient_accumulation_fusion": False, "attention_softmax_in_fp32": False, "params_dtype": dtype,
+    } | options  # fmt: skip
     whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     blocks = {
-        again: TransformerBlock(TransformerConfig(**plain, **(whole if again else {})), get_gpt_layer_local_spec())
+        again: TransformerBlock(TransformerConfig(**plain, **(whole if again else {})), spec)
         for again in (False, True)
     }
-    hidden = torch.randn(tokens, 1, width, requires_grad=True)
+    hidden = torch.randn(tokens, 1, width, dtype=dtype, requires_grad=True)
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).triu(1)
+    for block in blocks.values():
+        for parameter in block.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)  # where gradients are added up as they are made
     return Trained(lambda again: blocks[again](hidden, mask))
 
 
@@ -247,12 +275,12 @@ def fake_group() -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
 
 
-FRAMEWORKS: dict[str, Callable[[int, int, int], Step]] = {
+FRAMEWORKS: dict[str, Make] = {
     "gpt2": _hugging_face(_gpt2),
     "llama": _hugging_face(_llama),
     "megatron-core": _megatron_core,
 }
-"""What is measured: layers, width and tokens -> their step."""
+"""What is measured."""
 
 if __name__ == "__main__":
     main()

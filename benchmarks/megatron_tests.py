@@ -181,7 +181,15 @@ def _vocabulary(written: Mapping[str, Any]) -> list[str]:
 # -- one test -------------------------------------------------------------------------------------------------
 
 
-def run_test(test: Test, folder: Path, results: Path, limit_s: float, captures_only: bool, anew: bool) -> Record:
+def run_test(
+    test: Test,
+    folder: Path,
+    results: Path,
+    limit_s: float,
+    captures_only: bool,
+    anew: bool,
+    given: Sequence[str] = (),
+) -> Record:
     """Captures and simulates a set of arguments, and writes down what came of it.
 
     Args:
@@ -191,13 +199,14 @@ def run_test(test: Test, folder: Path, results: Path, limit_s: float, captures_o
         limit_s: seconds for a capture.
         captures_only: no simulation.
         anew: whether a capture that is there is made again.
+        given: options of the capture.
     """
     job, file = results / f"{test.key}.pb", results / f"{test.key}.json"
     record: Record = {"name": test.name, "names": test.names, "script": test.script, "gpus": test.gpus,
                       "arguments": test.arguments}  # fmt: skip
     before = _told(file)
     if anew or before.get("error", "none") or not job.is_file():
-        before = _captured(test, folder, job, limit_s)
+        before = _captured(test, folder, job, limit_s, given)
     record |= {key: before[key] for key in _OF_CAPTURE} | {"rows": []}
     if not record["error"] and not captures_only:
         try:
@@ -217,10 +226,10 @@ def _told(file: Path) -> Record:
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
-def _captured(test: Test, folder: Path, job: Path, limit_s: float) -> dict[str, Any]:
+def _captured(test: Test, folder: Path, job: Path, limit_s: float, given: Sequence[str]) -> dict[str, Any]:
     command = [
         sys.executable, "-m", "echograph", "echoc", "capture", "megatron", "--script", test.script,
-        "--world-size", str(test.gpus), "-o", str(job), "--json", "--",
+        "--world-size", str(test.gpus), "-o", str(job), "--json", *given, "--",
         *test.arguments,
     ]  # fmt: skip
     environment = os.environ | test.environment | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
@@ -337,6 +346,7 @@ def _options() -> argparse.Namespace:
         "--again", choices=("none", "failed", "simulations", "all"), default="none", help="what is run anew"
     )
     parser.add_argument("--page", type=Path, help="whose part is written, of all results in the folder")
+    parser.add_argument("--measure-host", action="store_true", help="as of the capture")
     parser.add_argument("--list", action="store_true", help="print the sets of arguments alone")
     return parser.parse_args()
 
@@ -353,9 +363,11 @@ def main() -> None:
     results.mkdir(parents=True, exist_ok=True)
     left = [test for test in tests if _again(results / f"{test.key}.json", options.again)]
     with ProcessPoolExecutor(options.jobs) as pool:
+        given = ("--measure-host",) if options.measure_host else ()
         running = [
             pool.submit(
-                run_test, test, folder, results, options.limit_s, options.captures_only, options.again == "all"
+                run_test, test, folder, results, options.limit_s, options.captures_only,
+                options.again == "all", given,
             )
             for test in left
         ]  # fmt: skip

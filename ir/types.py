@@ -173,6 +173,9 @@ ANY_HOST = "/host"
 """What durations are of that hold for the hosts of all devices, where no host's own is known: what an operation
 takes to issue, nothing behind the first of a CUDA graph."""
 
+SCRIPT = "/script"
+"""After a processor's name: durations of what a script's own work takes on it, operator by operator."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:

@@ -42,6 +42,11 @@ class IssueTimes:
         threads: whether its own work runs on threads, which are the streams that it stands on, as in a job that
             was traced; issuing is then part of that work.
         name: under which a graph itself may say how long issuing an operation takes, which then comes first.
+        script: under which a graph may say what a script's own work takes before each operation; "" where it does
+            not. What the operation itself takes comes on top: `kernel_ps` if it computes, or `communication_ps`.
+        slower: how many times as long that work takes on this host.
+        kernel_ps: with `script`, what an operation that computes takes the host besides; below zero where the
+            duration of the operation has some of it.
     """
 
     op_ps: int
@@ -53,6 +58,9 @@ class IssueTimes:
     blocking: bool = False
     threads: bool = False
     name: str = ""
+    script: str = ""
+    slower: float = 1.0
+    kernel_ps: int = 0
 
     def runs(self, job: JobGraph) -> JobGraph:
         """The job as this host runs it: where it waits for messages, these waits are its own work."""
@@ -91,6 +99,8 @@ class IssueTimes:
         for row in np.flatnonzero(np.isin(ops.name, [i for i, text in enumerate(graph.strings) if text in LISTS])):
             ranks = graph.group_size(graph.groups[int(ops.group[row])])
             issue[row] += ranks * (2 * self.op_ps - self.launch_ps)
+        if self.script:
+            issue = self._of_script(graph)
         known, anywhere = (ops.duration_on(name)[0] for name in (self.name, ANY_HOST))
         follows = [i for i, a in enumerate(ops.attribute_values) if isinstance(a, MultiTensor) and not a.leads]
         issue[np.isin(ops.attributes, follows)] = 0
@@ -102,3 +112,16 @@ class IssueTimes:
         imported = np.isin(rows, np.flatnonzero(own))
         issue[rows[imported]] = ops.duration.values[imported]
         return issue
+
+    def _of_script(self, graph: Graph) -> Int64:
+        """Picoseconds to issue every row, of a graph that says what its script does.
+
+        What has none is issued with the operation before: of several parts, or of a kernel that does several.
+        """
+        ops = graph.ops
+        told = ops.duration_on(self.script)[0]
+        work = np.rint(told * self.slower).astype(np.int64)
+        besides = np.where(ops.is_view, 0, self.kernel_ps)
+        if self.communication_ps is not None:
+            besides = np.where(np.isin(ops.kind, COMMUNICATIONS), self.communication_ps, besides)
+        return np.where(told == NONE, 0, np.maximum(work + besides, 0))

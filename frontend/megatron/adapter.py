@@ -109,6 +109,7 @@ class MegatronAdapter(TorchAdapter):
     packages: ClassVar[Mapping[str, str]] = {"torch": "torch", "megatron": "megatron"}
     tested: ClassVar[Mapping[str, tuple[str, str]]] = {DISTRIBUTION: TESTED}
     counts_optimizer_steps: ClassVar[bool] = False
+    compiles: ClassVar[tuple[str, ...]] = ("megatron.core",)
 
     @contextmanager
     def installed(self, world: World, recorder: ScriptRecorder) -> Iterator[None]:
@@ -119,7 +120,7 @@ class MegatronAdapter(TorchAdapter):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         with (
             # What megatron-core compiles, it gives torch.compile where it is imported.
-            patched(torch, "compile", lambda _: compiling(recorder)),
+            patched(torch, "compile", lambda _: compiling(recorder, self.compiles)),
             shimmed(),
             transformer_engine.told(recorder.in_region),
             patched(transformer_engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),

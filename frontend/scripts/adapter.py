@@ -51,6 +51,7 @@ class Adapter:
             an adapter that says no calls `recorder.step_ends()` itself.
         steady_step: the first training step that is as all later ones.
         stack: the software stack of its scripts, a word of `models.stacks`; "": not known.
+        compiles: modules whose functions are compiled one by one (`torch.compile`) where they are imported.
     """
 
     name: ClassVar[str] = ""
@@ -59,6 +60,7 @@ class Adapter:
     counts_optimizer_steps: ClassVar[bool] = True
     steady_step: ClassVar[int] = 2
     stack: ClassVar[str] = ""
+    compiles: ClassVar[tuple[str, ...]] = ()
 
     def check(self) -> list[str]:
         """What is to be said of the installed versions, a line each.

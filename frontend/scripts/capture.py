@@ -16,6 +16,7 @@ from itertools import pairwise, product
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -39,10 +40,13 @@ from echograph.frontend.scripts.recorder import (
 )
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.streams import AFTER, STREAM
+from echograph.frontend.scripts.work import WORK, HostPrice, wait_for_value
 from echograph.frontend.scripts.world import World
 from echograph.ir.builder import Common, GraphBuilder
+from echograph.ir.columns import NONE
 from echograph.ir.formats import Imported
 from echograph.ir.graph import Axis, JobGraph, Workload
+from echograph.ir.passes.annotate import Annotate
 from echograph.ir.passes.fuse import FUSED, Region, fuse_regions
 from echograph.ir.passes.model import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD, count_job_flops
 from echograph.ir.types import (
@@ -56,6 +60,7 @@ from echograph.ir.types import (
     TensorRole,
 )
 from echograph.progress import Progress, silent
+from echograph.units import to_ps
 
 
 def infer(
@@ -203,7 +208,11 @@ _OF_ROLES = {
 
 
 def lower_job(
-    recorded: Sequence[ScriptRun], mesh: Mapping[str, int], places: Sequence[Mapping[str, int]], workload: Workload
+    recorded: Sequence[ScriptRun],
+    mesh: Mapping[str, int],
+    places: Sequence[Mapping[str, int]],
+    workload: Workload,
+    host: HostPrice | None = None,
 ) -> JobGraph:
     """The job of recorded steps.
 
@@ -212,6 +221,7 @@ def lower_job(
         mesh: axes and sizes, outermost first.
         places: of each role, the coordinates that it has alone; it stands for all ranks that have them.
         workload: what the job trains.
+        host: prices the host's work for each operation, where that was counted.
 
     Raises:
         CaptureError: a group is no formula of the mesh, or a tensor has a type that a graph does not know.
@@ -222,16 +232,42 @@ def lower_job(
         mesh = {**mesh, "self": 1}
     builder.mesh = tuple(Axis(name=name, size=size) for name, size in mesh.items())
     regions: list[Region | None] = []
+    seconds: dict[int, float] = {}
     for run, place in zip(recorded, places, strict=True):
         begin = builder.op_count()
         lowering = _Rank(builder, run, mesh)
         for node in run.recorder.graph.nodes:
+            before = builder.op_count()
             lowering.add(node)
+            if host is not None and WORK in node.meta and not is_getitem(node):
+                _price(seconds, host.seconds(node.meta[WORK]), range(before, builder.op_count()))
         role = " ".join(f"{axis}={at}" for axis, at in place.items()) or "every rank"
         builder.program(lowering.calls(begin), role=role, coordinates=place, held=run.recorder.held)
         regions += lowering.regions
     job = builder.build(JobGraph)
+    job = job if host is None else _of_host(job, host.name, seconds)
     return fuse_regions(job, regions) if any(regions) else job
+
+
+def _price(seconds: dict[int, float], work: float, made: range) -> None:
+    """Gives the host's work before an operator to the first operation that it became.
+
+    One that became none was before another: its work is that one's, in `seconds` under -1 until it comes.
+    """
+    work += seconds.pop(-1, 0.0)
+    seconds[made[0] if made else -1] = work
+
+
+def _of_host(job: JobGraph, name: str, seconds: Mapping[int, float]) -> JobGraph:
+    """The job with what the host does before each operation; one that has none goes with the one before."""
+    count = len(job.ops)
+    picoseconds = np.full(count, NONE, np.int64)
+    for row, each in seconds.items():
+        if row >= 0:
+            picoseconds[row] = to_ps(each)
+    measured = np.full(count, Source.MEASURED, np.uint8)
+    spread, samples = np.zeros(count, np.float32), np.ones(count, np.int64)
+    return Annotate(device=name, picoseconds=picoseconds, source=measured, spread=spread, samples=samples)(job)
 
 
 class _Rank(GraphLowering):
@@ -312,7 +348,9 @@ class _Rank(GraphLowering):
         before = self.builder.op_count()
         self._lives_on = node in self._outliving
         self._issued = self._issue(node)
-        if COMMUNICATION in node.meta and node.target is not operator.getitem:
+        if node.target is wait_for_value:
+            self._wait(node)
+        elif COMMUNICATION in node.meta and node.target is not operator.getitem:
             self._communicate(node)
         else:
             super().add(node)
@@ -343,6 +381,13 @@ class _Rank(GraphLowering):
         of = node.meta.get(GRAPH)
         before, self._graph = self._graph, (of, node.meta[PHASE], node.meta.get(MICRO_BATCH)) if of else ()
         return (_LAUNCHED,) if of and before == self._graph else ()
+
+    def _wait(self, node: Node) -> None:
+        """The host waits for what makes a value."""
+        made = self.made.get(node.all_input_nodes[0], ())
+        if made:
+            common = {"phase": PHASES[node.meta[PHASE]], "module": node.meta[MODULE]}
+            self.made[node] = [self.builder.host("read value", deps=[made[-1]], **common)]
 
     def operation(self, node: Node, **fields: Any) -> int:
         """A kernel, or a copy between host and device."""
@@ -709,7 +754,7 @@ def capture_script(
         runs.append(run_script(script, replace(world, rank=rank), adapter, results))
     places = standing_for(ranks, mesh)
     say("lowering")
-    job = lower_job(runs, mesh, places, workload_of(runs, places, mesh, script.path.stem))
+    job = lower_job(runs, mesh, places, workload_of(runs, places, mesh, script.path.stem), script.host)
     for run in runs:
         notes |= run.recorder.notes
     return Imported(graph=count_job_flops(job), notes=tuple(notes))

@@ -31,6 +31,7 @@ from torch.utils import _foreach_utils
 from echograph.errors import CaptureError
 from echograph.frontend.scripts import streams, values
 from echograph.frontend.scripts.adapter import patched, replaced
+from echograph.frontend.scripts.recorder import HostCounter
 from echograph.frontend.scripts.streams import CapturedEvent, CapturedStream
 from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, deciding, keep_finite
 from echograph.frontend.scripts.world import NO_GPU, World
@@ -292,7 +293,7 @@ class OnTheDevice(TorchFunctionMode):
             return self._on_gpu(lambda tensor: tensor, args[:1], {})
         if func is Tensor.to and len(args) > 1 and is_gpu(args[1]):
             return self._on_gpu(func, (args[0], _CPU, *args[2:]), kwargs)
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         values.follow(func, args, kwargs, out)
         keep_finite(func, args, out)
         return out
@@ -300,7 +301,41 @@ class OnTheDevice(TorchFunctionMode):
     def _on_gpu(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not self._gpus:
             raise CaptureError(f"this {NO_GPU}")
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Goes on with what was asked."""
         return func(*args, **kwargs)
+
+
+class CountingDevice(OnTheDevice):
+    """The same, telling a counter which calls are the script's.
+
+    Args:
+        note: as of `OnTheDevice`.
+        counter: of the host's work.
+        gpus: as of `OnTheDevice`.
+    """
+
+    def __init__(self, note: NoteTaker, counter: HostCounter, *, gpus: bool = True) -> None:
+        super().__init__(note, gpus=gpus)
+        self._counter = counter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._counter.enter()
+        try:
+            if func in QUESTIONS and isinstance(args[0], FakeTensor) and not values.is_known(args[0]):
+                self._counter.reads(args[0])
+            return super().__torch_function__(func, types, args, kwargs)
+        finally:
+            self._counter.leave()
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._counter.leave()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._counter.enter()
 
 
 def kind(world: World, name: str) -> str:
@@ -343,15 +378,18 @@ def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @contextmanager
-def present(world: World, note: NoteTaker = lambda _: None) -> Iterator[None]:
+def present(world: World, note: NoteTaker = lambda _: None, counter: HostCounter | None = None) -> Iterator[None]:
     """In the context there is a GPU of the kind that captures stand for, one for each rank, or none.
 
     Args:
         world: the ranks, whether they have GPUs, and which way the script goes where values decide.
         note: is told which lines of the script read values.
+        counter: of the host's work, where it is asked for.
     """
     streams.start()
-    make = partial(OnTheDevice, note, gpus=world.gpus)
+    make: Callable[[], OnTheDevice] = partial(OnTheDevice, note, gpus=world.gpus)
+    if counter is not None:
+        make = partial(CountingDevice, note, counter, gpus=world.gpus)
     with ExitStack() as stack:
         enter = stack.enter_context
         for answer in (*answers(world), *_moves(world), *_streams(), *values.installed()):

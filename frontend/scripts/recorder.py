@@ -43,7 +43,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -182,11 +182,10 @@ MICRO_BATCH = "micro_batch"
 CHUNK = "chunk"
 PAYLOAD = "payload"
 COPY = "copy"
-GRAPH = "graph"
 REGION = "region"
 GRAPH = "graph"
 _CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE, REGION)
-_SILENT_NAMESPACES = ("prim", "profiler")
+SILENT_NAMESPACES = ("prim", "profiler")
 _ITEM = _ATEN._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 _is_wrapper = cache(is_traceable_wrapper_subclass_type)
@@ -205,6 +204,24 @@ def workspace_bytes(chosen: str) -> int:
     if not numbers:
         raise CaptureError(f"CUBLAS_WORKSPACE_CONFIG={chosen}: write :SIZE:COUNT, sizes in KiB, as :4096:8")
     return sum(size * count for size, count in zip(numbers[::2], numbers[1::2], strict=True)) * 1024
+
+
+class HostCounter(Protocol):
+    """Counts the host's work (`frontend.scripts.work`): told when the capture is entered and left."""
+
+    def enter(self) -> None:
+        """The capture is entered."""
+
+    def leave(self) -> None:
+        """The capture is left, or calls the script's own code."""
+
+    @property
+    def reads(self) -> Callable[[Tensor], None]:
+        """Is told which tensor of the device the script reads a value of."""
+
+    @property
+    def entered_once(self) -> bool:
+        """Whether the script itself called."""
 
 
 class StepRecorded(BaseException):
@@ -232,7 +249,10 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         deterministic: whether attention's gradients are added up in one order.
         fills: whether PyTorch writes all memory that it is asked for before use, as it does with deterministic
             algorithms.
+        counter: of the host's own work, where that is asked for.
     """
+
+    counter: HostCounter | None = None
 
     def __init__(
         self,
@@ -502,7 +522,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         if func is _ITEM and isinstance(args[0], FakeTensor):
             return answer(args[0], self.note)
         out = self._shapes.call(func, args, kwargs)
-        if not self._recording or self._paused or func.namespace in _SILENT_NAMESPACES:
+        if not self._recording or self._paused or func.namespace in SILENT_NAMESPACES:
             return out
         if func in HANDLES:
             if isinstance(out, FakeTensor):

@@ -30,6 +30,7 @@ from echograph.frontend.pytorch.userfile import reason
 from echograph.frontend.scripts.adapter import Adapter, patched, replaced
 from echograph.frontend.scripts.device import remedy
 from echograph.frontend.scripts.recorder import ScriptRecorder, StepRecorded
+from echograph.frontend.scripts.work import CountingRecorder, HostPrice
 from echograph.frontend.scripts.world import World
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -45,12 +46,14 @@ class Script:
         arguments: what it finds behind its name in `sys.argv`.
         step: which training step is recorded, counted from 1.
         whole: whether it goes on after that step.
+        host: prices what the script's own work is for the host; None: that is not counted.
     """
 
     path: Path
     arguments: Sequence[str] = ()
     step: int = 2
     whole: bool = False
+    host: HostPrice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,10 +92,12 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         enter(_as_main(script))
         enter(world.entered())
         mode = enter(capture_mode())
-        recorder = ScriptRecorder(
+        recorder = (CountingRecorder if script.host is not None else ScriptRecorder)(
             mode, step=script.step, whole=script.whole, counts_optimizer_steps=adapter.counts_optimizer_steps,
             results=results,
         )  # fmt: skip
+        if isinstance(recorder, CountingRecorder) and script.host is not None:
+            recorder.stands_in = script.host.stands_in
         enter(patched(os, "_exit", _exit_as_sys))
         enter(replaced(torch, "compile", _left_out))
         enter(quiet_fakes())

@@ -13,6 +13,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts import device, values
 from echograph.frontend.scripts.adapter import Adapter, patched
 from echograph.frontend.scripts.recorder import ScriptRecorder
+from echograph.frontend.scripts.work import compiled
 from echograph.frontend.scripts.world import World
 from echograph.ir.passes.fuse import COMPILED
 
@@ -153,11 +155,11 @@ class TorchAdapter(Adapter):
         recorder.stack = self.stack
         with ExitStack() as stack:
             enter = stack.enter_context
-            enter(device.present(world, recorder.note))
+            enter(device.present(world, recorder.note, recorder.counter))
             # It draws until all values are within bounds, which without values is for ever.
             enter(patched(torch.nn.init, "_no_grad_trunc_normal_", lambda _: lambda tensor, *_, **__: tensor))
             enter(patched(torch, "save", lambda _: _not_saved(recorder)))
-            enter(patched(torch, "compile", lambda _: compiling(recorder)))
+            enter(patched(torch, "compile", lambda _: compiling(recorder, self.compiles)))
             enter(patched(torch.multiprocessing, "spawn", lambda _: _spawn(world)))
             enter(patched(DataLoader, "__init__", _in_this_process))
             enter(patched(dataloader._BaseDataLoaderIter, "__init__", lambda f: _quietly(recorder, _really(f))))
@@ -231,8 +233,11 @@ def _not_saved(recorder: ScriptRecorder) -> Callable[..., None]:
     return save
 
 
-def compiling(recorder: ScriptRecorder) -> Callable[..., Any]:
-    """`torch.compile` that compiles nothing: what it was given runs as it is, and is known to become kernels."""
+def compiling(recorder: ScriptRecorder, frameworks: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """`torch.compile` that compiles nothing: what it was given runs as it is, and is known to become kernels.
+
+    A function of one of the `frameworks`' modules is one call for the host, too.
+    """
 
     def compile(model: Any = None, *_: Any, **__: Any) -> Any:
         recorder.stack = "inductor" if recorder.stack in ("eager", "fsdp") else recorder.stack
@@ -241,7 +246,8 @@ def compiling(recorder: ScriptRecorder) -> Callable[..., Any]:
         if isinstance(model, torch.nn.Module):
             model.forward = _region(recorder, model.forward)
             return model
-        return _region(recorder, model)
+        own = isinstance(model, FunctionType) and model.__module__.startswith(frameworks)
+        return _region(recorder, compiled(model) if own else model)
 
     return compile
 

@@ -218,6 +218,11 @@ def real(given: Any) -> Any:
     return given if known is _UNKNOWN else known
 
 
+def is_known(tensor: Tensor) -> bool:
+    """Whether the host has the values of a fake tensor."""
+    return getattr(tensor, "constant", None) is not None or _with_values(tensor) is not _UNKNOWN
+
+
 def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | None:
     """What a question about values answers, in a tuple; None where the values are not known."""
     if func not in _READS:

@@ -546,10 +546,14 @@ class _Writer(StepWriter):
         self.part.ops |= dict.fromkeys((*kernel.rows, *kernel.views), new)
 
 
-def _issued(ops: Iterable[t.Op]) -> list[t.Duration]:
-    """What issuing some operations as one takes on any host, where that is known of each of them."""
+def _issued(ops: Sequence[t.Op]) -> list[t.Duration]:
+    """What issuing some operations as one takes: on any host, where that is known of each; their scripts' work."""
     known = [[duration for duration in op.durations if duration.device == t.ANY_HOST] for op in ops]
-    return known[-1] if all(known) else []
+    works = [duration for op in ops for duration in op.durations if duration.device.endswith(t.SCRIPT)]
+    found = list(known[-1]) if all(known) else []
+    if works:
+        found.append(replace(works[0], picoseconds=sum(each.picoseconds for each in works)))
+    return found
 
 
 def _bound(graph: Graph, bindings: tuple[int, ...]) -> list[int]:

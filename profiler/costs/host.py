@@ -9,14 +9,56 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Protocol, TypeVar
 
 import msgspec
 
 from echograph.errors import DataError, UnknownNameError
-from echograph.ir.types import Phase
+from echograph.ir.types import SCRIPT, Phase
 
 T = TypeVar("T")
+
+
+class CountedWork(Protocol):
+    """Work of a host, counted (`frontend.scripts.work`)."""
+
+    @property
+    def instructions(self) -> int:
+        """Of the interpreter."""
+
+    @property
+    def modules(self) -> int:
+        """Calls of modules."""
+
+    @property
+    def light(self) -> int:
+        """Operators that launch nothing."""
+
+    @property
+    def gradients(self) -> int:
+        """Operators that autograd takes note of."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a backward pass."""
+
+    @property
+    def functions(self) -> int:
+        """Those of them that are written in Python."""
+
+    @property
+    def compiled(self) -> int:
+        """Calls of something compiled."""
+
+    @property
+    def compiled_backward(self) -> int:
+        """Their backward passes."""
+
+    @property
+    def stood_in(self) -> tuple[str, ...]:
+        """Calls of layers that stand in for others, as "Linear.forward"."""
+
+
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 RATED_SPREAD = 0.38
@@ -70,6 +112,119 @@ class Framework(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         others = dict.fromkeys(Phase, self.forward_s)
         own = {Phase.RECOMPUTE: self.recompute_s, Phase.BACKWARD: self.backward_s}
         return {phase: slower * seconds for phase, seconds in (others | own).items()}
+
+
+class HostUnits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a unit of a host's work takes, in seconds, on one processor.
+
+    Attributes:
+        instruction_s: of the interpreter.
+        module_s: a module's call, beyond its instructions.
+        operator_s: an operator that computes, from the call to its return, without the launch.
+        view_s: one that makes another handle of memory.
+        gradient_s: what autograd adds to a call that it takes note of.
+        node_s: a node of a backward pass, beyond its operators.
+        function_s: such a node that is written in Python, with its forward pass, beyond these.
+        compiled_s: a call of something compiled (`torch.compile`) between others of a step: guards, wrappers.
+        compiled_backward_s: its backward pass.
+        in_place: how many times as long units take between others of a step, where caches hold all of it.
+        in_training: how many times as long operators take in traces of training jobs as ratings say.
+        alone_s: what an operator takes more where it is called by itself, as a profile of a CPU has it.
+        processor: on which it was measured.
+        basis: how.
+    """
+
+    instruction_s: _Seconds
+    module_s: _Seconds
+    operator_s: _Seconds
+    view_s: _Seconds
+    gradient_s: _Seconds
+    node_s: _Seconds
+    function_s: _Seconds
+    compiled_s: _Seconds
+    compiled_backward_s: _Seconds
+    in_place: Annotated[float, msgspec.Meta(ge=1)]
+    in_training: Annotated[float, msgspec.Meta(ge=1)]
+    alone_s: _Seconds
+    processor: str
+    basis: str
+
+    @property
+    def name(self) -> str:
+        """The name under which graphs have what they price."""
+        return f"{self.processor}{SCRIPT}"
+
+    def seconds(self, work: CountedWork) -> float:
+        """What work takes on that processor, without the operators that compute."""
+        known = calls_of_modules(self.processor)
+        whole = sum(known[name] for name in work.stood_in)
+        whole += work.compiled * self.compiled_s + work.compiled_backward * self.compiled_backward_s
+        return whole + self.in_place * (
+            work.instructions * self.instruction_s
+            + work.modules * self.module_s
+            + work.light * self.view_s
+            + work.gradients * self.gradient_s
+            + work.nodes * self.node_s
+            + work.functions * self.function_s
+        )
+
+    @property
+    def stands_in(self) -> frozenset[str]:
+        """Layers whose calls are known as a whole."""
+        return frozenset(name.partition(".")[0] for name in calls_of_modules(self.processor))
+
+
+class ModuleCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call of a layer, in seconds of the host, without launches and collectives."""
+
+    forward_s: _Seconds
+    backward_s: _Seconds
+
+
+class Library(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A library whose layers others stand in for in a capture.
+
+    Attributes:
+        version: of it.
+        processor: on which its calls were measured.
+        basis: how.
+        calls: by the name of the layer.
+    """
+
+    version: str
+    processor: str
+    basis: str
+    calls: dict[str, ModuleCall]
+
+
+@cache
+def calls_of_modules(processor: str) -> dict[str, float]:
+    """Seconds of calls of layers that others stand in for, on a processor, by "Linear.forward"."""
+    found = {}
+    for library in _read("host_modules.toml", dict[str, Library]).values():
+        times = slower(library.processor, processor)
+        for name, call in library.calls.items():
+            found[f"{name}.forward"] = times * call.forward_s
+            found[f"{name}.backward"] = times * call.backward_s
+    return found
+
+
+def load_units() -> HostUnits:
+    """What units of work take on the processor where they were measured."""
+    return _read("host_work.toml", HostUnits)
+
+
+def slower(than: str, processor: str) -> float:
+    """How many times as long a thread of one processor takes as one of another.
+
+    Args:
+        than: the other one.
+        processor: the one that takes longer.
+
+    Raises:
+        UnknownNameError: no such processor.
+    """
+    return load_processor(than).single_thread / load_processor(processor).single_thread
 
 
 def load_processor(name: str) -> HostProcessor:

@@ -240,6 +240,12 @@ def capture_command(
     config: Annotated[
         Path | None, typer.Option("--config", help="DeepSpeed: the configuration, for scripts that take one.")
     ] = None,
+    measure_host: Annotated[
+        bool,
+        typer.Option(
+            "--measure-host", help="Count what the script's own work is for the host, for each operation."
+        ),
+    ] = False,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the job goes.")] = Path("job.pb"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON; the script prints on stderr.")] = False,
 ) -> None:
@@ -254,7 +260,7 @@ def capture_command(
     captured = capture_script_file(
         script, framework, arguments or (), world_size=world_size, local_size=local_size,
         gpus=device == "cuda", decided=dict(map(parse_decision, decide or ())), ranks=chosen, step=step,
-        whole=whole, config=config, showing=lambda: progress("starting"), quiet=as_json,
+        whole=whole, config=config, measure_host=measure_host, showing=lambda: progress("starting"), quiet=as_json,
     )  # fmt: skip
     with progress(f"writing {output}") as say:
         written = save_graph(captured.graph, output, say)

@@ -14,6 +14,7 @@ from echograph.progress import Progress, silent
 
 if TYPE_CHECKING:
     from echograph.ir.formats import Imported
+    from echograph.profiler.costs.host import HostUnits
 
 _NONE: Mapping[str, bool] = {}
 
@@ -31,6 +32,7 @@ def capture(
     step: int | None = None,
     whole: bool = False,
     config: str | Path | None = None,
+    measure_host: bool = False,
     say: Progress = silent,
 ) -> JobGraph:
     """Runs a training script as one rank of a job that is not there, in a process of its own, and takes a step.
@@ -49,6 +51,7 @@ def capture(
         step: which training step is recorded, from 1; None: the first steady one.
         whole: let the script go on after that step.
         config: a configuration of DeepSpeed, for scripts that take one.
+        measure_host: whether the graph says what the script's own work takes the host before each operation.
         say: told what goes on.
 
     Returns:
@@ -62,7 +65,7 @@ def capture(
     captured = capture_script_file(
         Path(script), framework, arguments, world_size=world_size, local_size=local_size, gpus=gpus,
         decided=decided, ranks=ranks, step=step, whole=whole, config=None if config is None else Path(config),
-        showing=lambda: nullcontext(say),
+        measure_host=measure_host, showing=lambda: nullcontext(say),
     )  # fmt: skip
     tell(captured.notes)
     return cast(JobGraph, captured.graph)
@@ -81,6 +84,7 @@ def capture_script_file(
     step: int | None,
     whole: bool,
     config: Path | None,
+    measure_host: bool,
     showing: Callable[[], AbstractContextManager[Progress]],
     quiet: bool = False,
 ) -> Imported:
@@ -98,6 +102,7 @@ def capture_script_file(
         step: which is recorded.
         whole: let the script go on.
         config: a configuration of DeepSpeed.
+        measure_host: whether the graph says what the host does.
         showing: opens the display of progress, which has threads, once the script's process has been forked.
         quiet: whether what the script prints goes to stderr.
     """
@@ -112,10 +117,19 @@ def capture_script_file(
             f"--device cpu is for scripts of plain PyTorch: {framework} is captured as it runs on GPUs"
         )
     given = adapter.arguments(tuple(arguments), config)
-    asked = Script(path=script, arguments=given, step=step or adapter.steady_step, whole=whole)
+    asked = Script(
+        path=script, arguments=given, step=step or adapter.steady_step, whole=whole,
+        host=_units() if measure_host else None,
+    )  # fmt: skip
     world = World(size=world_size, local_size=local_size, gpus=gpus, decided=dict(decided))
     with CaptureProcess(asked, world, adapter, ranks=tuple(ranks), quiet=quiet) as running, showing() as say:
         return running.result(say)
+
+
+def _units() -> HostUnits:
+    from echograph.profiler.costs.host import load_units
+
+    return load_units()
 
 
 def parse_decision(text: str) -> tuple[str, bool]:

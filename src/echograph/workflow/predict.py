@@ -122,7 +122,7 @@ def simulate(
     said = (plan.stack if plan is not None else "") or job.workload.stack
     stack = load_stack(said) if said else Stack()
     job = system.annotate(plans.with_kernels(job, stack, system.device))
-    host = system.host_running(stack.host)
+    host = system.host_of_script(job) or system.host_running(stack.host)
     result = simulator.simulate(
         job,
         where,

@@ -19,7 +19,7 @@ from echograph.ir.columns import NONE
 from echograph.ir.graph import Graph, JobGraph
 from echograph.ir.passes.annotate import Annotate, Coverage, join
 from echograph.ir.profile import Profile, load_profile
-from echograph.ir.types import COMMUNICATIONS, OpKind, Phase, Source
+from echograph.ir.types import COMMUNICATIONS, SCRIPT, OpKind, Phase, Source
 from echograph.options import option
 from echograph.profiler.costs import DeviceProfile, load_device
 from echograph.simulator.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
@@ -175,6 +175,42 @@ class System:
             work_ps={phase: to_ps(seconds) for phase, seconds in work.items()},
             communication_ps=to_ps(processor.communication_s),
             spread=RATED_SPREAD,
+        )
+
+    def host_of_script(self, graph: Graph) -> IssueTimes | None:
+        """The host that runs a graph which says what its script does; None for another graph.
+
+        A measured CPU is taken to be the processor that the work is told for.
+
+        Raises:
+            UnknownNameError: the graph's processor is in no table.
+            UsageError: it is not known which processor the cluster's hosts have.
+        """
+        from echograph.profiler.costs.host import load_processor, load_units, slower
+
+        ops = graph.ops
+        names = (ops.strings[device] for device in np.unique(ops.duration_device).tolist())
+        told = next((name for name in names if name.endswith(SCRIPT)), "")
+        if not told:
+            return None
+        units, measured_on = load_units(), told.removesuffix(SCRIPT)
+        if self.profile is not None:
+            in_place = to_ps(units.in_place * units.operator_s)
+            besides = -to_ps(units.alone_s) if self.host.blocking else in_place
+            return replace(self.host, script=told, kernel_ps=besides)
+        if not self.cluster.processor:
+            raise UsageError(
+                f"the graph says what its script takes the host on {measured_on}, and cluster {self.cluster.name} "
+                "does not say which processor its hosts have: give it, as --set cluster.node.processor=xeon-8480c"
+            )
+        processor = load_processor(self.cluster.processor)
+        operator_s = slower(units.processor, self.cluster.processor) * units.in_place * units.operator_s
+        return replace(
+            self.host,
+            script=told,
+            slower=units.in_training * slower(measured_on, self.cluster.processor),
+            kernel_ps=to_ps(units.in_training * operator_s + processor.launch_s),
+            communication_ps=to_ps(processor.communication_s),
         )
 
     def peak_flops_per_s(self, graph: Graph) -> float:

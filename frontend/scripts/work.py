@@ -1,0 +1,447 @@
+"""What the host does for each operator of a step, counted: a script's own Python, and its calls of PyTorch.
+
+A capture runs the script's real code and hands each operator to the recorder, so what runs between two operators
+is the host's work for the second of them. A clock would show mostly the capture: each way into it takes several
+times what a call of PyTorch does. So nothing is timed. Instructions of the interpreter are counted, those of the
+script, its framework and PyTorch's Python, and not the capture's own; and calls into PyTorch, by kind. What one of
+a kind takes is measured elsewhere, without a capture (`python -m benchmarks.host_units`).
+
+Counts do not depend on the machine, nor on how busy it is, and equal layers have equal ones.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import wraps
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.fx import Node
+from torch.nn.modules import module as modules
+
+from echograph.frontend.pytorch.annotate import BACKWARD, FORWARD_NODE, MODULE, PHASE
+from echograph.frontend.pytorch.call_nodes import is_allocation, is_view
+from echograph.frontend.scripts.recorder import MICRO_BATCH, SILENT_NAMESPACES, ScriptRecorder
+
+WORK = "host_work"
+"""Of call nodes: the `HostWork` before them."""
+
+_HERE = Path(__file__).parent
+_FRONTEND = _HERE.parent
+# What stands in for a framework's own code runs as that would; all else of the frontends is the capture's.
+_STANDING_IN = tuple(
+    str(_FRONTEND / "megatron" / name) for name in ("attention.py", "transformer_engine.py", "apex.py")
+)
+_ENGINE = ("echograph.frontend.megatron.transformer_engine", "echograph.frontend.megatron.attention")
+# Variables of Transformer Engine by which Megatron-LM says which attention runs.
+_KERNELS = ("NVTE_FUSED_ATTN", "NVTE_FLASH_ATTN")
+_OWN = (
+    str(_FRONTEND),
+    # What is done because a capture looks on: of fake tensors others are kept by weak references.
+    weakref.__file__,
+    *(
+        str(Path(torch.__file__).parent / name)
+        for name in (
+            "overrides.py",
+            "_subclasses",
+            "_library",
+            "_ops.py",
+            "utils/_device.py",
+            "utils/_python_dispatch.py",
+        )
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostWork:
+    """What the host does before an operator, since the one before it.
+
+    Attributes:
+        instructions: of the interpreter.
+        modules: calls of modules.
+        light: operators that launch nothing: views, allocations, other handles of a tensor.
+        gradients: operators that autograd takes note of.
+        nodes: of autograd that a backward pass comes to.
+        functions: of those, the ones that are written in Python, which calls from C++ and back begin and end.
+        compiled: calls of what a framework has compiled; what is in them is not counted.
+        compiled_backward: their backward passes.
+        stood_in: calls of layers that stand in for others, as "Linear.forward"; what is in them is not counted.
+    """
+
+    instructions: int = 0
+    modules: int = 0
+    light: int = 0
+    gradients: int = 0
+    nodes: int = 0
+    functions: int = 0
+    compiled: int = 0
+    compiled_backward: int = 0
+    stood_in: tuple[str, ...] = ()
+
+    def __add__(self, other: HostWork) -> HostWork:
+        return HostWork(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+class HostPrice(Protocol):
+    """What work takes on one processor."""
+
+    @property
+    def name(self) -> str:
+        """The name under which a graph has it."""
+
+    @property
+    def stands_in(self) -> frozenset[str]:
+        """Layers whose calls are known as a whole, by the names of those that stand in for them."""
+
+    def seconds(self, work: HostWork) -> float:
+        """Seconds, without the operators that compute."""
+
+
+class WorkCounter:
+    """Counts while the script runs and is asked for (`begin`, `end`).
+
+    Entries into the capture nest: `enter` as often as `leave`; between them nothing is counted.
+
+    Attributes:
+        current: the one that counts now.
+        reads: is told which tensor of the device the script reads a value of.
+        muted: above zero where what runs is counted as a whole.
+        region: number of the call of something compiled that runs; 0: none.
+    """
+
+    current: WorkCounter | None = None
+
+    def __init__(self, reads: Callable[[torch.Tensor], None] = lambda _: None) -> None:
+        self.reads = reads
+        self.muted = 0
+        self.region = 0
+        self._regions = 0
+        self._instructions = self._modules = 0
+        self._depth = 0
+        self._of_hooks = 0
+        self._own: dict[CodeType, bool] = {}
+
+    @property
+    def entered_once(self) -> bool:
+        """Whether the script itself called, and not what answers a call of it."""
+        return self._depth == 1
+
+    def enter(self) -> None:
+        """The capture is entered."""
+        self._depth += 1
+
+    def leave(self) -> None:
+        """The capture is left, or calls the script's own code."""
+        self._depth -= 1
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs is not the script's."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def begin(self) -> None:
+        """Counts from here."""
+        self._of_hooks = self._hooks()
+        self.take()
+        WorkCounter.current = self
+        sys.settrace(self._called)
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if not self._is_own(frame.f_code):
+                self._watch(frame)
+            frame = frame.f_back
+
+    def end(self) -> None:
+        """Counts no more."""
+        sys.settrace(None)
+        WorkCounter.current = None
+
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """What runs is one call of what a framework has compiled."""
+        if self.region:
+            yield
+            return
+        self._regions += 1
+        self.region, self.muted = self._regions, self.muted + 1
+        try:
+            yield
+        finally:
+            self.region, self.muted = 0, self.muted - 1
+
+    def module(self) -> None:
+        """A module was called, by way of the capture's hooks."""
+        if self._depth == 1 and not self.muted:
+            self._modules += 1
+
+    def take(self) -> tuple[int, int]:
+        """Instructions, and calls of modules, since it was asked last."""
+        found = max(0, self._instructions - self._modules * self._of_hooks), self._modules
+        self._instructions = self._modules = 0
+        return found
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> Any:
+        if self._depth or event != "call" or self._is_own(frame.f_code):
+            return None
+        return self._watch(frame)
+
+    def _watch(self, frame: FrameType) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines, frame.f_trace = True, False, self._counted
+        return self._counted
+
+    def _counted(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "opcode" and not (self._depth or self.muted):
+            self._instructions += 1
+        return self._counted
+
+    def _is_own(self, code: CodeType) -> bool:
+        known = self._own.get(code)
+        if known is None:
+            name = code.co_filename
+            known = self._own[code] = name.startswith(_OWN) and not name.startswith(_STANDING_IN)
+        return known
+
+    def _hooks(self) -> int:
+        """Instructions that a module's call takes more for having hooks of the capture."""
+        module = _Nothing()
+        found = []
+        for kept in (True, False):
+            with _hooks_of_captures(kept):
+                self._depth, depth = 0, self._depth
+                self._instructions = 0
+                sys.settrace(self._called)
+                module(None)
+                sys.settrace(None)
+                self._depth = depth
+                found.append(self._instructions)
+        return found[0] - found[1]
+
+
+class _Nothing(nn.Module):
+    def forward(self, given: None) -> None:
+        """Returns."""
+
+
+@contextmanager
+def _hooks_of_captures(kept: bool) -> Iterator[None]:
+    """In the context, modules are called with the hooks of a capture, or without."""
+    hooks = (modules._global_forward_pre_hooks, modules._global_forward_hooks)
+    before = [dict(each) for each in hooks]
+    try:
+        if not kept:
+            for each in hooks:
+                each.clear()
+        yield
+    finally:
+        for each, known in zip(hooks, before, strict=True):
+            each.clear()
+            each.update(known)
+
+
+def compiled(function: Any) -> Any:
+    """What stands for a function that a framework has compiled: it runs as written, and counts as one call."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        counter = WorkCounter.current
+        if counter is None:
+            return function(*args, **kwargs)
+        with counter.compiled():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def wait_for_value(tensor: Any) -> None:
+    """What a node stands for at which the host waits until a value is there."""
+    del tensor
+
+
+REGION = "compiled_region"
+"""Of call nodes in a call of something compiled: its number."""
+
+
+class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
+    """Records a step, and counts what the host does for each operator of it (`WORK`)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.counter: WorkCounter = WorkCounter(self.reads)
+        self._before = HostWork()
+        self._reached: Any = None
+        self._made: Node | None = None
+        self._stand_ins: dict[str, str] = {}
+        self.stands_in: frozenset[str] = frozenset()
+
+    def _standing_in(self, module: Any) -> str:
+        """Name under which calls of a layer are known that stands in for another one; "" for all others."""
+        for kind in type(module).__mro__:
+            name = kind.__name__
+            if name == "DotProductAttention":
+                name += " unfused" if all(os.environ.get(choice) == "0" for choice in _KERNELS) else " fused"
+            if kind.__module__ in _ENGINE and name in self.stands_in:
+                return name
+        return ""
+
+    def reads(self, tensor: torch.Tensor) -> None:
+        """The script reads a value of the device: the host waits until what makes it has ended."""
+        if not self._recording or self._paused or not self.counter.entered_once:
+            return
+        node = self.node_of(tensor)
+        if node.op == "call_function":
+            meta = self._phase_and_module(node) | self.of_micro_batch()
+            self.add_call(wait_for_value, (node,), {}, None, meta)
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """What runs is no work of the step, nor of its host."""
+        with super().pausing(), self.counter.aside():
+            yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.counter.enter()
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self.counter.leave()
+
+    def _module_begins(self, module: Any, args: Any) -> None:
+        self.counter.enter()
+        try:
+            self.counter.module()
+            super()._module_begins(module, args)
+            name = self._standing_in(module)
+            if name:
+                self.counter.muted += 1
+                self._stand_ins[self._stack[-1]] = name
+        finally:
+            self.counter.leave()
+
+    def _module_ends(self, *args: Any) -> None:
+        self.counter.enter()
+        try:
+            if self._stack and self._stack[-1] in self._stand_ins:
+                self.counter.muted -= 1
+            super()._module_ends(*args)
+        finally:
+            self.counter.leave()
+
+    def step_begins(self) -> None:
+        """A training step begins; the work of the one that is asked for is counted."""
+        before = self._recording
+        super().step_begins()
+        if self._recording and not before:
+            self.counter.begin()
+
+    def _finish(self) -> None:
+        self.counter.end()
+        super()._finish()
+        self._count_whole()
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (
+            not self._recording
+            or self._paused
+            or not self.counter.entered_once
+            or func.namespace in SILENT_NAMESPACES
+        ):
+            return super()._called(func, args, kwargs)
+        self._made = None
+        instructions, modules_called = self.counter.take()
+        taken = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args))
+        node = torch._C._current_autograd_node()
+        reached = node is not None and node is not self._reached
+        self._reached = node
+        out = super()._called(func, args, kwargs)
+        made = self._made
+        works = made is not None and not is_allocation(made)
+        self._before += HostWork(
+            instructions=instructions,
+            modules=modules_called,
+            light=not works or (made is not None and is_view(made)),
+            gradients=taken,
+            nodes=reached,
+            functions=reached and isinstance(node, BackwardCFunction),
+        )
+        if made is not None and self.counter.region:
+            made.meta[REGION] = self.counter.region
+        if made is not None and works:
+            made.meta[WORK], self._before = self._before, HostWork()
+        return out
+
+    def add_call(self, *args: Any) -> Node:
+        """Appends a call node, and remembers the first that is work."""
+        node = super().add_call(*args)
+        if self._made is None or is_allocation(self._made):
+            self._made = node
+        return node
+
+    def _count_whole(self) -> None:
+        """Puts calls that count as a whole in place of what was counted in them.
+
+        Of something compiled the first operator has the call, and the others are none: it is one kernel. Of a
+        layer that stands in for another one the first has the call, and each of the others still is a kernel.
+        """
+        regions = {n.name: n.meta[REGION] for n in self.graph.nodes if REGION in n.meta}
+        begun: set[tuple[Any, ...]] = set()
+        inside: tuple[Any, ...] = ()
+        left = HostWork()
+        for node in self.graph.nodes:
+            if WORK not in node.meta or node.target is operator.getitem:
+                continue
+            work: HostWork = node.meta[WORK]
+            passed_on, left = left, HostWork()
+            outside = HostWork(instructions=work.instructions, modules=work.modules) + passed_on
+            region = node.meta.get(REGION) or regions.get(node.meta.get(FORWARD_NODE, ""))
+            own = self._stand_in_of(node)
+            if region:
+                call = (region, node.meta[PHASE])
+                if call in begun:
+                    del node.meta[WORK]
+                    left = outside
+                else:
+                    begun.add(call)
+                    again = REGION not in node.meta
+                    node.meta[WORK] = outside + HostWork(compiled=not again, compiled_backward=again)
+            elif own:
+                place = (own, node.meta[PHASE], node.meta.get(MICRO_BATCH))
+                phase = "backward" if node.meta[PHASE] == BACKWARD else "forward"
+                name = f"{self._stand_ins[own]}.{phase}"
+                node.meta[WORK] = outside + HostWork(stood_in=() if place == inside else (name,))
+                inside = place
+            else:
+                node.meta[WORK] = work + passed_on
+            if not own:
+                inside = ()
+
+    def _stand_in_of(self, node: Node) -> str:
+        """Path of the layer that stands in for another one and has the node; "" where none does."""
+        path = str(node.meta[MODULE])
+        while path and path not in self._stand_ins:
+            path = path.rpartition(".")[0]
+        return path
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)

@@ -1,0 +1,200 @@
+"""The host's work is counted: not timed, not the capture's own, equal for equal layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from echograph.errors import UsageError
+from echograph.frontend.pytorch.call_nodes import is_getitem
+from echograph.frontend.scripts import ADAPTERS
+from echograph.frontend.scripts.capture import capture_script
+from echograph.frontend.scripts.run import Script, ScriptRun, run_script
+from echograph.frontend.scripts.work import WORK, HostWork, WorkCounter, compiled, wait_for_value
+from echograph.frontend.scripts.world import World
+from echograph.ir.columns import NONE
+from echograph.ir.graph import JobGraph
+from echograph.ir.types import OpKind
+from echograph.profiler.costs.host import load_units, slower
+from echograph.workflow import predict
+from echograph.workflow.system import System
+
+TRAINING = """
+import torch
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.linear(x).relu()
+
+
+model = nn.Sequential(*(Layer() for _ in range(4))){device}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 8{on})).sum()
+    loss.backward()
+    {before}
+    optimizer.step()
+"""
+WORLD = World(size=1, local_size=1)
+
+
+def _script(folder: Path, before: str = "pass") -> Script:
+    path = folder / "train.py"
+    path.write_text(TRAINING.format(device=".cuda()", on=", device='cuda'", before=before))
+    return Script(path=path, host=load_units())
+
+
+def _run(script: Script) -> ScriptRun:
+    return run_script(script, WORLD, ADAPTERS["torch"]())
+
+
+def _job(script: Script) -> JobGraph:
+    graph = capture_script(script, WORLD, ADAPTERS["torch"]()).graph
+    assert isinstance(graph, JobGraph)
+    return graph
+
+
+def _work(run: ScriptRun) -> list[tuple[str, str, str, HostWork]]:
+    return [
+        (n.meta["phase"], n.meta["module"], str(n.target), n.meta[WORK])
+        for n in run.recorder.graph.nodes
+        if WORK in n.meta and not is_getitem(n)
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> ScriptRun:
+    """A recorded step with the host's work."""
+    return _run(_script(tmp_path_factory.mktemp("work")))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> JobGraph:
+    """The same as a job."""
+    return _job(_script(tmp_path_factory.mktemp("job")))
+
+
+def test_the_same_script_has_the_same_counts(run: ScriptRun, tmp_path: Path) -> None:
+    once, again = _work(run), _work(_run(_script(tmp_path)))
+    assert [place for *place, _ in again] == [place for *place, _ in once]
+    counts = [sum(work.instructions for *_, work in each) for each in (once, again)]
+    assert counts[1] == pytest.approx(counts[0], rel=0.02)  # what is done once a process is done already
+
+
+def test_equal_layers_have_equal_counts(run: ScriptRun) -> None:
+    layers = [[(target, work) for phase, module, target, work in _work(run)
+               if phase == "forward" and module.split(".")[0] == number] for number in "123"]  # fmt: skip
+    assert layers[0]
+    assert layers[0] == layers[1] == layers[2]
+
+
+def test_a_script_s_own_python_counts_and_the_capture_s_does_not(run: ScriptRun, tmp_path: Path) -> None:
+    before = sum(work.instructions for *_, work in _work(run))
+    loop = "for _ in range(1000): pass"
+    after = sum(work.instructions for *_, work in _work(_run(_script(tmp_path, loop))))
+    assert 2_990 <= after - before <= 3_100  # an iteration is a FOR_ITER, a STORE_NAME and a jump
+    # Each hop into the capture is hundreds of its own instructions: an addition has next to none.
+    additions = [work.instructions for _, _, target, work in _work(run) if "relu.default" in target]
+    assert additions
+    assert max(additions) < 50
+
+
+def test_modules_autograd_and_views_count(run: ScriptRun) -> None:
+    forward = [work for phase, _, _, work in _work(run) if phase == "forward"]
+    backward = [work for phase, _, _, work in _work(run) if phase == "backward"]
+    assert sum(work.modules for work in forward) == 9  # the whole, four layers, a linear in each
+    assert sum(work.gradients for work in forward) > 8
+    assert sum(work.nodes for work in backward) >= 4 * 4
+    assert not any(work.nodes for work in forward)
+
+
+def test_work_is_of_the_operations_and_scaled_to_a_cluster_s_processor(job: JobGraph) -> None:
+    units = load_units()
+    told = job.ops.duration_on(units.name)[0]
+    assert (told != NONE).any()
+    on = {name: System(name).host_of_script(job) for name in ("dgx-h100", "dgx-a100")}
+    for name, processor in (("dgx-h100", "xeon-8480c"), ("dgx-a100", "epyc-7742")):
+        host = on[name]
+        assert host is not None
+        assert host.slower == pytest.approx(units.in_training * slower(units.processor, processor))
+        issue = host.issue(job)
+        views = job.ops.is_view & (told != NONE)
+        assert np.abs(issue[views] - host.slower * told[views]).max() <= 0.5
+        kernels = ~job.ops.is_view & (told != NONE) & (job.ops.kind == OpKind.COMPUTE)
+        assert ((issue - np.rint(host.slower * told))[kernels] == host.kernel_ps).all()
+
+
+def test_the_step_takes_as_long_as_its_host_issues(job: JobGraph) -> None:
+    system = System("dgx-h100")
+    host = system.host_of_script(job)
+    assert host is not None
+    issued = int((host.issue(job) * job.run_counts(0)).sum())
+    assert issued <= predict.simulate(job, system, memory=False).step_ps <= 1.2 * issued  # kernels are tiny
+
+
+def test_without_the_option_nothing_is_told(tmp_path: Path) -> None:
+    plain = _job(replace(_script(tmp_path), host=None))
+    assert not len(plain.ops.duration.values)
+    assert System("dgx-h100").host_of_script(plain) is None
+
+
+def test_hosts_whose_processor_is_not_known_are_refused(job: JobGraph) -> None:
+    system = System("dgx-b300")
+    assert not system.cluster.processor
+    with pytest.raises(UsageError, match="does not say which processor"):
+        system.host_of_script(job)
+
+
+def test_the_host_waits_where_a_value_is_read(tmp_path: Path) -> None:
+    script = _script(tmp_path, "print(loss.item())")
+    waits = [n for n in _run(script).recorder.graph.nodes if n.target is wait_for_value]
+    assert len(waits) == 1
+    read = _job(script)
+    rows = np.flatnonzero(read.ops.kind == OpKind.HOST)
+    assert len(rows) == 1
+    (dep,) = read.ops.deps.row(int(rows[0]))
+    assert read.strings[read.ops.name[dep]] == "aten.sum"
+
+
+def test_what_is_compiled_counts_as_one_call() -> None:
+    counter = WorkCounter()
+    seen: list[int] = []
+
+    @compiled
+    def inner() -> None:
+        seen.append(counter.region)
+
+    @compiled
+    def outer() -> None:
+        seen.append(counter.region)
+        inner()
+
+    counter.begin()
+    try:
+        outer()
+        outer()
+    finally:
+        counter.end()
+    outer()
+    assert seen == [1, 1, 2, 2, 0, 0]
+    assert counter.muted == 0
+
+
+def test_prices_add_up() -> None:
+    units, several = load_units(), HostWork(instructions=10, modules=1, stood_in=("Linear.forward",))
+    one: Callable[..., float] = lambda **work: units.seconds(HostWork(**work))  # noqa: E731
+    parts: list[dict[str, Any]] = [{"instructions": 10}, {"modules": 1}, {"stood_in": ("Linear.forward",)}]
+    assert units.seconds(several) == pytest.approx(sum(one(**part) for part in parts))
+    assert several + several == HostWork(instructions=20, modules=2, stood_in=("Linear.forward",) * 2)
