@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from echograph.frontend.megatron import graphs, transformer_engine
+from echograph.frontend.megatron import fp8, graphs, mamba, muon, transformer_engine
 from echograph.frontend.megatron.flex import Flex
 from echograph.frontend.megatron.hooks import hooks
 from echograph.frontend.megatron.patches import DISTRIBUTION, TESTED, in_place
@@ -124,6 +124,9 @@ class MegatronAdapter(TorchAdapter):
             shimmed(),
             transformer_engine.told(recorder.in_region),
             patched(transformer_engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),
+            patched(fp8.Recipe, "__init__", lambda f: _said(recorder, f, _IN_FP8)),
+            patched(mamba.GatedNorm, "__init__", lambda f: _said(recorder, f, _MAMBA)),
+            patched(muon.OrthogonalizedOptimizer, "__init__", lambda f: _said(recorder, f, _MUON)),
             patched(transformer_engine.Linear, "__init__", lambda f: _working(recorder, f, 1)),
             patched(transformer_engine.GroupedLinear, "__init__", lambda f: _working(recorder, f, 1 + _STREAMS)),
             super().installed(world, recorder),
@@ -205,13 +208,26 @@ def _noted(recorder: ScriptRecorder, original: Callable[..., None]) -> Callable[
     def init(*args: Any, **named: Any) -> None:
         recorder.note(
             "Transformer Engine is not installed: layers of PyTorch's operators stand in for its, with its shapes "
-            "and collectives, and without FP8, user buffers and kernels that do several things at once"
+            "and collectives, and without user buffers and kernels that do several things at once"
         )
         if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0":
             recorder.note(
                 "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: attention's backward pass, which then adds in one order, is "
                 "taken to be as fast as without"
             )
+        original(*args, **named)
+
+    return init
+
+
+_IN_FP8 = "FP8: the casts and products of Transformer Engine, without what single scales take"
+_MAMBA = "mamba_ssm is not installed: one operation each stands for its convolution, its scan and its norm"
+_MUON = "emerging_optimizers is not installed: operators of PyTorch stand in for its Muon"
+
+
+def _said(recorder: ScriptRecorder, original: Callable[..., None], line: str) -> Callable[..., None]:
+    def init(*args: Any, **named: Any) -> None:
+        recorder.note(line)
         original(*args, **named)
 
     return init

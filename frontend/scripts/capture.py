@@ -294,7 +294,7 @@ class _Rank(GraphLowering):
         self._sharded: dict[int, tuple[str, ...]] = {}
         self._divided = self._of_names(run.recorder.graph)
         self._ends: list[tuple[int, int]] = []
-        self._graph: tuple[object, ...] = ()
+        self._graphs: set[tuple[object, ...]] = set()
         self._issued: tuple[Duration, ...] = ()
 
     def calls(self, begin: int) -> list[tuple[int, int, int, int, int]]:
@@ -378,9 +378,12 @@ class _Rank(GraphLowering):
         """What issuing a node takes, where that is known: nothing behind the first of a CUDA graph."""
         if STREAM not in node.meta:
             return ()
-        of = node.meta.get(GRAPH)
-        before, self._graph = self._graph, (of, node.meta[PHASE], node.meta.get(MICRO_BATCH)) if of else ()
-        return (_LAUNCHED,) if of and before == self._graph else ()
+        if not node.meta.get(GRAPH):
+            return ()
+        launch = node.meta[GRAPH], node.meta[PHASE], node.meta.get(MICRO_BATCH)
+        known = launch in self._graphs
+        self._graphs.add(launch)
+        return (_LAUNCHED,) if known else ()
 
     def _wait(self, node: Node) -> None:
         """The host waits for what makes a value."""
