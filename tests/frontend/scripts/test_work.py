@@ -105,10 +105,9 @@ def test_a_script_s_own_python_counts_and_the_capture_s_does_not(run: ScriptRun,
     loop = "for _ in range(1000): pass"
     after = sum(work.instructions for *_, work in _work(_run(_script(tmp_path, loop))))
     assert 2_990 <= after - before <= 3_100  # an iteration is a FOR_ITER, a STORE_NAME and a jump
-    # Each hop into the capture is hundreds of its own instructions: an addition has next to none.
-    additions = [work.instructions for _, _, target, work in _work(run) if "relu.default" in target]
-    assert additions
-    assert max(additions) < 50
+    # Each operator is hundreds of the capture's own instructions; a linear layer's two are of one call, in C++.
+    products = [work.instructions for phase, _, target, work in _work(run) if "addmm" in target]
+    assert products == [0, 0, 0, 0]
 
 
 def test_modules_autograd_and_views_count(run: ScriptRun) -> None:
