@@ -167,6 +167,19 @@ def test_the_host_waits_where_a_value_is_read(tmp_path: Path) -> None:
     assert read.strings[read.ops.name[dep]] == "aten.sum"
 
 
+def test_memory_that_is_filled_is_a_launch_and_a_wait_none(tmp_path: Path) -> None:
+    deterministic = (
+        "torch.use_deterministic_algorithms(True); print(loss.item()); torch.empty(8, device='cuda').add_(1)"
+    )
+    job = _job(_script(tmp_path, deterministic))
+    host = System("dgx-h100").host_of_script(job)
+    assert host is not None
+    filled = [row for row, name in enumerate(job.ops.name) if job.strings[name] == "aten.fill_"]
+    assert filled
+    assert set(host.issue(job)[filled].tolist()) == {host.kernel_ps}
+    assert (host.issue(job)[job.ops.kind == OpKind.HOST] == 0).all()
+
+
 def test_what_is_compiled_counts_as_one_call() -> None:
     counter = WorkCounter()
     seen: list[int] = []
