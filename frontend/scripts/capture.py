@@ -244,6 +244,7 @@ def lower_job(
         role = " ".join(f"{axis}={at}" for axis, at in place.items()) or "every rank"
         builder.program(lowering.calls(begin), role=role, coordinates=place, held=run.recorder.held)
         regions += lowering.regions
+        seconds |= dict.fromkeys(lowering.filled, 0.0)
     job = builder.build(JobGraph)
     job = job if host is None else _of_host(job, host.name, seconds)
     return fuse_regions(job, regions) if any(regions) else job
@@ -275,6 +276,7 @@ class _Rank(GraphLowering):
 
     Attributes:
         regions: of each operation, the one that it is of.
+        filled: operations that write memory before its use, kernels behind what asked for it.
     """
 
     def __init__(self, builder: GraphBuilder, run: ScriptRun, mesh: Mapping[str, int]) -> None:
@@ -290,6 +292,7 @@ class _Rank(GraphLowering):
         self._parts_outliving = {node.args for node in self._outliving if is_getitem(node)}
         self._lives_on = False
         self.regions: list[Region | None] = []
+        self.filled: list[int] = []
         self._deterministic, self._fills = run.recorder.deterministic, run.recorder.fills
         self._sharded: dict[int, tuple[str, ...]] = {}
         self._divided = self._of_names(run.recorder.graph)
@@ -354,7 +357,7 @@ class _Rank(GraphLowering):
             self._communicate(node)
         else:
             super().add(node)
-        if self._fills and (size := _asked_for(node)):
+        if self._fills and node.target is not wait_for_value and (size := _asked_for(node)):
             self._fill(node, size)
         self.regions += [node.meta.get(REGION)] * (self.builder.op_count() - before)
         if self.builder.op_count() > before:
@@ -414,7 +417,8 @@ class _Rank(GraphLowering):
         """Memory is written once before its use."""
         phase, module = PHASES[node.meta[PHASE]], node.meta[MODULE]
         stream = self.builder.stream(node.meta.get(STREAM) or "compute")
-        self.builder.compute("aten.fill_", phase=phase, module=module, stream=stream, bytes_written=size)
+        row = self.builder.compute("aten.fill_", phase=phase, module=module, stream=stream, bytes_written=size)
+        self.filled.append(row)
 
     # -- communication ---------------------------------------------------------------------------------------
 

@@ -272,7 +272,7 @@ def wait_for_value(tensor: Any) -> None:
     del tensor
 
 
-REGION = "compiled_region"
+COMPILED_CALL = "compiled_call"
 """Of call nodes in a call of something compiled: its number."""
 
 
@@ -381,7 +381,7 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             functions=reached and isinstance(node, BackwardCFunction),
         )
         if made is not None and self.counter.region:
-            made.meta[REGION] = self.counter.region
+            made.meta[COMPILED_CALL] = self.counter.region
         if made is not None and works:
             made.meta[WORK], self._before = self._before, HostWork()
         return out
@@ -399,7 +399,7 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
         Of something compiled the first operator has the call, and the others are none: it is one kernel. Of a
         layer that stands in for another one the first has the call, and each of the others still is a kernel.
         """
-        regions = {n.name: n.meta[REGION] for n in self.graph.nodes if REGION in n.meta}
+        regions = {n.name: n.meta[COMPILED_CALL] for n in self.graph.nodes if COMPILED_CALL in n.meta}
         begun: set[tuple[Any, ...]] = set()
         inside: tuple[Any, ...] = ()
         left = HostWork()
@@ -409,7 +409,7 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
             work: HostWork = node.meta[WORK]
             passed_on, left = left, HostWork()
             outside = HostWork(instructions=work.instructions, modules=work.modules) + passed_on
-            region = node.meta.get(REGION) or regions.get(node.meta.get(FORWARD_NODE, ""))
+            region = node.meta.get(COMPILED_CALL) or regions.get(node.meta.get(FORWARD_NODE, ""))
             own = self._stand_in_of(node)
             if region:
                 call = (region, node.meta[PHASE])
@@ -418,7 +418,7 @@ class CountingRecorder(ScriptRecorder):  # type: ignore[no-untyped-call]
                     left = outside
                 else:
                     begun.add(call)
-                    again = REGION not in node.meta
+                    again = COMPILED_CALL not in node.meta
                     node.meta[WORK] = outside + HostWork(compiled=not again, compiled_backward=again)
             elif own:
                 place = (own, node.meta[PHASE], node.meta.get(MICRO_BATCH))

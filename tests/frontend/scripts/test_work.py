@@ -105,10 +105,9 @@ def test_a_script_s_own_python_counts_and_the_capture_s_does_not(run: ScriptRun,
     loop = "for _ in range(1000): pass"
     after = sum(work.instructions for *_, work in _work(_run(_script(tmp_path, loop))))
     assert 2_990 <= after - before <= 3_100  # an iteration is a FOR_ITER, a STORE_NAME and a jump
-    # Each hop into the capture is hundreds of its own instructions: an addition has next to none.
-    additions = [work.instructions for _, _, target, work in _work(run) if "relu.default" in target]
-    assert additions
-    assert max(additions) < 50
+    # Each operator is hundreds of the capture's own instructions; a linear layer's two are of one call, in C++.
+    products = [work.instructions for phase, _, target, work in _work(run) if "addmm" in target]
+    assert products == [0, 0, 0, 0]
 
 
 def test_modules_autograd_and_views_count(run: ScriptRun) -> None:
@@ -166,6 +165,19 @@ def test_the_host_waits_where_a_value_is_read(tmp_path: Path) -> None:
     assert len(rows) == 1
     (dep,) = read.ops.deps.row(int(rows[0]))
     assert read.strings[read.ops.name[dep]] == "aten.sum"
+
+
+def test_memory_that_is_filled_is_a_launch_and_a_wait_none(tmp_path: Path) -> None:
+    deterministic = (
+        "torch.use_deterministic_algorithms(True); print(loss.item()); torch.empty(8, device='cuda').add_(1)"
+    )
+    job = _job(_script(tmp_path, deterministic))
+    host = System("dgx-h100").host_of_script(job)
+    assert host is not None
+    filled = [row for row, name in enumerate(job.ops.name) if job.strings[name] == "aten.fill_"]
+    assert filled
+    assert set(host.issue(job)[filled].tolist()) == {host.kernel_ps}
+    assert (host.issue(job)[job.ops.kind == OpKind.HOST] == 0).all()
 
 
 def test_what_is_compiled_counts_as_one_call() -> None:
