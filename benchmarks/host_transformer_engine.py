@@ -2,13 +2,14 @@
 
 python -m benchmarks.host_transformer_engine FOLDER [--seconds S] [CASE ...]
 
-FOLDER has the package `transformer_engine` of Transformer Engine 2. Its Python runs as it is, but that where it says
-"cuda" it reads "cpu". Its extension, which is a device's, is replaced by functions that return empty tensors of the
-same shapes: what these take is measured by calling them again, alone, with what they were given, and taken off. So
-what the extension takes in C++ before a launch (its arguments, a product's heuristics, a plan of cuDNN's) is in no
-figure, and neither is a launch, nor what NVTX and the setting of a device take. In FP8, what makes a quantized tensor
-is taken off as well, which is a call into Python for the real one, too. Attention in several kernels runs these on
-this processor. Kernels written in Triton, of cross-entropy and of permutations, are not measured.
+FOLDER has the package `transformer_engine` of Transformer Engine 2. Its Python runs as it is, but that where it
+says "cuda" it reads "cpu". Its extension, which is a device's, is replaced by functions that return empty tensors
+of the same shapes: what these take is measured by calling them again, alone, with what they were given, and taken
+off. So what the extension takes in C++ before a launch (its arguments, a product's heuristics, a plan of cuDNN's)
+is in no figure, and neither is a launch, nor what NVTX and the setting of a device take. In FP8, what makes a
+quantized tensor is taken off as well, which is a call into Python for the real one, too. Attention in several
+kernels runs these on this processor. Kernels written in Triton, of cross-entropy and of permutations, are not
+measured.
 """
 
 from __future__ import annotations
@@ -19,12 +20,9 @@ import importlib.abc
 import importlib.machinery
 import json
 import os
-import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -32,7 +30,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.host import DEPTHS, HEADS, SIZES, Make, Step, _fake_group, _Trained, _without_a_device, measure, turns, undisturbed, _megatron_layers
+from benchmarks.host import (
+    DEPTHS,
+    HEADS,
+    SIZES,
+    Make,
+    Step,
+    _fake_group,
+    _megatron_layers,
+    _Trained,
+    _without_a_device,
+    measure,
+    turns,
+    undisturbed,
+)
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 DTYPE = torch.bfloat16
@@ -59,7 +70,7 @@ class _Enumeration:
 
 
 class Extension(ModuleType):
-    """`transformer_engine_torch`: its functions make empty tensors, and note their calls where `calls` is a list."""
+    """`transformer_engine_torch`: its functions make empty tensors, and note calls where `calls` is a list."""
 
     def __init__(self) -> None:
         super().__init__("transformer_engine_torch")
@@ -124,7 +135,11 @@ def _normalised(given: Tensor, weight: Tensor, *_: Any) -> Any:
 
 def _attended(*args: Any) -> Any:
     query = next(one for one in args if isinstance(one, Tensor) and one.dim() >= 3)
-    return [torch.empty_like(query), torch.empty(query.shape[1], query.shape[2], query.shape[0], 1), torch.empty(2)]
+    return [
+        torch.empty_like(query),
+        torch.empty(query.shape[1], query.shape[2], query.shape[0], 1),
+        torch.empty(2),
+    ]
 
 
 def _attended_back(*args: Any) -> Any:
