@@ -3,13 +3,13 @@
 python -m benchmarks.host_transformer_engine FOLDER [--seconds S] [CASE ...]
 
 FOLDER has the package `transformer_engine` of Transformer Engine 2. Its Python runs as it is, but that where it
-says "cuda" it reads "cpu". Its extension, which is a device's, is replaced by functions that return empty
-tensors of the same shapes: what these take is measured by calling them again, alone, with what they were given,
-and taken off. So what the extension takes in C++ before a launch (its arguments, a product's heuristics, a plan
-of cuDNN's) is in no figure, and neither is a launch, nor what NVTX and the setting of a device take. In FP8,
-what makes a quantized tensor is taken off as well, which is a call into Python for the real one, too. Attention
-in several kernels runs these on this processor. Kernels written in Triton, of cross-entropy and of permutations,
-are not measured.
+says "cuda" it reads "cpu". Its extension, which is a device's, is replaced by functions that return empty tensors
+of the same shapes: what these take is measured by calling them again, alone, with what they were given, and taken
+off. So what the extension takes in C++ before a launch (its arguments, a product's heuristics, a plan of cuDNN's)
+is in no figure, and neither is a launch, nor what NVTX and the setting of a device take. In FP8, what makes a
+quantized tensor is taken off as well, which is a call into Python for the real one, too. Attention in several
+kernels runs these on this processor. Kernels written in Triton, of cross-entropy and of permutations, are not
+measured.
 """
 
 from __future__ import annotations
