@@ -124,7 +124,7 @@ class MegatronAdapter(TorchAdapter):
             shimmed(),
             transformer_engine.told(recorder.in_region),
             patched(transformer_engine.DotProductAttention, "__init__", lambda f: _noted(recorder, f)),
-            patched(fp8.Recipe, "__init__", lambda f: _said(recorder, f, _IN_FP8)),
+            patched(fp8.ScalingRecipe, "__init__", lambda f: _said(recorder, f, _IN_FP8)),
             patched(mamba.GatedNorm, "__init__", lambda f: _said(recorder, f, _MAMBA)),
             patched(muon.OrthogonalizedOptimizer, "__init__", lambda f: _said(recorder, f, _MUON)),
             patched(transformer_engine.Linear, "__init__", lambda f: _working(recorder, f, 1)),

@@ -85,7 +85,7 @@ class Format:
     E4M3, E5M2, HYBRID = "e4m3", "e5m2", "hybrid"
 
 
-class Recipe:
+class ScalingRecipe:
     """`transformer_engine.common.recipe.Recipe`.
 
     Args:
@@ -132,23 +132,23 @@ class Recipe:
         return self.block == 32
 
 
-class DelayedScaling(Recipe):
+class DelayedScaling(ScalingRecipe):
     """`transformer_engine.common.recipe.DelayedScaling`."""
 
     scales = "delayed"
 
 
-class Float8CurrentScaling(Recipe):
+class Float8CurrentScaling(ScalingRecipe):
     """`transformer_engine.common.recipe.Float8CurrentScaling`."""
 
 
-class Float8BlockScaling(Recipe):
+class Float8BlockScaling(ScalingRecipe):
     """`transformer_engine.common.recipe.Float8BlockScaling`."""
 
     scales, block = "block", 128
 
 
-class MXFP8BlockScaling(Recipe):
+class MXFP8BlockScaling(ScalingRecipe):
     """`transformer_engine.common.recipe.MXFP8BlockScaling`."""
 
     scales, block = "block", 32
@@ -162,8 +162,8 @@ class State:
         primary: of parameters that are made; None where they are in 16 bits.
     """
 
-    recipe: Recipe | None = None
-    primary: Recipe | None = None
+    recipe: ScalingRecipe | None = None
+    primary: ScalingRecipe | None = None
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -171,13 +171,13 @@ class State:
         return cls.recipe is not None
 
     @classmethod
-    def get_fp8_recipe(cls) -> Recipe | None:
+    def get_fp8_recipe(cls) -> ScalingRecipe | None:
         """The recipe."""
         return cls.recipe
 
 
 @contextmanager
-def autocast(enabled: bool = True, fp8_recipe: Recipe | None = None, **_: Any) -> Iterator[None]:
+def autocast(enabled: bool = True, fp8_recipe: ScalingRecipe | None = None, **_: Any) -> Iterator[None]:
     """`transformer_engine.pytorch.fp8_autocast`: in the context, layers are in FP8."""
     before, State.recipe = State.recipe, (fp8_recipe or DelayedScaling()) if enabled else None
     try:
@@ -187,7 +187,7 @@ def autocast(enabled: bool = True, fp8_recipe: Recipe | None = None, **_: Any) -
 
 
 @contextmanager
-def model_init(enabled: bool = True, recipe: Recipe | None = None, **_: Any) -> Iterator[None]:
+def model_init(enabled: bool = True, recipe: ScalingRecipe | None = None, **_: Any) -> Iterator[None]:
     """`transformer_engine.pytorch.fp8_model_init`: in the context, weights that are made are in FP8.
 
     Raises:
@@ -280,7 +280,7 @@ class Narrow(NamedTuple):
     column_scales: list[Tensor] | None = None
 
 
-def cast(source: Tensor, recipe: Recipe, gradient: bool = False, both: bool = True) -> Narrow:
+def cast(source: Tensor, recipe: ScalingRecipe, gradient: bool = False, both: bool = True) -> Narrow:
     """Casts a matrix [rows, columns].
 
     Args:
@@ -312,7 +312,7 @@ def _product(a: Tensor, a_scales: Any, b: Tensor, b_scales: Any, block: int, out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class DividedLayer:
     """How a linear layer multiplies.
 
     Attributes:
@@ -325,7 +325,7 @@ class Layer:
         weight: the parameter.
     """
 
-    recipe: Recipe
+    recipe: ScalingRecipe
     group: Any
     parallel_mode: str | None
     sequence_parallel: bool
@@ -342,7 +342,7 @@ class Layer:
         return self.group is not None and not self.sequence_parallel and self.parallel_mode == mode
 
 
-def linear(given: Tensor, weight: Narrow, layer: Layer) -> Tensor:
+def linear(given: Tensor, weight: Narrow, layer: DividedLayer) -> Tensor:
     """The product of [tokens, in] and a weight [out, in], with what ranks exchange.
 
     Args:
@@ -356,7 +356,7 @@ def linear(given: Tensor, weight: Narrow, layer: Layer) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: Tensor, parameter: Tensor, weight: Narrow, layer: Layer) -> Tensor:
+    def forward(ctx: Any, given: Tensor, parameter: Tensor, weight: Narrow, layer: DividedLayer) -> Tensor:
         gathers = layer.gathers("column")
         narrow = cast(given, layer.recipe, both=not (gathers or layer.keeps_given))
         rows = _gathered(narrow.rows, layer.group) if gathers else narrow.rows
@@ -373,7 +373,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        layer: Layer = ctx.layer
+        layer: DividedLayer = ctx.layer
         kept, columns = ctx.saved_tensors
         kept_scales, column_scales = ctx.scales
         block, gathers = layer.recipe.block, layer.gathers("column")
@@ -401,7 +401,7 @@ class _Linear(torch.autograd.Function):
         return result, made, None, None
 
 
-def _above(gradient: Tensor, layer: Layer) -> Narrow:
+def _above(gradient: Tensor, layer: DividedLayer) -> Narrow:
     """The output's gradient, which by rows with sequence parallelism each rank has a part of."""
     if not layer.gathers("row"):
         return cast(gradient, layer.recipe, gradient=True)
@@ -436,7 +436,7 @@ def _scattered(whole: Tensor, group: Any) -> Tensor:
 
 
 def grouped(
-    given: Tensor, splits: list[int], weights: list[Narrow], parameters: list[nn.Parameter], recipe: Recipe,
+    given: Tensor, splits: list[int], weights: list[Narrow], parameters: list[nn.Parameter], recipe: ScalingRecipe,
     fuses: bool,
 ) -> Tensor:  # fmt: skip
     """Products of consecutive rows of [tokens, in] with the weight of an expert each."""
@@ -447,7 +447,7 @@ def grouped(
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, given: Tensor, splits: list[int], weights: list[Narrow], recipe: Recipe, fuses: bool,
+        ctx: Any, given: Tensor, splits: list[int], weights: list[Narrow], recipe: ScalingRecipe, fuses: bool,
         *parameters: nn.Parameter,
     ) -> Tensor:  # fmt: skip
         parts = [cast(rows, recipe) for rows in torch.split(given, splits)]
@@ -485,7 +485,7 @@ class Copies:
     def __init__(self) -> None:
         self._kept: list[Narrow] = []
 
-    def of(self, weights: list[nn.Parameter], recipe: Recipe, first: bool | None) -> list[Narrow]:
+    def of(self, weights: list[nn.Parameter], recipe: ScalingRecipe, first: bool | None) -> list[Narrow]:
         """Copies of all.
 
         Args:
@@ -500,7 +500,7 @@ class Copies:
         return self._kept
 
 
-def _copies(weight: nn.Parameter, recipe: Recipe) -> Narrow:
+def _copies(weight: nn.Parameter, recipe: ScalingRecipe) -> Narrow:
     rows = getattr(weight, _ROWS, None)
     if rows is None:
         return cast(weight.detach(), recipe)

@@ -148,7 +148,7 @@ def _engine() -> list[ModuleType]:
 
     names = ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm", "DotProductAttention")
     recipe = _module(
-        f"{_ENGINE}.common.recipe", Recipe=fp8.Recipe, Format=fp8.Format, DelayedScaling=fp8.DelayedScaling,
+        f"{_ENGINE}.common.recipe", Recipe=fp8.ScalingRecipe, Format=fp8.Format, DelayedScaling=fp8.DelayedScaling,
         Float8CurrentScaling=fp8.Float8CurrentScaling, Float8BlockScaling=fp8.Float8BlockScaling,
         MXFP8BlockScaling=fp8.MXFP8BlockScaling,
     )  # fmt: skip

@@ -165,9 +165,9 @@ class Linear(_Parameters):
             return out, self.bias
         return out if by_columns or self.bias is None else out + self.bias
 
-    def _narrow(self, given: Tensor, recipe: fp8.Recipe, first: bool | None) -> Any:
+    def _narrow(self, given: Tensor, recipe: fp8.ScalingRecipe, first: bool | None) -> Any:
         """The product in FP8."""
-        layer = fp8.Layer(
+        layer = fp8.DividedLayer(
             recipe=recipe, group=self._group if self.tp_size > 1 else None, parallel_mode=self.parallel_mode,
             sequence_parallel=self.sequence_parallel, fuses=self._fuses, weight=self.weight,
             keeps_given=self.save_original_input,

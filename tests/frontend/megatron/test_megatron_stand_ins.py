@@ -28,7 +28,9 @@ HALF = {"dtype": torch.bfloat16}
         (fp8.MXFP8BlockScaling(), torch.float8_e4m3fn, (64, 8)),
     ],
 )
-def test_a_tensor_is_cast_as_its_recipe_says(recipe: fp8.Recipe, gradient: torch.dtype, scales: object) -> None:
+def test_a_tensor_is_cast_as_its_recipe_says(
+    recipe: fp8.ScalingRecipe, gradient: torch.dtype, scales: object
+) -> None:
     with FakeTensorMode():
         made = fp8.cast(torch.empty(64, 256, **HALF), recipe, gradient=True)
     assert (made.rows.shape, made.columns.shape) == ((64, 256), (256, 64))
@@ -42,7 +44,7 @@ def test_a_layer_in_fp8_has_three_products(keeps: bool, fuses: bool) -> None:
     with FakeTensorMode():
         weight = torch.nn.Parameter(torch.empty(64, 32, **HALF))
         weight.main_grad = torch.empty(64, 32)
-        layer = fp8.Layer(
+        layer = fp8.DividedLayer(
             recipe=fp8.Float8CurrentScaling(), group=None, parallel_mode=None, sequence_parallel=False,
             fuses=fuses, keeps_given=keeps, weight=weight,
         )  # fmt: skip
