@@ -26,6 +26,7 @@ from echograph.frontend.scripts.run import Script
 from echograph.frontend.scripts.world import World
 from echograph.ir import types as t
 from echograph.ir.graph import BETWEEN_STEPS, JobGraph
+from echograph.simulator.memory import Lifetimes, Memories
 from echograph.workflow.predict import predict
 
 pytestmark = pytest.mark.torch
@@ -204,9 +205,18 @@ def test_tied_embeddings_of_four_stages_are_exchanged() -> None:
 
 
 def test_a_stage_keeps_its_last_input_and_the_gradient_of_it(job: JobGraph) -> None:
-    """megatron-core sets the input of a stage on its module; sequences are divided over two ranks."""
-    one = LENGTH // TENSOR * HIDDEN * 2
-    assert [program.held.get(BETWEEN_STEPS, 0) for program in job.programs] == [0, 2 * one]
+    """megatron-core sets the input of a stage on its module; sequences are divided over two ranks.
+
+    Beside it, the optimizer has fp32 copies of its share of gradients in 16 bit, as large as its masters, and
+    rotary embeddings their frequencies, one block of the allocator.
+    """
+    one, memories = LENGTH // TENSOR * HIDDEN * 2, Memories(job)
+    for stage, program in enumerate(job.programs):
+        rows = [job.locate_tensor(int(n))[2] for n in Lifetimes(memories, stage).before]
+        masters = [job.tensors[row].nbytes for row in rows if job.tensors[row].name.endswith(".master")]
+        assert masters
+        blocks = sum(-(-nbytes // 512) * 512 for nbytes in masters)
+        assert program.held[BETWEEN_STEPS] == blocks + 512 + stage * 2 * one
 
 
 def test_a_step_is_made_where_gradients_might_overflow() -> None:
