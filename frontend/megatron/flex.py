@@ -11,6 +11,7 @@ several added up) is part of it; HybridEP puts rows in the order of experts behi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import comb
 from typing import Any, NamedTuple
 
@@ -119,6 +120,11 @@ class _Beside(torch.autograd.Function):
         return _rows(gradient.contiguous(), ctx.tokens), None
 
 
+def _instead(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
+    del original
+    return function
+
+
 class Flex:
     """What stands in for the kernels' functions.
 
@@ -131,7 +137,7 @@ class Flex:
 
     def patches(self) -> tuple[Patch, ...]:
         """Its functions in place of those of DeepEP and HybridEP."""
-        functions = {
+        functions: dict[str, Callable[..., Any]] = {
             "fused_dispatch": self.dispatch,
             "fused_combine": self.combine,
             "set_deepep_num_sms": lambda *_: None,
@@ -143,7 +149,7 @@ class Flex:
                 Patch(
                     where=f"{_DISPATCHER}:{name}",
                     reason="kernels for GPUs send what only values tell",
-                    around=lambda _, function=function: function,
+                    around=partial(_instead, function),
                 )
                 for name, function in functions.items()
             ),

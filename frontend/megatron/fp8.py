@@ -16,7 +16,7 @@ is everything that a single scale takes (a few bytes each).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -43,7 +43,7 @@ _LIBRARY.define(f"_scaled_mm_add_({_PRODUCT}, Tensor(a!) total) -> ()")
 _OPS: Any = torch.ops.fp8
 
 
-def _scales(source: Tensor, shape: tuple[int, int], scale: list[Tensor], block: int) -> Tensor:
+def _scales(source: Tensor, shape: Sequence[int], scale: list[Tensor], block: int) -> Tensor:
     """Scales of a copy: none of its own where one scale is known for all of it."""
     rows, columns = shape
     if not block:

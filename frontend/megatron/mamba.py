@@ -224,7 +224,9 @@ class GatedNorm(nn.Module):
             return made
         gate = 1.0 if z is None else functional.silu(z)
         given = x if self.norm_before_gate else x * gate
-        groups = functional.rms_norm(given.unflatten(-1, (-1, self.group_size)), (self.group_size,), eps=self.eps)
+        groups = functional.rms_norm(
+            given.view(*given.shape[:-1], -1, self.group_size), (self.group_size,), eps=self.eps
+        )
         normed = groups.flatten(-2) * self.weight
         return normed * gate if self.norm_before_gate else normed
 

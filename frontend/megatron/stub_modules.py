@@ -153,7 +153,7 @@ def _engine() -> list[ModuleType]:
         MXFP8BlockScaling=fp8.MXFP8BlockScaling,
     )  # fmt: skip
     common = _module(f"{_ENGINE}.common", recipe=recipe)
-    narrow = {"fp8_autocast": fp8.autocast, "fp8_model_init": fp8.model_init}
+    narrow: dict[str, Any] = {"fp8_autocast": fp8.autocast, "fp8_model_init": fp8.model_init}
     state = _module(f"{_ENGINE}.pytorch.fp8", FP8GlobalStateManager=fp8.State, **narrow)
     distributed = _module(
         f"{_ENGINE}.pytorch.distributed",

@@ -104,6 +104,9 @@ class RMSNorm(LayerNorm):
 class Linear(_Parameters):
     """`transformer_engine.pytorch.Linear`: by columns, by rows, or of one rank alone."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(
         self, *, in_features: int, out_features: int, sequence_parallel: bool, fuse_wgrad_accumulation: bool,
         tp_group: Any, tp_size: int, init_method: Any, bias: bool, return_bias: bool, parallel_mode: str | None,
