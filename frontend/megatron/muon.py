@@ -128,8 +128,8 @@ def newton_schulz_tp(
     dist.all_gather(parts, x, tp_group)
     whole = torch.cat(parts, dim=partition_dim)
     made = _newton_schulz(whole, steps, whole.shape[0] > whole.shape[1], None)
-    chunks: tuple[Tensor, ...] = made.chunk(tp_group.size(), dim=partition_dim)
-    return chunks[tp_group.rank()]
+    rank: int = tp_group.rank()
+    return made.chunk(tp_group.size(), dim=partition_dim)[rank]
 
 
 def _newton_schulz(x: Tensor, steps: int, transpose: bool, group: Any) -> Tensor:
