@@ -225,10 +225,10 @@ def _megatron_core(layers: int, width: int, tokens: int) -> Step:
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    return _megatron_layers(get_gpt_layer_local_spec(), layers, width, tokens)
+    return megatron_layers(get_gpt_layer_local_spec(), layers, width, tokens)
 
 
-def _megatron_layers(
+def megatron_layers(
     spec: Any, layers: int, width: int, tokens: int, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Step:
     """Layers of a specification, and options of theirs that are not as here."""

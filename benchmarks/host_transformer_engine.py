@@ -36,13 +36,13 @@ from benchmarks.host import (
     SIZES,
     Make,
     Step,
-    _fake_group,
-    _megatron_layers,
-    _Trained,
-    _without_a_device,
+    Trained,
+    fake_group,
     measure,
+    megatron_layers,
     turns,
     undisturbed,
+    without_a_device,
 )
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -265,8 +265,8 @@ def installed(folder: Path) -> Extension:
     """Imports the clone's package; what stands for its extension."""
     import torch._inductor.runtime.hints  # before there is what looks like Triton
 
-    _without_a_device()
-    _fake_group()
+    without_a_device()
+    fake_group()
     device = SimpleNamespace(major=9, minor=0, multi_processor_count=132, gcnArchName="")
     nothing: dict[str, Any] = {
         "get_device_properties": lambda *_: device,
@@ -325,7 +325,7 @@ def _chain(module: Callable[[int], nn.Module], run: Callable[[Any, Tensor], Any]
                 out = out[0] if isinstance(out, tuple) else out
             return out
 
-        return _Trained(forward)
+        return Trained(forward)
 
     return make
 
@@ -413,7 +413,7 @@ def _in_fp8(make: Make) -> Make:
             with fp8_autocast(enabled=True, fp8_recipe=recipe):
                 return plain(again)
 
-        return _Trained(run)
+        return Trained(run)
 
     return stepped
 
@@ -424,7 +424,7 @@ def _layers(one_kernel: bool) -> Make:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec as of
 
         options = {"gradient_accumulation_fusion": True, "bf16": True, "attention_backend": _backend(one_kernel)}
-        return _megatron_layers(of(), layers, 2 * width, tokens, DTYPE, **options)
+        return megatron_layers(of(), layers, 2 * width, tokens, DTYPE, **options)
 
     return make
 
