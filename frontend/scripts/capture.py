@@ -47,7 +47,7 @@ from echograph.ir.columns import NONE
 from echograph.ir.formats import Imported
 from echograph.ir.graph import Axis, JobGraph, Workload
 from echograph.ir.passes.annotate import Annotate
-from echograph.ir.passes.fuse import FUSED, Region, fuse_regions
+from echograph.ir.passes.fuse import FUSED, KernelRegion, fuse_regions
 from echograph.ir.passes.model import CONTEXT, DATA, DATA_AXES, REPLICATE, SHARD, count_job_flops
 from echograph.ir.types import (
     ANY_HOST,
@@ -231,7 +231,7 @@ def lower_job(
         # Frameworks call collectives of single ranks, too: such a group lies along an axis of one.
         mesh = {**mesh, "self": 1}
     builder.mesh = tuple(Axis(name=name, size=size) for name, size in mesh.items())
-    regions: list[Region | None] = []
+    regions: list[KernelRegion | None] = []
     seconds: dict[int, float] = {}
     for run, place in zip(recorded, places, strict=True):
         begin = builder.op_count()
@@ -291,7 +291,7 @@ class _Rank(GraphLowering):
         self._outliving = _outliving(run.recorder.graph, root)
         self._parts_outliving = {node.args for node in self._outliving if is_getitem(node)}
         self._lives_on = False
-        self.regions: list[Region | None] = []
+        self.regions: list[KernelRegion | None] = []
         self.filled: list[int] = []
         self._deterministic, self._fills = run.recorder.deterministic, run.recorder.fills
         self._sharded: dict[int, tuple[str, ...]] = {}

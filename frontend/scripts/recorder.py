@@ -9,7 +9,7 @@ outermost `step` counts). The graph is that of `frontend.pytorch.annotate`; its 
     COMMUNICATION  `collectives.Communication`, on collectives and messages
     MICRO_BATCH    number of the micro-batch; None or absent: of the step
     CHUNK          number of the pipeline's chunk, PAYLOAD what a communication carries, where an adapter said so
-    REGION         `ir.passes.fuse.Region` of calls that are one kernel where the script runs, or a compiler's
+    REGION         `ir.passes.fuse.KernelRegion` of calls that are one kernel where the script runs, or a compiler's
 
 Adapters tell it where the step is, by contexts that nest:
 
@@ -65,7 +65,7 @@ from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream
 from echograph.frontend.scripts.values import answer
 from echograph.ir.graph import BETWEEN_STEPS
-from echograph.ir.passes.fuse import Region
+from echograph.ir.passes.fuse import KernelRegion
 
 SHARES = "shares"
 """Of placeholders: global ranks of each group over whose ranks the elements are divided."""
@@ -272,9 +272,9 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self.sample: Tensor | None = None
         self.stack, self.deterministic, self.fills = "", False, False
         self._regions = 0
-        self._backward_of: dict[Region, Region] = {}
-        self._forward_of: dict[Region | None, Region] = {}
-        self._seen: set[Region | None] = set()
+        self._backward_of: dict[KernelRegion, KernelRegion] = {}
+        self._forward_of: dict[KernelRegion | None, KernelRegion] = {}
+        self._seen: set[KernelRegion | None] = set()
         self._step, self._whole, self._counts = step, whole, counts_optimizer_steps
         self._forced: str | None = None
         self._context: dict[str, Any] = {}
@@ -333,11 +333,11 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         with self._with(REGION, region):
             yield
 
-    def _region(self, maker: str) -> Region:
+    def _region(self, maker: str) -> KernelRegion:
         self._regions += 1
-        return Region(maker, self._regions)
+        return KernelRegion(maker, self._regions)
 
-    def _backward_region(self, of: Region) -> Region:
+    def _backward_region(self, of: KernelRegion) -> KernelRegion:
         if of not in self._backward_of:
             self._backward_of[of] = made = self._region(of.maker)
             self._forward_of[made] = of
@@ -577,7 +577,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             made |= {STREAM: CapturedStream.current.name, AFTER: CapturedStream.current.issue(node)}
         return made
 
-    def _differentiated(self, node: Node) -> Region | None:
+    def _differentiated(self, node: Node) -> KernelRegion | None:
         """The region that an operation of the backward pass is the gradient of."""
         current = torch._C._current_autograd_node()
         if current is not None:

@@ -54,7 +54,7 @@ FUSED, COMPILED = "fused", "compiled"
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class KernelRegion:
     """Operations of a captured job that the script had made one kernel, or as few as a compiler makes of them.
 
     Attributes:
@@ -117,7 +117,7 @@ class Fuse:
         return _Writer(graph, _Traffic(graph, found, again), _MAKERS[self.within]).write()
 
 
-def fuse_regions(job: JobGraph, regions: Sequence[Region | None]) -> JobGraph:
+def fuse_regions(job: JobGraph, regions: Sequence[KernelRegion | None]) -> JobGraph:
     """A captured job in which the regions of its script are kernels.
 
     Other than in `Fuse`, random numbers of a dropout join a kernel, too, and what a script keeps for backward is
@@ -135,7 +135,7 @@ def fuse_regions(job: JobGraph, regions: Sequence[Region | None]) -> JobGraph:
 class _Finder:
     """Goes through the operations in order, with the kernels that may still grow."""
 
-    def __init__(self, graph: Graph, within: str, regions: Sequence[Region | None] = ()) -> None:
+    def __init__(self, graph: Graph, within: str, regions: Sequence[KernelRegion | None] = ()) -> None:
         self.graph, self.within_modules, self.within_layers = graph, within == "modules", within == "layers"
         self.regions = regions
         self.cuts = {cut for program in graph.programs for cut in program.calls[:, 1:3].ravel().tolist()}

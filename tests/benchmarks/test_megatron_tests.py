@@ -69,8 +69,8 @@ def test_a_test_s_own_file_says_its_arguments(tmp_path: Path) -> None:
 def test_what_is_there_is_not_captured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[str] = []
 
-    def capture(test: Any, folder: Path, job: Path, limit_s: float) -> dict[str, Any]:
-        del folder, limit_s
+    def capture(test: Any, folder: Path, job: Path, limit_s: float, given: Any) -> dict[str, Any]:
+        del folder, limit_s, given
         captured.append(test.name)
         job.write_bytes(b"a graph")
         return {"error": "", "notes": ["said"], "capture_cpu_s": 1.0, "capture_wall_s": 2.0}

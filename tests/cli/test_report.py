@@ -103,7 +103,7 @@ def test_few_plans_are_tried_where_nobody_asked(
 
     tried: list[Any] = []
 
-    def none_fits(job: Any, _: int) -> None:
+    def none_fits(job: Any, *_: Any) -> None:
         tried.append(job)
 
     monkeypatch.setattr(predictions, "largest_memory", none_fits)

@@ -6,7 +6,7 @@ import pytest
 
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.graph import JobGraph, Workload
-from echograph.ir.passes.fuse import COMPILED, FUSED, Region, fuse_regions
+from echograph.ir.passes.fuse import COMPILED, FUSED, KernelRegion, fuse_regions
 from echograph.ir.types import Compute, DType, Phase, TensorRole
 
 SIZE = 1024
@@ -18,14 +18,14 @@ class Job:
     def __init__(self) -> None:
         self.builder = GraphBuilder(name="job", workload=Workload(dtype=DType.BF16))
         self.builder.stream("compute")
-        self.regions: list[Region | None] = []
+        self.regions: list[KernelRegion | None] = []
         self.last: dict[str, int] = {}
 
     def tensor(self, name: str, role: TensorRole = TensorRole.ACTIVATION) -> int:
         return self.builder.tensor(name, (SIZE, SIZE), DType.BF16, role)
 
     def add(
-        self, name: str, read: list[int], region: Region | None, made: int = 1, after: tuple[int, ...] = ()
+        self, name: str, read: list[int], region: KernelRegion | None, made: int = 1, after: tuple[int, ...] = ()
     ) -> list[int]:
         outputs = [self.tensor(f"{name}.{len(self.regions)}.{i}") for i in range(made)]
         nbytes = SIZE * SIZE * 2
@@ -47,7 +47,7 @@ def names(job: JobGraph) -> list[str]:
 
 @pytest.mark.parametrize("maker", [FUSED, COMPILED])
 def test_a_region_is_a_kernel_that_moves_what_goes_in_and_out(maker: str) -> None:
-    job, region = Job(), Region(maker, 1)
+    job, region = Job(), KernelRegion(maker, 1)
     given = job.tensor("given", TensorRole.INPUT)
     (scaled,) = job.add("mul", [given], region)
     (made,) = job.add("tanh", [scaled], region)
@@ -61,15 +61,15 @@ def test_a_region_is_a_kernel_that_moves_what_goes_in_and_out(maker: str) -> Non
 
 def test_neighbouring_regions_and_what_is_in_none_stay_apart() -> None:
     job = Job()
-    (one,) = job.add("mul", [job.tensor("given", TensorRole.INPUT)], Region(COMPILED, 1))
-    (two,) = job.add("tanh", [one], Region(COMPILED, 2))
+    (one,) = job.add("mul", [job.tensor("given", TensorRole.INPUT)], KernelRegion(COMPILED, 1))
+    (two,) = job.add("tanh", [one], KernelRegion(COMPILED, 2))
     (three,) = job.add("add", [two], None)
     job.add("add", [three], None)
     assert names(job.fused()) == ["aten.mul", "aten.tanh", "aten.add", "aten.add"]
 
 
 def test_random_numbers_of_a_dropout_are_drawn_within() -> None:
-    job, region = Job(), Region(COMPILED, 1)
+    job, region = Job(), KernelRegion(COMPILED, 1)
     given, residual = job.tensor("given", TensorRole.INPUT), job.tensor("residual", TensorRole.INPUT)
     (biased,) = job.add("add", [given], region)
     dropped, mask = job.add("native_dropout", [biased], region, made=2)
@@ -81,7 +81,7 @@ def test_random_numbers_of_a_dropout_are_drawn_within() -> None:
 
 
 def test_a_kernel_runs_before_what_waits_for_a_part_of_it_and_after_what_a_part_waits_for() -> None:
-    job, region = Job(), Region(COMPILED, 1)
+    job, region = Job(), KernelRegion(COMPILED, 1)
     given = job.tensor("given", TensorRole.INPUT)
     job.add("first", [given], None)
     (one,) = job.add("mul", [given], region, after=(job.last["first"],))

@@ -37,7 +37,7 @@ from echograph.profiler.costs import (
     memory_bound,
 )
 from echograph.profiler.costs.device import CostEstimate
-from echograph.profiler.costs.estimate import SCAN_KERNELS, SCAN_SHARE, cost_of, estimate
+from echograph.profiler.costs.estimate import ROWWISE_SLOWER, SCAN_KERNELS, SCAN_SHARE, cost_of, estimate
 from echograph.units import to_ps
 
 H100, V100 = load_device("h100-sxm"), load_device("v100-sxm2")
@@ -105,10 +105,14 @@ def test_a_product_that_adds_into_single_precision_pays_for_it() -> None:
 
 
 def test_a_scaled_product_has_its_scales_last_and_its_casts_apart() -> None:
-    scales: list[Operand] = [((96, 1), FP32), ((1, 520), FP32)]
     expected = gemm(H100, 96, 520, 4000, layout="TN", dtype="fp8", quantize=False)
-    found = cost("aten._scaled_mm", [A, B, *scales], [(C, BF16)], Gemm(transpose_b=True), dtype=FP8)
-    assert found == expected
+
+    def found(*scales: Operand) -> CostEstimate:
+        return cost("aten._scaled_mm", [A, B, *scales], [(C, BF16)], Gemm(transpose_b=True), dtype=FP8)
+
+    assert found(((), FP32), ((), FP32)) == expected
+    by_rows = found(((96, 1), FP32), ((1, 520), FP32))
+    assert by_rows.seconds == pytest.approx(ROWWISE_SLOWER * expected.seconds) and by_rows.source == "analytical"
     whole = gemm(H100, 96, 520, 4000, layout="TN", dtype="fp8")
     assert cost("aten.mm", [A, B], [C], Gemm(transpose_b=True), dtype=FP8) == whole
 

@@ -115,8 +115,6 @@ def test_a_product_that_adds() -> None:
             "a2a",
         ),
         (lambda: te.DotProductAttention(attention_dropout=0.0, window_size=(8, 0)), "windows"),
-        (te.DelayedScaling, "--fp8-format"),
-        (te.without_fp8, "--fp8-format"),
     ],
 )
 def test_what_stand_ins_do_not_do_is_one_line(make: Callable[[], Any], said: str) -> None:
