@@ -9,7 +9,7 @@ outermost `step` counts). The graph is that of `frontend.pytorch.annotate`; its 
     COMMUNICATION  `collectives.Communication`, on collectives and messages
     MICRO_BATCH    number of the micro-batch; None or absent: of the step
     CHUNK          number of the pipeline's chunk, PAYLOAD what a communication carries, where an adapter said so
-    REGION         `ir.passes.fuse.KernelRegion` of calls that are one kernel where the script runs, or a compiler's
+    REGION         `ir.passes.fuse.KernelRegion` of calls that are one kernel of the script, or a compiler's
 
 Adapters tell it where the step is, by contexts that nest:
 
