@@ -131,7 +131,7 @@ CHOICES = (
         name="FP8 products of gradients take 1.15 times as long on Hopper; without: 1",
         families=("dgxc", "mlperf", "titan", "mbridge"),
         without=lambda: setting(estimate, SPLIT_ACCUMULATION={}),
-        source="pytorch/ao issue 2377 (1.1 to 1.2), Transformer Engine's and torchao's code",
+        source="pytorch/ao#2377 (1.1 to 1.2), Transformer Engine's and torchao's code",
         independent=True,
     ),
     Choice(
