@@ -212,6 +212,13 @@ CHOICES = (
         independent=True,
     ),
     Choice(
+        name="its two metrics go over the logits of each micro-batch; without: they do not",
+        families=("mpt",),
+        without=stack("llm-foundry llm-foundry-2024", logged_losses=0),
+        source="code of llm-foundry and Composer",
+        independent=True,
+    ),
+    Choice(
         name="its recomputation does not stop early; without: it does",
         families=("mpt",),
         without=stack("llm-foundry", recompute_early_stop=True),

@@ -505,7 +505,7 @@ def _stubs(make: Make, extension: Extension, phases: int) -> list[tuple[float, f
         step = make(layers, *SIZES[0])
         step(False)
         extension.calls = calls = []
-        marks = step(False, lambda: len(calls))  # type: ignore[call-arg]
+        marks = step(False, lambda: len(calls))
         extension.calls = None
         parts = calls[: int(marks[0])], calls[int(marks[0]) :]
         return [(_seconds(part), len(part)) for part in parts]

@@ -199,7 +199,10 @@ def measure(rounds: int) -> dict[str, float]:
             alone = [of(run) for _, _, run in kernels]
     noted = [of(run) for _, run, _ in kernels] + [of(run) for _, run in views]
     found = {"instruction_s": statistics.mean(of(piece) / instructions(piece) for piece in PIECES)}
-    tree = lambda: _TREE(1)  # noqa: E731
+
+    def tree() -> Any:
+        return _TREE(1)
+
     found["module_s"] = max(0.0, of(tree) - instructions(tree) * found["instruction_s"]) / 40
     found["operator_s"] = statistics.mean(calls)
     found["view_s"] = statistics.mean(seen)

@@ -41,10 +41,13 @@ def main() -> None:
     parser.add_argument("results", type=Path, help="the folder of results")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "accuracy.md", help="the page to write into")
     arguments = parser.parse_args()
-    records = read_records(arguments.results)
-    text = arguments.page.read_text(encoding="utf-8")
-    part = page_part(records, arguments.page.with_suffix(""))
-    write_whole(arguments.page, [replace_part(text, "megatron", part)])
+    write_page(arguments.results, arguments.page)
+
+
+def write_page(results: Path, page: Path) -> None:
+    """Writes what a folder of results holds between the markers of a page, and the plots beside it."""
+    text = page.read_text(encoding="utf-8")
+    write_whole(page, [replace_part(text, "megatron", page_part(read_records(results), page.with_suffix("")))])
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:

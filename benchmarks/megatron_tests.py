@@ -36,8 +36,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.accuracy import replace_part
-from benchmarks.megatron_page import errors_table, judged, page_part, read_records
+from benchmarks.megatron_page import errors_table, judged, write_page
 
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
@@ -381,9 +380,7 @@ def main() -> None:
     write_table(records, results / "table.csv")
     print(*summary(records), sep="\n")
     if options.page:
-        part = page_part(read_records(results), options.page.with_suffix(""))
-        text = options.page.read_text(encoding="utf-8")
-        options.page.write_text(replace_part(text, "megatron", part), encoding="utf-8")
+        write_page(results, options.page)
 
 
 if __name__ == "__main__":

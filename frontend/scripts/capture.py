@@ -29,6 +29,7 @@ from echograph.frontend.pytorch.lower import DTYPES, PHASES, GraphLowering, Orde
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.scripts.adapter import Adapter, check_ranks
 from echograph.frontend.scripts.collectives import Communication
+from echograph.frontend.scripts.host_work import WORK, HostPrice, wait_for_value
 from echograph.frontend.scripts.recorder import (
     COMMUNICATION,
     COPY,
@@ -40,7 +41,6 @@ from echograph.frontend.scripts.recorder import (
 )
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
 from echograph.frontend.scripts.streams import AFTER, STREAM
-from echograph.frontend.scripts.work import WORK, HostPrice, wait_for_value
 from echograph.frontend.scripts.world import World
 from echograph.ir.builder import Common, GraphBuilder
 from echograph.ir.columns import NONE

@@ -207,7 +207,7 @@ def workspace_bytes(chosen: str) -> int:
 
 
 class HostCounter(Protocol):
-    """Counts the host's work (`frontend.scripts.work`): told when the capture is entered and left."""
+    """Counts the host's work (`frontend.scripts.host_work`): told when the capture is entered and left."""
 
     def enter(self) -> None:
         """The capture is entered."""

@@ -29,8 +29,8 @@ from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.pytorch.userfile import reason
 from echograph.frontend.scripts.adapter import Adapter, patched, replaced
 from echograph.frontend.scripts.device import remedy
+from echograph.frontend.scripts.host_work import CountingRecorder, HostPrice
 from echograph.frontend.scripts.recorder import ScriptRecorder, StepRecorded
-from echograph.frontend.scripts.work import CountingRecorder, HostPrice
 from echograph.frontend.scripts.world import World
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)

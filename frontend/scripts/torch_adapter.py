@@ -24,8 +24,8 @@ from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
 from echograph.frontend.scripts import device, values
 from echograph.frontend.scripts.adapter import Adapter, patched
+from echograph.frontend.scripts.host_work import compiled
 from echograph.frontend.scripts.recorder import ScriptRecorder
-from echograph.frontend.scripts.work import compiled
 from echograph.frontend.scripts.world import World
 from echograph.ir.passes.fuse import COMPILED
 

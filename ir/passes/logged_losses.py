@@ -41,7 +41,9 @@ class LoggedLosses:
         """
         losses = [row for row in graph.blocks[0].ops if graph.strings[graph.ops.name[row]] == _LOSS]
         if not losses:
-            raise PlanError("logged_losses: the step has no cross-entropy: leave the pass out")
+            raise PlanError(
+                "logged_losses: the step has no cross-entropy: give another --stack, or leave the pass out"
+            )
         backward = [row for row in graph.blocks[0].ops if graph.ops[row].phase == t.Phase.BACKWARD]
         if not backward:
             raise PlanError("logged_losses: the step has no backward pass, after which losses are logged")

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class CountedWork(Protocol):
-    """Work of a host, counted (`frontend.scripts.work`)."""
+    """Work of a host, counted (`frontend.scripts.host_work`)."""
 
     @property
     def instructions(self) -> int:

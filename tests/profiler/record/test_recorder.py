@@ -122,10 +122,9 @@ def test_times_of_the_trace_and_of_collectives_are_of_one_clock(tmp_path: Path, 
     source = NativeSource(tmp_path / "2" / "comms.jsonl")
     source.open()
     queued = [row[2] for batch in source.rows() for row in batch.tolist()]
-    # Other clocks are off by the time since the machine was started, or by half a century; a busy machine may come
-    # between the profiler and the tracer, and the profiler's own clock is converted.
+    # The profiler sees the operator before the tracer does; a busy machine may come between them.
     assert len(queued) == len(began) == 2
-    assert all(abs(late - early) < 1e9 for early, late in zip(began, queued, strict=True))
+    assert all(0 <= late - early < 0.2e9 for early, late in zip(began, queued, strict=True))
 
 
 def test_a_script_that_fails_leaves_what_was_seen(tmp_path: Path, four: None) -> None:

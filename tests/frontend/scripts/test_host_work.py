@@ -14,8 +14,8 @@ from echograph.errors import UsageError
 from echograph.frontend.pytorch.call_nodes import is_getitem
 from echograph.frontend.scripts import ADAPTERS
 from echograph.frontend.scripts.capture import capture_script
+from echograph.frontend.scripts.host_work import WORK, HostWork, WorkCounter, compiled, wait_for_value
 from echograph.frontend.scripts.run import Script, ScriptRun, run_script
-from echograph.frontend.scripts.work import WORK, HostWork, WorkCounter, compiled, wait_for_value
 from echograph.frontend.scripts.world import World
 from echograph.ir.columns import NONE
 from echograph.ir.graph import JobGraph
