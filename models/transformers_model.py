@@ -24,7 +24,7 @@ from torch import nn
 from transformers import AttentionInterface, initialization, masking_utils
 
 from echograph.errors import EchoError, InputError, UsageError
-from echograph.models.catalog import ModelEntry
+from echograph.models.catalog import DEFAULT_TOKENS, ModelEntry
 from echograph.models.mamba2 import is_mamba2, single_kernels
 
 _LOSS_TYPES = {
@@ -104,7 +104,8 @@ def _config(entry: ModelEntry, model_class: Any, seq_len: int, attention: str | 
     if _PATTERN in values:  # which the library reads instead of the depth
         values[_PATTERN] = values[_PATTERN][: values.get("num_hidden_layers")]
     config = model_class.config_class(**values)
-    config.use_cache = False  # an output that training has no use for
+    for part in (config, config.get_text_config()):
+        part.use_cache = False  # an output that training has no use for
     config._attn_implementation = attention
     window = getattr(config, "sliding_window", None)
     if window is not None and seq_len <= window and getattr(config, "layer_types", None) is None:
@@ -112,8 +113,9 @@ def _config(entry: ModelEntry, model_class: Any, seq_len: int, attention: str | 
         config.sliding_window = None
     if getattr(config, "max_seq_len", seq_len) < seq_len:
         config.max_seq_len = seq_len  # MPT: its linear position biases extend to any length
-    if hasattr(config, "image_size"):
-        config.image_size = seq_len
+    vision = getattr(config, "vision_config", config)
+    if entry.kind not in DEFAULT_TOKENS and hasattr(vision, "image_size"):
+        vision.image_size = seq_len
     return config
 
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch.capture import capture_mode
 from echograph.frontend.scripts import device, values
-from echograph.frontend.scripts.values import MOST_INTEGERS
+from echograph.frontend.pytorch.known_values import MOST_INTEGERS
 from echograph.frontend.scripts.world import World
 
 
