@@ -12,6 +12,7 @@ import inspect
 import itertools
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -106,10 +107,14 @@ def images(module: nn.Module, batch_size: int) -> dict[str, Tensor]:
         }
     if "pixel_attention_mask" in names:
         return {"pixel_values": pixels(batch_size, 1, channels, side, side)}
-    sizes = {"image_sizes": torch.tensor([[side, side]] * batch_size)} if "image_sizes" in names else {}
-    if getattr(config, "image_grid_pinpoints", None):
+    pinpoints = getattr(config, "image_grid_pinpoints", None)
+    asked = _parameters(module.get_image_features).get("image_sizes")  # type: ignore[operator]
+    sizes = {}
+    if pinpoints or (asked is not None and asked.default is inspect.Parameter.empty):
+        sizes["image_sizes"] = torch.tensor([[side, side]] * batch_size)
+    if pinpoints:
         count = sys.modules[type(module).__module__].image_size_to_num_patches  # type: ignore[attr-defined]
-        tiles = count((side, side), config.image_grid_pinpoints, side)
+        tiles = count((side, side), pinpoints, side)
         shape = (batch_size, tiles, channels, side, side)
     return {"pixel_values": pixels(*shape), **sizes}
 
@@ -192,8 +197,8 @@ def pixels(*shape: int) -> Tensor:
     return torch.linspace(-1.0, 1.0, math.prod(shape)).reshape(shape)
 
 
-def _parameters(function: Any) -> set[str]:
-    return set(inspect.signature(function).parameters)
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
 
 
 def _field(config: Any, *names: str, default: int) -> int:

@@ -12,7 +12,6 @@ sink in the softmax, which reads a number a head, and windows, which are counted
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -25,7 +24,7 @@ from transformers import AttentionInterface, initialization, masking_utils
 
 from echograph.errors import EchoError, InputError, UsageError
 from echograph.models.catalog import DEFAULT_TOKENS, ModelEntry
-from echograph.models.mamba2 import is_mamba2, single_kernels
+from echograph.models.recurrences import run_single_kernels
 
 _LOSS_TYPES = {
     "causal-lm": "ForCausalLM",
@@ -83,7 +82,7 @@ def transformers_model(entry: ModelEntry, seq_len: int, attention: str | None) -
     _check_positions(entry, module, seq_len)
     _take_batches_as_whole_sequences(module)
     if not real:
-        _run_single_kernels(module)
+        run_single_kernels(module)
     return module
 
 
@@ -161,24 +160,6 @@ def _take_batches_as_whole_sequences(module: nn.Module) -> None:
 
     def leave(*_: Any) -> None:
         masking_utils.find_packed_sequence_indices = originals.pop()
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
-
-
-def _run_single_kernels(module: nn.Module) -> None:
-    """Makes Mamba-2 layers run their scan and their convolution as one operation each."""
-    modeling = sys.modules[type(module).__module__]
-    if not is_mamba2(modeling):
-        return
-    entered: list[Any] = []
-
-    def enter(*_: Any) -> None:
-        entered.append(single_kernels(modeling))
-        entered[-1].__enter__()
-
-    def leave(*_: Any) -> None:
-        entered.pop().__exit__(None, None, None)
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)
