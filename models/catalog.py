@@ -255,11 +255,10 @@ def _training_class(where: str, model_type: str, architectures: object) -> tuple
     for name, kind in heads.items():
         if name.lower() == wanted.lower():
             return name, kind
-    if wanted in ("", *headless):
-        if heads:
-            return next(iter(heads.items()))
-        if headless and _takes_images_or_sound(headless[0]):
-            return headless[0], "features"
+    if heads and wanted in ("", *headless):
+        return next(iter(heads.items()))
+    if wanted in headless and _takes_images_or_sound(wanted):
+        return wanted, "features"
     if not heads:
         raise InputError(f"{where}: model type '{model_type}' has no training head known here")
     raise InputError(

@@ -1,9 +1,9 @@
 """Micro-batches of models that see images or hear sound, shaped by fields of their own configurations.
 
-What a model takes, it says in the signature of its forward pass: patches with their grid (Qwen-VL), tiles (LLaVA-NeXT,
-Llama 3.2 Vision), or whole images. How many tokens of the text stand for an image, its own vision tower says, which is
-run once without data. A sample has one square image, as large as the vision tower's own, or `IMAGE_SIDE` where it
-takes any, and sound as long as the model's window, or `SECONDS`.
+What a model takes, it says in the signature of its forward pass: patches with their grid (Qwen-VL), tiles
+(LLaVA-NeXT, Llama 3.2 Vision), or whole images. How many tokens of the text stand for an image, its own vision
+tower says, which is run once without data. A sample has one square image, as large as the vision tower's own, or
+`IMAGE_SIDE` where it takes any, and sound as long as the model's window, or `SECONDS`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ IMAGE_SIDE = 448
 """Pixels, where a model takes images of any size (a working choice, not a fact)."""
 
 SECONDS, SAMPLES_PER_S, FRAMES_PER_S = 10, 16_000, 100
-"""Of sound, where a model takes any length; the rates are those of wav2vec 2.0 (Baevski et al. 2020, section 4.1) and
-of Whisper's spectrograms (Radford et al. 2022, section 2.2)."""
+"""Of sound, where a model takes any length; the rates are those of wav2vec 2.0 (Baevski et al. 2020, section 4.1)
+and of Whisper's spectrograms (Radford et al. 2022, section 2.2)."""
 
 IGNORED = -100
 """Label of a position that has no loss (`torch.nn.functional.cross_entropy`)."""
@@ -148,9 +148,17 @@ def _image_token(config: Any) -> int:
 def _image_tokens(module: Any, inputs: dict[str, Tensor]) -> int:
     """Rows that the vision tower gives to the text, of all images."""
     given = {name: tensor for name, tensor in inputs.items() if name in _parameters(module.get_image_features)}
-    with torch.no_grad():
-        features = module.get_image_features(**given)
-    features = getattr(features, "pooler_output", features)
+    try:
+        with torch.no_grad():
+            features = module.get_image_features(**given)
+    except Exception as error:  # whatever the library does with images that it did not expect, or have no values
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"{type(module).__name__}: its vision tower does not run without data: {reason}"
+        ) from error
+    if not isinstance(features, Tensor | list | tuple):
+        pooled = features.pooler_output
+        features = features.last_hidden_state if pooled is None else pooled
     parts = features if isinstance(features, list | tuple) else [features]
     return sum(part.shape[:-1].numel() for part in parts)
 
@@ -171,8 +179,8 @@ def sound(module: nn.Module, batch_size: int) -> dict[str, Tensor]:
             f"{type(module).__name__}: no 'num_mel_bins' in its configuration: what it hears is not known"
         )
     if (positions := getattr(audio, "max_source_positions", None)) and hasattr(audio, "num_mel_bins"):
-        # Whisper and its descendants; a convolution of stride two stands before the positions (Radford et al. 2022,
-        # section 2.2).
+        # Whisper and its descendants: before the positions stands a convolution of stride two (Radford et al.
+        # 2022, section 2.2).
         return {"input_features": pixels(batch_size, bins, 2 * positions)}
     return {"input_features": pixels(batch_size, FRAMES_PER_S * SECONDS, bins)}
 

@@ -10,7 +10,8 @@ position and value head, with K and V numbers in a head's key and value,
     2 C (3 K + 2 V)     K K^T, T (beta K), T (beta V), Q K^T and what that gives
     6 K V               what the state gives to the values and to the queries, and what it takes in
 
-FLOPs. Its gradient computes T (beta K), T (beta V) and the states again, and has two products for each of the eight.
+FLOPs. Its gradient computes T (beta K), T (beta V) and the states again, and has two products for each
+of the eight.
 
 The selective scan (Gu and Dao 2023, arXiv:2312.00752, algorithm 2) of D channels with N states has 9 N FLOPs a
 position and channel, as state-spaces/mamba counts them; its gradient computes the states again, and twice that.

@@ -37,6 +37,9 @@ _POSITION_TABLES = {"wpe", "position_embeddings", "embed_positions"}
 _PATTERN = "hybrid_override_pattern"
 """What Nemotron-H calls the kinds of its layers, a letter each."""
 
+_LAYER_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+"""Shares of layers that a step leaves out by chance: a captured step runs all of them."""
+
 MAX_LAYERS = 2048
 """The most layers of one kind that are built: each is Python objects, and published models have some hundred."""
 
@@ -105,6 +108,9 @@ def _config(entry: ModelEntry, model_class: Any, seq_len: int, attention: str | 
     config = model_class.config_class(**values)
     for part in (config, config.get_text_config()):
         part.use_cache = False  # an output that training has no use for
+        for name in _LAYER_DROPS:
+            if hasattr(part, name):
+                setattr(part, name, 0.0)
     config._attn_implementation = attention
     window = getattr(config, "sliding_window", None)
     if window is not None and seq_len <= window and getattr(config, "layer_types", None) is None:
@@ -138,6 +144,8 @@ def _check_positions(entry: ModelEntry, module: nn.Module, seq_len: int) -> None
         last = name.rpartition(".")[2]
         if not isinstance(child, nn.Embedding) or last not in _POSITION_TABLES:
             continue
+        if entry.kind == "speech-recognition" and "encoder." in name:
+            continue  # positions of the sound, which is as long as they are
         first = 0 if child.padding_idx is None else child.padding_idx + 1
         limit = child.num_embeddings - int(getattr(child, "offset", first))
         if seq_len > limit:

@@ -9,8 +9,8 @@ differently:
     aten.rms_norm                       CUDA: one _fused_rms_norm; CPU: pow, mean, add, rsqrt, mul
     aten.softmax, aten.log_softmax      of fp16 to fp32, CUDA: one kernel; CPU: a copy, then the kernel
 
-Besides, operators get the shape rules that PyTorch does not give them: `aten._fused_sgd_` writes in place and returns
-nothing; `aten._ctc_loss` keeps log-probabilities as long as its longest target, a number that it is given.
+Besides, operators get the shape rules that PyTorch does not give them: `aten._fused_sgd_` writes in place and
+returns nothing; `aten._ctc_loss` keeps log-probabilities as long as its longest target, a number that it is given.
 
 `cuda_operators` registers, for as long as the context lasts, kernels at the dispatcher's AutogradCPU key
 that take CUDA's choice. The dispatcher is the place where the devices part, so C++ callers

@@ -1,14 +1,15 @@
 """Values of small tensors on the host, kept beside fake tensors: grids of patches, indices, schedules, masks.
 
-A program computes with such before, or beside, what the GPU does: `data[i : i + length] for i in torch.randint(...)`,
-`grid.prod(-1).tolist()`. So what PyTorch makes on the host of settings alone is computed as well, and so is what
-is made of that, as long as it is small. What unknown values come into has none. Where a shape depends on values,
-it is that of the known ones.
+A program computes with such before, or beside, what the GPU does: `data[i : i + length] for i in
+torch.randint(...)`, `grid.prod(-1).tolist()`. So what PyTorch makes on the host of settings alone is computed as
+well, and so is what is made of that, as long as it is small. What unknown values come into has none. Where a shape
+depends on values, it is that of the known ones.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -148,9 +149,17 @@ def _with_values(given: Any) -> Any:
     return given
 
 
-class KnownValues(TorchFunctionMode):
+@contextmanager
+def knowing_values() -> Iterator[None]:
     """In the context, values that are known are followed, and answered where they are asked for."""
+    if any(isinstance(mode, _Following) for mode in _get_current_function_mode_stack()):
+        yield  # what is written in place is followed once
+        return
+    with _Following():
+        yield
 
+
+class _Following(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         known = read(func, args, kwargs)
@@ -170,10 +179,19 @@ class KnownValues(TorchFunctionMode):
             out = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return _computed(func, args, kwargs)
-        follow(func, args, kwargs, out)
+        if func not in _RANDOM:
+            follow(func, args, kwargs, out)
+        elif func.__name__.endswith("_"):
+            forget(args[0])
         return out
 
 
+_RANDOM = (
+    torch.rand, torch.randint, torch.randperm, torch.bernoulli, torch.multinomial, torch.nn.functional.dropout,
+    Tensor.bernoulli, Tensor.multinomial, Tensor.bernoulli_, Tensor.random_, Tensor.uniform_, Tensor.normal_,
+    Tensor.exponential_,
+)  # fmt: skip
+"""What a model draws is not known: a layer that it leaves out by chance would be left out of every step."""
 _INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
 
@@ -194,7 +212,7 @@ def _positions(index: Any) -> Any:
 
 
 def _number(given: Any) -> Any:
-    """The number that a known tensor of one element holds, the numbers of a known vector; anything else as it is."""
+    """The number of a known tensor of one element, the numbers of a known vector; anything else as it is."""
     known = real(given)
     if known is given or known.dim() > 1:
         return given

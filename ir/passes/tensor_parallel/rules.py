@@ -360,7 +360,7 @@ def _attention(site: OpSchema) -> Decision | None:
 
 
 def _scan(site: OpSchema) -> Decision | None:
-    """A scan by heads: values are [batch, positions, heads, channels], as are B and C, or queries and keys, of groups."""
+    """A scan by heads: x is [batch, positions, heads, channels]; B and C, queries and keys have groups."""
     if not site.sharded or any(shape[2] % site.size for shape in site.inputs if len(shape) > 1):
         return None
 
@@ -368,20 +368,6 @@ def _scan(site: OpSchema) -> Decision | None:
         return Shard(2 if len(shape) > 1 else 0)
 
     return Decision(tuple(map(by_head, site.inputs)), tuple(map(by_head, site.outputs)))
-
-
-def _selective_scan(site: OpSchema) -> Decision | None:
-    """Mamba's scan by channels, the first dim of weights; B and C, [batch, states, positions], are of all channels."""
-    if not site.sharded:
-        return None
-    shapes = site.inputs[1:] if site.name.endswith("backward") else site.inputs
-    of_all = {shapes[3]} if shapes[3] != shapes[0] else set()
-
-    def cut(shape: Shape) -> Placement:
-        return WHOLE if shape in of_all else Shard(1 if len(shape) == 3 else 0)
-
-    made = [PARTIAL if shape in of_all else cut(shape) for shape in site.outputs]
-    return Decision(tuple(map(cut, site.inputs)), tuple(made))
 
 
 def _channels(site: OpSchema) -> Decision | None:
@@ -477,7 +463,6 @@ _RULES: Sequence[tuple[Callable[[OpSchema], Decision | None], str]] = (
         " _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward",
     ),
     (_scan, "ssd_scan ssd_scan_backward gated_delta_rule gated_delta_rule_backward"),
-    (_selective_scan, "selective_scan selective_scan_backward"),
     (_channels, "causal_conv1d causal_conv1d_backward"),
     (_norm, "native_layer_norm native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward"),
     (_softmax, "_softmax _safe_softmax _softmax_backward_data"),
@@ -491,8 +476,8 @@ _RULES: Sequence[tuple[Callable[[OpSchema], Decision | None], str]] = (
         "add sub rsub mul div neg pow abs exp log log1p sqrt rsqrt reciprocal cos sin tanh sigmoid silu gelu relu"
         " leaky_relu softplus erf where masked_fill maximum minimum clamp clone copy _to_copy expand"
         " native_dropout bernoulli gelu_backward silu_backward tanh_backward sigmoid_backward threshold_backward"
-        " native_dropout_backward eq ne lt le gt ge logical_not logical_and logical_or addcmul addcdiv lerp"
-        " ones_like zeros_like full_like fill square",
+        " native_dropout_backward softplus_backward eq ne lt le gt ge logical_not logical_and logical_or addcmul"
+        " addcdiv lerp ones_like zeros_like full_like fill square",
     ),
 )
 RULES = {name: rule for rule, names in _RULES for name in names.split()}
