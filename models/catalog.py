@@ -312,7 +312,7 @@ def _default_seq_len(config: Mapping[str, Any], kind: ModelKind) -> int:
         return side if isinstance(side, int) else DEFAULT_IMAGE_SIDE
     text = {**config, **_part(config, "text_config")}
     keys = ("max_target_positions", "max_position_embeddings", "n_positions", "max_seq_len")
-    return min(tokens, *(text[key] for key in keys if isinstance(text.get(key), int)), tokens)
+    return min([tokens, *(int(text[key]) for key in keys if isinstance(text.get(key), int))])
 
 
 def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

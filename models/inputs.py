@@ -56,8 +56,8 @@ def training_inputs(
         case "image-text-pairs":
             return multimodal.image_text_pairs(module, batch_size, seq_len)
         case "speech-recognition":
-            labels = multimodal.text_ids(config, batch_size, seq_len)
-            return {**multimodal.sound(module, batch_size), "labels": labels}
+            text = multimodal.text_ids(config, batch_size, seq_len)
+            return {**multimodal.sound(module, batch_size), "labels": text}
         case "masked-image" | "features":
             return _unlabelled(config, module, batch_size, seq_len)
         case _:

@@ -97,7 +97,7 @@ def images(module: nn.Module, batch_size: int) -> dict[str, Tensor]:
     side = image_side(vision)
     if "image_grid_thw" in names:
         return _patches(vision, batch_size, channels, side)
-    shape = (batch_size, channels, side, side)
+    shape: tuple[int, ...] = (batch_size, channels, side, side)
     if "aspect_ratio_ids" in names:
         tiles = vision.max_num_tiles
         return {
@@ -108,12 +108,12 @@ def images(module: nn.Module, batch_size: int) -> dict[str, Tensor]:
     if "pixel_attention_mask" in names:
         return {"pixel_values": pixels(batch_size, 1, channels, side, side)}
     pinpoints = getattr(config, "image_grid_pinpoints", None)
-    asked = _parameters(module.get_image_features).get("image_sizes")  # type: ignore[operator]
+    asked = _parameters(module.get_image_features).get("image_sizes")
     sizes = {}
     if pinpoints or (asked is not None and asked.default is inspect.Parameter.empty):
         sizes["image_sizes"] = torch.tensor([[side, side]] * batch_size)
     if pinpoints:
-        count = sys.modules[type(module).__module__].image_size_to_num_patches  # type: ignore[attr-defined]
+        count = sys.modules[type(module).__module__].image_size_to_num_patches
         tiles = count((side, side), pinpoints, side)
         shape = (batch_size, tiles, channels, side, side)
     return {"pixel_values": pixels(*shape), **sizes}

@@ -155,6 +155,13 @@ def _rule_flops(key: Any, value: Any) -> tuple[int, int]:
     return positions * (2 * chunk * (3 * k + 2 * v) + 6 * k * v), again
 
 
+def _scan_flops(x: Any, A: Any) -> int:
+    """FLOPs of a scan, of shapes."""
+    batch, _channels, sequence = x
+    channels, states = A
+    return 9 * int(batch) * int(sequence) * int(channels) * int(states)
+
+
 @register_flop_formula(_OPS.gated_delta_rule)
 def _forward_rule_flops(query: Any, key: Any, value: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     return _rule_flops(key, value)[0]
@@ -170,10 +177,9 @@ def _backward_rule_flops(
 
 @register_flop_formula(_OPS.selective_scan)
 def _forward_scan_flops(x: Any, dt: Any, A: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    batch, _channels, sequence = x
-    return 9 * batch * sequence * int(A[0]) * int(A[1])
+    return _scan_flops(x, A)
 
 
 @register_flop_formula(_OPS.selective_scan_backward)
 def _backward_scan_flops(gradient: Any, x: Any, dt: Any, A: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return 3 * _forward_scan_flops(x, dt, A)
+    return 3 * _scan_flops(x, A)

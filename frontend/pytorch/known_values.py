@@ -69,7 +69,7 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any]
 
 def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Gives what a function of PyTorch made the values that it has, if those of its arguments are known."""
-    first = args[0] if args else None
+    first: Any = args[0] if args else None
     if func in _MADE_LIKE and isinstance(out, FakeTensor) and _is_small(out):
         with _disable_current_modes():
             args = (torch.empty(first.shape if "like" in func.__name__ else 0, dtype=torch.bool), *args[1:])
@@ -152,7 +152,8 @@ def _with_values(given: Any) -> Any:
 @contextmanager
 def knowing_values() -> Iterator[None]:
     """In the context, values that are known are followed, and answered where they are asked for."""
-    if any(isinstance(mode, _Following) for mode in _get_current_function_mode_stack()):
+    entered = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if any(isinstance(mode, _Following) for mode in entered):
         yield  # what is written in place is followed once
         return
     with _Following():

@@ -95,8 +95,8 @@ def test_a_layer_is_one_operation_each_way_whatever_the_length(config: dict, ker
     assert ran["mamba2.causal_conv1d"] == layers
     longer = compile_entry(from_config(config), StepSpec(), batch_size=1, seq_len=256)
     assert len(longer.ops) == len(graph.ops)  # written out, a scan has operations for its chunks or positions
-    priced = estimate(graph, load_device("h100-sxm"))
-    times = [op.duration_ps for op in priced.ops if op.name.startswith(kernel)]
+    priced = estimate(graph, load_device("h100-sxm"))(graph)
+    times = [op.durations[0].picoseconds for op in priced.ops if op.name.startswith(kernel)]
     assert all(times)
 
 
