@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 
 from echograph.errors import CaptureError
+from echograph.frontend.pytorch import known_values
 from echograph.frontend.scripts import streams, values
 from echograph.frontend.scripts.adapter import patched, replaced
 from echograph.frontend.scripts.recorder import HostCounter
@@ -269,7 +270,7 @@ class OnTheDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = values.read(func, args, kwargs)
+        known = known_values.read(func, args, kwargs)
         if known is not None:
             return known[0]
         question = QUESTIONS.get(func)
@@ -294,7 +295,7 @@ class OnTheDevice(TorchFunctionMode):
         if func is Tensor.to and len(args) > 1 and is_gpu(args[1]):
             return self._on_gpu(func, (args[0], _CPU, *args[2:]), kwargs)
         out = self._run(func, args, kwargs)
-        values.follow(func, args, kwargs, out)
+        known_values.follow(func, args, kwargs, out)
         keep_finite(func, args, out)
         return out
 
@@ -324,7 +325,7 @@ class CountingDevice(OnTheDevice):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._counter.enter()
         try:
-            if func in QUESTIONS and isinstance(args[0], FakeTensor) and not values.is_known(args[0]):
+            if func in QUESTIONS and isinstance(args[0], FakeTensor) and not known_values.is_known(args[0]):
                 self._counter.reads(args[0])
             return super().__torch_function__(func, types, args, kwargs)
         finally:

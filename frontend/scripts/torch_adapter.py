@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from echograph.errors import CaptureError
 from echograph.frontend.pytorch import annotate
-from echograph.frontend.scripts import device, values
+from echograph.frontend.pytorch.known_values import real
+from echograph.frontend.scripts import device
 from echograph.frontend.scripts.adapter import Adapter, patched
 from echograph.frontend.scripts.host_work import compiled
 from echograph.frontend.scripts.recorder import ScriptRecorder
@@ -199,8 +200,8 @@ class TorchAdapter(Adapter):
     def _mesh(self, world: World, original: Callable[..., Any]) -> Callable[..., Any]:
         def init(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
             with unset_fake_temporarily():
-                args = tuple(map(values.real, args))
-                kwargs = {name: values.real(given) for name, given in kwargs.items()}
+                args = tuple(map(real, args))
+                kwargs = {name: real(given) for name, given in kwargs.items()}
                 original(mesh, device.kind(world, device_type), *args, **kwargs)
             names = tuple(mesh.mesh_dim_names or ())
             self._meshes.append((names, tuple(mesh.mesh.shape)))
