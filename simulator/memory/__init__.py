@@ -695,7 +695,7 @@ class Usage:
         its = self.lifetimes.crossings
         taken = (its.taken < top) | ((its.taken == top) & (its.taken_at <= offset))
         freed = (its.freed < top) | ((its.freed == top) & (its.freed_at < offset))
-        return its.memory[taken & ~freed]
+        return np.asarray(its.memory[taken & ~freed])
 
     def _alive_of(self, position: int, rows: Int64, top: int, offset: int) -> Int64:
         """Of one micro-batch whose call number `position` is the one at the peak, or the next after it."""
