@@ -234,6 +234,9 @@ def _captured(test: Test, folder: Path, job: Path, limit_s: float, given: Sequen
     environment = os.environ | test.environment | {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     paths = (str(folder), str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    # A third of a capture is what its script imports: compiled once, and beside the results, not in the checkout.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    environment["PYTHONPYCACHEPREFIX"] = str(job.parent / "bytecode")
     before, began = _child_seconds(), time.perf_counter()
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
