@@ -291,6 +291,7 @@ def _simulated(test: Test, job: Path) -> list[dict[str, Any]]:
             {
                 "id": row["id"], "platform": row["platform"], "gpu": row["gpu"],
                 "measured_s": float(row["iteration_s_median"]), "predicted_s": result.step_ps / 1e12,
+                "spread": float(row["iteration_s_p90"]) / float(row["iteration_s_min"]),
                 "measured_peak_bytes": int(float(row["mem_max_allocated_bytes"] or 0)),
                 "predicted_peak_bytes": list(result.memory.programs.values())[-1],
                 "measured_rest_bytes": int(float(row["mem_allocated_bytes"] or 0)),
