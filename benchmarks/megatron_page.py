@@ -28,7 +28,7 @@ LARGE = 2048
 STEADY = 1.5
 """The times of a run are judged where 9 of 10 iterations take less than so many times the shortest one.
 
-Those of 43 of the table's 435 do not, and take 1.5 to 20 times as long; none of the others takes more than 1.48.
+Of the table's 440, 43 do not: 1.5 to 20 times as long; none of the others takes more than 1.48 times.
 """
 
 LEFT_OUT = {
