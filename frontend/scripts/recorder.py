@@ -66,6 +66,7 @@ from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream
 from echograph.frontend.scripts.values import answer
 from echograph.ir.graph import BETWEEN_STEPS
 from echograph.ir.passes.fuse import KernelRegion
+from echograph.ir.types import CollectiveKind
 
 SHARES = "shares"
 """Of placeholders: global ranks of each group over whose ranks the elements are divided."""
@@ -169,6 +170,12 @@ class MemoryRecorder(OperatorRecorder):  # type: ignore[no-untyped-call]
         super().bind(tensor, node)
         self.memory.made(tensor, node)
         return node
+
+
+def _block_at_barriers(node: Node) -> None:
+    """ProcessGroupNCCL blocks the host at a barrier, and at no other communication."""
+    if node.meta[COMMUNICATION].kind is CollectiveKind.BARRIER:
+        CapturedStream.host_waits(frozenset((node,)))
 
 
 def _same_layout(one: Tensor, other: Tensor) -> bool:
@@ -431,6 +438,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             _, node = self._works.get(id(work), (None, None))
             if node is not None:
                 CapturedStream.current.after(frozenset((node,)))
+                _block_at_barriers(node)
             return original(work, *args, **kwargs)
 
         return wait
@@ -554,6 +562,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
                 self.stands_for(self.add_call(operator.getitem, (node, i), {}, values[i], node.meta), tensor)
         elif not call.asynchronous:
             CapturedStream.current.after(frozenset((node,)))
+            _block_at_barriers(node)
         else:
             self._hold(out, node)
 
