@@ -346,8 +346,12 @@ class GraphBuilder:
         """Tensors added so far."""
         return len(self._t["name"].items)
 
-    def build(self, graph_type: type[G]) -> G:
+    def build(self, graph_type: type[G], *, whole: bool = True) -> G:
         """Freezes and verifies the graph. Without a program, one that runs the main block is added.
+
+        Args:
+            graph_type: a step or a job.
+            whole: whether it is one: a job of some stages, to which others send, breaks invariants.
 
         Raises:
             GraphError: an invariant does not hold; names the operation or tensor.
@@ -373,7 +377,8 @@ class GraphBuilder:
             tensors=tensors, ops=ops, blocks=blocks, programs=tuple(self._programs), mesh=self.mesh,
             groups=tuple(self._groups), passes=self.passes, unknown=self.unknown,
         )  # fmt: skip
-        verify(graph)
+        if whole:
+            verify(graph)
         return graph
 
     # -- rows, for readers that hold indices already -------------------------------------------------------

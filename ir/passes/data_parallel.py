@@ -77,7 +77,9 @@ from echograph.ir.passes.model import (
 )
 from echograph.ir.passes.rewrite import (
     ACCUMULATE,
+    UPDATE,
     Call,
+    Label,
     accumulate,
     add_to_gradient,
     copy_tables,
@@ -568,11 +570,13 @@ class ProgramWriter:
         job: its blocks as they are written.
         division: how tensors are divided.
         program: of the graph.
+        labels: what its calls are of; None for a step, whose calls are of a micro-batch, or of the update.
     """
 
     def __init__(
-        self, *, options: DataParallel, graph: g.Graph, job: ShardedGraph, division: Division, program: g.Program
-    ) -> None:
+        self, *, options: DataParallel, graph: g.Graph, job: ShardedGraph, division: Division, program: g.Program,
+        labels: Sequence[Label] | None = None,
+    ) -> None:  # fmt: skip
         self.options, self.graph, self.job, self.division = options, graph, job, division
         self.builder: GraphBuilder = job.builder
         self.mesh = self.builder.mesh
@@ -584,7 +588,11 @@ class ProgramWriter:
         self.added: dict[ProgramPoint, list[tuple[int, list[int]]]] = {}
         self.block = 0
         self.accumulations: dict[ProgramPoint, Call] = {}
-        calls: list[Call] = [(b, x, y, i, m) for b, x, y, i, m in program.calls.tolist() if y > x]
+        every = zip(program.calls.tolist(), labels or [UPDATE] * len(program.calls), strict=True)
+        kept = [((b, x, y, i, m), label) for (b, x, y, i, m), label in every if y > x]
+        calls: list[Call] = [call for call, _ in kept]
+        self.labels = [label for _, label in kept]
+        self.written: list[Label] = []
         self.steps = self._of_pipeline(calls) if self.staged else self._of_step(calls)
         self.last = max((call[4] for call in self.steps), default=0)
 
@@ -636,18 +644,22 @@ class ProgramWriter:
         """Forward and backward for each micro-batch, then the optimizer."""
         passes, update = split_at_optimizer(self.graph, calls)
         count, self.pass_length = self.options.micro_batches, len(passes)
+        runs: list[Label] = [("forward", m, 0) for m in range(count) for _ in passes]
+        self.labels = [*runs, *(UPDATE for _ in update)]
         every = [call for micro_batch in range(count) for call in in_micro_batch(passes, micro_batch)]
         return every + in_micro_batch(update, count - 1)
 
     def _of_pipeline(self, calls: list[Call]) -> list[Call]:
         """The pipeline's calls, without those that add up gradients where their reduction does."""
         last = max((call[4] for call in calls), default=0)
-        return [
-            call
-            for call in calls
+        kept = [
+            number
+            for number, call in enumerate(calls)
             if self.graph.blocks[call[0]].name != ACCUMULATE
             or not (self.reduces and (call[4] == last or self.options.zero == 2))
         ]
+        self.labels = [self.labels[number] for number in kept]
+        return [calls[number] for number in kept]
 
     def _accumulate_whole(self, gradients: list[Gradient]) -> None:
         """Adds up whole gradients after each micro-batch but the first, and but those whose reduction does."""
@@ -680,6 +692,7 @@ class ProgramWriter:
                     out.append(self.accumulations[number, cut])
             if begin < end:
                 out.append(self.job.call((block, begin, end, instance, micro_batch)))
+            self.written += [self.labels[number]] * (len(out) - len(self.written))
         return out
 
     def _at(self, place: ProgramPoint, ops: list[int]) -> None:
@@ -971,6 +984,20 @@ class DataParallel:
         Raises:
             PlanError: a number is out of range, or micro-batches are given for a pipeline, which has its own.
         """
+        return self.labelled(graph)[0]
+
+    def labelled(
+        self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[Label]] | None = None
+    ) -> tuple[JobGraph, list[list[Label]]]:
+        """The job graph, and for each of its programs what its calls are of.
+
+        Args:
+            graph: a step, or a pipeline's job.
+            labels: of the job, what the calls of each program are of; None: of nothing that matters.
+
+        Raises:
+            PlanError: as `__call__`.
+        """
         check_sizes(self.replicas, self.micro_batches, isinstance(graph, JobGraph))
         if self.zero not in (0, 1, 2):
             raise PlanError(f"zero {self.zero}: choose 0, 1 or 2 here; fully sharded data parallelism is stage 3")
@@ -991,15 +1018,20 @@ class DataParallel:
         copies = (REPLICATE,) if self.instances > 1 else ()
         division = Division(graph=graph, mesh=mesh, gradients=gradients, copies=copies, flat=True, none=none)
         job = self._write(graph, builder, division)
-        for program in graph.programs:
-            writer = ProgramWriter(options=self, graph=graph, job=job, division=division, program=program)
+        written = []
+        for number, program in enumerate(graph.programs):
+            its = None if labels is None else labels[number]
+            writer = ProgramWriter(
+                options=self, graph=graph, job=job, division=division, program=program, labels=its
+            )
             builder.program(
                 writer.calls(),
                 role=program.role or "replica",
                 coordinates=program.coordinates,
                 ranks=program.ranks,
             )
-        return builder.build(JobGraph)
+            written.append(writer.written)
+        return builder.build(JobGraph, whole=labels is None), written
 
     def _write(self, graph: Graph, builder: GraphBuilder, division: Division) -> ShardedGraph:
         """Writes the graph's own blocks, with the optimizer on shards, or as they are."""

@@ -1,13 +1,57 @@
-"""Predictions of one graph under many plans, which share what the plans have in common."""
+"""Predictions of one graph under many plans, which share what the plans have in common.
+
+What is equal is computed once. Plans that begin with the same passes share the step that these leave. Of a
+pipeline, stages that do the same on other layers and micro-batches between the first and the last are lowered,
+costed and cut once, and the step is put together from them (`simulator.engine.composed`). Collectives of one kind,
+size and placement are timed once for all plans. What of a job cannot be put together so is simulated whole.
+"""
 
 from __future__ import annotations
 
-from echograph.ir.graph import StepGraph
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from functools import cache
+from math import prod
+from typing import Any
+
+from echograph.errors import EchoError
+from echograph.ir.graph import JobGraph, StepGraph
+from echograph.ir.passes.base import Pass, pass_text, run, split_at_job
+from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.model import MICRO_BATCH_AXES
+from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline
+from echograph.ir.passes.pipeline.schedules import order
+from echograph.ir.passes.rewrite import UPDATE
+from echograph.simulator.durations import Network, message_ps
+from echograph.simulator.engine import composed
 from echograph.simulator.result import Result
+from echograph.simulator.simulate import timed
+from echograph.workflow import plan as plans
 from echograph.workflow.plan import Plan
-from echograph.workflow.predict import predict
+from echograph.workflow.predict import on_system, predict, simulate
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
+
+_orders = cache(order)
+
+
+class StepResult(Result):
+    """A prediction of which the step is known, and everything else is worked out when it is asked for."""
+
+    __slots__ = ("_whole",)
+
+    def __init__(self, whole: Callable[[], Result], **known: Any) -> None:
+        object.__setattr__(self, "_whole", whole)
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in {field.name for field in fields(Result)}:
+            raise AttributeError(name)
+        whole = self._whole()
+        for field in fields(Result):
+            object.__setattr__(self, field.name, getattr(whole, field.name))
+        return getattr(whole, name)
 
 
 class Predictor:
@@ -23,6 +67,8 @@ class Predictor:
         self.graph = graph
         self.system = system
         self.scenario = scenario or Scenario()
+        self._steps: dict[tuple[str, ...], StepGraph] = {}
+        self._network = Network(system.cluster)
 
     def predict(self, plan: Plan, *, memory: bool = True, interval: bool = True) -> Result:
         """Predicts one step under a plan.
@@ -30,10 +76,115 @@ class Predictor:
         Args:
             plan: how the step is spread; its cluster is the system's.
             memory: whether to work out memory.
-            interval: whether to work out how sure the prediction is.
+            interval: whether to work out how sure the prediction is. Without both the step alone is worked out at
+                once, the rest of the result when it is asked for.
 
         Raises:
             EchoError: as `predict`.
         """
-        result, _ = predict(self.graph, plan, self.system, self.scenario, memory=memory)
-        return result
+        if memory or interval or self.scenario != Scenario() or not isinstance(self.graph, StepGraph):
+            return self._whole(plan, memory)
+        try:
+            return self._step(plan)
+        except (composed.NotAlike, EchoError):
+            return self._whole(plan, memory)
+
+    def _whole(self, plan: Plan, memory: bool) -> Result:
+        """The prediction of the whole job, but for the passes that it shares with plans before."""
+        if plan.passes or not isinstance(self.graph, StepGraph):
+            return predict(self.graph, plan, self.system, self.scenario, memory=memory)[0]
+        step, rest = self._shared(plan)
+        job = run(run(step, rest, verify=False), (), to=JobGraph)
+        return simulate(job, self.system, self.scenario, plan=plan, memory=memory)
+
+    def _shared(self, plan: Plan) -> tuple[StepGraph, tuple[Pass, ...]]:
+        """The step that the passes of a plan leave before they make a job of it, and those that do."""
+        before, rest = split_at_job(plans.passes(plan, self.graph.workload, self.system.cluster))
+        texts, step = tuple(map(pass_text, before)), self.graph
+        for count, one in enumerate(before, 1):
+            if texts[:count] not in self._steps:
+                self._steps[texts[:count]] = run(step, (one,), to=StepGraph, verify=False)
+            step = self._steps[texts[:count]]
+        return step, rest
+
+    def _step(self, plan: Plan) -> Result:
+        """The step alone, put together from passes that differ.
+
+        Raises:
+            NotAlike: it cannot be.
+            EchoError: as `predict`.
+        """
+        if plan.passes or self.system.profile is not None or self.system.cluster.slow_nodes:
+            raise composed.NotAlike("the whole job is simulated")
+        step, rest = self._shared(plan)
+        sample = _sample(step, rest, plan)
+        stack = plan.stack or sample.job.workload.stack
+        job, host, sms = on_system(sample.job, stack, self.system)
+        if host.threads or host.blocking:
+            raise composed.NotAlike("the host works on threads, or waits for every launch")
+        cluster = self.system.cluster
+        roles = timed(job, cluster, host, sms=sms, network=self._network)
+        job, times = roles.job, roles.times
+
+        @cache
+        def message(row: int, stage: int) -> int:
+            if row not in times.algorithm:
+                return int(times.picoseconds[row])
+            program = replace(job.programs[0], coordinates={"pp": stage})
+            return message_ps(job, self._network, row, program)
+
+        picoseconds = composed.step_ps(replace(sample, job=job), times.picoseconds, roles.issue, message)
+        return self._result(plan, job, stack, picoseconds, sample.micro_batches)
+
+    def _result(self, plan: Plan, job: JobGraph, stack: str, step_ps: int, micro_batches: int) -> Result:
+        replicas = prod(axis.size for axis in job.mesh if axis.name in MICRO_BATCH_AXES)
+        samples = job.workload.batch_size * replicas * micro_batches
+        cluster = self.system.cluster
+        return StepResult(
+            cache(lambda: self._whole(plan, memory=False)),
+            model=job.workload.model or job.name,
+            cluster=cluster.name,
+            device=cluster.device,
+            gpus=job.world_size,
+            plan={**plans.record(job, replace(plan, stack=stack), cluster), "global_batch": samples},
+            step_ps=step_ps,
+            samples=samples,
+            tokens=samples * job.workload.sequence_length,
+            memory=None,
+            job=None,
+        )
+
+
+def _sample(step: StepGraph, rest: Sequence[Pass], plan: Plan) -> composed.Sample:
+    """The passes of a job that differ, and their order.
+
+    Raises:
+        NotAlike: its passes are not known to be alike.
+        PlanError: the plan does not fit the model.
+    """
+    first, *others = rest
+    if isinstance(first, Pipeline) and others and isinstance(others[0], DataParallel):
+        if first.overlap_experts:
+            raise composed.NotAlike("passes run in pairs")
+        alike = first.alike(step)
+        job, labels = others[0].labelled(alike.job, alike.labels)
+        places = {program.coordinates["pp"]: number for number, program in enumerate(job.programs)}
+        sizes = first.stages, first.micro_batches, first.chunks
+        count, chunks, others = first.micro_batches, first.chunks, others[1:]
+        orders = [_orders(first.schedule, stage, *sizes) for stage in range(first.stages)]
+        stand_for = [places[stage] for stage in alike.stand_for]
+    elif isinstance(first, DataParallel):
+        count, chunks, stand_for = first.micro_batches, 1, [0]
+        job, labels = replace(first, micro_batches=min(count, DISTINCT_MICRO_BATCHES)).labelled(step)
+        orders = [[("forward", micro_batch, 0) for micro_batch in range(count)]]
+    else:
+        raise composed.NotAlike("the job is not of a pipeline or of data parallelism alone")
+    return composed.Sample(
+        job=run(job, others, to=JobGraph, verify=False),
+        labels=labels,
+        stand_for=stand_for,
+        orders=orders,
+        micro_batches=count,
+        chunks=chunks,
+        update=UPDATE,
+    )
