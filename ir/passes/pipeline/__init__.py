@@ -18,7 +18,7 @@ their own, called in between. `PipelineContext` is what all chunks have in commo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from math import prod
@@ -231,6 +231,7 @@ class PipelineContext:
         parts: the part of every operation.
         layers: the layers' blocks.
         leads: (chunk, operation of the main block) that bear a launch on their stage.
+        leading_layers: for layers that bear launches, the operations that do.
         stages: chunk k is on stage k modulo this.
         group: the group of the stages.
         shared: for every gradient that chunks share, the group that all-reduces it; None where two exchange it.
@@ -243,6 +244,7 @@ class PipelineContext:
     parts: list[PipelinePhase]
     layers: Layers
     leads: set[tuple[int, int]]
+    leading_layers: dict[BlockInstance, frozenset[int]]
     stages: int
     group: int
     shared: dict[int, int | None]
@@ -280,6 +282,11 @@ class PipelineContext:
         """Whether the optimizer has a tensor on a stage."""
         source = self.graph.source(*self.graph.locate_tensor(tensor))
         return source is None or self.runs(stage, source) or self.is_flag(tensor)
+
+    def of_stages(self, stages: Container[int]) -> PipelineContext:
+        """The same with the layers of some stages alone."""
+        written = {layer for layer, chunk in self.placement.instances.items() if chunk % self.stages in stages}
+        return replace(self, layers=Layers(self.graph, self.parts, self.leading_layers, written))
 
     def stages_alike(self) -> list[int]:
         """For every stage the first that does the same on layers of its own, as far from the stages around it.
@@ -883,14 +890,15 @@ class Pipeline:
         """
         if self.overlap_experts:
             raise PlanError("passes that exchange rows of experts in pairs are told by their whole schedule alone")
-        self._check(graph)
-        chosen = self._context(graph)[0].stages_alike()
-        plan, builder = self._context(graph, sorted(set(chosen)))
-        chunks = _write(plan, builder, sorted(set(chosen)))
+        plan, builder = self._context(graph)
+        chosen = plan.stages_alike()
+        stages = sorted(set(chosen))
+        plan = plan.of_stages(stages)
+        chunks = _write(plan, builder, stages)
         count = min(self.micro_batches, DISTINCT_MICRO_BATCHES)
         kinds: tuple[Computation, ...] = ("backward", "weight") if self.schedule in SPLIT else ("backward",)
         labels = []
-        for stage in sorted(set(chosen)):
+        for stage in stages:
             actions: list[Action] = []
             for micro_batch in range(count):
                 actions += (("forward", micro_batch, chunk) for chunk in range(self.chunks))
@@ -908,19 +916,14 @@ class Pipeline:
     def _program(self, builder: GraphBuilder, stage: int, calls: list[Call]) -> None:
         builder.program(calls, role=f"stage {stage}", coordinates={AXIS: stage})
 
-    def _context(
-        self, graph: StepGraph, stages: Collection[int] | None = None
-    ) -> tuple[PipelineContext, GraphBuilder]:
-        """What all chunks have in common, of some stages or all, and the builder that they are written into."""
-        self._check(graph)
+    def _context(self, graph: StepGraph) -> tuple[PipelineContext, GraphBuilder]:
+        """What all chunks have in common, and the builder that they are written into."""
+        self.check(graph)
         placement = place(graph, self.stages * self.chunks, self.layers)
         OptimizerPlacer(graph, placement, self.stages).place()
         routes = route(graph, placement)
         of = parts(graph, routes, split=self.schedule in SPLIT)
         leads, leading_layers = leaders(graph, placement, self.stages)
-        written = None
-        if stages is not None:
-            written = {layer for layer, chunk in placement.instances.items() if chunk % self.stages in stages}
         builder = empty_copy(graph)
         builder.mesh = (Axis(name=AXIS, size=self.stages), *graph.mesh)
         context = PipelineContext(
@@ -928,8 +931,9 @@ class Pipeline:
             placement=placement,
             routes=routes,
             parts=of,
-            layers=Layers(graph, of, leading_layers, written),
+            layers=Layers(graph, of, leading_layers),
             leads=leads,
+            leading_layers=leading_layers,
             stages=self.stages,
             group=builder.group(AXIS, axes=(AXIS,)),
             shared=self._groups(graph, placement, builder),
@@ -937,7 +941,13 @@ class Pipeline:
         )
         return context, builder
 
-    def _check(self, graph: StepGraph) -> None:
+    def check(self, graph: StepGraph) -> None:
+        """Refuses what no pipeline of this graph can be.
+
+        Raises:
+            PlanError: the stages or chunks are out of range, the schedule cannot do them, or the graph has a pipeline.
+            UnknownNameError: no such schedule.
+        """
         if not 1 <= self.stages <= MAX_STAGES:
             raise PlanError(f"{self.stages} pipeline stages: choose between 1 and {MAX_STAGES:,}")
         if self.chunks < 1:

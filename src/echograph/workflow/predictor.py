@@ -19,7 +19,7 @@ from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.base import Pass, pass_text, run, split_at_job
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.model import MICRO_BATCH_AXES
-from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline
+from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline, StagesAlike
 from echograph.ir.passes.pipeline.schedules import order
 from echograph.ir.passes.rewrite import UPDATE
 from echograph.simulator.durations import Network, message_ps
@@ -68,6 +68,7 @@ class Predictor:
         self.system = system
         self.scenario = scenario or Scenario()
         self._steps: dict[tuple[str, ...], StepGraph] = {}
+        self._stages: dict[tuple[str, ...], StagesAlike] = {}
         self._network = Network(system.cluster)
 
     def predict(self, plan: Plan, *, memory: bool = True, interval: bool = True) -> Result:
@@ -117,7 +118,7 @@ class Predictor:
         if plan.passes or self.system.profile is not None or self.system.cluster.slow_nodes:
             raise composed.NotAlike("the whole job is simulated")
         step, rest = self._shared(plan)
-        sample = _sample(step, rest, plan)
+        sample = self._sample(step, rest)
         stack = plan.stack or sample.job.workload.stack
         job, host, sms = on_system(sample.job, stack, self.system)
         if host.threads or host.blocking:
@@ -136,6 +137,53 @@ class Predictor:
         picoseconds = composed.step_ps(replace(sample, job=job), times.picoseconds, roles.issue, message)
         return self._result(plan, job, stack, picoseconds, sample.micro_batches)
 
+    def _sample(self, step: StepGraph, rest: Sequence[Pass]) -> composed.Sample:
+        """The passes of a job that differ, and their order.
+
+        Raises:
+            NotAlike: its passes are not known to be alike.
+            PlanError: the plan does not fit the model.
+        """
+        first, *others = rest
+        if isinstance(first, Pipeline) and others and isinstance(others[0], DataParallel):
+            alike, (data, *others) = self._alike(step, first), others
+            job, labels = data.labelled(alike.job, alike.labels)
+            places = {program.coordinates["pp"]: number for number, program in enumerate(job.programs)}
+            count, chunks = first.micro_batches, first.chunks
+            orders = [_orders(first.schedule, stage, first.stages, count, chunks) for stage in range(first.stages)]
+            stand_for = [places[stage] for stage in alike.stand_for]
+        elif isinstance(first, DataParallel):
+            count, chunks, stand_for = first.micro_batches, 1, [0]
+            job, labels = replace(first, micro_batches=min(count, DISTINCT_MICRO_BATCHES)).labelled(step)
+            orders = [[("forward", micro_batch, 0) for micro_batch in range(count)]]
+        else:
+            raise composed.NotAlike("the job is not of a pipeline or of data parallelism alone")
+        return composed.Sample(
+            job=run(job, others, to=JobGraph, verify=False),
+            labels=labels,
+            stand_for=stand_for,
+            orders=orders,
+            micro_batches=count,
+            chunks=chunks,
+            update=UPDATE,
+        )
+
+    def _alike(self, step: StepGraph, pipeline: Pipeline) -> StagesAlike:
+        """The stages of a pipeline that differ: the same ones for any number of micro-batches beyond a few.
+
+        Raises:
+            NotAlike: forward and backward passes run in pairs.
+            PlanError: the plan does not fit the model.
+        """
+        if pipeline.overlap_experts:
+            raise composed.NotAlike("forward and backward passes run in pairs")
+        pipeline.check(step)
+        count = min(pipeline.micro_batches, DISTINCT_MICRO_BATCHES)
+        key = (*step.passes, pass_text(replace(pipeline, micro_batches=count)))
+        if key not in self._stages:
+            self._stages[key] = pipeline.alike(step)
+        return self._stages[key]
+
     def _result(self, plan: Plan, job: JobGraph, stack: str, step_ps: int, micro_batches: int) -> Result:
         replicas = prod(axis.size for axis in job.mesh if axis.name in MICRO_BATCH_AXES)
         samples = job.workload.batch_size * replicas * micro_batches
@@ -153,38 +201,3 @@ class Predictor:
             memory=None,
             job=None,
         )
-
-
-def _sample(step: StepGraph, rest: Sequence[Pass], plan: Plan) -> composed.Sample:
-    """The passes of a job that differ, and their order.
-
-    Raises:
-        NotAlike: its passes are not known to be alike.
-        PlanError: the plan does not fit the model.
-    """
-    first, *others = rest
-    if isinstance(first, Pipeline) and others and isinstance(others[0], DataParallel):
-        if first.overlap_experts:
-            raise composed.NotAlike("passes run in pairs")
-        alike = first.alike(step)
-        job, labels = others[0].labelled(alike.job, alike.labels)
-        places = {program.coordinates["pp"]: number for number, program in enumerate(job.programs)}
-        sizes = first.stages, first.micro_batches, first.chunks
-        count, chunks, others = first.micro_batches, first.chunks, others[1:]
-        orders = [_orders(first.schedule, stage, *sizes) for stage in range(first.stages)]
-        stand_for = [places[stage] for stage in alike.stand_for]
-    elif isinstance(first, DataParallel):
-        count, chunks, stand_for = first.micro_batches, 1, [0]
-        job, labels = replace(first, micro_batches=min(count, DISTINCT_MICRO_BATCHES)).labelled(step)
-        orders = [[("forward", micro_batch, 0) for micro_batch in range(count)]]
-    else:
-        raise composed.NotAlike("the job is not of a pipeline or of data parallelism alone")
-    return composed.Sample(
-        job=run(job, others, to=JobGraph, verify=False),
-        labels=labels,
-        stand_for=stand_for,
-        orders=orders,
-        micro_batches=count,
-        chunks=chunks,
-        update=UPDATE,
-    )
