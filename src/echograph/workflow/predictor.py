@@ -18,6 +18,7 @@ from echograph.errors import EchoError
 from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.base import Pass, pass_text, run, split_at_job
 from echograph.ir.passes.data_parallel import DataParallel
+from echograph.ir.passes.fully_shard import FullyShard
 from echograph.ir.passes.model import MICRO_BATCH_AXES
 from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline, StagesAlike
 from echograph.ir.passes.pipeline.schedules import order
@@ -145,14 +146,14 @@ class Predictor:
             PlanError: the plan does not fit the model.
         """
         first, *others = rest
-        if isinstance(first, Pipeline) and others and isinstance(others[0], DataParallel):
+        if isinstance(first, Pipeline) and others and isinstance(others[0], DataParallel | FullyShard):
             alike, (data, *others) = self._alike(step, first), others
             job, labels = data.labelled(alike.job, alike.labels)
             places = {program.coordinates["pp"]: number for number, program in enumerate(job.programs)}
             count, chunks = first.micro_batches, first.chunks
             orders = [_orders(first.schedule, stage, first.stages, count, chunks) for stage in range(first.stages)]
             stand_for = [places[stage] for stage in alike.stand_for]
-        elif isinstance(first, DataParallel):
+        elif isinstance(first, DataParallel | FullyShard):
             count, chunks, stand_for = first.micro_batches, 1, [0]
             job, labels = replace(first, micro_batches=min(count, DISTINCT_MICRO_BATCHES)).labelled(step)
             orders = [[("forward", micro_batch, 0) for micro_batch in range(count)]]
