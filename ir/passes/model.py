@@ -32,7 +32,7 @@ from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
-from echograph.ir.graph import Axis, Graph, JobGraph, Program, StepGraph
+from echograph.ir.graph import Axis, Graph, JobGraph, Program, StepGraph, kept
 from echograph.ir.passes.rewrite import Call
 from echograph.ir.types import Attention, OpKind, Phase, TensorRole
 
@@ -72,6 +72,7 @@ class Gradient:
     ready: ProgramPoint
 
 
+@kept
 def final_gradients(graph: Graph) -> list[int]:
     """The tensors that hold the parameters' gradients when backward is done, as rows of the tensor table.
 

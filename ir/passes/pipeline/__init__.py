@@ -28,7 +28,7 @@ from echograph.errors import PlanError
 from echograph.ir import types as t
 from echograph.ir.builder import GraphBuilder
 from echograph.ir.columns import NONE
-from echograph.ir.graph import Axis, JobGraph, StepGraph
+from echograph.ir.graph import Axis, JobGraph, StepGraph, kept
 from echograph.ir.passes.model import adds_up, axes_group, final_gradients
 from echograph.ir.passes.pipeline.placement import (
     OptimizerPlacer,
@@ -207,6 +207,7 @@ def leaders(
     return set(main.values()), led
 
 
+@kept
 def _launches(graph: StepGraph) -> dict[tuple[int, int, int], int]:
     """For each (block, instance, operation) that shares a launch, which one; its first share leads."""
     shares = {i: v.leads for i, v in enumerate(graph.ops.attribute_values) if isinstance(v, t.MultiTensor)}

@@ -23,6 +23,7 @@ from echograph.ir.passes.model import MICRO_BATCH_AXES
 from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline, StagesAlike
 from echograph.ir.passes.pipeline.schedules import order
 from echograph.ir.passes.rewrite import UPDATE
+from echograph.profiler.costs.estimate import Known
 from echograph.simulator.durations import Network, message_ps
 from echograph.simulator.engine import composed
 from echograph.simulator.result import Result
@@ -71,6 +72,7 @@ class Predictor:
         self._steps: dict[tuple[str, ...], StepGraph] = {}
         self._stages: dict[tuple[str, ...], StagesAlike] = {}
         self._network = Network(system.cluster)
+        self._costs: Known = {}
 
     def predict(self, plan: Plan, *, memory: bool = True, interval: bool = True) -> Result:
         """Predicts one step under a plan.
@@ -121,7 +123,7 @@ class Predictor:
         step, rest = self._shared(plan)
         sample = self._sample(step, rest)
         stack = plan.stack or sample.job.workload.stack
-        job, host, sms = on_system(sample.job, stack, self.system)
+        job, host, sms = on_system(sample.job, stack, self.system, self._costs)
         if host.threads or host.blocking:
             raise composed.NotAlike("the host works on threads, or waits for every launch")
         cluster = self.system.cluster
