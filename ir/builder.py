@@ -136,6 +136,7 @@ class GraphBuilder:
         self._o, self._o_ragged = _plain(OP_COLUMNS), _ragged(OP_COLUMNS)
         self._d = _plain(OP_COLUMNS, "duration")
         self._ends: list[tuple[int, int]] = []
+        self._copied: dict[int, tuple[Graph, Int64]] = {}
         self._tensor_appends: list[tuple[str, Callable[[Any], None], Any]] = [
             (name, self._t_ragged[name].append, ())
             if column.ragged
@@ -520,58 +521,115 @@ def copy_rows(
         block: of it.
         attributes: by row, those of operations that have others now.
     """
-    strings = _strings(builder, graph, block)
-    later, later_op = builder.tensor_count() - block.tensors.start, builder.op_count() - block.ops.start
-    stored: dict[Holds, Callable[[Any], Any]] = {
+    tensors = np.arange(len(graph.tensors)) + (builder.tensor_count() - block.tensors.start)
+    ops = np.arange(len(graph.ops)) + (builder.op_count() - block.ops.start)
+    copy_tensors(builder, graph, np.arange(block.tensors.start, block.tensors.stop), tensors)
+    copy_ops(builder, graph, np.arange(block.ops.start, block.ops.stop), tensors, ops, attributes)
+
+
+def copy_tensors(builder: GraphBuilder, graph: Graph, rows: Int64, tensors: Int64) -> None:
+    """Copies tensors into the open block.
+
+    Args:
+        builder: of the new graph.
+        graph: the old one.
+        rows: of its table, in the order in which they are to stand.
+        tensors: int64, for each of its tensors the new row, where one of these is an alias of it.
+    """
+    stored = {
         Holds.NUMBER: lambda values: values,
-        Holds.STRING: lambda values: strings[values],
-        Holds.TENSOR: lambda values: np.where(values >= 0, values + later, values),
-        Holds.OP: lambda values: np.where(values >= 0, values + later_op, values),
-        Holds.ATTRIBUTES: lambda values: _attributes(builder, graph, block, attributes),
+        Holds.STRING: lambda values: _strings(builder, graph, graph.tensors, TENSOR_COLUMNS, rows)[values],
+        Holds.TENSOR: lambda values: np.where(values >= 0, tensors[values], values),
     }
-    for table, columns, rows, plain, ragged in (
-        (graph.tensors, TENSOR_COLUMNS, block.tensors, builder._t, builder._t_ragged),
-        (graph.ops, OP_COLUMNS, block.ops, builder._o | builder._d, builder._o_ragged),
-    ):
-        for name, column in columns.items():
-            old = getattr(table, name)
-            where = _span(getattr(table, column.of), rows) if column.of else slice(rows.start, rows.stop)
-            if column.ragged:
-                values = np.asarray(old.values[_span(old, rows)], np.int64)
-                ragged[name].extend(np.diff(old.offsets[rows.start : rows.stop + 1]), stored[column.holds](values))
-            else:
+    _copy(graph.tensors, TENSOR_COLUMNS, rows, builder._t, builder._t_ragged, stored)
+
+
+def copy_ops(
+    builder: GraphBuilder,
+    graph: Graph,
+    rows: Int64,
+    tensors: Int64,
+    ops: Int64,
+    attributes: Mapping[int, t.Attributes] = MappingProxyType({}),
+) -> None:
+    """Copies operations into the open block.
+
+    Args:
+        builder: of the new graph, with the groups and streams of the old one.
+        graph: the old one.
+        rows: of its table, in the order in which they are to stand.
+        tensors: int64, for each of its tensors that these read or make the new row.
+        ops: int64, for each of its operations that these name the new row.
+        attributes: by row, those of operations that have others now.
+    """
+    stored = {
+        Holds.NUMBER: lambda values: values,
+        Holds.STRING: lambda values: _strings(builder, graph, graph.ops, OP_COLUMNS, rows)[values],
+        Holds.TENSOR: lambda values: np.where(values >= 0, tensors[values], values),
+        Holds.OP: lambda values: np.where(values >= 0, ops[values], values),
+        Holds.ATTRIBUTES: lambda _: _attributes(builder, graph, rows, attributes),
+    }
+    _copy(graph.ops, OP_COLUMNS, rows, builder._o | builder._d, builder._o_ragged, stored)
+
+
+def _copy(
+    table: object,
+    columns: Mapping[str, Column],
+    rows: Int64,
+    plain: Mapping[str, _Column],
+    ragged: Mapping[str, _RaggedColumn],
+    stored: Mapping[Holds, Callable[[Any], Any]],
+) -> None:
+    """Appends rows of a table, column by column, with what each is stored as."""
+    for name, column in columns.items():
+        old = getattr(table, name)
+        if column.ragged:
+            lengths, where = _places(old, rows)
+            values = np.asarray(old.values[where], np.int64)
+            ragged[name].extend(lengths, stored[column.holds](values) if len(values) else values)
+        elif column.of:
+            where = _places(getattr(table, column.of), rows)[1]
+            if len(where):
                 plain[name].extend(stored[column.holds](old[where]))
+        else:
+            plain[name].extend(stored[column.holds](old[rows]))
 
 
-def _span(ragged: Ragged, rows: range) -> slice:
-    """Where the values of some rows stand."""
-    return slice(int(ragged.offsets[rows.start]), int(ragged.offsets[rows.stop]))
+def _places(ragged: Ragged, rows: Int64) -> tuple[Int64, Int64]:
+    """How many values some rows have, and where they stand."""
+    begin = ragged.offsets[rows]
+    lengths = ragged.offsets[rows + 1] - begin
+    before = np.cumsum(lengths) - lengths
+    return lengths, np.repeat(begin - before, lengths) + np.arange(int(lengths.sum()))
 
 
-def _strings(builder: GraphBuilder, graph: Graph, block: Block) -> Int64:
-    """For every string of the graph that the block uses, its index in the builder; added in the order of use."""
-    used = (
-        _in_turn(*_texts(graph.tensors, TENSOR_COLUMNS, block.tensors)),
-        _in_turn(*_texts(graph.ops, OP_COLUMNS, block.ops)),
-    )
-    found = np.full(len(graph.strings), NONE, np.int64)
-    for index in _first_uses(np.concatenate(used)):
-        found[index] = builder.string(graph.strings[index])
+def _strings(
+    builder: GraphBuilder, graph: Graph, table: object, columns: Mapping[str, Column], rows: Int64
+) -> Int64:
+    """For every string of the graph, its index in the builder; those of some rows are added in the order of use."""
+    known, found = builder._copied.get(id(graph), (None, None))
+    if known is not graph or found is None:
+        found = np.full(len(graph.strings), NONE, np.int64)
+        builder._copied[id(graph)] = graph, found
+    values = [values for values, _ in _texts(table, columns, rows)]
+    if any((found[each] == NONE).any() for each in values):
+        for index in _first_uses(_in_turn(*((row, value) for value, row in _texts(table, columns, rows)))):
+            found[index] = builder.string(graph.strings[index])
     return found
 
 
-def _texts(table: object, columns: Mapping[str, Column], rows: range) -> Iterator[tuple[Int64, Any]]:
-    """(rows, counted from the first; strings) of every column that holds strings."""
+def _texts(table: object, columns: Mapping[str, Column], rows: Int64) -> Iterator[tuple[Any, Int64]]:
+    """(strings; rows, counted from the first) of every column that holds strings."""
     every = np.arange(len(rows))
     for name, column in columns.items():
         if column.holds == Holds.STRING:
             values = getattr(table, name)
             ragged: Ragged | None = values if column.ragged else getattr(table, column.of) if column.of else None
             if ragged is None:
-                yield every, values[rows.start : rows.stop]
+                yield values[rows], every
                 continue
-            lengths = np.diff(ragged.offsets[rows.start : rows.stop + 1])
-            yield np.repeat(every, lengths), (values.values if column.ragged else values)[_span(ragged, rows)]
+            lengths, where = _places(ragged, rows)
+            yield (values.values if column.ragged else values)[where], np.repeat(every, lengths)
 
 
 def _in_turn(*columns: tuple[Any, Any]) -> Int64:
@@ -586,15 +644,17 @@ def _first_uses(values: Int64) -> list[int]:
     return found
 
 
-def _attributes(builder: GraphBuilder, graph: Graph, block: Block, others: Mapping[int, t.Attributes]) -> Int64:
-    old = np.asarray(graph.ops.attributes[block.ops.start : block.ops.stop], np.int64)
-    mine = {row - block.ops.start: value for row, value in others.items() if row in block.ops}
-    old[list(mine)] = NONE
+def _attributes(
+    builder: GraphBuilder, graph: Graph, rows: Int64, others: Mapping[int, t.Attributes]
+) -> Int64:
+    old = np.asarray(graph.ops.attributes[rows], np.int64)
+    mine = [(at, others[row]) for at, row in enumerate(rows.tolist()) if row in others] if others else []
+    old[[at for at, _ in mine]] = NONE
     new = np.full(len(graph.ops.attribute_values) + 1, NONE, np.int64)
     for index in _first_uses(old):
         if index != NONE:
             new[index] = builder.attribute(graph.ops.attribute_values[index])
     found: Int64 = new[old]
-    for row, value in mine.items():
-        found[row] = builder.attribute(value)
+    for at, value in mine:
+        found[at] = builder.attribute(value)
     return found

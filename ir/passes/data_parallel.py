@@ -45,8 +45,10 @@ bound by both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
 from math import ceil, inf, lcm, prod
 from typing import ClassVar
 
@@ -55,8 +57,8 @@ import numpy as np
 from echograph.errors import PlanError
 from echograph.ir import graph as g
 from echograph.ir import types as t
-from echograph.ir.builder import GraphBuilder
-from echograph.ir.columns import NONE
+from echograph.ir.builder import GraphBuilder, copy_ops, copy_tensors
+from echograph.ir.columns import NONE, distinct
 from echograph.ir.graph import Axis, Block, Graph, JobGraph, StepGraph
 from echograph.ir.passes.model import (
     DATA,
@@ -261,15 +263,63 @@ class ShardedBlock:
     def write(self) -> Written:
         """Writes all rows."""
         first_tensor, first_op = self.builder.tensor_count(), self.builder.op_count()
-        uses = self._uses()
-        for row in self.block.tensors:
-            for phase in uses.get(row) or (self._unused(row),):
-                self.use(row, phase)
-            if row in self.division.gradients:
-                self.use(row, SHARDED)
-        for row in self.block.ops:
-            self.op(row, self.phase(row))
+        graph, number = self.graph, self.block.ops
+        late = [row for row in number if graph.ops.phase[row] == SHARDED]
+        for rows, alike in _stretches(self.block.tensors, self._apart(late)):
+            if alike:
+                self._copy_tensors(rows)
+                continue
+            for row in rows:
+                for phase in self._uses.get(row) or (self._unused(row),):
+                    self.use(row, phase)
+                if row in self.division.gradients:
+                    self.use(row, SHARDED)
+        for rows, alike in _stretches(self.block.ops, {*late, *self.scalars}):
+            if alike:
+                self._copy_ops(rows)
+                continue
+            for row in rows:
+                self.op(row, self.phase(row))
         return self.finish(first_tensor, first_op)
+
+    def _apart(self, late: list[int]) -> set[int]:
+        """Tensors that are more, or other, than a copy of the old one: the optimizer's, and what may be lost."""
+        graph, inputs, outputs = self.graph, self.graph.ops.inputs, self.graph.ops.outputs
+        found = {index for row in late for index in (*inputs.row(row), *outputs.row(row))}
+        found |= {row for row in self.division.gradients if row in self.block.tensors}
+        roles = graph.tensors.role[self.block.tensors.start : self.block.tensors.stop]
+        special = np.isin(roles, (t.TensorRole.OPTIMIZER_STATE, *self.transient))
+        return found | {self.block.tensors.start + row for row in np.flatnonzero(special).tolist()}
+
+    def _new_rows(self) -> np.ndarray:
+        """For every tensor of the graph its new row as a whole one; -1 where it has none."""
+        new = np.full(len(self.graph.tensors), NONE)
+        for (row, phase), made in self.written.tensors.items():
+            if phase == WHOLE:
+                new[row] = made
+        return new
+
+    def _copy_tensors(self, rows: range) -> None:
+        """Writes tensors that stay as they are."""
+        aliases = distinct(self.graph.tensors.alias_of[rows.start : rows.stop]).tolist()
+        for row in aliases:
+            if row != NONE and row not in rows:
+                self.use(row, WHOLE)
+        first, new = self.builder.tensor_count(), self._new_rows()
+        new[rows.start : rows.stop] = first + np.arange(len(rows))
+        copy_tensors(self.builder, self.graph, np.arange(rows.start, rows.stop), new)
+        self.written.tensors |= {(row, WHOLE): made for made, row in enumerate(rows, first)}
+        ports = self.graph.tensors.port[rows.start : rows.stop]
+        self.written.ports += ((first + at, (rows[at], WHOLE)) for at in np.flatnonzero(ports).tolist())
+
+    def _copy_ops(self, rows: range) -> None:
+        """Writes operations that stay as they are, on whole tensors."""
+        first, ops = self.builder.op_count(), np.full(len(self.graph.ops), NONE)
+        for row in range(self.block.ops.start, rows.start):
+            ops[row] = self.ops[row].start
+        ops[rows.start : rows.stop] = first + np.arange(len(rows))
+        copy_ops(self.builder, self.graph, np.arange(rows.start, rows.stop), self._new_rows(), ops)
+        self.ops |= {row: range(made, made + 1) for made, row in enumerate(rows, first)}
 
     def finish(self, first_tensor: int, first_op: int) -> Written:
         """The block, once all its rows are written."""
@@ -284,7 +334,9 @@ class ShardedBlock:
         """Whether an operation works on shards (`SHARDED`) or on whole tensors."""
         return SHARDED if self.graph.ops.phase[row] == t.Phase.OPTIMIZER else WHOLE
 
+    @cached_property
     def _uses(self) -> dict[int, list[t.Phase]]:
+        """The phases that use each tensor."""
         uses: dict[int, list[t.Phase]] = {}
         inputs, outputs = self.graph.ops.inputs, self.graph.ops.outputs
         for row in self.block.ops:
@@ -409,6 +461,13 @@ class ShardedBlock:
             old += tensor.numel
             new += prod(self.division.shape(tensor)) if self.division.cut(row) else tensor.numel
         return new / old if old else 1.0
+
+
+def _stretches(rows: range, apart: Container[int]) -> Iterator[tuple[range, bool]]:
+    """Rows in stretches, and whether each is of rows that do not stand apart."""
+    for alone, its in groupby(rows, key=apart.__contains__):
+        found = list(its)
+        yield range(found[0], found[-1] + 1), not alone
 
 
 class ShardedGraph:

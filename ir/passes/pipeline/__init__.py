@@ -24,9 +24,11 @@ from itertools import zip_longest
 from math import prod
 from typing import Any, ClassVar
 
+import numpy as np
+
 from echograph.errors import PlanError
 from echograph.ir import types as t
-from echograph.ir.builder import GraphBuilder
+from echograph.ir.builder import GraphBuilder, copy_ops, copy_tensors
 from echograph.ir.columns import NONE
 from echograph.ir.graph import Axis, JobGraph, StepGraph, kept
 from echograph.ir.passes.model import adds_up, axes_group, final_gradients
@@ -117,25 +119,18 @@ class Layers:
             self._write(made, builder)
 
     def _write(self, made: LayerBlock, builder: GraphBuilder) -> None:
-        block = self.graph.blocks[made.block]
-        tensors = builder.tensor_count() - block.tensors.start
-        for tensor in self.graph.tensors[block.tensors.start : block.tensors.stop]:
-            alias = None if tensor.alias_of is None else tensor.alias_of + tensors
-            builder.tensor(
-                tensor.name, tensor.shape, tensor.dtype, tensor.role, alias_of=alias, port=tensor.port,
-                sharded=tensor.sharded,
-            )  # fmt: skip
+        graph = self.graph
+        block = graph.blocks[made.block]
         made.begin = builder.op_count()
-        for row in made.places:
-            op = self.graph.ops[row]
-            changes: dict[str, object] = {
-                "inputs": [tensor + tensors for tensor in op.inputs],
-                "outputs": [tensor + tensors for tensor in op.outputs],
-                "deps": [made.begin + made.places[before] for before in op.deps],
-            }
-            if isinstance(op, t.Compute) and op.forward_op is not None and op.forward_op >= 0:
-                changes["forward_op"] = made.begin + made.places[op.forward_op]
-            builder.add(with_lead(op, leads=row in made.leads), **changes)
+        tensors = np.arange(len(graph.tensors)) + (builder.tensor_count() - block.tensors.start)
+        rows, ops = np.array(list(made.places), np.int64), np.full(len(graph.ops), NONE)
+        ops[rows] = made.begin + np.arange(len(rows))
+        shares = [i for i, value in enumerate(graph.ops.attribute_values) if isinstance(value, t.MultiTensor)]
+        launches = rows[np.isin(graph.ops.attributes[rows], shares)].tolist()
+        led = {row: with_lead(graph.ops[row], leads=row in made.leads) for row in launches}
+        attributes = {row: op.attributes for row, op in led.items() if isinstance(op, t.Compute) and op.attributes}
+        copy_tensors(builder, graph, np.arange(block.tensors.start, block.tensors.stop), tensors)
+        copy_ops(builder, graph, rows, tensors, ops, attributes)
 
     def number(self, first_id: int, first_op_id: int) -> tuple[int, int]:
         """Gives the blocks their ids, from the first ones on; returns those after them."""
