@@ -54,13 +54,23 @@ class Common(TypedDict, total=False):
 
 
 class _Column:
-    """A growing column that becomes a numpy array without a copy."""
+    """A growing column that becomes a numpy array without a copy. Rows that are left out have the default."""
 
-    __slots__ = ("dtype", "items")
+    __slots__ = ("default", "dtype", "items")
 
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: str, default: int = 0) -> None:
+        self.dtype, self.default = dtype, default
         self.items = array(_CODES[dtype])
+
+    def put(self, row: int, value: int) -> None:
+        """Says what a row has, and that rows before it that were left out have the default."""
+        self.fill(row)
+        self.items.append(value)
+
+    def fill(self, count: int) -> None:
+        """Gives rows that were left out the default, up to so many rows."""
+        if (left := count - len(self.items)) > 0:
+            self.items.extend([self.default] * left)
 
     def extend(self, values: npt.ArrayLike) -> None:
         """Appends many values."""
@@ -94,7 +104,7 @@ class _RaggedColumn:
 
 
 def _plain(columns: Mapping[str, Column], of: str = "") -> dict[str, _Column]:
-    return {name: _Column(c.dtype) for name, c in columns.items() if not c.ragged and c.of == of}
+    return {name: _Column(c.dtype, c.default) for name, c in columns.items() if not c.ragged and c.of == of}
 
 
 def _ragged(columns: Mapping[str, Column]) -> dict[str, _RaggedColumn]:
@@ -148,11 +158,6 @@ class GraphBuilder:
         )
         self._duration_appends: list[Callable[[Any], None]] = [c.items.append for c in self._d.values()]
         self._op_appends = [self._o[name].items.append for name in _GIVEN]
-        self._value_appends = [
-            (name, column.items.append, OP_COLUMNS[name].default)
-            for name, column in self._o.items()
-            if name not in _GIVEN
-        ]
 
     # -- tables ------------------------------------------------------------------------------------------
 
@@ -186,24 +191,28 @@ class GraphBuilder:
         shape: Iterable[int],
         dtype: t.DType,
         role: t.TensorRole,
-        **options: Unpack[t.TensorOptions],
+        *,
+        alias_of: int | None = None,
+        port: bool = False,
+        sharded: Iterable[str] = (),
     ) -> int:
         """Adds a tensor to the open block; returns its index. The fields are those of `types.Tensor`."""
-        values: dict[str, Any] = {"name": self.string(name), "shape": shape, "dtype": dtype, "role": role}
-        for field, value in options.items():
-            values[field] = self._stored(TENSOR_COLUMNS[field], value)
-        return self.tensor_row(values)
+        return self.tensor_row(
+            {
+                "name": self.string(name),
+                "shape": shape,
+                "dtype": dtype,
+                "role": role,
+                "alias_of": NONE if alias_of is None else alias_of,
+                "port": port,
+                "sharded": [self.string(text) for text in sharded],
+            }
+        )
 
     def add_tensor(self, tensor: t.Tensor, **changes: Any) -> int:
         """Adds a tensor given as its frozen type, with fields of `changes` replaced."""
         values = {field: getattr(tensor, field) for field in TENSOR_COLUMNS} | changes
         return self.tensor(**values)
-
-    def _stored(self, column: Column, value: Any) -> Any:
-        """What a column has of a field."""
-        if column.holds == Holds.STRING:
-            return [self.string(text) for text in value] if column.ragged else self.string(value)
-        return column.default if value is None else value
 
     # -- operations --------------------------------------------------------------------------------------
 
@@ -368,6 +377,7 @@ class GraphBuilder:
         if issubclass(graph_type, JobGraph):  # its passes have changed the shapes that arguments speak of
             self._o["arguments"] = _Column("i4")
             self._o["arguments"].items.extend(bytes(self.op_count()))
+        self.fill_ops()
         ops = OpTable(
             strings=strings,
             attribute_values=tuple(self._attributes),
@@ -416,14 +426,18 @@ class GraphBuilder:
             for push, value in zip(self._duration_appends, (device, source, samples, spread), strict=True):
                 push(value)
         self._duration.offsets.items.append(len(self._duration.values.items))
+        row = len(self._o["kind"].items)
         for push, value in zip(self._op_appends, (kind, name, phase, module, stream), strict=True):
             push(value)
-        if values:
-            for column, push, default in self._value_appends:
-                push(values.get(column, default))
-        else:
-            for _, push, default in self._value_appends:
-                push(default)
+        for column, value in values.items():
+            its = self._o[column]
+            if value != its.default:
+                its.put(row, value)
+
+    def fill_ops(self) -> None:
+        """Gives operations the defaults of columns that they were not given."""
+        for column in self._o.values():
+            column.fill(self.op_count())
 
     def op_columns(
         self,
@@ -439,6 +453,7 @@ class GraphBuilder:
             durations: picoseconds of each, -1 where unknown; of which device; where they come from.
         """
         count = len(deps)
+        self.fill_ops()
         for name, column in self._o.items():
             values = columns.get(name)
             if values is None:
@@ -569,6 +584,7 @@ def copy_ops(
         Holds.OP: lambda values: np.where(values >= 0, ops[values], values),
         Holds.ATTRIBUTES: lambda _: _attributes(builder, graph, rows, attributes),
     }
+    builder.fill_ops()
     _copy(graph.ops, OP_COLUMNS, rows, builder._o | builder._d, builder._o_ragged, stored)
 
 

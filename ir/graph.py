@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from echograph.ir.columns import NONE, Int64, OpTable, TensorTable
-from echograph.ir.types import DType
+from echograph.ir.types import DType, Tensor
 
 FORMAT_MAJOR = 2
 FORMAT_MINOR = 1
@@ -336,6 +336,15 @@ class Graph:
     def ports(self) -> Ports:
         """What the ports of all instances are bound to, as columns."""
         return Ports(self)
+
+    @cached_property
+    def _tensors(self) -> dict[int, Tensor]:
+        return {}
+
+    def tensor(self, row: int) -> Tensor:
+        """A row of the tensor table, kept for those who ask for it again."""
+        found = self._tensors.get(row)
+        return self._tensors.setdefault(row, self.tensors[row]) if found is None else found
 
     def value(self, block: int, instance: int, index: int) -> tuple[int, int, int]:
         """(block, instance, tensor) where a tensor has its value from, through aliases and ports.

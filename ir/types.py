@@ -235,14 +235,6 @@ class MultiTensor:
 Attributes = Gemm | Attention | Convolution | MultiTensor
 
 
-class TensorOptions(TypedDict, total=False):
-    """The fields of a `Tensor` that may be left out."""
-
-    alias_of: int | None
-    port: bool
-    sharded: Iterable[str]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
     """A tensor of the graph.

@@ -102,11 +102,15 @@ class Network:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
+        self._placed: dict[range | tuple[int, ...], GroupPlacement] = {}
         self._known: dict[tuple[CollectiveName, float, GroupPlacement], CollectiveEstimate] = {}
 
     def time(self, kind: CollectiveName, nbytes: float, ranks: Sequence[int]) -> CollectiveEstimate:
         """What `collective_time` says."""
-        key = kind, nbytes, self.cluster.place(ranks)
+        where = ranks if isinstance(ranks, range) else tuple(ranks)
+        if where not in self._placed:
+            self._placed[where] = self.cluster.place(ranks)
+        key = kind, nbytes, self._placed[where]
         if key not in self._known:
             self._known[key] = collective_time(kind, nbytes, key[2], self.cluster)
         return self._known[key]

@@ -173,7 +173,7 @@ class Division:
     def cut(self, row: int) -> bool:
         """Whether the optimizer's tensor is a shard; what it makes is, where it is as large as what it reads."""
         if row not in self._cut:
-            tensor = self.graph.tensors[row]
+            tensor = self.graph.tensor(row)
             if tensor.role in PERSISTENT or self.origin(row) in self.gradients:
                 self._cut[row] = bool(self.axes(tensor))
             else:
@@ -186,7 +186,7 @@ class Division:
             return False
         if isinstance(op, t.Recv):
             return op.payload == t.Payload.GRADIENT and bool(self.axes(tensor))
-        return any(self.graph.tensors[i].shape == tensor.shape and self.cut(i) for i in op.inputs)
+        return any(self.graph.tensor(i).shape == tensor.shape and self.cut(i) for i in op.inputs)
 
 
 WHOLE, SHARDED = t.Phase.FORWARD, t.Phase.OPTIMIZER
@@ -359,7 +359,7 @@ class ShardedBlock:
         """The tensor that an old one is in a phase; made when it is first used."""
         variant = self.variant(row, phase)
         if (row, variant) not in self.written.tensors:
-            tensor = self.graph.tensors[row]
+            tensor = self.graph.tensor(row)
             made = (
                 self._shard(tensor)
                 if variant == SHARDED and self.division.cut(row)
@@ -445,7 +445,7 @@ class ShardedBlock:
         builder, index = self.builder, op.outputs[-1]
         axes = self.division.all_axes
         group, stream = axes_group(builder, axes)
-        tensor = self.graph.tensors[index]
+        tensor = self.graph.tensor(index)
         reduce = builder.collective(
             f"{'+'.join(axes)}.all_reduce_scalar", t.CollectiveKind.ALL_REDUCE, group=group,
             bytes_per_rank=tensor.nbytes, dtype=tensor.dtype, payload=t.Payload.OTHER, asynchronous=True,
@@ -457,7 +457,7 @@ class ShardedBlock:
         """How much of an optimizer operation's work a rank has left: its tensors' elements, new over old."""
         old = new = 0
         for row in (*op.inputs, *op.outputs):
-            tensor = self.graph.tensors[row]
+            tensor = self.graph.tensor(row)
             old += tensor.numel
             new += prod(self.division.shape(tensor)) if self.division.cut(row) else tensor.numel
         return new / old if old else 1.0
@@ -663,7 +663,7 @@ class ProgramWriter:
             self._accumulate_whole(gradients)
         if not self.reduces or not gradients:
             return self._merged()
-        tensors = [(gradient.tensor_id, self.graph.tensors[gradient.tensor]) for gradient in gradients]
+        tensors = [(gradient.tensor_id, self.graph.tensor(gradient.tensor)) for gradient in gradients]
         reduced = by_axes(fill(tensors, self.mesh, self._limits()))
         gathered = by_axes(self._updated()) if self.options.zero else {}
         for number, axes in enumerate({**reduced, **gathered}):
@@ -728,7 +728,7 @@ class ProgramWriter:
         alone = [x for x in gradients if not adds_up(self.graph, x.tensor)]
         if not alone:
             return
-        tensors = ((self.graph.tensors[x.tensor], self.job.tensor_id(x.tensor_id, WHOLE)) for x in alone)
+        tensors = ((self.graph.tensor(x.tensor), self.job.tensor_id(x.tensor_id, WHOLE)) for x in alone)
         call = accumulate(self.builder, tensors)
         for micro_batch in adding:
             number = (micro_batch + 1) * self.pass_length - 1
@@ -910,7 +910,7 @@ class ProgramWriter:
         self.reads = first_reads(self.graph, self.steps, set(self.updated))
         start = (0, self.steps[0][1])
         order = sorted(self.updated, key=lambda i: self.reads.get(i, start), reverse=True)
-        tensors = ((i, self.graph.tensors[self.graph.locate_tensor(i)[2]]) for i in order)
+        tensors = ((i, self.graph.tensor(self.graph.locate_tensor(i)[2])) for i in order)
         buckets = fill(tensors, self.mesh, self._limits())
         for bucket in buckets:
             bucket.tensors.reverse()

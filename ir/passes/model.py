@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -43,7 +44,8 @@ MICRO_BATCH_AXES = (DATA, REPLICATE, SHARD, EXPERT)
 DATA_AXES = (*MICRO_BATCH_AXES, CONTEXT)
 
 
-def reduction_axes(mesh: Iterable[Axis], sharded: Sequence[str]) -> tuple[str, ...]:
+@lru_cache(maxsize=4096)
+def reduction_axes(mesh: tuple[Axis, ...], sharded: tuple[str, ...]) -> tuple[str, ...]:
     """The data axes, in the order of the mesh, whose ranks each hold a summand of a gradient.
 
     Args:

@@ -62,10 +62,35 @@ class Sample:
     job: JobGraph
     labels: Sequence[Sequence[Pass]]
     stand_for: Sequence[int]
-    orders: Sequence[Sequence[Pass]]
+    orders: Sequence[PassOrder]
     micro_batches: int
     chunks: int
     update: Pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PassOrder:
+    """The passes of a stage in order, as columns.
+
+    Attributes:
+        kinds: names of the kinds of passes.
+        kind: int64, number of each pass's kind.
+        micro_batch: int64.
+        chunk: int64.
+    """
+
+    kinds: tuple[str, ...]
+    kind: Int64
+    micro_batch: Int64
+    chunk: Int64
+
+    @classmethod
+    def of(cls, passes: Sequence[Pass]) -> PassOrder:
+        """The columns of passes."""
+        kinds = tuple(dict.fromkeys(kind for kind, _, _ in passes))
+        columns = np.array([(kinds.index(kind), m, chunk) for kind, m, chunk in passes], np.int64)
+        kind, micro_batch, chunk = columns.reshape(-1, 3).T
+        return cls(kinds=kinds, kind=kind, micro_batch=micro_batch, chunk=chunk)
 
 
 MessageTime = Callable[[int, int], int]
@@ -156,7 +181,6 @@ class _Pieces:
         call = np.searchsorted(starts, sequence.start[:-1], side="right").tolist()
         labels = [self.sample.labels[number][at] for at in call]
         pieces: dict[Pass, _Piece] = {}
-        places: list[tuple[int, int]] = []  # of each segment: first slot of its outputs
         bounds = self._bounds(sequence, labels)
         slot_of: dict[int, int] = {}
         for first, end in zip(bounds, bounds[1:], strict=False):
@@ -180,7 +204,6 @@ class _Pieces:
                 )
             )
             piece.slots += outputs
-        del places
         return pieces
 
     def _bounds(self, sequence: SegmentSequence, labels: list[Pass]) -> list[int]:
@@ -193,12 +216,10 @@ class _Pieces:
         has = np.array([bool(kind.outputs or kind.inputs) for kind in kinds] or [False])[sequence.kind]
         cuts |= has
         cuts[1:] |= has[:-1]
-        cuts[[at for at in range(1, len(labels)) if labels[at] != labels[at - 1]]] = True
-        cuts[:1] = True
         # Passes that run once or twice are quicker sent through their segments than through a product of them.
         often = self.sample.micro_batches > ONCE
-        for at in range(1, len(labels)):
-            if not (often and labels[at][0] != self.sample.update[0] and labels[at][1] == 1):
+        for at, label in enumerate(labels):
+            if not (often and label[1] == 1 and at and label == labels[at - 1]):
                 cuts[at] = True
         return [*np.flatnonzero(cuts).tolist(), len(cuts)]
 
@@ -310,14 +331,8 @@ class _Step:
             raise NotAlike("passes wait for each other in a circle")
         return int(state.clocks.max(initial=0))
 
-    def _distinct(self, micro_batch: int) -> int:
-        """Which micro-batch of the sample one of the step is."""
-        if micro_batch == self.sample.micro_batches - 1:
-            return self.distinct - 1
-        return min(micro_batch, 1)
-
     def _tables(self) -> tuple[Tables, State]:
-        sample, job = self.sample, self.sample.job
+        sample = self.sample
         chains: dict[SegmentChain, int] = {}
         over: list[Int64] = []
         lanes: list[int] = []
@@ -369,8 +384,7 @@ class _Step:
         arrays["over"] = np.concatenate(over) if over else np.zeros(0, np.int64)
         arrays["lanes"] = np.array(lanes, np.int64)
         slots = self._passes(arrays, number_of, names)
-        passes, rendezvous = self._rendezvous(arrays, meeting)
-        del passes, job
+        rendezvous = self._rendezvous(arrays, meeting)
         lanes_count = 1 + len(sample.job.streams)
         # How often programs arrive anywhere.
         count = np.add.reduceat(
@@ -404,30 +418,32 @@ class _Step:
         size = np.array([its[label].slots for its in self.pieces.of for label in its], np.int64)
         passes, micro_batches, bases, at = [], [], [], [0]
         offsets = np.full((self.stages, max(1, len(names)), sample.micro_batches), 0, np.int64)
-        cached: dict[int, Int64] = {}
         for stage, (program, order) in enumerate(zip(sample.stand_for, sample.orders, strict=True)):
             numbers = number_of[program]
-            piece = np.array(
-                [numbers.get((kind, self._distinct(m), chunk), NONE) for kind, m, chunk in order]
-                + [numbers.get(sample.update, NONE)],
-                np.int64,
-            )
-            micro = np.array([m for _, m, _ in order] + [sample.micro_batches - 1], np.int64)
-            name = np.array(
-                [names.get((kind, chunk), NONE) for kind, _, chunk in order] + [NONE], np.int64
-            )
+            micro, chunk, kind = order.micro_batch, order.chunk, order.kind
+            which = np.where(micro == sample.micro_batches - 1, self.distinct - 1, np.minimum(micro, 1))
+            table = np.full((len(order.kinds), self.distinct, sample.chunks), NONE)
+            named = np.full((len(order.kinds), sample.chunks), NONE)
+            for (what, m, its), number in numbers.items():
+                if what in order.kinds:
+                    table[order.kinds.index(what), m, its] = number
+            for (what, its), number in names.items():
+                if what in order.kinds:
+                    named[order.kinds.index(what), its] = number
+            piece = np.append(table[kind, which, chunk], numbers.get(sample.update, NONE))
+            name = np.append(named[kind, chunk], NONE)
+            micro = np.append(micro, sample.micro_batches - 1)
             here = piece >= 0
             piece, micro, name = piece[here], micro[here], name[here]
             taken = size[piece]
             base = slots + np.cumsum(taken) - taken
             slots += int(taken.sum())
-            named = name >= 0
-            offsets[stage, name[named], micro[named]] = base[named]
+            its = name >= 0
+            offsets[stage, name[its], micro[its]] = base[its]
             passes.append(piece)
             micro_batches.append(micro)
             bases.append(base)
             at.append(at[-1] + len(piece))
-        del cached
         arrays["piece"], arrays["micro_batch"] = np.concatenate(passes), np.concatenate(micro_batches)
         arrays["base"], arrays["passes_at"] = np.concatenate(bases), np.array(at, np.int64)
         arrays["offset"] = offsets.ravel()
@@ -479,8 +495,8 @@ class _Step:
 
     def _rendezvous(
         self, arrays: dict[str, Int64], meeting: list[tuple[int, int, _Stretch]]
-    ) -> tuple[None, int]:
-        """What messages take at each stage, and of how many each rendezvous is."""
+    ) -> int:
+        """What messages take at each stage, and of how many each rendezvous is; returns how many there are."""
         sample, job = self.sample, self.sample.job
         stands: dict[int, list[int]] = {}
         for stage, program in enumerate(sample.stand_for):
@@ -504,7 +520,7 @@ class _Step:
         arrays["meets"] = np.concatenate(
             [arrays["meets"], shift * 2 * EACH, [lines, sample.micro_batches, len(arrays["matrix"])]]
         )
-        return None, len(members)
+        return len(members)
 
 
 EACH = 8

@@ -34,7 +34,10 @@ from echograph.workflow.predict import on_system, predict, simulate
 from echograph.workflow.scenario import Scenario
 from echograph.workflow.system import System
 
-_orders = cache(order)
+
+@cache
+def _order(schedule: str, stage: int, stages: int, micro_batches: int, chunks: int) -> composed.PassOrder:
+    return composed.PassOrder.of(order(schedule, stage, stages, micro_batches, chunks))
 
 
 class StepResult(Result):
@@ -130,12 +133,16 @@ class Predictor:
         roles = timed(job, cluster, host, sms=sms, network=self._network)
         job, times = roles.job, roles.times
 
-        @cache
+        sent: dict[tuple[int, ...], int] = {}
+
         def message(row: int, stage: int) -> int:
             if row not in times.algorithm:
                 return int(times.picoseconds[row])
-            program = replace(job.programs[0], coordinates={"pp": stage})
-            return message_ps(job, self._network, row, program)
+            key = stage, *(int(column[row]) for column in (job.ops.group, job.ops.peer, job.ops.nbytes))
+            if key not in sent:
+                program = replace(job.programs[0], coordinates={"pp": stage})
+                sent[key] = message_ps(job, self._network, row, program)
+            return sent[key]
 
         picoseconds = composed.step_ps(replace(sample, job=job), times.picoseconds, roles.issue, message)
         return self._result(plan, job, stack, picoseconds, sample.micro_batches)
@@ -153,12 +160,12 @@ class Predictor:
             job, labels = data.labelled(alike.job, alike.labels)
             places = {program.coordinates["pp"]: number for number, program in enumerate(job.programs)}
             count, chunks = first.micro_batches, first.chunks
-            orders = [_orders(first.schedule, stage, first.stages, count, chunks) for stage in range(first.stages)]
+            orders = [_order(first.schedule, stage, first.stages, count, chunks) for stage in range(first.stages)]
             stand_for = [places[stage] for stage in alike.stand_for]
         elif isinstance(first, DataParallel | FullyShard):
             count, chunks, stand_for = first.micro_batches, 1, [0]
             job, labels = replace(first, micro_batches=min(count, DISTINCT_MICRO_BATCHES)).labelled(step)
-            orders = [[("forward", micro_batch, 0) for micro_batch in range(count)]]
+            orders = [composed.PassOrder.of([("forward", micro_batch, 0) for micro_batch in range(count)])]
         else:
             raise composed.NotAlike("the job is not of a pipeline or of data parallelism alone")
         return composed.Sample(
