@@ -19,6 +19,7 @@ from echograph.ir.graph import JobGraph, StepGraph
 from echograph.ir.passes.base import Pass, pass_text, run, split_at_job
 from echograph.ir.passes.data_parallel import DataParallel
 from echograph.ir.passes.fully_shard import FullyShard
+from echograph.ir.passes.mesh import MeshOrder
 from echograph.ir.passes.model import MICRO_BATCH_AXES
 from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline, StagesAlike
 from echograph.ir.passes.pipeline.schedules import order
@@ -168,8 +169,12 @@ class Predictor:
             orders = [composed.PassOrder.of([("forward", micro_batch, 0) for micro_batch in range(count)])]
         else:
             raise composed.NotAlike("the job is not of a pipeline or of data parallelism alone")
+        for one in others:
+            if not isinstance(one, MeshOrder):
+                raise composed.NotAlike(f"pass {one.name} wants the whole job")
+            job = one.ordered(job)
         return composed.Sample(
-            job=run(job, others, to=JobGraph, verify=False),
+            job=job,
             labels=labels,
             stand_for=stand_for,
             orders=orders,
