@@ -622,7 +622,7 @@ def _places(ragged: Ragged, rows: Int64) -> tuple[Int64, Int64]:
 def _strings(
     builder: GraphBuilder, graph: Graph, table: object, columns: Mapping[str, Column], rows: Int64
 ) -> Int64:
-    """For every string of the graph, its index in the builder; those of some rows are added in the order of use."""
+    """For every string of the graph, its index in the builder; those of rows are added in the order of use."""
     known, found = builder._copied.get(id(graph), (None, None))
     if known is not graph or found is None:
         found = np.full(len(graph.strings), NONE, np.int64)
@@ -660,9 +660,7 @@ def _first_uses(values: Int64) -> list[int]:
     return found
 
 
-def _attributes(
-    builder: GraphBuilder, graph: Graph, rows: Int64, others: Mapping[int, t.Attributes]
-) -> Int64:
+def _attributes(builder: GraphBuilder, graph: Graph, rows: Int64, others: Mapping[int, t.Attributes]) -> Int64:
     old = np.asarray(graph.ops.attributes[rows], np.int64)
     mine = [(at, others[row]) for at, row in enumerate(rows.tolist()) if row in others] if others else []
     old[[at for at, _ in mine]] = NONE

@@ -526,7 +526,7 @@ class Ports:
 
 
 def kept(tells: Callable[[Any], Told]) -> Callable[[Any], Told]:
-    """A function of a graph whose answer stays with the graph, which never changes, and is not to be changed either."""
+    """A function of a graph whose answer stays with the graph, which never changes; nor may the answer be."""
 
     @wraps(tells)
     def told(graph: Graph) -> Told:

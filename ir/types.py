@@ -6,11 +6,9 @@ what one sees of the columns that stand behind a graph (`ir.columns`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
-from typing import TypedDict
 
 
 class DType(IntEnum):

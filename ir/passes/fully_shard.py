@@ -199,7 +199,8 @@ class UnitSchedule:
         issued: set[tuple[UnitInstance, int]] = set()
         gathered: set[tuple[UnitInstance, int]] = set()
         regathered: set[tuple[UnitInstance, int]] = set()
-        for self._at, (phase, place, call) in enumerate(self.pieces):
+        for at, (phase, place, call) in enumerate(self.pieces):
+            self._at = at
             micro_batch, part = call[4], self.part_of.get(place)
             if part is None or phase == t.Phase.OPTIMIZER:
                 yield call

@@ -22,7 +22,7 @@ kernels of four bytes, are not counted here. Overflow flags it reduces by their 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar

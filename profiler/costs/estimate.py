@@ -100,7 +100,9 @@ Known = dict[Hashable, tuple[CostEstimate, str]]
 """Costs of operations on one device, by what they depend on."""
 
 
-def estimate(graph: Graph, device: DeviceProfile, slower: float = 1.0, known_costs: Known | None = None) -> Annotate:
+def estimate(
+    graph: Graph, device: DeviceProfile, slower: float = 1.0, known_costs: Known | None = None
+) -> Annotate:
     """Durations of the device operations of a graph, to be put on it; views and host work get none.
 
     An operation that already has a duration on this device keeps it, since a measured one is better, and so does

@@ -6,14 +6,15 @@ micro-batches between the first and the last, have the same rows. So these are c
 which each distinct pass stands once (`Sample`), and a step is a list of them for every stage, in the order of its
 schedule: only clocks go through all of them, and messages keep the times that the places of their stages say.
 
-What cannot be put together so, as what a pass waits for in another micro-batch's, is refused (`NotAlike`), and then
-the whole job has to be simulated.
+What cannot be put together so, as a pass that waits for one of another micro-batch, is refused (`NotAlike`), and
+then the whole job has to be simulated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ Pass = tuple[str, int, int]
 """Kind of a pass, micro-batch, and chunk of the stage."""
 UNKNOWN = -(2**63) + 1
 """The end of what has not ended yet."""
-LINK = {OpKind.SEND: 1, OpKind.RECV: -1}
+MESSAGES = (OpKind.SEND, OpKind.RECV)
 
 
 class NotAlike(Exception):
@@ -171,9 +172,7 @@ class _Pieces:
         self.matrices: dict[int, TransferMatrix] = {}
         self.chains: dict[tuple[int, ...], SegmentChain] = {}
         self.device, self.host = device, host
-        self.of = [
-            self._program(number, sequence) for number, sequence in enumerate(segments.sequences)
-        ]
+        self.of = [self._program(number, sequence) for number, sequence in enumerate(segments.sequences)]
 
     def _program(self, number: int, sequence: SegmentSequence) -> dict[Pass, _Piece]:
         calls = self.sample.job.programs[number].calls
@@ -181,28 +180,24 @@ class _Pieces:
         call = np.searchsorted(starts, sequence.start[:-1], side="right").tolist()
         labels = [self.sample.labels[number][at] for at in call]
         pieces: dict[Pass, _Piece] = {}
-        bounds = self._bounds(sequence, labels)
         slot_of: dict[int, int] = {}
-        for first, end in zip(bounds, bounds[1:], strict=False):
+        for first, end in pairwise(self._bounds(sequence, labels)):
             label = labels[first]
-            piece = pieces.get(label)
-            if piece is None:
-                piece = pieces[label] = _Piece(label=label)
-            elif labels[first - 1] != label:
+            if label in pieces and labels[first - 1] != label:
                 raise NotAlike(f"pass {label} does not run in one go")
-            slot_of[end - 1] = piece.slots
+            piece = pieces.setdefault(label, _Piece(label=label))
             kinds = tuple(sequence.kind[first:end].tolist())
-            kind = self.segments.kinds[kinds[0]]
-            inputs = [self._input(sequence, labels, slot_of, label, *its) for its in sequence.incoming.get(first, ())]
-            outputs = len(self.segments.kinds[kinds[-1]].outputs)
+            kind, outputs = self.segments.kinds[kinds[0]], len(self.segments.kinds[kinds[-1]].outputs)
+            waits = sequence.incoming.get(first, ())
             piece.stretches.append(
                 _Stretch(
                     chain=None if kind.rendezvous else self._chain(kinds),
                     row=kind.rows.start,
-                    inputs=inputs,
+                    inputs=[self._input(sequence, labels, slot_of, label, *its) for its in waits],
                     slot=piece.slots if outputs else NONE,
                 )
             )
+            slot_of[end - 1] = piece.slots
             piece.slots += outputs
         return pieces
 
@@ -259,9 +254,36 @@ ONCE = 8
 
 
 class Tables(NamedTuple):
-    """What the loop reads: matrices, stretches, pieces, and passes of all stages, as columns.
+    """What the loop reads, as columns.
 
-    A stretch is a chain (`matrix` >= 0) or a rendezvous on `lane`.
+    Attributes:
+        over: constants of all matrices, row by row; those of matrix k begin at `over_at[k]`.
+        over_at: see `over`.
+        lanes: of all matrices; those of matrix k begin at `lanes_at[k]`, and are `lanes_of[k]`.
+        lanes_at: see `lanes`.
+        lanes_of: see `lanes`.
+        inputs_of: of each matrix, entries beside the lanes.
+        outputs_of: of each matrix, exits beside the lanes.
+        uses: of each matrix, its lanes as bits.
+        matrix: of each stretch, its matrix; -1 for a rendezvous.
+        lane: of each rendezvous.
+        host: of each rendezvous, what issuing takes.
+        meets: of each rendezvous, `2 line` of a message in the stage that stands for others, or `2 number + 1`.
+        slot: of each stretch, number of its first output in its pass; -1 where it has none.
+        edges_at: where the inputs of each stretch begin in `edge_port`, `edge_of`, `edge_slot`.
+        edge_port: number of the input.
+        edge_of: name of the pass whose output it is; -1 for the same pass.
+        edge_slot: number of the output in that pass.
+        piece_at: where the stretches of each piece begin.
+        passes_at: where the passes of each stage begin in `piece`, `micro_batch`, `base`.
+        piece: of each pass.
+        micro_batch: of each pass.
+        base: first slot of the outputs of each pass.
+        offset: [stages, names, micro-batches], the same by name of the pass.
+        takes: [stages, stretches], what each rendezvous takes there.
+        shift: of each stage, how far its lines are from those of the stage that stands for it.
+        members: of each rendezvous, how many take part.
+        sizes: names of passes, micro-batches, stretches, lines.
     """
 
     over: Int64
@@ -275,25 +297,44 @@ class Tables(NamedTuple):
     matrix: Int64
     lane: Int64
     host: Int64
+    meets: Int64
     slot: Int64
     edges_at: Int64
     edge_port: Int64
     edge_of: Int64
     edge_slot: Int64
-    meets: Int64
     piece_at: Int64
     passes_at: Int64
     piece: Int64
     micro_batch: Int64
     base: Int64
     offset: Int64
-    offset_at: Int64
     takes: Int64
+    shift: Int64
     members: Int64
+    sizes: Int64
 
 
 class State(NamedTuple):
-    """What the loop changes."""
+    """What the loop changes.
+
+    Attributes:
+        clocks: [stages, lanes].
+        pending: of each stage, lanes that are at a rendezvous, as bits.
+        at: of each stage, how many passes it has done.
+        stretch: of each stage, how many stretches of the next one.
+        slots: when outputs ended; `UNKNOWN` before they have.
+        arrived: of each rendezvous, how many are there.
+        begins: of each rendezvous, when the last so far was ready.
+        head: of each rendezvous, the arrival that came last; -1 for none.
+        behind: of each arrival, the one before it there.
+        of_stage: of each arrival.
+        of_lane: of each arrival.
+        of_slot: of each arrival, where its end is written; -1 where nobody waits for it.
+        ends_after: of each arrival, what the rendezvous takes there.
+        entry: entries of one stretch.
+        count: arrivals so far.
+    """
 
     clocks: Int64
     pending: Int64
@@ -306,239 +347,222 @@ class State(NamedTuple):
     behind: Int64
     of_stage: Int64
     of_lane: Int64
-    ends_after: Int64
     of_slot: Int64
+    ends_after: Int64
     entry: Int64
     count: Int64
 
 
+EACH = 8
+"""Messages from a chunk to the next one in one pass, at most."""
+_OF_MATRICES = ("over_at", "lanes_at", "lanes_of", "inputs_of", "outputs_of", "uses")
+_OF_STRETCHES = ("matrix", "lane", "host", "meets", "slot", "edges_at", "edge_port", "edge_of", "edge_slot")
+
+
 class _Step:
-    """The step as columns."""
+    """The step as columns.
+
+    Args:
+        sample: the passes that differ, and their order.
+        pieces: these passes.
+        message_ps: what a message takes.
+    """
 
     def __init__(self, sample: Sample, pieces: _Pieces, message_ps: MessageTime) -> None:
         self.sample, self.pieces, self.message_ps = sample, pieces, message_ps
-        self.distinct = min(sample.micro_batches, 3)
-        self.stages = len(sample.stand_for)
-        self.total = self.stages * sample.chunks
+        self.distinct, self.stages = min(sample.micro_batches, 3), len(sample.stand_for)
+        self.lines = 2 * self.stages * sample.chunks * EACH
+        self.columns: dict[str, list[int]] = {name: [] for name in (*_OF_MATRICES, *_OF_STRETCHES, "piece_at")}
+        self.columns["over_at"], self.columns["lanes_at"] = [0], [0]
+        self.over: list[Int64] = [np.zeros(0, np.int64)]
+        self.lanes: list[int] = []
+        self.chains: dict[SegmentChain, int] = {}
+        self.names: dict[tuple[str, int], int] = {}
+        self.meeting: list[tuple[int, int, int]] = []  # stretch, program, row
         self.pairs: dict[object, int] = {}
+        self.number_of = [self._pieces_of(program, its) for program, its in enumerate(pieces.of)]
 
     def run(self) -> int:
-        """When it ends."""
-        tables, state = self._tables()
-        loop = compiled(_send_through, _known, _arrive)
+        """When it ends, picoseconds."""
+        tables = self._tables()
+        state = self._state(tables)
+        loop = compiled(_send_through, _known, _arrive, _to_rendezvous, _through_matrix)
         loop(tables, state)
         if (state.at < np.diff(tables.passes_at)).any() or state.pending.any():
             raise NotAlike("passes wait for each other in a circle")
         return int(state.clocks.max(initial=0))
 
-    def _tables(self) -> tuple[Tables, State]:
-        sample = self.sample
-        chains: dict[SegmentChain, int] = {}
-        over: list[Int64] = []
-        lanes: list[int] = []
-        columns: dict[str, list[int]] = {name: [] for name in Tables._fields}
-        columns["over_at"], columns["lanes_at"] = [0], [0]
-        # Passes that a pass names are numbered by kind and chunk.
-        names: dict[tuple[str, int], int] = {}
-        number_of: list[dict[Pass, int]] = []
-        meeting: list[tuple[int, int, _Stretch]] = []  # stretch, program, and what it is
-        for program, its in enumerate(self.pieces.of):
-            numbers: dict[Pass, int] = {}
-            for label, piece in its.items():
-                numbers[label] = len(columns["piece_at"])
-                columns["piece_at"].append(len(columns["matrix"]))
-                nth: dict[int, int] = {}
-                for stretch in piece.stretches:
-                    columns["edges_at"].append(len(columns["edge_port"]))
-                    for each in stretch.inputs:
-                        columns["edge_port"].append(each.port)
-                        name = None if each.of is None else (each.of[0], each.of[2])
-                        columns["edge_of"].append(NONE if name is None else names.setdefault(name, len(names)))
-                        columns["edge_slot"].append(each.slot)
-                    columns["slot"].append(stretch.slot)
-                    if stretch.chain is None:
-                        meeting.append((len(columns["matrix"]), program, stretch))
-                        columns["matrix"].append(NONE)
-                        columns["lane"].append(self.pieces.work.lane[stretch.row])
-                        columns["host"].append(int(self.pieces.host[stretch.row]))
-                        columns["meets"].append(self._meets(program, label, stretch.row, nth))
-                        continue
-                    chain = stretch.chain
-                    if chain not in chains:
-                        chains[chain] = len(chains)
-                        over.append(chain.over[:, :, 0].ravel())
-                        columns["over_at"].append(columns["over_at"][-1] + over[-1].size)
-                        lanes += chain.lanes
-                        columns["lanes_at"].append(len(lanes))
-                        columns["lanes_of"].append(len(chain.lanes))
-                        columns["inputs_of"].append(chain.inputs)
-                        columns["outputs_of"].append(chain.over.shape[0] - len(chain.lanes))
-                        columns["uses"].append(chain.uses)
-                    columns["matrix"].append(chains[chain])
-                    for name_of in ("lane", "host", "meets"):
-                        columns[name_of].append(NONE)
-            number_of.append(numbers)
-        columns["piece_at"].append(len(columns["matrix"]))
-        columns["edges_at"].append(len(columns["edge_port"]))
-        arrays = {name: np.array(values, np.int64) for name, values in columns.items()}
-        arrays["over"] = np.concatenate(over) if over else np.zeros(0, np.int64)
-        arrays["lanes"] = np.array(lanes, np.int64)
-        slots = self._passes(arrays, number_of, names)
-        rendezvous = self._rendezvous(arrays, meeting)
-        lanes_count = 1 + len(sample.job.streams)
-        # How often programs arrive anywhere.
-        count = np.add.reduceat(
-            np.append(arrays["matrix"] == NONE, False), arrays["piece_at"][:-1]
-        ) * (np.diff(arrays["piece_at"]) > 0)
-        arrivals = int(count[arrays["piece"]].sum())
-        state = State(
-            clocks=np.zeros((self.stages, lanes_count), np.int64),
-            pending=np.zeros(self.stages, np.int64),
-            at=np.zeros(self.stages, np.int64),
-            stretch=np.zeros(self.stages, np.int64),
-            slots=np.full(slots, UNKNOWN, np.int64),
-            arrived=np.zeros(rendezvous, np.int64),
-            begins=np.full(rendezvous, NEVER, np.int64),
-            head=np.full(rendezvous, NONE, np.int64),
-            behind=np.zeros(arrivals, np.int64),
-            of_stage=np.zeros(arrivals, np.int64),
-            of_lane=np.zeros(arrivals, np.int64),
-            ends_after=np.zeros(arrivals, np.int64),
-            of_slot=np.zeros(arrivals, np.int64),
-            entry=np.zeros(64 + int(arrays["inputs_of"].max(initial=0)), np.int64),
-            count=np.zeros(1, np.int64),
-        )
-        return Tables(**arrays), state
+    # -- the passes that differ ----------------------------------------------------------------------------
 
-    def _passes(
-        self, arrays: dict[str, Int64], number_of: list[dict[Pass, int]], names: Mapping[tuple[str, int], int]
-    ) -> int:
-        """The passes of every stage in order, and where the outputs of each stand; returns how many there are."""
-        sample, slots = self.sample, 0
-        size = np.array([its[label].slots for its in self.pieces.of for label in its], np.int64)
-        passes, micro_batches, bases, at = [], [], [], [0]
-        offsets = np.full((self.stages, max(1, len(names)), sample.micro_batches), 0, np.int64)
-        for stage, (program, order) in enumerate(zip(sample.stand_for, sample.orders, strict=True)):
-            numbers = number_of[program]
-            micro, chunk, kind = order.micro_batch, order.chunk, order.kind
-            which = np.where(micro == sample.micro_batches - 1, self.distinct - 1, np.minimum(micro, 1))
-            table = np.full((len(order.kinds), self.distinct, sample.chunks), NONE)
-            named = np.full((len(order.kinds), sample.chunks), NONE)
-            for (what, m, its), number in numbers.items():
-                if what in order.kinds:
-                    table[order.kinds.index(what), m, its] = number
-            for (what, its), number in names.items():
-                if what in order.kinds:
-                    named[order.kinds.index(what), its] = number
-            piece = np.append(table[kind, which, chunk], numbers.get(sample.update, NONE))
-            name = np.append(named[kind, chunk], NONE)
-            micro = np.append(micro, sample.micro_batches - 1)
-            here = piece >= 0
-            piece, micro, name = piece[here], micro[here], name[here]
-            taken = size[piece]
-            base = slots + np.cumsum(taken) - taken
-            slots += int(taken.sum())
-            its = name >= 0
-            offsets[stage, name[its], micro[its]] = base[its]
-            passes.append(piece)
-            micro_batches.append(micro)
-            bases.append(base)
-            at.append(at[-1] + len(piece))
-        arrays["piece"], arrays["micro_batch"] = np.concatenate(passes), np.concatenate(micro_batches)
-        arrays["base"], arrays["passes_at"] = np.concatenate(bases), np.array(at, np.int64)
-        arrays["offset"] = offsets.ravel()
-        arrays["offset_at"] = np.array(offsets.shape, np.int64)
-        return slots
+    def _pieces_of(self, program: int, pieces: Mapping[Pass, _Piece]) -> dict[Pass, int]:
+        """Writes the passes of a program; returns their numbers."""
+        numbers, columns = {}, self.columns
+        for label, piece in pieces.items():
+            numbers[label] = len(columns["piece_at"])
+            columns["piece_at"].append(len(columns["matrix"]))
+            seen: dict[object, int] = {}
+            for stretch in piece.stretches:
+                columns["edges_at"].append(len(columns["edge_port"]))
+                for each in stretch.inputs:
+                    name = each.of and self.names.setdefault((each.of[0], each.of[2]), len(self.names))
+                    columns["edge_port"].append(each.port)
+                    columns["edge_of"].append(NONE if name is None else name)
+                    columns["edge_slot"].append(each.slot)
+                columns["slot"].append(stretch.slot)
+                if stretch.chain is not None:
+                    self._add(self._matrix(stretch.chain), NONE, 0, NONE)
+                    continue
+                row = stretch.row
+                self.meeting.append((len(columns["matrix"]), program, row))
+                meets = self._meets(program, label, row, seen)
+                self._add(NONE, self.pieces.work.lane[row], int(self.pieces.host[row]), meets)
+        return numbers
 
-    # -- who meets whom --------------------------------------------------------------------------------------
+    def _add(self, matrix: int, lane: int, host: int, meets: int) -> None:
+        for name, value in zip(_OF_STRETCHES, (matrix, lane, host, meets), strict=False):
+            self.columns[name].append(value)
 
-    def _meets(self, program: int, label: Pass, row: int, nth: dict[int, int]) -> int:
-        """A number of the line between two chunks that a message takes, and its place there; of others, their own.
+    def _matrix(self, chain: SegmentChain) -> int:
+        """The number of a matrix, written when it is first used."""
+        if chain not in self.chains:
+            self.chains[chain] = len(self.chains)
+            self.over.append(chain.over[:, :, 0].ravel())
+            self.lanes += chain.lanes
+            lanes, columns = len(chain.lanes), self.columns
+            columns["over_at"].append(columns["over_at"][-1] + self.over[-1].size)
+            columns["lanes_at"].append(len(self.lanes))
+            columns["lanes_of"].append(lanes)
+            columns["inputs_of"].append(chain.inputs)
+            columns["outputs_of"].append(len(chain.over) - lanes)
+            columns["uses"].append(chain.uses)
+        return self.chains[chain]
 
-        Numbers of messages are even, with the line relative to the stage: `_rendezvous` makes them those of a
-        stage and a micro-batch.
-        """
-        ops = self.sample.job.ops
-        kind, tag = int(ops.kind[row]), int(ops.tag[row])
-        number = nth.setdefault(row, 0)
-        nth[row] += 1
-        same = nth.setdefault(-1 - (2 * tag + (kind == OpKind.SEND)), 0)
-        nth[-1 - (2 * tag + (kind == OpKind.SEND))] += 1
-        del number
-        if kind in LINK and tag < 2 * self.total and label != self.sample.update:
-            return 2 * (tag * EACH + same) if same < EACH else self._refuse("too many messages cross")
+    def _meets(self, program: int, label: Pass, row: int, seen: dict[object, int]) -> int:
+        """Where a communication meets others: `Tables.meets`. What runs in passes are messages between chunks."""
+        job, ops = self.sample.job, self.sample.job.ops
+        message, tag, group = int(ops.kind[row]) in MESSAGES, int(ops.tag[row]), int(ops.group[row])
+        end = int(ops.kind[row]), tag, group
+        turn = seen[end] = seen.get(end, -1) + 1
         if label != self.sample.update:
-            self._refuse("stages meet within a pass")
-        job, its = self.sample.job, self.sample.job.programs[program]
-        group = int(ops.group[row])
-        key: object = ("all", group, same if kind != OpKind.COLLECTIVE else self._turn(program, group))
-        if kind in LINK:
+            # A line goes from a chunk to the next one, or back: its tag says from which.
+            if not message or turn >= EACH or tag * EACH >= self.lines:
+                raise NotAlike(f"pass {label} meets others than its neighbours, or too often")
+            return 2 * (tag * EACH + turn)
+        key: object = group, turn
+        if message:
             if list(self.sample.stand_for).count(program) > 1:
-                self._refuse("a message of stages that stand for others")
-            here = its.coordinates.get("pp", 0)
-            there = here + int(ops.peer[row])
-            key = (group, min(here, there), max(here, there), tag, here < there) if kind == OpKind.SEND else (
-                group, min(here, there), max(here, there), tag, here > there
-            )
-            key = (*key, same)
-        del job
+                raise NotAlike("stages that stand for each other exchange messages after their passes")
+            here = job.programs[program].coordinates.get("pp", 0)
+            ends = here, here + int(ops.peer[row])
+            key = group, tag, ends if ops.kind[row] == OpKind.SEND else ends[::-1], turn
         return 2 * self.pairs.setdefault(key, len(self.pairs)) + 1
 
-    def _turn(self, program: int, group: int) -> int:
-        turn = self.__dict__.setdefault("turns", {})
-        turn[program, group] = turn.get((program, group), -1) + 1
-        found: int = turn[program, group]
-        return found
+    # -- all passes ------------------------------------------------------------------------------------------
 
-    def _refuse(self, why: str) -> int:
-        raise NotAlike(why)
+    def _tables(self) -> Tables:
+        sample = self.sample
+        columns = {name: np.array(values, np.int64) for name, values in self.columns.items()}
+        stretches = len(columns["matrix"])
+        columns["piece_at"] = np.append(columns["piece_at"], stretches)
+        columns["edges_at"] = np.append(columns["edges_at"], len(columns["edge_port"]))
+        columns |= self._passes()
+        columns |= self._rendezvous(columns["meets"], stretches)
+        sizes = np.array([max(1, len(self.names)), sample.micro_batches, stretches, self.lines], np.int64)
+        return Tables(**columns, over=np.concatenate(self.over), lanes=np.array(self.lanes, np.int64), sizes=sizes)
 
-    def _rendezvous(
-        self, arrays: dict[str, Int64], meeting: list[tuple[int, int, _Stretch]]
-    ) -> int:
-        """What messages take at each stage, and of how many each rendezvous is; returns how many there are."""
+    def _passes(self) -> dict[str, Int64]:
+        """The passes of every stage in order, and where the outputs of each stand."""
+        sample, slots, found = self.sample, 0, []
+        size = np.array([its[label].slots for its in self.pieces.of for label in its], np.int64)
+        offset = np.zeros((self.stages, max(1, len(self.names)), sample.micro_batches), np.int64)
+        for stage, (program, order) in enumerate(zip(sample.stand_for, sample.orders, strict=True)):
+            piece, micro_batch, name = self._in_order(self.number_of[program], order)
+            base = slots + np.cumsum(size[piece]) - size[piece]
+            slots += int(size[piece].sum())
+            named = name >= 0
+            offset[stage, name[named], micro_batch[named]] = base[named]
+            found.append((piece, micro_batch, base))
+        passes_at = np.cumsum([0, *(len(piece) for piece, _, _ in found)])
+        piece, micro_batch, base = (np.concatenate(each) for each in zip(*found, strict=True))
+        return {
+            "piece": piece, "micro_batch": micro_batch, "base": base,
+            "offset": offset.ravel(), "passes_at": passes_at,
+        }  # fmt: skip
+
+    def _in_order(self, numbers: Mapping[Pass, int], order: PassOrder) -> tuple[Int64, Int64, Int64]:
+        """Of each pass of a stage, and its update, the piece, the micro-batch and the name; -1 for no name."""
+        sample, kinds = self.sample, order.kinds
+        pieces = np.full((len(kinds), self.distinct, sample.chunks), NONE)
+        names = np.full((len(kinds), sample.chunks), NONE)
+        for (kind, micro_batch, chunk), number in numbers.items():
+            if kind in kinds:
+                pieces[kinds.index(kind), micro_batch, chunk] = number
+        for (kind, chunk), number in self.names.items():
+            if kind in kinds:
+                names[kinds.index(kind), chunk] = number
+        last = sample.micro_batches - 1
+        which = np.where(order.micro_batch == last, self.distinct - 1, np.minimum(order.micro_batch, 1))
+        piece = np.append(pieces[order.kind, which, order.chunk], numbers.get(sample.update, NONE))
+        name = np.append(names[order.kind, order.chunk], NONE)
+        # A pass may have nothing to do, as the update of a step without an optimizer.
+        does = piece >= 0
+        return piece[does], np.append(order.micro_batch, last)[does], name[does]
+
+    def _rendezvous(self, meets: Int64, stretches: int) -> dict[str, Int64]:
+        """What each rendezvous takes at each stage, and how many take part."""
         sample, job = self.sample, self.sample.job
         stands: dict[int, list[int]] = {}
         for stage, program in enumerate(sample.stand_for):
             stands.setdefault(program, []).append(stage)
-        takes = np.zeros((self.stages, len(arrays["matrix"])), np.int64)
-        lines = 2 * self.total * EACH
-        members = np.full(lines * sample.micro_batches + len(self.pairs), 2, np.int64)
-        members[lines * sample.micro_batches :] = 0
-        for at, program, stretch in meeting:
-            own = int(job.ops.kind[stretch.row])
+        first = self.lines * sample.micro_batches
+        takes, members = np.zeros((self.stages, stretches), np.int64), np.full(first + len(self.pairs), 2)
+        members[first:] = 0
+        for at, program, row in self.meeting:
+            message = int(job.ops.kind[row]) in MESSAGES
             for stage in stands[program]:
-                takes[stage, at] = (
-                    self.message_ps(stretch.row, stage) if own in LINK else self.pieces.device[stretch.row]
-                )
-            if arrays["meets"][at] % 2:
-                members[lines * sample.micro_batches + arrays["meets"][at] // 2] += len(stands[program])
-        arrays["takes"], arrays["members"] = takes.ravel(), members
-        # How far the line of a stage is from that of the stage that stands for it.
-        stands_at = [int(job.programs[program].coordinates.get("pp", 0)) for program in sample.stand_for]
-        shift = np.arange(self.stages) - np.array(stands_at)
-        arrays["meets"] = np.concatenate(
-            [arrays["meets"], shift * 2 * EACH, [lines, sample.micro_batches, len(arrays["matrix"])]]
+                takes[stage, at] = self.message_ps(row, stage) if message else self.pieces.device[row]
+            if meets[at] % 2:
+                members[first + meets[at] // 2] += len(stands[program])
+        places = [job.programs[program].coordinates.get("pp", 0) for program in sample.stand_for]
+        shift = 2 * EACH * (np.arange(self.stages) - np.array(places, np.int64))
+        return {"takes": takes.ravel(), "members": members, "shift": shift}
+
+    def _state(self, tables: Tables) -> State:
+        size = np.array([its[label].slots for its in self.pieces.of for label in its], np.int64)
+        meets = np.concatenate([[0], np.cumsum(tables.matrix == NONE)])
+        arrivals = int((meets[tables.piece_at[1:]] - meets[tables.piece_at[:-1]])[tables.piece].sum())
+        count, lanes = len(tables.members), 1 + len(self.sample.job.streams)
+        of_arrivals = ("behind", "of_stage", "of_lane", "of_slot", "ends_after")
+        each = {name: np.zeros(arrivals, np.int64) for name in of_arrivals}
+        return State(
+            clocks=np.zeros((self.stages, lanes), np.int64),
+            pending=np.zeros(self.stages, np.int64),
+            at=np.zeros(self.stages, np.int64),
+            stretch=np.zeros(self.stages, np.int64),
+            slots=np.full(int(size[tables.piece].sum()), UNKNOWN),
+            arrived=np.zeros(count, np.int64),
+            begins=np.full(count, NEVER),
+            head=np.full(count, NONE),
+            entry=np.zeros(lanes + 1 + int(tables.inputs_of.max(initial=0)), np.int64),
+            count=np.zeros(1, np.int64),
+            **each,
         )
-        return len(members)
 
 
-EACH = 8
-"""Messages from a chunk to the next one in one pass, at most."""
+# The loop, which is compiled: the state goes through the tables.
 
 
-def _known(tables: Tables, state: State, stage: int, stretch: int, base: int, micro_batch: int, first: int) -> bool:
-    """Writes when the inputs of a stretch ended behind its clocks; whether all are known."""
-    names, count = tables.offset_at[1], tables.offset_at[2]
+def _known(tables: Tables, state: State, stage: int, place: int, stretch: int, first: int) -> bool:
+    """Writes when the inputs of a stretch ended, from an entry on; whether all are known."""
+    names, count, micro_batch = tables.sizes[0], tables.sizes[1], tables.micro_batch[place]
     for edge in range(tables.edges_at[stretch], tables.edges_at[stretch + 1]):
         of = tables.edge_of[edge]
-        where = base if of < 0 else tables.offset[(stage * names + of) * count + micro_batch]
-        end = state.slots[where + tables.edge_slot[edge]]
+        base = tables.base[place] if of < 0 else tables.offset[(stage * names + of) * count + micro_batch]
+        end = state.slots[base + tables.edge_slot[edge]]
         if end == UNKNOWN:
             return False
         port = first + tables.edge_port[edge]
-        if end > state.entry[port]:
-            state.entry[port] = end
+        state.entry[port] = max(state.entry[port], end)
     return True
 
 
@@ -560,75 +584,75 @@ def _arrive(tables: Tables, state: State, meeting: int, arrival: int) -> None:
         its = state.behind[its]
 
 
+def _to_rendezvous(tables: Tables, state: State, stage: int, place: int, stretch: int) -> bool:
+    """A stage comes to a rendezvous; whether it could."""
+    lane, meets = tables.lane[stretch], tables.meets[stretch]
+    state.entry[0] = NEVER
+    if state.pending[stage] & (1 | 1 << lane) or not _known(tables, state, stage, place, stretch, 0):
+        return False
+    if meets % 2:
+        meeting = tables.sizes[3] * tables.sizes[1] + meets // 2
+    else:
+        meeting = (meets // 2 + tables.shift[stage]) * tables.sizes[1] + tables.micro_batch[place]
+    state.clocks[stage, 0] += tables.host[stretch]
+    ready = max(state.clocks[stage, 0], state.clocks[stage, lane], state.entry[0])
+    state.begins[meeting] = max(state.begins[meeting], ready)
+    state.pending[stage] |= 1 << lane
+    arrival = state.count[0]
+    state.count[0] += 1
+    state.of_stage[arrival], state.of_lane[arrival] = stage, lane
+    state.ends_after[arrival] = tables.takes[stage * tables.sizes[2] + stretch]
+    state.of_slot[arrival] = tables.base[place] + tables.slot[stretch] if tables.slot[stretch] >= 0 else -1
+    _arrive(tables, state, meeting, arrival)
+    return True
+
+
+def _through_matrix(tables: Tables, state: State, stage: int, place: int, stretch: int) -> bool:
+    """The clocks of a stage go through a matrix, as a vector of max-plus algebra; whether they could."""
+    matrix = tables.matrix[stretch]
+    if state.pending[stage] & tables.uses[matrix]:
+        return False
+    lanes, first = tables.lanes_of[matrix], tables.lanes_at[matrix]
+    entries = lanes + tables.inputs_of[matrix]
+    for each in range(lanes):
+        state.entry[each] = state.clocks[stage, tables.lanes[first + each]]
+    for each in range(lanes, entries):
+        state.entry[each] = NEVER
+    if not _known(tables, state, stage, place, stretch, lanes):
+        return False
+    over, slot = tables.over_at[matrix], tables.base[place] + tables.slot[stretch]
+    for out in range(lanes + tables.outputs_of[matrix]):
+        latest = tables.over[over] + state.entry[0]
+        for each in range(1, entries):
+            latest = max(latest, tables.over[over + each] + state.entry[each])
+        over += entries
+        if out < lanes:
+            state.clocks[stage, tables.lanes[first + out]] = latest
+        else:
+            state.slots[slot + out - lanes] = latest
+    return True
+
+
 def _send_through(tables: Tables, state: State) -> None:
     """Sends the clocks of all stages through their passes, each as far as it gets, until none gets further."""
-    stages = len(tables.passes_at) - 1
-    count = len(tables.meets) - 3 - stages
-    lines, micro_batches, stretches = tables.meets[-3], tables.meets[-2], tables.meets[-1]
     moved = True
     while moved:
         moved = False
-        for stage in range(stages):
+        for stage in range(len(tables.passes_at) - 1):
             while state.at[stage] < tables.passes_at[stage + 1] - tables.passes_at[stage]:
                 place = tables.passes_at[stage] + state.at[stage]
-                piece, base, micro_batch = tables.piece[place], tables.base[place], tables.micro_batch[place]
-                stretch, end = tables.piece_at[piece] + state.stretch[stage], tables.piece_at[piece + 1]
-                waits = False
-                while stretch < end:
-                    matrix = tables.matrix[stretch]
-                    if matrix < 0:
-                        lane = tables.lane[stretch]
-                        state.entry[0] = NEVER
-                        if state.pending[stage] & (1 | 1 << lane) or not _known(
-                            tables, state, stage, stretch, base, micro_batch, 0
-                        ):
-                            waits = True
-                            break
-                        state.clocks[stage, 0] += tables.host[stretch]
-                        ready = max(state.clocks[stage, 0], state.clocks[stage, lane], state.entry[0])
-                        meeting = tables.meets[stretch]
-                        if meeting % 2:
-                            meeting = lines * micro_batches + meeting // 2
-                        else:
-                            meeting = (meeting // 2 + tables.meets[count + stage]) * micro_batches + micro_batch
-                        if ready > state.begins[meeting]:
-                            state.begins[meeting] = ready
-                        state.pending[stage] |= 1 << lane
-                        arrival = state.count[0]
-                        state.count[0] += 1
-                        state.of_stage[arrival], state.of_lane[arrival] = stage, lane
-                        state.ends_after[arrival] = tables.takes[stage * stretches + stretch]
-                        slot = tables.slot[stretch]
-                        state.of_slot[arrival] = base + slot if slot >= 0 else -1
-                        _arrive(tables, state, meeting, arrival)
+                piece = tables.piece[place]
+                stretch, goes = tables.piece_at[piece] + state.stretch[stage], True
+                while goes and stretch < tables.piece_at[piece + 1]:
+                    if tables.matrix[stretch] < 0:
+                        goes = _to_rendezvous(tables, state, stage, place, stretch)
                     else:
-                        if state.pending[stage] & tables.uses[matrix]:
-                            waits = True
-                            break
-                        lanes, first = tables.lanes_of[matrix], tables.lanes_at[matrix]
-                        entries = lanes + tables.inputs_of[matrix]
-                        for each in range(lanes):
-                            state.entry[each] = state.clocks[stage, tables.lanes[first + each]]
-                        for each in range(lanes, entries):
-                            state.entry[each] = NEVER
-                        if not _known(tables, state, stage, stretch, base, micro_batch, lanes):
-                            waits = True
-                            break
-                        over = tables.over_at[matrix]
-                        for out in range(lanes + tables.outputs_of[matrix]):
-                            latest = tables.over[over] + state.entry[0]
-                            for each in range(1, entries):
-                                latest = max(latest, tables.over[over + each] + state.entry[each])
-                            over += entries
-                            if out < lanes:
-                                state.clocks[stage, tables.lanes[first + out]] = latest
-                            else:
-                                state.slots[base + tables.slot[stretch] + out - lanes] = latest
-                    stretch += 1
-                    moved = True
-                state.stretch[stage] = stretch - tables.piece_at[piece]
-                if waits:
+                        goes = _through_matrix(tables, state, stage, place, stretch)
+                    if goes:
+                        moved = True
+                        stretch += 1
+                if not goes:
+                    state.stretch[stage] = stretch - tables.piece_at[piece]
                     break
                 state.at[stage] += 1
                 state.stretch[stage] = 0
-                moved = True

@@ -329,7 +329,11 @@ class PipelineContext:
         crossing = (up[number : number + 1], up[number + 1 : number + 2], down[number : number + 1])
         crossing += (down[number - 1 : number] if number else (),)
         stagewide = number < self.stages and [
-            [place(graph.tensor_id(0, 0, i)) for i in graph.ops.inputs.row(row) if self.has(number, graph.tensor_id(0, 0, i))]
+            [
+                place(graph.tensor_id(0, 0, i))
+                for i in graph.ops.inputs.row(row)
+                if self.has(number, graph.tensor_id(0, 0, i))
+            ]
             for row in sorted(placement.stagewide)
         ]
         return (
@@ -941,7 +945,7 @@ class Pipeline:
         """Refuses what no pipeline of this graph can be.
 
         Raises:
-            PlanError: the stages or chunks are out of range, the schedule cannot do them, or the graph has a pipeline.
+            PlanError: stages or chunks are out of range, the schedule cannot do them, or it has a pipeline.
             UnknownNameError: no such schedule.
         """
         if not 1 <= self.stages <= MAX_STAGES:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 from echograph.errors import EchoError
 from echograph.ir.graph import JobGraph, StepGraph
@@ -110,9 +110,10 @@ class Predictor:
         before, rest = split_at_job(plans.passes(plan, self.graph.workload, self.system.cluster))
         texts, step = tuple(map(pass_text, before)), self.graph
         for count, one in enumerate(before, 1):
-            if texts[:count] not in self._steps:
-                self._steps[texts[:count]] = run(step, (one,), to=StepGraph, verify=False)
-            step = self._steps[texts[:count]]
+            made = self._steps.get(texts[:count])
+            if made is None:
+                made = _keep(self._steps, texts[:count], run(step, (one,), to=StepGraph, verify=False))
+            step = made
         return step, rest
 
     def _step(self, plan: Plan) -> Result:
@@ -195,9 +196,8 @@ class Predictor:
         pipeline.check(step)
         count = min(pipeline.micro_batches, DISTINCT_MICRO_BATCHES)
         key = (*step.passes, pass_text(replace(pipeline, micro_batches=count)))
-        if key not in self._stages:
-            self._stages[key] = pipeline.alike(step)
-        return self._stages[key]
+        found = self._stages.get(key)
+        return _keep(self._stages, key, pipeline.alike(step)) if found is None else found
 
     def _result(self, plan: Plan, job: JobGraph, stack: str, step_ps: int, micro_batches: int) -> Result:
         replicas = prod(axis.size for axis in job.mesh if axis.name in MICRO_BATCH_AXES)
@@ -216,3 +216,16 @@ class Predictor:
             memory=None,
             job=None,
         )
+
+
+MOST_KEPT = 128
+"""Graphs of one kind that a predictor keeps: some hundred kilobytes each."""
+Kept = TypeVar("Kept")
+
+
+def _keep(known: dict[tuple[str, ...], Kept], key: tuple[str, ...], value: Kept) -> Kept:
+    """Keeps a graph, in place of the one that was kept first where there are many."""
+    if len(known) >= MOST_KEPT:
+        del known[next(iter(known))]
+    known[key] = value
+    return value
