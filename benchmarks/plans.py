@@ -4,8 +4,8 @@ python -m benchmarks.plans [--more 500] [--alone 8] [--calculon CHECKOUT]
 
 The first 62 plans are ones that Calculon (Isaev et al., "Calculon: a Methodology and Tool for High-Level
 Codesign of Systems and Large Language Models", SC 2023) can express, too; from a checkout of its sources it
-predicts them in the same run. The others vary all that a search varies. Some are predicted alone as well, and have to be equal to
-the picosecond. Times are processor seconds of one process: what counts on a busy machine is their ratio.
+predicts them in the same run. The others vary all that a search varies. Some are predicted alone as well, and have
+to be equal to the picosecond. Times are processor seconds of one process: on a busy machine their ratio counts.
 """
 
 from __future__ import annotations

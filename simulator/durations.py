@@ -49,7 +49,7 @@ class Durations:
 
 
 def durations(
-    job: JobGraph, cluster: Cluster, estimate: Estimate | None = None, network: Network | None = None
+    job: JobGraph, cluster: Cluster, estimate: Estimate | None = None, network: NetworkModel | None = None
 ) -> Durations:
     """Times on a cluster: those of its device first, else imported ones, else the network's model.
 
@@ -74,7 +74,7 @@ def durations(
     picoseconds[still & (picoseconds == NONE)] = 0
     algorithm: dict[int, str] = {}
     estimates: dict[int, CollectiveEstimate] = {}
-    ask = estimate or (network or Network(cluster)).time
+    ask = estimate or (network or NetworkModel(cluster)).time
     communicates = np.isin(job.ops.kind, COMMUNICATIONS)
     for row in np.flatnonzero(communicates & ((picoseconds == NONE) | (estimate is not None))).tolist():
         found = estimates[row] = ask(kind_of(job, row), int(job.ops.nbytes[row]), _first_ranks(job, row))
@@ -93,7 +93,7 @@ def durations(
     )
 
 
-class Network:
+class NetworkModel:
     """The model of a cluster's network, which keeps what it has said: plans ask for many collectives again.
 
     Args:
@@ -116,7 +116,7 @@ class Network:
         return self._known[key]
 
 
-def message_ps(job: JobGraph, network: Network, row: int, program: Program) -> int:
+def message_ps(job: JobGraph, network: NetworkModel, row: int, program: Program) -> int:
     """Picoseconds that the network's model says of a send or a receive at a place of the mesh.
 
     Args:

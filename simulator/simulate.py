@@ -26,7 +26,7 @@ from echograph.ir.types import COMMUNICATIONS, OpKind, Source
 from echograph.simulator.breakdown import Spread, role_of, spread
 from echograph.simulator.clusters import Cluster
 from echograph.simulator.contention import beside_collectives
-from echograph.simulator.durations import Durations, Estimate, Network, durations
+from echograph.simulator.durations import Durations, Estimate, NetworkModel, durations
 from echograph.simulator.engine import ENGINES, Roles, StepRun, of_tasks, simulate_roles
 from echograph.simulator.form import Form, shares
 from echograph.simulator.host import IssueTimes
@@ -156,7 +156,7 @@ def timed(
     scales: Sequence[Scale] = (),
     sms: Mapping[str, float] = _NOTHING,
     estimate: Estimate | None = None,
-    network: Network | None = None,
+    network: NetworkModel | None = None,
 ) -> Roles:
     """The job as its host runs it, with what its operations take; as of `simulate`.
 

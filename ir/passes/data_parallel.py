@@ -81,7 +81,7 @@ from echograph.ir.passes.rewrite import (
     ACCUMULATE,
     UPDATE,
     Call,
-    Label,
+    PassLabel,
     accumulate,
     add_to_gradient,
     copy_tables,
@@ -634,7 +634,7 @@ class ProgramWriter:
 
     def __init__(
         self, *, options: DataParallel, graph: g.Graph, job: ShardedGraph, division: Division, program: g.Program,
-        labels: Sequence[Label] | None = None,
+        labels: Sequence[PassLabel] | None = None,
     ) -> None:  # fmt: skip
         self.options, self.graph, self.job, self.division = options, graph, job, division
         self.builder: GraphBuilder = job.builder
@@ -651,7 +651,7 @@ class ProgramWriter:
         kept = [((b, x, y, i, m), label) for (b, x, y, i, m), label in every if y > x]
         calls: list[Call] = [call for call, _ in kept]
         self.labels = [label for _, label in kept]
-        self.written: list[Label] = []
+        self.written: list[PassLabel] = []
         self.steps = self._of_pipeline(calls) if self.staged else self._of_step(calls)
         self.last = max((call[4] for call in self.steps), default=0)
 
@@ -703,7 +703,7 @@ class ProgramWriter:
         """Forward and backward for each micro-batch, then the optimizer."""
         passes, update = split_at_optimizer(self.graph, calls)
         count, self.pass_length = self.options.micro_batches, len(passes)
-        runs: list[Label] = [("forward", m, 0) for m in range(count) for _ in passes]
+        runs: list[PassLabel] = [("forward", m, 0) for m in range(count) for _ in passes]
         self.labels = [*runs, *(UPDATE for _ in update)]
         every = [call for micro_batch in range(count) for call in in_micro_batch(passes, micro_batch)]
         return every + in_micro_batch(update, count - 1)
@@ -1046,8 +1046,8 @@ class DataParallel:
         return self.labelled(graph)[0]
 
     def labelled(
-        self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[Label]] | None = None
-    ) -> tuple[JobGraph, list[list[Label]]]:
+        self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None = None
+    ) -> tuple[JobGraph, list[list[PassLabel]]]:
         """The job graph, and for each of its programs what its calls are of.
 
         Args:

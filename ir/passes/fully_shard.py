@@ -58,7 +58,7 @@ from echograph.ir.passes.model import (
     split_at_optimizer,
     total_norms,
 )
-from echograph.ir.passes.rewrite import ACCUMULATE, UPDATE, Call, Label, empty_copy, in_micro_batch
+from echograph.ir.passes.rewrite import ACCUMULATE, UPDATE, Call, PassLabel, empty_copy, in_micro_batch
 
 UnitInstance = tuple[int, int, int]
 """A unit where it runs: block, instance, and number of the unit in the block."""
@@ -98,7 +98,7 @@ class UnitSchedule:
         names: Sequence[Sequence[Collection[str]]],
         how: How,
         calls: Sequence[Call],
-        labels: Sequence[Label],
+        labels: Sequence[PassLabel],
         staged: bool,
     ) -> None:
         self.graph, self.units, self.names, self.how, self.staged = graph, units, names, how, staged
@@ -111,7 +111,7 @@ class UnitSchedule:
         self.first = min((call[4] for call in calls), default=0)
         self._at = 0
         self.items: list[Call | Done] = []
-        self.labels: list[Label] = []
+        self.labels: list[PassLabel] = []
         for item in self._items():
             self.items.append(item)
             self.labels.append(cut[self._at][1])
@@ -714,8 +714,8 @@ class FullyShard:
         return self.labelled(graph)[0]
 
     def labelled(
-        self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[Label]] | None = None
-    ) -> tuple[JobGraph, list[list[Label]]]:
+        self, graph: StepGraph | JobGraph, labels: Sequence[Sequence[PassLabel]] | None = None
+    ) -> tuple[JobGraph, list[list[PassLabel]]]:
         """The job graph, and for each of its programs what its calls are of; as `DataParallel.labelled`."""
         shard, staged = self.replicas if self.shard is None else self.shard, isinstance(graph, JobGraph)
         check_sizes(self.replicas, self.micro_batches, staged)
@@ -752,7 +752,7 @@ class _Writer:
         graph: StepGraph | JobGraph,
         division: Division,
         how: How,
-        labels: Sequence[Sequence[Label]] | None,
+        labels: Sequence[Sequence[PassLabel]] | None,
     ) -> None:
         self.whole = labels is None
         self.options, self.graph, self.division, self.how = options, graph, division, how
@@ -769,14 +769,14 @@ class _Writer:
             for number, program in enumerate(graph.programs)
         ]
 
-    def _schedule(self, program: Program, labels: Sequence[Label]) -> UnitSchedule:
+    def _schedule(self, program: Program, labels: Sequence[PassLabel]) -> UnitSchedule:
         calls = self._calls(program, labels)
         own = [call for call, _ in calls]
         return UnitSchedule(
             self.graph, self.units, self.names, self.how, own, [label for _, label in calls], self.staged
         )
 
-    def _calls(self, program: Program, labels: Sequence[Label]) -> list[tuple[Call, Label]]:
+    def _calls(self, program: Program, labels: Sequence[PassLabel]) -> list[tuple[Call, PassLabel]]:
         """The calls of all micro-batches; a pipeline's without those that add up whole gradients if shards do."""
         every = zip(program.calls.tolist(), labels, strict=True)
         calls = [((b, x, y, i, m), label) for (b, x, y, i, m), label in every if y > x]
@@ -784,7 +784,7 @@ class _Writer:
             return [c for c in calls if self.how.whole or self.graph.blocks[c[0][0]].name != ACCUMULATE]
         passes, update = split_at_optimizer(self.graph, [call for call, _ in calls])
         count = self.options.micro_batches
-        runs: list[tuple[Call, Label]] = [
+        runs: list[tuple[Call, PassLabel]] = [
             (call, ("forward", m, 0)) for m in range(count) for call in in_micro_batch(passes, m)
         ]
         return runs + [(call, UPDATE) for call in in_micro_batch(update, count - 1)]

@@ -22,7 +22,7 @@ __all__ = [
     "ACCUMULATE",
     "UPDATE",
     "Call",
-    "Label",
+    "PassLabel",
     "accumulate",
     "add_to_gradient",
     "copy_blocks",
@@ -33,9 +33,9 @@ __all__ = [
 ]
 
 Call = tuple[int, int, int, int, int]
-Label = tuple[str, int, int]
+PassLabel = tuple[str, int, int]
 """What a call is of: a kind of pass, a micro-batch, and a chunk of the stage's."""
-UPDATE: Label = ("update", 0, 0)
+UPDATE: PassLabel = ("update", 0, 0)
 """The optimizer's calls, once all passes are done."""
 G = TypeVar("G", bound=Graph)
 ACCUMULATE = "accumulate"

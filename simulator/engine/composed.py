@@ -21,6 +21,7 @@ import numpy as np
 
 from echograph.ir.columns import NONE, Int64
 from echograph.ir.graph import JobGraph
+from echograph.ir.passes.rewrite import PassLabel
 from echograph.ir.types import OpKind
 from echograph.simulator.engine.machine_code import compiled
 from echograph.simulator.engine.segments import (
@@ -35,8 +36,6 @@ from echograph.simulator.engine.segments import (
     work_of,
 )
 
-Pass = tuple[str, int, int]
-"""Kind of a pass, micro-batch, and chunk of the stage."""
 UNKNOWN = -(2**63) + 1
 """The end of what has not ended yet."""
 MESSAGES = (OpKind.SEND, OpKind.RECV)
@@ -61,12 +60,12 @@ class Sample:
     """
 
     job: JobGraph
-    labels: Sequence[Sequence[Pass]]
+    labels: Sequence[Sequence[PassLabel]]
     stand_for: Sequence[int]
     orders: Sequence[PassOrder]
     micro_batches: int
     chunks: int
-    update: Pass
+    update: PassLabel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,7 +85,7 @@ class PassOrder:
     chunk: Int64
 
     @classmethod
-    def of(cls, passes: Sequence[Pass]) -> PassOrder:
+    def of(cls, passes: Sequence[PassLabel]) -> PassOrder:
         """The columns of passes."""
         kinds = tuple(dict.fromkeys(kind for kind, _, _ in passes))
         columns = np.array([(kinds.index(kind), m, chunk) for kind, m, chunk in passes], np.int64)
@@ -140,7 +139,7 @@ class _Input:
     """
 
     port: int
-    of: Pass | None
+    of: PassLabel | None
     slot: int
 
 
@@ -158,7 +157,7 @@ class _Stretch:
 class _Piece:
     """A pass of the sample."""
 
-    label: Pass
+    label: PassLabel
     stretches: list[_Stretch] = field(default_factory=list)
     slots: int = 0
 
@@ -174,12 +173,12 @@ class _Pieces:
         self.device, self.host = device, host
         self.of = [self._program(number, sequence) for number, sequence in enumerate(segments.sequences)]
 
-    def _program(self, number: int, sequence: SegmentSequence) -> dict[Pass, _Piece]:
+    def _program(self, number: int, sequence: SegmentSequence) -> dict[PassLabel, _Piece]:
         calls = self.sample.job.programs[number].calls
         starts = np.cumsum(calls[:, 2] - calls[:, 1])
         call = np.searchsorted(starts, sequence.start[:-1], side="right").tolist()
         labels = [self.sample.labels[number][at] for at in call]
-        pieces: dict[Pass, _Piece] = {}
+        pieces: dict[PassLabel, _Piece] = {}
         slot_of: dict[int, int] = {}
         for first, end in pairwise(self._bounds(sequence, labels)):
             label = labels[first]
@@ -201,7 +200,7 @@ class _Pieces:
             piece.slots += outputs
         return pieces
 
-    def _bounds(self, sequence: SegmentSequence, labels: list[Pass]) -> list[int]:
+    def _bounds(self, sequence: SegmentSequence, labels: list[PassLabel]) -> list[int]:
         """Where stretches begin: at rendezvous, at what waits and after what is waited for, and with each pass."""
         kinds = self.segments.kinds
         cuts = np.array([kind.rendezvous for kind in kinds] or [False])[sequence.kind]
@@ -221,9 +220,9 @@ class _Pieces:
     def _input(
         self,
         sequence: SegmentSequence,
-        labels: list[Pass],
+        labels: list[PassLabel],
         slot_of: dict[int, int],
-        label: Pass,
+        label: PassLabel,
         port: int,
         edge: int,
     ) -> _Input:
@@ -315,7 +314,7 @@ class Tables(NamedTuple):
     sizes: Int64
 
 
-class State(NamedTuple):
+class StepState(NamedTuple):
     """What the loop changes.
 
     Attributes:
@@ -394,7 +393,7 @@ class _Step:
 
     # -- the passes that differ ----------------------------------------------------------------------------
 
-    def _pieces_of(self, program: int, pieces: Mapping[Pass, _Piece]) -> dict[Pass, int]:
+    def _pieces_of(self, program: int, pieces: Mapping[PassLabel, _Piece]) -> dict[PassLabel, int]:
         """Writes the passes of a program; returns their numbers."""
         numbers, columns = {}, self.columns
         for label, piece in pieces.items():
@@ -437,7 +436,7 @@ class _Step:
             columns["uses"].append(chain.uses)
         return self.chains[chain]
 
-    def _meets(self, program: int, label: Pass, row: int, seen: dict[object, int]) -> int:
+    def _meets(self, program: int, label: PassLabel, row: int, seen: dict[object, int]) -> int:
         """Where a communication meets others: `Tables.meets`. What runs in passes are messages between chunks."""
         job, ops = self.sample.job, self.sample.job.ops
         message, tag, group = int(ops.kind[row]) in MESSAGES, int(ops.tag[row]), int(ops.group[row])
@@ -489,7 +488,7 @@ class _Step:
             "offset": offset.ravel(), "passes_at": passes_at,
         }  # fmt: skip
 
-    def _in_order(self, numbers: Mapping[Pass, int], order: PassOrder) -> tuple[Int64, Int64, Int64]:
+    def _in_order(self, numbers: Mapping[PassLabel, int], order: PassOrder) -> tuple[Int64, Int64, Int64]:
         """Of each pass of a stage, and its update, the piece, the micro-batch and the name; -1 for no name."""
         sample, kinds = self.sample, order.kinds
         pieces = np.full((len(kinds), self.distinct, sample.chunks), NONE)
@@ -527,14 +526,14 @@ class _Step:
         shift = 2 * EACH * (np.arange(self.stages) - np.array(places, np.int64))
         return {"takes": takes.ravel(), "members": members, "shift": shift}
 
-    def _state(self, tables: Tables) -> State:
+    def _state(self, tables: Tables) -> StepState:
         size = np.array([its[label].slots for its in self.pieces.of for label in its], np.int64)
         meets = np.concatenate([[0], np.cumsum(tables.matrix == NONE)])
         arrivals = int((meets[tables.piece_at[1:]] - meets[tables.piece_at[:-1]])[tables.piece].sum())
         count, lanes = len(tables.members), 1 + len(self.sample.job.streams)
         of_arrivals = ("behind", "of_stage", "of_lane", "of_slot", "ends_after")
         each = {name: np.zeros(arrivals, np.int64) for name in of_arrivals}
-        return State(
+        return StepState(
             clocks=np.zeros((self.stages, lanes), np.int64),
             pending=np.zeros(self.stages, np.int64),
             at=np.zeros(self.stages, np.int64),
@@ -552,7 +551,7 @@ class _Step:
 # The loop, which is compiled: the state goes through the tables.
 
 
-def _known(tables: Tables, state: State, stage: int, place: int, stretch: int, first: int) -> bool:
+def _known(tables: Tables, state: StepState, stage: int, place: int, stretch: int, first: int) -> bool:
     """Writes when the inputs of a stretch ended, from an entry on; whether all are known."""
     names, count, micro_batch = tables.sizes[0], tables.sizes[1], tables.micro_batch[place]
     for edge in range(tables.edges_at[stretch], tables.edges_at[stretch + 1]):
@@ -566,7 +565,7 @@ def _known(tables: Tables, state: State, stage: int, place: int, stretch: int, f
     return True
 
 
-def _arrive(tables: Tables, state: State, meeting: int, arrival: int) -> None:
+def _arrive(tables: Tables, state: StepState, meeting: int, arrival: int) -> None:
     """One more is at a rendezvous; when all are there, it begins."""
     state.arrived[meeting] += 1
     state.behind[arrival] = state.head[meeting]
@@ -584,7 +583,7 @@ def _arrive(tables: Tables, state: State, meeting: int, arrival: int) -> None:
         its = state.behind[its]
 
 
-def _to_rendezvous(tables: Tables, state: State, stage: int, place: int, stretch: int) -> bool:
+def _to_rendezvous(tables: Tables, state: StepState, stage: int, place: int, stretch: int) -> bool:
     """A stage comes to a rendezvous; whether it could."""
     lane, meets = tables.lane[stretch], tables.meets[stretch]
     state.entry[0] = NEVER
@@ -607,7 +606,7 @@ def _to_rendezvous(tables: Tables, state: State, stage: int, place: int, stretch
     return True
 
 
-def _through_matrix(tables: Tables, state: State, stage: int, place: int, stretch: int) -> bool:
+def _through_matrix(tables: Tables, state: StepState, stage: int, place: int, stretch: int) -> bool:
     """The clocks of a stage go through a matrix, as a vector of max-plus algebra; whether they could."""
     matrix = tables.matrix[stretch]
     if state.pending[stage] & tables.uses[matrix]:
@@ -633,7 +632,7 @@ def _through_matrix(tables: Tables, state: State, stage: int, place: int, stretc
     return True
 
 
-def _send_through(tables: Tables, state: State) -> None:
+def _send_through(tables: Tables, state: StepState) -> None:
     """Sends the clocks of all stages through their passes, each as far as it gets, until none gets further."""
     moved = True
     while moved:

@@ -43,7 +43,7 @@ from echograph.ir.passes.pipeline.placement import (
     route,
 )
 from echograph.ir.passes.pipeline.schedules import SPLIT, Action, Computation, check_schedule, order
-from echograph.ir.passes.rewrite import UPDATE, Call, Label, accumulate, empty_copy, in_micro_batch
+from echograph.ir.passes.rewrite import UPDATE, Call, PassLabel, accumulate, empty_copy, in_micro_batch
 from echograph.ir.types import Tensor, TensorRole
 
 BlockInstance = tuple[int, int]
@@ -829,7 +829,7 @@ class StagesAlike:
     """
 
     job: JobGraph
-    labels: list[list[Label]]
+    labels: list[list[PassLabel]]
     stand_for: tuple[int, ...]
 
 
@@ -980,7 +980,7 @@ class Pipeline:
 
     def _calls(
         self, plan: PipelineContext, builder: GraphBuilder, chunks: list[Chunk], actions: list[Action]
-    ) -> list[tuple[Label, Call]]:
+    ) -> list[tuple[PassLabel, Call]]:
         """The calls of a stage that runs these passes, each with the pass that it is of, then the update's."""
         added = {}
         if self.micro_batches > 1:
@@ -989,7 +989,7 @@ class Pipeline:
         last = "weight" if self.schedule in SPLIT else "backward"
         runs = {(chunk.number, part): in_order(chunk.timed(part)) for chunk in chunks for part in PipelinePhase}
         exchanges = plan.exchanges(chunks) if self.overlap_experts else ()
-        calls: list[tuple[Label, Call]] = []
+        calls: list[tuple[PassLabel, Call]] = []
         waiting: list[Call] = []
         for action, after in zip_longest(actions, actions[1:]):
             kind, micro_batch, number = action

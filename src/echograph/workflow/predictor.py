@@ -25,7 +25,7 @@ from echograph.ir.passes.pipeline import DISTINCT_MICRO_BATCHES, Pipeline, Stage
 from echograph.ir.passes.pipeline.schedules import order
 from echograph.ir.passes.rewrite import UPDATE
 from echograph.profiler.costs.estimate import Known
-from echograph.simulator.durations import Network, message_ps
+from echograph.simulator.durations import NetworkModel, message_ps
 from echograph.simulator.engine import composed
 from echograph.simulator.result import Result
 from echograph.simulator.simulate import timed
@@ -75,7 +75,7 @@ class Predictor:
         self.scenario = scenario or Scenario()
         self._steps: dict[tuple[str, ...], StepGraph] = {}
         self._stages: dict[tuple[str, ...], StagesAlike] = {}
-        self._network = Network(system.cluster)
+        self._network = NetworkModel(system.cluster)
         self._costs: Known = {}
 
     def predict(self, plan: Plan, *, memory: bool = True, interval: bool = True) -> Result:
