@@ -332,7 +332,7 @@ class StepState(NamedTuple):
         of_slot: of each arrival, where its end is written; -1 where nobody waits for it.
         ends_after: of each arrival, what the rendezvous takes there.
         entry: entries of one stretch.
-        count: arrivals so far.
+        arrivals: how many so far.
     """
 
     clocks: Int64
@@ -349,7 +349,7 @@ class StepState(NamedTuple):
     of_slot: Int64
     ends_after: Int64
     entry: Int64
-    count: Int64
+    arrivals: Int64
 
 
 EACH = 8
@@ -543,7 +543,7 @@ class _Step:
             begins=np.full(count, NEVER),
             head=np.full(count, NONE),
             entry=np.zeros(lanes + 1 + int(tables.inputs_of.max(initial=0)), np.int64),
-            count=np.zeros(1, np.int64),
+            arrivals=np.zeros(1, np.int64),
             **each,
         )
 
@@ -597,8 +597,8 @@ def _to_rendezvous(tables: Tables, state: StepState, stage: int, place: int, str
     ready = max(state.clocks[stage, 0], state.clocks[stage, lane], state.entry[0])
     state.begins[meeting] = max(state.begins[meeting], ready)
     state.pending[stage] |= 1 << lane
-    arrival = state.count[0]
-    state.count[0] += 1
+    arrival = state.arrivals[0]
+    state.arrivals[0] += 1
     state.of_stage[arrival], state.of_lane[arrival] = stage, lane
     state.ends_after[arrival] = tables.takes[stage * tables.sizes[2] + stretch]
     state.of_slot[arrival] = tables.base[place] + tables.slot[stretch] if tables.slot[stretch] >= 0 else -1

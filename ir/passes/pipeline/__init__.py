@@ -302,8 +302,8 @@ class PipelineContext:
                 rows.setdefault(chunk, []).append(row)
         stood = []
         for stage in range(self.stages):
-            chunks = range(stage, self.placement.chunks, self.stages)
-            what = [self._chunk_alike(chunk, mine.get(chunk, []), rows.get(chunk, []), base) for chunk in chunks]
+            own = range(stage, self.placement.chunks, self.stages)
+            what = [self._chunk_alike(chunk, mine.get(chunk, []), rows.get(chunk, []), base) for chunk in own]
             stood.append(found.setdefault((stage if stage in ends else -1, *what), stage))
         return stood
 
@@ -326,24 +326,23 @@ class PipelineContext:
                 yield layer[0], where.leads, tuple(map(place, its.bindings))
 
         up, down = self.routes.up, self.routes.down
-        crossing = (up[number : number + 1], up[number + 1 : number + 2], down[number : number + 1])
-        crossing += (down[number - 1 : number] if number else (),)
-        stagewide = number < self.stages and [
-            [
-                place(graph.tensor_id(0, 0, i))
-                for i in graph.ops.inputs.row(row)
-                if self.has(number, graph.tensor_id(0, 0, i))
-            ]
-            for row in sorted(placement.stagewide)
-        ]
+        below = down[number - 1 : number] if number else ()
+        crossing = (up[number : number + 1], up[number + 1 : number + 2], down[number : number + 1], below)
         return (
             tuple(sorted(rows)),
             tuple(instances()),
             tuple(tuple(tuple(map(place, tensors)) for tensors in side) for side in crossing),
-            tuple((row, (number, row) in self.leads) for row in sorted(rows)),
-            tuple(g for chunk, g in placement.shares if chunk == number),
-            repr(stagewide),
+            tuple(row for row in sorted(rows) if (number, row) in self.leads),
+            tuple(gradient for chunk, gradient in self.placement.shares if chunk == number),
+            tuple(tuple(map(place, its)) for its in self._stagewide_inputs(number)),
         )
+
+    def _stagewide_inputs(self, chunk: int) -> Iterator[list[int]]:
+        """Ids of what a stage has of the inputs of operations that every stage runs, in its first chunk."""
+        graph = self.graph
+        for row in sorted(self.placement.stagewide) if chunk < self.stages else ():
+            inputs = (graph.tensor_id(0, 0, tensor) for tensor in graph.ops.inputs.row(row))
+            yield [tensor for tensor in inputs if self.has(chunk, tensor)]
 
     def exchanges(self, chunks: list[Chunk]) -> frozenset[int]:
         """Rows of the job's operations that exchange rows of experts."""

@@ -157,8 +157,8 @@ class Predictor:
             PlanError: the plan does not fit the model.
         """
         first, *others = rest
-        if isinstance(first, Pipeline) and others and isinstance(others[0], DataParallel | FullyShard):
-            alike, (data, *others) = self._alike(step, first), others
+        if isinstance(first, Pipeline) and others and isinstance(data := others.pop(0), DataParallel | FullyShard):
+            alike = self._alike(step, first)
             job, labels = data.labelled(alike.job, alike.labels)
             places = {program.coordinates["pp"]: number for number, program in enumerate(job.programs)}
             count, chunks = first.micro_batches, first.chunks
