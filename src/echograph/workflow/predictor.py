@@ -46,13 +46,15 @@ class StepResult(Result):
 
     __slots__ = ("_whole",)
 
-    def __init__(self, whole: Callable[[], Result], **known: Any) -> None:
+    def __init__(self, whole: Callable[[], Result] | None = None, **known: Any) -> None:
         object.__setattr__(self, "_whole", whole)
         for name, value in known.items():
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name not in {field.name for field in fields(Result)}:
+            raise AttributeError(name)
+        if self._whole is None:
             raise AttributeError(name)
         whole = self._whole()
         for field in fields(Result):
