@@ -66,7 +66,7 @@ def plans(draw: st.DrawFn) -> tuple[str, Plan]:
 
 
 few = settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
 
 

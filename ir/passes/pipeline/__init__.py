@@ -318,7 +318,7 @@ class PipelineContext:
             if not block:
                 return (row,)
             chunk = placement.instances[block, instance]
-            return block, chunk - number, instance - base[chunk, block], row
+            return block, chunk - number, instance - base.get((number, block), base[chunk, block]), row
 
         def instances() -> Iterator[object]:
             for layer in layers:
