@@ -463,8 +463,8 @@ class _NarrowProducts(StepWriter):
         name = self._cast_name([operand])
         nbytes = self._scale_bytes(operand)
         if self.recipe.scales == "row" and operand.columns:
-            self._kernel("fp8.amax", op, read, (scale,), source.nbytes, nbytes)
-            self._kernel(name, op, (*read, scale), (made,), source.nbytes + nbytes, source.numel)
+            self._kernel("fp8.amax_columns", op, read, (scale,), source.nbytes, nbytes)
+            self._kernel("fp8.cast_columns", op, (*read, scale), (made,), source.nbytes + nbytes, source.numel)
         else:
             self._kernel(name, op, read, (made, scale), source.nbytes, source.numel + nbytes)
         self.copies[scope, operand.columns] = made, scale

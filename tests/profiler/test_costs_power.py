@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echograph.profiler.costs import gemm, load_device
 from echograph.profiler.costs.device import PowerModel
 from echograph.profiler.costs.power import FLOOR, SLOPE, sustained_clock, volts
 
@@ -58,7 +59,7 @@ def test_the_voltage_falls_with_the_clock_to_its_floor() -> None:
     assert volts_of(0.9) == pytest.approx(1.0 - 0.1 * SLOPE)
     assert volts_of(0.3) == volts_of(0.1) == FLOOR
     # Below the floor all but the static watts go with the clock: halving them halves it.
-    half, quarter = (clock_of(board(150.0 + watts), 1000.0, 0.0, 1.0, 0.0) for watts in (200.0, 100.0))
+    half, quarter = (clock_of(board(150.0 + watts), 1000.0, 0.0, 1.0, 0.0) for watts in (150.0, 75.0))
     assert half == pytest.approx(2.0 * quarter, rel=1e-6)
 
 
@@ -70,3 +71,20 @@ def test_kernels_settle_each_for_itself() -> None:
     )
     assert clocks[0] == clock_of(power, 600.0, 20.0, 1.0, 0.0) < 1.0
     assert clocks[1] == 1.0
+
+
+MEASURED_AT_500_W = [((8192, 8192, 8192), 585.23), ((65536, 8192, 7168), 575.12), ((65536, 3584, 8192), 546.31)]
+"""TFLOP/s of products in bf16 on an H100 under 500 W: rows, columns, depth (pytorch/FBGEMM, pull request 2546)."""
+
+
+@pytest.mark.parametrize(("sizes", "measured"), MEASURED_AT_500_W)
+def test_products_under_500_w_run_as_fast_as_was_measured(sizes: tuple[int, int, int], measured: float) -> None:
+    device = load_device("h100-sxm-hbm2e")
+    m, n, k = sizes
+    burst = float(gemm(device, m=m, n=n, k=k).seconds)
+    assert device.power is not None
+    flops, moved = 2.0 * m * n * k, 2.0 * (m * k + k * n + m * n)
+    joules = flops * device.power.joules_per_flop["bf16"], moved * device.power.joules_per_byte
+    seconds = burst / clock_of(device.power, *joules, burst, 0.0)
+    assert 2e-12 * m * n * k / seconds == pytest.approx(measured, rel=0.05)
+    assert 2e-12 * m * n * k / burst > 1.25 * measured

@@ -64,14 +64,15 @@ AXIS = "tp"
 _KINDS = t.CollectiveKind
 
 
-def write(graph: StepGraph, sharding: Sharding) -> StepGraph:
+def write(graph: StepGraph, sharding: Sharding, *, gathers_again: bool = True) -> StepGraph:
     """The step of one rank.
 
     Args:
         graph: the whole step.
         sharding: the placements of its tensors.
+        gathers_again: whether backward gathers again what forward gathered along the sequence.
     """
-    return _Writer(graph, sharding).write()
+    return _Writer(graph, sharding, gathers_again).write()
 
 
 class _Writer(StepWriter):
@@ -80,9 +81,10 @@ class _Writer(StepWriter):
     `copies` has what was converted to another placement for some of a tensor's readers.
     """
 
-    def __init__(self, graph: StepGraph, sharding: Sharding) -> None:
+    def __init__(self, graph: StepGraph, sharding: Sharding, gathers_again: bool) -> None:
         super().__init__(graph)
         self.sharding = sharding
+        self.by_phase = sharding.sequence_parallel and gathers_again
         self.builder.mesh = (*graph.mesh, Axis(name=AXIS, size=sharding.size))
         self.group = self.builder.group(AXIS, axes=(AXIS,))
         self.stream = self.builder.stream(f"comm.{AXIS}")
@@ -125,8 +127,7 @@ class _Writer(StepWriter):
         has = self.sharding.placement.get(index, WHOLE)
         if has == wanted or isinstance(has, Partial):
             return self.tensor(index)
-        # With sequence parallelism the backward pass gathers again, instead of keeping what forward gathered.
-        key = (index, wanted, op.phase if self.sharding.sequence_parallel else None)
+        key = (index, wanted, op.phase if self.by_phase else None)
         if key not in self.copies:
             self.copies[key] = self._convert(index, has, wanted, op)
         return self.copies[key]
@@ -400,6 +401,8 @@ class TensorParallel:
         expert_size: ranks that cut each expert: all, or 1 with sequence parallelism (`experts`), after which
             `expert_parallel` has to go across "tp".
         vocab_multiple: rows of the vocabulary that each rank's share is a multiple of.
+        gathers_again: with sequence parallelism the backward pass gathers again what forward gathered, as Megatron-LM
+            does; else it is kept, as autograd keeps what DTensor gathers.
     """
 
     name: ClassVar[str] = "tensor_parallel"
@@ -409,6 +412,7 @@ class TensorParallel:
     sequence_parallel: bool = False
     expert_size: int | None = None
     vocab_multiple: int = 128
+    gathers_again: bool = True
 
     def __call__(self, graph: StepGraph) -> StepGraph:
         """The step with local shapes and collectives over the axis "tp".
@@ -419,7 +423,7 @@ class TensorParallel:
             UnknownNameError: the plan has an unknown style.
         """
         sharding, _ = self._sharding(graph)
-        return graph if self.size == 1 else write(graph, sharding)
+        return graph if self.size == 1 else write(graph, sharding, gathers_again=self.gathers_again)
 
     def with_notes(self, graph: StepGraph) -> tuple[StepGraph, list[str]]:
         """The step, and what every rank computes whole, where shared tensors are gathered, and why."""
@@ -428,7 +432,7 @@ class TensorParallel:
             return graph, []
         # Gathering the sequence before a product is what sequence parallelism does, not something it failed to.
         said = [line for line in _report(graph, sharding) if not (self.sequence_parallel and ": gathers " in line)]
-        return write(graph, sharding), [*lines, *said]
+        return write(graph, sharding, gathers_again=self.gathers_again), [*lines, *said]
 
     def _sharding(self, graph: StepGraph) -> tuple[Sharding, list[str]]:
         """The placements, and why some are whole."""

@@ -430,7 +430,7 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
         (stack.logged_losses > 0, "logged_losses", {"count": stack.logged_losses}),
         (plan.recompute != "none", "recompute", _recompute(plan)),
         # That of one of the ranks that share it, in its types: products are scaled as each rank has them.
-        (plan.tp > 1, "tensor_parallel", _tensor_parallel(plan)),
+        (plan.tp > 1, "tensor_parallel", _tensor_parallel(plan, stack)),
         (plan.cp > 1, "context_parallel", {"size": plan.cp, "method": plan.cp_method.replace("-", "_")}),
         (
             plan.ep > 1 or plan.capacity_factor is not None,
@@ -447,6 +447,7 @@ def passes(plan: Plan, workload: Workload, cluster: Cluster) -> tuple[Pass, ...]
             "tp_comm_overlap",
             {"chunks": plan.tp_comm_overlap == "chunks"},
         ),
+        (plan.tp > 1 and stack.tp_dtensor and plan.tp_comm_overlap != "chunks", "tp_first_dim", {}),
         # The job of all ranks.
         (plan.pp > 1, "pipeline", _pipeline(plan, count, stack)),
         (plan.zero < 3, "data_parallel", _data_parallel(plan, replicas, count)),
@@ -564,14 +565,15 @@ def _recompute(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _tensor_parallel(plan: Plan) -> dict[str, Any]:
+def _tensor_parallel(plan: Plan, stack: Stack) -> dict[str, Any]:
     patterns = None
     if plan.tp_plan:
         from echograph.ir.passes.tensor_parallel.plan import read_plan
 
         patterns = read_plan(Path(plan.tp_plan))
     sequence = {"sequence_parallel": plan.sequence_parallel, "expert_size": plan.etp if plan.ep > 1 else None}
-    return {"size": plan.tp, "plan": patterns} | sequence
+    again = {} if not stack.tp_dtensor else {"gathers_again": False}
+    return {"size": plan.tp, "plan": patterns} | sequence | again
 
 
 def _dispatch(plan: Plan, cluster: Cluster) -> dict[str, Any]:

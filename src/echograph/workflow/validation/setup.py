@@ -159,7 +159,7 @@ def _plan(row: MeasuredStep, trainer: Trainer, layers: int, precision: str, assu
         recompute=recompute,
         precision=precision,
         stack=trainer.stack,
-        micro_batch=_micro_batch(row, trainer, gpus // model, sizes["pp"] * sizes["vpp"], assumed),
+        micro_batch=_micro_batch(row, trainer, gpus // model, sizes, assumed),
         global_batch=row.number("global_batch"),
         **trainer.set,
     )
@@ -208,12 +208,15 @@ def _stage_layers(layers: int, chunks: int, further: int) -> str:
     return ",".join(str(even - (chunk in (0, chunks - 1))) for chunk in range(chunks))
 
 
-def _micro_batch(row: MeasuredStep, trainer: Trainer, replicas: int, chunks: int, assumed: list[str]) -> int:
+def _micro_batch(
+    row: MeasuredStep, trainer: Trainer, replicas: int, sizes: dict[str, int], assumed: list[str]
+) -> int:
     """The row's; where it names none, its trainer's default."""
     if row.text("micro_batch"):
         return row.number("micro_batch")
-    if trainer.micro_batch == "chunks":
-        assumed.append("as many micro-batches as pipeline chunks")
-        return max(1, row.number("global_batch") // replicas // chunks)
-    assumed.append(f"micro-batches of {trainer.micro_batch}")
-    return trainer.micro_batch
+    if isinstance(trainer.micro_batch, int):
+        assumed.append(f"micro-batches of {trainer.micro_batch}")
+        return trainer.micro_batch
+    assumed.append(f"as many micro-batches as pipeline {trainer.micro_batch}")
+    pieces = sizes["pp"] * (sizes["vpp"] if trainer.micro_batch == "chunks" else 1)
+    return max(1, row.number("global_batch") // replicas // pieces)

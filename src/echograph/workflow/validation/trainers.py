@@ -14,6 +14,10 @@ from echograph.errors import DataError
 from echograph.workflow.validation.table import MeasuredStep
 
 
+MicroBatchDefault = int | Literal["stages", "chunks"]
+"""Samples; or as many micro-batches as a pipeline has ranks in a row ("stages"), or chunks of layers."""
+
+
 class _Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What holds for some rows: those whose columns have a text, on more than so many GPUs.
 
@@ -41,12 +45,14 @@ class _When(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
         set: options of the plan.
         step: options of the step.
         launch_blocking: whether every launch waited for its kernel.
+        micro_batch: another default; None: the trainer's.
     """
 
     stack: str = ""
     set: dict[str, Any] = {}
     step: dict[str, Any] = {}
     launch_blocking: bool = False
+    micro_batch: MicroBatchDefault | None = None
 
 
 class _Machine(_Rule, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +91,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         dropout: of a plain GPT.
         lora_rank: of a row that says LoRA.
         lora_targets: linear layers that get adapters.
-        micro_batch: samples of a micro-batch where a row names none; "chunks": as many micro-batches as chunks.
+        micro_batch: that of a row that names none.
         when: what some rows ran otherwise.
         launch_blocking: whether every launch waited for its kernel.
         memory: what its memory figure is.
@@ -99,7 +105,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     dropout: float = 0.0
     lora_rank: int = 8
     lora_targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
-    micro_batch: int | Literal["chunks"] = 1
+    micro_batch: MicroBatchDefault = 1
     when: tuple[_When, ...] = ()
     launch_blocking: bool = False
     memory: MemoryReport = MemoryReport()
@@ -123,6 +129,7 @@ def trainer_of(row: MeasuredStep) -> Trainer:
                 set={**found.set, **rule.set},
                 step={**found.step, **rule.step},
                 launch_blocking=found.launch_blocking or rule.launch_blocking,
+                micro_batch=found.micro_batch if rule.micro_batch is None else rule.micro_batch,
             )
     return found
 
