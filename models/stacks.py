@@ -53,8 +53,8 @@ class Stack:
         overlap_param_gather: whether parameters are gathered while the next forward goes on (ZeRO-1 and 2).
         tp_comm_overlap: what of tensor-parallel communication runs beside products: "none"; "bulk": in backward,
             beside gradients of inputs and weights; "chunks": cut up with their own products, too.
-        tp_dtensor: whether tensor-parallel ranks communicate as DTensor does: along the first dimension alone, with a
-            copy where they share another, and what forward gathers is kept for backward.
+        tp_dtensor: whether tensor-parallel ranks communicate as DTensor does: along the first dimension alone,
+            with a copy where they share another; and what forward gathers is kept for backward.
         tp_comm_sms: multiprocessors that a tensor-parallel reduction takes from the products beside it.
         pipeline_scatter_gather: whether tensor-parallel ranks share the sending of what all of them have.
         recompute_early_stop: whether recomputation ends where backward has what it needs.

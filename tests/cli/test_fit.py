@@ -50,14 +50,16 @@ SAME_ARITHMETIC = {
     "OPENBLAS_NUM_THREADS": "1",
     "NPY_DISABLE_CPU_FEATURES": "X86_V4",
 }
-"""With which the shipped profiles are fitted: the same instructions on every x86-64 processor since 2013, as a search
-for parameters ends elsewhere in the last digits where sums are added up in another order."""
+"""With which the shipped profiles are fitted: the same instructions on every x86-64 processor since 2013, as a
+search for parameters ends elsewhere in the last digits where sums are added up in another order."""
 
 
 def fit_elsewhere(*arguments: object) -> None:
     """`echoprof fit` in a process of its own, with that arithmetic."""
     words = [sys.executable, "-c", "from echograph.cli.echoprof import main; main()", "fit", *map(str, arguments)]
-    done = subprocess.run(words, env={**os.environ, **SAME_ARITHMETIC}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, env={**os.environ, **SAME_ARITHMETIC}, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

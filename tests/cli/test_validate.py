@@ -198,7 +198,15 @@ def test_a_micro_batch_that_a_row_leaves_out_is_its_trainers_default(trainer: st
 
 def test_torchtitan_counts_micro_batches_by_ranks_until_2025_and_by_chunks_since() -> None:
     pytest.importorskip("torch", reason="needs the [torch] extra")
-    pipeline = {"tp": 1, "pp": 2, "vpp": 2, "dp": 4, "global_batch": 32, "micro_batch": "", "trainer": "torchtitan"}
+    pipeline = {
+        "tp": 1,
+        "pp": 2,
+        "vpp": 2,
+        "dp": 4,
+        "global_batch": 32,
+        "micro_batch": "",
+        "trainer": "torchtitan",
+    }
     reports = ("benchmarks/llama3_h100_202412_torchtitan.md", "benchmarks/llama3_h100_202506_torchtitan.md")
     assert [made(**pipeline, source=report).plan.micro_batch for report in reports] == [4, 2]
 

@@ -40,9 +40,9 @@ def ran(graph: StepGraph) -> list[t.Op]:
     return [op for _, b, e, _, _ in graph.programs[0].calls.tolist() for op in graph.ops[b:e]]
 
 
-def copied(graph: StepGraph) -> Counter[int]:
-    """Bytes that each copy reads, and how many read them."""
-    return Counter(op.bytes_read for op in ran(graph) if isinstance(op, t.Compute) and op.name == "aten.cat")
+def copied(graph: StepGraph, bytes_: str = "bytes_read") -> Counter[int]:
+    """Bytes that each copy reads, or writes, and how many do."""
+    return Counter(getattr(op, bytes_) for op in ran(graph) if op.name == "aten.cat")
 
 
 def communicated(graph: StepGraph) -> Counter[int]:
@@ -59,8 +59,7 @@ def test_each_gather_and_each_scatter_of_the_sequence_has_one_copy(fp8: bool) ->
     made = FirstDim()(graph)
     verify(made)
     assert copied(made) - copied(graph) == communicated(graph) != Counter()
-    written = Counter(op.bytes_written for op in ran(made) if isinstance(op, t.Compute) and op.name == "aten.cat")
-    assert written - Counter(op.bytes_written for op in ran(graph) if isinstance(op, t.Compute) and op.name == "aten.cat") == communicated(graph)
+    assert copied(made, "bytes_written") - copied(graph, "bytes_written") == communicated(graph)
     rest = Counter((op.name, op.phase, op.module) for op in ran(made) if op.name != "aten.cat")
     assert rest == Counter((op.name, op.phase, op.module) for op in ran(graph) if op.name != "aten.cat")
     if fp8:
@@ -85,7 +84,7 @@ def test_one_sample_lies_right_and_a_sum_has_no_parts(samples: int, sequence: bo
 
 
 def test_what_forward_gathered_is_kept_for_backward() -> None:
-    """As autograd keeps it: two gathers a layer fewer, of the inputs of its two groups of column-parallel products."""
+    """As autograd keeps it: two gathers a layer fewer, of what its two groups of column-parallel products read."""
     model = get_model("llama-3.2-1b").with_config(num_hidden_layers=3)
     step = compile_entry(model, StepSpec(), batch_size=2, seq_len=SEQUENCE)
 

@@ -401,8 +401,8 @@ class TensorParallel:
         expert_size: ranks that cut each expert: all, or 1 with sequence parallelism (`experts`), after which
             `expert_parallel` has to go across "tp".
         vocab_multiple: rows of the vocabulary that each rank's share is a multiple of.
-        gathers_again: with sequence parallelism the backward pass gathers again what forward gathered, as Megatron-LM
-            does; else it is kept, as autograd keeps what DTensor gathers.
+        gathers_again: with sequence parallelism the backward pass gathers again what forward gathered, as in
+            Megatron-LM; else it is kept, as autograd keeps what DTensor gathers.
     """
 
     name: ClassVar[str] = "tensor_parallel"

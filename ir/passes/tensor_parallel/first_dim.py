@@ -3,9 +3,9 @@
 `all_gather_tensor` and `reduce_scatter_tensor` of `torch.distributed._functional_collectives`, which DTensor runs,
 know the first dimension of a tensor. Where ranks share another, such as the sequence of [batch, sequence, hidden],
 the parts that arrive lie one behind the other, and a kernel puts them into their places (`torch.cat`); before a
-reduction a kernel takes them apart. Each is the whole tensor read and written once. Where the dimensions before it
-are of one element the two layouts are the same, and nothing is copied. Megatron-LM, whose sequence comes first, has
-no such copy, nor has asynchronous tensor parallelism, whose ranks read each other's parts where they lie.
+reduction a kernel takes them apart. Each is the whole tensor read and written once. Where the dimensions before
+it are of one element the two layouts are the same, and nothing is copied. Megatron-LM, whose sequence comes first,
+has no such copy, nor has asynchronous tensor parallelism, whose ranks read each other's parts where they lie.
 
 It comes after the passes that choose types and kernels, since what is gathered in 8 bit is copied in 8 bit.
 """

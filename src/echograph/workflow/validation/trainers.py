@@ -13,7 +13,6 @@ import msgspec
 from echograph.errors import DataError
 from echograph.workflow.validation.table import MeasuredStep
 
-
 MicroBatchDefault = int | Literal["stages", "chunks"]
 """Samples; or as many micro-batches as a pipeline has ranks in a row ("stages"), or chunks of layers."""
 
