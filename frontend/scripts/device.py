@@ -29,8 +29,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _foreach_utils
 
 from echograph.errors import CaptureError
-from echograph.frontend.scripts import streams, values
+from echograph.frontend.scripts import places, streams, values
 from echograph.frontend.scripts.adapter import patched, replaced
+from echograph.frontend.scripts.places import is_gpu, mark, mark_module, moved, on_gpu
 from echograph.frontend.scripts.recorder import HostCounter
 from echograph.frontend.scripts.streams import CapturedEvent, CapturedStream
 from echograph.frontend.scripts.values import QUESTIONS, NoteTaker, deciding, keep_finite
@@ -96,15 +97,6 @@ def remedy(error: BaseException) -> str:
         package = error.name.partition(".")[0]
         return _NEEDS_GPU if package in _FOR_GPUS else f"install {package} beside echograph"
     return next((what for pattern, what in _REMEDIES if re.search(pattern, text)), "")
-
-
-def is_gpu(device: Any) -> bool:
-    """Whether a device, as PyTorch takes it, is a GPU."""
-    if isinstance(device, bool):
-        return False
-    if isinstance(device, int):
-        return True
-    return isinstance(device, str | torch.device) and str(device).startswith("cuda")
 
 
 def answers(world: World) -> Iterator[AbstractContextManager[None]]:
@@ -181,8 +173,8 @@ def _of_cuda(world: World) -> dict[str, Any]:
         "manual_seed_all": _nothing,
         "seed": _nothing,
         "seed_all": _nothing,
-        "get_rng_state": lambda *_: torch.get_rng_state(),
-        "get_rng_state_all": lambda *_: [torch.get_rng_state()],
+        "get_rng_state": _random_state,
+        "get_rng_state_all": lambda *_: [_random_state()],
         "set_rng_state": _nothing,
         "set_rng_state_all": _nothing,
         "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
@@ -245,6 +237,11 @@ def _set_stream(stream: CapturedStream) -> None:
     CapturedStream.current = stream
 
 
+def _random_state(*_: Any, **__: Any) -> Tensor:
+    """Seed and offset, as a GPU's generator has them."""
+    return torch.zeros(16, dtype=torch.uint8)
+
+
 def _zero(*_: Any, **__: Any) -> int:
     return 0
 
@@ -279,7 +276,9 @@ class OnTheDevice(TorchFunctionMode):
             return _address(args[0])
         if func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor) and args[0].is_leaf:
             return _copied(*args)
-        if func is Tensor.cpu or func is Tensor.pin_memory:
+        if func in PLACES:
+            return PLACES[func](*args)
+        if func is Tensor.pin_memory:
             return args[0]
         if func is Tensor.is_pinned:
             return False
@@ -287,15 +286,30 @@ class OnTheDevice(TorchFunctionMode):
             kwargs = kwargs | {"pin_memory": False}
         if func is Tensor.type:
             return _type_of(func, args, kwargs)
-        if "device" in kwargs and is_gpu(kwargs["device"]):
-            return self._on_gpu(func, args, kwargs | {"device": _CPU})
         if func is Tensor.cuda:
-            return self._on_gpu(lambda tensor: tensor, args[:1], {})
-        if func is Tensor.to and len(args) > 1 and is_gpu(args[1]):
-            return self._on_gpu(func, (args[0], _CPU, *args[2:]), kwargs)
+            return self._moved(lambda tensor: tensor, args[:1], {}, True)
+        if func is Tensor.to:
+            target = kwargs.get("device", kwargs.get("other", args[1] if len(args) > 1 else None))
+            if isinstance(target, Tensor):
+                return self._moved(func, args, kwargs, on_gpu(target))
+            if isinstance(target, str | int | torch.device) and not isinstance(target, bool):
+                args, kwargs = _to_the_cpu(args, kwargs)
+                return self._moved(func, args, kwargs, is_gpu(target))
+        if "device" in kwargs and is_gpu(kwargs["device"]):
+            made = self._on_gpu(func, args, kwargs | {"device": _CPU})
+            return moved(args[0], made, True) if args and made is args[0] else _marked(made)
         out = self._run(func, args, kwargs)
         values.follow(func, args, kwargs, out)
         keep_finite(func, args, out)
+        return out
+
+    def _moved(self, func: Any, args: Any, kwargs: Any, gpu: bool) -> Any:
+        """What is brought to the GPU, or to the host, with the values that are known of it."""
+        made = self._on_gpu(func, args, kwargs) if gpu else self._run(func, args, kwargs)
+        out = moved(args[0], made, gpu)
+        if out is not args[0]:
+            values.keep(args[0], out)
+            keep_finite(func, args, out)
         return out
 
     def _on_gpu(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -339,14 +353,57 @@ class CountingDevice(OnTheDevice):
 
 
 def kind(world: World, name: str) -> str:
-    """Of the device that stands for one that a script names.
+    """Of the device that a script names.
 
     Raises:
         CaptureError: it is a GPU, and there are none.
     """
     if is_gpu(name) and not world.gpus:
         raise CaptureError(f"'{name}' {NO_GPU}")
-    return "cpu" if is_gpu(name) else name
+    return name
+
+
+def _marked(made: Any) -> Any:
+    for tensor in made if isinstance(made, tuple | list) else (made,):
+        if isinstance(tensor, Tensor):
+            mark(tensor)
+    return made
+
+
+def _to_the_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `Tensor.to` whose device is the CPU; "meta" stays."""
+    if "device" in kwargs:
+        return args, kwargs | {"device": _in_memory(kwargs["device"])}
+    return (args[0], _in_memory(args[1]), *args[2:]), kwargs
+
+
+def _in_memory(device: Any) -> torch.device:
+    return _CPU if is_gpu(device) else torch.device(device)
+
+
+def _fetched(tensor: Tensor, *_: Any) -> Tensor:
+    out: Tensor = moved(tensor, tensor, False)
+    if out is not tensor:
+        values.keep(tensor, out)
+        keep_finite(Tensor.cpu, (tensor,), out)
+    return out
+
+
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined]
+    mark(tensor, on_gpu(data))
+
+
+PLACES: dict[Any, Callable[..., Any]] = {
+    Tensor.cpu: _fetched,
+    Tensor.device.__get__: places.device_of,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: on_gpu,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda tensor: places.device_of(tensor).type == "cpu",  # type: ignore[attr-defined]
+    Tensor.get_device: lambda tensor: places.device_of(tensor).index if on_gpu(tensor) else -1,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+}
+"""What asks where a tensor is, or changes it."""
 
 
 def _address(tensor: FakeTensor) -> int:
@@ -374,7 +431,7 @@ def _type_of(func: Any, args: Any, kwargs: Any) -> Any:
     if len(args) > 1 and isinstance(args[1], str):
         args = (args[0], args[1].replace("torch.cuda.", "torch."), *args[2:])
     made = func(*args, **kwargs)
-    return made.replace("torch.", "torch.cuda.") if isinstance(made, str) else made
+    return made.replace("torch.", "torch.cuda.") if isinstance(made, str) and on_gpu(args[0]) else made
 
 
 @contextmanager
@@ -396,11 +453,12 @@ def present(world: World, note: NoteTaker = lambda _: None, counter: HostCounter
             enter(answer)
         enter(patched(torch.amp.GradScaler, "_maybe_opt_step", _always_steps))
         for owner in (_foreach_utils, optimizer):
-            enter(replaced(owner, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]))
+            enter(replaced(owner, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"]))
         enter(_foreach_of_fakes())
         for owner in (torch.autograd, torch.autograd.graph):
             enter(patched(owner, "_engine_run_backward", lambda f: _again(make, f)))
         enter(deciding(world.decided))
+        enter(places.answered(world.local_rank))
         with make():
             yield
 
@@ -417,7 +475,7 @@ def _streams() -> Iterator[AbstractContextManager[None]]:
 def _moves(world: World) -> Iterator[AbstractContextManager[None]]:
     """What brings models to a GPU, and what is set up for one."""
     if world.gpus:
-        yield replaced(torch.nn.Module, "cuda", lambda module, *_, **__: module)
+        yield replaced(torch.nn.Module, "cuda", _module_moved)
         yield patched(torch.nn.Module, "to", _to)
         yield patched(torch.autocast, "__init__", _of_cpu)
         yield patched(torch.amp.GradScaler, "__init__", _scaler)
@@ -448,13 +506,23 @@ def _nothing(*_: Any, **__: Any) -> None:
     """The device needs no such care."""
 
 
+def _module_moved(module: torch.nn.Module, *_: Any, **__: Any) -> torch.nn.Module:
+    mark_module(module)
+    return module
+
+
 def _to(original: Callable[..., Any]) -> Callable[..., Any]:
     def to(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and is_gpu(args[0]):
-            args = (_CPU, *args[1:])
-        if is_gpu(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        return original(module, *args, **kwargs)
+        target = kwargs.get("device", args[0] if args else None)
+        if target is None or isinstance(target, torch.dtype | Tensor):
+            return original(module, *args, **kwargs)
+        if "device" in kwargs:
+            kwargs["device"] = _in_memory(target)
+        else:
+            args = (_in_memory(target), *args[1:])
+        original(module, *args, **kwargs)
+        mark_module(module, is_gpu(target))
+        return module
 
     return to
 

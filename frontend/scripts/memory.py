@@ -261,8 +261,8 @@ class LivingTensors:
         elements = 0 if storage is None else storage.nbytes() // tensor.element_size()
         if elements <= tensor.numel():
             return None
-        dtype, device = tensor.dtype, tensor.device
-        return lambda: torch.empty(elements, dtype=dtype, device=device)
+        dtype = tensor.dtype
+        return lambda: torch.empty(elements, dtype=dtype, device="cpu")
 
 
 def plain(path: str) -> str:

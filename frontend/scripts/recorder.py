@@ -60,10 +60,12 @@ from echograph.frontend.pytorch.call_nodes import is_allocation, is_in_place
 from echograph.frontend.pytorch.linking import link_recomputed, link_sums
 from echograph.frontend.pytorch.recorder import HANDLES, OperatorRecorder
 from echograph.frontend.pytorch.shapes import Results, Shapes
+from echograph.frontend.scripts import places
 from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communication_of
 from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream
 from echograph.frontend.scripts.values import answer
+from echograph.frontend.scripts.world import NO_GPU
 from echograph.ir.graph import BETWEEN_STEPS
 from echograph.ir.passes.fuse import KernelRegion
 
@@ -188,6 +190,7 @@ _CONTEXT = (MICRO_BATCH, CHUNK, PAYLOAD, MODULE, REGION)
 SILENT_NAMESPACES = ("prim", "profiler")
 _ITEM = _ATEN._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 _is_wrapper = cache(is_traceable_wrapper_subclass_type)
 
 
@@ -250,9 +253,11 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         fills: whether PyTorch writes all memory that it is asked for before use, as it does with deterministic
             algorithms.
         counter: of the host's own work, where that is asked for.
+        gpus: whether there are GPUs to make tensors on.
     """
 
     counter: HostCounter | None = None
+    gpus = True
 
     def __init__(
         self,
@@ -501,27 +506,29 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
 
     def _snapshot(self, tensor: Tensor) -> Tensor:
         """One handle for all tensors of a layout, since nothing else is asked of recorded values."""
-        layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.device)
-        found = self._layouts.get(layout)
-        if found is None:
-            found = self._layouts[layout] = super()._snapshot(tensor)
+        with places.below:
+            layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.device)
+            found = self._layouts.get(layout)
+            if found is None:
+                found = self._layouts[layout] = super()._snapshot(tensor)
         return found
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
-            return args[0].device  # asked more often than all else, and no operator
+            # Asked more often than all else, and no operator; who asks here is the dispatcher, or autograd.
+            return _META if args[0].fake_mode.in_kernel_invocation else args[0]._fake_device
         if any(_is_wrapper(kind) for kind in types):
             return NotImplemented  # DTensor and its like call the operators of their local tensors
         # In a backward pass, the modes that answer a script's own calls would see each look at a tensor here.
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), places.below:
             return self._called(func, args, kwargs or {})
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _ITEM and isinstance(args[0], FakeTensor):
             return answer(args[0], self.note)
-        out = self._shapes.call(func, args, kwargs)
+        out = self._placed(func, args, kwargs)
         if not self._recording or self._paused or func.namespace in SILENT_NAMESPACES:
             return out
         if func in HANDLES:
@@ -531,6 +538,19 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
             self._communicate(func, args, kwargs, out)
         else:
             self._record(func, args, kwargs, out)
+        return out
+
+    def _placed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator makes, on the device that it makes it on."""
+        device = kwargs.get("device")
+        elsewhere = device is not None and device.type == "cuda"
+        if elsewhere and not self.gpus:
+            raise CaptureError(f"this {NO_GPU}")
+        out = self._shapes.call(func, args, kwargs | {"device": _CPU} if elsewhere else kwargs)
+        if elsewhere:
+            places.mark(out)
+        else:
+            places.follow(args, out)
         return out
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

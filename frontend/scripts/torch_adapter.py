@@ -152,7 +152,7 @@ class TorchAdapter(Adapter):
 
         self._meshes.clear()
         _forget_meshes()
-        recorder.stack = self.stack
+        recorder.stack, recorder.gpus = self.stack, world.gpus
         with ExitStack() as stack:
             enter = stack.enter_context
             enter(device.present(world, recorder.note, recorder.counter))
@@ -173,7 +173,7 @@ class TorchAdapter(Adapter):
             enter(patched(propagator, "_propagate_tensor_meta_non_cached", lambda f: _quietly(recorder, f)))
             enter(patched(DistributedDataParallel, "__init__", lambda f: _replicate(recorder, f)))
             enter(patched(_C10D.Reducer, "_rebuild_buckets", lambda f: _quietly(recorder, _really(f))))
-            enter(patched(FullyShardedDataParallel, "__init__", _on_the_cpu))
+            enter(patched(FullyShardedDataParallel, "__init__", lambda f: _fully_sharded(world.gpus, f)))
             flat = importlib.import_module("torch.distributed.fsdp._flat_param")
             enter(patched(flat, "_same_storage", lambda _: _same_memory))
             runtime = importlib.import_module("torch.distributed.fsdp._runtime_utils")
@@ -356,11 +356,14 @@ def _replicate(recorder: ScriptRecorder, original: Callable[..., Any]) -> Callab
     return init
 
 
-def _on_the_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP, which refuses the CPU where nobody asks for it by name."""
+def _fully_sharded(gpus: bool, original: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP, whose ranks are taken to have the same parameters; it refuses the CPU where nobody asks for it by name."""
 
     def init(fsdp: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        original(fsdp, module, *args, **kwargs | {"device_id": torch.device("cpu"), "sync_module_states": False})
+        kwargs["sync_module_states"] = False
+        if not gpus:
+            kwargs["device_id"] = torch.device("cpu")
+        original(fsdp, module, *args, **kwargs)
 
     return init
 

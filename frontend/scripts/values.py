@@ -268,6 +268,14 @@ def forget(tensor: Any) -> None:
                 values.untyped_storage().resize_(0)
 
 
+def keep(tensor: Tensor, out: Tensor) -> None:
+    """What a tensor becomes that is brought elsewhere has its values."""
+    known = _with_values(tensor)
+    if known is not _UNKNOWN and isinstance(out, FakeTensor) and out.shape == tensor.shape:
+        with _disable_current_modes():
+            setattr(out, _VALUES, known.to(out.dtype, copy=True))
+
+
 def installed() -> Iterator[AbstractContextManager[None]]:
     """In the contexts, arrays of NumPy give their values, and what a communication is given is forgotten."""
     yield patched(torch, "from_numpy", _from_array)
