@@ -28,6 +28,7 @@ from echograph.frontend.pytorch.call_nodes import is_allocation, is_getitem, is_
 from echograph.frontend.pytorch.lower import DTYPES, PHASES, GraphLowering, Order
 from echograph.frontend.pytorch.shapes import Results
 from echograph.frontend.scripts.adapter import Adapter, check_ranks
+from echograph.frontend.scripts.checks import findings
 from echograph.frontend.scripts.collectives import Communication
 from echograph.frontend.scripts.host_work import WORK, HostPrice, wait_for_value
 from echograph.frontend.scripts.recorder import (
@@ -744,7 +745,8 @@ def capture_script(
         The job graph, and notes on what stands for something else.
 
     Raises:
-        CaptureError: as `run_script`, and where ranks or groups fit no mesh.
+        CaptureError: as `run_script`, and where ranks or groups fit no mesh; of a strict capture, where anything is
+            unlikely to be meant.
         UsageError: a rank that the world does not have.
     """
     check_ranks(ranks, world.size)
@@ -764,9 +766,13 @@ def capture_script(
     places = standing_for(ranks, mesh)
     say("lowering")
     job = lower_job(runs, mesh, places, workload_of(runs, places, mesh, script.path.stem), script.host)
+    warnings: dict[str, None] = {}
     for run in runs:
         notes |= run.recorder.notes
-    return Imported(graph=count_job_flops(job), notes=tuple(notes))
+        warnings |= dict.fromkeys(findings(run.recorder, run.world))
+    if warnings and script.strict:
+        raise CaptureError(f"{next(iter(warnings))} (--strict)")
+    return Imported(graph=count_job_flops(job), notes=tuple(notes), warnings=tuple(warnings))
 
 
 def _mesh(run: ScriptRun) -> dict[str, int]:

@@ -64,7 +64,7 @@ from echograph.frontend.scripts import places
 from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communication_of
 from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream
-from echograph.frontend.scripts.values import answer
+from echograph.frontend.scripts.values import answer, line_of_script
 from echograph.frontend.scripts.world import NO_GPU
 from echograph.ir.graph import BETWEEN_STEPS
 from echograph.ir.passes.fuse import KernelRegion
@@ -244,6 +244,10 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     Attributes:
         memory: what lives through steps.
         notes: for the user, each once.
+        warnings: of what is unlikely to be meant, each once (`checks`).
+        loaded: sizes of the first dimension of what loaders gave last, and the line of the script that asked.
+        stepped_at: the line of the script in which the optimizer stepped.
+        ungraded: names of parameters that the optimizer has and no backward pass reached.
         steps: training steps that have ended.
         recorded: whether the step is recorded.
         held: bytes that no tensor of the step stands for, by what holds them (`ir.graph.Program`).
@@ -271,6 +275,9 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         super().__init__(mode)
         self._shapes = Shapes(mode, results)
         self.notes: dict[str, None] = {}
+        self.warnings: dict[str, None] = {}
+        self.loaded: tuple[frozenset[int], str] | None = None
+        self.stepped_at, self.ungraded = "", list[str]()
         self.steps = 0
         self.recorded = False
         self.held: dict[str, int] = {}
@@ -285,6 +292,7 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         self._context: dict[str, Any] = {}
         self._pace: Optimizer | None = None
         self._optimizing = 0
+        self._trains = False
         self._after_backward = False
         self._pass = 0
         self._works: dict[int, tuple[Any, Node]] = {}
@@ -396,9 +404,19 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         """Says what a tensor is that lives through steps; the role is one of `annotate.ROLES`."""
         self.memory.name(tensor, role, name)
 
+    def fake(self, tensor: Tensor) -> Tensor:
+        """A fake tensor for one that has data."""
+        with self.pausing(), self._mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
     def note(self, line: str) -> None:
         """A line for the user."""
         self.notes[line] = None
+
+    def warn(self, line: str) -> None:
+        """A line for the user on what is unlikely to be meant; "" says nothing."""
+        if line:
+            self.warnings[line] = None
 
     # -- hooks -----------------------------------------------------------------------------------------------
 
@@ -457,11 +475,13 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
     def _module_begins(self, module: Any, args: Any) -> None:
         if not self._stack:
             self.memory.add_root(module)
-            if self.phase == FORWARD and any(True for _ in module.parameters()):
+            self._trains = any(True for _ in module.parameters()) and not self._paused
+            if self.phase == FORWARD and self._trains:
                 self._pass += self._after_backward
                 self._after_backward = False
                 self.step_begins()
-        if self.sample is None and self._recording:
+        # A module without parameters outside of all others prepares data.
+        if self.sample is None and self._recording and self._trains:
             self.sample = next((a for a in args if isinstance(a, Tensor)), None)
         self._stack.append(self.memory.path_of(module))
 
@@ -471,14 +491,26 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
 
     def _optimizer_begins(self, stepping: Optimizer, *_: Any) -> None:
         self.memory.add_optimizer(stepping)
+        if self._recording and not self._optimizing:
+            self._check_gradients(stepping)
         self._optimizing += 1
 
     def _optimizer_ends(self, stepping: Optimizer, *_: Any) -> None:
         self._optimizing -= 1
+        if self._optimizing:
+            return  # one that another one is made of
         if self._pace is None:
             self._pace = stepping
-        if self._counts and not self._optimizing and stepping is self._pace:
+        if self._counts and stepping is self._pace:
             self.step_ends()
+
+    def _check_gradients(self, stepping: Optimizer) -> None:
+        self.stepped_at = self.stepped_at or line_of_script()
+        held = [p for group in stepping.param_groups for p in group["params"] if p.requires_grad]
+        without = {id(p) for p in held if p.grad is None}
+        # An optimizer all of whose parameters have none is one that works on copies, or in the backward pass.
+        if len(without) < len(held):
+            self.ungraded += [name for p, name in self.memory.parameters() if id(p) in without and p.numel()]
 
     def _mark_gradients(self) -> None:
         for parameter, name in self.memory.parameters():

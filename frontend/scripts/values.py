@@ -15,6 +15,7 @@ tensor. What a communication writes, or what unknown values come into, loses the
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -34,6 +35,7 @@ from echograph.frontend.scripts.adapter import patched
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = str(Path(__file__).parent)
+_PYTHON = str(Path(runpy.__file__).parent)
 # Frameworks that are also run from a checkout, beside which scripts lie.
 _FRAMEWORKS = ("megatron.",)
 # Where PyTorch itself passes a question to a tensor on.
@@ -105,6 +107,17 @@ def caller() -> str | None:
             return None if library else f"{Path(name).name}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+def line_of_script() -> str:
+    """`file:line` of the innermost code of the script itself; "" where it is all of libraries."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_OWN, _TORCH, _PYTHON, "<")) and "site-packages" not in name:
+            return f"{Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 class StandInNumber(float):
@@ -274,6 +287,16 @@ def keep(tensor: Tensor, out: Tensor) -> None:
     if known is not _UNKNOWN and isinstance(out, FakeTensor) and out.shape == tensor.shape:
         with _disable_current_modes():
             setattr(out, _VALUES, known.to(out.dtype, copy=True))
+
+
+def given(fake: Callable[[Tensor], Tensor], part: Any) -> Any:
+    """Of what a loader gives: a fake tensor for a tensor of the host, with its values if it is small."""
+    if type(part) is not Tensor:
+        return part
+    made = fake(part)
+    if _is_small(part):
+        setattr(made, _VALUES, part)
+    return made
 
 
 def installed() -> Iterator[AbstractContextManager[None]]:
