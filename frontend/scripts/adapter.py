@@ -97,6 +97,11 @@ class Adapter:
         """
         return None
 
+    def meshes(self, world: World) -> list[Mapping[str, int]]:
+        """Meshes that the axes may be of, as `axes` says them; the first of which all groups are formulas is taken."""
+        axes = self.axes(world)
+        return [] if axes is None else [axes]
+
     def roles(self, world: World, axes: Mapping[str, int], messages: Sequence[str]) -> list[int]:
         """Ranks of which each does something else, and which together stand for all; begins with rank 0.
 

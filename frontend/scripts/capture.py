@@ -776,15 +776,21 @@ def capture_script(
 
 
 def _mesh(run: ScriptRun) -> dict[str, int]:
-    size = run.world.size
-    if run.axes is not None:
-        return {name: extent for name, extent in run.axes.items() if extent > 1} or {"dp": 1}
-    calls = [node.meta[COMMUNICATION] for node in run.recorder.graph.nodes if COMMUNICATION in node.meta]
-    found = infer({c.ranks for c in calls}, size, {c.ranks for c in calls if c.peer >= 0})
-    if found is None:
-        groups = "; ".join(sorted({str(list(call.ranks[:8])) for call in calls}))
+    """The mesh of a run: one that it has a name for, else that of its groups."""
+    size, calls = run.world.size, _calls(run)
+    groups = {call.ranks for call in calls if call.peer < 0}
+    fitting = (m for m in run.meshes if all(axes_of(ranks, m) is not None for ranks in groups))
+    named = next(fitting, None)
+    if named is None:
+        found = infer({c.ranks for c in calls}, size, {c.ranks for c in calls if c.peer >= 0})
+        if found is not None and not run.meshes:
+            return found
+        # Two ranks that share a tensor may lie across the axes.
+        named = found or next(iter(run.meshes), None)
+    if named is None:
+        shown = "; ".join(sorted({str(list(call.ranks[:8])) for call in calls}))
         raise CaptureError(
-            f"the groups of rank {run.world.rank} are formulas of no mesh of {size} ranks: {groups}: make them by "
+            f"the groups of rank {run.world.rank} are formulas of no mesh of {size} ranks: {shown}: make them by "
             "init_device_mesh"
         )
-    return found
+    return {name: extent for name, extent in named.items() if extent > 1} or {"dp": 1}

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, _meta_registrations
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
@@ -299,7 +299,7 @@ class OnTheDevice(TorchFunctionMode):
             made = self._on_gpu(func, args, kwargs | {"device": _CPU})
             return moved(args[0], made, True) if args and made is args[0] else _marked(made)
         out = self._run(func, args, kwargs)
-        values.follow(func, args, kwargs, out)
+        values.follow(func, args, kwargs, out, self._note)
         keep_finite(func, args, out)
         return out
 
@@ -455,6 +455,7 @@ def present(world: World, note: NoteTaker = lambda _: None, counter: HostCounter
         for owner in (_foreach_utils, optimizer):
             enter(replaced(owner, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"]))
         enter(_foreach_of_fakes())
+        enter(replaced(_meta_registrations, "device_hint", lambda _: "cuda"))
         for owner in (torch.autograd, torch.autograd.graph):
             enter(patched(owner, "_engine_run_backward", lambda f: _again(make, f)))
         enter(deciding(world.decided))

@@ -64,7 +64,7 @@ from echograph.frontend.scripts import places
 from echograph.frontend.scripts.collectives import NAMESPACES, WAIT, communication_of
 from echograph.frontend.scripts.memory import LivingTensors
 from echograph.frontend.scripts.streams import AFTER, STREAM, CapturedStream
-from echograph.frontend.scripts.values import answer, line_of_script
+from echograph.frontend.scripts.values import answer, exchanged, line_of_script
 from echograph.frontend.scripts.world import NO_GPU
 from echograph.ir.graph import BETWEEN_STEPS
 from echograph.ir.passes.fuse import KernelRegion
@@ -561,6 +561,8 @@ class ScriptRecorder(MemoryRecorder):  # type: ignore[no-untyped-call]
         if func is _ITEM and isinstance(args[0], FakeTensor):
             return answer(args[0], self.note)
         out = self._placed(func, args, kwargs)
+        if func.namespace == "_c10d_functional":
+            exchanged(func, args, out)
         if not self._recording or self._paused or func.namespace in SILENT_NAMESPACES:
             return out
         if func in HANDLES:

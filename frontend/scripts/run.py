@@ -82,12 +82,12 @@ class ScriptRun:
     Attributes:
         world: which rank it was.
         recorder: holds the recorded step.
-        axes: the mesh, as the adapter tells it.
+        meshes: what the mesh may be, as the adapter tells it.
     """
 
     world: World
     recorder: ScriptRecorder
-    axes: dict[str, int] | None
+    meshes: list[dict[str, int]]
 
 
 def run_script(script: Script, world: World, adapter: Adapter, results: Results | None = None) -> ScriptRun:
@@ -126,8 +126,8 @@ def run_script(script: Script, world: World, adapter: Adapter, results: Results 
         enter(recorder.hooked())
         enter(adapter.installed(world, recorder))
         _run(script, recorder)
-        axes = adapter.axes(world)
-    return ScriptRun(world=world, recorder=recorder, axes=None if axes is None else dict(axes))
+        meshes = list(map(dict, adapter.meshes(world)))
+    return ScriptRun(world=world, recorder=recorder, meshes=meshes)
 
 
 def _left_out(model: Any = None, *_: Any, **__: Any) -> Any:

@@ -13,6 +13,8 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
+from inspect import getattr_static
+from math import prod
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -173,6 +175,11 @@ class TorchAdapter(Adapter):
             enter(patched(dataloader._BaseDataLoaderIter, "__next__", lambda f: _loading(recorder, f)))
             enter(patched(dataloader._BaseDataLoaderIter, "_next_index", _really))
             enter(patched(device_mesh.DeviceMesh, "__init__", lambda f: self._mesh(world, f)))
+            for name in _OF_MESHES:
+                if hasattr(device_mesh.DeviceMesh, name):
+                    static = isinstance(getattr_static(device_mesh.DeviceMesh, name), staticmethod)
+                    kind = staticmethod if static else lambda function: function
+                    enter(patched(device_mesh.DeviceMesh, name, lambda f, kind=kind: kind(_with_values(f))))
             for owner in (device_mesh, torch.distributed):
                 if hasattr(owner, "init_device_mesh"):
                     enter(patched(owner, "init_device_mesh", lambda f: _cpu_mesh(world, f)))
@@ -197,15 +204,10 @@ class TorchAdapter(Adapter):
             enter(patched(group, "foreach_reduce", lambda f: _carrying(recorder, "gradient", f)))
             yield
 
-    def axes(self, world: World) -> Mapping[str, int] | None:
-        """Of the mesh of all ranks that the script made last, if its dimensions have names."""
-        for names, sizes in reversed(self._meshes):
-            whole = 1
-            for size in sizes:
-                whole *= size
-            if whole == world.size and len(names) == len(sizes):
-                return dict(zip(names, sizes, strict=True))
-        return None
+    def meshes(self, world: World) -> list[Mapping[str, int]]:
+        """Those of all ranks whose dimensions have names, the last that the script made first."""
+        named = [(names, sizes) for names, sizes in reversed(self._meshes) if len(names) == len(sizes)]
+        return [dict(zip(names, sizes, strict=True)) for names, sizes in named if prod(sizes) == world.size]
 
     def _mesh(self, world: World, original: Callable[..., Any]) -> Callable[..., Any]:
         def init(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
@@ -227,6 +229,21 @@ def _forget_meshes() -> None:
     redistribute = importlib.import_module("torch.distributed.tensor._redistribute")
     redistribute._planner_cache.clear()
     redistribute._gen_transform_infos.cache_clear()
+
+
+# What a mesh asks of the numbers of its ranks.
+_OF_MESHES = (
+    "__getitem__", "_flatten", "_unflatten", "_get_mesh_tensor_from_full_mesh", "_compute_coordinates_from_mesh",
+    "_get_all_submeshes", "_concatenate", "_create_sub_mesh", "_create_flatten_mesh", "_create_unflatten_mesh",
+)  # fmt: skip
+
+
+def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _cpu_mesh(world: World, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -166,6 +166,14 @@ def _list(note: NoteTaker, tensor: Tensor) -> Any:
     return [_list(note, row) for row in tensor] if tensor.dim() else answer(tensor, note)
 
 
+def _array(note: NoteTaker, tensor: Tensor, *_: Any, **__: Any) -> Any:
+    line = caller()
+    if line is not None:
+        note(f"{line} reads a tensor's values as an array, which a capture does not have: 1 stands for each")
+    with _disable_current_modes():
+        return torch.ones((), dtype=tensor.dtype).expand(tensor.shape).numpy().copy()
+
+
 def _true(note: NoteTaker, tensor: Tensor) -> bool:
     where = caller()
     if where is None or hasattr(tensor, _FINITE):
@@ -180,6 +188,8 @@ def _format(note: NoteTaker, tensor: Tensor, form: str) -> str:
 QUESTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.item: _item,
     Tensor.tolist: _list,
+    Tensor.numpy: _array,
+    Tensor.__array__: _array,
     Tensor.__bool__: _true,
     Tensor.__float__: lambda note, tensor: float(answer(tensor, note)),
     Tensor.__int__: lambda note, tensor: int(answer(tensor, note)),
@@ -210,7 +220,10 @@ def keep_finite(func: Any, args: tuple[Any, ...], out: Any) -> None:
 MOST_INTEGERS = 1 << 20
 MOST_NUMBERS = 1 << 12
 _VALUES = "_echograph_values"
+_EVEN = "_echograph_even"
 _UNKNOWN = object()
+_COUNTING = (torch.histc, Tensor.histc, torch.bincount, Tensor.bincount)
+_EXCHANGES = ("_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor")
 _WRITING = ("__set__", "__setitem__")
 _ASKING = ("__index__", "__int__", "__invert__", "__iter__")
 # Makes tensors of settings alone; torch.empty has no values to know.
@@ -247,9 +260,13 @@ def read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any]
         return (func(*given[0], **given[1]),)
 
 
-def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, note: NoteTaker) -> None:
     """Gives what a function of PyTorch made the values that it has, if those of its arguments are known."""
     first = args[0] if args else None
+    if func in _COUNTING and isinstance(first, FakeTensor) and not is_known(first):
+        note("how many tokens each expert takes is not known: they are taken to be spread evenly")
+        _count_evenly(first, out)
+        return
     if func not in _MADE and not _may_be_known(first):
         return
     in_place = _is_in_place(func, kwargs)
@@ -269,6 +286,36 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     for tensor, value in zip(made, [values] if isinstance(values, Tensor) else values or (), strict=False):
         if isinstance(tensor, FakeTensor) and isinstance(value, Tensor) and tensor.shape == value.shape:
             setattr(tensor, _VALUES, value)
+            if any(hasattr(argument, _EVEN) for argument in args):
+                setattr(tensor, _EVEN, True)
+
+
+def _count_evenly(counted: FakeTensor, out: Any) -> None:
+    """How often each of some numbers is there, of which nobody has the values: as often as any other.
+
+    What counts so in a training step are the tokens that each expert takes, whose places decide shapes.
+    """
+    if isinstance(out, FakeTensor) and out.dim() == 1 and not counted.is_floating_point() and _is_small(out):
+        each, more = divmod(counted.numel(), max(1, out.numel()))
+        with _disable_current_modes():
+            setattr(out, _VALUES, torch.full(out.shape, each, dtype=out.dtype))
+            getattr(out, _VALUES)[:more] += 1
+        setattr(out, _EVEN, True)
+
+
+def exchanged(func: Any, args: tuple[Any, ...], out: Any) -> None:
+    """Gives what ranks exchange of even counts, or wait for, the values that it has: ranks have the same."""
+    name = func._schema.name
+    if name not in _EXCHANGES or not isinstance(out, FakeTensor) or not hasattr(args[0], _EVEN):
+        return
+    mine = getattr(args[0], _VALUES)
+    with _disable_current_modes():
+        if name == _EXCHANGES[0] and out.shape == args[0].shape:
+            group = distributed_c10d._resolve_process_group(args[3])  # type: ignore[attr-defined]
+            mine = mine.view(group.size(), -1)[group.rank()].repeat(group.size())
+        if out.shape == mine.shape:
+            setattr(out, _VALUES, mine.clone())
+            setattr(out, _EVEN, True)
 
 
 def forget(tensor: Any) -> None:
